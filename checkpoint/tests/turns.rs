@@ -310,3 +310,28 @@ proptest! {
         prop_assert_eq!(world.coordinator.open(), 0);
     }
 }
+
+#[test]
+fn only_a_task_that_waits_for_its_turn_to_leave_a_drained_host_gives_way_to_a_checkpoint() {
+    let mut world = World::default();
+    let by = HostId::MASTER.tid();
+    let of = |number: i32| Tid::from_raw(0x80000 + number);
+    for number in 0..=LEAVE_AT_ONCE_MAX as i32 {
+        let id = world.begin_for(number, 100 + number as u64, Cause::Drain { by });
+        world.inspected(id);
+    }
+    let asked = world.begin_for(50, 900, Cause::Asked { by });
+    world.inspected(asked);
+    world.now += GATHER_TIME;
+    world.coordinator.wake(world.now);
+    world.heed();
+    assert_eq!(world.leaving.len(), LEAVE_AT_ONCE_MAX);
+    let why = "its job is checkpointed first";
+    assert!(!world.coordinator.give_way(of(0), why), "it is on its way");
+    assert!(!world.coordinator.give_way(of(50), why), "somebody wants it there");
+    assert!(!world.coordinator.give_way(of(60), why), "it does not move");
+    let last = of(LEAVE_AT_ONCE_MAX as i32);
+    assert!(world.coordinator.give_way(last, why) && world.coordinator.of_task(last).is_none());
+    world.heed();
+    assert_eq!(world.ended.values().collect::<Vec<_>>(), [&false]);
+}

@@ -11,10 +11,10 @@ use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
 use sempa_proto::rm::{Answer, Question};
 use sempa_proto::task::{Reply, Request};
-use sempa_proto::{Micros, Tid};
+use sempa_proto::{HostId, Micros, Tid};
 use serde_json::json;
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// Pause between two questions how far it is.
@@ -32,8 +32,9 @@ const WRITE_MARGIN: f64 = 1.5;
 const WRITE_MIN: Duration = Duration::from_secs(5);
 /// It is reckoned anew when it is so old: all hosts are asked for it.
 const RECKONED_FOR: Duration = Duration::from_secs(1);
-/// Tasks whose memory is asked for.
+/// Tasks whose memory is asked for, and how long that may take each time.
 const ASKED_MAX: usize = 256;
+const ASKING_MAX: Duration = Duration::from_millis(500);
 /// Moves of fewer bytes say nothing of the way.
 const TELLING_BYTES: u64 = 16 << 20;
 /// A deadline further away is a slip of the pen.
@@ -46,8 +47,8 @@ pub(crate) struct Drain {
     pub(crate) host: String,
     /// It is to be empty within this time.
     pub(crate) within: Option<Duration>,
-    /// Jobs with tasks that nobody takes are checkpointed and ended when the time is just enough for that, and in the end all
-    /// that are still there.
+    /// Jobs that have tasks there when the time is just enough for that are checkpointed, but for those that leave in time. With this
+    /// they are ended as well, and in the end all that are still there; without it they go on.
     pub(crate) checkpoint: bool,
 }
 
@@ -88,9 +89,11 @@ fn left(answer: Answer) -> Result<Option<(bool, Left, u32)>, Error> {
     }
 }
 
-/// What the event log tells of the moves of tasks.
+/// What the event log tells of the moves of tasks, and of checkpoints.
 #[derive(Debug, Default)]
 struct Heard {
+    /// Who has the host emptied.
+    me: Tid,
     /// The first event that has not been read.
     from: u64,
     /// The step of its move that has ended last.
@@ -99,6 +102,12 @@ struct Heard {
     bytes: BTreeMap<Tid, u64>,
     /// Bytes of all that have moved, and how long each was on its way.
     moved: (u64, Micros),
+    /// The host that is being emptied.
+    host: Option<HostId>,
+    /// Bytes of all that have left it since that has begun.
+    left: u64,
+    /// The newest set of each job that was complete after that.
+    sets: BTreeMap<Tid, String>,
 }
 
 impl Heard {
@@ -113,11 +122,18 @@ impl Heard {
 
     fn hear(&mut self, kind: &EventKind) {
         match kind {
+            EventKind::DrainBegun { host, by, .. } if *by == self.me => {
+                (self.host, self.left, self.sets) = (Some(*host), 0, BTreeMap::new());
+            }
+            EventKind::Checkpointed { set, job, .. } => drop(self.sets.insert(*job, set.clone())),
             EventKind::Moving { tid, step, .. } => drop(self.steps.insert(*tid, *step)),
-            EventKind::Moved { tid, bytes, resident, whole, .. } => {
+            EventKind::Moved { tid, from, bytes, resident, whole, .. } => {
                 self.steps.remove(tid);
                 let bytes = *bytes.max(resident);
                 self.bytes.insert(*tid, bytes);
+                if self.host == Some(*from) {
+                    self.left = self.left.saturating_add(bytes);
+                }
                 if bytes >= TELLING_BYTES {
                     self.moved = (self.moved.0.saturating_add(bytes), self.moved.1 + *whole);
                 }
@@ -137,10 +153,56 @@ impl Heard {
         }
     }
 
+    /// How a task stands that is kept by this, or by nothing.
+    fn standing(&self, tid: Tid, why: Option<&String>) -> Standing {
+        match (why, self.steps.get(&tid)) {
+            (Some(_), _) => Standing::Stuck,
+            (None, Some(Step::Inspect)) => Standing::Waits,
+            (None, _) => Standing::Goes,
+        }
+    }
+
     /// What the way of a task that has left cost.
     fn cost(&self, tid: Tid) -> String {
-        self.bytes.get(&tid).map(|bytes| format!(", {:.1} MB", *bytes as f64 / 1e6)).unwrap_or_default()
+        self.bytes.get(&tid).map(|bytes| format!(", {}", megabytes(*bytes))).unwrap_or_default()
     }
+}
+
+fn megabytes(bytes: u64) -> String {
+    format!("{:.1} MB", bytes as f64 / 1e6)
+}
+
+/// How a task stands that is still there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Standing {
+    /// Nobody takes it.
+    Stuck,
+    /// Its turn has not come.
+    Waits,
+    /// It is on its way: nobody could write it.
+    Goes,
+}
+
+/// A job that has tasks there, and could be written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Rest {
+    job: Tid,
+    /// How many are there.
+    tasks: usize,
+    /// Bytes of all its tasks, wherever they are.
+    bytes: u64,
+    standing: Standing,
+}
+
+/// A job that was to be written.
+#[derive(Debug)]
+struct Tried {
+    times: u32,
+    at: Instant,
+    /// It would fail again.
+    for_good: bool,
+    /// What was said of that.
+    said: String,
 }
 
 /// A host that is being emptied.
@@ -149,97 +211,155 @@ struct Emptying<'a, M> {
     what: &'a Drain,
     show: &'a mut dyn FnMut(&str),
     begun: Instant,
+    /// How many there were.
+    all: usize,
     tasks: Left,
     gone: Vec<Tid>,
+    /// Sets of jobs that have ended.
     sets: Vec<String>,
-    /// Jobs of which there was no checkpoint.
-    failed: BTreeSet<Tid>,
+    /// Sets of jobs that go on.
+    kept: BTreeMap<Tid, String>,
+    tried: BTreeMap<Tid, Tried>,
     heard: Heard,
     writing: Writing,
 }
 
 impl<M: Machine> Emptying<'_, M> {
-    /// Waits until the host is empty, or for as long as it may take.
-    fn wait(&mut self) -> Result<(), Error> {
-        let Drain { host, within, checkpoint } = self.what;
-        let all = self.tasks.len();
+    /// Waits until the host is empty, or for as long as it may take; false if nobody empties it any more.
+    fn wait(&mut self) -> Result<bool, Error> {
+        let within = self.what.within;
         let mut until = self.begun + within.unwrap_or(PATIENCE);
         while !self.tasks.is_empty() && Instant::now() < until {
             std::thread::sleep(PAUSE);
-            let question = Question::Draining { host: host.clone() };
-            let Some((drained, mut now, _)) = left(self.machine.ask_rm(&question)?)? else { break };
-            // The end of one that was written may not have come to its ears.
-            now.retain(|tid, _| !self.gone.contains(tid));
-            self.heard.listen(self.machine)?;
-            for tid in self.tasks.keys().filter(|tid| !now.contains_key(tid)) {
-                self.gone.push(*tid);
-                (self.show)(&format!("{tid} has left ({} of {all}{})\n", self.gone.len(), self.heard.cost(*tid)));
-                until = if within.is_none() { Instant::now() + PATIENCE } else { until };
+            let before = self.gone.len();
+            if !self.look()? {
+                return Ok(false);
             }
-            self.tasks = now;
-            if !drained {
-                (self.show)(&format!("{host} takes tasks again: somebody has called it off\n"));
-                break;
+            if within.is_none() && self.gone.len() > before {
+                until = Instant::now() + PATIENCE;
             }
-            // Who is on his way, or waits for his turn, may still get there.
-            if *checkpoint
-                && within.is_some()
-                && self.is_time_to_write(until.saturating_duration_since(Instant::now()))?
+            if within.is_some()
+                && let Some(rest) = self.due(until.saturating_duration_since(Instant::now()))?
             {
-                self.write(Option::is_some)?;
+                self.write(&rest, true)?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// Asks how far it is; false if nobody empties it any more.
+    fn look(&mut self) -> Result<bool, Error> {
+        let host = &self.what.host;
+        let question = Question::Draining { host: host.clone() };
+        let Some((drained, mut now, _)) = left(self.machine.ask_rm(&question)?)? else { return Ok(false) };
+        // The end of one that was written may not have come to its ears.
+        now.retain(|tid, _| !self.gone.contains(tid));
+        self.heard.listen(self.machine)?;
+        for tid in self.tasks.keys().filter(|tid| !now.contains_key(tid)) {
+            self.gone.push(*tid);
+            let (gone, all) = (self.gone.len(), self.all);
+            (self.show)(&format!("{tid} has left ({gone} of {all}{})\n", self.heard.cost(*tid)));
+        }
+        self.tasks = now;
+        if !drained {
+            (self.show)(&format!("{host} takes tasks again: somebody has called it off\n"));
+        }
+        Ok(drained)
+    }
+
+    /// The jobs that have tasks there and could be written, those with the most of them first.
+    fn rests(&mut self) -> Result<Vec<Rest>, Error> {
+        let (machine, all) = (self.machine, parents(self.machine)?);
+        let mut members = BTreeMap::<Tid, Vec<Tid>>::new();
+        for tid in all.keys().chain(self.tasks.keys().filter(|tid| !all.contains_key(tid))) {
+            members.entry(job_of(*tid, &all, &self.tasks)).or_default().push(*tid);
+        }
+        // What goes on is written once, also when the daemons have done it.
+        let is_over = |job: &Tid| {
+            !self.what.checkpoint && (self.kept.contains_key(job) || self.heard.sets.contains_key(job))
+                || self.tried.get(job).is_some_and(|tried| tried.for_good)
+        };
+        let jobs: Vec<Tid> = jobs(machine.tid(), &all, &self.tasks).into_iter().filter(|job| !is_over(job)).collect();
+        let (mut rests, begun) = (Vec::new(), Instant::now());
+        let ask = |tid: Tid| match begun.elapsed() < ASKING_MAX {
+            true => Some(machine.can_migrate(tid, None).ok()?.resident_bytes),
+            false => None,
+        };
+        for job in jobs {
+            let its = members.remove(&job).unwrap_or_default();
+            let there = its.iter().filter_map(|tid| Some((*tid, self.tasks.get(tid)?)));
+            let there: Vec<Standing> = there.map(|(tid, why)| self.heard.standing(tid, why.as_ref())).collect();
+            let bytes = self.writing.bytes(&its, ask);
+            rests.push(Rest { job, tasks: there.len(), bytes, standing: together(&there) });
+        }
+        Ok(rests)
+    }
+
+    /// The job that is to be written now, if no more than this time is left.
+    fn due(&mut self, left: Duration) -> Result<Option<Rest>, Error> {
+        if self.writing.reckoned.is_some_and(|(at, time)| at.elapsed() < RECKONED_FOR && left > time) {
+            return Ok(None);
+        }
+        let rests = self.rests()?;
+        let bytes = rests.iter().fold(0, |sum: u64, rest| sum.saturating_add(rest.bytes));
+        let time = time_to_write(rests.len(), bytes, self.heard.moved);
+        let mut next = None;
+        if left <= time {
+            let go: Vec<Tid> = self.tasks.iter().filter(|(_, why)| why.is_none()).map(|(tid, _)| *tid).collect();
+            let bytes = self.writing.bytes(&go, |_| None);
+            let leave = leave_in_time(self.begun.elapsed(), self.heard.left, bytes, left);
+            next = next_of(rests, leave, &self.tried);
+        }
+        // Who is to be written anew, or may leave after all, is looked at again after a while.
+        let time = if left <= time { Duration::ZERO } else { time };
+        self.writing.reckoned = next.is_none().then(|| (Instant::now(), time));
+        Ok(next)
+    }
+
+    /// Has a job checkpointed, and ended if it is wanted so. `again`: what may pass is tried again.
+    fn write(&mut self, rest: &Rest, again: bool) -> Result<(), Error> {
+        let (job, host, ends) = (rest.job, &self.what.host, self.what.checkpoint);
+        if !self.tried.contains_key(&job) {
+            (self.show)(&format!("job {job} is being written, {}\n", megabytes(rest.bytes)));
+        }
+        let result = write_down(self.machine, job, ends)?;
+        let tried = Tried { times: 0, at: self.begun, for_good: false, said: String::new() };
+        let tried = self.tried.entry(job).or_insert(tried);
+        (tried.times, tried.at) = (tried.times + 1, Instant::now());
+        match result {
+            Ok(report) if ends => {
+                (self.show)(&format!("job {job} has ended; 'restart {}' starts it again\n", report.set));
+                self.tasks.retain(|tid, _| !report.tasks.contains(tid));
+                self.gone.extend(report.tasks);
+                self.sets.push(report.set);
+            }
+            Ok(SetReport { set, .. }) => {
+                let text = format!("job {job} is in the store as {set} and goes on; ");
+                (self.show)(&format!("{text}'restart {set}' starts it again if {host} leaves\n"));
+                self.kept.insert(job, set);
+            }
+            Err(why) => {
+                // One of its tasks may be just on its way.
+                tried.for_good = !why.may_try_again() && why != CutFailure::UnderWay;
+                let again = if again && !tried.for_good { ", and is tried again while there is time" } else { "" };
+                let said = format!("no checkpoint of job {job}: {why}; it goes on{again}\n");
+                if tried.said != said {
+                    (self.show)(&said);
+                    tried.said = said;
+                }
             }
         }
         Ok(())
     }
 
-    /// The tasks that are still there for such a reason.
-    fn those(&self, which: impl Fn(&Option<String>) -> bool) -> Left {
-        self.tasks.iter().filter(|(_, why)| which(why)).map(|(tid, why)| (*tid, why.clone())).collect()
-    }
-
-    /// True if no more than what is left until the deadline is needed to write the jobs of tasks that nobody takes.
-    fn is_time_to_write(&mut self, left: Duration) -> Result<bool, Error> {
-        let stuck = self.those(Option::is_some);
-        if stuck.is_empty() {
-            return Ok(false);
-        }
-        if let Some((_, time)) = self.writing.reckoned.filter(|(at, _)| at.elapsed() < RECKONED_FOR) {
-            return Ok(left <= time);
-        }
-        let all = parents(self.machine)?;
-        let jobs: Vec<Tid> =
-            jobs(self.machine.tid(), &all, &stuck).into_iter().filter(|job| !self.failed.contains(job)).collect();
-        let members = all.keys().filter(|tid| jobs.contains(&job_of(**tid, &all, &stuck)));
-        let bytes = self.writing.bytes(members.copied().collect(), |tid| {
-            self.machine.can_migrate(tid, None).map_or(0, |survey| survey.resident_bytes)
-        });
-        let time = time_to_write(jobs.len(), bytes, self.heard.moved);
-        self.writing.reckoned = Some((Instant::now(), time));
-        Ok(left <= time)
-    }
-
-    /// Has jobs checkpointed and ended that have such tasks there.
-    fn write(&mut self, which: impl Fn(&Option<String>) -> bool) -> Result<(), Error> {
-        let those = self.those(which);
-        if those.is_empty() {
-            return Ok(());
-        }
-        for job in jobs(self.machine.tid(), &parents(self.machine)?, &those) {
-            if self.failed.contains(&job) {
-                continue;
-            }
-            match write_down(self.machine, job)? {
-                Ok(report) => {
-                    (self.show)(&format!("job {job} has ended; 'restart {}' starts it again\n", report.set));
-                    self.tasks.retain(|tid, _| !report.tasks.contains(tid));
-                    self.gone.extend(report.tasks);
-                    self.sets.push(report.set);
-                }
-                Err(why) => {
-                    self.failed.insert(job);
-                    (self.show)(&format!("no checkpoint of job {job}: {why}; it goes on\n"));
-                }
-            }
+    /// Has all jobs checkpointed and ended that are still there, each once more: what was in the way may have passed.
+    fn write_all(&mut self) -> Result<(), Error> {
+        self.tried.clear();
+        // Also if nobody says how far it is.
+        while self.look().unwrap_or(true) {
+            let rests = self.rests()?;
+            let Some(rest) = rests.iter().find(|rest| !self.tried.contains_key(&rest.job)) else { break };
+            self.write(rest, false)?;
         }
         Ok(())
     }
@@ -255,7 +375,7 @@ impl<M: Machine> Emptying<'_, M> {
             _ => return Err(misfit()),
         };
         for job in jobs(self.machine.tid(), &parents(self.machine)?, &self.tasks) {
-            (self.show)(&at_risk(&self.what.host, job, &sets));
+            (self.show)(&at_risk(&self.what.host, job, &sets, self.kept.get(&job)));
         }
         Ok(())
     }
@@ -279,7 +399,8 @@ impl<M: Machine> Emptying<'_, M> {
         let names = |list: &mut dyn Iterator<Item = &Tid>| list.map(Tid::to_string).collect::<Vec<_>>();
         let still: Vec<_> = tasks.iter().map(|(tid, why)| json!({ "tid": tid.to_string(), "why": why })).collect();
         let gone = names(&mut self.gone.iter());
-        let value = json!({ "host": host, "left": gone, "still": still, "stay": stay, "sets": self.sets });
+        let (sets, kept): (_, Vec<&String>) = (&self.sets, self.kept.values().collect());
+        let value = json!({ "host": host, "left": gone, "still": still, "stay": stay, "sets": sets, "kept": kept });
         (self.show)(&text);
         Outcome::done(String::new(), value, !tasks.is_empty())
     }
@@ -294,24 +415,55 @@ pub(crate) fn drain<M: Machine>(machine: &M, what: &Drain, show: &mut dyn FnMut(
     };
     let all = tasks.len();
     show(&format!("{host} takes no tasks; {all} {} to leave\n", if all == 1 { "is" } else { "are" }));
-    let (gone, sets, failed, heard, writing) = Default::default();
-    let mut emptying =
-        Emptying { machine, what, show, begun: Instant::now(), tasks, gone, sets, failed, heard, writing };
-    emptying.wait()?;
-    if *checkpoint {
-        // Once more: what was in the way may have passed.
-        emptying.failed.clear();
-        emptying.write(|_| true)?;
+    let (gone, sets, kept, tried, writing) = Default::default();
+    let (begun, heard) = (Instant::now(), Heard { me: machine.tid(), ..Heard::default() });
+    let mut emptying = Emptying { machine, what, show, begun, all, tasks, gone, sets, kept, tried, heard, writing };
+    if emptying.wait()? && *checkpoint {
+        emptying.write_all()?;
     }
     emptying.warn()?;
     Ok(emptying.told(stay))
 }
 
-/// What a job loses if a host leaves that it has tasks on.
-fn at_risk(host: &str, job: Tid, sets: &[SetEntry]) -> String {
+/// What a job loses if a host leaves that it has tasks on. `kept`: the set that was made so that it does not lose more.
+fn at_risk(host: &str, job: Tid, sets: &[SetEntry], kept: Option<&String>) -> String {
     let newest = sets.iter().filter(|set| set.job == job && set.broken.is_none()).max_by_key(|set| set.made);
     let lost = newest.map_or("all that it has done".into(), |set| format!("what it has done since {}", set.set));
-    format!("job {job} loses {lost} if {host} leaves now; 'drain {host} --checkpoint' writes it\n")
+    let more = match newest.is_some_and(|set| Some(&set.set) == kept) {
+        true => String::new(),
+        false => format!("; 'drain {host} --checkpoint' writes it"),
+    };
+    format!("job {job} loses {lost} if {host} leaves now{more}\n")
+}
+
+/// How a job stands of which these tasks are there.
+fn together(tasks: &[Standing]) -> Standing {
+    let stuck = tasks.iter().find(|standing| **standing == Standing::Stuck);
+    stuck.or(tasks.iter().max()).copied().unwrap_or(Standing::Goes)
+}
+
+/// The job that is written next. Of those that nobody takes that with the most tasks there: one checkpoint brings them all away. Of
+/// those that wait for their turn the largest, which would be the last; none if they `leave` in time. Who was tried comes later.
+fn next_of(mut rests: Vec<Rest>, leave: bool, tried: &BTreeMap<Tid, Tried>) -> Option<Rest> {
+    rests.retain(|rest| match rest.standing {
+        Standing::Stuck => true,
+        Standing::Waits => !leave,
+        Standing::Goes => false,
+    });
+    rests.retain(|rest| tried.get(&rest.job).is_none_or(|tried| tried.at.elapsed() >= RECKONED_FOR));
+    rests.into_iter().min_by_key(|rest| {
+        let many = if rest.standing == Standing::Stuck { rest.tasks as u64 } else { rest.bytes };
+        (tried.get(&rest.job).map_or(0, |tried| tried.times), rest.standing, Reverse(many), rest.job)
+    })
+}
+
+/// True if so many bytes leave in the time that is left, as fast as others have left in the time that is over. As long as none has,
+/// nobody knows: they get a quarter of all the time.
+fn leave_in_time(over: Duration, gone: u64, bytes: u64, left: Duration) -> bool {
+    match gone {
+        0 => over < left / 3,
+        gone => over.as_secs_f64() * bytes as f64 <= left.as_secs_f64() * gone as f64,
+    }
 }
 
 /// What is to be written.
@@ -324,15 +476,18 @@ struct Writing {
 }
 
 impl Writing {
-    /// Bytes of these tasks; `ask` is put for each once, and for no more than [`ASKED_MAX`]: the others are taken for ordinary.
-    fn bytes(&mut self, tasks: Vec<Tid>, ask: impl Fn(Tid) -> u64) -> u64 {
-        for tid in tasks.iter().take(ASKED_MAX) {
-            self.memory.entry(*tid).or_insert_with(|| ask(*tid));
+    /// Bytes of these tasks. `ask` is put for each that is not known, and for no more than [`ASKED_MAX`] of all; whoever is not known
+    /// is taken for ordinary.
+    fn bytes(&mut self, tasks: &[Tid], ask: impl Fn(Tid) -> Option<u64>) -> u64 {
+        for tid in tasks {
+            if self.memory.len() < ASKED_MAX && !self.memory.contains_key(tid) {
+                self.memory.extend(ask(*tid).map(|bytes| (*tid, bytes)));
+            }
         }
-        let known: Vec<u64> = tasks.iter().filter_map(|tid| self.memory.get(tid).copied()).collect();
-        let sum = known.iter().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
-        let mean = sum / known.len().max(1) as u64;
-        sum.saturating_add(mean.saturating_mul((tasks.len() - known.len()) as u64))
+        let sum = self.memory.values().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
+        let mean = sum / self.memory.len().max(1) as u64;
+        let bytes = tasks.iter().map(|tid| self.memory.get(tid).copied().unwrap_or(mean));
+        bytes.fold(0, u64::saturating_add)
     }
 }
 
@@ -370,9 +525,10 @@ fn jobs(me: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &Left) -> Vec<Tid> {
     jobs.into_iter().map(|(job, _)| job).collect()
 }
 
-/// Has a job checkpointed and ended.
-fn write_down(machine: &impl Machine, job: Tid) -> Result<Result<SetReport, CutFailure>, Error> {
-    match machine.ask(Request::Checkpoint { job, pace: None, end: true, wait: true })? {
+/// Has a job checkpointed, and ended if it `ends` with that.
+fn write_down(machine: &impl Machine, job: Tid, ends: bool) -> Result<Result<SetReport, CutFailure>, Error> {
+    // Whoever does not wait leaves it to the resource manager to start it again.
+    match machine.ask(Request::Checkpoint { job, pace: None, end: ends, wait: true })? {
         Reply::Checkpointed(result) => Ok(result),
         _ => Err(misfit()),
     }
@@ -402,8 +558,8 @@ pub(crate) fn undrain(machine: &impl Machine, host: &str) -> Result<Outcome, Err
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sempa_proto::MigrationId;
     use sempa_proto::migration::Cause;
-    use sempa_proto::{HostId, MigrationId};
 
     fn words(line: &str) -> Result<Drain, ParseError> {
         parse(&line.split(' ').filter(|word| !word.is_empty()).map(String::from).collect::<Vec<_>>())
@@ -442,14 +598,16 @@ mod tests {
         let (mut writing, asked) = (Writing::default(), std::cell::Cell::new(0));
         let ask = |_| {
             asked.set(asked.get() + 1);
-            10
+            Some(10)
         };
-        assert_eq!(writing.bytes((1..=3).map(tid).collect(), ask), 30);
-        assert_eq!((writing.bytes((1..=4).map(tid).collect(), ask), asked.get()), (40, 4), "each is asked for once");
+        let tids = |many| (1..=many).map(tid).collect::<Vec<Tid>>();
+        assert_eq!(writing.bytes(&tids(3), ask), 30);
+        assert_eq!((writing.bytes(&tids(4), ask), asked.get()), (40, 4), "each is asked for once");
+        assert_eq!(writing.bytes(&tids(6), |_| None), 60, "who says nothing is taken for one of them");
         let many = 2 * ASKED_MAX as i32;
-        assert_eq!(writing.bytes((1..=many).map(tid).collect(), ask), 10 * many as u64);
-        assert!(asked.get() <= ASKED_MAX + 4);
-        assert_eq!(Writing::default().bytes(Vec::new(), ask), 0);
+        assert_eq!(writing.bytes(&tids(many), ask), 10 * many as u64);
+        assert!(asked.get() <= ASKED_MAX);
+        assert_eq!(Writing::default().bytes(&[], ask), 0);
     }
 
     #[test]
@@ -478,6 +636,85 @@ mod tests {
     }
 
     #[test]
+    fn what_has_left_and_what_is_in_the_store_counts_from_the_order_to_empty_the_host() {
+        let [me, other, job] = [1, 2, 3].map(|n| Tid::from_raw(0x40000 + n));
+        let (host, elsewhere, time) = (HostId::new(2).expect("a host"), HostId::MASTER, Micros(1));
+        let begun = |by| EventKind::DrainBegun { host, by, until: None };
+        let written = |set: &str| EventKind::Checkpointed {
+            set: set.into(),
+            job,
+            tasks: 1,
+            bytes: 1,
+            frozen: time,
+            parked: false,
+        };
+        let moved = |from| EventKind::Moved {
+            id: MigrationId(1),
+            tid: job,
+            from,
+            to: elsewhere,
+            cause: Cause::Drain { by: me },
+            bytes: 7,
+            resident: 5,
+            frozen: time,
+            whole: time,
+        };
+        let mut heard = Heard { me, ..Heard::default() };
+        let mut hear = |kinds: &[EventKind]| {
+            kinds.iter().for_each(|kind| heard.hear(kind));
+            (heard.left, heard.sets.get(&job).cloned())
+        };
+        assert_eq!(hear(&[written("a"), moved(host), begun(me)]), (0, None));
+        assert_eq!(hear(&[moved(host), written("b"), moved(elsewhere), written("c")]), (7, Some("c".into())));
+        assert_eq!(hear(&[begun(other)]), (7, Some("c".into())), "that is another host");
+    }
+
+    #[test]
+    fn those_that_nobody_takes_are_written_before_those_that_wait_and_those_on_their_way_are_not() {
+        let tid = |n: i32| Tid::from_raw(0x40000 + n);
+        let rest = |n, tasks, bytes, standing| Rest { job: tid(n), tasks, bytes, standing };
+        use Standing::{Goes, Stuck, Waits};
+        let rests = || {
+            vec![
+                rest(1, 9, 90, Goes),
+                rest(2, 1, 50, Waits),
+                rest(3, 2, 60, Waits),
+                rest(4, 1, 99, Stuck),
+                rest(5, 2, 1, Stuck),
+            ]
+        };
+        let mut tried = BTreeMap::new();
+        let order = |leave, tried: &mut BTreeMap<Tid, Tried>| -> Vec<i32> {
+            let mut rests = rests();
+            let next = std::iter::from_fn(|| {
+                let next = next_of(rests.clone(), leave, tried)?;
+                rests.retain(|rest| rest.job != next.job);
+                (1..=5).find(|n| tid(*n) == next.job)
+            });
+            next.collect()
+        };
+        assert_eq!(order(false, &mut tried), [5, 4, 3, 2]);
+        assert_eq!(order(true, &mut tried), [5, 4], "the others get there by themselves");
+        let mut failed = |n, at| {
+            tried.insert(tid(n), Tried { times: 1, at, for_good: false, said: String::new() });
+            order(false, &mut tried)
+        };
+        let before = Instant::now().checked_sub(RECKONED_FOR).expect("the machine runs for longer");
+        assert_eq!(failed(5, before), [4, 3, 2, 5], "nobody waits for one that cannot be written yet");
+        assert_eq!(failed(4, Instant::now()), [3, 2, 5], "nor is it tried at once");
+        assert_eq!([together(&[Waits, Goes]), together(&[Goes, Stuck]), together(&[Waits])], [Goes, Stuck, Waits]);
+    }
+
+    #[test]
+    fn tasks_leave_in_time_if_they_go_on_as_fast_as_those_before_them() {
+        let leave =
+            |over, gone, bytes, left| leave_in_time(Duration::from_secs(over), gone, bytes, Duration::from_secs(left));
+        assert!(leave(9, 0, 1 << 40, 30) && !leave(10, 0, 1, 30), "as long as none has left nobody knows");
+        assert!(leave(10, 50, 100, 20) && !leave(10, 50, 101, 20));
+        assert!(!leave(u64::from(u32::MAX), 1, u64::MAX, 1) && leave(1, 1, 0, 0));
+    }
+
+    #[test]
     fn what_a_job_would_lose_is_what_it_has_done_since_its_newest_set_that_is_whole() {
         let (job, other) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         let entry = |set: &str, job, made, broken: Option<&str>| SetEntry {
@@ -491,10 +728,14 @@ mod tests {
         };
         let sets = [entry("a", job, 1, None), entry("b", job, 2, None), entry("c", job, 3, Some("cut short"))];
         assert_eq!(
-            at_risk("h2", job, &sets),
+            at_risk("h2", job, &sets, None),
             "job t40001 loses what it has done since b if h2 leaves now; 'drain h2 --checkpoint' writes it\n"
         );
-        assert!(at_risk("h2", other, &sets).starts_with("job t40002 loses all that it has done if h2 leaves now;"));
+        let kept = |set: &str| at_risk("h2", job, &sets, Some(&set.into()));
+        assert_eq!(kept("b"), "job t40001 loses what it has done since b if h2 leaves now\n");
+        assert_eq!(kept("c"), at_risk("h2", job, &sets, None), "it is not whole");
+        let all = at_risk("h2", other, &sets, None);
+        assert!(all.starts_with("job t40002 loses all that it has done if h2 leaves now;"));
     }
 
     #[test]

@@ -65,8 +65,9 @@ pub(crate) const COMMANDS: &[Entry] = &[
         summary: "Have all tasks leave a host, and keep others away",
         detail: "Syntax:  drain host [ --deadline time ] [ --checkpoint ]\nReturns when the host is empty, or at the deadline (as 30s, 5m), or when \
                  nothing has left for 10 s,\nwith what is still there and why; the order stands until 'undrain'.\n\
-                 With --checkpoint the jobs of tasks that no host takes are checkpointed and ended when the time that is left is just enough, \
-                 and in the end\nthose of all that are still there, but for those whose\nfirst task was started by hand and is alive.\n\
+                 With a deadline the jobs that still have tasks there are checkpointed when the time that is left is\njust enough, and go on; \
+                 with --checkpoint they are ended as well, and in the end those of all that are\nstill there, but for those whose first task \
+                 was started by hand and is alive.\n\
                  Of tasks that leave together the smallest go first.\n\
                  Tasks that were started by hand, and what belongs to the host, stay.\nThe resource manager moves the tasks.\n",
     },

@@ -157,7 +157,9 @@ fn policy(dir: &Path, uid: u32, paper: &Paper) -> Outcome {
             Ok(read) => read.map(|(text, _)| text),
             Err(Wrong::Doubted(sentence)) => return Outcome::refused(format!("owner: {sentence}")),
             Err(Wrong::Refused(error)) => {
-                return Outcome::refused(format!("owner: {error}; load watchers keep to what it said before"));
+                return Outcome::refused(format!(
+                    "owner: {error}; load watchers keep to what it said before, and let no guest in if that was nothing"
+                ));
             }
         },
         Paper::Publish(file) => match read_policy(file) {

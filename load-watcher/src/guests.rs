@@ -22,6 +22,8 @@ pub struct Decision {
 pub struct Case<'a> {
     /// What owner, administrator and user say.
     pub policy: &'a Policy,
+    /// Why nobody knows what the policy would forbid, if a file of it was never understood.
+    pub shut: Option<&'a str>,
     /// Numbers of the users that the policy blocks.
     pub blocked: &'a [u32],
     /// The user whose virtual machine this is.
@@ -54,6 +56,9 @@ pub struct Door {
 
 /// Why the machine takes no guests at this time, whoever uses it.
 fn closed(case: &Case<'_>) -> Option<String> {
+    if let Some(why) = case.shut {
+        return Some(why.to_string());
+    }
     if case.blocked.contains(&case.user) {
         return Some(format!("user {} is blocked here", case.user));
     }
@@ -135,7 +140,8 @@ mod tests {
 
     fn decide(door: &mut Door, policy: &Policy, owner: &OwnerVerdict, wall: WallClock, seconds: u64) -> Decision {
         let now = Micros::from_secs(seconds);
-        door.decide(&Case { policy, blocked: &[9], user: 7, owner, why: "alice is here", available: 0, wall, now })
+        let (shut, blocked, why) = (None, &[9], "alice is here");
+        door.decide(&Case { policy, shut, blocked, user: 7, owner, why, available: 0, wall, now })
     }
 
     fn once(text: &str, owner: &OwnerVerdict, seconds: u64) -> Decision {
@@ -192,13 +198,31 @@ mod tests {
     }
 
     #[test]
+    fn while_nobody_knows_what_the_policy_forbids_guests_stop_as_at_forbidden_hours() {
+        let (policy, mut door) = (parse("leave_after = 30"), Door::default());
+        let mut at = |seconds: u64, shut, owner| {
+            let (policy, now) = (&policy, Micros::from_secs(seconds));
+            let why = "alice is here";
+            door.decide(&Case { policy, shut, blocked: &[], user: 7, owner, why, available: 0, wall: NOON, now })
+        };
+        let wrong = Some("owner.toml:2: no");
+        for seconds in [101, 120] {
+            let decision = at(seconds, wrong, &ABSENT);
+            assert_eq!(decision.guests, stopped_until(Some(131), Leave::Move));
+            assert_eq!(decision.why, "owner.toml:2: no");
+        }
+        assert_eq!(at(140, wrong, &PRESENT).why, "alice is here", "the better reason");
+        assert_eq!(at(150, None, &ABSENT).guests, Guests::Welcome);
+    }
+
+    #[test]
     fn a_blocked_user_is_never_welcome_and_limits_are_passed_on() {
         let mut door = Door::default();
         let policy = parse("cores = 2\nmemory_free = \"1G\"\n[blocked]\nprograms = [\"x\"]");
         let decide = |door: &mut Door, user| {
             let now = Micros::from_secs(5);
-            let (policy, available) = (&policy, 2 << 30);
-            door.decide(&Case { policy, blocked: &[9], user, owner: &ABSENT, why: "", available, wall: NOON, now })
+            let (policy, shut, owner, available) = (&policy, None, &ABSENT, 2 << 30);
+            door.decide(&Case { policy, shut, blocked: &[9], user, owner, why: "", available, wall: NOON, now })
         };
         assert_eq!(decide(&mut door, 9).why, "user 9 is blocked here");
         let other = decide(&mut door, 7);
@@ -212,10 +236,11 @@ mod tests {
         let (policy, mut door) = (parse("memory_free = \"1G\"\nleave_after = 5"), Door::default());
         let mut seen = |available: u64, seconds: u64| {
             let (owner, now) = (&ABSENT, Micros::from_secs(seconds));
-            let turns = door.turns(&policy, available, now);
-            let case = Case { policy: &policy, blocked: &[], user: 7, owner, why: "", available, wall: NOON, now };
+            let (policy, shut) = (&policy, None);
+            let turns = door.turns(policy, available, now);
+            let case = Case { policy, shut, blocked: &[], user: 7, owner, why: "", available, wall: NOON, now };
             let decision = door.decide(&case);
-            assert!(!door.turns(&policy, available, now), "it was decided");
+            assert!(!door.turns(policy, available, now), "it was decided");
             (turns, decision.guests)
         };
         const G: u64 = 1 << 30;

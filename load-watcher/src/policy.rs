@@ -135,7 +135,7 @@ pub struct Policy {
     pub blocked: Option<Blocked>,
 }
 
-/// A policy that is refused; the one before stays.
+/// A policy that is refused; the one before stays, and where there was none no guest is welcome.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{file}:{line}: {reason}")]
 pub struct PolicyError {
@@ -188,6 +188,11 @@ impl Policy {
         }
         let reason = "owners: only the administrator's file may say whose word counts".to_string();
         Err(PolicyError { file: file.to_string(), line: line_with(text, "owners"), reason })
+    }
+
+    /// True when it says nothing.
+    pub(crate) fn is_empty(&self) -> bool {
+        *self == Policy::default()
     }
 
     /// What the types do not say.

@@ -2,7 +2,7 @@
 //! needs no rights in anybody's virtual machine, and nobody has to look into his home.
 //!
 //! A policy lies in `/var/tmp/sempa-owner-UID.policy.toml` and is believed as a word is (see [`word`]). It is read as any
-//! policy file: one that is wrong is refused, and what it said before stays.
+//! policy file: one that is wrong is refused, and what it said before stays; if it said nothing, no guest is welcome.
 
 use crate::policy::{POLICY_BYTES_MAX, Policy, PolicyError};
 use crate::word::{self, WORD_PREFIX};

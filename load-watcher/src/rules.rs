@@ -1,5 +1,6 @@
 //! The policy as it holds now: the owners' words and policies, the administrator's file, the file and the wishes of the user of
-//! the virtual machine, read where they are. A file that is wrong is refused, and what it said before stays.
+//! the virtual machine, read where they are. A file that is wrong is refused, and what it said before stays. If it said nothing
+//! before, nobody knows what it forbids, and no guest is welcome until it is right, or gone.
 //!
 //! Owners come first. Several owners have the same right: what any of them does not want is not done. Of each owner his word
 //! counts before the policy that he has published. The user of the virtual machine asks for something, so what he says comes
@@ -55,6 +56,10 @@ pub struct Rules {
     /// Who was last logged in at the machine itself.
     seated: BTreeSet<String>,
     wrong: BTreeMap<&'static str, Vec<String>>,
+    /// What is wrong with the policies of users who had published nothing before.
+    unheard: BTreeMap<u32, String>,
+    /// Why no guest is welcome: a file that counts is wrong, and said nothing before.
+    shut: Option<String>,
     merged: Merged,
     blocked: Vec<u32>,
 }
@@ -99,9 +104,10 @@ fn uid_of(name: &str) -> Option<u32> {
     known.or_else(|| name.parse().ok())
 }
 
-/// What is told of a file that does not count.
-fn refused(sentence: &str) -> String {
-    format!("{sentence}; what was said before stays")
+/// What is told of a file that does not count. `shuts`: it said nothing before.
+fn refused(sentence: &str, shuts: bool) -> String {
+    let then = if shuts { "until that is mended no guest is welcome here" } else { "what was said before stays" };
+    format!("{sentence}; {then}")
 }
 
 /// What a file says; nothing when it does not exist.
@@ -126,6 +132,8 @@ impl Rules {
             policies: BTreeMap::new(),
             seated: BTreeSet::new(),
             wrong: BTreeMap::new(),
+            unheard: BTreeMap::new(),
+            shut: None,
             merged: Merged::default(),
             blocked: Vec::new(),
         };
@@ -138,29 +146,29 @@ impl Rules {
     /// Reads the file of the user of the virtual machine again. Answers what is wrong with it.
     pub fn read_own(&mut self) -> Option<String> {
         let read = load(&self.places.own, Policy::parse_own);
-        self.take("own", read, |rules, policy| rules.own = policy)
+        self.take("own", read, |rules| &mut rules.own)
     }
 
     /// Reads the administrator's file again. Answers what is wrong with it.
     pub fn read_admin(&mut self) -> Option<String> {
         let read = load(&self.places.admin, Policy::parse);
-        self.take("admin", read, |rules, policy| rules.admin = policy)
+        self.take("admin", read, |rules| &mut rules.admin)
     }
 
     fn take(
         &mut self,
         which: &'static str,
         read: Result<Policy, String>,
-        put: fn(&mut Rules, Policy),
+        part: fn(&mut Rules) -> &mut Policy,
     ) -> Option<String> {
         let wrong = match read {
             Ok(policy) => {
-                put(self, policy);
+                *part(self) = policy;
                 self.wrong.remove(which);
                 None
             }
             Err(sentence) => {
-                let sentence = refused(&sentence);
+                let sentence = refused(&sentence, part(self).is_empty());
                 self.wrong.insert(which, vec![sentence.clone()]);
                 Some(sentence)
             }
@@ -174,6 +182,7 @@ impl Rules {
         let (words, mut wrong) = word::read_all(&self.places.words);
         self.words = words.into_iter().map(|(uid, word)| Spoken { uid, user: user_name(uid), word }).collect();
         let mut before = std::mem::take(&mut self.policies);
+        self.unheard.clear();
         for (uid, read) in published::read_all(&self.places.words) {
             let policy = match read {
                 Ok(policy) => Some(policy),
@@ -182,8 +191,12 @@ impl Rules {
                     None
                 }
                 Err(Wrong::Refused(error)) => {
-                    wrong.push(refused(&error.to_string()));
-                    before.remove(&uid)
+                    let said = before.remove(&uid).filter(|policy| !policy.is_empty());
+                    if said.is_none() {
+                        self.unheard.insert(uid, refused(&error.to_string(), true));
+                    }
+                    wrong.push(refused(&error.to_string(), said.is_none() && self.counts(uid)));
+                    said
                 }
             };
             self.policies.extend(policy.map(|policy| (uid, policy)));
@@ -204,9 +217,15 @@ impl Rules {
     }
 
     /// True if what this user says counts as the owner's.
-    fn is_owner(&self, uid: u32, name: &str) -> bool {
-        let seated = || uid != self.user.uid || self.seated.contains(name);
-        uid == 0 || self.admin.owners.as_ref().map_or_else(seated, |owners| owners.iter().any(|owner| owner == name))
+    fn is_owner(&self, uid: u32) -> bool {
+        let name = if uid == self.user.uid { self.user.name.clone() } else { user_name(uid) };
+        let seated = || uid != self.user.uid || self.seated.contains(&name);
+        uid == 0 || self.admin.owners.as_ref().map_or_else(seated, |owners| owners.contains(&name))
+    }
+
+    /// True if what this user publishes counts, as an owner's or as that of the user of the virtual machine.
+    fn counts(&self, uid: u32) -> bool {
+        uid == self.user.uid || self.is_owner(uid)
     }
 
     /// What one user has said, published, and, if he is the one of the virtual machine, has in his file.
@@ -222,8 +241,7 @@ impl Rules {
     fn merge(&mut self) {
         let said = self.words.iter().map(|spoken| spoken.uid).chain(self.policies.keys().copied());
         let said: BTreeSet<u32> = said.chain([self.user.uid]).collect();
-        let name = |uid: u32| if uid == self.user.uid { self.user.name.clone() } else { user_name(uid) };
-        let owners: Vec<u32> = said.into_iter().filter(|uid| self.is_owner(*uid, &name(*uid))).collect();
+        let owners: Vec<u32> = said.into_iter().filter(|uid| self.is_owner(*uid)).collect();
         let all = owners.iter().map(|uid| self.said_by(*uid));
         let of_owners = all.reduce(Merged::and).unwrap_or_default();
         let admin = Merged::of([(self.places.admin.display().to_string(), &self.admin)]);
@@ -232,6 +250,10 @@ impl Rules {
         self.merged = of_owners.or(admin).or(user).or(wishes);
         let names = self.merged.policy.blocked.clone().and_then(|b| b.users).unwrap_or_default();
         self.blocked = names.iter().filter_map(|name| uid_of(name)).collect();
+        let files = [("admin", &self.admin), ("own", &self.own)].into_iter().filter(|(_, said)| said.is_empty());
+        let mut silent = files.filter_map(|(which, _)| self.wrong.get(which)?.first());
+        let mut unheard = self.unheard.iter().filter(|(uid, _)| self.counts(**uid)).map(|(_, why)| why);
+        self.shut = silent.next().or_else(|| unheard.next()).cloned();
     }
 
     /// The policy, and where each part of it comes from.
@@ -242,6 +264,11 @@ impl Rules {
     /// Numbers of the users that it blocks; names that nobody has here are left out.
     pub fn blocked(&self) -> &[u32] {
         &self.blocked
+    }
+
+    /// Why no guest is welcome whatever else is said: a file that is wrong, and said nothing before.
+    pub fn shut(&self) -> Option<&str> {
+        self.shut.as_deref()
     }
 
     /// The owners' words.

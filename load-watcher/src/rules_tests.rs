@@ -129,6 +129,78 @@ fn a_published_policy_that_is_wrong_is_refused_and_the_one_before_stays_until_it
     assert_eq!((rules.read_words(), nice(&rules), rules.wrong()), (Vec::new(), None, Vec::new()));
 }
 
+/// How the sentence ends of a file that said nothing before.
+const SHUT: &str = "; until that is mended no guest is welcome here";
+
+#[test]
+fn a_file_that_was_wrong_from_the_start_lets_no_guest_in_until_it_is_right_or_gone() {
+    let dir = tempfile::tempdir().expect("a folder");
+    for file in ["admin", "own"] {
+        let read = |rules: &mut Rules| if file == "admin" { rules.read_admin() } else { rules.read_own() };
+        put(dir.path(), file, "never = [\"always\"]\ncorse = 2\n");
+        let mut rules = rules(dir.path(), "");
+        let why = rules.shut().expect("nobody knows what it forbids").to_string();
+        assert!(why.contains(&format!("{file}:2: unknown field `corse`")) && why.ends_with(SHUT), "{why}");
+        assert_eq!(rules.wrong(), std::slice::from_ref(&why));
+        assert_eq!((read(&mut rules), rules.shut()), (Some(why.clone()), Some(why.as_str())), "it is still wrong");
+        put(dir.path(), file, "cores = 2\n");
+        assert_eq!((read(&mut rules), rules.shut()), (None, None));
+        // From here on something was said before.
+        put(dir.path(), file, "corse = 3\n");
+        assert!(read(&mut rules).is_some_and(|says| says.ends_with("what was said before stays")));
+        assert_eq!((rules.shut(), rules.merged().policy.cores), (None, Some(2)));
+        fs::remove_file(dir.path().join(file)).expect("the test's own file");
+        assert_eq!(read(&mut rules), None);
+        put(dir.path(), file, "corse = 3\n");
+        assert!(read(&mut rules).is_some_and(|says| says.ends_with(SHUT)), "what it said was taken back");
+        assert!(rules.shut().is_some());
+        fs::remove_file(dir.path().join(file)).expect("the test's own file");
+        assert_eq!((read(&mut rules), rules.shut()), (None, None));
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_read_lets_no_guest_in_either() {
+    let dir = tempfile::tempdir().expect("a folder");
+    fs::create_dir(dir.path().join("admin")).expect("the test's own folder");
+    let why = rules(dir.path(), "").shut().expect("nobody knows what it forbids").to_string();
+    assert!(why.contains("admin cannot be read: ") && why.ends_with(SHUT), "{why}");
+}
+
+#[test]
+fn a_published_policy_that_was_wrong_from_the_start_lets_no_guest_in_until_it_is_right_or_taken_back() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let words = dir.path().join("words");
+    fs::create_dir(&words).expect("the test's own folder");
+    let uid = Uid::effective().as_raw();
+    let publish = |text: Option<&str>| published::write(&words, uid, text).expect("the test's own folder");
+    publish(Some("nice = 5\nnice = 6\n"));
+    let mut rules = rules(dir.path(), "");
+    let why = rules.shut().expect("nobody knows what it forbids").to_string();
+    assert!(why.contains(".policy.toml:2: duplicate key") && why.ends_with(SHUT), "{why}");
+    assert_eq!((rules.wrong(), rules.read_words()), (vec![why.clone()], vec![why.clone()]));
+    assert_eq!(rules.shut(), Some(why.as_str()), "it is still wrong");
+    publish(Some("nice = 5\n"));
+    assert_eq!((rules.read_words(), rules.shut()), (Vec::new(), None));
+    publish(Some("nice = 5\nnice = 6\n"));
+    assert!(rules.read_words()[0].ends_with("what was said before stays"));
+    assert_eq!((rules.shut(), rules.merged().policy.nice), (None, Some(5)));
+    publish(None);
+    assert_eq!((rules.read_words(), rules.shut()), (Vec::new(), None));
+}
+
+#[test]
+fn a_wrong_policy_of_one_who_is_no_owner_keeps_nobody_out() {
+    let dir = tempfile::tempdir().expect("a folder");
+    put(dir.path(), "admin", "owners = [\"olga\"]\n");
+    let mut rules = rules(dir.path(), "");
+    rules.unheard.insert(OLGA + 1, "wrong".into());
+    rules.merge();
+    assert_eq!(rules.shut(), None);
+    put(dir.path(), "admin", "nice = 1\n");
+    assert_eq!((rules.read_admin(), rules.shut()), (None, Some("wrong")), "anybody is an owner now");
+}
+
 #[test]
 fn blocked_users_are_known_by_name_or_number() {
     let dir = tempfile::tempdir().expect("a folder");

@@ -265,6 +265,7 @@ impl Watcher {
         self.watch.watch_idle(&idle);
         self.decision = self.door.decide(&Case {
             policy,
+            shut: self.rules.shut(),
             blocked: self.rules.blocked(),
             user: self.user,
             owner: &self.sensed.owner,
@@ -308,7 +309,7 @@ impl Watcher {
         if which(SESSIONS) {
             self.read_sessions();
         }
-        let mut wrong = Vec::new();
+        let (before, mut wrong) = (self.rules.wrong(), Vec::new());
         if which(ADMIN) {
             wrong.extend(self.rules.read_admin());
         }
@@ -318,7 +319,7 @@ impl Watcher {
         if which(WORDS) {
             wrong.extend(self.rules.read_words());
         }
-        wrong.iter().for_each(|line| say(line));
+        wrong.iter().filter(|line| !before.contains(line)).for_each(|line| say(line));
     }
 
     /// Reads those of these places that cannot be watched.
@@ -410,6 +411,10 @@ impl Watcher {
         if now >= self.due.blind {
             self.due.blind = now + BLIND_SPAN;
             self.look_where_blind(|place| place != UTMP);
+            // Of a file that could not be read no watch says that it can be.
+            if self.rules.shut().is_some() {
+                self.read(|place| [ADMIN, OWN, WORDS].contains(&place));
+            }
         }
         self.seen.keys.look(wall());
         if now >= self.due.tasks {

@@ -179,12 +179,6 @@ impl Grants {
         gone.flat_map(|(_, kinds)| kinds).for_each(|kind| kind.closed = true);
     }
 
-    /// True when such a task is being started on a host because somebody named the host.
-    pub fn is_asked(&self, parent: Tid, host: HostId, file: &str) -> bool {
-        let mut kinds = self.tasks.get(&parent).into_iter().flatten();
-        kinds.any(|kind| kind.from.request.file == file && kind.hosts.contains(&host) && kind.from.request.names_host())
-    }
-
     fn forget(&mut self, now: Micros) {
         self.tasks.retain(|_, kinds| kinds.front().is_some_and(|kind| now.since(kind.last) < REMEMBERED));
     }

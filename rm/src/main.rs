@@ -3,7 +3,7 @@
 use anyhow::Context;
 use clap::Parser;
 use pvm_rm::api::RealVm;
-use pvm_rm::decide::{Choices, Limits};
+use pvm_rm::decide::Limits;
 use pvm_rm::model::Labels;
 use pvm_rm::policy::{self, Conduct};
 use pvm_rm::recording::{self, Recorder};
@@ -105,46 +105,61 @@ fn say(text: std::fmt::Arguments<'_>) {
     drop(writeln!(std::io::stdout(), "{text}"));
 }
 
-/// What the command line says about the policy, the same with what the policy file says, and that file.
-fn conduct(args: &Args) -> anyhow::Result<(Conduct, Conduct, Option<PathBuf>)> {
+fn complain(text: &str) {
+    eprintln!("pvm-rm: {text}");
+}
+
+/// What the command line says about the policy, and the policy file.
+fn conduct(args: &Args) -> anyhow::Result<(Conduct, Option<PathBuf>)> {
     let limits = Limits { user_tasks: args.user_tasks, job_tasks: args.job_tasks };
     let rules = Rules { wait: Micros::from_secs(args.wait), limits };
     let given = Conduct { balance: args.balance, rules, give_way: !args.no_give_way, ..Conduct::default() };
     match args.policy.as_str() {
-        "load" => Ok((given, given, None)),
+        "load" => Ok((given, None)),
         name if name == "round-robin" || name.starts_with("choice:") => {
             let placing = policy::placing(name).map_err(anyhow::Error::msg)?;
-            let given = Conduct { placing, ..given };
-            Ok((given, given, None))
+            Ok((Conduct { placing, ..given }, None))
         }
-        file => {
-            let content = policy_file::content(Path::new(file)).with_context(|| {
-                format!("{file:?} is neither 'load' nor 'round-robin', and as a policy file it cannot be read")
-            })?;
-            Ok((given, given.with_file(file, &content)?, Some(file.into())))
-        }
+        file => Ok((given, Some(file.into()))),
     }
 }
 
 fn run(args: &Args) -> anyhow::Result<()> {
-    let (given, conduct, file) = conduct(args)?;
-    if let Some(record) = &args.replay {
-        return replay(record, conduct, args.json);
-    }
-    let (user, shelf) = (nix::unistd::geteuid().as_raw(), Some(shelf(args.state.as_deref())?));
+    let (given, file) = conduct(args)?;
     let policy_file = file.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
-    let (watchers, labels) = (!args.no_watchers, labels(&args.labels));
-    let choices = Choices::default();
-    let options = Options { conduct, given, policy_file, watchers, labels, choices, shelf, user };
+    let policy_read = file.as_deref().map(policy_file::read);
+    let mut options = Options { conduct: given, given, policy_file, policy_read, ..Options::default() };
+    let policy = options.policy();
+    if let Some(record) = &args.replay {
+        return replay(record, policy?, args.json);
+    }
+    let shelf = shelf(args.state.as_deref())?;
+    let wrong = match policy.err() {
+        // No policy of before can be remembered.
+        Some(error) if !shelf.is_there() => return Err(error.into()),
+        wrong => wrong,
+    };
+    let known = options.policy_read.clone();
+    options.user = nix::unistd::geteuid().as_raw();
+    (options.watchers, options.labels, options.shelf) = (!args.no_watchers, labels(&args.labels), Some(shelf));
     let recorder = args.record.as_deref().map(Recorder::create).transpose()?;
     let vm = libpvm::Vm::enroll()?;
     let tid = vm.tid();
     let mut service = Service::start(RealVm::new(vm.clone()), options).inspect_err(|_| drop(vm.exit()))?;
     recorder.into_iter().for_each(|recorder| service.record_to(recorder));
-    if let Some(file) = &file {
-        policy_file::follow(file, &vm).with_context(|| format!("following changes of {}", file.display()))?;
+    if let (Some(file), Some(known)) = (&file, known) {
+        let followed = policy_file::follow(file, known, &vm);
+        let followed = followed.with_context(|| format!("following changes of {}", file.display()));
+        match (wrong, followed) {
+            (None, followed) => followed?,
+            // The folder may be gone with the file.
+            (Some(why), followed) => {
+                complain(&format!("{why}; the policy stays as it was"));
+                followed.unwrap_or_else(|error| complain(&one_line(&error)));
+            }
+        }
     }
-    say(format_args!("pvm-rm {tid}: registered as resource manager, policy {}", conduct.placing));
+    say(format_args!("pvm-rm {tid}: registered as resource manager, policy {}", service.conduct().placing));
     sempa_socket::take_short_turns();
     match service.run() {
         Err(why @ ServiceError::Stopped(_)) => {
@@ -185,7 +200,7 @@ fn main() -> ExitCode {
     match run(&Args::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("pvm-rm: {}", one_line(&error));
+            complain(&one_line(&error));
             ExitCode::FAILURE
         }
     }

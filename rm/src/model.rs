@@ -85,7 +85,6 @@ struct Task {
     wants: Option<Arc<Wants>>,
     shifts: VecDeque<Micros>,
     pinned: bool,
-    asked: bool,
     moving: Option<Going>,
     suspended: bool,
     moves: VecDeque<Micros>,
@@ -116,7 +115,6 @@ impl Task {
             wants: None,
             shifts: VecDeque::new(),
             pinned: false,
-            asked: false,
             moving: None,
             suspended: false,
             moves: VecDeque::new(),
@@ -370,18 +368,16 @@ impl Model {
         self.ended.put(tid);
     }
 
-    /// A task was started on a host. `asked`: somebody named the host for it.
-    pub fn task_started(&mut self, now: Micros, tid: Tid, host: HostId, pinned: bool, asked: bool) {
+    /// A task was started on a host.
+    pub fn task_started(&mut self, now: Micros, tid: Tid, host: HostId, pinned: bool) {
         if self.ended.has(tid) || !tid.is_task() {
             return;
         }
-        let with_owner = self.hosts.get(&host).is_some_and(|h| h.owner.is_present());
         if !self.tasks.contains_key(&tid) {
             self.settle(now, tid, host).born = true;
         }
         if let Some(task) = self.edit(tid) {
             task.pinned |= pinned;
-            task.asked |= asked && with_owner;
         }
     }
 
@@ -535,7 +531,7 @@ impl Model {
         match &event.kind {
             EventKind::HostGone { host, .. } => self.host_gone(*host),
             EventKind::TaskStarted { tid, parent, name, user } => {
-                self.task_started(now, *tid, event.host, name.is_empty() || is_watcher(name), false);
+                self.task_started(now, *tid, event.host, name.is_empty() || is_watcher(name));
                 self.task_described(*tid, (*parent, *user), name);
             }
             EventKind::TaskEnded { tid, used, .. } => {
@@ -592,7 +588,7 @@ impl Model {
                 host.owner = reports::owner(report, host.left);
                 for tid in self.on.get(&id).into_iter().flatten() {
                     if let Some(task) = self.tasks.get_mut(tid) {
-                        (task.asked, task.told) = (false, None);
+                        task.told = None;
                     }
                 }
             }
@@ -609,11 +605,7 @@ impl Model {
             match self.hosts.get(&id) {
                 None => self.view.hosts.remove(id),
                 Some(host) => {
-                    let mut tasks: Vec<TaskView> = self.tasks_on(id).map(|(tid, task)| task.view(tid)).collect();
-                    if host.drained.is_some() {
-                        // Who named the host meant to stay beside its owner.
-                        tasks.iter_mut().for_each(|task| task.asked = false);
-                    }
+                    let tasks: Vec<TaskView> = self.tasks_on(id).map(|(tid, task)| task.view(tid)).collect();
                     let starting = self.starting.get(&id).copied().unwrap_or(0);
                     let view = HostView { starting, ..host.view(id, tasks) };
                     self.view.hosts.put(view);
@@ -680,7 +672,6 @@ impl Task {
         TaskView {
             tid,
             pinned: self.pinned,
-            asked: self.asked,
             moving: self.moving.map(|g| g.to),
             suspended: self.suspended,
             user: self.uid,

@@ -15,28 +15,36 @@ use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 /// What it contains; of a longer one as much as shows that it is too long.
-///
-/// # Errors
-/// It cannot be read.
-pub fn content(path: &Path) -> std::io::Result<Vec<u8>> {
+fn content(path: &Path) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     std::fs::File::open(path)?.take(POLICY_BYTES_MAX as u64 + 1).read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
-/// Sends the content to the own task, now and whenever the file was written or replaced.
+/// What it contains at the start.
+///
+/// # Errors
+/// Why it cannot be read.
+pub fn read(path: &Path) -> Result<Vec<u8>, String> {
+    content(path).map_err(|error| error.to_string())
+}
+
+/// Sends the content to the own task whenever the file was written or replaced. `known`: what was read at the start.
 ///
 /// # Errors
 /// Its folder cannot be followed.
-pub fn follow(path: &Path, vm: &Vm) -> std::io::Result<()> {
+pub fn follow(path: &Path, known: Result<Vec<u8>, String>, vm: &Vm) -> std::io::Result<()> {
     let (vm, path) = (vm.clone(), std::path::absolute(path)?);
     let folder = path.parent().map_or_else(|| PathBuf::from("/"), Path::to_path_buf);
     let inotify = Inotify::init(InitFlags::IN_CLOEXEC)?;
     // The folder and not the file: editors replace it.
     inotify.add_watch(&folder, AddWatchFlags::IN_CLOSE_WRITE | AddWatchFlags::IN_MOVED_TO)?;
     std::thread::spawn(move || {
-        // It may have changed since it was read at the start; the same content again changes nothing.
-        tell(&path, &vm);
+        // It may have changed since then; the same again was told already.
+        if read(&path) != known {
+            tell(&path, &vm);
+        }
+        drop(known);
         while let Ok(events) = inotify.read_events() {
             if events.iter().any(|event| event.name.as_deref() == path.file_name()) {
                 tell(&path, &vm);

@@ -4,6 +4,7 @@
 //! postcard. It grows to [`RECORD_BYTES_MAX`] and then no further. A record that is cut short, because its writer was
 //! killed, ends the file.
 
+use crate::model::Labels;
 use crate::policy::Conduct;
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::load::LoadReport;
@@ -12,6 +13,7 @@ use sempa_proto::table::HostTable;
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid, WIRE_VERSION};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
@@ -23,7 +25,7 @@ pub const RECORD_BYTES_MAX: u64 = 256 << 20;
 /// Version of the format beside that of the records it carries.
 const VERSION: u16 = 3;
 
-/// Something that the resource manager was told.
+/// Something that the resource manager was told. New kinds come last, so that older records can be read.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Input {
     /// The policy in force from now on.
@@ -75,6 +77,16 @@ pub enum Input {
         /// It is to be empty within this time.
         within: Option<Micros>,
     },
+    /// What the administrator says of hosts, by their names.
+    Labels(BTreeMap<String, BTreeMap<String, String>>),
+}
+
+impl Input {
+    /// These labels; `None` when nothing is said of any host.
+    pub fn labels(labels: &Labels) -> Option<Input> {
+        let of_hosts = labels.iter().map(|(host, of_host)| (host.clone(), BTreeMap::clone(of_host)));
+        (!labels.is_empty()).then(|| Input::Labels(of_hosts.collect()))
+    }
 }
 
 /// A record.
@@ -221,6 +233,14 @@ mod tests {
         drop(Recorder::create(&path).expect("it can be written"));
         assert_eq!(read(&path).expect("a record"), []);
         assert_eq!(read(&dir.path().join("record.before")).expect("the former one")[..], whole[..2]);
+    }
+
+    #[test]
+    fn inputs_keep_their_numbers_so_that_older_records_are_read() {
+        let number = |input: &Input| to_bytes(input).expect("it can be written")[0];
+        let drain = Input::Drain { host: "h2".into(), by: Tid::NONE, begun: true, within: None };
+        let all = [Input::Policy(Conduct::default()), ended(1), drain, Input::Labels(BTreeMap::new())];
+        assert_eq!(all.each_ref().map(number), [0, 5, 6, 7]);
     }
 
     #[test]

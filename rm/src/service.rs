@@ -16,7 +16,7 @@ use crate::api::VmApi;
 use crate::decide::{Choices, NoSuchChoice, balance, moves};
 use crate::grants::Grants;
 use crate::model::{Labels, Model};
-use crate::policy::Conduct;
+use crate::policy::{Conduct, PolicyError};
 use crate::recording::{Input, Recorder};
 use crate::spawns::{self, Incoming, Spawns};
 use crate::store::{Ledger, Shelf, record};
@@ -77,6 +77,8 @@ pub struct Options {
     pub given: Conduct,
     /// The name of that file, for messages.
     pub policy_file: String,
+    /// What is in it at the start, or why it cannot be read. It counts then, instead of `conduct`; `None`: there is no file.
+    pub policy_read: Option<Result<Vec<u8>, String>>,
     /// Start a load watcher on every host.
     pub watchers: bool,
     /// What the administrator says of hosts.
@@ -100,6 +102,17 @@ pub enum ServiceError {
     /// The policy wants places chosen by somebody who is not there.
     #[error(transparent)]
     Choice(#[from] NoSuchChoice),
+    /// Something is wrong with the policy file, and what it said before is not remembered.
+    #[error(transparent)]
+    Policy(#[from] PolicyError),
+    /// The policy file cannot be read, and what it said before is not remembered.
+    #[error("{file:?} is neither 'load' nor 'round-robin', and as a policy file it cannot be read: {why}")]
+    NoPolicy {
+        /// What was taken for its name.
+        file: String,
+        /// Why it cannot be read.
+        why: String,
+    },
     /// The daemon does not let it be one.
     #[error("registering as resource manager: {0}")]
     Refused(Error),
@@ -158,16 +171,17 @@ impl<V: VmApi> Service<V> {
     ///
     /// # Errors
     /// [`ServiceError::AlreadyRegistered`] when there is a resource manager that lives; it stays registered.
-    /// [`ServiceError::Choice`] for a policy that cannot be followed.
-    pub fn start(vm: V, options: Options) -> Result<Service<V>, ServiceError> {
-        options.choices.of(options.conduct.placing)?;
+    /// [`ServiceError::Choice`] for a policy that cannot be followed, [`ServiceError::Policy`] and [`ServiceError::NoPolicy`]
+    /// for a file that is wrong and was never in force.
+    pub fn start(vm: V, mut options: Options) -> Result<Service<V>, ServiceError> {
         let known = vm.tasks().map_err(ServiceError::Refused)?;
         let is_rm = |t: &&TaskInfo| t.flags & TASK_RM != 0 && t.tid != vm.tid();
         if let Some(other) = known.iter().find(is_rm) {
             return Err(ServiceError::AlreadyRegistered(other.tid));
         }
         // Whoever is registered is asked, and has to answer at once; reading may take a while.
-        let (ledger, notes) = Ledger::open(options.shelf.as_ref(), options.user, vm.tid());
+        let (mut ledger, mut notes) = Ledger::open(options.shelf.as_ref(), options.user, vm.tid());
+        notes.extend(options.begin(&mut ledger.books)?);
         let previous = vm.register().map_err(ServiceError::Refused)?;
         if previous.is_task() && previous != vm.tid() && known.iter().any(|t| t.tid == previous) {
             // It came between our question and our registration: it was first.
@@ -347,12 +361,6 @@ impl<V: VmApi> Service<V> {
                     self.balance_at = self.balance_at.map(|at| at.min(now + BALANCE_PAUSE_AFTER_END));
                 }
             }
-            // The event may overtake the acknowledgement.
-            EventKind::TaskStarted { tid, name, parent, .. }
-                if self.spawns.is_asked(event.host, name) || self.grants.is_asked(*parent, event.host, name) =>
-            {
-                self.model.task_started(now, *tid, event.host, false, true);
-            }
             _ => {}
         }
         self.model.event(now, &event);
@@ -378,18 +386,19 @@ impl<V: VmApi> Service<V> {
                 self.grants.given_up(message.src);
                 let caller = self.model.host_of(message.src).unwrap_or(self.vm.host());
                 let (user, job) = self.model.user_and_job(message.src);
+                let waited = since.map_or(Micros(0), |since| self.vm.wall().since(since));
+                let from = Incoming { src: message.src, wid: message.wid, caller, user, job, request, waited };
                 if self.killing.is_ending(job, message.src) {
-                    return self.spawns.refuse(message.src, message.wid, PvmError::Denied);
+                    let why = format!("job {job}, which it belongs to, is being ended");
+                    return self.spawns.refuse_and_tell(self.vm.now(), &from, PvmError::Denied, why);
                 }
                 self.record_input(|| Input::Spawn {
-                    number: (message.src, message.wid),
+                    number: (from.src, from.wid),
                     caller,
                     user,
                     job,
-                    request: request.clone(),
+                    request: from.request.clone(),
                 });
-                let waited = since.map_or(Micros(0), |since| self.vm.wall().since(since));
-                let from = Incoming { src: message.src, wid: message.wid, caller, user, job, request, waited };
                 self.spawns.begin(self.vm.now(), from);
             }
             Err(error) => self.spawns.refuse(message.src, message.wid, error),
@@ -407,13 +416,13 @@ impl<V: VmApi> Service<V> {
         let now = self.vm.now();
         if let Some(watcher) = self.watchers.ack(now, message.wid, &started) {
             if let Some((host, tid)) = watcher {
-                self.model.task_started(now, tid, host, true, false);
+                self.model.task_started(now, tid, host, true);
             }
         } else if !self.spawns.ack(now, message.wid, started.clone()) {
             // A process that connected by itself.
             let host = message.src.home().unwrap_or(self.vm.host());
             for tid in started.into_iter().flatten().flatten() {
-                self.model.task_started(now, tid, host, true, false);
+                self.model.task_started(now, tid, host, true);
             }
         }
         self.changed = true;
@@ -427,7 +436,7 @@ impl<V: VmApi> Service<V> {
         }
         let own = self.model.guests_on(report.host);
         self.record_input(|| Input::Report { report: report.clone(), own });
-        self.model.task_started(now, message.src, report.host, true, false);
+        self.model.task_started(now, message.src, report.host, true);
         if let Some(event) = self.model.report(now, &report) {
             self.record(event);
             self.changed = true;
@@ -611,13 +620,13 @@ impl<V: VmApi> Service<V> {
                 self.send(to, SM_SPAWN, wid, body);
             }
             spawns::Output::Answered(from) => self.answered(&from),
-            spawns::Output::Started { tid, host, asked, pinned, wants, by, child } => {
+            spawns::Output::Started { tid, host, named, pinned, wants, by, child } => {
                 let now = self.vm.now();
-                self.model.task_started(now, tid, host, pinned, asked);
+                self.model.task_started(now, tid, host, pinned);
                 if child {
                     self.model.task_of(tid, by.1);
                 }
-                self.model.task_wanted(tid, asked, wants);
+                self.model.task_wanted(tid, named, wants);
                 // It may have ended before its start was heard of.
                 if !pinned && self.model.knows(tid) {
                     self.spawns.task_started(now, tid, by);

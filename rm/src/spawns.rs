@@ -8,6 +8,8 @@
 //! A request that finds no free host, or that is above a limit, may wait for a time that the administrator sets. When something
 //! changes, those who wait are tried again, in the order of the Up-Down scheme.
 
+pub mod refusals;
+
 use crate::decide::{
     Ask, Choice, Fair, Limits, RESERVE_AFTER, Snapshot, Together, Waiting, Wants, Why, place_by, reserve,
 };
@@ -15,10 +17,10 @@ use crate::recent::Recent;
 use crate::store::books::ATTEMPTS_MAX;
 use crate::store::record;
 use bytes::Bytes;
-use sempa_proto::body::{Encoding, Packer};
+use refusals::Refusals;
 use sempa_proto::event::EventKind;
 use sempa_proto::owner::NO_GUESTS;
-use sempa_proto::rm::{Attempt, Choice as RmChoice, Decided};
+use sempa_proto::rm::{Attempt, Decided};
 use sempa_proto::sm::pack_tids;
 use sempa_proto::task::{SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, PvmResult, Tid};
@@ -107,7 +109,7 @@ pub enum Output {
         /// The host.
         host: HostId,
         /// The request named the host.
-        asked: bool,
+        named: bool,
         /// The request says that it belongs to its host.
         pinned: bool,
         /// What the request requires.
@@ -188,6 +190,16 @@ impl Kept {
     fn is_behind(&self, now: Micros, fair: &Fair, user: u32) -> bool {
         user != self.user && fair.index(now, user) < fair.index(now, self.user)
     }
+
+    /// What is kept is kept from this request of this user.
+    fn is_kept_from(&self, now: Micros, fair: &Fair, (number, user): (u64, u32)) -> bool {
+        self.number != number && !self.is_behind(now, fair, user)
+    }
+
+    /// The user's and the job's others wait until this one is allowed.
+    fn is_before(&self, user: u32, job: Tid) -> bool {
+        self.limited.is_some_and(|by| by.0 == user || by.1 == job)
+    }
 }
 
 /// All requests under way.
@@ -210,6 +222,7 @@ pub struct Spawns {
     jobs: BTreeMap<Tid, u32>,
     /// Those of them that are suspended, and their users: they count against limits, and hold no processor.
     suspended: BTreeMap<Tid, u32>,
+    refusals: Refusals,
 }
 
 /// What may wait, and how much one may have.
@@ -244,10 +257,11 @@ impl Spawns {
             tasks: BTreeMap::new(),
             jobs: BTreeMap::new(),
             suspended: BTreeMap::new(),
+            refusals: Refusals::default(),
         }
     }
 
-    /// Other rules from now on; who waits already waits as long as was said.
+    /// Other rules from now on; who waits already waits as long as was said, unless that is of no use any more.
     pub fn set_rules(&mut self, rules: Rules) {
         self.rules = rules;
     }
@@ -256,13 +270,17 @@ impl Spawns {
     pub fn begin(&mut self, now: Micros, from: Incoming) {
         let count = from.request.count;
         let refusal = match count {
-            0 => Some(PvmError::BadParam),
-            n if n > SPAWN_TASKS_MAX => Some(PvmError::OutOfRes),
-            _ if self.open.len() >= SPAWNS_OPEN_MAX => Some(PvmError::OutOfRes),
+            0 => Some((PvmError::BadParam, "it asks for no task".to_string())),
+            n if n > SPAWN_TASKS_MAX => {
+                Some((PvmError::OutOfRes, format!("a spawn may ask for {SPAWN_TASKS_MAX} tasks at most")))
+            }
+            _ if self.open.len() >= SPAWNS_OPEN_MAX => {
+                Some((PvmError::OutOfRes, format!("{SPAWNS_OPEN_MAX} spawns are being carried out or wait already")))
+            }
             _ => None,
         };
-        if let Some(error) = refusal {
-            return self.refuse(from.src, from.wid, error);
+        if let Some((error, why)) = refusal {
+            return self.refuse_and_tell(now, &from, error, why);
         }
         let count = count as usize;
         self.last += 1;
@@ -286,13 +304,6 @@ impl Spawns {
         self.open.insert(self.last, spawn);
     }
 
-    /// Answers a request with nothing but an error.
-    pub fn refuse(&mut self, to: Tid, wid: i32, error: PvmError) {
-        let mut body = Packer::new(Encoding::Xdr);
-        body.int(error.code());
-        self.out.push_back(Output::Reply { to, wid, body: body.finish() });
-    }
-
     /// True when [`Spawns::place`] has something to place.
     pub fn wants_place(&self) -> bool {
         !self.to_place.is_empty()
@@ -300,32 +311,13 @@ impl Spawns {
 
     /// Places what waits first in the queue; somebody else may choose. Answers where the rotation stands then.
     pub fn place(&mut self, now: Micros, snapshot: &Snapshot, choice: Option<&dyn Choice>) -> HostId {
-        let Some((number, spawn)) = self.to_place.pop_front().and_then(|n| Some((n, self.open.get_mut(&n)?))) else {
+        let Some(number) = self.to_place.pop_front().filter(|n| !self.is_limited(now, *n)) else {
             return snapshot.rotation;
         };
+        let Some(spawn) = self.open.get_mut(&number) else { return snapshot.rotation };
         let tasks = std::mem::take(&mut spawn.unplaced);
-        let Incoming { src, caller, request, user, job, .. } = &spawn.from;
-        let has = (self.fair.held(*user) + suspended(&self.suspended, *user), self.jobs.get(job).copied().unwrap_or(0));
-        let kept = self.kept.as_ref().filter(|kept| kept.number != number && !kept.is_behind(now, &self.fair, *user));
-        if now < spawn.wait_until && kept.and_then(|kept| kept.limited).is_some_and(|by| by.0 == *user || by.1 == *job)
-        {
-            self.wait(now, number, tasks);
-            return snapshot.rotation;
-        }
-        if let Err(limited) = self.rules.limits.allow(has.0, has.1, tasks.len() as u32) {
-            if now < spawn.wait_until {
-                let by = Some((*user, *job));
-                self.wait(now, number, tasks);
-                self.keep(now, number, by, Vec::new);
-            } else {
-                let (choice, sentence) = (RmChoice::Limit, limited.to_string());
-                searched(&mut spawn.attempts, Attempt { choice, sentence, not_used: Vec::new() });
-                spawn.placed = now;
-                tasks.into_iter().for_each(|task| spawn.results[task] = Some(Err(PvmError::OutOfRes)));
-                self.finish(number);
-            }
-            return snapshot.rotation;
-        }
+        let Incoming { src, caller, request, user, .. } = &spawn.from;
+        let kept = self.kept.as_ref().filter(|kept| kept.is_kept_from(now, &self.fair, (number, *user)));
         let (user, peers) = (*user, &[*caller]);
         let hosts = kept.map_or(&[][..], |kept| &kept.hosts);
         spawn.declined.retain(|_, until| now < *until);
@@ -370,6 +362,35 @@ impl Spawns {
         }
         self.finish(number);
         placement.rotation
+    }
+
+    /// True when a limit keeps a request from being placed now. It waits then, or is refused: at once, if it asks for more
+    /// than is ever allowed.
+    fn is_limited(&mut self, now: Micros, number: u64) -> bool {
+        let Some(spawn) = self.open.get_mut(&number) else { return false };
+        let (user, job, count) = (spawn.from.user, spawn.from.job, spawn.unplaced.len() as u32);
+        let has = held(&self.fair, &self.suspended, &self.jobs, (user, job));
+        let could = self.rules.limits.could_allow(has.0, has.1, count);
+        let waits = could.is_ok() && now < spawn.wait_until;
+        let kept = self.kept.as_ref().filter(|kept| kept.is_kept_from(now, &self.fair, (number, user)));
+        if waits && kept.is_some_and(|kept| kept.is_before(user, job)) {
+            let tasks = std::mem::take(&mut spawn.unplaced);
+            self.wait(now, number, tasks);
+            return true;
+        }
+        let Err(limited) = could.and_then(|()| self.rules.limits.allow(has.0, has.1, count)) else { return false };
+        let tasks = std::mem::take(&mut spawn.unplaced);
+        if waits {
+            self.wait(now, number, tasks);
+            self.keep(now, number, Some((user, job)), Vec::new);
+            return true;
+        }
+        searched(&mut spawn.attempts, refusals::limit(limited.to_string()));
+        spawn.placed = now;
+        tasks.into_iter().for_each(|task| spawn.results[task] = Some(Err(PvmError::OutOfRes)));
+        self.kept.take_if(|kept| kept.number == number);
+        self.finish(number);
+        true
     }
 
     /// Room is kept for a request that has waited for long, until it has a place or waits no more; for one at a time.
@@ -463,15 +484,18 @@ impl Spawns {
         }
     }
 
-    /// The request that waits for a free host and whose turn it is, and how many places it needs; none if what keeps it
-    /// waiting is a limit.
-    pub fn first_waiting(&self, now: Micros) -> Option<(&Incoming, u32)> {
-        let (_, first) = *self.fair.turns(now).first()?;
-        let spawn = self.open.get(&first.number)?;
-        let (count, job) = (spawn.unplaced.len() as u32, self.jobs.get(&first.job).copied().unwrap_or(0));
-        let has = self.fair.held(first.user) + suspended(&self.suspended, first.user);
-        self.rules.limits.allow(has, job, count).ok()?;
-        Some((&spawn.from, count))
+    /// The oldest request of each user who waits for free hosts, whose turn it is first; how many places it needs, and hosts
+    /// that are kept from it. Without those that a limit keeps waiting.
+    pub fn waiting_in_turn(&self, now: Micros) -> impl Iterator<Item = (&Incoming, u32, &[HostId])> {
+        self.fair.turns(now).into_iter().filter_map(move |(_, Waiting { number, user, job, .. })| {
+            let spawn = self.open.get(&number)?;
+            let count = spawn.unplaced.len() as u32;
+            let has = held(&self.fair, &self.suspended, &self.jobs, (user, job));
+            self.rules.limits.allow(has.0, has.1, count).ok()?;
+            let kept = self.kept.as_ref().filter(|kept| kept.is_kept_from(now, &self.fair, (number, user)));
+            let is_free = kept.is_none_or(|kept| !kept.is_before(user, job));
+            is_free.then(|| (&spawn.from, count, kept.map_or(&[][..], |kept| &kept.hosts)))
+        })
     }
 
     /// Requests of a job that are being carried out or wait, those of this task aside.
@@ -585,15 +609,6 @@ impl Spawns {
             self.place_again(order.spawn, elsewhere);
         }
         true
-    }
-
-    /// True when a program is being started on a host because somebody named the host.
-    pub fn is_asked(&self, host: HostId, file: &str) -> bool {
-        self.orders.values().filter(|o| o.host == host).any(|order| {
-            self.open
-                .get(&order.spawn)
-                .is_some_and(|spawn| spawn.from.request.file == file && spawn.from.request.names_host())
-        })
     }
 
     /// A host is gone: what was to start there is placed elsewhere.
@@ -746,12 +761,14 @@ fn searched(attempts: &mut Vec<Attempt>, attempt: Attempt) {
 /// A task of this request runs.
 fn started_by(from: &Incoming, tid: Tid, host: HostId) -> Output {
     let wants = Wants::of(&from.request).unwrap_or_default();
-    let (asked, pinned) = (from.request.names_host(), from.request.flags & SPAWN_PINNED != 0);
+    let (named, pinned) = (from.request.names_host(), from.request.flags & SPAWN_PINNED != 0);
     let child = from.request.flags & SPAWN_NO_PARENT == 0;
-    Output::Started { tid, host, asked, pinned, wants, by: (from.user, from.job), child }
+    Output::Started { tid, host, named, pinned, wants, by: (from.user, from.job), child }
 }
 
-/// How many of these are of a user.
-fn suspended(tasks: &BTreeMap<Tid, u32>, user: u32) -> u32 {
-    u32::try_from(tasks.values().filter(|of| **of == user).count()).unwrap_or(u32::MAX)
+/// The tasks that a user and a job have, those included that are suspended.
+fn held(fair: &Fair, suspended: &BTreeMap<Tid, u32>, jobs: &BTreeMap<Tid, u32>, (user, job): (u32, Tid)) -> (u32, u32) {
+    let suspended = suspended.values().filter(|of| **of == user).count();
+    let suspended = u32::try_from(suspended).unwrap_or(u32::MAX);
+    (fair.held(user).saturating_add(suspended), jobs.get(&job).copied().unwrap_or(0))
 }

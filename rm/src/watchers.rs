@@ -13,6 +13,8 @@ pub const PAUSE_MIN: Micros = Micros::from_millis(250);
 pub const PAUSE_MAX: Micros = Micros::from_secs(60);
 /// A watcher that ran for so long has no failures behind it.
 const STEADY: Micros = Micros::from_secs(30);
+/// A watcher that has ended sooner than that so often in a row is told of.
+const SHORT_MAX: u32 = 3;
 /// A watcher that was not heard for so long is ended and replaced; it says something every ten seconds.
 pub const SILENT_MAX: Micros = Micros::from_secs(45);
 /// How long a watcher that an earlier resource manager has started may take to report here.
@@ -47,6 +49,8 @@ enum State {
 struct Watcher {
     state: State,
     failures: u32,
+    /// How often in a row it has ended soon after its start.
+    short: u32,
     told: Option<PvmError>,
 }
 
@@ -103,10 +107,18 @@ impl Watcher {
     }
 }
 
+/// What is told of a host whose watcher ends again and again. Nobody collects what it says.
+fn never_steady(host: HostId) -> String {
+    format!(
+        "load watcher of {host} ends at its start, {SHORT_MAX} times in a row: its owner is not guarded; what it said is \
+         in the master's log; it is tried again"
+    )
+}
+
 impl Watchers {
     /// A host has joined.
     pub fn add(&mut self, now: Micros, host: HostId) {
-        let watcher = Watcher { state: State::Wanted { at: now }, failures: 0, told: None };
+        let watcher = Watcher { state: State::Wanted { at: now }, failures: 0, short: 0, told: None };
         self.hosts.entry(host).or_insert(watcher);
         self.due.insert((now, host));
     }
@@ -233,9 +245,15 @@ impl Watchers {
         let Some(host) = self.host_of(task) else { return false };
         if let Some(watcher) = self.hosts.get_mut(&host)
             && let State::Running { since, .. } = watcher.state
-            && now.since(since) >= STEADY
         {
-            watcher.failures = 0;
+            if now.since(since) >= STEADY {
+                (watcher.failures, watcher.short) = (0, 0);
+            } else {
+                watcher.short = watcher.short.saturating_add(1);
+                if watcher.short == SHORT_MAX {
+                    self.out.push_back(Output::Note(never_steady(host)));
+                }
+            }
         }
         self.failed(now, host);
         true
@@ -295,5 +313,53 @@ impl Watchers {
     /// What is to be done next.
     pub fn poll(&mut self) -> Option<Output> {
         self.out.pop_front()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn notes(watchers: &mut Watchers) -> Vec<String> {
+        let note = |output| if let Output::Note(text) = output { Some(text) } else { None };
+        std::iter::from_fn(|| watchers.poll()).filter_map(note).collect()
+    }
+
+    /// Has the next one started, which runs for so long and ends. Answers what is told.
+    fn runs(watchers: &mut Watchers, number: u32, span: Micros) -> Vec<String> {
+        let host = HostId::MASTER;
+        let (wid, tid) = (number.cast_signed(), Tid::task(host, number).expect("a task"));
+        let now = watchers.next_deadline().expect("it is wanted");
+        watchers.tick(now);
+        watchers.sent(now, host, Some(wid));
+        assert_eq!(watchers.ack(now, wid, &Ok(vec![Ok(tid)])), Some(Some((host, tid))));
+        assert!(watchers.ended(now + span, tid));
+        notes(watchers)
+    }
+
+    #[test]
+    fn a_watcher_that_ends_at_its_start_again_and_again_is_told_of_once_until_one_was_steady() {
+        let mut watchers = Watchers::default();
+        watchers.add(Micros(0), HostId::MASTER);
+        let mut number = 0;
+        let mut ends = |span: Micros| {
+            number += 1;
+            runs(&mut watchers, number, span)
+        };
+        let (short, steady) = (Micros::from_millis(5), STEADY);
+        for _ in 1..SHORT_MAX {
+            assert_eq!(ends(short), Vec::<String>::new());
+        }
+        let told = ends(short);
+        let starts = |text: &String| text.starts_with("load watcher of host 1 ends at its start, 3 times in a row");
+        assert!(told.len() == 1 && told.iter().all(starts), "{told:?}");
+        for _ in 0..2 * SHORT_MAX {
+            assert_eq!(ends(short), Vec::<String>::new(), "once is enough");
+        }
+        assert_eq!(ends(steady), Vec::<String>::new());
+        for _ in 1..SHORT_MAX {
+            assert_eq!(ends(short), Vec::<String>::new());
+        }
+        assert_eq!(ends(short), told);
     }
 }

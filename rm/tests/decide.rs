@@ -97,7 +97,7 @@ fn a_request_that_names_nothing_fails_for_each_task_with_no_host() {
 }
 
 #[test]
-fn a_host_with_an_owner_is_used_only_when_it_is_named() {
+fn a_host_with_an_owner_is_not_used_also_not_by_name() {
     for policy in [Policy::Load, Policy::RoundRobin] {
         let mut snapshot = pool(2, policy);
         snapshot.hosts[1].owner = present();
@@ -105,7 +105,9 @@ fn a_host_with_an_owner_is_used_only_when_it_is_named() {
         assert_eq!(indices(&placed.hosts), [1, 1, 1]);
         let told = placed.sentence(&snapshot);
         assert!(told.contains("h2: owner present (alice on pts/0)"), "{told}");
-        assert_eq!(indices(&place(&snapshot, &ask(&request(SPAWN_HOST, "h2", 2))).hosts), [2, 2]);
+        let named = place(&snapshot, &ask(&request(SPAWN_HOST, "h2", 2)));
+        assert_eq!(named.hosts, [Err(PvmError::OutOfRes); 2]);
+        assert_eq!(named.sentence(&snapshot), "no host is free: h2: owner present (alice on pts/0)");
         // "Not h1" does not name h2.
         let other = place(&snapshot, &ask(&request(SPAWN_HOST | SPAWN_COMPLEMENT, "h1", 1)));
         assert_eq!(other.hosts, [Err(PvmError::OutOfRes)]);
@@ -215,14 +217,6 @@ fn a_task_that_has_to_leave_goes_near_the_others_of_its_job() {
 }
 
 #[test]
-fn a_task_that_was_put_beside_an_owner_by_name_may_stay() {
-    let mut snapshot = pool(2, Policy::Load);
-    snapshot.hosts[1].owner = present();
-    snapshot.hosts[1].tasks = vec![TaskView { asked: true, ..task(t(2, 1)) }];
-    assert_eq!(moves(&snapshot), moves(&pool(2, Policy::Load)));
-}
-
-#[test]
 fn without_a_host_to_go_to_tasks_stay_with_a_reason_for_each_host() {
     let mut snapshot = pool(4, Policy::Load);
     snapshot.hosts[0].owner = present();
@@ -328,7 +322,7 @@ fn any_pool() -> impl Strategy<Value = Snapshot> {
 
 proptest! {
     #[test]
-    fn no_task_is_sent_to_an_owner_unless_his_host_is_named(
+    fn no_task_is_sent_to_an_owner(
         snapshot in any_pool(), flags in 0..64_i32, to in 0_u16..8, count in 1_u32..40,
     ) {
         let request = request(flags, &format!("h{to}"), count);
@@ -337,7 +331,7 @@ proptest! {
         prop_assert_eq!(placed.hosts.len(), count as usize);
         for id in placed.hosts.iter().flatten() {
             let there = snapshot.host(*id).expect("only hosts of the snapshot are used");
-            prop_assert!(!there.owner.is_present() || (ask.request.names_host() && there.name == request.place));
+            prop_assert!(!there.owner.is_present());
         }
         for step in moves(&snapshot).go {
             let there = snapshot.host(step.to).expect("only hosts of the snapshot are used");

@@ -11,6 +11,7 @@ use sempa_proto::owner::{Guests, Leave};
 use sempa_proto::table::{HostEntry, HostTable};
 use sempa_proto::task::{SPAWN_NO_PARENT, SpawnRequest};
 use sempa_proto::{Epoch, HostId, Micros, Tid};
+use std::sync::Arc;
 
 fn h(index: u16) -> HostId {
     HostId::new(index).expect("an index")
@@ -61,7 +62,7 @@ fn farm(conduct: Conduct, count: u32) -> Vec<Entry> {
 fn a_policy_that_looks_at_the_load_is_faster_than_round_robin_on_unequal_hosts() {
     let round_robin = Conduct { placing: Policy::RoundRobin, ..Conduct::default() };
     let entries = farm(round_robin, 4);
-    assert_eq!(recorded_policy(&entries), round_robin);
+    assert_eq!(recorded_policy(&entries), round_robin.into());
     let slow = replay::run(&entries, round_robin).expect("it runs");
     let fast = replay::run(&entries, Conduct::default()).expect("it runs");
     assert_eq!((slow.started, slow.finished, fast.started, fast.finished), (4, 4, 4, 4));
@@ -200,4 +201,37 @@ fn each_user_of_a_record_is_that_user_in_a_replay() {
     let rules = pvm_rm::spawns::Rules { limits, ..Default::default() };
     let limited = replay::run(&entries, Conduct { rules, ..Conduct::default() }).expect("it runs");
     assert_eq!((limited.started, limited.refused), (1, 2), "one is allowed to each: {limited:?}");
+}
+
+#[test]
+fn what_is_said_of_hosts_is_part_of_a_record_and_holds_under_any_policy() {
+    let mut entries = farm(Conduct::default(), 2);
+    for entry in &mut entries {
+        if let Input::Spawn { request, .. } = &mut entry.input {
+            request.place = "?disk = ssd".into();
+        }
+    }
+    let round_robin = Conduct { placing: Policy::RoundRobin, ..Conduct::default() };
+    let before = replay::run(&entries, round_robin).expect("an older record runs");
+    assert_eq!((before.started, before.refused), (0, 2), "nobody knows: {before:?}");
+    let labels = [("h2".to_string(), Arc::new([("disk".to_string(), "ssd".to_string())].into()))].into();
+    entries.insert(2, entry(1, Input::labels(&labels).expect("there are some")));
+    for conduct in [round_robin, Conduct::default()] {
+        let figures = replay::run(&entries, conduct).expect("it runs");
+        assert_eq!((figures.placed.get("h2"), figures.started), (Some(&2), 2), "{figures:?}");
+    }
+    assert_eq!(Input::labels(&Default::default()), None);
+}
+
+#[test]
+fn a_policy_that_changed_in_a_record_changes_there_and_another_one_stays() {
+    let round_robin = Conduct { placing: Policy::RoundRobin, ..Conduct::default() };
+    let mut entries = farm(round_robin, 4);
+    assert!(!recorded_policy(&entries).changes);
+    entries.push(entry(10, Input::Policy(Conduct::default())));
+    entries.sort_by_key(|entry| entry.at);
+    let recorded = replay::run(&entries, recorded_policy(&entries)).expect("it runs");
+    let constant = replay::run(&entries, round_robin).expect("it runs");
+    assert_eq!((recorded.placed["h3"], constant.placed["h3"]), (2, 1), "{recorded:?} {constant:?}");
+    assert_eq!(recorded.policy, format!("{}; later as recorded", constant.policy));
 }

@@ -9,6 +9,8 @@ mod drain;
 mod grants;
 mod kill;
 mod park;
+mod policy;
+mod refusals;
 mod suspend;
 mod waiting;
 
@@ -570,28 +572,42 @@ fn a_host_whose_engine_is_missing_is_no_target_for_anybody() {
 }
 
 #[test]
-fn who_names_a_host_beside_its_owner_may_stay_until_the_owner_comes_next() {
+fn a_spawn_that_names_a_host_waits_until_its_owner_has_left() {
     let vm = world(2);
-    let mut bed = Bed::quiet(&vm);
+    let rules = Rules { wait: Micros::from_secs(60), ..Rules::default() };
+    let mut bed = Bed::quiet_with(&vm, with_conduct(Conduct { rules, ..Conduct::default() }));
     bed.owner_comes(2);
     bed.world().spawn(1, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(1) });
     bed.settle();
+    assert!(bed.world().took_execs().is_empty());
+    assert_eq!(bed.world().answer(1), None);
+    bed.owner_leaves(2);
     let exec = bed.world().took_execs().pop().expect("placed");
     assert_eq!(exec.host, h(2));
+    bed.world().ack(&exec);
+    bed.settle();
+    assert!(matches!(bed.world().answer(1), Some(Ok(tasks)) if tasks.iter().all(Result::is_ok)));
+}
+
+#[test]
+fn a_task_whose_host_was_named_before_the_owner_came_leaves_like_any_other() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    bed.world().spawn(1, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(1) });
+    bed.settle();
+    let exec = bed.world().took_execs().pop().expect("placed");
+    bed.owner_comes(2);
     // The event overtakes the acknowledgement.
     bed.world()
         .event(h(2), EventKind::TaskStarted { tid: t(2, 100), parent: client(), name: "worker".into(), user: 0 });
     bed.settle();
     assert_eq!(bed.world().ack(&exec), [t(2, 100)]);
     bed.settle();
-    assert!(bed.world().took_migrations().is_empty());
-    bed.owner_leaves(2);
-    bed.owner_comes(2);
     assert_eq!(bed.world().took_migrations(), [(t(2, 100), 1)]);
 }
 
 #[test]
-fn a_task_that_starts_beside_an_owner_without_being_asked_to_leaves() {
+fn a_task_that_starts_beside_an_owner_leaves_and_one_from_a_command_line_stays() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     bed.owner_comes(2);

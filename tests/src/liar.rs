@@ -8,7 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 const HANGING: &str = "sleep 14142";
 
 /// Passes on what the real engine and whoever has started it say to each other. When all is written, and before that is said,
-/// images of this kind lose their second half.
+/// images of this kind lose their second half; without a kind all of them go.
 const CUTTER: &str = r#"
 import glob, os, select, socket, subprocess, sys
 real, number, kind = sys.argv[1:]
@@ -25,8 +25,8 @@ while True:
                 engine.kill()
             sys.exit(engine.wait())
         if ready is ours and b"post-dump" in words:
-            for path in glob.glob("/tmp/sempa-0/pvm/images-*/" + kind):
-                os.truncate(path, os.path.getsize(path) // 2)
+            for path in glob.glob("/tmp/sempa-0/pvm/images-*/" + (kind or "*.img")):
+                os.truncate(path, os.path.getsize(path) // 2) if kind else os.remove(path)
         (ours if ready is starter else starter).send(words)
 "#;
 
@@ -41,6 +41,21 @@ while engine.poll() is None:
         engine.send_signal(signal.SIGSTOP)
         break
 sys.exit(engine.wait())
+"#;
+
+/// Says that a task is built, and builds none; `nobody` names a process before that, of a number that there cannot be. All that is
+/// not for a task to be built is left to the real engine.
+const CLAIMER: &str = r#"
+import os, socket, sys
+real, number, how = sys.argv[1:]
+starter = socket.socket(fileno=int(number))
+if not starter.recv(1 << 20, socket.MSG_PEEK).startswith(b"\x08\x02"):
+    os.execv(real, [real, "swrk", number])
+starter.recv(1 << 20)
+if how == "nobody":
+    starter.send(b"\x08\x06\x10\x01\x2a\x13\x0a\x0cpost-restore\x10\x80\x80\x80\x02")
+    starter.recv(1 << 20)
+starter.send(b"\x08\x02\x10\x01\x22\x02\x08\x01")
 "#;
 
 /// Has all hosts use an engine that is what [`lie`] says last for its host.
@@ -66,11 +81,14 @@ pub fn put(bed: &Testbed) {
          killed) kill -9 $$ ;;\n\
          stall) rm {folder}/lie-$(hostname); exec python3 {folder}/staller.py {real} \"$2\" ;;\n\
          cut*) exec python3 {folder}/cutter.py {real} \"$2\" \"${{lie#cut }}\" ;;\n\
+         empty) exec python3 {folder}/cutter.py {real} \"$2\" '' ;;\n\
+         nothing | nobody) exec python3 {folder}/claimer.py {real} \"$2\" $lie ;;\n\
          esac\nexec {real} \"$@\"\n",
         folder = bed.folder().display(),
     );
     fs::write(bed.folder().join("cutter.py"), CUTTER).expect("written");
     fs::write(bed.folder().join("staller.py"), STALLER).expect("written");
+    fs::write(bed.folder().join("claimer.py"), CLAIMER).expect("written");
     let fresh = link.with_extension("fresh");
     fs::write(&fresh, script).expect("written");
     fs::set_permissions(&fresh, fs::Permissions::from_mode(0o755)).expect("executable");
@@ -78,8 +96,9 @@ pub fn put(bed: &Testbed) {
 }
 
 /// What the engine of a host does from now on: `silent` ends at once as if all were well, `garbage` answers what cannot be read,
-/// `killed`, `hang`, `cut KIND` writes all and then cuts images of this kind in half, `stall` goes no further once it has begun to
-/// write memory, and tells the truth the next time. Where it is to fetch the memory of a task:
+/// `killed`, `hang`, `cut KIND` writes all and then cuts images of this kind in half, `empty` removes all of them, `stall` goes no
+/// further once it has begun to write memory, and tells the truth the next time. `nothing` says that a task is built that is not,
+/// `nobody` names a process that is not there as well. Where it is to fetch the memory of a task:
 /// `lazy-silent`, `lazy-garbage`, `lazy-hang`, and `lazy-early` does so for a second and says then that it has all. An empty word: the
 /// truth.
 ///

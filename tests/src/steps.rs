@@ -125,9 +125,8 @@ pub enum Whom {
     TargetTasker,
     /// The resource manager, while all moves are held.
     ResourceManager,
-    /// What the tasker of the source has started of CRIU, if anything works for the move at that place.
-    SourceEngine,
-    /// The same at the target.
+    /// What the tasker of the target has started of CRIU, if anything works for the move at that place. At the source nothing does:
+    /// CRIU runs there within a step only.
     TargetEngine,
 }
 
@@ -135,14 +134,14 @@ impl Whom {
     /// The number of its host.
     fn host(self, cell: &Cell) -> usize {
         match self {
-            Whom::Source | Whom::SourceTasker | Whom::SourceEngine => cell.source,
+            Whom::Source | Whom::SourceTasker => cell.source,
             Whom::Target | Whom::TargetTasker | Whom::TargetEngine => cell.target,
             Whom::Master | Whom::ResourceManager => 1,
         }
     }
 
     fn is_engine(self) -> bool {
-        matches!(self, Whom::SourceEngine | Whom::TargetEngine)
+        matches!(self, Whom::TargetEngine)
     }
 }
 
@@ -558,7 +557,7 @@ pub fn processes_of(host: &Host, whom: Whom) -> Vec<Pid> {
             named("pvm-tasker").into_iter().find(is_child).into_iter().collect()
         }
         Whom::ResourceManager => named("bin/pvm-rm").into_iter().take(1).collect(),
-        Whom::SourceEngine | Whom::TargetEngine => {
+        Whom::TargetEngine => {
             // By the program that it runs: it is started by a link that has another name.
             let program = |pid: &Pid| fs::read_link(format!("/proc/{pid}/exe")).ok();
             let is_engine = |pid: &Pid| program(pid).is_some_and(|path| path.ends_with("criu"));

@@ -1,17 +1,24 @@
 //! Who would take a task is known before anything is moved; and a host is emptied, kept empty and used again, as somebody wants.
 
 use sempa_proto::event::EventKind;
-use sempa_tests::needs::testbed;
+use sempa_tests::needs::testbed_with_env;
 use sempa_tests::run::{Done, must};
-use sempa_tests::vm::Settings;
+use sempa_tests::vm::{Entry, Settings};
 use sempa_tests::{Sure, Vm, eventually};
 use std::time::Duration;
 
 const SOON: Duration = Duration::from_secs(60);
 
 fn with_three_hosts(rm: Option<&str>, test: impl FnOnce(&Vm)) {
-    let Some((bed, _)) = testbed(3) else { return };
-    let vm = Vm::start(&bed, Settings { rm: rm.map(String::from), ..Settings::default() }).expect("a virtual machine");
+    with_three_hosts_in(&[], rm, test);
+}
+
+/// The same with more environment.
+fn with_three_hosts_in(env: &[(&str, &str)], rm: Option<&str>, test: impl FnOnce(&Vm)) {
+    let Some((bed, _)) = testbed_with_env(3, env) else { return };
+    let env = env.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
+    let settings = Settings { rm: rm.map(String::from), env, ..Settings::default() };
+    let vm = Vm::start(&bed, settings).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("hold").expect("gcc");
     test(&vm);
@@ -147,15 +154,87 @@ fn jobs_that_nobody_takes_are_checkpointed_before_the_deadline_and_the_others_mo
             assert_ne!(vm.host_of(tid).expect("alive"), "h2");
             lives(vm, tid);
         }
-        let events = vm.events().expect("events");
-        let until = events.iter().find_map(|entry| match &entry.kind {
-            EventKind::DrainBegun { until, .. } => *until,
-            _ => None,
-        });
-        let written = events.iter().filter(|entry| matches!(entry.kind, EventKind::Checkpointed { .. }));
-        let written: Vec<_> = written.map(|entry| entry.at_us).collect();
+        let (until, written) = drain_and_sets(vm);
         assert_eq!(written.len(), 1, "the others were not written");
-        assert!(written[0] < until.expect("a deadline").0, "not only when its time is over");
+        assert!(written[0] < until.expect("a deadline"), "not only when its time is over");
+    });
+}
+
+/// The word behind this beginning of a line.
+fn word_after<'a>(out: &'a str, begin: &str) -> Option<&'a str> {
+    out.lines().find_map(|line| line.strip_prefix(begin))?.split(' ').next()
+}
+
+#[test]
+fn a_job_that_nobody_takes_is_in_the_store_at_the_deadline_and_goes_on() {
+    with_three_hosts(Some("pvm-rm"), |vm| {
+        let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
+        std::fs::create_dir(place(2)).expect("made");
+        let tid = vm.spawn(&["-h2:/tmp/only-there", "hold", "2"]).expect("spawned");
+        lives(vm, &tid);
+        let done = pvm(vm, &["drain", "h2", "--deadline", "3s"]);
+        let set = word_after(&done.out, &format!("job {tid} is in the store as "));
+        let set = set.unwrap_or_else(|| panic!("{done:?}\n{}", vm.logs()));
+        let told = format!("job {tid} loses what it has done since {set} if h2 leaves now\n");
+        assert!(!done.good() && done.out.contains(&told), "{done:?}");
+        assert!(done.out.contains(&format!("{tid} is still there: no host to go to")), "{done:?}");
+        assert_eq!(vm.host_of(&tid).sure(vm), "h2");
+        lives(vm, &tid);
+        let value = pvm(vm, &["--json", "drain", "h2", "--deadline", "3s"]);
+        let value: serde_json::Value = serde_json::from_str(value.out.trim()).expect("one value");
+        assert_eq!((&value["sets"], value["kept"].as_array().map(Vec::len)), (&serde_json::json!([]), Some(1)));
+        assert!(pvm(vm, &["delete", "h2"]).good());
+        std::fs::create_dir(place(3)).expect("made");
+        let again = pvm(vm, &["restart", set, "--on", "h3"]);
+        assert!(again.good() && again.out == format!("{tid} runs on h3\n"), "{again:?}\n{}", vm.logs());
+        lives(vm, &tid);
+    });
+}
+
+/// When a host was to be empty by its last order, and when sets were complete after that, in microseconds since 1970.
+fn drain_and_sets(vm: &Vm) -> (Option<u64>, Vec<u64>) {
+    let events = vm.events().sure(vm);
+    let begun = |entry: &Entry| matches!(entry.kind, EventKind::DrainBegun { .. });
+    let first = events.iter().rposition(begun).expect("one is emptied");
+    let EventKind::DrainBegun { until, .. } = &events[first].kind else { unreachable!("it was just found") };
+    let sets = events[first..].iter().filter(|entry| matches!(entry.kind, EventKind::Checkpointed { .. }));
+    (until.map(|until| until.0), sets.map(|entry| entry.at_us).collect())
+}
+
+#[test]
+fn a_job_that_the_daemons_have_checkpointed_for_a_drain_is_not_written_again() {
+    with_three_hosts(Some("pvm-rm"), |vm| {
+        std::fs::create_dir(vm.bed().host(2).path("/tmp/only-there")).expect("made");
+        let tid = vm.spawn(&["-h2:/tmp/only-there", "hold", "2"]).expect("spawned");
+        lives(vm, &tid);
+        vm.json(&["checkpoint", "--every", "1h", &tid]).sure(vm);
+        let done = pvm(vm, &["drain", "h2", "--deadline", "9s"]);
+        assert!(!done.good() && !done.out.contains("is being written"), "{done:?}");
+        assert!(done.out.contains(&format!("job {tid} loses what it has done since ")), "{done:?}");
+        assert_eq!(drain_and_sets(vm).1.len(), 1, "{done:?}\n{}", vm.logs());
+        lives(vm, &tid);
+    });
+}
+
+/// The store is on the host itself; what leaves it does so slowly.
+#[test]
+fn those_that_only_wait_for_their_turn_on_a_slow_way_are_written_before_the_deadline() {
+    let env = [("SEMPA_MOVE_RATE", "1000000"), ("SEMPA_POST_COPY", "never"), ("SEMPA_PRE_COPY", "never")];
+    with_three_hosts_in(&env, Some("pvm-rm"), |vm| {
+        let spawn = |mib: &str| vm.spawn(&["-h1", "hold", mib]).sure(vm);
+        let go: Vec<String> = (0..4).map(|_| spawn("4")).collect();
+        let wait: Vec<String> = (0..6).map(|_| spawn("16")).collect();
+        go.iter().chain(&wait).for_each(|tid| lives(vm, tid));
+        let done = pvm(vm, &["drain", "h1", "--deadline", "45s", "--checkpoint"]);
+        assert!(done.good() && done.out.contains("h1 is empty after "), "{done:?}\n{}", vm.logs());
+        for tid in &go {
+            assert!(done.out.contains(&format!("{tid} has left (")), "{done:?}\n{}", vm.logs());
+            lives(vm, tid);
+        }
+        let set = |tid: &String| word_after(&done.out, &format!("job {tid} has ended; 'restart "));
+        assert!(wait.iter().filter_map(set).count() >= 4, "{done:?}\n{}", vm.logs());
+        let (until, sets) = drain_and_sets(vm);
+        assert!(sets.iter().all(|at| Some(*at) < until), "{until:?} {sets:?} {done:?}");
     });
 }
 

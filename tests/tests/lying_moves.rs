@@ -29,7 +29,10 @@ const ALWAYS: (&str, &str) = ("SEMPA_POST_COPY", "always");
 const NEVER: (&str, &str) = ("SEMPA_POST_COPY", "never");
 /// So slowly, in bytes per second, that memory is on its way for longer than the engine bears with it.
 const SLOWLY: (&str, &str) = ("SEMPA_MOVE_RATE", "1000000");
-const IMAGES: [&str; 5] = ["inventory", "pstree", "core-", "mm-", "pagemap-"];
+const IMAGES: [&str; 8] = ["inventory", "pstree", "files", "core-", "mm-", "fdinfo-", "pagemap-", "pages-"];
+/// What an engine may say that has built nothing, and what is said of it.
+const CLAIMS: [(&str, &str); 2] =
+    [("nothing", "let the task run without asking"), ("nobody", "no descriptor for process 4194304")];
 
 fn check<T>(vm: &Vm<'_>, what: &str, done: anyhow::Result<T>) -> T {
     done.unwrap_or_else(|error| panic!("{what}: {error:#}\n{}", vm.logs()))
@@ -133,7 +136,8 @@ fn an_engine_that_lies_at_either_end_of_a_move_leaves_the_task_where_it_was() {
         for kind in IMAGES {
             lie_fails(vm, &tid, ("h2", &format!("cut {kind}*.img")), Step::Dump, kind);
         }
-        for (word, words) in LIES {
+        lie_fails(vm, &tid, ("h2", "empty"), Step::Dump, "is missing although the engine said that all was written");
+        for (word, words) in LIES.into_iter().chain(CLAIMS) {
             lie_fails(vm, &tid, ("h3", word), Step::Restore, words);
         }
         vm.must_migrate(&tid, "h3");

@@ -54,20 +54,6 @@ fn all_end_with_the_master(rounds: &Rounds<'_>, cells: &[Cell]) {
     }
 }
 
-/// Engines are not there at most places; whether one is killed in its work is tried elsewhere.
-#[test]
-fn whatever_becomes_of_the_engines_at_whatever_step_the_task_runs_once_or_is_known_to_have_ended() {
-    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
-    with_rounds(&bed, |vm, rounds| {
-        for fault in [Fault::Kill, Fault::Stop(A_MOMENT), Fault::Stop(A_WHILE)] {
-            let killed = fault == Fault::Kill;
-            strike(rounds, Share::Few, Whom::SourceEngine, fault, never);
-            strike(rounds, Share::Few, Whom::TargetEngine, fault, |cell| killed && only_target_has_it(cell));
-        }
-        vm.halt().expect("halts");
-    });
-}
-
 /// All that can be stopped for a while without anybody being lost.
 const ALL: [Whom; 6] =
     [Whom::Source, Whom::Target, Whom::SourceTasker, Whom::TargetTasker, Whom::ResourceManager, Whom::Master];

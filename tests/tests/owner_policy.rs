@@ -308,6 +308,39 @@ fn a_policy_file_counts_at_once_and_a_wrong_one_is_refused_while_the_old_one_sta
     });
 }
 
+#[test]
+fn a_policy_that_is_wrong_from_the_start_lets_no_guest_in_until_it_is_mended() {
+    let Some((bed, _)) = testbed(2) else { return };
+    let published = bed.host(2).path("/var/tmp/sempa-owner-21002.policy.toml");
+    fs::write(&published, "never = [\"always\"]\nleaves = 1\n").expect("the testbed's own file");
+    chown(&published, Some(OLGA_UID), None).expect("the testbed's own file");
+    watched_on(&bed, false, |vm| {
+        let shut = status(vm, 2, "shut", |s| s["wrong"].as_array().is_some_and(|w| !w.is_empty()));
+        let why = shut["guests_why"].as_str().unwrap_or_default();
+        assert!(why.contains("sempa-owner-21002.policy.toml:2: unknown field `leaves`"), "{shut}");
+        assert_eq!((&shut["guests"], &shut["wrong"][0]), (&"stopped".into(), &shut["guests_why"]), "{shut}");
+        assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
+        note(vm, "h2 takes no guests: ");
+        fs::write(&published, "nice = 1\n").expect("the testbed's own file");
+        status(vm, 2, "free", is_free);
+        used_again(vm, "h2");
+    });
+    fs::remove_file(&published).expect("the testbed's own file");
+}
+
+#[test]
+fn a_load_watcher_that_ends_at_its_start_again_and_again_is_told_of() {
+    let Some((bed, _)) = testbed_with_env(2, &[("SEMPA_GUEST_DEFAULTS", "corse=1")]) else { return };
+    let rm = Some("pvm-rm --policy load".to_string());
+    let vm = Vm::start(&bed, Settings { rm, ..Settings::default() }).expect("a virtual machine");
+    vm.add(&["h2"]).expect("it joins");
+    // The first host's daemon has what the console gives it.
+    note(&vm, "load watcher of h2 ends at its start, 3 times in a row");
+    let why = || if vm.logs().contains("unknown field `corse`") { Ok(()) } else { Err(vm.logs()) };
+    eventually(SOON, why).sure(&vm);
+    vm.halt().expect("halts");
+}
+
 /// A setting in an owner's status: its value, and where it comes from.
 fn setting(status: &Value, name: &str) -> Option<(String, String)> {
     let one = status["policy"].as_array()?.iter().find(|one| one["name"] == name)?;

@@ -426,3 +426,38 @@ fn a_policy_file_is_followed_and_a_record_is_run_under_another_policy() {
         assert!(both["other"]["policy"].as_str().is_some_and(|text| text.starts_with("placing load")), "{both}");
     });
 }
+
+#[test]
+fn a_killed_resource_manager_whose_policy_file_is_wrong_or_gone_is_back_under_the_policy_that_was_in_force() {
+    let Some((bed, _)) = testbed(2) else { return };
+    let file = bed.home().join("rm.toml");
+    std::fs::write(&file, "user_tasks = 2\n").expect("it can be written");
+    with_command(&bed, format!("pvm-rm --policy {}", file.display()), |vm| {
+        let notes = |text: &str| {
+            let events = vm.events().expect("events");
+            let says = |entry: &&Entry| matches!(&entry.kind, EventKind::Note { text: told } if told.contains(text));
+            events.iter().filter(says).count()
+        };
+        let noted = |text: &str, times: usize| {
+            eventually(SOON, || if notes(text) == times { Ok(()) } else { Err(format!("no {text}")) }).sure(vm);
+        };
+        let limited = || {
+            let refused = vm.pvm(&["spawn", "-3", "hold", "1"]).expect("pvm");
+            assert!(!refused.good(), "three tasks are too many: {refused:?}");
+        };
+        limited();
+        written(vm);
+        let wrong = "rm.toml, line 2: unknown field `user_task`";
+        std::fs::write(&file, "user_tasks = 3\nuser_task = 3\n").expect("it can be written");
+        noted(wrong, 1);
+        let span = kill_rm(vm);
+        assert!(span < AGAIN_MAX, "{span:?}");
+        noted(wrong, 2);
+        limited();
+        std::fs::remove_file(&file).expect("it can be removed");
+        let span = kill_rm(vm);
+        assert!(span < AGAIN_MAX, "{span:?}");
+        noted("rm.toml cannot be read: No such file or directory", 1);
+        limited();
+    });
+}

@@ -442,6 +442,14 @@ impl Coordinator {
         }
     }
 
+    /// Calls the move of this task off if all that it does is to wait for its turn to leave a host that is being emptied; true if so.
+    pub fn give_way(&mut self, tid: Tid, why: &str) -> bool {
+        let waits = |m: &&Ongoing| m.of.tid == tid && m.waits.is_some() && matches!(m.of.cause, Cause::Drain { .. });
+        let Some(id) = self.moves.values().find(waits).map(|m| m.of.id) else { return false };
+        self.call_off(id, why);
+        true
+    }
+
     /// The time of [`Coordinator::next_wakeup`] has come.
     pub fn wake(&mut self, now: Micros) {
         let ids: Vec<MigrationId> = self.moves.keys().copied().collect();

@@ -238,7 +238,7 @@ pub(super) fn rests_until(now: Micros, task: &TaskView) -> Micros {
 /// Moves for the sake of the load that a task may still make; 0 for one that stays where it is.
 pub(super) fn shifts_left(now: Micros, task: &TaskView) -> usize {
     let together = task.wants.as_ref().map_or(Together::Any, |w| w.together);
-    let stays = !task.computes() || task.asked || task.named || together != Together::Any;
+    let stays = !task.computes() || task.named || together != Together::Any;
     if stays { 0 } else { SHIFTS_MAX.saturating_sub(recent_shifts(now, task)) }
 }
 

@@ -88,6 +88,15 @@ impl Limits {
             None => Ok(()),
         }
     }
+
+    /// Whether so many tasks would be allowed if the user and the job had no others. If not, it is no use to wait.
+    pub fn could_allow(&self, user_has: u32, job_has: u32, more: u32) -> Result<(), Limited> {
+        self.allow(0, 0, more).map_err(|limited| match limited {
+            Limited::User { most, .. } => Limited::User { has: user_has, most },
+            Limited::Job { most, .. } => Limited::Job { has: job_has, most },
+            Limited::Queue => Limited::Queue,
+        })
+    }
 }
 
 /// A request that waits.
@@ -338,6 +347,9 @@ mod tests {
         let job = limits.allow(0, 2, 3).expect_err("too many");
         assert_eq!(job.to_string(), "the job has 2 tasks, and 4 are allowed");
         assert_eq!(Limits::default().allow(u32::MAX, u32::MAX, u32::MAX), Ok(()));
+        assert_eq!(limits.could_allow(10, 4, 4), Ok(()), "later");
+        assert_eq!(limits.could_allow(10, 2, 5), Err(Limited::Job { has: 2, most: 4 }));
+        assert_eq!(limits.could_allow(3, 2, 11), Err(Limited::User { has: 3, most: 10 }));
     }
 
     #[test]

@@ -290,8 +290,6 @@ pub struct TaskView {
     pub tid: Tid,
     /// It belongs to its host, or nobody here is its parent: it cannot move, and it is no guest.
     pub pinned: bool,
-    /// Somebody named this host for it while the owner was there: it may stay.
-    pub asked: bool,
     /// It is on its way; the target if it is known.
     pub moving: Option<Option<HostId>>,
     /// It stands still until somebody lets it go on, and is no load.
@@ -426,7 +424,7 @@ impl fmt::Display for Reason {
 impl TaskView {
     /// True for a task that must leave when the owner of its host comes, and that is not on its way yet.
     pub fn is_settled_guest(&self) -> bool {
-        !self.pinned && !self.asked && self.moving.is_none()
+        !self.pinned && self.moving.is_none()
     }
 
     /// True for one that computes here: a part of its host's load, with work to do.
@@ -439,7 +437,6 @@ impl TaskView {
         TaskView {
             tid,
             pinned: false,
-            asked: false,
             moving: None,
             suspended: false,
             user: 0,

@@ -4,7 +4,7 @@
 use super::choice::Choice;
 use super::load::{Load, full};
 use super::placing::{Placing, nowhere};
-use super::{Excluded, HostView, Owner, Rank, Reason, Snapshot, Wants, WantsError};
+use super::{Excluded, HostView, Rank, Reason, Snapshot, Wants, WantsError};
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError};
 use std::fmt;
@@ -198,13 +198,9 @@ pub(super) fn not_fit(
     if let Some((condition, has)) = wants.unmet(host, now, &load) {
         return Some(Reason::Unmet { condition, has });
     }
-    match &host.owner {
-        // Who names a host means it, whoever sits there; the owner's own rules still hold.
-        Owner::Present { .. } if ask.request.names_host() => None,
-        owner => owner.keeps_out(),
-    }
-    .or_else(|| host.terms.blocks(ask.user, &ask.request.file))
-    .or_else(|| full(host, now, 0, load))
+    // Also where a spawn names it: the host's own daemon starts no guest beside its owner.
+    let owner = host.owner.keeps_out();
+    owner.or_else(|| host.terms.blocks(ask.user, &ask.request.file)).or_else(|| full(host, now, 0, load))
 }
 
 /// Places all tasks of a request together, by the snapshot's policy.

@@ -29,7 +29,7 @@ impl Model {
         let mut clean = Vec::new();
         for id in std::mem::take(&mut self.maybe_clean) {
             let Some(host) = self.hosts.get(&id).filter(|host| host.is_closed()) else { continue };
-            let is_guest = |task: &Task| !task.pinned && (!task.asked || host.drained.is_some());
+            let is_guest = |task: &Task| !task.pinned;
             let comes = |tid: &Tid| {
                 let to = self.tasks.get(tid).filter(|task| is_guest(task)).and_then(|task| task.moving);
                 to.is_some_and(|going| going.to == Some(id))

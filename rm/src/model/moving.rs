@@ -11,12 +11,10 @@ impl Model {
         if self.ended.has(tid) {
             return;
         }
-        let with_owner = self.hosts.get(&to).is_some_and(|h| h.owner.is_present());
         let task = self.settle(now, tid, to);
         (task.moving, task.held, task.told) = (None, None, None);
         // What its program took along is not all that it has.
         task.bytes = if bytes > 0 { bytes } else { task.bytes };
-        task.asked = with_owner && matches!(cause, Cause::Asked { .. });
         task.refused.clear();
         task.named |= matches!(cause, Cause::Asked { .. });
         if matches!(cause, Cause::Load { .. }) {

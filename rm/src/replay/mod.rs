@@ -9,6 +9,7 @@
 
 mod world;
 
+use crate::model::Labels;
 use crate::policy::Conduct;
 use crate::recording::{Entry, Input};
 use crate::service::{Options, Service, ServiceError};
@@ -16,6 +17,7 @@ use sempa_proto::Micros;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::sync::Arc;
 use world::World;
 
 pub use world::TAIL_MAX;
@@ -92,29 +94,70 @@ impl OfUser {
     }
 }
 
-/// The policy that was in force when the record began.
-pub fn recorded_policy(entries: &[Entry]) -> Conduct {
-    let first = entries.iter().find_map(|entry| match &entry.input {
+/// What a record is run under.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Under {
+    /// The policy at the beginning.
+    pub conduct: Conduct,
+    /// It changes whenever it did in the record; otherwise it never does.
+    pub changes: bool,
+}
+
+impl From<Conduct> for Under {
+    fn from(conduct: Conduct) -> Under {
+        Under { conduct, changes: false }
+    }
+}
+
+fn policies(entries: &[Entry]) -> impl Iterator<Item = Conduct> {
+    entries.iter().filter_map(|entry| match &entry.input {
         Input::Policy(conduct) => Some(*conduct),
         _ => None,
+    })
+}
+
+/// The policy that was in force when the record began, and those that came later.
+pub fn recorded_policy(entries: &[Entry]) -> Under {
+    let conduct = policies(entries).next().unwrap_or_default();
+    Under { conduct, changes: policies(entries).any(|later| later != conduct) }
+}
+
+/// What the administrator said of hosts; nothing in records that were made before that was written down.
+fn recorded_labels(entries: &[Entry]) -> Labels {
+    let labels = entries.iter().find_map(|entry| match &entry.input {
+        Input::Labels(labels) => Some(labels),
+        _ => None,
     });
-    first.unwrap_or_default()
+    labels.into_iter().flatten().map(|(host, of_host)| (host.clone(), Arc::new(of_host.clone()))).collect()
+}
+
+/// A policy as the text of a policy file, over a command line that limits nothing.
+fn as_file(conduct: &Conduct) -> String {
+    let Conduct { placing, balance, margin, rules, give_way } = conduct;
+    let mut out = format!("placing = \"{placing}\"\nbalance = {balance}\nmargin = {margin:?}\n");
+    let _ = writeln!(out, "wait_s = {}\ngive_way = {give_way}", rules.wait.0 / 1_000_000);
+    for (name, limit) in [("user_tasks", rules.limits.user_tasks), ("job_tasks", rules.limits.job_tasks)] {
+        let _ = limit.map(|limit| writeln!(out, "{name} = {limit}"));
+    }
+    out
 }
 
 /// Runs a record under a policy.
 ///
 /// # Errors
 /// When the service does not begin, which a record that begins with its hosts does not bring about.
-pub fn run(entries: &[Entry], conduct: Conduct) -> Result<Figures, ServiceError> {
-    let world = World::new(entries);
-    let options = Options { conduct, given: conduct, watchers: true, ..Options::default() };
+pub fn run(entries: &[Entry], under: impl Into<Under>) -> Result<Figures, ServiceError> {
+    let Under { conduct, changes } = under.into();
+    let world = World::new(entries, changes);
+    let options = Options { conduct, watchers: true, labels: recorded_labels(entries), ..Options::default() };
     let mut service = Service::start(world.clone(), options)?;
     match service.run() {
         Err(ServiceError::Stopped(_)) => {}
         Err(other) => return Err(other),
         Ok(never) => match never {},
     }
-    Ok(Figures { policy: conduct.to_string(), ..world.figures() })
+    let later = if changes { "; later as recorded" } else { "" };
+    Ok(Figures { policy: format!("{conduct}{later}"), ..world.figures() })
 }
 
 /// Two runs side by side.
@@ -157,4 +200,21 @@ pub fn table(columns: [(&str, &Figures); 2]) -> String {
 /// How long a record is.
 pub fn span(entries: &[Entry]) -> Micros {
     entries.iter().map(|entry| entry.at).max().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::decide::{Limits, Policy};
+    use crate::spawns::Rules;
+
+    #[test]
+    fn a_policy_reads_the_same_from_the_file_that_says_it() {
+        let limits = Limits { user_tasks: Some(7), job_tasks: None };
+        let rules = Rules { wait: Micros::from_secs(90), limits };
+        let other = Conduct { placing: Policy::RoundRobin, balance: true, margin: 2.0, rules, give_way: false };
+        for conduct in [Conduct::default(), other] {
+            assert_eq!(Conduct::default().with_file("f", as_file(&conduct)), Ok(conduct));
+        }
+    }
 }

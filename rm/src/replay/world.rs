@@ -2,11 +2,11 @@
 
 mod parked;
 
-use super::{Figures, OfUser};
+use super::{Figures, OfUser, as_file};
 use crate::api::VmApi;
 use crate::decide::{Sampled, foreign_demand};
 use crate::recording::{Entry, Input};
-use crate::service::{TAG_EVENT, TAG_LOAD};
+use crate::service::{TAG_EVENT, TAG_LOAD, TAG_POLICY};
 use bytes::Bytes;
 use libpvm::{Error, MigrateError};
 use sempa_proto::event::{Event, EventKind};
@@ -94,6 +94,8 @@ struct State {
     now: Micros,
     begin: Micros,
     last_input: Micros,
+    /// The policy changes when it did in the record.
+    policy_changes: bool,
     inputs: VecDeque<Entry>,
     inbox: VecDeque<Message>,
     table: HostTable,
@@ -173,11 +175,12 @@ fn recorded_work(entries: &[Entry]) -> HashMap<(Tid, i32), VecDeque<Work>> {
 }
 
 impl World {
-    pub(super) fn new(entries: &[Entry]) -> World {
+    pub(super) fn new(entries: &[Entry], policy_changes: bool) -> World {
         let begin = entries.first().map_or(Micros(0), |entry| entry.at);
         let mut state = State {
             inputs: entries.iter().cloned().collect(),
             last_input: super::span(entries),
+            policy_changes,
             work: recorded_work(entries),
             started: recorded_tasks(entries),
             now: begin,
@@ -347,7 +350,11 @@ impl State {
 
     fn input(&mut self, input: Input) {
         match input {
-            Input::Policy(_) | Input::Started { .. } | Input::Ended { .. } => {}
+            // As if its file had changed.
+            Input::Policy(conduct) if self.policy_changes => {
+                self.post(own(), CTX_RM, TAG_POLICY, 0, DSIG_X86_64, as_file(&conduct).into());
+            }
+            Input::Policy(_) | Input::Labels(_) | Input::Started { .. } | Input::Ended { .. } => {}
             Input::Hosts(table) => self.hosts(table),
             Input::Report { report, own } => {
                 let (host, at) = (report.host, self.now);

@@ -17,6 +17,8 @@ use std::collections::BTreeMap;
 const SHARE_PAUSE: Micros = Micros::from_secs(10);
 /// The same when somebody has begun to wait, or it may be the next one's turn.
 const SHARE_SOON: Micros = Micros::from_secs(1);
+/// Requests that are looked at in one look; the first that it helps when others give way is the last of them.
+const SHARE_LOOKS_MAX: usize = 32;
 
 /// Who stands still.
 #[derive(Debug, Default)]
@@ -171,8 +173,8 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Has tasks give way to the request whose turn it is, and tasks go on for which there is room again. Requests that find
-    /// a place as it is have it before that. True when there may be room for requests that wait.
+    /// Has tasks give way to the first request in turn that this helps, and tasks go on for which there is room again. Requests
+    /// that find a place as it is have it before that. True when there may be room for requests that wait.
     pub(super) fn share(&mut self, now: Micros) -> bool {
         (self.standing.shared, self.standing.newcomer) = (Some(now), false);
         let books = &self.memory.ledger.books;
@@ -186,12 +188,14 @@ impl<V: VmApi> Service<V> {
             }
             return false;
         }
-        let mut decided = Vec::new();
-        if let Some((from, count)) = self.spawns.first_waiting(now) {
+        let (snapshot, spawns) = (self.model.snapshot(now), &self.spawns);
+        // One that cannot be helped, whatever is free, is no reason to help nobody.
+        let looks = spawns.waiting_in_turn(now).take(SHARE_LOOKS_MAX).map(|(from, count, kept)| {
             let (user, caller, request) = (from.user, from.caller, &from.request);
-            let ask = Ask { peers: &[caller], ..Ask::of(user, request, count, caller) };
-            decided = give_way(self.model.snapshot(now), self.spawns.fair(), &ask);
-        }
+            let ask = Ask { peers: &[caller], kept, ..Ask::of(user, request, count, caller) };
+            give_way(snapshot, spawns.fair(), &ask)
+        });
+        let decided = looks.into_iter().find(|decided| !decided.is_empty()).unwrap_or_default();
         for gives in &decided {
             self.suspend_again(gives.tid, true, Cause::Share { why: gives.why.clone() });
             self.standing.gave_way.insert(gives.tid, now);

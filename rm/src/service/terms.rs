@@ -1,11 +1,95 @@
-//! The policy while the service runs, and the record of what it was told.
+//! The policy when the service begins and while it runs, and the record of what it was told.
+//!
+//! What a policy file said when it was in force last is kept in the books. So a file that has become wrong, or is gone, does not
+//! keep a resource manager from beginning again.
 
-use super::{BALANCE_PAUSE, Service};
+use super::{BALANCE_PAUSE, Options, Service, ServiceError};
 use crate::api::VmApi;
 use crate::policy::Conduct;
 use crate::recording::{Input, Recorder};
+use crate::store::Books;
+use sempa_proto::frame::{from_bytes, to_bytes};
+
+/// The policy file and what it said when it was in force last, among what the books keep.
+const POLICY: u64 = 2;
+
+/// A policy file in the books. The text and not what follows from it: the command line may say something else next time.
+type Kept = (String, String);
+
+impl Options {
+    /// What the policy file says at the start; without one, what the command line says.
+    ///
+    /// # Errors
+    /// [`ServiceError::Policy`], [`ServiceError::NoPolicy`] or [`ServiceError::Choice`]: what is wrong with it.
+    pub fn policy(&self) -> Result<Conduct, ServiceError> {
+        match &self.policy_read {
+            Some(Ok(content)) => self.read(content),
+            Some(Err(why)) => Err(ServiceError::NoPolicy { file: self.policy_file.clone(), why: why.clone() }),
+            None => {
+                self.choices.of(self.conduct.placing)?;
+                Ok(self.conduct)
+            }
+        }
+    }
+
+    fn read(&self, content: &[u8]) -> Result<Conduct, ServiceError> {
+        let conduct = self.given.with_file(&self.policy_file, content)?;
+        self.choices.of(conduct.placing)?;
+        Ok(conduct)
+    }
+
+    /// Takes over what the policy file says. When something is wrong with it, it is what it said when it was in force last, and
+    /// the answer is a sentence about it.
+    pub(super) fn begin(&mut self, books: &mut Books) -> Result<Option<String>, ServiceError> {
+        let wrong = match self.policy() {
+            Ok(conduct) => {
+                self.conduct = conduct;
+                if let Some(Ok(content)) = &self.policy_read {
+                    self.keep(books, content);
+                }
+                return Ok(None);
+            }
+            Err(error) => error,
+        };
+        let kept = books.learned(POLICY).and_then(|bytes| from_bytes::<Kept>(bytes).ok());
+        let kept = kept.filter(|(file, _)| *file == self.path()).and_then(|(_, text)| self.read(text.as_bytes()).ok());
+        let Some(conduct) = kept else { return Err(wrong) };
+        self.conduct = conduct;
+        Ok(Some(self.refusal(&wrong)))
+    }
+
+    /// What the file says is in force.
+    fn keep(&self, books: &mut Books, content: &[u8]) {
+        let Ok(text) = String::from_utf8(content.to_vec()) else { return };
+        if let Ok(bytes) = to_bytes::<Kept>(&(self.path(), text)) {
+            books.learn(POLICY, bytes);
+        }
+    }
+
+    /// The policy file, wherever one stands.
+    fn path(&self) -> String {
+        std::path::absolute(&self.policy_file)
+            .map_or_else(|_| self.policy_file.clone(), |path| path.display().to_string())
+    }
+
+    /// That the file is not taken over, and why.
+    fn refusal(&self, wrong: &ServiceError) -> String {
+        let file = &self.policy_file;
+        let why = match wrong {
+            ServiceError::NoPolicy { why, .. } => format!("{file} cannot be read: {why}"),
+            ServiceError::Choice(error) => format!("{file}: {error}"),
+            other => other.to_string(),
+        };
+        format!("{why}; the file is not taken over, and the policy stays as it was")
+    }
+}
 
 impl<V: VmApi> Service<V> {
+    /// What is in force.
+    pub fn conduct(&self) -> Conduct {
+        self.options.conduct
+    }
+
     /// Works by this from now on.
     pub(super) fn take_up(&mut self, conduct: Conduct) {
         self.options.conduct = conduct;
@@ -20,18 +104,14 @@ impl<V: VmApi> Service<V> {
 
     /// The policy file has changed: what it says is in force, or, when something is wrong with it, what was.
     pub(super) fn policy_changed(&mut self, content: &[u8]) {
-        match self.options.given.with_file(&self.options.policy_file, content) {
-            Ok(conduct) if conduct == self.options.conduct => {}
-            Ok(conduct) if self.options.choices.of(conduct.placing).is_err() => {
-                let error = self.options.choices.of(conduct.placing).err().map(|e| e.to_string()).unwrap_or_default();
-                let file = &self.options.policy_file;
-                self.note(format!("{file}: {error}; the file is not taken over, and the policy stays as it was"));
-            }
-            Ok(conduct) => {
-                self.take_up(conduct);
-                self.note(format!("the policy in {} is in force: {conduct}", self.options.policy_file));
-            }
-            Err(error) => self.note(format!("{error}; the file is not taken over, and the policy stays as it was")),
+        let conduct = match self.options.read(content) {
+            Ok(conduct) => conduct,
+            Err(wrong) => return self.note(self.options.refusal(&wrong)),
+        };
+        self.options.keep(&mut self.memory.ledger.books, content);
+        if conduct != self.options.conduct {
+            self.take_up(conduct);
+            self.note(format!("the policy in {} is in force: {conduct}", self.options.policy_file));
         }
     }
 
@@ -42,6 +122,9 @@ impl<V: VmApi> Service<V> {
         self.record_input(|| Input::Policy(conduct));
         if let Ok(table) = self.vm.config() {
             self.record_input(|| Input::Hosts(table));
+        }
+        if let Some(labels) = Input::labels(&self.options.labels) {
+            self.record_input(|| labels);
         }
         self.record_drains();
     }

@@ -17,6 +17,13 @@ pub struct Shelf {
     pub name: String,
 }
 
+impl Shelf {
+    /// True when something has been kept there.
+    pub fn is_there(&self) -> bool {
+        self.dir.join(&self.name).exists()
+    }
+}
+
 /// Books and file.
 #[derive(Debug, Default)]
 pub struct Ledger {

@@ -7,7 +7,6 @@ use pvm_rm::grants::{GRANT_SPAN, GRANTED_MAX, REVIEW_PAUSE};
 use pvm_rm::policy::Conduct;
 use pvm_rm::service::TAG_POLICY;
 use pvm_rm::spawns::Rules;
-use sempa_proto::event::EventKind;
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::rm::{Answer, CTX_RM, Choice, Decided, Question};
 use sempa_proto::sm::{
@@ -183,24 +182,6 @@ fn who_has_ended_or_takes_nothing_keeps_no_places_from_others() {
     for idle in [others[1], others[2]] {
         assert_eq!(given(&bed, idle).pop().map(|(_, grant)| grant.hosts), Some(vec![]), "it is told");
     }
-}
-
-#[test]
-fn a_task_that_is_heard_of_before_its_grant_is_taken_may_stay_beside_the_owner_of_the_host_that_was_named() {
-    let vm = world(2);
-    let mut bed = Bed::quiet(&vm);
-    bed.owner_comes(2);
-    let named = SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(1) };
-    spawns(&mut bed, 1..=2, &named);
-    let started = |parent| EventKind::TaskStarted { tid: t(2, 900), parent, name: "worker".into(), user: 0 };
-    bed.world().tasks.push(spawned(t(2, 900), 2));
-    bed.world().event(h(2), started(client()));
-    bed.settle();
-    assert_eq!(bed.world().took_migrations(), []);
-    // Without the grant it would have had to go.
-    bed.world().event(h(2), EventKind::TaskStarted { tid: t(2, 901), parent: t(1, 3), name: "worker".into(), user: 0 });
-    bed.settle();
-    assert_eq!(bed.world().took_migrations(), [(t(2, 901), 1)]);
 }
 
 #[test]

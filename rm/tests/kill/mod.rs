@@ -44,6 +44,9 @@ fn a_job_of_1500_tasks_is_asked_to_end_and_those_that_do_not_are_ended_until_not
     bed.world().spawn_by(t(2, 600), 5, &request(1));
     bed.settle();
     assert!(bed.world().took_execs().is_empty(), "it starts nothing any more");
+    let why = format!("worker was not started for {}: Permission denied (job {top}, which it belongs to,", t(2, 600));
+    let notes = bed.world().notes();
+    assert!(notes.iter().any(|note| note.starts_with(&why)), "{notes:?}");
     let late = t(1, 8000);
     let kind = EventKind::TaskStarted { tid: late, parent: top, name: "worker".into(), user: 0 };
     bed.world().event(h(1), kind);

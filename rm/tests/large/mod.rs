@@ -37,18 +37,18 @@ fn present() -> Owner {
     Owner::Present { why: "at the keyboard".into() }
 }
 
-/// As many hosts, half of them with an owner, nearly all with a task that has run for an hour.
+/// As many hosts, half of them with an owner and with tasks that belong there, nearly all with a task that has run for an hour.
 pub(crate) fn large(hosts: u16) -> Snapshot {
     let view = |i: u16| {
-        let asked = i.is_multiple_of(2);
-        let owner = if asked { present() } else { Owner::Absent { left: None } };
+        let pinned = i.is_multiple_of(2);
+        let owner = if pinned { present() } else { Owner::Absent { left: None } };
         // Some are crowded, some are empty, so that there is something to balance.
         let tasks = match i % 50 {
             1 => 0,
             11 => 3,
             _ => 1,
         };
-        let tasks = (1..=tasks).map(|n| TaskView { asked, ..old(i, n) }).collect();
+        let tasks = (1..=tasks).map(|n| TaskView { pinned, ..old(i, n) }).collect();
         HostView { tasks, speed: 1000 + i32::from(i % 97), ..desktop(i, owner) }
     };
     let hosts: Hosts = (1..=hosts).map(view).collect();
@@ -157,12 +157,12 @@ fn all_come(free: &Snapshot, visit: &mut Visit<'_>) {
         if i != 3 {
             host.owner = present();
         }
-        host.tasks.iter_mut().for_each(|task| task.asked = i != 3);
+        host.tasks.iter_mut().for_each(|task| task.pinned = i != 3);
     });
     let mut stuck = full.clone();
     change_all(&mut stuck, |_, host| {
         host.owner = present();
-        host.tasks.iter_mut().for_each(|task| task.asked = false);
+        host.tasks.iter_mut().for_each(|task| task.pinned = false);
     });
     visit("refuse by owners", &mut places(&stuck, 1, "", false));
     visit("he comes, there is no place, he goes", &mut comes_and_goes(&mut full, false));

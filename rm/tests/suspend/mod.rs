@@ -3,6 +3,7 @@
 use crate::answers::two_workers;
 use crate::common::{Bed, FakeVm, client, h, info, request, spawned, t, world};
 use crate::{ask, ended, with_books, with_conduct};
+use pvm_rm::decide::Limits;
 use pvm_rm::policy::Conduct;
 use pvm_rm::spawns::Rules;
 use sempa_proto::event::EventKind;
@@ -10,8 +11,8 @@ use sempa_proto::message::CTX_BASE;
 use sempa_proto::rm::{Answer, Decided, Question};
 use sempa_proto::sm::{SM_SPAWN, pack_spawn};
 use sempa_proto::suspend::Cause;
-use sempa_proto::table::TASK_CONNECTED;
-use sempa_proto::task::SpawnRequest;
+use sempa_proto::table::{TASK_CONNECTED, TaskInfo};
+use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 
 /// The client as somebody who asks.
@@ -125,16 +126,19 @@ fn other() -> Tid {
     t(1, 3)
 }
 
+/// A third user's program.
+fn third() -> Tid {
+    t(1, 4)
+}
+
 /// Two hosts with two processors each, all of which user 0 has had for six hours.
 fn taken(give_way: bool) -> (FakeVm, Bed, Vec<Tid>) {
-    let vm = world(2);
-    let mut theirs = info(other(), 1, TASK_CONNECTED, "");
-    theirs.uid = 7;
-    vm.0.borrow_mut().tasks.push(theirs);
-    let rules = Rules { wait: Micros::from_secs(3600), ..Rules::default() };
-    let conduct = Conduct { rules, give_way, ..Conduct::default() };
-    let mut bed = Bed::quiet_with(&vm, with_conduct(conduct));
-    bed.world().event(h(1), EventKind::TaskStarted { tid: client(), parent: Tid::NONE, name: String::new(), user: 0 });
+    taken_with(give_way, Limits::default())
+}
+
+/// The same where nobody may have more than this.
+fn taken_with(give_way: bool, limits: Limits) -> (FakeVm, Bed, Vec<Tid>) {
+    let (vm, mut bed) = three_users(give_way, limits);
     let mut tids = Vec::new();
     for wid in [5, 6] {
         bed.world().spawn(wid, &SpawnRequest { place: "?free >= 1; spread".into(), ..request(2) });
@@ -144,6 +148,27 @@ fn taken(give_way: bool) -> (FakeVm, Bed, Vec<Tid>) {
     assert_eq!(tids.len(), 4);
     live(&mut bed, 6 * 3600);
     (vm, bed, tids)
+}
+
+/// Two hosts with two processors each, and programs of users 0, 7 and 8.
+fn three_users(give_way: bool, limits: Limits) -> (FakeVm, Bed) {
+    let vm = world(2);
+    for (task, uid) in [(other(), 7), (third(), 8)] {
+        vm.0.borrow_mut().tasks.push(TaskInfo { uid, ..info(task, 1, TASK_CONNECTED, "") });
+    }
+    let rules = Rules { wait: Micros::from_secs(3600), limits };
+    let conduct = Conduct { rules, give_way, ..Conduct::default() };
+    let bed = Bed::quiet_with(&vm, with_conduct(conduct));
+    bed.world().event(h(1), EventKind::TaskStarted { tid: client(), parent: Tid::NONE, name: String::new(), user: 0 });
+    (vm, bed)
+}
+
+/// A task spawns one on a host that it names.
+fn starts_on(bed: &mut Bed, task: Tid, host: &str) -> Tid {
+    let named = SpawnRequest { flags: SPAWN_HOST, place: host.into(), ..request(1) };
+    bed.world().spawn_by(task, 8, &named);
+    bed.settle();
+    begun(bed, task)[0]
 }
 
 /// So many seconds pass, in which load watchers speak.
@@ -171,9 +196,70 @@ fn begun(bed: &mut Bed, parent: Tid) -> Vec<Tid> {
 }
 
 fn asks_for_one(bed: &mut Bed) {
-    let request = SpawnRequest { place: "?free >= 1".into(), ..request(1) };
-    bed.world().post(other(), CTX_BASE, SM_SPAWN, 9, pack_spawn(&request, None));
+    asks(bed, other(), 1, "?free >= 1");
+}
+
+fn asks(bed: &mut Bed, task: Tid, count: u32, place: &str) {
+    let request = SpawnRequest { place: place.into(), ..request(count) };
+    bed.world().spawn_by(task, 9, &request);
     bed.settle();
+}
+
+/// For whom somebody gave way.
+fn helped(bed: &mut Bed) -> Vec<String> {
+    let suspends = std::mem::take(&mut bed.world().suspends);
+    let why = suspends.into_iter().filter_map(|(_, suspend, cause)| match cause {
+        Cause::Share { why } if suspend => why.split(" waits").next().map(str::to_string),
+        _ => None,
+    });
+    why.collect()
+}
+
+#[test]
+fn a_request_that_nobody_can_help_does_not_keep_others_from_being_helped() {
+    let (_, mut bed, _) = taken(true);
+    asks(&mut bed, other(), 1, "?memory >= 100T");
+    live(&mut bed, 60);
+    assert_eq!(helped(&mut bed), [""; 0], "it is of no use");
+    asks(&mut bed, third(), 1, "?free >= 1");
+    live(&mut bed, 10);
+    assert_eq!(helped(&mut bed), ["user 8"]);
+    assert_eq!(begun(&mut bed, third()).len(), 1);
+}
+
+#[test]
+fn a_request_that_a_limit_keeps_waiting_does_not_keep_others_from_being_helped() {
+    let (_, mut bed, _) = taken_with(true, Limits { user_tasks: Some(4), job_tasks: None });
+    starts_on(&mut bed, other(), "h1");
+    asks(&mut bed, other(), 4, "?free >= 1");
+    // Long enough that later ones of the user wait for it.
+    live(&mut bed, 180);
+    assert_eq!(helped(&mut bed), [""; 0], "five are too many, whoever gives way");
+    asks(&mut bed, third(), 1, "?free >= 1");
+    live(&mut bed, 10);
+    assert_eq!(helped(&mut bed), ["user 8"]);
+    assert_eq!(begun(&mut bed, third()).len(), 1);
+}
+
+#[test]
+fn nobody_gives_way_on_hosts_that_are_kept_for_another_request() {
+    let (_, mut bed) = three_users(true, Limits::default());
+    let (on2, on1) = (starts_on(&mut bed, client(), "h2"), starts_on(&mut bed, client(), "h1"));
+    live(&mut bed, 6 * 3600);
+    // Wherever user 0 gives way, it is not enough for both, because user 8 has taken too little to give way.
+    for host in ["h1", "h2"] {
+        starts_on(&mut bed, third(), host);
+    }
+    asks(&mut bed, other(), 2, "?free >= 2; same-host");
+    live(&mut bed, 150);
+    let notes = bed.world().notes();
+    assert!(notes.iter().any(|note| note.contains("hosts are kept for it")), "{notes:?}");
+    asks(&mut bed, third(), 1, "?free >= 1");
+    live(&mut bed, 10);
+    let suspends = bed.world().suspends.clone();
+    let [(gave_way, true, Cause::Share { .. })] = &suspends[..] else { panic!("{suspends:?}, not {on1}") };
+    assert_eq!(*gave_way, on2);
+    assert_eq!(begun(&mut bed, third())[0].home(), Some(h(2)));
 }
 
 #[test]

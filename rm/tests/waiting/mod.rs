@@ -1,13 +1,16 @@
 //! Spawns that wait for long behind smaller ones.
 
-use crate::common::{Bed, client, request, world};
+use crate::common::{Bed, client, request, rm as own, world};
 use crate::with_conduct;
+use bytes::Bytes;
 use pvm_rm::decide::{Limits, RESERVE_AFTER};
 use pvm_rm::policy::Conduct;
+use pvm_rm::service::TAG_POLICY;
 use pvm_rm::spawns::Rules;
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::Usage;
+use sempa_proto::rm::CTX_RM;
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::VecDeque;
@@ -107,6 +110,37 @@ fn a_spawn_that_needs_a_whole_host_gets_one_although_small_ones_take_what_become
 fn a_spawn_that_its_users_limit_keeps_waiting_gets_its_turn_before_later_ones_of_the_user() {
     let limits = Limits { user_tasks: Some(4), job_tasks: None };
     waits_and_gets(Busy::new(limits, GuestLimits::default()), &request(3), "others wait until it is");
+}
+
+#[test]
+fn a_spawn_of_more_than_is_ever_allowed_is_refused_at_once_and_keeps_nobody_waiting() {
+    let limits = Limits { user_tasks: Some(4), job_tasks: None };
+    let mut busy = Busy::new(limits, GuestLimits::default());
+    busy.bed.world().spawn(7, &request(5));
+    busy.bed.world().spawn(8, &request(3));
+    busy.bed.settle();
+    assert_eq!(busy.bed.world().answer(7), Some(Ok(vec![Err(PvmError::OutOfRes); 5])));
+    let why = busy.bed.world().notes().pop().expect("a note says why");
+    assert!(why.contains("the user has 4 tasks, and 4 are allowed"), "{why}");
+    // Three are allowed once two of the four have ended, unless the limit changes before that.
+    assert_eq!(busy.bed.world().answer(8), None);
+    for _ in 0..RESERVE_AFTER.0 / 10_000_000 + 1 {
+        busy.bed.signs_of_life(&[1, 2]);
+        busy.bed.pass(Micros::from_secs(10));
+    }
+    let notes = busy.bed.world().notes();
+    assert!(notes.iter().any(|note| note.contains("others wait until it is")), "{notes:?}");
+    busy.bed.world().post(own(), CTX_RM, TAG_POLICY, 0, Bytes::from_static(b"user_tasks = 2"));
+    busy.bed.settle();
+    assert_eq!(busy.bed.world().answer(8), Some(Ok(vec![Err(PvmError::OutOfRes); 3])));
+    let (ended, small) = (std::mem::take(&mut busy.running), busy.small);
+    for tid in ended {
+        let host = tid.home().expect("a task");
+        busy.bed.world().event(host, EventKind::TaskEnded { tid, status: 0, used: Usage::default() });
+    }
+    busy.bed.settle();
+    busy.ask_small();
+    assert_eq!(busy.small, small + 1, "later ones do not wait for it");
 }
 
 #[test]
