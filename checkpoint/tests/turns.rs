@@ -322,7 +322,7 @@ fn only_a_task_that_waits_for_its_turn_to_leave_a_drained_host_gives_way_to_a_ch
     }
     let asked = world.begin_for(50, 900, Cause::Asked { by });
     world.inspected(asked);
-    world.now += GATHER_TIME;
+    world.now = world.now + GATHER_TIME;
     world.coordinator.wake(world.now);
     world.heed();
     assert_eq!(world.leaving.len(), LEAVE_AT_ONCE_MAX);

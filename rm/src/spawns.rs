@@ -316,9 +316,9 @@ impl Spawns {
         };
         let Some(spawn) = self.open.get_mut(&number) else { return snapshot.rotation };
         let tasks = std::mem::take(&mut spawn.unplaced);
-        let Incoming { src, caller, request, user, .. } = &spawn.from;
+        let Incoming { src, caller, request, user, job, .. } = &spawn.from;
         let kept = self.kept.as_ref().filter(|kept| kept.is_kept_from(now, &self.fair, (number, *user)));
-        let (user, peers) = (*user, &[*caller]);
+        let (user, peers) = (*user, &snapshot.peers_of(*caller, *job));
         let hosts = kept.map_or(&[][..], |kept| &kept.hosts);
         spawn.declined.retain(|_, until| now < *until);
         let declined: Vec<HostId> = spawn.declined.keys().copied().collect();

@@ -173,6 +173,11 @@ fn a_near_host_is_better_than_one_that_is_a_little_freer() {
     assert_eq!(ask(&[h(1)], &[h(1)]), [2]);
     assert_eq!(ask(&[h(3)], &[]), [3]);
     assert_eq!(ask(&[h(1)], &[h(1), h(2)]), [3], "but far is better than nowhere");
+    let job = task(1, 1).tid;
+    snapshot.hosts[2].tasks = [1, 2].map(|number| TaskView { job, ..task(3, number) }).into();
+    assert_eq!(snapshot.peers_of(h(1), job), [h(1), h(3)], "whoever spawns, and the tasks of the job");
+    assert_eq!(snapshot.peers_of(h(3), job), [h(3)]);
+    assert_eq!(snapshot.peers_of(h(1), task(1, 2).tid), [h(1)]);
 }
 
 /// A batch system that has reserved places on hosts.

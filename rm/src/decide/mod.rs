@@ -486,6 +486,12 @@ impl Snapshot {
         self.estimates.cost(bytes, slowness, Some(Way::between(from, to)))
     }
 
+    /// The hosts of those with whom a task of this job will talk: whoever spawns it, and the tasks that the job has.
+    pub fn peers_of(&self, caller: HostId, job: Tid) -> Vec<HostId> {
+        let index = self.hosts.index(self.now);
+        std::iter::once(caller).chain(index.hosts_of(job).filter(|id| *id != caller).take(PEERS_MAX)).collect()
+    }
+
     /// The zones of those with whom a task talks: the tasks of its job on other hosts. Empty for one that is alone there.
     fn zones_of_peers(&self, from: HostId, task: &TaskView) -> BTreeSet<u32> {
         let index = self.hosts.index(self.now);

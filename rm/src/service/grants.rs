@@ -50,8 +50,8 @@ impl<V: VmApi> Service<V> {
     /// Where so many tasks of a task's last request would go now, and why.
     fn places_for(&mut self, now: Micros, task: Tid, count: usize) -> Option<(Vec<HostId>, Attempt)> {
         let snapshot = self.model.snapshot(now);
-        let Incoming { user, request, caller, .. } = self.grants.next_of(task)?;
-        let ask = Ask { peers: &[*caller], ..Ask::of(*user, request, count as u32, *caller) };
+        let Incoming { user, request, caller, job, .. } = self.grants.next_of(task)?;
+        let ask = Ask { peers: &snapshot.peers_of(*caller, *job), ..Ask::of(*user, request, count as u32, *caller) };
         let placement = place(snapshot, &ask);
         let hosts = placement.hosts.iter().map_while(|host| host.ok()).collect();
         let mut attempt = record::attempt(&placement, snapshot);

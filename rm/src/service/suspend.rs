@@ -192,7 +192,8 @@ impl<V: VmApi> Service<V> {
         // One that cannot be helped, whatever is free, is no reason to help nobody.
         let looks = spawns.waiting_in_turn(now).take(SHARE_LOOKS_MAX).map(|(from, count, kept)| {
             let (user, caller, request) = (from.user, from.caller, &from.request);
-            let ask = Ask { peers: &[caller], kept, ..Ask::of(user, request, count, caller) };
+            let ask =
+                Ask { peers: &snapshot.peers_of(caller, from.job), kept, ..Ask::of(user, request, count, caller) };
             give_way(snapshot, spawns.fair(), &ask)
         });
         let decided = looks.into_iter().find(|decided| !decided.is_empty()).unwrap_or_default();
