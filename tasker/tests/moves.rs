@@ -577,7 +577,7 @@ fn an_engine_that_failed_its_trial_or_was_not_there_is_tried_again_and_used_when
     std::fs::write(&broken, "").expect("write");
     let engine = wrapper(dir.path(), &format!("[ -e {} ] && exit 7", broken.display()));
     let start = |engine: &Path| Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
-    let (mut fails, mut lacks) = (start(&engine), start(&late));
+    let (mut fails, lacks) = (start(&engine), start(&late));
     assert!(lacks.ready.engine.as_ref().is_err_and(|why| why.contains("there is no dump engine")), "{:?}", lacks.ready);
     let why = engine_said(&mut fails).expect_err("it fails");
     assert!(why.contains("failed its trial here"), "{why}");
