@@ -9,7 +9,7 @@ use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Cause, Failure, Order, Report, Step, TaskFacts, Usage};
 use sempa_proto::suspend::Holds;
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 const MIB: u64 = 1 << 20;
@@ -315,7 +315,7 @@ proptest! {
 fn only_a_task_that_waits_for_its_turn_to_leave_a_drained_host_gives_way_to_a_checkpoint() {
     let mut world = World::default();
     let by = HostId::MASTER.tid();
-    let of = |number: i32| Tid::from_raw(0x80000 + number);
+    let of = |numbers: &[i32]| numbers.iter().map(|number| Tid::from_raw(0x80000 + number)).collect::<BTreeSet<_>>();
     for number in 0..=LEAVE_AT_ONCE_MAX as i32 {
         let id = world.begin_for(number, 100 + number as u64, Cause::Drain { by });
         world.inspected(id);
@@ -326,12 +326,13 @@ fn only_a_task_that_waits_for_its_turn_to_leave_a_drained_host_gives_way_to_a_ch
     world.coordinator.wake(world.now);
     world.heed();
     assert_eq!(world.leaving.len(), LEAVE_AT_ONCE_MAX);
-    let why = "its job is checkpointed first";
-    assert!(!world.coordinator.give_way(of(0), why), "it is on its way");
-    assert!(!world.coordinator.give_way(of(50), why), "somebody wants it there");
-    assert!(!world.coordinator.give_way(of(60), why), "it does not move");
-    let last = of(LEAVE_AT_ONCE_MAX as i32);
-    assert!(world.coordinator.give_way(last, why) && world.coordinator.of_task(last).is_none());
+    let last = LEAVE_AT_ONCE_MAX as i32;
+    assert!(!world.coordinator.give_way(&of(&[0])), "it is on its way");
+    assert!(!world.coordinator.give_way(&of(&[50])), "somebody wants it there");
+    assert!(!world.coordinator.give_way(&of(&[60])), "it does not move");
+    assert!(!world.coordinator.give_way(&of(&[last, 0])), "what for, if the other one goes?");
+    assert!(world.coordinator.give_way(&of(&[last, 60])));
+    assert!(of(&[last]).iter().all(|tid| world.coordinator.of_task(*tid).is_none()));
     world.heed();
     assert_eq!(world.ended.values().collect::<Vec<_>>(), [&false]);
 }

@@ -282,7 +282,8 @@ impl<M: Machine> Emptying<'_, M> {
         let jobs: Vec<Tid> = jobs(machine.tid(), &all, &self.tasks).into_iter().filter(|job| !is_over(job)).collect();
         let (mut rests, begun) = (Vec::new(), Instant::now());
         let ask = |tid: Tid| match begun.elapsed() < ASKING_MAX {
-            true => Some(machine.can_migrate(tid, None).ok()?.resident_bytes),
+            // Of the others nobody is to be waited for.
+            true => Some(machine.can_migrate(tid, Some(&self.what.host)).ok()?.resident_bytes),
             false => None,
         };
         for job in jobs {
@@ -375,7 +376,7 @@ impl<M: Machine> Emptying<'_, M> {
             _ => return Err(misfit()),
         };
         for job in jobs(self.machine.tid(), &parents(self.machine)?, &self.tasks) {
-            (self.show)(&at_risk(&self.what.host, job, &sets, self.kept.get(&job)));
+            (self.show)(&at_risk(&self.what.host, job, &sets, self.kept.get(&job).or(self.heard.sets.get(&job))));
         }
         Ok(())
     }

@@ -104,9 +104,13 @@ fn uid_of(name: &str) -> Option<u32> {
     known.or_else(|| name.parse().ok())
 }
 
-/// What is told of a file that does not count. `shuts`: it said nothing before.
-fn refused(sentence: &str, shuts: bool) -> String {
-    let then = if shuts { "until that is mended no guest is welcome here" } else { "what was said before stays" };
+/// What is told of a file that does not count. `said`: it said something before. `counts`: what it says would count.
+fn refused(sentence: &str, said: bool, counts: bool) -> String {
+    let then = match (said, counts) {
+        (true, _) => "what was said before stays",
+        (false, true) => "until that is mended no guest is welcome here",
+        (false, false) => "it would count for nothing here",
+    };
     format!("{sentence}; {then}")
 }
 
@@ -168,7 +172,7 @@ impl Rules {
                 None
             }
             Err(sentence) => {
-                let sentence = refused(&sentence, part(self).is_empty());
+                let sentence = refused(&sentence, !part(self).is_empty(), true);
                 self.wrong.insert(which, vec![sentence.clone()]);
                 Some(sentence)
             }
@@ -193,9 +197,9 @@ impl Rules {
                 Err(Wrong::Refused(error)) => {
                     let said = before.remove(&uid).filter(|policy| !policy.is_empty());
                     if said.is_none() {
-                        self.unheard.insert(uid, refused(&error.to_string(), true));
+                        self.unheard.insert(uid, refused(&error.to_string(), false, true));
                     }
-                    wrong.push(refused(&error.to_string(), said.is_none() && self.counts(uid)));
+                    wrong.push(refused(&error.to_string(), said.is_some(), self.counts(uid)));
                     said
                 }
             };

@@ -88,7 +88,7 @@ impl Moves {
     pub(crate) fn new(namespaces: bool) -> io::Result<Moves> {
         let located = checkpoint::criu::Criu::locate(|name| std::env::var_os(name));
         let (engine, state) = match located.and_then(|criu| Ok((criu.probe()?, criu))) {
-            Ok(_) if !namespaces => (None, EngineState::Broken(NO_NAMESPACES.into())),
+            _ if !namespaces => (None, EngineState::Broken(NO_NAMESPACES.into())),
             Ok((version, criu)) => (Some(Arc::new(criu) as Arc<dyn Engine>), EngineState::Trying(version)),
             Err(why) => (None, EngineState::Broken(why)),
         };

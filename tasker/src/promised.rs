@@ -19,12 +19,19 @@ const BLOCK_BYTES: u64 = 512;
 /// What was promised to one task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Promise {
-    /// Bytes that are still to come.
-    bytes: u64,
     /// Bytes that it had when it was last looked at.
     judged: u64,
+    /// Bytes of them that are here already.
+    here: u64,
     /// It may be refused yet.
     is_judged: bool,
+}
+
+impl Promise {
+    /// Bytes that are still to come.
+    fn bytes(&self) -> u64 {
+        self.judged.saturating_sub(self.here)
+    }
 }
 
 /// All promises. There are no more than moves to this host and threads that judge.
@@ -34,20 +41,18 @@ pub(crate) struct Promised(BTreeMap<MigrationId, Promise>);
 impl Promised {
     /// A task is being judged that needs so much.
     pub(crate) fn make(&mut self, migration: MigrationId, bytes: u64) {
-        self.0.insert(migration, Promise { bytes, judged: bytes, is_judged: true });
+        self.0.insert(migration, Promise { judged: bytes, here: 0, is_judged: true });
     }
 
     /// A task has so much when its images are here. If it has grown by more than what was left over for that since it was judged,
     /// what it has more is promised as well; true then.
     fn grown(&mut self, migration: MigrationId, memory: u64) -> bool {
         let Some(promise) = self.0.get_mut(&migration) else { return false };
-        let more = memory.saturating_sub(promise.judged);
-        if more <= MEMORY_SLACK_BYTES {
-            return false;
+        let has_grown = memory.saturating_sub(promise.judged) > MEMORY_SLACK_BYTES;
+        if has_grown {
+            promise.judged = memory;
         }
-        promise.bytes = promise.bytes.saturating_add(more);
-        promise.judged = memory;
-        true
+        has_grown
     }
 
     /// It was accepted, or not.
@@ -60,27 +65,27 @@ impl Promised {
 
     /// What was promised to this task.
     pub(crate) fn of(&self, migration: MigrationId) -> u64 {
-        self.0.get(&migration).map_or(0, |promise| promise.bytes)
+        self.0.get(&migration).map_or(0, Promise::bytes)
     }
 
     /// So much of its memory is here already.
     pub(crate) fn came_ahead(&mut self, migration: MigrationId, bytes: u64) {
         if let Some(promise) = self.0.get_mut(&migration) {
-            promise.bytes = promise.bytes.saturating_sub(bytes);
+            promise.here = promise.here.saturating_add(bytes);
         }
     }
 
     /// Its images are here. What they take of memory they give back while the task gets it.
     pub(crate) fn images_are_here(&mut self, migration: MigrationId, dir: &Path) {
         if let Some(promise) = self.0.get_mut(&migration) {
-            promise.bytes = promise.bytes.saturating_sub(in_memory(dir));
+            promise.here = promise.here.saturating_add(in_memory(dir));
         }
     }
 
     /// What is promised to tasks that are judged, or of which `waits` says that they have not got it.
     fn bytes(&mut self, waits: impl Fn(MigrationId) -> bool) -> u64 {
         self.0.retain(|migration, promise| promise.is_judged || waits(*migration));
-        self.0.values().fold(0, |sum, promise| sum.saturating_add(promise.bytes))
+        self.0.values().fold(0, |sum, promise| sum.saturating_add(promise.bytes()))
     }
 }
 
@@ -159,6 +164,9 @@ mod tests {
         assert!(promised.grown(ONE, 101 + SLACK));
         assert_eq!(promised.of(ONE), 61 + SLACK, "but for what is here");
         assert!(!promised.grown(ONE, 101 + SLACK), "that was promised once");
+        promised.came_ahead(ONE, 500 + SLACK);
+        assert!(promised.of(ONE) == 0 && promised.grown(ONE, 600 + 3 * SLACK));
+        assert_eq!(promised.of(ONE), 60 + 2 * SLACK, "all that is here counts, also what was not promised then");
     }
 
     #[test]

@@ -112,8 +112,8 @@ impl Supervisor {
         if let Err(why) = room {
             return self.say(&FromTasker::Restored { migration, result: Err(why) });
         }
-        self.moves.promised.images_are_here(migration, dir);
         let carry = Carry::read(dir);
+        self.moves.promised.images_are_here(migration, dir);
         let room = carry.as_ref().map_or(Ok(()), |carry| self.has_room_yet(migration, carry.memory));
         let fetches = room.and_then(|()| memory_way.map_or(Ok(()), |way| self.fetch(migration, dir, way)));
         if let Some(target) = self.moves.targets.get_mut(&migration) {

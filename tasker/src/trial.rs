@@ -158,17 +158,19 @@ impl Supervisor {
 
     /// Says aloud if the engine turned out not to work, and takes up what waited for this.
     fn end_trial(&mut self, result: Result<(), Failure>) {
-        self.moves.trial = None;
-        let failed = |engine: &str, why| format!("the dump engine{engine} failed its trial here: {why}; {HOW_TO_GET}");
+        let dir = self.moves.trial.take().map(|trial| trial.dir.display().to_string());
+        // The same failure is the same words, whatever the name of its directory.
+        let failed = |why: Failure| {
+            let why = why.to_string().replace(dir.as_deref().unwrap_or(DIR_NAME), "its directory");
+            format!("the dump engine failed its trial here: {why}; {HOW_TO_GET}")
+        };
         match (self.moves.state.clone(), result) {
             (EngineState::Trying(version), Ok(())) => self.moves.state = EngineState::Works(version),
-            (EngineState::Trying(version), Err(why)) => {
-                self.engine_is_broken("", failed(&format!(", version {version},"), why));
-            }
+            (EngineState::Trying(_), Err(why)) => self.engine_is_broken("", failed(why)),
             (EngineState::TryingAgain(before), result) => {
                 let probed = |engine: &Arc<dyn Engine>| engine.probe();
                 let version = result
-                    .map_err(|why| failed("", why))
+                    .map_err(failed)
                     .and_then(|()| self.moves.engine.as_ref().map_or_else(|| Err(before.clone()), probed));
                 match version {
                     Ok(version) => {

@@ -78,7 +78,11 @@ impl Criu {
             let program = PathBuf::from(set);
             return match program.is_file() {
                 true => Ok(Criu { program }),
-                false => Err(format!("there is no dump engine at SEMPA_CRIU={}: {HOW_TO_GET}", program.display())),
+                false => Err(format!(
+                    "there is no dump engine at SEMPA_CRIU={}: put one there, which is found within five minutes, or get one with \
+                     `cargo xtask criu` and start the daemon without SEMPA_CRIU",
+                    program.display()
+                )),
             };
         }
         let path = env("PATH").unwrap_or_default();

@@ -442,11 +442,19 @@ impl Coordinator {
         }
     }
 
-    /// Calls the move of this task off if all that it does is to wait for its turn to leave a host that is being emptied; true if so.
-    pub fn give_way(&mut self, tid: Tid, why: &str) -> bool {
-        let waits = |m: &&Ongoing| m.of.tid == tid && m.waits.is_some() && matches!(m.of.cause, Cause::Drain { .. });
-        let Some(id) = self.moves.values().find(waits).map(|m| m.of.id) else { return false };
-        self.call_off(id, why);
+    /// Calls the moves of these tasks off if all that they do is to wait for their turn to leave a host that is being emptied; none
+    /// of them if any does more. True if they were called off: something else is done with these tasks first, as with one that cannot
+    /// begin to move for that.
+    pub fn give_way(&mut self, tids: &BTreeSet<Tid>) -> bool {
+        let theirs: Vec<&Ongoing> = self.moves.values().filter(|m| tids.contains(&m.of.tid)).collect();
+        let waits = |m: &&Ongoing| m.waits.is_some() && matches!(m.of.cause, Cause::Drain { .. });
+        if theirs.is_empty() || !theirs.iter().all(waits) {
+            return false;
+        }
+        let ids: Vec<(MigrationId, Step)> = theirs.iter().map(|m| (m.of.id, m.step)).collect();
+        for (id, step) in ids {
+            self.end_failed(id, step, Failure::Refused(vec![Refusal::AlreadyMoving(id)]));
+        }
         true
     }
 

@@ -12,8 +12,8 @@ use std::fmt;
 pub const SET_TASKS_MAX: usize = 1024;
 /// Bytes in the mailbox that belong to the tasks of one checkpoint at most.
 pub const SAVED_MAILBOX_BYTES_MAX: usize = 16 << 20;
-/// Version of [`SetMeta`] and [`PartRecord`].
-pub const SET_VERSION: u16 = 4;
+/// Version of [`SetMeta`], [`PartRecord`] and of what lies beside the images.
+pub const SET_VERSION: u16 = 5;
 
 /// When a job is checkpointed by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

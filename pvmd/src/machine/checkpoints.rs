@@ -396,14 +396,12 @@ impl Machine {
         if all.len() > SET_TASKS_MAX {
             return self.cut_over(job, Err(CutFailure::TooMany { tasks: all.len() }));
         }
-        let coordinator = &mut master.directing.coordinator;
-        if entry.is_wanted() {
+        let (coordinator, cuts) = (&mut master.directing.coordinator, &keeping.cuts);
+        if entry.is_wanted() && !all.iter().any(|task| cuts.of_task(task.tid).is_some()) {
             // Who only waits for his turn to leave a host has given nothing away. He is written first, and may leave then.
-            for task in &all {
-                entry.drains |= coordinator.give_way(task.tid, "its job is checkpointed first");
-            }
+            let tids = all.iter().map(|task| task.tid).collect();
+            entry.drains |= coordinator.give_way(&tids);
         }
-        let cuts = &keeping.cuts;
         let other = |tid: Tid| coordinator.of_task(tid).or_else(|| cuts.of_task(tid)).map(|of| of.id);
         let moving = all.iter().find_map(|task| Some((task.tid, other(task.tid)?)));
         if let Some((tid, id)) = moving {

@@ -303,8 +303,8 @@ impl Machine {
         if !has_crashed(status) {
             if has_failed(status) {
                 self.note(format!(
-                    "{name} has ended ({how}), and why is in this host's log; it is not started again, and spawns are placed \
-                     round robin: start one with 'pvm spawn {name}'"
+                    "{name} has ended ({how}), and why is in this host's log; it is not started again: 'pvm spawn {name}' starts one, \
+                     and as long as none serves spawns are placed round robin"
                 ));
             }
             return;

@@ -191,7 +191,7 @@ fn spared(whereabouts: &Result<Whereabouts, String>, vm: &str, log: &Log) -> BTr
     let read = whereabouts.as_ref().map_err(String::clone);
     let spared = read.and_then(|at| at.spared(vm, unix_time()).map_err(|why| why.to_string()));
     spared.unwrap_or_else(|why| {
-        log.line(&format!(
+        log.line(format!(
             "the store of checkpoints cannot be read, so tasks may get tids that are in it; a job that has one of them can be restarted \
              when that task has ended: {why}"
         ));
