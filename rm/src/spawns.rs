@@ -65,6 +65,26 @@ pub struct Incoming {
     pub waited: Micros,
 }
 
+impl Incoming {
+    /// What became of it, for the books.
+    fn decided(
+        &self,
+        started: Vec<(Tid, String)>,
+        error: Option<PvmError>,
+        waited: Micros,
+        attempts: Vec<Attempt>,
+    ) -> Output {
+        let (program, by, count) = (self.request.file.clone(), self.src, self.request.count);
+        let (job, user) = (self.job, self.user);
+        Output::Decided(Decided::Spawn { program, by, job, user, count, started, error, waited, attempts })
+    }
+
+    /// That nothing of it was started, for the event log.
+    fn not_started(&self, error: PvmError, why: &str) -> EventKind {
+        EventKind::Note { text: format!("{} was not started for {}: {error} ({why})", self.request.file, self.src) }
+    }
+}
+
 /// What the service is to do.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Output {
@@ -687,34 +707,24 @@ impl Spawns {
         let at_once = !spawn.told && spawn.from.waited == Micros(0) && spawn.attempts.len() == 1;
         let whole = at_once && results.iter().all(Result::is_ok);
         let answered = whole.then(|| Output::Answered(spawn.from.clone()));
-        let Incoming { src, wid, request, job, user, waited, .. } = spawn.from;
-        self.out.push_back(Output::Reply { to: src, wid, body: pack_tids(&results) });
+        let from = spawn.from;
+        self.out.push_back(Output::Reply { to: from.src, wid: from.wid, body: pack_tids(&results) });
         let hosts: Vec<HostId> = spawn.hosts.into_iter().flatten().collect();
         let why = spawn.attempts.iter().map(|a| a.sentence.as_str()).collect::<Vec<_>>().join("; then ");
         let failed = results.iter().filter_map(|r| r.as_ref().err()).next();
         let with_tids = results.iter().filter_map(|r| r.ok()).zip(&hosts);
         let name = |host: &HostId| spawn.names.get(host).cloned().unwrap_or_else(|| host.to_string());
-        self.out.push_back(Output::Decided(Decided::Spawn {
-            program: request.file.clone(),
-            by: src,
-            job,
-            user,
-            count: request.count,
-            started: with_tids.map(|(tid, host)| (tid, name(host))).collect(),
-            error: failed.copied(),
-            waited: waited + spawn.placed.since(spawn.began),
-            attempts: spawn.attempts,
-        }));
+        let started = with_tids.map(|(tid, host)| (tid, name(host))).collect();
+        let waited = from.waited + spawn.placed.since(spawn.began);
+        self.out.push_back(from.decided(started, failed.copied(), waited, spawn.attempts));
         let event = match (failed, hosts.is_empty()) {
-            (Some(error), true) => {
-                EventKind::Note { text: format!("{} was not started for {src}: {error} ({why})", request.file) }
-            }
+            (Some(error), true) => from.not_started(*error, &why),
             (Some(error), false) => {
                 let missing = results.len() - hosts.len();
                 let why = format!("{why}; {missing} of {} failed: {error}", results.len());
-                EventKind::Placed { name: request.file, hosts, why }
+                EventKind::Placed { name: from.request.file, hosts, why }
             }
-            (None, _) => EventKind::Placed { name: request.file, hosts, why },
+            (None, _) => EventKind::Placed { name: from.request.file, hosts, why },
         };
         self.out.push_back(Output::Record(event));
         self.out.extend(answered);

@@ -81,14 +81,14 @@ pub(crate) struct Moves {
 }
 
 impl Moves {
-    /// Looks for the engine and asks for its version.
+    /// Looks for the engine and asks for its version, where there can be one.
     ///
     /// # Errors
     /// When there is no descriptor left.
     pub(crate) fn new(namespaces: bool) -> io::Result<Moves> {
-        let located = checkpoint::criu::Criu::locate(|name| std::env::var_os(name));
+        let locate = || checkpoint::criu::Criu::locate(|name| std::env::var_os(name));
+        let located = if namespaces { locate() } else { Err(NO_NAMESPACES.into()) };
         let (engine, state) = match located.and_then(|criu| Ok((criu.probe()?, criu))) {
-            _ if !namespaces => (None, EngineState::Broken(NO_NAMESPACES.into())),
             Ok((version, criu)) => (Some(Arc::new(criu) as Arc<dyn Engine>), EngineState::Trying(version)),
             Err(why) => (None, EngineState::Broken(why)),
         };

@@ -4,8 +4,7 @@
 use super::{Incoming, Output, Spawns};
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer};
-use sempa_proto::event::EventKind;
-use sempa_proto::rm::{Attempt, Choice, Decided};
+use sempa_proto::rm::{Attempt, Choice};
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 
@@ -48,23 +47,12 @@ impl Spawns {
 
     /// The same; why is noted down.
     pub fn refuse_and_tell(&mut self, now: Micros, from: &Incoming, error: PvmError, why: String) {
-        let Incoming { src, wid, user, job, ref request, .. } = *from;
-        self.refuse(src, wid, error);
-        if !self.refusals.is_news(now, (src, error.code())) {
+        self.refuse(from.src, from.wid, error);
+        if !self.refusals.is_news(now, (from.src, error.code())) {
             return;
         }
-        let text = format!("{} was not started for {src}: {error} ({why})", request.file);
-        self.out.push_back(Output::Decided(Decided::Spawn {
-            program: request.file.clone(),
-            by: src,
-            job,
-            user,
-            count: request.count,
-            started: Vec::new(),
-            error: Some(error),
-            waited: from.waited,
-            attempts: vec![limit(why)],
-        }));
-        self.out.push_back(Output::Record(EventKind::Note { text }));
+        let note = from.not_started(error, &why);
+        self.out.push_back(from.decided(Vec::new(), Some(error), from.waited, vec![limit(why)]));
+        self.out.push_back(Output::Record(note));
     }
 }
