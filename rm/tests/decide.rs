@@ -2,16 +2,17 @@
 
 mod idle;
 
-use idle::{NOW, h, idle};
+use idle::{NOW, h, idle, sampled};
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, HostView, MOVES_AT_ONCE_MAX, Owner, Policy, Reason, SETTLE, Sampled, Snapshot, Stay, StayReason, TaskView,
-    Until, moves, place,
+    Ask, HostView, Leaving, MOVES_AT_ONCE_MAX, Owner, Policy, Reason, SETTLE, Sampled, Snapshot, Stay, StayReason,
+    TaskView, Until, moves, place,
 };
-use sempa_proto::load::LoadSample;
+use sempa_proto::load::{GuestLimits, LoadSample};
 use sempa_proto::migration::Cause;
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
+use std::sync::Arc;
 
 fn t(host: u16, local: u32) -> Tid {
     Tid::task(h(host), local).expect("a task")
@@ -283,6 +284,50 @@ fn moves_under_way_are_limited_and_the_others_wait_for_their_turn() {
     let out = moves(&snapshot);
     assert_eq!(out.go.len(), MOVES_AT_ONCE_MAX - 1);
     assert!(out.stay.iter().all(|s| s.why == StayReason::Turn) && out.stay.len() == 5);
+}
+
+#[test]
+fn a_guest_that_no_host_has_memory_for_keeps_no_smaller_one_of_its_program_where_it_is() {
+    let mut snapshot = pool(2, Policy::Load);
+    snapshot.hosts[0].owner = present();
+    let sized = |n, bytes| TaskView { bytes, ..task(t(1, n)) };
+    snapshot.hosts[0].tasks = vec![sized(1, 8 << 30), sized(2, 6 << 30), sized(3, 1 << 20)];
+    snapshot.hosts[1].sample = sampled(2, 4 << 30);
+    snapshot.hosts[1].terms.limits = Arc::new(GuestLimits { memory_free: 1 << 30, ..GuestLimits::default() });
+    let out = moves(&snapshot);
+    assert_eq!(out.go.iter().map(|m| m.tid).collect::<Vec<_>>(), [t(1, 3)]);
+    let keeps = |stay: &Stay| match &stay.why {
+        StayReason::NoHost { excluded } => matches!(excluded[0], (_, Reason::Memory { .. })),
+        _ => false,
+    };
+    assert!(out.stay.len() == 2 && out.stay.iter().all(keeps), "{:?}", out.stay);
+}
+
+#[test]
+fn what_an_owner_says_of_one_host_keeps_guests_of_others_neither_there_nor_away() {
+    let mut snapshot = pool(4, Policy::Load);
+    let waits = [Leaving::Never, Leaving::At(NOW + Micros::from_secs(1)), Leaving::At(NOW), Leaving::Now];
+    for (i, leaving) in waits.into_iter().enumerate() {
+        let host = &mut snapshot.hosts[i];
+        (host.owner, host.terms.leaving) = (present(), leaving);
+        host.tasks = vec![task(t(i as u16 + 1, 1))];
+    }
+    let out = moves(&snapshot);
+    let whys: Vec<&str> = out
+        .stay
+        .iter()
+        .map(|stay| match stay.why {
+            StayReason::Waits => "waits",
+            StayReason::Grace => "grace",
+            StayReason::NoHost { .. } => "no host",
+            _ => "else",
+        })
+        .collect();
+    assert_eq!((out.go.len(), whys), (0, vec!["waits", "grace", "no host", "no host"]));
+    snapshot.hosts.put(host(5));
+    snapshot.hosts.refresh(NOW);
+    let gone: Vec<Tid> = moves(&snapshot).go.iter().map(|m| m.tid).collect();
+    assert_eq!(gone, [t(3, 1), t(4, 1)]);
 }
 
 fn any_owner() -> impl Strategy<Value = Owner> {

@@ -6,7 +6,7 @@ use idle::{NOW, h, idle, sampled};
 use proptest::prelude::*;
 use pvm_rm::decide::{
     Ask, Choice, EXPLAINED_HOSTS_MAX, Has, HostView, Hosts, Offer, Owner, Placement, Policy, Reason, SAMPLE_AGE_MAX,
-    Sampled, Snapshot, TaskView, Why, place, place_by,
+    Sampled, Snapshot, TaskView, Why, moves, place, place_by,
 };
 use sempa_proto::load::HEADROOM_BYTES;
 use sempa_proto::load::LoadSample;
@@ -270,6 +270,7 @@ proptest! {
             let ask = Ask { peers: &peers, ..Ask::of(0, &request, count, h(1)) };
             prop_assert_eq!(place(&kept, &ask), place(&anew, &ask));
         }
+        prop_assert_eq!(moves(&kept), moves(&anew));
     }
 
     /// Every host that gets a task meets the conditions, and no host gets more than it may.

@@ -19,7 +19,7 @@ use super::load::Load;
 use super::moves::unfit;
 use super::{HostView, MOVES_AT_ONCE_MAX, Owner, Snapshot, TaskView, Together, slowness};
 use sempa_proto::{HostId, Micros, Tid};
-use std::cell::RefCell;
+use std::cell::{LazyCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -112,6 +112,10 @@ pub(super) struct Place<'a> {
     left: Vec<f64>,
     /// Seconds that its tasks take all together, with the smaller and the larger load that is not ours.
     flows: (f64, f64),
+    /// Thousandths of an ordinary processor that each of its tasks gets, beside the smaller load that is not ours.
+    pub(super) has: f64,
+    /// What each would get beside one more of them, and beside the larger load that is not ours.
+    pub(super) gets: f64,
 }
 
 /// A task that may go.
@@ -171,6 +175,8 @@ impl Place<'_> {
     /// Its tasks are others than before.
     fn count_again(&mut self) {
         self.flows = (self.flow(self.foreign.0), self.flow(self.foreign.1));
+        self.has = self.rate(self.load.own, self.foreign.0);
+        self.gets = self.rate(self.load.own + 1, self.foreign.1);
     }
 }
 
@@ -280,7 +286,8 @@ impl<'a> Plan<'a> {
             let seen = host.foreign_mean.map(|mean| (f64::from(mean.threads), f64::from(mean.spread)));
             let (mean, spread) = seen.unwrap_or((now, 0.0));
             let foreign = (now.min(mean - spread).max(0.0), now.max(mean + spread));
-            (host.id, Place { host, load: *load, foreign, foreign_mean: mean, left: Vec::new(), flows: (0.0, 0.0) })
+            let (left, flows) = (Vec::new(), (0.0, 0.0));
+            (host.id, Place { host, load: *load, foreign, foreign_mean: mean, left, flows, has: 0.0, gets: 0.0 })
         };
         let mut places: BTreeMap<HostId, Place<'_>> = hosts.values().map(place).collect();
         for (host, _) in hosts.values() {
@@ -301,11 +308,16 @@ impl<'a> Plan<'a> {
         self.expected.get(&task).map_or(0.0, |expected| expected.left)
     }
 
-    /// What a move of this task saves, and what it costs, if it is worth it; before that, by how much.
-    fn judge(&self, mover: &Mover<'_>, from: &Place<'_>, to: &Place<'_>) -> Option<(f64, ShiftWhy)> {
-        let (low, high) = (from.foreign.0, to.foreign.1);
-        let has = from.rate(from.load.own, low);
-        let gets = to.rate(to.load.own + 1, high);
+    /// What a move of this task saves, and what it costs, if it is worth it; before that, by how much. `left_behind`: the
+    /// seconds that those take all together whom it leaves.
+    fn judge(
+        &self,
+        mover: &Mover<'_>,
+        from: &Place<'_>,
+        to: &Place<'_>,
+        left_behind: impl Fn() -> f64,
+    ) -> Option<(f64, ShiftWhy)> {
+        let (has, gets) = (from.has, to.gets);
         // Far from those with whom it talks it waits for them longer.
         let (near, far) = self.near(mover, from, to);
         if gets * far < has * near * FASTER {
@@ -313,7 +325,7 @@ impl<'a> Plan<'a> {
         }
         let now = from.flows.0 + to.flows.1;
         let waits = |rate: f64, near: f64| 1e3 * mover.left / rate.max(1.0) * (1.0 / near - 1.0);
-        let reckoned = now - from.flow_without(low, mover.left) - to.flow_with(high, mover.left);
+        let reckoned = now - left_behind() - to.flow_with(to.foreign.1, mover.left);
         let reckoned = reckoned + waits(has, near) - waits(gets, far);
         let told = self.expected.get(&mover.task.tid).is_some_and(|expected| expected.told);
         let gain = worth(reckoned, self.snapshot.trust(told));
@@ -352,13 +364,18 @@ impl<'a> Plan<'a> {
         self.places.values().filter(|p| p.load.own > 0).flat_map(of_place).collect()
     }
 
-    /// Moves that are worth their cost, between these hosts.
-    fn offer(&self, movers: &[Mover<'_>], offers: &mut Vec<Offer>, between: impl Fn(HostId, HostId) -> bool) {
+    /// Moves that are worth their cost: all, or those from and to these hosts.
+    fn offer(&self, movers: &[Mover<'_>], offers: &mut Vec<Offer>, only: Option<[HostId; 2]>) {
+        let all: Vec<&Place<'_>> = self.places.values().collect();
+        let some: Vec<&Place<'_>> = only.iter().flatten().map(|id| &self.places[id]).collect();
         for (i, mover) in movers.iter().enumerate().filter(|(_, mover)| !self.moved.contains_key(&mover.task.tid)) {
             let from = &self.places[&mover.from];
-            for (id, to) in self.places.iter().filter(|(id, _)| **id != mover.from && between(mover.from, **id)) {
-                let judged = self.judge(mover, from, to);
-                offers.extend(judged.map(|(net, why)| Offer { net, mover: i, to: *id, why, delays: false }));
+            let to = if only.is_none_or(|only| only.contains(&mover.from)) { &all } else { &some };
+            // The same wherever it goes, and asked for only where it gets more.
+            let left_behind = LazyCell::new(|| from.flow_without(from.foreign.0, mover.left));
+            for to in to.iter().filter(|to| to.host.id != mover.from) {
+                let judged = self.judge(mover, from, to, || *left_behind);
+                offers.extend(judged.map(|(net, why)| Offer { net, mover: i, to: to.host.id, why, delays: false }));
             }
         }
     }
@@ -410,18 +427,17 @@ impl<'a> Plan<'a> {
 
     fn fill(&mut self, mut farm: Option<Farm<'a>>, room: usize) {
         let (movers, mut offers) = (self.movers(), Vec::new());
-        self.offer(&movers, &mut offers, |_, _| true);
+        self.offer(&movers, &mut offers, None);
         while self.shifts.len() < room {
             let Some(shift) = self.best(&movers, &mut offers, farm.as_mut()) else { break };
             let (tid, touched) = (shift.tid, [shift.from, shift.to]);
             self.take(shift, farm.as_mut());
             // Only what these two hosts have part in has changed.
-            let between = |from, to| touched.contains(&from) || touched.contains(&to);
             offers.retain(|offer| {
                 let mover = &movers[offer.mover];
-                mover.task.tid != tid && !between(mover.from, offer.to)
+                mover.task.tid != tid && !touched.contains(&mover.from) && !touched.contains(&offer.to)
             });
-            self.offer(&movers, &mut offers, between);
+            self.offer(&movers, &mut offers, Some(touched));
         }
     }
 
@@ -430,18 +446,19 @@ impl<'a> Plan<'a> {
         let index = self.snapshot.hosts.index(self.snapshot.now);
         let (mut before, mut after, mut count, mut longest) = (f64::MAX, f64::MAX, 0, 0.0_f64);
         let went: BTreeMap<Tid, HostId> = self.shifts.iter().map(|s| (s.tid, s.to)).collect();
-        for host in index.hosts_of(job).filter_map(|id| self.snapshot.host(id)) {
-            for task in host.tasks.iter().filter(|t| t.job == job && t.computes()) {
-                let Some(load) = index.load(host.id) else { continue };
-                let of = |id: HostId, own: Option<u32>| match self.places.get(&id) {
-                    Some(place) => {
-                        let foreign = if id == host.id { place.foreign.0 } else { place.foreign.1 };
-                        place.rate(own.unwrap_or(place.load.own), foreign)
-                    }
-                    None => load.rate(),
-                };
-                before = before.min(of(host.id, Some(load.own)));
-                after = after.min(of(went.get(&task.tid).copied().unwrap_or(host.id), None));
+        for (id, load) in index.hosts_of(job).filter_map(|id| Some((id, index.load(id)?))) {
+            let Some(place) = self.places.get(&id) else {
+                // What is on hosts outside the plan stays there.
+                (before, after) = (before.min(load.rate()), after.min(load.rate()));
+                count += index.computing(id, job);
+                continue;
+            };
+            for task in place.host.tasks.iter().filter(|t| t.job == job && t.computes()) {
+                let to = went.get(&task.tid).and_then(|to| self.places.get(to));
+                let rate = |there: &Place<'_>| there.rate(there.load.own, there.foreign.1);
+                let stays = || place.rate(place.load.own, place.foreign.0);
+                before = before.min(place.rate(load.own, place.foreign.0));
+                after = after.min(to.map_or_else(stays, rate));
                 (count, longest) = (count + 1, longest.max(self.left(task.tid)));
             }
         }

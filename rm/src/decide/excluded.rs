@@ -50,7 +50,8 @@ impl Excluded {
     /// The same for a decision in which this host has no part. It is in here with a reason that is worth a word, and the
     /// hosts were looked at by rising id.
     pub(super) fn without(&self, host: HostId) -> Excluded {
-        let listed = self.first.binary_search_by_key(&host, |(id, _)| *id).is_ok();
+        let may_be = self.first.last().is_some_and(|(last, _)| host <= *last);
+        let listed = may_be && self.first.binary_search_by_key(&host, |(id, _)| *id).is_ok();
         let more = if listed { self.more } else { self.more.saturating_sub(1) };
         Excluded { first: self.first.clone(), except: Some(host), more }
     }
@@ -80,12 +81,12 @@ impl Index<usize> for Excluded {
 }
 
 /// Nobody wants to hear of each host that he did not ask for.
-fn is_untold(why: &Reason) -> bool {
+fn is_untold<S>(why: &Reason<S>) -> bool {
     matches!(why, Reason::OtherHost | Reason::Complement)
 }
 
 /// True for reasons that may pass while the virtual machine stays as it is.
-fn may_pass(why: &Reason) -> bool {
+fn may_pass(why: &Reason<&str>) -> bool {
     match why {
         Reason::Owner { .. }
         | Reason::Closed { .. }
@@ -115,7 +116,7 @@ pub(super) struct Excluding {
 
 impl Excluding {
     /// One host more.
-    pub(super) fn add(&mut self, host: HostId, why: Reason) {
+    pub(super) fn add(&mut self, host: HostId, why: Reason<&str>) {
         self.may_pass |= may_pass(&why);
         self.no_answer |= why == Reason::NoAnswer;
         let untold = is_untold(&why);
@@ -123,7 +124,7 @@ impl Excluding {
         let count = if untold { &mut self.untold } else { &mut self.told };
         *count += 1;
         if *count <= EXCLUDED_HOSTS_MAX {
-            self.first.push((host, why));
+            self.first.push((host, why.own()));
         }
     }
 

@@ -118,6 +118,8 @@ pub(super) struct Future {
     rested: Vec<f64>,
     /// A processor has nothing to do.
     gap: bool,
+    /// Nobody goes to a processor that offers no more than this: time alone makes nobody go who stays now.
+    declined: f64,
     /// Seconds that a move costs its task.
     cost: f64,
     now: f64,
@@ -145,6 +147,7 @@ impl Future {
             machines,
             pieces,
             rested,
+            declined: NO_GAP,
             ..Future::default()
         };
         (0..future.queues.len()).for_each(|host| future.count_again(host));
@@ -165,7 +168,7 @@ impl Future {
         self.next.clone_from(&other.next);
         self.ended.clone_from(&other.ended);
         self.rested.clone_from(&other.rested);
-        (self.tasks, self.counted, self.gap) = (other.tasks, other.counted, other.gap);
+        (self.tasks, self.counted, self.gap, self.declined) = (other.tasks, other.counted, other.gap, other.declined);
         (self.cost, self.now, self.outcome) = (other.cost, other.now, other.outcome);
     }
 
@@ -173,7 +176,7 @@ impl Future {
     pub(super) fn ask(&mut self, counts: impl Fn(usize) -> bool, cost: f64) {
         self.pieces.iter_mut().enumerate().for_each(|(i, piece)| piece.counts = counts(i));
         self.counted = self.pieces.iter().filter(|piece| piece.counts).count();
-        self.cost = cost;
+        (self.cost, self.declined) = (cost, NO_GAP);
     }
 
     pub(super) fn machines(&self) -> &[Machine] {
@@ -232,16 +235,13 @@ impl Future {
     /// Until a task ends, or has rested and may find a place.
     fn pass(&mut self) {
         self.steps += 1;
-        self.fill_gaps();
-        let (mut host, mut end) = (0, f64::INFINITY);
-        for (i, ends) in self.ends.iter().enumerate() {
-            if *ends < end {
-                (host, end) = (i, *ends);
-            }
-        }
         while self.rested.last().is_some_and(|at| *at <= self.now) {
             self.rested.pop();
+            self.declined = NO_GAP;
         }
+        self.fill_gaps();
+        let end = -greatest(&self.ends, |end| -end);
+        let host = self.ends.iter().position(|at| *at == end).unwrap_or(0);
         if let Some(at) = self.rested.last().filter(|at| self.gap && **at < end) {
             // A little more, so that what is over is over.
             self.now = at + 1e-6;
@@ -267,14 +267,16 @@ impl Future {
     /// Tasks go to processors that have nothing to do.
     fn fill_gaps(&mut self) {
         for _ in 0..self.tasks {
-            let (mut to, mut gets) = (NONE, NO_GAP);
-            for (host, offer) in self.offers.iter().enumerate() {
-                if *offer > NO_GAP && *offer >= gets {
-                    (to, gets) = (host, *offer);
-                }
+            let gets = greatest(&self.offers, |offer| offer);
+            self.gap = gets > NO_GAP;
+            if !self.gap || gets <= self.declined {
+                return;
             }
-            self.gap = to != NONE;
-            let Some(longest) = self.longest_for(gets).filter(|_| self.gap) else { return };
+            let to = self.offers.iter().rposition(|offer| *offer == gets);
+            let Some((longest, to)) = self.longest_for(gets).zip(to) else {
+                self.declined = gets;
+                return;
+            };
             self.shift(longest, to, self.cost * gets);
         }
     }
@@ -316,6 +318,7 @@ impl Future {
     }
 
     fn shift(&mut self, i: usize, to: usize, work: f64) {
+        self.declined = NO_GAP;
         self.take(i);
         let piece = &mut self.pieces[i];
         piece.go(to, work, self.now);
@@ -394,6 +397,17 @@ impl Future {
             None => never,
         };
     }
+}
+
+/// The greatest of what these numbers stand for. In four parts, so that the processor compares several at once.
+fn greatest(list: &[f64], of: impl Fn(f64) -> f64) -> f64 {
+    let more = |a: f64, b: f64| if a > b { a } else { b };
+    let (fours, rest) = list.as_chunks::<4>();
+    let mut most = [f64::NEG_INFINITY; 4];
+    for four in fours {
+        most = std::array::from_fn(|i| more(of(four[i]), most[i]));
+    }
+    most.into_iter().chain(rest.iter().map(|number| of(*number))).fold(f64::NEG_INFINITY, more)
 }
 
 #[cfg(test)]

@@ -189,9 +189,7 @@ impl<'a> Plan<'a> {
 
     /// What a task has on one host and would get on the other, in thousandths of an ordinary processor.
     fn rates(&self, from: HostId, to: HostId) -> (f64, f64) {
-        let (source, target) = (&self.places[&from], &self.places[&to]);
-        let has = source.rate(source.load.own, source.foreign.0);
-        (has, target.rate(target.load.own + 1, target.foreign.1))
+        (self.places[&from].has, self.places[&to].gets)
     }
 
     fn shifts_of(&self, farm: &Farm<'_>, step: &Step, (gain, cost): (f64, f64), sooner: f64) -> Vec<Shift> {
@@ -212,14 +210,13 @@ impl<'a> Plan<'a> {
     /// hosts make room for them.
     fn steps(&self, farm: &Farm<'_>, job: Tid) -> Vec<Step> {
         let pieces = farm.start.pieces();
-        let on: Vec<usize> =
-            (0..farm.hosts.len()).map(|h| pieces.iter().filter(|piece| piece.at == h).count()).collect();
+        let mut on = vec![Vec::new(); farm.hosts.len()];
+        pieces.iter().enumerate().for_each(|(i, piece)| on[piece.at].push(i));
         let of_job = |i: &usize| farm.tasks[*i].job == job;
         let ends = |i: usize| {
             let piece = pieces[i];
-            let at = |other: &&Piece| other.at == piece.at;
             // Those that are shorter take their share until they end.
-            let before: f64 = pieces.iter().filter(at).map(|other| other.left.min(piece.left)).sum();
+            let before: f64 = on[piece.at].iter().map(|other| pieces[*other].left.min(piece.left)).sum();
             let machine = farm.start.machines()[piece.at];
             (before / (machine.speed * machine.processors).max(1e-9)).max(piece.left / machine.speed.max(1e-9))
         };
@@ -246,14 +243,13 @@ impl<'a> Plan<'a> {
         let mut steps = Vec::new();
         for i in movers.into_iter().filter(free) {
             for to in (0..farm.hosts.len()).filter(|to| goes(i, *to)) {
-                steps.push((ends[i] - there(i, to, on[to] + 1), Step { first: (i, to), other: None }));
-                let exchanges = last.iter().take(EXCHANGES_MAX).any(|l| *l == i);
-                if !exchanges || on[to] == 0 {
+                steps.push((ends[i] - there(i, to, on[to].len() + 1), Step { first: (i, to), other: None }));
+                if !last.iter().take(EXCHANGES_MAX).any(|l| *l == i) {
                     continue;
                 }
                 let from = pieces[i].at;
-                for o in (0..pieces.len()).filter(|o| pieces[*o].at == to && free(o) && goes(*o, from)) {
-                    let later = there(i, to, on[to]).max(there(o, from, on[from]));
+                for o in on[to].iter().copied().filter(|o| free(o) && goes(*o, from)) {
+                    let later = there(i, to, on[to].len()).max(there(o, from, on[from].len()));
                     steps.push((ends[i] - later, Step { first: (i, to), other: Some((o, from)) }));
                 }
             }

@@ -4,6 +4,7 @@
 //! Whoever changes a host marks it, and [`Hosts::refresh`] ranks what is marked. A snapshot that was not refreshed is ranked
 //! as a whole when a decision needs it: slower, never wrong.
 
+use super::guests::Guests;
 use super::load::{Load, Share};
 use super::{HostView, SAMPLE_AGE_MAX, TaskView};
 use sempa_proto::{HostId, Micros, Tid};
@@ -50,8 +51,8 @@ pub(super) struct Index {
     /// Hosts in the ranking that have tasks of ours, by what each of these gets.
     slowest: BTreeSet<(u64, HostId)>,
     with_owner: BTreeSet<HostId>,
-    /// Those of them that have guests who are not on their way.
-    with_guests: BTreeSet<HostId>,
+    /// Guests there that are not on their way.
+    guests: Guests,
     arriving: BTreeMap<HostId, u32>,
     expiry: BTreeSet<(Micros, HostId)>,
     under_way: usize,
@@ -101,6 +102,12 @@ impl Index {
         self.jobs.range(all).take_while(move |(of, _)| *of == job).map(|(_, host)| *host)
     }
 
+    /// How many tasks of a job compute on a host.
+    pub(super) fn computing(&self, host: HostId, job: Tid) -> usize {
+        let tasks = self.entry(host).map_or(&[][..], |entry| &entry.tasks);
+        tasks.iter().filter(|task| task.job == job).count()
+    }
+
     /// Tasks of this user that can make room for others, with their hosts; those first that began last.
     pub(super) fn settled(&self, user: u32) -> impl Iterator<Item = (Tid, HostId)> {
         let all = (user, Reverse(Micros(u64::MAX)), Tid::NONE, HostId::MASTER)..;
@@ -121,9 +128,9 @@ impl Index {
         &self.with_owner
     }
 
-    /// Hosts whose owner is there and that have guests who are not on their way, by rising id.
-    pub(super) fn with_guests(&self) -> &BTreeSet<HostId> {
-        &self.with_guests
+    /// Guests beside owners that are not on their way.
+    pub(super) fn guests(&self) -> &Guests {
+        &self.guests
     }
 
     /// Tasks on their way.
@@ -161,7 +168,7 @@ impl Index {
     /// Forgets a host. Answers the hosts to which its tasks were on their way.
     fn forget(&mut self, id: HostId) -> Vec<HostId> {
         self.with_owner.remove(&id);
-        self.with_guests.remove(&id);
+        self.guests.forget(id);
         self.suspended.remove(&id);
         let entry = self.entries.get_mut(usize::from(id.index())).and_then(Option::take);
         let Some(entry) = entry else { return Vec::new() };
@@ -210,9 +217,7 @@ impl Index {
             self.rank(host.zone, &load);
         } else {
             self.with_owner.insert(host.id);
-            if host.tasks.iter().any(TaskView::is_settled_guest) {
-                self.with_guests.insert(host.id);
-            }
+            self.guests.learn(host);
         }
         let tasks = self.learn_tasks(host);
         let (zone, to) = (host.zone, leaving.clone());

@@ -116,7 +116,7 @@ impl Load {
 }
 
 /// Why the host's owner allows no more tasks there, or not one that has so many bytes of memory already.
-pub(super) fn full(host: &HostView, now: Micros, bytes: u64, load: impl Fn() -> Load) -> Option<Reason> {
+pub(super) fn full(host: &HostView, now: Micros, bytes: u64, load: impl Fn() -> Load) -> Option<Reason<&str>> {
     let limits = &host.terms.limits;
     if let Some(most) = limits.cores.filter(|_| load().left() == 0) {
         return Some(Reason::Cores { most });

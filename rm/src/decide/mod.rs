@@ -12,6 +12,7 @@ mod excluded;
 mod fair;
 mod farm;
 mod gains;
+mod guests;
 mod hasten;
 mod index;
 mod links;
@@ -20,6 +21,7 @@ mod moves;
 mod place;
 mod placing;
 mod predict;
+mod reason;
 mod reserve;
 mod share;
 mod wants;
@@ -35,6 +37,7 @@ pub use load::{ForeignMean, Share, foreign_demand};
 pub use moves::{MOVES_AT_ONCE_MAX, MoveDecision, Moves, SETTLE, Stay, StayReason, moves, room_ever, room_for};
 pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place, place_by};
 pub use predict::{Estimates, Journey, LEFT_MAX, Lessons, PROGRAMS_MAX, slowness};
+pub use reason::Reason;
 pub use reserve::{RESERVE_AFTER, reserve};
 pub use share::{Again, GIVING_MAX, GivesWay, give_way, go_on};
 pub use wants::{Condition, Figure, Has, Name, Op, Rank, Together, WANTS_BYTES_MAX, WANTS_ENV, Wants, WantsError};
@@ -228,10 +231,10 @@ impl Owner {
     }
 
     /// Why the host is not used, if guests are not wanted there.
-    fn keeps_out(&self) -> Option<Reason> {
+    fn keeps_out(&self) -> Option<Reason<&str>> {
         match self {
-            Owner::Present { why } => Some(Reason::Owner { why: why.clone() }),
-            Owner::Closed { why } => Some(Reason::Closed { why: why.clone() }),
+            Owner::Present { why } => Some(Reason::Owner { why }),
+            Owner::Closed { why } => Some(Reason::Closed { why }),
             Owner::Drained { by } => Some(Reason::Drained { by: *by }),
             Owner::Unknown | Owner::Absent { .. } | Owner::Maybe { .. } => None,
         }
@@ -265,12 +268,11 @@ pub struct Terms {
 
 impl Terms {
     /// Why the owner does not have this program of this user on the host.
-    fn blocks(&self, user: u32, program: &str) -> Option<Reason> {
+    fn blocks(&self, user: u32, program: &str) -> Option<Reason<&str>> {
         if self.limits.users.contains(&user) {
             return Some(Reason::User { user });
         }
-        let pattern = self.limits.blocked(program)?.to_string();
-        Some(Reason::Program { pattern })
+        self.limits.blocked(program).map(|pattern| Reason::Program { pattern })
     }
 }
 
@@ -318,107 +320,6 @@ pub struct TaskView {
     pub held: Option<Until>,
     /// Targets that will not have it for a while.
     pub refused: Vec<(HostId, Until)>,
-}
-
-/// Why a host is not used.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Reason {
-    /// The request names another host.
-    OtherHost,
-    /// The architecture is another one.
-    OtherArch {
-        /// What the host is.
-        has: String,
-    },
-    /// The request wants the hosts that it does not name.
-    Complement,
-    /// Its owner is there.
-    Owner {
-        /// The watcher's sentence.
-        why: String,
-    },
-    /// Its owner wants no guests at this time.
-    Closed {
-        /// The watcher's sentence.
-        why: String,
-    },
-    /// Somebody has it emptied.
-    Drained {
-        /// Who asked for it.
-        by: Tid,
-    },
-    /// As many tasks are there as its owner allows.
-    Cores {
-        /// How many.
-        most: u32,
-    },
-    /// Its owner keeps the memory that is free.
-    Memory {
-        /// Bytes that are to stay free.
-        keeps: u64,
-        /// Bytes that are free.
-        has: u64,
-    },
-    /// Its owner blocks this program.
-    Program {
-        /// The owner's words for it.
-        pattern: String,
-    },
-    /// Its owner blocks this user.
-    User {
-        /// The user.
-        user: u32,
-    },
-    /// A condition of the request does not hold there.
-    Unmet {
-        /// The condition.
-        condition: Arc<Condition>,
-        /// What the host has instead.
-        has: Has,
-    },
-    /// It is kept for a request that has waited for long.
-    Kept,
-    /// It was lost or did not answer while this request was carried out.
-    NoAnswer,
-    /// It said a moment ago that it takes no more tasks, because of its owner or for want of room.
-    Declined,
-    /// It cannot take over running tasks at present.
-    NoMoves {
-        /// Why.
-        why: String,
-    },
-    /// It did not take this task the last time.
-    Refused {
-        /// Why.
-        why: String,
-    },
-}
-
-impl fmt::Display for Reason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Reason::OtherHost => f.write_str("another host was asked for"),
-            Reason::OtherArch { has } => write!(f, "architecture is {has}"),
-            Reason::Complement => f.write_str("the others were asked for"),
-            Reason::Owner { why } => write!(f, "owner present ({why})"),
-            Reason::Closed { why } => write!(f, "no guests now ({why})"),
-            Reason::Drained { by } => write!(f, "it is being emptied ({by} asked for it)"),
-            Reason::Cores { most: 0 } => f.write_str("its owner allows no tasks"),
-            Reason::Cores { most: 1 } => f.write_str("its owner allows one task, and it is there"),
-            Reason::Cores { most } => write!(f, "its owner allows {most} tasks, and they are there"),
-            Reason::Memory { keeps, has } => {
-                let (has, keeps) = (Figure::Memory.text(*has), Figure::Memory.text(*keeps));
-                write!(f, "{has} of memory are free, and its owner keeps {keeps}")
-            }
-            Reason::Program { pattern } => write!(f, "its owner blocks the program {pattern:?}"),
-            Reason::User { user } => write!(f, "its owner blocks user {user}"),
-            Reason::Unmet { condition, has } => write!(f, "{condition} does not hold ({has})"),
-            Reason::Kept => f.write_str("it is kept for a spawn that has waited for long"),
-            Reason::NoAnswer => f.write_str("no answer"),
-            Reason::Declined => f.write_str("it took no more tasks when it was asked"),
-            Reason::NoMoves { why } | Reason::Refused { why } => f.write_str(why),
-        }
-    }
 }
 
 impl TaskView {

@@ -6,11 +6,11 @@
 //! Against moves to and fro hosts whose owners have just left are the last choice ([`SETTLE`]).
 
 use super::excluded::Excluding;
+use super::guests::Guest;
 use super::load::{Load, Loads, full};
 use super::{Excluded, HostView, Leaving, Owner, Reason, Snapshot, TaskView};
 use sempa_proto::migration::Cause;
 use sempa_proto::{HostId, Micros, Tid};
-use std::collections::BTreeMap;
 use std::fmt;
 
 /// Moves under way at once in the whole virtual machine; the others wait for their turn. Below the number that the
@@ -148,60 +148,105 @@ impl Moves {
 /// Decides for all tasks of hosts whose owner is there.
 pub fn moves(snapshot: &Snapshot) -> Moves {
     let index = snapshot.hosts.index(snapshot.now);
-    let mut under_way = index.under_way();
-    let mut loads = Loads::of(snapshot);
-    let mut out = Moves::default();
-    let mut known = BTreeMap::<Kind<'_>, Option<Nowhere>>::new();
-    for host in index.with_guests().iter().filter_map(|id| snapshot.host(*id)) {
-        let waits = match host.terms.leaving {
-            _ if matches!(host.owner, Owner::Drained { .. }) => None,
-            Leaving::Now => None,
-            Leaving::At(at) => (at > snapshot.now).then_some((StayReason::Grace, Some(at))),
-            Leaving::Never => Some((StayReason::Waits, None)),
-            Leaving::Ended => Some((StayReason::Ended, None)),
-        };
-        for task in host.tasks.iter().filter(|t| t.is_settled_guest()) {
-            let stay = |why, again| Stay { tid: task.tid, host: host.id, why, again };
-            if let Some((why, again)) = waits.clone() {
-                out.stay.push(stay(why, again));
-                continue;
-            }
-            if let Some(held) = task.held.as_ref().filter(|held| held.at > snapshot.now) {
-                out.stay.push(stay(StayReason::Held { why: held.why.clone() }, Some(held.at)));
-                continue;
-            }
-            let kind = Kind::of(snapshot.now, host, task);
-            match kind.and_then(|kind| known.get(&kind)) {
-                Some(Some(nowhere)) => {
-                    out.stay.push(nowhere.stay(host, task));
-                    continue;
-                }
-                // A move that ends makes room, and is an event; no need to look again by time.
-                Some(None) if under_way >= MOVES_AT_ONCE_MAX => {
-                    out.stay.push(stay(StayReason::Turn, None));
-                    continue;
-                }
-                _ => {}
-            }
-            let target = target(snapshot, &loads, host, task);
-            let nowhere = target.is_none().then(|| Nowhere::of(snapshot, host, task));
-            out.stay.extend(nowhere.as_ref().map(|nowhere| nowhere.stay(host, task)));
-            known.extend(kind.map(|kind| (kind, nowhere)));
-            match target {
-                None => {}
-                Some(_) if under_way >= MOVES_AT_ONCE_MAX => out.stay.push(stay(StayReason::Turn, None)),
-                Some(to) => {
-                    let share = loads.share(to.id).usable as f64 / 1e3;
-                    let goes = format!("{} goes to {}, share of a processor {share:.2}", task.tid, to.name);
-                    let Some(cause) = cause(&host.owner) else { continue };
-                    out.go.push(MoveDecision { tid: task.tid, from: host.id, to: to.id, cause, why: goes });
-                    under_way += 1;
-                    loads.add(to.id);
-                }
-            }
+    let (loads, under_way) = (Loads::of(snapshot), index.under_way());
+    let places = (0..index.guests().kinds()).map(|_| None).collect();
+    let mut moving = Moving { snapshot, loads, under_way, places, out: Moves::default() };
+    for (host, at, guest) in index.guests().iter() {
+        match guest.is_plain.then(|| moving.as_others(guest, host)).flatten() {
+            Some(stay) => moving.out.stay.push(stay),
+            None => moving.look(host, at, guest),
         }
     }
-    out
+    moving.out
+}
+
+/// A decision on all guests, while it is being made.
+struct Moving<'a> {
+    snapshot: &'a Snapshot,
+    loads: Loads<'a>,
+    under_way: usize,
+    /// What is known of each kind of guests, by its number. When many owners come at once a decision looks for a place for
+    /// each kind that has none, and not for each task.
+    places: Vec<Option<Place>>,
+    out: Moves,
+}
+
+/// Where guests of one kind can go.
+enum Place {
+    Somewhere,
+    Nowhere(Nowhere),
+}
+
+impl Moving<'_> {
+    /// Why a guest stays, if it does like others of its kind.
+    fn as_others(&self, guest: Guest, host: HostId) -> Option<Stay> {
+        match self.places[guest.kind].as_ref()? {
+            Place::Nowhere(nowhere) => Some(nowhere.stay(guest.tid, host)),
+            // A move that ends makes room, and is an event; no need to look again by time.
+            Place::Somewhere if self.under_way >= MOVES_AT_ONCE_MAX => {
+                Some(Stay { tid: guest.tid, host, why: StayReason::Turn, again: None })
+            }
+            Place::Somewhere => None,
+        }
+    }
+
+    /// Decides for the guest at this place of its host's list.
+    fn look(&mut self, host: HostId, at: usize, guest: Guest) {
+        let (snapshot, now) = (self.snapshot, self.snapshot.now);
+        let Some(host) = snapshot.host(host) else { return };
+        let Some(task) = host.tasks.get(at) else { return };
+        let stay = |(why, again)| Stay { tid: task.tid, host: host.id, why, again };
+        // What some host has refused is the task's own affair.
+        let refused = task.refused.iter().any(|(_, until)| until.at > now);
+        let as_others = || self.as_others(guest, host.id).filter(|_| !refused);
+        if let Some(stay) = waits(now, host, task).map(stay).or_else(as_others) {
+            self.out.stay.push(stay);
+            return;
+        }
+        let place = match target(snapshot, &self.loads, host, task) {
+            Some(to) if self.under_way < MOVES_AT_ONCE_MAX => {
+                self.go(host, task, to);
+                Place::Somewhere
+            }
+            Some(_) => {
+                self.out.stay.push(stay((StayReason::Turn, None)));
+                Place::Somewhere
+            }
+            None => {
+                let nowhere = Nowhere::of(snapshot, host, task);
+                self.out.stay.push(nowhere.stay(task.tid, host.id));
+                Place::Nowhere(nowhere)
+            }
+        };
+        if !refused {
+            self.places[guest.kind] = Some(place);
+        }
+    }
+
+    fn go(&mut self, host: &HostView, task: &TaskView, to: &HostView) {
+        let share = self.loads.share(to.id).usable as f64 / 1e3;
+        let why = format!("{} goes to {}, share of a processor {share:.2}", task.tid, to.name);
+        let Some(cause) = cause(&host.owner) else { return };
+        self.out.go.push(MoveDecision { tid: task.tid, from: host.id, to: to.id, cause, why });
+        self.under_way += 1;
+        self.loads.add(to.id);
+    }
+}
+
+/// Why a guest does not leave yet whatever place there is, and when to look again.
+fn waits(now: Micros, host: &HostView, task: &TaskView) -> Option<(StayReason, Option<Micros>)> {
+    let leaving = match host.owner {
+        Owner::Drained { .. } => Leaving::Now,
+        _ => host.terms.leaving,
+    };
+    match leaving {
+        Leaving::At(at) if at > now => return Some((StayReason::Grace, Some(at))),
+        Leaving::Never => return Some((StayReason::Waits, None)),
+        Leaving::Ended => return Some((StayReason::Ended, None)),
+        Leaving::Now | Leaving::At(_) => {}
+    }
+    let held = task.held.as_ref().filter(|held| held.at > now)?;
+    Some((StayReason::Held { why: held.why.clone() }, Some(held.at)))
 }
 
 /// Places for so many tasks of these users and programs that begin again together, as many on a host as its owner allows, in
@@ -280,23 +325,6 @@ fn target<'a>(snapshot: &'a Snapshot, loads: &Loads<'_>, from: &HostView, task: 
     others.into_iter().flatten().next()
 }
 
-/// Tasks of one kind can go to the same hosts. When many owners come at once, a decision looks for a place for each kind that
-/// has none, and not for each task.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Kind<'a> {
-    arch: &'a str,
-    user: u32,
-    program: &'a str,
-}
-
-impl<'a> Kind<'a> {
-    /// `None` for a task that some host has refused: that is its own affair.
-    fn of(now: Micros, from: &'a HostView, task: &'a TaskView) -> Option<Kind<'a>> {
-        let refused = task.refused.iter().any(|(_, until)| until.at > now);
-        (!refused).then_some(Kind { arch: &from.arch, user: task.user, program: &task.name })
-    }
-}
-
 /// Why no host is fit, and when one may be again if nothing happens before.
 struct Nowhere {
     excluded: Excluded,
@@ -315,25 +343,25 @@ impl Nowhere {
     }
 
     /// So it is for a task of the same kind. The host where it is is in here, too, because of its owner.
-    fn stay(&self, host: &HostView, task: &TaskView) -> Stay {
-        let why = StayReason::NoHost { excluded: self.excluded.without(host.id) };
-        Stay { tid: task.tid, host: host.id, why, again: self.again }
+    fn stay(&self, tid: Tid, host: HostId) -> Stay {
+        let why = StayReason::NoHost { excluded: self.excluded.without(host) };
+        Stay { tid, host, why, again: self.again }
     }
 }
 
-fn unmet(host: &HostView, now: Micros, load: impl Fn() -> Load, task: &TaskView) -> Option<Reason> {
+fn unmet<'a>(host: &'a HostView, now: Micros, load: impl Fn() -> Load, task: &TaskView) -> Option<Reason<&'a str>> {
     let (condition, has) = task.wants.as_ref()?.unmet(host, now, load)?;
     Some(Reason::Unmet { condition, has })
 }
 
 /// Why a host is no target for this task, and until when. `strict`: what its spawn required must hold, too.
-pub(super) fn unfit(
+pub(super) fn unfit<'a>(
     snapshot: &Snapshot,
-    host: &HostView,
+    host: &'a HostView,
     from: &HostView,
-    task: &TaskView,
+    task: &'a TaskView,
     strict: bool,
-) -> Option<(Reason, Option<Micros>)> {
+) -> Option<(Reason<&'a str>, Option<Micros>)> {
     let now = snapshot.now;
     if let Some(why) = host.owner.keeps_out() {
         return Some((why, None));
@@ -346,14 +374,14 @@ pub(super) fn unfit(
         return Some((why, None));
     }
     if host.arch != from.arch {
-        return Some((Reason::OtherArch { has: host.arch.clone() }, None));
+        return Some((Reason::OtherArch { has: &host.arch }, None));
     }
     if let Some(no) = host.no_moves.as_ref().filter(|no| no.at > now) {
-        return Some((Reason::NoMoves { why: no.why.clone() }, Some(no.at)));
+        return Some((Reason::NoMoves { why: &no.why }, Some(no.at)));
     }
     let refused = task.refused.iter().find(|(id, until)| *id == host.id && until.at > now);
     if let Some((_, until)) = refused {
-        return Some((Reason::Refused { why: until.why.clone() }, Some(until.at)));
+        return Some((Reason::Refused { why: &until.why }, Some(until.at)));
     }
     let unmet = strict.then(|| unmet(host, now, load, task)).flatten()?;
     Some((unmet, None))

@@ -160,7 +160,7 @@ pub(super) fn named(place: &str) -> &str {
 }
 
 /// Why the request itself does not allow this host.
-pub(super) fn not_asked(ask: &Ask<'_>, host: &HostView) -> Option<Reason> {
+pub(super) fn not_asked<'a>(ask: &Ask<'_>, host: &'a HostView) -> Option<Reason<&'a str>> {
     let (flags, name) = (ask.request.flags, named(&ask.request.place));
     let complement = flags & SPAWN_COMPLEMENT != 0;
     let chosen = if flags & SPAWN_HOST != 0 {
@@ -174,18 +174,18 @@ pub(super) fn not_asked(ask: &Ask<'_>, host: &HostView) -> Option<Reason> {
         (true, false) | (false, true) => None,
         (true, true) => Some(Reason::Complement),
         (false, false) if flags & SPAWN_HOST != 0 => Some(Reason::OtherHost),
-        (false, false) => Some(Reason::OtherArch { has: host.arch.clone() }),
+        (false, false) => Some(Reason::OtherArch { has: &host.arch }),
     }
 }
 
 /// Why a host that the request allows is not used all the same.
-pub(super) fn not_fit(
+pub(super) fn not_fit<'a>(
     ask: &Ask<'_>,
     wants: &Wants,
-    host: &HostView,
+    host: &'a HostView,
     now: Micros,
     load: impl Fn() -> Load,
-) -> Option<Reason> {
+) -> Option<Reason<&'a str>> {
     if ask.without.contains(&host.id) {
         return Some(Reason::NoAnswer);
     }

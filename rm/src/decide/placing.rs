@@ -53,7 +53,7 @@ impl<'a> Placing<'a> {
         self.among_all(choice, by_load)
     }
 
-    fn exclusion(&self, host: &HostView) -> Option<Reason> {
+    fn exclusion<'h>(&self, host: &'h HostView) -> Option<Reason<&'h str>> {
         let load = || self.loads.load(host.id);
         not_asked(self.ask, host).or_else(|| not_fit(self.ask, &self.wants, host, self.snapshot.now, load))
     }

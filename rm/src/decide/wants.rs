@@ -253,22 +253,34 @@ impl fmt::Display for Condition {
 
 /// What a host has instead of what a condition asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Has {
+pub enum Has<S = String> {
     /// A number.
     Number(Figure, u64),
     /// Another text.
-    Text(String),
+    Text(S),
     /// Nobody knows the number.
     Unknown,
     /// No such label.
     NoLabel,
 }
 
-impl fmt::Display for Has {
+impl Has<&str> {
+    /// The same with a text of its own.
+    pub(super) fn own(self) -> Has {
+        match self {
+            Has::Number(figure, value) => Has::Number(figure, value),
+            Has::Text(text) => Has::Text(text.into()),
+            Has::Unknown => Has::Unknown,
+            Has::NoLabel => Has::NoLabel,
+        }
+    }
+}
+
+impl<S: fmt::Display> fmt::Display for Has<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Has::Number(figure, value) => f.write_str(&figure.text(*value)),
-            Has::Text(text) => f.write_str(text),
+            Has::Text(text) => text.fmt(f),
             Has::Unknown => f.write_str("unknown"),
             Has::NoLabel => f.write_str("no such label"),
         }
@@ -276,9 +288,9 @@ impl fmt::Display for Has {
 }
 
 /// What a host has instead of what a condition asks for; `None` where the condition holds.
-fn lacks(condition: &Condition, host: &HostView, now: Micros, load: impl Fn() -> Load) -> Option<Has> {
+fn lacks<'a>(condition: &Condition, host: &'a HostView, now: Micros, load: impl Fn() -> Load) -> Option<Has<&'a str>> {
     let Condition { name, op, values, numbers } = condition;
-    let text = |has: &String| (!op.holds(has, values)).then(|| Has::Text(has.clone()));
+    let text = |has: &'a String| (!op.holds(has, values)).then_some(Has::Text(has.as_str()));
     match name {
         Name::Host => text(&host.name),
         Name::Arch => text(&host.arch),
@@ -290,7 +302,7 @@ fn lacks(condition: &Condition, host: &HostView, now: Micros, load: impl Fn() ->
             None => (*op != Op::IsNot).then_some(Has::NoLabel),
             Some(has) if op.has_order() => match (has.parse::<f64>(), values[0].parse::<f64>()) {
                 (Ok(has), Ok(wanted)) if op.holds(&has, &[wanted]) => None,
-                _ => Some(Has::Text(has.clone())),
+                _ => Some(Has::Text(has)),
             },
             Some(has) => text(has),
         },
@@ -397,7 +409,12 @@ impl Wants {
     }
 
     /// The first condition that a host does not meet at `now`, and what the host has.
-    pub(super) fn unmet(&self, host: &HostView, now: Micros, load: impl Fn() -> Load) -> Option<(Arc<Condition>, Has)> {
+    pub(super) fn unmet<'a>(
+        &self,
+        host: &'a HostView,
+        now: Micros,
+        load: impl Fn() -> Load,
+    ) -> Option<(Arc<Condition>, Has<&'a str>)> {
         self.conditions.iter().find_map(|c| Some((c.clone(), lacks(c, host, now, &load)?)))
     }
 

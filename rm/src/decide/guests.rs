@@ -1,0 +1,144 @@
+//! Guests beside owners, as far as most decisions need to know them: when owners come everywhere, one look at the hosts
+//! serves all guests that can go to the same ones.
+
+use super::{HostView, Leaving, Owner, TaskView};
+use sempa_proto::{HostId, Tid};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+/// Guests of one kind can go to the same hosts.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Kind {
+    arch: Box<str>,
+    user: u32,
+    program: Arc<str>,
+    /// Twice the memory may find no room where half of it did: the power of two below its bytes, none for 0.
+    size: Option<u32>,
+}
+
+/// A guest that is not on its way.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Guest {
+    pub(super) tid: Tid,
+    /// The number of its kind.
+    pub(super) kind: usize,
+    /// Nothing else counts for it: it is to leave at once, and nobody has refused it.
+    pub(super) is_plain: bool,
+}
+
+/// The guests of all hosts whose owner is there.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Guests {
+    /// By host and place in its list of tasks.
+    all: BTreeMap<(HostId, usize), Guest>,
+    numbers: HashMap<Kind, usize>,
+    /// By number: the kind, and how many guests are of it.
+    kinds: Vec<Option<(Kind, usize)>>,
+    /// Numbers that no kind has.
+    free: Vec<usize>,
+}
+
+impl Guests {
+    /// By rising host, and in the order of its tasks, with the place there.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (HostId, usize, Guest)> {
+        self.all.iter().map(|((host, at), guest)| (*host, *at, *guest))
+    }
+
+    /// Numbers of kinds are below this.
+    pub(super) fn kinds(&self) -> usize {
+        self.kinds.len()
+    }
+
+    /// Takes in the guests of a host whose owner is there, and of which none are known.
+    pub(super) fn learn(&mut self, host: &HostView) {
+        let leave_now = matches!(host.owner, Owner::Drained { .. }) || host.terms.leaving == Leaving::Now;
+        for (at, task) in host.tasks.iter().enumerate().filter(|(_, task)| task.is_settled_guest()) {
+            let is_plain = leave_now && task.held.is_none() && task.refused.is_empty();
+            let kind = self.number(host, task);
+            self.all.insert((host.id, at), Guest { tid: task.tid, kind, is_plain });
+        }
+    }
+
+    /// The number of a task's kind, which has one guest more.
+    fn number(&mut self, host: &HostView, task: &TaskView) -> usize {
+        let (user, program, size) = (task.user, task.name.clone(), task.bytes.checked_ilog2());
+        let kind = Kind { arch: host.arch.as_str().into(), user, program, size };
+        if let Some(number) = self.numbers.get(&kind) {
+            self.kinds[*number].as_mut().expect("a kind has its number as long as there are guests of it").1 += 1;
+            return *number;
+        }
+        let number = self.free.pop().unwrap_or(self.kinds.len());
+        if number == self.kinds.len() {
+            self.kinds.push(None);
+        }
+        self.kinds[number] = Some((kind.clone(), 1));
+        self.numbers.insert(kind, number);
+        number
+    }
+
+    /// Forgets the guests of a host.
+    pub(super) fn forget(&mut self, host: HostId) {
+        while let Some((key, guest)) = self.all.range((host, 0)..=(host, usize::MAX)).next().map(|(k, g)| (*k, *g)) {
+            self.all.remove(&key);
+            self.leaves(guest.kind);
+        }
+    }
+
+    fn leaves(&mut self, number: usize) {
+        let (kind, guests) = self.kinds[number].as_mut().expect("there was a guest of this kind");
+        *guests -= 1;
+        if *guests == 0 {
+            self.numbers.remove(kind);
+            self.kinds[number] = None;
+            self.free.push(number);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::decide::{HostView, Terms};
+    use sempa_proto::Micros;
+
+    fn host(index: u16, programs: &[&str]) -> HostView {
+        let id = HostId::new(index).expect("a host");
+        let tid = |n| Tid::task(id, n).expect("a task");
+        let task = |(n, name): (usize, &&str)| TaskView {
+            name: Arc::from(*name),
+            ..TaskView::new(tid(n as u32 + 1), Micros(0))
+        };
+        HostView {
+            id,
+            name: format!("h{index}"),
+            arch: "LINUX64".into(),
+            zone: 0,
+            labels: Arc::default(),
+            speed: 1000,
+            cores: 1,
+            sample: None,
+            foreign_mean: None,
+            owner: Owner::Present { why: "at the keyboard".into() },
+            promised: 0,
+            terms: Terms::default(),
+            no_moves: None,
+            starting: 0,
+            tasks: programs.iter().enumerate().map(task).collect(),
+        }
+    }
+
+    #[test]
+    fn guests_of_one_kind_have_its_number_and_a_kind_without_guests_leaves_its_own_to_the_next_one() {
+        let (mut guests, names) = (Guests::default(), ["a", "b", "a"]);
+        guests.learn(&host(1, &names));
+        guests.learn(&host(2, &["b"]));
+        let kinds = |guests: &Guests| guests.iter().map(|(.., guest)| guest.kind).collect::<Vec<_>>();
+        assert_eq!((kinds(&guests), guests.kinds()), (vec![0, 1, 0, 1], 2));
+        guests.forget(HostId::new(1).expect("a host"));
+        assert_eq!(kinds(&guests), [1]);
+        guests.learn(&host(3, &["c", "d", "b"]));
+        assert_eq!((kinds(&guests), guests.kinds()), (vec![1, 0, 2, 1], 3));
+        (2..4).for_each(|index| guests.forget(HostId::new(index).expect("a host")));
+        assert!(guests.all.is_empty() && guests.numbers.is_empty() && guests.kinds.iter().all(Option::is_none));
+    }
+}
