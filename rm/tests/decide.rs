@@ -287,7 +287,7 @@ fn moves_under_way_are_limited_and_the_others_wait_for_their_turn() {
 }
 
 #[test]
-fn a_guest_that_no_host_has_memory_for_keeps_no_smaller_one_of_its_program_where_it_is() {
+fn a_guest_that_no_host_has_memory_for_keeps_no_much_smaller_one_of_its_program_where_it_is() {
     let mut snapshot = pool(2, Policy::Load);
     snapshot.hosts[0].owner = present();
     let sized = |n, bytes| TaskView { bytes, ..task(t(1, n)) };
@@ -304,14 +304,17 @@ fn a_guest_that_no_host_has_memory_for_keeps_no_smaller_one_of_its_program_where
 }
 
 #[test]
-fn what_an_owner_says_of_one_host_keeps_guests_of_others_neither_there_nor_away() {
+fn what_holds_for_one_guest_holds_for_no_other_one_of_its_program() {
     let mut snapshot = pool(4, Policy::Load);
-    let waits = [Leaving::Never, Leaving::At(NOW + Micros::from_secs(1)), Leaving::At(NOW), Leaving::Now];
+    let waits = [Leaving::Now, Leaving::Never, Leaving::At(NOW + Micros::from_secs(1)), Leaving::At(NOW)];
     for (i, leaving) in waits.into_iter().enumerate() {
         let host = &mut snapshot.hosts[i];
         (host.owner, host.terms.leaving) = (present(), leaving);
         host.tasks = vec![task(t(i as u16 + 1, 1))];
     }
+    let until = |why: &str| Until { at: NOW + Micros::from_secs(9), why: why.into() };
+    snapshot.hosts[0].tasks.push(TaskView { held: Some(until("held")), ..task(t(1, 2)) });
+    snapshot.hosts[0].tasks.push(TaskView { refused: vec![(h(5), until("refused"))], ..task(t(1, 3)) });
     let out = moves(&snapshot);
     let whys: Vec<&str> = out
         .stay
@@ -320,14 +323,16 @@ fn what_an_owner_says_of_one_host_keeps_guests_of_others_neither_there_nor_away(
             StayReason::Waits => "waits",
             StayReason::Grace => "grace",
             StayReason::NoHost { .. } => "no host",
+            StayReason::Held { .. } => "held",
             _ => "else",
         })
         .collect();
-    assert_eq!((out.go.len(), whys), (0, vec!["waits", "grace", "no host", "no host"]));
+    assert_eq!((out.go.len(), whys), (0, vec!["no host", "held", "no host", "waits", "grace", "no host"]));
     snapshot.hosts.put(host(5));
     snapshot.hosts.refresh(NOW);
-    let gone: Vec<Tid> = moves(&snapshot).go.iter().map(|m| m.tid).collect();
-    assert_eq!(gone, [t(3, 1), t(4, 1)]);
+    let out = moves(&snapshot);
+    let gone: Vec<Tid> = out.go.iter().map(|m| m.tid).collect();
+    assert_eq!((gone, out.stay.len()), (vec![t(1, 1), t(4, 1)], 4));
 }
 
 fn any_owner() -> impl Strategy<Value = Owner> {

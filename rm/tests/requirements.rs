@@ -6,7 +6,7 @@ use idle::{NOW, h, idle, sampled};
 use proptest::prelude::*;
 use pvm_rm::decide::{
     Ask, Choice, EXPLAINED_HOSTS_MAX, Has, HostView, Hosts, Offer, Owner, Placement, Policy, Reason, SAMPLE_AGE_MAX,
-    Sampled, Snapshot, TaskView, Why, moves, place, place_by,
+    Sampled, Snapshot, TaskView, Until, Why, moves, place, place_by,
 };
 use sempa_proto::load::HEADROOM_BYTES;
 use sempa_proto::load::LoadSample;
@@ -230,6 +230,10 @@ fn many() -> impl Strategy<Value = Vec<HostView>> {
             if let Some(first) = tasks.first_mut().filter(|_| i % 7 == 0) {
                 first.moving = Some(HostId::new(index / 2));
             }
+            for (n, task) in tasks.iter_mut().enumerate() {
+                (task.user, task.bytes) = (i as u32 % 3, [0, 1 << 20, 1 << 30][(i + n) % 3]);
+                task.held = (i % 11 == 0).then(|| Until { at: NOW, why: "held".into() });
+            }
             HostView { cores, sample, owner, tasks, zone, speed, ..host(index) }
         };
         all.into_iter().enumerate().map(view).collect()
@@ -270,6 +274,17 @@ proptest! {
             let ask = Ask { peers: &peers, ..Ask::of(0, &request, count, h(1)) };
             prop_assert_eq!(place(&kept, &ask), place(&anew, &ask));
         }
+        prop_assert_eq!(moves(&kept), moves(&anew));
+        let (mut kept, mut anew) = (kept, anew);
+        for snapshot in [&mut kept, &mut anew] {
+            for (i, host) in snapshot.hosts.iter_mut().enumerate() {
+                // All but a few, so that guests of many kinds have no place, and others have some.
+                if i % 50 != 7 {
+                    host.owner = Owner::Present { why: "alice".into() };
+                }
+            }
+        }
+        kept.hosts.refresh(now);
         prop_assert_eq!(moves(&kept), moves(&anew));
     }
 

@@ -118,6 +118,15 @@ impl Crowd {
         Ok(())
     }
 
+    /// Moves one worker to another host by chance, and waits until it is there.
+    ///
+    /// # Errors
+    /// It did not get there; the console's words.
+    pub fn move_to_another(&mut self, vm: &Vm<'_>, dice: &mut Dice, who: usize) -> Result<()> {
+        let to = self.elsewhere(who, dice);
+        self.move_one(vm, who, &to)
+    }
+
     /// Moves one worker and waits until it is there.
     ///
     /// # Errors

@@ -15,7 +15,7 @@ use super::place::HeldPlace;
 use super::sets::{Sets, write_part};
 use super::start::Starter;
 use super::states::States;
-use super::sys::signal_process;
+use super::sys::{give_back_freed_memory, signal_process};
 use super::tasker::Tasker;
 use super::vigil::Vigil;
 use super::world::DaemonWorld;
@@ -42,6 +42,8 @@ const FAREWELL_WITHIN: Duration = Duration::from_secs(3);
 const LAST_STEPS: Duration = Duration::from_millis(60);
 /// Inputs taken before the loop looks at its clock and the streams get their turn.
 const INPUTS_AT_ONCE: usize = 64;
+/// Memory that images have needed is given back so often at most.
+const GIVE_BACK_EVERY: Duration = Duration::from_secs(5);
 /// How often queues and sessions are looked after.
 const TICK: Duration = Duration::from_secs(1);
 
@@ -79,6 +81,8 @@ pub(crate) struct Driver {
     tasks: HashMap<ConnId, Connected>,
     start: Instant,
     vigil: Vigil,
+    /// When freed memory was given back last.
+    gave_back: Instant,
     /// Set on a slave until its master's session stands.
     master_until: Option<Instant>,
     stop_at: Option<Instant>,
@@ -90,7 +94,7 @@ impl Driver {
     pub(crate) fn new(parts: Parts, start: Instant, is_master: bool) -> Driver {
         let master_until = (!is_master).then(|| Instant::now() + MASTER_WITHIN);
         let (tasks, vigil) = (HashMap::new(), Vigil::new());
-        Driver { parts, is_master, tasks, start, vigil, master_until, stop_at: None, done: false }
+        Driver { parts, is_master, tasks, start, vigil, gave_back: start, master_until, stop_at: None, done: false }
     }
 
     fn now(&self) -> Micros {
@@ -384,7 +388,7 @@ impl Driver {
         });
     }
 
-    /// Once a second: tasks that do not read, hosts to be dialled, deadlines of this daemon's own.
+    /// Once a second: tasks that do not read, hosts to be dialled, memory that nobody needs, deadlines of this daemon's own.
     fn look_after(&mut self) {
         for task in self.tasks.values_mut() {
             let progress = task.line.outbox.progress();
@@ -400,6 +404,10 @@ impl Driver {
             }
         }
         self.parts.net.tick();
+        if self.gave_back.elapsed() >= GIVE_BACK_EVERY && self.parts.images.gives_back() {
+            give_back_freed_memory();
+            self.gave_back = Instant::now();
+        }
         if self.master_until.take_if(|until| *until < Instant::now()).is_some() {
             self.stop(format!("no session with the master within {} s", MASTER_WITHIN.as_secs()));
         }

@@ -32,6 +32,9 @@ const STREAM_REFUSED: VarInt = VarInt::from_u32(1);
 /// Time for the target's own reason to be acted upon before the source is told to stop.
 const REFUSE_AFTER: Duration = Duration::from_secs(2);
 
+/// Freed memory is given back so often after a transfer: its threads may end a little after it.
+const GIVE_BACKS: u8 = 2;
+
 /// A transfer under way.
 #[derive(Debug)]
 struct Transfer {
@@ -77,12 +80,27 @@ pub(crate) struct Images {
     detours: Detours,
     expected: HashMap<MigrationId, HostId>,
     transfers: HashMap<MigrationId, Transfer>,
+    /// So often memory is still to be given back between transfers.
+    give_back: u8,
 }
 
 impl Images {
     /// No transfers, in this place. No more than `rate` leaves this host.
     pub(crate) fn new(place: Place, inputs: Inputs, log: Log, rate: Arc<Rate>, detours: Detours) -> Images {
-        Images { place, inputs, log, rate, detours, expected: HashMap::new(), transfers: HashMap::new() }
+        let (expected, transfers) = (HashMap::new(), HashMap::new());
+        Images { place, inputs, log, rate, detours, expected, transfers, give_back: 0 }
+    }
+
+    /// Asked from time to time: whether freed memory is to be given back now. It is between transfers, [`GIVE_BACKS`] times.
+    pub(crate) fn gives_back(&mut self) -> bool {
+        let gives = self.transfers.is_empty() && self.give_back > 0;
+        self.give_back -= u8::from(gives);
+        gives
+    }
+
+    fn begin(&mut self, migration: MigrationId, transfer: Transfer) {
+        self.give_back = GIVE_BACKS;
+        self.transfers.insert(migration, transfer);
     }
 
     /// Begins to send the images of a move while they are being written; [`Images::send`] says that they are complete.
@@ -156,7 +174,7 @@ impl Images {
             let _ = inputs.send(Input::Event(Event::ImagesSent { migration, result })).await;
         });
         let here = Arc::default();
-        self.transfers.insert(migration, Transfer { stream: Some(stream.abort_handle()), disk, ahead, here });
+        self.begin(migration, Transfer { stream: Some(stream.abort_handle()), disk, ahead, here });
     }
 
     fn complete_here(
@@ -169,7 +187,7 @@ impl Images {
             let result = complete(&dir).map(|()| 0);
             let _ = inputs.blocking_send(Input::Event(Event::ImagesReceived { migration, result }));
         });
-        self.transfers.insert(migration, Transfer { stream: None, disk, ahead: None, here: Arc::default() });
+        self.begin(migration, Transfer { stream: None, disk, ahead: None, here: Arc::default() });
     }
 
     /// From now on the images of this move are taken from this host.
@@ -222,7 +240,7 @@ impl Images {
                 let _ = stream.stop(STREAM_REFUSED);
             }
         });
-        self.transfers.insert(migration, Transfer { stream: Some(task.abort_handle()), disk, ahead: None, here });
+        self.begin(migration, Transfer { stream: Some(task.abort_handle()), disk, ahead: None, here });
     }
 
     /// Breaks off what is under way and removes the images.

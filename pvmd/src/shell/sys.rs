@@ -171,6 +171,13 @@ impl Socket for UnixStream {
     }
 }
 
+/// Gives the kernel back what the allocator keeps, also between what is in use: moves leave memory of many sizes behind, and a
+/// daemon that has seen many of them would hold several times what it needs.
+pub(crate) fn give_back_freed_memory() {
+    // SAFETY: the call takes a number; the allocator works under its own locks.
+    unsafe { libc::malloc_trim(0) };
+}
+
 /// Has the allocator keep what is freed up to [`KEPT_BYTES`] and serve larger buffers from it: a daemon under load would
 /// get its buffers from the kernel, page by page and zeroed, and give them back, many times a second.
 pub(crate) fn keep_freed_memory() {

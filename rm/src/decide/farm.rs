@@ -407,7 +407,9 @@ fn greatest(list: &[f64], of: impl Fn(f64) -> f64) -> f64 {
     for four in fours {
         most = std::array::from_fn(|i| more(of(four[i]), most[i]));
     }
-    most.into_iter().chain(rest.iter().map(|number| of(*number))).fold(f64::NEG_INFINITY, more)
+    most.into_iter()
+        .chain(rest.iter().map(|number| of(*number)))
+        .fold(f64::NEG_INFINITY, |most, number| more(number, most))
 }
 
 #[cfg(test)]
@@ -463,6 +465,27 @@ mod tests {
             piece
         };
         assert_eq!((moved.at, moved.left, moved.moves, moved.rests), (1, 13.0, 3, 60.0));
+    }
+
+    #[test]
+    fn a_better_offer_is_taken_although_the_one_before_it_was_not() {
+        // Nobody leaves half a processor for one that is slower still. One that is four times as fast gets free after ten seconds.
+        let (slow, fast) = (Machine { speed: 0.45, ..ORDINARY }, Machine { speed: 4.0, ..ORDINARY });
+        let shared = [piece(0, 30.0), piece(0, 30.0), piece(1, 40.0)];
+        let end = end(&[ORDINARY, fast, slow], &shared, 12.0);
+        // One of the two goes there, and the other one has 25 left for itself; together they would need 60.
+        assert!((end - 35.0).abs() < 1e-6, "{end}");
+    }
+
+    #[test]
+    fn the_greatest_of_any_number_of_numbers_is_found_wherever_it_is() {
+        for count in 0..=9 {
+            for at in 0..count {
+                let list: Vec<f64> = (0..count).map(|i| if i == at { 7.0 } else { i as f64 - 20.0 }).collect();
+                assert_eq!((greatest(&list, |x| x), -greatest(&list, |x| x - 14.0)), (7.0, 7.0), "{list:?}");
+            }
+        }
+        assert_eq!(greatest(&[], |x| x), f64::NEG_INFINITY);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! serves all guests that can go to the same ones.
 
 use super::{HostView, Leaving, Owner, TaskView};
+use sempa_proto::load::HEADROOM_BYTES;
 use sempa_proto::{HostId, Tid};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -12,7 +13,8 @@ struct Kind {
     arch: Box<str>,
     user: u32,
     program: Arc<str>,
-    /// Twice the memory may find no room where half of it did: the power of two below its bytes, none for 0.
+    /// One that is larger may find no room where another one does: the power of two below its bytes, and none where it takes
+    /// no more than anybody.
     size: Option<u32>,
 }
 
@@ -61,7 +63,8 @@ impl Guests {
 
     /// The number of a task's kind, which has one guest more.
     fn number(&mut self, host: &HostView, task: &TaskView) -> usize {
-        let (user, program, size) = (task.user, task.name.clone(), task.bytes.checked_ilog2());
+        let size = (task.bytes > HEADROOM_BYTES).then(|| task.bytes.ilog2());
+        let (user, program) = (task.user, task.name.clone());
         let kind = Kind { arch: host.arch.as_str().into(), user, program, size };
         if let Some(number) = self.numbers.get(&kind) {
             self.kinds[*number].as_mut().expect("a kind has its number as long as there are guests of it").1 += 1;
