@@ -62,7 +62,7 @@ const LONG: Plan = Plan {
 /// Before each look no task is moved for so long: daemons give memory back every five seconds.
 const SETTLE: Duration = Duration::from_secs(6);
 /// A look takes the least of what it sees so often, so long apart: what messages and checkpoints under way need for a moment is not
-/// left behind, and threads without work end after ten seconds.
+/// left behind.
 const GLANCES: u32 = 13;
 const BETWEEN_GLANCES: Duration = Duration::from_millis(500);
 /// Before so much of the moves has passed nothing counts: what is made once and kept is there then.
@@ -191,8 +191,11 @@ fn quick(plan: Plan) -> Plan {
 }
 
 fn one_part(how: &Soak, plan: &Plan) -> Result<Part> {
-    let bed = Testbed::new(plan.hosts, Some(&how.prefix), &[])?;
-    let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm".into()), ..Settings::default() })?;
+    // They would grow up to that for longer than the run.
+    let short_logs = ("PVMDLOGMAX", "8000");
+    let bed = Testbed::with_env(plan.hosts, Some(&how.prefix), &[short_logs])?;
+    let env = vec![(short_logs.0.to_string(), short_logs.1.to_string())];
+    let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm".into()), env, ..Settings::default() })?;
     let names: Vec<&str> = bed.hosts().iter().map(|host| host.name()).collect();
     vm.add(&names[1..])?;
     let job = plan.checkpoints.map(|every| checkpointed_job(&vm, every)).transpose()?;

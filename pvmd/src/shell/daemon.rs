@@ -35,6 +35,10 @@ use std::time::{Duration, Instant};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
+/// Threads for disks that have nothing to do end after this. Work goes round among those that are there, so that with the usual ten
+/// seconds a checkpoint a second would keep as many as were ever needed at once.
+const DISK_THREADS_KEPT_FOR: Duration = Duration::from_secs(2);
+
 /// Which of the two kinds of daemon.
 pub(crate) enum Role {
     /// Founds the virtual machine.
@@ -105,6 +109,7 @@ pub(crate) fn run(setup: Setup, announce: impl FnOnce(Standing) -> anyhow::Resul
     // would cost more than all the rest. Disks have threads of their own.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
+        .thread_keep_alive(DISK_THREADS_KEPT_FOR)
         .build()
         .context("cannot start the daemon's thread")?;
     let ended = runtime.block_on(assemble_and_run(setup, socket, log, announce));
