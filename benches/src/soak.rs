@@ -267,9 +267,9 @@ fn measure(vm: &Vm<'_>, plan: &Plan, hosts: &[&str]) -> Result<Part> {
 
 fn tell(plan: &Plan, look: Option<&Look>) {
     let Some(look) = look else { return };
-    let resident = look.figures.iter().filter(|(name, _)| name.ends_with("resident KiB"));
-    let resident: Vec<String> = resident.map(|(name, kib)| format!("{name} {kib}")).collect();
-    eprintln!("bench soak: {}: {} moves, {:.0} s; {}", plan.name, look.moves, look.seconds, resident.join(", "));
+    let memory = look.figures.iter().filter(|(name, _)| name.ends_with("memory KiB"));
+    let memory: Vec<String> = memory.map(|(name, kib)| format!("{name} {kib}")).collect();
+    eprintln!("bench soak: {}: {} moves, {:.0} s; {}", plan.name, look.moves, look.seconds, memory.join(", "));
 }
 
 /// The number of the newest entry of the event log.

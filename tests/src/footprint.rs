@@ -20,8 +20,8 @@ pub struct Sum {
     pub threads: u64,
     /// Their open descriptors.
     pub descriptors: u64,
-    /// Resident memory in KiB; pages that several have are counted for each.
-    pub resident_kib: u64,
+    /// Memory in KiB; each counts its part of pages that several have (the kernel's `Pss`).
+    pub memory_kib: u64,
 }
 
 /// What there is at one moment.
@@ -58,7 +58,7 @@ impl Footprint {
                 all.processes += 1;
                 all.threads += sum.threads;
                 all.descriptors += sum.descriptors;
-                all.resident_kib += sum.resident_kib;
+                all.memory_kib += sum.memory_kib;
             }
         }
         let mut kept = Vec::new();
@@ -72,7 +72,7 @@ impl Footprint {
         let mut all = Vec::new();
         for (name, sum) in KINDS.iter().zip(&self.kinds) {
             for (what, value) in [
-                ("resident KiB", sum.resident_kib),
+                ("memory KiB", sum.memory_kib),
                 ("descriptors", sum.descriptors),
                 ("threads", sum.threads),
                 ("processes", sum.processes),
@@ -115,13 +115,14 @@ fn kind_of(host: &Host, line: &str) -> Option<usize> {
 }
 
 fn sum_of(pid: u32) -> Option<Sum> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let field = |name: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+    let field = |file: &str, name: &str| {
+        let text = fs::read_to_string(format!("/proc/{pid}/{file}")).ok()?;
+        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
         line.split_whitespace().next()?.parse().ok()
     };
     let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).ok()?.count() as u64;
-    Some(Sum { processes: 1, threads: field("Threads:")?, descriptors, resident_kib: field("VmRSS:")? })
+    let (threads, memory_kib) = (field("status", "Threads:")?, field("smaps_rollup", "Pss:")?);
+    Some(Sum { processes: 1, threads, descriptors, memory_kib })
 }
 
 fn collect(folder: &Path, found: &mut Vec<(PathBuf, u64)>) {
