@@ -572,6 +572,15 @@ pub fn process_of(host: &Host, whom: Whom) -> Option<Pid> {
     processes_of(host, whom).into_iter().next()
 }
 
+/// Kills a process, and waits until it is dead, so that what comes next meets the fault and not its beginning.
+///
+/// # Panics
+/// It cannot be killed, or lives on for long.
+pub fn kill_for_good(pid: Pid) {
+    kill(pid, Signal::SIGKILL).expect("killed");
+    eventually(LONG, || if is_dead(pid) { Ok(()) } else { Err(format!("{pid} dies for long")) }).expect("dead");
+}
+
 /// With all its threads: what it had open is closed.
 fn is_dead(pid: Pid) -> bool {
     let is = |name, value: &str| field(pid, name).is_none_or(|has| has.starts_with(value));

@@ -3,7 +3,7 @@
 use nix::sys::signal::{Signal, kill};
 use sempa_tests::holders::{is_whole, with_changed_hosts, with_hosts};
 use sempa_tests::run::Running;
-use sempa_tests::steps::{Whom, daemon_of, process_of};
+use sempa_tests::steps::{Whom, daemon_of, kill_for_good, process_of};
 use sempa_tests::testbed::{NETWORK, left};
 use sempa_tests::{Host, Sure, Testbed, Vm, eventually};
 use std::path::{Path, PathBuf};
@@ -158,7 +158,7 @@ fn files_that_were_carried_along_go_when_their_tasker_or_all_of_its_host_is_kill
         let tasker = || process_of(three, Whom::TargetTasker).expect("it has a tasker");
 
         let moving = held_when_it_is_built(vm, &tid);
-        kill(tasker(), Signal::SIGKILL).expect("killed");
+        kill_for_good(tasker());
         has_no_file_and_goes_on(vm, &tid);
         assert!(!moving.finish(SOON).expect("the console ends").good());
 
@@ -171,7 +171,7 @@ fn files_that_were_carried_along_go_when_their_tasker_or_all_of_its_host_is_kill
         };
         eventually(SOON, tried).expect("another tasker");
         let moving = held_when_it_is_built(vm, &tid);
-        kill(tasker(), Signal::SIGKILL).expect("killed");
+        kill_for_good(tasker());
         kill(daemon_of(three).expect("it has a daemon"), Signal::SIGKILL).expect("killed");
         assert!(!moving.finish(SOON).expect("the console ends").good());
         assert!(three.path(CARRIED).exists(), "nobody is there to remove it");
