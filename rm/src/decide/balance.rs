@@ -456,9 +456,8 @@ impl<'a> Plan<'a> {
             for task in place.host.tasks.iter().filter(|t| t.job == job && t.computes()) {
                 let to = went.get(&task.tid).and_then(|to| self.places.get(to));
                 let rate = |there: &Place<'_>| there.rate(there.load.own, there.foreign.1);
-                let stays = || place.rate(place.load.own, place.foreign.0);
                 before = before.min(place.rate(load.own, place.foreign.0));
-                after = after.min(to.map_or_else(stays, rate));
+                after = after.min(to.map_or(place.has, rate));
                 (count, longest) = (count + 1, longest.max(self.left(task.tid)));
             }
         }

@@ -101,7 +101,7 @@ impl Guests {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::decide::{HostView, Terms};
+    use crate::decide::Terms;
     use sempa_proto::Micros;
 
     fn host(index: u16, programs: &[&str]) -> HostView {
