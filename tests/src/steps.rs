@@ -342,9 +342,7 @@ impl<'a> Rounds<'a> {
         let begun = Instant::now();
         // On a loaded machine who is killed may take a while to die: whoever goes on before could leave the step behind until then.
         if fault == Fault::Kill {
-            victims.iter().try_for_each(|pid| {
-                eventually(LONG, || if is_dead(*pid) { Ok(()) } else { Err(format!("{pid} does not die")) })
-            })?;
+            victims.iter().copied().try_for_each(dies)?;
         }
         for (pid, _) in cells.iter().filter_map(|(cell, _)| cell.held).filter(|(pid, _)| !victims.contains(pid)) {
             signal(pid, Signal::SIGCONT)?;
@@ -578,7 +576,11 @@ pub fn process_of(host: &Host, whom: Whom) -> Option<Pid> {
 /// It cannot be killed, or lives on for long.
 pub fn kill_for_good(pid: Pid) {
     kill(pid, Signal::SIGKILL).expect("killed");
-    eventually(LONG, || if is_dead(pid) { Ok(()) } else { Err(format!("{pid} dies for long")) }).expect("dead");
+    dies(pid).expect("dead");
+}
+
+fn dies(pid: Pid) -> Result<()> {
+    eventually(LONG, || if is_dead(pid) { Ok(()) } else { Err(format!("{pid} does not die")) })
 }
 
 /// With all its threads: what it had open is closed.
