@@ -6,6 +6,7 @@
 //! tasker that dies would leave processes behind for ever. In version 2 they die like others.
 
 use crate::birth;
+use crate::init;
 use crate::sys::{self, Child};
 use nix::fcntl::{Flock, FlockArg};
 use nix::sched::{CloneFlags, unshare};
@@ -108,7 +109,7 @@ impl Freezer {
     fn trial(&mut self) -> io::Result<()> {
         let group = self.group()?;
         let (theirs, _ours) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)?;
-        let guinea_pig = sys::start_init(theirs.as_fd(), Some(group.open()?.as_fd()))?;
+        let guinea_pig = init::start(theirs.as_fd(), Some(group.open()?.as_fd()))?;
         let frozen = group.freeze().and_then(|()| group.wait_still());
         end(&guinea_pig);
         frozen

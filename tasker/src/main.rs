@@ -13,6 +13,7 @@ mod ease;
 mod files;
 mod freezer;
 mod hold;
+mod init;
 mod learning;
 mod memory;
 mod moves;

@@ -6,6 +6,7 @@
 //! Where there is a freezer, a control group belongs to the namespace: everybody inside is in it but the init.
 
 use crate::freezer::{ControlGroup, Freezer};
+use crate::init;
 use crate::sys::{self, Child, ExecPlan, NotStarted, StartGuard};
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -51,7 +52,7 @@ impl Namespace {
     /// `EPERM` without the right to make namespaces.
     pub(crate) fn new(freezer: Option<&mut Freezer>) -> io::Result<Namespace> {
         let (theirs, ours) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
-        let init = sys::start_init(theirs.as_fd(), None)?;
+        let init = init::start(theirs.as_fd(), None)?;
         match std::fs::metadata(path_of(&init)) {
             Ok(about) => Ok(Namespace {
                 inode: about.st_ino(),

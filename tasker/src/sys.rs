@@ -1,5 +1,5 @@
 //! The few system calls that neither std nor nix offer: making processes, waiting with resource use, and the little that a
-//! new process does before it becomes an idle init or the task's program.
+//! new process does before it becomes the task's program.
 //!
 //! The tasker may have threads when it makes a process, so the child must not allocate or take a lock: everything that
 //! it needs lies ready in a plan made before.
@@ -220,7 +220,7 @@ fn is_ignored(signal: i32) -> bool {
 ///
 /// # Safety
 /// The new process must not allocate, lock, or return from the caller's scope.
-unsafe fn clone3(flags: i32, group: Option<BorrowedFd<'_>>) -> io::Result<Option<Child>> {
+pub(crate) unsafe fn clone3(flags: i32, group: Option<BorrowedFd<'_>>) -> io::Result<Option<Child>> {
     let mut pidfd: RawFd = -1;
     let into = group.map_or(0, |_| birth::INTO_CGROUP);
     let args = libc::clone_args {
@@ -244,22 +244,6 @@ unsafe fn clone3(flags: i32, group: Option<BorrowedFd<'_>>) -> io::Result<Option
         0 => Ok(None),
         // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
         pid => Ok(Some(Child { pid: pid as i32, pidfd: unsafe { OwnedFd::from_raw_fd(pidfd) } })),
-    }
-}
-
-/// Makes the idle init of a new process-id namespace. It holds `control` and nothing else: a byte on it means "end when
-/// nobody else is left here", its end of file means "end now", which ends everybody in the namespace. It is in the tasker's own
-/// control group, or in this one.
-///
-/// # Errors
-/// What `clone3` says; `EPERM` when the tasker may not make namespaces.
-pub(crate) fn start_init(control: BorrowedFd<'_>, group: Option<BorrowedFd<'_>>) -> io::Result<Child> {
-    let control = control.as_raw_fd();
-    // SAFETY: the new process goes straight into `init_child`, which never returns.
-    match unsafe { clone3(libc::CLONE_NEWPID, group) }? {
-        Some(child) => Ok(child),
-        // SAFETY: this is the new process.
-        None => unsafe { init_child(control) },
     }
 }
 
@@ -380,37 +364,6 @@ pub(crate) fn start_sleeper(dir: &CStr, stdin: BorrowedFd<'_>, output: BorrowedF
                 libc::pause();
             }
         },
-    }
-}
-
-/// The life of an idle init.
-///
-/// # Safety
-/// Only in a process made by [`clone3`]; only async-signal-safe calls are made here.
-unsafe fn init_child(control: RawFd) -> ! {
-    const NAME: &CStr = c"pvm-init";
-    // SAFETY: plain system calls on values of this process; the buffer is a local byte.
-    unsafe {
-        libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
-        libc::prctl(libc::PR_SET_NAME, NAME.as_ptr());
-        libc::setsid();
-        libc::chdir(c"/".as_ptr());
-        // Orphans of the task end up here; ignoring SIGCHLD lets the kernel reap them.
-        libc::signal(libc::SIGCHLD, libc::SIG_IGN);
-        libc::dup2(control, 0);
-        libc::syscall(libc::SYS_close_range, 1, u32::MAX, 0);
-        let mut byte = 0u8;
-        loop {
-            match libc::read(0, (&raw mut byte).cast(), 1) {
-                0 => libc::_exit(0),
-                1 => break,
-                _ if *libc::__errno_location() == libc::EINTR => {}
-                _ => libc::_exit(1),
-            }
-        }
-        // With SIGCHLD ignored this returns only when no child is left.
-        while libc::waitpid(-1, std::ptr::null_mut(), libc::__WALL) != -1 || *libc::__errno_location() == libc::EINTR {}
-        libc::_exit(0)
     }
 }
 

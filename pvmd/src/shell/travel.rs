@@ -92,6 +92,13 @@ impl Progress {
         let waited = self.changed.wait_timeout_while(state, at_most, |state| *state == State::Growing);
         *waited.unwrap_or_else(PoisonError::into_inner).0
     }
+
+    /// The state that it has changed to.
+    fn changed(&self) -> State {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.changed.wait_while(state, |state| *state == State::Growing);
+        *waited.unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 fn io(act: &str, path: &Path) -> impl FnOnce(io::Error) -> Failure {
@@ -215,7 +222,12 @@ impl<'a, W: Write> Sender<'a, W> {
     pub(super) fn send(mut self, progress: &Progress) -> Result<Sent, Failure> {
         loop {
             match progress.wait(LOOK_EVERY) {
-                State::Growing => self.follow()?,
+                State::Growing => match self.follow() {
+                    // What cannot be read may be badly written: it is for those who judge that to say so.
+                    Err(unread @ Failure::Io(_)) if progress.changed() == State::Complete => return Err(unread),
+                    Err(Failure::Io(_)) => {}
+                    followed => followed?,
+                },
                 State::Complete => return self.finish(),
                 State::Void => return Err(Failure::CalledOff("the transfer was broken off".into())),
             }
@@ -753,6 +765,47 @@ mod tests {
         });
         assert!(matches!(&result, Err(Failure::Images(why)) if why.contains("pages-1.img was replaced")), "{result:?}");
         std::fs::remove_dir_all(root).expect("ours");
+    }
+
+    /// Cuts a file when something was sent of it.
+    struct Cuts<'a> {
+        wire: Wire,
+        path: &'a Path,
+    }
+
+    impl Write for Cuts<'_> {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            if bytes.len() > PIECE_BYTES {
+                OpenOptions::new().write(true).open(self.path)?.set_len(7)?;
+            }
+            self.wire.write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn what_grows_and_cannot_be_read_is_told_when_it_is_said_to_be_complete_and_not_before() {
+        for (state, told) in [(State::Complete, "pages-1.img"), (State::Void, "broken off")] {
+            let (root, from, _) = scratch(&format!("unread-{state:?}"));
+            let (progress, wire, path) = (Progress::default(), Wire::default(), from.join("pages-1.img"));
+            std::fs::write(&path, vec![7; 2 * PIECE_BYTES]).expect("writable");
+            let result = std::thread::scope(|scope| {
+                let (out, from, of_thread) = (Cuts { wire: wire.clone(), path: &path }, &from, &progress);
+                let sending = scope.spawn(move || {
+                    let rate = Rate::default();
+                    Sender::new(from, Outgoing::new(out, Keys::for_test(1).out), &rate).send(of_thread)
+                });
+                until(&wire, PIECE_BYTES);
+                progress.turn(state);
+                sending.join().expect("no panic")
+            });
+            let why = result.expect_err("it is not whole").to_string();
+            assert!(why.contains(told), "{why}");
+            std::fs::remove_dir_all(root).expect("ours");
+        }
     }
 
     #[test]
