@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::event::{EVENTS_MAX, EventKind};
 use sempa_tests::crowd::{Account, Crowd};
 use sempa_tests::dice::Dice;
-use sempa_tests::footprint::Footprint;
+use sempa_tests::footprint::{BOOKS, BOOKS_KIB_MAX, Footprint};
 use sempa_tests::vm::Settings;
 use sempa_tests::{Testbed, Vm, needs};
 use serde::{Deserialize, Serialize};
@@ -26,6 +26,8 @@ struct Plan {
     /// Every task is moved once before anything counts: what its first move makes, and what it shared with others of its
     /// program until then, is there once.
     run_in: bool,
+    /// Tasks give the memory of large messages back at once: the C library of so many would need hours to have its fill.
+    gives_back: bool,
     /// (moves at the same time, how often), in this order, as often as `times` says.
     rounds: &'static [(usize, usize)],
     times: usize,
@@ -41,6 +43,7 @@ const CROWD: Plan = Plan {
     reach: 2,
     hosts: 8,
     run_in: true,
+    gives_back: true,
     rounds: &[(1, 25), (6, 6)],
     times: 2,
     look_every: 8,
@@ -53,6 +56,7 @@ const LONG: Plan = Plan {
     reach: 0,
     hosts: 4,
     run_in: false,
+    gives_back: false,
     rounds: &[(1, 10), (3, 5)],
     times: 40,
     look_every: 50,
@@ -71,6 +75,9 @@ const WARM_UP: f64 = 0.3;
 /// (three times), or by this part of its mean.
 const FLAT_PART: f64 = 0.02;
 const DEVIATIONS: f64 = 3.0;
+
+/// What is kept on purpose until there is so much of it, and is judged by that.
+const KEPT: [(&str, u64); 1] = [(BOOKS, BOOKS_KIB_MAX)];
 
 /// How to measure.
 #[derive(Clone, Debug)]
@@ -107,6 +114,7 @@ struct Trend {
     per_100_moves: f64,
     /// Mean distance from the line.
     deviation: f64,
+    /// Or, if it is of [`KEPT`], under its limit.
     flat: bool,
 }
 
@@ -218,7 +226,10 @@ fn checkpointed_job(vm: &Vm<'_>, every: &str) -> Result<String> {
 }
 
 fn measure(vm: &Vm<'_>, plan: &Plan, hosts: &[&str]) -> Result<Part> {
-    let mut crowd = Crowd::start(vm, plan.tasks, plan.reach, hosts)?;
+    let reach = plan.reach.to_string();
+    let words = [Some("-k"), Some(&*reach), plan.gives_back.then_some("-g")];
+    let words: Vec<&str> = words.into_iter().flatten().collect();
+    let mut crowd = Crowd::start_with(vm, plan.tasks, &words, hosts)?;
     let mut dice = Dice::new(61);
     if plan.run_in {
         (0..plan.tasks).try_for_each(|who| crowd.move_to_another(vm, &mut dice, who))?;
@@ -301,17 +312,26 @@ fn trends(looks: &[Look], moves: usize) -> Vec<Trend> {
         let Line { mean, slope, deviation } = Line::through(&points);
         let span = points.last().map_or(0.0, |last| last.0) - points[0].0;
         let rise = slope * span;
+        let last = counted.last().map_or(0, |l| l.figures[i].1);
+        let kept_up_to = limit_of(name);
         Trend {
             figure: name.clone(),
             first: first.figures[i].1,
-            last: counted.last().map_or(0, |l| l.figures[i].1),
+            last,
             mean,
             per_100_moves: slope * 100.0,
             deviation,
-            flat: rise <= (DEVIATIONS * deviation).max(FLAT_PART * mean),
+            flat: match kept_up_to {
+                Some(limit) => last <= limit,
+                None => rise <= (DEVIATIONS * deviation).max(FLAT_PART * mean),
+            },
         }
     };
     names.enumerate().map(trend).collect()
+}
+
+fn limit_of(figure: &str) -> Option<u64> {
+    KEPT.iter().find(|(name, _)| *name == figure).map(|(_, limit)| *limit)
 }
 
 /// The line with the least squares of distances.
@@ -376,7 +396,11 @@ fn table(parts: &[Part]) -> (String, bool) {
                 trend.mean,
                 trend.per_100_moves,
                 trend.deviation,
-                if trend.flat { "" } else { "  grows" }
+                match (limit_of(&trend.figure), trend.flat) {
+                    (None, true) => String::new(),
+                    (Some(limit), true) => format!("  kept, {limit} at most"),
+                    (_, false) => "  grows".to_string(),
+                }
             ));
         }
     }
@@ -400,6 +424,17 @@ mod tests {
         assert!(flat.flat, "{flat:?}");
         let still = &trends(&looks(|_| 7), 200)[0];
         assert!(still.flat && still.deviation == 0.0, "{still:?}");
+    }
+
+    #[test]
+    fn what_is_kept_on_purpose_may_rise_up_to_its_limit_and_no_further() {
+        let of_books = |value: fn(usize) -> u64| {
+            let mut looks = looks(value);
+            looks.iter_mut().for_each(|look| look.figures[0].0 = BOOKS.to_string());
+            trends(&looks, 200).remove(0).flat
+        };
+        assert!(of_books(|i| 1000 + 5 * i as u64));
+        assert!(!of_books(|i| BOOKS_KIB_MAX - 19 + i as u64));
     }
 
     #[test]

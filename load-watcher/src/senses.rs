@@ -7,8 +7,8 @@ use sempa_proto::Micros;
 use sempa_proto::load::Login;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{self, Read};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::io::{self, Read, Seek};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Where systemd-logind keeps its sessions.
@@ -20,7 +20,7 @@ pub const INTERRUPTS_FILE: &str = "/proc/interrupts";
 /// A machine without keyboard and mouse is looked at again after this: one may be plugged in.
 pub const KEYS_AGAIN: Micros = Micros::from_secs(600);
 /// Bytes of the file of interrupts that are looked at.
-const INTERRUPTS_BYTES_MAX: usize = 256 << 10;
+const INTERRUPTS_BYTES_MAX: u64 = 256 << 10;
 
 /// The sessions in this folder.
 pub fn sessions(dir: &Path) -> Evidence<Vec<Session>> {
@@ -113,20 +113,10 @@ impl KeySense {
         if self.file.is_none() {
             self.file = Some(File::open(&self.path)?);
         }
-        let file = self.file.as_ref().expect("opened just now");
-        self.text.resize(INTERRUPTS_BYTES_MAX, 0);
-        let mut len = 0;
-        // The kernel gives a page at a time.
-        while len < INTERRUPTS_BYTES_MAX {
-            match file.read_at(&mut self.text[len..], len as u64) {
-                Ok(0) => break,
-                Ok(n) => len += n,
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(e),
-            }
-        }
-        self.text.truncate(len);
-        Ok(())
+        let mut file = self.file.as_ref().expect("opened just now");
+        file.rewind()?;
+        self.text.clear();
+        file.take(INTERRUPTS_BYTES_MAX).read_to_end(&mut self.text).map(drop)
     }
 }
 

@@ -8,6 +8,7 @@
  *     -d          the workers want direct routes (PvmRouteDirect)
  *     -f          as -d, and all but worker 2 fork as they go on
  *     -r MS       the workers tell of their progress so often; every 20 ms if not given
+ *     -g          the workers give the memory of large messages back at once; otherwise the C library keeps it as it sees fit
  *
  * The director prints a line for each worker ("worker INDEX tTID HOST ROLE"), the workers' progress
  * ("progress INDEX TIME COUNT", time in microseconds since 1970), with -d each new direct route ("route INDEX PEER COUNT"),
@@ -17,6 +18,7 @@
  * The workers differ in how they spend their time: blocked in pvm_recv, computing without any call of PVM, in the
  * middle of large sends, or a mixture.
  */
+#include <malloc.h>
 #include <poll.h>
 #include <pvm3.h>
 #include <stdint.h>
@@ -29,6 +31,7 @@
 
 #define WORKERS_MAX 64
 #define BYTES_MAX (1 << 20)
+#define GIVE_BACK_FROM (32 << 10)
 #define MISSING_MAX 4096
 #define QUIET_END_S 60
 #define FORK_EVERY 40
@@ -55,9 +58,9 @@ struct pair {
 
 /* What the director tells each worker beside its number and the tids of all. */
 static struct {
-    int workers, reach, ballast, wants, report_ms;
+    int workers, reach, ballast, wants, report_ms, gives_back;
 } job = { .workers = 6, .report_ms = 20 };
-#define JOB_WORDS 5
+#define JOB_WORDS 6
 static int me, role, director, peers[WORKERS_MAX];
 static struct pair pairs[WORKERS_MAX];
 static int checked, doubled, disordered, damaged, stopping;
@@ -367,6 +370,8 @@ static int worker(void)
     pvm_upkint(&me, 1, 1);
     pvm_upkint((int *)&job, JOB_WORDS, 1);
     pvm_upkint(peers, job.workers, 1);
+    if (job.gives_back)
+        mallopt(M_MMAP_THRESHOLD, GIVE_BACK_FROM);
     if (job.wants >= DIRECT)
         must(pvm_setopt(PvmRoute, PvmRouteDirect), "setopt");
     role = me < MIXED ? me : MIXED;
@@ -489,7 +494,7 @@ int main(int argc, char **argv)
     must(pvm_mytid(), "mytid");
     if (pvm_parent() > 0)
         return worker();
-    while ((option = getopt(argc, argv, "n:k:b:dfr:")) != -1) {
+    while ((option = getopt(argc, argv, "n:k:b:dfr:g")) != -1) {
         switch (option) {
         case 'n': job.workers = atoi(optarg); break;
         case 'k': job.reach = atoi(optarg); break;
@@ -497,11 +502,12 @@ int main(int argc, char **argv)
         case 'd': job.wants = DIRECT; break;
         case 'f': job.wants = FORKS; break;
         case 'r': job.report_ms = atoi(optarg); break;
+        case 'g': job.gives_back = 1; break;
         default: optind = argc;
         }
     }
     if (optind >= argc || job.workers < 2 || job.workers > WORKERS_MAX) {
-        fprintf(stderr, "usage: all_to_all [-n COUNT] [-k REACH] [-b MIB] [-d | -f] [-r MS] HOST...\n");
+        fprintf(stderr, "usage: all_to_all [-n COUNT] [-k REACH] [-b MIB] [-d | -f] [-r MS] [-g] HOST...\n");
         return 2;
     }
     return direct(argc - optind, argv + optind, argv[0]);

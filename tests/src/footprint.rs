@@ -11,6 +11,11 @@ pub const KINDS: [&str; 6] = ["master", "daemons", "taskers", "resource manager"
 /// The kind of processes that the virtual machine does not bring itself.
 pub const TASKS: usize = KINDS.len() - 1;
 
+/// What the resource manager's books are called in tables.
+pub const BOOKS: &str = "books: KiB";
+/// And how large they may get.
+pub const BOOKS_KIB_MAX: u64 = pvm_rm::store::file::FILE_BYTES_MAX >> 10;
+
 /// Processes of one kind together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sum {
@@ -31,8 +36,10 @@ pub struct Footprint {
     pub kinds: [Sum; KINDS.len()],
     /// Files in the daemons' folders of all hosts, and in their shared memory.
     pub files: u64,
-    /// Their bytes on the disk, in KiB.
+    /// Their bytes on the disk, in KiB, but for the next.
     pub files_kib: u64,
+    /// The resource manager's books, which are kept up to their limits.
+    pub books_kib: u64,
     /// The same of the store of checkpoints.
     pub store_kib: u64,
 }
@@ -46,9 +53,10 @@ impl Footprint {
             for (pid, line) in host.processes() {
                 kinds.insert(pid, kind_of(host, &line));
             }
-            for (_, file) in host_files(host) {
+            for (path, kib) in host_files(host) {
+                let is_books = path.extension().is_some_and(|ending| ending == "redb");
                 seen.files += 1;
-                seen.files_kib += file;
+                *(if is_books { &mut seen.books_kib } else { &mut seen.files_kib }) += kib;
             }
         }
         for (pid, kind) in kinds {
@@ -82,6 +90,7 @@ impl Footprint {
         }
         all.push(("files of daemons".to_string(), self.files));
         all.push(("files of daemons: KiB".to_string(), self.files_kib));
+        all.push((BOOKS.to_string(), self.books_kib));
         all.push(("store: KiB".to_string(), self.store_kib));
         all
     }

@@ -505,7 +505,9 @@ impl State {
         let mut total = 0;
         while self.core.is_connected() && total < READ_BYTES_MAX {
             let buffer = self.decoder.buffer_mut();
-            if buffer.capacity() - buffer.len() < READ_BYTES / 4 {
+            // From the front again, if nobody has parts of it any more: the same few pages serve all that is small.
+            let fresh = buffer.is_empty() && buffer.try_reclaim(READ_BYTES);
+            if !fresh && buffer.capacity() - buffer.len() < READ_BYTES / 4 {
                 buffer.reserve(READ_BYTES);
             }
             match receive(socket.get(), buffer, &mut self.passed, MsgFlags::MSG_DONTWAIT) {
