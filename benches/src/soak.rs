@@ -200,7 +200,7 @@ fn quick(plan: Plan) -> Plan {
 
 fn one_part(how: &Soak, plan: &Plan) -> Result<Part> {
     // They would grow up to that for longer than the run.
-    let short_logs = ("PVMDLOGMAX", "8000");
+    let short_logs = ("PVMDLOGMAX", "4000");
     let bed = Testbed::with_env(plan.hosts, Some(&how.prefix), &[short_logs])?;
     let env = vec![(short_logs.0.to_string(), short_logs.1.to_string())];
     let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm".into()), env, ..Settings::default() })?;

@@ -268,10 +268,8 @@ impl Spare {
         }
     }
 
-    /// In a quiet moment, some time after tasks came or went: makes one that is missing, or ends those that nobody has needed for
-    /// long.
+    /// In a quiet moment: makes one that is missing, or ends those that nobody has needed for long.
     pub(crate) fn tend(&mut self, freezer: Option<&mut Freezer>) {
-        sys::give_back_freed_memory();
         if self.ready.len() < SPARE_MIN {
             match Namespace::new(freezer) {
                 // Below those that have been in use just now.

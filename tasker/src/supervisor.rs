@@ -33,6 +33,8 @@ const LOOK_AGAIN_MS: u16 = 1;
 /// The engine is tried so long after the start, or when the first move wants it: at the start of a virtual machine all
 /// hosts have other things to do.
 const TRIAL_PAUSE: Duration = Duration::from_secs(1);
+/// Freed memory is given back so long after a worker has ended: it may be one of several steps of a move.
+const GIVE_BACK_PAUSE: Duration = Duration::from_secs(1);
 /// Shorter waits do not exist.
 const TIMEOUT_UNIT: Duration = Duration::from_millis(1);
 
@@ -60,6 +62,8 @@ pub(crate) struct Supervisor {
     leftovers: Vec<Leftover>,
     /// When the engine is to be tried, for the first time or again.
     pub(crate) trial_at: Option<Instant>,
+    /// When freed memory is to be given back.
+    give_back_at: Option<Instant>,
     signals: SignalFd,
     ending: bool,
     /// What freezes tasks that are held, or why they are stopped by signal. Behind all that has groups of it.
@@ -104,6 +108,7 @@ impl Supervisor {
             guard: StartGuard::new(EXEC_ALLOWED)?,
             leftovers: Vec::new(),
             trial_at: Some(Instant::now() + TRIAL_PAUSE),
+            give_back_at: None,
             signals,
             ending: false,
             freezer: match namespaces {
@@ -145,7 +150,10 @@ impl Supervisor {
                 match *source {
                     Source::Control => self.converse(*events)?,
                     Source::Signals => {}
-                    Source::Workers => self.hear_workers(),
+                    Source::Workers => {
+                        self.hear_workers();
+                        self.give_back_at.get_or_insert_with(|| Instant::now() + GIVE_BACK_PAUSE);
+                    }
                     Source::End(tid) => self.ended(tid),
                     Source::Output(tid) => self.pass_output(tid),
                     Source::LeftoverEnd => {}
@@ -166,6 +174,9 @@ impl Supervisor {
             }
             if self.trial_at.is_some_and(|at| at <= Instant::now()) {
                 self.begin_trial_once();
+            }
+            if self.give_back_at.take_if(|at| *at <= Instant::now()).is_some() {
+                sys::give_back_freed_memory();
             }
             self.look_at_leftovers();
             self.look_at_stopping();
@@ -226,8 +237,9 @@ impl Supervisor {
         }
         let soon = Duration::from_millis(LOOK_AGAIN_MS.into());
         let held = self.tasks.values().filter_map(|task| task.hold.pause(soon)).min().map(|pause| pause + TIMEOUT_UNIT);
-        let trial = self.trial_at.map(|at| at.saturating_duration_since(Instant::now()) + TIMEOUT_UNIT);
-        let pause = [self.spare_pause(), trial, held].into_iter().flatten().min();
+        let until = |at: Instant| at.saturating_duration_since(Instant::now()) + TIMEOUT_UNIT;
+        let (trial, give_back) = (self.trial_at.map(until), self.give_back_at.map(until));
+        let pause = [self.spare_pause(), trial, give_back, held].into_iter().flatten().min();
         pause.map_or(PollTimeout::NONE, |pause| PollTimeout::try_from(pause).expect("minutes at most"))
     }
 
