@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::event::{EVENTS_MAX, EventKind};
 use sempa_tests::crowd::{Account, Crowd};
 use sempa_tests::dice::Dice;
-use sempa_tests::footprint::{BOOKS, BOOKS_KIB_MAX, Footprint};
+use sempa_tests::footprint::{Footprint, RECORDS, RECORDS_KIB_MAX};
 use sempa_tests::vm::Settings;
 use sempa_tests::{Testbed, Vm, needs};
 use serde::{Deserialize, Serialize};
@@ -77,7 +77,7 @@ const FLAT_PART: f64 = 0.02;
 const DEVIATIONS: f64 = 3.0;
 
 /// What is kept on purpose until there is so much of it, and is judged by that.
-const KEPT: [(&str, u64); 1] = [(BOOKS, BOOKS_KIB_MAX)];
+const KEPT: [(&str, u64); 1] = [(RECORDS, RECORDS_KIB_MAX)];
 
 /// How to measure.
 #[derive(Clone, Debug)]
@@ -200,7 +200,7 @@ fn quick(plan: Plan) -> Plan {
 
 fn one_part(how: &Soak, plan: &Plan) -> Result<Part> {
     // They would grow up to that for longer than the run.
-    let short_logs = ("PVMDLOGMAX", "4000");
+    let short_logs = ("PVMDLOGMAX", "3500");
     let bed = Testbed::with_env(plan.hosts, Some(&how.prefix), &[short_logs])?;
     let env = vec![(short_logs.0.to_string(), short_logs.1.to_string())];
     let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm".into()), env, ..Settings::default() })?;
@@ -428,13 +428,13 @@ mod tests {
 
     #[test]
     fn what_is_kept_on_purpose_may_rise_up_to_its_limit_and_no_further() {
-        let of_books = |value: fn(usize) -> u64| {
+        let of_records = |value: fn(usize) -> u64| {
             let mut looks = looks(value);
-            looks.iter_mut().for_each(|look| look.figures[0].0 = BOOKS.to_string());
+            looks.iter_mut().for_each(|look| look.figures[0].0 = RECORDS.to_string());
             trends(&looks, 200).remove(0).flat
         };
-        assert!(of_books(|i| 1000 + 5 * i as u64));
-        assert!(!of_books(|i| BOOKS_KIB_MAX - 19 + i as u64));
+        assert!(of_records(|i| 1000 + 5 * i as u64));
+        assert!(!of_records(|i| RECORDS_KIB_MAX - 19 + i as u64));
     }
 
     #[test]

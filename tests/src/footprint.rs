@@ -11,10 +11,10 @@ pub const KINDS: [&str; 6] = ["master", "daemons", "taskers", "resource manager"
 /// The kind of processes that the virtual machine does not bring itself.
 pub const TASKS: usize = KINDS.len() - 1;
 
-/// What the resource manager's books are called in tables.
-pub const BOOKS: &str = "books: KiB";
-/// And how large they may get.
-pub const BOOKS_KIB_MAX: u64 = pvm_rm::store::file::FILE_BYTES_MAX >> 10;
+/// What is kept on record is called so in tables.
+pub const RECORDS: &str = "records: KiB";
+/// And how large it may get: the resource manager's books, and two files of committed moves of a mebibyte each.
+pub const RECORDS_KIB_MAX: u64 = (pvm_rm::store::file::FILE_BYTES_MAX >> 10) + 2 * 1024;
 
 /// Processes of one kind together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,8 +38,8 @@ pub struct Footprint {
     pub files: u64,
     /// Their bytes on the disk, in KiB, but for the next.
     pub files_kib: u64,
-    /// The resource manager's books, which are kept up to their limits.
-    pub books_kib: u64,
+    /// The resource manager's books and the record of committed moves, which are kept up to their limits.
+    pub records_kib: u64,
     /// The same of the store of checkpoints.
     pub store_kib: u64,
 }
@@ -54,9 +54,9 @@ impl Footprint {
                 kinds.insert(pid, kind_of(host, &line));
             }
             for (path, kib) in host_files(host) {
-                let is_books = path.extension().is_some_and(|ending| ending == "redb");
+                let is_record = path.extension().is_some_and(|ending| ending == "redb") || path.ends_with("moves");
                 seen.files += 1;
-                *(if is_books { &mut seen.books_kib } else { &mut seen.files_kib }) += kib;
+                *(if is_record { &mut seen.records_kib } else { &mut seen.files_kib }) += kib;
             }
         }
         for (pid, kind) in kinds {
@@ -90,7 +90,7 @@ impl Footprint {
         }
         all.push(("files of daemons".to_string(), self.files));
         all.push(("files of daemons: KiB".to_string(), self.files_kib));
-        all.push((BOOKS.to_string(), self.books_kib));
+        all.push((RECORDS.to_string(), self.records_kib));
         all.push(("store: KiB".to_string(), self.store_kib));
         all
     }
