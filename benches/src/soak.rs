@@ -226,10 +226,8 @@ fn checkpointed_job(vm: &Vm<'_>, every: &str) -> Result<String> {
 }
 
 fn measure(vm: &Vm<'_>, plan: &Plan, hosts: &[&str]) -> Result<Part> {
-    let reach = plan.reach.to_string();
-    let words = [Some("-k"), Some(&*reach), plan.gives_back.then_some("-g")];
-    let words: Vec<&str> = words.into_iter().flatten().collect();
-    let mut crowd = Crowd::start_with(vm, plan.tasks, &words, hosts)?;
+    let options: &[&str] = if plan.gives_back { &["-g"] } else { &[] };
+    let mut crowd = Crowd::start(vm, plan.tasks, plan.reach, options, hosts)?;
     let mut dice = Dice::new(61);
     if plan.run_in {
         (0..plan.tasks).try_for_each(|who| crowd.move_to_another(vm, &mut dice, who))?;

@@ -6,6 +6,7 @@
 //! * [`engine`]: the contract of whatever dumps and restores processes.
 //! * [`criu`]: the engine that works for any process.
 //! * [`facts`]: what a task is and holds, and whether a host can take it.
+//! * [`heap`]: what moves leave behind in the allocator.
 //! * [`rights`]: what a process may do, given up.
 //! * [`state`]: what a program has written that checkpoints itself.
 //! * [`status`]: what the kernel tells of a process.
@@ -16,6 +17,7 @@ pub mod carried;
 pub mod criu;
 pub mod engine;
 pub mod facts;
+pub mod heap;
 pub mod protocol;
 pub mod rights;
 pub mod state;

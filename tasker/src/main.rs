@@ -31,6 +31,7 @@ mod workers;
 mod written;
 
 use anyhow::{Context, bail};
+use checkpoint::heap;
 use checkpoint::rights::{self, Capability};
 use nix::sys::signal::{SigHandler, Signal};
 use std::fs::File;
@@ -90,7 +91,7 @@ fn run() -> anyhow::Result<()> {
     }
     let fd: i32 = fd.parse().with_context(|| format!("{fd:?} is not the number of a descriptor"))?;
     open_standard_descriptors()?;
-    sys::keep_little_memory();
+    heap::keep_in_few_places();
     let socket = sys::inherited(fd).with_context(|| format!("there is no descriptor {fd} to talk to the daemon on"))?;
     quiet_signals()?;
     rights::keep_only(rights::set(&NEEDED)).context("cannot give up rights")?;

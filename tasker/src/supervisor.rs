@@ -10,6 +10,7 @@ use crate::moves::{EngineState, Moves};
 use crate::namespace::{Namespace, Spare};
 use crate::sys::{self, Inherited, StartGuard};
 use crate::task::{self, EXEC_ALLOWED, HELD_SIGNALS_MAX, Output, Phase, Task};
+use checkpoint::heap;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal, kill};
@@ -176,7 +177,7 @@ impl Supervisor {
                 self.begin_trial_once();
             }
             if self.give_back_at.take_if(|at| *at <= Instant::now()).is_some() {
-                sys::give_back_freed_memory();
+                heap::give_back_freed();
             }
             self.look_at_leftovers();
             self.look_at_stopping();

@@ -31,8 +31,6 @@ use std::time::{Duration, Instant};
 
 /// Stack of a new process until it is its program: it makes a few calls of the system there.
 const CHILD_STACK_BYTES: usize = 32 << 10;
-/// Places in which the allocator keeps what was freed, not one for each of the threads that drive engines and read images.
-const PLACES: libc::c_int = 2;
 /// The highest signal.
 const SIGNAL_MAX: i32 = 64;
 /// Words of the kernel's form of a signal's action.
@@ -41,19 +39,6 @@ const SIGACTION_WORDS: usize = 4;
 const WAITING_LOOK: Duration = Duration::from_micros(100);
 /// No descriptor.
 const NO_FD: RawFd = -1;
-
-/// Has the allocator keep what is freed in few places: what they hold every init that is made later holds as well.
-pub(crate) fn keep_little_memory() {
-    // SAFETY: the call changes a number in the allocator, under its own lock.
-    unsafe { libc::mallopt(libc::M_ARENA_MAX, PLACES) };
-}
-
-/// Gives the kernel back what the allocator keeps, also between what is in use: a tasker that has seen many moves would hold
-/// several times what it needs.
-pub(crate) fn give_back_freed_memory() {
-    // SAFETY: the call takes a number; the allocator works under its own locks.
-    unsafe { libc::malloc_trim(0) };
-}
 
 /// A process just made.
 #[derive(Debug)]

@@ -64,22 +64,14 @@ impl Account {
 
 impl Crowd {
     /// Starts `count` workers on the hosts in turn, each of which talks to `2 * reach` others (all, if `reach` is 0), and
-    /// waits until all talk. The program is compiled first.
+    /// waits until all talk. The program is compiled first; `options` are further ones of it.
     ///
     /// # Errors
     /// They do not begin.
-    pub fn start(vm: &Vm<'_>, count: usize, reach: usize, hosts: &[&str]) -> Result<Crowd> {
-        Crowd::start_with(vm, count, &["-k", &reach.to_string()], hosts)
-    }
-
-    /// The same with other options of the program.
-    ///
-    /// # Errors
-    /// They do not begin.
-    pub fn start_with(vm: &Vm<'_>, count: usize, words: &[&str], hosts: &[&str]) -> Result<Crowd> {
+    pub fn start(vm: &Vm<'_>, count: usize, reach: usize, options: &[&str], hosts: &[&str]) -> Result<Crowd> {
         let program = vm.program("all_to_all")?;
         let mut command = vm.command(vm.bed().host(1), program);
-        command.args(["-n", &count.to_string(), "-r", "2000"]).args(words).args(hosts);
+        command.args(["-n", &count.to_string(), "-k", &reach.to_string(), "-r", "2000"]).args(options).args(hosts);
         let director = Running::start(command, Stdio::piped())?;
         let workers = eventually(LONG, || {
             let out = director.out_so_far().map_err(|error| error.to_string())?;

@@ -45,7 +45,7 @@ fn finish(vm: &Vm<'_>, crowd: Crowd) {
 /// All workers begin on `hosts`, and are moved among those that there are, one after the other, each when all have their
 /// routes again.
 fn moved_with_routes(vm: &Vm<'_>, hosts: &[&str], to: &[&str], moves: usize) {
-    let mut crowd = Crowd::start_with(vm, WORKERS, &["-d"], hosts).sure(vm);
+    let mut crowd = Crowd::start(vm, WORKERS, 0, &["-d"], hosts).sure(vm);
     let mut had = crowd.have_routes(&EVERYBODY, &HashMap::new()).sure(vm);
     let mut dice = Dice::new(17);
     for number in 0..moves {
@@ -68,7 +68,7 @@ fn tasks_of_one_host_are_moved_apart_and_together_again_and_their_rings_lose_dou
 #[test]
 fn crowds_with_direct_routes_are_moved_three_at_a_time_and_every_message_comes_once() {
     with_hosts(3, |vm, hosts| {
-        let mut crowd = Crowd::start_with(vm, 2 * WORKERS, &["-d", "-k", "2"], hosts).sure(vm);
+        let mut crowd = Crowd::start(vm, 2 * WORKERS, 2, &["-d"], hosts).sure(vm);
         let mut dice = Dice::new(23);
         for _ in 0..times(4, 12) {
             crowd.move_some(vm, &mut dice, 3).sure(vm);
@@ -83,7 +83,7 @@ fn crowds_with_direct_routes_are_moved_three_at_a_time_and_every_message_comes_o
 fn guests_with_rings_and_direct_routes_are_stopped_moved_and_go_on_and_every_message_comes_once() {
     with_hosts(2, |vm, hosts| {
         let mut owner = Speaker::new(vm, vm.bed().host(2), env!("CARGO_BIN_EXE_owner-speaks"));
-        let mut crowd = Crowd::start_with(vm, WORKERS, &["-d"], &hosts[1..]).sure(vm);
+        let mut crowd = Crowd::start(vm, WORKERS, 0, &["-d"], &hosts[1..]).sure(vm);
         crowd.have_routes(&EVERYBODY, &HashMap::new()).sure(vm);
         let mut dice = Dice::new(29);
         for number in 0..times(4, 16) {

@@ -33,7 +33,7 @@ fn counts(footprint: &Footprint) -> Vec<(&'static str, [u64; 2])> {
 
 /// Has tasks talk and moves them, some at the same time and so often.
 fn moved(vm: &Vm, rounds: &[(usize, usize)], dice: &mut Dice) {
-    let mut crowd = Crowd::start(vm, WORKERS, REACH, &HOSTS).sure(vm);
+    let mut crowd = Crowd::start(vm, WORKERS, REACH, &[], &HOSTS).sure(vm);
     for (at_once, times) in rounds {
         for _ in 0..*times {
             crowd.move_some(vm, dice, *at_once).sure(vm);

@@ -1,23 +1,63 @@
 //! The event log of the virtual machine, kept by the master.
+//!
+//! Entries are kept as they travel, thousands in one piece of memory: as values each would hold its texts for hours between the
+//! messages and images that come and go, and so keep pages from the kernel that are free but for a few bytes.
 
 use super::Machine;
 use bytes::Bytes;
 use sempa_proto::event::{EVENTS_MAX, Event, EventKind};
+use sempa_proto::frame::{FRAME_BYTES_MAX, from_bytes, to_bytes};
 use sempa_proto::host::HostMsg;
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::task::{Reply, ToTask};
-use sempa_proto::{HostId, Message, Micros, PvmError, RequestId, Tid, frame};
+use sempa_proto::{HostId, Message, Micros, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Tasks that get every new event, at most.
 pub(super) const SUBSCRIBERS_MAX: usize = 1024;
-/// Events in one reply at most, so that it fits a frame.
+/// Events in one reply at most.
 const EVENTS_PER_REPLY_MAX: u32 = 8192;
+/// Bytes of all that is kept at most, so that each reply fits a frame; the oldest entries go first.
+const EVENTS_BYTES_MAX: usize = FRAME_BYTES_MAX / 2;
+/// Bytes of one entry at most. A spawn of as many tasks as there may be has a fifth of that.
+const EVENT_BYTES_MAX: usize = 1 << 20;
+/// Entries that are kept and thrown away together have so many bytes at most, if it is not a single one.
+const BLOCK_BYTES: usize = 64 << 10;
+/// There is room for so many from the beginning.
+const BLOCK_ENTRIES: usize = 512;
+
+/// Entries one after the other.
+#[derive(Debug)]
+struct Block {
+    /// The number of the first.
+    first: u64,
+    bytes: Vec<u8>,
+    /// Where each ends.
+    ends: Vec<usize>,
+}
+
+impl Block {
+    fn new(first: u64) -> Block {
+        Block { first, bytes: Vec::with_capacity(BLOCK_BYTES), ends: Vec::with_capacity(BLOCK_ENTRIES) }
+    }
+
+    fn push(&mut self, entry: &[u8]) {
+        self.bytes.extend_from_slice(entry);
+        self.ends.push(self.bytes.len());
+    }
+
+    fn entry(&self, number: u64) -> Option<&[u8]> {
+        let at = usize::try_from(number.checked_sub(self.first)?).ok()?;
+        let begin = at.checked_sub(1).map_or(0, |before| self.ends[before]);
+        self.bytes.get(begin..*self.ends.get(at)?)
+    }
+}
 
 /// The log and those who follow it.
 #[derive(Debug, Default)]
 pub(super) struct EventLog {
-    kept: VecDeque<Event>,
+    kept: VecDeque<Block>,
+    bytes: usize,
     last: u64,
     subscribers: BTreeMap<Tid, (i32, i32)>,
 }
@@ -25,9 +65,22 @@ pub(super) struct EventLog {
 impl EventLog {
     /// Entries from a number on, oldest first.
     pub(super) fn since(&self, from: u64, limit: u32) -> Vec<Event> {
-        let first = self.kept.front().map_or(1, |e| e.number);
-        let skip = usize::try_from(from.saturating_sub(first)).unwrap_or(usize::MAX);
-        self.kept.iter().skip(skip).take(limit.min(EVENTS_PER_REPLY_MAX) as usize).cloned().collect()
+        let from = from.max(self.oldest());
+        let numbers = from..=self.last.min(from.saturating_add(u64::from(limit.min(EVENTS_PER_REPLY_MAX))) - 1);
+        let event = |packed| from_bytes(packed).expect("it was packed here");
+        numbers.filter_map(|number| self.packed(number)).map(event).collect()
+    }
+
+    /// The number of the oldest entry.
+    fn oldest(&self) -> u64 {
+        let first = self.kept.front().map_or(1, |block| block.first);
+        first.max((self.last + 1).saturating_sub(EVENTS_MAX as u64))
+    }
+
+    /// An entry as it travels.
+    fn packed(&self, number: u64) -> Option<&[u8]> {
+        let block = self.kept.partition_point(|block| block.first <= number).checked_sub(1)?;
+        self.kept[block].entry(number).filter(|_| number >= self.oldest())
     }
 
     /// The task gets nothing more.
@@ -40,20 +93,31 @@ impl EventLog {
         self.subscribers.keys().copied().collect()
     }
 
-    fn append(&mut self, host: HostId, at: Micros, kind: EventKind) -> Event {
-        self.last += 1;
-        let event = Event { number: self.last, at, host, kind };
-        if self.kept.len() >= EVENTS_MAX {
-            self.kept.pop_front();
+    /// The number that the entry has got.
+    fn append(&mut self, host: HostId, at: Micros, kind: EventKind) -> Result<u64, String> {
+        let number = self.last + 1;
+        let packed = to_bytes(&Event { number, at, host, kind }).map_err(|why| why.to_string())?;
+        if packed.len() > EVENT_BYTES_MAX {
+            return Err(format!("it has {} bytes, {EVENT_BYTES_MAX} at most", packed.len()));
         }
-        self.kept.push_back(event.clone());
-        event
+        if self.kept.back().is_none_or(|block| block.bytes.len() + packed.len() > BLOCK_BYTES) {
+            self.kept.push_back(Block::new(number));
+        }
+        self.kept.back_mut().expect("there is one").push(&packed);
+        self.bytes += packed.len();
+        self.last = number;
+        self.throw_away();
+        Ok(number)
     }
-}
 
-fn pack(event: &Event) -> Result<Bytes, String> {
-    let bytes = frame::to_bytes(event);
-    bytes.map(Bytes::from).map_err(|why| format!("event {} could not be sent: {why}", event.number))
+    /// Blocks of which nothing is kept any more.
+    fn throw_away(&mut self) {
+        let oldest = self.oldest();
+        while self.kept.get(1).is_some_and(|next| next.first <= oldest || self.bytes > EVENTS_BYTES_MAX) {
+            let gone = self.kept.pop_front().expect("there are two");
+            self.bytes -= gone.bytes.len();
+        }
+    }
 }
 
 impl Machine {
@@ -78,38 +142,24 @@ impl Machine {
         let Some(master) = &mut self.master else { return };
         master.keeping.happened(now, host, &kind, by_itself);
         let news = super::news::is_news(&kind);
-        let event = master.events.append(host, at, kind);
-        let followers = master.events.followers();
-        let mut body = None;
-        for dst in followers {
+        let number = match master.events.append(host, at, kind) {
+            Ok(number) => number,
+            Err(why) => return self.log(format!("an entry for the event log from host {host} is left out: {why}")),
+        };
+        for dst in master.events.followers() {
             if news && self.hears_later(dst) {
-                self.event_later(dst, event.number);
-                continue;
-            }
-            let body = match body.get_or_insert_with(|| pack(&event)) {
-                Ok(body) => body.clone(),
-                Err(why) => return self.log(why.clone()),
-            };
-            if let Some(item) = self.to_follower(dst, body) {
+                self.event_later(dst, number);
+            } else if let Some(item) = self.told_event(dst, number) {
                 self.deliver(dst, item);
             }
         }
     }
 
     /// An entry of the log for one who follows it; `None` if the log has it no more, or nobody does.
-    pub(super) fn told_event(&mut self, dst: Tid, number: u64) -> Option<ToTask> {
-        let event = self.master.as_ref()?.events.since(number, 1).pop().filter(|event| event.number == number)?;
-        match pack(&event) {
-            Ok(body) => self.to_follower(dst, body),
-            Err(why) => {
-                self.log(why);
-                None
-            }
-        }
-    }
-
-    fn to_follower(&self, dst: Tid, body: Bytes) -> Option<ToTask> {
-        let (ctx, tag) = *self.master.as_ref()?.events.subscribers.get(&dst)?;
+    pub(super) fn told_event(&self, dst: Tid, number: u64) -> Option<ToTask> {
+        let events = &self.master.as_ref()?.events;
+        let body = Bytes::copy_from_slice(events.packed(number)?);
+        let (ctx, tag) = *events.subscribers.get(&dst)?;
         let message = Message { src: self.source_for(dst), dst, ctx, tag, wid: 0, enc: DSIG_X86_64, body };
         Some(ToTask::Deliver { message, after: None })
     }
@@ -124,5 +174,57 @@ impl Machine {
         }
         subscribers.insert(tid, (ctx, tag));
         self.reply(tid, id, Reply::Done);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn said(text: &str) -> EventKind {
+        EventKind::Note { text: text.to_string() }
+    }
+
+    fn numbers(log: &EventLog, from: u64, limit: u32) -> Vec<u64> {
+        log.since(from, limit).iter().map(|event| event.number).collect()
+    }
+
+    #[test]
+    fn the_log_gives_back_what_was_told_and_the_oldest_entries_go_first() {
+        let mut log = EventLog::default();
+        assert!(log.since(0, 10).is_empty() && log.since(u64::MAX, u32::MAX).is_empty());
+        let all = EVENTS_MAX as u64 + 10_000;
+        for number in 1..=all {
+            let at = Micros::from_secs(number);
+            assert_eq!(log.append(HostId::MASTER, at, said(&number.to_string())), Ok(number));
+        }
+        let oldest = all - EVENTS_MAX as u64 + 1;
+        assert_eq!(numbers(&log, 0, 2), [oldest, oldest + 1]);
+        assert_eq!(numbers(&log, all - 1, 10), [all - 1, all]);
+        assert!(numbers(&log, all + 1, 10).is_empty() && numbers(&log, oldest, 0).is_empty());
+        assert_eq!(log.since(0, u32::MAX).len(), EVENTS_PER_REPLY_MAX as usize);
+        for event in log.since(oldest + 700, 3000) {
+            let (number, at, kind) = (event.number, event.at, event.kind);
+            assert_eq!((at, kind), (Micros::from_secs(number), said(&number.to_string())));
+        }
+        assert_eq!((log.packed(oldest - 1), log.packed(all + 1), log.packed(0)), (None, None, None));
+        let kept: usize = log.kept.iter().map(|block| block.ends.len()).sum();
+        let of_oldest = log.kept[0].ends.len();
+        assert!((EVENTS_MAX..EVENTS_MAX + of_oldest).contains(&kept), "{kept} entries are kept");
+    }
+
+    #[test]
+    fn long_entries_are_kept_up_to_so_many_bytes_and_one_that_is_too_long_is_refused_and_has_no_number() {
+        let mut log = EventLog::default();
+        let (long, too_long) = ("x".repeat(EVENT_BYTES_MAX - 100), "x".repeat(EVENT_BYTES_MAX + 1));
+        let fit = (EVENTS_BYTES_MAX / long.len()) as u64;
+        for number in 1..=fit + 20 {
+            assert_eq!(log.append(HostId::MASTER, Micros(0), said(&long)), Ok(number));
+            assert!(log.append(HostId::MASTER, Micros(0), said(&too_long)).is_err());
+        }
+        let kept = numbers(&log, 0, u32::MAX);
+        assert!(log.bytes <= EVENTS_BYTES_MAX, "{} bytes", log.bytes);
+        assert!(kept.len() as u64 >= fit - 1 && kept.last() == Some(&(fit + 20)), "{kept:?}");
+        assert!(to_bytes(&log.since(0, u32::MAX)).is_ok(), "all that is kept fits a frame");
     }
 }

@@ -17,12 +17,13 @@ use super::sets::{Sets, Whereabouts};
 use super::ssh::Ssh;
 use super::start::{Starter, StarterSettings};
 use super::states::States;
-use super::sys::{FilesLimit, keep_freed_memory, raise_files_limit};
+use super::sys::{FilesLimit, raise_files_limit};
 use super::tasker::Tasker;
 use super::world::{ARCH, DSIG, DaemonWorld, WorldSettings, library_folder, programs_folder, unix_time};
 use super::{address, local};
 use crate::machine::{Machine, MachineConfig};
 use anyhow::Context;
+use checkpoint::heap;
 use checkpoint::rights::{self, Capability};
 use checkpoint::status::Status;
 use sempa_proto::place::Place;
@@ -38,6 +39,8 @@ use tokio::sync::mpsc;
 /// Threads for disks that have nothing to do end after this. Work goes round among those that are there, so that with the usual ten
 /// seconds a checkpoint a second would keep as many as were ever needed at once.
 const DISK_THREADS_KEPT_FOR: Duration = Duration::from_secs(2);
+/// Freed memory that the allocator keeps at its end, and the size of what it gets from the kernel piece by piece.
+const KEPT_BYTES: i32 = 32 << 20;
 
 /// Which of the two kinds of daemon.
 pub(crate) enum Role {
@@ -103,7 +106,8 @@ pub(crate) fn run(setup: Setup, announce: impl FnOnce(Standing) -> anyhow::Resul
     let bytes_max = variable("PVMDLOGMAX").and_then(|v| v.parse().ok()).unwrap_or(log::LOG_BYTES_MAX);
     let (log, log_thread) = log::open(&log_path, setup.host, bytes_max)
         .with_context(|| format!("cannot write the log {}", log_path.display()))?;
-    keep_freed_memory();
+    heap::keep_in_few_places();
+    heap::keep_freed(KEPT_BYTES);
     sempa_socket::take_short_turns();
     // One thread for the loop and all streams: what comes in goes out again without waking another thread, which
     // would cost more than all the rest. Disks have threads of their own.

@@ -15,12 +15,13 @@ use super::place::HeldPlace;
 use super::sets::{Sets, write_part};
 use super::start::Starter;
 use super::states::States;
-use super::sys::{give_back_freed_memory, signal_process};
+use super::sys::signal_process;
 use super::tasker::Tasker;
 use super::vigil::Vigil;
 use super::world::DaemonWorld;
 use crate::machine::{ConnId, Event, Machine, Output, World};
 use bytes::Bytes;
+use checkpoint::heap;
 use sempa_proto::frame::encode_control;
 use sempa_proto::host::Carried;
 use sempa_proto::task::ToTask;
@@ -405,7 +406,7 @@ impl Driver {
         }
         self.parts.net.tick();
         if self.gave_back.elapsed() >= GIVE_BACK_EVERY && self.parts.images.gives_back() {
-            give_back_freed_memory();
+            heap::give_back_freed();
             self.gave_back = Instant::now();
         }
         if self.master_until.take_if(|until| *until < Instant::now()).is_some() {

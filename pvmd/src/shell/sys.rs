@@ -14,12 +14,6 @@ use std::process::Command;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// Freed memory that the allocator keeps at its end, and the size of what it gets from the kernel piece by piece.
-const KEPT_BYTES: libc::c_int = 32 << 20;
-/// Places in which the allocator keeps so much: one for the daemon's own thread, one for all that read and write files. With
-/// its usual number, eight for each processor, a daemon that had passed on some hundred images held 130 MB.
-const PLACES: libc::c_int = 2;
-
 /// The priority of a thread that a stopped task waits for: above all that is ordinary, below the engine.
 const HURRY_NICE: libc::c_int = -10;
 
@@ -168,24 +162,6 @@ impl Socket for UdpSocket {
 impl Socket for UnixStream {
     fn again(&self) -> io::Result<UnixStream> {
         self.try_clone()
-    }
-}
-
-/// Gives the kernel back what the allocator keeps, also between what is in use: moves leave memory of many sizes behind, and a
-/// daemon that has seen many of them would hold several times what it needs.
-pub(crate) fn give_back_freed_memory() {
-    // SAFETY: the call takes a number; the allocator works under its own locks.
-    unsafe { libc::malloc_trim(0) };
-}
-
-/// Has the allocator keep what is freed up to [`KEPT_BYTES`] and serve larger buffers from it: a daemon under load would
-/// get its buffers from the kernel, page by page and zeroed, and give them back, many times a second.
-pub(crate) fn keep_freed_memory() {
-    let settings =
-        [(libc::M_MMAP_THRESHOLD, KEPT_BYTES), (libc::M_TRIM_THRESHOLD, KEPT_BYTES), (libc::M_ARENA_MAX, PLACES)];
-    for (setting, value) in settings {
-        // SAFETY: the call changes a number in the allocator, under its own lock.
-        unsafe { libc::mallopt(setting, value) };
     }
 }
 

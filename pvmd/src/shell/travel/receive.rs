@@ -1,0 +1,159 @@
+//! What is made of the files that come.
+
+use super::super::bulk::Incoming;
+use super::super::zeros::{self, Part};
+use super::{MARK, Mark, OPEN_FILES_MAX, PIECE, io_failure};
+use sempa_proto::frame::from_bytes;
+use sempa_proto::migration::Failure;
+use std::collections::BTreeMap;
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// Files of one move at most.
+const IMAGE_FILES_MAX: u32 = 65_536;
+/// Bytes of one move at most.
+const IMAGE_BYTES_MAX: u64 = 1 << 42;
+/// Bytes of a file name at most (NAME_MAX).
+const NAME_BYTES_MAX: usize = 255;
+/// How often a directory may be begun anew: more often than a dump is tried where many are in each other's way.
+pub(super) const ANEW_MAX: u32 = 256;
+
+/// A file being written.
+struct Open {
+    file: File,
+    path: PathBuf,
+    bytes: u64,
+}
+
+impl Open {
+    fn take(&mut self, part: Part<'_>) -> io::Result<()> {
+        self.bytes += part.length() as u64;
+        match part {
+            Part::Bytes(bytes) => self.file.write_all(bytes),
+            Part::Zeros(_) => self.file.seek(SeekFrom::Start(self.bytes)).map(|_| ()),
+        }
+    }
+}
+
+/// Writes what comes into a new directory.
+struct Receiver<'a> {
+    dir: &'a Path,
+    open: BTreeMap<u32, Open>,
+    written: Vec<PathBuf>,
+    files: u32,
+    bytes: u64,
+    anew: u32,
+}
+
+/// Writes what comes into the new directory `dir` and checks it; the number of bytes.
+pub(in crate::shell) fn receive<R: Read>(dir: &Path, incoming: &mut Incoming<R>) -> Result<u64, Failure> {
+    match DirBuilder::new().mode(0o700).create(dir) {
+        Err(e) if e.kind() == ErrorKind::AlreadyExists && is_empty_dir(dir) => {}
+        made => made.map_err(io_failure("make", dir))?,
+    }
+    let mut receiver = Receiver { dir, open: BTreeMap::new(), written: Vec::new(), files: 0, bytes: 0, anew: 0 };
+    loop {
+        let record = incoming.next().map_err(|e| match e.kind() {
+            ErrorKind::UnexpectedEof => wrong("the transfer ended in the middle"),
+            _ => Failure::Images(format!("the transfer broke off: {e}")),
+        })?;
+        match record.split_first() {
+            Some((&PIECE, rest)) => receiver.piece(rest)?,
+            Some((&MARK, rest)) => {
+                let mark = from_bytes(rest).map_err(|e| Failure::Images(e.to_string()))?;
+                if let Some(bytes) = receiver.mark(mark)? {
+                    return Ok(bytes);
+                }
+            }
+            _ => return Err(wrong("something came that is no piece of a file")),
+        }
+    }
+}
+
+pub(super) fn wrong(what: &str) -> Failure {
+    Failure::Images(what.to_string())
+}
+
+impl Receiver<'_> {
+    fn piece(&mut self, piece: &[u8]) -> Result<(), Failure> {
+        let (number, content) = piece.split_first_chunk().ok_or_else(|| wrong("a piece without a file"))?;
+        let number = u32::from_le_bytes(*number);
+        let to = self.open.get_mut(&number).ok_or_else(|| wrong("bytes came outside of a file"))?;
+        for part in zeros::parts(content) {
+            let part = part.map_err(|_| wrong("a piece came that is not whole"))?;
+            self.bytes += part.length() as u64;
+            if self.bytes > IMAGE_BYTES_MAX {
+                return Err(Failure::Images(format!("more than {IMAGE_BYTES_MAX} bytes came, the limit")));
+            }
+            to.take(part).map_err(io_failure("write", &to.path))?;
+        }
+        Ok(())
+    }
+
+    /// Takes a mark; the number of bytes, if it was the last one.
+    fn mark(&mut self, mark: Mark) -> Result<Option<u64>, Failure> {
+        match mark {
+            Mark::File { number, name } => {
+                if number != self.files || number >= IMAGE_FILES_MAX || self.open.len() >= OPEN_FILES_MAX {
+                    let open = self.open.len();
+                    return Err(Failure::Images(format!(
+                        "file {number} is not the next, or over the limit ({open} open)"
+                    )));
+                }
+                let open = create(self.dir, &name)?;
+                self.files += 1;
+                self.written.push(open.path.clone());
+                self.open.insert(number, open);
+            }
+            Mark::FileEnd { number, bytes } => {
+                let done = self.open.remove(&number).ok_or_else(|| wrong("a file ended that did not begin"))?;
+                if done.bytes != bytes {
+                    let (path, came) = (done.path.display(), done.bytes);
+                    return Err(Failure::Images(format!("{came} bytes of {path} came, {bytes} were sent")));
+                }
+                // It may end with a hole.
+                done.file.set_len(bytes).map_err(io_failure("write", &done.path))?;
+            }
+            Mark::Anew => {
+                self.anew += 1;
+                if self.anew > ANEW_MAX {
+                    return Err(Failure::Images(format!("begun anew more than {ANEW_MAX} times, the limit")));
+                }
+                self.open.clear();
+                for path in self.written.drain(..) {
+                    std::fs::remove_file(&path).map_err(io_failure("remove", &path))?;
+                }
+                (self.files, self.bytes) = (0, 0);
+            }
+            Mark::End { files, bytes } => {
+                let (own_files, own_bytes) = (self.files, self.bytes);
+                if !self.open.is_empty() || (own_files, own_bytes) != (files, bytes) {
+                    let text = format!("{own_files} files of {own_bytes} bytes came, {files} of {bytes} were sent");
+                    return Err(Failure::Images(text));
+                }
+                return Ok(Some(bytes));
+            }
+        }
+        Ok(None)
+    }
+}
+
+fn is_empty_dir(dir: &Path) -> bool {
+    let real = std::fs::symlink_metadata(dir).is_ok_and(|m| m.is_dir());
+    real && std::fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_none())
+}
+
+/// A new file of a plain name.
+fn create(dir: &Path, name: &str) -> Result<Open, Failure> {
+    let plain =
+        !name.is_empty() && name.len() <= NAME_BYTES_MAX && !name.contains(['/', '\0']) && name != "." && name != "..";
+    if !plain {
+        return Err(Failure::Images(format!("{name:?} is not a plain file name")));
+    }
+    let path = dir.join(name);
+    let file =
+        OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(io_failure("make", &path))?;
+    Ok(Open { file, path, bytes: 0 })
+}

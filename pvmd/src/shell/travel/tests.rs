@@ -1,0 +1,344 @@
+//! Both ends on one wire.
+
+use super::super::bulk::{Incoming, Keys, Outgoing};
+use super::super::rate::Rate;
+use super::receive::{ANEW_MAX, wrong};
+use super::send::LOOK_EVERY;
+use super::*;
+use std::fs::{File, OpenOptions};
+use std::io::{Cursor, Read, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::time::Duration;
+
+/// Bytes of the head of a record and of its tag.
+const AROUND: usize = 20;
+
+/// Two directories of this test alone, of which the second is still to be made.
+fn scratch(name: &str) -> (PathBuf, PathBuf, PathBuf) {
+    let root = std::env::temp_dir().join(format!("pvmd-travel-{name}-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&root);
+    std::fs::create_dir_all(root.join("from")).expect("a scratch directory");
+    (root.clone(), root.join("from"), root.join("to"))
+}
+
+/// What is sent for a directory, and how many bytes of files that says it is.
+fn sent(from: &Path) -> (Vec<u8>, u64) {
+    let progress = Progress::default();
+    progress.turn(State::Complete);
+    let (mut wire, rate) = (Vec::new(), Rate::default());
+    let bytes =
+        Sender::new(from, Outgoing::new(&mut wire, Keys::for_test(1).out), &rate).send(&progress).expect("sent");
+    (wire, bytes.bytes)
+}
+
+fn received(to: &Path, wire: impl Read) -> Result<u64, Failure> {
+    receive(to, &mut Incoming::new(wire, Keys::for_test(1).out))
+}
+
+/// The records of what was sent.
+fn records(mut wire: &[u8]) -> Vec<&[u8]> {
+    let mut all = Vec::new();
+    while let Some(head) = wire.first_chunk::<4>() {
+        let (record, rest) = wire.split_at(u32::from_le_bytes(*head) as usize + AROUND);
+        all.push(record);
+        wire = rest;
+    }
+    all
+}
+
+/// Sends these marks and pieces, in good records.
+fn said(what: &[Result<Mark, (u32, usize)>]) -> Vec<u8> {
+    let (mut wire, rate) = (Vec::new(), Rate::default());
+    let mut sender = Sender::new(Path::new("/"), Outgoing::new(&mut wire, Keys::for_test(1).out), &rate);
+    for one in what {
+        match one {
+            Ok(mark) => sender.mark(mark).expect("sent"),
+            Err((number, bytes)) => {
+                let fill = |room: &mut [u8]| {
+                    room.fill(7);
+                    Ok::<(), Failure>(())
+                };
+                let front = [&[PIECE][..], &number.to_le_bytes()].concat();
+                sender.out.send_packed(&front, *bytes, fill, |_| ()).expect("filled").expect("sent");
+            }
+        }
+    }
+    drop(sender);
+    wire
+}
+
+fn file(number: u32, name: &str) -> Result<Mark, (u32, usize)> {
+    Ok(Mark::File { number, name: name.to_string() })
+}
+
+#[test]
+fn files_arrive_as_they_were_sent() {
+    let (root, from, to) = scratch("whole");
+    let big: Vec<u8> = (0..3 * PIECE_BYTES + 17).map(|i| (i % 251) as u8).collect();
+    std::fs::write(from.join("pages-1.img"), &big).expect("writable");
+    std::fs::write(from.join("empty.img"), "").expect("writable");
+    let (wire, bytes) = sent(&from);
+    assert_eq!((bytes, received(&to, &wire[..])), (big.len() as u64, Ok(bytes)));
+    assert_eq!(std::fs::read(to.join("pages-1.img")).expect("there"), big);
+    assert_eq!(std::fs::read(to.join("empty.img")).expect("there"), b"");
+    std::fs::remove_dir_all(root).expect("ours");
+}
+
+#[test]
+fn zeros_are_neither_sent_nor_written_and_files_that_end_with_them_are_as_long_as_they_were() {
+    let (root, from, to) = scratch("zeros");
+    // Something at the begin, across the border of two pieces, and in front of an end in zeros.
+    let mut big = vec![0; 8 * PIECE_BYTES + 12_345];
+    big[..5000].fill(1);
+    big[3 * PIECE_BYTES - 700..3 * PIECE_BYTES + 900].fill(2);
+    big[8 * PIECE_BYTES..8 * PIECE_BYTES + 3].fill(3);
+    let something = 5000 + 1600 + 3;
+    let zeros = vec![0; 3 * PIECE_BYTES];
+    std::fs::write(from.join("pages-1.img"), &big).expect("writable");
+    std::fs::write(from.join("pages-2.img"), &zeros).expect("writable");
+    let (wire, bytes) = sent(&from);
+    assert!(wire.len() < something + 2048, "{} bytes left", wire.len());
+    assert_eq!(received(&to, &wire[..]), Ok(bytes));
+    assert_eq!(std::fs::read(to.join("pages-1.img")).expect("there"), big);
+    assert_eq!(std::fs::read(to.join("pages-2.img")).expect("there"), zeros);
+    let kept = |name: &str| std::fs::metadata(to.join(name)).expect("there").blocks() * 512;
+    assert!(kept("pages-1.img") < PIECE_BYTES as u64 && kept("pages-2.img") == 0, "there are holes");
+    std::fs::remove_dir_all(root).expect("ours");
+}
+
+#[test]
+fn what_really_leaves_is_charged_to_the_rate() {
+    let (root, from, _) = scratch("charged");
+    std::fs::write(from.join("pages-1.img"), vec![0; 64 * PIECE_BYTES]).expect("writable");
+    std::fs::write(from.join("pages-2.img"), vec![7; PIECE_BYTES]).expect("writable");
+    let progress = Progress::default();
+    progress.turn(State::Complete);
+    let rate = Rate::of(Some("1000000")).expect("a rate");
+    let sender = Sender::new(&from, Outgoing::new(io::sink(), Keys::for_test(1).out), &rate);
+    let begin = std::time::Instant::now();
+    let sent = sender.send(&progress).expect("sent");
+    // 16 MiB at this rate would take 16 s.
+    assert!(begin.elapsed() < Duration::from_secs(12), "zeros were waited for");
+    let around = 64 * 64;
+    assert!((PIECE_BYTES..PIECE_BYTES + around).contains(&(sent.left as usize)), "{sent:?}");
+    std::fs::remove_dir_all(root).expect("ours");
+}
+
+#[test]
+fn records_cannot_be_changed_left_out_exchanged_or_repeated_and_the_end_cannot_be_cut_off() {
+    let (root, from, to) = scratch("tampered");
+    std::fs::write(from.join("core.img"), [5; 1000]).expect("writable");
+    let (wire, _) = sent(&from);
+    let all = records(&wire);
+    assert_eq!(all.len(), 4, "a file begins, a piece, the file ends, the end");
+    let mut ways: Vec<Vec<usize>> = (0..all.len()).map(|cut| (0..cut).collect()).collect();
+    ways.extend([vec![0, 2, 3], vec![0, 1, 1, 2, 3], vec![1, 0, 2, 3], vec![0, 1, 3, 2], vec![3]]);
+    for order in ways {
+        let changed = order.iter().map(|at| all[*at]).collect::<Vec<_>>().concat();
+        let result = received(&to, &changed[..]);
+        assert!(matches!(result, Err(Failure::Images(_))), "{order:?}: {result:?}");
+        std::fs::remove_dir_all(&to).expect("ours");
+    }
+    for at in 0..wire.len() {
+        let mut changed = wire.clone();
+        changed[at] ^= 4;
+        let result = received(&to, &changed[..]);
+        assert!(matches!(result, Err(Failure::Images(_))), "byte {at}: {result:?}");
+        std::fs::remove_dir_all(&to).expect("ours");
+    }
+    for bytes in 0..wire.len() {
+        assert!(received(&to, &wire[..bytes]).is_err(), "cut after {bytes} bytes");
+        std::fs::remove_dir_all(&to).expect("ours");
+    }
+    std::fs::remove_dir_all(root).expect("ours");
+}
+
+#[test]
+fn a_source_that_has_the_keys_and_does_not_keep_to_the_rules_gets_an_error() {
+    let (root, _, to) = scratch("rules");
+    let end = |files, bytes| Ok(Mark::End { files, bytes });
+    let ends = |number, bytes| Ok(Mark::FileEnd { number, bytes });
+    let mut rules: Vec<Vec<Result<Mark, (u32, usize)>>> = vec![
+        vec![Err((0, 5))],
+        vec![file(1, "a.img")],
+        vec![file(0, "a.img"), file(0, "b.img")],
+        vec![file(0, "a.img"), file(1, "a.img")],
+        vec![file(0, "a.img"), Err((1, 5))],
+        vec![file(0, "a.img"), Err((0, 5)), ends(0, 4)],
+        vec![file(0, "a.img"), Err((0, 5)), ends(0, 6)],
+        vec![file(0, "a.img"), ends(0, 0), Err((0, 5))],
+        vec![ends(0, 0)],
+        vec![end(1, 0)],
+        vec![file(0, "a.img"), end(1, 0)],
+        vec![file(0, "a.img"), Err((0, 5)), ends(0, 5), end(1, 4)],
+        vec![file(0, "a.img"), Ok(Mark::Anew), Err((0, 5))],
+        (0..=ANEW_MAX).map(|_| Ok(Mark::Anew)).collect(),
+        (0..=OPEN_FILES_MAX as u32).map(|number| file(number, &format!("{number}.img"))).collect(),
+    ];
+    let names = ["", ".", "..", "../x", "a/b", "/etc/x", &"n".repeat(256)];
+    rules.extend(names.map(|name| vec![file(0, name)]));
+    for what in rules {
+        let mut wire = said(&what);
+        // What follows is cut off: nothing of that may have been waited for.
+        wire.push(0);
+        let result = received(&to, &wire[..]);
+        let middle = result == Err(wrong("the transfer ended in the middle"));
+        assert!(matches!(result, Err(Failure::Images(_) | Failure::Io(_))) && !middle, "{what:?}: {result:?}");
+        let _ = std::fs::remove_dir_all(&to);
+    }
+    std::fs::remove_dir_all(root).expect("ours");
+}
+
+#[test]
+fn a_record_that_announces_too_much_is_refused_before_it_comes() {
+    let (root, _, to) = scratch("announced");
+    let result = received(&to, &u32::MAX.to_le_bytes()[..]);
+    assert!(matches!(&result, Err(Failure::Images(why)) if why.contains("impossible length")), "{result:?}");
+    std::fs::remove_dir_all(root).expect("ours");
+}
+
+/// Holds what was written, for whoever looks meanwhile.
+#[derive(Clone, Default)]
+struct Wire(std::sync::Arc<Mutex<Vec<u8>>>);
+
+impl Write for Wire {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().expect("no panic").extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Waits until so much was sent.
+fn until(wire: &Wire, bytes: usize) {
+    let begin = std::time::Instant::now();
+    while wire.0.lock().expect("no panic").len() < bytes {
+        assert!(begin.elapsed() < Duration::from_secs(30), "what grows is not sent");
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+#[test]
+fn what_grows_is_sent_before_it_is_complete_and_a_directory_begun_anew_arrives_as_it_is_in_the_end() {
+    let content: Vec<u8> = (0..2 * PIECE_BYTES + 100).map(|i| (i % 241) as u8).collect();
+    // A directory that is begun anew may have more files, and all of that may be sent while it is written.
+    for (anew, more) in [(false, 0), (true, 5), (true, content.len())] {
+        let (root, from, to) = scratch(&format!("grows-{anew}-{more}"));
+        let (progress, wire, rate) = (Progress::default(), Wire::default(), Rate::default());
+        let result = std::thread::scope(|scope| {
+            let (out, from, of_thread, rate) = (wire.clone(), &from, &progress, &rate);
+            let sending =
+                scope.spawn(move || Sender::new(from, Outgoing::new(out, Keys::for_test(1).out), rate).send(of_thread));
+            let path = from.join("pages-1.img");
+            let mut growing = File::create(&path).expect("writable");
+            growing.write_all(&content[..PIECE_BYTES + 5]).expect("writable");
+            until(&wire, PIECE_BYTES);
+            if anew {
+                std::fs::remove_dir_all(from).expect("ours");
+                std::fs::create_dir(from).expect("a scratch directory");
+                std::fs::write(&path, b"other").expect("writable");
+                std::fs::write(from.join("pages-2.img"), &content[..more]).expect("writable");
+                until(&wire, PIECE_BYTES + more);
+            } else {
+                growing.write_all(&content[PIECE_BYTES + 5..]).expect("writable");
+            }
+            std::fs::write(from.join("core-1.img"), b"core").expect("writable");
+            progress.turn(State::Complete);
+            sending.join().expect("no panic")
+        });
+        let expected = if anew { b"other" } else { &content[..] };
+        let bytes = (expected.len() + more + 4) as u64;
+        let wire = wire.0.lock().expect("no panic").clone();
+        let ahead = if anew { more - more % PIECE_BYTES } else { PIECE_BYTES } as u64;
+        let sent = result.expect("sent");
+        assert_eq!((sent.bytes, received(&to, Cursor::new(wire))), (bytes, Ok(bytes)));
+        let in_vain = if anew { PIECE_BYTES as u64 } else { 0 };
+        assert!(sent.ahead >= ahead && sent.in_vain == in_vain, "{sent:?}");
+        assert_eq!(std::fs::read(to.join("pages-1.img")).expect("there"), expected);
+        assert_eq!(std::fs::read(to.join("core-1.img")).expect("there"), b"core");
+        if anew {
+            assert!(std::fs::read(to.join("pages-2.img")).expect("there") == content[..more], "it is as it was");
+        }
+        assert_eq!(std::fs::read_dir(&to).expect("there").count(), 2 + usize::from(anew));
+        std::fs::remove_dir_all(root).expect("ours");
+    }
+}
+
+#[test]
+fn a_file_that_was_sent_in_part_and_is_replaced_is_not_sent_as_if_it_were_whole() {
+    let (root, from, _) = scratch("replaced");
+    let (progress, wire) = (Progress::default(), Wire::default());
+    let result = std::thread::scope(|scope| {
+        let (out, from, of_thread) = (wire.clone(), &from, &progress);
+        let sending = scope.spawn(move || {
+            let rate = Rate::default();
+            Sender::new(from, Outgoing::new(out, Keys::for_test(1).out), &rate).send(of_thread)
+        });
+        let path = from.join("pages-1.img");
+        std::fs::write(&path, vec![7; PIECE_BYTES]).expect("writable");
+        until(&wire, PIECE_BYTES);
+        std::fs::remove_file(&path).expect("ours");
+        std::fs::write(&path, vec![7; PIECE_BYTES]).expect("writable");
+        progress.turn(State::Complete);
+        sending.join().expect("no panic")
+    });
+    assert!(matches!(&result, Err(Failure::Images(why)) if why.contains("pages-1.img was replaced")), "{result:?}");
+    std::fs::remove_dir_all(root).expect("ours");
+}
+
+/// Cuts a file when something was sent of it.
+struct Cuts<'a> {
+    wire: Wire,
+    path: &'a Path,
+}
+
+impl Write for Cuts<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if bytes.len() > PIECE_BYTES {
+            OpenOptions::new().write(true).open(self.path)?.set_len(7)?;
+        }
+        self.wire.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn what_grows_and_cannot_be_read_is_told_when_it_is_said_to_be_complete_and_not_before() {
+    for (state, told) in [(State::Complete, "pages-1.img"), (State::Void, "broken off")] {
+        let (root, from, _) = scratch(&format!("unread-{state:?}"));
+        let (progress, wire, path) = (Progress::default(), Wire::default(), from.join("pages-1.img"));
+        std::fs::write(&path, vec![7; 2 * PIECE_BYTES]).expect("writable");
+        let result = std::thread::scope(|scope| {
+            let (out, from, of_thread) = (Cuts { wire: wire.clone(), path: &path }, &from, &progress);
+            let sending = scope.spawn(move || {
+                let rate = Rate::default();
+                Sender::new(from, Outgoing::new(out, Keys::for_test(1).out), &rate).send(of_thread)
+            });
+            until(&wire, PIECE_BYTES);
+            progress.turn(state);
+            sending.join().expect("no panic")
+        });
+        let why = result.expect_err("it is not whole").to_string();
+        assert!(why.contains(told), "{why}");
+        std::fs::remove_dir_all(root).expect("ours");
+    }
+}
+
+#[test]
+fn a_directory_that_nobody_wants_any_more_is_sent_no_further() {
+    let (root, from, _) = scratch("void");
+    let progress = Progress::default();
+    progress.turn(State::Void);
+    progress.turn(State::Complete);
+    let result = Sender::new(&from, Outgoing::new(io::sink(), Keys::for_test(1).out), &Rate::default()).send(&progress);
+    assert!(matches!(result, Err(Failure::CalledOff(_))), "{result:?}");
+    std::fs::remove_dir_all(root).expect("ours");
+}
