@@ -7,6 +7,7 @@ use sempa_proto::event::{EVENTS_MAX, EventKind};
 use sempa_tests::crowd::{Account, Crowd};
 use sempa_tests::dice::Dice;
 use sempa_tests::footprint::{Footprint, RECORDS, RECORDS_KIB_MAX};
+use sempa_tests::run::must;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Testbed, Vm, needs};
 use serde::{Deserialize, Serialize};
@@ -23,6 +24,8 @@ struct Plan {
     /// Each task talks to so many on either side; 0: to all.
     reach: usize,
     hosts: usize,
+    /// The records are full before anything counts.
+    full: bool,
     /// Every task is moved once before anything counts: what its first move makes, and what it shared with others of its
     /// program until then, is there once.
     run_in: bool,
@@ -42,6 +45,7 @@ const CROWD: Plan = Plan {
     tasks: 61,
     reach: 2,
     hosts: 8,
+    full: true,
     run_in: true,
     gives_back: true,
     rounds: &[(1, 25), (6, 6)],
@@ -55,6 +59,7 @@ const LONG: Plan = Plan {
     tasks: 6,
     reach: 0,
     hosts: 4,
+    full: true,
     run_in: false,
     gives_back: false,
     rounds: &[(1, 10), (3, 5)],
@@ -63,6 +68,12 @@ const LONG: Plan = Plan {
     checkpoints: Some("1s"),
 };
 
+/// So many short tasks run one after the other before anything else: then the event log and the resource manager's decisions are
+/// full, as they are where a virtual machine has been used for long, and a move puts its entries in the place of others.
+const SHORT_TASKS: usize = 22_000;
+const SHORT_TASKS_AT_ONCE: usize = 40;
+/// For all of them.
+const SHORT_TASKS_TIME: Duration = Duration::from_secs(600);
 /// Before each look no task is moved for so long: daemons give memory back every five seconds.
 const SETTLE: Duration = Duration::from_secs(6);
 /// A look takes the least of what it sees so often, so long apart: what messages and checkpoints under way need for a moment is not
@@ -195,7 +206,14 @@ fn parts_of(file: &Path, how: &Soak) -> Result<Vec<Part>> {
 
 fn quick(plan: Plan) -> Plan {
     const FEW: [(usize, usize); 2] = [(1, 6), (3, 2)];
-    Plan { rounds: &FEW, times: if plan.checkpoints.is_some() { 8 } else { 1 }, look_every: 6, run_in: false, ..plan }
+    Plan {
+        rounds: &FEW,
+        times: if plan.checkpoints.is_some() { 8 } else { 1 },
+        look_every: 6,
+        full: false,
+        run_in: false,
+        ..plan
+    }
 }
 
 fn one_part(how: &Soak, plan: &Plan) -> Result<Part> {
@@ -206,6 +224,9 @@ fn one_part(how: &Soak, plan: &Plan) -> Result<Part> {
     let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm".into()), env, ..Settings::default() })?;
     let names: Vec<&str> = bed.hosts().iter().map(|host| host.name()).collect();
     vm.add(&names[1..])?;
+    if plan.full {
+        fill_records(&vm)?;
+    }
     let job = plan.checkpoints.map(|every| checkpointed_job(&vm, every)).transpose()?;
     let measured = measure(&vm, plan, &names).inspect_err(|_| eprintln!("{}", vm.logs()))?;
     if let Some(job) = job {
@@ -213,6 +234,18 @@ fn one_part(how: &Soak, plan: &Plan) -> Result<Part> {
     }
     vm.halt()?;
     Ok(measured)
+}
+
+/// Short tasks until the event log and the resource manager's decisions have thrown their first entries away.
+fn fill_records(vm: &Vm<'_>) -> Result<()> {
+    let mut command = vm.command(vm.bed().host(1), vm.program("brief")?);
+    command.args([SHORT_TASKS, SHORT_TASKS_AT_ONCE].map(|number| number.to_string()));
+    let begin = Instant::now();
+    must(command, SHORT_TASKS_TIME)?;
+    let oldest = vm.events()?.first().map_or(0, |entry| entry.number);
+    ensure!(oldest > 1, "the event log is not full after {SHORT_TASKS} short tasks");
+    eprintln!("bench soak: {SHORT_TASKS} short tasks in {:.0} s", begin.elapsed().as_secs_f64());
+    Ok(())
 }
 
 /// A job beside the tasks that are moved, with checkpoints again and again. It ends with the virtual machine.
@@ -232,9 +265,9 @@ fn measure(vm: &Vm<'_>, plan: &Plan, hosts: &[&str]) -> Result<Part> {
     if plan.run_in {
         (0..plan.tasks).try_for_each(|who| crowd.move_to_another(vm, &mut dice, who))?;
     }
-    let (begin, before) = (Instant::now(), last_event(vm)?);
+    let (begin, before) = (Instant::now(), last_event(vm, 0)?);
     let (mut moves, mut looked, mut looks, mut looking) = (0, 0, Vec::new(), Duration::ZERO);
-    let mut events = 0;
+    let mut last = before;
     for (at_once, often) in std::iter::repeat_n(plan.rounds, plan.times).flatten() {
         for _ in 0..*often {
             crowd.move_some(vm, &mut dice, *at_once)?;
@@ -246,13 +279,17 @@ fn measure(vm: &Vm<'_>, plan: &Plan, hosts: &[&str]) -> Result<Part> {
                 looking += since.elapsed();
                 tell(plan, looks.last());
                 ensure!(crowd.goes_on()?, "the director has ended");
-                events = events.max(last_event(vm)?);
+                last = last_event(vm, last)?;
             }
         }
     }
     crowd.all_in_place(vm)?;
     let seconds = (begin.elapsed() - looking).as_secs_f64();
-    let log = vm.events()?;
+    ensure!(
+        last - before < EVENTS_MAX as u64,
+        "the event log has thrown entries away: they cannot be counted any more"
+    );
+    let log = vm.events_from(before + 1)?;
     let of = |is_it: fn(&EventKind) -> bool| log.iter().filter(|entry| is_it(&entry.kind)).count();
     let Account { checked, lost, doubled, disordered, damaged } = crowd.finish()?;
     Ok(Part {
@@ -267,7 +304,7 @@ fn measure(vm: &Vm<'_>, plan: &Plan, hosts: &[&str]) -> Result<Part> {
         doubled,
         disordered,
         damaged,
-        events_per_100_moves: 100.0 * events.saturating_sub(before) as f64 / moves as f64,
+        events_per_100_moves: 100.0 * (last - before) as f64 / moves as f64,
         checkpoints: of(|kind| matches!(kind, EventKind::Checkpointed { .. })),
         trends: trends(&looks, moves),
         looks,
@@ -281,11 +318,9 @@ fn tell(plan: &Plan, look: Option<&Look>) {
     eprintln!("bench soak: {}: {} moves, {:.0} s; {}", plan.name, look.moves, look.seconds, memory.join(", "));
 }
 
-/// The number of the newest entry of the event log.
-fn last_event(vm: &Vm<'_>) -> Result<u64> {
-    let newest = vm.events()?.last().map_or(0, |entry| entry.number);
-    ensure!(newest <= EVENTS_MAX as u64, "the event log has thrown entries away: they cannot be counted any more");
-    Ok(newest)
+/// The number of the newest entry of the event log, which is not older than this one.
+fn last_event(vm: &Vm<'_>, known: u64) -> Result<u64> {
+    Ok(vm.events_from(known)?.last().map_or(known, |entry| entry.number))
 }
 
 fn look(vm: &Vm<'_>, moves: usize, begin: Instant) -> Look {

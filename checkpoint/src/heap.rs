@@ -2,13 +2,10 @@
 //! many of them would keep several times what it needs.
 #![allow(unsafe_code)] // mallopt and malloc_trim have no safe form
 
-/// Places in which the allocator keeps what was freed: one for a process's own thread, one for all that read and write files.
-/// With its usual number, eight for each processor, a daemon that had passed on some hundred images held 130 MB.
-const PLACES: libc::c_int = 2;
-
-/// Has the allocator keep what is freed in few places.
-pub fn keep_in_few_places() {
-    set(libc::M_ARENA_MAX, PLACES);
+/// Has the allocator keep what is freed in so many places. With its usual number, eight for each processor, a daemon that had
+/// passed on some hundred images held 130 MB. Threads share them, and [`give_back_freed`] reaches the end of the first one only.
+pub fn keep_in_places(count: i32) {
+    set(libc::M_ARENA_MAX, count);
 }
 
 /// Has the allocator keep up to so much that is freed, and serve larger buffers from that: a process under load would get them

@@ -91,7 +91,8 @@ fn run() -> anyhow::Result<()> {
     }
     let fd: i32 = fd.parse().with_context(|| format!("{fd:?} is not the number of a descriptor"))?;
     open_standard_descriptors()?;
-    heap::keep_in_few_places();
+    // In a second one up to two mebibytes stayed when its workers had read images and files.
+    heap::keep_in_places(1);
     let socket = sys::inherited(fd).with_context(|| format!("there is no descriptor {fd} to talk to the daemon on"))?;
     quiet_signals()?;
     rights::keep_only(rights::set(&NEEDED)).context("cannot give up rights")?;

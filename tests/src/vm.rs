@@ -231,7 +231,15 @@ impl<'a> Vm<'a> {
     /// # Errors
     /// The console fails.
     pub fn events(&self) -> Result<Vec<Entry>> {
-        let values = self.json(&["events"])?;
+        self.events_from(0)
+    }
+
+    /// Its entries from a number on.
+    ///
+    /// # Errors
+    /// The console fails.
+    pub fn events_from(&self, number: u64) -> Result<Vec<Entry>> {
+        let values = self.json(&["events", "--from", &number.to_string()])?;
         values.into_iter().map(|value| Ok(serde_json::from_value(value)?)).collect()
     }
 

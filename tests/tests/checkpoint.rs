@@ -134,6 +134,28 @@ fn a_job_goes_back_to_its_newest_checkpoint_when_a_host_of_it_is_killed() {
 }
 
 #[test]
+fn a_job_goes_back_to_its_newest_checkpoint_when_a_tasker_of_it_is_killed() {
+    let Some((bed, _)) = testbed(3) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    let job = Job::start(&vm, "-h2", 300);
+    job.go_on(&vm, 10);
+    checkpoint(&vm, &["--every", "1s", &job.tid]);
+    for struck in [3, 2] {
+        job.go_on(&vm, 5);
+        bed.host(struck).kill_those(|line| line.contains("pvm-tasker"));
+        let why = format!("the tasker of h{struck} has ended");
+        let back = vm.event(LONG, "a job that went back", |entry| match &entry.kind {
+            EventKind::Restarted { why: told, .. } => *told == why,
+            _ => false,
+        });
+        back.sure(&vm);
+    }
+    job.finish(&vm);
+    vm.halt().expect("halts");
+}
+
+#[test]
 fn a_log_that_the_target_lacks_goes_along_and_has_each_line_once_at_the_end() {
     let Some((bed, _)) = testbed(3) else { return };
     let env = [("SEMPA_FILES", "copy"), ("PVM_EXPORT", "SEMPA_FILES")].map(|(name, value)| (name.into(), value.into()));

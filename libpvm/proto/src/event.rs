@@ -307,6 +307,13 @@ pub enum EventKind {
         /// Why they went.
         why: String,
     },
+    /// The tasker of a host has ended, and with it all tasks that it had started. Another one begins.
+    TaskerGone {
+        /// The host.
+        host: HostId,
+        /// Why.
+        why: String,
+    },
 }
 
 impl EventKind {
@@ -417,6 +424,9 @@ impl fmt::Display for EventKind {
             }
             EventKind::Note { text } => f.write_str(text),
             EventKind::SetsRemoved { sets, why } => write!(f, "checkpoints removed: {} ({why})", sets.join(" ")),
+            EventKind::TaskerGone { host, why } => {
+                write!(f, "the tasker of {host} has ended ({why}); its tasks are dead")
+            }
         }
     }
 }

@@ -135,8 +135,10 @@ impl Machine {
     pub(super) fn append_event(&mut self, host: HostId, at: Micros, kind: EventKind) {
         // Tasks of a host that leaves end with it, as all do in the end.
         let by_itself = self.stop.is_none() && !self.is_leaving(host);
-        if let EventKind::DrainBegun { host, .. } = kind {
-            self.write_before_drain(host);
+        match kind {
+            EventKind::DrainBegun { host, .. } => self.write_before_drain(host),
+            EventKind::TaskerGone { host, .. } if by_itself => self.jobs_lost_tasker(host),
+            _ => {}
         }
         let now = self.now;
         let Some(master) = &mut self.master else { return };

@@ -367,7 +367,8 @@ impl Machine {
     fn tasker_ended(&mut self, why: &str) {
         self.tasker_gone = true;
         if self.stop.is_none() {
-            self.note(format!("the tasker has ended ({why}); its tasks on this host are dead"));
+            self.log(format!("the tasker has ended ({why}); its tasks on this host are dead"));
+            self.record(EventKind::TaskerGone { host: self.config.host, why: why.to_string() });
         }
         let dead = self.tasks.live.values().filter(|t| t.spawned()).map(|t| (t.tid, t.used_before));
         for (tid, used) in dead.collect::<Vec<_>>() {

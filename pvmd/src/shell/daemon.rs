@@ -39,6 +39,8 @@ use tokio::sync::mpsc;
 /// Threads for disks that have nothing to do end after this. Work goes round among those that are there, so that with the usual ten
 /// seconds a checkpoint a second would keep as many as were ever needed at once.
 const DISK_THREADS_KEPT_FOR: Duration = Duration::from_secs(2);
+/// Places in which the allocator keeps what was freed: one for the daemon's own thread, one for all that read and write files.
+const HEAP_PLACES: i32 = 2;
 /// Freed memory that the allocator keeps at its end, and the size of what it gets from the kernel piece by piece.
 const KEPT_BYTES: i32 = 32 << 20;
 
@@ -106,7 +108,7 @@ pub(crate) fn run(setup: Setup, announce: impl FnOnce(Standing) -> anyhow::Resul
     let bytes_max = variable("PVMDLOGMAX").and_then(|v| v.parse().ok()).unwrap_or(log::LOG_BYTES_MAX);
     let (log, log_thread) = log::open(&log_path, setup.host, bytes_max)
         .with_context(|| format!("cannot write the log {}", log_path.display()))?;
-    heap::keep_in_few_places();
+    heap::keep_in_places(HEAP_PLACES);
     heap::keep_freed(KEPT_BYTES);
     sempa_socket::take_short_turns();
     // One thread for the loop and all streams: what comes in goes out again without waking another thread, which

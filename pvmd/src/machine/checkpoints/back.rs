@@ -8,6 +8,7 @@ use crate::machine::asks::Asker;
 use sempa_proto::checkpoint::CutFailure;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::Question;
+use sempa_proto::migration::{Failure, Step};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::task::Reply;
 use sempa_proto::{HostId, Micros, Tid};
@@ -16,6 +17,23 @@ use std::collections::BTreeSet;
 impl Machine {
     /// Master: a host is lost. Jobs that are checkpointed again and again and had tasks there go back to their newest set.
     pub(in crate::machine) fn jobs_lost_host(&mut self, host: HostId) {
+        let why = format!("{} was lost", self.name_of(host));
+        self.jobs_lost(host, Some(host), &why, |_| CutFailure::HostLost(host));
+    }
+
+    /// Master: the tasker of a host has ended, and what it had started: to their jobs that is the same, but that the host goes on.
+    pub(in crate::machine) fn jobs_lost_tasker(&mut self, host: HostId) {
+        let why = format!("the tasker of {} has ended", self.name_of(host));
+        let failure = |job| CutFailure::Task { tid: job, step: Step::Dump, why: Failure::Engine(why.clone()) };
+        self.jobs_lost(host, None, &why, failure);
+    }
+
+    fn name_of(&self, host: HostId) -> String {
+        self.table.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone())
+    }
+
+    /// Jobs had tasks on this host, which are dead. The host is `lost`, too, or not.
+    fn jobs_lost(&mut self, host: HostId, lost: Option<HostId>, why: &str, failure: impl Fn(Tid) -> CutFailure) {
         if self.stop.is_some() {
             return;
         }
@@ -30,14 +48,13 @@ impl Machine {
         let concerned =
             keeping.jobs.iter().filter(|(_, job)| job.pace.is_some() && job.newest.is_some() && may(job) && had(job));
         let concerned: Vec<(Tid, BTreeSet<Tid>)> = concerned.map(|(tid, job)| (*tid, job.members.clone())).collect();
-        let name = self.table.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
         let not_before = self.now + FENCE_TIME;
         for (job, members) in concerned {
-            let why = format!("{name} was lost");
+            let why = why.to_string();
             let (mut waiters, mut was_wanted) = (Vec::new(), false);
             if let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) {
                 was_wanted = entry.is_wanted();
-                entry.doing = Doing::Ending { lost: Some(host), not_before, why: why.clone(), looks: 0 };
+                entry.doing = Doing::Ending { lost, not_before, why: why.clone(), looks: 0 };
                 entry.fallen = Fallen::default();
                 (waiters, entry.tries, entry.ends, entry.parks) = (std::mem::take(&mut entry.waiters), 0, false, false);
             }
@@ -45,7 +62,7 @@ impl Machine {
                 self.record(EventKind::CheckpointFailed { job, why });
             }
             for (tid, id) in waiters {
-                self.reply(tid, id, Reply::Checkpointed(Err(CutFailure::HostLost(host))));
+                self.reply(tid, id, Reply::Checkpointed(Err(failure(job))));
             }
             for tid in members {
                 if self.location(tid).is_some_and(|at| at != host) {

@@ -2,6 +2,7 @@
 
 mod last_words;
 mod limits;
+mod matrix;
 mod own;
 mod unwanted;
 mod way;

@@ -12,6 +12,7 @@ mod sets;
 pub(super) mod strikes;
 mod taskers;
 mod wires;
+pub(super) mod words;
 mod world;
 
 use crate::machine::{ConnId, Event, HostPlan, Machine, MachineConfig, StartId, StartedHost};
@@ -119,6 +120,7 @@ pub(super) struct Sim {
     tokens: BTreeMap<(HostId, PathBuf), ResumeToken>,
     pub(super) faults: Faults,
     pub(super) strikes: strikes::Strikes,
+    pub(super) words: words::Words,
     pub(super) recorded: Vec<(MigrationId, Tid, HostId)>,
     /// Moves whose task runs before its memory is there.
     following: BTreeSet<MigrationId>,
@@ -191,6 +193,7 @@ impl Sim {
             tokens: BTreeMap::new(),
             faults: Faults::default(),
             strikes: strikes::Strikes::default(),
+            words: words::Words::default(),
             recorded: Vec::new(),
             following: BTreeSet::new(),
             taking: BTreeMap::new(),
@@ -567,6 +570,13 @@ impl Sim {
 
     /// Hands an event to a machine and carries out what it wants.
     pub(super) fn handle(&mut self, on: HostId, event: Event) {
+        let word = self.word(on, &event);
+        self.hears(word.as_ref(), strikes::Edge::Before);
+        self.take_in(on, event);
+        self.hears(word.as_ref(), strikes::Edge::After);
+    }
+
+    fn take_in(&mut self, on: HostId, event: Event) {
         let Some(node) = self.nodes.get_mut(&on).filter(|n| n.alive) else { return };
         if let Some(late) = &mut node.stands {
             return late.push(event);
@@ -689,9 +699,9 @@ impl Sim {
         events.chain(procs).collect::<Vec<_>>().join("\n")
     }
 
-    /// Files that would wake libraries.
+    /// Files that would wake libraries, on hosts that are there.
     pub(super) fn tokens_left(&self) -> usize {
-        self.tokens.len()
+        self.tokens.keys().filter(|(on, _)| self.nodes[on].alive).count()
     }
 
     /// Lets this much time pass.

@@ -64,6 +64,12 @@ impl Sets {
         self.sets.len()
     }
 
+    /// The name of the newest.
+    pub(in crate::machine::tests) fn newest(&self) -> String {
+        let number = |name: &&String| name.rsplit('-').next().and_then(|number| number.parse::<CutId>().ok());
+        self.sets.keys().max_by_key(number).expect("there is one").clone()
+    }
+
     /// Those whose jobs have ended for good.
     pub(in crate::machine::tests) fn ended(&self) -> Vec<String> {
         self.ended.iter().cloned().collect()
@@ -139,7 +145,8 @@ impl Sim {
     pub(super) fn run_built(&mut self, on: HostId, migration: MigrationId, held: bool) -> bool {
         let Some(mut proc) = self.sets.built.remove(&(on, migration)) else { return false };
         let tid = proc.spawned;
-        let twice = self.procs.iter().any(|p| p.spawned == tid && !p.exited);
+        let is_in = |on| self.nodes[&HostId::MASTER].machine.table().get(on).is_some();
+        let twice = self.procs.iter().any(|p| p.spawned == tid && !p.exited && is_in(p.host));
         assert!(!twice, "two live copies of {tid:?} (seed {})", self.seed);
         (proc.stopped, proc.held) = (false, held);
         self.procs.push(proc);

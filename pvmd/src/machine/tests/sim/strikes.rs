@@ -137,7 +137,7 @@ impl Sim {
         }
     }
 
-    fn strike(&mut self, party: Party, blow: Blow) {
+    pub(super) fn strike(&mut self, party: Party, blow: Blow) {
         let on = party.host();
         match (party, blow) {
             (Party::Source | Party::Target | Party::Master, Blow::Kill) => self.kill_host(on),
@@ -223,6 +223,11 @@ impl Sim {
                 *last = at.max(*last);
             }
         }
+    }
+
+    /// Engines that were struck and had nothing more to do are new ones.
+    pub(in crate::machine::tests) fn engines_anew(&mut self) {
+        self.strikes.failing.clear();
     }
 
     /// A party that stood still goes on with what has come meanwhile.
