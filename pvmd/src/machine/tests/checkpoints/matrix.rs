@@ -11,7 +11,7 @@ use sempa_proto::{Micros, RequestId, Tid};
 use std::collections::BTreeMap;
 
 /// Tries of each fault at each place: delays, and which of several such words it is, are thrown.
-const TRIES: u64 = 2;
+const TRIES: u64 = 4;
 /// The job's sets come so seldom that there is none but those that are asked for.
 const SELDOM: Micros = Micros::from_secs(100_000);
 /// Tasks of a host of its own each, but for the first one, which is on the master.
@@ -176,7 +176,7 @@ fn try_all(what: What) {
             for blow in party.blows() {
                 for seed in seeds(TRIES + 1) {
                     // Fewer may come where delays are others.
-                    let nth = (seed as usize - 1) * (times - 1) / 2;
+                    let nth = (seed as usize - 1) * (times - 1) / 2 % times;
                     let case = format!("{what:?}: {party:?}, {blow:?}, {spot:?} for the {nth}th time, seed {seed}");
                     let seed = seed * 1000 + n as u64;
                     let mut trial = Trial::new(what, seed, Some((spot.clone(), nth, party, blow)));
