@@ -26,9 +26,10 @@ struct Plan {
     hosts: usize,
     /// The records are full before anything counts.
     full: bool,
-    /// Every task is moved once before anything counts: what its first move makes, and what it shared with others of its
-    /// program until then, is there once.
-    run_in: bool,
+    /// Every task is moved so often before anything counts: what its first move makes, and what it shared with others of its
+    /// program until then, is there once; and so are the inits of their namespaces, which share with each other and with their
+    /// tasker what has not changed since they were made, and are made anew with each move.
+    run_in: usize,
     /// Tasks give the memory of large messages back at once: the C library of so many would need hours to have its fill.
     gives_back: bool,
     /// (moves at the same time, how often), in this order, as often as `times` says.
@@ -46,7 +47,7 @@ const CROWD: Plan = Plan {
     reach: 2,
     hosts: 8,
     full: true,
-    run_in: true,
+    run_in: 2,
     gives_back: true,
     rounds: &[(1, 25), (6, 6)],
     times: 2,
@@ -60,7 +61,7 @@ const LONG: Plan = Plan {
     reach: 0,
     hosts: 4,
     full: true,
-    run_in: false,
+    run_in: 0,
     gives_back: false,
     rounds: &[(1, 10), (3, 5)],
     times: 40,
@@ -211,7 +212,7 @@ fn quick(plan: Plan) -> Plan {
         times: if plan.checkpoints.is_some() { 8 } else { 1 },
         look_every: 6,
         full: false,
-        run_in: false,
+        run_in: 0,
         ..plan
     }
 }
@@ -262,9 +263,7 @@ fn measure(vm: &Vm<'_>, plan: &Plan, hosts: &[&str]) -> Result<Part> {
     let options: &[&str] = if plan.gives_back { &["-g"] } else { &[] };
     let mut crowd = Crowd::start(vm, plan.tasks, plan.reach, options, hosts)?;
     let mut dice = Dice::new(61);
-    if plan.run_in {
-        (0..plan.tasks).try_for_each(|who| crowd.move_to_another(vm, &mut dice, who))?;
-    }
+    (0..plan.run_in * plan.tasks).try_for_each(|nth| crowd.move_to_another(vm, &mut dice, nth % plan.tasks))?;
     let (begin, before) = (Instant::now(), last_event(vm, 0)?);
     let (mut moves, mut looked, mut looks, mut looking) = (0, 0, Vec::new(), Duration::ZERO);
     let mut last = before;
