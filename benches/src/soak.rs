@@ -24,8 +24,6 @@ struct Plan {
     /// Each task talks to so many on either side; 0: to all.
     reach: usize,
     hosts: usize,
-    /// The records are full before anything counts.
-    full: bool,
     /// Every task is moved so often before anything counts: what its first move makes, and what it shared with others of its
     /// program until then, is there once; and so are the inits of their namespaces, which share with each other and with their
     /// tasker what has not changed since they were made, and are made anew with each move.
@@ -46,7 +44,6 @@ const CROWD: Plan = Plan {
     tasks: 61,
     reach: 2,
     hosts: 8,
-    full: true,
     run_in: 2,
     gives_back: true,
     rounds: &[(1, 25), (6, 6)],
@@ -60,7 +57,6 @@ const LONG: Plan = Plan {
     tasks: 6,
     reach: 0,
     hosts: 4,
-    full: true,
     run_in: 0,
     gives_back: false,
     rounds: &[(1, 10), (3, 5)],
@@ -207,14 +203,7 @@ fn parts_of(file: &Path, how: &Soak) -> Result<Vec<Part>> {
 
 fn quick(plan: Plan) -> Plan {
     const FEW: [(usize, usize); 2] = [(1, 6), (3, 2)];
-    Plan {
-        rounds: &FEW,
-        times: if plan.checkpoints.is_some() { 8 } else { 1 },
-        look_every: 6,
-        full: false,
-        run_in: 0,
-        ..plan
-    }
+    Plan { rounds: &FEW, times: if plan.checkpoints.is_some() { 8 } else { 1 }, look_every: 6, run_in: 0, ..plan }
 }
 
 fn one_part(how: &Soak, plan: &Plan) -> Result<Part> {
@@ -225,7 +214,7 @@ fn one_part(how: &Soak, plan: &Plan) -> Result<Part> {
     let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm".into()), env, ..Settings::default() })?;
     let names: Vec<&str> = bed.hosts().iter().map(|host| host.name()).collect();
     vm.add(&names[1..])?;
-    if plan.full {
+    if !how.quick {
         fill_records(&vm)?;
     }
     let job = plan.checkpoints.map(|every| checkpointed_job(&vm, every)).transpose()?;

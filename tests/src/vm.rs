@@ -258,6 +258,15 @@ impl<'a> Vm<'a> {
         })
     }
 
+    /// Waits until a job has gone back to its newest checkpoint for this reason.
+    ///
+    /// # Errors
+    /// It does not.
+    pub fn went_back(&self, deadline: Duration, reason: &str) -> Result<Entry> {
+        let is_it = |entry: &Entry| matches!(&entry.kind, EventKind::Restarted { why, .. } if why == reason);
+        self.event(deadline, "a job that went back", is_it)
+    }
+
     /// Spawns one task through the console, with the console's options such as `-h2`, and waits until it has connected
     /// to its daemon. Returns its tid.
     ///

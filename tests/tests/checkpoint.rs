@@ -122,12 +122,7 @@ fn a_job_goes_back_to_its_newest_checkpoint_when_a_host_of_it_is_killed() {
         newer.sure(&vm);
         job.go_on(&vm, 5);
         bed.host(lost).kill_all();
-        let name = format!("h{lost}");
-        let back = vm.event(LONG, "a job that went back", |entry| match &entry.kind {
-            EventKind::Restarted { why, .. } => *why == format!("{name} was lost"),
-            _ => false,
-        });
-        back.sure(&vm);
+        vm.went_back(LONG, &format!("h{lost} was lost")).sure(&vm);
     }
     job.finish(&vm);
     vm.halt().expect("halts");
@@ -144,12 +139,7 @@ fn a_job_goes_back_to_its_newest_checkpoint_when_a_tasker_of_it_is_killed() {
     for struck in [3, 2] {
         job.go_on(&vm, 5);
         bed.host(struck).kill_those(|line| line.contains("pvm-tasker"));
-        let why = format!("the tasker of h{struck} has ended");
-        let back = vm.event(LONG, "a job that went back", |entry| match &entry.kind {
-            EventKind::Restarted { why: told, .. } => *told == why,
-            _ => false,
-        });
-        back.sure(&vm);
+        vm.went_back(LONG, &format!("the tasker of h{struck} has ended")).sure(&vm);
     }
     job.finish(&vm);
     vm.halt().expect("halts");

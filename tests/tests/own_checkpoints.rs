@@ -66,10 +66,7 @@ fn a_job_of_an_ordinary_user_goes_back_to_its_own_checkpoints_when_hosts_of_it_a
         until_more_are_made(&vm, 2);
         job.go_on(&vm, 2);
         bed.host(lost).kill_all();
-        let name = format!("h{lost}");
-        let is_back =
-            |kind: &EventKind| matches!(kind, EventKind::Restarted { why, .. } if *why == format!("{name} was lost"));
-        vm.event(LONG, "a job that went back", |entry| is_back(&entry.kind)).sure(&vm);
+        vm.went_back(LONG, &format!("h{lost} was lost")).sure(&vm);
     }
     job.finish(&vm);
     let frozen = |kind: &EventKind| match kind {

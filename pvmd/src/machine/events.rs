@@ -93,8 +93,8 @@ impl EventLog {
         self.subscribers.keys().copied().collect()
     }
 
-    /// The number that the entry has got.
-    fn append(&mut self, host: HostId, at: Micros, kind: EventKind) -> Result<u64, String> {
+    /// The number that the entry has got, and how it travels.
+    fn append(&mut self, host: HostId, at: Micros, kind: EventKind) -> Result<(u64, Bytes), String> {
         let number = self.last + 1;
         let packed = to_bytes(&Event { number, at, host, kind }).map_err(|why| why.to_string())?;
         if packed.len() > EVENT_BYTES_MAX {
@@ -107,7 +107,7 @@ impl EventLog {
         self.bytes += packed.len();
         self.last = number;
         self.throw_away();
-        Ok(number)
+        Ok((number, packed.into()))
     }
 
     /// Blocks of which nothing is kept any more.
@@ -144,14 +144,14 @@ impl Machine {
         let Some(master) = &mut self.master else { return };
         master.keeping.happened(now, host, &kind, by_itself);
         let news = super::news::is_news(&kind);
-        let number = match master.events.append(host, at, kind) {
-            Ok(number) => number,
+        let (number, body) = match master.events.append(host, at, kind) {
+            Ok(entry) => entry,
             Err(why) => return self.log(format!("an entry for the event log from host {host} is left out: {why}")),
         };
         for dst in master.events.followers() {
             if news && self.hears_later(dst) {
                 self.event_later(dst, number);
-            } else if let Some(item) = self.told_event(dst, number) {
+            } else if let Some(item) = self.to_follower(dst, body.clone()) {
                 self.deliver(dst, item);
             }
         }
@@ -159,9 +159,12 @@ impl Machine {
 
     /// An entry of the log for one who follows it; `None` if the log has it no more, or nobody does.
     pub(super) fn told_event(&self, dst: Tid, number: u64) -> Option<ToTask> {
-        let events = &self.master.as_ref()?.events;
-        let body = Bytes::copy_from_slice(events.packed(number)?);
-        let (ctx, tag) = *events.subscribers.get(&dst)?;
+        let packed = self.master.as_ref()?.events.packed(number)?;
+        self.to_follower(dst, Bytes::copy_from_slice(packed))
+    }
+
+    fn to_follower(&self, dst: Tid, body: Bytes) -> Option<ToTask> {
+        let (ctx, tag) = *self.master.as_ref()?.events.subscribers.get(&dst)?;
         let message = Message { src: self.source_for(dst), dst, ctx, tag, wid: 0, enc: DSIG_X86_64, body };
         Some(ToTask::Deliver { message, after: None })
     }
@@ -198,7 +201,8 @@ mod tests {
         let all = EVENTS_MAX as u64 + 10_000;
         for number in 1..=all {
             let at = Micros::from_secs(number);
-            assert_eq!(log.append(HostId::MASTER, at, said(&number.to_string())), Ok(number));
+            let (given, body) = log.append(HostId::MASTER, at, said(&number.to_string())).expect("it is short");
+            assert_eq!((given, log.packed(number)), (number, Some(&body[..])));
         }
         let oldest = all - EVENTS_MAX as u64 + 1;
         assert_eq!(numbers(&log, 0, 2), [oldest, oldest + 1]);
@@ -221,7 +225,8 @@ mod tests {
         let (long, too_long) = ("x".repeat(EVENT_BYTES_MAX - 100), "x".repeat(EVENT_BYTES_MAX + 1));
         let fit = (EVENTS_BYTES_MAX / long.len()) as u64;
         for number in 1..=fit + 20 {
-            assert_eq!(log.append(HostId::MASTER, Micros(0), said(&long)), Ok(number));
+            let given = log.append(HostId::MASTER, Micros(0), said(&long)).map(|(given, _)| given);
+            assert_eq!(given, Ok(number));
             assert!(log.append(HostId::MASTER, Micros(0), said(&too_long)).is_err());
         }
         let kept = numbers(&log, 0, u32::MAX);

@@ -199,13 +199,15 @@ impl Scene {
 
     fn until_all_are_back(&mut self) {
         let tids = self.tids.clone();
-        self.sim.until("all are back", |sim| {
-            tids.iter().all(|tid| {
-                let proc = &sim.procs[sim.proc_of(*tid)];
-                !proc.exited && !proc.is_frozen() && proc.conn.is_some() && proc.welcome.is_some()
-            })
-        });
+        self.sim.until("all are back", |sim| tids.iter().all(|tid| is_back(sim, *tid)));
     }
+}
+
+/// True if the task runs and its daemon knows it.
+fn is_back(sim: &Sim, tid: Tid) -> bool {
+    let proc = &sim.procs[sim.proc_of(tid)];
+    let is_alive = sim.nodes[&proc.host].alive && !proc.exited;
+    is_alive && !proc.is_frozen() && proc.conn.is_some() && proc.welcome.is_some()
 }
 
 fn is_listed(sim: &Sim, tid: Tid) -> bool {

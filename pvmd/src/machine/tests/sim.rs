@@ -283,6 +283,11 @@ impl Sim {
         self.nodes.get_mut(&on).expect("it is there").world.lacks = Some(name);
     }
 
+    /// The master has taken the host for lost: nobody listens any more to what runs there.
+    fn is_out(&self, host: HostId) -> bool {
+        self.nodes[&HostId::MASTER].machine.table().get(host).is_none()
+    }
+
     /// The host dies without a word.
     pub(super) fn kill_host(&mut self, lost: HostId) {
         let Some(node) = self.nodes.get_mut(&lost) else { return };

@@ -1,7 +1,7 @@
 //! A fault of each kind meets each party of a checkpoint, and of a restart, before and after each word that a daemon takes in
 //! meanwhile. Which words there are the machines themselves say: a new one is tried by itself.
 
-use super::{Scene, is_listed, lost};
+use super::{Scene, is_back, is_listed, lost};
 use crate::machine::HostId;
 use crate::machine::tests::sim::seeds;
 use crate::machine::tests::sim::strikes::{A_MOMENT, Blow, LONG, Party};
@@ -84,12 +84,7 @@ impl Trial {
     }
 
     fn all_run(&self) -> bool {
-        let runs = |tid: &Tid| {
-            let proc = &self.scene.sim.procs[self.scene.sim.proc_of(*tid)];
-            let is_in = self.scene.sim.nodes[&proc.host].alive;
-            is_in && !proc.exited && !proc.is_frozen() && proc.conn.is_some() && proc.welcome.is_some()
-        };
-        self.scene.tids.iter().all(runs)
+        self.scene.tids.iter().all(|tid| is_back(&self.scene.sim, *tid))
     }
 
     /// What was asked for has been answered, whoever was away is back or out, and all has come to rest. True if it went well.

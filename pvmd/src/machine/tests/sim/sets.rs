@@ -145,8 +145,7 @@ impl Sim {
     pub(super) fn run_built(&mut self, on: HostId, migration: MigrationId, held: bool) -> bool {
         let Some(mut proc) = self.sets.built.remove(&(on, migration)) else { return false };
         let tid = proc.spawned;
-        let is_in = |on| self.nodes[&HostId::MASTER].machine.table().get(on).is_some();
-        let twice = self.procs.iter().any(|p| p.spawned == tid && !p.exited && is_in(p.host));
+        let twice = self.procs.iter().any(|p| p.spawned == tid && !p.exited && !self.is_out(p.host));
         assert!(!twice, "two live copies of {tid:?} (seed {})", self.seed);
         (proc.stopped, proc.held) = (false, held);
         self.procs.push(proc);

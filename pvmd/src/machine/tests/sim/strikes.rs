@@ -274,8 +274,7 @@ impl Sim {
     /// The memory that a task has left behind is here; or it does not come, and the task is killed.
     pub(super) fn memory_came(&mut self, on: HostId, migration: MigrationId, from: HostId, tid: Tid) {
         let source = &self.nodes[&from];
-        let is_out = self.nodes[&HostId::MASTER].machine.table().get(from).is_none();
-        let is_lost = !source.alive || is_out || self.strikes.memory_lost.contains(&from);
+        let is_lost = !source.alive || self.is_out(from) || self.strikes.memory_lost.contains(&from);
         if !is_lost && (source.stands.is_some() || source.tasker_stands.is_some()) {
             let again = Happening::MemoryCame(on, migration, from, tid);
             return self.push(self.now + MEMORY_PAUSE, again);

@@ -269,8 +269,7 @@ impl Sim {
         let proc = self.proc_of(tid);
         assert!(self.procs[proc].stopped, "only a stopped task can be restored (seed {})", self.seed);
         let from = self.procs[proc].host;
-        let is_out = self.nodes[&HostId::MASTER].machine.table().get(from).is_none();
-        let source_is_dead = self.strikes.killed.contains(&migration) || self.procs[proc].exited || is_out;
+        let source_is_dead = self.strikes.killed.contains(&migration) || self.procs[proc].exited || self.is_out(from);
         assert!(source_is_dead, "two live copies of {tid} (seed {})", self.seed);
         self.strikes.ran.insert(migration);
         let p = &mut self.procs[proc];
