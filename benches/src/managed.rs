@@ -35,15 +35,18 @@ struct Row {
     two_hosts: bool,
     /// What SEMPA's resource manager added, as its authors say.
     sempa: &'static str,
+    /// Its share has to be below [`SHARE_MAX`].
+    judged: bool,
 }
 
-const ROWS: [Row; 7] = [
+const ROWS: [Row; 8] = [
     Row {
         what: "spawn here, the call",
         words: &["spawn", "tasks=1", "rounds=100", "warm=4"],
         sample: "call",
         two_hosts: false,
         sempa: "+75 %",
+        judged: true,
     },
     Row {
         what: "spawn here, to the first message",
@@ -51,6 +54,7 @@ const ROWS: [Row; 7] = [
         sample: "first",
         two_hosts: false,
         sempa: "-",
+        judged: true,
     },
     Row {
         what: "spawn there, the call",
@@ -58,6 +62,7 @@ const ROWS: [Row; 7] = [
         sample: "call",
         two_hosts: true,
         sempa: "+166 %",
+        judged: true,
     },
     Row {
         what: "spawn there, to the first message",
@@ -65,6 +70,7 @@ const ROWS: [Row; 7] = [
         sample: "first",
         two_hosts: true,
         sempa: "-",
+        judged: true,
     },
     Row {
         what: "addhosts of one host",
@@ -72,6 +78,7 @@ const ROWS: [Row; 7] = [
         sample: "call",
         two_hosts: false,
         sempa: "+10-30 %",
+        judged: true,
     },
     Row {
         what: "two tasks here, the call",
@@ -79,6 +86,7 @@ const ROWS: [Row; 7] = [
         sample: "call",
         two_hosts: false,
         sempa: "-",
+        judged: true,
     },
     Row {
         what: "one after a second, the call",
@@ -86,6 +94,16 @@ const ROWS: [Row; 7] = [
         sample: "call",
         two_hosts: false,
         sempa: "-",
+        judged: true,
+    },
+    // The resource manager has to be asked: it gives places beforehand to who has spawned twice.
+    Row {
+        what: "a program's first spawn, the call",
+        words: &["spawn", "tasks=1", "rounds=1", "warm=0"],
+        sample: "call",
+        two_hosts: false,
+        sempa: "-",
+        judged: false,
     },
 ];
 
@@ -99,6 +117,7 @@ struct Measured {
     /// were measured one right after the other.
     share_percent: f64,
     sempa: &'static str,
+    judged: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -161,7 +180,7 @@ pub fn managed(prefix: &Path, own_build: bool, quick: bool, results: &Path) -> R
     let text = format!("{}{}", machine.text(), table(&rows));
     fs::create_dir_all(results).with_context(|| results.display().to_string())?;
     fs::write(results.join("rm.txt"), &text)?;
-    let good = rows.iter().all(|row| row.share_percent < SHARE_MAX);
+    let good = rows.iter().filter(|row| row.judged).all(|row| row.share_percent < SHARE_MAX);
     fs::write(results.join("rm.json"), serde_json::to_string_pretty(&Results { machine, rows })? + "\n")?;
     println!("{text}written: {}", results.display());
     Ok(good)
@@ -187,7 +206,8 @@ fn take_turns(sides: &[Side<'_>; 2], two_hosts: bool, repetitions: usize) -> Res
             let ms = |side: usize| of_repetitions(&taken[side], row.sample).map(|sample| sample.median_us / 1e3);
             let (without_ms, with_ms) = ms(0).zip(ms(1)).with_context(|| format!("{} was not measured", row.what))?;
             let share_percent = share(&taken, row.sample).context("no repetition has both sides")?;
-            rows.push(Measured { what: row.what, without_ms, with_ms, share_percent, sempa: row.sempa });
+            let Row { what, sempa, judged, .. } = **row;
+            rows.push(Measured { what, without_ms, with_ms, share_percent, sempa, judged });
         }
     }
     Ok(rows)
@@ -205,9 +225,12 @@ fn share(taken: &[Vec<Samples>; 2], name: &str) -> Option<f64> {
 fn table(rows: &[Measured]) -> String {
     let head = ["milliseconds, medians", "without", "with RM", "its share", "SEMPA's"];
     let mut text = format!("{:36} {:>10} {:>10} {:>10} {:>10}\n", head[0], head[1], head[2], head[3], head[4]);
-    for Measured { what, without_ms, with_ms, share_percent, sempa, .. } in rows {
+    for Measured { what, without_ms, with_ms, share_percent, sempa, judged } in rows {
         let share = format!("{share_percent:+.1} %");
-        text.push_str(&format!("{what:36} {without_ms:>10.3} {with_ms:>10.3} {share:>10} {sempa:>10}\n"));
+        let note = if *judged { "" } else { "  asked for; not judged" };
+        text.push_str(&format!("{what:36} {without_ms:>10.3} {with_ms:>10.3} {share:>10} {sempa:>10}{note}\n"));
     }
-    text + &format!("share: the median over the repetitions; allowed: less than {SHARE_MAX} %\n")
+    text + &format!(
+        "share: the median over the repetitions; allowed: less than {SHARE_MAX} % for what programs do again and again\n"
+    )
 }

@@ -25,8 +25,7 @@ struct Plan {
     reach: usize,
     hosts: usize,
     /// Every task is moved so often before anything counts: what its first move makes, and what it shared with others of its
-    /// program until then, is there once; and so are the inits of their namespaces, which share with each other and with their
-    /// tasker what has not changed since they were made, and are made anew with each move.
+    /// program until then, is there once.
     run_in: usize,
     /// Tasks give the memory of large messages back at once: the C library of so many would need hours to have its fill.
     gives_back: bool,

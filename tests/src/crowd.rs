@@ -85,10 +85,16 @@ impl Crowd {
         Ok(Crowd { director, workers, hosts: hosts.iter().map(|host| host.to_string()).collect() })
     }
 
-    /// Another host for this worker, by chance.
+    /// Another host for this worker: one of those with the fewest, by chance. So each host has about as many workers at any time, and
+    /// what it needs for them stays the same.
     fn elsewhere(&self, who: usize, dice: &mut Dice) -> String {
-        let others: Vec<&String> = self.hosts.iter().filter(|host| **host != self.workers[who].1).collect();
-        others[dice.below(others.len())].clone()
+        let there = |host: &String| self.workers.iter().filter(|(_, at)| at == host).count();
+        let others = self.hosts.iter().filter(|host| **host != self.workers[who].1);
+        let others: Vec<(usize, &String)> = others.map(|host| (there(host), host)).collect();
+        let fewest = others.iter().map(|(count, _)| *count).min();
+        let emptiest: Vec<&String> =
+            others.iter().filter(|(count, _)| Some(*count) == fewest).map(|(_, host)| *host).collect();
+        emptiest[dice.below(emptiest.len())].clone()
     }
 
     /// Moves `at_once` different workers by chance, all at the same time, and waits until all have got there.
@@ -96,21 +102,23 @@ impl Crowd {
     /// # Errors
     /// One of them did not; the console's words.
     pub fn move_some(&mut self, vm: &Vm<'_>, dice: &mut Dice, at_once: usize) -> Result<()> {
-        let who = dice.choose(self.workers.len(), at_once);
-        let mut moves: Vec<(usize, String)> = who.into_iter().map(|who| (who, self.elsewhere(who, dice))).collect();
-        let start = |(who, to): &(usize, String)| vm.start_migrate(&self.workers[*who].0, to);
-        let mut running = moves.iter().map(start).collect::<Result<Vec<_>>>()?;
-        for ((who, to), moving) in moves.drain(..).zip(running.drain(..)) {
+        let mut moves = Vec::new();
+        for who in dice.choose(self.workers.len(), at_once) {
+            let to = self.elsewhere(who, dice);
+            moves.push((who, vm.start_migrate(&self.workers[who].0, &to)?));
+            self.workers[who].1 = to;
+        }
+        for (who, moving) in moves {
+            let (tid, to) = &self.workers[who];
             let done = moving.finish(MOVE_TIME)?;
             // Its library has not come back yet from the move before: asked again as soon as it has.
-            let done = if done.good() { done } else { vm.migrate_when_ready(&self.workers[who].0, &to)? };
-            done.expect_good(&format!("{} to {to}", self.workers[who].0))?;
-            self.workers[who].1 = to;
+            let done = if done.good() { done } else { vm.migrate_when_ready(tid, to)? };
+            done.expect_good(&format!("{tid} to {to}"))?;
         }
         Ok(())
     }
 
-    /// Moves one worker to another host by chance, and waits until it is there.
+    /// Moves one worker to another host, one of those with the fewest, and waits until it is there.
     ///
     /// # Errors
     /// It did not get there; the console's words.

@@ -25,7 +25,9 @@ pub struct Sum {
     pub threads: u64,
     /// Their open descriptors.
     pub descriptors: u64,
-    /// Memory in KiB; each counts its part of pages that several have (the kernel's `Pss`).
+    /// Memory in KiB. Of pages of files and of shared memory each counts its part (the kernel's `Pss`). Pages of its own count whole
+    /// also while it still shares them with those it was forked from or has forked: else a process would seem to grow as soon as others
+    /// write, end, or are made anew.
     pub memory_kib: u64,
 }
 
@@ -124,14 +126,19 @@ fn kind_of(host: &Host, line: &str) -> Option<usize> {
 }
 
 fn sum_of(pid: u32) -> Option<Sum> {
-    let field = |file: &str, name: &str| {
-        let text = fs::read_to_string(format!("/proc/{pid}/{file}")).ok()?;
-        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-        line.split_whitespace().next()?.parse().ok()
-    };
+    let read = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).ok();
     let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).ok()?.count() as u64;
-    let (threads, memory_kib) = (field("status", "Threads:")?, field("smaps_rollup", "Pss:")?);
+    let threads = field(&read("status")?, "Threads:")?;
+    let memory = read("smaps_rollup")?;
+    let parts = ["Anonymous:", "Pss_File:", "Pss_Shmem:"].map(|name| field(&memory, name));
+    let memory_kib = parts.into_iter().sum::<Option<u64>>()?;
     Some(Sum { processes: 1, threads, descriptors, memory_kib })
+}
+
+/// The number behind this name.
+fn field(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    line.split_whitespace().next()?.parse().ok()
 }
 
 fn collect(folder: &Path, found: &mut Vec<(PathBuf, u64)>) {

@@ -31,7 +31,7 @@ pub const SHIFTS_SPAN: Micros = Micros::from_secs(3600);
 pub const REST: Micros = Micros::from_secs(20);
 /// After a move for the sake of the load it rests for so long, and twice as long after each further one within
 /// [`SHIFTS_SPAN`].
-pub const SHIFT_REST: Micros = Micros::from_secs(60);
+pub const SHIFT_REST: Micros = Micros::from_secs(30);
 /// A host whose owner left less than this ago gets no task for the sake of the load.
 pub const OWNER_AWAY_MIN: Micros = Micros::from_secs(300);
 /// The gain must be so many times the cost, unless the policy says otherwise.

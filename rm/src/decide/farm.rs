@@ -464,7 +464,7 @@ mod tests {
             piece.go(1, 3.0, 0.0);
             piece
         };
-        assert_eq!((moved.at, moved.left, moved.moves, moved.rests), (1, 13.0, 3, 60.0));
+        assert_eq!((moved.at, moved.left, moved.moves, moved.rests), (1, 13.0, 3, SHIFT_REST.0 as f64 / 1e6));
     }
 
     #[test]
