@@ -6,6 +6,7 @@ use crate::plot::{Chart, Series};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
@@ -31,7 +32,7 @@ struct Spread {
 
 #[derive(Deserialize)]
 struct Day {
-    pool: String,
+    hosts: u16,
     light: Vec<Pair>,
 }
 
@@ -98,13 +99,18 @@ fn charts(found: &Simulated) -> [Chart; 4] {
     let ms = |spread: &Spread| {
         spread.hundredths.iter().enumerate().map(|(part, s)| (part as f64, s * 1e3)).collect::<Vec<_>>()
     };
-    let waits = |pool: &str, beside: bool| {
+    let waits = |hosts: u16, beside: bool| {
         let of_pair = |pair: &Pair| if beside { pair.waits_s.1.clone() } else { pair.waits_s.0.clone() };
-        let pairs = days.iter().filter(|day| day.pool == pool).flat_map(|day| &day.light);
+        let pairs = days.iter().filter(|day| day.hosts == hosts).flat_map(|day| &day.light);
         let mut all: Vec<f64> = pairs.flat_map(of_pair).collect();
         all.sort_by(f64::total_cmp);
         let last = all.len().saturating_sub(1).max(1) as f64;
         all.iter().enumerate().map(|(n, wait)| (100.0 * n as f64 / last, wait / 60.0)).collect::<Vec<_>>()
+    };
+    let pools: BTreeSet<u16> = days.iter().map(|day| day.hosts).collect();
+    let both = |hosts: u16| {
+        [("alone", false), ("beside a greedy one", true)]
+            .map(|(how, beside)| series(&format!("{hosts} hosts, {how}"), waits(hosts, beside)))
     };
     [
         chart(
@@ -130,12 +136,7 @@ fn charts(found: &Simulated) -> [Chart; 4] {
             "Waiting of those who want little",
             "percent of their jobs",
             "minutes",
-            vec![
-                series("24 hosts, alone", waits("tight", false)),
-                series("24 hosts, beside a greedy one", waits("tight", true)),
-                series("100 hosts, alone", waits("roomy", false)),
-                series("100 hosts, beside a greedy one", waits("roomy", true)),
-            ],
+            pools.into_iter().flat_map(both).collect(),
         ),
     ]
 }
@@ -150,7 +151,7 @@ mod tests {
         let pair = serde_json::json!({ "waits_s": [[0.0, 60.0], [5.0, 66.0]] });
         let found = serde_json::json!({
             "week": { "by_hour": [[400.0, 300.0], [500.0, 450.0]], "moves_by_hour": [3, 4], "clean_s": spread, "stall_s": spread },
-            "days": [{ "pool": "tight", "light": [pair] }],
+            "days": [{ "hosts": 9, "light": [pair] }, { "hosts": 7, "light": [pair] }, { "hosts": 9, "light": [] }],
         });
         let folder = std::env::temp_dir().join(format!("simulated-{}", std::process::id()));
         fs::create_dir_all(&folder).expect("a folder");
@@ -164,6 +165,12 @@ mod tests {
         for name in ["sim-week", "sim-moves", "sim-owners", "sim-waits"] {
             assert!(read(&format!("{name}.svg")).contains("<polyline"), "{name}");
         }
+        let waits = read("sim-waits.svg");
+        let labels: Vec<&str> = waits.split(['<', '>']).filter(|text| text.contains(" hosts, ")).collect();
+        assert_eq!(
+            labels,
+            ["7 hosts, alone", "7 hosts, beside a greedy one", "9 hosts, alone", "9 hosts, beside a greedy one"]
+        );
         fs::remove_dir_all(&folder).expect("it is ours");
     }
 }

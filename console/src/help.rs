@@ -97,7 +97,8 @@ pub(crate) const COMMANDS: &[Entry] = &[
         summary: "Show, end, suspend or resume whole jobs: a task from a command line and all that it spawned",
         detail: "Syntax:  job list [ --user user ]\n         job status tid\n         job kill tid\n         \
                  job suspend [ --task ] tid\n         job resume [ --task ] tid\n\
-                 A job is named by any of its tasks. 'status' shows how each task ended and what it used; 'kill' ends\n\
+                 A job is named by any of its tasks. 'list' shows spawns, too, that wait for a place, since when and why.\n\
+                 'status' shows how each task ended and what it used; 'kill' ends\n\
                  all of them, after ten seconds by SIGKILL, or takes a job out of the queue that waits in the store for room.\n\
                  Tasks of a suspended job stand still, those included that it spawns meanwhile, and can still be moved.\n\
                  Tasks from a command line go on. With '--task' the one task alone is suspended or resumed.\n\
@@ -239,7 +240,8 @@ pub(crate) const COMMANDS: &[Entry] = &[
         name: "usage",
         summary: "Show what users or jobs have used",
         detail: "Syntax:  usage [ --user user ] [ --job tid ]\nOutput fields:\n  CPU S    processor time of tasks that have ended\n  \
-                 WALL S   time from their begin to their end, all together\n  MOVED    moves, EVICTED: those for an owner\n  \
+                 WALL S   time from their begin to their end, all together\n  MOVED    moves\n  \
+                 EVICTED  how often one had to go because of an owner: by a move, by its end, or with its checkpointed job\n  \
                  INDEX    who has taken less has a lower one, and is served first\n",
     },
     Entry { name: "version", summary: "Show the version of the interface", detail: "Syntax:  version\n" },
@@ -247,7 +249,7 @@ pub(crate) const COMMANDS: &[Entry] = &[
         name: "why",
         summary: "Tell why a task is where it is, or why a host is not used",
         detail: "Syntax:  why [ -a ] tid | host\nThe newest decisions of the resource manager about it, with their reasons; of the task \
-                 at the top\nof a job about all of its tasks.\nOptions:  -a   all of them\n",
+                 at the top\nof a job about all of its tasks; and of a host what holds of it now.\nOptions:  -a   all of them\n",
     },
 ];
 

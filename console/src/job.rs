@@ -7,7 +7,7 @@ use crate::session::Outcome;
 use crate::usage::{self, HEAD, option, sums, sums_value};
 use libpvm::Error;
 use sempa_proto::Tid;
-use sempa_proto::rm::{Answer, JobUse, Question, Suspended, TaskUse};
+use sempa_proto::rm::{Answer, JobUse, Question, Suspended, TaskUse, Waits};
 use sempa_proto::task::Request;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -92,9 +92,35 @@ fn list(machine: &impl Machine, user: Option<u32>) -> Result<Outcome, Error> {
     let Answer::Jobs(jobs) = machine.ask_rm(&Question::Jobs { user })? else {
         return Ok(Outcome::complaint("job list: the resource manager knows no jobs"));
     };
-    let text = jobs.iter().map(line).collect::<String>();
-    let value = json!({ "jobs": jobs.iter().map(value).collect::<Vec<_>>() });
-    Ok(Outcome::done(head() + &text, value, false))
+    let Answer::Waiting(waiting) = machine.ask_rm(&Question::Waiting { user })? else {
+        return Ok(Outcome::complaint("job list: the resource manager does not tell which spawns wait"));
+    };
+    let lines = jobs.iter().map(line).chain(waiting.iter().map(waiting_line));
+    let value = json!({
+        "jobs": jobs.iter().map(value).collect::<Vec<_>>(),
+        "waiting": waiting.iter().map(waiting_value).collect::<Vec<_>>(),
+    });
+    Ok(Outcome::done(head() + &lines.collect::<String>(), value, false))
+}
+
+/// "waiting: 3 of worker for job t40002, user 1000, since 2026-11-21T21:40:12.031Z, number 1 in turn: no host is free".
+fn waiting_line(waits: &Waits) -> String {
+    let Waits { program, count, job, user, turn, why, .. } = waits;
+    let since = format::time(waits.since);
+    format!("waiting: {count} of {program} for job {job}, user {user}, since {since}, number {turn} in turn: {why}\n")
+}
+
+fn waiting_value(waits: &Waits) -> Value {
+    json!({
+        "program": waits.program,
+        "count": waits.count,
+        "by": waits.by.to_string(),
+        "job": waits.job.to_string(),
+        "user": waits.user,
+        "since_us": waits.since.0,
+        "turn": waits.turn,
+        "why": waits.why,
+    })
 }
 
 fn head() -> String {

@@ -10,7 +10,7 @@ use sempa_proto::engine::Engine;
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::message::CTX_TASK_CONTROL;
 use sempa_proto::migration::{Failure, Refusal, Step, Survey};
-use sempa_proto::rm::{Answer, End, JobUse, Question, Sums, Suspended, TaskUse, UserUse};
+use sempa_proto::rm::{Answer, End, JobUse, Question, Sums, Suspended, TaskUse, UserUse, Waits};
 use sempa_proto::table::{AddedHost, HostTable, TaskInfo};
 use sempa_proto::task::Sink;
 use sempa_proto::task::{MailboxClass, MoveError, MoveReport, Reply, SpawnRequest};
@@ -29,6 +29,12 @@ struct Fake {
 
 fn suspended() -> Suspended {
     Suspended { since: Micros(5), cause: sempa_proto::suspend::Cause::Job { by: Tid::from_raw(0x80001) } }
+}
+
+fn waits() -> Waits {
+    let (program, why) = ("worker".into(), "no host is free: h1: owner present (olga on pts/1)".into());
+    let (by, job) = (Tid::from_raw(0x40003), Tid::from_raw(0x40002));
+    Waits { program, count: 3, by, job, user: 7, since: Micros(5), turn: 1, why }
 }
 
 impl Machine for Fake {
@@ -152,6 +158,11 @@ impl Machine for Fake {
                 Answer::Unparked { job: *tid, set: "c7".into(), starting: false }
             }
             Question::Users { .. } => Answer::Users(vec![UserUse { user: 7, sums: Sums::default(), index: 1.5 }]),
+            Question::Jobs { .. } => Answer::Jobs(Vec::new()),
+            Question::Waiting { user } => Answer::Waiting(match user {
+                Some(9) => Vec::new(),
+                _ => vec![waits()],
+            }),
             _ => Answer::Unknown,
         })
     }
@@ -630,6 +641,20 @@ fn a_job_is_suspended_and_resumed_by_the_resource_manager_and_a_task_alone_by_it
     let tid = Tid::from_raw(0x40003);
     let asked = session.machine.asked.borrow();
     assert!(asked.contains(&Request::Suspend { tid, suspend: true, cause: None }), "{asked:?}");
+}
+
+#[test]
+fn spawns_that_wait_stand_below_the_jobs_with_their_turn_and_their_reason() {
+    let outcome = session().line("job list");
+    let line = "waiting: 3 of worker for job t40002, user 7, since 1970-01-01T00:00:00.000Z, number 1 in turn: \
+                no host is free: h1: owner present (olga on pts/1)";
+    assert_eq!(outcome.text.lines().last(), Some(line));
+    let value = &outcome.json[0]["waiting"][0];
+    assert_eq!((&value["count"], &value["job"], &value["by"]), (&3.into(), &"t40002".into(), &"t40003".into()));
+    assert_eq!((&value["since_us"], &value["turn"]), (&5.into(), &1.into()));
+    let outcome = session().line("job list --user 9");
+    assert!(!outcome.text.contains("waiting"), "{}", outcome.text);
+    assert_eq!(outcome.json[0]["waiting"].as_array().map(Vec::len), Some(0));
 }
 
 #[test]

@@ -5,7 +5,7 @@ use crate::machine::Machine;
 use crate::parse::{ParseError, parse_tid};
 use crate::session::Outcome;
 use libpvm::Error;
-use sempa_proto::rm::{Answer, Decided, Decision, Question, TaskUse};
+use sempa_proto::rm::{Answer, Decided, Decision, HostNow, Question, TaskUse};
 use serde_json::{Value, json};
 
 /// Decisions that are shown unless all are asked for.
@@ -36,25 +36,27 @@ pub(crate) fn parse(args: &[String]) -> Result<Why, ParseError> {
 
 /// Asks and tells.
 pub(crate) fn run(machine: &impl Machine, why: &Why) -> Result<Outcome, Error> {
-    let Answer::Why { task, decisions } = machine.ask_rm(&why.question)? else {
+    let Answer::Why { task, decisions, now } = machine.ask_rm(&why.question)? else {
         return Ok(Outcome::complaint(format!(
             "why: the resource manager knows nothing of {}: it is neither a host nor a task or job that it has seen",
             why.subject
         )));
     };
     let hidden = if why.all { 0 } else { decisions.len().saturating_sub(SHOWN) };
-    let text = text(&why.subject, task.as_ref(), &decisions, hidden);
-    Ok(Outcome::done(text, value(&why.subject, task.as_ref(), &decisions), false))
+    let now = now.map(|now| holds(&why.subject, &now));
+    let text = text(&why.subject, task.as_ref(), &decisions, hidden, now.as_deref());
+    Ok(Outcome::done(text, value(&why.subject, task.as_ref(), &decisions, now.as_deref()), false))
 }
 
-fn text(subject: &str, task: Option<&TaskUse>, decisions: &[Decision], hidden: usize) -> String {
+fn text(subject: &str, task: Option<&TaskUse>, decisions: &[Decision], hidden: usize, now: Option<&str>) -> String {
     let mut lines: Vec<String> = task.map(describe).into_iter().collect();
     if hidden > 0 {
         lines.push(format!("({hidden} earlier ones: 'why -a {subject}')"));
     }
     let told = decisions.iter().skip(hidden);
     lines.extend(told.map(|decision| format!("{} {}", format::time(decision.at), decision.what)));
-    lines.extend(now(subject, task, decisions));
+    let end = task.and_then(|task| not_placed(task, decisions)).or(now);
+    lines.extend(end.map(String::from));
     lines.join("\n") + "\n"
 }
 
@@ -70,40 +72,34 @@ fn describe(task: &TaskUse) -> String {
     }
 }
 
-/// What holds now and does not stand in the decisions.
-fn now(subject: &str, task: Option<&TaskUse>, decisions: &[Decision]) -> Option<String> {
-    if let Some(task) = task {
-        let has = |tasks: &[(sempa_proto::Tid, String)]| tasks.iter().any(|(tid, _)| *tid == task.tid);
-        let placed = |d: &Decision| match &d.what {
-            Decided::Spawn { started: tasks, .. } | Decided::Restarted { tasks, .. } => has(tasks),
-            _ => false,
-        };
-        let line = "it was not placed by the resource manager: it was started from a command line, by a daemon, or while none ran";
-        return (!decisions.iter().any(placed)).then(|| line.to_string());
-    }
-    let drain = decisions.iter().rev().find_map(|d| match &d.what {
-        Decided::Drain { host, begun, .. } if host == subject => Some(*begun),
-        Decided::HostJoined { host } if host == subject => Some(false),
-        _ => None,
-    });
-    if drain == Some(true) {
-        return Some(format!(
-            "now: nothing is placed on {subject}: it is being emptied, or kept empty; 'undrain' ends it"
-        ));
-    }
-    let last = decisions.iter().rev().find_map(|d| match &d.what {
-        Decided::OwnerCame { host, why } if host == subject => Some(Some(format!("its owner is there ({why})"))),
-        Decided::HostGone { host, why } if host == subject => Some(Some(format!("it is gone ({why})"))),
-        Decided::OwnerLeft { host, .. } | Decided::HostJoined { host } if host == subject => Some(None),
-        _ => None,
-    });
-    Some(match last.flatten() {
-        Some(why) => format!("now: nothing is placed on {subject}: {why}"),
-        None => format!("now: {subject} is used like any other host"),
-    })
+/// What is to be said of a task and does not stand in the decisions.
+fn not_placed(task: &TaskUse, decisions: &[Decision]) -> Option<&'static str> {
+    let has = |tasks: &[(sempa_proto::Tid, String)]| tasks.iter().any(|(tid, _)| *tid == task.tid);
+    let placed = |d: &Decision| match &d.what {
+        Decided::Spawn { started: tasks, .. } | Decided::Restarted { tasks, .. } => has(tasks),
+        _ => false,
+    };
+    let line =
+        "it was not placed by the resource manager: it was started from a command line, by a daemon, or while none ran";
+    (!decisions.iter().any(placed)).then_some(line)
 }
 
-fn value(subject: &str, task: Option<&TaskUse>, decisions: &[Decision]) -> Value {
+/// What holds of a host now.
+fn holds(subject: &str, now: &HostNow) -> String {
+    match now {
+        HostNow::Gone => format!("now: nothing is placed on {subject}: it is not part of the virtual machine"),
+        HostNow::LeftOut { why, drained } => {
+            let drained =
+                drained.map(|by| format!("it is being emptied, or kept empty ({by} asked for it); 'undrain' ends it"));
+            let why: Vec<String> = why.iter().map(ToString::to_string).chain(drained).collect();
+            format!("now: nothing is placed on {subject}: {}", why.join("; "))
+        }
+        HostNow::Used(but) if but.is_empty() => format!("now: {subject} is used like any other host"),
+        HostNow::Used(but) => format!("now: {subject} is used, but {}", but.join("; ")),
+    }
+}
+
+fn value(subject: &str, task: Option<&TaskUse>, decisions: &[Decision], now: Option<&str>) -> Value {
     let decision = |d: &Decision| {
         json!({
             "number": d.number,
@@ -117,12 +113,14 @@ fn value(subject: &str, task: Option<&TaskUse>, decisions: &[Decision]) -> Value
         "subject": subject,
         "task": task.map(crate::job::task_value),
         "decisions": decisions.iter().map(decision).collect::<Vec<_>>(),
+        "now": now,
     })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sempa_proto::rm::Excluded;
     use sempa_proto::{Micros, Tid};
 
     fn words(line: &str) -> Result<Why, ParseError> {
@@ -143,16 +141,27 @@ mod tests {
     }
 
     #[test]
-    fn a_host_is_told_what_holds_now() {
-        let decision = |what| Decision { number: 1, at: Micros(0), what };
-        let came = decision(Decided::OwnerCame { host: "h2".into(), why: "olga on pts/1".into() });
-        let left = decision(Decided::OwnerLeft { host: "h2".into(), why: "nobody".into() });
-        let last = |list: &[Decision]| text("h2", None, list, 0).lines().last().map(String::from).expect("a line");
-        let nothing = "now: nothing is placed on h2: its owner is there (olga on pts/1)";
-        assert_eq!(last(std::slice::from_ref(&came)), nothing);
-        assert_eq!(last(&[came, left]), "now: h2 is used like any other host");
-        let drain = |begun| decision(Decided::Drain { host: "h2".into(), begun, by: Tid::from_raw(0x40001) });
-        assert!(last(&[drain(true)]).starts_with("now: nothing is placed on h2: it is being emptied"));
-        assert_eq!(last(&[drain(true), drain(false)]), "now: h2 is used like any other host");
+    fn a_host_is_told_what_holds_now_and_not_what_was_decided_before() {
+        let came = Decided::OwnerCame { host: "h2".into(), why: "olga on pts/1".into() };
+        let came = Decision { number: 1, at: Micros(0), what: came };
+        let last = |now: &HostNow| {
+            let text = text("h2", None, std::slice::from_ref(&came), 0, Some(&holds("h2", now)));
+            text.lines().last().map(String::from).expect("a line")
+        };
+        let by = Tid::from_raw(0x40001);
+        let owner = Some(Excluded::Owner { why: "olga on pts/1".into() });
+        let closed = Some(Excluded::Other { why: "no guests now (the owner wants no guests always)".into() });
+        let left_out = |why: &Option<Excluded>, drained| last(&HostNow::LeftOut { why: why.clone(), drained });
+        let nothing = "now: nothing is placed on h2: ";
+        let drained = "it is being emptied, or kept empty (t40001 asked for it); 'undrain' ends it";
+        let present = "its owner is there (olga on pts/1)";
+        assert_eq!(left_out(&owner, None), format!("{nothing}{present}"));
+        assert_eq!(left_out(&closed, None), format!("{nothing}no guests now (the owner wants no guests always)"));
+        assert_eq!(left_out(&None, Some(by)), format!("{nothing}{drained}"));
+        assert_eq!(left_out(&owner, Some(by)), format!("{nothing}{present}; {drained}"));
+        assert_eq!(last(&HostNow::Gone), format!("{nothing}it is not part of the virtual machine"));
+        assert_eq!(last(&HostNow::Used(Vec::new())), "now: h2 is used like any other host");
+        let but = HostNow::Used(vec!["its load is not known (no sample)".into()]);
+        assert_eq!(last(&but), "now: h2 is used, but its load is not known (no sample)");
     }
 }

@@ -3,12 +3,13 @@
 
 use crate::hours::Hours;
 use sempa_proto::owner::Leave;
-use sempa_proto::text::memory_parts;
+use sempa_proto::text::{line_of, memory_parts};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
+use toml::Spanned;
 
 /// Bytes of a policy file at most.
 pub const POLICY_BYTES_MAX: usize = 64 << 10;
@@ -37,7 +38,7 @@ pub enum LeaveAfter {
 }
 
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "a number from 0 on or a text in quotes belongs here")]
 enum NumberOrText {
     Number(u64),
     Text(String),
@@ -104,8 +105,37 @@ impl fmt::Display for LeaveAfter {
 pub struct Blocked {
     /// Names or paths of programs; `*` stands for anything.
     pub programs: Option<Vec<String>>,
-    /// Names of users.
-    pub users: Option<Vec<String>>,
+    /// Users.
+    pub users: Option<Vec<BlockedUser>>,
+}
+
+/// A user who is never let in, as somebody has said it. Wherever it is said, the same name means the same.
+#[derive(Clone, Debug, Eq, Deserialize)]
+#[serde(from = "Spanned<NumberOrText>")]
+pub struct BlockedUser {
+    /// His name, or his number.
+    pub name: String,
+    /// File and line in which it is said.
+    pub place: String,
+    /// The byte of the text at which it is said.
+    at: usize,
+}
+
+impl From<Spanned<NumberOrText>> for BlockedUser {
+    fn from(said: Spanned<NumberOrText>) -> BlockedUser {
+        let at = said.span().start;
+        let name = match said.into_inner() {
+            NumberOrText::Number(uid) => uid.to_string(),
+            NumberOrText::Text(name) => name,
+        };
+        BlockedUser { name, place: String::new(), at }
+    }
+}
+
+impl PartialEq for BlockedUser {
+    fn eq(&self, other: &BlockedUser) -> bool {
+        self.name == other.name
+    }
 }
 
 /// What one file says; what it does not mention is left to the next one.
@@ -150,9 +180,8 @@ pub struct PolicyError {
 impl PolicyError {
     /// What the parser found wrong in this text.
     pub(crate) fn of(file: &str, text: &str, error: &toml::de::Error) -> PolicyError {
-        let line = |at: usize| text.as_bytes()[..at.min(text.len())].iter().filter(|b| **b == b'\n').count() + 1;
         let reason = error.message().lines().map(str::trim).collect::<Vec<_>>().join(" ");
-        PolicyError { file: file.to_string(), line: error.span().map_or(1, |span| line(span.start)), reason }
+        PolicyError { file: file.to_string(), line: error.span().map_or(1, |span| line_of(text, span.start)), reason }
     }
 }
 
@@ -172,7 +201,9 @@ impl Policy {
         if text.len() > POLICY_BYTES_MAX {
             return Err(refused(1, format!("the file is longer than {POLICY_BYTES_MAX} bytes")));
         }
-        let policy: Policy = toml::from_str(text).map_err(|error| PolicyError::of(file, text, &error))?;
+        let mut policy: Policy = toml::from_str(text).map_err(|error| PolicyError::of(file, text, &error))?;
+        let users = policy.blocked.iter_mut().flat_map(|blocked| &mut blocked.users).flatten();
+        users.for_each(|user| user.place = format!("{file}:{}", line_of(text, user.at)));
         policy.check().map_err(|(key, reason)| refused(line_with(text, key), reason))?;
         Ok(policy)
     }
@@ -219,6 +250,7 @@ impl Policy {
         let quoted = |list: Vec<String>| format!("[{}]", list.join(", "));
         let words = |list: &Vec<String>| quoted(list.iter().map(|word| format!("{word:?}")).collect());
         let hours = |list: &Vec<Hours>| quoted(list.iter().map(|hours| format!("\"{hours}\"")).collect());
+        let users = |list: &Vec<BlockedUser>| quoted(list.iter().map(|user| format!("{:?}", user.name)).collect());
         let blocked = self.blocked.clone().unwrap_or_default();
         let all = [
             ("owners", self.owners.as_ref().map(words)),
@@ -237,7 +269,7 @@ impl Policy {
             ("then", self.then.map(|then| format!("\"{then}\""))),
             ("idle_after_min", self.idle_after_min.map(|n| n.to_string())),
             ("blocked.programs", blocked.programs.as_ref().map(words)),
-            ("blocked.users", blocked.users.as_ref().map(words)),
+            ("blocked.users", blocked.users.as_ref().map(users)),
         ];
         all.into_iter().filter_map(|(name, text)| Some((name, text?))).collect()
     }
@@ -412,6 +444,7 @@ mod tests {
             ("leave_after = 100000", 1, "more than a day"),
             ("a = [", 1, ""),
             ("[blocked]\nprogramms = []\n", 2, "unknown field `programms`"),
+            ("[blocked]\nusers = [\"bob\", -1]\n", 2, "a number from 0 on or a text in quotes belongs here"),
         ] {
             let error = Policy::parse("o.toml", text).expect_err(text);
             assert_eq!((error.file.as_str(), error.line), ("o.toml", line), "{error}");
@@ -432,7 +465,9 @@ mod tests {
         assert_eq!(merged.policy.never, owner.never);
         assert_eq!(merged.policy.cores, Some(2));
         let blocked = merged.policy.blocked.expect("said");
-        assert_eq!(blocked.users, Some(vec!["bob".to_string()]));
+        let users: Vec<(&str, &str)> =
+            blocked.users.iter().flatten().map(|user| (user.name.as_str(), user.place.as_str())).collect();
+        assert_eq!(users, [("bob", "x:3")]);
         assert_eq!(blocked.programs, Some(vec!["miner".to_string()]));
         let from = |name: &str| merged.settings.iter().find(|(n, ..)| *n == name).map(|(.., from)| from.as_str());
         assert_eq!((from("never"), from("cores"), from("nice")), (Some("owner"), Some("admin"), None));
@@ -458,6 +493,17 @@ mod tests {
         assert_eq!(told("never"), "[\"12:00-13:00\"] (otto)");
         assert_eq!(told("only"), "[\"mon-tue 18:00-24:00\", \"tue 0:00-8:00\"] (olga and otto)");
         assert_eq!(told("blocked.users"), "[\"bob\", \"eve\"] (olga and otto)");
+    }
+
+    #[test]
+    fn blocked_users_are_given_by_name_or_number_and_known_by_their_lines() {
+        let text = "nice = 1\n[blocked]\nusers = [\"bob\", 1007,\n  \"1008\",\n\n  \"eve\"]\n";
+        let policy = Policy::parse("o.toml", text).expect("good");
+        let settings = policy.settings();
+        let users = policy.blocked.and_then(|blocked| blocked.users).expect("said");
+        let said: Vec<String> = users.into_iter().map(|user| format!("{} {}", user.place, user.name)).collect();
+        assert_eq!(said, ["o.toml:3 bob", "o.toml:3 1007", "o.toml:4 1008", "o.toml:6 eve"]);
+        assert_eq!(settings["blocked.users"], "[\"bob\", \"1007\", \"1008\", \"eve\"]");
     }
 
     #[test]

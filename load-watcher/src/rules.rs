@@ -8,11 +8,12 @@
 //! nobody is named and he is the one who was last logged in at the machine itself. Root always is.
 
 use crate::owner::Spoken;
-use crate::policy::{Merged, Policy, PolicyError};
+use crate::policy::{BlockedUser, Merged, Policy, PolicyError};
 use crate::published::{self, Wrong};
 use crate::word;
 use nix::unistd::{Uid, User};
 use sempa_proto::load::Login;
+use sempa_proto::text::cut;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -20,6 +21,11 @@ use std::path::{Path, PathBuf};
 
 /// The administrator's file.
 pub const ADMIN_FILE: &str = "/etc/sempa/owner.toml";
+
+/// Blocked users of whom it is told that nobody here has that name, at most.
+const UNKNOWN_MAX: usize = 16;
+/// Bytes of such a name that are told.
+const NAME_BYTES_MAX: usize = 64;
 
 /// Where the parts of the policy are.
 #[derive(Clone, Debug)]
@@ -62,6 +68,8 @@ pub struct Rules {
     shut: Option<String>,
     merged: Merged,
     blocked: Vec<u32>,
+    /// What is told of blocked users whom nobody knows here.
+    unknown: Vec<String>,
 }
 
 /// The file of a user whose home is this.
@@ -99,9 +107,17 @@ pub fn user_name(uid: u32) -> String {
     User::from_uid(Uid::from_raw(uid)).ok().flatten().map_or_else(|| uid.to_string(), |user| user.name)
 }
 
-fn uid_of(name: &str) -> Option<u32> {
-    let known = User::from_name(name).ok().flatten().map(|user| user.uid.as_raw());
-    known.or_else(|| name.parse().ok())
+/// Number of a blocked user, or what is told of one whom nobody knows here. The rest of his file counts: an account that is removed
+/// must not open the host to all others who are blocked.
+fn uid_of(user: &BlockedUser) -> Result<u32, String> {
+    let BlockedUser { name, place, .. } = user;
+    let why = match User::from_name(name) {
+        Ok(Some(user)) => return Ok(user.uid.as_raw()),
+        Ok(None) => "no account of this host has this name".to_string(),
+        Err(error) => format!("the accounts of this host cannot be read: {}", error.desc()),
+    };
+    let told = cut(name, NAME_BYTES_MAX);
+    name.parse().map_err(|_| format!("{place}: blocked user {told:?}: {why}; nobody is kept away by it"))
 }
 
 /// What is told of a file that does not count. `said`: it said something before. `counts`: what it says would count.
@@ -140,6 +156,7 @@ impl Rules {
             shut: None,
             merged: Merged::default(),
             blocked: Vec::new(),
+            unknown: Vec::new(),
         };
         rules.read_admin();
         rules.read_own();
@@ -252,12 +269,23 @@ impl Rules {
         let wishes = Merged::of([("the user of the virtual machine".to_string(), &self.user.wishes)]);
         let user = if owners.contains(&self.user.uid) { Merged::default() } else { self.said_by(self.user.uid) };
         self.merged = of_owners.or(admin).or(user).or(wishes);
-        let names = self.merged.policy.blocked.clone().and_then(|b| b.users).unwrap_or_default();
-        self.blocked = names.iter().filter_map(|name| uid_of(name)).collect();
+        self.look_up();
         let files = [("admin", &self.admin), ("own", &self.own)].into_iter().filter(|(_, said)| said.is_empty());
         let mut silent = files.filter_map(|(which, _)| self.wrong.get(which)?.first());
         let mut unheard = self.unheard.iter().filter(|(uid, _)| self.counts(**uid)).map(|(_, why)| why);
         self.shut = silent.next().or_else(|| unheard.next()).cloned();
+    }
+
+    /// Looks up who is blocked.
+    fn look_up(&mut self) {
+        (self.blocked, self.unknown) = (Vec::new(), Vec::new());
+        for user in self.merged.policy.blocked.iter().flat_map(|blocked| &blocked.users).flatten() {
+            match uid_of(user) {
+                Ok(uid) => self.blocked.push(uid),
+                Err(sentence) => self.unknown.push(sentence),
+            }
+        }
+        self.unknown.truncate(UNKNOWN_MAX);
     }
 
     /// The policy, and where each part of it comes from.
@@ -265,7 +293,7 @@ impl Rules {
         &self.merged
     }
 
-    /// Numbers of the users that it blocks; names that nobody has here are left out.
+    /// Numbers of the users that it blocks; names that nobody has here are left out, and told with what is [`Rules::wrong`].
     pub fn blocked(&self) -> &[u32] {
         &self.blocked
     }
@@ -285,9 +313,9 @@ impl Rules {
         self.admin.owners.as_deref()
     }
 
-    /// What was refused, one sentence for each.
+    /// What was refused, files and names of blocked users, one sentence for each.
     pub fn wrong(&self) -> Vec<String> {
-        self.wrong.values().flatten().cloned().collect()
+        self.wrong.values().flatten().chain(&self.unknown).cloned().collect()
     }
 
     /// True when what guests may do depends on the clock.

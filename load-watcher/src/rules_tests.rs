@@ -204,8 +204,52 @@ fn a_wrong_policy_of_one_who_is_no_owner_keeps_nobody_out() {
 #[test]
 fn blocked_users_are_known_by_name_or_number() {
     let dir = tempfile::tempdir().expect("a folder");
-    let rules = rules(dir.path(), "[blocked]\nusers = [\"root\", \"12345\", \"nobody-has-this-name\"]");
-    assert_eq!(rules.blocked(), [0, 12345]);
+    let rules = rules(dir.path(), "[blocked]\nusers = [\"root\", \"12345\", 12346]");
+    assert_eq!((rules.blocked(), rules.wrong()), (&[0, 12345, 12346][..], Vec::new()));
+}
+
+/// What is told of a blocked user whom nobody knows here.
+fn unknown(dir: &Path, file_and_line: &str, name: &str) -> String {
+    let place = dir.join(file_and_line);
+    let place = place.display();
+    format!("{place}: blocked user {name:?}: no account of this host has this name; nobody is kept away by it")
+}
+
+#[test]
+fn a_blocked_user_whom_nobody_knows_here_is_told_with_his_line_and_the_rest_of_the_file_counts() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let users = |names: &str| put(dir.path(), "admin", &format!("nice = 3\n[blocked]\nusers = [{names}]\n"));
+    users("\"root\",\n\"nobody-has-this-name\",\n99999999999,\n12345");
+    let mut rules = rules(dir.path(), "");
+    assert_eq!((rules.blocked(), rules.merged().policy.nice, rules.shut()), (&[0, 12345][..], Some(3), None));
+    let told = [("admin:4", "nobody-has-this-name"), ("admin:5", "99999999999")];
+    assert_eq!(rules.wrong(), told.map(|(line, name)| unknown(dir.path(), line, name)));
+    // The file is right, and stays so when it is read again.
+    assert_eq!((rules.read_admin(), rules.blocked()), (None, &[0, 12345][..]));
+    users("\"root\"");
+    assert_eq!((rules.read_admin(), rules.blocked(), rules.wrong()), (None, &[0][..], Vec::new()));
+}
+
+#[test]
+fn of_blocked_users_whom_nobody_knows_only_those_are_told_who_would_be_kept_away() {
+    let dir = tempfile::tempdir().expect("a folder");
+    put(dir.path(), "own", "[blocked]\nusers = [\"nobody-has-this-name\"]\n");
+    put(dir.path(), "admin", "[blocked]\nusers = []\n");
+    let mut rules = rules(dir.path(), "");
+    assert_eq!(rules.wrong(), Vec::<String>::new(), "the administrator's list counts");
+    rules.see(&[login("alice", "tty2", "")]);
+    assert_eq!(rules.wrong(), [unknown(dir.path(), "own:2", "nobody-has-this-name")], "she is the owner now");
+}
+
+#[test]
+fn of_many_blocked_users_whom_nobody_knows_a_few_are_told_and_of_a_long_name_the_beginning() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let long = "x".repeat(NAME_BYTES_MAX + 1);
+    let names: Vec<String> = (0..100).map(|n| format!("\"{long}{n}\"")).collect();
+    put(dir.path(), "own", &format!("[blocked]\nusers = [\"root\", {}, 12345]", names.join(", ")));
+    let rules = rules(dir.path(), "");
+    assert_eq!((rules.blocked(), rules.wrong().len()), (&[0, 12345][..], UNKNOWN_MAX));
+    assert_eq!(rules.wrong()[0], unknown(dir.path(), "own:2", &long[1..]));
 }
 
 #[test]

@@ -84,7 +84,7 @@ pub struct Status {
     pub stopped_by_why: String,
     /// The policy.
     pub policy: Vec<Setting>,
-    /// Files that were refused, and why.
+    /// Files that were refused, and blocked users whom nobody knows here, and why.
     pub wrong: Vec<String>,
     /// Its tasks here; without those that serve the virtual machine.
     pub tasks: Vec<Guest>,

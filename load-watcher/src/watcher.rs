@@ -242,7 +242,9 @@ impl Watcher {
     fn judge(&mut self) -> anyhow::Result<()> {
         let now = wall();
         let logins = logins(&self.seen.records, &self.seen.sessions);
+        let before = self.rules.wrong();
         self.rules.see(&logins);
+        self.say_wrong(&before);
         self.seen.typed = typed(&self.args.terminals, &logins);
         let policy = &self.rules.merged().policy;
         let idle = policy.idle_after_min.unwrap_or(IDLE_AFTER_MIN);
@@ -309,17 +311,22 @@ impl Watcher {
         if which(SESSIONS) {
             self.read_sessions();
         }
-        let (before, mut wrong) = (self.rules.wrong(), Vec::new());
+        let before = self.rules.wrong();
         if which(ADMIN) {
-            wrong.extend(self.rules.read_admin());
+            self.rules.read_admin();
         }
         if which(OWN) {
-            wrong.extend(self.rules.read_own());
+            self.rules.read_own();
         }
         if which(WORDS) {
-            wrong.extend(self.rules.read_words());
+            self.rules.read_words();
         }
-        wrong.iter().filter(|line| !before.contains(line)).for_each(|line| say(line));
+        self.say_wrong(&before);
+    }
+
+    /// Says what is wrong with the rules that was not before.
+    fn say_wrong(&self, before: &[String]) {
+        self.rules.wrong().iter().filter(|line| !before.contains(line)).for_each(|line| say(line));
     }
 
     /// Reads those of these places that cannot be watched.

@@ -567,7 +567,7 @@ impl Model {
         }
     }
 
-    /// Takes a watcher's report in. Answers what is to be recorded when the owner came or went.
+    /// Takes a watcher's report in. Answers what is to be recorded when the owner came or went, or the host was closed or opened.
     pub fn report(&mut self, now: Micros, report: &LoadReport) -> Option<EventKind> {
         let id = report.host;
         let own = self.guests_on(id);
@@ -581,20 +581,21 @@ impl Model {
         reports::keep_promises(&mut host.promised, now);
         host.terms = reports::terms(now, report, &host.terms);
         let was = std::mem::replace(&mut host.owner, reports::owner(report, host.left));
-        match (was.is_present(), host.owner.is_present()) {
-            (false, true) => host.clean_told = false,
-            (true, false) => {
-                host.left = Some(now);
-                host.owner = reports::owner(report, host.left);
-                for tid in self.on.get(&id).into_iter().flatten() {
-                    if let Some(task) = self.tasks.get_mut(tid) {
-                        task.told = None;
-                    }
+        if !reports::is_news(&was, &host.owner) {
+            return None;
+        }
+        if host.owner.is_present() {
+            host.clean_told = false;
+        } else {
+            host.left = Some(now);
+            host.owner = reports::owner(report, host.left);
+            for tid in self.on.get(&id).into_iter().flatten() {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.told = None;
                 }
             }
-            _ => return None,
         }
-        Some(reports::came_or_went(&self.host_name(id), &was, report))
+        Some(reports::came_or_went(&was, report))
     }
 
     /// All that decisions are made from, as of `now`. Costs what has changed since the last time.

@@ -171,6 +171,75 @@ fn a_job_that_began_again_is_whole_in_whatever_order_its_tasks_were_told_of() {
     }
 }
 
+/// What is told of a task or its job, in words.
+fn told(books: &Books, question: Question) -> Vec<String> {
+    let Answer::Why { decisions, .. } = books.answer(&question) else { panic!("nothing is known") };
+    decisions.iter().map(|d| d.what.to_string()).collect()
+}
+
+#[test]
+fn a_task_that_an_owner_has_ended_is_told_why_and_counts_as_an_eviction() {
+    let mut log = story();
+    let (guests, why) = (vec![t(3, 3), t(3, 99)], "olga is logged in on pts/1".to_string());
+    log.say(30, 3, EventKind::GuestsEnded { host: h(3), guests, why: why.clone() });
+    log.ended(31, t(3, 3), 15, 1_000);
+    log.say(40, 3, EventKind::GuestsEnded { host: h(3), guests: vec![], why });
+    let books = books(&log);
+    let (one, other) = (t(3, 3), t(3, 99));
+    let ended =
+        format!("the owner of h3 has guests ended, and so it was with {one} {other}: olga is logged in on pts/1");
+    for question in [Question::WhyTask(t(3, 3)), Question::WhyTask(t(1, 2)), Question::WhyHost("h3".into())] {
+        let told = told(&books, question);
+        assert_eq!(told.iter().filter(|told| **told == ended).count(), 1, "{told:?}");
+        assert!(told.iter().all(|told| !told.contains("has guests ended") || *told == ended), "{told:?}");
+    }
+    let (job, tasks) = job(&books, t(3, 3));
+    assert_eq!((job.sums.moves, job.sums.evictions), (1, 2));
+    assert_eq!((tasks[3].tid, tasks[3].moves, tasks[3].evictions), (t(3, 3), 0, 1));
+    let Answer::Users(users) = books.answer(&Question::Users { user: Some(USER) }) else { panic!("no users") };
+    assert_eq!(users[0].sums.evictions, 2);
+}
+
+#[test]
+fn each_task_of_a_job_that_is_parked_because_of_an_owner_counts_as_an_eviction() {
+    let mut log = Log::default();
+    let tasks = line(Tid::NONE);
+    tasks.iter().for_each(|(tid, parent, _)| log.started(2, *tid, *parent, "worker"));
+    let parked = |parked, set: &str| {
+        let (set, job, bytes, frozen) = (set.to_string(), t(1, 3), 9, Micros(5));
+        EventKind::Checkpointed { set, job, tasks: 3, bytes, frozen, parked }
+    };
+    log.say(5, 1, parked(false, "t40003-20261122T141503-1"));
+    assert_eq!(job(&books(&log), t(1, 3)).0.sums.evictions, 0, "it goes on");
+    log.say(6, 1, parked(true, "t40003-20261122T141504-1"));
+    tasks.iter().for_each(|(tid, ..)| log.ended(7, *tid, 9, 1_000));
+    assert_eq!(job(&books(&log), t(1, 3)).0.sums.evictions, 3);
+}
+
+#[test]
+fn failures_are_told_of_the_jobs_and_hosts_that_they_are_about() {
+    let mut log = story();
+    let why = || "no room".to_string();
+    log.say(30, 1, EventKind::CheckpointFailed { job: t(1, 2), why: why() });
+    let (set, cause) = (format!("{}-20261122T141503-1", t(1, 2)), "h1 was lost".to_string());
+    log.say(31, 1, EventKind::RestartFailed { set: set.clone(), cause: cause.clone(), why: why() });
+    log.say(32, 1, EventKind::RestartFailed { set: "nonsense".into(), cause, why: why() });
+    log.say(33, 3, EventKind::TaskerGone { host: h(3), why: "signal 9".into() });
+    log.ended(34, t(3, 3), 9, 1_000);
+    log.say(35, 1, EventKind::HostRefused { name: "h4".into(), why: "no route to it".into() });
+    let mut books = books(&log);
+    let job = told(&books, Question::WhyTask(t(1, 2)));
+    let tasker = format!("the tasker of h3 has ended (signal 9), and with it {}", t(3, 3));
+    let failed = format!("checkpoint {set} was not started again (h1 was lost): no room");
+    let last = [format!("job {} was not checkpointed: no room", t(1, 2)), failed, tasker.clone()];
+    assert_eq!(job[job.len() - 3..], last);
+    assert_eq!(told(&books, Question::WhyHost("h3".into())).last(), Some(&tasker));
+    assert_eq!(told(&books, Question::WhyHost("h4".into())), ["h4 was not added: no route to it"]);
+    let mut sheets = Sheets::new();
+    apply(&mut sheets, books.batch());
+    assert_eq!(reread(&sheets), books);
+}
+
 #[test]
 fn a_job_that_began_again_belongs_to_whoever_had_spawned_it() {
     let mut log = story();
@@ -194,7 +263,7 @@ fn what_serves_the_machine_and_consoles_without_children_are_no_jobs() {
 #[test]
 fn a_task_a_job_and_a_host_are_told_what_concerns_them() {
     let books = books(&story());
-    let Answer::Why { task: Some(task), decisions } = books.answer(&Question::WhyTask(t(2, 3))) else { panic!() };
+    let Answer::Why { task: Some(task), decisions, .. } = books.answer(&Question::WhyTask(t(2, 3))) else { panic!() };
     assert_eq!((task.moves, task.evictions), (1, 1));
     assert_eq!(
         decisions.iter().map(|d| d.what.to_string()).collect::<Vec<_>>(),

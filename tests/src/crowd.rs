@@ -88,12 +88,10 @@ impl Crowd {
     /// Another host for this worker: one of those with the fewest, by chance. So each host has about as many workers at any time, and
     /// what it needs for them stays the same.
     fn elsewhere(&self, who: usize, dice: &mut Dice) -> String {
-        let there = |host: &String| self.workers.iter().filter(|(_, at)| at == host).count();
-        let others = self.hosts.iter().filter(|host| **host != self.workers[who].1);
-        let others: Vec<(usize, &String)> = others.map(|host| (there(host), host)).collect();
-        let fewest = others.iter().map(|(count, _)| *count).min();
-        let emptiest: Vec<&String> =
-            others.iter().filter(|(count, _)| Some(*count) == fewest).map(|(_, host)| *host).collect();
+        let there = |host: &&String| self.workers.iter().filter(|(_, at)| at == *host).count();
+        let others: Vec<&String> = self.hosts.iter().filter(|host| **host != self.workers[who].1).collect();
+        let fewest = others.iter().map(there).min();
+        let emptiest: Vec<&String> = others.into_iter().filter(|host| Some(there(host)) == fewest).collect();
         emptiest[dice.below(emptiest.len())].clone()
     }
 

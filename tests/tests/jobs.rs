@@ -11,8 +11,13 @@ use std::time::Duration;
 const SOON: Duration = Duration::from_secs(60);
 
 fn with_rm(test: impl FnOnce(&Vm)) {
+    with("pvm-rm", test);
+}
+
+/// With this resource manager.
+fn with(rm: &str, test: impl FnOnce(&Vm)) {
     let Some((bed, _)) = testbed(2) else { return };
-    let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm".into()), ..Settings::default() }).expect("a virtual machine");
+    let vm = Vm::start(&bed, Settings { rm: Some(rm.into()), ..Settings::default() }).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
     test(&vm);
     vm.halt().expect("halts");
@@ -68,6 +73,34 @@ fn a_job_file_starts_what_it_says_where_it_says_and_a_mistake_is_told_with_its_l
         write("program = \"hold\"\n\ncuont = 2\n");
         let wrong = vm.pvm(&["spawn", "--job", &path]).expect("pvm");
         assert!(!wrong.good() && wrong.err.contains("job.toml, line 3: unknown field `cuont`"), "{wrong:?}");
+    });
+}
+
+#[test]
+fn a_spawn_that_waits_is_shown_with_the_jobs_until_it_has_its_place() {
+    with("pvm-rm --wait 600 --user-tasks 1", |vm| {
+        vm.program("hold").expect("gcc");
+        let first = vm.spawn(&["hold", "1"]).expect("spawned");
+        let mut command =
+            vm.command(vm.bed().host(1), vm.bed().prefix().expect("programs are installed").join("bin/pvm"));
+        command.args(["spawn", "hold", "1"]);
+        let second = Running::start(command, Stdio::null()).expect("it starts");
+        let waiting =
+            || vm.json(&["job", "list"]).map_err(|error| format!("{error:#}")).map(|all| all[0]["waiting"].clone());
+        let one = eventually(SOON, || match waiting()? {
+            list if list.as_array().is_some_and(|list| list.len() == 1) => Ok(list[0].clone()),
+            other => Err(other.to_string()),
+        });
+        let one = one.sure(vm);
+        assert_eq!((&one["count"], &one["turn"]), (&1.into(), &1.into()), "{one}");
+        assert_eq!(one["why"], "the user has 1 tasks, and 1 are allowed", "{one}");
+        let text = vm.pvm(&["job", "list"]).expect("pvm").out;
+        let last = text.lines().last().unwrap_or_default();
+        assert!(last.starts_with("waiting: 1 of hold for job t"), "{text}");
+        assert!(last.ends_with(", number 1 in turn: the user has 1 tasks, and 1 are allowed"), "{text}");
+        vm.pvm(&["kill", &first]).expect("pvm").expect_good("kill").expect("it ends");
+        assert!(second.finish(SOON).expect("it has its place").good());
+        assert_eq!(waiting().expect("told").as_array().map(Vec::len), Some(0));
     });
 }
 

@@ -160,11 +160,17 @@ fn an_owner_limits_guests_and_forbids_hours_and_takes_it_back() {
         has(1, std::thread::available_parallelism().expect("some").get());
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
         note(vm, "h2: no guests now (the owner wants no guests always)");
+        let why = vm.pvm(&["why", "h2"]).expect("pvm").out;
+        assert!(why.contains("Z h2 takes no guests: the owner wants no guests always\n"), "{why}");
+        let now = "now: nothing is placed on h2: no guests now (the owner wants no guests always)";
+        assert_eq!(why.lines().last(), Some(now), "{why}");
 
         owner(vm.bed(), 2, &["never", "none"]);
         owner(vm.bed(), 2, &["limit", "none"]);
         note(vm, "h2 takes guests again");
         used_again(vm, "h2");
+        let why = vm.pvm(&["why", "h2"]).expect("pvm").out;
+        assert!(why.lines().last().is_some_and(|now| now.starts_with("now: h2 is used")), "{why}");
     });
 }
 

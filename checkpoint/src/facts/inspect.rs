@@ -489,6 +489,40 @@ mod tests {
             .for_each(|n| short.need(&PathBuf::from(format!("/data/{n}")), 1, Need::Length).expect("there is room"));
     }
 
+    /// What is found of so many files of so many bytes each that are to be carried along.
+    fn carried(files: usize, bytes: u64) -> Findings {
+        let mut findings = Findings::default();
+        let needs = [Need::ExistsOrCarried, Need::NoShorterOrCarried, Need::LengthOrCarried];
+        for (n, need) in (0..files).zip(needs.into_iter().cycle()) {
+            findings.need(&PathBuf::from(format!("/data/{n}")), bytes, need).expect("there is room");
+        }
+        findings
+    }
+
+    #[test]
+    fn a_task_moves_with_files_of_a_gibibyte_and_with_1024_of_them_and_not_with_more() {
+        let refused = |files, bytes| Err(Refusal::FilesTooLarge { files, bytes, limit: 1 << 30 });
+        assert_eq!(carried(1024, 1 << 20).measure(), Ok(()));
+        assert_eq!(carried(1025, 0).measure(), refused(1025, 0));
+        assert_eq!(carried(1, (1 << 30) + 1).measure(), refused(1, (1 << 30) + 1));
+        assert_eq!(carried(3, 1 << 29).measure(), refused(3, 3 << 29));
+        assert_eq!(carried(3, u64::MAX / 2).measure(), refused(3, u64::MAX), "a sum that is too large for any number");
+    }
+
+    #[test]
+    fn files_that_have_to_be_at_the_target_may_be_many_and_large() {
+        let mut findings = carried(1024, 1 << 20);
+        let stay = [Need::Directory, Need::Exists, Need::NoShorter, Need::Length, Need::Content];
+        for (n, need) in stay.into_iter().enumerate() {
+            findings.need(&PathBuf::from(format!("/lib/{n}")), 1 << 40, need).expect("there is room");
+        }
+        assert_eq!(findings.measure(), Ok(()));
+        // What a process maps as its program as well is not carried either.
+        let mut findings = carried(1, 1 << 40);
+        findings.need(Path::new("/data/0"), 1 << 40, Need::Content).expect("it is known");
+        assert_eq!(findings.measure(), Ok(()));
+    }
+
     /// A child that is ended with the test.
     struct Running(Child);
 

@@ -533,3 +533,56 @@ impl Coordinator {
         self.out.push_back(CoordinatorOutput::Order { host, of: of.clone(), order });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn host(index: u16) -> HostId {
+        HostId::new(index).expect("an index")
+    }
+
+    fn task(number: usize) -> Tid {
+        Tid::task(host(2), number as u32).expect("a task")
+    }
+
+    fn begin(coordinator: &mut Coordinator, number: usize, from: u16, to: u16) -> Result<MigrationId, Refusal> {
+        coordinator.begin(Micros(0), task(number), host(from), host(to), Cause::Asked { by: HostId::MASTER.tid() })
+    }
+
+    /// How moves have ended.
+    fn ended(coordinator: &mut Coordinator) -> Vec<(MigrationId, Result<MoveReport, MoveError>)> {
+        let end = |output| match output {
+            CoordinatorOutput::Ended { id, result } => Some((id, result)),
+            _ => None,
+        };
+        std::iter::from_fn(|| coordinator.poll()).filter_map(end).collect()
+    }
+
+    #[test]
+    fn of_65_moves_at_a_time_the_last_is_refused_until_one_has_ended() {
+        let mut coordinator = Coordinator::new();
+        let begin = |coordinator: &mut Coordinator, number| begin(coordinator, number, 2, 3);
+        let all: Vec<MigrationId> = (1..=64).map(|n| begin(&mut coordinator, n).expect("there is room")).collect();
+        assert_eq!(begin(&mut coordinator, 65), Err(Refusal::TooManyMoves { limit: 64 }));
+        assert_eq!(begin(&mut coordinator, 64), Err(Refusal::AlreadyMoving(all[63])), "that is the better reason");
+        assert_eq!(coordinator.open(), 64);
+        coordinator.call_off(all[0], "nobody wants it");
+        assert_eq!(ended(&mut coordinator).len(), 1);
+        assert!(begin(&mut coordinator, 65).is_ok());
+        assert_eq!(begin(&mut coordinator, 66), Err(Refusal::TooManyMoves { limit: 64 }));
+    }
+
+    #[test]
+    fn a_move_that_loses_one_of_its_hosts_before_it_is_committed_fails_with_that_host_and_others_go_on() {
+        for lost in [2, 3] {
+            let mut coordinator = Coordinator::new();
+            let id = begin(&mut coordinator, 1, 2, 3).expect("there is room");
+            let other = begin(&mut coordinator, 2, 4, 5).expect("there is room");
+            coordinator.host_lost(Micros(1), host(lost));
+            let why = Failure::HostLost(host(lost));
+            assert_eq!(ended(&mut coordinator), [(id, Err(MoveError { step: Step::Inspect, why }))]);
+            assert_eq!(coordinator.of_task(task(2)).map(|of| of.id), Some(other));
+        }
+    }
+}

@@ -390,3 +390,26 @@ impl Cuts {
         self.out.push_back(CutOutput::Ended { cut: number, result: Err(why) });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_checkpoint_that_loses_the_host_of_one_of_its_tasks_fails_with_that_host_and_others_go_on() {
+        let host = |index| HostId::new(index).expect("an index");
+        let task = |index, number| Tid::task(host(index), number).expect("a task");
+        let mut cuts = Cuts::default();
+        let number =
+            cuts.begin(Micros(0), &[(MigrationId(1), task(2, 1), host(2)), (MigrationId(2), task(3, 1), host(3))]);
+        let other = cuts.begin(Micros(0), &[(MigrationId(3), task(4, 1), host(4))]);
+        cuts.host_lost(host(3));
+        let end = |output| match output {
+            CutOutput::Ended { cut, result } => Some((cut, result)),
+            _ => None,
+        };
+        let ended: Vec<_> = std::iter::from_fn(|| cuts.poll()).filter_map(end).collect();
+        assert_eq!(ended, [(number, Err(CutFailure::HostLost(host(3))))]);
+        assert!(cuts.is_open(other) && !cuts.is_open(number));
+    }
+}

@@ -290,3 +290,32 @@ fn prepare(part: &Part, timeline: &Timeline) -> RestartOutput {
     let order = Order::Prepare { facts, suspended, timeline, memory_can_follow: false, pre_copies: false };
     RestartOutput::Order { host: part.of.to, of: part.of.clone(), order }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_restart_that_loses_the_host_of_one_of_its_tasks_fails_with_that_host_and_others_go_on() {
+        let host = |index| HostId::new(index).expect("an index");
+        let mut restarts = Restarts::default();
+        let mut ids = (1..).map(MigrationId);
+        let mut begin = |hosts: &[u16]| {
+            let task = |index: &u16| Tid::task(host(1), u32::from(*index)).expect("a task");
+            let candidate =
+                |index: &u16| Candidate { tid: task(index), facts: TaskFacts::default(), hosts: vec![host(*index)] };
+            let members = hosts.iter().map(|index| (task(index), 0)).collect();
+            let (timeline, tasks) = (Timeline { line: 1, members, same: true }, hosts.iter().map(candidate).collect());
+            restarts.begin(Micros(0), timeline, tasks, || ids.next().expect("there are more"))
+        };
+        let (number, other) = (begin(&[2, 3]), begin(&[4]));
+        restarts.host_lost(host(3));
+        let end = |output| match output {
+            RestartOutput::Ended { restart, result } => Some((restart, result)),
+            _ => None,
+        };
+        let ended: Vec<_> = std::iter::from_fn(|| restarts.poll()).filter_map(end).collect();
+        assert_eq!(ended, [(number, Err(RestartFailure::HostLost(host(3))))]);
+        assert_eq!(restarts.open.keys().collect::<Vec<_>>(), [&other]);
+    }
+}

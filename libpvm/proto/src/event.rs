@@ -314,6 +314,18 @@ pub enum EventKind {
         /// Why.
         why: String,
     },
+    /// The rules of a host's owner let no guests in any more, whoever uses it.
+    HostClosed {
+        /// The host.
+        host: HostId,
+        /// The load watcher's sentence.
+        why: String,
+    },
+    /// A host that was closed takes guests again.
+    HostOpened {
+        /// The host.
+        host: HostId,
+    },
 }
 
 impl EventKind {
@@ -427,6 +439,8 @@ impl fmt::Display for EventKind {
             EventKind::TaskerGone { host, why } => {
                 write!(f, "the tasker of {host} has ended ({why}); its tasks are dead")
             }
+            EventKind::HostClosed { host, why } => write!(f, "{host} takes no guests: {why}"),
+            EventKind::HostOpened { host } => write!(f, "{host} takes guests again"),
         }
     }
 }
@@ -488,6 +502,9 @@ mod tests {
         assert_eq!(placed.told(name), "x placed on 1 max: first max");
         let gone = EventKind::HostGone { host: host(2), name: "leo".into(), why: "lost".into() };
         assert_eq!(gone.told(name), "leo (host 2) is gone: lost");
+        let closed = EventKind::HostClosed { host: host(2), why: "the owner wants no guests always".into() };
+        assert_eq!(closed.told(name), "leo takes no guests: the owner wants no guests always");
+        assert_eq!(EventKind::HostOpened { host: host(3) }.told(name), "max takes guests again");
         let unknown = EventKind::HostClean { host: host(1) };
         assert_eq!(unknown.told(name), "host 1 is clean: no foreign task is left on it");
     }

@@ -7,17 +7,20 @@
 //!
 //! Hosts appear by name, because a decision is asked about when its hosts may be gone.
 
-use crate::error::PvmError;
+mod decided;
+
+pub use decided::Decided;
+
 use crate::event::describe_status;
 use crate::frame::{FrameError, from_bytes, to_bytes};
 use crate::ids::{Micros, Tid};
-use crate::migration::{Cause, Step, Usage};
+use crate::migration::Usage;
 use crate::suspend;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::fmt;
 
 /// Version of questions, answers and decisions.
-pub const RM_VERSION: u16 = 5;
+pub const RM_VERSION: u16 = 6;
 /// Context of everything that comes to the resource manager beside PVM's documented messages.
 pub const CTX_RM: i32 = 0x7ffe0;
 /// Tag of questions.
@@ -81,6 +84,11 @@ pub enum Question {
     Kill(Tid),
     /// How far is it? → [`Answer::Killed`]
     Killed(Tid),
+    /// Spawns that wait for a place. → [`Answer::Waiting`]
+    Waiting {
+        /// Only this user's.
+        user: Option<u32>,
+    },
 }
 
 /// What is answered. New kinds go to the end: [`Answer::Version`] is the first for ever.
@@ -94,6 +102,8 @@ pub enum Answer {
         task: Option<TaskUse>,
         /// The decisions.
         decisions: Vec<Decision>,
+        /// What holds of the host now, if one was asked about.
+        now: Option<HostNow>,
     },
     /// Users, by rising number.
     Users(Vec<UserUse>),
@@ -149,6 +159,8 @@ pub enum Answer {
         /// Tasks to which no signal could be sent, and why; [`ANSWER_ENTRIES_MAX`] of them at most.
         failed: Vec<(Tid, String)>,
     },
+    /// Spawns that wait, whose turn it is first; [`ANSWER_ENTRIES_MAX`] of them at most.
+    Waiting(Vec<Waits>),
 }
 
 /// Writes a question or an answer down.
@@ -244,7 +256,7 @@ pub struct TaskUse {
     pub used: Usage,
     /// Moves.
     pub moves: u32,
-    /// Those of them because an owner came.
+    /// How often it had to go because of an owner: by a move, which counts there as well, or by its end.
     pub evictions: u32,
     /// It counts against the limits of its user and job.
     pub counted: bool,
@@ -299,7 +311,7 @@ pub struct Sums {
     pub wall: Micros,
     /// Moves.
     pub moves: u64,
-    /// Those of them because an owner came.
+    /// How often they had to go because of an owner: by a move, which counts there as well, or by their end.
     pub evictions: u64,
 }
 
@@ -408,6 +420,43 @@ impl fmt::Display for Excluded {
     }
 }
 
+/// What holds of a host now.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum HostNow {
+    /// It is not part of the virtual machine.
+    Gone,
+    /// Nothing is placed there.
+    LeftOut {
+        /// Why, whether it is emptied or not.
+        why: Option<Excluded>,
+        /// Who has it emptied.
+        drained: Option<Tid>,
+    },
+    /// It is used; what there is to say of it all the same.
+    Used(Vec<String>),
+}
+
+/// A spawn that waits for a place.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Waits {
+    /// The program.
+    pub program: String,
+    /// Places that it needs.
+    pub count: u32,
+    /// The task that asked.
+    pub by: Tid,
+    /// Its job.
+    pub job: Tid,
+    /// Its user.
+    pub user: u32,
+    /// Since when, in microseconds since 1970.
+    pub since: Micros,
+    /// As the how manieth it is tried, from 1.
+    pub turn: u32,
+    /// What came of it when it was tried last.
+    pub why: String,
+}
+
 /// What a move is expected to save and to cost, or has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Expected {
@@ -415,329 +464,6 @@ pub struct Expected {
     pub gain: Micros,
     /// What it costs.
     pub cost: Micros,
-}
-
-/// What can be decided, or happen.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Decided {
-    /// A spawn was answered.
-    Spawn {
-        /// The program.
-        program: String,
-        /// The task that asked.
-        by: Tid,
-        /// Its job.
-        job: Tid,
-        /// Its user.
-        user: u32,
-        /// Tasks that were asked for.
-        count: u32,
-        /// Those that were started, and where.
-        started: Vec<(Tid, String)>,
-        /// Why the others were not.
-        error: Option<PvmError>,
-        /// From the request to the last search for a place.
-        waited: Micros,
-        /// The searches.
-        attempts: Vec<Attempt>,
-    },
-    /// A task was told to go.
-    Go {
-        /// The task.
-        tid: Tid,
-        /// Where it was.
-        from: String,
-        /// Where it is to go.
-        to: String,
-        /// Why.
-        cause: Cause,
-        /// What is expected of it.
-        expected: Expected,
-        /// Why it did not begin, if it did not.
-        refused: Option<String>,
-    },
-    /// A move is complete.
-    Moved {
-        /// The task.
-        tid: Tid,
-        /// Where it was.
-        from: String,
-        /// Where it is.
-        to: String,
-        /// Why.
-        cause: Cause,
-        /// Bytes of its image.
-        bytes: u64,
-        /// How long it stood still.
-        frozen: Micros,
-    },
-    /// A move has failed; the task went on where it was.
-    NotMoved {
-        /// The task.
-        tid: Tid,
-        /// Where it was.
-        from: String,
-        /// Where it was to go.
-        to: String,
-        /// Why it was to go.
-        cause: Cause,
-        /// The step that failed.
-        step: Step,
-        /// Why.
-        why: String,
-    },
-    /// A task stays although the owner of its host is there.
-    Stays {
-        /// The task.
-        tid: Tid,
-        /// Where.
-        host: String,
-        /// Why.
-        why: String,
-        /// Hosts that would not take it.
-        not_used: Vec<NotUsed>,
-    },
-    /// The owner of a host came.
-    OwnerCame {
-        /// The host.
-        host: String,
-        /// The watcher's sentence.
-        why: String,
-    },
-    /// The owner of a host left.
-    OwnerLeft {
-        /// The host.
-        host: String,
-        /// The watcher's sentence.
-        why: String,
-    },
-    /// A host joined.
-    HostJoined {
-        /// The host.
-        host: String,
-    },
-    /// A host is gone, with the tasks on it.
-    HostGone {
-        /// The host.
-        host: String,
-        /// Why.
-        why: String,
-    },
-    /// A task was suspended.
-    Suspended {
-        /// The task.
-        tid: Tid,
-        /// Where.
-        host: String,
-        /// Why.
-        cause: suspend::Cause,
-    },
-    /// A task that was suspended goes on.
-    Resumed {
-        /// The task.
-        tid: Tid,
-        /// Where.
-        host: String,
-        /// Why.
-        cause: suspend::Cause,
-    },
-    /// A whole job was suspended, or goes on.
-    JobSuspended {
-        /// The job.
-        job: Tid,
-        /// False: it goes on.
-        suspend: bool,
-        /// Who asked for it.
-        by: Tid,
-    },
-    /// A host is being emptied, or takes tasks again.
-    Drain {
-        /// The host.
-        host: String,
-        /// False: it takes tasks again.
-        begun: bool,
-        /// Who asked for it.
-        by: Tid,
-    },
-    /// The resource manager began to work.
-    Began {
-        /// It goes on with what one before it knew.
-        again: bool,
-    },
-    /// A job is checkpointed and ended, because a task of it has to leave and no host takes it; it goes on when there is room.
-    Parked {
-        /// The first task of it.
-        job: Tid,
-        /// The task.
-        tid: Tid,
-        /// The host that it has to leave.
-        host: String,
-        /// Why it cannot move.
-        why: String,
-    },
-    /// A job goes on from a checkpoint.
-    Restarted {
-        /// The job.
-        job: Tid,
-        /// Name of the set.
-        set: String,
-        /// Its tasks, and where they are now.
-        tasks: Vec<(Tid, String)>,
-        /// Why.
-        why: String,
-    },
-    /// What a move for the sake of the load has brought is known: its task has ended, or worked there for long.
-    CameOut {
-        /// The task.
-        tid: Tid,
-        /// Where it was.
-        from: String,
-        /// Where it went.
-        to: String,
-        /// What was expected.
-        expected: Expected,
-        /// What came, as far as what the task got and did there tells.
-        came: Expected,
-    },
-}
-
-impl Decided {
-    /// True when it speaks of a task of which this is so.
-    pub fn is_about(&self, is_so: impl Fn(Tid) -> bool) -> bool {
-        match self {
-            Decided::Spawn { job, started, .. } => is_so(*job) || started.iter().any(|(tid, _)| is_so(*tid)),
-            Decided::Go { tid, .. }
-            | Decided::Moved { tid, .. }
-            | Decided::NotMoved { tid, .. }
-            | Decided::Stays { tid, .. }
-            | Decided::CameOut { tid, .. }
-            | Decided::Suspended { tid, .. }
-            | Decided::Resumed { tid, .. } => is_so(*tid),
-            Decided::JobSuspended { job, .. } => is_so(*job),
-            Decided::Parked { job, tid, .. } => is_so(*job) || is_so(*tid),
-            Decided::Restarted { job, tasks, .. } => is_so(*job) || tasks.iter().any(|(tid, _)| is_so(*tid)),
-            _ => false,
-        }
-    }
-
-    /// True when it speaks of this host: something came, went, or was kept from there.
-    pub fn is_about_host(&self, name: &str) -> bool {
-        let not_used = |list: &[NotUsed]| list.iter().any(|n| n.host == name && n.why != Excluded::NotAsked);
-        match self {
-            Decided::Restarted { tasks, .. } => tasks.iter().any(|(_, host)| host == name),
-            Decided::Spawn { started, attempts, .. } => {
-                started.iter().any(|(_, host)| host == name) || attempts.iter().any(|a| not_used(&a.not_used))
-            }
-            Decided::Go { from, to, .. }
-            | Decided::Moved { from, to, .. }
-            | Decided::NotMoved { from, to, .. }
-            | Decided::CameOut { from, to, .. } => from == name || to == name,
-            Decided::Stays { host, not_used: list, .. } => host == name || not_used(list),
-            Decided::OwnerCame { host, .. }
-            | Decided::OwnerLeft { host, .. }
-            | Decided::HostJoined { host }
-            | Decided::HostGone { host, .. }
-            | Decided::Drain { host, .. }
-            | Decided::Parked { host, .. }
-            | Decided::Suspended { host, .. }
-            | Decided::Resumed { host, .. } => host == name,
-            Decided::JobSuspended { .. } | Decided::Began { .. } => false,
-        }
-    }
-}
-
-fn seconds(span: Micros) -> f64 {
-    span.0 as f64 / 1e6
-}
-
-/// "the owner of h2 is there: olga on pts/1".
-fn because(cause: &Cause, from: &str) -> String {
-    match cause {
-        Cause::Asked { by } => format!("{by} asked for it"),
-        Cause::Owner { why } => format!("the owner of {from} is there ({why})"),
-        Cause::Load { why } => format!("the load is uneven: {why}"),
-        Cause::Drain { by } => format!("{by} has {from} emptied"),
-        Cause::Checkpoint | Cause::Restart => cause.to_string(),
-    }
-}
-
-impl fmt::Display for Decided {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Decided::Spawn { program, by, count, started, error, waited, attempts, .. } => {
-                let mut hosts: Vec<&str> = started.iter().map(|(_, host)| host.as_str()).collect();
-                hosts.dedup();
-                let why: Vec<&str> = attempts.iter().map(|a| a.sentence.as_str()).collect();
-                let why = why.join("; then ");
-                match (error, started.len()) {
-                    (Some(error), 0) => write!(f, "{program} was not started for {by}: {error} ({why})")?,
-                    (Some(error), n) => write!(
-                        f,
-                        "{n} of {count} {program} started for {by} on {}: {why}; the others failed: {error}",
-                        hosts.join(" ")
-                    )?,
-                    (None, _) => write!(f, "{program} started for {by} on {}: {why}", hosts.join(" "))?,
-                }
-                if waited.0 > 0 { write!(f, "; it waited {:.1} s", seconds(*waited)) } else { Ok(()) }
-            }
-            Decided::Go { tid, from, to, cause, expected, refused } => {
-                write!(f, "{tid} was told to go from {from} to {to} because {}", because(cause, from))?;
-                let Expected { gain, cost } = expected;
-                match gain.0 {
-                    0 => write!(f, "; expected cost {:.1} s", seconds(*cost))?,
-                    _ => write!(f, "; expected to save {:.1} s and to cost {:.1} s", seconds(*gain), seconds(*cost))?,
-                }
-                refused.as_ref().map_or(Ok(()), |why| write!(f, "; it did not begin: {why}"))
-            }
-            Decided::Moved { tid, from, to, cause, bytes, frozen } => write!(
-                f,
-                "{tid} moved from {from} to {to} because {}: {bytes} bytes, it stood still for {:.1} ms",
-                because(cause, from),
-                frozen.0 as f64 / 1e3
-            ),
-            Decided::NotMoved { tid, from, to, step, why, .. } => {
-                write!(f, "{tid} was not moved from {from} to {to}: {step} failed: {why}")
-            }
-            Decided::Stays { tid, host, why, not_used } => {
-                write!(f, "{tid} stays on {host}, which it should leave: {why}")?;
-                let list: Vec<String> = not_used.iter().map(|n| format!("{}: {}", n.host, n.why)).collect();
-                if list.is_empty() { Ok(()) } else { write!(f, " ({})", list.join("; ")) }
-            }
-            Decided::OwnerCame { host, why } => write!(f, "the owner of {host} came: {why}"),
-            Decided::OwnerLeft { host, why } => write!(f, "the owner of {host} left: {why}"),
-            Decided::HostJoined { host } => write!(f, "{host} joined"),
-            Decided::HostGone { host, why } => write!(f, "{host} is gone: {why}"),
-            Decided::Suspended { tid, host, cause } => write!(f, "{tid} was suspended on {host}: {cause}"),
-            Decided::Resumed { tid, host, cause } => write!(f, "{tid} was resumed on {host}: {cause}"),
-            Decided::JobSuspended { job, suspend, by } => {
-                let what = if *suspend { "suspended" } else { "resumed" };
-                write!(f, "job {job} was {what}: {by} asked for it")
-            }
-            Decided::Drain { host, begun: true, by } => write!(f, "{host} is being emptied: {by} asked for it"),
-            Decided::Drain { host, begun: false, by } => write!(f, "{host} takes tasks again: {by} asked for it"),
-            Decided::Parked { job, tid, host, why } => write!(
-                f,
-                "job {job} is checkpointed and ended, and goes on when there is room: {tid} has to leave {host}, and {why}"
-            ),
-            Decided::Restarted { job, set, tasks, why } => {
-                write!(f, "job {job} goes on from checkpoint {set} ({why}):")?;
-                tasks.iter().try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
-            }
-            Decided::CameOut { tid, from, to, expected, came } => write!(
-                f,
-                "the move of {tid} from {from} to {to} was expected to save {:.1} s and to cost {:.1} s; it saved {:.1} s and \
-                 cost {:.1} s",
-                seconds(expected.gain),
-                seconds(expected.cost),
-                seconds(came.gain),
-                seconds(came.cost)
-            ),
-            Decided::Began { again: false } => f.write_str("the resource manager began"),
-            Decided::Began { again: true } => f.write_str(
-                "the resource manager began again with what was known; meanwhile spawns were placed in turn",
-            ),
-        }
-    }
 }
 
 #[cfg(test)]

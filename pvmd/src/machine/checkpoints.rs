@@ -35,14 +35,17 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Jobs that are remembered for their checkpoints. Those with which nothing is to be done go first; then one more is refused.
 const JOBS_MAX: usize = 1024;
-/// How often a checkpoint is begun again because the job was changing, and how often a job that goes back is started.
+/// How often a checkpoint is begun again because the job was changing, and how often a job that goes back is started soon after it
+/// could not be.
 const TRIES_MAX: u32 = 10;
 /// Pause before that.
 const TRY_PAUSE: Micros = Micros::from_millis(200);
 /// Pause before that, when a program is still writing what it was asked for before. All tries together take as long as it may.
 const WRITING_PAUSE: Micros = Micros::from_secs(6);
-/// Pause before a job that goes back is started once more.
+/// Pause before a job that goes back is started once more. After [`TRIES_MAX`] times it doubles with each, up to the other one: nobody
+/// may be there who would start it by hand, and the host that it lacks may come back days later.
 const RESTART_PAUSE: Micros = Micros::from_secs(2);
+const RESTART_PAUSE_MAX: Micros = Micros::from_secs(600);
 /// Tasks of which it is remembered on which timeline they began again.
 const LINES_MAX: usize = 1 << 20;
 /// After a host is lost its tasks are dead: its daemon ended by its own, shorter lease, and its tasker with it. This is the
@@ -114,6 +117,11 @@ impl Job {
     /// Somebody wants a checkpoint of it now, and has not got it yet.
     fn is_wanted(&self) -> bool {
         self.ends || !self.waiters.is_empty()
+    }
+
+    /// Nothing of it runs, and it could not be started again.
+    fn is_stuck(&self) -> bool {
+        matches!(self.doing, Doing::Ending { .. }) && self.tries > 0
     }
 }
 
@@ -272,6 +280,9 @@ impl Machine {
         match pace {
             Some(Pace::Never) => {
                 entry.pace = None;
+                if entry.is_stuck() {
+                    self.forget_job(job);
+                }
                 return self.reply(tid, id, Reply::Done);
             }
             Some(pace) => (entry.pace, entry.said_late) = (Some(pace), false),
@@ -739,6 +750,13 @@ fn pause(pace: Pace, took: Option<Micros>) -> Micros {
         (Pace::Loss(_) | Pace::Never, _) => TRY_PAUSE,
     };
     pause.max(PAUSE_MIN)
+}
+
+/// Until a job that goes back is started again, when it could not be so many times.
+fn restart_pause(tries: u32) -> Micros {
+    // More doublings than that change nothing.
+    let doublings = tries.saturating_sub(TRIES_MAX).min(16);
+    Micros(RESTART_PAUSE.0 << doublings).min(RESTART_PAUSE_MAX)
 }
 
 /// The tasks of a job among all tasks: the first one, those that were members before, and everything that any of them has

@@ -488,6 +488,7 @@ impl Machine {
                 add.slots[slot] = Some(AddedHost { result: Ok(entry), reason: String::new() });
             }
             self.add_step(job);
+            self.jobs_got_host();
         }
         self.try_change();
     }

@@ -215,18 +215,24 @@ impl Fair {
         self.waiting
     }
 
-    /// All requests that wait, in the order of their turns; none waits any longer.
-    pub fn take_waiting(&mut self, now: Micros) -> Vec<Waiting> {
+    /// All requests that wait, in the order of their turns.
+    pub fn queue(&self, now: Micros) -> Vec<Waiting> {
         let with_index = |(user, queue): (&u32, &BTreeMap<u64, Waiting>)| {
             let index = self.index(now, *user);
             queue.values().map(|request| (index, *request)).collect::<Vec<_>>()
         };
         let mut all: Vec<(f64, Waiting)> = self.queue.iter().flat_map(with_index).collect();
         all.sort_by(|(a, x), (b, y)| a.total_cmp(b).then(x.number.cmp(&y.number)));
-        for (_, request) in &all {
+        all.into_iter().map(|(_, request)| request).collect()
+    }
+
+    /// The same; none waits any longer.
+    pub fn take_waiting(&mut self, now: Micros) -> Vec<Waiting> {
+        let all = self.queue(now);
+        for request in &all {
             self.leave(now, request.user, request.number);
         }
-        all.into_iter().map(|(_, request)| request).collect()
+        all
     }
 
     /// The indices of all users who have one.

@@ -300,14 +300,17 @@ impl<'a> Loads<'a> {
 
 /// Names of those hosts whose samples are missing or too old, with their age, for the decision's sentence.
 pub(super) fn unknown(snapshot: &Snapshot, among: impl Iterator<Item = HostId>) -> Vec<String> {
-    let old = |h: &HostView| match &h.sample {
-        None => Some(format!("{} (no sample)", h.name)),
-        Some(s) if snapshot.now.since(s.at) > SAMPLE_AGE_MAX => {
-            Some(format!("{} (sample {} s old)", h.name, snapshot.now.since(s.at).0 / 1_000_000))
-        }
-        Some(_) => None,
-    };
+    let old = |host: &HostView| Some(format!("{} ({})", host.name, why_unknown(host, snapshot.now)?));
     among.filter_map(|id| snapshot.host(id)).filter_map(old).collect()
+}
+
+/// Why nobody knows the load of a host, if that is so.
+pub(super) fn why_unknown(host: &HostView, now: Micros) -> Option<String> {
+    match &host.sample {
+        None => Some("no sample".into()),
+        Some(s) if now.since(s.at) > SAMPLE_AGE_MAX => Some(format!("sample {} s old", now.since(s.at).0 / 1_000_000)),
+        Some(_) => None,
+    }
 }
 
 #[cfg(test)]

@@ -35,7 +35,7 @@ pub use index::Hosts;
 pub use links::{PAIRS_MAX, Way};
 pub use load::{ForeignMean, Share, foreign_demand};
 pub use moves::{MOVES_AT_ONCE_MAX, MoveDecision, Moves, SETTLE, Stay, StayReason, moves, room_ever, room_for};
-pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place, place_by};
+pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, left_out, place, place_by, used_but};
 pub use predict::{Estimates, Journey, LEFT_MAX, Lessons, PROGRAMS_MAX, slowness};
 pub use reason::Reason;
 pub use reserve::{RESERVE_AFTER, reserve};

@@ -2,9 +2,9 @@
 //! over them.
 
 use super::choice::Choice;
-use super::load::{Load, full};
+use super::load::{Load, Loads, full, why_unknown};
 use super::placing::{Placing, nowhere};
-use super::{Excluded, HostView, Rank, Reason, Snapshot, Wants, WantsError};
+use super::{Excluded, HostView, Owner, Policy, Rank, Reason, Snapshot, Wants, WantsError};
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError};
 use std::fmt;
@@ -198,9 +198,34 @@ pub(super) fn not_fit<'a>(
     if let Some((condition, has)) = wants.unmet(host, now, &load) {
         return Some(Reason::Unmet { condition, has });
     }
+    let blocks = || host.terms.blocks(ask.user, &ask.request.file);
     // Also where a spawn names it: the host's own daemon starts no guest beside its owner.
-    let owner = host.owner.keeps_out();
-    owner.or_else(|| host.terms.blocks(ask.user, &ask.request.file)).or_else(|| full(host, now, 0, load))
+    host.owner.keeps_out().or_else(blocks).or_else(|| full(host, now, 0, load))
+}
+
+/// Why a host is not used whoever asks.
+pub fn left_out(snapshot: &Snapshot, id: HostId) -> Option<Reason> {
+    let host = snapshot.host(id)?;
+    let full = || full(host, snapshot.now, 0, || Loads::of(snapshot).load(id));
+    host.owner.keeps_out().or_else(full).map(Reason::own)
+}
+
+/// What there is to say of a host that is used all the same.
+pub fn used_but(snapshot: &Snapshot, id: HostId) -> Vec<String> {
+    let Some(host) = snapshot.host(id) else { return Vec::new() };
+    let mut all = Vec::new();
+    if let Owner::Maybe { why, idle: true } = &host.owner {
+        all.push(format!("tasks go to others first, because its owner may be there ({why})"));
+    }
+    let limits = &host.terms.limits;
+    let programs = limits.programs.iter().map(|pattern| Reason::Program { pattern: pattern.as_str() }.to_string());
+    let users = limits.users.iter().map(|user| Reason::<&str>::User { user: *user }.to_string());
+    all.extend(programs.chain(users));
+    let unknown = why_unknown(host, snapshot.now).filter(|_| snapshot.policy == Policy::Load);
+    all.extend(unknown.map(|why| format!("its load is not known ({why})")));
+    let moves = host.no_moves.as_ref().filter(|no| no.at > snapshot.now);
+    all.extend(moves.map(|no| format!("no running task moves there ({})", no.why)));
+    all
 }
 
 /// Places all tasks of a request together, by the snapshot's policy.

@@ -61,7 +61,12 @@ impl Model {
 
     /// Whether a host is emptied.
     pub fn is_drained(&self, id: HostId) -> bool {
-        self.hosts.get(&id).is_some_and(|host| host.drained.is_some())
+        self.drained_by(id).is_some()
+    }
+
+    /// Who has a host emptied.
+    pub fn drained_by(&self, id: HostId) -> Option<Tid> {
+        self.hosts.get(&id)?.drained
     }
 
     /// Tasks that stay beside an owner and of which that was not said, each once until its kind of reason changes.

@@ -57,17 +57,21 @@ pub(super) fn terms(now: Micros, report: &LoadReport, before: &Terms) -> Terms {
     Terms { leaving, parks, limits }
 }
 
-/// What is recorded when guests are not wanted any more, or are again.
-pub(super) fn came_or_went(name: &str, was: &Owner, report: &LoadReport) -> EventKind {
+/// True when there is something to record: guests are not wanted any more, or are again, or for another kind of reason.
+pub(super) fn is_news(was: &Owner, is: &Owner) -> bool {
+    let unwanted = is.is_present();
+    was.is_present() != unwanted || (unwanted && std::mem::discriminant(was) != std::mem::discriminant(is))
+}
+
+/// What is recorded then.
+pub(super) fn came_or_went(was: &Owner, report: &LoadReport) -> EventKind {
     let (host, why) = (report.host, report.why.clone());
     match (&report.guests, &report.owner, was) {
         (_, OwnerVerdict::Present { since, seen }, _) => {
             EventKind::OwnerPresent { host, since: *since, seen: *seen, why }
         }
-        (Guests::Stopped { .. }, ..) => {
-            EventKind::Note { text: format!("{name} takes no guests: {}", report.guests_why) }
-        }
-        (Guests::Welcome, _, Owner::Closed { .. }) => EventKind::Note { text: format!("{name} takes guests again") },
+        (Guests::Stopped { .. }, ..) => EventKind::HostClosed { host, why: report.guests_why.clone() },
+        (Guests::Welcome, _, Owner::Closed { .. }) => EventKind::HostOpened { host },
         (Guests::Welcome, ..) => EventKind::OwnerAbsent { host, why },
     }
 }

@@ -10,7 +10,9 @@ use libpvm::{Error, MigrateError};
 use sempa_proto::event::Event;
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::migration::Cause;
-use sempa_proto::rm::{Answer, Decided, Expected, Question, RM_VERSION, TAG_ANSWER, pack, unpack};
+use sempa_proto::rm::{
+    ANSWER_ENTRIES_MAX, Answer, Decided, Expected, Question, RM_VERSION, TAG_ANSWER, Waits, pack, unpack,
+};
 use sempa_proto::{HostId, Message, Micros, Tid};
 use std::collections::BTreeMap;
 
@@ -193,6 +195,24 @@ impl<V: VmApi> Service<V> {
         }
     }
 
+    /// What was decided about a host, and what holds of it now.
+    fn why_host(&mut self, name: String) -> Answer {
+        let id = self.model.host_called(&name);
+        let drained = id.and_then(|id| self.model.drained_by(id));
+        let mut answer = self.memory.ledger.books.answer(&Question::WhyHost(name));
+        if let Answer::Why { now, .. } = &mut answer {
+            *now = Some(record::host_now(self.model.snapshot(self.vm.now()), id, drained));
+        }
+        answer
+    }
+
+    /// Spawns that wait for a place, of all users or of one.
+    fn waiting(&self, user: Option<u32>) -> Answer {
+        let wanted = |waits: &Waits| user.is_none_or(|user| user == waits.user);
+        let all = self.spawns.waits(self.vm.now(), self.vm.wall());
+        Answer::Waiting(all.filter(wanted).take(ANSWER_ENTRIES_MAX).collect())
+    }
+
     /// Answers a question.
     pub(super) fn answer(&mut self, message: &Message) {
         let answer = match unpack::<Question>(&message.body) {
@@ -203,6 +223,8 @@ impl<V: VmApi> Service<V> {
             Ok(Some(Question::Kill(job))) => self.kill_job(message.src, job),
             Ok(Some(Question::Killed(job))) => self.killed(job),
             Ok(Some(Question::Unpark(job))) => self.unpark(message.src, job),
+            Ok(Some(Question::WhyHost(name))) => self.why_host(name),
+            Ok(Some(Question::Waiting { user })) => self.waiting(user),
             Ok(Some(question)) => {
                 self.learn(self.vm.now());
                 self.memory.ledger.books.answer(&question)

@@ -587,6 +587,16 @@ impl Books {
         });
     }
 
+    /// A task has to go because of an owner, and does not move.
+    fn evicted(&mut self, tid: Tid) {
+        let Some(number) = self.task_numbers.get(&tid).copied() else { return };
+        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else { return };
+        task.evictions += 1;
+        let (user, began) = (task.user, task.began);
+        self.dirty.insert((Sheet::Tasks, number));
+        self.sum(self.counted_to(number), user, began, |sums| sums.evictions += 1);
+    }
+
     /// A task counts against the limits of its user and job.
     pub fn counts(&mut self, tid: Tid) {
         let Some(number) = self.task_numbers.get(&tid).copied() else { return };
@@ -649,12 +659,14 @@ impl Books {
                 let members = self.members(*tid);
                 let about = |what: &Decided| what.is_about(|one| one == *tid || members.contains(&one));
                 let decisions = self.decisions_about(about, self.began(*tid));
-                if task.is_none() && decisions.is_empty() { Answer::Unknown } else { Answer::Why { task, decisions } }
+                let unknown = task.is_none() && decisions.is_empty();
+                if unknown { Answer::Unknown } else { Answer::Why { task, decisions, now: None } }
             }
             Question::WhyHost(name) => {
                 let decisions = self.decisions_about(|what| what.is_about_host(name), None);
                 let known = self.hosts.values().any(|host| host == name);
-                if known || !decisions.is_empty() { Answer::Why { task: None, decisions } } else { Answer::Unknown }
+                let unknown = !known && decisions.is_empty();
+                if unknown { Answer::Unknown } else { Answer::Why { task: None, decisions, now: None } }
             }
             Question::Users { user } => {
                 let wanted = self.users.iter().filter(|(id, _)| user.is_none_or(|user| user == **id));
@@ -677,7 +689,8 @@ impl Books {
             | Question::Draining { .. }
             | Question::Kill(_)
             | Question::Killed(_)
-            | Question::Unpark(_) => Answer::Unknown,
+            | Question::Unpark(_)
+            | Question::Waiting { .. } => Answer::Unknown,
         }
     }
 

@@ -1,8 +1,8 @@
 //! Decisions in the words in which they are remembered and told.
 
 use crate::decide::{self, Outcome, Placement, Reason, Shift, Snapshot, Stay, StayReason, Why};
-use sempa_proto::HostId;
-use sempa_proto::rm::{Attempt, Choice, Decided, Excluded, Expected, NOT_USED_MAX, NotUsed};
+use sempa_proto::rm::{Attempt, Choice, Decided, Excluded, Expected, HostNow, NOT_USED_MAX, NotUsed};
+use sempa_proto::{HostId, Tid};
 
 /// One attempt to place tasks.
 pub fn attempt(placement: &Placement, snapshot: &Snapshot) -> Attempt {
@@ -36,6 +36,16 @@ fn told(why: &Reason) -> Excluded {
         Reason::NoAnswer => Excluded::NoAnswer,
         other => Excluded::Other { why: other.to_string() },
     }
+}
+
+/// What holds of a host now; `drained`: who has it emptied.
+pub fn host_now(snapshot: &Snapshot, id: Option<HostId>, drained: Option<Tid>) -> HostNow {
+    let Some(id) = id.filter(|id| snapshot.host(*id).is_some()) else { return HostNow::Gone };
+    let why = decide::left_out(snapshot, id).filter(|why| !matches!(why, Reason::Drained { .. }));
+    if why.is_some() || drained.is_some() {
+        return HostNow::LeftOut { why: why.as_ref().map(told), drained };
+    }
+    HostNow::Used(decide::used_but(snapshot, id))
 }
 
 /// A task that stays beside an owner.

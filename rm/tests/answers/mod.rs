@@ -1,15 +1,16 @@
 //! What the resource manager answers when it is asked, also after it has begun again.
 
 use crate::common::{Bed, client, h, request, spawned, t, world};
-use crate::{ask, with_books};
+use crate::{ask, with_books, with_conduct};
 use bytes::Bytes;
 use pvm_rm::decide::Limits;
 use pvm_rm::policy::Conduct;
 use pvm_rm::service::Options;
 use pvm_rm::spawns::Rules;
 use sempa_proto::event::EventKind;
+use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::Usage;
-use sempa_proto::rm::{self, Answer, CTX_RM, Decided, End, Excluded, Question, TAG_ASK};
+use sempa_proto::rm::{self, Answer, CTX_RM, Decided, End, Excluded, HostNow, Question, TAG_ASK, Waits};
 use sempa_proto::{Micros, PvmError, Tid};
 
 /// The client joins and spawns two workers, which are acknowledged and in the log.
@@ -39,7 +40,7 @@ fn who_asks_why_is_told_where_a_task_was_placed_and_what_was_left_out() {
     bed.owner_comes(3);
     bed.world().event(h(3), EventKind::OwnerPresent { host: h(3), since: Micros(1), seen: Micros(2), why: "x".into() });
     let tids = two_workers(&mut bed);
-    let Answer::Why { task: Some(task), decisions } = ask(&mut bed, &Question::WhyTask(tids[1])) else { panic!() };
+    let Answer::Why { task: Some(task), decisions, .. } = ask(&mut bed, &Question::WhyTask(tids[1])) else { panic!() };
     assert_eq!((task.job, task.counted, task.host.as_str()), (client(), true, "h2"));
     let Decided::Spawn { started, attempts, error: None, .. } = &decisions[0].what else { panic!("{decisions:?}") };
     assert_eq!(started[..], [(tids[0], "h1".to_string()), (tids[1], "h2".to_string())]);
@@ -90,4 +91,123 @@ fn one_that_begins_again_goes_on_with_usage_limits_jobs_and_what_it_missed() {
     bed.world().spawn(9, &request(2));
     bed.settle();
     assert_eq!(bed.world().took_execs().iter().map(|e| e.request.count).sum::<u32>(), 2);
+}
+
+/// What holds of h2 now.
+fn now(bed: &mut Bed) -> HostNow {
+    let Answer::Why { now: Some(now), .. } = ask(bed, &Question::WhyHost("h2".into())) else { panic!("it is known") };
+    now
+}
+
+/// Its owner's rules let guests in no more, or do again.
+fn close(bed: &mut Bed, why: Option<&str>) {
+    bed.world().closed = why.map(String::from);
+    bed.owner_leaves(2);
+}
+
+fn left_out(why: Option<Excluded>) -> HostNow {
+    HostNow::LeftOut { why, drained: None }
+}
+
+const NIGHT: &str = "the owner wants no guests always";
+
+fn at_night() -> Option<Excluded> {
+    Some(Excluded::Other { why: format!("no guests now ({NIGHT})") })
+}
+
+#[test]
+fn of_a_host_is_told_what_holds_now_in_the_words_of_placement() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    assert_eq!(now(&mut bed), HostNow::Used(Vec::new()));
+    bed.owner_comes(2);
+    let owner = Some(Excluded::Owner { why: "alice on pts/0".into() });
+    assert_eq!(now(&mut bed), left_out(owner.clone()));
+    close(&mut bed, Some(NIGHT));
+    assert_eq!(now(&mut bed), left_out(at_night()), "she left, and it is not used all the same");
+    bed.world().spawn(1, &request(2));
+    bed.settle();
+    assert!(bed.world().took_execs().iter().all(|exec| exec.host == h(1)));
+    ask(&mut bed, &Question::Drain { host: "h2".into(), within: None });
+    let both = HostNow::LeftOut { why: at_night(), drained: Some(client()) };
+    assert_eq!(now(&mut bed), both);
+    close(&mut bed, None);
+    assert_eq!(now(&mut bed), HostNow::LeftOut { why: None, drained: Some(client()) });
+    ask(&mut bed, &Question::Undrain { host: "h2".into() });
+    assert_eq!(now(&mut bed), HostNow::Used(Vec::new()));
+    bed.world().limits =
+        GuestLimits { cores: Some(0), programs: vec!["miner".into()], users: vec![7], ..GuestLimits::default() };
+    bed.owner_leaves(2);
+    assert_eq!(now(&mut bed), left_out(Some(Excluded::Other { why: "its owner allows no tasks".into() })));
+    bed.world().limits.cores = None;
+    bed.owner_leaves(2);
+    let blocked = ["its owner blocks the program \"miner\"", "its owner blocks user 7"].map(String::from);
+    assert_eq!(now(&mut bed), HostNow::Used(blocked.to_vec()));
+}
+
+#[test]
+fn of_a_host_whose_watcher_is_silent_is_told_that_its_load_is_not_known_and_of_one_that_is_gone_that_it_is() {
+    let vm = world(2);
+    let mut bed = Bed::start(&vm, false).expect("no other");
+    assert_eq!(now(&mut bed), HostNow::Used(vec!["its load is not known (no sample)".into()]));
+    bed.world().hosts.pop();
+    bed.world().event(h(1), EventKind::HostGone { host: h(2), name: "h2".into(), why: "lost".into() });
+    bed.settle();
+    assert_eq!(now(&mut bed), HostNow::Gone);
+}
+
+#[test]
+fn each_change_between_an_owner_rules_and_nobody_is_recorded_and_remembered() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    bed.owner_comes(2);
+    close(&mut bed, Some(NIGHT));
+    close(&mut bed, Some(NIGHT));
+    bed.owner_comes(2);
+    close(&mut bed, Some(NIGHT));
+    close(&mut bed, None);
+    let records = bed.world().records.clone();
+    let told: Vec<String> =
+        records.iter().filter(|kind| !matches!(kind, EventKind::HostClean { .. })).map(EventKind::to_string).collect();
+    let (here, shut) = ("owner of host 2 present: alice on pts/0", format!("host 2 takes no guests: {NIGHT}"));
+    assert_eq!(told, [here, &shut, here, &shut, "host 2 takes guests again"]);
+    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyHost("h2".into())) else { panic!("nothing") };
+    let told: Vec<String> = decisions.iter().map(|d| d.what.to_string()).collect();
+    let shut = format!("h2 takes no guests: {NIGHT}");
+    assert_eq!(told, [&shut, &shut, "h2 takes guests again"], "the owner's coming is not in this log");
+}
+
+#[test]
+fn spawns_that_wait_are_told_with_their_turn_their_time_and_their_reason() {
+    let vm = world(1);
+    let limits = Limits { user_tasks: Some(2), job_tasks: None };
+    let rules = Rules { wait: Micros::from_secs(600), limits };
+    let mut bed = Bed::quiet_with(&vm, with_conduct(Conduct { rules, ..Conduct::default() }));
+    let waiting = |bed: &mut Bed, user| match ask(bed, &Question::Waiting { user }) {
+        Answer::Waiting(all) => all,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(waiting(&mut bed, None), []);
+    two_workers(&mut bed);
+    bed.world().spawn(6, &request(1));
+    bed.pass(Micros::from_secs(5));
+    bed.owner_comes(1);
+    let wall = Micros::from_secs(1_700_000_000 + 100);
+    let why = "the user has 2 tasks, and 2 are allowed".to_string();
+    let (program, by, job) = ("worker".to_string(), client(), client());
+    let first = Waits { program, count: 1, by, job, user: 0, since: wall, turn: 1, why };
+    assert_eq!(waiting(&mut bed, None), [first]);
+    assert_eq!(waiting(&mut bed, Some(7)), []);
+    // When none is above the limit any more, the owner is the reason.
+    for task in [t(1, 100), t(1, 101)] {
+        bed.world().event(h(1), EventKind::TaskEnded { tid: task, status: 0, used: Usage::default() });
+    }
+    bed.world().spawn(7, &request(2));
+    bed.settle();
+    let all = waiting(&mut bed, Some(0));
+    assert_eq!(all.iter().map(|w| (w.count, w.turn)).collect::<Vec<_>>(), [(1, 1), (2, 2)]);
+    let owner = "no host is free: h1: owner present (alice on pts/0)";
+    assert!(all.iter().all(|waits| waits.why == owner), "{all:?}");
+    bed.owner_leaves(1);
+    assert!(waiting(&mut bed, None).len() < 2, "who has a place waits no more");
 }

@@ -76,6 +76,8 @@ pub(crate) struct World {
     pub(crate) limits: GuestLimits,
     /// How guests leave when an owner comes.
     pub(crate) then: Leave,
+    /// Why owners' rules let no guests in, if they do not.
+    pub(crate) closed: Option<String>,
     /// Part of the hosts' processors that somebody uses, and threads that want one, as watchers report it.
     pub(crate) load: (f32, u32),
     /// Memory that can be had on each host, as watchers report it.
@@ -197,8 +199,9 @@ impl VmApi for FakeVm {
     }
     fn record(&self, _at: Micros, kind: EventKind) -> Result<(), Error> {
         let mut world = self.0.borrow_mut();
-        use EventKind::{DrainBegun, DrainEnded, JobResumed, JobSuspended};
-        if matches!(kind, JobSuspended { .. } | JobResumed { .. } | DrainBegun { .. } | DrainEnded { .. }) {
+        use EventKind::{DrainBegun, DrainEnded, HostClosed, HostOpened, JobResumed, JobSuspended};
+        let of_hosts = matches!(kind, DrainBegun { .. } | DrainEnded { .. } | HostClosed { .. } | HostOpened { .. });
+        if of_hosts || matches!(kind, JobSuspended { .. } | JobResumed { .. }) {
             world.event(HostId::MASTER, kind.clone());
         }
         world.records.push(kind);
@@ -274,8 +277,10 @@ impl World {
         };
         let guests = match &owner {
             OwnerVerdict::Present { seen, .. } => Guests::Stopped { leave_at: Some(*seen), then: self.then },
+            _ if self.closed.is_some() => Guests::Stopped { leave_at: Some(Micros(8)), then: self.then },
             _ => Guests::Welcome,
         };
+        let guests_why = self.closed.clone().unwrap_or_else(|| why.into());
         let report = LoadReport {
             host,
             at: Micros(8),
@@ -285,7 +290,7 @@ impl World {
             why: why.into(),
             logins: Vec::new(),
             guests,
-            guests_why: why.into(),
+            guests_why,
             limits: self.limits.clone(),
         };
         let body = frame::to_bytes(&report).expect("a report can be written").into();

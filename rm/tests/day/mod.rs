@@ -48,6 +48,8 @@ pub(crate) const ROOMY: Day =
 /// different sizes from run to run.)
 pub(crate) const TIGHT: Day =
     Day { hosts: 12, light: (12, 0.1 * HOUR), jobs: 24, batch: 4, pause: 3.6 * HOUR, greedy: (4, 4.0 * HOUR) };
+/// The pools by their names.
+const POOLS: [(&str, Day); 2] = [("roomy", ROOMY), ("tight", TIGHT)];
 /// When those who want little come first. He who wants much has taken much by then: before that nobody owes anybody anything (see
 /// `GIVE_WAY_MARGIN`).
 const BEGIN: f64 = 2.0 * HOUR;
@@ -178,6 +180,8 @@ pub(crate) struct Pair {
 #[derive(Debug, Serialize)]
 pub(crate) struct Compared {
     pub(crate) pool: &'static str,
+    /// Hosts of the pool.
+    pub(crate) hosts: u16,
     pub(crate) seed: u64,
     /// What the greedy one got.
     pub(crate) greedy: OfUser,
@@ -196,7 +200,8 @@ impl Compared {
             };
             Pair { waits_s: (sorted(&alone), sorted(&beside)), alone, beside }
         };
-        Compared { pool, seed, greedy: of(beside, GREEDY), light: LIGHT.map(pair).into() }
+        let (_, day) = POOLS.iter().find(|(name, _)| *name == pool).expect("the name of a pool");
+        Compared { pool, hosts: day.hosts, seed, greedy: of(beside, GREEDY), light: LIGHT.map(pair).into() }
     }
 
     /// Everybody who wants little got all of it, waited no more than a fifth longer and one look, on average and at worst, and

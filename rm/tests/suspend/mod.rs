@@ -275,7 +275,9 @@ fn a_user_who_has_taken_much_gives_way_to_one_who_waits_and_goes_on_when_there_i
     assert_eq!(theirs[0].home(), gave_way.home());
     live(&mut bed, 60);
     assert_eq!(bed.world().suspends, [], "its place is taken");
-    let Answer::Why { task: Some(task), decisions } = ask(&mut bed, &Question::WhyTask(*gave_way)) else { panic!() };
+    let Answer::Why { task: Some(task), decisions, .. } = ask(&mut bed, &Question::WhyTask(*gave_way)) else {
+        panic!()
+    };
     assert!(task.suspended.is_some_and(|s| s.to_string().starts_with("gives way: user 7 waits")));
     assert!(decisions.iter().any(|d| matches!(d.what, Decided::Suspended { .. })), "{decisions:?}");
     bed.world().event(theirs[0].home().expect("a task"), ended(theirs[0]));

@@ -2,7 +2,7 @@
 
 use super::ends::End;
 use super::fallen::Fallen;
-use super::{Counted, Doing, Job, LINES_MAX, Purpose, RESTART_PAUSE, TRIES_MAX, Wanted, pause};
+use super::{Counted, Doing, Job, LINES_MAX, Purpose, TRIES_MAX, Wanted, pause, restart_pause};
 use crate::machine::asks::Asker;
 use crate::machine::engines::Job as Again;
 use crate::machine::{Machine, Output};
@@ -243,10 +243,10 @@ impl Machine {
                 (entry.members, entry.ended) = (members.clone(), BTreeSet::new());
                 entry.fallen = Fallen::default();
                 entry.tries = 0;
-            } else if goes_back.is_some() && entry.tries < TRIES_MAX {
+            } else if goes_back.is_some() && (entry.pace.is_some() || entry.tries < TRIES_MAX) {
                 // What stands in the way may go away.
                 entry.doing = Doing::Ending { lost: None, not_before: Micros(0), why: why.clone(), looks: 0 };
-                next = Some(RESTART_PAUSE);
+                next = Some(restart_pause(entry.tries));
             } else {
                 keeping.jobs.remove(&job);
             }

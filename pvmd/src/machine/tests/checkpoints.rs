@@ -4,6 +4,7 @@ mod last_words;
 mod limits;
 mod matrix;
 mod own;
+mod stuck;
 mod unwanted;
 mod way;
 

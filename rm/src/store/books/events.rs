@@ -3,7 +3,7 @@
 use super::{Books, Place, Sheet};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::migration::Cause;
-use sempa_proto::rm::{Decided, End};
+use sempa_proto::rm::{Decided, End, TaskUse};
 
 impl Books {
     /// Takes the next entry of the log in. One that was taken in before does nothing.
@@ -18,6 +18,7 @@ impl Books {
         self.task_event(event);
         self.suspension_event(event);
         self.move_event(event);
+        self.failure_event(event);
     }
 
     /// Hosts that come and go, are emptied, and have their owners there.
@@ -49,6 +50,16 @@ impl Books {
             EventKind::OwnerAbsent { host, why } => {
                 let host = self.host(*host);
                 self.decided(at, Decided::OwnerLeft { host, why: why.clone() });
+            }
+            EventKind::HostClosed { host, why } => {
+                let host = self.host(*host);
+                self.decided(at, Decided::HostClosed { host, why: why.clone() });
+            }
+            EventKind::HostOpened { host } => self.decided(at, Decided::HostOpened { host: self.host(*host) }),
+            EventKind::GuestsEnded { host, guests, why } if !guests.is_empty() => {
+                guests.iter().for_each(|tid| self.evicted(*tid));
+                let (host, tasks) = (self.host(*host), guests.clone());
+                self.decided(at, Decided::GuestsEnded { host, tasks, why: why.clone() });
             }
             _ => {}
         }
@@ -108,6 +119,31 @@ impl Books {
             EventKind::MoveFailed { tid, from, to, cause, step, why, .. } => {
                 let (from, to, cause, why) = (self.host(*from), self.host(*to), cause.clone(), why.to_string());
                 self.decided(at, Decided::NotMoved { tid: *tid, from, to, cause, step: *step, why });
+            }
+            _ => {}
+        }
+    }
+
+    /// What went wrong.
+    fn failure_event(&mut self, event: &Event) {
+        let at = event.at;
+        match &event.kind {
+            EventKind::CheckpointFailed { job, why } => {
+                self.decided(at, Decided::CheckpointFailed { job: *job, why: why.clone() });
+            }
+            EventKind::RestartFailed { set, cause, why } => {
+                let (job, set) = (self.job_of_set(set), set.clone());
+                self.decided(at, Decided::RestartFailed { job, set, cause: cause.clone(), why: why.clone() });
+            }
+            EventKind::TaskerGone { host, why } => {
+                let host = self.host(*host);
+                // Programs from a command line go on.
+                let had = |task: &&TaskUse| task.host == host && !task.program.is_empty();
+                let tasks = self.running().filter(had).map(|task| task.tid).collect();
+                self.decided(at, Decided::TaskerGone { host, tasks, why: why.clone() });
+            }
+            EventKind::HostRefused { name, why } => {
+                self.decided(at, Decided::HostRefused { host: name.clone(), why: why.clone() });
             }
             _ => {}
         }

@@ -3,7 +3,7 @@
 
 use super::{Books, Sheet};
 use sempa_proto::event::EventKind;
-use sempa_proto::rm::Decided;
+use sempa_proto::rm::{Decided, TaskUse};
 use sempa_proto::{Micros, Tid};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -43,6 +43,13 @@ impl Books {
         self.parked().find(|parked| parked.job == tid || family(parked.job) == family(tid))
     }
 
+    /// The first task of the job whose checkpoint this is: what is known of those that wait, else what the name begins with.
+    pub(super) fn job_of_set(&self, set: &str) -> Option<Tid> {
+        let waits = self.parked().find(|parked| parked.set == set).map(|parked| parked.job);
+        let named = || u32::from_str_radix(set.strip_prefix('t')?.split('-').next()?, 16).ok();
+        waits.or_else(|| Some(Tid::from_raw(named()?.cast_signed())).filter(|tid| tid.is_task()))
+    }
+
     /// Jobs are not parked any more.
     pub fn unpark(&mut self, which: impl Fn(&Parked) -> bool) {
         let gone: Vec<u64> =
@@ -59,6 +66,10 @@ impl Books {
             EventKind::Checkpointed { set, job, tasks, parked: true, .. } => {
                 self.unpark(|parked| parked.job == *job);
                 let family = self.known(*job).map_or(*job, |first| first.job);
+                // All of them go because one has to, but for who was started by hand; their ends follow.
+                let goes = |task: &&TaskUse| task.job == family && !task.program.is_empty();
+                let go: Vec<Tid> = self.running().filter(goes).map(|task| task.tid).collect();
+                go.into_iter().for_each(|tid| self.evicted(tid));
                 let all = self.tasks.values().rev().filter(|task| task.job == family);
                 let kinds: BTreeSet<(u32, String)> = all.map(|task| (task.user, task.program.clone())).collect();
                 let kinds = kinds.into_iter().take(KINDS_MAX).collect();
