@@ -375,10 +375,7 @@ impl fmt::Display for EventKind {
             }
             EventKind::HostGone { host, name, why } => write!(f, "{name} ({host}) is gone: {why}"),
             EventKind::TaskStarted { tid, parent, name, .. } => write_start(f, *tid, *parent, name),
-            EventKind::TaskEnded { tid, status, used } => {
-                let (status, seconds) = (describe_status(*status), (used.user + used.system).0 as f64 / 1e6);
-                write!(f, "{tid} ended: {status}, {seconds:.2} s of processor time")
-            }
+            EventKind::TaskEnded { tid, status, used } => write_end(f, *tid, *status, used),
             EventKind::RmRegistered { tid } => write!(f, "{tid} is the resource manager"),
             EventKind::RmGone { tid } => write!(f, "resource manager {tid} is gone; spawns are placed round robin"),
             EventKind::Placed { name, hosts, why } => {
@@ -403,12 +400,9 @@ impl fmt::Display for EventKind {
                 if *bytes > 0 { write!(f, ", {bytes} bytes") } else { Ok(()) }
             }
             EventKind::Moved { id, tid, from, to, cause, bytes, resident, frozen, whole } => {
-                let (stood, all) = (millis(*frozen), millis(*whole));
+                let stood = millis(*frozen);
                 write!(f, "{id}: {tid} moved from {from} to {to} ({cause}): {bytes} bytes, frozen {stood:.1} ms")?;
-                match whole > frozen {
-                    true => write!(f, ", its memory of {resident} bytes there after {all:.1} ms"),
-                    false => Ok(()),
-                }
+                if whole > frozen { write_memory(f, *resident, *whole) } else { Ok(()) }
             }
             EventKind::MoveFailed { id, tid, from, to, cause, step, why } => {
                 write!(f, "{id}: {tid} was not moved from {from} to {to} ({cause}): {step} failed: {why}")
@@ -422,9 +416,9 @@ impl fmt::Display for EventKind {
             }
             EventKind::DrainEnded { host, by } => write!(f, "{host} takes tasks again: {by} asked for it"),
             EventKind::Checkpointed { set, job, tasks, bytes, frozen, parked } => {
-                let (frozen, end) =
-                    (millis(*frozen), if *parked { "; it ends, and goes on when there is room" } else { "" });
-                write!(f, "checkpoint {set} of job {job}: {tasks} tasks, {bytes} bytes, frozen {frozen:.1} ms{end}")
+                let frozen = millis(*frozen);
+                write!(f, "checkpoint {set} of job {job}: {tasks} tasks, {bytes} bytes, frozen {frozen:.1} ms")?;
+                if *parked { f.write_str("; it ends, and goes on when there is room") } else { Ok(()) }
             }
             EventKind::CheckpointFailed { job, why } => write!(f, "no checkpoint of job {job}: {why}"),
             EventKind::Restarted { set, job, tasks, why } => {
@@ -449,6 +443,16 @@ fn write_start(f: &mut fmt::Formatter<'_>, tid: Tid, parent: Tid, name: &str) ->
     let name = if name.is_empty() { "from a command line" } else { name };
     write!(f, "{tid} started: {name}")?;
     if parent.is_task() { write!(f, ", child of {parent}") } else { Ok(()) }
+}
+
+fn write_end(f: &mut fmt::Formatter<'_>, tid: Tid, status: i32, used: &Usage) -> fmt::Result {
+    let (status, seconds) = (describe_status(status), (used.user + used.system).0 as f64 / 1e6);
+    write!(f, "{tid} ended: {status}, {seconds:.2} s of processor time")
+}
+
+/// That a task's memory came behind it.
+fn write_memory(f: &mut fmt::Formatter<'_>, resident: u64, whole: Micros) -> fmt::Result {
+    write!(f, ", its memory of {resident} bytes there after {:.1} ms", millis(whole))
 }
 
 /// By which engine a task goes, and what is done with its process.

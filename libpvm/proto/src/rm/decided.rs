@@ -9,6 +9,8 @@ use crate::suspend;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
+const BEGAN_AGAIN: &str = "the resource manager began again with what was known; meanwhile spawns were placed in turn";
+
 /// What can be decided, or happen.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Decided {
@@ -320,6 +322,34 @@ fn because(cause: &Cause, from: &str) -> String {
     }
 }
 
+fn tell_spawn(
+    f: &mut fmt::Formatter<'_>,
+    (program, by, count): (&str, Tid, u32),
+    started: &[(Tid, String)],
+    error: Option<PvmError>,
+    attempts: &[Attempt],
+) -> fmt::Result {
+    let mut hosts: Vec<&str> = started.iter().map(|(_, host)| host.as_str()).collect();
+    hosts.dedup();
+    let hosts = hosts.join(" ");
+    let why: Vec<&str> = attempts.iter().map(|a| a.sentence.as_str()).collect();
+    let why = why.join("; then ");
+    match (error, started.len()) {
+        (Some(error), 0) => write!(f, "{program} was not started for {by}: {error} ({why})"),
+        (Some(error), n) => {
+            write!(f, "{n} of {count} {program} started for {by} on {hosts}: {why}; the others failed: {error}")
+        }
+        (None, _) => write!(f, "{program} started for {by} on {hosts}: {why}"),
+    }
+}
+
+fn tell_expected(f: &mut fmt::Formatter<'_>, Expected { gain, cost }: &Expected) -> fmt::Result {
+    match gain.0 {
+        0 => write!(f, "; expected cost {:.1} s", seconds(*cost)),
+        _ => write!(f, "; expected to save {:.1} s and to cost {:.1} s", seconds(*gain), seconds(*cost)),
+    }
+}
+
 fn tell_tasks(f: &mut fmt::Formatter<'_>, tasks: &[Tid]) -> fmt::Result {
     tasks.iter().try_for_each(|tid| write!(f, " {tid}"))
 }
@@ -328,28 +358,12 @@ impl fmt::Display for Decided {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Decided::Spawn { program, by, count, started, error, waited, attempts, .. } => {
-                let mut hosts: Vec<&str> = started.iter().map(|(_, host)| host.as_str()).collect();
-                hosts.dedup();
-                let why: Vec<&str> = attempts.iter().map(|a| a.sentence.as_str()).collect();
-                let why = why.join("; then ");
-                match (error, started.len()) {
-                    (Some(error), 0) => write!(f, "{program} was not started for {by}: {error} ({why})")?,
-                    (Some(error), n) => write!(
-                        f,
-                        "{n} of {count} {program} started for {by} on {}: {why}; the others failed: {error}",
-                        hosts.join(" ")
-                    )?,
-                    (None, _) => write!(f, "{program} started for {by} on {}: {why}", hosts.join(" "))?,
-                }
+                tell_spawn(f, (program, *by, *count), started, *error, attempts)?;
                 if waited.0 > 0 { write!(f, "; it waited {:.1} s", seconds(*waited)) } else { Ok(()) }
             }
             Decided::Go { tid, from, to, cause, expected, refused } => {
                 write!(f, "{tid} was told to go from {from} to {to} because {}", because(cause, from))?;
-                let Expected { gain, cost } = expected;
-                match gain.0 {
-                    0 => write!(f, "; expected cost {:.1} s", seconds(*cost))?,
-                    _ => write!(f, "; expected to save {:.1} s and to cost {:.1} s", seconds(*gain), seconds(*cost))?,
-                }
+                tell_expected(f, expected)?;
                 refused.as_ref().map_or(Ok(()), |why| write!(f, "; it did not begin: {why}"))
             }
             Decided::Moved { tid, from, to, cause, bytes, frozen } => write!(
@@ -386,15 +400,11 @@ impl fmt::Display for Decided {
                 write!(f, "job {job} goes on from checkpoint {set} ({why}):")?;
                 tasks.iter().try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
             }
-            Decided::CameOut { tid, from, to, expected, came } => write!(
-                f,
-                "the move of {tid} from {from} to {to} was expected to save {:.1} s and to cost {:.1} s; it saved {:.1} s and \
-                 cost {:.1} s",
-                seconds(expected.gain),
-                seconds(expected.cost),
-                seconds(came.gain),
-                seconds(came.cost)
-            ),
+            Decided::CameOut { tid, from, to, expected, came } => {
+                write!(f, "the move of {tid} from {from} to {to} was expected to save ")?;
+                write!(f, "{:.1} s and to cost {:.1} s", seconds(expected.gain), seconds(expected.cost))?;
+                write!(f, "; it saved {:.1} s and cost {:.1} s", seconds(came.gain), seconds(came.cost))
+            }
             Decided::HostClosed { host, why } => write!(f, "{host} takes no guests: {why}"),
             Decided::HostOpened { host } => write!(f, "{host} takes guests again"),
             Decided::GuestsEnded { host, tasks, why } => {
@@ -412,9 +422,7 @@ impl fmt::Display for Decided {
             }
             Decided::HostRefused { host, why } => write!(f, "{host} was not added: {why}"),
             Decided::Began { again: false } => f.write_str("the resource manager began"),
-            Decided::Began { again: true } => f.write_str(
-                "the resource manager began again with what was known; meanwhile spawns were placed in turn",
-            ),
+            Decided::Began { again: true } => f.write_str(BEGAN_AGAIN),
         }
     }
 }
