@@ -46,10 +46,10 @@ fn a_week_of_a_thousand_desktops() {
 
 /// Waiting is all the time from asking until the last process of the job is there, as the service lets people wait who ask for
 /// whole processors. The greedy one asked for twice as much as there is, two hours before; see [`day`].
-fn nobody_notices(name: &'static str, day: &Day) {
+fn nobody_notices(day: &Day) {
     let compared = |seed: u64| {
         let Both { alone, beside } = day.run(seed);
-        Compared::of(name, seed, &alone, &beside)
+        Compared::of(day, seed, &alone, &beside)
     };
     // Of those that 'cargo xtask bench sim' looks at.
     let all: Vec<Compared> = SEEDS.into_iter().take(2).map(compared).collect();
@@ -63,12 +63,12 @@ fn nobody_notices(name: &'static str, day: &Day) {
 
 #[test]
 fn light_users_wait_no_longer_beside_a_greedy_one_where_they_never_wait_alone() {
-    nobody_notices("roomy", &ROOMY);
+    nobody_notices(&ROOMY);
 }
 
 #[test]
 fn light_users_wait_no_longer_beside_a_greedy_one_than_for_each_other() {
-    nobody_notices("tight", &TIGHT);
+    nobody_notices(&TIGHT);
 }
 
 /// No host may need more memory.

@@ -481,6 +481,9 @@ impl Machine {
 
     fn change_done(&mut self) {
         let Some(change) = self.hosts().change.take() else { return };
+        if !change.add.is_empty() {
+            self.jobs_got_hosts();
+        }
         for Joining { job, slot, entry } in change.add {
             self.tell_of_ends(entry.id);
             self.record(EventKind::HostAdded { host: entry.id, name: entry.name.clone() });
@@ -488,7 +491,6 @@ impl Machine {
                 add.slots[slot] = Some(AddedHost { result: Ok(entry), reason: String::new() });
             }
             self.add_step(job);
-            self.jobs_got_host();
         }
         self.try_change();
     }

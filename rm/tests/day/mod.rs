@@ -27,6 +27,7 @@ const WAIT_S: u64 = 200_000;
 /// A pool and what is wanted of it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Day {
+    pub(crate) pool: &'static str,
     /// Hosts with one processor each.
     pub(crate) hosts: u16,
     /// Processes of a job of those who want little, and seconds of work of each, before a little difference between jobs.
@@ -42,14 +43,19 @@ pub(crate) struct Day {
 
 /// As many hosts as those who want little never need at once: alone they find a place at once.
 pub(crate) const ROOMY: Day =
-    Day { hosts: 24, light: (5, 0.5 * HOUR), jobs: 22, batch: 1, pause: HOUR, greedy: (6, 4.0 * HOUR) };
+    Day { pool: "roomy", hosts: 24, light: (5, 0.5 * HOUR), jobs: 22, batch: 1, pause: HOUR, greedy: (6, 4.0 * HOUR) };
 /// Jobs that each take all hosts, and come several at a time: those who want little wait for each other, and for their own jobs,
 /// when they are alone. (Who asks for more than is free gets what there is, so jobs that leave some hosts free would be of
 /// different sizes from run to run.)
-pub(crate) const TIGHT: Day =
-    Day { hosts: 12, light: (12, 0.1 * HOUR), jobs: 24, batch: 4, pause: 3.6 * HOUR, greedy: (4, 4.0 * HOUR) };
-/// The pools by their names.
-const POOLS: [(&str, Day); 2] = [("roomy", ROOMY), ("tight", TIGHT)];
+pub(crate) const TIGHT: Day = Day {
+    pool: "tight",
+    hosts: 12,
+    light: (12, 0.1 * HOUR),
+    jobs: 24,
+    batch: 4,
+    pause: 3.6 * HOUR,
+    greedy: (4, 4.0 * HOUR),
+};
 /// When those who want little come first. He who wants much has taken much by then: before that nobody owes anybody anything (see
 /// `GIVE_WAY_MARGIN`).
 const BEGIN: f64 = 2.0 * HOUR;
@@ -189,7 +195,7 @@ pub(crate) struct Compared {
 }
 
 impl Compared {
-    pub(crate) fn of(pool: &'static str, seed: u64, alone: &Figures, beside: &Figures) -> Compared {
+    pub(crate) fn of(day: &Day, seed: u64, alone: &Figures, beside: &Figures) -> Compared {
         let of = |figures: &Figures, user: u32| figures.users.get(&user).cloned().unwrap_or_default();
         let pair = |user: u32| {
             let (alone, beside) = (of(alone, user), of(beside, user));
@@ -200,8 +206,8 @@ impl Compared {
             };
             Pair { waits_s: (sorted(&alone), sorted(&beside)), alone, beside }
         };
-        let (_, day) = POOLS.iter().find(|(name, _)| *name == pool).expect("the name of a pool");
-        Compared { pool, hosts: day.hosts, seed, greedy: of(beside, GREEDY), light: LIGHT.map(pair).into() }
+        let Day { pool, hosts, .. } = *day;
+        Compared { pool, hosts, seed, greedy: of(beside, GREEDY), light: LIGHT.map(pair).into() }
     }
 
     /// Everybody who wants little got all of it, waited no more than a fifth longer and one look, on average and at worst, and

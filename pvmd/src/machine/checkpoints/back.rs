@@ -2,7 +2,7 @@
 //! to end with their checkpoint are told to be gone.
 
 use super::fallen::Fallen;
-use super::{Doing, FENCE_TIME, GONE_LOOKS_MAX, GONE_PAUSE, Job, Keeping, RESTART_PAUSE, SIGKILL, members};
+use super::{Doing, FENCE_TIME, GONE_LOOKS_MAX, GONE_PAUSE, Job, RESTART_PAUSE, SIGKILL, members};
 use crate::machine::Machine;
 use crate::machine::asks::Asker;
 use sempa_proto::checkpoint::CutFailure;
@@ -28,19 +28,16 @@ impl Machine {
         self.jobs_lost(host, None, &why, failure);
     }
 
-    /// Master: a host has joined. Jobs that could not be started again may be now.
-    pub(in crate::machine) fn jobs_got_host(&mut self) {
-        let stuck = |keeping: &Keeping| -> Vec<Tid> {
-            let stuck = keeping.jobs.iter().filter(|(_, job)| job.is_stuck());
-            stuck.map(|(tid, _)| *tid).collect()
-        };
-        for tid in self.keeping().map(|keeping| stuck(keeping)).unwrap_or_default() {
-            if let Some(job) = self.keeping().and_then(|keeping| keeping.jobs.get_mut(&tid)) {
-                // Soon again also if the first time comes too early.
-                job.tries = 1;
-            }
-            self.schedule(tid, RESTART_PAUSE);
+    /// Master: hosts have joined. Jobs that could not be started again may be now.
+    pub(in crate::machine) fn jobs_got_hosts(&mut self) {
+        let Some(keeping) = self.keeping() else { return };
+        let mut stuck = Vec::new();
+        for (tid, job) in keeping.jobs.iter_mut().filter(|(_, job)| job.is_stuck()) {
+            // Soon again also if the first time comes too early.
+            job.tries = 1;
+            stuck.push(*tid);
         }
+        stuck.into_iter().for_each(|job| self.schedule(job, RESTART_PAUSE));
     }
 
     fn name_of(&self, host: HostId) -> String {
