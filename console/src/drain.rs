@@ -1,28 +1,27 @@
 //! `drain` and `undrain`: a host is emptied, for repairs or before it leaves, and takes tasks again. The resource manager has its
 //! tasks leave; what is shown here is what it says when it is asked again and again.
 
+mod heard;
+
+use self::heard::{Heard, megabytes};
 use crate::machine::{Machine, misfit};
 use crate::parse::ParseError;
 use crate::session::Outcome;
 use crate::words::{option, span};
 use libpvm::Error;
 use sempa_proto::checkpoint::{CutFailure, SetEntry, SetReport};
-use sempa_proto::event::EventKind;
-use sempa_proto::migration::Step;
 use sempa_proto::rm::{Answer, Question};
 use sempa_proto::task::{Reply, Request};
-use sempa_proto::{HostId, Micros, Tid};
+use sempa_proto::{Micros, Tid};
 use serde_json::json;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Pause between two questions how far it is.
 const PAUSE: Duration = Duration::from_millis(100);
 /// Who names no deadline waits as long as tasks leave, and so long for the first and for each further one.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Events in one question.
-const EVENTS_AT_ONCE_MAX: u32 = 4096;
 /// What a job that is written is taken to need beside its bytes, in seconds.
 const JOB_SECONDS: f64 = 2.0;
 /// Bytes per second of memory that get into the store, if tasks do not move more slowly: to a disk, sealed and flushed.
@@ -35,8 +34,6 @@ const RECKONED_FOR: Duration = Duration::from_secs(1);
 /// Tasks whose memory is asked for, and how long that may take each time.
 const ASKED_MAX: usize = 256;
 const ASKING_MAX: Duration = Duration::from_millis(500);
-/// Moves of fewer bytes say nothing of the way.
-const TELLING_BYTES: u64 = 16 << 20;
 /// A deadline further away is a slip of the pen.
 const WITHIN_MAX: Duration = Duration::from_secs(24 * 3600);
 
@@ -89,89 +86,6 @@ fn left(answer: Answer) -> Result<Option<(bool, Left, u32)>, Error> {
     }
 }
 
-/// What the event log tells of the moves of tasks, and of checkpoints.
-#[derive(Debug, Default)]
-struct Heard {
-    /// Who has the host emptied.
-    me: Tid,
-    /// The first event that has not been read.
-    from: u64,
-    /// The step of its move that has ended last.
-    steps: BTreeMap<Tid, Step>,
-    /// Bytes of its newest image.
-    bytes: BTreeMap<Tid, u64>,
-    /// Bytes of all that have moved, and how long each was on its way.
-    moved: (u64, Micros),
-    /// The host that is being emptied.
-    host: Option<HostId>,
-    /// Bytes of all that have left it since that has begun.
-    left: u64,
-    /// The newest set of each job that was complete after that.
-    sets: BTreeMap<Tid, String>,
-}
-
-impl Heard {
-    fn listen(&mut self, machine: &impl Machine) -> Result<(), Error> {
-        loop {
-            let events = machine.events(self.from, EVENTS_AT_ONCE_MAX)?;
-            let Some(last) = events.last() else { return Ok(()) };
-            self.from = last.number + 1;
-            events.iter().for_each(|event| self.hear(&event.kind));
-        }
-    }
-
-    fn hear(&mut self, kind: &EventKind) {
-        match kind {
-            EventKind::DrainBegun { host, by, .. } if *by == self.me => {
-                (self.host, self.left, self.sets) = (Some(*host), 0, BTreeMap::new());
-            }
-            EventKind::Checkpointed { set, job, .. } => drop(self.sets.insert(*job, set.clone())),
-            EventKind::Moving { tid, step, .. } => drop(self.steps.insert(*tid, *step)),
-            EventKind::Moved { tid, from, bytes, resident, whole, .. } => {
-                self.steps.remove(tid);
-                let bytes = *bytes.max(resident);
-                self.bytes.insert(*tid, bytes);
-                if self.host == Some(*from) {
-                    self.left = self.left.saturating_add(bytes);
-                }
-                if bytes >= TELLING_BYTES {
-                    self.moved = (self.moved.0.saturating_add(bytes), self.moved.1 + *whole);
-                }
-            }
-            EventKind::MoveFailed { tid, .. } => drop(self.steps.remove(tid)),
-            _ => {}
-        }
-    }
-
-    /// Where a task is that nothing keeps.
-    fn way(&self, tid: Tid) -> String {
-        match self.steps.get(&tid) {
-            None => "it is on its way".into(),
-            // The coordinator lets few go at a time.
-            Some(Step::Inspect) => "it waits for its turn; the smallest go first".into(),
-            Some(step) => format!("it is on its way, {step} done"),
-        }
-    }
-
-    /// How a task stands that is kept by this, or by nothing.
-    fn standing(&self, tid: Tid, why: Option<&String>) -> Standing {
-        match (why, self.steps.get(&tid)) {
-            (Some(_), _) => Standing::Stuck,
-            (None, Some(Step::Inspect)) => Standing::Waits,
-            (None, _) => Standing::Goes,
-        }
-    }
-
-    /// What the way of a task that has left cost.
-    fn cost(&self, tid: Tid) -> String {
-        self.bytes.get(&tid).map(|bytes| format!(", {}", megabytes(*bytes))).unwrap_or_default()
-    }
-}
-
-fn megabytes(bytes: u64) -> String {
-    format!("{:.1} MB", bytes as f64 / 1e6)
-}
-
 /// How a task stands that is still there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Standing {
@@ -189,9 +103,24 @@ struct Rest {
     job: Tid,
     /// How many are there.
     tasks: usize,
+    /// What would be lost with it: how long each of its tasks, wherever it is, has computed since it was written.
+    at_stake: Micros,
     /// Bytes of all its tasks, wherever they are.
     bytes: u64,
     standing: Standing,
+}
+
+impl Rest {
+    /// Microseconds of work that are saved for each second that it takes to write it.
+    fn saved_per_second(&self, moved: Moved) -> u64 {
+        (self.at_stake.0 as f64 / seconds_to_write(1, self.bytes, moved)) as u64
+    }
+}
+
+/// Time of day, in microseconds since 1970.
+fn wall() -> Micros {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    Micros(u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
 }
 
 /// A job that was to be written.
@@ -290,8 +219,8 @@ impl<M: Machine> Emptying<'_, M> {
             let its = members.remove(&job).unwrap_or_default();
             let there = its.iter().filter_map(|tid| Some((*tid, self.tasks.get(tid)?)));
             let there: Vec<Standing> = there.map(|(tid, why)| self.heard.standing(tid, why.as_ref())).collect();
-            let bytes = self.writing.bytes(&its, ask);
-            rests.push(Rest { job, tasks: there.len(), bytes, standing: together(&there) });
+            let (bytes, at_stake) = (self.writing.bytes(&its, ask), self.heard.at_stake(wall(), job, &its));
+            rests.push(Rest { job, tasks: there.len(), at_stake, bytes, standing: together(&there) });
         }
         Ok(rests)
     }
@@ -309,7 +238,7 @@ impl<M: Machine> Emptying<'_, M> {
             let go: Vec<Tid> = self.tasks.iter().filter(|(_, why)| why.is_none()).map(|(tid, _)| *tid).collect();
             let bytes = self.writing.bytes(&go, |_| None);
             let leave = leave_in_time(self.begun.elapsed(), self.heard.left, bytes, left);
-            next = next_of(rests, leave, &self.tried);
+            next = next_of(rests, leave, self.heard.moved, &self.tried);
         }
         // Who is to be written anew, or may leave after all, is looked at again after a while.
         let time = if left <= time { Duration::ZERO } else { time };
@@ -417,7 +346,7 @@ pub(crate) fn drain<M: Machine>(machine: &M, what: &Drain, show: &mut dyn FnMut(
     let all = tasks.len();
     show(&format!("{host} takes no tasks; {all} {} to leave\n", if all == 1 { "is" } else { "are" }));
     let (gone, sets, kept, tried, writing) = Default::default();
-    let (begun, heard) = (Instant::now(), Heard { me: machine.tid(), ..Heard::default() });
+    let (begun, heard) = (Instant::now(), Heard::of(machine.tid()));
     let mut emptying = Emptying { machine, what, show, begun, all, tasks, gone, sets, kept, tried, heard, writing };
     if emptying.wait()? && *checkpoint {
         emptying.write_all()?;
@@ -443,9 +372,9 @@ fn together(tasks: &[Standing]) -> Standing {
     stuck.or(tasks.iter().max()).copied().unwrap_or(Standing::Goes)
 }
 
-/// The job that is written next. Of those that nobody takes that with the most tasks there: one checkpoint brings them all away. Of
-/// those that wait for their turn the largest, which would be the last; none if they `leave` in time. Who was tried comes later.
-fn next_of(mut rests: Vec<Rest>, leave: bool, tried: &BTreeMap<Tid, Tried>) -> Option<Rest> {
+/// The job that is written next. Of those that nobody takes that with which most would be lost for each second that writing takes.
+/// Of those that wait for their turn the largest, which would be the last; none if they `leave` in time. Who was tried comes later.
+fn next_of(mut rests: Vec<Rest>, leave: bool, moved: Moved, tried: &BTreeMap<Tid, Tried>) -> Option<Rest> {
     rests.retain(|rest| match rest.standing {
         Standing::Stuck => true,
         Standing::Waits => !leave,
@@ -453,8 +382,8 @@ fn next_of(mut rests: Vec<Rest>, leave: bool, tried: &BTreeMap<Tid, Tried>) -> O
     });
     rests.retain(|rest| tried.get(&rest.job).is_none_or(|tried| tried.at.elapsed() >= RECKONED_FOR));
     rests.into_iter().min_by_key(|rest| {
-        let many = if rest.standing == Standing::Stuck { rest.tasks as u64 } else { rest.bytes };
-        (tried.get(&rest.job).map_or(0, |tried| tried.times), rest.standing, Reverse(many), rest.job)
+        let worth = if rest.standing == Standing::Stuck { rest.saved_per_second(moved) } else { rest.bytes };
+        (tried.get(&rest.job).map_or(0, |tried| tried.times), rest.standing, Reverse((worth, rest.tasks)), rest.job)
     })
 }
 
@@ -492,13 +421,20 @@ impl Writing {
     }
 }
 
-/// How long it may take to write so many jobs of so many bytes, where tasks of so many moved in that time.
-fn time_to_write(jobs: usize, bytes: u64, moved: (u64, Micros)) -> Duration {
+/// Bytes that have moved, and how long they were on their way.
+type Moved = (u64, Micros);
+
+/// Seconds that it takes to write so many jobs of so many bytes, where tasks of so many moved in that time.
+fn seconds_to_write(jobs: usize, bytes: u64, moved: Moved) -> f64 {
     let measured = moved.0 as f64 / (moved.1.0 as f64 / 1e6);
     let rate = if moved.1.0 > 0 { measured.clamp(1.0, WRITE_RATE) } else { WRITE_RATE };
-    let seconds = JOB_SECONDS * jobs as f64 + bytes as f64 / rate;
+    JOB_SECONDS * jobs as f64 + bytes as f64 / rate
+}
+
+/// The same with what disks that are shared may take longer.
+fn time_to_write(jobs: usize, bytes: u64, moved: Moved) -> Duration {
     // A year is more than any deadline.
-    let time = Duration::from_secs_f64((seconds * WRITE_MARGIN).min(3e7));
+    let time = Duration::from_secs_f64((seconds_to_write(jobs, bytes, moved) * WRITE_MARGIN).min(3e7));
     time.max(WRITE_MIN)
 }
 
@@ -559,8 +495,6 @@ pub(crate) fn undrain(machine: &impl Machine, host: &str) -> Result<Outcome, Err
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sempa_proto::MigrationId;
-    use sempa_proto::migration::Cause;
 
     fn words(line: &str) -> Result<Drain, ParseError> {
         parse(&line.split(' ').filter(|word| !word.is_empty()).map(String::from).collect::<Vec<_>>())
@@ -612,68 +546,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_told_of_a_task_on_its_way_follows_from_the_log() {
-        let (tid, host) = (Tid::from_raw(0x40001), HostId::MASTER);
-        let moving = |step| EventKind::Moving { id: MigrationId(1), tid, from: host, to: host, step, bytes: 0 };
-        let mut heard = Heard::default();
-        assert_eq!((heard.way(tid).as_str(), heard.cost(tid).as_str()), ("it is on its way", ""));
-        heard.hear(&moving(Step::Inspect));
-        assert_eq!(heard.way(tid), "it waits for its turn; the smallest go first");
-        heard.hear(&moving(Step::Dump));
-        assert_eq!(heard.way(tid), format!("it is on its way, {} done", Step::Dump));
-        let (cause, frozen) = (Cause::Drain { by: tid }, Micros(1));
-        heard.hear(&EventKind::Moved {
-            id: MigrationId(1),
-            tid,
-            from: host,
-            to: host,
-            cause,
-            bytes: 200_000,
-            resident: 12_340_000,
-            frozen,
-            whole: frozen,
-        });
-        assert_eq!((heard.way(tid).as_str(), heard.cost(tid).as_str()), ("it is on its way", ", 12.3 MB"));
-    }
-
-    #[test]
-    fn what_has_left_and_what_is_in_the_store_counts_from_the_order_to_empty_the_host() {
-        let [me, other, job] = [1, 2, 3].map(|n| Tid::from_raw(0x40000 + n));
-        let (host, elsewhere, time) = (HostId::new(2).expect("a host"), HostId::MASTER, Micros(1));
-        let begun = |by| EventKind::DrainBegun { host, by, until: None };
-        let written = |set: &str| EventKind::Checkpointed {
-            set: set.into(),
-            job,
-            tasks: 1,
-            bytes: 1,
-            frozen: time,
-            parked: false,
-        };
-        let moved = |from| EventKind::Moved {
-            id: MigrationId(1),
-            tid: job,
-            from,
-            to: elsewhere,
-            cause: Cause::Drain { by: me },
-            bytes: 7,
-            resident: 5,
-            frozen: time,
-            whole: time,
-        };
-        let mut heard = Heard { me, ..Heard::default() };
-        let mut hear = |kinds: &[EventKind]| {
-            kinds.iter().for_each(|kind| heard.hear(kind));
-            (heard.left, heard.sets.get(&job).cloned())
-        };
-        assert_eq!(hear(&[written("a"), moved(host), begun(me)]), (0, None));
-        assert_eq!(hear(&[moved(host), written("b"), moved(elsewhere), written("c")]), (7, Some("c".into())));
-        assert_eq!(hear(&[begun(other)]), (7, Some("c".into())), "that is another host");
-    }
-
-    #[test]
     fn those_that_nobody_takes_are_written_before_those_that_wait_and_those_on_their_way_are_not() {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
-        let rest = |n, tasks, bytes, standing| Rest { job: tid(n), tasks, bytes, standing };
+        let rest = |n, tasks, bytes, standing| Rest { job: tid(n), tasks, at_stake: Micros(9), bytes, standing };
         use Standing::{Goes, Stuck, Waits};
         let rests = || {
             vec![
@@ -688,7 +563,7 @@ mod tests {
         let order = |leave, tried: &mut BTreeMap<Tid, Tried>| -> Vec<i32> {
             let mut rests = rests();
             let next = std::iter::from_fn(|| {
-                let next = next_of(rests.clone(), leave, tried)?;
+                let next = next_of(rests.clone(), leave, Moved::default(), tried)?;
                 rests.retain(|rest| rest.job != next.job);
                 (1..=5).find(|n| tid(*n) == next.job)
             });
@@ -704,6 +579,24 @@ mod tests {
         assert_eq!(failed(5, before), [4, 3, 2, 5], "nobody waits for one that cannot be written yet");
         assert_eq!(failed(4, Instant::now()), [3, 2, 5], "nor is it tried at once");
         assert_eq!([together(&[Waits, Goes]), together(&[Goes, Stuck]), together(&[Waits])], [Goes, Stuck, Waits]);
+    }
+
+    #[test]
+    fn of_those_that_nobody_takes_that_is_written_first_with_which_most_is_lost_for_the_time_that_it_takes() {
+        let tid = |n: i32| Tid::from_raw(0x40000 + n);
+        let rest = |n, tasks, hours: u64, bytes| {
+            let at_stake = Micros::from_secs(3600 * hours);
+            Rest { job: tid(n), tasks, at_stake, bytes, standing: Standing::Stuck }
+        };
+        let first = |rests: &[Rest]| {
+            let next = next_of(rests.to_vec(), false, (0, Micros(0)), &BTreeMap::new());
+            next.expect("there is one").job
+        };
+        // Many tasks that were written a moment ago, and one that has computed for a month.
+        assert_eq!(first(&[rest(1, 60, 1, 1 << 20), rest(2, 1, 720, 1 << 20)]), tid(2));
+        // Of 10 GB, which take 200 seconds: a hundred others are saved meanwhile.
+        assert_eq!(first(&[rest(1, 1, 20, 1 << 20), rest(2, 1, 720, 10_000_000_000)]), tid(1));
+        assert_eq!(first(&[rest(1, 1, 5, 1 << 20), rest(2, 2, 5, 1 << 20)]), tid(2));
     }
 
     #[test]

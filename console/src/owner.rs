@@ -250,7 +250,7 @@ fn told(status: &Status) -> String {
     if status.policy.is_empty() {
         out.push_str("  policy    none: guests stop and leave as soon as the owner is there\n");
     }
-    out.extend(status.wrong.iter().map(|line| format!("  refused   {line}\n")));
+    out.extend(status.wrong.iter().map(|line| format!("  wrong     {line}\n")));
     out.extend(status.sources.iter().map(|(name, says)| format!("  source    {name}: {says}\n")));
     out
 }

@@ -5,8 +5,8 @@ mod idle;
 use idle::{NOW, h, idle, sampled};
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, Choice, EXPLAINED_HOSTS_MAX, Has, HostView, Hosts, Offer, Owner, Placement, Policy, Reason, SAMPLE_AGE_MAX,
-    Sampled, Snapshot, TaskView, Until, Why, moves, place, place_by,
+    Ask, Choice, EXPLAINED_HOSTS_MAX, Has, HostView, Hosts, Journey, Offer, Owner, Placement, Policy, Reason,
+    SAMPLE_AGE_MAX, Sampled, Snapshot, TaskView, Until, Way, Why, moves, place, place_by,
 };
 use sempa_proto::load::HEADROOM_BYTES;
 use sempa_proto::load::LoadSample;
@@ -178,6 +178,34 @@ fn a_near_host_is_better_than_one_that_is_a_little_freer() {
     assert_eq!(snapshot.peers_of(h(1), job), [h(1), h(3)], "whoever spawns, and the tasks of the job");
     assert_eq!(snapshot.peers_of(h(3), job), [h(3)]);
     assert_eq!(snapshot.peers_of(h(1), task(1, 2).tid), [h(1)]);
+}
+
+/// A move of a gigabyte between two hosts that took so long on the way.
+fn carried(snapshot: &mut Snapshot, from: usize, to: usize, seconds: u64) {
+    let way = Some(Way::between(&snapshot.hosts[from], &snapshot.hosts[to]));
+    let (resident, whole) = (1 << 30, Micros::from_secs(seconds));
+    let frozen = Micros::from_secs(0);
+    snapshot.estimates.moved(&Journey { way, slowness: 1.0, images: 0, resident, frozen, whole });
+}
+
+#[test]
+fn another_network_counts_as_much_as_moves_have_shown_its_link_to_be_worth() {
+    let chosen = |over: Option<u64>| {
+        let mut snapshot = pool(4);
+        for (i, zone, speed) in [(0, 7, 500), (1, 7, 1000), (2, 8, 1150), (3, 8, 1150)] {
+            (snapshot.hosts[i].zone, snapshot.hosts[i].cores, snapshot.hosts[i].speed) = (zone, 1, speed);
+        }
+        if let Some(seconds) = over {
+            carried(&mut snapshot, 0, 1, 2);
+            carried(&mut snapshot, 1, 2, seconds);
+        }
+        let request = request("", 1);
+        let peers = &[h(1)];
+        indices(&place(&snapshot, &Ask { peers, ..Ask::of(0, &request, 1, h(1)) }))[0]
+    };
+    assert_eq!(chosen(None), 3, "nobody knows: a tenth less than in the own network");
+    assert_eq!(chosen(Some(2)), 3, "as fast as the own one");
+    assert_eq!(chosen(Some(40)), 2, "hosts there are a little faster, and far behind a slow link");
 }
 
 /// A batch system that has reserved places on hosts.

@@ -347,7 +347,7 @@ impl<'a> Plan<'a> {
         let mut peers = self.peers.borrow_mut();
         let of_peers = || self.snapshot.zones_of_peers(from.host.id, mover.task);
         let zones = peers.entry((from.host.id, mover.task.job)).or_insert_with(of_peers);
-        let worth = |zone| f64::from(self.snapshot.costs.permille(zones.is_empty() || zones.contains(&zone))) / 1e3;
+        let worth = |zone| f64::from(self.snapshot.permille(zone, zones)) / 1e3;
         (worth(from.host.zone), worth(to.host.zone))
     }
 

@@ -2,7 +2,7 @@
 
 use super::{HostId, HostView};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::Hash;
 
 /// Pairs of hosts, and of zones, of which a speed is remembered; of more, those that were heard of longest ago go.
@@ -73,6 +73,14 @@ impl Links {
         let of_zones = || way.and_then(|way| self.zones.get(&way.zones));
         let known = of_hosts.or_else(of_zones).or(self.all.as_ref());
         known.map_or(BYTES_PER_SECOND, |speed| speed.log.exp())
+    }
+
+    /// How fast it is between a zone and the nearest of these, beside the links within either, where moves have shown both.
+    pub(super) fn beside_within(&self, zone: u32, peers: &BTreeSet<u32>) -> Option<f64> {
+        let log = |a: u32, b: u32| self.zones.get(&(a.min(b), a.max(b))).map(|speed| speed.log);
+        let within = |a: u32, b: u32| log(a, a).into_iter().chain(log(b, b)).reduce(f64::max);
+        let beside = peers.iter().filter_map(|peer| Some((log(zone, *peer)? - within(zone, *peer)?).exp()));
+        beside.reduce(f64::max)
     }
 
     /// Hosts have other numbers from now on.

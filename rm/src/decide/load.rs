@@ -1,7 +1,7 @@
 //! Load evaluation: what share of a processor one more task would get on each host.
 
 use super::index::{Index, merged};
-use super::{Costs, HostView, Reason, SAMPLE_AGE_MAX, Sampled, Snapshot};
+use super::{HostView, Reason, SAMPLE_AGE_MAX, Sampled, Snapshot};
 use sempa_proto::load::HEADROOM_BYTES;
 use sempa_proto::{HostId, Micros};
 use std::borrow::Cow;
@@ -225,7 +225,7 @@ impl Near {
 #[derive(Debug)]
 pub(super) struct Loads<'a> {
     index: Cow<'a, Index>,
-    costs: Costs,
+    snapshot: &'a Snapshot,
     changed: BTreeMap<HostId, Load>,
     over: BTreeSet<Share>,
 }
@@ -234,7 +234,7 @@ impl<'a> Loads<'a> {
     /// The load as the snapshot has it; tasks on their way count at their target.
     pub(super) fn of(snapshot: &'a Snapshot) -> Loads<'a> {
         let index = snapshot.hosts.index(snapshot.now);
-        Loads { index, costs: snapshot.costs, changed: BTreeMap::new(), over: BTreeSet::new() }
+        Loads { index, snapshot, changed: BTreeMap::new(), over: BTreeSet::new() }
     }
 
     pub(super) fn load(&self, host: HostId) -> Load {
@@ -272,8 +272,7 @@ impl<'a> Loads<'a> {
 
     /// How much a host counts for a task whose peers are in these zones, in thousandths.
     pub(super) fn permille(&self, host: HostId, peers: &BTreeSet<u32>) -> u32 {
-        let zone = self.index.zone(host);
-        self.costs.permille(peers.is_empty() || zone.is_none_or(|zone| peers.contains(&zone)))
+        self.index.zone(host).map_or(1000, |zone| self.snapshot.permille(zone, peers))
     }
 
     pub(super) fn near(&self, share: Share, peers: &BTreeSet<u32>) -> Near {
@@ -283,7 +282,7 @@ impl<'a> Loads<'a> {
     /// All hosts without an owner, the best first. Nothing is looked at that is not asked for.
     pub(super) fn best(&self, peers: &BTreeSet<u32>) -> impl Iterator<Item = Near> {
         let lists = self.index.zones().map(|(zone, shares)| {
-            let permille = self.costs.permille(peers.is_empty() || peers.contains(zone));
+            let permille = self.snapshot.permille(*zone, peers);
             let unchanged = shares.iter().rev().filter(|s| !self.changed.contains_key(&s.host()));
             unchanged.map(move |s| Near::of(*s, permille))
         });

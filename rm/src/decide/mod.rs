@@ -83,8 +83,8 @@ const PEERS_MAX: usize = 64;
 /// What things cost, for decisions to weigh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Costs {
-    /// What a share of a processor counts, in thousandths, on a host in another zone than the task's peers: messages take
-    /// longer from there.
+    /// What a share of a processor counts, in thousandths, on a host in another zone than the task's peers, as long as no move
+    /// has shown how fast the link is: messages take longer from there.
     pub far_permille: u32,
     /// What a move for the sake of the load must save, in percent of what it costs.
     pub margin_percent: u32,
@@ -101,8 +101,11 @@ impl Costs {
         f64::from(self.margin_percent) / 100.0
     }
 
-    fn permille(self, near: bool) -> u32 {
-        if near { 1000 } else { self.far_permille }
+    /// What it counts behind a link so many times as fast as those among the peers, as far as that is known. One half as fast is
+    /// what an unknown one is taken for.
+    fn behind(self, speed: Option<f64>) -> u32 {
+        let less = f64::from(1000u32.saturating_sub(self.far_permille));
+        1000 - (less * 2.0 * (1.0 - speed.unwrap_or(0.5).clamp(0.0, 1.0))).min(1000.0) as u32
     }
 }
 
@@ -398,6 +401,15 @@ impl Snapshot {
         let index = self.hosts.index(self.now);
         let others = index.hosts_of(task.job).filter(|id| *id != from).take(PEERS_MAX);
         others.filter_map(|id| index.zone(id)).collect()
+    }
+
+    /// What a share of a processor counts, in thousandths, in a zone for a task whose peers are in these: less behind a link that
+    /// is slower than theirs.
+    fn permille(&self, zone: u32, peers: &BTreeSet<u32>) -> u32 {
+        match peers.is_empty() || peers.contains(&zone) {
+            true => 1000,
+            false => self.costs.behind(self.estimates.beside_within(zone, peers)),
+        }
     }
 
     /// What a reckoned gain is worth; `told`: it rests on what programs have told of their work.

@@ -9,7 +9,7 @@ use super::gains::Gains;
 use super::links::{Links, Way};
 use sempa_proto::Micros;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// Programs whose lives are remembered; more forget the one that was heard of longest ago.
@@ -152,6 +152,11 @@ impl Estimates {
     /// A number that changes with everything that is learned.
     pub fn version(&self) -> u64 {
         self.heard + self.moves + self.gains.lessons()
+    }
+
+    /// How fast it is between a zone and the nearest of these, beside the links within either, where moves have shown both.
+    pub(super) fn beside_within(&self, zone: u32, peers: &BTreeSet<u32>) -> Option<f64> {
+        self.links.beside_within(zone, peers)
     }
 
     /// What a reckoned gain is worth; `told`: it rests on what programs have told of their work.

@@ -11,7 +11,7 @@ use sempa_proto::event::Event;
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::migration::Cause;
 use sempa_proto::rm::{
-    ANSWER_ENTRIES_MAX, Answer, Decided, Expected, Question, RM_VERSION, TAG_ANSWER, Waits, pack, unpack,
+    ANSWER_ENTRIES_MAX, Answer, Decided, Expected, HostNow, Question, RM_VERSION, TAG_ANSWER, Waits, pack, unpack,
 };
 use sempa_proto::{HostId, Message, Micros, Tid};
 use std::collections::BTreeMap;
@@ -201,7 +201,11 @@ impl<V: VmApi> Service<V> {
         let drained = id.and_then(|id| self.model.drained_by(id));
         let mut answer = self.memory.ledger.books.answer(&Question::WhyHost(name));
         if let Answer::Why { now, .. } = &mut answer {
-            *now = Some(record::host_now(self.model.snapshot(self.vm.now()), id, drained));
+            let mut holds = record::host_now(self.model.snapshot(self.vm.now()), id, drained);
+            if let HostNow::Used(but) = &mut holds {
+                but.extend(id.and_then(|id| self.spawns.kept_for(id)));
+            }
+            *now = Some(holds);
         }
         answer
     }

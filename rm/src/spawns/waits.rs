@@ -73,6 +73,14 @@ impl Spawns {
         true
     }
 
+    /// For whom this host is kept, if it is.
+    pub fn kept_for(&self, host: HostId) -> Option<String> {
+        let kept = self.kept.as_ref().filter(|kept| kept.hosts.contains(&host))?;
+        let spawn = self.open.get(&kept.number)?;
+        let (count, file, src) = (spawn.unplaced.len(), &spawn.from.request.file, spawn.from.src);
+        Some(format!("it is kept for {count} {file} for {src}, which have waited for long"))
+    }
+
     /// Room is kept for a request that has waited for long, until it has a place or waits no more; for one at a time.
     pub(super) fn keep(
         &mut self,

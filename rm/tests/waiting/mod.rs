@@ -1,7 +1,7 @@
 //! Spawns that wait for long behind smaller ones.
 
 use crate::common::{Bed, client, request, rm as own, world};
-use crate::with_conduct;
+use crate::{ask, with_conduct};
 use bytes::Bytes;
 use pvm_rm::decide::{Limits, RESERVE_AFTER};
 use pvm_rm::policy::Conduct;
@@ -10,7 +10,7 @@ use pvm_rm::spawns::Rules;
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::Usage;
-use sempa_proto::rm::CTX_RM;
+use sempa_proto::rm::{Answer, CTX_RM, HostNow, Question};
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::VecDeque;
@@ -104,6 +104,31 @@ fn waits_and_gets(mut busy: Busy, large: &SpawnRequest, said: &str) {
 fn a_spawn_that_needs_a_whole_host_gets_one_although_small_ones_take_what_becomes_free() {
     let large = SpawnRequest { place: "?same-host".into(), ..request(2) };
     waits_and_gets(Busy::new(Limits::default(), two_each()), &large, "hosts are kept for it");
+}
+
+#[test]
+fn of_a_host_that_is_kept_for_a_spawn_that_has_waited_for_long_that_is_what_holds_now() {
+    let mut busy = Busy::new(Limits::default(), two_each());
+    busy.bed.world().spawn(7, &SpawnRequest { place: "?same-host".into(), ..request(2) });
+    busy.bed.settle();
+    let kept = |busy: &mut Busy| -> Vec<String> {
+        let of = |host: &str| match ask(&mut busy.bed, &Question::WhyHost(host.into())) {
+            Answer::Why { now: Some(HostNow::Used(but)), .. } => but,
+            // It is full.
+            Answer::Why { now: Some(HostNow::LeftOut { .. }), .. } => Vec::new(),
+            other => panic!("{other:?}"),
+        };
+        ["h1", "h2"].into_iter().flat_map(of).filter(|but| but.contains("kept")).collect()
+    };
+    assert_eq!(kept(&mut busy), [""; 0]);
+    let mut said = Vec::new();
+    for _ in 0..RESERVE_AFTER.0 / 10_000_000 + 8 {
+        busy.round();
+        said.extend(kept(&mut busy));
+    }
+    let sentence = format!("it is kept for 2 worker for {}, which have waited for long", client());
+    assert!(!said.is_empty() && said.iter().all(|text| *text == sentence), "{said:?}");
+    assert!(busy.bed.world().answer(7).is_some() && kept(&mut busy).is_empty(), "it has its place");
 }
 
 #[test]

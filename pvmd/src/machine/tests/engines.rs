@@ -3,6 +3,7 @@
 use super::scene::stopped;
 use super::sim::{Seen, Sim, host, seeds};
 use crate::machine::HostId;
+use sempa_proto::checkpoint::CutFailure;
 use sempa_proto::engine::{Asked, Engine};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal, Step};
@@ -179,6 +180,18 @@ fn a_program_that_does_not_end_in_its_time_goes_on_and_one_that_ends_so_later_is
     let again = sim.proc_of(tid);
     sim.exit(again, 85 << 8);
     sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
+}
+
+#[test]
+fn a_program_that_may_end_yet_because_it_was_asked_to_is_not_checkpointed() {
+    let (mut sim, console) = Sim::cluster(5, 3);
+    let tid = spawn(&mut sim, console, request("deaf", "own:wait=3", "h2"));
+    assert!(migrate(&mut sim, console, tid, "h3").is_err(), "it does not end");
+    let reply = sim.ask(console, Request::Checkpoint { job: tid, pace: None, end: false, wait: true });
+    let why = Failure::Refused(vec![Refusal::MayEndYet]);
+    let Reply::Checkpointed(Err(CutFailure::Task { tid: of, why: told, .. })) = reply else { panic!("{reply:?}") };
+    assert_eq!((of, told), (tid, why));
+    answers(&mut sim, console, tid);
 }
 
 #[test]

@@ -88,6 +88,25 @@ fn a_task_that_cannot_move_at_all_is_refused_by_its_own_host() {
 }
 
 #[test]
+fn a_host_that_is_lost_before_it_answers_is_the_reason_against_it_or_against_all() {
+    let (mut sim, console) = Sim::cluster(3, 4);
+    let tid = child(&mut sim, console, 0);
+    let with_dead = |sim: &mut Sim, dead: u16| {
+        let asking = sim.request(console, can_migrate(tid, None));
+        sim.kill_host(host(dead));
+        sim.until("an answer", |s| s.procs[console].replies.contains_key(&asking));
+        sim.procs[console].replies[&asking].clone()
+    };
+    let Reply::Survey(Ok(survey)) = with_dead(&mut sim, 3) else { panic!("it could move") };
+    assert_eq!(
+        survey.verdicts,
+        [(HostId::MASTER, vec![]), (host(3), vec![Refusal::HostLost(host(3))]), (host(4), vec![])]
+    );
+    let all = with_dead(&mut sim, 2);
+    assert!(matches!(all, Reply::Survey(Err(Refusal::HostLost(lost))) if lost == host(2)), "{all:?}");
+}
+
+#[test]
 fn whoever_dies_or_moves_meanwhile_every_question_is_answered() {
     let (mut answered, mut refused) = (0, 0);
     for seed in seeds(300) {

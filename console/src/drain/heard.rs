@@ -1,0 +1,213 @@
+//! What a drain reads from the event log: where tasks are on their way, how fast they leave, and what their jobs would lose.
+
+use super::{Moved, Standing};
+use crate::machine::Machine;
+use libpvm::Error;
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::Step;
+use sempa_proto::{HostId, Micros, Tid};
+use std::collections::BTreeMap;
+
+/// Events in one question.
+const EVENTS_AT_ONCE_MAX: u32 = 4096;
+/// Moves of fewer bytes say nothing of the way.
+const TELLING_BYTES: u64 = 16 << 20;
+
+/// What the event log tells of the moves of tasks, and of checkpoints.
+#[derive(Debug, Default)]
+pub(super) struct Heard {
+    /// Who has the host emptied.
+    me: Tid,
+    /// The first event that has not been read.
+    from: u64,
+    /// The step of its move that has ended last.
+    steps: BTreeMap<Tid, Step>,
+    /// Bytes of its newest image.
+    bytes: BTreeMap<Tid, u64>,
+    /// Bytes of all that have moved, and how long each was on its way.
+    pub(super) moved: Moved,
+    /// The host that is being emptied.
+    host: Option<HostId>,
+    /// Bytes of all that have left it since that has begun.
+    pub(super) left: u64,
+    /// The newest set of each job that was complete after that.
+    pub(super) sets: BTreeMap<Tid, String>,
+    /// The time of the first event that is kept, in microseconds since 1970.
+    first: Option<Micros>,
+    /// When tasks that have not ended were started, as far as the log goes back; the same clock.
+    started: BTreeMap<Tid, Micros>,
+    /// When the newest set of each job was complete, also before the host was to be emptied; the same clock.
+    written: BTreeMap<Tid, Micros>,
+}
+
+impl Heard {
+    /// `me` is about to have a host emptied.
+    pub(super) fn of(me: Tid) -> Heard {
+        Heard { me, ..Heard::default() }
+    }
+
+    pub(super) fn listen(&mut self, machine: &impl Machine) -> Result<(), Error> {
+        loop {
+            let events = machine.events(self.from, EVENTS_AT_ONCE_MAX)?;
+            let Some(last) = events.last() else { return Ok(()) };
+            self.from = last.number + 1;
+            events.iter().for_each(|event| self.hear(event.at, &event.kind));
+        }
+    }
+
+    fn hear(&mut self, at: Micros, kind: &EventKind) {
+        self.first.get_or_insert(at);
+        match kind {
+            EventKind::DrainBegun { host, by, .. } if *by == self.me => {
+                (self.host, self.left, self.sets) = (Some(*host), 0, BTreeMap::new());
+            }
+            EventKind::TaskStarted { tid, .. } => drop(self.started.insert(*tid, at)),
+            EventKind::TaskEnded { tid, .. } => drop(self.started.remove(tid)),
+            EventKind::Checkpointed { set, job, .. } => {
+                self.sets.insert(*job, set.clone());
+                self.written.insert(*job, at);
+            }
+            EventKind::Moving { tid, step, .. } => drop(self.steps.insert(*tid, *step)),
+            EventKind::Moved { tid, from, bytes, resident, whole, .. } => {
+                self.steps.remove(tid);
+                let bytes = *bytes.max(resident);
+                self.bytes.insert(*tid, bytes);
+                if self.host == Some(*from) {
+                    self.left = self.left.saturating_add(bytes);
+                }
+                if bytes >= TELLING_BYTES {
+                    self.moved = (self.moved.0.saturating_add(bytes), self.moved.1 + *whole);
+                }
+            }
+            EventKind::MoveFailed { tid, .. } => drop(self.steps.remove(tid)),
+            _ => {}
+        }
+    }
+
+    /// What is lost with a job of these tasks if it is lost at this time: how long each has computed since it was written.
+    pub(super) fn at_stake(&self, now: Micros, job: Tid, tasks: &[Tid]) -> Micros {
+        let (first, written) = (self.first.unwrap_or(now), self.written.get(&job).copied().unwrap_or_default());
+        let since = |tid: &Tid| self.started.get(tid).copied().unwrap_or(first).max(written);
+        Micros(tasks.iter().fold(0, |sum: u64, tid| sum.saturating_add(now.since(since(tid)).0)))
+    }
+
+    /// Where a task is that nothing keeps.
+    pub(super) fn way(&self, tid: Tid) -> String {
+        match self.steps.get(&tid) {
+            None => "it is on its way".into(),
+            // The coordinator lets few go at a time.
+            Some(Step::Inspect) => "it waits for its turn; the smallest go first".into(),
+            Some(step) => format!("it is on its way, {step} done"),
+        }
+    }
+
+    /// How a task stands that is kept by this, or by nothing.
+    pub(super) fn standing(&self, tid: Tid, why: Option<&String>) -> Standing {
+        match (why, self.steps.get(&tid)) {
+            (Some(_), _) => Standing::Stuck,
+            (None, Some(Step::Inspect)) => Standing::Waits,
+            (None, _) => Standing::Goes,
+        }
+    }
+
+    /// What the way of a task that has left cost.
+    pub(super) fn cost(&self, tid: Tid) -> String {
+        self.bytes.get(&tid).map(|bytes| format!(", {}", megabytes(*bytes))).unwrap_or_default()
+    }
+}
+
+pub(super) fn megabytes(bytes: u64) -> String {
+    format!("{:.1} MB", bytes as f64 / 1e6)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sempa_proto::MigrationId;
+    use sempa_proto::migration::{Cause, Usage};
+
+    #[test]
+    fn what_is_told_of_a_task_on_its_way_follows_from_the_log() {
+        let (tid, host) = (Tid::from_raw(0x40001), HostId::MASTER);
+        let moving = |step| EventKind::Moving { id: MigrationId(1), tid, from: host, to: host, step, bytes: 0 };
+        let mut heard = Heard::default();
+        assert_eq!((heard.way(tid).as_str(), heard.cost(tid).as_str()), ("it is on its way", ""));
+        heard.hear(Micros(1), &moving(Step::Inspect));
+        assert_eq!(heard.way(tid), "it waits for its turn; the smallest go first");
+        heard.hear(Micros(1), &moving(Step::Dump));
+        assert_eq!(heard.way(tid), format!("it is on its way, {} done", Step::Dump));
+        let (cause, frozen) = (Cause::Drain { by: tid }, Micros(1));
+        heard.hear(
+            Micros(1),
+            &EventKind::Moved {
+                id: MigrationId(1),
+                tid,
+                from: host,
+                to: host,
+                cause,
+                bytes: 200_000,
+                resident: 12_340_000,
+                frozen,
+                whole: frozen,
+            },
+        );
+        assert_eq!((heard.way(tid).as_str(), heard.cost(tid).as_str()), ("it is on its way", ", 12.3 MB"));
+    }
+
+    #[test]
+    fn what_has_left_and_what_is_in_the_store_counts_from_the_order_to_empty_the_host() {
+        let [me, other, job] = [1, 2, 3].map(|n| Tid::from_raw(0x40000 + n));
+        let (host, elsewhere, time) = (HostId::new(2).expect("a host"), HostId::MASTER, Micros(1));
+        let begun = |by| EventKind::DrainBegun { host, by, until: None };
+        let written = |set: &str| EventKind::Checkpointed {
+            set: set.into(),
+            job,
+            tasks: 1,
+            bytes: 1,
+            frozen: time,
+            parked: false,
+        };
+        let moved = |from| EventKind::Moved {
+            id: MigrationId(1),
+            tid: job,
+            from,
+            to: elsewhere,
+            cause: Cause::Drain { by: me },
+            bytes: 7,
+            resident: 5,
+            frozen: time,
+            whole: time,
+        };
+        let mut heard = Heard::of(me);
+        let mut hear = |kinds: &[EventKind]| {
+            kinds.iter().for_each(|kind| heard.hear(Micros(1), kind));
+            (heard.left, heard.sets.get(&job).cloned())
+        };
+        assert_eq!(hear(&[written("a"), moved(host), begun(me)]), (0, None));
+        assert_eq!(hear(&[moved(host), written("b"), moved(elsewhere), written("c")]), (7, Some("c".into())));
+        assert_eq!(hear(&[begun(other)]), (7, Some("c".into())), "that is another host");
+    }
+
+    #[test]
+    fn at_stake_is_what_each_task_has_done_since_its_start_or_the_newest_set() {
+        let [job, child, other] = [1, 2, 3].map(|n| Tid::from_raw(0x40000 + n));
+        let start = |tid| EventKind::TaskStarted { tid, parent: Tid::NONE, name: "w".into(), user: 1 };
+        let (set, tasks, bytes, frozen, parked) = ("a".to_string(), 2, 1, Micros(1), false);
+        let written = EventKind::Checkpointed { set, job, tasks, bytes, frozen, parked };
+        let mut heard = Heard::default();
+        heard.hear(Micros(100), &start(child));
+        let stake = |heard: &Heard, tids: &[Tid]| heard.at_stake(Micros(1000), job, tids).0;
+        assert_eq!(
+            stake(&heard, &[job, child]),
+            1800,
+            "of the first one nobody knows when it began: as long as the log goes back"
+        );
+        heard.hear(Micros(300), &start(other));
+        heard.hear(Micros(400), &written);
+        heard.hear(Micros(900), &start(child));
+        assert_eq!((stake(&heard, &[job, child]), stake(&heard, &[])), (700, 0));
+        assert_eq!(heard.at_stake(Micros(1000), other, &[other]), Micros(700), "the set is of another job");
+        heard.hear(Micros(950), &EventKind::TaskEnded { tid: other, status: 0, used: Usage::default() });
+        assert!(!heard.started.contains_key(&other) && heard.at_stake(Micros(1), job, &[child]) == Micros(0));
+    }
+}
