@@ -84,8 +84,8 @@ fn hosts_die(pace: &str, seed: u64, death: Death) -> (Vec<Duration>, bool) {
             _ => Err("no newer checkpoint".to_string()),
         })
         .sure(&vm);
-        // Any moment until the next one would be complete, and some time longer.
-        let moment = newest + dice.below(6_000_000) as u64;
+        // Some moment of each third of the time until the next one would be complete, and a second longer.
+        let moment = newest + 2_000_000 * number as u64 + dice.below(2_000_000) as u64;
         eventually(LONG, || if now() >= moment { Ok(()) } else { Err("not the time".to_string()) }).sure(&vm);
         let again = restarts(&vm);
         let killed = now();
