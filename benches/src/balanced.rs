@@ -7,6 +7,7 @@
 use crate::figures::median;
 use crate::machine::Machine;
 use anyhow::{Context, Result, bail, ensure};
+use sempa_proto::Tid;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Cause;
 use sempa_tests::assignment::{Speed, best, blind};
@@ -53,6 +54,9 @@ struct Once {
     #[serde(default)]
     early_moves: usize,
     failed_moves: usize,
+    /// When each task started, moved and ended, and where; in seconds from the first start.
+    #[serde(default)]
+    course: Vec<String>,
 }
 
 /// One repetition, with its own tasks.
@@ -183,6 +187,7 @@ fn once(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Result<
         _ => false,
     };
     let early_moves = events.iter().take_while(|entry| !ended(entry)).filter(for_load).count();
+    let course = course(&events, &harvest);
     let moves: Vec<String> = events.iter().filter(for_load).map(|entry| entry.text.clone()).collect();
     let failed_moves = events.iter().filter(|entry| matches!(entry.kind, EventKind::MoveFailed { .. })).count();
     vm.halt()?;
@@ -190,7 +195,23 @@ fn once(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Result<
     let seconds = harvest.us as f64 / 1e6;
     eprintln!("bench balance: {managed:?}: {seconds:.1} s, {} moves, {failed_moves} failed", moves.len());
     moves.iter().for_each(|text| eprintln!("  {text}"));
-    Ok(Once { seconds, moves, early_moves, failed_moves })
+    Ok(Once { seconds, moves, early_moves, failed_moves, course })
+}
+
+/// What became of the tasks of a farm, one line for each event.
+fn course(events: &[Entry], harvest: &Harvest) -> Vec<String> {
+    let units = |tid: &Tid| harvest.tasks.iter().find(|task| task.tid == tid.to_string()).map(|task| task.units);
+    let line = |entry: &Entry| match &entry.kind {
+        EventKind::TaskStarted { tid, .. } => {
+            Some(format!("{tid} of {} units starts on {}", units(tid)?, entry.host.as_deref().unwrap_or("?")))
+        }
+        EventKind::TaskEnded { tid, .. } => units(tid).map(|_| format!("{tid} ends")),
+        EventKind::Moved { tid, from, to, .. } => units(tid).map(|_| format!("{tid} has moved from {from} to {to}")),
+        _ => None,
+    };
+    let all: Vec<(u64, String)> = events.iter().filter_map(|entry| Some((entry.at_us, line(entry)?))).collect();
+    let first = all.first().map_or(0, |(at, _)| *at);
+    all.into_iter().map(|(at, text)| format!("{:.1} {text}", at.saturating_sub(first) as f64 / 1e6)).collect()
 }
 
 /// The table, and whether the goals are met.

@@ -3,8 +3,8 @@
 
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, ForeignMean, HostView, Journey, Owner, Policy, Promises, REST, SHIFT_REST, SHIFTS_MAX, Sampled, Shift,
-    Snapshot, TRUST_HALF, TaskView, Terms, Wants, Way, balance, foreign_demand, place,
+    Ask, ForeignMean, HostView, Journey, Owner, Policy, Promises, REST, SHIFT_REST_TO_EMPTY, SHIFTS_MAX, Sampled,
+    Shift, Snapshot, TRUST_HALF, TaskView, Terms, Wants, Way, balance, foreign_demand, place,
 };
 use sempa_proto::load::LoadSample;
 use sempa_proto::task::SpawnRequest;
@@ -349,7 +349,9 @@ fn a_farm_of_two_minutes_finishes_near_the_best_assignment_although_a_moved_task
     let all = ratios_on(&PARTS, 200, 2.5, 14.5);
     let of = |of: fn(&Ratios) -> f64| (mean(&all, of), worst(&all, of));
     let (untold, told) = (of(|r| r.over_best), of(|r| r.told_over_best));
+    let slow = all.iter().filter(|r| r.over_best > 1.15).count();
     println!("nothing told: {untold:.3?} of the best assignment on average and at worst; work told: {told:.3?}");
+    println!("{slow} of {} of which nothing was told took more than 1.15 times the best", all.len());
     assert!(untold.0 <= 1.08 && untold.1 <= 1.25, "{untold:.3?}");
     assert!(told.0 <= 1.06 && told.1 <= 1.25, "{told:.3?}");
 }
@@ -408,10 +410,28 @@ fn a_young_task_a_named_one_and_one_that_moved_often_stay() {
     assert_eq!(with(&|t| t.named = true), 0);
     assert_eq!(with(&|t| t.pinned = true), 0);
     assert_eq!(with(&|t| t.since = Micros(now.0 - REST.0 + 1)), 0);
-    assert_eq!(with(&|t| t.moves = vec![Micros(now.0 - REST.0 + 1)]), 0);
+    assert_eq!(with(&|t| t.moves = vec![Micros(now.0 - SHIFT_REST_TO_EMPTY.0 + 1)]), 0);
     assert_eq!(with(&|t| t.shifts = vec![Micros(1); SHIFTS_MAX]), 0);
     assert_eq!(with(&|t| t.done = Micros::from_millis(500)), 0, "it ends before the move has paid off");
     assert_eq!(with(&|t| t.bytes = 100 << 30), 0, "the move takes longer than the rest of its life");
+}
+
+#[test]
+fn a_task_that_has_moved_goes_to_a_host_without_tasks_before_it_has_rested_for_others() {
+    let machines = [500, 4000].map(|speed| Machine { cores: 1, speed });
+    let goes = |sizes: &[f64], moved: u64| {
+        let mut farm = Farm::new(&machines, sizes, Policy::Load);
+        farm.work.iter_mut().zip([1, 2]).for_each(|(work, host)| work.host = h(host));
+        for _ in 0..100 {
+            farm.second(&[0.0, 0.0]);
+        }
+        farm.work[0].shifts = vec![Micros::from_secs(100 - moved)];
+        farm.look(&[0.0, 0.0]);
+        !balance(&farm.snapshot).is_empty()
+    };
+    let (alone, beside): (&[f64], &[f64]) = (&[1000.0], &[1000.0, 1000.0]);
+    assert_eq!([goes(alone, 9), goes(alone, 10)], [false, true]);
+    assert_eq!([goes(beside, 29), goes(beside, 30)], [false, true], "it holds up the other one there");
 }
 
 #[test]
@@ -629,7 +649,7 @@ fn does_not_flap(period: u64, phase: u64, threads: u32, hosts: usize, told: bool
     for times in per_task.values() {
         let within_hour = |at: &u64| times.iter().filter(|t| (*at..*at + 3600).contains(t)).count();
         prop_assert!(times.iter().all(|at| within_hour(at) <= SHIFTS_MAX), "{:?}", times);
-        prop_assert!(times.windows(2).all(|w| Micros::from_secs(w[1] - w[0]) >= SHIFT_REST), "{:?}", times);
+        prop_assert!(times.windows(2).all(|w| Micros::from_secs(w[1] - w[0]) >= SHIFT_REST_TO_EMPTY), "{:?}", times);
     }
     if period <= 60 {
         prop_assert!(farm.shifts.len() <= hosts, "{} moves: {:?}", farm.shifts.len(), per_task);

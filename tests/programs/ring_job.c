@@ -8,7 +8,7 @@
  *                                           no longer than that takes: no checkpoint knows of it, and nothing cuts it back
  *
  * Every worker also sends the first task a note each round, which that one takes two rounds later: some are always on their
- * way, or lie there. Every ten rounds all meet at a barrier. What everybody holds is part of the sum.
+ * way, or lie there. Every ten rounds all meet at a barrier of their job's own group. What everybody holds is part of the sum.
  */
 #include <fcntl.h>
 #include <pvm3.h>
@@ -19,6 +19,8 @@
 #include <unistd.h>
 
 enum { TAG_RING = 1, TAG_NOTE, TAG_SETUP, WORKERS_MAX = 64, LATE = 2, MODULUS = 1000003 };
+
+static char group[32];
 
 static void busy(int microseconds)
 {
@@ -72,7 +74,7 @@ static void note_time(const char *folder, int round)
 
 static int meet(int round, int all)
 {
-    return round % 10 == 9 ? pvm_barrier("ring", all) : 0;
+    return round % 10 == 9 ? pvm_barrier(group, all) : 0;
 }
 
 static int work(int root)
@@ -83,7 +85,7 @@ static int work(int root)
     pvm_upkint(setup, 4, 1);
     pvm_upkint(&before, 1, 1);
     pvm_upkint(&after, 1, 1);
-    if (pvm_joingroup("ring") < 0 || pvm_barrier("ring", setup[1]) < 0)
+    if (pvm_joingroup(group) < 0 || pvm_barrier(group, setup[1]) < 0)
         return 7;
     for (int round = 0; round < setup[2]; round++) {
         int seen, sum;
@@ -115,7 +117,7 @@ static int lead(char **words)
         pvm_pkint(i + 1 < workers ? &tids[i + 1] : &me, 1, 1);
         pvm_send(tids[i], TAG_SETUP);
     }
-    if (pvm_joingroup("ring") < 0 || pvm_barrier("ring", all) < 0)
+    if (pvm_joingroup(group) < 0 || pvm_barrier(group, all) < 0)
         return 7;
     snprintf(path, sizeof path, "%s/log", words[3]);
     int log = open(path, O_WRONLY | O_CREAT | O_APPEND, 0600);
@@ -145,9 +147,12 @@ static int lead(char **words)
 
 int main(int argc, char **argv)
 {
-    if (pvm_mytid() < 0)
+    int me = pvm_mytid();
+    if (me < 0)
         return 2;
-    int root = pvm_parent(), code = argc == 5 ? lead(argv + 1) : work(root);
+    int root = pvm_parent();
+    snprintf(group, sizeof group, "ring-t%x", argc == 5 ? me : root);
+    int code = argc == 5 ? lead(argv + 1) : work(root);
     pvm_exit();
     return code;
 }

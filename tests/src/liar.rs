@@ -69,6 +69,7 @@ pub fn put(bed: &Testbed) {
         "#!/bin/bash\nlie=$(cat {folder}/lie-$(hostname) 2>/dev/null)\n\
          case $1 in swrk) ;; lazy-pages) lie=$1-$lie ;; *) lie= ;; esac\n\
          case $lie in lazy-pages-lazy-*) ;; lazy-*) lie= ;; esac\n\
+         [[ $lie != wait ]] || compgen -G '/tmp/sempa-0/pvm/images-*' >/dev/null || lie=\n\
          [[ -z $lie ]] || echo \"$lie\" >>{folder}/lied-$(hostname)\n\
          case $lie in\n\
          hang | lazy-pages-lazy-hang) exec {HANGING} ;;\n\
@@ -79,6 +80,7 @@ pub fn put(bed: &Testbed) {
          while [[ $1 != --ps-socket ]]; do shift; done\n\
          printf 'neither yes nor no, and more than anybody asked for' >&$2; exec {HANGING} ;;\n\
          killed) kill -9 $$ ;;\n\
+         wait) while grep -qsx wait {folder}/lie-$(hostname); do sleep 0.02; done ;;\n\
          stall) rm {folder}/lie-$(hostname); exec python3 {folder}/staller.py {real} \"$2\" ;;\n\
          cut*) exec python3 {folder}/cutter.py {real} \"$2\" \"${{lie#cut }}\" ;;\n\
          empty) exec python3 {folder}/cutter.py {real} \"$2\" '' ;;\n\
@@ -97,10 +99,10 @@ pub fn put(bed: &Testbed) {
 
 /// What the engine of a host does from now on: `silent` ends at once as if all were well, `garbage` answers what cannot be read,
 /// `killed`, `hang`, `cut KIND` writes all and then cuts images of this kind in half, `empty` removes all of them, `stall` goes no
-/// further once it has begun to write memory, and tells the truth the next time. `nothing` says that a task is built that is not,
-/// `nobody` names a process that is not there as well. Where it is to fetch the memory of a task:
-/// `lazy-silent`, `lazy-garbage`, `lazy-hang`, and `lazy-early` does so for a second and says then that it has all. An empty word: the
-/// truth.
+/// further once it has begun to write memory, and tells the truth the next time. `wait` does nothing for a task, as opposed to a
+/// trial, until there is another word, and tells the truth then. `nothing` says that a task is built that is not, `nobody` names a
+/// process that is not there as well. Where it is to fetch the memory of a task: `lazy-silent`, `lazy-garbage`, `lazy-hang`, and
+/// `lazy-early` does so for a second and says then that it has all. An empty word: the truth.
 ///
 /// # Panics
 /// The testbed's folder cannot be written.

@@ -61,7 +61,15 @@ impl Job {
     /// # Panics
     /// It does not start.
     pub fn start_slow(vm: &Vm<'_>, place: &str, rounds: i64, pause: u32) -> Job {
-        Job::start_program(vm, "ring_job", place, rounds, pause)
+        Job::start_program(vm, "ring_job", "ring", place, rounds, pause)
+    }
+
+    /// One beside another, which writes to a folder of this name.
+    ///
+    /// # Panics
+    /// It does not start.
+    pub fn start_beside(vm: &Vm<'_>, folder: &str, place: &str, rounds: i64) -> Job {
+        Job::start_program(vm, "ring_job", folder, place, rounds, PAUSE)
     }
 
     /// One whose tasks write their own checkpoints, if its spawn says so.
@@ -69,12 +77,12 @@ impl Job {
     /// # Panics
     /// It does not start.
     pub fn start_own(vm: &Vm<'_>, place: &str, rounds: i64) -> Job {
-        Job::start_program(vm, "own_ring", place, rounds, PAUSE)
+        Job::start_program(vm, "own_ring", "ring", place, rounds, PAUSE)
     }
 
-    fn start_program(vm: &Vm<'_>, program: &str, place: &str, rounds: i64, pause: u32) -> Job {
+    fn start_program(vm: &Vm<'_>, program: &str, folder: &str, place: &str, rounds: i64, pause: u32) -> Job {
         vm.program(program).expect("gcc");
-        let folder = vm.home().join("ring");
+        let folder = vm.home().join(folder);
         std::fs::create_dir_all(&folder).expect("a folder");
         std::fs::write(folder.join("times"), "").expect("written");
         // Whoever makes it, it is the user's.

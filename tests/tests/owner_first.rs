@@ -3,6 +3,7 @@
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use sempa_proto::Tid;
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed_with_env;
 use sempa_tests::run::must;
@@ -87,6 +88,45 @@ fn watched(vm: &Vm, host: usize, is_so: impl Fn(&serde_json::Value) -> bool) {
     eventually(SOON, look).sure(vm);
 }
 
+/// Waits until a guest gets processor time again.
+fn runs_again(host: &Host, pid: i32) {
+    let before = used(host, pid).expect("it is there");
+    let look = || match used(host, pid) {
+        Some(ticks) if ticks > before => Ok(()),
+        other => Err(format!("{other:?} ticks as before")),
+    };
+    eventually(SOON, look).expect("it runs again");
+}
+
+/// Waits until a host has no process of a guest.
+fn is_ended(host: &Host, pid: i32) {
+    let look = || match (used(host, pid), processes(host, "busy")) {
+        (None, left) if left.is_empty() => Ok(()),
+        other => Err(format!("{other:?}")),
+    };
+    eventually(SOON, look).expect("it is ended");
+}
+
+/// The event log tells that this guest, and no other, was ended for the owner of h2, whose sentence that is; and of its end.
+fn told_as_ended(vm: &Vm, guest: &str) -> String {
+    let is_it = |tid: &Tid| tid.to_string() == guest;
+    let ended = vm.event(SOON, "guests that are ended", |entry| matches!(entry.kind, EventKind::GuestsEnded { .. }));
+    let ended = ended.sure(vm);
+    let EventKind::GuestsEnded { guests, why, .. } = ended.kind else { unreachable!() };
+    assert!(guests.len() == 1 && is_it(&guests[0]) && ended.host.as_deref() == Some("h2"), "{guests:?}");
+    let over = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { tid, .. } if is_it(tid));
+    vm.event(SOON, "its end", |entry| over(&entry.kind)).sure(vm);
+    let tasks = vm.tasks().sure(vm);
+    assert!(tasks.iter().all(|task| task.tid != guest), "{tasks:?}");
+    why
+}
+
+/// Waits until guests are started on h2 again.
+fn is_used_again(vm: &Vm) {
+    let spawn = || vm.spawn(&["-h2", "busy"]).map_err(|error| format!("{error:#}"));
+    eventually(SOON, spawn).sure(vm);
+}
+
 fn stopped(vm: &Vm) {
     vm.event(SOON, "guests that stand still", |entry| matches!(entry.kind, EventKind::GuestsStopped { .. })).sure(vm);
 }
@@ -110,6 +150,68 @@ fn an_owner_who_logs_in_while_the_masters_daemon_does_not_run_stops_guests_all_t
         // Nobody but its own host can have stopped it before.
         assert_still(vm, guest, still - STILL, resumed);
         assert_eq!(vm.host_of(guest).expect("alive"), "h2");
+        vm.halt().expect("halts");
+    });
+}
+
+#[test]
+fn guests_go_on_when_the_owner_has_left_although_the_masters_daemon_does_not_run() {
+    with_guest("leave_after = 600", |vm, guest, pid| {
+        let (master, theirs) = (only(vm.bed().host(1), "pvmd"), vm.bed().host(2));
+        kill(master, Signal::SIGSTOP).expect("it is there");
+        let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
+        let still = stands_still(theirs, pid);
+        let end = now();
+        login.out().expect("logs out");
+        runs_again(theirs, pid);
+        kill(master, Signal::SIGCONT).expect("it is there");
+        assert_still(vm, guest, still - STILL, end);
+        stopped(vm);
+        vm.event(SOON, "guests that go on", |entry| matches!(entry.kind, EventKind::GuestsContinued { .. })).sure(vm);
+        vm.event(SOON, "absent owner", |entry| matches!(entry.kind, EventKind::OwnerAbsent { .. })).sure(vm);
+        assert_eq!(vm.host_of(guest).expect("alive"), "h2");
+        vm.halt().expect("halts");
+    });
+}
+
+#[test]
+fn guests_whose_owner_wants_them_killed_are_ended_although_the_masters_daemon_does_not_run() {
+    with_guest("leave_after = 1\nthen = \"kill\"", |vm, guest, pid| {
+        let (master, theirs) = (only(vm.bed().host(1), "pvmd"), vm.bed().host(2));
+        kill(master, Signal::SIGSTOP).expect("it is there");
+        let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
+        is_ended(theirs, pid);
+        kill(master, Signal::SIGCONT).expect("it is there");
+        told_as_ended(vm, guest);
+        login.out().expect("logs out");
+        is_used_again(vm);
+        vm.halt().expect("halts");
+    });
+}
+
+#[test]
+fn guests_whose_owner_wants_them_killed_are_ended_when_he_logs_in_and_whoever_asks_why_is_told() {
+    with_guest("leave_after = 1\nthen = \"kill\"", |vm, guest, pid| {
+        let other = vm.spawn(&["-h1", "busy"]).expect("spawned");
+        let theirs = vm.bed().host(2);
+        let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
+        is_ended(theirs, pid);
+        let said = told_as_ended(vm, guest);
+        assert!(said.contains("olga"), "{said}");
+        let words = format!("the owner of h2 has guests ended, and so it was with {guest}: {said}");
+        for subject in ["h2", guest] {
+            // The resource manager hears of it a moment later.
+            let told = || match vm.pvm(&["why", subject]) {
+                Ok(done) if done.out.contains(&words) => Ok(()),
+                other => Err(format!("{other:?}")),
+            };
+            eventually(SOON, told).sure(vm);
+        }
+        // Nobody else's guest.
+        assert_eq!(vm.host_of(&other).expect("alive"), "h1");
+        vm.gaps(&other).sure(vm);
+        login.out().expect("logs out");
+        is_used_again(vm);
         vm.halt().expect("halts");
     });
 }

@@ -32,6 +32,9 @@ pub const REST: Micros = Micros::from_secs(20);
 /// After a move for the sake of the load it rests for so long, and twice as long after each further one within
 /// [`SHIFTS_SPAN`].
 pub const SHIFT_REST: Micros = Micros::from_secs(30);
+/// So long where none of our tasks computes: that holds up nobody, and what it leaves gets more. Also twice as long after each
+/// further move.
+pub const SHIFT_REST_TO_EMPTY: Micros = Micros::from_secs(10);
 /// A host whose owner left less than this ago gets no task for the sake of the load.
 pub const OWNER_AWAY_MIN: Micros = Micros::from_secs(300);
 /// The gain must be so many times the cost, unless the policy says otherwise.
@@ -123,6 +126,8 @@ struct Mover<'a> {
     task: &'a TaskView,
     from: HostId,
     left: f64,
+    /// It may go where others are, too.
+    rested: bool,
 }
 
 /// A move that saves more than it costs.
@@ -235,8 +240,17 @@ fn recent_shifts(now: Micros, task: &TaskView) -> usize {
 
 /// Until when a task rests from its start and its moves.
 pub(super) fn rests_until(now: Micros, task: &TaskView) -> Micros {
-    let rest = Micros(SHIFT_REST.0 << recent_shifts(now, task).saturating_sub(1).min(SHIFTS_MAX));
-    let after_moves = task.moves.iter().map(|at| *at + REST);
+    rested(now, task, REST, SHIFT_REST)
+}
+
+/// The same where none of our tasks computes.
+fn rests_until_for_empty(now: Micros, task: &TaskView) -> Micros {
+    rested(now, task, SHIFT_REST_TO_EMPTY, SHIFT_REST_TO_EMPTY)
+}
+
+fn rested(now: Micros, task: &TaskView, after_move: Micros, after_shift: Micros) -> Micros {
+    let rest = Micros(after_shift.0 << recent_shifts(now, task).saturating_sub(1).min(SHIFTS_MAX));
+    let after_moves = task.moves.iter().map(|at| *at + after_move);
     let after_shifts = task.shifts.iter().map(|at| *at + rest);
     after_moves.chain(after_shifts).fold(task.since + REST, Micros::max)
 }
@@ -250,10 +264,15 @@ pub(super) fn shifts_left(now: Micros, task: &TaskView) -> usize {
 
 /// True when the task may move for the sake of the load now.
 pub(super) fn may_shift(now: Micros, task: &TaskView) -> bool {
+    may_shift_to_empty(now, task) && rests_until(now, task) <= now
+}
+
+/// The same where none of our tasks computes.
+fn may_shift_to_empty(now: Micros, task: &TaskView) -> bool {
     task.moving.is_none()
         && task.held.as_ref().is_none_or(|held| held.at <= now)
         && shifts_left(now, task) > 0
-        && rests_until(now, task) <= now
+        && rests_until_for_empty(now, task) <= now
 }
 
 /// True for a host whose load is known and whose owner has been away for some time.
@@ -318,6 +337,9 @@ impl<'a> Plan<'a> {
         left_behind: impl Fn() -> f64,
     ) -> Option<(f64, ShiftWhy)> {
         let (has, gets) = (from.has, to.gets);
+        if to.load.own > 0 && !mover.rested {
+            return None;
+        }
         // Far from those with whom it talks it waits for them longer.
         let (near, far) = self.near(mover, from, to);
         if gets * far < has * near * FASTER {
@@ -354,12 +376,17 @@ impl<'a> Plan<'a> {
     /// Tasks that may go, in the order of hosts.
     fn movers(&self) -> Vec<Mover<'a>> {
         let now = self.snapshot.now;
+        let is_one_empty = self.places.values().any(|place| place.load.own == 0);
         let of_place = |place: &Place<'a>| {
             let from = place.host.id;
-            let may_go =
-                |t: &&TaskView| may_shift(now, t) && !self.moved.contains_key(&t.tid) && !self.fixed.contains(&t.job);
+            let may_go = |t: &&TaskView| {
+                let may = if is_one_empty { may_shift_to_empty } else { may_shift };
+                may(now, t) && !self.moved.contains_key(&t.tid) && !self.fixed.contains(&t.job)
+            };
             let tasks = place.host.tasks.iter().filter(may_go).take(TASKS_MAX);
-            tasks.map(move |task| Mover { task, from, left: self.left(task.tid) }).collect::<Vec<_>>()
+            tasks
+                .map(move |task| Mover { task, from, left: self.left(task.tid), rested: rests_until(now, task) <= now })
+                .collect::<Vec<_>>()
         };
         self.places.values().filter(|p| p.load.own > 0).flat_map(of_place).collect()
     }

@@ -26,7 +26,9 @@ mod reserve;
 mod share;
 mod wants;
 
-pub use balance::{MARGIN, OWNER_AWAY_MIN, REST, SHIFT_REST, SHIFTS_MAX, SHIFTS_SPAN, Shift, ShiftWhy, balance};
+pub use balance::{
+    MARGIN, OWNER_AWAY_MIN, REST, SHIFT_REST, SHIFT_REST_TO_EMPTY, SHIFTS_MAX, SHIFTS_SPAN, Shift, ShiftWhy, balance,
+};
 pub use choice::{CHOICE_NAME_MAX, Choice, ChoiceName, Choices, NoSuchChoice, Offer};
 pub use excluded::{EXCLUDED_HOSTS_MAX, Excluded};
 pub use fair::{Fair, GIVE_WAY_MARGIN, Limited, Limits, USERS_MAX, UpDown, WAITING_MAX, Waiting};

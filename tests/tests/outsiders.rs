@@ -1,0 +1,73 @@
+//! A checkpoint of a job stops nobody else, however long it takes.
+
+use sempa_tests::liar::{self, has_lied, lie};
+use sempa_tests::needs::testbed_with_own_engine;
+use sempa_tests::ring_job::{Job, WORKERS};
+use sempa_tests::run::Running;
+use sempa_tests::vm::Settings;
+use sempa_tests::{Sure, Testbed, Vm, eventually};
+use std::process::Stdio;
+use std::time::Duration;
+
+const LONG: Duration = Duration::from_secs(120);
+const HOSTS: [&str; 2] = ["h1", "h2"];
+/// Rounds of the job outside while the other one stands still: several meetings of its group, too.
+const ROUNDS: usize = 30;
+
+/// Starts `pvm checkpoint` of a job whose engines wait before they write anything; they do so when this returns.
+fn start_checkpoint(bed: &Testbed, vm: &Vm<'_>, job: &Job) -> Running {
+    for host in HOSTS {
+        has_lied(bed, host);
+        lie(bed, host, "wait");
+    }
+    let mut command = vm.command(bed.host(1), "pvm");
+    command.args(["--json", "checkpoint", &job.tid]);
+    let running = Running::start(command, Stdio::null()).expect("it starts");
+    for host in HOSTS {
+        let waits = || match has_lied(bed, host) {
+            none if none.is_empty() => Err(format!("no engine waits on {host}")),
+            _ => Ok(()),
+        };
+        eventually(LONG, waits).sure(vm);
+    }
+    running
+}
+
+/// How many tasks of both jobs run on each host.
+fn spread(vm: &Vm<'_>) -> [usize; 2] {
+    let tasks = vm.tasks().sure(vm);
+    let is_on = |name: &str| tasks.iter().filter(|t| t.name == "ring_job" && t.host.as_deref() == Some(name)).count();
+    HOSTS.map(is_on)
+}
+
+#[test]
+fn tasks_outside_a_job_go_on_talking_on_its_hosts_while_a_checkpoint_of_it_stops_it() {
+    let Some((bed, _)) = testbed_with_own_engine(2) else { return };
+    liar::put(&bed);
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2"]).expect("it joins");
+    let outside = Job::start_beside(&vm, "outside", "-h2", 1000);
+    outside.go_on(&vm, 5);
+    let of_outside = spread(&vm);
+    let job = Job::start(&vm, "-h2", 600);
+    job.go_on(&vm, 5);
+    let of_both = spread(&vm);
+    let share_all = of_outside.iter().zip(&of_both).all(|(one, both)| *one > 1 && both > one);
+    assert!(share_all, "both jobs are on all hosts, and talk on each: {of_outside:?} {of_both:?}");
+
+    let checkpoint = start_checkpoint(&bed, &vm, &job);
+    let before = job.marks().len();
+    outside.go_on(&vm, ROUNDS);
+    assert_eq!(job.marks().len(), before, "all its tasks stand still before the first one is written");
+    HOSTS.iter().for_each(|host| lie(&bed, host, ""));
+
+    let done = checkpoint.finish(LONG).sure(&vm);
+    assert!(done.good(), "{done:?}\n{}", vm.logs());
+    let said: serde_json::Value = serde_json::from_str(done.out.trim()).expect("JSON");
+    let written = said["tasks"].as_array().map(Vec::len);
+    assert_eq!(written, Some(WORKERS + 1), "{said}");
+    job.go_on(&vm, 5);
+    job.finish(&vm);
+    outside.finish(&vm);
+    vm.halt().expect("halts");
+}
