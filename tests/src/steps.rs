@@ -17,8 +17,12 @@ use std::time::{Duration, Instant};
 /// Nobody is lost of a fault that lasts so long: what comes before it and after it takes seconds on a loaded machine, and all of
 /// it is well below the usual silence after which a host is lost.
 pub const A_MOMENT: Duration = Duration::from_secs(1);
+/// The same for longer.
+pub const A_WHILE: Duration = Duration::from_secs(5);
 /// Longer than the usual silence after which a host is lost.
 pub const UNTIL_LOST: Duration = Duration::from_secs(14);
+/// Much longer.
+pub const VERY_LONG: Duration = Duration::from_secs(30);
 /// Time for a step to be reached, for a move to end, and for a lost host to be noticed.
 const LONG: Duration = Duration::from_secs(120);
 /// Hosts that a round needs: the master's, and two for each move that is held.

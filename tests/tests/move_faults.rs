@@ -6,17 +6,14 @@
 
 use sempa_tests::needs::testbed_with_own_engine;
 use sempa_tests::steps::{
-    A_MOMENT, Cell, Fault, HOSTS, Point, Rounds, Share, UNTIL_LOST, Whom, is_full, never, nobody_is_left,
-    not_committed, only_source_has_it, only_target_has_it, places, strike,
+    A_MOMENT, A_WHILE, Cell, Fault, HOSTS, Point, Rounds, Share, UNTIL_LOST, VERY_LONG, Whom, is_full, never,
+    nobody_is_left, not_committed, only_source_has_it, only_target_has_it, places, strike,
 };
 use sempa_tests::testbed::gone;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Testbed, Vm};
 use std::time::Duration;
 
-const A_WHILE: Duration = Duration::from_secs(5);
-/// Longer than the usual silence.
-const VERY_LONG: Duration = Duration::from_secs(30);
 const SOON: Duration = Duration::from_secs(60);
 
 fn with_rounds(bed: &Testbed, test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {

@@ -6,7 +6,8 @@ use sempa_proto::migration::{Failure, Step};
 use sempa_tests::holders::{is_whole, reached, with_hosts};
 use sempa_tests::needs::testbed_with_env;
 use sempa_tests::steps::{
-    A_MOMENT, Cell, Edge, Fault, HOSTS, Rounds, Share, UNTIL_LOST, Whom, never, only_target_has_it, strike, strike_at,
+    A_MOMENT, A_WHILE, Cell, Edge, Fault, HOSTS, Rounds, Share, UNTIL_LOST, VERY_LONG, Whom, never, only_target_has_it,
+    strike, strike_at,
 };
 use sempa_tests::testbed::gone;
 use sempa_tests::vm::Settings;
@@ -163,6 +164,10 @@ fn when_what_fetches_its_memory_is_killed_or_stands_still_a_task_runs_once_or_is
                 strike_at(all, &[point], Whom::TargetEngine, fault, may_be_lost);
             }
         }
+        for point in [late[0], late[3]] {
+            strike_at(all, &[point], Whom::TargetEngine, Fault::Stop(A_WHILE), never);
+        }
+        strike_at(all, &[late[1]], Whom::TargetEngine, Fault::Stop(VERY_LONG), restored);
         assert!(all.engines() > 0, "no engine was met");
         vm.halt().expect("halts");
     });
