@@ -4,6 +4,7 @@ use sempa_tests::liar::{self, has_lied, lie};
 use sempa_tests::needs::testbed_with_own_engine;
 use sempa_tests::ring_job::{Job, WORKERS};
 use sempa_tests::run::Running;
+use sempa_tests::testbed::Host;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Testbed, Vm, eventually};
 use std::process::Stdio;
@@ -11,8 +12,10 @@ use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(120);
 const HOSTS: [&str; 2] = ["h1", "h2"];
-/// Rounds of the job outside while the other one stands still: several meetings of its group, too.
-const ROUNDS: usize = 30;
+/// Rounds of the job outside while the other one stands still: some meetings of its group, too.
+const ROUNDS: usize = 20;
+/// An engine has ten seconds; on a loaded machine the rounds may take longer, and it is tried again.
+const TRIES: usize = 5;
 
 /// Starts `pvm checkpoint` of a job whose engines wait before they write anything; they do so when this returns.
 fn start_checkpoint(bed: &Testbed, vm: &Vm<'_>, job: &Job) -> Running {
@@ -40,9 +43,32 @@ fn spread(vm: &Vm<'_>) -> [usize; 2] {
     HOSTS.map(is_on)
 }
 
+/// Has a checkpoint of the job held until the one outside has gone on. True if it was held until then; then it comes to a good end.
+fn goes_on_beside(bed: &Testbed, vm: &Vm<'_>, job: &Job, outside: &Job) -> bool {
+    let checkpoint = start_checkpoint(bed, vm, job);
+    let before = job.marks().len();
+    outside.go_on(vm, ROUNDS);
+    let rounds = job.marks().len() - before;
+    let waits = |host: &Host| host.processes().iter().any(|(_, line)| liar::is_engine(line));
+    let held = bed.hosts().iter().all(waits);
+    HOSTS.iter().for_each(|host| lie(bed, host, ""));
+    let done = checkpoint.finish(LONG).sure(vm);
+    if held {
+        assert_eq!(rounds, 0, "all its tasks stand still before the first one is written");
+        assert!(done.good(), "{done:?}\n{}", vm.logs());
+        let said: serde_json::Value = serde_json::from_str(done.out.trim()).expect("JSON");
+        let written = said["tasks"].as_array().map(Vec::len);
+        assert_eq!(written, Some(WORKERS + 1), "{said}");
+    }
+    job.go_on(vm, 5);
+    held
+}
+
 #[test]
 fn tasks_outside_a_job_go_on_talking_on_its_hosts_while_a_checkpoint_of_it_stops_it() {
-    let Some((bed, _)) = testbed_with_own_engine(2) else { return };
+    let Some((bed, _)) = testbed_with_own_engine(2) else {
+        return;
+    };
     liar::put(&bed);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
@@ -55,18 +81,8 @@ fn tasks_outside_a_job_go_on_talking_on_its_hosts_while_a_checkpoint_of_it_stops
     let share_all = of_outside.iter().zip(&of_both).all(|(one, both)| *one > 1 && both > one);
     assert!(share_all, "both jobs are on all hosts, and talk on each: {of_outside:?} {of_both:?}");
 
-    let checkpoint = start_checkpoint(&bed, &vm, &job);
-    let before = job.marks().len();
-    outside.go_on(&vm, ROUNDS);
-    assert_eq!(job.marks().len(), before, "all its tasks stand still before the first one is written");
-    HOSTS.iter().for_each(|host| lie(&bed, host, ""));
-
-    let done = checkpoint.finish(LONG).sure(&vm);
-    assert!(done.good(), "{done:?}\n{}", vm.logs());
-    let said: serde_json::Value = serde_json::from_str(done.out.trim()).expect("JSON");
-    let written = said["tasks"].as_array().map(Vec::len);
-    assert_eq!(written, Some(WORKERS + 1), "{said}");
-    job.go_on(&vm, 5);
+    let held = (0..TRIES).any(|_| goes_on_beside(&bed, &vm, &job, &outside));
+    assert!(held, "the engines' time was over each time\n{}", vm.logs());
     job.finish(&vm);
     outside.finish(&vm);
     vm.halt().expect("halts");
