@@ -1,5 +1,6 @@
 //! Jobs of a session: starting tasks, and showing or filing what comes from them, output and trace records.
 
+use crate::clock::micros_now;
 use crate::format;
 use crate::jobs::{Happened, read_output};
 use crate::json;
@@ -14,12 +15,11 @@ use libpvm::{Body, Error, Vm};
 use nix::errno::Errno;
 use sempa_proto::message::{CTX_BASE, CTX_TASK_CONTROL};
 use sempa_proto::task::{SPAWN_DEBUG, Sink};
-use sempa_proto::{HostId, Message, Micros, PvmError, Tid};
+use sempa_proto::{HostId, Message, PvmError, Tid};
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Tag of the messages that announce hosts.
 pub(crate) const TAG_HOSTS: i32 = 1;
@@ -308,11 +308,6 @@ fn lost(job: u32, what: &str, error: &std::io::Error) -> Vec<u8> {
 
 fn to(tid: Tid, tag: i32) -> Sink {
     Sink { tid, ctx: CTX_BASE, tag }
-}
-
-fn micros_now() -> Micros {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    Micros(u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
 }
 
 fn time_now() -> Time {

@@ -3,7 +3,8 @@
 
 mod heard;
 
-use self::heard::{Heard, megabytes};
+use self::heard::{Heard, Moved, megabytes};
+use crate::clock::micros_now;
 use crate::machine::{Machine, misfit};
 use crate::parse::ParseError;
 use crate::session::Outcome;
@@ -16,7 +17,7 @@ use sempa_proto::{Micros, Tid};
 use serde_json::json;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 /// Pause between two questions how far it is.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -117,12 +118,6 @@ impl Rest {
     }
 }
 
-/// Time of day, in microseconds since 1970.
-fn wall() -> Micros {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    Micros(u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
-}
-
 /// A job that was to be written.
 #[derive(Debug)]
 struct Tried {
@@ -219,7 +214,7 @@ impl<M: Machine> Emptying<'_, M> {
             let its = members.remove(&job).unwrap_or_default();
             let there = its.iter().filter_map(|tid| Some((*tid, self.tasks.get(tid)?)));
             let there: Vec<Standing> = there.map(|(tid, why)| self.heard.standing(tid, why.as_ref())).collect();
-            let (bytes, at_stake) = (self.writing.bytes(&its, ask), self.heard.at_stake(wall(), job, &its));
+            let (bytes, at_stake) = (self.writing.bytes(&its, ask), self.heard.at_stake(micros_now(), job, &its));
             rests.push(Rest { job, tasks: there.len(), at_stake, bytes, standing: together(&there) });
         }
         Ok(rests)
@@ -420,9 +415,6 @@ impl Writing {
         bytes.fold(0, u64::saturating_add)
     }
 }
-
-/// Bytes that have moved, and how long they were on their way.
-type Moved = (u64, Micros);
 
 /// Seconds that it takes to write so many jobs of so many bytes, where tasks of so many moved in that time.
 fn seconds_to_write(jobs: usize, bytes: u64, moved: Moved) -> f64 {

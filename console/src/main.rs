@@ -12,6 +12,7 @@
 mod above;
 mod args;
 mod checkpoint;
+mod clock;
 mod collect;
 mod complete;
 mod daemon;

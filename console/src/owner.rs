@@ -1,6 +1,7 @@
 //! `owner`: what the owner of this machine says to all virtual machines on it, and who uses it. Needs no virtual machine and
 //! no rights in one: load watchers believe a file that only this user can have written, and answer whoever asks.
 
+use crate::clock::micros_now;
 use crate::parse::ParseError;
 use crate::session::Outcome;
 use crate::words::span;
@@ -15,7 +16,7 @@ use serde_json::json;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 /// What is said or asked.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -183,10 +184,8 @@ fn policy(dir: &Path, uid: u32, paper: &Paper) -> Outcome {
 }
 
 fn say(dir: &Path, uid: u32, what: &Owner) -> Outcome {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros();
-    let now = Micros(u64::try_from(now).unwrap_or(u64::MAX));
     // A word that cannot be believed is replaced.
-    let word = after(word::read(dir, uid).unwrap_or_default(), what, now);
+    let word = after(word::read(dir, uid).unwrap_or_default(), what, micros_now());
     match word::write(dir, uid, &word) {
         Ok(()) => Outcome::done(format!("you said: {}\n", sentence(&word)), word_json(&word), false),
         Err(error) => {

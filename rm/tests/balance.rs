@@ -419,19 +419,27 @@ fn a_young_task_a_named_one_and_one_that_moved_often_stay() {
 #[test]
 fn a_task_that_has_moved_goes_to_a_host_without_tasks_before_it_has_rested_for_others() {
     let machines = [500, 4000].map(|speed| Machine { cores: 1, speed });
-    let goes = |sizes: &[f64], moved: u64| {
+    let goes = |sizes: &[f64], change: &dyn Fn(&mut TaskView)| {
         let mut farm = Farm::new(&machines, sizes, Policy::Load);
         farm.work.iter_mut().zip([1, 2]).for_each(|(work, host)| work.host = h(host));
         for _ in 0..100 {
             farm.second(&[0.0, 0.0]);
         }
-        farm.work[0].shifts = vec![Micros::from_secs(100 - moved)];
         farm.look(&[0.0, 0.0]);
+        change(&mut farm.snapshot.hosts.edit(h(1)).expect("a host").tasks[0]);
         !balance(&farm.snapshot).is_empty()
     };
+    let shifted = |ago: u64| move |task: &mut TaskView| task.shifts = vec![Micros::from_secs(100 - ago)];
     let (alone, beside): (&[f64], &[f64]) = (&[1000.0], &[1000.0, 1000.0]);
-    assert_eq!([goes(alone, 9), goes(alone, 10)], [false, true]);
-    assert_eq!([goes(beside, 29), goes(beside, 30)], [false, true], "it holds up the other one there");
+    assert_eq!([goes(alone, &shifted(9)), goes(alone, &shifted(10))], [false, true]);
+    assert_eq!(
+        [goes(beside, &shifted(29)), goes(beside, &shifted(30))],
+        [false, true],
+        "it holds up the other one there"
+    );
+    let now = Micros::from_secs(100);
+    assert!(!goes(beside, &|t| t.moves = vec![Micros(now.0 - REST.0 + 1)]), "nor after a move for another reason");
+    assert!(goes(beside, &|t| t.moves = vec![Micros(now.0 - REST.0)]));
 }
 
 #[test]

@@ -319,8 +319,16 @@ impl<'a> Vm<'a> {
     /// # Errors
     /// The console does not start.
     pub fn start_migrate(&self, tid: &str, host: &str) -> Result<Running> {
+        self.start_pvm(&["migrate", tid, host])
+    }
+
+    /// Starts the console on h1 with this command and lets it go on.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn start_pvm(&self, words: &[&str]) -> Result<Running> {
         let mut command = self.command(self.bed.host(1), self.prefix.join("bin/pvm"));
-        command.args(["migrate", tid, host]);
+        command.args(words);
         Running::start(command, Stdio::null())
     }
 

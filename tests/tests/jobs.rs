@@ -81,10 +81,7 @@ fn a_spawn_that_waits_is_shown_with_the_jobs_until_it_has_its_place() {
     with("pvm-rm --wait 600 --user-tasks 1", |vm| {
         vm.program("hold").expect("gcc");
         let first = vm.spawn(&["hold", "1"]).expect("spawned");
-        let mut command =
-            vm.command(vm.bed().host(1), vm.bed().prefix().expect("programs are installed").join("bin/pvm"));
-        command.args(["spawn", "hold", "1"]);
-        let second = Running::start(command, Stdio::null()).expect("it starts");
+        let second = vm.start_pvm(&["spawn", "hold", "1"]).expect("it starts");
         let waiting =
             || vm.json(&["job", "list"]).map_err(|error| format!("{error:#}")).map(|all| all[0]["waiting"].clone());
         let one = eventually(SOON, || match waiting()? {
@@ -109,9 +106,7 @@ fn who_follows_the_events_gets_each_as_it_happens_one_value_a_line_until_the_vir
     let Some((bed, _)) = testbed(2) else { return };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.program("hold").expect("gcc");
-    let mut command = vm.command(vm.bed().host(1), vm.bed().prefix().expect("programs are installed").join("bin/pvm"));
-    command.args(["events", "--follow", "--json"]);
-    let follower = Running::start(command, Stdio::null()).expect("it starts");
+    let follower = vm.start_pvm(&["events", "--follow", "--json"]).expect("it starts");
     let told = || -> Result<Vec<Entry>, String> {
         let out = follower.out_so_far().map_err(|error| format!("{error:#}"))?;
         // The last line may not be whole yet.

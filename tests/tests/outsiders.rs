@@ -7,7 +7,6 @@ use sempa_tests::run::Running;
 use sempa_tests::testbed::Host;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Testbed, Vm, eventually};
-use std::process::Stdio;
 use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(120);
@@ -23,9 +22,7 @@ fn start_checkpoint(bed: &Testbed, vm: &Vm<'_>, job: &Job) -> Running {
         has_lied(bed, host);
         lie(bed, host, "wait");
     }
-    let mut command = vm.command(bed.host(1), "pvm");
-    command.args(["--json", "checkpoint", &job.tid]);
-    let running = Running::start(command, Stdio::null()).expect("it starts");
+    let running = vm.start_pvm(&["--json", "checkpoint", &job.tid]).expect("it starts");
     for host in HOSTS {
         let waits = || match has_lied(bed, host) {
             none if none.is_empty() => Err(format!("no engine waits on {host}")),
@@ -66,9 +63,7 @@ fn goes_on_beside(bed: &Testbed, vm: &Vm<'_>, job: &Job, outside: &Job) -> bool 
 
 #[test]
 fn tasks_outside_a_job_go_on_talking_on_its_hosts_while_a_checkpoint_of_it_stops_it() {
-    let Some((bed, _)) = testbed_with_own_engine(2) else {
-        return;
-    };
+    let Some((bed, _)) = testbed_with_own_engine(2) else { return };
     liar::put(&bed);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");

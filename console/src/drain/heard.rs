@@ -1,6 +1,6 @@
 //! What a drain reads from the event log: where tasks are on their way, how fast they leave, and what their jobs would lose.
 
-use super::{Moved, Standing};
+use super::Standing;
 use crate::machine::Machine;
 use libpvm::Error;
 use sempa_proto::event::EventKind;
@@ -12,6 +12,9 @@ use std::collections::BTreeMap;
 const EVENTS_AT_ONCE_MAX: u32 = 4096;
 /// Moves of fewer bytes say nothing of the way.
 const TELLING_BYTES: u64 = 16 << 20;
+
+/// Bytes that have moved, and how long they were on their way.
+pub(super) type Moved = (u64, Micros);
 
 /// What the event log tells of the moves of tasks, and of checkpoints.
 #[derive(Debug, Default)]

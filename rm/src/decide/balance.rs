@@ -264,15 +264,17 @@ pub(super) fn shifts_left(now: Micros, task: &TaskView) -> usize {
 
 /// True when the task may move for the sake of the load now.
 pub(super) fn may_shift(now: Micros, task: &TaskView) -> bool {
-    may_shift_to_empty(now, task) && rests_until(now, task) <= now
+    could_shift(now, task) && rests_until(now, task) <= now
 }
 
 /// The same where none of our tasks computes.
 fn may_shift_to_empty(now: Micros, task: &TaskView) -> bool {
-    task.moving.is_none()
-        && task.held.as_ref().is_none_or(|held| held.at <= now)
-        && shifts_left(now, task) > 0
-        && rests_until_for_empty(now, task) <= now
+    could_shift(now, task) && rests_until_for_empty(now, task) <= now
+}
+
+/// The same but for its rest.
+fn could_shift(now: Micros, task: &TaskView) -> bool {
+    task.moving.is_none() && task.held.as_ref().is_none_or(|held| held.at <= now) && shifts_left(now, task) > 0
 }
 
 /// True for a host whose load is known and whose owner has been away for some time.
