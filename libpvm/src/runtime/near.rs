@@ -167,8 +167,9 @@ pub(crate) struct Near {
     last_offer: u64,
     /// Where the last thing that was read had been written.
     heard_from: u8,
-    /// The last word of this task went, or the last one to it came, by a ring, and so will the next as far as can be guessed.
-    spoke_last: bool,
+    /// The last word of this task went, or the last one to it came, by the ring with this peer, which is there still: so will the
+    /// next one, as far as can be guessed.
+    spoke_last: Option<Tid>,
     /// Whom to wake when the lock is free again.
     wakes: Vec<Call>,
     /// Whom to wake when this task needs its processor no more.
@@ -196,12 +197,12 @@ impl Near {
 
     /// True when the next word to this task may be expected in a ring, and not from the daemon.
     pub(crate) fn is_expected(&self) -> bool {
-        self.spoke_last
+        self.spoke_last.is_some()
     }
 
     /// This task has said something to the daemon, or by way of it: that is where the answer comes from.
     pub(crate) fn spoke_elsewhere(&mut self) {
-        self.spoke_last = false;
+        self.spoke_last = None;
     }
 
     /// True when there is a ring to this task.
@@ -479,7 +480,9 @@ impl Core {
             let answers = links.get(&peer).is_some_and(|link| link.has_frame());
             let news = self.news();
             self.deliver_from(peer);
-            self.near.spoke_last |= self.news() != news;
+            if self.news() != news {
+                self.near.spoke_last = Some(peer);
+            }
             self.release_held(peer);
             if answers && !ends_now {
                 self.pump_ring(now, slot);
@@ -554,7 +557,9 @@ impl Core {
         }
         urgent |= !link.is_transmitted();
         near.note_waiting(slot, urgent || link.has_frame());
-        near.spoke_last |= spoke;
+        if spoke {
+            near.spoke_last = Some(peer);
+        }
         let Some(ring) = near.ring(slot) else { return };
         let wants_store = std::mem::take(&mut ring.wants_store);
         if wrote > 0 || urgent {
@@ -592,7 +597,7 @@ impl Core {
         }
         let (near, links) = self.near_and_links();
         let slot = near.slot(peer)?;
-        near.spoke_last = true;
+        near.spoke_last = Some(peer);
         let ring = near.ring(slot)?;
         let has_room = ring.ends.writer.has_room(SHORT_HEAD_BYTES + head.len() + body.len()) == Ok(true);
         if !has_room || ring.ends.writer.is_closed() {

@@ -123,7 +123,13 @@ impl EventLog {
 impl Machine {
     /// Something happened on this host.
     pub(super) fn record(&mut self, kind: EventKind) {
-        let (me, at) = (self.config.host, self.unix);
+        self.catch_up();
+        self.record_at(self.unix, kind);
+    }
+
+    /// Something happened on this host at this time of day; nothing that happened later is in the log.
+    pub(super) fn record_at(&mut self, at: Micros, kind: EventKind) {
+        let me = self.config.host;
         if self.master.is_some() {
             self.append_event(me, at, kind);
         } else {

@@ -27,6 +27,7 @@ mod handover;
 mod hostfile;
 mod hosts;
 pub mod io;
+mod late;
 mod local;
 mod mailbox;
 mod moves;
@@ -181,6 +182,7 @@ pub struct Machine {
     servers: servers::Servers,
     moves: moves::Moves,
     news: news::News,
+    late: late::Late,
     hosting: guests::Hosting,
     suspending: suspend::Suspending,
     surveys: survey::Surveys,
@@ -220,6 +222,7 @@ impl Machine {
             servers: servers::Servers::default(),
             moves: moves::Moves::default(),
             news: news::News::default(),
+            late: late::Late::default(),
             hosting: guests::Hosting::default(),
             suspending: suspend::Suspending::default(),
             surveys: survey::Surveys::default(),
@@ -260,6 +263,7 @@ impl Machine {
     pub fn handle(&mut self, now: Micros, world: &mut dyn World, event: Event) {
         self.now = now;
         self.unix = world.unix_time();
+        self.catch_up();
         if let Some(master) = &mut self.master {
             master.keeping.found(self.unix);
         }
@@ -428,7 +432,7 @@ impl Machine {
         let moves = self.master.as_ref().and_then(|m| m.directing.coordinator.next_wakeup());
         let timer = self.timers.keys().next().map(|(at, _)| *at);
         let keeping = self.master.as_ref().and_then(|m| m.keeping.next_wakeup());
-        timer.into_iter().chain(moves).chain(keeping).min()
+        timer.into_iter().chain(moves).chain(keeping).chain(self.late.due()).min()
     }
 
     /// The host table in force; empty before a slave has been taken in.

@@ -19,9 +19,9 @@ const TAKING_SPAN: Micros = Micros::from_secs(1);
 /// Taken places of which a resource manager is not told at once: it gives others when half of a grant is taken.
 const UNTOLD_MAX: usize = GRANT_HOSTS_MAX / 2;
 /// How long news waits.
-const NEWS_PAUSE: Micros = Micros::from_millis(10);
+const NEWS_PAUSE: Micros = Micros::from_millis(100);
 /// News that waits at most.
-const NEWS_MAX: usize = 64;
+const NEWS_MAX: usize = 256;
 
 /// Something that waits.
 #[derive(Debug)]

@@ -1,6 +1,7 @@
 //! Starting tasks: choice of hosts when no resource manager does it, and the start itself on the executing host.
 
 use super::asks::{Asker, Back};
+use super::late::Duty;
 use super::tasks::{Phase, Task};
 use super::{Machine, World, engines};
 use sempa_proto::engine::Begin;
@@ -8,7 +9,7 @@ use sempa_proto::event::EventKind;
 use sempa_proto::host::{Answer, Question};
 use sempa_proto::load::is_watcher;
 use sempa_proto::owner::NO_GUESTS;
-use sempa_proto::sm::{GRANT_COUNT_MAX, SM_EXECACK, SM_GRANT_TAKEN, Taken, TaskOrder, pack_taken, pack_tids};
+use sempa_proto::sm::{GRANT_COUNT_MAX, SM_EXECACK, Taken, TaskOrder, pack_tids};
 use sempa_proto::table::TASK_FORKED;
 use sempa_proto::task::{
     GrantOf, Reply, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest,
@@ -266,10 +267,10 @@ impl Machine {
         self.reply(tid, id, Reply::Spawned(results));
         if let Some((rm, wid, tasks)) = granted.filter(|(_, _, tasks)| !tasks.is_empty()) {
             let hosts = tasks.iter().map(|(host, _)| *host).collect();
-            self.send_made(rm, 0, SM_GRANT_TAKEN, wid, pack_taken(&Taken { by: tid, tasks }));
+            self.after_answers(Duty::Tell { rm, wid, taken: Taken { by: tid, tasks } });
             // Why just there, the resource manager knows.
             let why = "the resource manager has said so beforehand".to_string();
-            self.record(EventKind::Placed { name: request.file, hosts, why });
+            self.record_after_answers(EventKind::Placed { name: request.file, hosts, why });
         }
     }
 
@@ -295,6 +296,7 @@ impl Machine {
         } else {
             find_program(world, &job.request)
         };
+        let mut orders = Vec::new();
         let started: Started = match program {
             Ok((path, argv)) => {
                 let base = StartTask {
@@ -307,7 +309,7 @@ impl Machine {
                 };
                 let begin = begin.unwrap_or_default();
                 let start = |n| match (n as usize) < places {
-                    true => self.start_one(world, &job, n, (base.clone(), begin.clone())),
+                    true => self.start_one(world, &job, n, (base.clone(), begin.clone()), &mut orders),
                     false => Err(NO_GUESTS),
                 };
                 (0..count).map(start).collect()
@@ -332,10 +334,12 @@ impl Machine {
                 }
             }
         }
-        // Who follows the log is not in the way of who waits for the answer.
+        // Behind the answer: the tasker goes before everybody else, and on the same processor it would keep the daemon from telling
+        // it until the first process is there.
+        orders.into_iter().for_each(|order| self.tell_tasker(order));
         let (parent, user) = (parent_of(job.parent, job.request.flags), self.config.uid);
         for tid in started.into_iter().flatten() {
-            self.record(EventKind::TaskStarted { tid, parent, name: job.request.file.clone(), user });
+            self.record_after_answers(EventKind::TaskStarted { tid, parent, name: job.request.file.clone(), user });
         }
     }
 
@@ -362,6 +366,7 @@ impl Machine {
         job: &ExecJob,
         instance: u32,
         (mut start, begin): (StartTask, Option<Box<Begin>>),
+        orders: &mut Vec<ToTasker>,
     ) -> Result<Tid, PvmError> {
         let tid = self.tasks.allocate(self.config.host).ok_or(PvmError::OutOfRes)?;
         let mut epid = world.secret();
@@ -402,7 +407,7 @@ impl Machine {
                 };
                 self.order_task(tasker, &task, order);
             }
-            None => self.tell_tasker(ToTasker::Start(start)),
+            None => orders.push(ToTasker::Start(start)),
         }
         self.trace_new_task(&task);
         self.tasks.insert(task);

@@ -217,6 +217,7 @@ impl Core {
         self.near.end_loans(ring.get_mut());
         let Ring { peer, ends, bell, theirs, processor, .. } = ring.get();
         self.near.by_peer.remove(peer);
+        self.near.spoke_last.take_if(|last| last == peer);
         if let Some(link) = self.link_mut(*peer) {
             link.trim();
         }

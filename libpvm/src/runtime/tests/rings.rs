@@ -276,6 +276,28 @@ fn who_never_sleeps_looks_no_more_at_peers_that_spoke_once() {
 }
 
 #[test]
+fn when_the_peer_that_spoke_last_has_ended_the_next_word_is_expected_from_the_daemon() {
+    let fake = near();
+    let (a, stays) = pair(&fake);
+    let ends = fake.join();
+    until("a ring", || {
+        ends.send(message(a.tid(), 0, "")).expect("sent");
+        next(&a);
+        has_ring(&a, ends.tid()).then_some(())
+    });
+    let expected = || a.look(|core| core.near.is_expected()).expect("not forked");
+    until("a word in the ring", || {
+        ends.send(message(a.tid(), 1, "")).expect("sent");
+        next(&a);
+        expected().then_some(())
+    });
+    let gone = ends.tid();
+    drop(ends);
+    until("no ring", || (!has_ring(&a, gone)).then_some(()));
+    assert!(!expected() && has_ring(&a, stays.tid()));
+}
+
+#[test]
 fn rings_with_nothing_to_write_are_not_gone_through_when_one_has_room_again() {
     let fake = near();
     let a = fake.join();

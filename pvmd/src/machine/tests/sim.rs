@@ -15,7 +15,7 @@ mod wires;
 pub(super) mod words;
 mod world;
 
-use crate::machine::{ConnId, Event, HostPlan, Machine, MachineConfig, StartId, StartedHost};
+use crate::machine::{ConnId, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost};
 use crate::shell::lanes::LaneId;
 pub(super) use anew::ASK_TAG;
 use bytes::Bytes;
@@ -590,6 +590,13 @@ impl Sim {
         node.tasker_dead &= !matches!(event, Event::TaskerGone { .. });
         node.machine.handle(self.now, &mut node.world, event);
         self.flush(on);
+    }
+
+    /// Hands an event to a machine at a time; what it wants is not carried out.
+    pub(super) fn outputs_of(&mut self, on: HostId, now: Micros, event: Event) -> Vec<Output> {
+        let node = self.nodes.get_mut(&on).expect("there");
+        node.machine.handle(now, &mut node.world, event);
+        std::iter::from_fn(|| node.machine.poll()).collect()
     }
 
     fn flush(&mut self, on: HostId) {

@@ -1,8 +1,8 @@
 //! Tasks enrol, talk, spawn, watch each other, use the mailbox and obey resource managers.
 
 use super::sim::{Seen, Sim, host, seeds};
-use crate::machine::HostId;
 use crate::machine::tasks::Inbox;
+use crate::machine::{Event, HostId, Output};
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::{Event as Entry, EventKind};
@@ -15,9 +15,10 @@ use sempa_proto::sm::{
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM};
 use sempa_proto::task::{
     Claim, GrantOf, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, RmServes, SPAWN_ARCH, SPAWN_COMPLEMENT,
-    SPAWN_HOST, SPAWN_NO_PARENT, Sink, SpawnRequest, ToDaemon,
+    SPAWN_HOST, SPAWN_NO_PARENT, Sink, SpawnRequest, ToDaemon, ToTask,
 };
-use sempa_proto::{Message, Micros, PvmError, Tid};
+use sempa_proto::tasker::ToTasker;
+use sempa_proto::{Message, Micros, PvmError, RequestId, Tid};
 
 pub(super) fn spawn(file: &str, count: u32) -> SpawnRequest {
     SpawnRequest { file: file.into(), count, ..SpawnRequest::default() }
@@ -407,6 +408,28 @@ fn a_granted_place_is_used_told_to_its_giver_and_takes_nobodys_turn() {
         assert_eq!(failed(sim.ask(console, granted(2, giver, spawn("child", 1)))), PvmError::Denied);
         assert_eq!(sim.procs[rm].notes(SM_GRANT_TAKEN).len(), 3, "seed {seed}");
     }
+}
+
+#[test]
+fn who_spawns_is_answered_before_the_tasker_is_told_and_before_the_log_is() {
+    let (mut sim, console) = Sim::cluster(1, 1);
+    let (now, conn) = (sim.now, sim.procs[console].conn.expect("connected"));
+    let entries =
+        |sim: &Sim| sim.nodes[&HostId::MASTER].machine.master.as_ref().expect("the master").events.since(0, 1000).len();
+    let before = entries(&sim);
+    let message = ToDaemon::Request { id: RequestId(77), what: Request::Spawn(spawn("child", 2)) };
+    let outputs = sim.outputs_of(HostId::MASTER, now, Event::TaskControl { conn, message });
+    let answer = |output: &Output| matches!(output, Output::ToTask { message: ToTask::Reply { .. }, .. });
+    let order = |output: &Output| matches!(output, Output::ToTasker(ToTasker::Start(_)));
+    let first = outputs.iter().position(order).expect("an order");
+    assert!(outputs.iter().position(answer).expect("an answer") < first);
+    assert_eq!(outputs.iter().filter(|output| order(output)).count(), 2);
+    assert_eq!(entries(&sim), before);
+    // If nothing else happens, a moment later.
+    let due = sim.nodes[&HostId::MASTER].machine.next_wakeup().expect("soon");
+    assert!(due.since(now) <= Micros::from_millis(1));
+    sim.outputs_of(HostId::MASTER, due, Event::Wake);
+    assert_eq!(entries(&sim), before + 2);
 }
 
 #[test]
