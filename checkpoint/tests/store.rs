@@ -589,3 +589,90 @@ fn read_names(dir: &Path) -> Vec<String> {
     let entries = fs::read_dir(dir).expect("readable").map(|entry| entry.expect("readable"));
     entries.map(|entry| entry.file_name().into_string().expect("text")).collect()
 }
+
+/// Another store, with a key of its own.
+fn second(scratch: &Scratch, limits: Limits) -> Store {
+    let place = scratch.at("elsewhere");
+    Store::open(&place.join("store"), &place.join("keys/key"), limits).expect("opened")
+}
+
+fn copy(from: &Store, to: &Store, id: &SetId) -> Result<SetInfo, StoreError> {
+    let set = from.open_set(id)?;
+    let draft = to.begin_copy(*id, set.info().made, set.info().bytes)?;
+    for part in &set.info().parts {
+        draft.add_copy(part.tid, part.images_bytes, |put| set.pour(part.tid, put).map_err(std::io::Error::other))?;
+    }
+    draft.finish(set.meta())
+}
+
+#[test]
+fn a_copy_of_a_set_is_the_set_and_is_read_with_the_key_of_its_own_store() {
+    let scratch = Scratch::new();
+    fs::create_dir(scratch.at("elsewhere")).expect("made");
+    let (store, other) =
+        (scratch.store(Limits::default()).of_vm("vm"), second(&scratch, Limits::default()).of_vm("vm"));
+    let large = files(&[("pages-1.img", &noise(3 << 20)), ("zeros", &[0; 100_000]), ("empty", b"")]);
+    let info = scratch.set(&store, JOB, 7, &large);
+    let copied = copy(&store, &other, &info.id).expect("copied");
+    assert_eq!(SetInfo { bytes: info.bytes, ..copied.clone() }, info, "all but its length, which may differ a little");
+    assert_eq!(scratch.unpack(&other, &info.id, JOB).expect("whole"), large);
+    assert_eq!(other.open_set(&info.id).expect("there").meta(), b"meta");
+    assert_eq!(other.list().expect("listed").0, [copied]);
+    let again = copy(&store, &other, &info.id).expect_err("it is there");
+    assert!(matches!(again, StoreError::There(id) if id == info.id), "{again}");
+    // Whoever takes the file of the first store for that of the second has another key.
+    let file = |place: &str| scratch.at(place).join(info.id.to_string()).join(JOB.to_string());
+    fs::copy(file("store"), file("elsewhere/store")).expect("copied");
+    let mixed = scratch.unpack(&other, &info.id, JOB).expect_err("another key");
+    assert!(matches!(mixed, StoreError::OtherKey { .. }), "{mixed}");
+    assert!(scratch.unpack(&store, &info.id, JOB).is_ok());
+}
+
+#[test]
+fn a_copy_that_breaks_off_or_has_no_room_leaves_nothing() {
+    let scratch = Scratch::new();
+    fs::create_dir(scratch.at("elsewhere")).expect("made");
+    let limits = Limits { sets_max: 8, bytes_max: 2_000_000 };
+    let (store, other) = (scratch.store(Limits::default()), second(&scratch, limits));
+    let there = || fs::read_dir(scratch.at("elsewhere/store")).expect("readable").count();
+    let before = there();
+    let info = scratch.set(&store, JOB, 7, &files(&[("pages-1.img", &noise(1 << 20))]));
+    let set = store.open_set(&info.id).expect("there");
+    let draft = other.begin_copy(info.id, info.made, info.bytes).expect("room");
+    let breaks = draft.add_copy(JOB, 1 << 20, |put| {
+        put(b"a piece")?;
+        Err(std::io::Error::other("the line was cut"))
+    });
+    assert!(
+        matches!(&breaks, Err(StoreError::Io { source, .. }) if source.to_string() == "the line was cut"),
+        "{breaks:?}"
+    );
+    let part = draft.add_copy(JOB, 1 << 20, |put| set.pour(JOB, put).map_err(std::io::Error::other));
+    part.expect("it may be tried again");
+    drop(draft);
+    let large = scratch.set(&store, OTHER_JOB, 8, &files(&[("pages-1.img", &noise(3 << 20))]));
+    assert!(matches!(copy(&store, &other, &large.id), Err(StoreError::NoPlace { .. })));
+    // One that says that it is shorter than it is.
+    let set = store.open_set(&large.id).expect("there");
+    let draft = other.begin_copy(large.id, large.made, 1).expect("room for one byte");
+    let too_large = draft.add_copy(OTHER_JOB, 1, |put| set.pour(OTHER_JOB, put).map_err(std::io::Error::other));
+    assert!(matches!(too_large, Err(StoreError::TooLarge { .. })), "{too_large:?}");
+    drop(draft);
+    assert_eq!(there(), before, "nothing is left");
+}
+
+#[test]
+fn nothing_of_a_changed_set_gets_into_a_copy_that_can_be_seen() {
+    let scratch = Scratch::new();
+    fs::create_dir(scratch.at("elsewhere")).expect("made");
+    let (store, other) = (scratch.store(Limits::default()), second(&scratch, Limits::default()));
+    let info = scratch.set(&store, JOB, 7, &files(&[("pages-1.img", &noise(3 << 20))]));
+    let path = scratch.at("store").join(info.id.to_string()).join(JOB.to_string());
+    let mut bytes = fs::read(&path).expect("readable");
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&path, bytes).expect("written");
+    let refused = copy(&store, &other, &info.id).expect_err("it was changed");
+    assert!(refused.to_string().contains("not as it was written"), "{refused}");
+    assert_eq!(other.list().expect("listed").0, []);
+}

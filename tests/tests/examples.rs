@@ -133,12 +133,18 @@ fn served<'a>(server: Shell<'a>, name: &'a str, others: &'a [Shell<'a>], how: Co
     })
 }
 
-/// A program that waits for its master's messages: what it prints until then, when it has none.
-fn waiting<'a>(program: &'a str) -> Case<'a> {
+/// A program that waits for its master's messages: what it prints until then, when it has none. It may be connected for some
+/// time before it prints these last words.
+fn waiting<'a>(program: &'a str, last_words: &'a str) -> Case<'a> {
     case(program, Compare::Lines, move |machine| {
         let mut slave = machine.start(alone(program))?;
         machine.connected()?;
-        let (waits, out) = (slave.poll()?.is_none(), slave.out_so_far()? + &slave.err_so_far()?);
+        let out = eventually(LONG, || {
+            let text = |slave: &Running| Ok(slave.out_so_far()? + &slave.err_so_far()?);
+            let out = text(&slave).map_err(|error: anyhow::Error| format!("{error:#}"))?;
+            if out.contains(last_words) { Ok(out) } else { Err(format!("no {last_words:?} in {out:?}")) }
+        })?;
+        let waits = slave.poll()?.is_none();
         slave.end_inside()?;
         Ok(format!("{out}\nwaits: {waits}"))
     })
@@ -161,8 +167,8 @@ fn examples_with_workers() {
         at_console("fspmd from the console", "spawn -4 -> fspmd\n", "finished", Compare::Sorted),
         plain(alone("hitc"), Compare::Kinds),
         plain(alone("timing"), Compare::Kinds),
-        waiting("slave1"),
-        waiting("timing_slave"),
+        waiting("slave1", ""),
+        waiting("timing_slave", "Bad parameter"),
     ]);
 }
 
@@ -212,7 +218,7 @@ fn xep_and_its_workers_draw_the_same_pictures() {
     }
     the_same_on_both(&[
         plain(alone("xep"), Compare::Lines),
-        waiting("mtile"),
+        waiting("mtile", ""),
         case("xep with a display", Compare::Lines, |machine| {
             let screen = Screen::start(machine.bed().host(1))?;
             let running = machine.start_with(alone("xep"), |command| {

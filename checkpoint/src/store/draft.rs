@@ -39,12 +39,34 @@ pub struct Draft {
 impl Draft {
     /// Makes an empty one.
     pub(super) fn begin(shared: Arc<Shared>, vm: String, job: Tid, now: Micros) -> Result<Draft, StoreError> {
+        Draft::make(shared, vm, (job, now, 1), |there| Ok(SetId::after(there.iter().copied(), job, now)))
+    }
+
+    /// Makes an empty one for what another store has under this name, begun then and of so many bytes there.
+    pub(super) fn copy(
+        shared: Arc<Shared>,
+        vm: String,
+        id: SetId,
+        (made, bytes): (Micros, u64),
+    ) -> Result<Draft, StoreError> {
+        Draft::make(shared, vm, (id.job(), made, bytes), |there| match there.contains(&id) {
+            true => Err(StoreError::There(id)),
+            false => Ok(id),
+        })
+    }
+
+    /// Makes an empty one for a set of this job, begun then, that may have so many bytes; `name` chooses a name that is not there.
+    fn make(
+        shared: Arc<Shared>,
+        vm: String,
+        (job, made, needed): (Tid, Micros, u64),
+        name: impl FnOnce(&[SetId]) -> Result<SetId, StoreError>,
+    ) -> Result<Draft, StoreError> {
         let act = Act::Begin;
         let _locked = shared.lock(act)?;
-        let room = shared.room(act, &vm, job, 1)?;
+        let room = shared.room(act, &vm, job, needed)?;
         let entries = shared.entries(act)?;
-        let there = [entries.sets, entries.drafts, entries.gone].into_iter().flatten();
-        let id = SetId::after(there, job, now);
+        let id = name(&[entries.sets, entries.drafts, entries.gone].concat())?;
         let dir = shared.draft_dir(id);
         shared.disk.make_dir(&dir).map_err(io(act, &dir))?;
         let lock = match make_lock(&shared, &dir) {
@@ -56,7 +78,7 @@ impl Draft {
             }
         };
         let (used, parts) = (AtomicU64::new(0), Mutex::new(BTreeMap::new()));
-        Ok(Draft { shared, vm, id, made: now, dir, lock, room, used, parts, finished: false })
+        Ok(Draft { shared, vm, id, made, dir, lock, room, used, parts, finished: false })
     }
 
     /// The name that the set will have.
@@ -71,10 +93,39 @@ impl Draft {
     /// # Errors
     /// Nothing of this task is kept. The others stay, and it can be tried again.
     pub fn add(&self, tid: Tid, images: &Path) -> Result<PartInfo, StoreError> {
+        self.add_part(tid, |path, charged| {
+            let images = Images::of(images)?;
+            self.seal_part(tid, path, charged, images.bytes, |put| images.pour(path, put))
+        })
+    }
+
+    /// Seals what another store has of a task into the set: `pour` hands on what [`Set::pour`](super::Set::pour) gave there. The
+    /// images have so many bytes when they are unpacked.
+    ///
+    /// # Errors
+    /// As [`Draft::add`]; also what `pour` says.
+    pub fn add_copy(
+        &self,
+        tid: Tid,
+        images_bytes: u64,
+        pour: impl FnOnce(&mut dyn FnMut(&[u8]) -> std_io::Result<()>) -> std_io::Result<()>,
+    ) -> Result<PartInfo, StoreError> {
+        self.add_part(tid, |path, charged| {
+            let wrong = |e| failed(Act::Add, path, e, Some(images_bytes));
+            self.seal_part(tid, path, charged, images_bytes, |put| pour(put).map_err(wrong))
+        })
+    }
+
+    /// Adds what `seal` makes: a file of this path, for which it has counted so many bytes.
+    fn add_part(
+        &self,
+        tid: Tid,
+        seal: impl FnOnce(&Path, &Cell<u64>) -> Result<Part, StoreError>,
+    ) -> Result<PartInfo, StoreError> {
         self.reserve(tid)?;
         let path = self.dir.join(part_name(tid));
         let charged = Cell::new(0);
-        let part = self.seal_part(tid, images, &path, &charged);
+        let part = seal(&path, &charged);
         if part.is_err() {
             self.used.fetch_sub(charged.get(), Ordering::Relaxed);
             // The first error counts; a file that stays nevertheless makes that nothing can be added in its place.
@@ -138,10 +189,18 @@ impl Draft {
         self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, enough).is_ok()
     }
 
-    fn seal_part(&self, tid: Tid, images: &Path, path: &Path, charged: &Cell<u64>) -> Result<Part, StoreError> {
-        let (disk, images) = (&self.shared.disk, Images::of(images)?);
+    /// Seals what `pour` puts, the stream of images of so many bytes.
+    fn seal_part(
+        &self,
+        tid: Tid,
+        path: &Path,
+        charged: &Cell<u64>,
+        images_bytes: u64,
+        pour: impl FnOnce(&mut dyn FnMut(&[u8]) -> std_io::Result<()>) -> Result<(), StoreError>,
+    ) -> Result<Part, StoreError> {
+        let disk = &self.shared.disk;
         let wrong = |left: u64| move |e: std_io::Error| failed(Act::Add, path, e, Some(left));
-        let file = disk.make_file(path).map_err(wrong(images.bytes))?;
+        let file = disk.make_file(path).map_err(wrong(images_bytes))?;
         let too_large = Cell::new(false);
         let write = |bytes: &[u8]| {
             let count = bytes.len() as u64;
@@ -154,8 +213,8 @@ impl Draft {
         };
         let seal = || {
             let sealer = Sealer::new(&self.shared.secret, What::Part(self.id, tid), write);
-            let mut sealer = sealer.map_err(wrong(images.bytes))?;
-            images.pour(path, |bytes| sealer.put(bytes))?;
+            let mut sealer = sealer.map_err(wrong(images_bytes))?;
+            pour(&mut |bytes| sealer.put(bytes))?;
             sealer.end().map_err(wrong(0))
         };
         let sealed = seal().map_err(|why| match too_large.get() {
@@ -163,7 +222,7 @@ impl Draft {
             false => why,
         })?;
         disk.sync(path, &file).map_err(wrong(0))?;
-        Ok(Part { tid, bytes: sealed.bytes, images_bytes: images.bytes, blake3: sealed.blake3 })
+        Ok(Part { tid, bytes: sealed.bytes, images_bytes, blake3: sealed.blake3 })
     }
 
     /// Writes the manifest and brings all names to the disk; its bytes.

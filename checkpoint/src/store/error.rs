@@ -183,6 +183,12 @@ pub enum StoreError {
     /// There is no such set.
     #[error("there is no complete set of checkpoints {0}: it was removed, or never finished; nothing was changed")]
     NoSet(SetId),
+    /// A copy was to be made of a set that is here.
+    #[error(
+        "the set of checkpoints {0} is in this store already: it is the store that the set was made in, or has a copy of it; nothing \
+         was changed"
+    )]
+    There(SetId),
     /// The set has no such task.
     #[error("the set of checkpoints {id} has no task {tid}; nothing was unpacked")]
     NoPart {

@@ -152,6 +152,15 @@ impl Store {
         Draft::begin(Arc::clone(&self.shared), self.vm.clone(), job, now)
     }
 
+    /// Begins a copy of a set of another store: of the same name, begun then (since 1970), of so many bytes there. It is sealed
+    /// with the key of this store.
+    ///
+    /// # Errors
+    /// [`StoreError::There`] when there is a set of this name; and as [`Store::begin`].
+    pub fn begin_copy(&self, id: SetId, made: Micros, bytes: u64) -> Result<Draft, StoreError> {
+        Draft::copy(Arc::clone(&self.shared), self.vm.clone(), id, (made, bytes))
+    }
+
     /// All complete sets, of all virtual machines, oldest first; and what is there but cannot be read, with why. The parts
     /// are there and have their lengths; whether they are as they were written is known when they are unpacked.
     ///

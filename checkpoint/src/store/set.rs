@@ -60,8 +60,7 @@ impl Set {
     /// # Errors
     /// The directory is not there, or it was there before and is as it was.
     pub fn unpack(&self, tid: Tid, to: &Path) -> Result<u64, StoreError> {
-        let id = self.info.id;
-        let part = self.manifest.parts.iter().find(|part| part.tid == tid).ok_or(StoreError::NoPart { id, tid })?;
+        let part = self.part(tid)?;
         DirBuilder::new().mode(0o700).create(to).map_err(io(Act::Unpack, to))?;
         let unpacked = self.unpack_part(part, to);
         if unpacked.is_err() {
@@ -71,8 +70,52 @@ impl Set {
         unpacked
     }
 
+    /// Hands on what the set has of a task, unsealed, in pieces: the stream that [`Draft::add_copy`](super::Draft::add_copy) takes. It
+    /// is what was added, every byte, if this returns well, and nothing else before.
+    ///
+    /// # Errors
+    /// The set is not as it was made, or what `put` says.
+    pub fn pour(&self, tid: Tid, mut put: impl FnMut(&[u8]) -> std::io::Result<()>) -> Result<(), StoreError> {
+        let act = Act::Read;
+        self.read_part(act, self.part(tid)?, |opener, path| {
+            let broken = |why| manifest::broken(act, path, &self.shared.secret, why);
+            loop {
+                match opener.next(usize::MAX).map_err(broken)? {
+                    [] => return Ok(()),
+                    piece => put(piece).map_err(io(act, path))?,
+                }
+            }
+        })
+    }
+
+    fn part(&self, tid: Tid) -> Result<&Part, StoreError> {
+        let id = self.info.id;
+        self.manifest.parts.iter().find(|part| part.tid == tid).ok_or(StoreError::NoPart { id, tid })
+    }
+
     fn unpack_part(&self, part: &Part, to: &Path) -> Result<u64, StoreError> {
-        let (act, secret) = (Act::Unpack, &self.shared.secret);
+        let act = Act::Unpack;
+        self.read_part(act, part, |opener, path| {
+            let broken = |why| manifest::broken(act, path, &self.shared.secret, why);
+            let images_bytes = part::unpack(opener, to).map_err(|stopped| match stopped {
+                Stopped::Broken(why) => broken(why),
+                Stopped::Write(file, e, done) => failed(act, &file, e, Some(part.images_bytes.saturating_sub(done))),
+            })?;
+            match images_bytes == part.images_bytes {
+                true => Ok(images_bytes),
+                false => Err(broken(Broken::Changed("its images are not as long as the manifest says".into()))),
+            }
+        })
+    }
+
+    /// Reads a part, all of it, and verifies that it is the one that was added.
+    fn read_part<T>(
+        &self,
+        act: Act,
+        part: &Part,
+        read: impl FnOnce(&mut Opener<File>, &Path) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        let secret = &self.shared.secret;
         let path = self.dir.join(part_name(part.tid));
         let broken = |why| manifest::broken(act, &path, secret, why);
         let changed = |why: &str| broken(Broken::Changed(why.into()));
@@ -82,17 +125,11 @@ impl Set {
         }
         let what = What::Part(self.info.id, part.tid);
         let mut opener = Opener::new(secret, what, file, bytes).map_err(broken)?;
-        let images_bytes = part::unpack(&mut opener, to).map_err(|stopped| match stopped {
-            Stopped::Broken(why) => broken(why),
-            Stopped::Write(file, e, done) => failed(act, &file, e, Some(part.images_bytes.saturating_sub(done))),
-        })?;
+        let result = read(&mut opener, &path)?;
         if opener.end().map_err(broken)? != part.blake3 {
             return Err(changed("its hash is not that which the manifest says"));
         }
-        if images_bytes != part.images_bytes {
-            return Err(changed("its images are not as long as the manifest says"));
-        }
-        Ok(images_bytes)
+        Ok(result)
     }
 }
 
