@@ -238,7 +238,7 @@ fn entry(set: &SetEntry) -> Value {
         Some(why) => json!({ "set": set.set, "broken": why }),
         None => json!({
             "set": set.set, "job": set.job.to_string(), "made_us": set.made.0, "tasks": set.tasks, "bytes": set.bytes,
-            "ended_us": set.ended.map(|ended| ended.0),
+            "ended_us": set.ended.map(|ended| ended.0), "copies": set.copies,
         }),
     }
 }
@@ -249,13 +249,14 @@ fn table(sets: &[SetEntry]) -> String {
     }
     let width = sets.iter().map(|set| set.set.len()).max().unwrap_or_default();
     let mut text = format!("{:width$}  {:>8}  {:24}  {:>5}  {:>12}\n", "SET", "JOB", "MADE", "TASKS", "BYTES");
-    for SetEntry { set, job, made, tasks, bytes, broken, ended } in sets {
+    for SetEntry { set, job, made, tasks, bytes, broken, ended, copies } in sets {
         text.push_str(&match broken {
             Some(why) => format!("{set:width$}  cannot be used: {why}\n"),
             None => {
                 let ended = ended.map(|at| format!("  the job ended {}", time(at))).unwrap_or_default();
+                let copies = if copies.is_empty() { String::new() } else { format!("  copies: {}", copies.join(" ")) };
                 let job = job.to_string();
-                format!("{set:width$}  {job:>8}  {:24}  {tasks:>5}  {bytes:>12}{ended}\n", time(*made))
+                format!("{set:width$}  {job:>8}  {:24}  {tasks:>5}  {bytes:>12}{copies}{ended}\n", time(*made))
             }
         });
     }
@@ -339,13 +340,16 @@ mod tests {
     #[test]
     fn the_list_shows_what_can_be_used_and_why_the_rest_cannot() {
         let job = Tid::from_raw(0x40002);
-        let whole =
-            SetEntry { set: "a-1".into(), job, made: Micros(0), tasks: 3, bytes: 4096, broken: None, ended: None };
+        let (broken, ended, copies) = (None, None, Vec::new());
+        let whole = SetEntry { set: "a-1".into(), job, made: Micros(0), tasks: 3, bytes: 4096, broken, ended, copies };
+        let copied = SetEntry { copies: vec!["h2".into(), "h3".into()], ..whole.clone() };
         let broken = SetEntry { set: "b".into(), broken: Some("another key".into()), ..whole.clone() };
         let over = SetEntry { ended: Some(Micros(0)), ..whole.clone() };
-        let text = table(&[whole, broken, over]);
+        assert_eq!(entry(&copied)["copies"], json!(["h2", "h3"]));
+        let text = table(&[whole, broken, over, copied]);
         let lines: Vec<&str> = text.lines().collect();
-        assert_eq!(lines.len(), 4);
+        assert_eq!(lines.len(), 5);
+        assert!(lines[4].ends_with("4096  copies: h2 h3"), "{text}");
         assert!(lines[3].ends_with("4096  the job ended 1970-01-01T00:00:00.000Z"), "{text}");
         assert!(
             lines[1].starts_with("a-1    t40002  1970-01-01T00:00:00.000Z") && lines[1].ends_with("4096"),

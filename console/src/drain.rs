@@ -611,6 +611,7 @@ mod tests {
             bytes: 1,
             broken: broken.map(String::from),
             ended: None,
+            copies: Vec::new(),
         };
         let sets = [entry("a", job, 1, None), entry("b", job, 2, None), entry("c", job, 3, Some("cut short"))];
         assert_eq!(

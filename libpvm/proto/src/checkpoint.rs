@@ -61,6 +61,8 @@ pub struct SetEntry {
     pub broken: Option<String>,
     /// When its job ended for good, in microseconds since 1970, if it did: then nobody is likely to want it.
     pub ended: Option<Micros>,
+    /// Names of hosts that have a copy of it, as far as this virtual machine has made them.
+    pub copies: Vec<String>,
 }
 
 /// Sets that somebody wants removed.

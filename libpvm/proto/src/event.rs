@@ -307,6 +307,19 @@ pub enum EventKind {
         /// Why they went.
         why: String,
     },
+    /// A checkpoint has been copied into the stores of other hosts, or of some of those that were to have it.
+    SetCopied {
+        /// Its name.
+        set: String,
+        /// The task at the job's top.
+        job: Tid,
+        /// Who has a copy.
+        hosts: Vec<HostId>,
+        /// So many copies are missing.
+        missing: u32,
+        /// Who did not take one, and why.
+        why: String,
+    },
     /// The tasker of a host has ended, and with it all tasks that it had started. Another one begins.
     TaskerGone {
         /// The host.
@@ -430,6 +443,12 @@ impl fmt::Display for EventKind {
             }
             EventKind::Note { text } => f.write_str(text),
             EventKind::SetsRemoved { sets, why } => write!(f, "checkpoints removed: {} ({why})", sets.join(" ")),
+            EventKind::SetCopied { set, job, hosts, missing, why } => {
+                let hosts: Vec<String> = hosts.iter().map(HostId::to_string).collect();
+                let on = if hosts.is_empty() { "nobody".into() } else { hosts.join(", ") };
+                write!(f, "checkpoint {set} of job {job}: {on} has a copy")?;
+                if *missing == 0 { Ok(()) } else { write!(f, ", {missing} missing: {why}") }
+            }
             EventKind::TaskerGone { host, why } => {
                 write!(f, "the tasker of {host} has ended ({why}); its tasks are dead")
             }

@@ -79,6 +79,14 @@ pub enum Question {
     },
     /// What tasks are there, and what belongs to them? For a checkpoint or a restart. → [`Answer::Count`]
     Count,
+    /// Master: would this host keep a copy of a set in its store? It comes as images do, under this number. → [`Reply::Done`] or
+    /// [`Reply::Failed`], then [`HostMsg::CopyKept`]
+    KeepCopy {
+        /// The transfer.
+        migration: MigrationId,
+        /// Name of the set.
+        set: String,
+    },
     /// These contexts belong to tasks again that are started from a checkpoint.
     /// → [`Reply::Done`]
     HoldContexts(Vec<(i32, Tid)>),
@@ -260,6 +268,20 @@ pub enum HostMsg {
         id: RequestId,
         /// `None`: the task's daemon decides again, because the move is over, or its place is another one by now.
         suspended: Option<Holds>,
+    },
+    /// To the master: what has become of [`Question::KeepCopy`].
+    CopyKept {
+        /// The transfer.
+        migration: MigrationId,
+        /// Name of the set.
+        set: String,
+        /// Whether it is in the store, or why not.
+        result: Result<(), String>,
+    },
+    /// Master: the copies of these sets are not needed any more.
+    DropCopies {
+        /// Their names.
+        sets: Vec<String>,
     },
     /// To the master: somebody sends this task, which is here, a signal of which tasks end. Comes before the end.
     ToldToEnd {

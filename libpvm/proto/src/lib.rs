@@ -51,4 +51,4 @@ pub use ids::{Epoch, HostId, JobId, Micros, MigrationId, NoHostIndex, RequestId,
 pub use message::Message;
 
 /// Version of every wire format in this crate. Peers with another number are refused at the first message.
-pub const WIRE_VERSION: u16 = 20;
+pub const WIRE_VERSION: u16 = 21;

@@ -8,7 +8,7 @@ use sempa_proto::host::{Answer, HostMsg, Question};
 use sempa_proto::suspend::Order;
 use sempa_proto::task::{LinkMark, Reply};
 use sempa_proto::tasker::ToTasker;
-use sempa_proto::{HostId, PvmError, RequestId, Tid};
+use sempa_proto::{HostId, MigrationId, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
 /// How often a question follows a task that keeps moving.
@@ -29,6 +29,8 @@ pub(super) enum Asker {
     Member { tid: Tid },
     /// One part of a count of the tasks that a checkpoint or a restart is about.
     Count { count: u64, host: HostId },
+    /// Whether a host takes a copy of a set.
+    Copy { migration: MigrationId },
     /// Nobody: what was asked for shows by itself.
     Nobody,
     /// What the task of a survey is.
@@ -144,6 +146,7 @@ impl Machine {
                 self.hold_contexts(contexts);
                 Reply::Done
             }
+            Question::KeepCopy { migration, set } => self.copy_asked(back.host, migration, set),
             Question::Clock => Reply::Clock(self.unix),
             Question::FreeContext { owner, ctx } => match self.contexts.get(&ctx) {
                 Some(holder) if *holder == owner => {
@@ -202,6 +205,7 @@ impl Machine {
             (Answer::Count { tasks, contexts }, Asker::Count { count, .. }) => {
                 self.counted(count, Ok(Counted::new(tasks, contexts)));
             }
+            (Answer::Reply(reply), Asker::Copy { migration }) => self.copy_answered(migration, Some(reply)),
             (_, Asker::Nobody) => {}
             (Answer::Reply(Reply::Spawned(results)), Asker::Spawn { spawn, part }) => {
                 self.part_spawned(spawn, part, Ok(results));
@@ -245,6 +249,7 @@ impl Machine {
             }
             Asker::Gather(gather) => self.gathered(gather, Vec::new()),
             Asker::Count { count, host } => self.counted(count, Err(host)),
+            Asker::Copy { migration } => self.copy_answered(migration, None),
             Asker::Nobody => {}
             Asker::Spawn { spawn, part } => self.part_spawned(spawn, part, Err(PvmError::HostFail)),
             Asker::Member { tid } => self.member_ended(tid),

@@ -8,6 +8,7 @@
 //! that are left are killed before anybody is told of the loss, and when all are gone the set is started again.
 
 mod back;
+mod copies;
 mod ends;
 mod fallen;
 mod last_words;
@@ -15,6 +16,7 @@ mod restart;
 mod unwanted;
 mod way;
 
+pub use copies::{COPIES_MAX, Copies};
 pub(super) use last_words::Ends;
 
 use super::asks::Asker;
@@ -111,6 +113,7 @@ struct Job {
     origin: Option<String>,
     /// How its first task has come to its end.
     end: ends::End,
+    copied: copies::Copied,
 }
 
 impl Job {
@@ -214,6 +217,7 @@ pub(super) struct Keeping {
     quiet: Vec<Tid>,
     /// Tasks of the whole virtual machine that have ended a moment ago.
     recent: last_words::Recent,
+    copying: copies::Copying,
 }
 
 impl Keeping {
@@ -601,6 +605,9 @@ impl Machine {
         });
         for (tid, id) in waiters {
             self.reply(tid, id, Reply::Checkpointed(result.clone()));
+        }
+        if let Ok(report) = &result {
+            self.copy_wanted(job, &report.set);
         }
     }
 

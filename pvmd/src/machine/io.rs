@@ -599,6 +599,37 @@ pub enum Output {
         /// Not these.
         stay: BTreeMap<String, Stays>,
     },
+    /// Master: send a set to this host, which expects it. → [`Event::ImagesSent`], [`Event::ImagesReceived`] there
+    SendCopy {
+        /// The transfer.
+        migration: MigrationId,
+        /// Name of the set.
+        set: String,
+        /// To whom.
+        to: HostId,
+    },
+    /// Take a set from this host into the own store; without it it is refused. [`Output::DropImages`] gives it up.
+    /// → [`Event::ImagesReceived`]
+    ExpectCopy {
+        /// The transfer.
+        migration: MigrationId,
+        /// From whom.
+        from: HostId,
+        /// Name of the set.
+        set: String,
+    },
+    /// Give up a set that comes, or has just come, into the own store: nothing of it stays.
+    GiveUpCopy {
+        /// The transfer.
+        migration: MigrationId,
+        /// Name of the set.
+        set: String,
+    },
+    /// Remove copies of sets from the own store. Repeatable.
+    DropCopies {
+        /// Names of the sets.
+        sets: Vec<String>,
+    },
     /// Master: what lies in the store? → [`Event::SetsListed`]
     ListSets {
         /// Who asks.

@@ -51,6 +51,7 @@ mod tests;
 mod tickle;
 mod trace;
 
+pub use checkpoints::{COPIES_MAX, Copies};
 pub(crate) use hostfile::own_plan;
 pub use io::{ConnId, Event, HostPlan, Output, StartId, StartedHost, World};
 
@@ -58,7 +59,6 @@ use checkpoint::protocol::{SourceEvent, TargetEvent};
 use sempa_proto::event::EventKind;
 use sempa_proto::place::Place;
 use sempa_proto::table::{HostEntry, HostTable};
-use sempa_proto::task::Reply;
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, VecDeque};
@@ -95,6 +95,8 @@ pub struct MachineConfig {
     pub hostfile: Vec<String>,
     /// Tasks in checkpoints have numbers up to these on their hosts (master only).
     pub spared: BTreeMap<HostId, u32>,
+    /// Where checkpoints are copied to (master only).
+    pub copies: Copies,
 }
 
 /// Something to look at when its time has come. It may not matter any more by then.
@@ -181,6 +183,8 @@ pub struct Machine {
     rm: rm::RmState,
     servers: servers::Servers,
     moves: moves::Moves,
+    /// Copies of sets that are on their way into the store of this host, from whom, and of which set.
+    coming_copies: BTreeMap<MigrationId, (HostId, String)>,
     news: news::News,
     late: late::Late,
     hosting: guests::Hosting,
@@ -221,6 +225,7 @@ impl Machine {
             rm: rm::RmState::default(),
             servers: servers::Servers::default(),
             moves: moves::Moves::default(),
+            coming_copies: BTreeMap::new(),
             news: news::News::default(),
             late: late::Late::default(),
             hosting: guests::Hosting::default(),
@@ -303,6 +308,12 @@ impl Machine {
             Event::ImagesReceived { migration, result } if self.is_part_of_cut(migration) => {
                 self.part_received(migration, result.map(|_| ()));
             }
+            Event::ImagesSent { migration, result } if self.is_copy(migration) => {
+                self.copy_sent(migration, result.map(|_| ()).map_err(|why| why.to_string()));
+            }
+            Event::ImagesReceived { migration, result } if self.is_coming_copy(migration) => {
+                self.copy_received(migration, result.map(|_| ()).map_err(|why| why.to_string()));
+            }
             Event::SetBegun { cut, result } => self.set_begun(cut, result),
             Event::PartKept { migration, result } => self.part_kept(migration, result),
             Event::SetSealed { cut, result } => self.set_sealed(cut, result),
@@ -311,7 +322,7 @@ impl Machine {
             Event::StateCollected { migration, result } => self.state_collected(migration, result),
             Event::StateStaged { migration, result } => self.state_staged(migration, result),
             Event::StateNamed { migration, result } => self.state_named(migration, result),
-            Event::SetsListed { tid, id, result } => self.reply(tid, id, Reply::Sets(result)),
+            Event::SetsListed { tid, id, result } => self.sets_listed(tid, id, result),
             Event::SetsRemoved { tid, id, result } => self.sets_removed(tid, id, result),
             Event::SetsSwept { sets } => self.sets_swept(sets),
             Event::ImagesSent { migration, result } => {

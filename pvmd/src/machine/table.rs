@@ -19,6 +19,7 @@ impl Machine {
             | HostMsg::Tracer { .. }
             | HostMsg::EndTasks { .. }
             | HostMsg::SuspendDecided { .. }
+            | HostMsg::DropCopies { .. }
             | HostMsg::Order { .. } => {
                 if host == HostId::MASTER {
                     self.master_orders(message);
@@ -43,6 +44,7 @@ impl Machine {
             HostMsg::Left { tid } => self.task_left(tid),
             HostMsg::Report { migration, report } => self.move_reported(host, migration, report),
             HostMsg::SuspendMoving { migration, id, order } => self.coordinate_suspend(host, migration, id, &order),
+            HostMsg::CopyKept { migration, set, result } => self.copy_kept(host, migration, set, result),
             HostMsg::ToldToEnd { tid, signal } => self.told_to_end(tid, signal),
         }
     }
@@ -54,6 +56,7 @@ impl Machine {
             HostMsg::Located(location) => self.located_order(location),
             HostMsg::Halt { why } => self.end_by_order(&why),
             HostMsg::Shutdown => self.shut_down("the master says so"),
+            HostMsg::DropCopies { sets } => self.out.push_back(Output::DropCopies { sets }),
             HostMsg::Rm { rm } => self.set_wide_rm(rm),
             HostMsg::Tracer { tracer } => self.set_tracer(tracer),
             HostMsg::EndTasks { spare } => self.end_tasks(&spare),

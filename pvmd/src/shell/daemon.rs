@@ -164,6 +164,7 @@ async fn assemble_and_run(
         place: place.clone(),
         hostfile,
         spared,
+        copies: whereabouts.as_ref().map(|at| at.copies().clone()).unwrap_or_default(),
     };
     introduce(&name, &addresses, &held, &log);
     tokio::spawn(local::serve(listener, uid, inputs.clone(), log.clone()));

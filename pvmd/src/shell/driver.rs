@@ -296,7 +296,7 @@ impl Driver {
             Output::LendMemory { migration, to } => self.parts.memory.lend(migration, to, &mut self.parts.net),
             Output::ExpectMemory { migration, from } => self.parts.memory.expect(migration, from),
             Output::DropImages { migration } => {
-                self.parts.images.drop_images(migration);
+                drop(self.parts.images.drop_images(migration));
                 self.parts.memory.give_up_unused(migration);
                 self.parts.states.drop_staged(migration);
             }
@@ -327,6 +327,19 @@ impl Driver {
             Output::RemoveSets { tid, id, which, any, stay } => {
                 self.parts.sets.remove((tid, id), which, any, stay);
             }
+            Output::SendCopy { migration, set, to } => {
+                let copy = self.parts.sets.send_copy(set);
+                self.parts.images.send_copy(migration, to, &mut self.parts.net, copy);
+            }
+            Output::ExpectCopy { migration, from, set } => {
+                let take = self.parts.sets.take_copy(set, self.parts.world.unix_time());
+                self.parts.images.expect_copy(migration, from, take);
+            }
+            Output::GiveUpCopy { migration, set } => {
+                let over = self.parts.images.drop_images(migration);
+                self.parts.sets.drop_copies(vec![set], Some(over));
+            }
+            Output::DropCopies { sets } => self.parts.sets.drop_copies(sets, None),
             Output::ListSets { tid, id } => self.parts.sets.list(tid, id),
             Output::WriteToken { path, token } => self.parts.moves.write_token(&path, &token, &self.parts.log),
             Output::RemoveToken { path } => self.parts.moves.remove_token(&path),

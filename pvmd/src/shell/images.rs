@@ -50,6 +50,10 @@ struct Transfer {
 
 /// The connection of a transfer, for the thread that does the work.
 type Way = (Outgoing<Line>, Incoming<Line>);
+/// Waits for it.
+type Came = Box<dyn FnOnce() -> Result<Way, Failure>>;
+/// Takes what comes; the bytes of it.
+type Take = Box<dyn FnOnce(&mut Incoming<Line>) -> Result<u64, Failure> + Send>;
 /// What became of a transfer, from that thread.
 type Told<T> = oneshot::Receiver<Result<T, Failure>>;
 
@@ -78,7 +82,8 @@ pub(crate) struct Images {
     log: Log,
     rate: Arc<Rate>,
     detours: Detours,
-    expected: HashMap<MigrationId, HostId>,
+    /// From whom, and what is made of it.
+    expected: HashMap<MigrationId, (HostId, Take)>,
     transfers: HashMap<MigrationId, Transfer>,
     /// So often memory is still to be given back between transfers.
     give_back: u8,
@@ -139,17 +144,48 @@ impl Images {
         state: State,
         complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,
     ) {
-        let (dir, progress) = (self.place.images(migration), Arc::new(Progress::default()));
+        let dir = self.place.images(migration);
+        self.start_work(migration, to, net, state, move |came, progress, rate| {
+            complete(&dir)?;
+            let (out, back) = came()?;
+            Sender::new(&dir, out, rate).send(progress).map(|sent| (sent, back))
+        });
+    }
+
+    /// Sends a set into the store of another host; [`Event::ImagesSent`] tells the end.
+    pub(crate) fn send_copy(
+        &mut self,
+        migration: MigrationId,
+        to: HostId,
+        net: &mut Net,
+        send: impl FnOnce(Outgoing<Line>, &Rate) -> Result<Sent, Failure> + Send + 'static,
+    ) {
+        self.start_work(migration, to, net, State::Complete, move |came, _, rate| {
+            let (out, back) = came()?;
+            send(out, rate).map(|sent| (sent, back))
+        });
+    }
+
+    /// Begins a transfer. `work` sends all of it by the way that it is given when there is one, and gives the other end of that back.
+    fn start_work(
+        &mut self,
+        migration: MigrationId,
+        to: HostId,
+        net: &mut Net,
+        state: State,
+        work: impl FnOnce(Came, &Progress, &Rate) -> Result<(Sent, Incoming<Line>), Failure> + Send + 'static,
+    ) {
+        let progress = Arc::new(Progress::default());
         progress.turn(state);
         let (way, came) = oneshot::channel::<Way>();
         let (tell, told) = oneshot::channel();
         let (of_thread, rate) = (progress.clone(), self.rate.clone());
         let disk = tokio::task::spawn_blocking(move || {
             let _hurry = Hurry::begin();
-            let _ = tell.send(complete(&dir).and_then(|()| {
-                let off = |_| Failure::CalledOff("the transfer was broken off".into());
-                let (out, mut back) = came.blocking_recv().map_err(off)?;
-                let sent = Sender::new(&dir, out, &rate).send(&of_thread)?;
+            let came: Came = Box::new(move || {
+                came.blocking_recv().map_err(|_| Failure::CalledOff("the transfer was broken off".into()))
+            });
+            let _ = tell.send(work(came, &of_thread, &rate).and_then(|(sent, mut back)| {
                 let taken = back.next().map_err(|e| Failure::Images(format!("the target did not take them: {e}")));
                 taken.map(|_| sent)
             }));
@@ -192,25 +228,34 @@ impl Images {
 
     /// From now on the images of this move are taken from this host.
     pub(crate) fn expect(&mut self, migration: MigrationId, from: HostId) {
-        self.expected.insert(migration, from);
+        let dir = self.place.images(migration);
+        self.expect_copy(migration, from, move |incoming| receive(&dir, incoming));
+    }
+
+    /// From now on what this host sends under this number is taken in this way.
+    pub(crate) fn expect_copy(
+        &mut self,
+        migration: MigrationId,
+        from: HostId,
+        take: impl FnOnce(&mut Incoming<Line>) -> Result<u64, Failure> + Send + 'static,
+    ) {
+        self.expected.insert(migration, (from, Box::new(take)));
     }
 
     /// Takes the announcement of images if they are expected; [`Event::ImagesReceived`] tells the end.
     pub(crate) fn arrived(&mut self, Announced { pair, migration, session, mut stream, decoder }: Announced) {
         let from = pair.host;
-        if self.expected.get(&migration) != Some(&from) {
+        let Some((_, take)) = self.expected.remove(&migration).filter(|(expected, _)| *expected == from) else {
             self.log.line(format!("refused images of {migration} from {from}: nobody expects them"));
             let _ = stream.stop(STREAM_REFUSED);
             return;
-        }
-        self.expected.remove(&migration);
-        let dir = self.place.images(migration);
+        };
         let (way, came) = oneshot::channel::<Way>();
         let (tell, told) = oneshot::channel();
         let disk = tokio::task::spawn_blocking(move || {
             let _hurry = Hurry::begin();
             let Ok((mut out, mut incoming)) = came.blocking_recv() else { return };
-            let received = receive(&dir, &mut incoming).and_then(|bytes| {
+            let received = take(&mut incoming).and_then(|bytes| {
                 let unsaid = |e| Failure::Images(format!("the source does not hear that they are here: {e}"));
                 out.prove().map(|()| bytes).map_err(unsaid)
             });
@@ -243,8 +288,8 @@ impl Images {
         self.begin(migration, Transfer { stream: Some(task.abort_handle()), disk, ahead: None, here });
     }
 
-    /// Breaks off what is under way and removes the images.
-    pub(crate) fn drop_images(&mut self, migration: MigrationId) {
+    /// Breaks off what is under way and removes the images; ends when nothing is written any more.
+    pub(crate) fn drop_images(&mut self, migration: MigrationId) -> JoinHandle<()> {
         self.expected.remove(&migration);
         let transfer = self.transfers.remove(&migration);
         let dir = self.place.images(migration);
@@ -258,7 +303,7 @@ impl Images {
                 let _ = disk.await;
             }
             let _ = tokio::task::spawn_blocking(move || remove_images(&dir)).await;
-        });
+        })
     }
 }
 

@@ -15,6 +15,7 @@ mod address;
 mod bootstrap;
 mod bulk;
 pub mod cli;
+mod copies;
 mod daemon;
 mod descriptors;
 mod detour;

@@ -3,21 +3,27 @@
 
 mod unwanted;
 
+use super::bulk::{Incoming, Line, Outgoing};
+use super::copies::{receive_set, send_set};
 use super::input::{Input, Inputs};
 use super::log::Log;
+use super::rate::Rate;
+use super::travel::Sent;
 use crate::machine::io::Event;
+use crate::machine::{COPIES_MAX, Copies};
 use checkpoint::protocol::CutId;
-use checkpoint::store::{Draft, Limits, Set, SetId, Store, StoreError};
+use checkpoint::store::{Draft, Limits, NotASetId, Set, SetId, Store, StoreError};
 use sempa_proto::checkpoint::{PartRecord, SetEntry, SetMeta};
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::migration::Failure;
 use sempa_proto::place::Place;
 use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
+use tokio::task::JoinHandle;
 
 /// Name of the file beside the images that says what the task's daemon knew.
 const PART_FILE: &str = "sempa-part";
@@ -29,17 +35,18 @@ const SETS_MAX: usize = 4096;
 /// Bytes that it has to be allowed at least.
 const STORE_BYTES_MIN: u64 = 1_000_000;
 
-/// Where a store is, its directory and the file of its key, and how much it may hold.
+/// Where a store is, its directory and the file of its key, how much it may hold, and where its sets are copied to.
 #[derive(Clone, Debug)]
 pub(crate) struct Whereabouts {
     dir: PathBuf,
     key: PathBuf,
     limits: Limits,
+    copies: Copies,
 }
 
 impl Whereabouts {
     /// As the environment says: `SEMPA_STORE` and `SEMPA_STORE_KEY`, else among the user's own files; `SEMPA_STORE_SETS` and
-    /// `SEMPA_STORE_BYTES`.
+    /// `SEMPA_STORE_BYTES`; `SEMPA_STORE_COPIES`.
     ///
     /// # Errors
     /// One sentence, when nothing says where, or a limit is none.
@@ -54,12 +61,18 @@ impl Whereabouts {
                 format!("there is no place for checkpoints: set {variable} to an absolute path, or HOME")
             })
         };
-        let limits = limits(&env)?;
+        let (limits, copies) = (limits(&env)?, copies(&env)?);
         Ok(Whereabouts {
             limits,
+            copies,
             dir: own("SEMPA_STORE", under("XDG_STATE_HOME", ".local/state"), "checkpoints")?,
             key: own("SEMPA_STORE_KEY", under("XDG_CONFIG_HOME", ".config"), "store.key")?,
         })
+    }
+
+    /// Where sets are copied to.
+    pub(crate) fn copies(&self) -> &Copies {
+        &self.copies
     }
 
     fn open(&self, vm: &str) -> Result<Store, StoreError> {
@@ -108,6 +121,29 @@ fn limits(env: impl Fn(&str) -> Option<String>) -> Result<Limits, String> {
     Ok(limits)
 }
 
+/// Longest name of a host (HOST_NAME_MAX).
+const HOST_NAME_MAX: usize = 64;
+
+fn copies(env: impl Fn(&str) -> Option<String>) -> Result<Copies, String> {
+    let Some(text) = env("SEMPA_STORE_COPIES") else { return Ok(Copies::default()) };
+    let names: Vec<String> = text.split(',').map(|name| name.trim().to_string()).collect();
+    let plain = |name: &String| {
+        (1..=HOST_NAME_MAX).contains(&name.len())
+            && name.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
+    };
+    let different: BTreeSet<&String> = names.iter().collect();
+    match text.trim().parse() {
+        Ok(number) if number <= COPIES_MAX => Ok(Copies::Number(number)),
+        Err(_) if names.iter().all(plain) && different.len() == names.len() && names.len() <= COPIES_MAX => {
+            Ok(Copies::Hosts(names))
+        }
+        _ => Err(format!(
+            "SEMPA_STORE_COPIES={text:?} is neither a number of hosts from 0 to {COPIES_MAX} nor at most so many names of hosts with commas \
+             between them: no checkpoint is written before it is"
+        )),
+    }
+}
+
 /// The store and what is under way in it.
 pub(crate) struct Sets {
     place: Place,
@@ -147,18 +183,64 @@ impl Sets {
 
     /// Does something with the store, on a thread of its own.
     fn aside(&self, work: impl FnOnce(Result<Store, String>) + Send + 'static) {
+        self.aside_after(None, work);
+    }
+
+    /// The same, when something else is over.
+    fn aside_after(&self, after: Option<JoinHandle<()>>, work: impl FnOnce(Result<Store, String>) + Send + 'static) {
+        let open = self.opening();
+        let work = move || work(open());
+        match after {
+            None => drop(tokio::task::spawn_blocking(work)),
+            Some(after) => drop(tokio::spawn(async move {
+                let _ = after.await;
+                let _ = tokio::task::spawn_blocking(work).await;
+            })),
+        }
+    }
+
+    /// Opens the store, unless it is open; where there is time for that.
+    fn opening(&self) -> impl FnOnce() -> Result<Store, String> + Send + 'static {
         let (store, whereabouts) = (self.store.clone(), self.whereabouts.clone());
         let vm = self.place.vm().to_string();
-        tokio::task::spawn_blocking(move || {
-            let opened = whereabouts.and_then(|at| {
-                let mut store = lock(&store);
-                match &*store {
-                    Some(store) => Ok(store.clone()),
-                    None => Ok(store.insert(at.open(&vm).map_err(|e| e.to_string())?).clone()),
-                }
-            });
-            work(opened);
-        });
+        move || {
+            let at = whereabouts?;
+            let mut store = lock(&store);
+            match &*store {
+                Some(store) => Ok(store.clone()),
+                None => Ok(store.insert(at.open(&vm).map_err(|e| e.to_string())?).clone()),
+            }
+        }
+    }
+
+    /// What sends a set into the store of another host.
+    pub(crate) fn send_copy(
+        &self,
+        name: String,
+    ) -> impl FnOnce(Outgoing<Line>, &Rate) -> Result<Sent, Failure> + Send + 'static {
+        let open = self.opening();
+        move |out, rate| {
+            let id: SetId = name.parse().map_err(|e: NotASetId| Failure::Io(e.to_string()))?;
+            let store = open().map_err(Failure::Io)?;
+            let set = store.open_set(&id).map_err(|e| Failure::Io(e.to_string()))?;
+            send_set(&set, out, rate)
+        }
+    }
+
+    /// What takes a set of another host into the store, and removes what that does not keep then.
+    pub(crate) fn take_copy(
+        &self,
+        name: String,
+        now: Micros,
+    ) -> impl FnOnce(&mut Incoming<Line>) -> Result<u64, Failure> + Send + 'static {
+        let (open, inputs, log) = (self.opening(), self.inputs.clone(), self.log.clone());
+        move |incoming| {
+            let id: SetId = name.parse().map_err(|e: NotASetId| Failure::Io(e.to_string()))?;
+            let store = open().map_err(Failure::Io)?;
+            let bytes = receive_set(incoming, |made, bytes| store.begin_copy(id, made, bytes))?;
+            unwanted::tidy(Ok(store), now, &[], &inputs, &log);
+            Ok(bytes)
+        }
     }
 
     /// Makes room for a set; [`Event::SetBegun`].
@@ -212,7 +294,7 @@ impl Sets {
         let open = self.open.clone();
         self.work(move |store| {
             let result = store.and_then(|store| {
-                let id: SetId = name.parse().map_err(|e: <SetId as std::str::FromStr>::Err| e.to_string())?;
+                let id: SetId = name.parse().map_err(|e: NotASetId| e.to_string())?;
                 let set = store.open_set(&id).map_err(|e| e.to_string())?;
                 let meta: SetMeta = from_bytes(set.meta()).map_err(|e| format!("{name} cannot be read: {e}"))?;
                 lock(&open).insert(restart, Arc::new(set));
@@ -255,6 +337,7 @@ impl Sets {
                     bytes: set.bytes,
                     broken: None,
                     ended: set.ended,
+                    copies: Vec::new(),
                 });
                 let broken = broken.into_iter().map(|(set, why)| SetEntry {
                     set,
@@ -264,6 +347,7 @@ impl Sets {
                     bytes: 0,
                     broken: Some(why.to_string()),
                     ended: None,
+                    copies: Vec::new(),
                 });
                 whole.chain(broken).collect()
             });
@@ -365,14 +449,27 @@ mod tests {
     #[test]
     fn without_a_word_the_limits_are_the_usual_ones_and_a_wrong_one_is_told() {
         let dir = Path::new("/nowhere");
-        assert_eq!(whereabouts(dir, &[]).expect("good").limits, Limits::default());
+        let usual = whereabouts(dir, &[]).expect("good");
+        assert_eq!((usual.limits, usual.copies), (Limits::default(), Copies::Number(0)));
         let wrong =
             [("SEMPA_STORE_SETS", ["0", "-1", "many", "4097"]), ("SEMPA_STORE_BYTES", ["0", "999999", "-1", "1G"])];
-        for (name, values) in wrong {
+        let long = "h,".repeat(17);
+        let copies = [("SEMPA_STORE_COPIES", ["17", "-1,", "h2,,h3", &*long])];
+        for (name, values) in wrong.into_iter().chain(copies) {
             for value in values {
                 let why = whereabouts(dir, &[(name, value)]).expect_err("no limit");
                 assert!(why.contains(name) && why.contains(value), "{why}");
             }
         }
+    }
+
+    #[test]
+    fn sets_are_copied_to_as_many_hosts_or_to_those_that_the_environment_says() {
+        let dir = Path::new("/nowhere");
+        let copies = |text: &str| whereabouts(dir, &[("SEMPA_STORE_COPIES", text)]).map(|at| at.copies);
+        assert_eq!(copies("2"), Ok(Copies::Number(2)));
+        assert_eq!(copies("0"), Ok(Copies::Number(0)));
+        assert_eq!(copies("h2, h3.lab"), Ok(Copies::Hosts(vec!["h2".into(), "h3.lab".into()])));
+        assert!(copies("h2,h2").is_err() && copies("").is_err() && copies("h 2").is_err());
     }
 }

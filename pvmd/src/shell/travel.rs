@@ -14,19 +14,20 @@ mod tests;
 pub(super) use receive::receive;
 pub(super) use send::{Progress, Sender, Sent, State};
 
-use super::bulk::CONTENT_BYTES_MAX;
+use super::bulk::{CONTENT_BYTES_MAX, Outgoing};
 use super::zeros;
+use sempa_proto::frame::to_bytes;
 use sempa_proto::migration::Failure;
 use serde::{Deserialize, Serialize};
-use std::io;
+use std::io::{self, Write};
 use std::path::Path;
 
 /// Bytes of a file in one record at most.
 const PIECE_BYTES: usize = zeros::PLAIN_BYTES_MAX;
 /// What a record is, and the number of the file that a piece belongs to.
 const PIECE_HEAD_BYTES: usize = 5;
-const MARK: u8 = 0;
-const PIECE: u8 = 1;
+pub(super) const MARK: u8 = 0;
+pub(super) const PIECE: u8 = 1;
 /// Files that are open at the same time at most.
 const OPEN_FILES_MAX: usize = 64;
 
@@ -43,6 +44,22 @@ enum Mark {
     Anew,
     /// All files have been sent.
     End { files: u32, bytes: u64 },
+}
+
+/// Sends a record that stands between pieces.
+pub(super) fn send_mark<W: Write>(out: &mut Outgoing<W>, mark: &impl Serialize) -> Result<(), Failure> {
+    let bytes = to_bytes(mark).map_err(|e| Failure::Images(e.to_string()))?;
+    let sent = out.send(1 + bytes.len(), |room| {
+        room[0] = MARK;
+        room[1..].copy_from_slice(&bytes);
+        Ok::<(), Failure>(())
+    })?;
+    sent.map_err(not_taken)
+}
+
+/// Why nothing more could be sent.
+pub(super) fn not_taken(e: io::Error) -> Failure {
+    Failure::Images(format!("the target took no more: {e}"))
 }
 
 fn io_failure(act: &str, path: &Path) -> impl FnOnce(io::Error) -> Failure {

@@ -17,6 +17,7 @@ use std::collections::BTreeSet;
 impl Machine {
     /// Master: a host is lost. Jobs that are checkpointed again and again and had tasks there go back to their newest set.
     pub(in crate::machine) fn jobs_lost_host(&mut self, host: HostId) {
+        self.copies_lost(host);
         let why = format!("{} was lost", self.name_of(host));
         self.jobs_lost(host, Some(host), &why, |_| CutFailure::HostLost(host));
     }
@@ -38,9 +39,10 @@ impl Machine {
             stuck.push(*tid);
         }
         stuck.into_iter().for_each(|job| self.schedule(job, RESTART_PAUSE));
+        self.copies_got_hosts();
     }
 
-    fn name_of(&self, host: HostId) -> String {
+    pub(super) fn name_of(&self, host: HostId) -> String {
         self.table.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone())
     }
 

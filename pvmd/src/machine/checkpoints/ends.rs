@@ -143,6 +143,7 @@ impl Machine {
         if entry.end.is_good() && !sets.is_empty() {
             let keep = keeping.needed().into_iter().filter(|set| !sets.contains(set)).collect();
             self.out.push_back(Output::MarkSets { sets, ended: true, keep });
+            self.copies_over(job);
         }
     }
 }

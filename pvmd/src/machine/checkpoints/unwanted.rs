@@ -2,7 +2,7 @@
 
 use super::{Doing, Job, Keeping};
 use crate::machine::{Machine, Output};
-use sempa_proto::checkpoint::{Removed, Stays, Unwanted};
+use sempa_proto::checkpoint::{Removed, SetEntry, Stays, Unwanted};
 use sempa_proto::event::EventKind;
 use sempa_proto::task::Reply;
 use sempa_proto::{PvmError, RequestId, Tid};
@@ -46,8 +46,22 @@ impl Machine {
     pub(in crate::machine) fn sets_removed(&mut self, tid: Tid, id: RequestId, result: Result<Removed, String>) {
         let removed = result.iter().flatten().filter(|(_, became)| became.is_ok());
         let sets: Vec<String> = removed.map(|(set, _)| set.clone()).collect();
+        self.copies_unwanted(&sets);
         self.sets_gone(sets, format!("{tid} asked for it"));
         self.reply(tid, id, Reply::SetsRemoved(result));
+    }
+
+    /// What lies in the store, and where copies of it are.
+    pub(in crate::machine) fn sets_listed(
+        &mut self,
+        tid: Tid,
+        id: RequestId,
+        mut result: Result<Vec<SetEntry>, String>,
+    ) {
+        for entry in result.iter_mut().flatten() {
+            entry.copies = self.copies_of(entry.job, &entry.set);
+        }
+        self.reply(tid, id, Reply::Sets(result));
     }
 
     /// The store has removed sets by itself.

@@ -1,5 +1,6 @@
 //! Jobs are checkpointed while they talk, lose everything, and begin again.
 
+mod copies;
 mod last_words;
 mod limits;
 mod matrix;
@@ -10,7 +11,7 @@ mod way;
 
 use super::scene::{stopped_until, welcome};
 use super::sim::{Proc, Seen, Sim, host, seeds};
-use crate::machine::HostId;
+use crate::machine::{HostId, MachineConfig};
 use sempa_proto::checkpoint::{CutFailure, Pace, RestartFailure, SetReport};
 use sempa_proto::group::{GroupReply, GroupRequest};
 use sempa_proto::owner::Leave;
@@ -27,7 +28,11 @@ struct Scene {
 
 impl Scene {
     fn new(seed: u64, hosts: usize, tasks: u32) -> Scene {
-        let (mut sim, console) = Sim::cluster(seed, hosts);
+        Scene::with(seed, hosts, tasks, |_| {})
+    }
+
+    fn with(seed: u64, hosts: usize, tasks: u32, change: impl Fn(&mut MachineConfig)) -> Scene {
+        let (mut sim, console) = Sim::cluster_with(seed, hosts, change);
         let root = spawn(&mut sim, console, 1)[0];
         let proc = sim.proc_of(root);
         let mut tids = vec![root];

@@ -15,7 +15,7 @@ mod wires;
 pub(super) mod words;
 mod world;
 
-use crate::machine::{ConnId, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost};
+use crate::machine::{ConnId, Copies, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost};
 use crate::shell::lanes::LaneId;
 pub(super) use anew::ASK_TAG;
 use bytes::Bytes;
@@ -166,6 +166,7 @@ fn config(id: HostId, name: &str) -> MachineConfig {
         place: Place::of(1000, move |v| (v == "PVM_TMP").then(|| tmp.clone())).expect("a good place"),
         hostfile: Vec::new(),
         spared: BTreeMap::new(),
+        copies: Copies::default(),
     }
 }
 
@@ -213,7 +214,12 @@ impl Sim {
 
     /// A master and slaves `h2`… up to `hN`, and a console on the master.
     pub(super) fn cluster(seed: u64, hosts: usize) -> (Sim, usize) {
-        let mut sim = Sim::new(seed);
+        Sim::cluster_with(seed, hosts, |_| {})
+    }
+
+    /// The same, with a master that is changed before.
+    pub(super) fn cluster_with(seed: u64, hosts: usize, change: impl Fn(&mut MachineConfig)) -> (Sim, usize) {
+        let mut sim = Sim::with(seed, change);
         let console = sim.enrol(HostId::MASTER);
         let lines: Vec<String> = (2..=hosts).map(|n| format!("h{n}")).collect();
         if !lines.is_empty() {

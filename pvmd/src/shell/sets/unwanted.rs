@@ -9,6 +9,7 @@ use sempa_proto::checkpoint::{Removed, Stays, Unwanted};
 use sempa_proto::{Micros, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
+use tokio::task::JoinHandle;
 
 /// Names of sets, and when their jobs ended for good, if they have.
 type Mark = (Vec<String>, Option<Micros>);
@@ -35,6 +36,24 @@ pub(super) fn tidy(store: Result<Store, String>, now: Micros, keep: &[String], i
 }
 
 impl Sets {
+    /// Removes copies that this store was given, when this is over.
+    pub(crate) fn drop_copies(&self, sets: Vec<String>, after: Option<JoinHandle<()>>) {
+        let log = self.log.clone();
+        if !self.is_there() {
+            return;
+        }
+        self.aside_after(after, move |store| {
+            let remove = |store: &Store, id: &SetId| match store.remove(id) {
+                Ok(()) | Err(StoreError::NoSet(_)) => {}
+                Err(why) => log.line(why.to_string()),
+            };
+            match store {
+                Ok(store) => sets.iter().filter_map(|set| set.parse().ok()).for_each(|id| remove(&store, &id)),
+                Err(why) => log.line(why),
+            }
+        });
+    }
+
     /// The jobs of these sets have ended for good at this time, or run again. Calls are carried out one after the other.
     pub(crate) fn mark(&self, sets: Vec<String>, ended: Option<Micros>, keep: Vec<String>) {
         let (marks, inputs, log) = (self.marks.clone(), self.inputs.clone(), self.log.clone());

@@ -2,9 +2,8 @@
 
 use super::super::bulk::Outgoing;
 use super::super::rate::Rate;
-use super::{MARK, Mark, OPEN_FILES_MAX, PIECE, PIECE_BYTES, PIECE_HEAD_BYTES, io_failure};
+use super::{Mark, OPEN_FILES_MAX, PIECE, PIECE_BYTES, PIECE_HEAD_BYTES, io_failure, not_taken, send_mark};
 use nix::fcntl::{FallocateFlags, fallocate};
-use sempa_proto::frame::to_bytes;
 use sempa_proto::migration::Failure;
 use std::collections::BTreeMap;
 use std::fs::{File, Metadata, OpenOptions};
@@ -56,10 +55,6 @@ impl Progress {
         let waited = self.changed.wait_timeout_while(state, at_most, |state| *state == State::Growing);
         *waited.unwrap_or_else(PoisonError::into_inner).0
     }
-}
-
-fn not_taken(e: io::Error) -> Failure {
-    Failure::Images(format!("the target took no more: {e}"))
 }
 
 fn is_same(one: &Metadata, other: &Metadata) -> bool {
@@ -141,7 +136,7 @@ pub(in crate::shell) struct Sender<'a, W> {
 }
 
 /// What was sent.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in crate::shell) struct Sent {
     /// Of files.
     pub(in crate::shell) bytes: u64,
@@ -286,12 +281,6 @@ impl<'a, W: Write> Sender<'a, W> {
     }
 
     pub(super) fn mark(&mut self, mark: &Mark) -> Result<(), Failure> {
-        let bytes = to_bytes(mark).map_err(|e| Failure::Images(e.to_string()))?;
-        let sent = self.out.send(1 + bytes.len(), |room| {
-            room[0] = MARK;
-            room[1..].copy_from_slice(&bytes);
-            Ok::<(), Failure>(())
-        })?;
-        sent.map_err(not_taken)
+        send_mark(&mut self.out, mark)
     }
 }

@@ -5,7 +5,7 @@ use sempa_proto::checkpoint::{Removed, SetEntry, Stays, Unwanted};
 use sempa_proto::event::EventKind;
 
 impl Scene {
-    fn remove(&mut self, which: Unwanted) -> Removed {
+    pub(super) fn remove(&mut self, which: Unwanted) -> Removed {
         let reply = self.sim.ask(self.console, Request::RemoveSets { which, any: false });
         let Reply::SetsRemoved(Ok(removed)) = reply else { panic!("{reply:?}") };
         removed
@@ -15,20 +15,20 @@ impl Scene {
         self.remove(Unwanted::Sets(vec![set.into()])).remove(0).1
     }
 
-    fn sets(&mut self) -> Vec<SetEntry> {
+    pub(super) fn sets(&mut self) -> Vec<SetEntry> {
         let reply = self.sim.ask(self.console, Request::Sets);
         let Reply::Sets(Ok(sets)) = reply else { panic!("{reply:?}") };
         sets
     }
 
-    fn made(&mut self, pace: Option<Pace>) -> String {
+    pub(super) fn made(&mut self, pace: Option<Pace>) -> String {
         let reply = self.sim.ask(self.console, Request::Checkpoint { job: self.job(), pace, end: false, wait: true });
         let Reply::Checkpointed(Ok(report)) = reply else { panic!("{reply:?} (seed {})", self.sim.seed) };
         report.set
     }
 
     /// All tasks end with these wait statuses, the first one last; true if the store was told that the job is over.
-    fn ends(&mut self, first: i32, others: i32) -> bool {
+    pub(super) fn ends(&mut self, first: i32, others: i32) -> bool {
         for tid in self.tids.clone().into_iter().rev() {
             let (proc, status) = (self.sim.proc_of(tid), if tid == self.job() { first } else { others });
             self.sim.exit(proc, status);

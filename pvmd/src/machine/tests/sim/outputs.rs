@@ -96,7 +96,7 @@ impl Sim {
         match output {
             Output::SendAhead { migration, to } => self.send_ahead(on, migration, to),
             Output::SendImages { migration, to } => self.send_images(on, migration, to),
-            Output::ExpectImages { migration, .. } => {
+            Output::ExpectImages { migration, .. } | Output::ExpectCopy { migration, .. } => {
                 self.nodes.get_mut(&on).expect("it speaks").expected.insert(migration);
             }
             // Which engine asks which for memory is theirs to know.

@@ -41,6 +41,8 @@ pub(in crate::machine::tests) struct Sets {
     files: BTreeMap<Tid, State>,
     /// The same, from a set, before it has its name.
     staged: BTreeMap<(HostId, MigrationId), (Tid, Option<State>)>,
+    /// Copies of sets in the stores of hosts.
+    copies: BTreeSet<(HostId, String)>,
 }
 
 impl Sets {
@@ -84,6 +86,7 @@ impl Sets {
             bytes: 1,
             broken: None,
             ended: self.ended.contains(set).then_some(Micros(1)),
+            copies: Vec::new(),
         };
         self.sets.iter().map(entry).collect()
     }
@@ -99,6 +102,11 @@ impl Sets {
             None => self.sets.remove(name).map(|_| 1).ok_or(Stays::Unknown),
         };
         names.into_iter().map(|name| (name.clone(), one(&name))).collect()
+    }
+
+    /// Copies of sets, and where they are.
+    pub(in crate::machine::tests) fn copies(&self) -> Vec<(HostId, String)> {
+        self.copies.iter().cloned().collect()
     }
 
     /// Takes the sets over into another virtual machine.
@@ -308,6 +316,22 @@ impl Sim {
                 let removed = self.sets.remove(which, &stay);
                 self.later(on, Event::SetsRemoved { tid, id, result: Ok(removed) });
             }
+            Output::SendCopy { migration, set, to } => {
+                let result = self.thrown().map(|()| 1);
+                let expected = self.nodes.get(&to).is_some_and(|n| n.alive && n.expected.contains(&migration));
+                if expected && result.is_ok() {
+                    self.sets.copies.insert((to, set));
+                }
+                if expected {
+                    self.later(to, Event::ImagesReceived { migration, result: result.clone() });
+                }
+                self.later(on, Event::ImagesSent { migration, result });
+            }
+            Output::GiveUpCopy { migration, set } => {
+                self.nodes.get_mut(&on).expect("it speaks").expected.remove(&migration);
+                self.sets.copies.remove(&(on, set));
+            }
+            Output::DropCopies { sets } => self.sets.copies.retain(|(at, set)| *at != on || !sets.contains(set)),
             Output::ListSets { tid, id } => {
                 self.later(on, Event::SetsListed { tid, id, result: Ok(self.sets.entries()) });
             }

@@ -1,0 +1,237 @@
+//! A set of checkpoints on its way into the store of another host: what the master sends of it, and what is made of that there.
+//!
+//! It travels unsealed within a connection that has keys of its own ([`super::bulk`]), and is sealed there with the key of that
+//! host's store; so no store has to know the key of another one. Nothing is seen of it there before all of it is on the disk.
+
+use super::bulk::{Incoming, Outgoing};
+use super::rate::Rate;
+use super::travel::{MARK, PIECE, Sent, not_taken, send_mark};
+use checkpoint::store::{Draft, Set, StoreError};
+use sempa_proto::frame::from_bytes;
+use sempa_proto::migration::Failure;
+use sempa_proto::{Micros, Tid};
+use serde::{Deserialize, Serialize};
+use std::convert::Infallible;
+use std::io::{self, ErrorKind, Read, Write};
+
+/// Bytes of a set in one record at most.
+const PIECE_BYTES: usize = 256 << 10;
+
+/// What stands between the pieces.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum Mark {
+    /// What comes first: when the set was begun (since 1970), and its bytes in the master's store.
+    Set { made: Micros, bytes: u64 },
+    /// What the set has of a task begins; its images have so many bytes when they are unpacked.
+    Part { tid: Tid, images_bytes: u64 },
+    /// What its maker says of it begins, which is the last.
+    Meta,
+    /// That was all of it: so many bytes.
+    End { bytes: u64 },
+}
+
+/// Sends a set. Pieces leave at this rate at most.
+pub(super) fn send_set<W: Write>(set: &Set, mut out: Outgoing<W>, rate: &Rate) -> Result<Sent, Failure> {
+    let info = set.info();
+    let mut sent = Sent::default();
+    send_mark(&mut out, &Mark::Set { made: info.made, bytes: info.bytes })?;
+    for part in &info.parts {
+        send_mark(&mut out, &Mark::Part { tid: part.tid, images_bytes: part.images_bytes })?;
+        let mut bytes = 0;
+        let poured = set.pour(part.tid, |content| {
+            bytes += content.len() as u64;
+            send_pieces(&mut out, rate, content)
+        });
+        poured.map_err(|why| Failure::Images(why.to_string()))?;
+        send_mark(&mut out, &Mark::End { bytes })?;
+        sent.bytes += bytes;
+    }
+    let meta = set.meta();
+    send_mark(&mut out, &Mark::Meta)?;
+    send_pieces(&mut out, rate, meta).map_err(not_taken)?;
+    send_mark(&mut out, &Mark::End { bytes: meta.len() as u64 })?;
+    sent.bytes += meta.len() as u64;
+    sent.left = sent.bytes;
+    Ok(sent)
+}
+
+fn send_pieces<W: Write>(out: &mut Outgoing<W>, rate: &Rate, content: &[u8]) -> io::Result<()> {
+    content.chunks(PIECE_BYTES).try_for_each(|piece| {
+        rate.wait(piece.len());
+        let Ok(sent) = out.send(1 + piece.len(), |room| {
+            room[0] = PIECE;
+            room[1..].copy_from_slice(piece);
+            Ok::<(), Infallible>(())
+        });
+        sent
+    })
+}
+
+/// Makes a copy of what comes, in the draft that `begin` makes for a set that was begun then and has so many bytes; the number of
+/// bytes that came.
+pub(super) fn receive_set<R: Read>(
+    incoming: &mut Incoming<R>,
+    begin: impl FnOnce(Micros, u64) -> Result<Draft, StoreError>,
+) -> Result<u64, Failure> {
+    let store = |why: StoreError| Failure::Io(why.to_string());
+    let Said::Mark(Mark::Set { made, bytes }) = next(incoming).map_err(broken)? else {
+        return Err(wrong("the set was not announced"));
+    };
+    let draft = begin(made, bytes).map_err(store)?;
+    let mut all = 0;
+    loop {
+        match next(incoming).map_err(broken)? {
+            Said::Mark(Mark::Part { tid, images_bytes }) => {
+                let added = draft.add_copy(tid, images_bytes, |put| {
+                    all += take_pieces(incoming, put)?;
+                    Ok(())
+                });
+                added.map_err(store)?;
+            }
+            Said::Mark(Mark::Meta) => {
+                let mut meta = Vec::new();
+                all += take_pieces(incoming, &mut |piece| {
+                    if meta.len() + piece.len() > checkpoint::store::META_BYTES_MAX {
+                        return Err(invalid("more is said of the set than is possible"));
+                    }
+                    meta.extend_from_slice(piece);
+                    Ok(())
+                })
+                .map_err(broken)?;
+                draft.finish(&meta).map_err(store)?;
+                return Ok(all);
+            }
+            _ => return Err(wrong("neither a task nor the end was announced")),
+        }
+    }
+}
+
+/// What comes.
+enum Said<'a> {
+    Mark(Mark),
+    Piece(&'a [u8]),
+}
+
+fn next<R: Read>(incoming: &mut Incoming<R>) -> io::Result<Said<'_>> {
+    let ended = |e: io::Error| match e.kind() {
+        ErrorKind::UnexpectedEof => io::Error::new(e.kind(), "the transfer ended in the middle"),
+        _ => e,
+    };
+    match incoming.next().map_err(ended)?.split_first() {
+        Some((&PIECE, piece)) => Ok(Said::Piece(piece)),
+        Some((&MARK, mark)) => from_bytes(mark).map(Said::Mark).map_err(io::Error::other),
+        _ => Err(invalid("something came that belongs to no set")),
+    }
+}
+
+/// Hands on the pieces up to the end mark; their bytes.
+fn take_pieces<R: Read>(incoming: &mut Incoming<R>, put: &mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<u64> {
+    let mut came = 0;
+    loop {
+        match next(incoming)? {
+            Said::Piece(piece) => {
+                put(piece)?;
+                came += piece.len() as u64;
+            }
+            Said::Mark(Mark::End { bytes }) if bytes == came => return Ok(came),
+            Said::Mark(_) => return Err(invalid("what came is not as long as what was sent")),
+        }
+    }
+}
+
+fn invalid(what: &str) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, what)
+}
+
+fn broken(e: io::Error) -> Failure {
+    match e.kind() {
+        ErrorKind::UnexpectedEof => wrong(&e.to_string()),
+        _ => Failure::Images(format!("the transfer broke off: {e}")),
+    }
+}
+
+fn wrong(what: &str) -> Failure {
+    Failure::Images(what.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::bulk::Keys;
+    use super::*;
+    use checkpoint::store::{Limits, SetId, Store};
+    use std::path::Path;
+
+    const JOB: Tid = Tid::from_raw(0x40001);
+
+    fn store(dir: &Path, name: &str) -> Store {
+        let place = dir.join(name);
+        std::fs::create_dir(&place).expect("made");
+        Store::open(&place.join("store"), &place.join("key"), Limits::default()).expect("opened").of_vm("pvm")
+    }
+
+    /// A set of two tasks, and its name.
+    fn made(dir: &Path, store: &Store) -> SetId {
+        let draft = store.begin(JOB, Micros::from_secs(5)).expect("room");
+        for tid in [0x40001, 0x80001] {
+            let images = dir.join(format!("images-{tid}"));
+            std::fs::create_dir(&images).expect("made");
+            let content: Vec<u8> = (0..900_000).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+            std::fs::write(images.join("pages-1.img"), content).expect("written");
+            std::fs::write(images.join("zeros"), [0; 50_000]).expect("written");
+            draft.add(Tid::from_raw(tid), &images).expect("added");
+        }
+        draft.finish(&[7; 600_000]).expect("complete").id
+    }
+
+    fn sent(store: &Store, id: SetId) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        let out = Outgoing::new(&mut bytes, Keys::for_test(1).of_who_listens().0);
+        let sent = send_set(&store.open_set(&id).expect("there"), out, &Rate::default()).expect("sent");
+        assert!(sent.bytes > 2 * 900_000 + 600_000 && sent.bytes < 2_450_000, "zeros are not sent: {sent:?}");
+        bytes
+    }
+
+    fn received(bytes: &[u8], into: &Store, id: SetId) -> Result<u64, Failure> {
+        let mut incoming = Incoming::new(bytes, Keys::for_test(1).of_who_connects().1);
+        receive_set(&mut incoming, |made, bytes| into.begin_copy(id, made, bytes))
+    }
+
+    #[test]
+    fn a_set_that_was_sent_is_in_the_other_store_as_it_was() {
+        let scratch = tempfile::tempdir().expect("a directory");
+        let (here, there) = (store(scratch.path(), "here"), store(scratch.path(), "there"));
+        let id = made(scratch.path(), &here);
+        received(&sent(&here, id), &there, id).expect("received");
+        let (from, to) = (here.open_set(&id).expect("there"), there.open_set(&id).expect("there"));
+        assert_eq!((from.meta(), &from.info().vm, from.info().made), (to.meta(), &to.info().vm, to.info().made));
+        for tid in from.info().parts.iter().map(|part| part.tid) {
+            let unpacked = scratch.path().join(format!("unpacked-{tid}"));
+            to.unpack(tid, &unpacked).expect("unpacked");
+            for file in ["pages-1.img", "zeros"] {
+                let was =
+                    std::fs::read(scratch.path().join(format!("images-{}", tid.raw())).join(file)).expect("there");
+                assert!(std::fs::read(unpacked.join(file)).expect("there") == was, "{tid}: {file}");
+            }
+        }
+        let again = received(&sent(&here, id), &there, id).expect_err("it is there");
+        assert!(again.to_string().contains("is in this store already"), "{again}");
+    }
+
+    #[test]
+    fn whatever_is_missing_or_changed_of_what_comes_nothing_is_seen_of_it() {
+        let scratch = tempfile::tempdir().expect("a directory");
+        let (here, there) = (store(scratch.path(), "here"), store(scratch.path(), "there"));
+        let id = made(scratch.path(), &here);
+        let whole = sent(&here, id);
+        for cut in [0, 1, 30, 5_000, whole.len() / 2, whole.len() - 1] {
+            let failed = received(&whole[..cut], &there, id).expect_err("not all of it");
+            assert!(failed.to_string().contains("in the middle"), "{cut}: {failed}");
+            let mut changed = whole.clone();
+            changed[cut] ^= 1;
+            received(&changed, &there, id).expect_err("not what was sent");
+        }
+        assert_eq!(there.list().expect("listed").0, []);
+        assert_eq!(std::fs::read_dir(scratch.path().join("there/store")).expect("there").count(), 1, "its lock");
+        received(&whole, &there, id).expect("it may be sent again");
+    }
+}
