@@ -27,7 +27,7 @@ enum What {
     Balance,
     /// How soon guests stand still, by their own clocks, when people log in at random times
     Owners,
-    /// How long tasks stand still while they are moved, by their own clocks, beside bare CRIU and moves with all memory at once
+    /// How long tasks stand still while they are moved, by their own clocks, beside bare CRIU, also with memory that follows, and moves with all memory at once
     Migrate,
     /// Whether hundreds of moves of tasks that talk lose a message or leave anything behind
     Soak,
