@@ -2,13 +2,14 @@
 //! compares them with what was saved by this library). The rest of it is `cargo xtask bench peers`: the running system beside
 //! PVM 3.4.6, Open MPI and MPICH, in one run on one machine; `cargo xtask bench rm`: with and without the resource manager;
 //! `cargo xtask bench balance`: a farm that is balanced beside one that is not; `cargo xtask bench migrate`: tasks that are
-//! moved, beside bare CRIU; `cargo xtask bench soak`: tasks that talk and are moved hundreds of times, and what that
+//! moved, beside bare CRIU; `cargo xtask bench owners --sizes`: tasks that leave for an owner; `cargo xtask bench soak`: tasks that talk and are moved hundreds of times, and what that
 //! leaves behind; and it keeps what `cargo xtask bench decide` and `cargo xtask bench sim` find.
 //!
 //! It measures and tells; it judges nothing that a test could rest on, because a loaded machine is slow without a defect.
 
 mod balanced;
 mod curves;
+mod evicted;
 mod figures;
 mod floor;
 mod machine;
@@ -28,6 +29,7 @@ use std::fs;
 use std::path::PathBuf;
 
 pub use balanced::{Balance, balanced};
+pub use evicted::{Evict, evicted};
 pub use figures::System;
 pub use managed::managed;
 pub use micro::Micro;

@@ -1,22 +1,24 @@
 //! `cargo xtask bench migrate`: how long a task stands still while it is moved, by its own clock, beside the same process
-//! moved by bare CRIU: dumped to memory, its images copied, restored; beside the same task where memory follows tasks and none
-//! goes ahead; and beside the same task where all memory goes with the images. All are there at the same time and take turns, so
-//! that a busy minute of the machine hurts them alike.
+//! moved by bare CRIU: dumped to memory, its images copied, restored; beside the same process moved by bare CRIU so that its
+//! memory follows it; beside the same task where memory follows tasks and none goes ahead; and beside the same task where all
+//! memory goes with the images. All are there at the same time and take turns, so that a busy minute of the machine hurts them
+//! alike.
+
+mod bare;
 
 use crate::figures::median;
 use crate::machine::Machine;
 use crate::plot::{Chart, Series};
 use anyhow::{Context, Result, bail, ensure};
+use bare::{Bare, Followed};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
-use sempa_tests::run::{Running, eventually, must};
-use sempa_tests::testbed::Host;
+use sempa_tests::run::eventually;
 use sempa_tests::vm::{Entry, Settings};
 use sempa_tests::{Testbed, Vm, needs};
 use serde::Serialize;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// MiB that the tasks hold.
@@ -32,8 +34,6 @@ const LARGE_MIB: u32 = 1024;
 const GOAL_MS: f64 = 30.0;
 /// Time for one step of either side.
 const STEP_TIME: Duration = Duration::from_secs(120);
-/// The host that is no part of the virtual machine: bare CRIU's.
-const APART: usize = 3;
 /// What keeps memory from going ahead of tasks.
 const NOT_AHEAD: (&str, &str) = ("SEMPA_PRE_COPY", "never");
 /// What keeps memory from following tasks.
@@ -41,8 +41,8 @@ const AT_ONCE: (&str, &str) = ("SEMPA_POST_COPY", "never");
 /// What limits what moves send, in bytes per second.
 const RATE: &str = "SEMPA_MOVE_RATE";
 /// Who moves tasks.
-const SIDES: [&str; 4] = ["bare CRIU", "ours", "ours, nothing ahead", "ours, at once"];
-/// Where bare CRIU has its images there: memory, as that of the daemons.
+const SIDES: [&str; 5] = ["bare CRIU", "bare CRIU, memory follows", "ours", "ours, nothing ahead", "ours, at once"];
+/// Where bare CRIU has its images on its hosts: memory, as that of the daemons.
 const IMAGES: &str = "/tmp/bare";
 
 /// How to measure.
@@ -80,10 +80,12 @@ struct Once {
 }
 
 /// All moves of tasks of one size.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 struct Size {
     mib: u32,
     bare: Vec<Once>,
+    /// Bare CRIU, the memory after the process.
+    bare_follows: Vec<Once>,
     ours: Vec<Once>,
     /// Ours, nothing of the memory goes ahead.
     not_ahead: Vec<Once>,
@@ -117,7 +119,8 @@ pub fn migrated(how: &Migrate) -> Result<bool> {
     let rate = how.rate.map(|rate| rate.to_string());
     let rate = rate.as_deref().map(|rate| (RATE, rate));
     let envs = [None, Some(NOT_AHEAD), Some(AT_ONCE)].map(|less| rate.into_iter().chain(less).collect::<Vec<_>>());
-    let beds = [APART, 2, 2].iter().zip(&envs).map(|(hosts, env)| Testbed::with_env(*hosts, Some(&how.prefix), env));
+    let hosts = [bare::APART.into_iter().max().unwrap_or(2), 2, 2];
+    let beds = hosts.iter().zip(&envs).map(|(hosts, env)| Testbed::with_env(*hosts, Some(&how.prefix), env));
     let beds = beds.collect::<Result<Vec<Testbed>>>()?;
     let vms = beds.iter().zip(&envs).map(|(bed, env)| started(bed, env));
     let vms = vms.collect::<Result<Vec<Vm<'_>>>>()?;
@@ -148,18 +151,20 @@ fn started<'a>(bed: &'a Testbed, env: &[(&str, &str)]) -> Result<Vm<'a>> {
     Ok(vm)
 }
 
-/// On these: ours, with bare CRIU's host beside it; ours with nothing ahead; ours with all memory at once.
+/// On these: ours, with bare CRIU's hosts beside it; ours with nothing ahead; ours with all memory at once.
 fn one_size(vms: &[Vm<'_>], engine: &Path, mib: u32, times: usize) -> Result<Size> {
     let mut bare = Bare::start(&vms[0], engine, mib)?;
+    let mut followed = Followed::start(&vms[0], engine, mib)?;
     let mut tasks = vms.iter().map(|vm| Ours::start(vm, mib)).collect::<Result<Vec<Ours<'_>>>>()?;
-    let mut size = Size { mib, bare: Vec::new(), ours: Vec::new(), not_ahead: Vec::new(), at_once: Vec::new() };
+    let mut size = Size { mib, ..Size::default() };
     for number in 0..=times {
         for side in 0..SIDES.len() {
             let side = (side + number) % SIDES.len();
             let (once, all) = match side {
                 0 => (bare.once(), &mut size.bare),
-                1 => (tasks[0].once(), &mut size.ours),
-                2 => (tasks[1].once(), &mut size.not_ahead),
+                1 => (followed.once(), &mut size.bare_follows),
+                2 => (tasks[0].once(), &mut size.ours),
+                3 => (tasks[1].once(), &mut size.not_ahead),
                 _ => (tasks[2].once(), &mut size.at_once),
             };
             let once = once.with_context(|| format!("{mib} MiB, {}", SIDES[side]))?;
@@ -171,26 +176,27 @@ fn one_size(vms: &[Vm<'_>], engine: &Path, mib: u32, times: usize) -> Result<Siz
         }
     }
     bare.end()?;
+    followed.end()?;
     tasks.into_iter().try_for_each(Ours::end)?;
     Ok(size)
 }
 
 /// Microseconds since 1970, as the program tells them.
-fn now_us() -> i64 {
+pub(crate) fn now_us() -> i64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as i64)
 }
 
-fn ms(from: i64, to: i64) -> f64 {
+pub(crate) fn ms(from: i64, to: i64) -> f64 {
     (to - from) as f64 / 1e3
 }
 
 /// What a process of the program `memory` notes.
 #[derive(Debug)]
-struct Notes(PathBuf);
+pub(crate) struct Notes(pub(crate) PathBuf);
 
 impl Notes {
     /// Waits until its memory is filled; its number as it sees it itself.
-    fn ready(&self) -> Result<i64> {
+    pub(crate) fn ready(&self) -> Result<i64> {
         eventually(STEP_TIME, || {
             let ready = self.pairs("ready")?.first().copied();
             ready.map(|(pid, _)| pid).ok_or_else(|| format!("{} does not say that it is ready", self.0.display()))
@@ -212,10 +218,13 @@ impl Notes {
 
     /// Waits until it runs again: the gap in its time that has this moment in it.
     fn gap(&self, at: i64) -> Result<(i64, i64)> {
-        eventually(STEP_TIME, || {
-            let found = self.pairs("gap")?.into_iter().find(|(from, to)| *from <= at && at <= *to);
-            found.ok_or_else(|| format!("it did not stand still at {at}"))
-        })
+        eventually(STEP_TIME, || self.gap_at(at))
+    }
+
+    /// The same, if it runs already.
+    pub(crate) fn gap_at(&self, at: i64) -> Result<(i64, i64), String> {
+        let found = self.pairs("gap")?.into_iter().find(|(from, to)| *from <= at && at <= *to);
+        found.ok_or_else(|| format!("it did not stand still at {at}"))
     }
 }
 
@@ -281,72 +290,12 @@ fn spans(begin: i64, steps: &[(String, i64)], until: i64) -> Vec<(String, f64)> 
     steps.iter().enumerate().map(span).collect()
 }
 
-/// The same process without a virtual machine, on a host of its own.
-struct Bare<'a> {
-    host: &'a Host,
-    engine: PathBuf,
-    notes: Notes,
-    /// The process, or the engine that has restored it and waits for it.
-    running: Running,
-    /// Its number on its host.
-    pid: i64,
-}
-
-impl<'a> Bare<'a> {
-    fn start(vm: &Vm<'a>, engine: &Path, mib: u32) -> Result<Bare<'a>> {
-        let (bed, host) = (vm.bed(), vm.bed().host(APART));
-        let notes = Notes(bed.folder().join(format!("notes-{mib}-bare")));
-        let mut command = host.command(vm.home().join("pvm3/bin/LINUX64/memory"));
-        command.arg(mib.to_string()).arg(&notes.0).arg("alone");
-        let running = Running::start(command, Stdio::null())?;
-        let pid = notes.ready()?;
-        Ok(Bare { host, engine: engine.to_path_buf(), notes, running, pid })
-    }
-
-    fn criu(&self, word: &str, images: &Path) -> Command {
-        let mut command = self.host.command(&self.engine);
-        command.arg(word).arg("-D").arg(images).args(["-o", "log", "--network-lock", "skip"]);
-        command
-    }
-
-    fn once(&mut self) -> Result<Once> {
-        let (from, to) = (Path::new(IMAGES).join("from"), Path::new(IMAGES).join("to"));
-        let inside = self.host.path(IMAGES);
-        fs::create_dir_all(inside.join("from"))?;
-        let mut dump = self.criu("dump", &from);
-        dump.args(["-t", &self.pid.to_string()]);
-        let begin = now_us();
-        must(dump, STEP_TIME).with_context(|| fs::read_to_string(inside.join("from/log")).unwrap_or_default())?;
-        let dumped = now_us();
-        let mut copy = self.host.command("cp");
-        copy.arg("-r").arg(&from).arg(&to);
-        must(copy, STEP_TIME)?;
-        let copied = now_us();
-        // Its number has to be free: whoever waited for the process has ended with it.
-        let restore = Running::start(self.criu("restore", &to), Stdio::null())?;
-        std::mem::replace(&mut self.running, restore).finish(STEP_TIME)?;
-        let (stood, until) = self.notes.gap(dumped)?;
-        let bytes =
-            fs::read_dir(inside.join("from"))?.map(|entry| Ok(entry?.metadata()?.len())).sum::<Result<u64>>()?;
-        fs::remove_dir_all(inside)?;
-        let steps = [("dump", begin, dumped), ("copy", dumped, copied), ("restore", copied, until)];
-        let steps = steps.map(|(step, from, to)| (step.to_string(), ms(from, to))).to_vec();
-        let total_ms = ms(begin, until);
-        Ok(Once { freeze_ms: ms(stood, until), total_ms, arrived_ms: total_ms, bytes, steps })
-    }
-
-    /// Ends it. If that is not reached, it ends with its host.
-    fn end(self) -> Result<()> {
-        let mut kill = self.host.command("kill");
-        kill.args(["-9", &self.pid.to_string()]);
-        must(kill, STEP_TIME)?;
-        self.running.finish(STEP_TIME).map(drop)
-    }
+fn middle(all: &[Once], of: &dyn Fn(&Once) -> f64) -> f64 {
+    median(all.iter().map(of).collect()).unwrap_or(f64::NAN)
 }
 
 /// The table, and whether the goal is met.
 fn table(sizes: &[Size]) -> (String, bool) {
-    let middle = |all: &[Once], of: &dyn Fn(&Once) -> f64| median(all.iter().map(of).collect()).unwrap_or(f64::NAN);
     let mut text = format!(
         "{:>6} {:>6} {:>10} {:>10} {:>8} {:>8} {:>12} {:>12} {:>14} {:>15} {:>9} {:>10}\n",
         "MiB",
@@ -386,25 +335,42 @@ fn table(sizes: &[Size]) -> (String, bool) {
     text.push_str(&format!(
         "milliseconds, medians: how long the task did not run by its own clock (goal: bare + {GOAL_MS} ms); from the \
          command until it ran again and until all of its memory had arrived; the whole move with memory and all at once, and \
-         how many times that it takes until all has arrived (goal: 1.5)\n\nwith memory that goes ahead, and without:\n"
+         how many times that it takes until all has arrived (goal: 1.5)\n"
     ));
-    text.push_str(&format!(
-        "{:>6} {:>16} {:>22} {:>22} {:>24}\n",
+    text.push_str(&side_by_side("with memory that follows, bare CRIU and ours", sizes, |size| {
+        [&size.bare_follows, &size.ours]
+    }));
+    text.push_str(&side_by_side("with memory that goes ahead, and without", sizes, |size| {
+        [&size.ours, &size.not_ahead]
+    }));
+    text.push_str(&steps(sizes));
+    (text, good)
+}
+
+/// Two ways whose memory comes later, or does so in part.
+fn side_by_side(what: &str, sizes: &[Size], two: impl Fn(&Size) -> [&Vec<Once>; 2]) -> String {
+    let mut text = format!(
+        "\n{what}:\n{:>6} {:>16} {:>22} {:>22} {:>24}\n",
         "MiB", "standing still", "until it runs again", "until all is there", "between: needs both"
-    ));
-    for Size { mib, ours, not_ahead, .. } in sizes {
-        let both = |of: &dyn Fn(&Once) -> f64| format!("{:.0}, {:.0}", middle(ours, of), middle(not_ahead, of));
+    );
+    for size in sizes {
+        let both = |of: &dyn Fn(&Once) -> f64| two(size).map(|all| format!("{:.0}", middle(all, of))).join(", ");
         text.push_str(&format!(
-            "{mib:>6} {:>16} {:>22} {:>22} {:>24}\n",
+            "{:>6} {:>16} {:>22} {:>22} {:>24}\n",
+            size.mib,
             both(&|once| once.freeze_ms),
             both(&|once| once.total_ms),
             both(&|once| once.arrived_ms),
             both(&|once| once.arrived_ms - once.total_ms),
         ));
     }
-    text.push_str("\nsteps:\n");
-    for Size { mib, bare, ours, not_ahead, at_once } in sizes {
-        for (name, all) in SIDES.iter().zip([bare, ours, not_ahead, at_once]) {
+    text
+}
+
+fn steps(sizes: &[Size]) -> String {
+    let mut text = "\nsteps:\n".to_string();
+    for Size { mib, bare, bare_follows, ours, not_ahead, at_once } in sizes {
+        for (name, all) in SIDES.iter().zip([bare, bare_follows, ours, not_ahead, at_once]) {
             let Some(first) = all.first() else { continue };
             let took = |(i, (step, _)): (usize, &(String, f64))| {
                 let of = |once: &Once| once.steps.get(i).map_or(f64::NAN, |(_, took)| *took);
@@ -414,7 +380,7 @@ fn table(sizes: &[Size]) -> (String, bool) {
             text.push_str(&format!("{mib:>6} {name}: {}\n", steps.join(", ")));
         }
     }
-    (text, good)
+    text
 }
 
 fn write(folder: &Path, results: &Results, text: &str) -> Result<()> {
@@ -427,6 +393,8 @@ fn write(folder: &Path, results: &Results, text: &str) -> Result<()> {
     };
     let series = vec![
         line("bare CRIU, standing still", |size| &size.bare, |once| once.freeze_ms),
+        line("bare CRIU, memory follows, standing still", |size| &size.bare_follows, |once| once.freeze_ms),
+        line("bare CRIU, memory follows, until all is there", |size| &size.bare_follows, |once| once.arrived_ms),
         line("ours, standing still", |size| &size.ours, |once| once.freeze_ms),
         line("ours, the whole move", |size| &size.ours, |once| once.total_ms),
         line("ours, until all memory is there", |size| &size.ours, |once| once.arrived_ms),
@@ -470,9 +438,22 @@ mod tests {
             |freeze_ms| Once { freeze_ms, total_ms: freeze_ms, arrived_ms: freeze_ms, bytes: 0, steps: Vec::new() };
         let size = |ours: [f64; 3]| {
             let (bare, at_once) = (vec![once(100.0)], vec![once(120.0)]);
-            Size { mib: 16, bare, ours: ours.map(once).to_vec(), not_ahead: Vec::new(), at_once }
+            Size { mib: 16, bare, ours: ours.map(once).to_vec(), at_once, ..Size::default() }
         };
         assert!(table(&[size([90.0, 130.0, 900.0])]).1);
         assert!(!table(&[size([90.0, 131.0, 900.0])]).1);
+    }
+
+    #[test]
+    fn what_follows_by_bare_criu_stands_beside_ours_by_its_medians() {
+        let once = |by: f64| {
+            let steps = vec![("dump".to_string(), by)];
+            Once { freeze_ms: by, total_ms: 2.0 * by, arrived_ms: 9.0 * by, bytes: 0, steps }
+        };
+        let (bare_follows, ours) = ([50.0, 10.0, 90.0].map(once).to_vec(), vec![once(7.0)]);
+        let text = table(&[Size { mib: 16, bare_follows, ours, ..Size::default() }]).0;
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert!(lines.contains(&vec!["16", "50,", "7", "100,", "14", "450,", "63", "350,", "49"]), "{text}");
+        assert!(text.contains("16 bare CRIU, memory follows: dump 50\n"), "{text}");
     }
 }

@@ -27,7 +27,7 @@ enum What {
     Balance,
     /// How soon guests stand still, by their own clocks, when people log in at random times
     Owners,
-    /// How long tasks stand still while they are moved, by their own clocks, beside bare CRIU and moves with all memory at once
+    /// How long tasks stand still while they are moved, by their own clocks, beside bare CRIU, also with memory that follows, and moves with all memory at once
     Migrate,
     /// Whether hundreds of moves of tasks that talk lose a message or leave anything behind
     Soak,
@@ -60,13 +60,13 @@ pub(crate) struct Words {
     /// peers, rm, balance, migrate, soak: fewer repetitions and rounds
     #[arg(long)]
     quick: bool,
-    /// peers, balance, migrate: repetitions of each measurement
+    /// peers, balance, migrate, owners with sizes: repetitions of each measurement
     #[arg(long, value_name = "NUMBER")]
     repetitions: Option<usize>,
     /// owners, load: for so many minutes, instead of ten and three
     #[arg(long, value_name = "NUMBER")]
     minutes: Option<u64>,
-    /// migrate: MiB that the tasks hold, such as `16,512`
+    /// migrate: MiB that the tasks hold, such as `16,512`; owners: how soon a task of so much leaves, and its memory, one size after the other
     #[arg(long, value_name = "MIB", value_delimiter = ',')]
     sizes: Vec<u32>,
     /// migrate: bytes per second that our moves may send, as with `SEMPA_MOVE_RATE`
@@ -109,6 +109,9 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     }
     if words.what == What::Owners {
         setup::everything()?;
+        if !words.sizes.is_empty() {
+            return evict(words);
+        }
         return bench_owners::run(&installed(words)?, words.minutes.unwrap_or(OWNERS_MINUTES), &results(words)?);
     }
     let mut good = true;
@@ -173,6 +176,17 @@ fn migrate(words: &Words) -> Result<bool> {
         repetitions: words.repetitions,
         results: results(words)?,
     })
+}
+
+fn evict(words: &Words) -> Result<bool> {
+    sempa_benches::evicted(&sempa_benches::Evict {
+        prefix: installed(words)?,
+        own_build: words.prefix.is_none(),
+        sizes: words.sizes.clone(),
+        visits: words.repetitions,
+        results: results(words)?,
+    })?;
+    Ok(true)
 }
 
 fn soak(words: &Words) -> Result<bool> {

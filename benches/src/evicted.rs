@@ -1,0 +1,216 @@
+//! `cargo xtask bench owners --sizes`: an owner logs in where a task of so much memory is the only guest. When does it stand still,
+//! when does it run elsewhere, when is the host clean of it, and when of its memory? One size after the other; the task itself
+//! says when it ran.
+
+use crate::figures::median;
+use crate::machine::Machine;
+use crate::moved::{Notes, ms, now_us};
+use anyhow::{Context, Result, bail};
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::Step;
+use sempa_proto::table::TASK_CONNECTED;
+use sempa_tests::run::eventually;
+use sempa_tests::ssh::Login;
+use sempa_tests::vm::{Entry, Settings, Task};
+use sempa_tests::{Testbed, Vm, needs};
+use serde::Serialize;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+const HOSTS: usize = 4;
+/// Visits to each task, the first one apart, which finds everything cold.
+const VISITS: usize = 5;
+/// Time for each single thing that is waited for.
+const SOON: Duration = Duration::from_secs(120);
+
+/// How to measure.
+#[derive(Clone, Debug)]
+pub struct Evict {
+    /// Where our programs are installed.
+    pub prefix: PathBuf,
+    /// They were built for this run, from these sources.
+    pub own_build: bool,
+    /// MiB that the tasks hold.
+    pub sizes: Vec<u32>,
+    /// Visits to each task, if not the usual number.
+    pub visits: Option<usize>,
+    /// Folder for table and JSON.
+    pub results: PathBuf,
+}
+
+/// A visit, in milliseconds after the login record where nothing else is said.
+#[derive(Clone, Debug, Serialize)]
+struct Visit {
+    /// It ran no more, by its own clock.
+    stood_still_ms: f64,
+    /// The virtual machine said that the guests are stopped.
+    stopped_ms: f64,
+    /// For so long it did not run, by its own clock.
+    freeze_ms: f64,
+    /// It ran elsewhere, by its own clock.
+    ran_ms: f64,
+    /// The virtual machine said that the host is clean: nothing of the task is left, its memory neither.
+    clean_ms: f64,
+    /// Its process on the host had no memory any more, and all was where it runs.
+    gone_ms: f64,
+}
+
+type Figure = (&'static str, fn(&Visit) -> f64);
+
+const FIGURES: [Figure; 6] = [
+    ("runs no more", |visit| visit.stood_still_ms),
+    ("guests stopped", |visit| visit.stopped_ms),
+    ("did not run for", |visit| visit.freeze_ms),
+    ("runs elsewhere", |visit| visit.ran_ms),
+    ("host clean", |visit| visit.clean_ms),
+    ("memory gone", |visit| visit.gone_ms),
+];
+
+#[derive(Debug, Serialize)]
+struct Size {
+    mib: u32,
+    visits: Vec<Visit>,
+}
+
+/// Measures, prints a table, writes it and JSON.
+///
+/// # Errors
+/// Hosts cannot be made, a task does not leave, its memory is not what it was, or the results cannot be written.
+pub fn evicted(how: &Evict) -> Result<()> {
+    if let Some(lack) = needs::lacks() {
+        bail!("bench owners: {lack}");
+    }
+    let visits = how.visits.unwrap_or(VISITS);
+    let mut machine = Machine::describe(how.own_build, visits, false);
+    let bed = Testbed::new(HOSTS, Some(&how.prefix), &[])?;
+    let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm --policy load".to_string()), ..Settings::default() })?;
+    let sizes = all(&vm, &how.sizes, visits).inspect_err(|_| eprintln!("{}", vm.logs()))?;
+    vm.halt()?;
+    machine.look_again();
+    let text = machine.text() + &table(&sizes);
+    println!("{text}");
+    fs::create_dir_all(&how.results)?;
+    let json = serde_json::to_string_pretty(&serde_json::json!({ "machine": machine, "sizes": sizes }))? + "\n";
+    for (name, text) in [("evictions.txt", text), ("evictions.json", json)] {
+        let file = how.results.join(name);
+        fs::write(&file, text).with_context(|| file.display().to_string())?;
+    }
+    Ok(())
+}
+
+fn all(vm: &Vm<'_>, sizes: &[u32], visits: usize) -> Result<Vec<Size>> {
+    let others: Vec<&str> = vm.bed().hosts()[1..].iter().map(|host| host.name()).collect();
+    vm.add(&others)?;
+    eventually(SOON, || {
+        let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
+        let watchers = tasks.iter().filter(|task| task.name.ends_with("pvm-load-watcher")).count();
+        if watchers == HOSTS { Ok(()) } else { Err(format!("{watchers} of {HOSTS} hosts have a load watcher")) }
+    })?;
+    vm.program("memory")?;
+    let size = |mib: &u32| -> Result<Size> {
+        let notes = Notes(vm.bed().folder().join(format!("notes-{mib}-evicted")));
+        let tid = vm.spawn(&["-h2", "memory", &mib.to_string(), &notes.0.display().to_string()])?;
+        notes.ready()?;
+        let mut all = (0..=visits).map(|_| visit(vm, &tid, &notes)).collect::<Result<Vec<Visit>>>()?;
+        all.remove(0);
+        vm.pvm(&["kill", &tid])?.expect_good("kill")?;
+        Ok(Size { mib: *mib, visits: all })
+    };
+    sizes.iter().map(|mib| size(mib).with_context(|| format!("{mib} MiB"))).collect()
+}
+
+fn visit(vm: &Vm<'_>, tid: &str, notes: &Notes) -> Result<Visit> {
+    let place = eventually(SOON, || {
+        let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
+        let rests = |task: &&Task| task.tid == tid && !task.moving && !task.stopped && task.flags & TASK_CONNECTED != 0;
+        let task = tasks.iter().find(rests).ok_or_else(|| format!("{tid} does not come to rest: {tasks:?}"))?;
+        task.host.clone().ok_or_else(|| format!("{tid} runs on no known host"))
+    })?;
+    let host = vm.bed().hosts().iter().find(|host| host.name() == place).context("it runs on no host of ours")?;
+    let own = |(_, line): &(u32, String)| line.contains(&*notes.0.to_string_lossy());
+    let pid = host.processes().into_iter().find(own).with_context(|| format!("no process of it on {place}"))?.0;
+    let begin = u64::try_from(now_us())?;
+    let login = Login::new(vm.bed(), "olga", host)?;
+    let gone =
+        eventually(SOON, || if has_memory(pid) { Err(format!("it is still on {place}")) } else { Ok(now_us()) })?;
+    let visit = eventually(SOON, || {
+        let events = vm.events().map_err(|error| format!("{error:#}"))?;
+        let new: Vec<Entry> = events.into_iter().filter(|entry| entry.at_us >= begin).collect();
+        read(&new, tid, gone, notes)
+    })?;
+    login.out()?;
+    eprintln!("bench owners: {tid} on {place}: {visit:.0?}");
+    Ok(visit)
+}
+
+/// A process that is being ended has none.
+fn has_memory(pid: u32) -> bool {
+    fs::read(Path::new("/proc").join(pid.to_string()).join("cmdline")).is_ok_and(|line| !line.is_empty())
+}
+
+/// What the event log and the task itself say of a visit, or what they do not say yet.
+fn read(events: &[Entry], tid: &str, gone: i64, notes: &Notes) -> Result<Visit, String> {
+    let at = |what: &str, is_it: &dyn Fn(&EventKind) -> bool| {
+        let found = events.iter().find(|entry| is_it(&entry.kind));
+        found.map(|entry| entry.at_us as i64).ok_or_else(|| format!("the event log has no {what}"))
+    };
+    let step = |wanted: Step| move |kind: &EventKind| matches!(kind, EventKind::Moving { tid: who, step, .. } if *step == wanted && who.to_string() == tid);
+    let login = events.iter().find_map(|entry| match entry.kind {
+        EventKind::OwnerPresent { host, since, .. } => Some((host, since.0 as i64)),
+        _ => None,
+    });
+    let (host, login) = login.ok_or("the event log has no owner")?;
+    let stopped = at("stop", &|kind| matches!(kind, EventKind::GuestsStopped { host: which, .. } if *which == host))?;
+    let clean = at("clean host", &|kind| matches!(kind, EventKind::HostClean { host: which } if *which == host))?;
+    let arrived = at("end of the move", &step(Step::Arrive))?;
+    let (from, until) = notes.gap_at(at("dump", &step(Step::Dump))?)?;
+    Ok(Visit {
+        // It may have waited for a processor since before that.
+        stood_still_ms: ms(login, from).max(0.0),
+        stopped_ms: ms(login, stopped),
+        freeze_ms: ms(from, until),
+        ran_ms: ms(login, until),
+        clean_ms: ms(login, clean),
+        gone_ms: ms(login, gone.max(arrived)),
+    })
+}
+
+fn table(sizes: &[Size]) -> String {
+    let mut text = format!("{:>6} {:>6}", "MiB", "visits");
+    FIGURES.iter().for_each(|(name, _)| text.push_str(&format!(" {name:>17}")));
+    for Size { mib, visits } in sizes {
+        text.push_str(&format!("\n{mib:>6} {:>6}", visits.len()));
+        for (_, of) in FIGURES {
+            let all: Vec<f64> = visits.iter().map(of).collect();
+            let worst = all.iter().copied().fold(f64::NAN, f64::max);
+            let cell = format!("{:.0} ({worst:.0})", median(all).unwrap_or(f64::NAN));
+            text.push_str(&format!(" {cell:>17}"));
+        }
+    }
+    text + "\nmilliseconds after the login record, but for how long the task did not run: medians (worst)\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_has_the_middle_and_the_worst_of_each_figure() {
+        let visit = |by: f64| Visit {
+            stood_still_ms: by,
+            stopped_ms: 2.0 * by,
+            freeze_ms: 3.0 * by,
+            ran_ms: 4.0 * by,
+            clean_ms: 5.0 * by,
+            gone_ms: 6.0 * by,
+        };
+        let text = table(&[Size { mib: 16, visits: [5.0, 1.0, 20.0].map(visit).to_vec() }]);
+        let words: Vec<&str> = text.lines().nth(1).unwrap_or_default().split_whitespace().collect();
+        assert_eq!(
+            words.join(" "),
+            "16 3 5 (20) 10 (40) 15 (60) 20 (80) 25 (100) 30 (120)",
+            "in the order of what happens"
+        );
+    }
+}
