@@ -355,7 +355,10 @@ fn a_drain_typed_in_a_console_writes_what_that_has_started_and_outlives_it() {
             out => Err(out),
         };
         let out = eventually(SOON, written).sure(vm);
-        assert!(out.contains("h2 takes no tasks; 1 is to leave\n") && out.contains(" is still there: no host"), "{out}");
+        assert!(
+            out.contains("h2 takes no tasks; 1 is to leave\n") && out.contains(" is still there: no host"),
+            "{out}"
+        );
         let orders = |vm: &Vm| {
             let events = vm.events().sure(vm);
             events.iter().filter(|entry| matches!(entry.kind, EventKind::DrainBegun { .. })).count()
