@@ -3,6 +3,7 @@
 use crate::help;
 use crate::parse;
 use clap::Parser;
+use sempa_proto::Tid;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -26,6 +27,10 @@ struct Cli {
     /// Print values for programs, one a line, with every command that prints anything
     #[arg(long)]
     json: bool,
+    /// Not for people: a drain that has jobs written is carried out by this program once more, apart from the command that was typed,
+    /// which may be interrupted. The console in which that was typed, `t0` if it was a shell.
+    #[arg(long, hide = true, value_name = "TID", value_parser = tid)]
+    apart: Option<Tid>,
     /// A command with its arguments, or a host file (as ./NAME when a command has its name)
     #[arg(trailing_var_arg = true, value_name = "COMMAND | HOSTFILE")]
     words: Vec<String>,
@@ -44,6 +49,8 @@ pub(crate) enum Mode {
         words: Vec<String>,
         /// Answer with values for programs.
         json: bool,
+        /// It is carried out for whoever has typed it, in a process of its own: his console, [`Tid::NONE`] for a shell.
+        apart: Option<Tid>,
     },
 }
 
@@ -66,7 +73,7 @@ pub(crate) enum ArgsError {
 
 /// Reads the arguments, the program's name first.
 pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, ArgsError> {
-    let Cli { debug, name, mut json, mut words } = Cli::try_parse_from(args)?;
+    let Cli { debug, name, mut json, apart, mut words } = Cli::try_parse_from(args)?;
     let mut daemon: Vec<OsString> = Vec::new();
     daemon.extend(debug.map(|mask| format!("-d{mask}").into()));
     daemon.extend(name.map(|name| format!("-n{name}").into()));
@@ -80,7 +87,7 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
     }
     let files = if first == "start" { &words[1..] } else { &words[..] };
     if command && first != "start" {
-        return Ok(Mode::Once { words, json });
+        return Ok(Mode::Once { words, json, apart });
     }
     match files {
         [] => {}
@@ -90,6 +97,10 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
         [first, ..] => return Err(ArgsError::NotFound(first.clone())),
     }
     Ok(if first == "start" { Mode::Start(daemon) } else { Mode::Console(daemon) })
+}
+
+fn tid(word: &str) -> Result<Tid, String> {
+    parse::parse_tid(word).ok_or_else(|| "it is not a tid".to_string())
 }
 
 fn no_json(command: Option<&str>) -> ArgsError {
@@ -109,8 +120,12 @@ mod tests {
 
     #[test]
     fn a_command_name_makes_it_one_shot() {
-        let once =
-            |words: &[&str], json| Ok(Mode::Once { words: words.iter().map(|word| word.to_string()).collect(), json });
+        let by = |words: &[&str], json, apart| {
+            Ok(Mode::Once { words: words.iter().map(|word| word.to_string()).collect(), json, apart })
+        };
+        let once = |words: &[&str], json| by(words, json, None);
+        assert_eq!(mode("pvm --apart t0 --json drain h2"), by(&["drain", "h2"], true, Some(Tid::NONE)));
+        assert!(mode("pvm --apart h2 drain h2").is_err());
         assert_eq!(mode("pvm conf"), once(&["conf"], false));
         assert_eq!(mode("pvm ps -a -l"), once(&["ps", "-a", "-l"], false));
         assert_eq!(mode("pvm spawn -3 hello --json"), once(&["spawn", "-3", "hello", "--json"], false));

@@ -3,7 +3,7 @@
 
 mod heard;
 
-use self::heard::{Heard, Moved, megabytes};
+use self::heard::{Heard, Moved, Over, megabytes};
 use crate::clock::micros_now;
 use crate::machine::{Machine, misfit};
 use crate::parse::ParseError;
@@ -48,6 +48,22 @@ pub(crate) struct Drain {
     /// Jobs that have tasks there when the time is just enough for that are checkpointed, but for those that leave in time. With this
     /// they are ended as well, and in the end all that are still there; without it they go on.
     pub(crate) checkpoint: bool,
+}
+
+impl Drain {
+    /// Jobs may have to be written for it, which nobody but who carries it out has done.
+    pub(crate) fn writes(&self) -> bool {
+        self.within.is_some() || self.checkpoint
+    }
+
+    /// The words that say it.
+    pub(crate) fn words(&self) -> Vec<String> {
+        let mut words = vec!["drain".to_string(), self.host.clone()];
+        words
+            .extend(self.within.iter().flat_map(|within| ["--deadline".to_string(), format!("{}s", within.as_secs())]));
+        words.extend(self.checkpoint.then(|| "--checkpoint".to_string()));
+        words
+    }
 }
 
 /// Reads the words behind the command.
@@ -133,6 +149,8 @@ struct Tried {
 struct Emptying<'a, M> {
     machine: &'a M,
     what: &'a Drain,
+    /// Whoever has typed it: its children can be written though it is alive.
+    console: Tid,
     show: &'a mut dyn FnMut(&str),
     begun: Instant,
     /// How many there were.
@@ -185,10 +203,18 @@ impl<M: Machine> Emptying<'_, M> {
             (self.show)(&format!("{tid} has left ({gone} of {all}{})\n", self.heard.cost(*tid)));
         }
         self.tasks = now;
-        if !drained {
-            (self.show)(&format!("{host} takes tasks again: somebody has called it off\n"));
+        let over = match self.heard.over {
+            _ if !drained => Some(Over::Ended),
+            // Whoever only looks on writes nothing.
+            Some(Over::Later(_)) if !self.what.writes() => None,
+            over => over,
+        };
+        match over {
+            Some(Over::Ended) => (self.show)(&format!("{host} takes tasks again: somebody has called it off\n")),
+            Some(Over::Later(by)) => (self.show)(&format!("a later order to empty {host} counts, that of {by}\n")),
+            None => {}
         }
-        Ok(drained)
+        Ok(over.is_none())
     }
 
     /// The jobs that have tasks there and could be written, those with the most of them first.
@@ -203,7 +229,7 @@ impl<M: Machine> Emptying<'_, M> {
             !self.what.checkpoint && (self.kept.contains_key(job) || self.heard.sets.contains_key(job))
                 || self.tried.get(job).is_some_and(|tried| tried.for_good)
         };
-        let jobs: Vec<Tid> = jobs(machine.tid(), &all, &self.tasks).into_iter().filter(|job| !is_over(job)).collect();
+        let jobs: Vec<Tid> = jobs(self.console, &all, &self.tasks).into_iter().filter(|job| !is_over(job)).collect();
         let (mut rests, begun) = (Vec::new(), Instant::now());
         let ask = |tid: Tid| match begun.elapsed() < ASKING_MAX {
             // Of the others nobody is to be waited for.
@@ -244,6 +270,11 @@ impl<M: Machine> Emptying<'_, M> {
     /// Has a job checkpointed, and ended if it is wanted so. `again`: what may pass is tried again.
     fn write(&mut self, rest: &Rest, again: bool) -> Result<(), Error> {
         let (job, host, ends) = (rest.job, &self.what.host, self.what.checkpoint);
+        // Somebody else may have had it written while it was looked for.
+        self.heard.listen(self.machine)?;
+        if !ends && self.heard.sets.contains_key(&job) {
+            return Ok(());
+        }
         if !self.tried.contains_key(&job) {
             (self.show)(&format!("job {job} is being written, {}\n", megabytes(rest.bytes)));
         }
@@ -299,7 +330,7 @@ impl<M: Machine> Emptying<'_, M> {
             Reply::Sets(sets) => sets.unwrap_or_default(),
             _ => return Err(misfit()),
         };
-        for job in jobs(self.machine.tid(), &parents(self.machine)?, &self.tasks) {
+        for job in jobs(self.console, &parents(self.machine)?, &self.tasks) {
             (self.show)(&at_risk(&self.what.host, job, &sets, self.kept.get(&job).or(self.heard.sets.get(&job))));
         }
         Ok(())
@@ -331,8 +362,13 @@ impl<M: Machine> Emptying<'_, M> {
     }
 }
 
-/// Has a host emptied and waits, until it is or its time is over; `show` gets each line as it comes.
-pub(crate) fn drain<M: Machine>(machine: &M, what: &Drain, show: &mut dyn FnMut(&str)) -> Result<Outcome, Error> {
+/// Has a host emptied for this console and waits, until it is or its time is over; `show` gets each line as it comes.
+pub(crate) fn drain<M: Machine>(
+    machine: &M,
+    what: &Drain,
+    console: Tid,
+    show: &mut dyn FnMut(&str),
+) -> Result<Outcome, Error> {
     let Drain { host, within, checkpoint } = what;
     let micros = within.map(|within| Micros(within.as_micros() as u64));
     let Some((_, tasks, stay)) = left(machine.ask_rm(&Question::Drain { host: host.clone(), within: micros })?)? else {
@@ -342,7 +378,8 @@ pub(crate) fn drain<M: Machine>(machine: &M, what: &Drain, show: &mut dyn FnMut(
     show(&format!("{host} takes no tasks; {all} {} to leave\n", if all == 1 { "is" } else { "are" }));
     let (gone, sets, kept, tried, writing) = Default::default();
     let (begun, heard) = (Instant::now(), Heard::of(machine.tid()));
-    let mut emptying = Emptying { machine, what, show, begun, all, tasks, gone, sets, kept, tried, heard, writing };
+    let mut emptying =
+        Emptying { machine, what, console, show, begun, all, tasks, gone, sets, kept, tried, heard, writing };
     if emptying.wait()? && *checkpoint {
         emptying.write_all()?;
     }
@@ -497,6 +534,9 @@ mod tests {
         let seconds = |n| Some(Duration::from_secs(n));
         assert_eq!(words("h2"), Ok(Drain { host: "h2".into(), within: None, checkpoint: false }));
         assert_eq!(words("h2 --deadline 30s"), Ok(Drain { host: "h2".into(), within: seconds(30), checkpoint: false }));
+        assert_eq!(Drain { host: "h2".into(), within: None, checkpoint: false }.words(), ["drain", "h2"]);
+        let both = words("h2 --deadline 5m --checkpoint").expect("a drain");
+        assert_eq!((parse(&both.words()[1..]), both.writes()), (Ok(both.clone()), true), "so it is said once more");
         assert_eq!(words("--deadline=5m h2"), Ok(Drain { host: "h2".into(), within: seconds(300), checkpoint: false }));
         assert!(words("h2 --checkpoint --deadline 30s").is_ok_and(|drain| drain.checkpoint));
         for line in ["", "h2 h3", "--deadline 3s", "h2 --deadline"] {

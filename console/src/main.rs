@@ -5,11 +5,12 @@
 //! * [`session`], [`collect`]: carry commands out on a [`machine`].
 //! * [`why`], [`usage`], [`job`], [`replay`]: what the resource manager can tell.
 //! * [`owner`]: what the owner of this machine says, and who uses it.
-//! * [`shell`], [`once`]: the two ways to use it; [`args`] tells them apart.
+//! * [`shell`], [`once`]: the two ways to use it; [`args`] tells them apart. [`apart`]: what outlives both.
 //! * [`editor`], [`complete`], [`above`]: lines at a terminal, and output that comes meanwhile.
 //! * [`daemon`], [`detach`], [`host_file`], [`halt`]: the daemon of this host, its start and its end.
 
 mod above;
+mod apart;
 mod args;
 mod checkpoint;
 mod clock;
@@ -90,8 +91,9 @@ fn fail(line: &str) -> ExitCode {
 
 fn run(mode: Mode) -> io::Result<ExitCode> {
     match mode {
-        Mode::Once { words, json } => match once::plan(&words, json)? {
+        Mode::Once { words, json, apart } => match once::plan(&words, json)? {
             Plan::Done(code) => Ok(code),
+            Plan::Needs(Command::Drain(what)) if apart.is_none() && what.writes() => apart::follow(&what, json),
             Plan::Needs(command) => {
                 let lock = match allowed().and_then(|()| lock()) {
                     Ok(lock) => lock,
@@ -99,7 +101,10 @@ fn run(mode: Mode) -> io::Result<ExitCode> {
                 };
                 let daemon = Watched::holding(lock.clone());
                 match Vm::enroll() {
-                    Ok(vm) => once::run(&vm, Home { lock, child: None }, environment(), &words, &command, json),
+                    Ok(vm) => match command {
+                        Command::Drain(what) => once::drain(&vm, &what, apart, json),
+                        _ => once::run(&vm, Home { lock, child: None }, environment(), &words, &command, json),
+                    },
                     // Somebody else halts it at this moment.
                     Err(error) if command == Command::Halt && daemon.is_ending(&error) => Ok(ExitCode::SUCCESS),
                     Err(error) => Ok(fail(&none_or(&error))),

@@ -12,11 +12,14 @@ use crate::screen::Screen;
 use crate::session::{self, EVENTS_AT_ONCE_MAX, Next, Session, TAG_EVENTS};
 use crate::spawn::{Output, TraceOutput};
 use libpvm::{Error, Match, Vm};
+use sempa_proto::Tid;
 use sempa_proto::event::Event;
 use sempa_proto::message::CTX_BASE;
 use std::collections::BTreeMap;
 use std::io;
 use std::process::ExitCode;
+use std::sync::mpsc;
+use std::thread;
 
 /// What has to be done with the words.
 pub(crate) enum Plan {
@@ -78,9 +81,6 @@ pub(crate) fn run(
         Screen.complain(&format!("events: {error}"));
         return Ok(ExitCode::FAILURE);
     }
-    if let Command::Drain(what) = command {
-        return follow_drain(vm, what, json);
-    }
     let mut session = Session::new(vm.clone(), env);
     let outcome = session.words(words);
     Screen.report(&outcome, json)?;
@@ -101,18 +101,31 @@ pub(crate) fn run(
     Ok(code(!outcome.failed))
 }
 
-/// Has a host emptied, and shows how far it is as it goes.
-fn follow_drain(vm: &Vm, what: &Drain, json: bool) -> io::Result<ExitCode> {
-    // A reader that has gone away is no reason to leave the host half empty: the order stands.
+/// Has a host emptied, and shows how far it is as it goes. `apart`: the console that has it emptied, if it is not this one.
+///
+/// # Errors
+/// When standard output cannot be written.
+pub(crate) fn drain(vm: &Vm, what: &Drain, apart: Option<Tid>, json: bool) -> io::Result<ExitCode> {
+    let (lines, said) = mpsc::channel::<String>();
+    // A reader that has gone away, or that was stopped, is no reason to leave the host half empty: the order stands.
+    let speaker = thread::spawn(move || said.iter().for_each(|line| drop(Screen.print(line.as_bytes()))));
     let mut show = |line: &str| {
         if !json {
-            drop(Screen.print(line.as_bytes()));
+            drop(lines.send(line.to_string()));
         }
     };
-    match drain::drain(vm, what, &mut show) {
+    let console = apart.filter(|tid| tid.is_task()).unwrap_or(vm.tid());
+    let result = drain::drain(vm, what, console, &mut show);
+    if result.is_ok() {
+        // Nothing is left of it in the virtual machine, however long it may take to say the rest.
+        let _ = vm.exit();
+    }
+    drop(lines);
+    // It cannot have panicked.
+    let _ = speaker.join();
+    match result {
         Ok(outcome) => {
             Screen.report(&outcome, json)?;
-            let _ = vm.exit();
             Ok(code(!outcome.failed))
         }
         Err(error) => {

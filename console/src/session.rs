@@ -1,6 +1,7 @@
 //! Carries commands out: one call per command, from words to what is shown. It keeps what lasts between commands:
 //! aliases, options, the environment for tasks, and jobs.
 
+use crate::apart;
 use crate::checkpoint;
 use crate::collect::{Collected, TAG_HOSTS};
 use crate::complete::Known;
@@ -101,6 +102,10 @@ pub(crate) struct Session<M> {
     pub(crate) collected: BTreeMap<u32, Collected>,
     /// Hosts that need no announcement.
     pub(crate) known: BTreeSet<HostId>,
+    /// What has to outlive this console is carried out by others.
+    lasts: bool,
+    /// The line that is carried out asks for values.
+    as_json: bool,
 }
 
 impl<M: Machine> Session<M> {
@@ -115,6 +120,8 @@ impl<M: Machine> Session<M> {
             jobs: Jobs::default(),
             collected: BTreeMap::new(),
             known: BTreeSet::new(),
+            lasts: false,
+            as_json: false,
         }
     }
 
@@ -128,11 +135,13 @@ impl<M: Machine> Session<M> {
         Known { aliases: self.aliases.keys().cloned().collect(), variables: self.env.keys().cloned().collect() }
     }
 
-    /// What a long-lived console asks for at its start: that `reset` spares it, and that it hears of new hosts.
+    /// What a long-lived console asks for at its start: that `reset` spares it, and that it hears of new hosts. What it has others
+    /// do goes on when it ends.
     ///
     /// # Errors
     /// When the host table cannot be read; the rest is a comfort that may be missing.
     pub(crate) fn settle(&mut self) -> Result<(), Error> {
+        self.lasts = true;
         self.known = self.machine.hosts()?.hosts.iter().map(|host| host.id).collect();
         let mut body = Packer::new(Encoding::Xdr);
         body.int(self.machine.tid().raw());
@@ -153,6 +162,7 @@ impl<M: Machine> Session<M> {
                 None => Outcome::refused("alias loop"),
                 Some(mut words) => {
                     let as_json = take_json(&mut words);
+                    self.as_json = as_json;
                     Outcome { as_json, ..self.words(&words) }
                 }
             },
@@ -246,9 +256,12 @@ impl<M: Machine> Session<M> {
             Command::Checkpoint(what) => checkpoint::checkpoint(&self.machine, &what)?,
             Command::Checkpoints(what) => checkpoint::checkpoints(&self.machine, &what)?,
             Command::Restart(what) => checkpoint::restart(&self.machine, &what)?,
+            Command::Drain(what) if self.lasts && what.writes() => {
+                apart::carry_out(self.machine.tid(), &what, self.as_json)
+            }
             Command::Drain(what) => {
-                let mut text = String::new();
-                let outcome = drain::drain(&self.machine, &what, &mut |line| text.push_str(line))?;
+                let (mut text, me) = (String::new(), self.machine.tid());
+                let outcome = drain::drain(&self.machine, &what, me, &mut |line| text.push_str(line))?;
                 Outcome { text, ..outcome }
             }
             Command::Undrain { host } => drain::undrain(&self.machine, &host)?,

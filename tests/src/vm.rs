@@ -327,9 +327,14 @@ impl<'a> Vm<'a> {
     /// # Errors
     /// It does not start.
     pub fn start_pvm(&self, words: &[&str]) -> Result<Running> {
+        Running::start(self.pvm_command(words), Stdio::null())
+    }
+
+    /// The console on h1 with these words; without any it reads commands.
+    pub fn pvm_command(&self, words: &[&str]) -> Command {
         let mut command = self.command(self.bed.host(1), self.prefix.join("bin/pvm"));
         command.args(words);
-        Running::start(command, Stdio::null())
+        command
     }
 
     /// The host on which a task runs now.

@@ -1,10 +1,16 @@
 //! Who would take a task is known before anything is moved; and a host is emptied, kept empty and used again, as somebody wants.
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use sempa_proto::event::EventKind;
+use sempa_proto::table::TASK_CONNECTED;
 use sempa_tests::needs::testbed_with_env;
-use sempa_tests::run::{Done, must};
+use sempa_tests::run::{Done, Running, must};
+use sempa_tests::testbed::gone;
 use sempa_tests::vm::{Entry, Settings};
 use sempa_tests::{Sure, Vm, eventually};
+use std::io::Write;
+use std::process::Stdio;
 use std::time::Duration;
 
 const SOON: Duration = Duration::from_secs(60);
@@ -230,6 +236,138 @@ fn those_that_only_wait_for_their_turn_on_a_slow_way_are_written_while_others_le
         let told: Vec<&str> = told.filter(|line| line.contains(" has ended; 'restart ")).collect();
         let waited = |line: &&str| wait.iter().any(|tid| line.starts_with(&format!("job {tid} ")));
         assert!(!told.is_empty() && told.iter().all(waited), "{done:?}\n{}", vm.logs());
+    });
+}
+
+/// A task that nothing but h2 takes.
+fn spawn_what_stays(vm: &Vm) -> String {
+    std::fs::create_dir_all(vm.bed().host(2).path("/tmp/only-there")).sure(vm);
+    let tid = vm.spawn(&["-h2:/tmp/only-there", "hold", "2"]).sure(vm);
+    lives(vm, &tid);
+    tid
+}
+
+/// Starts a drain and waits until the host is being emptied.
+fn begin(vm: &Vm, words: &[&str]) -> Running {
+    let drain = vm.start_pvm(words).sure(vm);
+    let told = || match drain.out_so_far() {
+        Ok(out) if out.contains(" takes no tasks; ") => Ok(()),
+        other => Err(format!("{other:?} {:?}", drain.err_so_far())),
+    };
+    eventually(SOON, told).sure(vm);
+    drain
+}
+
+/// What carries a drain out, apart from the command that was typed.
+const APART: &str = "--apart";
+
+/// A signal for the command that was typed, not for the process that carries it out.
+fn signal_command(vm: &Vm, words: &str, signal: Signal) {
+    let own = format!("bin/pvm {words}");
+    let typed = |line: &str| !line.contains(APART) && line.ends_with(own.trim());
+    // `nsenter` and `env` have these words as well, as long as they are there.
+    let mut found = vm.bed().host(1).processes().into_iter().filter(|(_, line)| typed(line));
+    let (pid, _) = found.find(|(_, line)| line.starts_with('/')).expect("it runs");
+    kill(Pid::from_raw(pid.cast_signed()), signal).expect("it is there");
+}
+
+/// The drain that was typed last was carried out by its deadline: this job is in the store, once, and goes on; nobody is left of it.
+fn is_written_and_goes_on(vm: &Vm, tid: &str) {
+    let written = |entry: &Entry| matches!(&entry.kind, EventKind::Checkpointed { job, .. } if job.to_string() == tid);
+    eventually(SOON, || match drain_and_sets(vm).1.len() {
+        0 => Err(format!("nothing was written\n{}", vm.logs())),
+        _ => Ok(()),
+    })
+    .sure(vm);
+    gone(vm.bed().host(1), APART, SOON).sure(vm);
+    let (until, sets) = drain_and_sets(vm);
+    assert!(vm.events().sure(vm).iter().any(written));
+    assert_eq!(sets.len(), 1, "{}", vm.logs());
+    assert!(until.is_some_and(|until| sets[0] < until), "{}", vm.logs());
+    assert_eq!(vm.host_of(tid).sure(vm), "h2");
+    lives(vm, tid);
+}
+
+#[test]
+fn a_job_is_in_the_store_at_the_deadline_also_when_the_command_was_killed_or_interrupted() {
+    with_three_hosts(Some("pvm-rm"), |vm| {
+        let tid = spawn_what_stays(vm);
+        let words = ["drain", "h2", "--deadline", "9s"];
+        let killed = begin(vm, &words);
+        signal_command(vm, &words.join(" "), Signal::SIGKILL);
+        let killed = killed.finish(SOON).sure(vm);
+        assert!(!killed.good() && !killed.out.contains("is being written"), "it was before: {killed:?}");
+        is_written_and_goes_on(vm, &tid);
+        let words = ["drain", "h2", "--deadline", "10s"];
+        let interrupted = begin(vm, &words);
+        signal_command(vm, &words.join(" "), Signal::SIGINT);
+        let interrupted = interrupted.finish(SOON).sure(vm);
+        assert_eq!(interrupted.status.code(), Some(130), "{interrupted:?}");
+        assert_eq!(interrupted.err, "drain: h2 goes on being emptied; 'undrain h2' calls it off\n");
+        is_written_and_goes_on(vm, &tid);
+    });
+}
+
+#[test]
+fn a_drain_whose_command_was_killed_is_called_off_or_gives_way_to_a_later_one_and_nothing_is_written_twice() {
+    with_three_hosts(Some("pvm-rm"), |vm| {
+        let tid = spawn_what_stays(vm);
+        let words = ["drain", "h2", "--deadline", "1h", "--checkpoint"];
+        let killed = begin(vm, &words);
+        signal_command(vm, &words.join(" "), Signal::SIGKILL);
+        killed.finish(SOON).sure(vm);
+        assert!(pvm(vm, &["undrain", "h2"]).good());
+        gone(vm.bed().host(1), APART, SOON).sure(vm);
+        let earlier = begin(vm, &words);
+        // Whoever names no time only looks on.
+        let looks_on = begin(vm, &["drain", "h2"]);
+        let later = pvm(vm, &["drain", "h2", "--deadline", "8s"]);
+        assert!(word_after(&later.out, &format!("job {tid} is in the store as ")).is_some(), "{later:?}");
+        let earlier = earlier.finish(SOON).sure(vm);
+        assert!(!earlier.good() && earlier.out.contains("a later order to empty h2 counts, that of "), "{earlier:?}");
+        let looked_on = looks_on.finish(SOON).sure(vm);
+        assert!(!looked_on.out.contains("a later order"), "{looked_on:?}");
+        is_written_and_goes_on(vm, &tid);
+    });
+}
+
+#[test]
+fn a_drain_typed_in_a_console_writes_what_that_has_started_and_outlives_it() {
+    with_three_hosts(Some("pvm-rm"), |vm| {
+        std::fs::create_dir(vm.bed().host(2).path("/tmp/only-there")).sure(vm);
+        let start = || {
+            let mut command = vm.pvm_command(&[]);
+            command.env("TERM", "dumb");
+            Running::start(command, Stdio::piped()).sure(vm)
+        };
+        let mut console = start();
+        let mut keys = console.take_stdin().expect("piped");
+        keys.write_all(b"spawn -h2:/tmp/only-there hold 2\n").sure(vm);
+        let of_console = || {
+            let tasks = vm.tasks().map_err(|error| error.to_string())?;
+            let task = tasks.iter().find(|task| task.name.ends_with("hold") && task.flags & TASK_CONNECTED != 0);
+            task.map(|task| task.tid.clone()).ok_or_else(|| format!("{tasks:?}"))
+        };
+        let tid = eventually(SOON, of_console).sure(vm);
+        keys.write_all(b"drain h2 --deadline 8s\n").sure(vm);
+        let written = || match console.out_so_far().map_err(|error| error.to_string())? {
+            out if out.contains(&format!("job {tid} is in the store as ")) => Ok(out),
+            out => Err(out),
+        };
+        let out = eventually(SOON, written).sure(vm);
+        assert!(
+            out.contains("h2 takes no tasks; 1 is to leave\n") && out.contains(" is still there: no host"),
+            "{out}"
+        );
+        let orders = |vm: &Vm| {
+            let events = vm.events().sure(vm);
+            events.iter().filter(|entry| matches!(entry.kind, EventKind::DrainBegun { .. })).count()
+        };
+        keys.write_all(b"drain h2 --deadline 8s\n").sure(vm);
+        eventually(SOON, || if orders(vm) == 2 { Ok(()) } else { Err("no second order".to_string()) }).sure(vm);
+        signal_command(vm, "", Signal::SIGKILL);
+        console.finish(SOON).sure(vm);
+        is_written_and_goes_on(vm, &tid);
     });
 }
 

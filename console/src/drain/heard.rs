@@ -16,6 +16,15 @@ const TELLING_BYTES: u64 = 16 << 20;
 /// Bytes that have moved, and how long they were on their way.
 pub(super) type Moved = (u64, Micros);
 
+/// Why a host is not emptied any more, or not by this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Over {
+    /// It was called off.
+    Ended,
+    /// There is a later one with a time of its own; whose.
+    Later(Tid),
+}
+
 /// What the event log tells of the moves of tasks, and of checkpoints.
 #[derive(Debug, Default)]
 pub(super) struct Heard {
@@ -35,6 +44,8 @@ pub(super) struct Heard {
     pub(super) left: u64,
     /// The newest set of each job that was complete after that.
     pub(super) sets: BTreeMap<Tid, String>,
+    /// What has become of that order. The host may be emptied by another one when it is asked how far it is.
+    pub(super) over: Option<Over>,
     /// The time of the first event that is kept, in microseconds since 1970.
     first: Option<Micros>,
     /// When tasks that have not ended were started, as far as the log goes back; the same clock.
@@ -62,8 +73,13 @@ impl Heard {
         self.first.get_or_insert(at);
         match kind {
             EventKind::DrainBegun { host, by, .. } if *by == self.me => {
-                (self.host, self.left, self.sets) = (Some(*host), 0, BTreeMap::new());
+                (self.host, self.left, self.sets, self.over) = (Some(*host), 0, BTreeMap::new(), None);
             }
+            // The resource manager knows one time for each host, that which was named last.
+            EventKind::DrainBegun { host, by, until: Some(_) } if self.host == Some(*host) => {
+                self.over.get_or_insert(Over::Later(*by));
+            }
+            EventKind::DrainEnded { host, .. } if self.host == Some(*host) => self.over = Some(Over::Ended),
             EventKind::TaskStarted { tid, .. } => drop(self.started.insert(*tid, at)),
             EventKind::TaskEnded { tid, .. } => drop(self.started.remove(tid)),
             EventKind::Checkpointed { set, job, .. } => {
@@ -188,7 +204,24 @@ mod tests {
         };
         assert_eq!(hear(&[written("a"), moved(host), begun(me)]), (0, None));
         assert_eq!(hear(&[moved(host), written("b"), moved(elsewhere), written("c")]), (7, Some("c".into())));
-        assert_eq!(hear(&[begun(other)]), (7, Some("c".into())), "that is another host");
+        assert_eq!(hear(&[begun(other)]), (7, Some("c".into())), "it has no time of its own");
+    }
+
+    #[test]
+    fn an_order_is_over_when_it_is_called_off_or_a_later_one_names_a_time() {
+        let [me, other] = [1, 2].map(|n| Tid::from_raw(0x40000 + n));
+        let (host, elsewhere) = (HostId::new(2).expect("a host"), HostId::MASTER);
+        let begun = |by, host, until: Option<u64>| EventKind::DrainBegun { host, by, until: until.map(Micros) };
+        let ended = |host| EventKind::DrainEnded { host, by: other };
+        let mut heard = Heard::of(me);
+        let mut hear = |kinds: &[EventKind]| {
+            kinds.iter().for_each(|kind| heard.hear(Micros(1), kind));
+            heard.over
+        };
+        assert_eq!(hear(&[begun(other, host, Some(9)), ended(host), begun(me, host, None)]), None, "it was before");
+        assert_eq!(hear(&[begun(other, elsewhere, Some(9)), ended(elsewhere), begun(other, host, None)]), None);
+        assert_eq!(hear(&[begun(other, host, Some(9))]), Some(Over::Later(other)));
+        assert_eq!(hear(&[ended(host), begun(other, host, Some(9))]), Some(Over::Ended), "that comes too late");
     }
 
     #[test]

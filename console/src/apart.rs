@@ -1,0 +1,176 @@
+//! A drain that has jobs written is carried out by a process of its own, which outlives the command that was typed and its terminal:
+//! this program once more, with `--apart`. Whoever has typed the command shows what that process says, and ends as it ends. Nothing
+//! here is needed by that process to go on.
+
+use crate::detach::detached;
+use crate::drain::Drain;
+use crate::screen::Screen;
+use crate::session::Outcome;
+use nix::sys::signal::{SigSet, Signal};
+use sempa_proto::Tid;
+use std::io::{self, Read, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::thread;
+
+/// Bytes that are passed on at once.
+const CHUNK_BYTES: usize = 16 << 10;
+/// What a shell adds to the number of a signal that ended a command.
+const BY_SIGNAL: u8 = 128;
+
+/// This program, also when another one lies in its place by now.
+fn program() -> PathBuf {
+    let own = std::env::current_exe().ok().filter(|path| path.is_file());
+    own.unwrap_or_else(|| PathBuf::from("/proc/self/exe"))
+}
+
+/// Begins to carry a drain out. `console`: whose children are written though he is alive; [`Tid::NONE`] if it was typed in a shell.
+fn begin(program: PathBuf, console: Tid, what: &Drain, json: bool) -> io::Result<Child> {
+    let mut command = Command::new(program);
+    command.args(["--apart", &console.to_string()]).args(json.then_some("--json")).args(what.words());
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let begun = detached(&mut command).spawn();
+    begun
+        .map_err(|error| io::Error::new(error.kind(), format!("drain: nobody can be started to carry it out: {error}")))
+}
+
+/// Carries a drain out that was typed in a shell, and shows it as it goes.
+///
+/// # Errors
+/// It could not begin; or standard output cannot be written, and it is over.
+pub(crate) fn follow(what: &Drain, json: bool) -> io::Result<ExitCode> {
+    let mut interrupts = SigSet::empty();
+    interrupts.add(Signal::SIGINT);
+    interrupts.add(Signal::SIGTERM);
+    // Threads made later do as this one.
+    interrupts.thread_block()?;
+    let mut child = match begin(program(), Tid::NONE, what, json) {
+        Ok(child) => child,
+        Err(error) => {
+            Screen.complain(&error.to_string());
+            return Ok(ExitCode::FAILURE);
+        }
+    };
+    let host = what.host.clone();
+    thread::spawn(move || leave_at(interrupts, &host));
+    let complaints = child.stderr.take().map(|from| thread::spawn(move || pass_on(from, io::stderr())));
+    let shown = child.stdout.take().map_or(Ok(()), |from| pass_on(from, io::stdout()));
+    // What cannot be written to standard error is lost.
+    let _ = complaints.map(thread::JoinHandle::join);
+    let status = child.wait()?;
+    shown?;
+    let (good, said) = ended(status);
+    said.iter().for_each(|line| Screen.complain(line));
+    Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Leaves the drain alone at one of these signals, and says what becomes of it.
+fn leave_at(interrupts: SigSet, host: &str) {
+    let Ok(signal) = interrupts.wait() else { return };
+    // Should nobody read what is said, the next one ends this process as any other.
+    let _ = interrupts.thread_unblock();
+    Screen.complain(&format!("drain: {host} goes on being emptied; 'undrain {host}' calls it off"));
+    let number = u8::try_from(signal as i32).unwrap_or_default();
+    std::process::exit(i32::from(BY_SIGNAL + number));
+}
+
+/// Passes on all that comes. A reader that has gone away is no reason to stop: whoever writes would wait for ever.
+///
+/// # Errors
+/// Some of it could not be written.
+fn pass_on(mut from: impl Read, mut to: impl Write) -> io::Result<()> {
+    let (mut chunk, mut result) = (vec![0; CHUNK_BYTES], Ok(()));
+    loop {
+        let bytes = match from.read(&mut chunk) {
+            Ok(0) => return result,
+            Ok(bytes) => &chunk[..bytes],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(error),
+        };
+        if result.is_ok() {
+            result = to.write_all(bytes).and_then(|()| to.flush());
+        }
+    }
+}
+
+/// Whether all was done, and what is to be said if somebody has ended it.
+fn ended(status: ExitStatus) -> (bool, Option<String>) {
+    let by = status.signal().map(|signal| {
+        format!(
+            "drain: whoever carried it out was ended by signal {signal}: what was not written by then is not written"
+        )
+    });
+    (status.success(), by)
+}
+
+/// Carries a drain out that was typed in this interactive console, and waits for its end.
+pub(crate) fn carry_out(console: Tid, what: &Drain, json: bool) -> Outcome {
+    carry_out_by(program(), console, what, json)
+}
+
+fn carry_out_by(program: PathBuf, console: Tid, what: &Drain, json: bool) -> Outcome {
+    let done = match begin(program, console, what, json).and_then(Child::wait_with_output) {
+        Ok(done) => done,
+        Err(error) => return Outcome::complaint(error),
+    };
+    let (good, said) = ended(done.status);
+    let (out, err) = (String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
+    let values =
+        if json { out.lines().filter_map(|line| serde_json::from_str(line).ok()).collect() } else { Vec::new() };
+    let complaints = err.lines().map(String::from).chain(said).collect();
+    let text = if json { String::new() } else { out.into_owned() };
+    Outcome { text, json: values, complaints, failed: !good, ..Outcome::default() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    /// Writes nowhere.
+    struct Nobody;
+
+    impl Write for Nobody {
+        fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+            Err(io::ErrorKind::BrokenPipe.into())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn all_is_read_also_when_nobody_listens() {
+        let text = vec![b'x'; 3 * CHUNK_BYTES + 1];
+        let (mut from, mut to) = (&text[..], Vec::new());
+        pass_on(&mut from, &mut to).expect("it is written");
+        assert_eq!((from.len(), to.len()), (0, text.len()));
+        let mut from = &text[..];
+        let error = pass_on(&mut from, Nobody).expect_err("nobody reads it");
+        assert_eq!((from.len(), error.kind()), (0, io::ErrorKind::BrokenPipe));
+    }
+
+    #[test]
+    fn what_the_process_says_and_how_it_ends_is_what_the_command_comes_to() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let place = folder.path().join("pvm");
+        let what = Drain { host: "h2".into(), within: None, checkpoint: true };
+        let run = |script: &str, json| {
+            fs::write(&place, format!("#!/bin/sh\n{script}\n")).expect("written");
+            fs::set_permissions(&place, fs::Permissions::from_mode(0o755)).expect("ours");
+            carry_out_by(place.clone(), Tid::from_raw(0x40001), &what, json)
+        };
+        let done = run("echo \"$@\"; echo not all >&2; exit 1", false);
+        assert_eq!(done.text, "--apart t40001 drain h2 --checkpoint\n");
+        assert_eq!((done.failed, done.complaints), (true, vec!["not all".to_string()]));
+        let done = run("echo '{\"left\":[]}'", true);
+        assert_eq!((done.failed, done.text.as_str(), done.json), (false, "", vec![serde_json::json!({ "left": [] })]));
+        let killed = run("kill -9 $$", false);
+        assert!(killed.failed && killed.complaints[0].contains("ended by signal 9"), "{killed:?}");
+        let none = carry_out_by(folder.path().join("none"), Tid::NONE, &what, false);
+        assert!(none.failed && none.complaints[0].starts_with("drain: nobody can be started"), "{none:?}");
+    }
+}
