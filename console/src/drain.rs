@@ -12,8 +12,9 @@ use crate::words::{option, span};
 use libpvm::Error;
 use sempa_proto::checkpoint::{CutFailure, SetEntry, SetReport};
 use sempa_proto::rm::{Answer, Question};
+use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{Reply, Request};
-use sempa_proto::{Micros, Tid};
+use sempa_proto::{Micros, PvmError, Tid};
 use serde_json::json;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -193,7 +194,14 @@ impl<M: Machine> Emptying<'_, M> {
     fn look(&mut self) -> Result<bool, Error> {
         let host = &self.what.host;
         let question = Question::Draining { host: host.clone() };
-        let Some((drained, mut now, _)) = left(self.machine.ask_rm(&question)?)? else { return Ok(false) };
+        let (drained, mut now) = match self.machine.ask_rm(&question) {
+            // The next resource manager knows what this one was told, and what is to be written does not wait for it.
+            Err(error) if self.what.writes() && is_silent(&error) => (true, self.still_there()?),
+            answer => match left(answer?)? {
+                Some((drained, now, _)) => (drained, now),
+                None => return Ok(false),
+            },
+        };
         // The end of one that was written may not have come to its ears.
         now.retain(|tid, _| !self.gone.contains(tid));
         self.heard.listen(self.machine)?;
@@ -215,6 +223,16 @@ impl<M: Machine> Emptying<'_, M> {
             None => {}
         }
         Ok(over.is_none())
+    }
+
+    /// Those of the tasks that the resource manager knew last that are there, while nobody can be asked.
+    fn still_there(&self) -> Result<Left, Error> {
+        let all = self.machine.tasks(Tid::NONE)?;
+        let is_there = |tid: &Tid| {
+            let here = |task: &&TaskInfo| task.tid == *tid && self.heard.host.is_none_or(|host| task.host == host);
+            all.iter().any(|task| here(&task))
+        };
+        Ok(self.tasks.iter().filter(|(tid, _)| is_there(tid)).map(|(tid, why)| (*tid, why.clone())).collect())
     }
 
     /// The jobs that have tasks there and could be written, those with the most of them first.
@@ -385,6 +403,11 @@ pub(crate) fn drain<M: Machine>(
     }
     emptying.warn()?;
     Ok(emptying.told(stay))
+}
+
+/// True if there is no resource manager at the moment, or none that answers.
+fn is_silent(error: &Error) -> bool {
+    matches!(error.code, PvmError::NoTask | PvmError::NotImpl)
 }
 
 /// What a job loses if a host leaves that it has tasks on. `kept`: the set that was made so that it does not lose more.

@@ -309,6 +309,25 @@ fn a_job_is_in_the_store_at_the_deadline_also_when_the_command_was_killed_or_int
 }
 
 #[test]
+fn a_job_is_in_the_store_at_the_deadline_also_when_resource_managers_are_killed_until_then() {
+    with_three_hosts(Some("pvm-rm"), |vm| {
+        let tid = spawn_what_stays(vm);
+        let drain = begin(vm, &["drain", "h2", "--deadline", "20s"]);
+        let before = registered(vm);
+        for number in 1..=2 {
+            let rm =
+                vm.bed().host(1).processes().into_iter().find(|(_, line)| line.contains("pvm-rm")).expect("it runs");
+            kill(Pid::from_raw(rm.0.cast_signed()), Signal::SIGKILL).expect("it is there");
+            let again = || if registered(vm) >= before + number { Ok(()) } else { Err("no other one".to_string()) };
+            eventually(SOON, again).sure(vm);
+        }
+        let done = drain.finish(SOON).sure(vm);
+        assert!(word_after(&done.out, &format!("job {tid} is in the store as ")).is_some(), "{done:?}\n{}", vm.logs());
+        is_written_and_goes_on(vm, &tid);
+    });
+}
+
+#[test]
 fn a_drain_whose_command_was_killed_is_called_off_or_gives_way_to_a_later_one_and_nothing_is_written_twice() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let tid = spawn_what_stays(vm);

@@ -39,7 +39,7 @@ pub(super) struct Heard {
     /// Bytes of all that have moved, and how long each was on its way.
     pub(super) moved: Moved,
     /// The host that is being emptied.
-    host: Option<HostId>,
+    pub(super) host: Option<HostId>,
     /// Bytes of all that have left it since that has begun.
     pub(super) left: u64,
     /// The newest set of each job that was complete after that.
