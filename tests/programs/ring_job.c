@@ -1,11 +1,14 @@
 /*
  * A job that computes in a ring, for checkpoints.
  *
- *   ring_job WORKERS ROUNDS PAUSE FOLDER    as a task: spawns so many workers, sends a sum around so often, each of them busy
- *                                           for PAUSE microseconds, appends a line "ROUND SUM" to FOLDER/log for each round
+ *   ring_job WORKERS ROUNDS PAUSE FOLDER [HOST]
+ *                                           as a task: spawns so many workers, on that host if one is named, sends a sum
+ *                                           around so often, each of them busy for PAUSE microseconds, or asleep for -PAUSE
+ *                                           of them, appends a line "ROUND SUM" to FOLDER/log for each round
  *                                           and writes FOLDER/result at the end; if there is a file FOLDER/times, it gets
  *                                           a line "ROUND MICROSECONDS" (since 1970) for each round. That one is open for
- *                                           no longer than that takes: no checkpoint knows of it, and nothing cuts it back
+ *                                           no longer than that takes: no checkpoint knows of it, and nothing cuts it back.
+ *                                           The round in which there is a file FOLDER/last is the last one
  *
  * Every worker also sends the first task a note each round, which that one takes two rounds later: some are always on their
  * way, or lie there. Every ten rounds all meet at a barrier of their job's own group. What everybody holds is part of the sum.
@@ -18,13 +21,17 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-enum { TAG_RING = 1, TAG_NOTE, TAG_SETUP, WORKERS_MAX = 64, LATE = 2, MODULUS = 1000003 };
+enum { TAG_RING = 1, TAG_NOTE, TAG_SETUP, WORKERS_MAX = 64, LATE = 2, MODULUS = 1000003, LAST = 1 << 30 };
 
 static char group[32];
 
 static void busy(int microseconds)
 {
     struct timeval begin, now;
+    if (microseconds < 0) {
+        usleep(-microseconds);
+        return;
+    }
     gettimeofday(&begin, NULL);
     do {
         gettimeofday(&now, NULL);
@@ -87,15 +94,15 @@ static int work(int root)
     pvm_upkint(&after, 1, 1);
     if (pvm_joingroup(group) < 0 || pvm_barrier(group, setup[1]) < 0)
         return 7;
-    for (int round = 0; round < setup[2]; round++) {
-        int seen, sum;
+    for (int round = 0, seen = 0; round < setup[2] && !(seen & LAST); round++) {
+        int sum;
         take(before, TAG_RING, &seen, &sum);
-        if (seen != round)
+        if ((seen & ~LAST) != round)
             return 8;
         busy(setup[3]);
         state = next_state(state, round, setup[0]);
         pass(root, TAG_NOTE, round, state);
-        pass(after, TAG_RING, round, next_sum(sum, state));
+        pass(after, TAG_RING, seen, next_sum(sum, state));
         if (meet(round, setup[1]) < 0)
             return 9;
     }
@@ -106,9 +113,12 @@ static int lead(char **words)
 {
     int workers = atoi(words[0]), rounds = atoi(words[1]), pause = atoi(words[2]), all = workers + 1;
     int tids[WORKERS_MAX], me = pvm_mytid(), sum = 1, state = 0;
-    char path[4096];
-    if (workers < 1 || workers > WORKERS_MAX || pvm_spawn("ring_job", NULL, 0, "", workers, tids) != workers)
+    char path[4096], end[4096], *host = words[4];
+    if (workers < 1 || workers > WORKERS_MAX)
         return 10;
+    if (pvm_spawn("ring_job", NULL, host ? PvmTaskHost : PvmTaskDefault, host ? host : "", workers, tids) != workers)
+        return 10;
+    snprintf(end, sizeof end, "%s/last", words[3]);
     for (int i = 0; i < workers; i++) {
         int setup[4] = { i + 1, all, rounds, pause };
         pvm_initsend(PvmDataDefault);
@@ -121,12 +131,13 @@ static int lead(char **words)
         return 7;
     snprintf(path, sizeof path, "%s/log", words[3]);
     int log = open(path, O_WRONLY | O_CREAT | O_APPEND, 0600);
-    for (int round = 0; round < rounds; round++) {
+    for (int round = 0, last = 0; round < rounds && !last; round++) {
         int seen, note;
+        last = access(end, F_OK) ? 0 : LAST;
         state = next_state(state, round, 0);
-        pass(tids[0], TAG_RING, round, next_sum(sum, state));
+        pass(tids[0], TAG_RING, round | last, next_sum(sum, state));
         take(tids[workers - 1], TAG_RING, &seen, &sum);
-        if (seen != round)
+        if (seen != (round | last))
             return 8;
         for (int i = 0; round >= LATE && i < workers; i++) {
             take(tids[i], TAG_NOTE, &seen, &note);
@@ -151,8 +162,8 @@ int main(int argc, char **argv)
     if (me < 0)
         return 2;
     int root = pvm_parent();
-    snprintf(group, sizeof group, "ring-t%x", argc == 5 ? me : root);
-    int code = argc == 5 ? lead(argv + 1) : work(root);
+    snprintf(group, sizeof group, "ring-t%x", argc >= 5 ? me : root);
+    int code = argc >= 5 ? lead(argv + 1) : work(root);
     pvm_exit();
     return code;
 }

@@ -30,17 +30,20 @@ while True:
         (ours if ready is starter else starter).send(words)
 "#;
 
-/// Stops the real engine as soon as it has written some memory, of which a part will have left.
+/// Stops the real engine as soon as it has written so much memory. Of a megabyte a part will have left.
 const STALLER: &str = r#"
 import glob, os, signal, subprocess, sys
-real, number = sys.argv[1:]
+real, number, least = sys.argv[1:]
 engine = subprocess.Popen([real, "swrk", number], close_fds=False)
 os.nice(-20)
 while engine.poll() is None:
-    if any(os.path.getsize(path) >= 1 << 20 for path in glob.glob("/tmp/sempa-0/pvm/images-*/pages-*.img")):
+    if any(os.path.getsize(path) >= int(least) for path in glob.glob("/tmp/sempa-0/pvm/images-*/pages-*.img")):
         engine.send_signal(signal.SIGSTOP)
         break
-sys.exit(engine.wait())
+status = engine.wait()
+if status < 0:
+    os.kill(os.getpid(), -status)
+sys.exit(status)
 "#;
 
 /// Says that a task is built, and builds none; `nobody` names a process before that, of a number that there cannot be. All that is
@@ -69,7 +72,7 @@ pub fn put(bed: &Testbed) {
         "#!/bin/bash\nlie=$(cat {folder}/lie-$(hostname) 2>/dev/null)\n\
          case $1 in swrk) ;; lazy-pages) lie=$1-$lie ;; *) lie= ;; esac\n\
          case $lie in lazy-pages-lazy-*) ;; lazy-*) lie= ;; esac\n\
-         [[ $lie != wait ]] || compgen -G '/tmp/sempa-0/pvm/images-*' >/dev/null || lie=\n\
+         [[ $lie != @(wait|stall*) ]] || compgen -G '/tmp/sempa-0/pvm/images-*' >/dev/null || lie=\n\
          [[ -z $lie ]] || echo \"$lie\" >>{folder}/lied-$(hostname)\n\
          case $lie in\n\
          hang | lazy-pages-lazy-hang) exec {HANGING} ;;\n\
@@ -81,7 +84,7 @@ pub fn put(bed: &Testbed) {
          printf 'neither yes nor no, and more than anybody asked for' >&$2; exec {HANGING} ;;\n\
          killed) kill -9 $$ ;;\n\
          wait) while grep -qsx wait {folder}/lie-$(hostname); do sleep 0.02; done ;;\n\
-         stall) rm {folder}/lie-$(hostname); exec python3 {folder}/staller.py {real} \"$2\" ;;\n\
+         stall*) rm {folder}/lie-$(hostname); exec python3 {folder}/staller.py {real} \"$2\" \"${{lie#stall }}\" ;;\n\
          cut*) exec python3 {folder}/cutter.py {real} \"$2\" \"${{lie#cut }}\" ;;\n\
          empty) exec python3 {folder}/cutter.py {real} \"$2\" '' ;;\n\
          nothing | nobody) exec python3 {folder}/claimer.py {real} \"$2\" $lie ;;\n\
@@ -98,9 +101,9 @@ pub fn put(bed: &Testbed) {
 }
 
 /// What the engine of a host does from now on: `silent` ends at once as if all were well, `garbage` answers what cannot be read,
-/// `killed`, `hang`, `cut KIND` writes all and then cuts images of this kind in half, `empty` removes all of them, `stall` goes no
-/// further once it has begun to write memory, and tells the truth the next time. `wait` does nothing for a task, as opposed to a
-/// trial, until there is another word, and tells the truth then. `nothing` says that a task is built that is not, `nobody` names a
+/// `killed`, `hang`, `cut KIND` writes all and then cuts images of this kind in half, `empty` removes all of them, `stall BYTES` goes
+/// no further once it has written so much memory, and tells the truth the next time; one that builds a task does not even begin. `wait`
+/// does nothing until there is another word, and tells the truth then. Both are for a task, as opposed to a trial. `nothing` says that a task is built that is not, `nobody` names a
 /// process that is not there as well. Where it is to fetch the memory of a task: `lazy-silent`, `lazy-garbage`, `lazy-hang`, and
 /// `lazy-early` does so for a second and says then that it has all. An empty word: the truth.
 ///
@@ -110,13 +113,18 @@ pub fn lie(bed: &Testbed, host: &str, word: &str) {
     fs::write(bed.folder().join(format!("lie-{host}")), word).expect("written");
 }
 
-/// What it has lied about on a host since this was asked last, oldest first.
-pub fn has_lied(bed: &Testbed, host: &str) -> Vec<String> {
-    let path = bed.folder().join(format!("lied-{host}"));
-    let lies = fs::read_to_string(&path).unwrap_or_default();
-    // There may be none.
-    let _ = fs::remove_file(path);
+/// What it has lied about on a host since [`has_lied`] was asked last, oldest first.
+pub fn lies(bed: &Testbed, host: &str) -> Vec<String> {
+    let lies = fs::read_to_string(bed.folder().join(format!("lied-{host}"))).unwrap_or_default();
     lies.lines().map(str::to_string).collect()
+}
+
+/// The same since this was asked last. What is added while this is asked may be lost: who waits for a lie asks [`lies`].
+pub fn has_lied(bed: &Testbed, host: &str) -> Vec<String> {
+    let lies = lies(bed, host);
+    // There may be none.
+    let _ = fs::remove_file(bed.folder().join(format!("lied-{host}")));
+    lies
 }
 
 /// True for a command line of an engine, or of what lies in its place.

@@ -5,6 +5,7 @@
 //! made it, however that process ends. Needs root; [`lacks`] says in one line what is missing.
 
 pub mod assignment;
+pub mod checkpoint_steps;
 pub mod conformance;
 pub mod crowd;
 pub mod dice;
@@ -27,6 +28,7 @@ pub mod sources;
 pub mod speaker;
 pub mod ssh;
 pub mod steps;
+pub mod strikes;
 pub mod testbed;
 pub mod timetable;
 pub mod utmp;

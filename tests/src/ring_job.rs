@@ -14,11 +14,15 @@ pub const WORKERS: usize = 4;
 const MODULUS: i64 = 1_000_003;
 /// Microseconds for which each task computes in a round.
 const PAUSE: u32 = 2000;
+/// Microseconds for which each task of a small job sleeps in a round.
+const NAP: u32 = 10_000;
+/// Rounds that no job comes to.
+const ENDLESS: &str = "100000000";
 
-/// The sums that the job has to write, one for each round.
-fn sums(rounds: i64) -> Vec<i64> {
+/// The sums that a job with so many workers has to write, one for each round.
+fn sums(workers: usize, rounds: i64) -> Vec<i64> {
     let next = |sum: i64, state: i64| (sum * 31 + state) % MODULUS;
-    let mut states = [0; WORKERS + 1];
+    let mut states = vec![0; workers + 1];
     let (mut sum, mut notes, mut all) = (1, Vec::new(), Vec::new());
     for round in 0..rounds {
         for (index, state) in (0..).zip(&mut states) {
@@ -39,7 +43,9 @@ fn sums(rounds: i64) -> Vec<i64> {
 pub struct Job {
     /// With its log and its result.
     pub folder: PathBuf,
-    rounds: i64,
+    workers: usize,
+    /// None: until it is told to end.
+    rounds: Option<i64>,
     /// Its first task.
     pub tid: String,
 }
@@ -72,6 +78,21 @@ impl Job {
         Job::start_program(vm, "ring_job", folder, place, rounds, PAUSE)
     }
 
+    /// One that goes on until it is told to end, and writes to a folder of this name: its first task on h1, and one worker on a host.
+    /// Each sleeps for a while in a round and does not compute, so that there may be many of them.
+    ///
+    /// # Panics
+    /// It does not start.
+    pub fn start_small(vm: &Vm<'_>, folder: &str, host: &str) -> Job {
+        // Another virtual machine may have had one of this name.
+        let _ = std::fs::remove_dir_all(vm.home().join(folder));
+        let folder = folder_of(vm, folder);
+        let pause = format!("-{NAP}");
+        let words = ["-h1", "ring_job", "1", ENDLESS, &pause, folder.to_str().expect("text"), host];
+        let tid = vm.spawn(&words).sure(vm);
+        Job { folder, workers: 1, rounds: None, tid }
+    }
+
     /// One whose tasks write their own checkpoints, if its spawn says so.
     ///
     /// # Panics
@@ -82,23 +103,16 @@ impl Job {
 
     fn start_program(vm: &Vm<'_>, program: &str, folder: &str, place: &str, rounds: i64, pause: u32) -> Job {
         vm.program(program).expect("gcc");
-        let folder = vm.home().join(folder);
-        std::fs::create_dir_all(&folder).expect("a folder");
-        std::fs::write(folder.join("times"), "").expect("written");
-        // Whoever makes it, it is the user's.
-        let home = std::fs::metadata(vm.home()).expect("there");
-        for path in [&folder, &folder.join("times")] {
-            std::os::unix::fs::chown(path, Some(home.uid()), Some(home.gid())).expect("his");
-        }
+        let folder = folder_of(vm, folder);
         let (workers, count, pause) = (WORKERS.to_string(), rounds.to_string(), pause.to_string());
         let words = [place, program, &workers, &count, &pause, folder.to_str().expect("text")];
         let tid = vm.spawn(&words).sure(vm);
-        Job { folder, rounds, tid }
+        Job { folder, workers: WORKERS, rounds: Some(rounds), tid }
     }
 
     /// One that was started otherwise, or writes elsewhere by now.
     pub fn at(folder: PathBuf, rounds: i64, tid: String) -> Job {
-        Job { folder, rounds, tid }
+        Job { folder, workers: WORKERS, rounds: Some(rounds), tid }
     }
 
     fn lines(&self) -> usize {
@@ -127,20 +141,52 @@ impl Job {
         gone.sure(vm);
     }
 
-    /// Waits for the end: the result is right, and each line of the log is there once.
+    /// What the job has written so far is right, and each line of the log is there once.
+    ///
+    /// # Panics
+    /// Something is wrong.
+    pub fn is_right(&self) {
+        let log = std::fs::read_to_string(self.folder.join("log")).expect("there");
+        let whole = log.rfind('\n').map_or("", |end| &log[..end]);
+        let count = whole.lines().count();
+        assert_eq!(whole.lines().collect::<Vec<_>>(), wanted(&sums(self.workers, count as i64)), "{:?}", self.folder);
+    }
+
+    /// Waits for the end, and tells the job to come to it if it does not by itself: the result is right, and each line of the log is
+    /// there once.
     ///
     /// # Panics
     /// It does not come, or something is wrong.
     pub fn finish(&self, vm: &Vm<'_>) {
+        if self.rounds.is_none() {
+            std::fs::write(self.folder.join("last"), "").expect("written");
+        }
         let result = eventually(LONG, || {
             let text = std::fs::read_to_string(self.folder.join("result")).unwrap_or_default();
             text.trim().parse::<i64>().map_err(|_| format!("no result after {} rounds", self.lines()))
         });
         let result = result.sure(vm);
-        let sums = sums(self.rounds);
-        assert_eq!(Some(&result), sums.last());
         let log = std::fs::read_to_string(self.folder.join("log")).expect("there");
-        let wanted: Vec<String> = (0..).zip(&sums).map(|(round, sum): (i64, _)| format!("{round} {sum}")).collect();
-        assert!(log.lines().eq(wanted.iter().map(String::as_str)), "{log}");
+        let sums = sums(self.workers, self.rounds.unwrap_or(log.lines().count() as i64));
+        assert_eq!(Some(&result), sums.last());
+        assert!(log.lines().eq(wanted(&sums)), "{log}");
     }
+}
+
+/// The lines of the log.
+fn wanted(sums: &[i64]) -> Vec<String> {
+    (0..).zip(sums).map(|(round, sum): (i64, _)| format!("{round} {sum}")).collect()
+}
+
+/// A folder for a job.
+fn folder_of(vm: &Vm<'_>, name: &str) -> PathBuf {
+    let folder = vm.home().join(name);
+    std::fs::create_dir_all(&folder).expect("a folder");
+    std::fs::write(folder.join("times"), "").expect("written");
+    // Whoever makes it, it is the user's.
+    let home = std::fs::metadata(vm.home()).expect("there");
+    for path in [&folder, &folder.join("times")] {
+        std::os::unix::fs::chown(path, Some(home.uid()), Some(home.gid())).expect("his");
+    }
+    folder
 }

@@ -1,62 +1,29 @@
 //! Faults before each step of a move begins, and at its end. The moves of a round are held at their places first, each between
 //! two hosts of its own; then the fault meets all of them.
 
+pub use crate::strikes::{
+    A_MOMENT, A_WHILE, Edge, Fault, Point, UNTIL_LOST, VERY_LONG, daemon_of, is_full, kill_for_good,
+};
+
 use crate::run::{Running, eventually};
+use crate::strikes::{self, Halt, Party, left_on, signal};
 use crate::testbed::Host;
 use crate::vm::{Entry, Vm};
 use crate::witnesses::Witnesses;
 use anyhow::{Context, Result, ensure};
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
-use std::fs;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// Nobody is lost of a fault that lasts so long: what comes before it and after it takes seconds on a loaded machine, and all of
-/// it is well below the usual silence after which a host is lost.
-pub const A_MOMENT: Duration = Duration::from_secs(1);
-/// The same for longer.
-pub const A_WHILE: Duration = Duration::from_secs(5);
-/// Longer than the usual silence after which a host is lost.
-pub const UNTIL_LOST: Duration = Duration::from_secs(14);
-/// Much longer.
-pub const VERY_LONG: Duration = Duration::from_secs(30);
 /// Time for a step to be reached, for a move to end, and for a lost host to be noticed.
 const LONG: Duration = Duration::from_secs(120);
 /// Hosts that a round needs: the master's, and two for each move that is held.
 pub const HOSTS: usize = 1 + 2 * PAIRS;
 /// Pairs of source and target.
 const PAIRS: usize = Step::Commit as usize;
-
-/// Has everything tried that there is: each fault on each party at each place. Otherwise they share the places out.
-const FULL: &str = "SEMPA_TEST_FULL";
-
-/// Which end of a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Edge {
-    /// Nothing of it is done.
-    Before,
-    /// Nobody has been told that it is done.
-    After,
-}
-
-impl Edge {
-    fn word(self) -> &'static str {
-        match self {
-            Edge::Before => "before-",
-            Edge::After => "",
-        }
-    }
-
-    fn of(number: usize) -> Edge {
-        if number.is_multiple_of(2) { Edge::Before } else { Edge::After }
-    }
-}
-
-/// A place in a move.
-pub type Point = (Step, Edge);
 
 /// How many of the places each fault meets each party at, unless all are wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,11 +76,6 @@ pub fn places(share: Share) -> Vec<Vec<Point>> {
     if is_full() { all(false) } else { some(share, 0, false) }
 }
 
-/// Everything is to be tried.
-pub fn is_full() -> bool {
-    std::env::var_os(FULL).is_some_and(|value| !value.is_empty())
-}
-
 /// Whom a fault meets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whom {
@@ -144,22 +106,14 @@ impl Whom {
         }
     }
 
-    fn is_engine(self) -> bool {
-        matches!(self, Whom::TargetEngine)
+    fn party(self) -> Party {
+        match self {
+            Whom::Source | Whom::Target | Whom::Master => Party::Daemon,
+            Whom::SourceTasker | Whom::TargetTasker => Party::Tasker,
+            Whom::ResourceManager => Party::ResourceManager,
+            Whom::TargetEngine => Party::Engine,
+        }
     }
-}
-
-/// What is done.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
-    /// SIGKILL.
-    Kill,
-    /// SIGSTOP, and SIGCONT after so long.
-    Stop(Duration),
-    /// Its host hears nothing and is not heard for so long.
-    Cut(Duration),
-    /// Source and target do not hear each other for so long; all others hear both.
-    Part(Duration),
 }
 
 /// One move at one place.
@@ -175,8 +129,9 @@ pub struct Cell {
     pub source: usize,
     /// See there.
     pub target: usize,
+    halt: Halt,
     /// The daemon that stands still.
-    held: Option<(Pid, Instant)>,
+    held: Option<Pid>,
     moving: Option<Running>,
     /// What the console said in the end.
     said: String,
@@ -243,17 +198,17 @@ impl<'a> Rounds<'a> {
         ensure!(self.home.is_none() || steps.len() == 1, "one step at a time from the same host: {steps:?}");
         let home = self.home;
         let pair = |i: usize| (home.unwrap_or(2 + 2 * (first + i)), 3 + 2 * (first + i));
-        self.take_in(pair(steps.len() - 1).1)?;
+        self.vm.take_in(&self.vm.bed().hosts()[..pair(steps.len() - 1).1])?;
         let named = |(i, (step, _)): (usize, &Point)| (format!("h{}", pair(i).0), format!("r{}-{step}", self.number));
         let names: Vec<(String, String)> = steps.iter().enumerate().map(named).collect();
         let tids = self.witnesses.spawn(&names)?;
         let mut cells = Vec::new();
         for (i, (tid, (_, name))) in tids.into_iter().zip(names).enumerate() {
             let (source, target) = pair(i);
-            let cell =
-                Cell { point: steps[i], name, tid, source, target, held: None, moving: None, said: String::new() };
-            fs::write(self.file_of(&cell), "")?;
-            cells.push(cell);
+            // Whoever finds this file when the move is there stands still.
+            let halt = Halt::new(&self.steps, &tid, steps[i])?;
+            let (held, moving, said) = Default::default();
+            cells.push(Cell { point: steps[i], name, tid, source, target, halt, held, moving, said });
         }
         for cell in &mut cells {
             cell.moving = Some(self.vm.start_migrate(&cell.tid, &format!("h{}", cell.target))?);
@@ -262,48 +217,15 @@ impl<'a> Rounds<'a> {
         Ok(cells)
     }
 
-    /// Whoever finds this file when the move is there stands still.
-    fn file_of(&self, cell: &Cell) -> PathBuf {
-        let (step, edge) = cell.point;
-        self.steps.join(format!("{}-{}{step}", cell.tid, edge.word()))
-    }
-
-    /// Adds those of the first hosts that are not there.
-    fn take_in(&self, count: usize) -> Result<()> {
-        eventually(LONG, || {
-            let here = self.hosts().map_err(|error| error.to_string())?;
-            let names: Vec<&str> = self.vm.bed().hosts()[..count].iter().map(Host::name).collect();
-            let missing: Vec<&str> = names.into_iter().filter(|name| !here.iter().any(|host| host == name)).collect();
-            if missing.is_empty() {
-                return Ok(());
-            }
-            // A daemon that has lost its master may not have ended yet.
-            self.vm.add(&missing).map_err(|error| format!("{error:#}"))
-        })
-    }
-
-    /// Names of the hosts of the virtual machine.
-    ///
-    /// # Errors
-    /// The console fails.
-    pub fn hosts(&self) -> Result<Vec<String>> {
-        let values = self.vm.json(&["conf"])?;
-        let hosts = values.last().and_then(|value| value["hosts"].as_array()).context("conf prints hosts")?;
-        Ok(hosts.iter().filter_map(|host| host["name"].as_str()).map(str::to_string).collect())
-    }
-
     fn wait_until_held(&self, cell: &mut Cell) -> Result<()> {
-        let reached = self.file_of(cell).with_extension("reached");
+        let hosts = [cell.source, cell.target, 1].map(|i| self.vm.bed().host(i));
         let pid = eventually(LONG, || {
-            if !reached.exists() {
+            cell.halt.who_stands(&hosts)?.ok_or_else(|| {
                 let moving = cell.moving.as_mut().and_then(|moving| moving.poll().ok().flatten());
-                return Err(format!("{} has not come to {:?}: {moving:?}", cell.tid, cell.point));
-            }
-            let hosts = [cell.source, cell.target, 1].map(|i| self.vm.bed().host(i));
-            let daemons = hosts.into_iter().filter_map(daemon_of);
-            daemons.into_iter().find(|pid| is_stopped(*pid)).ok_or_else(|| format!("nobody stands at {:?}", cell.point))
+                format!("{} has not come to {:?}: {moving:?}", cell.tid, cell.point)
+            })
         })?;
-        cell.held = Some((pid, Instant::now()));
+        cell.held = Some(pid);
         Ok(())
     }
 
@@ -321,47 +243,14 @@ impl<'a> Rounds<'a> {
     /// # Errors
     /// As [`Rounds::strike`].
     pub fn strike_each(&self, cells: &[(&Cell, Whom)], fault: Fault) -> Result<()> {
-        let bed = self.vm.bed();
-        let mut victims = Vec::new();
-        for (cell, whom) in cells {
-            match fault {
-                Fault::Kill | Fault::Stop(_) => {
-                    let found = processes_of(bed.host(whom.host(cell)), *whom);
-                    ensure!(!found.is_empty() || whom.is_engine(), "no {whom:?} at {:?}", cell.point);
-                    self.engines.set(self.engines.get() + if whom.is_engine() { found.len() } else { 0 });
-                    victims.extend(found);
-                }
-                Fault::Cut(_) => bed.plug(whom.host(cell), false)?,
-                Fault::Part(_) => bed.part(cell.source, cell.target, true)?,
-            }
-        }
-        // One process may be meant several times.
-        victims.sort();
-        victims.dedup();
-        let met = if fault == Fault::Kill { Signal::SIGKILL } else { Signal::SIGSTOP };
-        let ends_by_itself = cells.iter().all(|(_, whom)| whom.is_engine());
-        victims
-            .iter()
-            .try_for_each(|pid| signal(*pid, met).or_else(|e| if ends_by_itself { Ok(()) } else { Err(e) }))?;
-        let begun = Instant::now();
-        // On a loaded machine who is killed may take a while to die: whoever goes on before could leave the step behind until then.
-        if fault == Fault::Kill {
-            victims.iter().copied().try_for_each(dies)?;
-        }
-        for (pid, _) in cells.iter().filter_map(|(cell, _)| cell.held).filter(|(pid, _)| !victims.contains(pid)) {
-            signal(pid, Signal::SIGCONT)?;
-        }
-        let (Fault::Stop(long) | Fault::Cut(long) | Fault::Part(long)) = fault else { return Ok(()) };
-        eventually(long + LONG, || if begun.elapsed() >= long { Ok(()) } else { Err("not over".to_string()) })?;
-        let go_on = |pid| signal(pid, Signal::SIGCONT).or_else(|e| if ends_by_itself { Ok(()) } else { Err(e) });
-        victims.into_iter().try_for_each(go_on)?;
-        for (cell, whom) in cells {
-            match fault {
-                Fault::Cut(_) => bed.plug(whom.host(cell), true)?,
-                Fault::Part(_) => bed.part(cell.source, cell.target, false)?,
-                Fault::Kill | Fault::Stop(_) => {}
-            }
-        }
+        let parties: Vec<(usize, Party)> = cells.iter().map(|(cell, whom)| (whom.host(cell), whom.party())).collect();
+        let pairs: Vec<(usize, usize)> = cells.iter().map(|(cell, _)| (cell.source, cell.target)).collect();
+        let go_on = |victims: &[Pid]| {
+            let held = cells.iter().filter_map(|(cell, _)| cell.held).filter(|pid| !victims.contains(pid));
+            held.into_iter().try_for_each(|pid| signal(pid, Signal::SIGCONT))
+        };
+        let engines = strikes::strike(self.vm.bed(), &parties, &pairs, fault, go_on)?;
+        self.engines.set(self.engines.get() + engines);
         Ok(())
     }
 
@@ -370,7 +259,7 @@ impl<'a> Rounds<'a> {
     /// # Errors
     /// The kernel refuses.
     pub fn go_on(&self, cells: &[Cell]) -> Result<()> {
-        cells.iter().filter_map(|cell| cell.held).try_for_each(|(pid, _)| signal(pid, Signal::SIGCONT))
+        cells.iter().filter_map(|cell| cell.held).try_for_each(|pid| signal(pid, Signal::SIGCONT))
     }
 
     /// Waits for the end of all moves of a round, and judges them: each task runs once and talks; or, if `may_be_lost` says
@@ -457,17 +346,10 @@ impl<'a> Rounds<'a> {
     /// No host has images or tokens, or a process of a task.
     fn nothing_is_left(&self) -> Result<()> {
         eventually(LONG, || {
-            let here = self.hosts().map_err(|error| error.to_string())?;
+            let here = self.vm.hosts().map_err(|error| error.to_string())?;
             let mut left: Vec<String> = self.witnesses.processes().into_keys().collect();
-            for host in self.vm.bed().hosts().iter().filter(|host| here.iter().any(|name| name == host.name())) {
-                let place = host.path("/tmp/sempa-0/pvm");
-                for entry in fs::read_dir(place).into_iter().flatten().flatten() {
-                    let name = entry.file_name().to_string_lossy().into_owned();
-                    if ["images-", "memory-", "resume-", ".tmp-"].iter().any(|begin| name.starts_with(begin)) {
-                        left.push(format!("{} on {}", name, host.name()));
-                    }
-                }
-            }
+            let hosts = self.vm.bed().hosts().iter().filter(|host| here.iter().any(|name| name == host.name()));
+            left.extend(hosts.flat_map(left_on));
             if left.is_empty() { Ok(()) } else { Err(left.join(", ")) }
         })
     }
@@ -524,82 +406,16 @@ pub fn strike_at(rounds: &mut Rounds<'_>, at: &[Point], whom: Whom, fault: Fault
 /// # Errors
 /// There still is one; the sentence names it.
 pub fn nobody_is_left(rounds: &Rounds<'_>) -> Result<()> {
-    for host in rounds.vm.bed().hosts() {
-        crate::testbed::gone(host, "pvmd", LONG)?;
-        crate::testbed::gone(host, "pvm-tasker", LONG)?;
-    }
+    rounds.vm.is_gone(LONG)?;
     eventually(LONG, || {
         let left = rounds.witnesses.processes();
         if left.is_empty() { Ok(()) } else { Err(format!("{left:?}")) }
     })
 }
 
-fn signal(pid: Pid, signal: Signal) -> Result<()> {
-    kill(pid, signal).with_context(|| format!("{signal} to {pid}"))
-}
-
-/// The daemon of a host.
-pub fn daemon_of(host: &Host) -> Option<Pid> {
-    let daemon = host.processes().into_iter().find(|(_, line)| line.contains("bin/pvmd"))?;
-    Some(Pid::from_raw(daemon.0.cast_signed()))
-}
-
-/// The processes that play this part on a host: one, but for engines.
-pub fn processes_of(host: &Host, whom: Whom) -> Vec<Pid> {
-    let Some(daemon) = daemon_of(host) else { return Vec::new() };
-    let named = |word: &str| {
-        let found = host.processes().into_iter().filter(|(_, line)| line.contains(word));
-        found.map(|(pid, _)| Pid::from_raw(pid.cast_signed())).collect::<Vec<_>>()
-    };
-    match whom {
-        Whom::Source | Whom::Target | Whom::Master => vec![daemon],
-        // It has children of the same name.
-        Whom::SourceTasker | Whom::TargetTasker => {
-            let is_child = |pid: &Pid| field(*pid, "PPid:") == Some(daemon.to_string());
-            named("pvm-tasker").into_iter().find(is_child).into_iter().collect()
-        }
-        Whom::ResourceManager => named("bin/pvm-rm").into_iter().take(1).collect(),
-        Whom::TargetEngine => {
-            // By the program that it runs: it is started by a link that has another name.
-            let program = |pid: &Pid| fs::read_link(format!("/proc/{pid}/exe")).ok();
-            let is_engine = |pid: &Pid| program(pid).is_some_and(|path| path.ends_with("criu"));
-            let all = host.processes().into_iter().map(|(pid, _)| Pid::from_raw(pid.cast_signed()));
-            all.filter(is_engine).collect()
-        }
-    }
-}
-
 /// The process that plays this part on a host.
 pub fn process_of(host: &Host, whom: Whom) -> Option<Pid> {
-    processes_of(host, whom).into_iter().next()
-}
-
-/// Kills a process, and waits until it is dead, so that what comes next meets the fault and not its beginning.
-///
-/// # Panics
-/// It cannot be killed, or lives on for long.
-pub fn kill_for_good(pid: Pid) {
-    kill(pid, Signal::SIGKILL).expect("killed");
-    dies(pid).expect("dead");
-}
-
-fn dies(pid: Pid) -> Result<()> {
-    eventually(LONG, || if is_dead(pid) { Ok(()) } else { Err(format!("{pid} does not die")) })
-}
-
-/// With all its threads: what it had open is closed.
-fn is_dead(pid: Pid) -> bool {
-    let is = |name, value: &str| field(pid, name).is_none_or(|has| has.starts_with(value));
-    is("State:", "Z") && is("Threads:", "1")
-}
-
-fn is_stopped(pid: Pid) -> bool {
-    field(pid, "State:").is_some_and(|state| state.starts_with('T'))
-}
-
-fn field(pid: Pid, name: &str) -> Option<String> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    status.lines().find_map(|line| line.strip_prefix(name)).map(|value| value.trim().to_string())
+    strikes::processes_of(host, whom.party()).into_iter().next()
 }
 
 #[cfg(test)]

@@ -18,6 +18,9 @@ use std::time::Duration;
 /// Time for one command of the console on a loaded machine; long ones (`migrate` of much memory) included.
 pub const COMMAND_TIME: Duration = Duration::from_secs(60);
 
+/// Time until hosts that were lost have been taken in again.
+const TAKE_IN_TIME: Duration = Duration::from_secs(120);
+
 /// Lines of a host's log that a failed test shows.
 const LOG_LINES_SHOWN: usize = 150;
 
@@ -213,6 +216,33 @@ impl<'a> Vm<'a> {
         self.pvm(&words)?.expect_good("adding hosts").map(|_| ())
     }
 
+    /// Names of the hosts of the virtual machine.
+    ///
+    /// # Errors
+    /// The console fails.
+    pub fn hosts(&self) -> Result<Vec<String>> {
+        let values = self.json(&["conf"])?;
+        let hosts = values.last().and_then(|value| value["hosts"].as_array()).context("conf prints hosts")?;
+        Ok(hosts.iter().filter_map(|host| host["name"].as_str()).map(str::to_string).collect())
+    }
+
+    /// Adds those of these hosts that are not there.
+    ///
+    /// # Errors
+    /// One of them could not be added for long.
+    pub fn take_in(&self, hosts: &[Host]) -> Result<()> {
+        eventually(TAKE_IN_TIME, || {
+            let here = self.hosts().map_err(|error| error.to_string())?;
+            let names = hosts.iter().map(Host::name);
+            let missing: Vec<&str> = names.filter(|name| !here.iter().any(|host| host == name)).collect();
+            if missing.is_empty() {
+                return Ok(());
+            }
+            // A daemon that has lost its master may not have ended yet.
+            self.add(&missing).map_err(|error| format!("{error:#}"))
+        })
+    }
+
     /// All tasks.
     ///
     /// # Errors
@@ -386,6 +416,18 @@ impl<'a> Vm<'a> {
             all.push_str(&format!("--- log of {} ---\n{newest}\n", host.name()));
         }
         all
+    }
+
+    /// Waits until no host has a daemon or a tasker.
+    ///
+    /// # Errors
+    /// There still is one; the sentence names it.
+    pub fn is_gone(&self, deadline: Duration) -> Result<()> {
+        for host in self.bed.hosts() {
+            crate::testbed::gone(host, "pvmd", deadline)?;
+            crate::testbed::gone(host, "pvm-tasker", deadline)?;
+        }
+        Ok(())
     }
 
     /// Ends the virtual machine and waits until no process of it is left on any host.

@@ -177,7 +177,7 @@ fn a_task_whose_dump_is_begun_anew_when_images_of_it_have_left_already_arrives_w
         let tid = a_task_with(vm, &["memfd"]);
         // An engine that is done before it is stopped is no such engine.
         let stalled = [(2, "h2", "h3"), (3, "h3", "h2")].into_iter().cycle().take(6).any(|(source, from, to)| {
-            lie(bed, from, "stall");
+            lie(bed, from, "stall 1048576");
             vm.must_migrate(&tid, to);
             lives_on(vm, &tid, to, "afterwards");
             let log = bed.host(source).path("/tmp/sempa-0/pvm/pvml");

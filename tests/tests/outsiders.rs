@@ -1,6 +1,6 @@
 //! A checkpoint of a job stops nobody else, however long it takes.
 
-use sempa_tests::liar::{self, has_lied, lie};
+use sempa_tests::liar::{self, has_lied, lie, lies};
 use sempa_tests::needs::testbed_with_own_engine;
 use sempa_tests::ring_job::{Job, WORKERS};
 use sempa_tests::run::Running;
@@ -24,7 +24,7 @@ fn start_checkpoint(bed: &Testbed, vm: &Vm<'_>, job: &Job) -> Running {
     }
     let running = vm.start_pvm(&["--json", "checkpoint", &job.tid]).expect("it starts");
     for host in HOSTS {
-        let waits = || match has_lied(bed, host) {
+        let waits = || match lies(bed, host) {
             none if none.is_empty() => Err(format!("no engine waits on {host}")),
             _ => Ok(()),
         };

@@ -363,7 +363,7 @@ impl Cuts {
                 self.step(now, number);
             }
             Stage::Standing if least >= Progress::Stands => {
-                (cut.stage, cut.deadline) = (Stage::Counting, now + STEP_TIME);
+                (cut.stage, cut.deadline, cut.allowed) = (Stage::Counting, now + STEP_TIME, STEP_TIME);
                 self.out.push_back(CutOutput::Count(number));
             }
             Stage::Writing if least >= Progress::Kept => {

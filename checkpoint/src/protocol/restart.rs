@@ -254,11 +254,11 @@ impl Restarts {
                 self.out.extend(all.into_iter().map(|of| RestartOutput::Send { restart: number, of }));
             }
             Stage::Building if least >= Progress::Held => {
-                (open.stage, open.deadline) = (Stage::Locating, now + STEP_TIME);
+                (open.stage, open.deadline, open.allowed) = (Stage::Locating, now + STEP_TIME, STEP_TIME);
                 self.out.extend(all.into_iter().map(RestartOutput::Locate));
             }
             Stage::Locating if least >= Progress::Located => {
-                (open.stage, open.deadline) = (Stage::Running, now + STEP_TIME);
+                (open.stage, open.deadline, open.allowed) = (Stage::Running, now + STEP_TIME, STEP_TIME);
                 let run = |of: Move| RestartOutput::Order { host: of.to, of, order: Order::Run(Parting::default()) };
                 self.out.extend(all.into_iter().map(run));
             }

@@ -690,7 +690,11 @@ impl Machine {
     /// The tasker has ended, and with it what it was building or holding for moves to here.
     pub(super) fn moves_tasker_gone(&mut self, why: &str) {
         let failed = || Failure::Engine(format!("the tasker has ended: {why}"));
+        let host = self.config.host;
         for target in self.moves.targets.values_mut() {
+            // Nobody else answers any more; whoever asked may ask the next host at once.
+            let verdict = vec![Refusal::NoEngine { host, why: format!("its tasker has ended: {why}") }];
+            target.handle(TargetEvent::Prepared { verdict, memory_can_follow: false, engine: Engine::Criu });
             // What it was told to throw away it threw away by its end.
             target.handle(TargetEvent::Discarded);
             target.handle(TargetEvent::PreCopyLost(failed()));

@@ -1,7 +1,7 @@
 //! Tasks move while they talk.
 
 use super::sim::{Seen, Sim, host, seeds};
-use crate::machine::HostId;
+use crate::machine::{Event, HostId};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal, Step};
 use sempa_proto::table::TaskInfo;
@@ -309,4 +309,23 @@ fn a_session_of_source_and_target_that_breaks_in_the_middle_of_a_move_keeps_no_t
         assert!(matches!(again, Reply::Moved(Ok(_))), "seed {seed}: {again:?}");
     }
     assert!(moves > 100, "{moves} moves");
+}
+
+#[test]
+fn a_target_whose_tasker_dies_before_it_has_judged_a_task_says_so_at_once() {
+    for seed in seeds(10) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let mover = spawn(&mut sim, console, SpawnRequest { place: "h2".into(), flags: 1, ..children(1) })[0];
+        let tid = sim.procs[mover].tid();
+        sim.nodes.get_mut(&host(3)).expect("in the table").tasker_dead = true;
+        let (begun, moving) = (sim.now, sim.request(console, migrate(tid, "h3")));
+        sim.pass(Micros::from_millis(100));
+        assert!(!sim.procs[console].replies.contains_key(&moving), "nobody has judged it (seed {seed})");
+        let (now, why) = (sim.now, "killed by signal 9".to_string());
+        sim.at(now, Event::TaskerGone { why }, host(3));
+        sim.until("the end of the move", |s| s.procs[console].replies.contains_key(&moving));
+        let Reply::Moved(Err(why)) = &sim.procs[console].replies[&moving] else { panic!("it moved (seed {seed})") };
+        assert!(why.to_string().contains("its tasker has ended: killed by signal 9"), "{why} (seed {seed})");
+        assert!(sim.now.since(begun) < Micros::from_secs(1), "not by its deadline (seed {seed})");
+    }
 }

@@ -59,7 +59,7 @@ pub(super) struct Node {
     /// Images that are expected, by move.
     expected: BTreeSet<MigrationId>,
     /// Its tasker is dead, which it does not know yet: what it says to it is lost.
-    tasker_dead: bool,
+    pub(super) tasker_dead: bool,
     /// What it has to hear or to do when it goes on; `None`: it does not stand still.
     stands: Option<strikes::Late>,
     /// The same for its tasker.
