@@ -1,7 +1,7 @@
 //! The machine of a daemon in a virtual machine of two hosts, with tasks: what frames are forwarded by, without any I/O.
 
 use bytes::{BufMut, Bytes, BytesMut};
-use pvmd::machine::{ConnId, Event, Machine, MachineConfig, Output, World};
+use pvmd::machine::{ConnId, Copies, Event, Machine, MachineConfig, Output, World};
 use sempa_proto::host::HostMsg;
 use sempa_proto::link::{LinkFrame, LinkKind};
 use sempa_proto::message::DSIG_X86_64;
@@ -78,6 +78,7 @@ impl Daemon {
             place: Place::of(1, |_| None).expect("a place without any variables"),
             hostfile: Vec::new(),
             spared: BTreeMap::new(),
+            copies: Copies::default(),
         };
         let mut daemon = Daemon { machine: Machine::new(config, Micros(1)), tids: Vec::new() };
         let epoch = Epoch(1);

@@ -303,7 +303,9 @@ impl Machine {
     /// Has hosts remove copies of a job's sets.
     fn drop_copies(&mut self, job: Tid, which: impl Fn(&String) -> bool) {
         let Some(entry) = self.keeping().and_then(|keeping| keeping.jobs.get_mut(&job)) else { return };
-        let gone: Vec<(HostId, String)> = entry.copied.there.extract_if(.., |_, set| which(set)).collect();
+        let there = std::mem::take(&mut entry.copied.there);
+        let (gone, there): (BTreeMap<_, _>, _) = there.into_iter().partition(|(_, set)| which(set));
+        entry.copied.there = there;
         entry.copied.lacks.take_if(|set| which(set));
         for (host, set) in gone {
             self.tell_host(host, HostMsg::DropCopies { sets: vec![set] });
