@@ -11,11 +11,22 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Cuts each of these files to its length in bytes, if it is longer now. Only regular files of the tasker's user are touched,
-/// and no link is followed.
+/// and no link is followed. None is touched if one of them is shorter: what it had is not there, and a program that only appends
+/// would go on behind a gap, which the engine does not look for.
 ///
 /// # Errors
-/// [`Failure::Io`] with the file that could not be cut.
+/// [`Failure::Io`] with the file that could not be cut, or is shorter.
 pub(crate) fn cut_back(files: &[(PathBuf, u64)]) -> Result<(), Failure> {
+    for (path, bytes) in files {
+        let now = std::fs::symlink_metadata(path).map_err(|e| Failure::Io(format!("{}: {e}", path.display())))?;
+        if now.is_file() && now.len() < *bytes {
+            return Err(Failure::Io(format!(
+                "{} has become shorter since the checkpoint: it has {} bytes, and had {bytes} then; what it had is needed",
+                path.display(),
+                now.len()
+            )));
+        }
+    }
     files.iter().try_for_each(|(path, bytes)| {
         cut(path, *bytes).map_err(|e| {
             let path = path.display();
@@ -49,16 +60,21 @@ mod tests {
     fn a_file_that_has_grown_is_cut_and_nothing_else_is_touched() {
         let dir = tempfile::tempdir().expect("dir");
         let path = |name: &str| dir.path().join(name);
-        for (name, bytes) in [("grown", 100), ("same", 40), ("shorter", 10), ("target", 100)] {
+        for (name, bytes) in [("grown", 100), ("same", 40), ("target", 100), ("shorter", 10), ("other", 100)] {
             std::fs::write(path(name), vec![b'x'; bytes]).expect("write");
         }
         std::os::unix::fs::symlink(path("target"), path("link")).expect("link");
-        let all = ["grown", "same", "shorter", "link"].map(|name| (path(name), 40));
+        let all = ["grown", "same", "link"].map(|name| (path(name), 40));
         cut_back(&all).expect("all are ours");
         cut_back(&[(dir.path().to_path_buf(), 0), ("/dev/null".into(), 0)]).expect("no regular files");
-        let lengths =
-            ["grown", "same", "shorter", "target"].map(|name| std::fs::read(path(name)).expect("there").len());
-        assert_eq!(lengths, [40, 40, 10, 100]);
+        let length = |name: &str| std::fs::read(path(name)).expect("there").len();
+        assert_eq!(["grown", "same", "target"].map(length), [40, 40, 100]);
+        let Err(Failure::Io(why)) = cut_back(&[(path("other"), 40), (path("shorter"), 40)]) else { panic!("taken") };
+        assert!(
+            why.contains("shorter has become shorter") && why.contains("it has 10 bytes, and had 40 then"),
+            "{why}"
+        );
+        assert_eq!(["other", "shorter"].map(length), [100, 10], "neither was touched");
         assert!(matches!(cut_back(&[(path("missing"), 0)]), Err(Failure::Io(_))));
     }
 }

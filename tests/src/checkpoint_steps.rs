@@ -640,15 +640,19 @@ impl<'a> Jobs<'a> {
             })?;
         }
         let old = before.last().context("a set")?;
-        let new: Vec<String> = self.sets(job)?.into_iter().filter(|set| !before.contains(set)).collect();
+        let is_new = |set: &String| !before.contains(set);
         if what == What::Restart {
+            let new: Vec<String> = self.sets(job)?.into_iter().filter(is_new).collect();
             ensure!(new.is_empty(), "new sets: {new:?}");
             self.members[job].runs = done.good();
             return Ok(());
         }
-        // One that was being sealed when the job went back is whole as well.
-        let counts = new.len() == usize::from(done.good()) || (loss != Loss::Nothing && new.len() <= 1);
-        ensure!(counts, "new sets: {new:?}");
+        // One that was being sealed when the job went back may become whole, and goes then.
+        let new = eventually(LONG, || {
+            let sets = self.sets(job).map_err(|error| error.to_string())?;
+            let new: Vec<String> = sets.into_iter().filter(is_new).collect();
+            if new.len() == usize::from(done.good()) { Ok(new) } else { Err(format!("new sets: {new:?}")) }
+        })?;
         self.members[job].owes = true;
         let member = &self.members[job];
         let went_back = |kind: &EventKind| match kind {

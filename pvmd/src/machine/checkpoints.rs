@@ -533,7 +533,16 @@ impl Machine {
     }
 
     /// The set is complete, or is not.
-    pub(super) fn set_sealed(&mut self, cut: CutId, result: Result<(String, u64), String>) {
+    pub(super) fn set_sealed(&mut self, cut: CutId, mut result: Result<(String, u64), String>) {
+        let Some(keeping) = self.keeping() else { return };
+        if let Ok((set, _)) = &result
+            && keeping.job_of_cut(cut).is_none()
+        {
+            // It was told as failed, and its job goes back to an earlier one: files are as they were then.
+            let sets = vec![set.clone()];
+            result = Err("its checkpoint was over before".into());
+            self.out.push_back(Output::DropSets { sets });
+        }
         let Some(keeping) = self.keeping() else { return };
         let contents = keeping.contents.get_mut(&cut);
         let result = result.map(|sealed| contents.map_or((), |contents| contents.sealed = Some(sealed)));

@@ -185,7 +185,7 @@ impl Machine {
             self.hold_arrival(tid, LET_GO_TIME);
         }
         self.call_off_pre_copies(&why);
-        self.copies_give_way(&why);
+        self.copy_gives_way(&why);
         self.guests_step();
     }
 

@@ -625,8 +625,8 @@ pub enum Output {
         /// Name of the set.
         set: String,
     },
-    /// Remove copies of sets from the own store. Repeatable.
-    DropCopies {
+    /// Remove sets from the own store that nobody is to have: copies, or one that was complete too late. Repeatable.
+    DropSets {
         /// Names of the sets.
         sets: Vec<String>,
     },

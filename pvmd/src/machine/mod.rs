@@ -183,8 +183,8 @@ pub struct Machine {
     rm: rm::RmState,
     servers: servers::Servers,
     moves: moves::Moves,
-    /// Copies of sets that are on their way into the store of this host, from whom, and of which set.
-    coming_copies: BTreeMap<MigrationId, (HostId, String)>,
+    /// The copy that is on its way from the master into the store of this host, and of which set.
+    coming_copy: Option<(MigrationId, String)>,
     news: news::News,
     late: late::Late,
     hosting: guests::Hosting,
@@ -225,7 +225,7 @@ impl Machine {
             rm: rm::RmState::default(),
             servers: servers::Servers::default(),
             moves: moves::Moves::default(),
-            coming_copies: BTreeMap::new(),
+            coming_copy: None,
             news: news::News::default(),
             late: late::Late::default(),
             hosting: guests::Hosting::default(),

@@ -56,7 +56,7 @@ impl Machine {
             HostMsg::Located(location) => self.located_order(location),
             HostMsg::Halt { why } => self.end_by_order(&why),
             HostMsg::Shutdown => self.shut_down("the master says so"),
-            HostMsg::DropCopies { sets } => self.out.push_back(Output::DropCopies { sets }),
+            HostMsg::DropCopies { sets } => self.out.push_back(Output::DropSets { sets }),
             HostMsg::Rm { rm } => self.set_wide_rm(rm),
             HostMsg::Tracer { tracer } => self.set_tracer(tracer),
             HostMsg::EndTasks { spare } => self.end_tasks(&spare),

@@ -337,9 +337,9 @@ impl Driver {
             }
             Output::GiveUpCopy { migration, set } => {
                 let over = self.parts.images.drop_images(migration);
-                self.parts.sets.drop_copies(vec![set], Some(over));
+                self.parts.sets.discard(vec![set], Some(over));
             }
-            Output::DropCopies { sets } => self.parts.sets.drop_copies(sets, None),
+            Output::DropSets { sets } => self.parts.sets.discard(sets, None),
             Output::ListSets { tid, id } => self.parts.sets.list(tid, id),
             Output::WriteToken { path, token } => self.parts.moves.write_token(&path, &token, &self.parts.log),
             Output::RemoveToken { path } => self.parts.moves.remove_token(&path),

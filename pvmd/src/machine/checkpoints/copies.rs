@@ -10,7 +10,7 @@ use crate::machine::{Machine, Output};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{HostMsg, Question};
 use sempa_proto::task::Reply;
-use sempa_proto::{HostId, MigrationId, Tid};
+use sempa_proto::{HostId, MigrationId, PvmError, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Copies of one set at most, and names of hosts for them.
@@ -61,7 +61,7 @@ pub(super) struct Copying {
 /// What a job has of copies.
 #[derive(Debug, Default)]
 pub(super) struct Copied {
-    /// Is to be copied when it is its turn.
+    /// The set that is to be copied when it is its turn.
     next: Option<String>,
     /// Where copies are, and of which set.
     there: BTreeMap<HostId, String>,
@@ -79,7 +79,7 @@ impl Copied {
 impl Machine {
     /// A set of a job is complete: it is copied when it is its turn.
     pub(super) fn copy_wanted(&mut self, job: Tid, set: &str) {
-        if self.config.copies == Copies::default() {
+        if self.config.copies == Copies::default() || self.stop.is_some() {
             return;
         }
         let Some(keeping) = self.keeping() else { return };
@@ -142,6 +142,10 @@ impl Machine {
 
     /// Asks the next host, or tells what has become of it.
     fn copy_step(&mut self) {
+        if self.stop.is_some() {
+            // All leave.
+            return;
+        }
         let next = self.master.as_deref_mut().and_then(|master| {
             let now =
                 master.keeping.copying.now.as_mut().filter(|now| now.to.is_none() && now.wanted > now.made.len())?;
@@ -275,17 +279,27 @@ impl Machine {
         lacking.into_iter().for_each(|(job, set)| self.copy_wanted(job, &set));
     }
 
-    /// Master: these sets are not wanted any more, nor are their copies.
+    /// Master: these sets are no more, nor are copies of them wanted. Those of jobs that were forgotten nobody knows: all hosts are told.
     pub(super) fn copies_unwanted(&mut self, sets: &[String]) {
-        let jobs: Vec<Tid> = self.keeping().map(|keeping| keeping.jobs.keys().copied().collect()).unwrap_or_default();
-        for job in jobs {
-            self.drop_copies(job, |set| sets.contains(set));
+        if self.config.copies == Copies::default() || sets.is_empty() {
+            return;
+        }
+        for entry in self.keeping().into_iter().flat_map(|keeping| keeping.jobs.values_mut()) {
+            let Copied { next, there, lacks } = &mut entry.copied;
+            [next, lacks].into_iter().for_each(|set| drop(set.take_if(|set| sets.contains(set))));
+            there.retain(|_, set| !sets.contains(set));
         }
         self.stop_copying(|now| sets.contains(&now.set));
+        for host in self.other_hosts() {
+            self.tell_host(host, HostMsg::DropCopies { sets: sets.to_vec() });
+        }
     }
 
     /// Master: a job has ended for good. Its set stays for a while, without copies.
     pub(super) fn copies_over(&mut self, job: Tid) {
+        if let Some(entry) = self.keeping().and_then(|keeping| keeping.jobs.get_mut(&job)) {
+            entry.copied.next = None;
+        }
         self.drop_copies(job, |_| true);
         self.stop_copying(|now| now.job == job);
     }
@@ -322,32 +336,40 @@ impl Machine {
 
     /// The master asks whether this host keeps a copy. Its owner's disk is left alone while he is there.
     pub(in crate::machine) fn copy_asked(&mut self, from: HostId, migration: MigrationId, set: String) -> Reply {
-        if self.hosting.is_stopped() {
-            let reason = "its owner does not want guests now".into();
-            return Reply::Failed { error: sempa_proto::PvmError::Denied, reason };
+        let refused = match (from, self.hosting.is_stopped()) {
+            (HostId::MASTER, false) => None,
+            (HostId::MASTER, true) => Some("its owner does not want guests now"),
+            _ => Some("only the master has sets copied"),
+        };
+        if let Some(reason) = refused {
+            return Reply::Failed { error: PvmError::Denied, reason: reason.into() };
         }
-        self.coming_copies.insert(migration, (from, set.clone()));
+        // The master copies one at a time: it has given that one up.
+        match self.coming_copy.replace((migration, set.clone())) {
+            Some((before, same)) if same == set => self.out.push_back(Output::DropImages { migration: before }),
+            Some((migration, set)) => self.out.push_back(Output::GiveUpCopy { migration, set }),
+            None => {}
+        }
         self.out.push_back(Output::ExpectCopy { migration, from, set });
         Reply::Done
     }
 
-    /// True for a copy that comes to this host.
+    /// True for the copy that comes to this host.
     pub(in crate::machine) fn is_coming_copy(&self, migration: MigrationId) -> bool {
-        self.coming_copies.contains_key(&migration)
+        self.coming_copy.as_ref().is_some_and(|(coming, _)| *coming == migration)
     }
 
-    /// A copy is in the store here, or is not.
+    /// The copy is in the store here, or is not.
     pub(in crate::machine) fn copy_received(&mut self, migration: MigrationId, result: Result<(), String>) {
-        let Some((from, set)) = self.coming_copies.remove(&migration) else { return };
+        let Some((_, set)) = self.coming_copy.take_if(|(coming, _)| *coming == migration) else { return };
         self.out.push_back(Output::DropImages { migration });
-        self.tell_host(from, HostMsg::CopyKept { migration, set, result });
+        self.tell_host(HostId::MASTER, HostMsg::CopyKept { migration, set, result });
     }
 
     /// The owner has come: what is on its way to his disk does not get there.
-    pub(in crate::machine) fn copies_give_way(&mut self, why: &str) {
-        for (migration, (from, set)) in std::mem::take(&mut self.coming_copies) {
-            self.out.push_back(Output::GiveUpCopy { migration, set: set.clone() });
-            self.tell_host(from, HostMsg::CopyKept { migration, set, result: Err(why.to_string()) });
-        }
+    pub(in crate::machine) fn copy_gives_way(&mut self, why: &str) {
+        let Some((migration, set)) = self.coming_copy.take() else { return };
+        self.out.push_back(Output::GiveUpCopy { migration, set: set.clone() });
+        self.tell_host(HostId::MASTER, HostMsg::CopyKept { migration, set, result: Err(why.to_string()) });
     }
 }

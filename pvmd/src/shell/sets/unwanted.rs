@@ -36,21 +36,23 @@ pub(super) fn tidy(store: Result<Store, String>, now: Micros, keep: &[String], i
 }
 
 impl Sets {
-    /// Removes copies that this store was given, when this is over.
-    pub(crate) fn drop_copies(&self, sets: Vec<String>, after: Option<JoinHandle<()>>) {
+    /// Removes sets that nobody is to have, when this is over.
+    pub(crate) fn discard(&self, sets: Vec<String>, after: Option<JoinHandle<()>>) {
         let log = self.log.clone();
         if !self.is_there() {
             return;
         }
         self.aside_after(after, move |store| {
-            let remove = |store: &Store, id: &SetId| match store.remove(id) {
-                Ok(()) | Err(StoreError::NoSet(_)) => {}
-                Err(why) => log.line(why.to_string()),
+            // Only what this virtual machine has made, whatever else may have the same name.
+            let drop = |store: Store| -> Result<(), StoreError> {
+                let (there, _) = store.list()?;
+                let gone = there.iter().filter(|set| store.is_own(set) && sets.contains(&set.id.to_string()));
+                gone.map(|set| store.remove(&set.id))
+                    .filter(|gone| !matches!(gone, Err(StoreError::NoSet(_))))
+                    .collect()
             };
-            match store {
-                Ok(store) => sets.iter().filter_map(|set| set.parse().ok()).for_each(|id| remove(&store, &id)),
-                Err(why) => log.line(why),
-            }
+            let dropped: Result<(), String> = store.and_then(|store| drop(store).map_err(|e| e.to_string()));
+            dropped.unwrap_or_else(|why| log.line(why));
         });
     }
 

@@ -150,6 +150,11 @@ fn copies_go_with_their_set_and_with_a_job_that_has_ended_for_good() {
         assert_eq!(scene.remove(Unwanted::Sets(vec![set])).len(), 1);
         scene.sim.pass(Micros::from_secs(1));
         assert_eq!(scene.copies(), [], "it was removed (seed {seed})");
+        // Before it is its turn: another one is being copied.
+        let (first, next) = (scene.made(None), scene.made(None));
+        scene.remove(Unwanted::Sets(vec![first, next]));
+        scene.sim.pass(Micros::from_secs(1));
+        assert_eq!(scene.copies(), [], "seed {seed}");
         // Removed at any moment while it is copied.
         let set = scene.made(None);
         let wait = Micros(scene.sim.dice.roll(20_000));

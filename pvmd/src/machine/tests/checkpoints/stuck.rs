@@ -1,7 +1,7 @@
 //! Jobs that go back, and that no host takes.
 
 use super::{Scene, host};
-use crate::machine::HostId;
+use crate::machine::{Event, HostId};
 use sempa_proto::checkpoint::Pace;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Refusal;
@@ -63,4 +63,35 @@ fn a_job_that_no_host_takes_is_not_tried_any_more_when_nobody_wants_it() {
     scene.sim.refuses.clear();
     scene.sim.pass(Micros::from_secs(3600));
     assert_eq!((failures(&mut scene).len(), scene.sim.procs.len()), (failed, before));
+}
+
+#[test]
+fn a_set_that_is_complete_only_when_its_job_goes_back_already_is_removed() {
+    let mut late = 0;
+    for seed in 0..20 {
+        let mut scene = Scene::new(seed, 4, 6);
+        scene.checkpoint(Some(Micros::from_millis(600))).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        let (before, procs) = (scene.sim.sets.count(), scene.sim.procs.len());
+        while scene.sim.sets.count() == before {
+            assert!(scene.sim.step(), "no other checkpoint (seed {seed})");
+        }
+        // The store has it, and the master has not heard of it.
+        scene.sim.kill_host(host(3));
+        scene.sim.handle(HostId::MASTER, Event::HostLost { host: host(3), why: "it was killed".into() });
+        scene.until_it_goes_on(procs);
+        let Reply::Events(events) = scene.sim.ask(scene.console, Request::Events { from: 0, limit: 65_536 }) else {
+            panic!("no events")
+        };
+        let told: Vec<&String> = events
+            .iter()
+            .filter_map(|event| match &event.kind {
+                EventKind::Checkpointed { set, .. } => Some(set),
+                _ => None,
+            })
+            .collect();
+        let there: Vec<String> = scene.sets().into_iter().map(|entry| entry.set).collect();
+        assert!(there.iter().all(|set| told.contains(&set)), "{there:?} are there, {told:?} were told (seed {seed})");
+        late += usize::from(events.iter().any(|event| matches!(event.kind, EventKind::Restarted { .. })));
+    }
+    assert!(late > 10, "the job went back {late} times only");
 }

@@ -331,7 +331,12 @@ impl Sim {
                 self.nodes.get_mut(&on).expect("it speaks").expected.remove(&migration);
                 self.sets.copies.remove(&(on, set));
             }
-            Output::DropCopies { sets } => self.sets.copies.retain(|(at, set)| *at != on || !sets.contains(set)),
+            Output::DropSets { sets } => {
+                self.sets.copies.retain(|(at, set)| *at != on || !sets.contains(set));
+                if on == HostId::MASTER {
+                    self.sets.sets.retain(|set, _| !sets.contains(set));
+                }
+            }
             Output::ListSets { tid, id } => {
                 self.later(on, Event::SetsListed { tid, id, result: Ok(self.sets.entries()) });
             }
