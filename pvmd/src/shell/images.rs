@@ -19,6 +19,7 @@ use sempa_proto::migration::Failure;
 use sempa_proto::place::Place;
 use sempa_proto::{HostId, MigrationId};
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -242,13 +243,23 @@ impl Images {
         self.expected.insert(migration, (from, Box::new(take)));
     }
 
+    /// True if they are expected from this host.
+    #[cfg(test)]
+    pub(crate) fn expects(&self, migration: MigrationId, from: HostId) -> bool {
+        self.expected.get(&migration).is_some_and(|(expected, _)| *expected == from)
+    }
+
     /// Takes the announcement of images if they are expected; [`Event::ImagesReceived`] tells the end.
     pub(crate) fn arrived(&mut self, Announced { pair, migration, session, mut stream, decoder }: Announced) {
         let from = pair.host;
-        let Some((_, take)) = self.expected.remove(&migration).filter(|(expected, _)| *expected == from) else {
-            self.log.line(format!("refused images of {migration} from {from}: nobody expects them"));
-            let _ = stream.stop(STREAM_REFUSED);
-            return;
+        let take = match self.expected.entry(migration) {
+            Entry::Occupied(expected) if expected.get().0 == from => expected.remove().1,
+            // Whoever else announces them does not take the place of the one who has them.
+            _ => {
+                self.log.line(format!("refused images of {migration} from {from}: nobody expects them"));
+                let _ = stream.stop(STREAM_REFUSED);
+                return;
+            }
         };
         let (way, came) = oneshot::channel::<Way>();
         let (tell, told) = oneshot::channel();

@@ -473,6 +473,17 @@ async fn images_travel_and_only_where_they_are_expected() {
     };
     assert!(matches!(&refused, Seen::Event(Event::ImagesSent { result: Err(_), .. })), "{refused:?}");
 
+    // They are expected from another host, which has its turn nevertheless.
+    two.images.expect(migration, host(3));
+    let Daemon { images, net, .. } = &mut one;
+    images.send(migration, host(2), net);
+    let refused = tokio::select! {
+        seen = one.next() => seen,
+        seen = two.next() => panic!("the target told of it: {seen:?}"),
+    };
+    assert!(matches!(&refused, Seen::Event(Event::ImagesSent { result: Err(_), .. })), "{refused:?}");
+    assert!(two.images.expects(migration, host(3)));
+
     two.images.expect(migration, host(1));
     let begin = std::time::Instant::now();
     let Daemon { images, net, .. } = &mut one;

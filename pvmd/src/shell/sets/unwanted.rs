@@ -44,15 +44,15 @@ impl Sets {
         }
         self.aside_after(after, move |store| {
             // Only what this virtual machine has made, whatever else may have the same name.
-            let drop = |store: Store| -> Result<(), StoreError> {
+            let remove = |store: Store| -> Result<(), StoreError> {
                 let (there, _) = store.list()?;
                 let gone = there.iter().filter(|set| store.is_own(set) && sets.contains(&set.id.to_string()));
                 gone.map(|set| store.remove(&set.id))
                     .filter(|gone| !matches!(gone, Err(StoreError::NoSet(_))))
                     .collect()
             };
-            let dropped: Result<(), String> = store.and_then(|store| drop(store).map_err(|e| e.to_string()));
-            dropped.unwrap_or_else(|why| log.line(why));
+            let removed: Result<(), String> = store.and_then(|store| remove(store).map_err(|e| e.to_string()));
+            removed.unwrap_or_else(|why| log.line(why));
         });
     }
 
