@@ -21,9 +21,10 @@ pub(crate) fn cut_back(files: &[(PathBuf, u64)]) -> Result<(), Failure> {
         let now = std::fs::symlink_metadata(path).map_err(|e| Failure::Io(format!("{}: {e}", path.display())))?;
         if now.is_file() && now.len() < *bytes {
             return Err(Failure::Io(format!(
-                "{} has become shorter since the checkpoint: it has {} bytes, and had {bytes} then; what it had is needed",
-                path.display(),
-                now.len()
+                "{path} has become shorter since the checkpoint: it has {} bytes, and had {bytes} then. Bring it back as it was; if it may \
+                 have a gap, make it as long with 'truncate -s {bytes} {path}'",
+                now.len(),
+                path = path.display()
             )));
         }
     }
