@@ -41,16 +41,24 @@ fn sets(host: &Host) -> Vec<String> {
     names.filter(|name| name != "lock").collect()
 }
 
-fn set_of(values: &[serde_json::Value]) -> String {
+/// Has the job checkpointed; the name of the set.
+fn checkpoint(vm: &Vm<'_>, job: &Job) -> String {
+    let values = vm.json(&["checkpoint", &job.tid]).sure(vm);
     values[0]["set"].as_str().expect("a name").to_string()
+}
+
+/// Waits until it is told what became of the copies of a set: who has one, how many are missing, and why.
+fn told(vm: &Vm<'_>, set: &str) -> (usize, u32, String) {
+    let is = |kind: &EventKind| matches!(kind, EventKind::SetCopied { set: of, .. } if of == set);
+    let told = vm.event(LONG, "what became of the copies", |entry| is(&entry.kind)).sure(vm);
+    let EventKind::SetCopied { hosts, missing, why, .. } = told.kind else { unreachable!("it was looked for") };
+    (hosts.len(), missing, why)
 }
 
 /// Waits until all wanted copies of a set are there; the host that has it.
 fn copied(vm: &Vm<'_>, set: &str) -> usize {
-    let is = |kind: &EventKind| matches!(kind, EventKind::SetCopied { set: of, .. } if of == set);
-    let told = vm.event(LONG, "copies", |entry| is(&entry.kind)).sure(vm);
-    let EventKind::SetCopied { hosts, missing: 0, .. } = told.kind else { panic!("{}\n{}", told.text, vm.logs()) };
-    assert_eq!(hosts.len(), 1, "{}", told.text);
+    let (hosts, missing, why) = told(vm, set);
+    assert_eq!((hosts, missing), (1, 0), "{why}\n{}", vm.logs());
     let listed = vm.json(&["checkpoints"]).sure(vm);
     let entry = listed[0]["sets"].as_array().expect("a list").iter().find(|entry| entry["set"] == set).expect("in it");
     let name = entry["copies"][0].as_str().expect("a name").to_string();
@@ -63,7 +71,7 @@ fn a_job_goes_on_from_a_copy_when_the_masters_host_and_its_store_are_gone() {
     let vm = started(&bed);
     let job = Job::start(&vm, "-h2", 300);
     job.go_on(&vm, 20);
-    let set = set_of(&vm.json(&["checkpoint", &job.tid]).sure(&vm));
+    let set = checkpoint(&vm, &job);
     let at = copied(&vm, &set);
     let place = |n: usize, path: &str| bed.host(n).path(path);
     assert_eq!((sets(bed.host(1)), sets(bed.host(at))), (vec![set.clone()], vec![set.clone()]));
@@ -98,7 +106,7 @@ fn the_newest_checkpoint_of_a_job_has_its_copy_and_when_the_job_has_ended_there_
     job.go_on(&vm, 5);
     let mut at = Vec::new();
     for _ in 0..3 {
-        let set = set_of(&vm.json(&["checkpoint", &job.tid]).sure(&vm));
+        let set = checkpoint(&vm, &job);
         at.push(copied(&vm, &set));
         let others = || {
             let there = sets(bed.host(at[0]));
@@ -134,15 +142,13 @@ fn a_host_whose_store_cannot_be_used_is_told_with_its_reason_and_another_one_tak
     let job = Job::start(&vm, "-h2", 150);
     job.go_on(&vm, 5);
     // Who is asked first depends on the job; all that can be said is that it ends with the one that can.
-    let set = set_of(&vm.json(&["checkpoint", &job.tid]).sure(&vm));
+    let set = checkpoint(&vm, &job);
     assert_eq!(copied(&vm, &set), 3);
     fs::remove_dir_all(bed.host(3).path(STORE)).expect("removed");
     fs::write(bed.host(3).path(STORE), "no folder").expect("written");
-    let set = set_of(&vm.json(&["checkpoint", &job.tid]).sure(&vm));
-    let is = |kind: &EventKind| matches!(kind, EventKind::SetCopied { set: of, .. } if *of == set);
-    let told = vm.event(LONG, "what became of the copy", |entry| is(&entry.kind)).sure(&vm);
-    let EventKind::SetCopied { hosts, missing, why, .. } = told.kind else { panic!("{}", told.text) };
-    assert_eq!((hosts.len(), missing), (0, 1), "{why}");
+    let set = checkpoint(&vm, &job);
+    let (hosts, missing, why) = told(&vm, &set);
+    assert_eq!((hosts, missing), (0, 1), "{why}");
     assert!(why.contains("h2: ") && why.contains("h3: ") && why.contains(STORE), "{why}");
     job.finish(&vm);
     vm.halt().expect("halts");

@@ -534,16 +534,14 @@ impl Machine {
 
     /// The set is complete, or is not.
     pub(super) fn set_sealed(&mut self, cut: CutId, mut result: Result<(String, u64), String>) {
-        let Some(keeping) = self.keeping() else { return };
+        let Some(keeping) = self.master.as_deref_mut().map(|master| &mut master.keeping) else { return };
         if let Ok((set, _)) = &result
             && keeping.job_of_cut(cut).is_none()
         {
             // It was told as failed, and its job goes back to an earlier one: files are as they were then.
-            let sets = vec![set.clone()];
+            self.out.push_back(Output::DropSets { sets: vec![set.clone()] });
             result = Err("its checkpoint was over before".into());
-            self.out.push_back(Output::DropSets { sets });
         }
-        let Some(keeping) = self.keeping() else { return };
         let contents = keeping.contents.get_mut(&cut);
         let result = result.map(|sealed| contents.map_or((), |contents| contents.sealed = Some(sealed)));
         keeping.cuts.sealed(cut, result);

@@ -5,7 +5,7 @@
 
 use super::bulk::{Incoming, Outgoing};
 use super::rate::Rate;
-use super::travel::{MARK, PIECE, Sent, not_taken, send_mark};
+use super::travel::{MARK, PIECE, Sent, broken_off, not_taken, send_mark, wrong};
 use checkpoint::store::{Draft, Set, StoreError};
 use sempa_proto::frame::from_bytes;
 use sempa_proto::migration::Failure;
@@ -74,13 +74,13 @@ pub(super) fn receive_set<R: Read>(
     begin: impl FnOnce(Micros, u64) -> Result<Draft, StoreError>,
 ) -> Result<u64, Failure> {
     let store = |why: StoreError| Failure::Io(why.to_string());
-    let Said::Mark(Mark::Set { made, bytes }) = next(incoming).map_err(broken)? else {
+    let Said::Mark(Mark::Set { made, bytes }) = next(incoming).map_err(broken_off)? else {
         return Err(wrong("the set was not announced"));
     };
     let draft = begin(made, bytes).map_err(store)?;
     let mut all = 0;
     loop {
-        match next(incoming).map_err(broken)? {
+        match next(incoming).map_err(broken_off)? {
             Said::Mark(Mark::Part { tid, images_bytes }) => {
                 let added = draft.add_copy(tid, images_bytes, |put| {
                     all += take_pieces(incoming, put)?;
@@ -97,7 +97,7 @@ pub(super) fn receive_set<R: Read>(
                     meta.extend_from_slice(piece);
                     Ok(())
                 })
-                .map_err(broken)?;
+                .map_err(broken_off)?;
                 draft.finish(&meta).map_err(store)?;
                 return Ok(all);
             }
@@ -141,17 +141,6 @@ fn take_pieces<R: Read>(incoming: &mut Incoming<R>, put: &mut dyn FnMut(&[u8]) -
 
 fn invalid(what: &str) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, what)
-}
-
-fn broken(e: io::Error) -> Failure {
-    match e.kind() {
-        ErrorKind::UnexpectedEof => wrong(&e.to_string()),
-        _ => Failure::Images(format!("the transfer broke off: {e}")),
-    }
-}
-
-fn wrong(what: &str) -> Failure {
-    Failure::Images(what.to_string())
 }
 
 #[cfg(test)]

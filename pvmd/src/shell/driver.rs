@@ -333,7 +333,7 @@ impl Driver {
             }
             Output::ExpectCopy { migration, from, set } => {
                 let take = self.parts.sets.take_copy(set, self.parts.world.unix_time());
-                self.parts.images.expect_copy(migration, from, take);
+                self.parts.images.expect_with(migration, from, take);
             }
             Output::GiveUpCopy { migration, set } => {
                 let over = self.parts.images.drop_images(migration);

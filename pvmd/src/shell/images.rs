@@ -230,11 +230,11 @@ impl Images {
     /// From now on the images of this move are taken from this host.
     pub(crate) fn expect(&mut self, migration: MigrationId, from: HostId) {
         let dir = self.place.images(migration);
-        self.expect_copy(migration, from, move |incoming| receive(&dir, incoming));
+        self.expect_with(migration, from, move |incoming| receive(&dir, incoming));
     }
 
     /// From now on what this host sends under this number is taken in this way.
-    pub(crate) fn expect_copy(
+    pub(crate) fn expect_with(
         &mut self,
         migration: MigrationId,
         from: HostId,

@@ -454,6 +454,16 @@ async fn a_silent_host_is_lost_after_the_lease_and_a_forgotten_one_stays_out() {
     one.net.forget(host(2));
 }
 
+/// Images that the second daemon does not take from the first one, which hears of it; the second tells nobody.
+async fn are_refused(one: &mut Daemon, two: &mut Daemon, migration: MigrationId) {
+    one.images.send(migration, host(2), &mut one.net);
+    let refused = tokio::select! {
+        seen = one.next() => seen,
+        seen = two.next() => panic!("the target told of it: {seen:?}"),
+    };
+    assert!(matches!(&refused, Seen::Event(Event::ImagesSent { result: Err(_), .. })), "{refused:?}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn images_travel_and_only_where_they_are_expected() {
     let (mut one, mut two) = two("images", Duration::from_secs(10)).await;
@@ -465,23 +475,11 @@ async fn images_travel_and_only_where_they_are_expected() {
     std::fs::write(from.join("core-1.img"), b"core").expect("writable");
 
     // Nobody expects them yet.
-    let Daemon { images, net, .. } = &mut one;
-    images.send(migration, host(2), net);
-    let refused = tokio::select! {
-        seen = one.next() => seen,
-        seen = two.next() => panic!("the target told of it: {seen:?}"),
-    };
-    assert!(matches!(&refused, Seen::Event(Event::ImagesSent { result: Err(_), .. })), "{refused:?}");
+    are_refused(&mut one, &mut two, migration).await;
 
     // They are expected from another host, which has its turn nevertheless.
     two.images.expect(migration, host(3));
-    let Daemon { images, net, .. } = &mut one;
-    images.send(migration, host(2), net);
-    let refused = tokio::select! {
-        seen = one.next() => seen,
-        seen = two.next() => panic!("the target told of it: {seen:?}"),
-    };
-    assert!(matches!(&refused, Seen::Event(Event::ImagesSent { result: Err(_), .. })), "{refused:?}");
+    are_refused(&mut one, &mut two, migration).await;
     assert!(two.images.expects(migration, host(3)));
 
     two.images.expect(migration, host(1));

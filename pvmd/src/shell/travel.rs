@@ -57,6 +57,19 @@ pub(super) fn send_mark<W: Write>(out: &mut Outgoing<W>, mark: &impl Serialize) 
     sent.map_err(not_taken)
 }
 
+/// Why nothing more came.
+pub(super) fn broken_off(e: io::Error) -> Failure {
+    match e.kind() {
+        io::ErrorKind::UnexpectedEof => wrong("the transfer ended in the middle"),
+        _ => Failure::Images(format!("the transfer broke off: {e}")),
+    }
+}
+
+/// What came is not what is sent.
+pub(super) fn wrong(what: &str) -> Failure {
+    Failure::Images(what.to_string())
+}
+
 /// Why nothing more could be sent.
 pub(super) fn not_taken(e: io::Error) -> Failure {
     Failure::Images(format!("the target took no more: {e}"))

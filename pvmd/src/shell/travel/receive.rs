@@ -2,7 +2,7 @@
 
 use super::super::bulk::Incoming;
 use super::super::zeros::{self, Part};
-use super::{MARK, Mark, OPEN_FILES_MAX, PIECE, io_failure};
+use super::{MARK, Mark, OPEN_FILES_MAX, PIECE, broken_off, io_failure, wrong};
 use sempa_proto::frame::from_bytes;
 use sempa_proto::migration::Failure;
 use std::collections::BTreeMap;
@@ -55,10 +55,7 @@ pub(in crate::shell) fn receive<R: Read>(dir: &Path, incoming: &mut Incoming<R>)
     }
     let mut receiver = Receiver { dir, open: BTreeMap::new(), written: Vec::new(), files: 0, bytes: 0, anew: 0 };
     loop {
-        let record = incoming.next().map_err(|e| match e.kind() {
-            ErrorKind::UnexpectedEof => wrong("the transfer ended in the middle"),
-            _ => Failure::Images(format!("the transfer broke off: {e}")),
-        })?;
+        let record = incoming.next().map_err(broken_off)?;
         match record.split_first() {
             Some((&PIECE, rest)) => receiver.piece(rest)?,
             Some((&MARK, rest)) => {
@@ -70,10 +67,6 @@ pub(in crate::shell) fn receive<R: Read>(dir: &Path, incoming: &mut Incoming<R>)
             _ => return Err(wrong("something came that is no piece of a file")),
         }
     }
-}
-
-pub(super) fn wrong(what: &str) -> Failure {
-    Failure::Images(what.to_string())
 }
 
 impl Receiver<'_> {

@@ -2,7 +2,7 @@
 
 use super::super::bulk::{Incoming, Keys, Outgoing};
 use super::super::rate::Rate;
-use super::receive::{ANEW_MAX, wrong};
+use super::receive::ANEW_MAX;
 use super::send::LOOK_EVERY;
 use super::*;
 use std::fs::{File, OpenOptions};

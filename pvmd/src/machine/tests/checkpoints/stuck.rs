@@ -1,6 +1,7 @@
 //! Jobs that go back, and that no host takes.
 
 use super::{Scene, host};
+use crate::machine::tests::scene::events;
 use crate::machine::{Event, HostId};
 use sempa_proto::checkpoint::Pace;
 use sempa_proto::event::EventKind;
@@ -79,19 +80,17 @@ fn a_set_that_is_complete_only_when_its_job_goes_back_already_is_removed() {
         scene.sim.kill_host(host(3));
         scene.sim.handle(HostId::MASTER, Event::HostLost { host: host(3), why: "it was killed".into() });
         scene.until_it_goes_on(procs);
-        let Reply::Events(events) = scene.sim.ask(scene.console, Request::Events { from: 0, limit: 65_536 }) else {
-            panic!("no events")
-        };
+        let events = events(&mut scene.sim, scene.console);
         let told: Vec<&String> = events
             .iter()
-            .filter_map(|event| match &event.kind {
+            .filter_map(|kind| match kind {
                 EventKind::Checkpointed { set, .. } => Some(set),
                 _ => None,
             })
             .collect();
         let there: Vec<String> = scene.sets().into_iter().map(|entry| entry.set).collect();
         assert!(there.iter().all(|set| told.contains(&set)), "{there:?} are there, {told:?} were told (seed {seed})");
-        late += usize::from(events.iter().any(|event| matches!(event.kind, EventKind::Restarted { .. })));
+        late += usize::from(events.iter().any(|kind| matches!(kind, EventKind::Restarted { .. })));
     }
     assert!(late > 10, "the job went back {late} times only");
 }
