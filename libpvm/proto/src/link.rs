@@ -191,6 +191,8 @@ struct Sender {
     probe_wanted: bool,
     last_resync: Option<(u64, Micros)>,
     unlimited: bool,
+    /// What was transmitted below this went by ways that may have lost it, unless it is acknowledged.
+    doubted: u64,
     /// What the process before this one had sent has yet to come back.
     back: Option<Box<talk::Back>>,
 }
@@ -277,6 +279,7 @@ impl Link {
                 probe_wanted: false,
                 last_resync: None,
                 unlimited: false,
+                doubted: 1,
                 back: None,
             },
             rx: Receiver {
@@ -392,9 +395,13 @@ impl Link {
         self.tx.flight_bytes = 0;
     }
 
-    /// From now on transmits without regard to the window. For a task that ends: its daemon takes over what is left.
+    /// From now on transmits without regard to the window. For a task that ends: its daemon takes over what is left, and what
+    /// went by a route that was replaced since is transmitted again, because nobody will be there to hear what got through.
     pub fn lift_window(&mut self) {
         self.tx.unlimited = true;
+        if std::mem::replace(&mut self.tx.doubted, 1) > self.tx.acked {
+            self.transmit_again();
+        }
     }
 
     /// This end was started again from a checkpoint, and everything of this timeline begins there. With `together` the peer
@@ -431,7 +438,7 @@ impl Link {
         }
         tx.number_anew();
         tx.flight.clear();
-        (tx.flight_bytes, tx.acked, tx.next, tx.fresh) = (0, 1, 1, 1);
+        (tx.flight_bytes, tx.acked, tx.next, tx.fresh, tx.doubted) = (0, 1, 1, 1, 1);
         (tx.probe_due, tx.probe_wanted, tx.probe_delay, tx.last_resync) = (None, false, PROBE_DELAY, None);
         let rx = &mut self.rx;
         rx.partial.clear();
@@ -494,6 +501,7 @@ impl Link {
     fn ask_again(&mut self) {
         self.tx.probe_delay = PROBE_DELAY;
         self.tx.probe_wanted = self.tx.fresh > self.tx.acked;
+        self.tx.doubted = self.tx.fresh;
         if self.rx.expected > 1 {
             self.rx.answer.get_or_insert(false);
         }

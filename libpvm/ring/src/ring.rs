@@ -322,9 +322,11 @@ impl<A: Area> Reader<A> {
         words.starved.load(Ordering::Relaxed) != 0 && words.starved.swap(0, Ordering::SeqCst) != 0
     }
 
-    /// Tells the other end that this one has let go.
+    /// Tells the other end that this one has let go. A record that comes while this is called is there for who reads after it,
+    /// or its writer finds after its next fence that nobody will read it.
     pub fn close(&self) {
         self.area.words().closed.store(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
     }
 
     /// True when the other end has let go. What it wrote before is there for who reads after this look, not before it.

@@ -5,7 +5,7 @@
 
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
-use loom::sync::atomic::{AtomicU32, Ordering};
+use loom::sync::atomic::{AtomicU32, Ordering, fence};
 use loom::thread;
 use sempa_ring::bell::{Bell, Wake};
 use sempa_ring::ring::{Area, Reader, Words, Writer};
@@ -248,6 +248,24 @@ fn what_was_written_before_the_end_is_read_by_who_looks_for_the_end_first() {
         let found = read(&mut reader).is_some();
         assert!(found || !closed, "the last record would be lost");
         writing.join().expect("written");
+    });
+}
+
+#[test]
+fn a_record_that_is_written_while_its_reader_lets_go_is_read_or_its_writer_sees_the_end() {
+    loom::model(|| {
+        let area = area();
+        let mut writer = Writer::new(area.clone());
+        let writing = thread::spawn(move || {
+            assert!(writer.write([&[1; 8]]).expect("a good ring"));
+            fence(Ordering::SeqCst);
+            writer.is_closed()
+        });
+        let mut reader = Reader::new(area);
+        reader.close();
+        let found = read(&mut reader).is_some();
+        let seen = writing.join().expect("written");
+        assert!(found || seen, "the last record would be lost");
     });
 }
 

@@ -28,7 +28,7 @@ pub(crate) const BACKLOG_BYTES_MAX: usize = 1 << 20;
 /// Bytes of control messages that may gather while there is no connection during a move.
 pub(crate) const LATER_BYTES_MAX: usize = 256 << 20;
 /// Bytes of messages that may wait to be received. Beyond it senders keep their messages, and ask again now and then.
-pub(crate) const INBOX_BYTES_MAX: usize = 1 << 36;
+const INBOX_BYTES_MAX: usize = 1 << 36;
 /// Conversations a task may have at a time.
 pub(crate) const LINKS_MAX: usize = 1 << 18;
 /// Remembered conversations with tasks that have ended.
@@ -576,7 +576,7 @@ impl Core {
         if frame.dst != self.me || peer == self.me || !peer.is_task() {
             return;
         }
-        if self.inbox.bytes() >= INBOX_BYTES_MAX && matches!(frame.kind, LinkKind::Data { .. }) {
+        if self.inbox_is_full() && matches!(frame.kind, LinkKind::Data { .. }) {
             return;
         }
         // A task that ended without a word may have left acknowledgements on the way; only a first fragment shows that
@@ -600,6 +600,11 @@ impl Core {
         self.deliver_from(peer);
         self.pump_link(now, peer);
         self.release_held(peer);
+    }
+
+    /// True while messages stay with those who send them.
+    pub(super) fn inbox_is_full(&self) -> bool {
+        self.inbox.bytes() >= INBOX_BYTES_MAX
     }
 
     /// Hands over the messages that are complete.

@@ -426,7 +426,7 @@ impl Core {
 
     /// Takes in what has come by one route; true when there was anything.
     pub(super) fn drain_direct(&mut self, now: Micros, peer: Tid) -> bool {
-        if self.inbox.bytes() >= super::core::INBOX_BYTES_MAX {
+        if self.inbox_is_full() {
             return false;
         }
         let (direct, links) = self.direct_and_links();

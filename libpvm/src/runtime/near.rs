@@ -22,7 +22,7 @@ use sempa_proto::{Micros, Tid};
 use sempa_ring::bell::{SLOTS_MAX, Wake};
 use sempa_ring::futex;
 use sempa_ring::memory::{Ends, OwnBell, PeerBell, RING_BYTES, Shared};
-use sempa_ring::ring::{Broken, Record};
+use sempa_ring::ring::{Broken, Reader, Record};
 use sempa_ring::store::STORE_BYTES;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -118,17 +118,31 @@ impl Ring {
 
     /// Gives the next record to the link; how many bytes it had, 0 when there is none.
     fn take_record(&mut self, now: Micros, link: &mut Link) -> Result<usize, Broken> {
-        let Some(mut record) = self.ends.reader.next_record()? else { return Ok(0) };
-        let bytes = record.len();
-        let head = read_head(&mut record)?;
-        let (kind, seq, ack) = decode_short_head(head).ok_or(Broken)?;
-        self.processor = head[SHORT_HEAD_SPARE];
-        if head[0] & SHORT_HEAD_APART != 0 {
-            return Ring::borrow(&self.loans, record, now, (seq, ack), link).map(|more| bytes + more);
-        }
-        link.take(now, kind, seq, ack, InRing(record));
+        let Some((bytes, processor)) = take_record(&mut self.ends.reader, &self.loans, now, link)? else {
+            return Ok(0);
+        };
+        self.processor = processor;
         Ok(bytes)
     }
+}
+
+/// Gives the next record to the link, if there is one: how many bytes it had, and where it was written.
+fn take_record(
+    reader: &mut Reader<Shared>,
+    loans: &Loans,
+    now: Micros,
+    link: &mut Link,
+) -> Result<Option<(usize, u8)>, Broken> {
+    let Some(mut record) = reader.next_record()? else { return Ok(None) };
+    let bytes = record.len();
+    let head = read_head(&mut record)?;
+    let (kind, seq, ack) = decode_short_head(head).ok_or(Broken)?;
+    let processor = head[SHORT_HEAD_SPARE];
+    if head[0] & SHORT_HEAD_APART != 0 {
+        return Ring::borrow(loans, record, now, (seq, ack), link).map(|more| Some((bytes + more, processor)));
+    }
+    link.take(now, kind, seq, ack, InRing(record));
+    Ok(Some((bytes, processor)))
 }
 
 /// Where a task stands that has no ring.
@@ -446,7 +460,7 @@ impl Core {
 
     /// Takes in what one ring has; true when it had anything.
     pub(super) fn drain(&mut self, now: Micros, slot: usize) -> bool {
-        if self.inbox.bytes() >= super::core::INBOX_BYTES_MAX {
+        if self.inbox_is_full() {
             return false;
         }
         let (near, links) = self.near_and_links();

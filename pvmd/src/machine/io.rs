@@ -358,6 +358,12 @@ pub enum Output {
         /// The frame's body as it came.
         frame: Bytes,
     },
+    /// Whoever made a connection has ended: take what it has written, and nothing that others write who hold the socket.
+    /// [`Event::TaskClosed`] comes behind that, however long the way to the machine is.
+    HearOut {
+        /// The connection.
+        conn: ConnId,
+    },
     /// Close a task's connection after what was sent before.
     CloseTask {
         /// The connection.

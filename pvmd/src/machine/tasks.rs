@@ -27,7 +27,7 @@ pub(super) const HELD_LINK_BYTES_MAX: usize = RETAINED_BYTES_MAX;
 pub(super) const HELD_WORDS_MAX: usize = 4096;
 /// Tasks that have ended and are remembered with their marks.
 pub(super) const DEAD_MAX: usize = 4096;
-/// How long the socket of an ended process may stay open (a child of it may have it) before its task ends anyway.
+/// How long the socket of an ended process may stay open (a child of it may have it) before its end is made to come.
 const DRAIN_TIME: Micros = Micros::from_secs(2);
 
 /// What waits for a task, in order.
@@ -456,12 +456,15 @@ impl Machine {
         }
     }
 
-    /// Time is up for the socket of a process that has ended.
+    /// The socket of a process that has ended is still open: somebody else holds it, or this daemon is behind and what the
+    /// process has written waits to be taken. That is not to be lost, so its end is waited for, and made to come.
     pub(super) fn drain_over(&mut self, tid: Tid, epid: Option<i32>) {
         // Its next process is another matter.
-        let task = self.tasks.get(tid).filter(|task| task.epid == epid);
-        if let Some((status, used)) = task.and_then(|t| t.exited) {
-            self.end_task(tid, status, used);
+        let Some(task) = self.tasks.get(tid).filter(|task| task.epid == epid) else { return };
+        match (task.exited, task.conn()) {
+            (Some(_), Some(conn)) => self.out.push_back(Output::HearOut { conn }),
+            (Some((status, used)), None) => self.end_task(tid, status, used),
+            (None, _) => {}
         }
     }
 

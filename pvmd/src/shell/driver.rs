@@ -262,6 +262,11 @@ impl Driver {
                 self.tell(conn, &message, |frame| Parcel::With(frame, descriptors));
             }
             Output::LinkToTask { conn, frame } => self.hand_over(conn, frame),
+            Output::HearOut { conn } => {
+                if let Some(task) = self.tasks.get(&conn) {
+                    task.line.socket.hear_out();
+                }
+            }
             Output::CloseTask { conn } => self.dismiss(conn),
             Output::ToHost { host, message } => self.parts.net.send(host, &message),
             Output::Carry { host, carried } => self.carry(host, carried),

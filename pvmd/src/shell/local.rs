@@ -45,6 +45,8 @@ pub(crate) struct TaskLine {
     pub(crate) pid: i32,
     /// That process, or why it is out of reach.
     pub(crate) process: std::io::Result<OwnedFd>,
+    /// Its stream.
+    pub(crate) socket: Arc<LocalSocket>,
     /// What is to be sent.
     pub(crate) outbox: Outbox,
     /// Set to cut the connection at once, with the reason.
@@ -145,7 +147,7 @@ impl Door {
         let (outbox, queue) = outbox(LINK_BYTES_MAX);
         let (cut, mut is_cut) = watch::channel(None);
         let Line { pid, process, socket, mut incoming } = line;
-        let up = Input::TaskUp(TaskLine { conn, pid, process, outbox, cut });
+        let up = Input::TaskUp(TaskLine { conn, pid, process, socket: socket.clone(), outbox, cut });
         let first = Input::Event(Event::TaskControl { conn, message: hello });
         if self.inputs.send(up).await.is_err() || self.inputs.send(first).await.is_err() {
             return;

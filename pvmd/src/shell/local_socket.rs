@@ -89,6 +89,12 @@ impl LocalSocket {
         Ok(())
     }
 
+    /// Takes nothing more from the other side. What it has written is read as before, and then the end.
+    pub(crate) fn hear_out(&self) {
+        // It may be gone already.
+        let _ = self.socket().shutdown(Shutdown::Read);
+    }
+
     /// Tells the other side that nothing more comes.
     pub(crate) fn end(&self) {
         // It may be gone already.
@@ -160,6 +166,34 @@ mod tests {
         let mut slices = [&b""[..], first, b"", second].map(IoSlice::new);
         socket.write_all(&mut slices).await.expect("open");
         assert!(reader.await.expect("no panic").expect("all of it") == sent, "bytes are lost or out of order");
+    }
+
+    #[tokio::test]
+    async fn a_socket_that_is_heard_out_ends_behind_what_was_written_though_it_is_held_open() {
+        let (socket, mut theirs) = pair();
+        let held = theirs.try_clone().expect("a second one");
+        theirs.write_all(&[7; 5 * ROOM]).expect("room");
+        drop(theirs);
+        let mut all = read(&socket, ROOM).await.0;
+        socket.hear_out();
+        assert!((&held).write(b"more").is_err(), "what others write is not for us");
+        all.unsplit(read(&socket, 5 * ROOM - all.len()).await.0);
+        assert_eq!(all, vec![7; 5 * ROOM]);
+        assert_eq!(socket.read(&mut all, &mut Passed::default()).await.expect("an end"), 0);
+    }
+
+    #[tokio::test]
+    async fn who_waits_for_a_socket_learns_that_it_is_heard_out() {
+        let (socket, _held) = pair();
+        let socket = std::sync::Arc::new(socket);
+        let reader = socket.clone();
+        let end = tokio::spawn(async move {
+            reader.read(&mut BytesMut::with_capacity(ROOM), &mut Passed::default()).await.map_err(|e| e.kind())
+        });
+        // It waits from here on.
+        tokio::task::yield_now().await;
+        socket.hear_out();
+        assert_eq!(end.await.expect("no panic"), Ok(0));
     }
 
     #[tokio::test]

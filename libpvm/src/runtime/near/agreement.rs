@@ -1,8 +1,9 @@
 //! How rings come about, by words that the daemon passes, and how they end.
 
 use super::super::core::Core;
+use super::super::lend::Loans;
 use super::super::process::Own;
-use super::{Call, Ring, Slot, Standing};
+use super::{Call, Ring, Slot, Standing, take_record};
 use sempa_proto::frame::encode_control;
 use sempa_proto::link::LinkEvent;
 use sempa_proto::route::{OfferId, RouteWord};
@@ -131,7 +132,11 @@ impl Core {
         }
         if let Some(Standing::Offered { slot, ends, .. }) = self.near.standing.insert(peer, standing) {
             self.near.slots[slot] = Slot::Free;
-            close(ends.get());
+            // It may have been accepted, and be written to, while the word of that is still on its way.
+            if let Some(mut ends) = ends.into_inner() {
+                let loans = Loans::new(&ends);
+                self.close_and_read(now, peer, &mut ends, &loans);
+            }
         }
         self.news_of_routes();
         self.back_to_daemon(now, peer);
@@ -214,15 +219,16 @@ impl Core {
     pub(in crate::runtime) fn end_ring(&mut self, now: Micros, slot: usize) {
         let Some(place) = self.near.slots.get_mut(slot) else { return };
         let Slot::Ring(mut ring) = std::mem::replace(place, Slot::Free) else { return };
-        self.near.end_loans(ring.get_mut());
-        let Ring { peer, ends, bell, theirs, processor, .. } = ring.get();
+        let Ring { peer, ends, loans, .. } = ring.get_mut();
         self.near.by_peer.remove(peer);
         self.near.spoke_last.take_if(|last| last == peer);
+        self.near.standing.insert(*peer, Standing::Refused { until: now + AFTER_END });
+        self.close_and_read(now, *peer, ends, loans);
+        self.near.end_loans(ring.get_mut());
+        let Ring { peer, bell, theirs, processor, .. } = ring.get();
         if let Some(link) = self.link_mut(*peer) {
             link.trim();
         }
-        self.near.standing.insert(*peer, Standing::Refused { until: now + AFTER_END });
-        close(ends);
         let wake = bell.get().ring(*theirs, true);
         if wake != Wake::Nobody {
             self.near.wakes.push(Call { bell: bell.clone(), wake, processor: *processor });
@@ -232,6 +238,23 @@ impl Core {
         }
         self.near.waits_no_more(slot);
         self.news_of_routes();
+    }
+
+    /// Lets go of the ends of a ring, and takes in what the other task has written before it could see that: if it has left since,
+    /// nobody will say it again.
+    fn close_and_read(&mut self, now: Micros, peer: Tid, ends: &mut Ends, loans: &Loans) {
+        ends.writer.close();
+        ends.reader.close();
+        let is_full = self.inbox_is_full();
+        let Some(link) = self.link_mut(peer).filter(|_| !is_full) else { return };
+        let mut heard = false;
+        while let Ok(Some(_)) = take_record(&mut ends.reader, loans, now, link) {
+            heard = true;
+        }
+        if heard {
+            self.deliver_from(peer);
+            self.release_held(peer);
+        }
     }
 
     /// Reads and writes what can be, and lets go of all rings: from here on everything goes through the daemon, in order.
@@ -294,9 +317,4 @@ impl Core {
             self.wake_at(due);
         }
     }
-}
-
-fn close(ends: &Ends) {
-    ends.writer.close();
-    ends.reader.close();
 }

@@ -75,6 +75,33 @@ fn who_is_far_is_offered_a_ring_rarely_who_has_refused_soon_again_and_who_moves_
 }
 
 #[test]
+fn of_who_leaves_behind_an_offer_that_was_given_up_meanwhile_the_last_words_are_heard() {
+    /// Longer than an offer is waited for.
+    const LATE: Micros = Micros::from_secs(2);
+    for gives_up_first in [false, true] {
+        let fake = near();
+        let (a, b) = (fake.join(), fake.join());
+        // While this is held the word that the offer is accepted does not arrive.
+        let mut held = a.lock().expect("not forked");
+        let now = held.now();
+        for n in 0..2 {
+            held.core.send(now, message(b.tid(), n, "")).expect("sent");
+        }
+        held.flush();
+        until("a ring at one end", || has_ring(&b, a.tid()).then_some(()));
+        if gives_up_first {
+            held.core.wake(now + LATE);
+        }
+        b.send(message(a.tid(), 7, "last")).expect("sent");
+        b.exit().expect("its daemon is there");
+        held.core.wake(now + LATE);
+        assert!(!held.core.near.is_offered(b.tid()));
+        drop(held);
+        assert_eq!(next(&a).tag, 7, "given up first: {gives_up_first}");
+    }
+}
+
+#[test]
 fn what_goes_through_a_ring_does_not_pass_the_daemon() {
     let fake = near();
     let (a, b) = pair(&fake);

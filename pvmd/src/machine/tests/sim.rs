@@ -401,6 +401,14 @@ impl Sim {
         conn
     }
 
+    /// What this process says from now on reaches its daemon after this time at the earliest: the daemon is that far behind
+    /// with what its tasks say.
+    pub(super) fn hear_late(&mut self, proc: usize, by: Micros) {
+        let conn = self.procs[proc].conn.expect("connected");
+        let at = self.channels.entry(Channel::FromProc(conn)).or_default();
+        *at = (self.now + by).max(*at);
+    }
+
     pub(super) fn proc_says(&mut self, conn: ConnId, on: HostId, event: Event) {
         self.send(Channel::FromProc(conn), Happening::Event(on, event));
     }

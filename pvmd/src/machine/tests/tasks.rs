@@ -107,6 +107,41 @@ fn the_last_words_of_a_task_wait_whole_for_one_that_cannot_take_them_yet() {
 }
 
 #[test]
+fn what_a_process_wrote_last_is_heard_before_its_task_ends_however_far_behind_its_daemon_is() {
+    // From less to far more than a daemon waits for the end of the stream by itself.
+    for (seed, behind) in [0, 1, 3, 60].into_iter().enumerate() {
+        let (mut sim, console) = Sim::cluster(seed as u64, 2);
+        for home in 1..=2 {
+            let request = SpawnRequest { flags: SPAWN_HOST, place: format!("h{home}"), ..spawn("child", 1) };
+            let tid = tids(sim.ask(console, Request::Spawn(request)))[0].expect("started");
+            sim.until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+            assert_eq!(sim.ask(console, exit_note(vec![tid], 9)), Reply::Done);
+            let (child, to) = (sim.proc_of(tid), sim.procs[console].tid());
+            sim.hear_late(child, Micros::from_secs(behind));
+            (0..3).for_each(|_| sim.tell(child, to, b"last"));
+            sim.exit(child, 0);
+            sim.until("its end is told", |s| s.procs[console].notes(9).len() == home);
+            let said = sim.procs[console].seen.iter().filter(|seen| is_word_of(seen, tid)).count();
+            assert_eq!(said, 3, "{behind} s behind");
+        }
+    }
+}
+
+#[test]
+fn a_task_whose_child_holds_its_socket_ends_soon_after_its_process() {
+    let (mut sim, console) = Sim::cluster(1, 1);
+    let tid = tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("started");
+    sim.until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+    assert_eq!(sim.ask(console, exit_note(vec![tid], 9)), Reply::Done);
+    let child = sim.proc_of(tid);
+    sim.tell(child, sim.procs[console].tid(), b"last");
+    sim.exit_with_socket_held(child, 0);
+    sim.until("its end is told", |s| s.procs[console].notes(9).len() == 1);
+    assert!(sim.procs[console].seen.iter().any(|seen| is_word_of(seen, tid)), "its last words are there");
+    assert_eq!(sim.procs[child].conn, None);
+}
+
+#[test]
 fn a_spawn_goes_round_in_blocks_and_begins_after_the_local_host() {
     let (mut sim, console) = Sim::cluster(1, 3);
     let reply = sim.ask(console, Request::Spawn(spawn("child", 7)));

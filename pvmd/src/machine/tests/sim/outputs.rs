@@ -26,6 +26,7 @@ impl Sim {
                 self.tell_proc(conn, |proc| Happening::ToProc(proc, conn, message));
             }
             Output::LinkToTask { conn, frame } => self.tell_proc(conn, |proc| Happening::LinkToProc(proc, conn, frame)),
+            Output::HearOut { conn } => self.hear_out(conn),
             Output::CloseTask { conn } => self.tell_proc(conn, |_| Happening::CloseProc(conn)),
             Output::Signal { conn, signal } => {
                 if let Some(p) = self.conns.get(&conn) {
@@ -42,6 +43,15 @@ impl Sim {
                 self.session_ends(on);
             }
             output => self.carry_out_for_hosts(on, output),
+        }
+    }
+
+    /// The stream of a process that has ended closes, whoever holds it.
+    fn hear_out(&mut self, conn: ConnId) {
+        let proc = self.conns[&conn];
+        assert!(self.procs[proc].exited, "only of who has ended is nothing lost (seed {})", self.seed);
+        if self.procs[proc].conn == Some(conn) {
+            self.close(proc);
         }
     }
 

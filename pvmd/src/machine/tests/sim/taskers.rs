@@ -37,8 +37,18 @@ impl Sim {
         if std::mem::replace(&mut self.procs[proc].exited, true) {
             return;
         }
-        let on = self.procs[proc].host;
         self.close(proc);
+        self.exit_is_told(proc, status);
+    }
+
+    /// The same, but somebody else holds its socket.
+    pub(in crate::machine::tests) fn exit_with_socket_held(&mut self, proc: usize, status: i32) {
+        self.procs[proc].exited = true;
+        self.exit_is_told(proc, status);
+    }
+
+    fn exit_is_told(&mut self, proc: usize, status: i32) {
+        let on = self.procs[proc].host;
         if let Some(tid) = self.procs[proc].spawned {
             let used = Usage { user: Micros(self.procs[proc].used), ..Usage::default() };
             self.tasker(on, FromTasker::Exited { tid, status, used });
