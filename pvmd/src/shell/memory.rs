@@ -12,7 +12,7 @@ use super::net::{Announced, Net};
 use super::place::remove_any;
 use super::rate::Rate;
 use super::session::{Purpose, announcing_stream, read_frame};
-use super::sys::Hurry;
+use super::sys::{Hurry, unread};
 use super::zeros::{self, Part};
 use crate::machine::io::Event;
 use sempa_proto::frame::encode_control;
@@ -30,7 +30,8 @@ use tokio::task::{JoinHandle, spawn_blocking};
 
 /// How long an engine may say nothing before the other host is told that this end is still there.
 const SILENCE: Duration = Duration::from_secs(30);
-/// The source's engine ends before the target's has read its last word; so long the way stays, for that one to close it.
+/// The source's engine ends before the target's has read its last word; so long the way stays, for that one to close it, and so
+/// long the target waits for that when its engine has read everything.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 const LOOK_PAUSE: Duration = Duration::from_millis(2);
 /// Bytes that are read from an engine at once.
@@ -237,6 +238,14 @@ async fn fetch_over(
     let answers = spawn_blocking(move || {
         let _hurry = Hurry::begin();
         let why = to_engine(incoming, &answered);
+        // An engine that gets no processor for a while, or stands still, may have the last of it before itself.
+        let mut read = Instant::now();
+        while !closed.load(Ordering::Acquire) && read.elapsed() < LAST_WORDS {
+            std::thread::sleep(LOOK_PAUSE);
+            if unread(&answered) > 0 {
+                read = Instant::now();
+            }
+        }
         if !closed.load(Ordering::Acquire) {
             lost(format!("its memory does not come any more: {why}"));
         }

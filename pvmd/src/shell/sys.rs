@@ -1,6 +1,6 @@
 //! The few calls that the safe libraries do not offer: forking before any thread exists, what a child gets of our
-//! descriptors, processes by descriptor, priorities, and local time. Everything else of the daemon is safe code.
-#![allow(unsafe_code)] // fork, pre_exec, pidfd, setpriority and localtime_r have no safe form
+//! descriptors, processes by descriptor, priorities, what a socket still holds, and local time. Everything else of the daemon is safe code.
+#![allow(unsafe_code)] // fork, pre_exec, pidfd, setpriority, TIOCOUTQ and localtime_r have no safe form
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -135,6 +135,14 @@ pub(crate) fn signal_process(process: BorrowedFd<'_>, signal: i32) -> io::Result
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
+/// What was written to a local socket and not yet read at the other end, at least one for each byte; 0 also where nobody can tell.
+pub(crate) fn unread(socket: &UnixStream) -> usize {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the kernel writes one int to the place, which lives through the call.
+    let done = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    if done == 0 { usize::try_from(bytes).unwrap_or(0) } else { 0 }
+}
+
 /// Has the runtime watch a socket for reading only, or for writing only.
 ///
 /// # Errors
@@ -178,6 +186,7 @@ pub(crate) fn local_time(unix_s: i64) -> (i32, i32, i32, i32, i32) {
 mod tests {
     use super::*;
     use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+    use std::io::{Read, Write};
     use std::os::fd::AsFd;
     use std::os::unix::net::{UnixListener, UnixStream};
     use std::os::unix::process::ExitStatusExt;
@@ -210,6 +219,19 @@ mod tests {
         let (connection, _) = listener.accept().expect("it connects");
         let pid = getsockopt(&connection, PeerCredentials).expect("its number").pid();
         (child, connection, pid)
+    }
+
+    #[test]
+    fn what_the_other_end_of_a_socket_has_not_read_is_seen() {
+        let (mut ours, mut theirs) = UnixStream::pair().expect("a pair");
+        assert_eq!(unread(&ours), 0);
+        ours.write_all(&[7; 3000]).expect("room");
+        assert!(unread(&ours) >= 3000);
+        let mut bytes = [0; 3000];
+        theirs.read_exact(&mut bytes[..2999]).expect("it is there");
+        assert!(unread(&ours) > 0, "one byte is left");
+        theirs.read_exact(&mut bytes[2999..]).expect("it is there");
+        assert_eq!((unread(&ours), bytes), (0, [7; 3000]));
     }
 
     type Find = fn(BorrowedFd<'_>, i32) -> io::Result<OwnedFd>;
