@@ -30,7 +30,9 @@ use std::sync::Arc;
 /// Bytes read from one ring before others get their turn.
 const DRAIN_BYTES_MAX: usize = 4 << 20;
 /// After so many turns all has been read that a ring and a store held before the first, whatever is written meanwhile.
-const TURNS_MAX: usize = (RING_BYTES + STORE_BYTES) / DRAIN_BYTES_MAX + 2;
+const TURNS_MAX: usize = HEARD_BYTES_MAX / DRAIN_BYTES_MAX + 2;
+/// What one ring can have, with what is lent over it.
+const HEARD_BYTES_MAX: usize = RING_BYTES + STORE_BYTES;
 /// The longest record.
 const RECORD_BYTES_MAX: usize = SHORT_HEAD_BYTES + FRAGMENT_BYTES_MAX + MESSAGE_HEAD_BYTES;
 const _: () = assert!(RECORD_BYTES_MAX <= RING_BYTES / 4);

@@ -3,7 +3,7 @@
 use super::super::core::Core;
 use super::super::lend::Loans;
 use super::super::process::Own;
-use super::{Call, Ring, Slot, Standing, take_record};
+use super::{Call, HEARD_BYTES_MAX, Ring, Slot, Standing, take_record};
 use sempa_proto::frame::encode_control;
 use sempa_proto::link::LinkEvent;
 use sempa_proto::route::{OfferId, RouteWord};
@@ -247,11 +247,14 @@ impl Core {
         ends.reader.close();
         let is_full = self.inbox_is_full();
         let Some(link) = self.link_mut(peer).filter(|_| !is_full) else { return };
-        let mut heard = false;
-        while let Ok(Some(_)) = take_record(&mut ends.reader, loans, now, link) {
-            heard = true;
+        // No more than there can be: who goes on writing all the same is not to keep this task busy.
+        let mut heard = 0;
+        while heard < HEARD_BYTES_MAX
+            && let Ok(Some((bytes, _))) = take_record(&mut ends.reader, loans, now, link)
+        {
+            heard += bytes;
         }
-        if heard {
+        if heard > 0 {
             self.deliver_from(peer);
             self.release_held(peer);
         }
