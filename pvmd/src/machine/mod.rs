@@ -136,6 +136,8 @@ enum Timer {
     Survey(u64),
     /// A job that is to be checkpointed, or whose last tasks are to be gone.
     Job(Tid),
+    /// A copy of a checkpoint that could not leave.
+    CopyUnsent(MigrationId),
     /// The last messages of a dead task.
     LastWords { watcher: Tid, dead: Tid },
 }
@@ -420,6 +422,7 @@ impl Machine {
                 Timer::News => self.news_due(),
                 Timer::Survey(survey) => self.survey_deadline(survey),
                 Timer::Job(job) => self.job_due(job),
+                Timer::CopyUnsent(migration) => self.copy_unsent(migration),
                 Timer::Drain(tid, epid) => self.drain_over(tid, epid),
                 Timer::LastWords { watcher, dead } => self.last_words_over(watcher, dead),
             }

@@ -6,16 +6,18 @@
 //! there. Each host keeps what it has got under its own key, and asks nobody for it.
 
 use crate::machine::asks::Asker;
-use crate::machine::{Machine, Output};
+use crate::machine::{Machine, Output, Timer};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{HostMsg, Question};
 use sempa_proto::task::Reply;
-use sempa_proto::{HostId, MigrationId, PvmError, Tid};
+use sempa_proto::{HostId, Micros, MigrationId, PvmError, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Copies of one set at most, and names of hosts for them.
 pub const COPIES_MAX: usize = 16;
 
+/// How long the other host may take to say why it does not take a copy any more, when its end of the way is gone.
+const SAYS_WHY_WITHIN: Micros = Micros::from_secs(5);
 /// Why a host has no copy that is no more.
 const LOST: &str = "it was lost";
 
@@ -45,6 +47,8 @@ struct UnderWay {
     left: VecDeque<HostId>,
     /// To whom it goes now.
     to: Option<(HostId, MigrationId)>,
+    /// Why not all of it left, if that is so.
+    unsent: Option<String>,
     made: Vec<HostId>,
     /// Who did not take it, and why.
     whys: Vec<String>,
@@ -103,7 +107,7 @@ impl Machine {
             let entry = keeping.jobs.get(&job);
             let made: Vec<HostId> = entry.into_iter().flat_map(|entry| entry.copied.of(&set)).collect();
             left.retain(|host| !made.contains(host));
-            keeping.copying.now = Some(UnderWay { job, set, wanted, left, to: None, made, whys });
+            keeping.copying.now = Some(UnderWay { job, set, wanted, left, to: None, unsent: None, made, whys });
             return self.copy_step();
         }
     }
@@ -223,10 +227,19 @@ impl Machine {
         now.and_then(|now| now.to).is_some_and(|(_, id)| id == migration)
     }
 
-    /// A copy has left, or could not. What counts is what the other host says; if it cannot this does.
+    /// A copy has left, or could not. What counts is what the other host says, which knows why it took no more of it; if it says
+    /// nothing this does.
     pub(in crate::machine) fn copy_sent(&mut self, migration: MigrationId, result: Result<(), String>) {
-        if result.is_err() {
-            self.copy_ended(migration, result);
+        if let (Err(why), Some(now)) = (result, self.copy_under_way(migration)) {
+            now.unsent = Some(why);
+            self.timer(SAYS_WHY_WITHIN, Timer::CopyUnsent(migration));
+        }
+    }
+
+    /// The other host has said nothing of a copy that could not leave.
+    pub(in crate::machine) fn copy_unsent(&mut self, migration: MigrationId) {
+        if let Some(why) = self.copy_under_way(migration).and_then(|now| now.unsent.take()) {
+            self.copy_ended(migration, Err(why));
         }
     }
 
@@ -234,6 +247,7 @@ impl Machine {
     fn copy_ended(&mut self, migration: MigrationId, result: Result<(), String>) {
         let Some(now) = self.copy_under_way(migration) else { return };
         let Some((host, _)) = now.to.take() else { return };
+        now.unsent = None;
         let (job, set, good) = (now.job, now.set.clone(), result.is_ok());
         if good {
             now.made.push(host);

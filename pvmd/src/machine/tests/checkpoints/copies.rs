@@ -19,7 +19,7 @@ impl Scene {
     }
 
     fn until_copied(&mut self, set: &str) -> (Vec<HostId>, u32, String) {
-        for _ in 0..1000 {
+        for _ in 0..3000 {
             self.sim.pass(Micros::from_millis(10));
             let told = events(&mut self.sim, self.console).into_iter().rev().find_map(|kind| match kind {
                 EventKind::SetCopied { set: of, hosts, missing, why, .. } if of == set => Some((hosts, missing, why)),
@@ -167,6 +167,25 @@ fn copies_go_with_their_set_and_with_a_job_that_has_ended_for_good() {
         scene.sim.pass(wait);
         assert!(scene.ends(0, 0), "it has ended well");
         assert_eq!(scene.copies(), [], "seed {seed}");
+    }
+}
+
+#[test]
+fn why_a_host_takes_no_more_of_a_copy_it_says_itself_and_only_of_who_is_silent_the_sender_does() {
+    for seed in seeds(20) {
+        for silent in [false, true] {
+            let mut scene = Scene::with_copies(seed, 3, Copies::Number(2));
+            scene.made(None);
+            scene.sim.faults.step_fails_percent = 100;
+            scene.sim.sets.silent = silent;
+            let set = scene.sim.sets.newest();
+            let (hosts, missing, why) = scene.until_copied(&set);
+            // A copy may have arrived before.
+            assert_eq!(hosts.len() as u32 + missing, 2, "{why} (seed {seed})");
+            let (by_host, by_sender) = (why.matches("thrown").count(), why.matches("nothing more was taken").count());
+            let said = if silent { (0, missing as usize) } else { (missing as usize, 0) };
+            assert_eq!((by_host, by_sender), said, "{why} (seed {seed})");
+        }
     }
 }
 

@@ -41,6 +41,8 @@ pub(in crate::machine::tests) struct Sets {
     files: BTreeMap<Tid, State>,
     /// The same, from a set, before it has its name.
     staged: BTreeMap<(HostId, MigrationId), (Tid, Option<State>)>,
+    /// Hosts that could not take a copy do not say why.
+    pub(in crate::machine::tests) silent: bool,
     /// Copies of sets in the stores of hosts.
     copies: BTreeSet<(HostId, String)>,
 }
@@ -322,10 +324,12 @@ impl Sim {
                 if expected && result.is_ok() {
                     self.sets.copies.insert((to, set));
                 }
-                if expected {
-                    self.later(to, Event::ImagesReceived { migration, result: result.clone() });
+                // Only there it is known why.
+                let unsent = result.clone().map_err(|_| Failure::Images("nothing more was taken".into()));
+                if expected && !(self.sets.silent && result.is_err()) {
+                    self.later(to, Event::ImagesReceived { migration, result });
                 }
-                self.later(on, Event::ImagesSent { migration, result });
+                self.later(on, Event::ImagesSent { migration, result: unsent });
             }
             Output::GiveUpCopy { migration, set } => {
                 self.nodes.get_mut(&on).expect("it speaks").expected.remove(&migration);
