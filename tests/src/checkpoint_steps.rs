@@ -4,18 +4,23 @@
 //! Before tasks are stopped, and again when they stand, and before a job is started again, all daemons have to answer. So most are
 //! held by their engine at first, and daemons stand still last, one of them before its job is that far.
 
+mod places;
+
+pub use places::{Place, Share, Spot, What, met, turns};
+
 use crate::liar::{self, has_lied, lie, lies};
 use crate::ring_job::Job;
 use crate::run::{Done, Running, eventually};
-use crate::strikes::{self, Edge, Fault, Halt, Party, Point, UNTIL_LOST, is_full, is_stopped, left_on, signal};
+use crate::strikes::{self, Fault, Halt, Party, Passed, Point, UNTIL_LOST, is_stopped, left_on, signal};
 use crate::testbed::gone;
 use crate::vm::{Sure, Task, Vm};
 use anyhow::{Context, Result, bail, ensure};
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
+use places::{has_engine, some, word};
 use sempa_proto::event::EventKind;
-use sempa_proto::migration::Step;
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -33,79 +38,6 @@ const DEATHS_MAX: usize = 4;
 const DEATHS_PERIOD: Duration = Duration::from_secs(65);
 /// Rounds by which a job shows that it goes on: more than its notes are late.
 const SOME: usize = 4;
-
-/// What is held.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum What {
-    /// Of a job that goes back when it loses a host.
-    Checkpoint,
-    /// Of one that has ended.
-    Restart,
-}
-
-/// Where the part of it is held that is not on the master's host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// The daemon stands there.
-    At(Step, Edge),
-    /// All tasks stand, or none is built yet: the engine has been called, and has not begun.
-    EngineWaits,
-    /// The engine stands in the midst of what it does.
-    EngineWorks,
-    /// All is in the store, and the set is to get its name.
-    Sealing,
-}
-
-/// What is held, and where.
-pub type Spot = (What, Place);
-
-/// Those that can be held beside each other.
-const TOGETHER: [Spot; 7] = [
-    (What::Checkpoint, Place::EngineWaits),
-    (What::Checkpoint, Place::EngineWorks),
-    (What::Restart, Place::EngineWaits),
-    (What::Restart, Place::EngineWorks),
-    (What::Checkpoint, Place::At(Step::Dump, Edge::After)),
-    (What::Checkpoint, Place::Sealing),
-    (What::Restart, Place::At(Step::Restore, Edge::After)),
-];
-
-/// Those of which there can be one: while it is held, no daemon counts tasks or learns where they are.
-const ALONE: [Spot; 12] = [
-    (What::Checkpoint, Place::At(Step::Inspect, Edge::Before)),
-    (What::Restart, Place::At(Step::Prepare, Edge::Before)),
-    (What::Checkpoint, Place::At(Step::Stop, Edge::After)),
-    (What::Restart, Place::At(Step::Run, Edge::Before)),
-    (What::Checkpoint, Place::At(Step::Quiesce, Edge::Before)),
-    (What::Restart, Place::At(Step::Transfer, Edge::After)),
-    (What::Checkpoint, Place::At(Step::Inspect, Edge::After)),
-    (What::Restart, Place::At(Step::Run, Edge::After)),
-    (What::Checkpoint, Place::At(Step::Dump, Edge::Before)),
-    (What::Restart, Place::At(Step::Prepare, Edge::After)),
-    (What::Checkpoint, Place::At(Step::Stop, Edge::Before)),
-    (What::Restart, Place::At(Step::Arrive, Edge::Before)),
-];
-
-/// The places of one round, unless all are wanted: each fault has half of those that can be held together, and the next one the
-/// others.
-fn some(turn: usize) -> Vec<Spot> {
-    let half = TOGETHER.into_iter().enumerate().filter(|(i, _)| i % 2 == turn % 2).map(|(_, spot)| spot);
-    half.chain([ALONE[turn % ALONE.len()]]).collect()
-}
-
-/// How many of the places one fault meets one party at, unless all are wanted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Share {
-    /// One round: half of those that can be held together, and one of the others. The next fault has the other half.
-    Half,
-    /// Two of them.
-    Both,
-}
-
-/// Turns in which each place comes once at least.
-pub fn turns() -> usize {
-    ALONE.len()
-}
 
 /// Whom a fault meets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -266,13 +198,24 @@ impl<'a> Jobs<'a> {
         self.engines
     }
 
+    /// Has a checkpoint made of one of them and has it started again, with nothing in the way: the places that the daemon comes
+    /// to with each of the two.
+    ///
+    /// # Errors
+    /// It fails.
+    pub fn undisturbed(&mut self) -> Result<[(What, BTreeSet<Point>); 2]> {
+        let member = &self.members[0];
+        let passed = Passed::new(&self.steps, &member.worker)?;
+        self.vm.json(&["checkpoint", &member.job.tid])?;
+        let checkpoint = passed.take()?;
+        self.end(&[0])?;
+        self.begin_again(0)?;
+        Ok([(What::Checkpoint, checkpoint), (What::Restart, passed.take()?)])
+    }
+
     /// The places for the next fault, in rounds.
     fn next(&mut self, share: Share) -> Vec<Vec<Spot>> {
-        let rounds = match share {
-            _ if is_full() => ALONE.len(),
-            Share::Half => 1,
-            Share::Both => 2,
-        };
+        let rounds = share.rounds();
         self.turn += rounds;
         (self.turn - rounds..self.turn).map(some).collect()
     }
@@ -740,20 +683,6 @@ impl<'a> Jobs<'a> {
     }
 }
 
-/// By which word the engine is held on the way to this place, if it is.
-fn word((_, place): &Spot) -> Option<&'static str> {
-    match place {
-        Place::EngineWorks => Some("stall 1"),
-        Place::EngineWaits | Place::Sealing | Place::At(Step::Dump | Step::Restore, Edge::After) => Some("wait"),
-        Place::At(..) => None,
-    }
-}
-
-/// An engine works at this place.
-fn has_engine(spot: &Spot) -> bool {
-    matches!(spot.1, Place::EngineWaits | Place::EngineWorks | Place::At(Step::Restore, Edge::After))
-}
-
 /// A task of one of the jobs.
 fn is_ring(task: &Task) -> bool {
     task.name == "ring_job"
@@ -764,24 +693,4 @@ fn names(folder: &Path) -> Vec<String> {
     let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
     names.sort();
     names
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn each_round_has_no_more_places_than_there_are_jobs_and_two_share_those_out_that_can_be_held_together() {
-        for turn in 0..ALONE.len() {
-            let both = [some(turn), some(turn + 1)];
-            assert!(both.iter().all(|round| round.len() <= JOBS));
-            assert!(TOGETHER.iter().all(|spot| both.concat().contains(spot)), "from {turn} on");
-        }
-    }
-
-    #[test]
-    fn all_rounds_together_have_each_place() {
-        let all: Vec<Spot> = (0..ALONE.len()).flat_map(some).collect();
-        assert!(TOGETHER.iter().chain(&ALONE).all(|spot| all.contains(spot)));
-    }
 }

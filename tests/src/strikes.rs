@@ -8,6 +8,7 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sempa_proto::migration::Step;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -68,8 +69,8 @@ impl Halt {
     ///
     /// # Errors
     /// The file cannot be written.
-    pub fn new(folder: &Path, tid: &str, (step, edge): Point) -> Result<Halt> {
-        let wanted = folder.join(format!("{tid}-{}{step}", edge.word()));
+    pub fn new(folder: &Path, tid: &str, point: Point) -> Result<Halt> {
+        let wanted = folder.join(format!("{tid}-{}", name(point)));
         fs::write(&wanted, "")?;
         Ok(Halt { wanted })
     }
@@ -92,6 +93,41 @@ impl Halt {
         let stands = daemons.find(|pid| is_stopped(*pid)).ok_or(format!("nobody stands at {:?}", self.wanted))?;
         Ok(Some(stands))
     }
+}
+
+/// The places that daemons come to with a task.
+#[derive(Debug)]
+pub struct Passed {
+    file: PathBuf,
+}
+
+impl Passed {
+    /// From now on. `folder`: [`Testbed::steps`].
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn new(folder: &Path, tid: &str) -> Result<Passed> {
+        let file = folder.join(format!("{tid}-places"));
+        fs::write(&file, "")?;
+        Ok(Passed { file })
+    }
+
+    /// Those so far. It begins anew after that.
+    ///
+    /// # Errors
+    /// The file cannot be read, or names a place that there is not.
+    pub fn take(&self) -> Result<BTreeSet<Point>> {
+        let text = fs::read_to_string(&self.file)?;
+        fs::write(&self.file, "")?;
+        let all = Step::ALL.into_iter().flat_map(|step| [(step, Edge::Before), (step, Edge::After)]);
+        let all: BTreeMap<String, Point> = all.map(|point| (name(point), point)).collect();
+        text.lines().map(|line| all.get(line).copied().with_context(|| format!("no place: {line}"))).collect()
+    }
+}
+
+/// As the daemons name it.
+fn name((step, edge): Point) -> String {
+    format!("{}{step}", edge.word())
 }
 
 /// What a fault meets on a host.

@@ -4,7 +4,7 @@
 //!
 //! The faults share the places out among themselves; with `SEMPA_TEST_FULL=1` each is tried at each place.
 
-use sempa_tests::checkpoint_steps::{HOSTS, Jobs, Share, Whom, turns};
+use sempa_tests::checkpoint_steps::{HOSTS, Jobs, Share, Whom, met, turns};
 use sempa_tests::liar;
 use sempa_tests::needs::testbed_with_own_engine;
 use sempa_tests::strikes::{A_MOMENT, A_WHILE, Fault, UNTIL_LOST, VERY_LONG, is_full};
@@ -24,6 +24,15 @@ fn with_jobs(turn: usize, test: impl FnOnce(&mut Jobs<'_>)) {
     test(&mut jobs);
     jobs.finish();
     vm.halt().expect("halts");
+}
+
+/// A step that comes to be one of theirs is to be met, too.
+#[test]
+fn faults_meet_checkpoints_and_restarts_at_each_place_that_these_come_to_and_at_no_other_one() {
+    with_jobs(0, |jobs| {
+        let passed = jobs.undisturbed().expect("nothing is in the way");
+        assert_eq!(passed.each_ref().map(|(what, _)| (*what, met(*what))), passed);
+    });
 }
 
 #[test]

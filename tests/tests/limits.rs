@@ -1,11 +1,11 @@
 //! What PVM 3.4.6 had no room for.
 
-use nix::sys::signal::{Signal, kill};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use nix::unistd::Pid;
 use sempa_tests::needs::testbed;
 use sempa_tests::run::{Running, run};
 use sempa_tests::steps::daemon_of;
+use sempa_tests::strikes::{Fault, Party, strike};
 use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Vm, eventually};
 use std::fs::File;
@@ -97,18 +97,15 @@ fn more_tasks_than_pvms_four_thousand_live_on_one_host() {
 fn tasks_that_leave_while_their_daemon_stands_still_again_and_again_have_said_their_last_words() {
     /// Longer than a task waits for an answer about a ring.
     const STANDS: Duration = Duration::from_millis(700);
-    /// So that a little of what is to be done is done in between.
+    /// So that a little of what is to be done is done in between: the rhythm of the fault, and nothing that is waited for.
     const RUNS: Duration = Duration::from_millis(100);
     let Some((bed, _)) = testbed(1) else { return };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    let daemon = daemon_of(bed.host(1)).expect("a daemon");
     std::thread::scope(|scope| {
         let tasks = scope.spawn(|| good(&vm, &["tasks", "300"]));
         while !tasks.is_finished() {
-            for (signal, time) in [(Signal::SIGSTOP, STANDS), (Signal::SIGCONT, RUNS)] {
-                kill(daemon, signal).expect("it is there");
-                std::thread::sleep(time);
-            }
+            strike(&bed, &[(1, Party::Daemon)], &[], Fault::Stop(STANDS), |_| Ok(())).expect("it is there");
+            std::thread::sleep(RUNS);
         }
         tasks.join().expect("nothing is missing");
     });

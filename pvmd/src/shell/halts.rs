@@ -5,10 +5,12 @@ use super::daemon::variable;
 use nix::sys::signal::{Signal, raise};
 use sempa_proto::Tid;
 use sempa_proto::migration::Step;
+use std::fs::OpenOptions;
+use std::io::Write;
 use std::path::PathBuf;
 
 /// The folder that has a file `TID-before-STEP` for each step before which some daemon is to stand still, and `TID-STEP` for each at
-/// whose end. Set by tests only.
+/// whose end. A file `TID-places` gets a line for each of these places that a daemon comes to. Set by tests only.
 const FOLDER: &str = "SEMPA_TEST_STEPS";
 
 /// Which end of a step.
@@ -40,6 +42,10 @@ impl Halts {
             Edge::Before => "before-",
             Edge::After => "",
         };
+        if let Ok(mut places) = OpenOptions::new().append(true).open(folder.join(format!("{tid}-places"))) {
+            // The test that reads them misses a line.
+            let _ = places.write_all(format!("{edge}{step}\n").as_bytes());
+        }
         let wanted = folder.join(format!("{tid}-{edge}{step}"));
         if std::fs::rename(&wanted, wanted.with_extension("reached")).is_ok() {
             // Nothing is lost if it fails: the test that waits for this says so.
