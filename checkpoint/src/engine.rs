@@ -15,9 +15,12 @@ use nix::sys::socket::{Shutdown, shutdown};
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::DumpReport;
 use std::io;
+use std::net;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
@@ -217,12 +220,48 @@ pub trait Arriving: Send {
     /// The engine's process: a child of the caller that only [`finish`](Self::finish) may wait for.
     fn engine_pid(&self) -> i32;
 
+    /// Tells, meanwhile, whether all memory is here.
+    fn whole(&self) -> Whole;
+
     /// Waits until all memory is here. The engine's process is reaped when this returns.
     ///
     /// # Errors
     /// Some of it is missing and will not come. The task must not run any more: kill its processes, then drop what comes with
     /// the reason. Until then they stand still where they need what is missing; after it they would find zeros there.
     fn finish(self: Box<Self>, limits: &Limits) -> Result<(), (Failure, Missing)>;
+}
+
+/// Whether all memory of a task is here: the engine has said so, and may not have ended, because it gets no processor or stands still.
+/// All clones are one.
+#[derive(Clone, Debug)]
+pub struct Whole {
+    is: Arc<AtomicBool>,
+    /// To the host that hands it out.
+    way: Arc<UnixStream>,
+}
+
+impl Whole {
+    /// It is not, and comes by this.
+    pub(crate) fn new(way: Arc<UnixStream>) -> Whole {
+        Whole { is: Arc::default(), way }
+    }
+
+    pub(crate) fn becomes(&self) {
+        self.is.store(true, Ordering::Release);
+    }
+
+    /// The other host will say no more. True if nothing is missing: then the engine waits for it no longer, and ends well.
+    pub fn without_more(&self) -> bool {
+        if self.is_so() {
+            // The other end may have done so.
+            let _ = self.way.shutdown(net::Shutdown::Both);
+        }
+        self.is_so()
+    }
+
+    pub(crate) fn is_so(&self) -> bool {
+        self.is.load(Ordering::Acquire)
+    }
 }
 
 /// What keeps processes from finding zeros where their memory has not arrived.

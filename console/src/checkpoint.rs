@@ -6,7 +6,7 @@ use crate::parse::{ParseError, parse_tid};
 use crate::session::Outcome;
 use crate::words::{option, span};
 use libpvm::Error;
-use sempa_proto::checkpoint::{Pace, Removed, SetEntry, Unwanted};
+use sempa_proto::checkpoint::{CutFailure, Pace, Removed, SetEntry, Unwanted};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{HostId, Micros, Tid};
 use serde_json::{Value, json};
@@ -180,10 +180,21 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
             let value = json!({ "job": job, "failed": why.to_string() });
             Ok(Outcome {
                 json: vec![value],
-                ..Outcome::complaint(format!("no checkpoint of {job}: {why}; the job goes on"))
+                ..Outcome::complaint(format!("no checkpoint of {job}: {why}{}", of_its_job(&why, "the job")))
             })
         }
         _ => Err(misfit()),
+    }
+}
+
+/// What becomes of a job whose checkpoint has failed; `it`: what it is called.
+pub(crate) fn of_its_job(why: &CutFailure, it: &str) -> String {
+    match why {
+        CutFailure::NoSuchJob(_) => String::new(),
+        CutFailure::HostLost(_) => format!(
+            "; with its tasks there; {it} goes back to its newest checkpoint by itself, if it has one and is checkpointed again and again"
+        ),
+        _ => format!("; {it} goes on"),
     }
 }
 
@@ -323,6 +334,15 @@ mod tests {
             assert!(matches!(read(line), Err(ParseError::NotA { command: "checkpoint", .. })), "{line}");
         }
         assert_eq!(read("-f t40002"), Err(ParseError::UnknownFlag("f".into())));
+    }
+
+    #[test]
+    fn what_becomes_of_a_job_without_its_checkpoint_depends_on_why_there_is_none() {
+        let job = Tid::from_raw(0x40002);
+        assert_eq!(of_its_job(&CutFailure::NoSuchJob(job), "it"), "");
+        assert_eq!(of_its_job(&CutFailure::UnderWay, "the job"), "; the job goes on");
+        let lost = of_its_job(&CutFailure::HostLost(HostId::MASTER), "it");
+        assert!(lost.contains("it goes back to its newest checkpoint") && !lost.contains("goes on"), "{lost}");
     }
 
     #[test]

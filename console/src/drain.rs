@@ -4,6 +4,7 @@
 mod heard;
 
 use self::heard::{Heard, Moved, Over, megabytes};
+use crate::checkpoint::of_its_job;
 use crate::clock::micros_now;
 use crate::machine::{Machine, misfit};
 use crate::parse::ParseError;
@@ -316,7 +317,7 @@ impl<M: Machine> Emptying<'_, M> {
                 // One of its tasks may be just on its way.
                 tried.for_good = !why.may_try_again() && why != CutFailure::UnderWay;
                 let again = if again && !tried.for_good { ", and is tried again while there is time" } else { "" };
-                let said = format!("no checkpoint of job {job}: {why}; it goes on{again}\n");
+                let said = format!("no checkpoint of job {job}: {why}{}{again}\n", of_its_job(&why, "it"));
                 if tried.said != said {
                     (self.show)(&said);
                     tried.said = said;

@@ -8,7 +8,7 @@ use crate::target::Stage;
 use crate::task::{Phase, Task};
 use crate::workers::Outcome;
 use checkpoint::criu::Store;
-use checkpoint::engine::{Cancel, Limits, Memory, Missing, Serving};
+use checkpoint::engine::{Cancel, Limits, Memory, Missing, Serving, Whole};
 use nix::sys::socket::{Shutdown, shutdown};
 use sempa_proto::migration::{Failure, TaskFacts};
 use sempa_proto::tasker::FromTasker;
@@ -68,6 +68,8 @@ fn read_setting(value: &str) -> Result<Option<Said>, &str> {
 #[derive(Debug)]
 struct Coming {
     worker: u64,
+    /// Whether nothing of it is missing.
+    whole: Whole,
     /// The task, as soon as it runs.
     runs: Option<Tid>,
     /// All of it is here.
@@ -218,11 +220,11 @@ impl Supervisor {
             None => (connect(way)?, Store::empty()),
         };
         let arriving = engine.start_arrival(dir, stream, store)?;
-        let (limits, pid) = (limits()?, arriving.engine_pid());
+        let (limits, pid, whole) = (limits()?, arriving.engine_pid(), arriving.whole());
         let cancel = limits.cancel.clone();
         let work = move || Outcome::Arrived { migration, result: arriving.finish(&limits) };
         let worker = self.moves.workers.start(&cancel, Some(pid), work)?;
-        let coming = Coming { worker, runs: None, complete: false, lost: None, over: false, needs: Vec::new() };
+        let coming = Coming { worker, whole, runs: None, complete: false, lost: None, over: false, needs: Vec::new() };
         self.moves.following.coming.insert(migration, coming);
         Ok(())
     }
@@ -257,12 +259,13 @@ impl Supervisor {
         }
     }
 
-    /// The daemon says that the rest will not come. First of all nothing may run that needs it.
+    /// The daemon says that no more will come. If some of it is missing, nothing may run that needs it, first of all.
     pub(crate) fn memory_lost(&mut self, migration: MigrationId, why: String) {
         if self.moves.pre_copies.lose_coming(migration) {
             self.say(&FromTasker::PreCopyLost { migration, why: Failure::Images(why.clone()) });
         }
-        let Some(coming) = self.moves.following.coming.get_mut(&migration) else { return };
+        let coming = self.moves.following.coming.get_mut(&migration);
+        let Some(coming) = coming.filter(|coming| !coming.whole.without_more()) else { return };
         coming.lost = Some(Failure::Images(why));
         let (runs, worker) = (coming.runs, coming.worker);
         if let Some(task) = runs.and_then(|tid| self.tasks.get(&tid)) {

@@ -4,11 +4,14 @@ mod common;
 
 use common::moving::{self, can_move, discard, program, stop};
 use common::{Tasker, is_alive, migration, processes_with, tid, wait_until};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use sempa_proto::migration::{Failure, TaskFacts, Usage};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
@@ -28,6 +31,47 @@ struct Way {
     target: PathBuf,
     /// Bytes that may pass yet.
     gate: Arc<(Mutex<usize>, Condvar)>,
+    leave: Arc<Leave>,
+}
+
+/// The word by which the target says that it has everything.
+#[derive(Default)]
+struct Leave {
+    /// It is not to pass.
+    stays: AtomicBool,
+    /// It was said.
+    is_said: AtomicBool,
+    /// The target has closed its end.
+    is_closed: AtomicBool,
+}
+
+impl Leave {
+    /// Its commands.
+    const WORDS: [u32; 2] = [0x1023, 0x1024];
+    /// Bytes of a question, of one CRIU or another one.
+    const QUESTION_BYTES: [usize; 2] = [24, 32];
+
+    /// True if questions end with it.
+    fn is_in(questions: &[u8]) -> bool {
+        let last = Leave::QUESTION_BYTES.iter().filter_map(|bytes| questions.len().checked_sub(*bytes));
+        let mut commands = last.filter_map(|at| questions[at..].first_chunk());
+        commands.any(|command| Leave::WORDS.contains(&u32::from_ne_bytes(*command)))
+    }
+
+    fn pass_questions(&self, mut from: UnixStream, mut to: UnixStream) {
+        let mut bytes = vec![0; 1 << 16];
+        while let Ok(length @ 1..) = from.read(&mut bytes) {
+            self.is_said.fetch_or(Leave::is_in(&bytes[..length]), Ordering::SeqCst);
+            while self.stays.load(Ordering::SeqCst) && self.is_said.load(Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if to.write_all(&bytes[..length]).is_err() {
+                break;
+            }
+        }
+        self.is_closed.store(true, Ordering::SeqCst);
+        let _ = to.shutdown(std::net::Shutdown::Both);
+    }
 }
 
 impl Way {
@@ -35,14 +79,15 @@ impl Way {
         let (source, target) = (dir.join("memory-source"), dir.join("memory-target"));
         let listeners = [&source, &target].map(|path| UnixListener::bind(path).expect("a socket"));
         let gate = Arc::new((Mutex::new(FIRST_BYTES), Condvar::new()));
-        let of_thread = gate.clone();
+        let leave = Arc::<Leave>::default();
+        let (of_thread, of_questions) = (gate.clone(), leave.clone());
         std::thread::spawn(move || {
             let [here, there] = listeners.map(|listener| listener.accept().expect("a tasker").0);
             let (asks, answers) = (there.try_clone().expect("a copy"), here.try_clone().expect("a copy"));
-            std::thread::spawn(move || pass(asks, here, &(Mutex::new(usize::MAX), Condvar::new())));
+            std::thread::spawn(move || of_questions.pass_questions(asks, here));
             pass(answers, there, &of_thread);
         });
-        Way { source, target, gate }
+        Way { source, target, gate, leave }
     }
 
     /// Opens it as a line that takes its time, so that some of it is always on its way.
@@ -60,6 +105,18 @@ impl Way {
     fn open(&self) {
         *self.gate.0.lock().expect("no panic") = usize::MAX;
         self.gate.1.notify_all();
+    }
+
+    /// Opens it for all but the word by which the target says that it has everything, and waits for that.
+    fn open_until_all_is_there(&self) {
+        self.leave.stays.store(true, Ordering::SeqCst);
+        self.open();
+        wait_until("it has everything", || self.leave.is_said.load(Ordering::SeqCst));
+    }
+
+    /// That passes, too.
+    fn lets_leave(&self) {
+        self.leave.stays.store(false, Ordering::SeqCst);
     }
 
     /// As it was at first.
@@ -196,9 +253,21 @@ impl Scene {
         self.end();
     }
 
+    /// To what fetches its memory.
+    fn to_fetching(&self, signal: Signal) {
+        let fetching = processes_with(&format!("lazy-pages -D {}", self.dir.path().display()));
+        let [fetching] = fetching[..] else { panic!("one process fetches it: {fetching:?}") };
+        kill(Pid::from_raw(fetching), signal).expect("it is there");
+    }
+
     /// All of its memory comes, and the copy has never seen a wrong word.
     fn arrives_and_goes_on(mut self) {
-        let (result, seen) = self.arrival();
+        let arrived = self.arrival();
+        self.goes_on(arrived);
+    }
+
+    /// All of it has come.
+    fn goes_on(mut self, (result, seen): (Result<(), Failure>, Vec<FromTasker>)) {
         assert_eq!(result, Ok(()));
         let mut output = moving::output_of(&seen, tid(1));
         let more = moving::lines(&output) + 100;
@@ -332,15 +401,57 @@ fn a_task_whose_memory_does_not_come_ends_and_has_never_seen_zeros_in_its_place(
 }
 
 #[test]
+fn a_task_that_has_all_its_memory_goes_on_when_the_way_ends_before_the_last_word() {
+    if !can_move() {
+        return;
+    }
+    let mut scene = Scene::new();
+    scene.commit();
+    scene.way.open_until_all_is_there();
+    scene.there.send(ToTasker::MemoryLost { migration: migration(1), why: "the line is cut".into() });
+    let arrived = scene.arrival();
+    scene.way.lets_leave();
+    scene.goes_on(arrived);
+}
+
+/// What has fetched it is stopped when it has said that it has everything; the answer comes, and is its only word that is missing.
+#[test]
+fn the_way_of_memory_that_is_all_there_is_closed_whatever_keeps_its_engine_from_ending() {
+    if !can_move() {
+        return;
+    }
+    let mut scene = Scene::new();
+    scene.commit();
+    scene.way.open_until_all_is_there();
+    scene.to_fetching(Signal::SIGSTOP);
+    scene.way.lets_leave();
+    wait_until("it is closed", || scene.way.leave.is_closed.load(Ordering::SeqCst));
+    scene.to_fetching(Signal::SIGCONT);
+    scene.arrives_and_goes_on();
+}
+
+#[test]
+fn a_task_that_has_all_its_memory_goes_on_when_what_has_fetched_it_is_killed() {
+    if !can_move() {
+        return;
+    }
+    let mut scene = Scene::new();
+    scene.commit();
+    scene.way.open_until_all_is_there();
+    scene.to_fetching(Signal::SIGKILL);
+    let arrived = scene.arrival();
+    scene.way.lets_leave();
+    scene.goes_on(arrived);
+}
+
+#[test]
 fn a_task_ends_when_what_fetches_its_memory_is_killed_and_has_never_seen_zeros_in_its_place() {
     if !can_move() {
         return;
     }
     let mut scene = Scene::new();
     scene.commit();
-    let fetching = processes_with(&format!("lazy-pages -D {}", scene.dir.path().display()));
-    let [fetching] = fetching[..] else { panic!("one process fetches it: {fetching:?}") };
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(fetching), nix::sys::signal::SIGKILL).expect("kill");
+    scene.to_fetching(Signal::SIGKILL);
     let (result, seen) = scene.arrival();
     assert_eq!(result, Err(Failure::Killed { signal: 9 }));
     scene.way.open();

@@ -17,7 +17,9 @@ mod patience;
 pub(super) use carry::{Carrying, start};
 
 use super::precopy::Store;
-use super::words::{ADD, CHANGED, FLAGS_SHIFT, Form, GET, GET_CHANGED, Head, PRESENT};
+use super::words::{
+    ADD, CHANGED, CLOSE, CLOSE_ALL_THE_SAME, FLAGS_SHIFT, Form, GET, GET_CHANGED, Head, PARTING, PRESENT,
+};
 use coming::Coming;
 use missing::{Missing, Process};
 use std::collections::{BTreeMap, VecDeque};
@@ -99,6 +101,10 @@ struct Ahead {
     form: Option<Form>,
     /// What CRIU says passes as it is.
     is_plain: bool,
+    /// It has said that it has everything.
+    has_all: bool,
+    /// Bytes of the answer to that.
+    parting: usize,
     heard: Vec<u8>,
     wanted: VecDeque<Wanted>,
     /// Bytes of the answer to the first of these that CRIU has taken.
@@ -127,6 +133,8 @@ impl Ahead {
             store,
             form: None,
             is_plain: false,
+            has_all: false,
+            parting: 0,
             heard: Vec::new(),
             wanted: VecDeque::new(),
             taken: 0,
@@ -151,6 +159,21 @@ impl Ahead {
     /// Whether CRIU has said something else than what it needs, as it does before it ends well; or misses nothing.
     fn has_taken_leave(&self) -> bool {
         self.is_plain || self.processes.is_empty()
+    }
+
+    /// Whether CRIU has said that it has everything.
+    fn has_all(&self) -> bool {
+        self.has_all
+    }
+
+    /// What CRIU has not got of the answer to that.
+    fn rest_of_parting(&self) -> &'static [u8] {
+        &PARTING[self.parting.min(PARTING.len())..]
+    }
+
+    /// Whether it has all of that: there is nothing left to be done.
+    fn has_parted(&self) -> bool {
+        self.has_all && self.rest_of_parting().is_empty() && self.plain.is_empty()
     }
 
     /// Whether it takes more from CRIU now.
@@ -193,6 +216,7 @@ impl Ahead {
             }
         }
         if self.is_plain {
+            self.has_all |= self.wanted.is_empty() && is_leave(&self.heard);
             // Answers come in the order of questions.
             while self.ask_in_turn() {}
             self.to_other.append(&mut self.heard);
@@ -419,6 +443,7 @@ impl Ahead {
     fn came(&mut self, bytes: usize) -> Result<(), String> {
         if self.comes_plain() {
             self.plain.extend(&self.plain_room[..bytes]);
+            self.parting += if self.has_all { bytes } else { 0 };
             return Ok(());
         }
         let Some(form) = self.form else { return Ok(()) };
@@ -478,6 +503,12 @@ impl Ahead {
             }
         }
     }
+}
+
+/// Whether these are the words by which CRIU ends well.
+fn is_leave(words: &[u8]) -> bool {
+    let command = words.first_chunk().map(|command| u32::from_ne_bytes(*command));
+    matches!(command, Some(CLOSE | CLOSE_ALL_THE_SAME))
 }
 
 /// Writes of these, one behind the other, what is behind so many bytes; how many bytes more were taken.

@@ -7,7 +7,7 @@
 use super::ahead::{self, Carrying};
 use super::precopy::Store;
 use super::process::{Program, own};
-use crate::engine::{Arriving, Limits, Missing};
+use crate::engine::{Arriving, Limits, Missing, Whole};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use nix::sys::stat::fstat;
@@ -59,6 +59,7 @@ pub(super) struct Arrival {
     kept: Kept,
     /// Asks before it is asked.
     carrying: Carrying,
+    whole: Whole,
     log: PathBuf,
 }
 
@@ -72,7 +73,7 @@ impl Arrival {
         // The path itself may be longer than that of a socket can be.
         let listener = UnixListener::bind(in_folder(&folder, Path::new(SOCKET))).map_err(|e| io(SOCKET, e))?;
         let kept = Kept::default();
-        let (carrying, asks) = ahead::start(dir, ask_on, store, kept.clone())?;
+        let (carrying, asks, whole) = ahead::start(dir, ask_on, store, kept.clone())?;
         let number = asks.stream().to_string();
         let (images, work) = (dir.as_os_str(), theirs.as_os_str());
         let arguments =
@@ -88,7 +89,7 @@ impl Arrival {
                 move || pass_on(&folder, &listener, &ended, &kept)
             })
             .map_err(|e| io("no thread", e))?;
-        Ok(Arrival { program, passing, kept, carrying, log: theirs.join(LOG) })
+        Ok(Arrival { program, passing, kept, carrying, whole, log: theirs.join(LOG) })
     }
 }
 
@@ -97,12 +98,18 @@ impl Arriving for Arrival {
         self.program.pid()
     }
 
+    fn whole(&self) -> Whole {
+        self.whole.clone()
+    }
+
     fn finish(mut self: Box<Self>, limits: &Limits) -> Result<(), (Failure, Missing)> {
         let ended = self.program.finish(limits, &self.log);
         let broken = |what: &str| Failure::Engine(format!("the thread that {what} has panicked"));
         let passed = self.passing.join().map_err(|_| broken("passes descriptors on"));
         let carried = self.carrying.join().unwrap_or_else(|_| Err(broken("fetches memory ahead")));
         let ended = match (ended, &carried) {
+            // Whatever meets it now, nothing is missing.
+            (Err(_), Ok(true)) if self.whole.is_so() => Ok(()),
             (Ok(()), Ok(false)) => Err(Failure::Engine("it ended as if all memory were there, and it is not".into())),
             (ended, _) => ended,
         };

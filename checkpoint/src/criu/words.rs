@@ -11,9 +11,10 @@ pub(super) const ALL_AHEAD: u32 = 0x5e02;
 /// each of the question, the lowest of a byte first: it comes.
 pub(super) const GET_CHANGED: u32 = 0x5e03;
 pub(super) const CHANGED: u32 = 0x5e04;
-/// Nothing more will be asked; a number of four bytes, 0, is the answer. The second is for a stream that others hold open.
+/// Nothing more will be asked; a number of four bytes is the answer. The second is for a stream that others hold open.
 pub(super) const CLOSE: u32 = 0x1023;
 pub(super) const CLOSE_ALL_THE_SAME: u32 = 0x1024;
+pub(super) const PARTING: [u8; 4] = [0; 4];
 pub(super) const FLAGS_SHIFT: u32 = 16;
 pub(super) const PRESENT: u32 = 1 << 2;
 

@@ -5,20 +5,23 @@ use super::super::images::page_size;
 use super::super::process::hurry_thread;
 use super::patience::{Asking, Closed};
 use super::{Ahead, Missing, Store, write_from};
+use crate::engine::Whole;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use sempa_proto::migration::Failure;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 /// Bytes of questions that are read at once.
 const QUESTIONS_BYTES: usize = 4 << 10;
 
-/// Ends when CRIU has closed its end, or the other host's is closed: whether CRIU had taken its leave, or has missed nothing; why, if
-/// the end is due to what either has said or the images.
+/// Ends when CRIU has all memory and the answer to saying so, when it has closed its end, or when the other host's is closed: whether
+/// CRIU had taken its leave, or has missed nothing; why, if the end is due to what either has said or the images.
 pub(in super::super) type Carrying = JoinHandle<Result<bool, Failure>>;
 
 /// Stands between CRIU and the other host for the task whose images are in this directory, of which this has come before. Of
@@ -31,34 +34,40 @@ pub(in super::super) fn start(
     other: OwnedFd,
     store: Store,
     copies: Kept,
-) -> Result<(Carrying, Asking), Failure> {
+) -> Result<(Carrying, Asking, Whole), Failure> {
     let io = |e: io::Error| Failure::Io(format!("cannot fetch memory ahead: {e}"));
     let (ours, stream) = UnixStream::pair().map_err(io)?;
-    let other = UnixStream::from(other);
+    let other = Arc::new(UnixStream::from(other));
     // Neither may keep the other one waiting.
     ours.set_nonblocking(true).and_then(|()| other.set_nonblocking(true)).map_err(io)?;
     let (asking, closed) = Asking::new(stream).map_err(io)?;
+    let whole = Whole::new(other.clone());
+    let told = whole.clone();
     let thread = std::thread::Builder::new().name("ahead".into());
     let dir = dir.to_path_buf();
     let carrying = thread.spawn(move || {
         hurry_thread();
         // What CRIU asks meanwhile waits.
         let ahead = Ahead::new(Missing::in_images(&dir)?, store, page_size(), Instant::now());
-        carry(ahead, ours, other, (closed, copies)).map_err(Failure::Engine)
+        let carried = carry(ahead, ours, &other, (closed, copies), &told);
+        // Others have it open.
+        let _ = other.shutdown(Shutdown::Both);
+        carried.map_err(Failure::Engine)
     });
-    Ok((carrying.map_err(io)?, asking))
+    Ok((carrying.map_err(io)?, asking, whole))
 }
 
 fn carry(
     mut ahead: Ahead,
     mut engine: UnixStream,
-    mut other: UnixStream,
+    mut other: &UnixStream,
     (closed, copies): (Closed, Kept),
+    whole: &Whole,
 ) -> Result<bool, String> {
     let mut questions = [0; QUESTIONS_BYTES];
     let mut closes = Some(closed);
     loop {
-        let [asks, answers] = ready(&mut ahead, &engine, &other, closes.as_ref());
+        let [asks, answers] = ready(&mut ahead, &engine, other, closes.as_ref());
         ahead.tell_time(Instant::now());
         match closes.as_ref().map(Closed::inodes) {
             Some(Some(inodes)) => inodes.into_iter().for_each(|inode| copies.drop_one(inode)),
@@ -71,9 +80,17 @@ fn carry(
                 Some(bytes) => ahead.engine_says(&questions[..bytes]),
                 None => {}
             }
+            if ahead.has_all() {
+                whole.becomes();
+            }
         }
         if answers {
             match heard(other.read(ahead.room())) {
+                Some(0) if ahead.has_all() => {
+                    // Nothing is missing but this word, which it waits for. It has room for four bytes, or has gone.
+                    let _ = engine.write(ahead.rest_of_parting());
+                    return Ok(true);
+                }
                 Some(0) => return Ok(ahead.has_taken_leave()),
                 Some(bytes) => ahead.came(bytes)?,
                 None => {}
@@ -83,6 +100,10 @@ fn carry(
         if done.is_err() {
             // Whoever does not listen any more has gone; the other one learns of it by the end of its stream.
             return Ok(ahead.has_taken_leave());
+        }
+        // It may be long until CRIU gets a processor for its end: neither host is kept waiting for that.
+        if ahead.has_parted() {
+            return Ok(true);
         }
     }
 }

@@ -6,9 +6,6 @@ use proptest::prelude::*;
 use std::collections::BTreeSet;
 
 const PAGE: u64 = 16;
-/// What CRIU says when it has everything, and what it is told then.
-const CLOSE: u32 = 0x1023;
-const CLOSED: [u8; 4] = [0; 4];
 
 /// Each page is its own: its process and address.
 fn content(process: u64, address: u64) -> [u8; PAGE as usize] {
@@ -59,7 +56,7 @@ impl Source {
         let form = self.form;
         for head in questions.chunks(form.bytes()).map(|bytes| form.read(bytes)) {
             if head.command == CLOSE {
-                self.says.extend(CLOSED);
+                self.says.extend(PARTING);
                 continue;
             }
             assert!(matches!(head.command, GET | GET_CHANGED));
@@ -260,9 +257,13 @@ impl Pair {
             self.arrives(usize::MAX);
         }
         let close = Head { command: CLOSE, pages: 0, address: 0, process: 0 };
+        assert!(!self.ahead.has_all());
         self.engine_says(Some(self.source.form.write(&close)));
+        assert!(self.ahead.has_all() && !self.ahead.has_parted());
+        assert_eq!(self.ahead.rest_of_parting(), PARTING);
         self.arrives(usize::MAX);
-        assert_eq!(self.engine.heard, CLOSED);
+        assert_eq!(self.engine.heard, PARTING);
+        assert!(self.ahead.has_parted());
     }
 }
 
@@ -389,6 +390,7 @@ fn what_is_not_understood_passes_as_it_is() {
             ahead.answer(&mut said).expect("it is memory");
             assert_eq!(said, b"yes");
         }
+        assert!(ahead.has_taken_leave() && !ahead.has_all());
     }
 }
 
