@@ -252,11 +252,12 @@ impl Whole {
 
     /// The other host will say no more. True if nothing is missing: then the engine waits for it no longer, and ends well.
     pub fn without_more(&self) -> bool {
-        if self.is_so() {
+        let is = self.is_so();
+        if is {
             // The other end may have done so.
             let _ = self.way.shutdown(net::Shutdown::Both);
         }
-        self.is_so()
+        is
     }
 
     pub(crate) fn is_so(&self) -> bool {
