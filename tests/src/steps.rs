@@ -6,7 +6,7 @@ pub use crate::strikes::{
 };
 
 use crate::run::{Running, eventually};
-use crate::strikes::{self, Halt, Party, left_on, signal};
+use crate::strikes::{self, Halt, Party, ends, left_on, signal};
 use crate::testbed::Host;
 use crate::vm::{Entry, Vm};
 use crate::witnesses::Witnesses;
@@ -48,8 +48,7 @@ fn early(pre_copies: bool) -> Vec<Step> {
 }
 
 fn late() -> Vec<Point> {
-    let late = Step::ALL.into_iter().filter(|step| *step >= Step::Commit);
-    late.flat_map(|step| [(step, Edge::Before), (step, Edge::After)]).collect()
+    ends(Step::ALL.into_iter().filter(|step| *step >= Step::Commit)).collect()
 }
 
 fn some(share: Share, turn: usize, pre_copies: bool) -> Vec<Vec<Point>> {
@@ -425,7 +424,7 @@ mod tests {
 
     fn every_place(pre_copies: bool) -> BTreeSet<Point> {
         let steps = Step::ALL.into_iter().filter(|step| pre_copies || *step != Step::PreCopy);
-        steps.flat_map(|step| [(step, Edge::Before), (step, Edge::After)]).collect()
+        ends(steps).collect()
     }
 
     #[test]

@@ -58,6 +58,11 @@ impl Edge {
 /// A place in the course of a move, of a checkpoint, or of a restart.
 pub type Point = (Step, Edge);
 
+/// Both ends of these steps.
+pub(crate) fn ends(steps: impl IntoIterator<Item = Step>) -> impl Iterator<Item = Point> {
+    steps.into_iter().flat_map(|step| [(step, Edge::Before), (step, Edge::After)])
+}
+
 /// Where a daemon is to stand still. It tells that it does by the name of a file.
 #[derive(Debug)]
 pub struct Halt {
@@ -119,8 +124,7 @@ impl Passed {
     pub fn take(&self) -> Result<BTreeSet<Point>> {
         let text = fs::read_to_string(&self.file)?;
         fs::write(&self.file, "")?;
-        let all = Step::ALL.into_iter().flat_map(|step| [(step, Edge::Before), (step, Edge::After)]);
-        let all: BTreeMap<String, Point> = all.map(|point| (name(point), point)).collect();
+        let all: BTreeMap<String, Point> = ends(Step::ALL).map(|point| (name(point), point)).collect();
         text.lines().map(|line| all.get(line).copied().with_context(|| format!("no place: {line}"))).collect()
     }
 }

@@ -101,10 +101,8 @@ struct Ahead {
     form: Option<Form>,
     /// What CRIU says passes as it is.
     is_plain: bool,
-    /// It has said that it has everything.
-    has_all: bool,
-    /// Bytes of the answer to that.
-    parting: usize,
+    /// Once it has said that it has everything: bytes of the answer to that.
+    parting: Option<usize>,
     heard: Vec<u8>,
     wanted: VecDeque<Wanted>,
     /// Bytes of the answer to the first of these that CRIU has taken.
@@ -133,8 +131,7 @@ impl Ahead {
             store,
             form: None,
             is_plain: false,
-            has_all: false,
-            parting: 0,
+            parting: None,
             heard: Vec::new(),
             wanted: VecDeque::new(),
             taken: 0,
@@ -163,17 +160,17 @@ impl Ahead {
 
     /// Whether CRIU has said that it has everything.
     fn has_all(&self) -> bool {
-        self.has_all
+        self.parting.is_some()
     }
 
     /// What CRIU has not got of the answer to that.
     fn rest_of_parting(&self) -> &'static [u8] {
-        &PARTING[self.parting.min(PARTING.len())..]
+        &PARTING[self.parting.unwrap_or(0).min(PARTING.len())..]
     }
 
     /// Whether it has all of that: there is nothing left to be done.
     fn has_parted(&self) -> bool {
-        self.has_all && self.rest_of_parting().is_empty() && self.plain.is_empty()
+        self.has_all() && self.rest_of_parting().is_empty() && self.plain.is_empty()
     }
 
     /// Whether it takes more from CRIU now.
@@ -216,7 +213,9 @@ impl Ahead {
             }
         }
         if self.is_plain {
-            self.has_all |= self.wanted.is_empty() && is_leave(&self.heard);
+            if self.wanted.is_empty() && is_leave(&self.heard) {
+                self.parting.get_or_insert(0);
+            }
             // Answers come in the order of questions.
             while self.ask_in_turn() {}
             self.to_other.append(&mut self.heard);
@@ -443,7 +442,7 @@ impl Ahead {
     fn came(&mut self, bytes: usize) -> Result<(), String> {
         if self.comes_plain() {
             self.plain.extend(&self.plain_room[..bytes]);
-            self.parting += if self.has_all { bytes } else { 0 };
+            self.parting = self.parting.map(|came| came + bytes);
             return Ok(());
         }
         let Some(form) = self.form else { return Ok(()) };
