@@ -4,7 +4,12 @@ use std::env;
 use std::path::PathBuf;
 
 fn main() {
-    let compiler = cc::Build::new().opt_level(2).pic(true).warnings(true).extra_warnings(true).get_compiler();
+    let compiler = cc::Build::new()
+        .opt_level(2)
+        .pic(true)
+        .warnings(true)
+        .extra_warnings(true)
+        .get_compiler();
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
     for name in ["relay", "patience"] {
         let source = format!("csrc/{name}.c");

@@ -18,7 +18,9 @@ fn a_fixed_amount_of_work(bencher: Bencher) {
     bencher.bench_local(|| {
         let mut x = black_box(1u64);
         for step in 0..STEPS {
-            x = (x ^ step).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(7);
+            x = (x ^ step)
+                .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+                .rotate_left(7);
         }
         black_box(&mut to).copy_from_slice(black_box(&from));
         x

@@ -32,7 +32,13 @@ fn main() {
 }
 
 fn data(ends: (Tid, Tid), bytes: usize) -> Bytes {
-    frame(&mut BytesMut::new(), ends, LinkKind::Data { last: true }, 1, &vec![7; bytes])
+    frame(
+        &mut BytesMut::new(),
+        ends,
+        LinkKind::Data { last: true },
+        1,
+        &vec![7; bytes],
+    )
 }
 
 /// Measures after a few that are not.
@@ -42,11 +48,19 @@ fn measure<T>(bencher: Bencher, mut once: impl FnMut() -> T) {
 }
 
 /// Measures a daemon that forwards what it is given, so that this comes out.
-fn forward(bencher: Bencher, mut daemon: Daemon, event: impl Fn() -> Event, comes_out: impl Fn(&Output) -> bool) {
+fn forward(
+    bencher: Bencher,
+    mut daemon: Daemon,
+    event: impl Fn() -> Event,
+    comes_out: impl Fn(&Output) -> bool,
+) {
     measure(bencher, || {
         daemon.handle(event());
         let output = daemon.poll();
-        assert!(output.as_ref().is_some_and(&comes_out), "it is forwarded: {output:?}");
+        assert!(
+            output.as_ref().is_some_and(&comes_out),
+            "it is forwarded: {output:?}"
+        );
         output
     });
 }
@@ -55,24 +69,39 @@ fn forward(bencher: Bencher, mut daemon: Daemon, event: impl Fn() -> Event, come
 fn a_frame_between_two_tasks(bencher: Bencher, tasks: usize) {
     let daemon = Daemon::new(tasks);
     let frame = data((daemon.tids[0], daemon.tids[tasks - 1]), PAYLOAD);
-    let event = || Event::TaskLink { conn: Daemon::conn(0), frame: frame.clone() };
-    forward(bencher, daemon, event, |output| matches!(output, Output::LinkToTask { .. }));
+    let event = || Event::TaskLink {
+        conn: Daemon::conn(0),
+        frame: frame.clone(),
+    };
+    forward(bencher, daemon, event, |output| {
+        matches!(output, Output::LinkToTask { .. })
+    });
 }
 
 #[divan::bench(args = TASKS)]
 fn a_frame_to_another_host(bencher: Bencher, tasks: usize) {
     let daemon = Daemon::new(tasks);
     let frame = data((daemon.tids[0], elsewhere()), PAYLOAD);
-    let event = || Event::TaskLink { conn: Daemon::conn(0), frame: frame.clone() };
-    forward(bencher, daemon, event, |output| matches!(output, Output::Carry { .. }));
+    let event = || Event::TaskLink {
+        conn: Daemon::conn(0),
+        frame: frame.clone(),
+    };
+    forward(bencher, daemon, event, |output| {
+        matches!(output, Output::Carry { .. })
+    });
 }
 
 #[divan::bench(args = TASKS)]
 fn a_frame_from_another_host(bencher: Bencher, tasks: usize) {
     let daemon = Daemon::new(tasks);
     let frame = data((elsewhere(), daemon.tids[tasks - 1]), PAYLOAD);
-    let event = || Event::HostCarried { host: HostId::MASTER, carried: Carried::Link(frame.clone()) };
-    forward(bencher, daemon, event, |output| matches!(output, Output::LinkToTask { .. }));
+    let event = || Event::HostCarried {
+        host: HostId::MASTER,
+        carried: Carried::Link(frame.clone()),
+    };
+    forward(bencher, daemon, event, |output| {
+        matches!(output, Output::LinkToTask { .. })
+    });
 }
 
 /// From the task's socket to what the stream of its pair is given.
@@ -81,19 +110,30 @@ fn queued_to_another_host(bencher: Bencher, bytes: usize) {
     let (mut daemon, mut sending) = (Daemon::new(1), Sending::default());
     let frame = data((daemon.tids[0], elsewhere()), bytes);
     measure(bencher, || {
-        daemon.handle(Event::TaskLink { conn: Daemon::conn(0), frame: frame.clone() });
+        daemon.handle(Event::TaskLink {
+            conn: Daemon::conn(0),
+            frame: frame.clone(),
+        });
         match daemon.poll() {
-            Some(Output::Carry { carried: Carried::Link(frame), .. }) => sending.send(frame).len(),
+            Some(Output::Carry {
+                carried: Carried::Link(frame),
+                ..
+            }) => sending.send(frame).len(),
             other => panic!("it is forwarded: {other:?}"),
         }
     });
-    assert_eq!(sending.send(frame).len(), 2, "it has a head and goes down a lane");
+    assert_eq!(
+        sending.send(frame).len(),
+        2,
+        "it has a head and goes down a lane"
+    );
 }
 
 /// From the stream of a pair to what the task's socket is given.
 #[divan::bench(args = PAYLOADS)]
 fn unqueued_from_another_host(bencher: Bencher, bytes: usize) {
-    let (mut daemon, mut sending, mut receiving) = (Daemon::new(1), Sending::default(), Receiving::default());
+    let (mut daemon, mut sending, mut receiving) =
+        (Daemon::new(1), Sending::default(), Receiving::default());
     let frame = data((elsewhere(), daemon.tids[0]), bytes);
     for _ in 0..WARM {
         sending.send(frame.clone());
@@ -101,9 +141,15 @@ fn unqueued_from_another_host(bencher: Bencher, bytes: usize) {
     let chunks = sending.send(frame).to_vec();
     measure(bencher, || {
         let carried = receiving.receive(&chunks).expect("a whole frame");
-        daemon.handle(Event::HostCarried { host: HostId::MASTER, carried });
+        daemon.handle(Event::HostCarried {
+            host: HostId::MASTER,
+            carried,
+        });
         let output = daemon.poll();
-        assert!(matches!(output, Some(Output::LinkToTask { .. })), "it is forwarded: {output:?}");
+        assert!(
+            matches!(output, Some(Output::LinkToTask { .. })),
+            "it is forwarded: {output:?}"
+        );
         output
     });
 }

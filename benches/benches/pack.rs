@@ -69,9 +69,11 @@ fn unpack_bytes(bencher: Bencher, encoding: Encoding) {
     let mut packer = Packer::new(encoding);
     packer.bytes(&[7; ITEMS]);
     let body = packer.finish();
-    bencher
-        .counter(ItemsCount::new(ITEMS))
-        .bench(|| Unpacker::new(encoding, body.clone()).bytes(ITEMS).expect("as packed"));
+    bencher.counter(ItemsCount::new(ITEMS)).bench(|| {
+        Unpacker::new(encoding, body.clone())
+            .bytes(ITEMS)
+            .expect("as packed")
+    });
 }
 
 #[divan::bench(args = ENCODINGS)]
@@ -89,5 +91,9 @@ fn unpack_string(bencher: Bencher, encoding: Encoding) {
     let mut packer = Packer::new(encoding);
     packer.str(&[b'a'; ITEMS - 1]);
     let body = packer.finish();
-    bencher.counter(ItemsCount::new(1usize)).bench(|| Unpacker::new(encoding, body.clone()).str().expect("as packed"));
+    bencher.counter(ItemsCount::new(1usize)).bench(|| {
+        Unpacker::new(encoding, body.clone())
+            .str()
+            .expect("as packed")
+    });
 }

@@ -31,8 +31,13 @@ fn pair() -> (Ends, Ends) {
 }
 
 /// Takes the next record, if there is one, into `out`.
-fn take<A: sempa_ring::ring::Area>(reader: &mut Reader<A>, out: &mut Vec<u8>) -> Result<bool, Broken> {
-    let Some(mut record) = reader.next_record()? else { return Ok(false) };
+fn take<A: sempa_ring::ring::Area>(
+    reader: &mut Reader<A>,
+    out: &mut Vec<u8>,
+) -> Result<bool, Broken> {
+    let Some(mut record) = reader.next_record()? else {
+        return Ok(false);
+    };
     black_box(record.take::<HEAD_BYTES>());
     out.clear();
     record.append_to(out);
@@ -52,7 +57,10 @@ fn wait_and_take<A: sempa_ring::ring::Area>(reader: &mut Reader<A>, out: &mut Ve
 }
 
 fn put<A: sempa_ring::ring::Area>(writer: &mut Writer<A>, body: &[u8]) {
-    assert!(writer.write([&[0; HEAD_BYTES], body]).expect("a good ring"), "the other end has taken all");
+    assert!(
+        writer.write([&[0; HEAD_BYTES], body]).expect("a good ring"),
+        "the other end has taken all"
+    );
 }
 
 #[divan::bench(args = SIZES)]
@@ -117,7 +125,8 @@ fn round_trip_of_two_threads(bencher: Bencher, bytes: usize) {
 #[divan::bench(args = RINGERS)]
 fn a_bell_is_rung_and_answered(bencher: Bencher, ringers: usize) {
     let own = OwnBell::new().expect("the system has memory");
-    let peer = PeerBell::map(own.share().expect("the system has memory").as_fd()).expect("it is ours");
+    let peer =
+        PeerBell::map(own.share().expect("the system has memory").as_fd()).expect("it is ours");
     bencher.counter(ItemsCount::new(ringers)).bench_local(|| {
         for slot in 0..ringers {
             black_box(peer.ring(slot, false));

@@ -20,7 +20,9 @@ fn pack_and_unpack_integers(bencher: Bencher, bytes: usize) {
     bencher.counter(BytesCount::new(bytes)).bench(|| {
         let mut packer = Packer::new(Encoding::Xdr);
         packer.items(values.iter().copied());
-        Unpacker::xdr(packer.finish()).ints(values.len() as i32).expect("as packed")
+        Unpacker::xdr(packer.finish())
+            .ints(values.len() as i32)
+            .expect("as packed")
     });
 }
 
@@ -45,7 +47,8 @@ fn link_hands_a_message_over(bencher: Bencher, bytes: usize) {
         link.handle(now, LinkEvent::RouteUp(RouteId(1)));
     }
     bencher.counter(BytesCount::new(bytes)).bench_local(|| {
-        one.send(Bytes::from_static(&[0; 16]), body.clone()).expect("room");
+        one.send(Bytes::from_static(&[0; 16]), body.clone())
+            .expect("room");
         let mut delivered = None;
         while delivered.is_none() || !one.is_flushed() {
             now = now + Micros(1);
@@ -64,7 +67,11 @@ fn link_hands_a_message_over(bencher: Bencher, bytes: usize) {
                 }
             }
             if idle {
-                let due = one.next_wakeup().into_iter().chain(other.next_wakeup()).min();
+                let due = one
+                    .next_wakeup()
+                    .into_iter()
+                    .chain(other.next_wakeup())
+                    .min();
                 now = due.unwrap_or(now).max(now);
                 one.handle(now, LinkEvent::Wake);
                 other.handle(now, LinkEvent::Wake);

@@ -112,18 +112,33 @@ pub fn balanced(how: &Balance) -> Result<bool> {
     if let Some(lack) = needs::lacks().or_else(limits::lacks) {
         bail!("bench balance: {lack}");
     }
-    let repetitions = how.repetitions.unwrap_or(if how.quick { 1 } else { REPETITIONS });
-    let numbers: Vec<usize> = if how.only.is_empty() { (1..=repetitions).collect() } else { how.only.clone() };
+    let repetitions = how
+        .repetitions
+        .unwrap_or(if how.quick { 1 } else { REPETITIONS });
+    let numbers: Vec<usize> = if how.only.is_empty() {
+        (1..=repetitions).collect()
+    } else {
+        how.only.clone()
+    };
     let file = how.results.join("balance.json");
-    let mut rounds = if how.only.is_empty() { Vec::new() } else { rounds_of(&file)? };
+    let mut rounds = if how.only.is_empty() {
+        Vec::new()
+    } else {
+        rounds_of(&file)?
+    };
     rounds.retain(|round: &Round| !numbers.contains(&round.number));
     let mut machine = Machine::describe(how.own_build, rounds.len() + numbers.len(), how.quick);
-    let sides = [Unequal::new(&how.prefix, &SHARES)?, Unequal::new(&how.prefix, &SHARES)?];
+    let sides = [
+        Unequal::new(&how.prefix, &SHARES)?,
+        Unequal::new(&how.prefix, &SHARES)?,
+    ];
     let unit = std::thread::scope(|scope| {
         // Both at once: processors that share a core are slower together.
         let each = sides.each_ref().map(|side| scope.spawn(|| side.unit()));
         let each = each.map(|side| side.join().expect("it does not panic"));
-        each.into_iter().sum::<Result<f64>>().map(|sum| sum / sides.len() as f64)
+        each.into_iter()
+            .sum::<Result<f64>>()
+            .map(|sum| sum / sides.len() as f64)
     })?;
     fs::create_dir_all(&how.results).with_context(|| how.results.display().to_string())?;
     let mut good = true;
@@ -135,7 +150,12 @@ pub fn balanced(how: &Balance) -> Result<bool> {
         let (text, met) = table(&rounds);
         let text = format!("{}{text}", machine.text());
         fs::write(how.results.join("balance.txt"), &text)?;
-        let all = Results { machine: machine.clone(), shares: SHARES, unit, rounds: rounds.clone() };
+        let all = Results {
+            machine: machine.clone(),
+            shares: SHARES,
+            unit,
+            rounds: rounds.clone(),
+        };
         fs::write(&file, serde_json::to_string_pretty(&all)? + "\n")?;
         println!("{text}written: {}", how.results.display());
         good = met;
@@ -145,7 +165,9 @@ pub fn balanced(how: &Balance) -> Result<bool> {
 
 /// The repetitions that a file has.
 fn rounds_of(file: &Path) -> Result<Vec<Round>> {
-    let Ok(text) = fs::read_to_string(file) else { return Ok(Vec::new()) };
+    let Ok(text) = fs::read_to_string(file) else {
+        return Ok(Vec::new());
+    };
     let mut all: Value = serde_json::from_str(&text).with_context(|| file.display().to_string())?;
     serde_json::from_value(all["rounds"].take()).with_context(|| file.display().to_string())
 }
@@ -153,20 +175,41 @@ fn rounds_of(file: &Path) -> Result<Vec<Round>> {
 fn round(sides: &[Unequal; 2], unit: f64, number: usize, quick: bool) -> Result<Round> {
     let (mut dice, (least, most)) = (Dice::new(number as u64), WORK_MS);
     let less = if quick { QUICK } else { 1 };
-    let ms: Vec<usize> = (0..TASKS).map(|_| (least + dice.below(most - least)) / less).collect();
-    let units: Vec<u32> = ms.iter().map(|ms| ((*ms as f64 / 1e3 / unit).round() as u32).max(1)).collect();
+    let ms: Vec<usize> = (0..TASKS)
+        .map(|_| (least + dice.below(most - least)) / less)
+        .collect();
+    let units: Vec<u32> = ms
+        .iter()
+        .map(|ms| ((*ms as f64 / 1e3 / unit).round() as u32).max(1))
+        .collect();
     let work: Vec<f64> = units.iter().map(|units| f64::from(*units) * unit).collect();
-    let hosts = SHARES.map(|share| Speed { each: share, processors: 1.0 });
+    let hosts = SHARES.map(|share| Speed {
+        each: share,
+        processors: 1.0,
+    });
     let (best, blind) = (best(&hosts, &work), blind(&hosts, &work));
     eprintln!("bench balance: {work:.1?} s of work; the best assignment takes {best:.1} s");
-    let even = vec![((EVEN_WORK_MS as f64 / 1e3 / unit / less as f64).round() as u32).max(1); EVEN_TASKS];
+    let even =
+        vec![((EVEN_WORK_MS as f64 / 1e3 / unit / less as f64).round() as u32).max(1); EVEN_TASKS];
     let (in_turn, [untold, told, even]) = std::thread::scope(|scope| {
         let in_turn = scope.spawn(|| once(&sides[0], None, &units));
         let ways = [(None, &units), (Some(unit), &units), (None, &even)];
         let [untold, told, even] = ways.map(|(told, units)| once(&sides[1], Some(told), units));
-        anyhow::Ok((in_turn.join().expect("it does not panic")?, [untold?, told?, even?]))
+        anyhow::Ok((
+            in_turn.join().expect("it does not panic")?,
+            [untold?, told?, even?],
+        ))
     })?;
-    Ok(Round { number, work, best, blind, in_turn, untold, told, even: Some(even) })
+    Ok(Round {
+        number,
+        work,
+        best,
+        blind,
+        in_turn,
+        untold,
+        told,
+        even: Some(even),
+    })
 }
 
 /// Runs the farm once: in turn, or under a resource manager, perhaps with a word about what a unit of work takes.
@@ -177,67 +220,166 @@ fn once(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Result<
         std::thread::sleep(TOLD_TIME);
     }
     let done = hosts.farm(&vm, managed.flatten(), units)?.finish(FARM_TIME);
-    let harvest = Harvest::read(&done.and_then(|done| done.expect_good("the farm")).with_context(|| vm.logs())?.out)?;
+    let harvest = Harvest::read(
+        &done
+            .and_then(|done| done.expect_good("the farm"))
+            .with_context(|| vm.logs())?
+            .out,
+    )?;
     let right = harvest.tasks.len() == units.len() && harvest.tasks.iter().all(|task| task.right);
-    ensure!(right, "a task was lost or did something else: {harvest:?}\n{}", vm.logs());
+    ensure!(
+        right,
+        "a task was lost or did something else: {harvest:?}\n{}",
+        vm.logs()
+    );
     let events = vm.events()?;
-    let for_load = |entry: &&Entry| matches!(entry.kind, EventKind::Moved { cause: Cause::Load { .. }, .. });
+    let for_load = |entry: &&Entry| {
+        matches!(
+            entry.kind,
+            EventKind::Moved {
+                cause: Cause::Load { .. },
+                ..
+            }
+        )
+    };
     let ended = |entry: &Entry| match &entry.kind {
-        EventKind::TaskEnded { tid, .. } => harvest.tasks.iter().any(|task| task.tid == tid.to_string()),
+        EventKind::TaskEnded { tid, .. } => {
+            harvest.tasks.iter().any(|task| task.tid == tid.to_string())
+        }
         _ => false,
     };
-    let early_moves = events.iter().take_while(|entry| !ended(entry)).filter(for_load).count();
+    let early_moves = events
+        .iter()
+        .take_while(|entry| !ended(entry))
+        .filter(for_load)
+        .count();
     let course = course(&events, &harvest);
-    let moves: Vec<String> = events.iter().filter(for_load).map(|entry| entry.text.clone()).collect();
-    let failed_moves = events.iter().filter(|entry| matches!(entry.kind, EventKind::MoveFailed { .. })).count();
+    let moves: Vec<String> = events
+        .iter()
+        .filter(for_load)
+        .map(|entry| entry.text.clone())
+        .collect();
+    let failed_moves = events
+        .iter()
+        .filter(|entry| matches!(entry.kind, EventKind::MoveFailed { .. }))
+        .count();
     vm.halt()?;
     drop(manager);
     let seconds = harvest.us as f64 / 1e6;
-    eprintln!("bench balance: {managed:?}: {seconds:.1} s, {} moves, {failed_moves} failed", moves.len());
+    eprintln!(
+        "bench balance: {managed:?}: {seconds:.1} s, {} moves, {failed_moves} failed",
+        moves.len()
+    );
     moves.iter().for_each(|text| eprintln!("  {text}"));
-    Ok(Once { seconds, moves, early_moves, failed_moves, course })
+    Ok(Once {
+        seconds,
+        moves,
+        early_moves,
+        failed_moves,
+        course,
+    })
 }
 
 /// What became of the tasks of a farm, one line for each event.
 fn course(events: &[Entry], harvest: &Harvest) -> Vec<String> {
-    let units = |tid: &Tid| harvest.tasks.iter().find(|task| task.tid == tid.to_string()).map(|task| task.units);
+    let units = |tid: &Tid| {
+        harvest
+            .tasks
+            .iter()
+            .find(|task| task.tid == tid.to_string())
+            .map(|task| task.units)
+    };
     let line = |entry: &Entry| match &entry.kind {
-        EventKind::TaskStarted { tid, .. } => {
-            Some(format!("{tid} of {} units starts on {}", units(tid)?, entry.host.as_deref().unwrap_or("?")))
-        }
+        EventKind::TaskStarted { tid, .. } => Some(format!(
+            "{tid} of {} units starts on {}",
+            units(tid)?,
+            entry.host.as_deref().unwrap_or("?")
+        )),
         EventKind::TaskEnded { tid, .. } => units(tid).map(|_| format!("{tid} ends")),
-        EventKind::Moved { tid, from, to, .. } => units(tid).map(|_| format!("{tid} has moved from {from} to {to}")),
+        EventKind::Moved { tid, from, to, .. } => {
+            units(tid).map(|_| format!("{tid} has moved from {from} to {to}"))
+        }
         _ => None,
     };
-    let all: Vec<(u64, String)> = events.iter().filter_map(|entry| Some((entry.at_us, line(entry)?))).collect();
+    let all: Vec<(u64, String)> = events
+        .iter()
+        .filter_map(|entry| Some((entry.at_us, line(entry)?)))
+        .collect();
     let first = all.first().map_or(0, |(at, _)| *at);
-    all.into_iter().map(|(at, text)| format!("{:.1} {text}", at.saturating_sub(first) as f64 / 1e6)).collect()
+    all.into_iter()
+        .map(|(at, text)| format!("{:.1} {text}", at.saturating_sub(first) as f64 / 1e6))
+        .collect()
 }
 
 /// The table, and whether the goals are met.
 fn table(rounds: &[Round]) -> (String, bool) {
-    let head = ["", "seconds", "of the best", "than in turn", "moves", "failed"];
-    let mut text =
-        format!("{:46} {:>8} {:>12} {:>13} {:>6} {:>7}\n", head[0], head[1], head[2], head[3], head[4], head[5]);
-    let middle = |of: &dyn Fn(&Round) -> f64| median(rounds.iter().map(of).collect()).unwrap_or(f64::NAN);
-    let mut line = |name: &str, seconds: &dyn Fn(&Round) -> f64, once: Option<&dyn Fn(&Round) -> &Once>| {
+    let head = [
+        "",
+        "seconds",
+        "of the best",
+        "than in turn",
+        "moves",
+        "failed",
+    ];
+    let mut text = format!(
+        "{:46} {:>8} {:>12} {:>13} {:>6} {:>7}\n",
+        head[0], head[1], head[2], head[3], head[4], head[5]
+    );
+    let middle =
+        |of: &dyn Fn(&Round) -> f64| median(rounds.iter().map(of).collect()).unwrap_or(f64::NAN);
+    let mut line = |name: &str,
+                    seconds: &dyn Fn(&Round) -> f64,
+                    once: Option<&dyn Fn(&Round) -> &Once>| {
         let over = middle(&|round| seconds(round) / round.best);
         let faster = middle(&|round| round.in_turn.seconds / seconds(round));
-        text.push_str(&format!("{name:46} {:>8.1} {over:>11.2}x {faster:>12.2}x", middle(seconds)));
+        text.push_str(&format!(
+            "{name:46} {:>8.1} {over:>11.2}x {faster:>12.2}x",
+            middle(seconds)
+        ));
         if let Some(once) = once {
-            let sum = |of: fn(&Once) -> usize| rounds.iter().map(|round| of(once(round))).sum::<usize>();
-            text.push_str(&format!(" {:>6} {:>7}", sum(|once| once.moves.len()), sum(|once| once.failed_moves)));
+            let sum =
+                |of: fn(&Once) -> usize| rounds.iter().map(|round| of(once(round))).sum::<usize>();
+            text.push_str(&format!(
+                " {:>6} {:>7}",
+                sum(|once| once.moves.len()),
+                sum(|once| once.failed_moves)
+            ));
         }
         text.push('\n');
         (over, faster)
     };
-    line("the best assignment, by trying all", &|round| round.best, None);
-    line("as good as without knowing the tasks", &|round| round.blind, None);
-    line("in turn, without resource manager", &|round| round.in_turn.seconds, Some(&|round| &round.in_turn));
-    let untold = line("pvm-rm --balance, work not told", &|round| round.untold.seconds, Some(&|round| &round.untold));
-    let told = line("pvm-rm --balance, work told", &|round| round.told.seconds, Some(&|round| &round.told));
-    let met = [untold, told].iter().all(|(over, faster)| *over <= OVER_BEST_MAX && *faster >= FASTER_MIN);
-    let even: Vec<&Once> = rounds.iter().filter_map(|round| round.even.as_ref()).collect();
+    line(
+        "the best assignment, by trying all",
+        &|round| round.best,
+        None,
+    );
+    line(
+        "as good as without knowing the tasks",
+        &|round| round.blind,
+        None,
+    );
+    line(
+        "in turn, without resource manager",
+        &|round| round.in_turn.seconds,
+        Some(&|round| &round.in_turn),
+    );
+    let untold = line(
+        "pvm-rm --balance, work not told",
+        &|round| round.untold.seconds,
+        Some(&|round| &round.untold),
+    );
+    let told = line(
+        "pvm-rm --balance, work told",
+        &|round| round.told.seconds,
+        Some(&|round| &round.told),
+    );
+    let met = [untold, told]
+        .iter()
+        .all(|(over, faster)| *over <= OVER_BEST_MAX && *faster >= FASTER_MIN);
+    let even: Vec<&Once> = rounds
+        .iter()
+        .filter_map(|round| round.even.as_ref())
+        .collect();
     let disturbed = even.iter().map(|once| once.early_moves).sum::<usize>();
     let good = met && disturbed == 0;
     text.push_str(&format!(

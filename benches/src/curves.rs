@@ -17,7 +17,18 @@ const REPETITIONS: usize = 5;
 const REPETITIONS_QUICK: usize = 1;
 /// Bytes that a point of the curve over sizes sends at most, so that large messages do not take for ever.
 const BYTES_MAX: usize = 64 << 20;
-const SIZES: [usize; 10] = [8, 64, 512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
+const SIZES: [usize; 10] = [
+    8,
+    64,
+    512,
+    4 << 10,
+    16 << 10,
+    64 << 10,
+    256 << 10,
+    1 << 20,
+    4 << 20,
+    16 << 20,
+];
 const TASKS: [usize; 6] = [2, 8, 32, 128, 512, 1000];
 const PEERS: [usize; 6] = [2, 8, 32, 128, 512, 1000];
 const HOSTS: [usize; 5] = [2, 4, 8, 16, 32];
@@ -42,7 +53,12 @@ const ALL_LINES: [Line; 6] = [
     (System::OpenMpi, false),
     (System::Mpich, false),
 ];
-const PVM_LINES: [Line; 4] = [(System::Pvm, false), (System::Pvm, true), (System::Sempa, false), (System::Sempa, true)];
+const PVM_LINES: [Line; 4] = [
+    (System::Pvm, false),
+    (System::Pvm, true),
+    (System::Sempa, false),
+    (System::Sempa, true),
+];
 
 /// Measures the curve of this name, on virtual machines of its own.
 ///
@@ -60,15 +76,32 @@ pub(crate) fn measure(prefix: &Path, name: &str, quick: bool) -> Result<Curves> 
         "sizes" => curves.sizes(&peers, quick),
         "tasks" => {
             let count = rounds(if quick { 200 } else { 1000 });
-            let words = |n: usize| vec!["rtt".to_string(), format!("idle={}", n - 2), count.clone()];
+            let words =
+                |n: usize| vec!["rtt".to_string(), format!("idle={}", n - 2), count.clone()];
             let lines = curves.sweep(&peers, name, &PVM_LINES, few(&TASKS, quick), quick, words);
-            curves.latency(name, "round trip of 8 B beside tasks that wait", "tasks on the host", lines);
+            curves.latency(
+                name,
+                "round trip of 8 B beside tasks that wait",
+                "tasks on the host",
+                lines,
+            );
         }
         "peers" => {
-            let words =
-                |n: usize| vec!["fan".to_string(), format!("tasks={n}"), rounds((2000 / n).clamp(3, 200)), warm(1)];
+            let words = |n: usize| {
+                vec![
+                    "fan".to_string(),
+                    format!("tasks={n}"),
+                    rounds((2000 / n).clamp(3, 200)),
+                    warm(1),
+                ]
+            };
             let lines = curves.sweep(&peers, name, &PVM_LINES, few(&PEERS, quick), quick, words);
-            curves.latency(name, "round trip of 8 B with many peers in turn", "peers of one task", lines);
+            curves.latency(
+                name,
+                "round trip of 8 B with many peers in turn",
+                "peers of one task",
+                lines,
+            );
         }
         _ => curves.netpipe(&peers, quick),
     }
@@ -86,7 +119,11 @@ fn rounds(count: usize) -> String {
 
 /// How often each point is measured.
 fn repetitions(quick: bool) -> usize {
-    if quick { REPETITIONS_QUICK } else { REPETITIONS }
+    if quick {
+        REPETITIONS_QUICK
+    } else {
+        REPETITIONS
+    }
 }
 
 /// The places of so many systems, without those that have ended, in the order of this repetition: each second time the other
@@ -116,12 +153,22 @@ impl Curves {
         let words = |size: usize| {
             let count = (BYTES_MAX / size).clamp(5, if quick { 200 } else { 2000 });
             let pinned = "cores=0,1".to_string();
-            vec!["rtt".to_string(), format!("size={size}"), pinned, rounds(count), warm((count / 10).max(1))]
+            vec![
+                "rtt".to_string(),
+                format!("size={size}"),
+                pinned,
+                rounds(count),
+                warm((count / 10).max(1)),
+            ]
         };
         let lines = self.sweep(peers, "sizes", &ALL_LINES, &SIZES, quick, words);
         let speed = |series: &Series| Series {
             name: series.name.clone(),
-            points: series.points.iter().map(|(size, us)| (*size, 2.0 * size / us)).collect(),
+            points: series
+                .points
+                .iter()
+                .map(|(size, us)| (*size, 2.0 * size / us))
+                .collect(),
             ..Series::default()
         };
         self.charts.push(Chart {
@@ -132,12 +179,24 @@ impl Curves {
             more_is_better: true,
             series: lines.iter().map(speed).collect(),
         });
-        self.latency("latency", "round trip on one host: time over message size", "bytes of a message", lines);
+        self.latency(
+            "latency",
+            "round trip on one host: time over message size",
+            "bytes of a message",
+            lines,
+        );
     }
 
     fn latency(&mut self, name: &str, title: &str, x: &str, series: Vec<Series>) {
         let (name, title, x) = (name.to_string(), title.to_string(), x.to_string());
-        self.charts.push(Chart { name, title, x, y: "microseconds".to_string(), more_is_better: false, series });
+        self.charts.push(Chart {
+            name,
+            title,
+            x,
+            y: "microseconds".to_string(),
+            more_is_better: false,
+            series,
+        });
     }
 
     /// Runs the program at each point, all lines in turn. A line ends where the program no longer works.
@@ -154,8 +213,13 @@ impl Curves {
             (true, true) => format!("{}, direct", system.name()),
             _ => system.name().to_string(),
         };
-        let mut series: Vec<Series> =
-            lines.iter().map(|line| Series { name: named(line), ..Series::default() }).collect();
+        let mut series: Vec<Series> = lines
+            .iter()
+            .map(|line| Series {
+                name: named(line),
+                ..Series::default()
+            })
+            .collect();
         let mut ended = BTreeSet::new();
         for point in points {
             eprintln!("bench peers: {name} {point}");
@@ -165,13 +229,22 @@ impl Curves {
                     let (system, direct) = &lines[place];
                     let mut all = words(*point);
                     all.push(format!("direct={}", u8::from(*direct)));
-                    let call = Call { words: &all, ranks: 2, crowded: false, apart: false };
+                    let call = Call {
+                        words: &all,
+                        ranks: 2,
+                        crowded: false,
+                        apart: false,
+                    };
                     match peers.run(*system, &call) {
                         Ok(samples) => given[place].repetitions.push(samples),
                         Err(error) => {
                             ended.insert(place);
-                            let text = format!("{name} {point}, {}: {error:#}", named(&lines[place]));
-                            self.troubles.push(Trouble { system: *system, text });
+                            let text =
+                                format!("{name} {point}, {}: {error:#}", named(&lines[place]));
+                            self.troubles.push(Trouble {
+                                system: *system,
+                                text,
+                            });
                         }
                     }
                 }
@@ -191,24 +264,50 @@ impl Curves {
         for repetition in 0..repetitions(quick) {
             for place in turns(systems.len(), repetition, &ended) {
                 let system = systems[place];
-                eprintln!("bench peers: NPpvm on {} ({} of {})", system.name(), repetition + 1, repetitions(quick));
+                eprintln!(
+                    "bench peers: NPpvm on {} ({} of {})",
+                    system.name(),
+                    repetition + 1,
+                    repetitions(quick)
+                );
                 match netpipe::course(peers, system, quick) {
                     Ok(points) => {
-                        points.into_iter().for_each(|(size, us)| times[place].entry(size as u64).or_default().push(us));
+                        points.into_iter().for_each(|(size, us)| {
+                            times[place].entry(size as u64).or_default().push(us)
+                        });
                     }
                     Err(error) => {
                         ended.insert(place);
-                        self.troubles.push(Trouble { system, text: format!("NPpvm on {}: {error:#}", system.name()) });
+                        self.troubles.push(Trouble {
+                            system,
+                            text: format!("NPpvm on {}: {error:#}", system.name()),
+                        });
                     }
                 }
             }
         }
         let line = |(system, times): (System, BTreeMap<u64, Vec<f64>>)| {
-            let points = times.into_iter().filter_map(|(size, all)| Some((size as f64, median(all)?)));
-            Series { name: system.name().to_string(), points: points.collect(), ..Series::default() }
+            let points = times
+                .into_iter()
+                .filter_map(|(size, all)| Some((size as f64, median(all)?)));
+            Series {
+                name: system.name().to_string(),
+                points: points.collect(),
+                ..Series::default()
+            }
         };
-        let series = systems.into_iter().zip(times).map(line).filter(|line| !line.points.is_empty()).collect();
-        self.latency("netpipe", "NPpvm on one host: time of one way", "bytes of a message", series);
+        let series = systems
+            .into_iter()
+            .zip(times)
+            .map(line)
+            .filter(|line| !line.points.is_empty())
+            .collect();
+        self.latency(
+            "netpipe",
+            "NPpvm on one host: time of one way",
+            "bytes of a message",
+            series,
+        );
     }
 
     /// More and more daemons on this machine; one task on each of them answers.
@@ -218,25 +317,54 @@ impl Curves {
         let (theirs, ours) = new_beds(prefix, most)?;
         let peers = Peers::start(&theirs, &ours, Stage::OneHost)?;
         let systems = [System::Pvm, System::Sempa];
-        let mut series = systems.map(|system| Series { name: system.name().to_string(), ..Series::default() });
+        let mut series = systems.map(|system| Series {
+            name: system.name().to_string(),
+            ..Series::default()
+        });
         let (mut up, mut ended) = (1, BTreeSet::new());
         for point in points {
             eprintln!("bench peers: hosts {point}");
-            let names = |from: usize| (from..=*point).map(|i| format!("h{i}")).collect::<Vec<_>>().join(",");
-            let add = ["add_hosts".to_string(), "keep=1".to_string(), format!("host={}", names(up + 1))];
-            let all =
-                ["fan".to_string(), format!("tasks={}", point - 1), format!("host={}", names(2)), rounds(100), warm(5)];
+            let names = |from: usize| {
+                (from..=*point)
+                    .map(|i| format!("h{i}"))
+                    .collect::<Vec<_>>()
+                    .join(",")
+            };
+            let add = [
+                "add_hosts".to_string(),
+                "keep=1".to_string(),
+                format!("host={}", names(up + 1)),
+            ];
+            let all = [
+                "fan".to_string(),
+                format!("tasks={}", point - 1),
+                format!("host={}", names(2)),
+                rounds(100),
+                warm(5),
+            ];
             let mut given = [const { Vec::new() }; 2];
             // The hosts are added first, then all repetitions take turns.
             for turn in 0..=repetitions(quick) {
                 for place in turns(systems.len(), turn, &ended) {
                     let words: &[String] = if turn == 0 { &add } else { &all };
-                    match peers.run(systems[place], &Call { words, ranks: 2, crowded: false, apart: false }) {
+                    match peers.run(
+                        systems[place],
+                        &Call {
+                            words,
+                            ranks: 2,
+                            crowded: false,
+                            apart: false,
+                        },
+                    ) {
                         Ok(samples) => given[place].push(samples),
                         Err(error) => {
                             ended.insert(place);
-                            let text = format!("hosts {point}, {}: {error:#}", systems[place].name());
-                            self.troubles.push(Trouble { system: systems[place], text });
+                            let text =
+                                format!("hosts {point}, {}: {error:#}", systems[place].name());
+                            self.troubles.push(Trouble {
+                                system: systems[place],
+                                text,
+                            });
                         }
                     }
                 }
@@ -246,7 +374,12 @@ impl Curves {
             }
             up = *point;
         }
-        self.latency("hosts", "round trip of 8 B with a task on each other host", "hosts", series.to_vec());
+        self.latency(
+            "hosts",
+            "round trip of 8 B with a task on each other host",
+            "hosts",
+            series.to_vec(),
+        );
         peers.halt()
     }
 }

@@ -84,14 +84,22 @@ pub fn evicted(how: &Evict) -> Result<()> {
     let visits = how.visits.unwrap_or(VISITS);
     let mut machine = Machine::describe(how.own_build, visits, false);
     let bed = Testbed::new(HOSTS, Some(&how.prefix), &[])?;
-    let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm --policy load".to_string()), ..Settings::default() })?;
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            rm: Some("pvm-rm --policy load".to_string()),
+            ..Settings::default()
+        },
+    )?;
     let sizes = all(&vm, &how.sizes, visits).inspect_err(|_| eprintln!("{}", vm.logs()))?;
     vm.halt()?;
     machine.look_again();
     let text = machine.text() + &table(&sizes);
     println!("{text}");
     fs::create_dir_all(&how.results)?;
-    let json = serde_json::to_string_pretty(&serde_json::json!({ "machine": machine, "sizes": sizes }))? + "\n";
+    let json =
+        serde_json::to_string_pretty(&serde_json::json!({ "machine": machine, "sizes": sizes }))?
+            + "\n";
     for (name, text) in [("evictions.txt", text), ("evictions.json", json)] {
         let file = how.results.join(name);
         fs::write(&file, text).with_context(|| file.display().to_string())?;
@@ -100,43 +108,91 @@ pub fn evicted(how: &Evict) -> Result<()> {
 }
 
 fn all(vm: &Vm<'_>, sizes: &[u32], visits: usize) -> Result<Vec<Size>> {
-    let others: Vec<&str> = vm.bed().hosts()[1..].iter().map(|host| host.name()).collect();
+    let others: Vec<&str> = vm.bed().hosts()[1..]
+        .iter()
+        .map(|host| host.name())
+        .collect();
     vm.add(&others)?;
     eventually(SOON, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
-        let watchers = tasks.iter().filter(|task| task.name.ends_with("pvm-load-watcher")).count();
-        if watchers == HOSTS { Ok(()) } else { Err(format!("{watchers} of {HOSTS} hosts have a load watcher")) }
+        let watchers = tasks
+            .iter()
+            .filter(|task| task.name.ends_with("pvm-load-watcher"))
+            .count();
+        if watchers == HOSTS {
+            Ok(())
+        } else {
+            Err(format!("{watchers} of {HOSTS} hosts have a load watcher"))
+        }
     })?;
     vm.program("memory")?;
     let size = |mib: &u32| -> Result<Size> {
         let notes = Notes(vm.bed().folder().join(format!("notes-{mib}-evicted")));
-        let tid = vm.spawn(&["-h2", "memory", &mib.to_string(), &notes.0.display().to_string()])?;
+        let tid = vm.spawn(&[
+            "-h2",
+            "memory",
+            &mib.to_string(),
+            &notes.0.display().to_string(),
+        ])?;
         notes.ready()?;
-        let mut all = (0..=visits).map(|_| visit(vm, &tid, &notes)).collect::<Result<Vec<Visit>>>()?;
+        let mut all = (0..=visits)
+            .map(|_| visit(vm, &tid, &notes))
+            .collect::<Result<Vec<Visit>>>()?;
         all.remove(0);
         vm.pvm(&["kill", &tid])?.expect_good("kill")?;
-        Ok(Size { mib: *mib, visits: all })
+        Ok(Size {
+            mib: *mib,
+            visits: all,
+        })
     };
-    sizes.iter().map(|mib| size(mib).with_context(|| format!("{mib} MiB"))).collect()
+    sizes
+        .iter()
+        .map(|mib| size(mib).with_context(|| format!("{mib} MiB")))
+        .collect()
 }
 
 fn visit(vm: &Vm<'_>, tid: &str, notes: &Notes) -> Result<Visit> {
     let place = eventually(SOON, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
-        let rests = |task: &&Task| task.tid == tid && !task.moving && !task.stopped && task.flags & TASK_CONNECTED != 0;
-        let task = tasks.iter().find(rests).ok_or_else(|| format!("{tid} does not come to rest: {tasks:?}"))?;
-        task.host.clone().ok_or_else(|| format!("{tid} runs on no known host"))
+        let rests = |task: &&Task| {
+            task.tid == tid && !task.moving && !task.stopped && task.flags & TASK_CONNECTED != 0
+        };
+        let task = tasks
+            .iter()
+            .find(rests)
+            .ok_or_else(|| format!("{tid} does not come to rest: {tasks:?}"))?;
+        task.host
+            .clone()
+            .ok_or_else(|| format!("{tid} runs on no known host"))
     })?;
-    let host = vm.bed().hosts().iter().find(|host| host.name() == place).context("it runs on no host of ours")?;
+    let host = vm
+        .bed()
+        .hosts()
+        .iter()
+        .find(|host| host.name() == place)
+        .context("it runs on no host of ours")?;
     let own = |(_, line): &(u32, String)| line.contains(&*notes.0.to_string_lossy());
-    let pid = host.processes().into_iter().find(own).with_context(|| format!("no process of it on {place}"))?.0;
+    let pid = host
+        .processes()
+        .into_iter()
+        .find(own)
+        .with_context(|| format!("no process of it on {place}"))?
+        .0;
     let begin = u64::try_from(now_us())?;
     let login = Login::new(vm.bed(), "olga", host)?;
-    let gone =
-        eventually(SOON, || if has_memory(pid) { Err(format!("it is still on {place}")) } else { Ok(now_us()) })?;
+    let gone = eventually(SOON, || {
+        if has_memory(pid) {
+            Err(format!("it is still on {place}"))
+        } else {
+            Ok(now_us())
+        }
+    })?;
     let visit = eventually(SOON, || {
         let events = vm.events().map_err(|error| format!("{error:#}"))?;
-        let new: Vec<Entry> = events.into_iter().filter(|entry| entry.at_us >= begin).collect();
+        let new: Vec<Entry> = events
+            .into_iter()
+            .filter(|entry| entry.at_us >= begin)
+            .collect();
         read(&new, tid, gone, notes)
     })?;
     login.out()?;
@@ -146,14 +202,17 @@ fn visit(vm: &Vm<'_>, tid: &str, notes: &Notes) -> Result<Visit> {
 
 /// A process that is being ended has none.
 fn has_memory(pid: u32) -> bool {
-    fs::read(Path::new("/proc").join(pid.to_string()).join("cmdline")).is_ok_and(|line| !line.is_empty())
+    fs::read(Path::new("/proc").join(pid.to_string()).join("cmdline"))
+        .is_ok_and(|line| !line.is_empty())
 }
 
 /// What the event log and the task itself say of a visit, or what they do not say yet.
 fn read(events: &[Entry], tid: &str, gone: i64, notes: &Notes) -> Result<Visit, String> {
     let at = |what: &str, is_it: &dyn Fn(&EventKind) -> bool| {
         let found = events.iter().find(|entry| is_it(&entry.kind));
-        found.map(|entry| entry.at_us as i64).ok_or_else(|| format!("the event log has no {what}"))
+        found
+            .map(|entry| entry.at_us as i64)
+            .ok_or_else(|| format!("the event log has no {what}"))
     };
     let step = |wanted: Step| move |kind: &EventKind| matches!(kind, EventKind::Moving { tid: who, step, .. } if *step == wanted && who.to_string() == tid);
     let login = events.iter().find_map(|entry| match entry.kind {
@@ -161,8 +220,14 @@ fn read(events: &[Entry], tid: &str, gone: i64, notes: &Notes) -> Result<Visit, 
         _ => None,
     });
     let (host, login) = login.ok_or("the event log has no owner")?;
-    let stopped = at("stop", &|kind| matches!(kind, EventKind::GuestsStopped { host: which, .. } if *which == host))?;
-    let clean = at("clean host", &|kind| matches!(kind, EventKind::HostClean { host: which } if *which == host))?;
+    let stopped = at(
+        "stop",
+        &|kind| matches!(kind, EventKind::GuestsStopped { host: which, .. } if *which == host),
+    )?;
+    let clean = at(
+        "clean host",
+        &|kind| matches!(kind, EventKind::HostClean { host: which } if *which == host),
+    )?;
     let arrived = at("end of the move", &step(Step::Arrive))?;
     let (from, until) = notes.gap_at(at("dump", &step(Step::Dump))?)?;
     Ok(Visit {
@@ -178,7 +243,9 @@ fn read(events: &[Entry], tid: &str, gone: i64, notes: &Notes) -> Result<Visit, 
 
 fn table(sizes: &[Size]) -> String {
     let mut text = format!("{:>6} {:>6}", "MiB", "visits");
-    FIGURES.iter().for_each(|(name, _)| text.push_str(&format!(" {name:>17}")));
+    FIGURES
+        .iter()
+        .for_each(|(name, _)| text.push_str(&format!(" {name:>17}")));
     for Size { mib, visits } in sizes {
         text.push_str(&format!("\n{mib:>6} {:>6}", visits.len()));
         for (_, of) in FIGURES {
@@ -205,8 +272,16 @@ mod tests {
             clean_ms: 5.0 * by,
             gone_ms: 6.0 * by,
         };
-        let text = table(&[Size { mib: 16, visits: [5.0, 1.0, 20.0].map(visit).to_vec() }]);
-        let words: Vec<&str> = text.lines().nth(1).unwrap_or_default().split_whitespace().collect();
+        let text = table(&[Size {
+            mib: 16,
+            visits: [5.0, 1.0, 20.0].map(visit).to_vec(),
+        }]);
+        let words: Vec<&str> = text
+            .lines()
+            .nth(1)
+            .unwrap_or_default()
+            .split_whitespace()
+            .collect();
         assert_eq!(
             words.join(" "),
             "16 3 5 (20) 10 (40) 15 (60) 20 (80) 25 (100) 30 (120)",

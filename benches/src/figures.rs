@@ -69,7 +69,12 @@ pub(crate) struct Sample {
 impl Sample {
     /// A single time.
     pub(crate) fn one(us: f64) -> Sample {
-        Sample { count: 1, median_us: us, p99_us: us, least_us: us }
+        Sample {
+            count: 1,
+            median_us: us,
+            p99_us: us,
+            least_us: us,
+        }
     }
 }
 
@@ -84,10 +89,23 @@ pub(crate) fn read(output: &str) -> Result<Samples> {
     let mut all = Samples::new();
     for line in output.lines() {
         let words: Vec<&str> = line.split_whitespace().collect();
-        let ["sample", name, count, median, p99, least] = words[..] else { continue };
-        let number = |word: &str| word.parse::<f64>().with_context(|| format!("no number: {line}"));
+        let ["sample", name, count, median, p99, least] = words[..] else {
+            continue;
+        };
+        let number = |word: &str| {
+            word.parse::<f64>()
+                .with_context(|| format!("no number: {line}"))
+        };
         let (median_us, p99_us, least_us) = (number(median)?, number(p99)?, number(least)?);
-        all.insert(name.to_string(), Sample { count: count.parse()?, median_us, p99_us, least_us });
+        all.insert(
+            name.to_string(),
+            Sample {
+                count: count.parse()?,
+                median_us,
+                p99_us,
+                least_us,
+            },
+        );
     }
     if all.is_empty() {
         bail!("it said nothing to measure by: {}", output.trim());
@@ -97,7 +115,11 @@ pub(crate) fn read(output: &str) -> Result<Samples> {
 
 /// The repetitions of one time made into one: the medians of the medians, of the p99 and of the shortest.
 pub(crate) fn of_repetitions(all: &[Samples], name: &str) -> Option<Sample> {
-    let own: Vec<Sample> = all.iter().filter_map(|samples| samples.get(name)).copied().collect();
+    let own: Vec<Sample> = all
+        .iter()
+        .filter_map(|samples| samples.get(name))
+        .copied()
+        .collect();
     let middle = |pick: fn(&Sample) -> f64| median(own.iter().map(pick).collect());
     Some(Sample {
         count: own.iter().map(|sample| sample.count).sum(),
@@ -109,8 +131,15 @@ pub(crate) fn of_repetitions(all: &[Samples], name: &str) -> Option<Sample> {
 
 /// The least and the greatest of the medians of a time, if the greatest is more than so many times the least.
 pub(crate) fn apart(all: &[Samples], name: &str, factor: f64) -> Option<(f64, f64)> {
-    let medians = || all.iter().filter_map(|samples| samples.get(name)).map(|sample| sample.median_us);
-    let (least, most) = (medians().fold(f64::INFINITY, f64::min), medians().fold(0.0, f64::max));
+    let medians = || {
+        all.iter()
+            .filter_map(|samples| samples.get(name))
+            .map(|sample| sample.median_us)
+    };
+    let (least, most) = (
+        medians().fold(f64::INFINITY, f64::min),
+        medians().fold(0.0, f64::max),
+    );
     (most > factor * least).then_some((least, most))
 }
 
@@ -119,7 +148,11 @@ pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
     let upper = values.get(middle)?;
-    Some(if values.len() % 2 == 1 { *upper } else { (values[middle - 1] + upper) / 2.0 })
+    Some(if values.len() % 2 == 1 {
+        *upper
+    } else {
+        (values[middle - 1] + upper) / 2.0
+    })
 }
 
 #[cfg(test)]
@@ -129,7 +162,15 @@ mod tests {
     #[test]
     fn samples_are_read_and_other_lines_are_not() {
         let all = read("libpvm: hello\nsample rtt 3 1.5 2.5 1.0\nend\n").expect("one sample");
-        assert_eq!(all["rtt"], Sample { count: 3, median_us: 1.5, p99_us: 2.5, least_us: 1.0 });
+        assert_eq!(
+            all["rtt"],
+            Sample {
+                count: 3,
+                median_us: 1.5,
+                p99_us: 2.5,
+                least_us: 1.0
+            }
+        );
         assert!(read("nothing\n").is_err());
         assert!(read("sample rtt 3 x 2.5 1.0\n").is_err());
     }

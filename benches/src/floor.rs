@@ -23,14 +23,54 @@ const MIB: f64 = 1_048_576.0;
 type Figure = (&'static str, Unit, &'static [&'static str], usize);
 
 const FIGURES: [Figure; 11] = [
-    ("round trip, two cores spinning on words in shared memory", Unit::Micros, &["spin", "cores=0,1"], 20000),
-    ("round trip, futexes in shared memory, a core each", Unit::Micros, &["futex", "cores=0,1"], 5000),
-    ("round trip, futexes in shared memory, one core", Unit::Micros, &["futex", "cores=0,0"], 5000),
-    ("round trip of 8 B, Unix socket, a core each", Unit::Micros, &["socket", "cores=0,1"], 5000),
-    ("round trip of 8 B, Unix socket, one core", Unit::Micros, &["socket", "cores=0,0"], 5000),
-    ("round trip of 8 B, TCP to the other host", Unit::Micros, &["tcp", "host=h2"], 3000),
-    ("one copy of 1 MiB in memory", Unit::Megabytes(MIB), &["copy", "size=1048576"], 200),
-    ("one copy of 16 MiB in memory", Unit::Megabytes(16.0 * MIB), &["copy", "size=16777216"], 30),
+    (
+        "round trip, two cores spinning on words in shared memory",
+        Unit::Micros,
+        &["spin", "cores=0,1"],
+        20000,
+    ),
+    (
+        "round trip, futexes in shared memory, a core each",
+        Unit::Micros,
+        &["futex", "cores=0,1"],
+        5000,
+    ),
+    (
+        "round trip, futexes in shared memory, one core",
+        Unit::Micros,
+        &["futex", "cores=0,0"],
+        5000,
+    ),
+    (
+        "round trip of 8 B, Unix socket, a core each",
+        Unit::Micros,
+        &["socket", "cores=0,1"],
+        5000,
+    ),
+    (
+        "round trip of 8 B, Unix socket, one core",
+        Unit::Micros,
+        &["socket", "cores=0,0"],
+        5000,
+    ),
+    (
+        "round trip of 8 B, TCP to the other host",
+        Unit::Micros,
+        &["tcp", "host=h2"],
+        3000,
+    ),
+    (
+        "one copy of 1 MiB in memory",
+        Unit::Megabytes(MIB),
+        &["copy", "size=1048576"],
+        200,
+    ),
+    (
+        "one copy of 16 MiB in memory",
+        Unit::Megabytes(16.0 * MIB),
+        &["copy", "size=16777216"],
+        30,
+    ),
     (
         "1 MiB there and back, Unix socket",
         Unit::GigabytesThereAndBack(MIB),
@@ -43,7 +83,12 @@ const FIGURES: [Figure; 11] = [
         &["tcp", "size=1048576", "batch=50", "host=h2"],
         5,
     ),
-    ("a small process from its start to its first word", Unit::Millis, &["start"], 50),
+    (
+        "a small process from its start to its first word",
+        Unit::Millis,
+        &["start"],
+        50,
+    ),
 ];
 
 /// A figure, measured.
@@ -70,7 +115,10 @@ pub(crate) fn measure(quick: bool) -> Result<Vec<Line>> {
     let bed = Testbed::new(2, None, &[])?;
     compile_one(&bed, "gcc", "floor", None)?;
     eprintln!("bench peers: floor");
-    FIGURES.iter().map(|figure| one(&bed, figure, quick).with_context(|| figure.0)).collect()
+    FIGURES
+        .iter()
+        .map(|figure| one(&bed, figure, quick).with_context(|| figure.0))
+        .collect()
 }
 
 fn one(bed: &Testbed, (title, unit, words, rounds): &Figure, quick: bool) -> Result<Line> {
@@ -81,12 +129,22 @@ fn one(bed: &Testbed, (title, unit, words, rounds): &Figure, quick: bool) -> Res
         let mut serve = bed.host(2).command(&program);
         serve.arg("serve");
         // It ends with its only client.
-        let server = (words[0] == "tcp").then(|| Running::start(serve, Stdio::null())).transpose()?;
+        let server = (words[0] == "tcp")
+            .then(|| Running::start(serve, Stdio::null()))
+            .transpose()?;
         let mut command = bed.host(1).command(&program);
-        command.args(*words).args([format!("rounds={rounds}"), format!("warm={}", (rounds / 10).max(1))]);
+        command.args(*words).args([
+            format!("rounds={rounds}"),
+            format!("warm={}", (rounds / 10).max(1)),
+        ]);
         all.push(read(&run(command, RUN_TIME)?.expect_good("floor")?.out)?);
         server.map(|server| server.finish(RUN_TIME)).transpose()?;
     }
     let time = of_repetitions(&all, "time").context("no times")?;
-    Ok(Line { title, unit: unit.name(), value: unit.of(time.median_us), time })
+    Ok(Line {
+        title,
+        unit: unit.name(),
+        value: unit.of(time.median_us),
+        time,
+    })
 }

@@ -38,8 +38,15 @@ pub use soak::{Soak, soaked};
 pub use virtual_time::{decided, simulated};
 
 /// Debian packages that the systems come from.
-pub const PACKAGES: [&str; 7] =
-    ["pvm", "pvm-dev", "openmpi-bin", "libopenmpi-dev", "mpich", "libmpich-dev", "netpipe-pvm"];
+pub const PACKAGES: [&str; 7] = [
+    "pvm",
+    "pvm-dev",
+    "openmpi-bin",
+    "libopenmpi-dev",
+    "mpich",
+    "libmpich-dev",
+    "netpipe-pvm",
+];
 
 /// Repetitions of a whole run and of a quick one.
 const REPETITIONS: usize = 5;
@@ -72,7 +79,9 @@ impl Settings {
         if let Some(repetitions) = self.repetitions {
             words.push_str(&format!(" --repetitions {repetitions}"));
         }
-        self.only.iter().for_each(|name| words.push_str(&format!(" --only '{name}'")));
+        self.only
+            .iter()
+            .for_each(|name| words.push_str(&format!(" --only '{name}'")));
         words
     }
 }
@@ -85,19 +94,33 @@ impl Settings {
 pub fn peers(settings: &Settings) -> Result<bool> {
     let only = &settings.only;
     let chosen = rows::chosen(only);
-    let curves: Vec<&str> =
-        curves::NAMES.into_iter().filter(|name| only.is_empty() || rows::is_meant(name, only)).collect();
+    let curves: Vec<&str> = curves::NAMES
+        .into_iter()
+        .filter(|name| only.is_empty() || rows::is_meant(name, only))
+        .collect();
     let with_floor = only.is_empty() || rows::is_meant(floor::NAME, only);
     if chosen.is_empty() && curves.is_empty() && !with_floor {
         let names = [rows::names(), curves::NAMES.to_vec(), vec![floor::NAME]].concat();
-        bail!("bench peers: no row is called {}; there are: {}", only.join(", "), names.join(", "));
+        bail!(
+            "bench peers: no row is called {}; there are: {}",
+            only.join(", "),
+            names.join(", ")
+        );
     }
-    let repetitions = settings.repetitions.unwrap_or(if settings.quick { REPETITIONS_QUICK } else { REPETITIONS });
-    fs::create_dir_all(&settings.results).with_context(|| settings.results.display().to_string())?;
+    let repetitions = settings.repetitions.unwrap_or(if settings.quick {
+        REPETITIONS_QUICK
+    } else {
+        REPETITIONS
+    });
+    fs::create_dir_all(&settings.results)
+        .with_context(|| settings.results.display().to_string())?;
     let machine = machine::Machine::describe(settings.own_build, repetitions, settings.quick);
     let mut report = report::Report::new(machine, settings.words());
     // Written after each part: who interrupts a long run keeps what it had.
-    report.add_rows(&chosen, systems::measure(&settings.prefix, &chosen, repetitions, settings.quick)?);
+    report.add_rows(
+        &chosen,
+        systems::measure(&settings.prefix, &chosen, repetitions, settings.quick)?,
+    );
     report.write(&settings.results)?;
     if with_floor {
         report.add_floor(floor::measure(settings.quick)?);

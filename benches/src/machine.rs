@@ -14,7 +14,12 @@ impl Load {
     /// Of this moment.
     fn now() -> Load {
         let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
-        Load(text.split_whitespace().take(3).collect::<Vec<_>>().join(" "))
+        Load(
+            text.split_whitespace()
+                .take(3)
+                .collect::<Vec<_>>()
+                .join(" "),
+        )
     }
 }
 
@@ -48,20 +53,33 @@ impl Machine {
     pub(crate) fn describe(own_build: bool, repetitions: usize, quick: bool) -> Machine {
         let field = |file: &str, name: &str| {
             let text = fs::read_to_string(file).unwrap_or_default();
-            let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default();
-            line.split_once(':').map_or(String::new(), |(_, value)| value.trim().to_string())
+            let line = text
+                .lines()
+                .find(|line| line.starts_with(name))
+                .unwrap_or_default();
+            line.split_once(':')
+                .map_or(String::new(), |(_, value)| value.trim().to_string())
         };
-        let memory_kb: u64 =
-            field("/proc/meminfo", "MemTotal").split(' ').next().and_then(|kb| kb.parse().ok()).unwrap_or(0);
-        let mut versions: BTreeMap<String, String> =
-            ["pvm", "openmpi-bin", "mpich", "netpipe-pvm"].map(|name| (name.to_string(), debian(name))).into();
+        let memory_kb: u64 = field("/proc/meminfo", "MemTotal")
+            .split(' ')
+            .next()
+            .and_then(|kb| kb.parse().ok())
+            .unwrap_or(0);
+        let mut versions: BTreeMap<String, String> = ["pvm", "openmpi-bin", "mpich", "netpipe-pvm"]
+            .map(|name| (name.to_string(), debian(name)))
+            .into();
         versions.insert("sempa".to_string(), ours(own_build));
         Machine {
-            at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            at: SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .map_or(0, |since| since.as_secs()),
             processor: field("/proc/cpuinfo", "model name"),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             memory_gb: memory_kb >> 20,
-            kernel: fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_string(),
+            kernel: fs::read_to_string("/proc/sys/kernel/osrelease")
+                .unwrap_or_default()
+                .trim()
+                .to_string(),
             versions,
             load_before: Load::now(),
             load_after: Load::now(),
@@ -77,7 +95,11 @@ impl Machine {
 
     /// Lines for people.
     pub(crate) fn text(&self) -> String {
-        let versions: Vec<String> = self.versions.iter().map(|(name, version)| format!("{name} {version}")).collect();
+        let versions: Vec<String> = self
+            .versions
+            .iter()
+            .map(|(name, version)| format!("{name} {version}"))
+            .collect();
         format!(
             "machine: {}, {} cores, {} GB, Linux {}\nversions: {}\n\
              load: {} before, {} after; {} repetitions{}, medians of their medians\n",
@@ -104,12 +126,17 @@ fn ours(own_build: bool) -> String {
         return format!("{} (as installed)", env!("CARGO_PKG_VERSION"));
     }
     let revision = first_line(
-        Command::new("git").args(["describe", "--always", "--dirty"]).current_dir(env!("CARGO_MANIFEST_DIR")),
+        Command::new("git")
+            .args(["describe", "--always", "--dirty"])
+            .current_dir(env!("CARGO_MANIFEST_DIR")),
     );
     format!("{} ({revision})", env!("CARGO_PKG_VERSION"))
 }
 
 fn first_line(command: &mut Command) -> String {
-    let said = command.output().map(|done| String::from_utf8_lossy(&done.stdout).into_owned()).unwrap_or_default();
+    let said = command
+        .output()
+        .map(|done| String::from_utf8_lossy(&done.stdout).into_owned())
+        .unwrap_or_default();
     said.lines().next().unwrap_or("unknown").trim().to_string()
 }

@@ -135,7 +135,16 @@ struct Side<'a> {
 impl<'a> Side<'a> {
     fn start(bed: &'a Testbed, managed: bool, two_hosts: bool) -> Result<Side<'a>> {
         let rm = managed.then(|| "pvm-rm".to_string());
-        let side = Side { bed, vm: Vm::start(bed, Settings { rm, ..Settings::default() })? };
+        let side = Side {
+            bed,
+            vm: Vm::start(
+                bed,
+                Settings {
+                    rm,
+                    ..Settings::default()
+                },
+            )?,
+        };
         if two_hosts {
             side.vm.add(&["h2"])?;
         }
@@ -143,9 +152,16 @@ impl<'a> Side<'a> {
     }
 
     fn once(&self, words: &[&str]) -> Result<Samples> {
-        let mut command = self.vm.command(self.bed.host(1), self.bed.home().join("pvm3/bin/LINUX64/peers"));
+        let mut command = self.vm.command(
+            self.bed.host(1),
+            self.bed.home().join("pvm3/bin/LINUX64/peers"),
+        );
         command.args(words);
-        let samples = read(&run(command, RUN_TIME)?.expect_good("the measuring program")?.out)?;
+        let samples = read(
+            &run(command, RUN_TIME)?
+                .expect_good("the measuring program")?
+                .out,
+        )?;
         if words[0] == "add_hosts" {
             gone(self.bed.host(2), "pvmd", GONE_TIME)?;
         }
@@ -162,13 +178,24 @@ pub fn managed(prefix: &Path, own_build: bool, quick: bool, results: &Path) -> R
     if let Some(lack) = needs::lacks() {
         bail!("bench rm: {lack}");
     }
-    let repetitions = if quick { REPETITIONS_QUICK } else { REPETITIONS };
+    let repetitions = if quick {
+        REPETITIONS_QUICK
+    } else {
+        REPETITIONS
+    };
     let mut machine = Machine::describe(own_build, repetitions, quick);
-    let beds = [Testbed::new(2, Some(prefix), &[])?, Testbed::new(2, Some(prefix), &[])?];
-    beds.iter().try_for_each(|bed| compile_one(bed, "gcc", "peers", Some("-lpvm3")))?;
+    let beds = [
+        Testbed::new(2, Some(prefix), &[])?,
+        Testbed::new(2, Some(prefix), &[])?,
+    ];
+    beds.iter()
+        .try_for_each(|bed| compile_one(bed, "gcc", "peers", Some("-lpvm3")))?;
     let mut rows = Vec::new();
     for two_hosts in [false, true] {
-        let sides = [Side::start(&beds[0], false, two_hosts)?, Side::start(&beds[1], true, two_hosts)?];
+        let sides = [
+            Side::start(&beds[0], false, two_hosts)?,
+            Side::start(&beds[1], true, two_hosts)?,
+        ];
         rows.extend(take_turns(&sides, two_hosts, repetitions)?);
         let [without, with] = sides;
         without.vm.halt()?;
@@ -180,22 +207,34 @@ pub fn managed(prefix: &Path, own_build: bool, quick: bool, results: &Path) -> R
     let text = format!("{}{}", machine.text(), table(&rows));
     fs::create_dir_all(results).with_context(|| results.display().to_string())?;
     fs::write(results.join("rm.txt"), &text)?;
-    let good = rows.iter().filter(|row| row.judged).all(|row| row.share_percent < SHARE_MAX);
-    fs::write(results.join("rm.json"), serde_json::to_string_pretty(&Results { machine, rows })? + "\n")?;
+    let good = rows
+        .iter()
+        .filter(|row| row.judged)
+        .all(|row| row.share_percent < SHARE_MAX);
+    fs::write(
+        results.join("rm.json"),
+        serde_json::to_string_pretty(&Results { machine, rows })? + "\n",
+    )?;
     println!("{text}written: {}", results.display());
     Ok(good)
 }
 
 /// All rows of one stage, each by both sides in turn.
 fn take_turns(sides: &[Side<'_>; 2], two_hosts: bool, repetitions: usize) -> Result<Vec<Measured>> {
-    let chosen: Vec<&Row> = ROWS.iter().filter(|row| row.two_hosts == two_hosts).collect();
+    let chosen: Vec<&Row> = ROWS
+        .iter()
+        .filter(|row| row.two_hosts == two_hosts)
+        .collect();
     let mut words: Vec<&[&str]> = chosen.iter().map(|row| row.words).collect();
     words.dedup();
     let mut rows = Vec::new();
     for words in words {
         let mut taken: [Vec<Samples>; 2] = Default::default();
         for repetition in 1..=repetitions {
-            eprintln!("bench rm: {} ({repetition} of {repetitions})", words.join(" "));
+            eprintln!(
+                "bench rm: {} ({repetition} of {repetitions})",
+                words.join(" ")
+            );
             // The other way round every second time: who comes first may find a colder machine.
             let order = if repetition % 2 == 0 { [1, 0] } else { [0, 1] };
             for side in order {
@@ -203,11 +242,28 @@ fn take_turns(sides: &[Side<'_>; 2], two_hosts: bool, repetitions: usize) -> Res
             }
         }
         for row in chosen.iter().filter(|row| row.words == words) {
-            let ms = |side: usize| of_repetitions(&taken[side], row.sample).map(|sample| sample.median_us / 1e3);
-            let (without_ms, with_ms) = ms(0).zip(ms(1)).with_context(|| format!("{} was not measured", row.what))?;
-            let share_percent = share(&taken, row.sample).context("no repetition has both sides")?;
-            let Row { what, sempa, judged, .. } = **row;
-            rows.push(Measured { what, without_ms, with_ms, share_percent, sempa, judged });
+            let ms = |side: usize| {
+                of_repetitions(&taken[side], row.sample).map(|sample| sample.median_us / 1e3)
+            };
+            let (without_ms, with_ms) = ms(0)
+                .zip(ms(1))
+                .with_context(|| format!("{} was not measured", row.what))?;
+            let share_percent =
+                share(&taken, row.sample).context("no repetition has both sides")?;
+            let Row {
+                what,
+                sempa,
+                judged,
+                ..
+            } = **row;
+            rows.push(Measured {
+                what,
+                without_ms,
+                with_ms,
+                share_percent,
+                sempa,
+                judged,
+            });
         }
     }
     Ok(rows)
@@ -215,20 +271,46 @@ fn take_turns(sides: &[Side<'_>; 2], two_hosts: bool, repetitions: usize) -> Res
 
 /// The median of what the second side needs more than the first one in the same repetition, in percent.
 fn share(taken: &[Vec<Samples>; 2], name: &str) -> Option<f64> {
-    let ratios = taken[0].iter().zip(&taken[1]).filter_map(|(without, with)| {
-        let (without, with) = without.get(name).zip(with.get(name))?;
-        Some(with.median_us / without.median_us)
-    });
+    let ratios = taken[0]
+        .iter()
+        .zip(&taken[1])
+        .filter_map(|(without, with)| {
+            let (without, with) = without.get(name).zip(with.get(name))?;
+            Some(with.median_us / without.median_us)
+        });
     median(ratios.collect()).map(|ratio| (ratio - 1.0) * 100.0)
 }
 
 fn table(rows: &[Measured]) -> String {
-    let head = ["milliseconds, medians", "without", "with RM", "its share", "SEMPA's"];
-    let mut text = format!("{:36} {:>10} {:>10} {:>10} {:>10}\n", head[0], head[1], head[2], head[3], head[4]);
-    for Measured { what, without_ms, with_ms, share_percent, sempa, judged } in rows {
+    let head = [
+        "milliseconds, medians",
+        "without",
+        "with RM",
+        "its share",
+        "SEMPA's",
+    ];
+    let mut text = format!(
+        "{:36} {:>10} {:>10} {:>10} {:>10}\n",
+        head[0], head[1], head[2], head[3], head[4]
+    );
+    for Measured {
+        what,
+        without_ms,
+        with_ms,
+        share_percent,
+        sempa,
+        judged,
+    } in rows
+    {
         let share = format!("{share_percent:+.1} %");
-        let note = if *judged { "" } else { "  asked for; not judged" };
-        text.push_str(&format!("{what:36} {without_ms:>10.3} {with_ms:>10.3} {share:>10} {sempa:>10}{note}\n"));
+        let note = if *judged {
+            ""
+        } else {
+            "  asked for; not judged"
+        };
+        text.push_str(&format!(
+            "{what:36} {without_ms:>10.3} {with_ms:>10.3} {share:>10} {sempa:>10}{note}\n"
+        ));
     }
     text + &format!(
         "share: the median over the repetitions; allowed: less than {SHARE_MAX} % for what programs do again and again\n"

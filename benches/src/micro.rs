@@ -88,13 +88,19 @@ impl Micro<'_> {
         };
         match fs::read(&file) {
             Ok(bytes) => {
-                let before: Saved =
-                    serde_json::from_slice(&bytes).with_context(|| format!("reading {}", file.display()))?;
+                let before: Saved = serde_json::from_slice(&bytes)
+                    .with_context(|| format!("reading {}", file.display()))?;
                 print!("{}", comparison(&before, &now, self.share));
-                good &= !(self.strict && changes(&before, &now, self.share).iter().any(|change| change.factor > 1.0));
+                good &= !(self.strict
+                    && changes(&before, &now, self.share)
+                        .iter()
+                        .any(|change| change.factor > 1.0));
             }
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-                println!("bench micro: nothing was saved before ({}); --save keeps these figures", file.display());
+                println!(
+                    "bench micro: nothing was saved before ({}); --save keeps these figures",
+                    file.display()
+                );
             }
             Err(e) => return Err(e).with_context(|| format!("reading {}", file.display())),
         }
@@ -112,18 +118,25 @@ impl Micro<'_> {
 fn allocating(told: &Told) -> Vec<String> {
     let mut complaints = Vec::new();
     for (name, count) in &told.allocations {
-        let Some(what) = name.strip_prefix(FORWARDING) else { continue };
+        let Some(what) = name.strip_prefix(FORWARDING) else {
+            continue;
+        };
         let allowed = match what {
             LARGE => 1.0,
             _ if what.contains(QUEUED) => 1.0 / FRAMES_PER_ALLOCATION,
             _ => 0.0,
         };
         if *count > allowed {
-            complaints.push(format!("{what} allocates {count} times for each frame; allowed is {allowed}"));
+            complaints.push(format!(
+                "{what} allocates {count} times for each frame; allowed is {allowed}"
+            ));
         }
     }
     if !told.medians.keys().any(|name| name.starts_with(FORWARDING)) {
-        complaints.push("the forwarding path was not measured, so nobody knows whether it allocates".to_string());
+        complaints.push(
+            "the forwarding path was not measured, so nobody knows whether it allocates"
+                .to_string(),
+        );
     }
     complaints
 }
@@ -138,7 +151,12 @@ fn changes(before: &Saved, now: &Saved, share: f64) -> Vec<Change> {
             let before_ns = *before.medians_ns.get(name)?;
             let factor = (now_ns / now.calibration_ns) / (before_ns / before.calibration_ns);
             let changed = factor > 1.0 + share || factor < 1.0 / (1.0 + share);
-            changed.then(|| Change { name: name.clone(), factor, before_ns, now_ns: *now_ns })
+            changed.then(|| Change {
+                name: name.clone(),
+                factor,
+                before_ns,
+                now_ns: *now_ns,
+            })
         })
         .collect();
     all.sort_by(|one, other| other.factor.ln().abs().total_cmp(&one.factor.ln().abs()));
@@ -158,11 +176,22 @@ fn comparison(before: &Saved, now: &Saved, share: f64) -> String {
         changes.len() - slower,
         share * 100.0,
     );
-    for Change { name, factor, before_ns, now_ns } in &changes {
+    for Change {
+        name,
+        factor,
+        before_ns,
+        now_ns,
+    } in &changes
+    {
         let word = if *factor > 1.0 { "SLOWER" } else { "faster" };
-        text.push_str(&format!("  {word} {factor:>6.2} x  {name:<60} {before_ns:.1} ns then, {now_ns:.1} ns now\n"));
+        text.push_str(&format!(
+            "  {word} {factor:>6.2} x  {name:<60} {before_ns:.1} ns then, {now_ns:.1} ns now\n"
+        ));
     }
-    let gone = before.medians_ns.keys().filter(|name| !now.medians_ns.contains_key(*name));
+    let gone = before
+        .medians_ns
+        .keys()
+        .filter(|name| !now.medians_ns.contains_key(*name));
     gone.for_each(|name| text.push_str(&format!("  not there any more: {name}\n")));
     text
 }
@@ -179,7 +208,9 @@ fn read(printed: &str) -> Result<Told> {
     for line in printed.lines().filter(|line| line.contains('│')) {
         let mut cells: Vec<&str> = line.rsplitn(6, '│').map(str::trim).collect();
         cells.reverse();
-        let [first, _slowest, median, mean, _samples, _iterations] = cells[..] else { continue };
+        let [first, _slowest, median, mean, _samples, _iterations] = cells[..] else {
+            continue;
+        };
         if let Some((before, named)) = line.split_once("─ ") {
             path.truncate((before.chars().count() - 1) / 3 + 1);
             let name = named.split(['│', ' ']).next().unwrap_or_default();
@@ -188,9 +219,16 @@ fn read(printed: &str) -> Result<Told> {
                 told.medians.insert(path.join("/"), ns);
             }
         } else if first.ends_with("fastest") {
-            path = vec![line.split_whitespace().next().unwrap_or_default().to_string()];
+            path = vec![
+                line.split_whitespace()
+                    .next()
+                    .unwrap_or_default()
+                    .to_string(),
+            ];
         } else if std::mem::take(&mut counted) {
-            let count: f64 = mean.parse().with_context(|| format!("no number of allocations: {line}"))?;
+            let count: f64 = mean
+                .parse()
+                .with_context(|| format!("no number of allocations: {line}"))?;
             *told.allocations.entry(path.join("/")).or_default() += count;
         } else {
             let word = first.trim_start_matches(['│', ' ']);
@@ -243,14 +281,25 @@ forward                       fastest       │ slowest       │ median        
 ";
 
     fn saved(calibration_ns: f64, figures: &[(&str, f64)]) -> Saved {
-        let medians_ns = figures.iter().map(|(name, ns)| ((*name).to_string(), *ns)).collect();
-        Saved { machine: serde_json::Value::Null, calibration_ns, medians_ns }
+        let medians_ns = figures
+            .iter()
+            .map(|(name, ns)| ((*name).to_string(), *ns))
+            .collect();
+        Saved {
+            machine: serde_json::Value::Null,
+            calibration_ns,
+            medians_ns,
+        }
     }
 
     #[test]
     fn medians_and_allocations_are_read_with_the_place_of_their_benchmark() {
         let told = read(PRINTED).expect("a table");
-        let medians: Vec<(&str, f64)> = told.medians.iter().map(|(name, ns)| (name.as_str(), *ns)).collect();
+        let medians: Vec<(&str, f64)> = told
+            .medians
+            .iter()
+            .map(|(name, ns)| (name.as_str(), *ns))
+            .collect();
         let expected = [
             (CALIBRATION, 16_500.0),
             ("forward/a_frame_between_two_tasks/2", 198.8),
@@ -258,7 +307,10 @@ forward                       fastest       │ slowest       │ median        
             ("forward/queued_to_another_host", 3.0),
         ];
         assert_eq!(medians, expected);
-        assert_eq!(told.allocations["forward/a_frame_between_two_tasks/2"], 1.02);
+        assert_eq!(
+            told.allocations["forward/a_frame_between_two_tasks/2"],
+            1.02
+        );
         assert_eq!(told.allocations.len(), 2);
         assert!(read("nothing\n").is_err());
     }
@@ -268,20 +320,42 @@ forward                       fastest       │ slowest       │ median        
         let told = read(PRINTED).expect("a table");
         let complaints = allocating(&told);
         assert_eq!(complaints.len(), 1, "{complaints:?}");
-        assert!(complaints[0].starts_with("a_frame_between_two_tasks/2 allocates 1.02"), "{complaints:?}");
-        let silent = Told { allocations: BTreeMap::new(), ..told };
+        assert!(
+            complaints[0].starts_with("a_frame_between_two_tasks/2 allocates 1.02"),
+            "{complaints:?}"
+        );
+        let silent = Told {
+            allocations: BTreeMap::new(),
+            ..told
+        };
         assert_eq!(allocating(&silent), Vec::<String>::new());
-        assert_eq!(allocating(&Told::default()).len(), 1, "what was not measured is no proof");
+        assert_eq!(
+            allocating(&Told::default()).len(),
+            1,
+            "what was not measured is no proof"
+        );
     }
 
     #[test]
     fn a_slower_machine_is_no_regression_and_a_slower_layer_is_one() {
-        let before = saved(100.0, &[("a", 10.0), ("b", 10.0), ("c", 10.0), ("gone", 1.0)]);
-        let now = saved(200.0, &[("a", 20.0), ("b", 40.0), ("c", 10.0), ("new", 1.0)]);
+        let before = saved(
+            100.0,
+            &[("a", 10.0), ("b", 10.0), ("c", 10.0), ("gone", 1.0)],
+        );
+        let now = saved(
+            200.0,
+            &[("a", 20.0), ("b", 40.0), ("c", 10.0), ("new", 1.0)],
+        );
         let changes = changes(&before, &now, 0.25);
-        let factors: Vec<(&str, f64)> = changes.iter().map(|change| (change.name.as_str(), change.factor)).collect();
+        let factors: Vec<(&str, f64)> = changes
+            .iter()
+            .map(|change| (change.name.as_str(), change.factor))
+            .collect();
         assert_eq!(factors, [("b", 2.0), ("c", 0.5)]);
         let text = comparison(&before, &now, 0.25);
-        assert!(text.contains("1 slower and 1 faster") && text.contains("not there any more: gone"), "{text}");
+        assert!(
+            text.contains("1 slower and 1 faster") && text.contains("not there any more: gone"),
+            "{text}"
+        );
     }
 }

@@ -41,7 +41,13 @@ const AT_ONCE: (&str, &str) = ("SEMPA_POST_COPY", "never");
 /// What limits what moves send, in bytes per second.
 const RATE: &str = "SEMPA_MOVE_RATE";
 /// Who moves tasks.
-const SIDES: [&str; 5] = ["bare CRIU", "bare CRIU, memory follows", "ours", "ours, nothing ahead", "ours, at once"];
+const SIDES: [&str; 5] = [
+    "bare CRIU",
+    "bare CRIU, memory follows",
+    "ours",
+    "ours, nothing ahead",
+    "ours, at once",
+];
 /// Where bare CRIU has its images on its hosts: memory, as that of the daemons.
 const IMAGES: &str = "/tmp/bare";
 
@@ -112,27 +118,51 @@ pub fn migrated(how: &Migrate) -> Result<bool> {
         bail!("bench migrate: {lack}");
     }
     let engine = needs::engine().context("bench migrate: no CRIU; cargo xtask criu gets one")?;
-    let usual = if how.quick { &SIZES_QUICK[..] } else { &SIZES[..] };
-    let sizes = if how.sizes.is_empty() { usual.to_vec() } else { how.sizes.clone() };
-    let few = |mib: u32| if mib >= LARGE_MIB || how.quick { REPETITIONS_FEW } else { REPETITIONS };
+    let usual = if how.quick {
+        &SIZES_QUICK[..]
+    } else {
+        &SIZES[..]
+    };
+    let sizes = if how.sizes.is_empty() {
+        usual.to_vec()
+    } else {
+        how.sizes.clone()
+    };
+    let few = |mib: u32| {
+        if mib >= LARGE_MIB || how.quick {
+            REPETITIONS_FEW
+        } else {
+            REPETITIONS
+        }
+    };
     fs::create_dir_all(&how.results).with_context(|| how.results.display().to_string())?;
     let rate = how.rate.map(|rate| rate.to_string());
     let rate = rate.as_deref().map(|rate| (RATE, rate));
-    let envs = [None, Some(NOT_AHEAD), Some(AT_ONCE)].map(|less| rate.into_iter().chain(less).collect::<Vec<_>>());
+    let envs = [None, Some(NOT_AHEAD), Some(AT_ONCE)]
+        .map(|less| rate.into_iter().chain(less).collect::<Vec<_>>());
     let hosts = [bare::APART.into_iter().max().unwrap_or(2), 2, 2];
-    let beds = hosts.iter().zip(&envs).map(|(hosts, env)| Testbed::with_env(*hosts, Some(&how.prefix), env));
+    let beds = hosts
+        .iter()
+        .zip(&envs)
+        .map(|(hosts, env)| Testbed::with_env(*hosts, Some(&how.prefix), env));
     let beds = beds.collect::<Result<Vec<Testbed>>>()?;
     let vms = beds.iter().zip(&envs).map(|(bed, env)| started(bed, env));
     let vms = vms.collect::<Result<Vec<Vm<'_>>>>()?;
     let logs = |_: &_| vms.iter().for_each(|vm| eprintln!("{}", vm.logs()));
-    let mut machine = Machine::describe(how.own_build, how.repetitions.unwrap_or(few(0)), how.quick);
+    let mut machine =
+        Machine::describe(how.own_build, how.repetitions.unwrap_or(few(0)), how.quick);
     let (mut all, mut good) = (Vec::new(), false);
     for mib in sizes {
         let times = how.repetitions.unwrap_or(few(mib));
         all.push(one_size(&vms, &engine, mib, times).inspect_err(logs)?);
         machine.look_again();
         let (text, met) = table(&all);
-        let results = Results { machine: machine.clone(), goal_ms: GOAL_MS, rate: how.rate, sizes: all.clone() };
+        let results = Results {
+            machine: machine.clone(),
+            goal_ms: GOAL_MS,
+            rate: how.rate,
+            sizes: all.clone(),
+        };
         write(&how.results, &results, &text)?;
         good = met;
         println!("{text}");
@@ -144,8 +174,17 @@ pub fn migrated(how: &Migrate) -> Result<bool> {
 
 /// A virtual machine of two hosts that has the program.
 fn started<'a>(bed: &'a Testbed, env: &[(&str, &str)]) -> Result<Vm<'a>> {
-    let env = env.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-    let vm = Vm::start(bed, Settings { env, ..Settings::default() })?;
+    let env = env
+        .iter()
+        .map(|(name, value)| (name.to_string(), value.to_string()))
+        .collect();
+    let vm = Vm::start(
+        bed,
+        Settings {
+            env,
+            ..Settings::default()
+        },
+    )?;
     vm.add(&["h2"])?;
     vm.program("memory")?;
     Ok(vm)
@@ -155,8 +194,14 @@ fn started<'a>(bed: &'a Testbed, env: &[(&str, &str)]) -> Result<Vm<'a>> {
 fn one_size(vms: &[Vm<'_>], engine: &Path, mib: u32, times: usize) -> Result<Size> {
     let mut bare = Bare::start(&vms[0], engine, mib)?;
     let mut followed = Followed::start(&vms[0], engine, mib)?;
-    let mut tasks = vms.iter().map(|vm| Ours::start(vm, mib)).collect::<Result<Vec<Ours<'_>>>>()?;
-    let mut size = Size { mib, ..Size::default() };
+    let mut tasks = vms
+        .iter()
+        .map(|vm| Ours::start(vm, mib))
+        .collect::<Result<Vec<Ours<'_>>>>()?;
+    let mut size = Size {
+        mib,
+        ..Size::default()
+    };
     for number in 0..=times {
         for side in 0..SIDES.len() {
             let side = (side + number) % SIDES.len();
@@ -168,7 +213,10 @@ fn one_size(vms: &[Vm<'_>], engine: &Path, mib: u32, times: usize) -> Result<Siz
                 _ => (tasks[2].once(), &mut size.at_once),
             };
             let once = once.with_context(|| format!("{mib} MiB, {}", SIDES[side]))?;
-            eprintln!("bench migrate: {mib} MiB, {}: {:.0} ms", SIDES[side], once.freeze_ms);
+            eprintln!(
+                "bench migrate: {mib} MiB, {}: {:.0} ms",
+                SIDES[side], once.freeze_ms
+            );
             // The first one on each side finds everything cold.
             if number > 0 {
                 all.push(once);
@@ -183,7 +231,9 @@ fn one_size(vms: &[Vm<'_>], engine: &Path, mib: u32, times: usize) -> Result<Siz
 
 /// Microseconds since 1970, as the program tells them.
 pub(crate) fn now_us() -> i64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as i64)
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_micros() as i64)
 }
 
 pub(crate) fn ms(from: i64, to: i64) -> f64 {
@@ -199,7 +249,9 @@ impl Notes {
     pub(crate) fn ready(&self) -> Result<i64> {
         eventually(STEP_TIME, || {
             let ready = self.pairs("ready")?.first().copied();
-            ready.map(|(pid, _)| pid).ok_or_else(|| format!("{} does not say that it is ready", self.0.display()))
+            ready
+                .map(|(pid, _)| pid)
+                .ok_or_else(|| format!("{} does not say that it is ready", self.0.display()))
         })
     }
 
@@ -223,7 +275,10 @@ impl Notes {
 
     /// The same, if it runs already.
     pub(crate) fn gap_at(&self, at: i64) -> Result<(i64, i64), String> {
-        let found = self.pairs("gap")?.into_iter().find(|(from, to)| *from <= at && at <= *to);
+        let found = self
+            .pairs("gap")?
+            .into_iter()
+            .find(|(from, to)| *from <= at && at <= *to);
         found.ok_or_else(|| format!("it did not stand still at {at}"))
     }
 }
@@ -240,15 +295,31 @@ struct Ours<'a> {
 impl<'a> Ours<'a> {
     fn start(vm: &'a Vm<'a>, mib: u32) -> Result<Ours<'a>> {
         let notes = Notes(vm.bed().folder().join(format!("notes-{mib}-ours")));
-        let tid = vm.spawn(&["-h1", "memory", &mib.to_string(), &notes.0.display().to_string()])?;
+        let tid = vm.spawn(&[
+            "-h1",
+            "memory",
+            &mib.to_string(),
+            &notes.0.display().to_string(),
+        ])?;
         notes.ready()?;
-        Ok(Ours { vm, tid, notes, seen: 0 })
+        Ok(Ours {
+            vm,
+            tid,
+            notes,
+            seen: 0,
+        })
     }
 
     fn once(&mut self) -> Result<Once> {
-        let to = if self.vm.host_of(&self.tid)? == "h1" { "h2" } else { "h1" };
+        let to = if self.vm.host_of(&self.tid)? == "h1" {
+            "h2"
+        } else {
+            "h1"
+        };
         let begin = now_us();
-        self.vm.migrate_when_ready(&self.tid, to)?.expect_good("migrate")?;
+        self.vm
+            .migrate_when_ready(&self.tid, to)?
+            .expect_good("migrate")?;
         let events = self.vm.events()?;
         let new = |entry: &&Entry| entry.number > self.seen && entry.at_us as i64 >= begin;
         let mut steps: Vec<(String, i64)> = Vec::new();
@@ -258,7 +329,9 @@ impl<'a> Ours<'a> {
                 EventKind::Moving { tid, step, .. } if tid.to_string() == self.tid => {
                     steps.push((step.to_string(), entry.at_us as i64));
                 }
-                EventKind::Moved { tid, bytes: all, .. } if tid.to_string() == self.tid => bytes = *all,
+                EventKind::Moved {
+                    tid, bytes: all, ..
+                } if tid.to_string() == self.tid => bytes = *all,
                 _ => {}
             }
         }
@@ -266,14 +339,31 @@ impl<'a> Ours<'a> {
         steps.sort_by_key(|(_, at)| *at);
         let (last, arrived) = steps.pop().context("the event log has no steps")?;
         ensure!(last == Step::Arrive.to_string(), "the last step was {last}");
-        let dumped = steps.iter().find(|(step, _)| step == "dump").context("the event log has no dump")?.1;
+        let dumped = steps
+            .iter()
+            .find(|(step, _)| step == "dump")
+            .context("the event log has no dump")?
+            .1;
         let (from, until) = self.notes.gap(dumped)?;
-        let (freeze_ms, total_ms, arrived_ms) = (ms(from, until), ms(begin, until), ms(begin, arrived.max(until)));
-        Ok(Once { freeze_ms, total_ms, arrived_ms, bytes, steps: spans(begin, &steps, until) })
+        let (freeze_ms, total_ms, arrived_ms) = (
+            ms(from, until),
+            ms(begin, until),
+            ms(begin, arrived.max(until)),
+        );
+        Ok(Once {
+            freeze_ms,
+            total_ms,
+            arrived_ms,
+            bytes,
+            steps: spans(begin, &steps, until),
+        })
     }
 
     fn end(self) -> Result<()> {
-        self.vm.pvm(&["kill", &self.tid])?.expect_good("kill").map(drop)
+        self.vm
+            .pvm(&["kill", &self.tid])?
+            .expect_good("kill")
+            .map(drop)
     }
 }
 
@@ -312,7 +402,14 @@ fn table(sizes: &[Size]) -> (String, bool) {
         "MB, images"
     );
     let mut good = true;
-    for Size { mib, bare, ours, at_once, .. } in sizes {
+    for Size {
+        mib,
+        bare,
+        ours,
+        at_once,
+        ..
+    } in sizes
+    {
         let freeze = |all: &[Once]| middle(all, &|once| once.freeze_ms);
         let whole = |all: &[Once]| middle(all, &|once| once.total_ms);
         let more = freeze(ours) - freeze(bare);
@@ -337,12 +434,16 @@ fn table(sizes: &[Size]) -> (String, bool) {
          command until it ran again and until all of its memory had arrived; the whole move with memory and all at once, and \
          how many times that it takes until all has arrived (goal: 1.5)\n"
     ));
-    text.push_str(&side_by_side("with memory that follows, bare CRIU and ours", sizes, |size| {
-        [&size.bare_follows, &size.ours]
-    }));
-    text.push_str(&side_by_side("with memory that goes ahead, and without", sizes, |size| {
-        [&size.ours, &size.not_ahead]
-    }));
+    text.push_str(&side_by_side(
+        "with memory that follows, bare CRIU and ours",
+        sizes,
+        |size| [&size.bare_follows, &size.ours],
+    ));
+    text.push_str(&side_by_side(
+        "with memory that goes ahead, and without",
+        sizes,
+        |size| [&size.ours, &size.not_ahead],
+    ));
     text.push_str(&steps(sizes));
     (text, good)
 }
@@ -354,7 +455,11 @@ fn side_by_side(what: &str, sizes: &[Size], two: impl Fn(&Size) -> [&Vec<Once>; 
         "MiB", "standing still", "until it runs again", "until all is there", "between: needs both"
     );
     for size in sizes {
-        let both = |of: &dyn Fn(&Once) -> f64| two(size).map(|all| format!("{:.0}", middle(all, of))).join(", ");
+        let both = |of: &dyn Fn(&Once) -> f64| {
+            two(size)
+                .map(|all| format!("{:.0}", middle(all, of)))
+                .join(", ")
+        };
         text.push_str(&format!(
             "{:>6} {:>16} {:>22} {:>22} {:>24}\n",
             size.mib,
@@ -369,8 +474,19 @@ fn side_by_side(what: &str, sizes: &[Size], two: impl Fn(&Size) -> [&Vec<Once>; 
 
 fn steps(sizes: &[Size]) -> String {
     let mut text = "\nsteps:\n".to_string();
-    for Size { mib, bare, bare_follows, ours, not_ahead, at_once } in sizes {
-        for (name, all) in SIDES.iter().zip([bare, bare_follows, ours, not_ahead, at_once]) {
+    for Size {
+        mib,
+        bare,
+        bare_follows,
+        ours,
+        not_ahead,
+        at_once,
+    } in sizes
+    {
+        for (name, all) in SIDES
+            .iter()
+            .zip([bare, bare_follows, ours, not_ahead, at_once])
+        {
             let Some(first) = all.first() else { continue };
             let took = |(i, (step, _)): (usize, &(String, f64))| {
                 let of = |once: &Once| once.steps.get(i).map_or(f64::NAN, |(_, took)| *took);
@@ -389,17 +505,53 @@ fn write(folder: &Path, results: &Results, text: &str) -> Result<()> {
             let middle = median(side(size).iter().map(of).collect())?;
             Some((f64::from(size.mib), middle))
         };
-        Series { name: name.to_string(), points: results.sizes.iter().filter_map(point).collect(), ..Series::default() }
+        Series {
+            name: name.to_string(),
+            points: results.sizes.iter().filter_map(point).collect(),
+            ..Series::default()
+        }
     };
     let series = vec![
-        line("bare CRIU, standing still", |size| &size.bare, |once| once.freeze_ms),
-        line("bare CRIU, memory follows, standing still", |size| &size.bare_follows, |once| once.freeze_ms),
-        line("bare CRIU, memory follows, until all is there", |size| &size.bare_follows, |once| once.arrived_ms),
-        line("ours, standing still", |size| &size.ours, |once| once.freeze_ms),
-        line("ours, the whole move", |size| &size.ours, |once| once.total_ms),
-        line("ours, until all memory is there", |size| &size.ours, |once| once.arrived_ms),
-        line("ours, nothing ahead, until all memory is there", |size| &size.not_ahead, |once| once.arrived_ms),
-        line("ours, memory and all at once", |size| &size.at_once, |once| once.total_ms),
+        line(
+            "bare CRIU, standing still",
+            |size| &size.bare,
+            |once| once.freeze_ms,
+        ),
+        line(
+            "bare CRIU, memory follows, standing still",
+            |size| &size.bare_follows,
+            |once| once.freeze_ms,
+        ),
+        line(
+            "bare CRIU, memory follows, until all is there",
+            |size| &size.bare_follows,
+            |once| once.arrived_ms,
+        ),
+        line(
+            "ours, standing still",
+            |size| &size.ours,
+            |once| once.freeze_ms,
+        ),
+        line(
+            "ours, the whole move",
+            |size| &size.ours,
+            |once| once.total_ms,
+        ),
+        line(
+            "ours, until all memory is there",
+            |size| &size.ours,
+            |once| once.arrived_ms,
+        ),
+        line(
+            "ours, nothing ahead, until all memory is there",
+            |size| &size.not_ahead,
+            |once| once.arrived_ms,
+        ),
+        line(
+            "ours, memory and all at once",
+            |size| &size.at_once,
+            |once| once.total_ms,
+        ),
     ];
     let chart = Chart {
         name: "migrate".to_string(),
@@ -411,7 +563,10 @@ fn write(folder: &Path, results: &Results, text: &str) -> Result<()> {
     };
     let mut files = vec![
         ("migrate.txt", format!("{}{text}", results.machine.text())),
-        ("migrate.json", serde_json::to_string_pretty(results)? + "\n"),
+        (
+            "migrate.json",
+            serde_json::to_string_pretty(results)? + "\n",
+        ),
     ];
     files.extend(chart.svg().map(|svg| ("migrate.svg", svg)));
     for (name, text) in files {
@@ -427,18 +582,33 @@ mod tests {
 
     #[test]
     fn steps_are_told_by_what_each_took_and_the_last_ends_when_the_task_runs() {
-        let steps = [("dump", 3_000), ("restore", 7_000), ("run", 8_000)].map(|(name, at)| (name.to_string(), at));
-        let spans: Vec<f64> = spans(1_000, &steps, 9_000).into_iter().map(|(_, took)| took).collect();
+        let steps = [("dump", 3_000), ("restore", 7_000), ("run", 8_000)]
+            .map(|(name, at)| (name.to_string(), at));
+        let spans: Vec<f64> = spans(1_000, &steps, 9_000)
+            .into_iter()
+            .map(|(_, took)| took)
+            .collect();
         assert_eq!(spans, [2.0, 4.0, 2.0]);
     }
 
     #[test]
     fn the_goal_is_met_by_the_medians() {
-        let once =
-            |freeze_ms| Once { freeze_ms, total_ms: freeze_ms, arrived_ms: freeze_ms, bytes: 0, steps: Vec::new() };
+        let once = |freeze_ms| Once {
+            freeze_ms,
+            total_ms: freeze_ms,
+            arrived_ms: freeze_ms,
+            bytes: 0,
+            steps: Vec::new(),
+        };
         let size = |ours: [f64; 3]| {
             let (bare, at_once) = (vec![once(100.0)], vec![once(120.0)]);
-            Size { mib: 16, bare, ours: ours.map(once).to_vec(), at_once, ..Size::default() }
+            Size {
+                mib: 16,
+                bare,
+                ours: ours.map(once).to_vec(),
+                at_once,
+                ..Size::default()
+            }
         };
         assert!(table(&[size([90.0, 130.0, 900.0])]).1);
         assert!(!table(&[size([90.0, 131.0, 900.0])]).1);
@@ -448,12 +618,35 @@ mod tests {
     fn what_follows_by_bare_criu_stands_beside_ours_by_its_medians() {
         let once = |by: f64| {
             let steps = vec![("dump".to_string(), by)];
-            Once { freeze_ms: by, total_ms: 2.0 * by, arrived_ms: 9.0 * by, bytes: 0, steps }
+            Once {
+                freeze_ms: by,
+                total_ms: 2.0 * by,
+                arrived_ms: 9.0 * by,
+                bytes: 0,
+                steps,
+            }
         };
         let (bare_follows, ours) = ([50.0, 10.0, 90.0].map(once).to_vec(), vec![once(7.0)]);
-        let text = table(&[Size { mib: 16, bare_follows, ours, ..Size::default() }]).0;
-        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
-        assert!(lines.contains(&vec!["16", "50,", "7", "100,", "14", "450,", "63", "350,", "49"]), "{text}");
-        assert!(text.contains("16 bare CRIU, memory follows: dump 50\n"), "{text}");
+        let text = table(&[Size {
+            mib: 16,
+            bare_follows,
+            ours,
+            ..Size::default()
+        }])
+        .0;
+        let lines: Vec<Vec<&str>> = text
+            .lines()
+            .map(|line| line.split_whitespace().collect())
+            .collect();
+        assert!(
+            lines.contains(&vec![
+                "16", "50,", "7", "100,", "14", "450,", "63", "350,", "49"
+            ]),
+            "{text}"
+        );
+        assert!(
+            text.contains("16 bare CRIU, memory follows: dump 50\n"),
+            "{text}"
+        );
     }
 }

@@ -20,7 +20,12 @@ const SIZE_MAX_QUICK: &str = "65536";
 /// # Errors
 /// It does not run to its end, or says nothing.
 pub(crate) fn course(peers: &Peers, system: System, quick: bool) -> Result<Vec<(f64, f64)>> {
-    let words = ["-u", if quick { SIZE_MAX_QUICK } else { SIZE_MAX }, "-p", "0"];
+    let words = [
+        "-u",
+        if quick { SIZE_MAX_QUICK } else { SIZE_MAX },
+        "-p",
+        "0",
+    ];
     let mut receiver = peers.command(system, "/usr/bin/NPpvm");
     receiver.args(words);
     let receiver = Running::start(receiver, Stdio::null())?;
@@ -45,7 +50,13 @@ fn read(output: &str) -> Vec<(f64, f64)> {
         let (_, rest) = line.split_once(':')?;
         let mut words = rest.split_whitespace();
         let bytes: f64 = words.next()?.parse().ok()?;
-        let us: f64 = rest.split_once(" in ")?.1.split_whitespace().next()?.parse().ok()?;
+        let us: f64 = rest
+            .split_once(" in ")?
+            .1
+            .split_whitespace()
+            .next()?
+            .parse()
+            .ok()?;
         rest.contains("bytes").then_some((bytes, us))
     };
     output.lines().filter_map(point).collect()

@@ -39,7 +39,9 @@ const RIGHT: f64 = 210.0;
 const TOP: f64 = 44.0;
 const BOTTOM: f64 = 56.0;
 /// Colours that people with any kind of sight tell apart.
-const COLOURS: [&str; 8] = ["#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a00"];
+const COLOURS: [&str; 8] = [
+    "#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a00",
+];
 
 /// How values are laid along an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,17 +73,38 @@ impl Axis {
         let most = values.fold(0.0, f64::max);
         if scale == Scale::Factors {
             let low = least.log10().floor();
-            return Axis { scale, low, high: most.log10().ceil().max(low + 1.0), step: 1.0, from, to };
+            return Axis {
+                scale,
+                low,
+                high: most.log10().ceil().max(low + 1.0),
+                step: 1.0,
+                from,
+                to,
+            };
         }
         let most = if most > 0.0 { most } else { 1.0 };
         let tenth = 10f64.powf((most / LINES_MAX).log10().floor());
-        let step = [1.0, 2.0, 5.0, 10.0].map(|part| part * tenth).into_iter().find(|step| most / step <= LINES_MAX);
+        let step = [1.0, 2.0, 5.0, 10.0]
+            .map(|part| part * tenth)
+            .into_iter()
+            .find(|step| most / step <= LINES_MAX);
         let step = step.unwrap_or(10.0 * tenth);
-        Axis { scale, low: 0.0, high: step * (most / step).ceil().max(1.0), step, from, to }
+        Axis {
+            scale,
+            low: 0.0,
+            high: step * (most / step).ceil().max(1.0),
+            step,
+            from,
+            to,
+        }
     }
 
     fn place(&self, value: f64) -> f64 {
-        let value = if self.scale == Scale::Factors { value.log10() } else { value };
+        let value = if self.scale == Scale::Factors {
+            value.log10()
+        } else {
+            value
+        };
         let part = (value - self.low) / (self.high - self.low);
         self.from + part * (self.to - self.from)
     }
@@ -89,7 +112,13 @@ impl Axis {
     fn ticks(&self) -> impl Iterator<Item = f64> {
         let lines = ((self.high - self.low) / self.step).round() as u32;
         let at = move |line: u32| self.low + self.step * f64::from(line);
-        (0..=lines).map(move |line| if self.scale == Scale::Factors { 10f64.powf(at(line)) } else { at(line) })
+        (0..=lines).map(move |line| {
+            if self.scale == Scale::Factors {
+                10f64.powf(at(line))
+            } else {
+                at(line)
+            }
+        })
     }
 }
 
@@ -113,8 +142,20 @@ impl Chart {
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{HEIGHT}\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
              font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
         );
-        text(&mut svg, LEFT, 24.0, "start", &format!("{}", Bold(&self.title)));
-        text(&mut svg, (LEFT + WIDTH - RIGHT) / 2.0, HEIGHT - 14.0, "middle", &safe(&self.x));
+        text(
+            &mut svg,
+            LEFT,
+            24.0,
+            "start",
+            &format!("{}", Bold(&self.title)),
+        );
+        text(
+            &mut svg,
+            (LEFT + WIDTH - RIGHT) / 2.0,
+            HEIGHT - 14.0,
+            "middle",
+            &safe(&self.x),
+        );
         let turned = format!("transform=\"rotate(-90 16 {0})\"", HEIGHT / 2.0);
         let _ = writeln!(
             svg,
@@ -124,15 +165,31 @@ impl Chart {
         );
         for tick in x.ticks() {
             stroke(&mut svg, (x.place(tick), y.from), (x.place(tick), y.to));
-            text(&mut svg, x.place(tick), y.from + 18.0, "middle", &amount(tick));
+            text(
+                &mut svg,
+                x.place(tick),
+                y.from + 18.0,
+                "middle",
+                &amount(tick),
+            );
         }
         for tick in y.ticks() {
             stroke(&mut svg, (x.from, y.place(tick)), (x.to, y.place(tick)));
-            text(&mut svg, x.from - 6.0, y.place(tick) + 4.0, "end", &amount(tick));
+            text(
+                &mut svg,
+                x.from - 6.0,
+                y.place(tick) + 4.0,
+                "end",
+                &amount(tick),
+            );
         }
-        for (number, (series, colour)) in self.series.iter().zip(COLOURS.iter().cycle()).enumerate() {
-            let line: Vec<String> =
-                series.points.iter().map(|(a, b)| format!("{:.1},{:.1}", x.place(*a), y.place(*b))).collect();
+        for (number, (series, colour)) in self.series.iter().zip(COLOURS.iter().cycle()).enumerate()
+        {
+            let line: Vec<String> = series
+                .points
+                .iter()
+                .map(|(a, b)| format!("{:.1},{:.1}", x.place(*a), y.place(*b)))
+                .collect();
             let _ = writeln!(
                 svg,
                 "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>",
@@ -148,8 +205,11 @@ impl Chart {
                 );
             }
             let (left, line) = (WIDTH - RIGHT + 16.0, TOP + 10.0 + 20.0 * number as f64);
-            let _ =
-                writeln!(svg, "<rect x=\"{left}\" y=\"{}\" width=\"14\" height=\"4\" fill=\"{colour}\"/>", line - 6.0);
+            let _ = writeln!(
+                svg,
+                "<rect x=\"{left}\" y=\"{}\" width=\"14\" height=\"4\" fill=\"{colour}\"/>",
+                line - 6.0
+            );
             text(&mut svg, left + 20.0, line, "start", &safe(&series.name));
         }
         svg.push_str("</svg>\n");
@@ -167,11 +227,17 @@ impl std::fmt::Display for Bold<'_> {
 
 /// Text in XML.
 fn safe(words: &str) -> String {
-    words.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+    words
+        .replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
 }
 
 fn text(svg: &mut String, x: f64, y: f64, anchor: &str, inside: &str) {
-    let _ = writeln!(svg, "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{inside}</text>");
+    let _ = writeln!(
+        svg,
+        "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{inside}</text>"
+    );
 }
 
 fn stroke(svg: &mut String, from: (f64, f64), to: (f64, f64)) {
@@ -197,40 +263,86 @@ mod tests {
     use super::*;
 
     fn chart(points: Vec<(f64, f64)>) -> Chart {
-        let series = vec![Series { name: "a & b".into(), points, ..Series::default() }];
-        Chart { name: "c".into(), title: "t".into(), x: "x".into(), y: "y".into(), more_is_better: false, series }
+        let series = vec![Series {
+            name: "a & b".into(),
+            points,
+            ..Series::default()
+        }];
+        Chart {
+            name: "c".into(),
+            title: "t".into(),
+            x: "x".into(),
+            y: "y".into(),
+            more_is_better: false,
+            series,
+        }
     }
 
     #[test]
     fn points_lie_between_the_axes_and_grow_to_the_right_and_upwards() {
-        let svg = chart(vec![(8.0, 0.3), (1e6, 200.0)]).svg().expect("two points");
-        let line = svg.lines().find(|line| line.starts_with("<polyline")).expect("a line");
+        let svg = chart(vec![(8.0, 0.3), (1e6, 200.0)])
+            .svg()
+            .expect("two points");
+        let line = svg
+            .lines()
+            .find(|line| line.starts_with("<polyline"))
+            .expect("a line");
         let numbers = line.split('"').nth(1).expect("points").replace(' ', ",");
-        let places: Vec<f64> = numbers.split(',').map(|word| word.parse().expect("a number")).collect();
+        let places: Vec<f64> = numbers
+            .split(',')
+            .map(|word| word.parse().expect("a number"))
+            .collect();
         assert!(places[0] < places[2] && places[1] > places[3]);
-        assert!(places[0] >= LEFT && places[2] <= WIDTH - RIGHT && places[3] >= TOP && places[1] <= HEIGHT - BOTTOM);
+        assert!(
+            places[0] >= LEFT
+                && places[2] <= WIDTH - RIGHT
+                && places[3] >= TOP
+                && places[1] <= HEIGHT - BOTTOM
+        );
         assert!(svg.contains("a &amp; b") && !svg.contains("a & b"));
     }
 
     #[test]
     fn a_single_point_is_drawn_and_none_is_no_picture() {
-        assert!(chart(vec![(10.0, 10.0)]).svg().expect("one point").contains("<circle"));
+        assert!(
+            chart(vec![(10.0, 10.0)])
+                .svg()
+                .expect("one point")
+                .contains("<circle")
+        );
         assert!(chart(Vec::new()).svg().is_none());
     }
 
     #[test]
     fn even_axes_begin_at_nothing_and_end_at_a_round_number() {
         let axis = |most: f64| Axis::over(Scale::Even, [most / 3.0, most].into_iter(), 0.0, 100.0);
-        for (most, high, lines) in [(814.0, 1000.0, 6), (0.3, 0.3, 7), (8.0, 8.0, 9), (0.0, 1.0, 6)] {
+        for (most, high, lines) in [
+            (814.0, 1000.0, 6),
+            (0.3, 0.3, 7),
+            (8.0, 8.0, 9),
+            (0.0, 1.0, 6),
+        ] {
             let axis = axis(most);
-            assert!((axis.high - high).abs() < 1e-9 && axis.ticks().count() == lines, "{most}: {}", axis.high);
+            assert!(
+                (axis.high - high).abs() < 1e-9 && axis.ticks().count() == lines,
+                "{most}: {}",
+                axis.high
+            );
             assert_eq!((axis.place(0.0), axis.place(axis.high)), (0.0, 100.0));
         }
-        assert!(chart(vec![(0.0, 0.0), (168.0, 400.0)]).even_svg().expect("two points").contains("<polyline"));
+        assert!(
+            chart(vec![(0.0, 0.0), (168.0, 400.0)])
+                .even_svg()
+                .expect("two points")
+                .contains("<polyline")
+        );
     }
 
     #[test]
     fn powers_of_ten_are_short() {
-        assert_eq!([0.1, 1.0, 100.0, 1e3, 1e7].map(amount), ["0.1", "1", "100", "1k", "10M"]);
+        assert_eq!(
+            [0.1, 1.0, 100.0, 1e3, 1e7].map(amount),
+            ["0.1", "1", "100", "1k", "10M"]
+        );
     }
 }

@@ -72,12 +72,18 @@ impl Report {
     pub(crate) fn add_rows(&mut self, chosen: &[Measurement], measured: Measured) {
         for (one, given) in chosen.iter().zip(&measured) {
             let what = one.words.join(" ");
-            self.rows.extend(one.rows.iter().map(|row| line(row, given)));
+            self.rows
+                .extend(one.rows.iter().map(|row| line(row, given)));
             for (system, given) in given {
-                let trouble = |why| Trouble { system: *system, text: format!("{what} on {}: {why}", system.name()) };
+                let trouble = |why| Trouble {
+                    system: *system,
+                    text: format!("{what} on {}: {why}", system.name()),
+                };
                 self.troubles.extend(given.trouble.iter().map(trouble));
             }
-            let all = given.iter().map(|(system, given)| (system.name(), given.repetitions.clone()));
+            let all = given
+                .iter()
+                .map(|(system, given)| (system.name(), given.repetitions.clone()));
             self.repetitions.insert(what, all.collect());
         }
         self.machine.look_again();
@@ -97,16 +103,34 @@ impl Report {
 
     /// True if something of ours could not be measured. Other systems have limits that we cannot lift.
     pub(crate) fn is_ours_in_trouble(&self) -> bool {
-        self.troubles.iter().any(|trouble| trouble.system == System::Sempa)
+        self.troubles
+            .iter()
+            .any(|trouble| trouble.system == System::Sempa)
     }
 
     /// The table of the rows.
     fn table(&self) -> String {
         let names = System::ALL.map(System::name);
-        let head = ["figure", names[0], names[1], names[2], names[3], "speed to PVM", "to Open MPI", "goal", "met"];
+        let head = [
+            "figure",
+            names[0],
+            names[1],
+            names[2],
+            names[3],
+            "speed to PVM",
+            "to Open MPI",
+            "goal",
+            "met",
+        ];
         let mut table: Vec<Vec<String>> = vec![head.map(str::to_string).to_vec()];
         table.extend(self.rows.iter().map(|line| line.cells.clone()));
-        let width = |column: usize| table.iter().map(|cells| cells[column].chars().count()).max().unwrap_or(0);
+        let width = |column: usize| {
+            table
+                .iter()
+                .map(|cells| cells[column].chars().count())
+                .max()
+                .unwrap_or(0)
+        };
         let widths: Vec<usize> = (0..head.len()).map(width).collect();
         let mut text = String::new();
         for cells in &table {
@@ -122,13 +146,26 @@ impl Report {
 
     /// All for people: table, curves, floor, machine, troubles.
     pub(crate) fn text(&self) -> String {
-        let mut text = if self.rows.is_empty() { String::new() } else { self.table() };
+        let mut text = if self.rows.is_empty() {
+            String::new()
+        } else {
+            self.table()
+        };
         for chart in &self.curves {
             text.push_str(&curve_text(chart));
         }
         for (place, line) in self.floor.iter().enumerate() {
-            let head = if place == 0 { "\nthe machine without any library\n" } else { "" };
-            text.push_str(&format!("{head}  {:<60} {:>8} {}\n", line.title, digits(line.value), line.unit));
+            let head = if place == 0 {
+                "\nthe machine without any library\n"
+            } else {
+                ""
+            };
+            text.push_str(&format!(
+                "{head}  {:<60} {:>8} {}\n",
+                line.title,
+                digits(line.value),
+                line.unit
+            ));
         }
         text.push_str(&self.spread_text());
         if !self.rows.is_empty() {
@@ -140,7 +177,12 @@ impl Report {
         text.push_str(&format!("repeat with: {}\n", self.repeat_with));
         for trouble in &self.troubles {
             // The whole of it is in the file for programs.
-            let words: Vec<&str> = trouble.text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+            let words: Vec<&str> = trouble
+                .text
+                .lines()
+                .map(str::trim)
+                .filter(|line| !line.is_empty())
+                .collect();
             let shown: String = words.join(" / ").chars().take(TROUBLE_SHOWN).collect();
             text.push_str(&format!("NOT MEASURED: {shown}\n"));
         }
@@ -152,14 +194,20 @@ impl Report {
         let mut text = String::new();
         for line in &self.rows {
             let ends = |(system, (least, most)): (&&str, &(f64, f64))| {
-                format!("{system} {} to {} {}", digits(*least), digits(*most), line.unit)
+                format!(
+                    "{system} {} to {} {}",
+                    digits(*least),
+                    digits(*most),
+                    line.unit
+                )
             };
             let all: Vec<String> = line.spread.iter().map(ends).collect();
             if !all.is_empty() {
                 text.push_str(&format!("  {:<46} {}\n", line.name, all.join("; ")));
             }
         }
-        let head = format!("\nmedians of the repetitions that differ by more than {FAR_APART} times\n");
+        let head =
+            format!("\nmedians of the repetitions that differ by more than {FAR_APART} times\n");
         if text.is_empty() { text } else { head + &text }
     }
 
@@ -169,9 +217,15 @@ impl Report {
     /// The folder cannot be written.
     pub(crate) fn write(&self, folder: &Path) -> Result<()> {
         let name = |plain: &str| plain.to_string();
-        let mut files =
-            vec![(name("peers.json"), serde_json::to_string_pretty(self)?), (name("peers.txt"), self.text())];
-        files.extend(self.curves.iter().filter_map(|chart| Some((format!("{}.svg", chart.name), chart.svg()?))));
+        let mut files = vec![
+            (name("peers.json"), serde_json::to_string_pretty(self)?),
+            (name("peers.txt"), self.text()),
+        ];
+        files.extend(
+            self.curves
+                .iter()
+                .filter_map(|chart| Some((format!("{}.svg", chart.name), chart.svg()?))),
+        );
         for (name, text) in files {
             let file = folder.join(name);
             fs::write(&file, text).with_context(|| file.display().to_string())?;
@@ -184,22 +238,41 @@ impl Report {
 fn curve_text(chart: &Chart) -> String {
     let mut text = format!("\n{} ({}: {})\n", chart.title, chart.x, chart.y);
     for series in &chart.series {
-        let p99 = |x: f64| series.p99.iter().find(|point| point.0 == x).map(|point| format!(" ({})", digits(point.1)));
-        let point = |(x, y): &(f64, f64)| format!("{x}: {}{}", digits(*y), p99(*x).unwrap_or_default());
+        let p99 = |x: f64| {
+            series
+                .p99
+                .iter()
+                .find(|point| point.0 == x)
+                .map(|point| format!(" ({})", digits(point.1)))
+        };
+        let point =
+            |(x, y): &(f64, f64)| format!("{x}: {}{}", digits(*y), p99(*x).unwrap_or_default());
         let points: Vec<String> = series.points.iter().map(point).collect();
         text.push_str(&format!("  {:<24} {}\n", series.name, points.join("  ")));
     }
     for own in &chart.series {
-        let Some(route) = own.name.strip_prefix(System::Sempa.name()) else { continue };
+        let Some(route) = own.name.strip_prefix(System::Sempa.name()) else {
+            continue;
+        };
         let theirs = format!("{}{route}", System::Pvm.name());
-        let Some(pvm) = chart.series.iter().find(|series| series.name == theirs) else { continue };
+        let Some(pvm) = chart.series.iter().find(|series| series.name == theirs) else {
+            continue;
+        };
         let speed = |(x, y): &(f64, f64)| {
             let beside = pvm.points.iter().find(|point| point.0 == *x)?.1;
-            let speed = if chart.more_is_better { y / beside } else { beside / y };
+            let speed = if chart.more_is_better {
+                y / beside
+            } else {
+                beside / y
+            };
             Some(format!("{x}: {}x", digits(speed)))
         };
         let points: Vec<String> = own.points.iter().filter_map(speed).collect();
-        text.push_str(&format!("  {:<24} {}\n", format!("speed to PVM{route}"), points.join("  ")));
+        text.push_str(&format!(
+            "  {:<24} {}\n",
+            format!("speed to PVM{route}"),
+            points.join("  ")
+        ));
     }
     text
 }
@@ -224,7 +297,8 @@ fn line(row: &Row, given: &[(System, Given)]) -> Line {
     };
     for system in System::ALL {
         let cell = time(system, row.sample).map(|time| {
-            line.values.insert(system.name(), row.unit.of(time.median_us));
+            line.values
+                .insert(system.name(), row.unit.of(time.median_us));
             line.times.insert(system.name(), time);
             cell(row, &time)
         });
@@ -233,23 +307,54 @@ fn line(row: &Row, given: &[(System, Given)]) -> Line {
     for (system, given) in given {
         if let Some((one, other)) = apart(&given.repetitions, row.sample, FAR_APART) {
             let (one, other) = (row.unit.of(one), row.unit.of(other));
-            line.spread.insert(system.name(), (one.min(other), one.max(other)));
+            line.spread
+                .insert(system.name(), (one.min(other), one.max(other)));
         }
     }
-    let (pvm, own) = (time(System::Pvm, row.sample), time(System::Sempa, row.sample));
-    let speed_to = |other: Option<Sample>| other.zip(own).map(|(other, own)| other.median_us / own.median_us);
-    (line.speed_to_pvm, line.speed_to_mpi) = (speed_to(pvm), speed_to(time(System::OpenMpi, row.sample)));
-    let beside = row.goal.of_own.and_then(|(_, name)| time(System::Sempa, name));
-    line.met =
-        own.and_then(|own| met(row, own.median_us, pvm.map(|pvm| pvm.median_us), beside.map(|one| one.median_us)));
-    let told = |speed: Option<f64>| speed.map_or("-".to_string(), |speed| format!("{}x", digits(speed)));
-    line.cells.extend([told(line.speed_to_pvm), told(line.speed_to_mpi), line.goal.clone()]);
-    line.cells.push(line.met.map_or("", |met| if met { "yes" } else { "no" }).to_string());
+    let (pvm, own) = (
+        time(System::Pvm, row.sample),
+        time(System::Sempa, row.sample),
+    );
+    let speed_to = |other: Option<Sample>| {
+        other
+            .zip(own)
+            .map(|(other, own)| other.median_us / own.median_us)
+    };
+    (line.speed_to_pvm, line.speed_to_mpi) =
+        (speed_to(pvm), speed_to(time(System::OpenMpi, row.sample)));
+    let beside = row
+        .goal
+        .of_own
+        .and_then(|(_, name)| time(System::Sempa, name));
+    line.met = own.and_then(|own| {
+        met(
+            row,
+            own.median_us,
+            pvm.map(|pvm| pvm.median_us),
+            beside.map(|one| one.median_us),
+        )
+    });
+    let told =
+        |speed: Option<f64>| speed.map_or("-".to_string(), |speed| format!("{}x", digits(speed)));
+    line.cells.extend([
+        told(line.speed_to_pvm),
+        told(line.speed_to_mpi),
+        line.goal.clone(),
+    ]);
+    line.cells.push(
+        line.met
+            .map_or("", |met| if met { "yes" } else { "no" })
+            .to_string(),
+    );
     line
 }
 
 fn cell(row: &Row, time: &Sample) -> String {
-    let value = format!("{} {}", digits(row.unit.of(time.median_us)), row.unit.name());
+    let value = format!(
+        "{} {}",
+        digits(row.unit.of(time.median_us)),
+        row.unit.name()
+    );
     if row.unit.is_time() && time.count >= 100 {
         return format!("{value} ({})", digits(row.unit.of(time.p99_us)));
     }
@@ -267,9 +372,16 @@ fn digits(value: f64) -> String {
 }
 
 fn goal_text(row: &Row) -> String {
-    let Goal { bound, of_pvm, of_own } = row.goal;
+    let Goal {
+        bound,
+        of_pvm,
+        of_own,
+    } = row.goal;
     let sign = if row.unit.is_time() { "<=" } else { ">=" };
-    let mut parts: Vec<String> = bound.iter().map(|value| format!("{sign} {value} {}", row.unit.name())).collect();
+    let mut parts: Vec<String> = bound
+        .iter()
+        .map(|value| format!("{sign} {value} {}", row.unit.name()))
+        .collect();
     parts.extend(of_pvm.map(|_| "no slower than PVM".to_string()));
     parts.extend(of_own.map(|(factor, name)| format!("<= {factor} x {}", name.replace('_', " "))));
     parts.join(", ")
@@ -277,10 +389,20 @@ fn goal_text(row: &Row) -> String {
 
 /// Whether our time (all in microseconds) is what it should be; `None` without a goal or without what it is compared with.
 fn met(row: &Row, own: f64, pvm: Option<f64>, beside: Option<f64>) -> Option<bool> {
-    let Goal { bound, of_pvm, of_own } = row.goal;
+    let Goal {
+        bound,
+        of_pvm,
+        of_own,
+    } = row.goal;
     let value = row.unit.of(own);
     let mut verdicts = Vec::new();
-    verdicts.extend(bound.map(|bound| if row.unit.is_time() { value <= bound } else { value >= bound }));
+    verdicts.extend(bound.map(|bound| {
+        if row.unit.is_time() {
+            value <= bound
+        } else {
+            value >= bound
+        }
+    }));
     if let Some(factor) = of_pvm {
         verdicts.push(own <= factor * pvm?);
     }
@@ -297,11 +419,20 @@ mod tests {
     use crate::rows::{self, Unit};
 
     fn row(unit: Unit, goal: Goal) -> Row {
-        Row { name: "r", title: "a row", sample: "rtt", unit, goal }
+        Row {
+            name: "r",
+            title: "a row",
+            sample: "rtt",
+            unit,
+            goal,
+        }
     }
 
     fn given(us: f64) -> Given {
-        Given { repetitions: vec![Samples::from([("rtt".to_string(), Sample::one(us))])], trouble: None }
+        Given {
+            repetitions: vec![Samples::from([("rtt".to_string(), Sample::one(us))])],
+            trouble: None,
+        }
     }
 
     fn line_of(given: &[(System, Given)]) -> Line {
@@ -314,33 +445,73 @@ mod tests {
 
     #[test]
     fn a_time_must_not_exceed_its_goal_and_a_rate_not_fall_below() {
-        let goal = Goal { bound: Some(2.0), ..Goal::default() };
+        let goal = Goal {
+            bound: Some(2.0),
+            ..Goal::default()
+        };
         assert_eq!(met(&row(Unit::Micros, goal), 1.5, None, None), Some(true));
         assert_eq!(met(&row(Unit::Micros, goal), 2.5, None, None), Some(false));
         assert_eq!(met(&row(Unit::Millions, goal), 0.4, None, None), Some(true));
-        assert_eq!(met(&row(Unit::Millions, goal), 0.6, None, None), Some(false));
+        assert_eq!(
+            met(&row(Unit::Millions, goal), 0.6, None, None),
+            Some(false)
+        );
     }
 
     #[test]
     fn what_is_compared_with_something_that_is_not_there_is_not_judged() {
-        let goal = Goal { of_pvm: Some(1.0), ..Goal::default() };
+        let goal = Goal {
+            of_pvm: Some(1.0),
+            ..Goal::default()
+        };
         assert_eq!(met(&row(Unit::Micros, goal), 1.0, None, None), None);
-        assert_eq!(met(&row(Unit::Micros, goal), 1.0, Some(2.0), None), Some(true));
-        assert_eq!(met(&row(Unit::Micros, Goal::default()), 1.0, Some(2.0), None), None);
+        assert_eq!(
+            met(&row(Unit::Micros, goal), 1.0, Some(2.0), None),
+            Some(true)
+        );
+        assert_eq!(
+            met(&row(Unit::Micros, Goal::default()), 1.0, Some(2.0), None),
+            None
+        );
     }
 
     #[test]
     fn curves_tell_the_speed_of_the_same_route_at_the_same_point() {
-        let series =
-            |name: &str, y| Series { name: name.to_string(), points: vec![(8.0, y)], p99: vec![(8.0, 2.0 * y)] };
-        let series = vec![series("PVM 3.4.6, direct", 30.0), series("PVM 3.4.6", 60.0), series("Sempa, direct", 10.0)];
+        let series = |name: &str, y| Series {
+            name: name.to_string(),
+            points: vec![(8.0, y)],
+            p99: vec![(8.0, 2.0 * y)],
+        };
+        let series = vec![
+            series("PVM 3.4.6, direct", 30.0),
+            series("PVM 3.4.6", 60.0),
+            series("Sempa, direct", 10.0),
+        ];
         let chart = |more_is_better| {
-            let (name, title, x, y) = ("c".to_string(), "t".to_string(), "bytes".to_string(), "us".to_string());
-            curve_text(&Chart { name, title, x, y, more_is_better, series: series.clone() })
+            let (name, title, x, y) = (
+                "c".to_string(),
+                "t".to_string(),
+                "bytes".to_string(),
+                "us".to_string(),
+            );
+            curve_text(&Chart {
+                name,
+                title,
+                x,
+                y,
+                more_is_better,
+                series: series.clone(),
+            })
         };
         let last = |text: String| text.lines().last().map(str::to_string);
-        assert_eq!(last(chart(false)).as_deref(), Some("  speed to PVM, direct     8: 3.00x"));
-        assert_eq!(last(chart(true)).as_deref(), Some("  speed to PVM, direct     8: 0.333x"));
+        assert_eq!(
+            last(chart(false)).as_deref(),
+            Some("  speed to PVM, direct     8: 3.00x")
+        );
+        assert_eq!(
+            last(chart(true)).as_deref(),
+            Some("  speed to PVM, direct     8: 0.333x")
+        );
         assert!(chart(true).contains("Sempa, direct            8: 10.0 (20.0)"));
     }
 
@@ -348,7 +519,10 @@ mod tests {
     fn the_speed_is_told_relative_to_pvm() {
         let line = line_of(&[(System::Pvm, given(30.0)), (System::Sempa, given(10.0))]);
         assert_eq!(line.speed_to_pvm, Some(3.0));
-        assert_eq!(line.cells[1..7], ["30.0 us", "10.0 us", "-", "-", "3.00x", "-"]);
+        assert_eq!(
+            line.cells[1..7],
+            ["30.0 us", "10.0 us", "-", "-", "3.00x", "-"]
+        );
         let line = line_of(&[(System::OpenMpi, given(5.0)), (System::Sempa, given(10.0))]);
         assert_eq!((line.speed_to_pvm, line.speed_to_mpi), (None, Some(0.5)));
     }
@@ -359,15 +533,28 @@ mod tests {
         two.repetitions.extend(given(400.0).repetitions);
         let line = line_of(&[(System::Pvm, given(30.0)), (System::Sempa, two)]);
         assert_eq!(line.spread, BTreeMap::from([("Sempa", (169.0, 400.0))]));
-        let report = Report { rows: vec![line], ..report() };
-        assert!(report.text().contains("Sempa 169 to 400 us"), "{}", report.text());
+        let report = Report {
+            rows: vec![line],
+            ..report()
+        };
+        assert!(
+            report.text().contains("Sempa 169 to 400 us"),
+            "{}",
+            report.text()
+        );
     }
 
     #[test]
     fn only_what_ours_cannot_do_fails_the_command() {
         let with = |system| {
             let mut report = report();
-            let given = vec![(system, Given { repetitions: Vec::new(), trouble: Some("it ended".to_string()) })];
+            let given = vec![(
+                system,
+                Given {
+                    repetitions: Vec::new(),
+                    trouble: Some("it ended".to_string()),
+                },
+            )];
             report.add_rows(&[rows::ALL[0]], vec![given]);
             report
         };

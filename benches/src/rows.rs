@@ -66,13 +66,23 @@ pub(crate) struct Goal {
     pub(crate) of_own: Option<(f64, &'static str)>,
 }
 
-const NO_GOAL: Goal = Goal { bound: None, of_pvm: None, of_own: None };
+const NO_GOAL: Goal = Goal {
+    bound: None,
+    of_pvm: None,
+    of_own: None,
+};
 
 const fn bound(value: f64) -> Goal {
-    Goal { bound: Some(value), ..NO_GOAL }
+    Goal {
+        bound: Some(value),
+        ..NO_GOAL
+    }
 }
 
-const AS_PVM: Goal = Goal { of_pvm: Some(1.0), ..NO_GOAL };
+const AS_PVM: Goal = Goal {
+    of_pvm: Some(1.0),
+    ..NO_GOAL
+};
 
 /// One line of the table.
 #[derive(Clone, Copy, Debug)]
@@ -119,21 +129,64 @@ pub(crate) struct Measurement {
 
 const MIB: f64 = 1_048_576.0;
 
-const fn row(name: &'static str, title: &'static str, sample: &'static str, unit: Unit, goal: Goal) -> Row {
-    Row { name, title, sample, unit, goal }
+const fn row(
+    name: &'static str,
+    title: &'static str,
+    sample: &'static str,
+    unit: Unit,
+    goal: Goal,
+) -> Row {
+    Row {
+        name,
+        title,
+        sample,
+        unit,
+        goal,
+    }
 }
 
-const fn here(words: &'static [&'static str], rounds: usize, mpi_ranks: usize, rows: &'static [Row]) -> Measurement {
-    Measurement { stage: Stage::OneHost, kind: Kind::Program, words, rounds, mpi_ranks, crowded: false, rows }
+const fn here(
+    words: &'static [&'static str],
+    rounds: usize,
+    mpi_ranks: usize,
+    rows: &'static [Row],
+) -> Measurement {
+    Measurement {
+        stage: Stage::OneHost,
+        kind: Kind::Program,
+        words,
+        rounds,
+        mpi_ranks,
+        crowded: false,
+        rows,
+    }
 }
 
-const fn there(words: &'static [&'static str], rounds: usize, mpi_ranks: usize, rows: &'static [Row]) -> Measurement {
-    Measurement { stage: Stage::TwoHosts, ..here(words, rounds, mpi_ranks, rows) }
+const fn there(
+    words: &'static [&'static str],
+    rounds: usize,
+    mpi_ranks: usize,
+    rows: &'static [Row],
+) -> Measurement {
+    Measurement {
+        stage: Stage::TwoHosts,
+        ..here(words, rounds, mpi_ranks, rows)
+    }
 }
 
-const SHARED: Goal = Goal { bound: Some(12.0), of_pvm: Some(1.0), of_own: None };
-const LOGIN: Goal = Goal { of_own: Some((1.15, "ssh")), ..NO_GOAL };
-const MCAST: Goal = Goal { of_own: Some((2.0, "send_call")), ..NO_GOAL };
+const SHARED: Goal = Goal {
+    bound: Some(12.0),
+    of_pvm: Some(1.0),
+    of_own: None,
+};
+const LOGIN: Goal = Goal {
+    of_own: Some((1.15, "ssh")),
+    ..NO_GOAL
+};
+const MCAST: Goal = Goal {
+    of_own: Some((2.0, "send_call")),
+    ..NO_GOAL
+};
 
 /// All measurements, in the order of the table.
 pub(crate) const ALL: &[Measurement] = &[
@@ -141,13 +194,25 @@ pub(crate) const ALL: &[Measurement] = &[
         &["rtt", "size=8", "cores=0,1"],
         5000,
         2,
-        &[row("rtt8", "round trip 8 B, same host, a core each", "rtt", Unit::Micros, bound(1.0))],
+        &[row(
+            "rtt8",
+            "round trip 8 B, same host, a core each",
+            "rtt",
+            Unit::Micros,
+            bound(1.0),
+        )],
     ),
     here(
         &["rtt", "size=8", "cores=0,1", "direct=1"],
         5000,
         0,
-        &[row("rtt8-direct", "  the same, PvmRouteDirect", "rtt", Unit::Micros, bound(1.0))],
+        &[row(
+            "rtt8-direct",
+            "  the same, PvmRouteDirect",
+            "rtt",
+            Unit::Micros,
+            bound(1.0),
+        )],
     ),
     Measurement {
         crowded: true,
@@ -155,7 +220,13 @@ pub(crate) const ALL: &[Measurement] = &[
             &["rtt", "size=8", "cores=0,0"],
             3000,
             2,
-            &[row("shared8", "round trip 8 B, same host, one core for both", "rtt", Unit::Micros, SHARED)],
+            &[row(
+                "shared8",
+                "round trip 8 B, same host, one core for both",
+                "rtt",
+                Unit::Micros,
+                SHARED,
+            )],
         )
     },
     Measurement {
@@ -164,7 +235,13 @@ pub(crate) const ALL: &[Measurement] = &[
             &["rtt", "size=8", "cores=0,0", "direct=1"],
             3000,
             0,
-            &[row("shared8-direct", "  the same, PvmRouteDirect", "rtt", Unit::Micros, SHARED)],
+            &[row(
+                "shared8-direct",
+                "  the same, PvmRouteDirect",
+                "rtt",
+                Unit::Micros,
+                SHARED,
+            )],
         )
     },
     Measurement {
@@ -173,7 +250,13 @@ pub(crate) const ALL: &[Measurement] = &[
             &["ring", "size=8", "tasks=32"],
             200,
             32,
-            &[row("ring32", "hop in a ring of 32 tasks, 8 B", "hop", Unit::Micros, AS_PVM)],
+            &[row(
+                "ring32",
+                "hop in a ring of 32 tasks, 8 B",
+                "hop",
+                Unit::Micros,
+                AS_PVM,
+            )],
         )
     },
     Measurement {
@@ -182,28 +265,58 @@ pub(crate) const ALL: &[Measurement] = &[
             &["ring", "size=8", "tasks=32", "direct=1"],
             200,
             0,
-            &[row("ring32-direct", "  the same, PvmRouteDirect", "hop", Unit::Micros, AS_PVM)],
+            &[row(
+                "ring32-direct",
+                "  the same, PvmRouteDirect",
+                "hop",
+                Unit::Micros,
+                AS_PVM,
+            )],
         )
     },
     here(
         &["one_way", "size=64", "batch=10000", "cores=0,1"],
         10,
         2,
-        &[row("rate64", "64 B one way, same host", "message", Unit::Millions, bound(2.0))],
+        &[row(
+            "rate64",
+            "64 B one way, same host",
+            "message",
+            Unit::Millions,
+            bound(2.0),
+        )],
     ),
     here(
         &["one_way", "size=64", "batch=10000", "cores=0,1", "direct=1"],
         10,
         0,
-        &[row("rate64-direct", "  the same, PvmRouteDirect", "message", Unit::Millions, bound(2.0))],
+        &[row(
+            "rate64-direct",
+            "  the same, PvmRouteDirect",
+            "message",
+            Unit::Millions,
+            bound(2.0),
+        )],
     ),
     here(
         &["rtt", "size=1048576", "cores=0,1"],
         200,
         2,
         &[
-            row("rtt1m", "round trip 1 MiB, same host", "rtt", Unit::GigabytesThereAndBack(MIB), bound(5.0)),
-            row("copy1m", "  beside it: one copy in memory", "copy", Unit::Micros, NO_GOAL),
+            row(
+                "rtt1m",
+                "round trip 1 MiB, same host",
+                "rtt",
+                Unit::GigabytesThereAndBack(MIB),
+                bound(5.0),
+            ),
+            row(
+                "copy1m",
+                "  beside it: one copy in memory",
+                "copy",
+                Unit::Micros,
+                NO_GOAL,
+            ),
         ],
     ),
     here(
@@ -211,15 +324,33 @@ pub(crate) const ALL: &[Measurement] = &[
         200,
         0,
         &[
-            row("rtt1m-direct", "  the same, PvmRouteDirect", "rtt", Unit::GigabytesThereAndBack(MIB), bound(5.0)),
-            row("copy1m-direct", "  beside it: one copy in memory", "copy", Unit::Micros, NO_GOAL),
+            row(
+                "rtt1m-direct",
+                "  the same, PvmRouteDirect",
+                "rtt",
+                Unit::GigabytesThereAndBack(MIB),
+                bound(5.0),
+            ),
+            row(
+                "copy1m-direct",
+                "  beside it: one copy in memory",
+                "copy",
+                Unit::Micros,
+                NO_GOAL,
+            ),
         ],
     ),
     here(
         &["rtt", "size=16777216", "cores=0,1"],
         20,
         2,
-        &[row("rtt16m", "round trip 16 MiB, same host", "rtt", Unit::GigabytesThereAndBack(16.0 * MIB), bound(3.0))],
+        &[row(
+            "rtt16m",
+            "round trip 16 MiB, same host",
+            "rtt",
+            Unit::GigabytesThereAndBack(16.0 * MIB),
+            bound(3.0),
+        )],
     ),
     here(
         &["rtt", "size=16777216", "cores=0,1", "direct=1"],
@@ -238,35 +369,83 @@ pub(crate) const ALL: &[Measurement] = &[
         40,
         9,
         &[
-            row("mcast-call", "mcast of 1 MiB to 8 tasks, the call", "mcast_call", Unit::Millis, MCAST),
-            row("send-call", "  beside it: the call of one send", "send_call", Unit::Millis, NO_GOAL),
-            row("mcast-all", "  until all 8 have it", "mcast_all", Unit::Millis, NO_GOAL),
-            row("send-all", "  beside it: one send until it is there", "send_all", Unit::Millis, NO_GOAL),
+            row(
+                "mcast-call",
+                "mcast of 1 MiB to 8 tasks, the call",
+                "mcast_call",
+                Unit::Millis,
+                MCAST,
+            ),
+            row(
+                "send-call",
+                "  beside it: the call of one send",
+                "send_call",
+                Unit::Millis,
+                NO_GOAL,
+            ),
+            row(
+                "mcast-all",
+                "  until all 8 have it",
+                "mcast_all",
+                Unit::Millis,
+                NO_GOAL,
+            ),
+            row(
+                "send-all",
+                "  beside it: one send until it is there",
+                "send_all",
+                Unit::Millis,
+                NO_GOAL,
+            ),
         ],
     ),
     there(
         &["rtt", "size=8", "host=h2"],
         2000,
         2,
-        &[row("remote8", "round trip 8 B, other host", "rtt", Unit::Micros, AS_PVM)],
+        &[row(
+            "remote8",
+            "round trip 8 B, other host",
+            "rtt",
+            Unit::Micros,
+            AS_PVM,
+        )],
     ),
     there(
         &["rtt", "size=8", "host=h2", "direct=1"],
         2000,
         0,
-        &[row("remote8-direct", "  the same, PvmRouteDirect", "rtt", Unit::Micros, AS_PVM)],
+        &[row(
+            "remote8-direct",
+            "  the same, PvmRouteDirect",
+            "rtt",
+            Unit::Micros,
+            AS_PVM,
+        )],
     ),
     there(
         &["one_way", "size=1048576", "batch=50", "host=h2"],
         5,
         2,
-        &[row("stream", "stream of 1 MiB messages, other host", "message", Unit::Megabytes(MIB), bound(600.0))],
+        &[row(
+            "stream",
+            "stream of 1 MiB messages, other host",
+            "message",
+            Unit::Megabytes(MIB),
+            bound(600.0),
+        )],
     ),
     there(
         &["one_way", "size=1048576", "batch=50", "host=h2", "direct=1"],
         5,
         0,
-        &[row("stream-direct", "  the same, PvmRouteDirect", "message", Unit::Megabytes(MIB), bound(800.0))],
+        &[row(
+            "stream-direct",
+            "  the same, PvmRouteDirect",
+            "message",
+            Unit::Megabytes(MIB),
+            bound(800.0),
+        )],
     ),
     Measurement {
         stage: Stage::Managed,
@@ -275,8 +454,20 @@ pub(crate) const ALL: &[Measurement] = &[
             40,
             0,
             &[
-                row("spawn-call", "spawn of one task, the call (ours with RM)", "call", Unit::Millis, bound(1.0)),
-                row("spawn-first", "  to its first message", "first", Unit::Millis, bound(2.0)),
+                row(
+                    "spawn-call",
+                    "spawn of one task, the call (ours with RM)",
+                    "call",
+                    Unit::Millis,
+                    bound(1.0),
+                ),
+                row(
+                    "spawn-first",
+                    "  to its first message",
+                    "first",
+                    Unit::Millis,
+                    bound(2.0),
+                ),
             ],
         )
     },
@@ -286,7 +477,13 @@ pub(crate) const ALL: &[Measurement] = &[
             &["spawn", "tasks=32", "host=h1"],
             6,
             0,
-            &[row("spawn32", "32 spawned until all are up (ours with RM)", "all", Unit::Millis, bound(35.0))],
+            &[row(
+                "spawn32",
+                "32 spawned until all are up (ours with RM)",
+                "all",
+                Unit::Millis,
+                bound(35.0),
+            )],
         )
     },
     Measurement {
@@ -296,8 +493,20 @@ pub(crate) const ALL: &[Measurement] = &[
             1,
             0,
             &[
-                row("addhosts1", "pvm_addhosts of 1 host over ssh", "call", Unit::Millis, LOGIN),
-                row("ssh1", "  beside it: one bare ssh", "ssh", Unit::Millis, NO_GOAL),
+                row(
+                    "addhosts1",
+                    "pvm_addhosts of 1 host over ssh",
+                    "call",
+                    Unit::Millis,
+                    LOGIN,
+                ),
+                row(
+                    "ssh1",
+                    "  beside it: one bare ssh",
+                    "ssh",
+                    Unit::Millis,
+                    NO_GOAL,
+                ),
                 row(
                     "ssh1-x25519",
                     "  beside it: one bare ssh, its keys by X25519",
@@ -315,9 +524,27 @@ pub(crate) const ALL: &[Measurement] = &[
             1,
             0,
             &[
-                row("addhosts3", "pvm_addhosts of 3 hosts over ssh", "call", Unit::Millis, LOGIN),
-                row("ssh3", "  beside it: one bare ssh", "ssh", Unit::Millis, NO_GOAL),
-                row("ssh3-all", "  beside it: 3 bare ssh at the same time", "ssh_all", Unit::Millis, NO_GOAL),
+                row(
+                    "addhosts3",
+                    "pvm_addhosts of 3 hosts over ssh",
+                    "call",
+                    Unit::Millis,
+                    LOGIN,
+                ),
+                row(
+                    "ssh3",
+                    "  beside it: one bare ssh",
+                    "ssh",
+                    Unit::Millis,
+                    NO_GOAL,
+                ),
+                row(
+                    "ssh3-all",
+                    "  beside it: 3 bare ssh at the same time",
+                    "ssh_all",
+                    Unit::Millis,
+                    NO_GOAL,
+                ),
                 row(
                     "ssh3-x25519",
                     "  beside it: these 3, their keys by X25519",
@@ -333,23 +560,98 @@ pub(crate) const ALL: &[Measurement] = &[
 
 /// Packing and unpacking with PVM's calls: what the two libraries do alone.
 const PACKING: &[Row] = &[
-    row("pack-byte", "pack 1,000 bytes, raw", "pack_byte_raw", Unit::Micros, NO_GOAL),
-    row("unpack-byte", "  unpack them", "unpack_byte_raw", Unit::Micros, NO_GOAL),
-    row("pack-int", "pack 1,000 ints, raw", "pack_int_raw", Unit::Micros, NO_GOAL),
-    row("unpack-int", "  unpack them", "unpack_int_raw", Unit::Micros, NO_GOAL),
-    row("pack-int-xdr", "pack 1,000 ints, default encoding", "pack_int_xdr", Unit::Micros, NO_GOAL),
-    row("unpack-int-xdr", "  unpack them", "unpack_int_xdr", Unit::Micros, NO_GOAL),
-    row("pack-double", "pack 1,000 doubles, raw", "pack_double_raw", Unit::Micros, NO_GOAL),
-    row("unpack-double", "  unpack them", "unpack_double_raw", Unit::Micros, NO_GOAL),
-    row("pack-double-xdr", "pack 1,000 doubles, default encoding", "pack_double_xdr", Unit::Micros, NO_GOAL),
-    row("unpack-double-xdr", "  unpack them", "unpack_double_xdr", Unit::Micros, NO_GOAL),
-    row("pack-str", "pack a string of 999 characters", "pack_str_xdr", Unit::Micros, NO_GOAL),
-    row("unpack-str", "  unpack it", "unpack_str_xdr", Unit::Micros, NO_GOAL),
+    row(
+        "pack-byte",
+        "pack 1,000 bytes, raw",
+        "pack_byte_raw",
+        Unit::Micros,
+        NO_GOAL,
+    ),
+    row(
+        "unpack-byte",
+        "  unpack them",
+        "unpack_byte_raw",
+        Unit::Micros,
+        NO_GOAL,
+    ),
+    row(
+        "pack-int",
+        "pack 1,000 ints, raw",
+        "pack_int_raw",
+        Unit::Micros,
+        NO_GOAL,
+    ),
+    row(
+        "unpack-int",
+        "  unpack them",
+        "unpack_int_raw",
+        Unit::Micros,
+        NO_GOAL,
+    ),
+    row(
+        "pack-int-xdr",
+        "pack 1,000 ints, default encoding",
+        "pack_int_xdr",
+        Unit::Micros,
+        NO_GOAL,
+    ),
+    row(
+        "unpack-int-xdr",
+        "  unpack them",
+        "unpack_int_xdr",
+        Unit::Micros,
+        NO_GOAL,
+    ),
+    row(
+        "pack-double",
+        "pack 1,000 doubles, raw",
+        "pack_double_raw",
+        Unit::Micros,
+        NO_GOAL,
+    ),
+    row(
+        "unpack-double",
+        "  unpack them",
+        "unpack_double_raw",
+        Unit::Micros,
+        NO_GOAL,
+    ),
+    row(
+        "pack-double-xdr",
+        "pack 1,000 doubles, default encoding",
+        "pack_double_xdr",
+        Unit::Micros,
+        NO_GOAL,
+    ),
+    row(
+        "unpack-double-xdr",
+        "  unpack them",
+        "unpack_double_xdr",
+        Unit::Micros,
+        NO_GOAL,
+    ),
+    row(
+        "pack-str",
+        "pack a string of 999 characters",
+        "pack_str_xdr",
+        Unit::Micros,
+        NO_GOAL,
+    ),
+    row(
+        "unpack-str",
+        "  unpack it",
+        "unpack_str_xdr",
+        Unit::Micros,
+        NO_GOAL,
+    ),
 ];
 
 /// The names of all rows.
 pub(crate) fn names() -> Vec<&'static str> {
-    ALL.iter().flat_map(|one| one.rows).map(|row| row.name).collect()
+    ALL.iter()
+        .flat_map(|one| one.rows)
+        .map(|row| row.name)
+        .collect()
 }
 
 /// True if one of the words means this name; a word may end in `*`.
@@ -362,7 +664,8 @@ pub(crate) fn is_meant(name: &str, words: &[String]) -> bool {
 
 /// The measurements that give one of the named rows; no names: all.
 pub(crate) fn chosen(only: &[String]) -> Vec<Measurement> {
-    let is_chosen = |one: &&Measurement| only.is_empty() || one.rows.iter().any(|row| is_meant(row.name, only));
+    let is_chosen =
+        |one: &&Measurement| only.is_empty() || one.rows.iter().any(|row| is_meant(row.name, only));
     ALL.iter().filter(is_chosen).copied().collect()
 }
 
@@ -374,7 +677,11 @@ mod tests {
     fn names_are_unique_and_choose_their_own_row() {
         let all = names();
         for name in &all {
-            assert_eq!(all.iter().filter(|other| other == &name).count(), 1, "{name} is there twice");
+            assert_eq!(
+                all.iter().filter(|other| other == &name).count(),
+                1,
+                "{name} is there twice"
+            );
             let found = chosen(&[(*name).to_string()]);
             assert_eq!(found.len(), 1);
             assert!(found[0].rows.iter().any(|row| row.name == *name));

@@ -162,10 +162,21 @@ pub fn soaked(how: &Soak) -> Result<bool> {
     }
     needs::engine().context("bench soak: no CRIU; cargo xtask criu gets one")?;
     fs::create_dir_all(&how.results).with_context(|| how.results.display().to_string())?;
-    let plans: Vec<Plan> = [CROWD, LONG].into_iter().filter(|plan| is_meant(plan, &how.only)).collect();
-    ensure!(!plans.is_empty(), "bench soak: there are the parts {} and {}", CROWD.name, LONG.name);
+    let plans: Vec<Plan> = [CROWD, LONG]
+        .into_iter()
+        .filter(|plan| is_meant(plan, &how.only))
+        .collect();
+    ensure!(
+        !plans.is_empty(),
+        "bench soak: there are the parts {} and {}",
+        CROWD.name,
+        LONG.name
+    );
     let file = how.results.join("soak.json");
-    let mut results = Results { machine: Machine::describe(how.own_build, 1, how.quick), parts: parts_of(&file, how)? };
+    let mut results = Results {
+        machine: Machine::describe(how.own_build, 1, how.quick),
+        parts: parts_of(&file, how)?,
+    };
     let mut good = true;
     for plan in plans {
         let part = one_part(how, &if how.quick { quick(plan) } else { plan })?;
@@ -174,7 +185,10 @@ pub fn soaked(how: &Soak) -> Result<bool> {
         results.parts.sort_by_key(|part| part.moves);
         results.machine.look_again();
         let (text, met) = table(&results.parts);
-        fs::write(how.results.join("soak.txt"), format!("{}{text}", results.machine.text()))?;
+        fs::write(
+            how.results.join("soak.txt"),
+            format!("{}{text}", results.machine.text()),
+        )?;
         fs::write(&file, serde_json::to_string_pretty(&results)? + "\n")?;
         println!("{text}");
         good = met;
@@ -196,13 +210,20 @@ fn parts_of(file: &Path, how: &Soak) -> Result<Vec<Part>> {
     if how.only.is_empty() || !file.exists() {
         return Ok(Vec::new());
     }
-    let before: Before = serde_json::from_slice(&fs::read(file)?).with_context(|| file.display().to_string())?;
+    let before: Before =
+        serde_json::from_slice(&fs::read(file)?).with_context(|| file.display().to_string())?;
     Ok(before.parts)
 }
 
 fn quick(plan: Plan) -> Plan {
     const FEW: [(usize, usize); 2] = [(1, 6), (3, 2)];
-    Plan { rounds: &FEW, times: if plan.checkpoints.is_some() { 8 } else { 1 }, look_every: 6, run_in: 0, ..plan }
+    Plan {
+        rounds: &FEW,
+        times: if plan.checkpoints.is_some() { 8 } else { 1 },
+        look_every: 6,
+        run_in: 0,
+        ..plan
+    }
 }
 
 fn one_part(how: &Soak, plan: &Plan) -> Result<Part> {
@@ -210,16 +231,29 @@ fn one_part(how: &Soak, plan: &Plan) -> Result<Part> {
     let short_logs = ("PVMDLOGMAX", "3500");
     let bed = Testbed::with_env(plan.hosts, Some(&how.prefix), &[short_logs])?;
     let env = vec![(short_logs.0.to_string(), short_logs.1.to_string())];
-    let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm".into()), env, ..Settings::default() })?;
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            rm: Some("pvm-rm".into()),
+            env,
+            ..Settings::default()
+        },
+    )?;
     let names: Vec<&str> = bed.hosts().iter().map(|host| host.name()).collect();
     vm.add(&names[1..])?;
     if !how.quick {
         fill_records(&vm)?;
     }
-    let job = plan.checkpoints.map(|every| checkpointed_job(&vm, every)).transpose()?;
+    let job = plan
+        .checkpoints
+        .map(|every| checkpointed_job(&vm, every))
+        .transpose()?;
     let measured = measure(&vm, plan, &names).inspect_err(|_| eprintln!("{}", vm.logs()))?;
     if let Some(job) = job {
-        ensure!(vm.host_of(&job).is_ok(), "the job with checkpoints has ended");
+        ensure!(
+            vm.host_of(&job).is_ok(),
+            "the job with checkpoints has ended"
+        );
     }
     vm.halt()?;
     Ok(measured)
@@ -232,8 +266,14 @@ fn fill_records(vm: &Vm<'_>) -> Result<()> {
     let begin = Instant::now();
     must(command, SHORT_TASKS_TIME)?;
     let oldest = vm.events()?.first().map_or(0, |entry| entry.number);
-    ensure!(oldest > 1, "the event log is not full after {SHORT_TASKS} short tasks");
-    eprintln!("bench soak: {SHORT_TASKS} short tasks in {:.0} s", begin.elapsed().as_secs_f64());
+    ensure!(
+        oldest > 1,
+        "the event log is not full after {SHORT_TASKS} short tasks"
+    );
+    eprintln!(
+        "bench soak: {SHORT_TASKS} short tasks in {:.0} s",
+        begin.elapsed().as_secs_f64()
+    );
     Ok(())
 }
 
@@ -242,8 +282,16 @@ fn checkpointed_job(vm: &Vm<'_>, every: &str) -> Result<String> {
     vm.program("ring_job")?;
     let folder = vm.home().join("ring");
     fs::create_dir_all(&folder)?;
-    let tid = vm.spawn(&["-h1", "ring_job", "2", "100000000", "20000", &folder.display().to_string()])?;
-    vm.pvm(&["checkpoint", "--every", every, &tid])?.expect_good("checkpoint")?;
+    let tid = vm.spawn(&[
+        "-h1",
+        "ring_job",
+        "2",
+        "100000000",
+        "20000",
+        &folder.display().to_string(),
+    ])?;
+    vm.pvm(&["checkpoint", "--every", every, &tid])?
+        .expect_good("checkpoint")?;
     Ok(tid)
 }
 
@@ -251,7 +299,8 @@ fn measure(vm: &Vm<'_>, plan: &Plan, hosts: &[&str]) -> Result<Part> {
     let options: &[&str] = if plan.gives_back { &["-g"] } else { &[] };
     let mut crowd = Crowd::start(vm, plan.tasks, plan.reach, options, hosts)?;
     let mut dice = Dice::new(61);
-    (0..plan.run_in * plan.tasks).try_for_each(|nth| crowd.move_to_another(vm, &mut dice, nth % plan.tasks))?;
+    (0..plan.run_in * plan.tasks)
+        .try_for_each(|nth| crowd.move_to_another(vm, &mut dice, nth % plan.tasks))?;
     let (begin, before) = (Instant::now(), last_event(vm, 0)?);
     let (mut moves, mut looked, mut looks, mut looking) = (0, 0, Vec::new(), Duration::ZERO);
     let mut last = before;
@@ -278,7 +327,13 @@ fn measure(vm: &Vm<'_>, plan: &Plan, hosts: &[&str]) -> Result<Part> {
     );
     let log = vm.events_from(before + 1)?;
     let of = |is_it: fn(&EventKind) -> bool| log.iter().filter(|entry| is_it(&entry.kind)).count();
-    let Account { checked, lost, doubled, disordered, damaged } = crowd.finish()?;
+    let Account {
+        checked,
+        lost,
+        doubled,
+        disordered,
+        damaged,
+    } = crowd.finish()?;
     Ok(Part {
         name: plan.name.to_string(),
         tasks: plan.tasks,
@@ -300,14 +355,26 @@ fn measure(vm: &Vm<'_>, plan: &Plan, hosts: &[&str]) -> Result<Part> {
 
 fn tell(plan: &Plan, look: Option<&Look>) {
     let Some(look) = look else { return };
-    let memory = look.figures.iter().filter(|(name, _)| name.ends_with("memory KiB"));
+    let memory = look
+        .figures
+        .iter()
+        .filter(|(name, _)| name.ends_with("memory KiB"));
     let memory: Vec<String> = memory.map(|(name, kib)| format!("{name} {kib}")).collect();
-    eprintln!("bench soak: {}: {} moves, {:.0} s; {}", plan.name, look.moves, look.seconds, memory.join(", "));
+    eprintln!(
+        "bench soak: {}: {} moves, {:.0} s; {}",
+        plan.name,
+        look.moves,
+        look.seconds,
+        memory.join(", ")
+    );
 }
 
 /// The number of the newest entry of the event log, which is not older than this one.
 fn last_event(vm: &Vm<'_>, known: u64) -> Result<u64> {
-    Ok(vm.events_from(known)?.last().map_or(known, |entry| entry.number))
+    Ok(vm
+        .events_from(known)?
+        .last()
+        .map_or(known, |entry| entry.number))
 }
 
 fn look(vm: &Vm<'_>, moves: usize, begin: Instant) -> Look {
@@ -316,20 +383,39 @@ fn look(vm: &Vm<'_>, moves: usize, begin: Instant) -> Look {
     for _ in 1..GLANCES {
         sleep(BETWEEN_GLANCES);
         let now = Footprint::of(vm).figures();
-        figures.iter_mut().zip(now).for_each(|((_, least), (_, value))| *least = value.min(*least));
+        figures
+            .iter_mut()
+            .zip(now)
+            .for_each(|((_, least), (_, value))| *least = value.min(*least));
     }
-    Look { moves, seconds: begin.elapsed().as_secs_f64(), figures }
+    Look {
+        moves,
+        seconds: begin.elapsed().as_secs_f64(),
+        figures,
+    }
 }
 
 /// A line through each figure, after the warm-up.
 fn trends(looks: &[Look], moves: usize) -> Vec<Trend> {
     let warm = moves as f64 * WARM_UP;
-    let counted: Vec<&Look> = looks.iter().filter(|look| look.moves as f64 >= warm).collect();
-    let Some(first) = counted.first() else { return Vec::new() };
+    let counted: Vec<&Look> = looks
+        .iter()
+        .filter(|look| look.moves as f64 >= warm)
+        .collect();
+    let Some(first) = counted.first() else {
+        return Vec::new();
+    };
     let names = first.figures.iter().map(|(name, _)| name);
     let trend = |(i, name): (usize, &String)| {
-        let points: Vec<(f64, f64)> = counted.iter().map(|l| (l.moves as f64, l.figures[i].1 as f64)).collect();
-        let Line { mean, slope, deviation } = Line::through(&points);
+        let points: Vec<(f64, f64)> = counted
+            .iter()
+            .map(|l| (l.moves as f64, l.figures[i].1 as f64))
+            .collect();
+        let Line {
+            mean,
+            slope,
+            deviation,
+        } = Line::through(&points);
         let span = points.last().map_or(0.0, |last| last.0) - points[0].0;
         let rise = slope * span;
         let last = counted.last().map_or(0, |l| l.figures[i].1);
@@ -351,7 +437,9 @@ fn trends(looks: &[Look], moves: usize) -> Vec<Trend> {
 }
 
 fn limit_of(figure: &str) -> Option<u64> {
-    KEPT.iter().find(|(name, _)| *name == figure).map(|(_, limit)| *limit)
+    KEPT.iter()
+        .find(|(name, _)| *name == figure)
+        .map(|(_, limit)| *limit)
 }
 
 /// The line with the least squares of distances.
@@ -365,13 +453,28 @@ impl Line {
     fn through(points: &[(f64, f64)]) -> Line {
         let count = points.len() as f64;
         // Divided at the end: the mean of equal numbers is that number.
-        let (x, y) = points.iter().fold((0.0, 0.0), |(x, y), point| (x + point.0, y + point.1));
+        let (x, y) = points
+            .iter()
+            .fold((0.0, 0.0), |(x, y), point| (x + point.0, y + point.1));
         let (x, y) = (x / count, y / count);
-        let across: f64 = points.iter().map(|point| (point.0 - x) * (point.0 - x)).sum();
-        let both: f64 = points.iter().map(|point| (point.0 - x) * (point.1 - y)).sum();
+        let across: f64 = points
+            .iter()
+            .map(|point| (point.0 - x) * (point.0 - x))
+            .sum();
+        let both: f64 = points
+            .iter()
+            .map(|point| (point.0 - x) * (point.1 - y))
+            .sum();
         let slope = if across > 0.0 { both / across } else { 0.0 };
-        let square: f64 = points.iter().map(|point| (point.1 - y - slope * (point.0 - x)).powi(2)).sum();
-        Line { mean: y, slope, deviation: (square / count).sqrt() }
+        let square: f64 = points
+            .iter()
+            .map(|point| (point.1 - y - slope * (point.0 - x)).powi(2))
+            .sum();
+        Line {
+            mean: y,
+            slope,
+            deviation: (square / count).sqrt(),
+        }
     }
 }
 
@@ -432,14 +535,21 @@ mod tests {
     use super::*;
 
     fn looks(value: impl Fn(usize) -> u64) -> Vec<Look> {
-        let look = |i: usize| Look { moves: i * 10, seconds: 0.0, figures: vec![("x".to_string(), value(i))] };
+        let look = |i: usize| Look {
+            moves: i * 10,
+            seconds: 0.0,
+            figures: vec![("x".to_string(), value(i))],
+        };
         (1..=20).map(look).collect()
     }
 
     #[test]
     fn what_rises_with_the_moves_grows_and_what_goes_up_and_down_is_flat() {
         let grows = &trends(&looks(|i| 1000 + 5 * i as u64), 200)[0];
-        assert!(!grows.flat && (grows.per_100_moves - 50.0).abs() < 1e-6, "{grows:?}");
+        assert!(
+            !grows.flat && (grows.per_100_moves - 50.0).abs() < 1e-6,
+            "{grows:?}"
+        );
         let flat = &trends(&looks(|i| 1000 + i as u64 % 2 * 300), 200)[0];
         assert!(flat.flat, "{flat:?}");
         let still = &trends(&looks(|_| 7), 200)[0];
@@ -450,7 +560,9 @@ mod tests {
     fn what_is_kept_on_purpose_may_rise_up_to_its_limit_and_no_further() {
         let of_records = |value: fn(usize) -> u64| {
             let mut looks = looks(value);
-            looks.iter_mut().for_each(|look| look.figures[0].0 = RECORDS.to_string());
+            looks
+                .iter_mut()
+                .for_each(|look| look.figures[0].0 = RECORDS.to_string());
             trends(&looks, 200).remove(0).flat
         };
         assert!(of_records(|i| 1000 + 5 * i as u64));

@@ -49,7 +49,12 @@ fn sources() -> PathBuf {
 ///
 /// # Errors
 /// No testbed can be made, a program does not compile, or a virtual machine does not start.
-pub(crate) fn measure(prefix: &Path, chosen: &[Measurement], repetitions: usize, quick: bool) -> Result<Measured> {
+pub(crate) fn measure(
+    prefix: &Path,
+    chosen: &[Measurement],
+    repetitions: usize,
+    quick: bool,
+) -> Result<Measured> {
     let mut measured: Measured = vec![Vec::new(); chosen.len()];
     if chosen.is_empty() {
         return Ok(measured);
@@ -60,7 +65,11 @@ pub(crate) fn measure(prefix: &Path, chosen: &[Measurement], repetitions: usize,
             continue;
         }
         let peers = Peers::start(&theirs, &ours, stage)?;
-        for (one, place) in chosen.iter().zip(&mut measured).filter(|(one, _)| one.stage == stage) {
+        for (one, place) in chosen
+            .iter()
+            .zip(&mut measured)
+            .filter(|(one, _)| one.stage == stage)
+        {
             *place = peers.take_turns(one, repetitions, quick);
         }
         peers.halt()?;
@@ -76,7 +85,10 @@ pub(crate) fn new_beds(prefix: &Path, hosts: usize) -> Result<(Testbed, Testbed)
     if let Some(lack) = needs::lacks() {
         bail!("bench peers: {lack}");
     }
-    let beds = (Testbed::new(hosts, None, &[])?, Testbed::new(hosts, Some(prefix), &[])?);
+    let beds = (
+        Testbed::new(hosts, None, &[])?,
+        Testbed::new(hosts, Some(prefix), &[])?,
+    );
     compile(&beds.0)?;
     compile(&beds.1)?;
     Ok(beds)
@@ -93,11 +105,22 @@ fn compile(bed: &Testbed) -> Result<()> {
 ///
 /// # Errors
 /// The compiler's words.
-pub(crate) fn compile_one(bed: &Testbed, compiler: &str, source: &str, library: Option<&str>) -> Result<()> {
+pub(crate) fn compile_one(
+    bed: &Testbed,
+    compiler: &str,
+    source: &str,
+    library: Option<&str>,
+) -> Result<()> {
     let mut command = Command::new(compiler);
     command.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o"]);
-    command.arg(bed.home().join("pvm3/bin/LINUX64").join(program_of(compiler, source)));
-    command.arg(sources().join(source).with_extension("c")).args(library);
+    command.arg(
+        bed.home()
+            .join("pvm3/bin/LINUX64")
+            .join(program_of(compiler, source)),
+    );
+    command
+        .arg(sources().join(source).with_extension("c"))
+        .args(library);
     must(command, COMPILE_TIME).with_context(|| format!("compiling {source}.c with {compiler}"))?;
     Ok(())
 }
@@ -137,15 +160,24 @@ impl<'a> Peers<'a> {
     /// One does not come up.
     pub(crate) fn start(theirs: &'a Testbed, ours: &'a Testbed, stage: Stage) -> Result<Peers<'a>> {
         let rm = (stage == Stage::Managed).then(|| "pvm-rm".to_string());
-        let settings = Settings { rm, ..Settings::default() };
+        let settings = Settings {
+            rm,
+            ..Settings::default()
+        };
         let pvm = RealVm::start(theirs)?;
         let sempa = Vm::start(ours, settings)?;
-        let peers = Peers { theirs, ours, pvm, sempa };
+        let peers = Peers {
+            theirs,
+            ours,
+            pvm,
+            sempa,
+        };
         if stage == Stage::TwoHosts {
             for system in [System::Pvm, System::Sempa] {
                 let mut command = peers.program(system);
                 command.args(["add_hosts", "host=h2", "keep=1"]);
-                must(command, RUN_TIME).with_context(|| format!("a second host for {}", system.name()))?;
+                must(command, RUN_TIME)
+                    .with_context(|| format!("a second host for {}", system.name()))?;
             }
         }
         Ok(peers)
@@ -161,12 +193,23 @@ impl<'a> Peers<'a> {
     }
 
     /// All systems, one after the other, and again.
-    fn take_turns(&self, one: &Measurement, repetitions: usize, quick: bool) -> Vec<(System, Given)> {
+    fn take_turns(
+        &self,
+        one: &Measurement,
+        repetitions: usize,
+        quick: bool,
+    ) -> Vec<(System, Given)> {
         let takes_part = |system: &System| system.is_pvm() || one.mpi_ranks > 0;
-        let mut all: Vec<(System, Given)> =
-            System::ALL.into_iter().filter(takes_part).map(|system| (system, Given::default())).collect();
+        let mut all: Vec<(System, Given)> = System::ALL
+            .into_iter()
+            .filter(takes_part)
+            .map(|system| (system, Given::default()))
+            .collect();
         for repetition in 1..=repetitions {
-            eprintln!("bench peers: {} ({repetition} of {repetitions})", one.words.join(" "));
+            eprintln!(
+                "bench peers: {} ({repetition} of {repetitions})",
+                one.words.join(" ")
+            );
             // The other way round every second time: who comes first may find a colder machine.
             if repetition % 2 == 0 {
                 all.reverse();
@@ -186,14 +229,29 @@ impl<'a> Peers<'a> {
         if one.kind == Kind::Login {
             return self.login(system, one);
         }
-        let mut rounds = if quick { (one.rounds / QUICK).max(2) } else { one.rounds };
+        let mut rounds = if quick {
+            (one.rounds / QUICK).max(2)
+        } else {
+            one.rounds
+        };
         if system == System::Mpich && one.crowded {
             rounds = (rounds / MPICH_CROWDED).max(2);
         }
         let mut words: Vec<String> = one.words.iter().map(|word| (*word).to_string()).collect();
-        words.extend([format!("rounds={rounds}"), format!("warm={}", (rounds / 10).max(1))]);
+        words.extend([
+            format!("rounds={rounds}"),
+            format!("warm={}", (rounds / 10).max(1)),
+        ]);
         let apart = one.stage == Stage::TwoHosts;
-        self.run(system, &Call { words: &words, ranks: one.mpi_ranks, crowded: one.crowded, apart })
+        self.run(
+            system,
+            &Call {
+                words: &words,
+                ranks: one.mpi_ranks,
+                crowded: one.crowded,
+                apart,
+            },
+        )
     }
 
     /// Runs the measuring program of a system once.
@@ -201,26 +259,45 @@ impl<'a> Peers<'a> {
     /// # Errors
     /// It fails, does not end, or says nothing to measure by.
     pub(crate) fn run(&self, system: System, call: &Call) -> Result<Samples> {
-        let mut command = if system.is_pvm() { self.program(system) } else { self.mpi(system, call)? };
+        let mut command = if system.is_pvm() {
+            self.program(system)
+        } else {
+            self.mpi(system, call)?
+        };
         // The launcher of an MPI has placed its processes already.
-        command.args(call.words.iter().filter(|word| system.is_pvm() || !word.starts_with("host=")));
+        command.args(
+            call.words
+                .iter()
+                .filter(|word| system.is_pvm() || !word.starts_with("host=")),
+        );
         let done = run(command, RUN_TIME)?.expect_good(system.name())?;
         read(&done.out)
     }
 
     /// The measuring program as a command-line task on h1.
     pub(crate) fn program(&self, system: System) -> Command {
-        self.command(system, self.bed(system).home().join("pvm3/bin/LINUX64/peers"))
+        self.command(
+            system,
+            self.bed(system).home().join("pvm3/bin/LINUX64/peers"),
+        )
     }
 
     /// A program as a command-line task on h1.
     pub(crate) fn command(&self, system: System, program: impl AsRef<Path>) -> Command {
         let host = self.bed(system).host(1);
-        if system == System::Pvm { self.pvm.command(host, program) } else { self.sempa.command(host, program) }
+        if system == System::Pvm {
+            self.pvm.command(host, program)
+        } else {
+            self.sempa.command(host, program)
+        }
     }
 
     fn bed(&self, system: System) -> &'a Testbed {
-        if system == System::Sempa { self.ours } else { self.theirs }
+        if system == System::Sempa {
+            self.ours
+        } else {
+            self.theirs
+        }
     }
 
     /// The launcher of an MPI with its words, on h1 of PVM's testbed, where no library of ours is in the way.
@@ -231,11 +308,30 @@ impl<'a> Peers<'a> {
         let mut command = match system {
             System::OpenMpi => {
                 let mut command = bed.host(1).command("mpirun.openmpi");
-                command.args(["--allow-run-as-root", "--bind-to", "none", "--oversubscribe", "-n", &ranks]);
-                command.args(["--mca", "mpi_yield_when_idle", if call.crowded { "1" } else { "0" }]);
+                command.args([
+                    "--allow-run-as-root",
+                    "--bind-to",
+                    "none",
+                    "--oversubscribe",
+                    "-n",
+                    &ranks,
+                ]);
+                command.args([
+                    "--mca",
+                    "mpi_yield_when_idle",
+                    if call.crowded { "1" } else { "0" },
+                ]);
                 if call.apart {
                     command.args(["--host", "h1:1,h2:1", "--mca", "btl_tcp_if_include", "eth0"]);
-                    command.args(["--mca", "oob_tcp_if_include", "eth0", "--mca", "plm_rsh_agent"]).arg(shell);
+                    command
+                        .args([
+                            "--mca",
+                            "oob_tcp_if_include",
+                            "eth0",
+                            "--mca",
+                            "plm_rsh_agent",
+                        ])
+                        .arg(shell);
                 }
                 command
             }
@@ -243,37 +339,71 @@ impl<'a> Peers<'a> {
                 let mut command = bed.host(1).command("mpirun.mpich");
                 command.args(["-bind-to", "none", "-n", &ranks]);
                 if call.apart {
-                    command.args(["-hosts", "h1,h2", "-ppn", "1", "-iface", "eth0", "-launcher", "ssh"]);
+                    command.args([
+                        "-hosts",
+                        "h1,h2",
+                        "-ppn",
+                        "1",
+                        "-iface",
+                        "eth0",
+                        "-launcher",
+                        "ssh",
+                    ]);
                     command.arg("-launcher-exec").arg(shell);
                     // Its transport takes hosts that share a kernel for one, and then finds no memory that they share.
-                    command.args(["-genv", "UCX_TLS", "tcp,self", "-genv", "UCX_NET_DEVICES", "eth0"]);
+                    command.args([
+                        "-genv",
+                        "UCX_TLS",
+                        "tcp,self",
+                        "-genv",
+                        "UCX_NET_DEVICES",
+                        "eth0",
+                    ]);
                 }
                 command
             }
             _ => bail!("{} is no MPI", system.name()),
         };
-        let kind = if system == System::OpenMpi { "mpicc.openmpi" } else { "mpicc.mpich" };
-        command.arg(bed.home().join("pvm3/bin/LINUX64").join(program_of(kind, "twin")));
+        let kind = if system == System::OpenMpi {
+            "mpicc.openmpi"
+        } else {
+            "mpicc.mpich"
+        };
+        command.arg(
+            bed.home()
+                .join("pvm3/bin/LINUX64")
+                .join(program_of(kind, "twin")),
+        );
         Ok(command)
     }
 
     /// Hosts are added and deleted again; beside it a bare login on one of them.
     fn login(&self, system: System, one: &Measurement) -> Result<Samples> {
         let bed = self.bed(system);
-        let all: Vec<&str> =
-            one.words.iter().filter_map(|word| word.strip_prefix("host=")).flat_map(|l| l.split(',')).collect();
+        let all: Vec<&str> = one
+            .words
+            .iter()
+            .filter_map(|word| word.strip_prefix("host="))
+            .flat_map(|l| l.split(','))
+            .collect();
         // As ssh is by itself, and with the agreement that our daemon has it prefer.
         let mut bare = Samples::new();
         for (name, hosts) in [("ssh", &all[..1]), ("ssh_all", &all[..])] {
             bare.insert(name.to_string(), Sample::one(bare_logins(bed, hosts, &[])?));
-            bare.insert(format!("{name}_x25519"), Sample::one(bare_logins(bed, hosts, &BY_X25519)?));
+            bare.insert(
+                format!("{name}_x25519"),
+                Sample::one(bare_logins(bed, hosts, &BY_X25519)?),
+            );
         }
         let mut command = self.program(system);
         command.args(one.words);
         let done = run(command, RUN_TIME)?.expect_good(system.name())?;
         let mut samples = read(&done.out)?;
         samples.extend(bare);
-        bed.hosts().iter().skip(1).try_for_each(|host: &Host| gone(host, "pvmd", GONE_TIME))?;
+        bed.hosts()
+            .iter()
+            .skip(1)
+            .try_for_each(|host: &Host| gone(host, "pvmd", GONE_TIME))?;
         Ok(samples)
     }
 }
@@ -282,13 +412,26 @@ impl<'a> Peers<'a> {
 fn bare_logins(bed: &Testbed, hosts: &[&str], options: &[&str]) -> Result<f64> {
     let login = |host: &str| {
         let mut command = bed.host(1).command("ssh");
-        command.arg("-F").arg(ssh::client_config(bed.folder(), "root")).args(options).args([host, "true"]);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+            .arg("-F")
+            .arg(ssh::client_config(bed.folder(), "root"))
+            .args(options)
+            .args([host, "true"]);
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
         command.spawn().context("ssh")
     };
     let begun = Instant::now();
-    let logins = hosts.iter().map(|host| login(host)).collect::<Result<Vec<_>>>()?;
-    let ended = logins.into_iter().map(|mut login| login.wait()).collect::<std::io::Result<Vec<_>>>()?;
+    let logins = hosts
+        .iter()
+        .map(|host| login(host))
+        .collect::<Result<Vec<_>>>()?;
+    let ended = logins
+        .into_iter()
+        .map(|mut login| login.wait())
+        .collect::<std::io::Result<Vec<_>>>()?;
     let us = begun.elapsed().as_secs_f64() * 1e6;
     match ended.iter().find(|status| !status.success()) {
         None => Ok(us),

@@ -50,11 +50,18 @@ struct Kept<'a> {
 /// Keeps what a program has said (`text`) and written (`json`), under a name.
 fn keep(name: &str, text: &str, json: &Path, machine: &Machine, results: &Path) -> Result<Value> {
     let found = fs::read(json).with_context(|| json.display().to_string())?;
-    let found: Value = serde_json::from_slice(&found).with_context(|| json.display().to_string())?;
+    let found: Value =
+        serde_json::from_slice(&found).with_context(|| json.display().to_string())?;
     fs::create_dir_all(results).with_context(|| results.display().to_string())?;
     fs::write(results.join(format!("{name}.txt")), text)?;
-    let kept = Kept { machine, results: found.clone() };
-    fs::write(results.join(format!("{name}.json")), serde_json::to_string_pretty(&kept)? + "\n")?;
+    let kept = Kept {
+        machine,
+        results: found.clone(),
+    };
+    fs::write(
+        results.join(format!("{name}.json")),
+        serde_json::to_string_pretty(&kept)? + "\n",
+    )?;
     println!("written: {}", results.display());
     Ok(found)
 }
@@ -76,7 +83,8 @@ pub fn decided(text: &str, json: &Path, results: &Path) -> Result<()> {
 pub fn simulated(text: &str, json: &Path, results: &Path) -> Result<()> {
     let machine = Machine::describe(true, 1, false);
     let found = keep("sim", text, json, &machine, results)?;
-    let found: Simulated = serde_json::from_value(found).with_context(|| json.display().to_string())?;
+    let found: Simulated =
+        serde_json::from_value(found).with_context(|| json.display().to_string())?;
     for chart in charts(&found) {
         if let Some(svg) = chart.even_svg() {
             fs::write(results.join(format!("{}.svg", chart.name)), svg)?;
@@ -87,25 +95,62 @@ pub fn simulated(text: &str, json: &Path, results: &Path) -> Result<()> {
 
 fn charts(found: &Simulated) -> [Chart; 4] {
     let Simulated { week, days } = found;
-    let series = |name: &str, points: Vec<(f64, f64)>| Series { name: name.to_string(), points, p99: Vec::new() };
+    let series = |name: &str, points: Vec<(f64, f64)>| Series {
+        name: name.to_string(),
+        points,
+        p99: Vec::new(),
+    };
     let chart = |name: &str, title: &str, x: &str, y: &str, series: Vec<Series>| {
         let [name, title, x, y] = [name, title, x, y].map(str::to_string);
-        Chart { name, title, x, y, more_is_better: false, series }
+        Chart {
+            name,
+            title,
+            x,
+            y,
+            more_is_better: false,
+            series,
+        }
     };
     let by_hour = |of: fn(&(f64, f64)) -> f64| {
-        week.by_hour.iter().enumerate().map(|(hour, both)| (hour as f64, of(both))).collect::<Vec<_>>()
+        week.by_hour
+            .iter()
+            .enumerate()
+            .map(|(hour, both)| (hour as f64, of(both)))
+            .collect::<Vec<_>>()
     };
-    let moves = week.moves_by_hour.iter().enumerate().map(|(hour, moves)| (hour as f64, *moves)).collect();
+    let moves = week
+        .moves_by_hour
+        .iter()
+        .enumerate()
+        .map(|(hour, moves)| (hour as f64, *moves))
+        .collect();
     let ms = |spread: &Spread| {
-        spread.hundredths.iter().enumerate().map(|(part, s)| (part as f64, s * 1e3)).collect::<Vec<_>>()
+        spread
+            .hundredths
+            .iter()
+            .enumerate()
+            .map(|(part, s)| (part as f64, s * 1e3))
+            .collect::<Vec<_>>()
     };
     let waits = |hosts: u16, beside: bool| {
-        let of_pair = |pair: &Pair| if beside { pair.waits_s.1.clone() } else { pair.waits_s.0.clone() };
-        let pairs = days.iter().filter(|day| day.hosts == hosts).flat_map(|day| &day.light);
+        let of_pair = |pair: &Pair| {
+            if beside {
+                pair.waits_s.1.clone()
+            } else {
+                pair.waits_s.0.clone()
+            }
+        };
+        let pairs = days
+            .iter()
+            .filter(|day| day.hosts == hosts)
+            .flat_map(|day| &day.light);
         let mut all: Vec<f64> = pairs.flat_map(of_pair).collect();
         all.sort_by(f64::total_cmp);
         let last = all.len().saturating_sub(1).max(1) as f64;
-        all.iter().enumerate().map(|(n, wait)| (100.0 * n as f64 / last, wait / 60.0)).collect::<Vec<_>>()
+        all.iter()
+            .enumerate()
+            .map(|(n, wait)| (100.0 * n as f64 / last, wait / 60.0))
+            .collect::<Vec<_>>()
     };
     let pools: BTreeSet<u16> = days.iter().map(|day| day.hosts).collect();
     let both = |hosts: u16| {
@@ -123,13 +168,22 @@ fn charts(found: &Simulated) -> [Chart; 4] {
                 series("at work for guests", by_hour(|both| both.1)),
             ],
         ),
-        chart("sim-moves", "Moves in each hour", "hours since Monday, 0:00", "moves", vec![series("moves", moves)]),
+        chart(
+            "sim-moves",
+            "Moves in each hour",
+            "hours since Monday, 0:00",
+            "moves",
+            vec![series("moves", moves)],
+        ),
         chart(
             "sim-owners",
             "What owners notice",
             "percent of all times",
             "milliseconds after the login",
-            vec![series("a guest runs on", ms(&week.stall_s)), series("until no guest is left", ms(&week.clean_s))],
+            vec![
+                series("a guest runs on", ms(&week.stall_s)),
+                series("until no guest is left", ms(&week.clean_s)),
+            ],
         ),
         chart(
             "sim-waits",
@@ -166,10 +220,18 @@ mod tests {
             assert!(read(&format!("{name}.svg")).contains("<polyline"), "{name}");
         }
         let waits = read("sim-waits.svg");
-        let labels: Vec<&str> = waits.split(['<', '>']).filter(|text| text.contains(" hosts, ")).collect();
+        let labels: Vec<&str> = waits
+            .split(['<', '>'])
+            .filter(|text| text.contains(" hosts, "))
+            .collect();
         assert_eq!(
             labels,
-            ["7 hosts, alone", "7 hosts, beside a greedy one", "9 hosts, alone", "9 hosts, beside a greedy one"]
+            [
+                "7 hosts, alone",
+                "7 hosts, beside a greedy one",
+                "9 hosts, alone",
+                "9 hosts, beside a greedy one"
+            ]
         );
         fs::remove_dir_all(&folder).expect("it is ours");
     }

@@ -18,7 +18,9 @@ pub struct Again {
 
 impl Default for Again {
     fn default() -> Again {
-        Again { pause_max: PAUSE_FIRST_MAX }
+        Again {
+            pause_max: PAUSE_FIRST_MAX,
+        }
     }
 }
 
@@ -53,8 +55,9 @@ mod tests {
     /// had the directory to itself; panics when one gives up.
     fn attempts(dumps: usize, start: Micros, hold: Micros, seed: u64) -> Vec<u32> {
         let mut dice = Dice(seed);
-        let mut waiting: Vec<(Micros, usize, Again, u32)> =
-            (0..dumps).map(|dump| (start, dump, Again::default(), 1)).collect();
+        let mut waiting: Vec<(Micros, usize, Again, u32)> = (0..dumps)
+            .map(|dump| (start, dump, Again::default(), 1))
+            .collect();
         let (mut taken, mut free_at) = (vec![0; dumps], Micros(0));
         while let Some(at) = (0..waiting.len()).min_by_key(|at| waiting[*at].0) {
             let (now, dump, again, count) = &mut waiting[at];
@@ -64,7 +67,9 @@ mod tests {
                 waiting.swap_remove(at);
                 continue;
             }
-            let pause = again.pause(*now, dice.roll()).unwrap_or_else(|| panic!("dump {dump} of {dumps} gives up"));
+            let pause = again
+                .pause(*now, dice.roll())
+                .unwrap_or_else(|| panic!("dump {dump} of {dumps} gives up"));
             *now = *now + pause + start;
             *count += 1;
         }
@@ -75,7 +80,10 @@ mod tests {
     fn two_that_cross_do_not_cross_for_ever() {
         for seed in 1..200 {
             let taken = attempts(2, Micros::from_millis(30), Micros::from_millis(1), seed);
-            assert!(taken.iter().all(|count| *count <= 8), "{taken:?} (seed {seed})");
+            assert!(
+                taken.iter().all(|count| *count <= 8),
+                "{taken:?} (seed {seed})"
+            );
         }
     }
 
@@ -99,7 +107,11 @@ mod tests {
             .collect();
         assert_eq!(longest[..3], [8_000, 16_000, 32_000]);
         assert_eq!(longest[8], PAUSE_MAX.0);
-        assert_eq!(again.pause(CROSSING_WITHIN.since(Micros(5)), 77_777), Some(Micros(5)), "the last one ends in time");
+        assert_eq!(
+            again.pause(CROSSING_WITHIN.since(Micros(5)), 77_777),
+            Some(Micros(5)),
+            "the last one ends in time"
+        );
         assert_eq!(again.pause(CROSSING_WITHIN, 1), None);
     }
 }

@@ -37,12 +37,16 @@ impl Note {
     /// Removes the file, unless another one is there.
     fn undo(&self) {
         let (Note::Nameless(path) | Note::Named(path, ..)) = self;
-        let Ok((folder, name)) = folder_of(path) else { return };
+        let Ok((folder, name)) = folder_of(path) else {
+            return;
+        };
         let there = fstatat(&folder, name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW);
         let is_ours = match self {
             Note::Nameless(_) => there.is_ok(),
             // Somebody may have put another one in its place.
-            Note::Named(_, device, inode) => there.is_ok_and(|is| (is.st_dev, is.st_ino) == (*device, *inode)),
+            Note::Named(_, device, inode) => {
+                there.is_ok_and(|is| (is.st_dev, is.st_ino) == (*device, *inode))
+            }
         };
         if is_ours {
             let _ = unlinkat(&folder, name.as_os_str(), UnlinkatFlags::NoRemoveDir);
@@ -69,8 +73,16 @@ impl Notes {
         own.push(name);
         let path = images.with_file_name(own);
         undo(&path);
-        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?;
-        Ok(Notes { path, file, all: Vec::new() })
+        let file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&path)?;
+        Ok(Notes {
+            path,
+            file,
+            all: Vec::new(),
+        })
     }
 
     /// Notes a file before it is there.
@@ -79,7 +91,9 @@ impl Notes {
     /// It cannot be written: then the file may not be made.
     pub fn add(&mut self, note: Note) -> io::Result<()> {
         let body = postcard::to_allocvec(&note).map_err(io::Error::other)?;
-        let head = u32::try_from(body.len()).map_err(io::Error::other)?.to_le_bytes();
+        let head = u32::try_from(body.len())
+            .map_err(io::Error::other)?
+            .to_le_bytes();
         self.file.write_all(&[&head[..], &body].concat())?;
         self.all.push(note);
         Ok(())
@@ -112,7 +126,13 @@ pub fn name_it(folder: impl AsFd, nameless: &OsStr, name: &OsStr) -> io::Result<
         Err(Errno::EEXIST) => Ok(false),
         // Not all file systems have links.
         Err(Errno::EPERM | Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::EMLINK) => {
-            match renameat2(folder, nameless, folder, name, RenameFlags::RENAME_NOREPLACE) {
+            match renameat2(
+                folder,
+                nameless,
+                folder,
+                name,
+                RenameFlags::RENAME_NOREPLACE,
+            ) {
                 Ok(()) => Ok(true),
                 Err(Errno::EEXIST) => Ok(false),
                 Err(e) => Err(e.into()),
@@ -132,7 +152,10 @@ pub fn undo_all(dir: &Path) {
 }
 
 fn undo(path: &Path) {
-    let open = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path);
+    let open = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(path);
     let mut bytes = Vec::new();
     if let Ok(file) = open {
         // What cannot be read is not there.
@@ -147,8 +170,12 @@ fn read(mut bytes: &[u8]) -> Vec<Note> {
     let mut all = Vec::new();
     while let Some((head, rest)) = bytes.split_first_chunk::<HEAD_BYTES>() {
         let length = usize::try_from(u32::from_le_bytes(*head)).unwrap_or(usize::MAX);
-        let Some((body, rest)) = rest.split_at_checked(length) else { break };
-        let Ok(note) = postcard::from_bytes(body) else { break };
+        let Some((body, rest)) = rest.split_at_checked(length) else {
+            break;
+        };
+        let Ok(note) = postcard::from_bytes(body) else {
+            break;
+        };
         all.push(note);
         bytes = rest;
     }
@@ -174,12 +201,19 @@ mod tests {
             std::fs::write(&path, name).expect("written");
             path
         };
-        let (nameless, own, replaced, kept) = (file("nameless"), file("own"), file("replaced"), file("kept"));
+        let (nameless, own, replaced, kept) = (
+            file("nameless"),
+            file("own"),
+            file("replaced"),
+            file("kept"),
+        );
         let mut notes = Notes::beside(&real.join("images-1")).expect("notes");
         notes.add(Note::Nameless(nameless.clone())).expect("noted");
         notes.add(named(&own)).expect("noted");
         notes.add(named(&replaced)).expect("noted");
-        notes.add(Note::Nameless(real.join("never made"))).expect("noted");
+        notes
+            .add(Note::Nameless(real.join("never made")))
+            .expect("noted");
         std::fs::rename(&replaced, real.join("elsewhere")).expect("renamed");
         std::fs::write(&replaced, "somebody else's").expect("written");
         // As if it had been killed in the middle of a note.
@@ -188,7 +222,10 @@ mod tests {
         undo_all(&real);
         assert!(!nameless.exists() && !own.exists());
         assert!(replaced.exists() && kept.exists() && real.join("elsewhere").exists());
-        assert!(!real.join("carried-images-1").exists(), "the notes go with the files");
+        assert!(
+            !real.join("carried-images-1").exists(),
+            "the notes go with the files"
+        );
     }
 
     #[test]
@@ -216,7 +253,10 @@ mod tests {
         std::fs::write(dir.path().join("new"), "new").expect("written");
         std::fs::write(dir.path().join("old"), "old").expect("written");
         assert!(!name_it(&folder, OsStr::new("new"), OsStr::new("old")).expect("it is told"));
-        assert_eq!(std::fs::read(dir.path().join("old")).expect("there"), b"old");
+        assert_eq!(
+            std::fs::read(dir.path().join("old")).expect("there"),
+            b"old"
+        );
         assert!(name_it(&folder, OsStr::new("new"), OsStr::new("free")).expect("it is named"));
         assert!(!dir.path().join("new").exists() && dir.path().join("free").exists());
     }

@@ -36,7 +36,11 @@ impl Cancel {
     /// # Errors
     /// When there is no descriptor left.
     pub fn new() -> io::Result<Cancel> {
-        Ok(Cancel { fired: Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?) })
+        Ok(Cancel {
+            fired: Arc::new(EventFd::from_flags(
+                EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK,
+            )?),
+        })
     }
 
     /// Fires. The call ends as soon as its engine process is dead and reaped.
@@ -135,7 +139,12 @@ pub trait Engine: Send + Sync {
     ///
     /// # Errors
     /// It did not arrive. The processes are as they were.
-    fn send_ahead(&self, processes: &[i32], stream: &OwnedFd, hurry: &Hurry) -> Result<SentAhead, Failure>;
+    fn send_ahead(
+        &self,
+        processes: &[i32],
+        stream: &OwnedFd,
+        hurry: &Hurry,
+    ) -> Result<SentAhead, Failure>;
 
     /// Takes memory that comes ahead on a connected stream: no more than so many bytes. [`Store::acknowledge`] answers. Blocks until
     /// all is here; shutting the stream down ends it.
@@ -149,7 +158,12 @@ pub trait Engine: Send + Sync {
     ///
     /// # Errors
     /// The engine's process could not be made.
-    fn start_arrival(&self, dir: &Path, ask_on: OwnedFd, ahead: Store) -> Result<Box<dyn Arriving>, Failure>;
+    fn start_arrival(
+        &self,
+        dir: &Path,
+        ask_on: OwnedFd,
+        ahead: Store,
+    ) -> Result<Box<dyn Arriving>, Failure>;
 }
 
 /// A look at what the kernel can do.
@@ -174,7 +188,10 @@ pub trait Dumping: Send {
     ///
     /// # Errors
     /// The task still exists and is still stopped, if it has not ended by itself.
-    fn finish(self: Box<Self>, limits: &Limits) -> Result<(DumpReport, Option<Box<dyn Serving>>), Failure>;
+    fn finish(
+        self: Box<Self>,
+        limits: &Limits,
+    ) -> Result<(DumpReport, Option<Box<dyn Serving>>), Failure>;
 }
 
 /// The memory of a dumped task, on the host that it leaves. The task is still there, and stopped.
@@ -243,7 +260,10 @@ pub struct Whole {
 impl Whole {
     /// It is not, and comes by this.
     pub(crate) fn new(way: Arc<UnixStream>) -> Whole {
-        Whole { is: Arc::default(), way }
+        Whole {
+            is: Arc::default(),
+            way,
+        }
     }
 
     pub(crate) fn becomes(&self) {
@@ -267,7 +287,9 @@ impl Whole {
 
 /// What keeps processes from finding zeros where their memory has not arrived.
 #[derive(Debug)]
-pub struct Missing(#[expect(dead_code, reason = "held for its being open")] pub(crate) Vec<OwnedFd>);
+pub struct Missing(
+    #[expect(dead_code, reason = "held for its being open")] pub(crate) Vec<OwnedFd>,
+);
 
 /// A restore under way.
 pub trait Restoring: Send {

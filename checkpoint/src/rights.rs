@@ -71,7 +71,10 @@ const VERSION: u32 = 0x2008_0522;
 
 fn header() -> Header {
     // The calling thread.
-    Header { version: VERSION, pid: 0 }
+    Header {
+        version: VERSION,
+        pid: 0,
+    }
 }
 
 /// Takes all capabilities from the calling thread but those of this set that it has. Threads that it starts have the same; so
@@ -93,7 +96,11 @@ pub fn keep_only(set: u64) -> io::Result<()> {
     // SAFETY: both point to what capset(2) reads in this version, and it writes nothing but the version of the header if it does
     // not know that one.
     let done = unsafe { libc::syscall(libc::SYS_capset, &raw mut header, halves.as_ptr()) };
-    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    if done == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
 }
 
 #[cfg(test)]
@@ -111,17 +118,38 @@ mod tests {
             let kept = set(&[Capability::KILL, Capability::SYS_PTRACE]);
             keep_only(kept).expect("rights can always be given up");
             let after = Status::of(thread).expect("it runs");
-            let child = std::process::Command::new("cat").arg("/proc/self/status").output().expect("cat");
-            (before, kept, after, String::from_utf8(child.stdout).expect("text"))
+            let child = std::process::Command::new("cat")
+                .arg("/proc/self/status")
+                .output()
+                .expect("cat");
+            (
+                before,
+                kept,
+                after,
+                String::from_utf8(child.stdout).expect("text"),
+            )
         });
         let (before, kept, after, child) = seen.join().expect("no panic");
         for name in ["CapPrm", "CapEff"] {
-            assert_eq!(after.capabilities(name), before.capabilities(name) & kept, "{name}");
+            assert_eq!(
+                after.capabilities(name),
+                before.capabilities(name) & kept,
+                "{name}"
+            );
         }
         for name in ["CapBnd", "CapInh", "CapAmb"] {
-            assert_eq!(after.capabilities(name), before.capabilities(name), "{name}");
+            assert_eq!(
+                after.capabilities(name),
+                before.capabilities(name),
+                "{name}"
+            );
         }
-        let of_child = |name: &str| child.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        let of_child = |name: &str| {
+            child
+                .lines()
+                .find_map(|line| line.strip_prefix(name))
+                .map(str::trim)
+        };
         if nix::unistd::geteuid().is_root() {
             assert_eq!(of_child("CapPrm:"), before.field("CapBnd"));
         }

@@ -5,7 +5,8 @@
 mod dice;
 
 use checkpoint::protocol::{
-    Coordinator, CoordinatorOutput, Inspected, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
+    Coordinator, CoordinatorOutput, Inspected, Source, SourceEvent, SourceOutput, Target,
+    TargetEvent, TargetOutput,
 };
 use dice::Dice;
 use sempa_proto::engine::Engine;
@@ -105,7 +106,11 @@ struct World {
 
 fn order(suspend: bool) -> suspend::Order {
     let tid = Tid::task(host(2), 1).expect("good");
-    suspend::Order { tid, suspend, cause: suspend::Cause::Asked { by: tid } }
+    suspend::Order {
+        tid,
+        suspend,
+        cause: suspend::Cause::Asked { by: tid },
+    }
 }
 
 fn host(index: u16) -> HostId {
@@ -116,7 +121,11 @@ impl World {
     fn new(seed: u64, faults: Faults) -> World {
         let mut world = World {
             dice: Dice(seed | 1),
-            engine: if seed.is_multiple_of(3) { Engine::Restart { wait: 5 } } else { Engine::Criu },
+            engine: if seed.is_multiple_of(3) {
+                Engine::Restart { wait: 5 }
+            } else {
+                Engine::Criu
+            },
             faults,
             now: Micros(0),
             queue: BTreeMap::new(),
@@ -229,9 +238,24 @@ impl World {
         match item {
             Item::Order(at, ..) if self.lost.contains(&at) => {}
             Item::Order(_, of, Order::Inspect) => self.source = Some(Source::new(of)),
-            Item::Order(at, of, Order::Prepare { facts, memory_can_follow, pre_copies, .. }) => {
+            Item::Order(
+                at,
+                of,
+                Order::Prepare {
+                    facts,
+                    memory_can_follow,
+                    pre_copies,
+                    ..
+                },
+            ) => {
                 assert_eq!(at, of.to);
-                self.target = Some(Target::new(of, facts, PathBuf::from("/token"), memory_can_follow, pre_copies));
+                self.target = Some(Target::new(
+                    of,
+                    facts,
+                    PathBuf::from("/token"),
+                    memory_can_follow,
+                    pre_copies,
+                ));
             }
             Item::Order(at, of, order) if at == of.from => {
                 if let Order::Resume { suspended } = order {
@@ -239,7 +263,10 @@ impl World {
                 }
                 if self.source.is_none() && order == Order::Yield {
                     // It is in no move any more, because it has ended.
-                    let report = Report::Failed { step: Step::KillSource, why: Failure::TaskEnded };
+                    let report = Report::Failed {
+                        step: Step::KillSource,
+                        why: Failure::TaskEnded,
+                    };
                     return self.send(at, HostId::MASTER, Item::Report(at, of.id, report));
                 }
                 self.source_event(SourceEvent::Order(order));
@@ -252,7 +279,8 @@ impl World {
             }
             Item::Ask(suspend) => self.ask(suspend),
             Item::PassedOn(from, id, (suspend, number)) => {
-                self.coordinator.suspend(from, id, RequestId(number as u64), &order(suspend));
+                self.coordinator
+                    .suspend(from, id, RequestId(number as u64), &order(suspend));
             }
             Item::Decided(holds, asked) => self.decided(holds, asked),
             Item::Report(from, id, report) => self.coordinator.report(self.now, from, id, report),
@@ -298,13 +326,23 @@ impl World {
         if self.lost.contains(&at) {
             return;
         }
-        let source = self.source.as_ref().filter(|source| at == host(2) && source.is_decided_elsewhere());
-        let target = self.target.as_ref().filter(|_| at == host(3) && !self.target_runs);
+        let source = self
+            .source
+            .as_ref()
+            .filter(|source| at == host(2) && source.is_decided_elsewhere());
+        let target = self
+            .target
+            .as_ref()
+            .filter(|_| at == host(3) && !self.target_runs);
         if let Some(id) = source.map(|s| s.of().id).or(target.map(|t| t.of().id)) {
             self.waits_for = Some(at);
             return self.send(at, HostId::MASTER, Item::PassedOn(at, id, asked));
         }
-        let holds = if at == host(2) { &mut self.holds.0 } else { &mut self.holds.1 };
+        let holds = if at == host(2) {
+            &mut self.holds.0
+        } else {
+            &mut self.holds.1
+        };
         *holds = holds.after(&order(suspend));
         self.told = Some(asked);
     }
@@ -327,12 +365,19 @@ impl World {
     fn source_event(&mut self, event: SourceEvent) {
         // What the world did while the answer was on its way.
         match &event {
-            SourceEvent::Stopped(Ok(())) if self.copies.0 == Copy::Running => self.copies.0 = Copy::Stopped,
-            SourceEvent::Continued if self.copies.0 == Copy::Stopped => self.copies.0 = Copy::Running,
+            SourceEvent::Stopped(Ok(())) if self.copies.0 == Copy::Running => {
+                self.copies.0 = Copy::Stopped
+            }
+            SourceEvent::Continued if self.copies.0 == Copy::Stopped => {
+                self.copies.0 = Copy::Running
+            }
             SourceEvent::Gone(_) => self.copies.0 = Copy::Dead,
             _ => {}
         }
-        let now = |inspected| Inspected { suspended: self.holds.0, ..inspected };
+        let now = |inspected| Inspected {
+            suspended: self.holds.0,
+            ..inspected
+        };
         let event = match event {
             SourceEvent::Inspected(result) => SourceEvent::Inspected(result.map(now)),
             event => event,
@@ -344,8 +389,12 @@ impl World {
 
     fn target_event(&mut self, event: TargetEvent) {
         match &event {
-            TargetEvent::Restored(Ok(())) if self.copies.1 == Copy::None => self.copies.1 = Copy::Stopped,
-            TargetEvent::Ran(Ok(())) if self.copies.1 == Copy::Stopped => self.copies.1 = Copy::Running,
+            TargetEvent::Restored(Ok(())) if self.copies.1 == Copy::None => {
+                self.copies.1 = Copy::Stopped
+            }
+            TargetEvent::Ran(Ok(())) if self.copies.1 == Copy::Stopped => {
+                self.copies.1 = Copy::Running
+            }
             TargetEvent::Discarded | TargetEvent::Arrived(Err(_)) => self.copies.1 = Copy::Dead,
             _ => {}
         }
@@ -358,17 +407,29 @@ impl World {
         let master = HostId::MASTER;
         while let Some(output) = self.coordinator.poll() {
             match output {
-                CoordinatorOutput::Order { host, of, order } => self.send(master, host, Item::Order(host, of, order)),
+                CoordinatorOutput::Order { host, of, order } => {
+                    self.send(master, host, Item::Order(host, of, order))
+                }
                 CoordinatorOutput::Record(of) => self.soon(Item::Recorded(of.id)),
                 CoordinatorOutput::Locate(of) => {
                     self.located_at = of.to;
                     self.soon(Item::Located(of.id));
                 }
-                CoordinatorOutput::Event(EventKind::Moved { resident, frozen, whole, .. }) => {
+                CoordinatorOutput::Event(EventKind::Moved {
+                    resident,
+                    frozen,
+                    whole,
+                    ..
+                }) => {
                     self.logged = Some((resident, frozen, whole));
                 }
                 CoordinatorOutput::Event(_) => {}
-                CoordinatorOutput::SuspendDecided { host, id, suspended, .. } => {
+                CoordinatorOutput::SuspendDecided {
+                    host,
+                    id,
+                    suspended,
+                    ..
+                } => {
                     let number = id.0 as usize;
                     let suspend = self.orders[number - 1];
                     self.send(master, host, Item::Decided(suspended, (suspend, number)));
@@ -389,7 +450,9 @@ impl World {
     fn source_output(&mut self, output: SourceOutput) {
         let id = self.source.as_ref().expect("it spoke").of().id;
         match output {
-            SourceOutput::Report(report) => self.send(host(2), HostId::MASTER, Item::Report(host(2), id, report)),
+            SourceOutput::Report(report) => {
+                self.send(host(2), HostId::MASTER, Item::Report(host(2), id, report))
+            }
             SourceOutput::Inspect => {
                 let (refuse, memory_can_follow) = (self.faults.refuse, self.faults.memory_follows);
                 let can_pre_copy = self.faults.pre_copies;
@@ -397,13 +460,24 @@ impl World {
                     Item::Source(SourceEvent::Inspected(if refuse {
                         Err(Refusal::Pinned)
                     } else {
-                        let facts = TaskFacts { resident_bytes: RESIDENT, ..TaskFacts::default() };
-                        Ok(Inspected { memory_can_follow, can_pre_copy, facts, ..Inspected::default() })
+                        let facts = TaskFacts {
+                            resident_bytes: RESIDENT,
+                            ..TaskFacts::default()
+                        };
+                        Ok(Inspected {
+                            memory_can_follow,
+                            can_pre_copy,
+                            facts,
+                            ..Inspected::default()
+                        })
                     }))
                 });
             }
             SourceOutput::LendMemory => {
-                assert!(!std::mem::replace(&mut self.way_is_open, true), "one way for one move");
+                assert!(
+                    !std::mem::replace(&mut self.way_is_open, true),
+                    "one way for one move"
+                );
             }
             SourceOutput::PreCopy => {
                 assert!(
@@ -414,7 +488,9 @@ impl World {
             }
             SourceOutput::EndPreCopy => self.pre_copy_ended = true,
             SourceOutput::Hold => self.held = true,
-            SourceOutput::Quiesce { .. } => self.worker((), |_| Item::Source(SourceEvent::Quiesced)),
+            SourceOutput::Quiesce { .. } => {
+                self.worker((), |_| Item::Source(SourceEvent::Quiesced))
+            }
             SourceOutput::End { engine, .. } => {
                 assert_eq!(engine, self.engine);
                 self.worker((), |r| Item::Source(SourceEvent::Stopped(r)));
@@ -423,7 +499,9 @@ impl World {
             SourceOutput::Stop => self.worker((), |r| Item::Source(SourceEvent::Stopped(r))),
             SourceOutput::Dump { memory_follows } => {
                 assert_eq!(memory_follows, self.way_is_open);
-                self.worker(DumpReport::default(), |r| Item::Source(SourceEvent::Dumped(r)));
+                self.worker(DumpReport::default(), |r| {
+                    Item::Source(SourceEvent::Dumped(r))
+                });
             }
             SourceOutput::SendAhead => {
                 if self.dice.roll(100) < self.faults.step_fails_percent {
@@ -436,7 +514,11 @@ impl World {
                 let bad = self.dice.roll(100) < self.faults.step_fails_percent;
                 let unheard = self.dice.roll(100) < self.faults.unheard_percent;
                 let cut = || Err(Failure::Images("cut".into()));
-                let sent = Item::Source(SourceEvent::Sent(if bad || unheard { cut() } else { Ok(()) }));
+                let sent = Item::Source(SourceEvent::Sent(if bad || unheard {
+                    cut()
+                } else {
+                    Ok(())
+                }));
                 if unheard {
                     let at = self.now + Micros(self.dice.roll(60_000));
                     self.push(at, sent);
@@ -453,7 +535,10 @@ impl World {
             SourceOutput::KillMoved => self.soon(Item::Source(SourceEvent::Gone(Usage::default()))),
             SourceOutput::HandOver => self.handed_over = true,
             SourceOutput::DropImages => self.dropped = true,
-            SourceOutput::Settle | SourceOutput::Close { .. } | SourceOutput::Collect | SourceOutput::Deposit => {
+            SourceOutput::Settle
+            | SourceOutput::Close { .. }
+            | SourceOutput::Collect
+            | SourceOutput::Deposit => {
                 panic!("a move keeps no images")
             }
             SourceOutput::Done => self.source = None,
@@ -463,12 +548,22 @@ impl World {
     fn target_output(&mut self, output: TargetOutput) {
         let id = self.target.as_ref().expect("it spoke").of().id;
         match output {
-            TargetOutput::Report(report) => self.send(host(3), HostId::MASTER, Item::Report(host(3), id, report)),
+            TargetOutput::Report(report) => {
+                self.send(host(3), HostId::MASTER, Item::Report(host(3), id, report))
+            }
             TargetOutput::Prepare(_) => {
                 let engine = self.engine;
                 self.worker((), move |r| {
-                    let verdict = if r.is_ok() { vec![] } else { vec![Refusal::Pinned] };
-                    Item::Target(TargetEvent::Prepared { verdict, memory_can_follow: true, engine })
+                    let verdict = if r.is_ok() {
+                        vec![]
+                    } else {
+                        vec![Refusal::Pinned]
+                    };
+                    Item::Target(TargetEvent::Prepared {
+                        verdict,
+                        memory_can_follow: true,
+                        engine,
+                    })
                 });
             }
             TargetOutput::TakePreCopy => self.takes_pre_copy = true,
@@ -490,7 +585,11 @@ impl World {
 
     fn check(&self) {
         // A copy that stands still is alive: it could go on.
-        assert!(self.copies.1 != Copy::Running || self.copies.0 == Copy::Dead, "two live copies: {:?}", self.copies);
+        assert!(
+            self.copies.1 != Copy::Running || self.copies.0 == Copy::Dead,
+            "two live copies: {:?}",
+            self.copies
+        );
     }
 }
 
@@ -505,9 +604,16 @@ fn settle(seed: u64, faults: Faults) -> World {
 fn without_faults_the_task_moves_and_everything_is_handed_over() {
     for seed in 1..500 {
         let world = settle(seed, Faults::default());
-        assert!(matches!(world.ended, Some(Ok(_))), "seed {seed}: {:?}", world.ended);
+        assert!(
+            matches!(world.ended, Some(Ok(_))),
+            "seed {seed}: {:?}",
+            world.ended
+        );
         assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
-        assert!(world.handed_over && world.source.is_none() && world.target.is_none(), "seed {seed}");
+        assert!(
+            world.handed_over && world.source.is_none() && world.target.is_none(),
+            "seed {seed}"
+        );
         assert_eq!(world.located_at, host(3));
     }
 }
@@ -517,7 +623,13 @@ fn the_log_tells_how_much_memory_moved_and_when_all_of_it_was_there() {
     let mut later = 0;
     for seed in 1..200 {
         for memory_follows in [false, true] {
-            let world = settle(seed, Faults { memory_follows, ..Faults::default() });
+            let world = settle(
+                seed,
+                Faults {
+                    memory_follows,
+                    ..Faults::default()
+                },
+            );
             let (resident, frozen, whole) = world.logged.expect("it has moved");
             match (world.engine, memory_follows) {
                 // It may all be there by the time the task runs.
@@ -525,19 +637,32 @@ fn the_log_tells_how_much_memory_moved_and_when_all_of_it_was_there() {
                     assert!(resident == RESIDENT && whole >= frozen, "seed {seed}");
                     later += u32::from(whole > frozen);
                 }
-                (Engine::Criu, false) => assert!(resident == RESIDENT && whole == frozen, "seed {seed}"),
+                (Engine::Criu, false) => {
+                    assert!(resident == RESIDENT && whole == frozen, "seed {seed}")
+                }
                 // Its program took along what it needs.
                 _ => assert_eq!(resident, 0, "seed {seed}"),
             }
         }
     }
-    assert!(later > 20, "memory that follows comes later as a rule: {later}");
+    assert!(
+        later > 20,
+        "memory that follows comes later as a rule: {later}"
+    );
 }
 
 #[test]
 fn a_refused_task_is_not_touched() {
-    let world = settle(7, Faults { refuse: true, ..Faults::default() });
-    let Some(Err(error)) = world.ended else { panic!("{:?}", world.ended) };
+    let world = settle(
+        7,
+        Faults {
+            refuse: true,
+            ..Faults::default()
+        },
+    );
+    let Some(Err(error)) = world.ended else {
+        panic!("{:?}", world.ended)
+    };
     assert_eq!(error.step, Step::Inspect);
     assert_eq!(error.why, Failure::Refused(vec![Refusal::Pinned]));
     assert_eq!(world.copies, (Copy::Running, Copy::None));
@@ -547,7 +672,14 @@ fn a_refused_task_is_not_touched() {
 fn whatever_step_fails_or_stalls_the_task_goes_on_exactly_once() {
     let mut failures = 0;
     for seed in 1..20_000 {
-        let world = settle(seed, Faults { step_fails_percent: 12, stalls_percent: 5, ..Faults::default() });
+        let world = settle(
+            seed,
+            Faults {
+                step_fails_percent: 12,
+                stalls_percent: 5,
+                ..Faults::default()
+            },
+        );
         match &world.ended {
             Some(Ok(_)) => {
                 assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
@@ -555,7 +687,12 @@ fn whatever_step_fails_or_stalls_the_task_goes_on_exactly_once() {
             }
             Some(Err(_)) => {
                 failures += 1;
-                assert_eq!(world.copies.0, Copy::Running, "seed {seed}: {:?}", world.ended);
+                assert_eq!(
+                    world.copies.0,
+                    Copy::Running,
+                    "seed {seed}: {:?}",
+                    world.ended
+                );
                 assert_ne!(world.copies.1, Copy::Running, "seed {seed}");
                 assert_eq!(world.located_at, host(2), "seed {seed}");
                 assert!(!world.held, "seed {seed}: messages are kept for ever");
@@ -573,8 +710,14 @@ fn memory_that_goes_ahead_is_the_target_s_or_nobody_s_whatever_step_fails_or_sta
         let lose = (seed % 4 == 0).then(|| (host(3), Dice(seed * 35 + 1).roll(60_000)));
         let (step_fails_percent, stalls_percent) = (8, 3);
         let (memory_follows, pre_copies) = (true, true);
-        let faults =
-            Faults { memory_follows, pre_copies, step_fails_percent, stalls_percent, lose, ..Faults::default() };
+        let faults = Faults {
+            memory_follows,
+            pre_copies,
+            step_fails_percent,
+            stalls_percent,
+            lose,
+            ..Faults::default()
+        };
         let world = settle(seed, faults);
         match &world.ended {
             Some(Ok(_)) => {
@@ -586,13 +729,21 @@ fn memory_that_goes_ahead_is_the_target_s_or_nobody_s_whatever_step_fails_or_sta
                 );
                 assert!(!world.pre_copy_ended, "seed {seed}");
                 // It may have been lost later.
-                assert!(world.copies == (Copy::Dead, Copy::Running) || !world.lost.is_empty(), "seed {seed}");
+                assert!(
+                    world.copies == (Copy::Dead, Copy::Running) || !world.lost.is_empty(),
+                    "seed {seed}"
+                );
             }
             // From then on the memory outlives the source's copy.
             Some(Err(error)) if error.step >= Step::KillSource => {}
             Some(Err(_)) => {
                 assert!(!world.held, "seed {seed}: messages are kept for ever");
-                assert_eq!(world.copies.0, Copy::Running, "seed {seed}: {:?}", world.ended);
+                assert_eq!(
+                    world.copies.0,
+                    Copy::Running,
+                    "seed {seed}: {:?}",
+                    world.ended
+                );
                 assert_eq!(
                     world.pre_copy_ended,
                     world.way_is_open && world.takes_pre_copy,
@@ -600,7 +751,10 @@ fn memory_that_goes_ahead_is_the_target_s_or_nobody_s_whatever_step_fails_or_sta
                     world.ended
                 );
                 stayed += u32::from(world.pre_copy_ended);
-                assert!(world.dropped || !world.way_is_open, "seed {seed}: a way is left");
+                assert!(
+                    world.dropped || !world.way_is_open,
+                    "seed {seed}: a way is left"
+                );
             }
             None => panic!("seed {seed}: the move never ended"),
         }
@@ -609,11 +763,17 @@ fn memory_that_goes_ahead_is_the_target_s_or_nobody_s_whatever_step_fails_or_sta
 }
 
 #[test]
-fn a_task_whose_memory_follows_goes_on_once_if_all_of_it_comes_and_else_ends_and_the_move_says_why() {
+fn a_task_whose_memory_follows_goes_on_once_if_all_of_it_comes_and_else_ends_and_the_move_says_why()
+{
     let (mut moved, mut died, mut stayed) = (0, 0, 0);
     for seed in 1..30_000 {
         let lose = (seed % 4 == 0).then(|| (host(2), Dice(seed * 33 + 1).roll(60_000)));
-        let faults = Faults { memory_follows: true, step_fails_percent: 8, lose, ..Faults::default() };
+        let faults = Faults {
+            memory_follows: true,
+            step_fails_percent: 8,
+            lose,
+            ..Faults::default()
+        };
         let world = settle(seed, faults);
         let lost = !world.lost.is_empty();
         match &world.ended {
@@ -629,20 +789,34 @@ fn a_task_whose_memory_follows_goes_on_once_if_all_of_it_comes_and_else_ends_and
             Some(Err(_)) if lost => assert_ne!(world.copies.0, Copy::Running, "seed {seed}"),
             Some(Err(_)) => {
                 stayed += 1;
-                assert_eq!(world.copies.0, Copy::Running, "seed {seed}: {:?}", world.ended);
+                assert_eq!(
+                    world.copies.0,
+                    Copy::Running,
+                    "seed {seed}: {:?}",
+                    world.ended
+                );
                 assert_ne!(world.copies.1, Copy::Running, "seed {seed}");
             }
             None => panic!("seed {seed}: the move never ended"),
         }
     }
-    assert!(moved > 1000 && died > 500 && stayed > 1000, "{moved} {died} {stayed}");
+    assert!(
+        moved > 1000 && died > 500 && stayed > 1000,
+        "{moved} {died} {stayed}"
+    );
 }
 
 #[test]
 fn a_source_that_misses_the_last_word_of_the_transfer_is_dead_before_the_target_runs() {
     let (mut moved, mut stayed) = (0, 0);
     for seed in 1..20_000 {
-        let world = settle(seed, Faults { unheard_percent: 100, ..Faults::default() });
+        let world = settle(
+            seed,
+            Faults {
+                unheard_percent: 100,
+                ..Faults::default()
+            },
+        );
         match &world.ended {
             Some(Ok(_)) => {
                 moved += 1;
@@ -662,15 +836,28 @@ fn a_source_that_misses_the_last_word_of_the_transfer_is_dead_before_the_target_
 }
 
 #[test]
-fn a_lost_host_leaves_at_most_one_copy_and_a_lost_target_never_costs_the_task_before_the_source_yields() {
+fn a_lost_host_leaves_at_most_one_copy_and_a_lost_target_never_costs_the_task_before_the_source_yields()
+ {
     for seed in 1..20_000 {
         let lost = host(2 + (seed % 2) as u16);
         let at = Dice(seed * 77 + 1).roll(60_000);
-        let world = settle(seed, Faults { lose: Some((lost, at)), step_fails_percent: 3, ..Faults::default() });
+        let world = settle(
+            seed,
+            Faults {
+                lose: Some((lost, at)),
+                step_fails_percent: 3,
+                ..Faults::default()
+            },
+        );
         if lost == host(2) {
             assert_ne!(world.copies.0, Copy::Running, "seed {seed}");
         } else if !world.handed_over && world.copies.0 != Copy::Dead {
-            assert_eq!(world.copies.0, Copy::Running, "seed {seed}: {:?}", world.ended);
+            assert_eq!(
+                world.copies.0,
+                Copy::Running,
+                "seed {seed}: {:?}",
+                world.ended
+            );
             assert_eq!(world.located_at, host(2), "seed {seed}");
         }
         assert!(world.ended.is_some(), "seed {seed}");
@@ -681,29 +868,51 @@ fn a_lost_host_leaves_at_most_one_copy_and_a_lost_target_never_costs_the_task_be
 fn a_task_that_is_killed_during_its_move_ends_unless_the_move_was_committed_already() {
     for seed in 1..10_000 {
         let at = Dice(seed * 91 + 3).roll(60_000);
-        let world = settle(seed, Faults { end_task: Some(at), step_fails_percent: 3, ..Faults::default() });
+        let world = settle(
+            seed,
+            Faults {
+                end_task: Some(at),
+                step_fails_percent: 3,
+                ..Faults::default()
+            },
+        );
         let runs_there = world.copies.1 == Copy::Running;
         match &world.ended {
             Some(Ok(_)) => assert!(runs_there && world.located_at == host(3), "seed {seed}"),
             Some(Err(error)) => assert!(!runs_there, "seed {seed}: {error:?}"),
             None => panic!("seed {seed}: the move never ended"),
         }
-        assert!(!world.held || world.handed_over, "seed {seed}: messages are kept for ever");
+        assert!(
+            !world.held || world.handed_over,
+            "seed {seed}: messages are kept for ever"
+        );
     }
 }
 
 #[test]
-fn the_copy_that_goes_on_stands_still_exactly_if_who_asked_last_was_told_so_whichever_host_is_lost() {
+fn the_copy_that_goes_on_stands_still_exactly_if_who_asked_last_was_told_so_whichever_host_is_lost()
+{
     let (mut at_target, mut back, mut source_lost) = (0, 0, 0);
     for seed in 1..40_000 {
         let mut dice = Dice(seed * 13 + 5);
-        let mut asks: Vec<(u64, bool)> =
-            (0..1 + dice.roll(4)).map(|_| (dice.roll(60_000), dice.roll(2) == 0)).collect();
+        let mut asks: Vec<(u64, bool)> = (0..1 + dice.roll(4))
+            .map(|_| (dice.roll(60_000), dice.roll(2) == 0))
+            .collect();
         asks.sort_unstable();
         let lose = (seed % 3 > 0).then(|| (host(1 + (seed % 3) as u16), dice.roll(60_000)));
         let step_fails_percent = 3 * (seed % 2);
-        let world = settle(seed, Faults { asks, lose, step_fails_percent, ..Faults::default() });
-        let Some((suspended, _)) = world.told else { continue };
+        let world = settle(
+            seed,
+            Faults {
+                asks,
+                lose,
+                step_fails_percent,
+                ..Faults::default()
+            },
+        );
+        let Some((suspended, _)) = world.told else {
+            continue;
+        };
         if world.copies.1 == Copy::Running {
             assert_eq!(world.holds.1.any(), suspended, "seed {seed}: at the target");
             at_target += u32::from(suspended);
@@ -713,5 +922,8 @@ fn the_copy_that_goes_on_stands_still_exactly_if_who_asked_last_was_told_so_whic
             back += u32::from(suspended);
         }
     }
-    assert!(at_target > 1000 && back > 1000 && source_lost > 100, "{at_target} {back} {source_lost}");
+    assert!(
+        at_target > 1000 && back > 1000 && source_lost > 100,
+        "{at_target} {back} {source_lost}"
+    );
 }

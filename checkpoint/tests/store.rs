@@ -64,7 +64,13 @@ impl Scratch {
         let mode = |path: &Path| path.metadata().expect("there").mode() & 0o7777;
         assert_eq!(mode(&to), 0o700);
         let files = read(&to, |path| assert_eq!(mode(path), 0o600));
-        assert_eq!(bytes, files.values().map(|content| content.len() as u64).sum::<u64>());
+        assert_eq!(
+            bytes,
+            files
+                .values()
+                .map(|content| content.len() as u64)
+                .sum::<u64>()
+        );
         fs::remove_dir_all(to).expect("removed");
         Ok(files)
     }
@@ -82,17 +88,25 @@ fn write(dir: &Path, files: &Files) {
 }
 
 fn read(dir: &Path, look: impl Fn(&Path)) -> Files {
-    let entries = fs::read_dir(dir).expect("readable").map(|entry| entry.expect("readable"));
+    let entries = fs::read_dir(dir)
+        .expect("readable")
+        .map(|entry| entry.expect("readable"));
     entries
         .map(|entry| {
             look(&entry.path());
-            (entry.file_name().into_string().expect("text"), fs::read(entry.path()).expect("readable"))
+            (
+                entry.file_name().into_string().expect("text"),
+                fs::read(entry.path()).expect("readable"),
+            )
         })
         .collect()
 }
 
 fn files(content: &[(&str, &[u8])]) -> Files {
-    content.iter().map(|(name, content)| (name.to_string(), content.to_vec())).collect()
+    content
+        .iter()
+        .map(|(name, content)| (name.to_string(), content.to_vec()))
+        .collect()
 }
 
 fn small() -> Files {
@@ -121,7 +135,8 @@ fn any_content() -> impl Strategy<Value = Vec<u8>> {
         Just(1 << 20),
         (1usize << 20) - 200..(1 << 20) + 200,
     ];
-    let piece = (any::<bool>(), length).prop_map(|(zeros, bytes)| if zeros { vec![0; bytes] } else { noise(bytes) });
+    let piece = (any::<bool>(), length)
+        .prop_map(|(zeros, bytes)| if zeros { vec![0; bytes] } else { noise(bytes) });
     prop::collection::vec(piece, 0..4).prop_map(|pieces| pieces.concat())
 }
 
@@ -171,7 +186,10 @@ proptest! {
 
 /// True for the refusal of what is not as it was made.
 fn distrusted(why: &StoreError) -> bool {
-    matches!(why, StoreError::Changed { .. } | StoreError::OtherKey { .. })
+    matches!(
+        why,
+        StoreError::Changed { .. } | StoreError::OtherKey { .. }
+    )
 }
 
 #[test]
@@ -191,15 +209,27 @@ fn every_single_byte_of_a_small_set_counts() {
         }
         for content in [&whole[..whole.len() - 1], b"", &[&whole[..], b"x"].concat()] {
             fs::write(&path, content).expect("written");
-            assert!(distrusted(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")), "{name}");
+            assert!(
+                distrusted(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
+                "{name}"
+            );
         }
         fs::remove_file(&path).expect("removed");
-        assert!(distrusted(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")), "{name}");
+        assert!(
+            distrusted(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
+            "{name}"
+        );
         symlink("/dev/zero", &path).expect("made");
-        assert!(distrusted(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")), "{name}");
+        assert!(
+            distrusted(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
+            "{name}"
+        );
         fs::remove_file(&path).expect("removed");
         fs::write(&path, &whole).expect("written");
-        assert_eq!(scratch.unpack(&store, &info.id, JOB).expect("as it was"), small());
+        assert_eq!(
+            scratch.unpack(&store, &info.id, JOB).expect("as it was"),
+            small()
+        );
     }
 }
 
@@ -224,14 +254,24 @@ fn files_of_one_set_are_refused_in_another_one_and_so_is_a_set_of_another_name()
     ] {
         let whole = fs::read(&to).expect("there");
         fs::copy(&from, &to).expect("copied");
-        assert!(distrusted(&scratch.unpack(&store, &other, JOB).expect_err("refused")), "{}", from.display());
+        assert!(
+            distrusted(&scratch.unpack(&store, &other, JOB).expect_err("refused")),
+            "{}",
+            from.display()
+        );
         fs::write(&to, whole).expect("written");
-        assert_eq!(scratch.unpack(&store, &other, JOB).expect("as it was"), small());
+        assert_eq!(
+            scratch.unpack(&store, &other, JOB).expect("as it was"),
+            small()
+        );
     }
     // An older state as the newest one.
     let newest: SetId = "t40001-20991231T235959-1".parse().expect("a name");
-    fs::rename(scratch.at("store").join(one.to_string()), scratch.at("store").join(newest.to_string()))
-        .expect("renamed");
+    fs::rename(
+        scratch.at("store").join(one.to_string()),
+        scratch.at("store").join(newest.to_string()),
+    )
+    .expect("renamed");
     assert!(distrusted(&store.open_set(&newest).expect_err("refused")));
     let (sets, unreadable) = store.list().expect("listed");
     assert_eq!((sets.len(), unreadable.len()), (1, 1));
@@ -249,20 +289,37 @@ fn without_its_key_a_store_is_of_no_use_and_with_it_it_can_be_moved() {
     let secret = noise(50_000);
     let info = scratch.set(&store, JOB, 1, &files(&[("pages-1.img", &secret)]));
     let copy = Scratch::new();
-    let (from, to) = (scratch.at("store").join(info.id.to_string()), copy.at("store").join(info.id.to_string()));
+    let (from, to) = (
+        scratch.at("store").join(info.id.to_string()),
+        copy.at("store").join(info.id.to_string()),
+    );
     let without = copy.store(Limits::default());
     write(&to, &read(&from, |_| ()));
     fs::remove_file(to.join("lock")).expect("it need not come along");
     for content in read(&from, |_| ()).values() {
-        assert!(!content.windows(64).any(|window| window == &secret[..64]), "nothing can be read");
+        assert!(
+            !content.windows(64).any(|window| window == &secret[..64]),
+            "nothing can be read"
+        );
     }
     let (sets, unreadable) = without.list().expect("listed");
-    assert!(sets.is_empty() && matches!(unreadable[0].1, StoreError::OtherKey { .. }), "{unreadable:?}");
-    assert!(unreadable[0].1.to_string().contains(&copy.at("keys/key").display().to_string()));
+    assert!(
+        sets.is_empty() && matches!(unreadable[0].1, StoreError::OtherKey { .. }),
+        "{unreadable:?}"
+    );
+    assert!(
+        unreadable[0]
+            .1
+            .to_string()
+            .contains(&copy.at("keys/key").display().to_string())
+    );
     fs::copy(scratch.at("keys/key"), copy.at("keys/key")).expect("copied");
     let with = copy.store(Limits::default());
     assert_eq!(with.list().expect("listed").0, std::slice::from_ref(&info));
-    assert_eq!(copy.unpack(&with, &info.id, JOB).expect("unpacked")["pages-1.img"], secret);
+    assert_eq!(
+        copy.unpack(&with, &info.id, JOB).expect("unpacked")["pages-1.img"],
+        secret
+    );
 }
 
 #[test]
@@ -272,12 +329,21 @@ fn directory_and_key_are_made_for_the_user_alone_and_refused_if_they_are_not() {
     let open = || Store::open(&dir, &key, Limits::default());
     open().expect("made");
     let mode = |path: &Path| path.metadata().expect("there").mode() & 0o7777;
-    assert_eq!((mode(&dir), mode(&key), fs::read(&key).expect("there").len()), (0o700, 0o600, 32));
+    assert_eq!(
+        (mode(&dir), mode(&key), fs::read(&key).expect("there").len()),
+        (0o700, 0o600, 32)
+    );
     let first = fs::read(&key).expect("there");
     open().expect("opened again");
     assert_eq!(fs::read(&key).expect("there"), first);
-    assert_eq!(fs::read_dir(scratch.at("b")).expect("readable").count(), 1, "nothing beside the key");
-    let chmod = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("changed");
+    assert_eq!(
+        fs::read_dir(scratch.at("b")).expect("readable").count(),
+        1,
+        "nothing beside the key"
+    );
+    let chmod = |path: &Path, mode| {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("changed")
+    };
     for bad in [0o750, 0o705, 0o701, 0o777] {
         chmod(&dir, bad);
         assert!(matches!(open(), Err(StoreError::Place { .. })), "{bad:o}");
@@ -294,13 +360,20 @@ fn directory_and_key_are_made_for_the_user_alone_and_refused_if_they_are_not() {
     let inside = Store::open(&dir, &dir.join("key"), Limits::default());
     assert!(matches!(inside, Err(StoreError::Key { .. })) && !dir.join("key").exists());
     fs::write(scratch.at("file"), "").expect("written");
-    assert!(matches!(Store::open(&scratch.at("file"), &key, Limits::default()), Err(StoreError::Place { .. })));
+    assert!(matches!(
+        Store::open(&scratch.at("file"), &key, Limits::default()),
+        Err(StoreError::Place { .. })
+    ));
     // Only root can give something away, and then it is refused.
     if std::os::unix::fs::chown(&key, Some(12345), None).is_ok() {
-        assert!(matches!(open(), Err(StoreError::Key { why, .. }) if why.contains("belongs to user 12345")));
+        assert!(
+            matches!(open(), Err(StoreError::Key { why, .. }) if why.contains("belongs to user 12345"))
+        );
         std::os::unix::fs::chown(&key, Some(0), None).expect("back");
         std::os::unix::fs::chown(&dir, Some(12345), None).expect("away");
-        assert!(matches!(open(), Err(StoreError::Place { why, .. }) if why.contains("belongs to user 12345")));
+        assert!(
+            matches!(open(), Err(StoreError::Place { why, .. }) if why.contains("belongs to user 12345"))
+        );
     }
 }
 
@@ -324,13 +397,25 @@ fn only_plain_files_are_images_and_a_refused_task_leaves_the_draft_as_it_was() {
     assert!(refused());
     fs::remove_file(&odd).expect("removed");
     symlink(&bad, scratch.at("link")).expect("made");
-    assert!(matches!(draft.add(TASK, &scratch.at("link")), Err(StoreError::Images { .. })));
-    assert!(matches!(draft.add(TASK, &scratch.at("nowhere")), Err(StoreError::Images { .. })));
+    assert!(matches!(
+        draft.add(TASK, &scratch.at("link")),
+        Err(StoreError::Images { .. })
+    ));
+    assert!(matches!(
+        draft.add(TASK, &scratch.at("nowhere")),
+        Err(StoreError::Images { .. })
+    ));
     assert!(matches!(draft.add(JOB, &good), Err(StoreError::Twice(JOB))));
     draft.add(TASK, &bad).expect("it can be tried again");
     let info = draft.finish(b"").expect("finished");
-    assert_eq!(info.parts.iter().map(|part| part.tid).collect::<Vec<_>>(), [JOB, TASK]);
-    assert_eq!(scratch.unpack(&store, &info.id, TASK).expect("unpacked"), small());
+    assert_eq!(
+        info.parts.iter().map(|part| part.tid).collect::<Vec<_>>(),
+        [JOB, TASK]
+    );
+    assert_eq!(
+        scratch.unpack(&store, &info.id, TASK).expect("unpacked"),
+        small()
+    );
 }
 
 #[test]
@@ -340,9 +425,15 @@ fn what_is_there_is_never_unpacked_over() {
     let info = scratch.set(&store, JOB, 1, &small());
     let set = store.open_set(&info.id).expect("opened");
     let there = scratch.images("there", &files(&[("core.img", b"mine")]));
-    assert!(matches!(set.unpack(JOB, &there), Err(StoreError::Io { .. })));
+    assert!(matches!(
+        set.unpack(JOB, &there),
+        Err(StoreError::Io { .. })
+    ));
     assert_eq!(read(&there, |_| ()), files(&[("core.img", b"mine")]));
-    assert!(matches!(set.unpack(TASK, &scratch.at("new")), Err(StoreError::NoPart { .. })));
+    assert!(matches!(
+        set.unpack(TASK, &scratch.at("new")),
+        Err(StoreError::NoPart { .. })
+    ));
     assert!(!scratch.at("new").exists());
 }
 
@@ -356,7 +447,11 @@ fn zeros_cost_nothing_in_the_store_nor_where_they_are_unpacked() {
     assert_eq!(info.parts[0].images_bytes, 48 << 20);
     assert!(info.bytes < 64 << 10, "{}", info.bytes);
     let to = scratch.at("sparse");
-    store.open_set(&info.id).expect("opened").unpack(JOB, &to).expect("unpacked");
+    store
+        .open_set(&info.id)
+        .expect("opened")
+        .unpack(JOB, &to)
+        .expect("unpacked");
     assert_eq!(fs::read(to.join("pages-1.img")).expect("there"), memory);
 }
 
@@ -364,8 +459,15 @@ fn zeros_cost_nothing_in_the_store_nor_where_they_are_unpacked() {
 fn several_threads_add_tasks_at_once() {
     let scratch = Scratch::new();
     let store = scratch.store(Limits::default());
-    let tasks: Vec<Tid> = (1..=8).map(|local| Tid::from_raw(0x40000 + local)).collect();
-    let content = |tid: Tid| files(&[("pages-1.img", &noise(300_000 + tid.raw() as usize % 100)[..])]);
+    let tasks: Vec<Tid> = (1..=8)
+        .map(|local| Tid::from_raw(0x40000 + local))
+        .collect();
+    let content = |tid: Tid| {
+        files(&[(
+            "pages-1.img",
+            &noise(300_000 + tid.raw() as usize % 100)[..],
+        )])
+    };
     let draft = store.begin(JOB, Micros(0)).expect("begun");
     std::thread::scope(|scope| {
         for tid in &tasks {
@@ -374,63 +476,129 @@ fn several_threads_add_tasks_at_once() {
         }
     });
     let info = draft.finish(b"").expect("finished");
-    assert_eq!(info.parts.iter().map(|part| part.tid).collect::<Vec<_>>(), tasks);
+    assert_eq!(
+        info.parts.iter().map(|part| part.tid).collect::<Vec<_>>(),
+        tasks
+    );
     for tid in tasks {
-        assert_eq!(scratch.unpack(&store, &info.id, tid).expect("unpacked"), content(tid));
+        assert_eq!(
+            scratch.unpack(&store, &info.id, tid).expect("unpacked"),
+            content(tid)
+        );
     }
 }
 
 #[test]
 fn limits_are_kept_by_removing_the_oldest_but_never_the_newest_of_a_job() {
     let scratch = Scratch::new();
-    let store = scratch.store(Limits { sets_max: 3, ..Limits::default() });
-    let sets: Vec<SetId> = (1..=3).map(|second| scratch.set(&store, JOB, second, &small()).id).collect();
+    let store = scratch.store(Limits {
+        sets_max: 3,
+        ..Limits::default()
+    });
+    let sets: Vec<SetId> = (1..=3)
+        .map(|second| scratch.set(&store, JOB, second, &small()).id)
+        .collect();
     let other = scratch.set(&store, OTHER_JOB, 4, &small()).id;
     let newest = scratch.set(&store, JOB, 5, &small()).id;
     let kept = sets[0];
     let swept = store.sweep(|set| set.id == kept).expect("swept");
-    assert_eq!(swept.removed.iter().map(|set| set.id).collect::<Vec<_>>(), sets[1..]);
+    assert_eq!(
+        swept.removed.iter().map(|set| set.id).collect::<Vec<_>>(),
+        sets[1..]
+    );
     assert_eq!((swept.sets_over, swept.bytes_over), (0, 0));
-    let left = |store: &Store| store.list().expect("listed").0.iter().map(|set| set.id).collect::<Vec<_>>();
+    let left = |store: &Store| {
+        store
+            .list()
+            .expect("listed")
+            .0
+            .iter()
+            .map(|set| set.id)
+            .collect::<Vec<_>>()
+    };
     assert_eq!(left(&store), [kept, other, newest]);
-    let tight = scratch.store(Limits { sets_max: 1, ..Limits::default() });
+    let tight = scratch.store(Limits {
+        sets_max: 1,
+        ..Limits::default()
+    });
     let swept = tight.sweep(|_| false).expect("swept");
-    assert_eq!((swept.removed.len(), swept.sets_over), (1, 1), "the newest of two jobs");
+    assert_eq!(
+        (swept.removed.len(), swept.sets_over),
+        (1, 1),
+        "the newest of two jobs"
+    );
     assert_eq!(left(&tight), [other, newest]);
-    assert!(matches!(tight.begin(JOB, Micros(0)), Err(StoreError::NoPlace { sets: 1, .. })));
+    assert!(matches!(
+        tight.begin(JOB, Micros(0)),
+        Err(StoreError::NoPlace { sets: 1, .. })
+    ));
     // Another virtual machine's job of the same number is another job.
-    let pair = scratch.store(Limits { sets_max: 2, ..Limits::default() });
+    let pair = scratch.store(Limits {
+        sets_max: 2,
+        ..Limits::default()
+    });
     pair.begin(JOB, Micros(0)).expect("begun");
-    assert!(matches!(pair.of_vm("other").begin(JOB, Micros(0)), Err(StoreError::NoPlace { sets: 2, .. })));
+    assert!(matches!(
+        pair.of_vm("other").begin(JOB, Micros(0)),
+        Err(StoreError::NoPlace { sets: 2, .. })
+    ));
 }
 
 #[test]
 fn a_set_that_is_larger_than_what_the_others_leave_is_refused() {
     let scratch = Scratch::new();
-    let store = scratch.store(Limits { bytes_max: 100_000, ..Limits::default() });
+    let store = scratch.store(Limits {
+        bytes_max: 100_000,
+        ..Limits::default()
+    });
     let large = files(&[("pages-1.img", &noise(60_000))]);
     scratch.set(&store, JOB, 1, &large);
     scratch.set(&store, JOB, 2, &large);
     let swept = store.sweep(|_| false).expect("swept");
     assert_eq!((swept.removed.len(), swept.bytes_over), (1, 0));
-    let (small, large) = (scratch.images("small", &small()), scratch.images("large", &large));
+    let (small, large) = (
+        scratch.images("small", &small()),
+        scratch.images("large", &large),
+    );
     let draft = store.begin(OTHER_JOB, Micros(0)).expect("begun");
-    assert!(matches!(draft.add(TASK, &large), Err(StoreError::TooLarge { tid: TASK, .. })));
+    assert!(matches!(
+        draft.add(TASK, &large),
+        Err(StoreError::TooLarge { tid: TASK, .. })
+    ));
     draft.add(TASK, &small).expect("there is room for it");
-    draft.add(JOB, &scratch.images("ten", &files(&[("pages-1.img", &noise(10_000))]))).expect("added");
+    draft
+        .add(
+            JOB,
+            &scratch.images("ten", &files(&[("pages-1.img", &noise(10_000))])),
+        )
+        .expect("added");
     // Both would be too much together.
     let rival = store.begin(TASK, Micros(0)).expect("begun");
-    rival.add(TASK, &scratch.images("middle", &files(&[("pages-1.img", &noise(35_000))]))).expect("added");
+    rival
+        .add(
+            TASK,
+            &scratch.images("middle", &files(&[("pages-1.img", &noise(35_000))])),
+        )
+        .expect("added");
     rival.finish(b"").expect("finished");
-    assert!(matches!(draft.finish(b""), Err(StoreError::NoPlace { sets: 2, .. })));
+    assert!(matches!(
+        draft.finish(b""),
+        Err(StoreError::NoPlace { sets: 2, .. })
+    ));
     assert_eq!(store.list().expect("listed").0.len(), 2);
 }
 
 #[test]
 fn a_set_that_is_read_is_not_removed() {
     let scratch = Scratch::new();
-    let store = scratch.store(Limits { sets_max: 1, ..Limits::default() });
-    let (old, new) = (scratch.set(&store, JOB, 1, &small()).id, scratch.set(&store, JOB, 2, &small()).id);
+    let store = scratch.store(Limits {
+        sets_max: 1,
+        ..Limits::default()
+    });
+    let (old, new) = (
+        scratch.set(&store, JOB, 1, &small()).id,
+        scratch.set(&store, JOB, 2, &small()).id,
+    );
     let set = store.open_set(&old).expect("opened");
     let second = store.open_set(&old).expect("two may read");
     assert!(matches!(store.remove(&old), Err(StoreError::InUse(_))));
@@ -440,25 +608,55 @@ fn a_set_that_is_read_is_not_removed() {
     assert_eq!(store.sweep(|_| false).expect("swept").removed.len(), 1);
     assert!(matches!(store.open_set(&old), Err(StoreError::NoSet(_))));
     assert!(matches!(store.remove(&old), Err(StoreError::NoSet(_))));
-    store.remove(&new).expect("also the newest one, if somebody says so");
+    store
+        .remove(&new)
+        .expect("also the newest one, if somebody says so");
     assert_eq!(store.list().expect("listed").0, []);
 }
 
 #[test]
 fn a_store_that_is_full_of_jobs_that_have_ended_takes_another_one() {
     let scratch = Scratch::new();
-    let limits = Limits { sets_max: 3, ..Limits::default() };
+    let limits = Limits {
+        sets_max: 3,
+        ..Limits::default()
+    };
     let store = scratch.store(limits).of_vm("vm");
-    let sets: Vec<SetInfo> =
-        (0..3).map(|n| scratch.set(&store, Tid::from_raw(OTHER_JOB.raw() + n), 100 + n as u64, &small())).collect();
-    assert!(matches!(store.begin(JOB, Micros::from_secs(200)), Err(StoreError::NoPlace { sets: 3, .. })));
-    store.mark(&[sets[1].id], Some(Micros::from_secs(160))).expect("marked");
-    store.mark(&[sets[0].id], Some(Micros::from_secs(180))).expect("marked");
+    let sets: Vec<SetInfo> = (0..3)
+        .map(|n| {
+            scratch.set(
+                &store,
+                Tid::from_raw(OTHER_JOB.raw() + n),
+                100 + n as u64,
+                &small(),
+            )
+        })
+        .collect();
+    assert!(matches!(
+        store.begin(JOB, Micros::from_secs(200)),
+        Err(StoreError::NoPlace { sets: 3, .. })
+    ));
+    store
+        .mark(&[sets[1].id], Some(Micros::from_secs(160)))
+        .expect("marked");
+    store
+        .mark(&[sets[0].id], Some(Micros::from_secs(180)))
+        .expect("marked");
     let made = scratch.set(&store, JOB, 200, &small());
     let swept = store.sweep(|_| false).expect("swept");
     let gone: Vec<SetId> = swept.removed.iter().map(|set| set.id).collect();
-    assert_eq!((gone, swept.sets_over), (vec![sets[1].id], 0), "the job that ended first");
-    let left: Vec<SetId> = store.list().expect("listed").0.iter().map(|set| set.id).collect();
+    assert_eq!(
+        (gone, swept.sets_over),
+        (vec![sets[1].id], 0),
+        "the job that ended first"
+    );
+    let left: Vec<SetId> = store
+        .list()
+        .expect("listed")
+        .0
+        .iter()
+        .map(|set| set.id)
+        .collect();
     assert_eq!(left, [sets[0].id, sets[2].id, made.id]);
 }
 
@@ -467,12 +665,31 @@ fn sets_of_a_job_that_has_ended_go_after_their_time_unless_it_was_started_again(
     let scratch = Scratch::new();
     let store = scratch.store(Limits::default()).of_vm("vm");
     let ended = Micros::from_secs(1000);
-    let (first, second) = (scratch.set(&store, JOB, 100, &small()), scratch.set(&store, JOB, 200, &small()));
+    let (first, second) = (
+        scratch.set(&store, JOB, 100, &small()),
+        scratch.set(&store, JOB, 200, &small()),
+    );
     let other = scratch.set(&store.of_vm("other"), JOB, 300, &small());
-    let names = || store.list().expect("listed").0.iter().map(|set| (set.id, set.ended)).collect::<Vec<_>>();
+    let names = || {
+        store
+            .list()
+            .expect("listed")
+            .0
+            .iter()
+            .map(|set| (set.id, set.ended))
+            .collect::<Vec<_>>()
+    };
     store.mark(&[second.id], Some(ended)).expect("marked");
-    let all = [(first.id, Some(ended)), (second.id, Some(ended)), (other.id, None)];
-    assert_eq!(names(), all, "all of the job, and of no other job of that number");
+    let all = [
+        (first.id, Some(ended)),
+        (second.id, Some(ended)),
+        (other.id, None),
+    ];
+    assert_eq!(
+        names(),
+        all,
+        "all of the job, and of no other job of that number"
+    );
     let tidy = |store: &Store, at: Micros| store.tidy(at, |_| false).expect("tidied").removed.len();
     assert_eq!(tidy(&store, ended + Micros(ENDED_KEPT.0 - 1)), 0);
     assert_eq!(tidy(&store, Micros(0)), 0, "a clock that was set back");
@@ -493,7 +710,16 @@ fn what_is_not_wholly_said_about_the_end_of_a_job_is_not_said() {
     let store = scratch.store(Limits::default());
     let set = scratch.set(&store, JOB, 100, &small());
     let file = scratch.at("store").join(set.id.to_string()).join("ended");
-    for text in ["", "1", "12", "1x\n", "-1\n", "99999999999999999999999\n", "1\n\n", "\u{e9}\n"] {
+    for text in [
+        "",
+        "1",
+        "12",
+        "1x\n",
+        "-1\n",
+        "99999999999999999999999\n",
+        "1\n\n",
+        "\u{e9}\n",
+    ] {
         fs::write(&file, text).expect("written");
         assert_eq!(store.list().expect("listed").0[0].ended, None, "{text:?}");
     }
@@ -512,8 +738,14 @@ fn what_is_no_set_is_left_alone_and_named() {
     fs::create_dir(scratch.at("store").join("t40001-20261122T141503-1")).expect("made");
     let (sets, unreadable) = store.list().expect("listed");
     assert!(sets.is_empty());
-    assert!(matches!(&unreadable[0], (name, StoreError::Stranger(_)) if name == "notes"), "{unreadable:?}");
-    assert!(matches!(&unreadable[1], (_, StoreError::Changed { .. })), "{unreadable:?}");
+    assert!(
+        matches!(&unreadable[0], (name, StoreError::Stranger(_)) if name == "notes"),
+        "{unreadable:?}"
+    );
+    assert!(
+        matches!(&unreadable[1], (_, StoreError::Changed { .. })),
+        "{unreadable:?}"
+    );
     store.sweep(|_| false).expect("swept");
     assert!(scratch.at("store/notes").exists());
 }
@@ -521,8 +753,16 @@ fn what_is_no_set_is_left_alone_and_named() {
 /// A process that makes sets until it is killed, and says each step; it is no test by itself.
 #[test]
 fn child_that_makes_sets() {
-    let Some(scratch) = std::env::var_os(CHILD).map(PathBuf::from) else { return };
-    let store = open(&scratch, Limits { sets_max: 2, ..Limits::default() });
+    let Some(scratch) = std::env::var_os(CHILD).map(PathBuf::from) else {
+        return;
+    };
+    let store = open(
+        &scratch,
+        Limits {
+            sets_max: 2,
+            ..Limits::default()
+        },
+    );
     let images = scratch.join("images");
     for second in 0.. {
         let draft = store.begin(JOB, Micros::from_secs(second)).expect("begun");
@@ -541,12 +781,21 @@ fn child_that_makes_sets() {
 /// Starts such a process; its steps as it says them.
 fn start_child(scratch: &Scratch) -> (Child, Receiver<String>) {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
-    command.args(["--exact", "child_that_makes_sets", "--nocapture"]).env(CHILD, scratch.0.path());
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("started");
+    command
+        .args(["--exact", "child_that_makes_sets", "--nocapture"])
+        .env(CHILD, scratch.0.path());
+    let mut child = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("started");
     let output = BufReader::new(child.stdout.take().expect("piped"));
     let (say, said) = channel();
     std::thread::spawn(move || {
-        let steps = output.lines().map_while(Result::ok).filter(|line| line.contains("step "));
+        let steps = output
+            .lines()
+            .map_while(Result::ok)
+            .filter(|line| line.contains("step "));
         steps.map_while(|step| say.send(step).ok()).count()
     });
     (child, said)
@@ -570,14 +819,20 @@ fn processes_that_use_one_store_at_once_and_are_killed_leave_complete_sets_only(
         let (one, other) = (start_child(&scratch), start_child(&scratch));
         kill_after(steps, one);
         kill_after(steps, other);
-        let store = scratch.store(Limits { sets_max: 2, ..Limits::default() });
+        let store = scratch.store(Limits {
+            sets_max: 2,
+            ..Limits::default()
+        });
         let names = read_names(&scratch.at("store"));
         assert!(names.iter().all(|name| !name.starts_with('.')), "{names:?}");
         let (sets, unreadable) = store.list().expect("listed");
         assert!(unreadable.is_empty(), "{unreadable:?}");
         for set in sets {
             for tid in [JOB, TASK] {
-                assert_eq!(scratch.unpack(&store, &set.id, tid).expect("unpacked"), content);
+                assert_eq!(
+                    scratch.unpack(&store, &set.id, tid).expect("unpacked"),
+                    content
+                );
             }
         }
         assert!(store.sweep(|_| false).expect("swept").sets_over == 0);
@@ -586,8 +841,12 @@ fn processes_that_use_one_store_at_once_and_are_killed_leave_complete_sets_only(
 }
 
 fn read_names(dir: &Path) -> Vec<String> {
-    let entries = fs::read_dir(dir).expect("readable").map(|entry| entry.expect("readable"));
-    entries.map(|entry| entry.file_name().into_string().expect("text")).collect()
+    let entries = fs::read_dir(dir)
+        .expect("readable")
+        .map(|entry| entry.expect("readable"));
+    entries
+        .map(|entry| entry.file_name().into_string().expect("text"))
+        .collect()
 }
 
 /// Another store, with a key of its own.
@@ -600,7 +859,9 @@ fn copy(from: &Store, to: &Store, id: &SetId) -> Result<SetInfo, StoreError> {
     let set = from.open_set(id)?;
     let draft = to.begin_copy(*id, set.info().made, set.info().bytes)?;
     for part in &set.info().parts {
-        draft.add_copy(part.tid, part.images_bytes, |put| set.pour(part.tid, put).map_err(std::io::Error::other))?;
+        draft.add_copy(part.tid, part.images_bytes, |put| {
+            set.pour(part.tid, put).map_err(std::io::Error::other)
+        })?;
     }
     draft.finish(set.meta())
 }
@@ -609,21 +870,44 @@ fn copy(from: &Store, to: &Store, id: &SetId) -> Result<SetInfo, StoreError> {
 fn a_copy_of_a_set_is_the_set_and_is_read_with_the_key_of_its_own_store() {
     let scratch = Scratch::new();
     fs::create_dir(scratch.at("elsewhere")).expect("made");
-    let (store, other) =
-        (scratch.store(Limits::default()).of_vm("vm"), second(&scratch, Limits::default()).of_vm("vm"));
-    let large = files(&[("pages-1.img", &noise(3 << 20)), ("zeros", &[0; 100_000]), ("empty", b"")]);
+    let (store, other) = (
+        scratch.store(Limits::default()).of_vm("vm"),
+        second(&scratch, Limits::default()).of_vm("vm"),
+    );
+    let large = files(&[
+        ("pages-1.img", &noise(3 << 20)),
+        ("zeros", &[0; 100_000]),
+        ("empty", b""),
+    ]);
     let info = scratch.set(&store, JOB, 7, &large);
     let copied = copy(&store, &other, &info.id).expect("copied");
-    assert_eq!(SetInfo { bytes: info.bytes, ..copied.clone() }, info, "all but its length, which may differ a little");
+    assert_eq!(
+        SetInfo {
+            bytes: info.bytes,
+            ..copied.clone()
+        },
+        info,
+        "all but its length, which may differ a little"
+    );
     assert_eq!(scratch.unpack(&other, &info.id, JOB).expect("whole"), large);
     assert_eq!(other.open_set(&info.id).expect("there").meta(), b"meta");
     assert_eq!(other.list().expect("listed").0, [copied]);
     let again = copy(&store, &other, &info.id).expect_err("it is there");
-    assert!(matches!(again, StoreError::There(id) if id == info.id), "{again}");
+    assert!(
+        matches!(again, StoreError::There(id) if id == info.id),
+        "{again}"
+    );
     // Whoever takes the file of the first store for that of the second has another key.
-    let file = |place: &str| scratch.at(place).join(info.id.to_string()).join(JOB.to_string());
+    let file = |place: &str| {
+        scratch
+            .at(place)
+            .join(info.id.to_string())
+            .join(JOB.to_string())
+    };
     fs::copy(file("store"), file("elsewhere/store")).expect("copied");
-    let mixed = scratch.unpack(&other, &info.id, JOB).expect_err("another key");
+    let mixed = scratch
+        .unpack(&other, &info.id, JOB)
+        .expect_err("another key");
     assert!(matches!(mixed, StoreError::OtherKey { .. }), "{mixed}");
     assert!(scratch.unpack(&store, &info.id, JOB).is_ok());
 }
@@ -632,13 +916,22 @@ fn a_copy_of_a_set_is_the_set_and_is_read_with_the_key_of_its_own_store() {
 fn a_copy_that_breaks_off_or_has_no_room_leaves_nothing() {
     let scratch = Scratch::new();
     fs::create_dir(scratch.at("elsewhere")).expect("made");
-    let limits = Limits { sets_max: 8, bytes_max: 2_000_000 };
+    let limits = Limits {
+        sets_max: 8,
+        bytes_max: 2_000_000,
+    };
     let (store, other) = (scratch.store(Limits::default()), second(&scratch, limits));
-    let there = || fs::read_dir(scratch.at("elsewhere/store")).expect("readable").count();
+    let there = || {
+        fs::read_dir(scratch.at("elsewhere/store"))
+            .expect("readable")
+            .count()
+    };
     let before = there();
     let info = scratch.set(&store, JOB, 7, &files(&[("pages-1.img", &noise(1 << 20))]));
     let set = store.open_set(&info.id).expect("there");
-    let draft = other.begin_copy(info.id, info.made, info.bytes).expect("room");
+    let draft = other
+        .begin_copy(info.id, info.made, info.bytes)
+        .expect("room");
     let breaks = draft.add_copy(JOB, 1 << 20, |put| {
         put(b"a piece")?;
         Err(std::io::Error::other("the line was cut"))
@@ -647,16 +940,33 @@ fn a_copy_that_breaks_off_or_has_no_room_leaves_nothing() {
         matches!(&breaks, Err(StoreError::Io { source, .. }) if source.to_string() == "the line was cut"),
         "{breaks:?}"
     );
-    let part = draft.add_copy(JOB, 1 << 20, |put| set.pour(JOB, put).map_err(std::io::Error::other));
+    let part = draft.add_copy(JOB, 1 << 20, |put| {
+        set.pour(JOB, put).map_err(std::io::Error::other)
+    });
     part.expect("it may be tried again");
     drop(draft);
-    let large = scratch.set(&store, OTHER_JOB, 8, &files(&[("pages-1.img", &noise(3 << 20))]));
-    assert!(matches!(copy(&store, &other, &large.id), Err(StoreError::NoPlace { .. })));
+    let large = scratch.set(
+        &store,
+        OTHER_JOB,
+        8,
+        &files(&[("pages-1.img", &noise(3 << 20))]),
+    );
+    assert!(matches!(
+        copy(&store, &other, &large.id),
+        Err(StoreError::NoPlace { .. })
+    ));
     // One that says that it is shorter than it is.
     let set = store.open_set(&large.id).expect("there");
-    let draft = other.begin_copy(large.id, large.made, 1).expect("room for one byte");
-    let too_large = draft.add_copy(OTHER_JOB, 1, |put| set.pour(OTHER_JOB, put).map_err(std::io::Error::other));
-    assert!(matches!(too_large, Err(StoreError::TooLarge { .. })), "{too_large:?}");
+    let draft = other
+        .begin_copy(large.id, large.made, 1)
+        .expect("room for one byte");
+    let too_large = draft.add_copy(OTHER_JOB, 1, |put| {
+        set.pour(OTHER_JOB, put).map_err(std::io::Error::other)
+    });
+    assert!(
+        matches!(too_large, Err(StoreError::TooLarge { .. })),
+        "{too_large:?}"
+    );
     drop(draft);
     assert_eq!(there(), before, "nothing is left");
 }
@@ -665,14 +975,23 @@ fn a_copy_that_breaks_off_or_has_no_room_leaves_nothing() {
 fn nothing_of_a_changed_set_gets_into_a_copy_that_can_be_seen() {
     let scratch = Scratch::new();
     fs::create_dir(scratch.at("elsewhere")).expect("made");
-    let (store, other) = (scratch.store(Limits::default()), second(&scratch, Limits::default()));
+    let (store, other) = (
+        scratch.store(Limits::default()),
+        second(&scratch, Limits::default()),
+    );
     let info = scratch.set(&store, JOB, 7, &files(&[("pages-1.img", &noise(3 << 20))]));
-    let path = scratch.at("store").join(info.id.to_string()).join(JOB.to_string());
+    let path = scratch
+        .at("store")
+        .join(info.id.to_string())
+        .join(JOB.to_string());
     let mut bytes = fs::read(&path).expect("readable");
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     fs::write(&path, bytes).expect("written");
     let refused = copy(&store, &other, &info.id).expect_err("it was changed");
-    assert!(refused.to_string().contains("not as it was written"), "{refused}");
+    assert!(
+        refused.to_string().contains("not as it was written"),
+        "{refused}"
+    );
     assert_eq!(other.list().expect("listed").0, []);
 }

@@ -1,7 +1,8 @@
 //! Several tasks leave their hosts at once: in which order, and how many at a time.
 
 use checkpoint::protocol::{
-    Coordinator, CoordinatorOutput, GATHER_TIME, LEAVE_AT_ONCE_MAX, LEAVE_AT_ONCE_WITH_SMALLER_MAX, MOVES_OPEN_MAX,
+    Coordinator, CoordinatorOutput, GATHER_TIME, LEAVE_AT_ONCE_MAX, LEAVE_AT_ONCE_WITH_SMALLER_MAX,
+    MOVES_OPEN_MAX,
 };
 use proptest::prelude::*;
 use sempa_proto::engine::Engine;
@@ -38,12 +39,21 @@ struct World {
 
 impl World {
     fn begin(&mut self, number: i32, mib: u64) -> MigrationId {
-        self.begin_for(number, mib, Cause::Asked { by: HostId::MASTER.tid() })
+        self.begin_for(
+            number,
+            mib,
+            Cause::Asked {
+                by: HostId::MASTER.tid(),
+            },
+        )
     }
 
     fn begin_for(&mut self, number: i32, mib: u64, cause: Cause) -> MigrationId {
         let tid = Tid::from_raw(0x80000 + number);
-        let id = self.coordinator.begin(self.now, tid, host(2), host(3), cause).expect("there is room");
+        let id = self
+            .coordinator
+            .begin(self.now, tid, host(2), host(3), cause)
+            .expect("there is room");
         self.sizes.insert(id, mib * MIB);
         self.heed();
         id
@@ -52,7 +62,11 @@ impl World {
     fn heed(&mut self) {
         while let Some(output) = self.coordinator.poll() {
             match output {
-                CoordinatorOutput::Order { of, order: Order::Prepare { facts, .. }, .. } => {
+                CoordinatorOutput::Order {
+                    of,
+                    order: Order::Prepare { facts, .. },
+                    ..
+                } => {
                     assert_eq!(facts.resident_bytes, self.sizes[&of.id]);
                     self.gone.push(facts.resident_bytes / MIB);
                     self.leaving.insert(of.id, facts.resident_bytes);
@@ -61,8 +75,12 @@ impl World {
                     self.leaving.remove(&id);
                     self.ended.insert(id, result.is_ok());
                 }
-                CoordinatorOutput::Event(EventKind::MoveFailed { id, .. }) => drop(self.leaving.remove(&id)),
-                CoordinatorOutput::Event(EventKind::Moving { id, step, .. }) => self.steps.push((id, step)),
+                CoordinatorOutput::Event(EventKind::MoveFailed { id, .. }) => {
+                    drop(self.leaving.remove(&id))
+                }
+                CoordinatorOutput::Event(EventKind::Moving { id, step, .. }) => {
+                    self.steps.push((id, step))
+                }
                 _ => {}
             }
         }
@@ -74,15 +92,37 @@ impl World {
     }
 
     fn inspected(&mut self, id: MigrationId) {
-        let facts = TaskFacts { resident_bytes: self.sizes[&id], ..TaskFacts::default() };
-        let (suspended, memory_can_follow, can_pre_copy) = (Holds::default(), self.pre_copies, self.pre_copies);
-        self.report(id, 2, Report::Inspected { facts, suspended, memory_can_follow, can_pre_copy });
+        let facts = TaskFacts {
+            resident_bytes: self.sizes[&id],
+            ..TaskFacts::default()
+        };
+        let (suspended, memory_can_follow, can_pre_copy) =
+            (Holds::default(), self.pre_copies, self.pre_copies);
+        self.report(
+            id,
+            2,
+            Report::Inspected {
+                facts,
+                suspended,
+                memory_can_follow,
+                can_pre_copy,
+            },
+        );
     }
 
     /// The target would take it, in this way.
     fn prepared(&mut self, id: MigrationId, engine: Engine) {
         let (verdict, token, memory_follows) = (Vec::new(), PathBuf::new(), self.memory_follows);
-        self.report(id, 3, Report::Prepared { verdict, token, memory_follows, engine });
+        self.report(
+            id,
+            3,
+            Report::Prepared {
+                verdict,
+                token,
+                memory_follows,
+                engine,
+            },
+        );
     }
 
     /// Its images have arrived.
@@ -90,7 +130,13 @@ impl World {
         self.prepared(id, Engine::Criu);
         self.report(id, 2, Report::Stopped);
         self.leaving.remove(&id);
-        self.report(id, 3, Report::Received { bytes: self.sizes[&id] });
+        self.report(
+            id,
+            3,
+            Report::Received {
+                bytes: self.sizes[&id],
+            },
+        );
     }
 
     /// What is left of its way.
@@ -109,7 +155,9 @@ impl World {
     }
 
     fn wake(&mut self) -> bool {
-        let Some(at) = self.coordinator.next_wakeup() else { return false };
+        let Some(at) = self.coordinator.next_wakeup() else {
+            return false;
+        };
         self.now = self.now.max(at);
         self.coordinator.wake(self.now);
         self.heed();
@@ -121,16 +169,31 @@ impl World {
 fn of_many_tasks_that_leave_a_host_the_smallest_go_first_and_a_few_at_a_time() {
     let mut world = World::default();
     let sizes = [900, 3, 700, 1, 50, 2, 40, 30];
-    let all: Vec<MigrationId> = (1..).zip(sizes).map(|(number, mib)| world.begin(number, mib)).collect();
+    let all: Vec<MigrationId> = (1..)
+        .zip(sizes)
+        .map(|(number, mib)| world.begin(number, mib))
+        .collect();
     for id in &all {
-        assert!(world.gone.is_empty(), "not before it is known how large all are");
+        assert!(
+            world.gone.is_empty(),
+            "not before it is known how large all are"
+        );
         world.inspected(*id);
     }
     assert_eq!(world.gone, [1, 2, 3, 30]);
     for expected in [40, 50, 700, 900] {
-        let next = *world.leaving.iter().min_by_key(|(_, bytes)| **bytes).expect("somebody").0;
+        let next = *world
+            .leaving
+            .iter()
+            .min_by_key(|(_, bytes)| **bytes)
+            .expect("somebody")
+            .0;
         world.received(next);
-        assert_eq!(world.gone.last(), Some(&expected), "as soon as the images of another one are there");
+        assert_eq!(
+            world.gone.last(),
+            Some(&expected),
+            "as soon as the images of another one are there"
+        );
         world.arrives(next);
     }
     assert_eq!(world.ended.len(), 4);
@@ -149,7 +212,11 @@ fn nobody_waits_long_for_a_task_about_which_nothing_is_known() {
     let mut world = alone;
     let id = world.begin(1, 5);
     world.inspected(id);
-    assert_eq!((world.gone.as_slice(), world.now), (&[5][..], Micros(0)), "who is alone waits for nobody");
+    assert_eq!(
+        (world.gone.as_slice(), world.now),
+        (&[5][..], Micros(0)),
+        "who is alone waits for nobody"
+    );
 }
 
 #[test]
@@ -167,8 +234,13 @@ fn nobody_waits_for_programs_that_write_their_own_checkpoints() {
 
 #[test]
 fn memory_that_follows_its_task_has_a_turn_too_and_nobody_stands_still_for_it() {
-    let mut world = World { memory_follows: true, ..World::default() };
-    let first: Vec<MigrationId> = (1..=LEAVE_AT_ONCE_MAX as i32).map(|number| world.begin(number, 100)).collect();
+    let mut world = World {
+        memory_follows: true,
+        ..World::default()
+    };
+    let first: Vec<MigrationId> = (1..=LEAVE_AT_ONCE_MAX as i32)
+        .map(|number| world.begin(number, 100))
+        .collect();
     first.iter().for_each(|id| world.inspected(*id));
     for id in &first {
         world.received(*id);
@@ -178,32 +250,73 @@ fn memory_that_follows_its_task_has_a_turn_too_and_nobody_stands_still_for_it() 
     world.inspected(large);
     let small = world.begin(21, 3);
     world.inspected(small);
-    assert_eq!(world.gone[LEAVE_AT_ONCE_MAX..], [3], "the link is full of what is smaller than the large one");
-    let unwanted = world.begin_for(22, 300, Cause::Owner { why: "olga is there".into() });
+    assert_eq!(
+        world.gone[LEAVE_AT_ONCE_MAX..],
+        [3],
+        "the link is full of what is smaller than the large one"
+    );
+    let unwanted = world.begin_for(
+        22,
+        300,
+        Cause::Owner {
+            why: "olga is there".into(),
+        },
+    );
     world.inspected(unwanted);
-    assert_eq!(world.gone.last(), Some(&300), "who stands still for an owner runs again the sooner");
+    assert_eq!(
+        world.gone.last(),
+        Some(&300),
+        "who stands still for an owner runs again the sooner"
+    );
     world.report(first[0], 3, Report::Arrived);
-    assert_eq!(world.gone.last(), Some(&300), "the small one and three others are on the link");
+    assert_eq!(
+        world.gone.last(),
+        Some(&300),
+        "the small one and three others are on the link"
+    );
     world.report(first[1], 3, Report::Arrived);
     assert_eq!(world.gone.last(), Some(&200));
 }
 
 #[test]
 fn memory_that_goes_ahead_has_a_turn_too_and_an_owner_waits_neither_for_that_nor_for_his_own() {
-    let mut world = World { memory_follows: true, pre_copies: true, ..World::default() };
-    let first: Vec<MigrationId> = (1..=LEAVE_AT_ONCE_MAX as i32).map(|number| world.begin(number, 100)).collect();
+    let mut world = World {
+        memory_follows: true,
+        pre_copies: true,
+        ..World::default()
+    };
+    let first: Vec<MigrationId> = (1..=LEAVE_AT_ONCE_MAX as i32)
+        .map(|number| world.begin(number, 100))
+        .collect();
     first.iter().for_each(|id| world.inspected(*id));
-    first.iter().for_each(|id| world.prepared(*id, Engine::Criu));
+    first
+        .iter()
+        .for_each(|id| world.prepared(*id, Engine::Criu));
     let large = world.begin(20, 200);
     world.inspected(large);
-    let unwanted = world.begin_for(22, 300, Cause::Owner { why: "olga is there".into() });
+    let unwanted = world.begin_for(
+        22,
+        300,
+        Cause::Owner {
+            why: "olga is there".into(),
+        },
+    );
     world.inspected(unwanted);
-    assert_eq!(world.gone.last(), Some(&300), "what goes ahead of the others is in nobody's way who stands still");
+    assert_eq!(
+        world.gone.last(),
+        Some(&300),
+        "what goes ahead of the others is in nobody's way who stands still"
+    );
     world.prepared(unwanted, Engine::Criu);
     world.report(unwanted, 2, Report::PreCopied { bytes: 1 });
     world.report(unwanted, 2, Report::Quiesced);
     let steps = |world: &World| {
-        world.steps.iter().filter(|(_, step)| *step == Step::PreCopy).map(|(id, _)| *id).collect::<Vec<_>>()
+        world
+            .steps
+            .iter()
+            .filter(|(_, step)| *step == Step::PreCopy)
+            .map(|(id, _)| *id)
+            .collect::<Vec<_>>()
     };
     assert_eq!(steps(&world), [], "nothing goes ahead where an owner waits");
     for id in &first {
@@ -239,7 +352,10 @@ fn a_task_whose_turn_never_comes_because_its_hosts_are_lost_is_told() {
         world.coordinator.host_lost(world.now, host(lost));
         world.heed();
         assert_eq!(world.ended, all.iter().map(|id| (*id, false)).collect());
-        assert_eq!((world.coordinator.next_wakeup(), world.coordinator.open()), (None, 0));
+        assert_eq!(
+            (world.coordinator.next_wakeup(), world.coordinator.open()),
+            (None, 0)
+        );
     }
 }
 
@@ -252,7 +368,10 @@ fn a_move_that_is_called_off_makes_room_for_the_next() {
     world.coordinator.call_off(all[0], "nobody wants it");
     world.heed();
     assert!(world.wake());
-    assert_eq!((world.leaving.len(), world.gone.len(), world.now), (LEAVE_AT_ONCE_MAX, 5, Micros(0)));
+    assert_eq!(
+        (world.leaving.len(), world.gone.len(), world.now),
+        (LEAVE_AT_ONCE_MAX, 5, Micros(0))
+    );
 }
 
 proptest! {
@@ -315,7 +434,12 @@ proptest! {
 fn only_a_task_that_waits_for_its_turn_to_leave_a_drained_host_gives_way_to_a_checkpoint() {
     let mut world = World::default();
     let by = HostId::MASTER.tid();
-    let of = |numbers: &[i32]| numbers.iter().map(|number| Tid::from_raw(0x80000 + number)).collect::<BTreeSet<_>>();
+    let of = |numbers: &[i32]| {
+        numbers
+            .iter()
+            .map(|number| Tid::from_raw(0x80000 + number))
+            .collect::<BTreeSet<_>>()
+    };
     for number in 0..=LEAVE_AT_ONCE_MAX as i32 {
         let id = world.begin_for(number, 100 + number as u64, Cause::Drain { by });
         world.inspected(id);
@@ -328,11 +452,21 @@ fn only_a_task_that_waits_for_its_turn_to_leave_a_drained_host_gives_way_to_a_ch
     assert_eq!(world.leaving.len(), LEAVE_AT_ONCE_MAX);
     let last = LEAVE_AT_ONCE_MAX as i32;
     assert!(!world.coordinator.give_way(&of(&[0])), "it is on its way");
-    assert!(!world.coordinator.give_way(&of(&[50])), "somebody wants it there");
+    assert!(
+        !world.coordinator.give_way(&of(&[50])),
+        "somebody wants it there"
+    );
     assert!(!world.coordinator.give_way(&of(&[60])), "it does not move");
-    assert!(!world.coordinator.give_way(&of(&[last, 0])), "what for, if the other one goes?");
+    assert!(
+        !world.coordinator.give_way(&of(&[last, 0])),
+        "what for, if the other one goes?"
+    );
     assert!(world.coordinator.give_way(&of(&[last, 60])));
-    assert!(of(&[last]).iter().all(|tid| world.coordinator.of_task(*tid).is_none()));
+    assert!(
+        of(&[last])
+            .iter()
+            .all(|tid| world.coordinator.of_task(*tid).is_none())
+    );
     world.heed();
     assert_eq!(world.ended.values().collect::<Vec<_>>(), [&false]);
 }

@@ -48,7 +48,11 @@ struct State {
 
 impl State {
     fn write_waiting(&mut self) -> io::Result<()> {
-        if self.waiting.is_empty() { Ok(()) } else { Screen.print(std::mem::take(&mut self.waiting).as_bytes()) }
+        if self.waiting.is_empty() {
+            Ok(())
+        } else {
+            Screen.print(std::mem::take(&mut self.waiting).as_bytes())
+        }
     }
 }
 
@@ -58,7 +62,9 @@ impl Above {
     }
 
     fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        self.changed.wait(state).expect("no thread panics with this lock")
+        self.changed
+            .wait(state)
+            .expect("no thread panics with this lock")
     }
 
     /// Shows whole lines: above the prompt if there is one. Waits when too much waits already.
@@ -72,7 +78,11 @@ impl Above {
         }
         state.waiting.push_str(&String::from_utf8_lossy(bytes));
         self.changed.notify_all();
-        if state.at_prompt { Ok(()) } else { state.write_waiting() }
+        if state.at_prompt {
+            Ok(())
+        } else {
+            state.write_waiting()
+        }
     }
 
     /// Shows what the editor has not come to: it has left its prompt, or nobody waits for it any more.
@@ -120,7 +130,10 @@ impl Above {
         (state.listens, state.listing) = (true, false);
         drop(state);
         self.changed.notify_all();
-        Turn { above: self.clone(), asked: Cell::new(0) }
+        Turn {
+            above: self.clone(),
+            asked: Cell::new(0),
+        }
     }
 
     /// The editor draws its line on cleared rows.

@@ -28,11 +28,21 @@ fn program() -> PathBuf {
 /// Begins to carry a drain out. `console`: whose children are written though he is alive; [`Tid::NONE`] if it was typed in a shell.
 fn begin(program: PathBuf, console: Tid, what: &Drain, json: bool) -> io::Result<Child> {
     let mut command = Command::new(program);
-    command.args(["--apart", &console.to_string()]).args(json.then_some("--json")).args(what.words());
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+        .args(["--apart", &console.to_string()])
+        .args(json.then_some("--json"))
+        .args(what.words());
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     let begun = detached(&mut command).spawn();
-    begun
-        .map_err(|error| io::Error::new(error.kind(), format!("drain: nobody can be started to carry it out: {error}")))
+    begun.map_err(|error| {
+        io::Error::new(
+            error.kind(),
+            format!("drain: nobody can be started to carry it out: {error}"),
+        )
+    })
 }
 
 /// Carries a drain out that was typed in a shell, and shows it as it goes.
@@ -54,23 +64,37 @@ pub(crate) fn follow(what: &Drain, json: bool) -> io::Result<ExitCode> {
     };
     let host = what.host.clone();
     thread::spawn(move || leave_at(interrupts, &host));
-    let complaints = child.stderr.take().map(|from| thread::spawn(move || pass_on(from, io::stderr())));
-    let shown = child.stdout.take().map_or(Ok(()), |from| pass_on(from, io::stdout()));
+    let complaints = child
+        .stderr
+        .take()
+        .map(|from| thread::spawn(move || pass_on(from, io::stderr())));
+    let shown = child
+        .stdout
+        .take()
+        .map_or(Ok(()), |from| pass_on(from, io::stdout()));
     // What cannot be written to standard error is lost.
     let _ = complaints.map(thread::JoinHandle::join);
     let status = child.wait()?;
     shown?;
     let (good, said) = ended(status);
     said.iter().for_each(|line| Screen.complain(line));
-    Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if good {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 /// Leaves the drain alone at one of these signals, and says what becomes of it.
 fn leave_at(interrupts: SigSet, host: &str) {
-    let Ok(signal) = interrupts.wait() else { return };
+    let Ok(signal) = interrupts.wait() else {
+        return;
+    };
     // Should nobody read what is said, the next one ends this process as any other.
     let _ = interrupts.thread_unblock();
-    Screen.complain(&format!("drain: {host} goes on being emptied; 'undrain {host}' calls it off"));
+    Screen.complain(&format!(
+        "drain: {host} goes on being emptied; 'undrain {host}' calls it off"
+    ));
     let number = u8::try_from(signal as i32).unwrap_or_default();
     std::process::exit(i32::from(BY_SIGNAL + number));
 }
@@ -115,12 +139,30 @@ fn carry_out_by(program: PathBuf, console: Tid, what: &Drain, json: bool) -> Out
         Err(error) => return Outcome::complaint(error),
     };
     let (good, said) = ended(done.status);
-    let (out, err) = (String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
-    let values =
-        if json { out.lines().filter_map(|line| serde_json::from_str(line).ok()).collect() } else { Vec::new() };
+    let (out, err) = (
+        String::from_utf8_lossy(&done.stdout),
+        String::from_utf8_lossy(&done.stderr),
+    );
+    let values = if json {
+        out.lines()
+            .filter_map(|line| serde_json::from_str(line).ok())
+            .collect()
+    } else {
+        Vec::new()
+    };
     let complaints = err.lines().map(String::from).chain(said).collect();
-    let text = if json { String::new() } else { out.into_owned() };
-    Outcome { text, json: values, complaints, failed: !good, ..Outcome::default() }
+    let text = if json {
+        String::new()
+    } else {
+        out.into_owned()
+    };
+    Outcome {
+        text,
+        json: values,
+        complaints,
+        failed: !good,
+        ..Outcome::default()
+    }
 }
 
 #[cfg(test)]
@@ -157,7 +199,11 @@ mod tests {
     fn what_the_process_says_and_how_it_ends_is_what_the_command_comes_to() {
         let folder = tempfile::tempdir().expect("a folder");
         let place = folder.path().join("pvm");
-        let what = Drain { host: "h2".into(), within: None, checkpoint: true };
+        let what = Drain {
+            host: "h2".into(),
+            within: None,
+            checkpoint: true,
+        };
         let run = |script: &str, json| {
             fs::write(&place, format!("#!/bin/sh\n{script}\n")).expect("written");
             fs::set_permissions(&place, fs::Permissions::from_mode(0o755)).expect("ours");
@@ -165,12 +211,24 @@ mod tests {
         };
         let done = run("echo \"$@\"; echo not all >&2; exit 1", false);
         assert_eq!(done.text, "--apart t40001 drain h2 --checkpoint\n");
-        assert_eq!((done.failed, done.complaints), (true, vec!["not all".to_string()]));
+        assert_eq!(
+            (done.failed, done.complaints),
+            (true, vec!["not all".to_string()])
+        );
         let done = run("echo '{\"left\":[]}'", true);
-        assert_eq!((done.failed, done.text.as_str(), done.json), (false, "", vec![serde_json::json!({ "left": [] })]));
+        assert_eq!(
+            (done.failed, done.text.as_str(), done.json),
+            (false, "", vec![serde_json::json!({ "left": [] })])
+        );
         let killed = run("kill -9 $$", false);
-        assert!(killed.failed && killed.complaints[0].contains("ended by signal 9"), "{killed:?}");
+        assert!(
+            killed.failed && killed.complaints[0].contains("ended by signal 9"),
+            "{killed:?}"
+        );
         let none = carry_out_by(folder.path().join("none"), Tid::NONE, &what, false);
-        assert!(none.failed && none.complaints[0].starts_with("drain: nobody can be started"), "{none:?}");
+        assert!(
+            none.failed && none.complaints[0].starts_with("drain: nobody can be started"),
+            "{none:?}"
+        );
     }
 }

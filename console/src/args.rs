@@ -73,19 +73,33 @@ pub(crate) enum ArgsError {
 
 /// Reads the arguments, the program's name first.
 pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, ArgsError> {
-    let Cli { debug, name, mut json, apart, mut words } = Cli::try_parse_from(args)?;
+    let Cli {
+        debug,
+        name,
+        mut json,
+        apart,
+        mut words,
+    } = Cli::try_parse_from(args)?;
     let mut daemon: Vec<OsString> = Vec::new();
     daemon.extend(debug.map(|mask| format!("-d{mask}").into()));
     daemon.extend(name.map(|name| format!("-n{name}").into()));
     let Some(first) = words.first().cloned() else {
-        return if json { Err(no_json(None)) } else { Ok(Mode::Console(daemon)) };
+        return if json {
+            Err(no_json(None))
+        } else {
+            Ok(Mode::Console(daemon))
+        };
     };
     let command = help::find(&first).is_some();
     json |= parse::take_json(&mut words);
     if json && command && !parse::has_json(&first) {
         return Err(no_json(Some(&first)));
     }
-    let files = if first == "start" { &words[1..] } else { &words[..] };
+    let files = if first == "start" {
+        &words[1..]
+    } else {
+        &words[..]
+    };
     if command && first != "start" {
         return Ok(Mode::Once { words, json, apart });
     }
@@ -93,10 +107,16 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
         [] => {}
         [file] if PathBuf::from(file).is_file() => daemon.push(file.into()),
         [file] => return Err(ArgsError::NotFound(file.clone())),
-        [first, ..] if PathBuf::from(first).is_file() => return Err(ArgsError::TooMany(first.clone())),
+        [first, ..] if PathBuf::from(first).is_file() => {
+            return Err(ArgsError::TooMany(first.clone()));
+        }
         [first, ..] => return Err(ArgsError::NotFound(first.clone())),
     }
-    Ok(if first == "start" { Mode::Start(daemon) } else { Mode::Console(daemon) })
+    Ok(if first == "start" {
+        Mode::Start(daemon)
+    } else {
+        Mode::Console(daemon)
+    })
 }
 
 fn tid(word: &str) -> Result<Tid, String> {
@@ -121,23 +141,42 @@ mod tests {
     #[test]
     fn a_command_name_makes_it_one_shot() {
         let by = |words: &[&str], json, apart| {
-            Ok(Mode::Once { words: words.iter().map(|word| word.to_string()).collect(), json, apart })
+            Ok(Mode::Once {
+                words: words.iter().map(|word| word.to_string()).collect(),
+                json,
+                apart,
+            })
         };
         let once = |words: &[&str], json| by(words, json, None);
-        assert_eq!(mode("pvm --apart t0 --json drain h2"), by(&["drain", "h2"], true, Some(Tid::NONE)));
+        assert_eq!(
+            mode("pvm --apart t0 --json drain h2"),
+            by(&["drain", "h2"], true, Some(Tid::NONE))
+        );
         assert!(mode("pvm --apart h2 drain h2").is_err());
         assert_eq!(mode("pvm conf"), once(&["conf"], false));
         assert_eq!(mode("pvm ps -a -l"), once(&["ps", "-a", "-l"], false));
-        assert_eq!(mode("pvm spawn -3 hello --json"), once(&["spawn", "-3", "hello", "--json"], false));
+        assert_eq!(
+            mode("pvm spawn -3 hello --json"),
+            once(&["spawn", "-3", "hello", "--json"], false)
+        );
         assert_eq!(mode("pvm --json conf"), once(&["conf"], true));
         assert_eq!(mode("pvm conf --json"), once(&["conf"], true));
         assert_eq!(mode("pvm ps -a --json"), once(&["ps", "-a"], true));
-        assert_eq!(mode("pvm spawn -3 --json hello -v"), once(&["spawn", "-3", "hello", "-v"], true));
+        assert_eq!(
+            mode("pvm spawn -3 --json hello -v"),
+            once(&["spawn", "-3", "hello", "-v"], true)
+        );
         assert_eq!(mode("pvm echo --json"), once(&["echo", "--json"], false));
         assert_eq!(mode("pvm mstat h2 --json"), once(&["mstat", "h2"], true));
         assert_eq!(mode("pvm alias --json"), once(&["alias"], true));
-        assert_eq!(mode("pvm alias x conf --json"), once(&["alias", "x", "conf", "--json"], false));
-        assert_eq!(mode("pvm --json halt"), Err(no_json(Some("halt")).to_string()));
+        assert_eq!(
+            mode("pvm alias x conf --json"),
+            once(&["alias", "x", "conf", "--json"], false)
+        );
+        assert_eq!(
+            mode("pvm --json halt"),
+            Err(no_json(Some("halt")).to_string())
+        );
         assert_eq!(mode("pvm --json"), Err(no_json(None).to_string()));
         assert_eq!(mode("pvm foo"), Err("foo: not found".into()));
     }
@@ -148,10 +187,20 @@ mod tests {
         let file = "/etc/passwd";
         assert_eq!(
             mode(&format!("pvm -d0x8 -nha1 {file}")),
-            Ok(Mode::Console(vec!["-d0x8".into(), "-nha1".into(), file.into()]))
+            Ok(Mode::Console(vec![
+                "-d0x8".into(),
+                "-nha1".into(),
+                file.into()
+            ]))
         );
-        assert_eq!(mode("pvm -nha1 start"), Ok(Mode::Start(vec!["-nha1".into()])));
-        assert_eq!(mode(&format!("pvm start {file}")), Ok(Mode::Start(vec![file.into()])));
+        assert_eq!(
+            mode("pvm -nha1 start"),
+            Ok(Mode::Start(vec!["-nha1".into()]))
+        );
+        assert_eq!(
+            mode(&format!("pvm start {file}")),
+            Ok(Mode::Start(vec![file.into()]))
+        );
         assert_eq!(mode("pvm start nofile"), Err("nofile: not found".into()));
     }
 }

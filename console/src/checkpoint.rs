@@ -57,15 +57,23 @@ pub(crate) fn parse_list(args: &[String]) -> Result<Checkpoints, ParseError> {
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
         if let Some(word) = option(COMMAND, "--remove-job", arg, &mut rest)? {
-            let not = || ParseError::NotA { command: COMMAND, word: word.into(), wanted: "a task's tid" };
-            let tid = parse_tid(word).filter(|tid| tid.is_task()).ok_or_else(not)?;
+            let not = || ParseError::NotA {
+                command: COMMAND,
+                word: word.into(),
+                wanted: "a task's tid",
+            };
+            let tid = parse_tid(word)
+                .filter(|tid| tid.is_task())
+                .ok_or_else(not)?;
             job.replace(tid).map_or(Ok(()), |_| Err(wrong()))?;
         } else if let Some(name) = option(COMMAND, "--remove", arg, &mut rest)? {
             names.get_or_insert_default().push(name.to_string());
         } else if arg == "--any" {
             any = true;
         } else if arg.starts_with('-') {
-            return Err(ParseError::UnknownFlag(arg.trim_start_matches('-').to_string()));
+            return Err(ParseError::UnknownFlag(
+                arg.trim_start_matches('-').to_string(),
+            ));
         } else {
             // More of them behind the first.
             names.as_mut().ok_or_else(wrong)?.push(arg.clone());
@@ -73,8 +81,14 @@ pub(crate) fn parse_list(args: &[String]) -> Result<Checkpoints, ParseError> {
     }
     match (names, job) {
         (None, None) if !any => Ok(Checkpoints::List),
-        (Some(names), None) => Ok(Checkpoints::Remove { which: Unwanted::Sets(names), any }),
-        (None, Some(job)) => Ok(Checkpoints::Remove { which: Unwanted::Job(job), any }),
+        (Some(names), None) => Ok(Checkpoints::Remove {
+            which: Unwanted::Sets(names),
+            any,
+        }),
+        (None, Some(job)) => Ok(Checkpoints::Remove {
+            which: Unwanted::Job(job),
+            any,
+        }),
         _ => Err(wrong()),
     }
 }
@@ -87,23 +101,38 @@ pub(crate) fn parse(args: &[String]) -> Result<Checkpoint, ParseError> {
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
         let mut timed = None;
-        for (name, kind) in [("--every", Pace::Every as fn(Micros) -> Pace), ("--loss", Pace::Loss)] {
+        for (name, kind) in [
+            ("--every", Pace::Every as fn(Micros) -> Pace),
+            ("--loss", Pace::Loss),
+        ] {
             timed = timed.or(option(COMMAND, name, arg, &mut rest)?.map(|value| (kind, value)));
         }
         match timed {
             Some((kind, value)) => {
                 let wanted = "a time such as 30s, 5m or 2h";
-                let not = || ParseError::NotA { command: COMMAND, word: value.into(), wanted };
-                let span = span(value).filter(|span| *span <= EVERY_MAX).ok_or_else(not)?;
+                let not = || ParseError::NotA {
+                    command: COMMAND,
+                    word: value.into(),
+                    wanted,
+                };
+                let span = span(value)
+                    .filter(|span| *span <= EVERY_MAX)
+                    .ok_or_else(not)?;
                 pace = Some(kind(Micros(span.as_micros() as u64)));
             }
             None if arg == "--stop" => pace = Some(Pace::Never),
             None if arg == "--end" => end = true,
             None if arg.starts_with('-') => {
-                return Err(ParseError::UnknownFlag(arg.trim_start_matches('-').to_string()));
+                return Err(ParseError::UnknownFlag(
+                    arg.trim_start_matches('-').to_string(),
+                ));
             }
             None if job.is_none() => {
-                let not = || ParseError::NotA { command: COMMAND, word: arg.clone(), wanted: "a task's tid" };
+                let not = || ParseError::NotA {
+                    command: COMMAND,
+                    word: arg.clone(),
+                    wanted: "a task's tid",
+                };
                 job = Some(parse_tid(arg).filter(|tid| tid.is_task()).ok_or_else(not)?);
             }
             None => return Err(wrong()),
@@ -112,7 +141,11 @@ pub(crate) fn parse(args: &[String]) -> Result<Checkpoint, ParseError> {
     if end && pace.is_some() {
         return Err(wrong());
     }
-    Ok(Checkpoint { job: job.ok_or_else(wrong)?, pace, end })
+    Ok(Checkpoint {
+        job: job.ok_or_else(wrong)?,
+        pace,
+        end,
+    })
 }
 
 /// Reads the words behind `restart`.
@@ -122,15 +155,25 @@ pub(crate) fn parse_restart(args: &[String]) -> Result<Restart, ParseError> {
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
         match option("restart", "--on", arg, &mut rest)? {
-            Some(hosts) => on.extend(hosts.split(',').filter(|name| !name.is_empty()).map(String::from)),
+            Some(hosts) => on.extend(
+                hosts
+                    .split(',')
+                    .filter(|name| !name.is_empty())
+                    .map(String::from),
+            ),
             None if arg.starts_with('-') => {
-                return Err(ParseError::UnknownFlag(arg.trim_start_matches('-').to_string()));
+                return Err(ParseError::UnknownFlag(
+                    arg.trim_start_matches('-').to_string(),
+                ));
             }
             None if set.is_none() => set = Some(arg.clone()),
             None => return Err(wrong()),
         }
     }
-    Ok(Restart { set: set.ok_or_else(wrong)?, on })
+    Ok(Restart {
+        set: set.ok_or_else(wrong)?,
+        on,
+    })
 }
 
 /// Has a job written to the store.
@@ -141,14 +184,28 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
         Some(Pace::Loss(bound)) => (None, Some(bound.0 / 1_000_000)),
         Some(Pace::Never) | None => (None, None),
     };
-    match machine.ask(Request::Checkpoint { job: *job, pace: *pace, end: *end, wait: true })? {
+    match machine.ask(Request::Checkpoint {
+        job: *job,
+        pace: *pace,
+        end: *end,
+        wait: true,
+    })? {
         Reply::Done => {
-            let text = format!("no more checkpoints of {job} by themselves; those that were made stay\n");
-            Ok(Outcome::done(text, json!({ "job": job.to_string(), "every_s": null, "loss_s": null }), false))
+            let text =
+                format!("no more checkpoints of {job} by themselves; those that were made stay\n");
+            Ok(Outcome::done(
+                text,
+                json!({ "job": job.to_string(), "every_s": null, "loss_s": null }),
+                false,
+            ))
         }
         Reply::Checkpointed(Ok(report)) => {
             let tasks: Vec<String> = report.tasks.iter().map(Tid::to_string).collect();
-            let many = if tasks.len() == 1 { "1 task".into() } else { format!("{} tasks", tasks.len()) };
+            let many = if tasks.len() == 1 {
+                "1 task".into()
+            } else {
+                format!("{} tasks", tasks.len())
+            };
             let frozen = report.frozen.0 as f64 / 1e3;
             let own: Vec<String> = report.own.iter().map(Tid::to_string).collect();
             let by_own = match own.len() {
@@ -157,9 +214,13 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
                 some => format!(", {some} of them by their own checkpoints"),
             };
             let (set, bytes) = (&report.set, report.bytes);
-            let mut text = format!("{set}: {many} of job {job}{by_own}, {bytes} bytes, frozen {frozen:.1} ms\n");
+            let mut text = format!(
+                "{set}: {many} of job {job}{by_own}, {bytes} bytes, frozen {frozen:.1} ms\n"
+            );
             if let Some(every) = every {
-                text.push_str(&format!("and again every {every} s, until 'checkpoint --stop {job}'\n"));
+                text.push_str(&format!(
+                    "and again every {every} s, until 'checkpoint --stop {job}'\n"
+                ));
             }
             if let Some(bound) = loss {
                 text.push_str(&format!(
@@ -167,7 +228,10 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
                 ));
             }
             if *end {
-                text.push_str(&format!("and ended; 'restart {}' starts it again\n", report.set));
+                text.push_str(&format!(
+                    "and ended; 'restart {}' starts it again\n",
+                    report.set
+                ));
             }
             let value = json!({
                 "set": report.set, "ended": end, "job": job.to_string(), "tasks": tasks, "bytes": report.bytes,
@@ -180,7 +244,10 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
             let value = json!({ "job": job, "failed": why.to_string() });
             Ok(Outcome {
                 json: vec![value],
-                ..Outcome::complaint(format!("no checkpoint of {job}: {why}{}", of_its_job(&why, "the job")))
+                ..Outcome::complaint(format!(
+                    "no checkpoint of {job}: {why}{}",
+                    of_its_job(&why, "the job")
+                ))
             })
         }
         _ => Err(misfit()),
@@ -200,8 +267,13 @@ pub(crate) fn of_its_job(why: &CutFailure, it: &str) -> String {
 
 /// Lists what lies in the store, or removes some of it.
 pub(crate) fn checkpoints(machine: &impl Machine, what: &Checkpoints) -> Result<Outcome, Error> {
-    let Checkpoints::Remove { which, any } = what else { return list(machine) };
-    match machine.ask(Request::RemoveSets { which: which.clone(), any: *any })? {
+    let Checkpoints::Remove { which, any } = what else {
+        return list(machine);
+    };
+    match machine.ask(Request::RemoveSets {
+        which: which.clone(),
+        any: *any,
+    })? {
         Reply::SetsRemoved(Ok(all)) => Ok(removed(which, &all)),
         Reply::SetsRemoved(Err(why)) => Ok(Outcome::complaint(format!("checkpoints: {why}"))),
         _ => Err(misfit()),
@@ -212,7 +284,9 @@ fn removed(which: &Unwanted, all: &Removed) -> Outcome {
     if let (Unwanted::Job(job), []) = (which, &all[..]) {
         return Outcome {
             json: vec![json!({ "removed": [], "kept": [] })],
-            ..Outcome::complaint(format!("there is no checkpoint of job {job} that this virtual machine has made"))
+            ..Outcome::complaint(format!(
+                "there is no checkpoint of job {job} that this virtual machine has made"
+            ))
         };
     }
     let (mut text, mut gone, mut kept) = (String::new(), Vec::new(), Vec::new());
@@ -258,16 +332,42 @@ fn table(sets: &[SetEntry]) -> String {
     if sets.is_empty() {
         return "no checkpoints\n".into();
     }
-    let width = sets.iter().map(|set| set.set.len()).max().unwrap_or_default();
-    let mut text = format!("{:width$}  {:>8}  {:24}  {:>5}  {:>12}\n", "SET", "JOB", "MADE", "TASKS", "BYTES");
-    for SetEntry { set, job, made, tasks, bytes, broken, ended, copies } in sets {
+    let width = sets
+        .iter()
+        .map(|set| set.set.len())
+        .max()
+        .unwrap_or_default();
+    let mut text = format!(
+        "{:width$}  {:>8}  {:24}  {:>5}  {:>12}\n",
+        "SET", "JOB", "MADE", "TASKS", "BYTES"
+    );
+    for SetEntry {
+        set,
+        job,
+        made,
+        tasks,
+        bytes,
+        broken,
+        ended,
+        copies,
+    } in sets
+    {
         text.push_str(&match broken {
             Some(why) => format!("{set:width$}  cannot be used: {why}\n"),
             None => {
-                let ended = ended.map(|at| format!("  the job ended {}", time(at))).unwrap_or_default();
-                let copies = if copies.is_empty() { String::new() } else { format!("  copies: {}", copies.join(" ")) };
+                let ended = ended
+                    .map(|at| format!("  the job ended {}", time(at)))
+                    .unwrap_or_default();
+                let copies = if copies.is_empty() {
+                    String::new()
+                } else {
+                    format!("  copies: {}", copies.join(" "))
+                };
                 let job = job.to_string();
-                format!("{set:width$}  {job:>8}  {:24}  {tasks:>5}  {bytes:>12}{copies}{ended}\n", time(*made))
+                format!(
+                    "{set:width$}  {job:>8}  {:24}  {tasks:>5}  {bytes:>12}{copies}{ended}\n",
+                    time(*made)
+                )
             }
         });
     }
@@ -277,15 +377,33 @@ fn table(sets: &[SetEntry]) -> String {
 /// Starts the tasks of a set again.
 pub(crate) fn restart(machine: &impl Machine, what: &Restart) -> Result<Outcome, Error> {
     let Restart { set, on } = what;
-    match machine.ask(Request::Restart { set: set.clone(), on: on.clone(), wait: true })? {
+    match machine.ask(Request::Restart {
+        set: set.clone(),
+        on: on.clone(),
+        wait: true,
+    })? {
         Reply::Restarted(Ok(report)) => {
             let hosts = machine.hosts()?;
-            let name = |host: HostId| hosts.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
-            let lines: Vec<String> =
-                report.tasks.iter().map(|(tid, host)| format!("{tid} runs on {}\n", name(*host))).collect();
-            let tasks: Vec<Value> =
-                report.tasks.iter().map(|(tid, host)| json!({ "tid": tid.to_string(), "host": name(*host) })).collect();
-            Ok(Outcome::done(lines.concat(), json!({ "set": set, "tasks": tasks }), false))
+            let name = |host: HostId| {
+                hosts
+                    .get(host)
+                    .map_or_else(|| host.to_string(), |entry| entry.name.clone())
+            };
+            let lines: Vec<String> = report
+                .tasks
+                .iter()
+                .map(|(tid, host)| format!("{tid} runs on {}\n", name(*host)))
+                .collect();
+            let tasks: Vec<Value> = report
+                .tasks
+                .iter()
+                .map(|(tid, host)| json!({ "tid": tid.to_string(), "host": name(*host) }))
+                .collect();
+            Ok(Outcome::done(
+                lines.concat(),
+                json!({ "set": set, "tasks": tasks }),
+                false,
+            ))
         }
         Reply::Restarted(Err(why)) => {
             let value = json!({ "set": set, "failed": why.to_string() });
@@ -304,7 +422,10 @@ mod tests {
     use sempa_proto::checkpoint::Stays;
 
     fn words(line: &str) -> Vec<String> {
-        line.split(' ').filter(|word| !word.is_empty()).map(String::from).collect()
+        line.split(' ')
+            .filter(|word| !word.is_empty())
+            .map(String::from)
+            .collect()
     }
 
     #[test]
@@ -312,13 +433,55 @@ mod tests {
         let job = Tid::from_raw(0x40002);
         let read = |line: &str| parse(&words(line));
         let every = |seconds| Some(Pace::Every(Micros::from_secs(seconds)));
-        assert_eq!(read("t40002"), Ok(Checkpoint { job, pace: None, end: false }));
-        assert_eq!(read("--every 5m t40002"), Ok(Checkpoint { job, pace: every(300), end: false }));
-        assert_eq!(read("t40002 --every=2h"), Ok(Checkpoint { job, pace: every(7200), end: false }));
-        assert_eq!(read("t40002 --stop"), Ok(Checkpoint { job, pace: Some(Pace::Never), end: false }));
+        assert_eq!(
+            read("t40002"),
+            Ok(Checkpoint {
+                job,
+                pace: None,
+                end: false
+            })
+        );
+        assert_eq!(
+            read("--every 5m t40002"),
+            Ok(Checkpoint {
+                job,
+                pace: every(300),
+                end: false
+            })
+        );
+        assert_eq!(
+            read("t40002 --every=2h"),
+            Ok(Checkpoint {
+                job,
+                pace: every(7200),
+                end: false
+            })
+        );
+        assert_eq!(
+            read("t40002 --stop"),
+            Ok(Checkpoint {
+                job,
+                pace: Some(Pace::Never),
+                end: false
+            })
+        );
         let loss = Some(Pace::Loss(Micros::from_secs(60)));
-        assert_eq!(read("t40002 --loss 1m"), Ok(Checkpoint { job, pace: loss, end: false }));
-        assert_eq!(read("--end t40002"), Ok(Checkpoint { job, pace: None, end: true }));
+        assert_eq!(
+            read("t40002 --loss 1m"),
+            Ok(Checkpoint {
+                job,
+                pace: loss,
+                end: false
+            })
+        );
+        assert_eq!(
+            read("--end t40002"),
+            Ok(Checkpoint {
+                job,
+                pace: None,
+                end: true
+            })
+        );
         for line in [
             "",
             "t40002 t40003",
@@ -328,10 +491,23 @@ mod tests {
             "t40002 --end --stop",
             "--end --every 5m t40002",
         ] {
-            assert_eq!(read(line), Err(ParseError::WrongArgs("checkpoint")), "{line}");
+            assert_eq!(
+                read(line),
+                Err(ParseError::WrongArgs("checkpoint")),
+                "{line}"
+            );
         }
         for line in ["t40002 --every 0s", "t40002 --every soon", "t80000", "x"] {
-            assert!(matches!(read(line), Err(ParseError::NotA { command: "checkpoint", .. })), "{line}");
+            assert!(
+                matches!(
+                    read(line),
+                    Err(ParseError::NotA {
+                        command: "checkpoint",
+                        ..
+                    })
+                ),
+                "{line}"
+            );
         }
         assert_eq!(read("-f t40002"), Err(ParseError::UnknownFlag("f".into())));
     }
@@ -340,15 +516,26 @@ mod tests {
     fn what_becomes_of_a_job_without_its_checkpoint_depends_on_why_there_is_none() {
         let job = Tid::from_raw(0x40002);
         assert_eq!(of_its_job(&CutFailure::NoSuchJob(job), "it"), "");
-        assert_eq!(of_its_job(&CutFailure::UnderWay, "the job"), "; the job goes on");
+        assert_eq!(
+            of_its_job(&CutFailure::UnderWay, "the job"),
+            "; the job goes on"
+        );
         let lost = of_its_job(&CutFailure::HostLost(HostId::MASTER), "it");
-        assert!(lost.contains("it goes back to its newest checkpoint") && !lost.contains("goes on"), "{lost}");
+        assert!(
+            lost.contains("it goes back to its newest checkpoint") && !lost.contains("goes on"),
+            "{lost}"
+        );
     }
 
     #[test]
     fn a_set_is_restarted_on_the_hosts_that_are_named() {
         let read = |line: &str| parse_restart(&words(line));
-        let restart = |on: &[&str]| Ok(Restart { set: "s".into(), on: on.iter().map(|h| h.to_string()).collect() });
+        let restart = |on: &[&str]| {
+            Ok(Restart {
+                set: "s".into(),
+                on: on.iter().map(|h| h.to_string()).collect(),
+            })
+        };
         assert_eq!(read("s"), restart(&[]));
         assert_eq!(read("--on h1,h2 s"), restart(&["h1", "h2"]));
         assert_eq!(read("s --on=h1 --on h2"), restart(&["h1", "h2"]));
@@ -361,18 +548,41 @@ mod tests {
     fn the_list_shows_what_can_be_used_and_why_the_rest_cannot() {
         let job = Tid::from_raw(0x40002);
         let (broken, ended, copies) = (None, None, Vec::new());
-        let whole = SetEntry { set: "a-1".into(), job, made: Micros(0), tasks: 3, bytes: 4096, broken, ended, copies };
-        let copied = SetEntry { copies: vec!["h2".into(), "h3".into()], ..whole.clone() };
-        let broken = SetEntry { set: "b".into(), broken: Some("another key".into()), ..whole.clone() };
-        let over = SetEntry { ended: Some(Micros(0)), ..whole.clone() };
+        let whole = SetEntry {
+            set: "a-1".into(),
+            job,
+            made: Micros(0),
+            tasks: 3,
+            bytes: 4096,
+            broken,
+            ended,
+            copies,
+        };
+        let copied = SetEntry {
+            copies: vec!["h2".into(), "h3".into()],
+            ..whole.clone()
+        };
+        let broken = SetEntry {
+            set: "b".into(),
+            broken: Some("another key".into()),
+            ..whole.clone()
+        };
+        let over = SetEntry {
+            ended: Some(Micros(0)),
+            ..whole.clone()
+        };
         assert_eq!(entry(&copied)["copies"], json!(["h2", "h3"]));
         let text = table(&[whole, broken, over, copied]);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 5);
         assert!(lines[4].ends_with("4096  copies: h2 h3"), "{text}");
-        assert!(lines[3].ends_with("4096  the job ended 1970-01-01T00:00:00.000Z"), "{text}");
         assert!(
-            lines[1].starts_with("a-1    t40002  1970-01-01T00:00:00.000Z") && lines[1].ends_with("4096"),
+            lines[3].ends_with("4096  the job ended 1970-01-01T00:00:00.000Z"),
+            "{text}"
+        );
+        assert!(
+            lines[1].starts_with("a-1    t40002  1970-01-01T00:00:00.000Z")
+                && lines[1].ends_with("4096"),
             "{text}"
         );
         assert_eq!(lines[2], "b    cannot be used: another key");
@@ -390,7 +600,13 @@ mod tests {
         assert_eq!(read("--remove a b --any c"), sets(&["a", "b", "c"], true));
         assert_eq!(read("--remove=a --remove b"), sets(&["a", "b"], false));
         let job = Unwanted::Job(Tid::from_raw(0x40002));
-        assert_eq!(read("--remove-job t40002"), Ok(Checkpoints::Remove { which: job, any: false }));
+        assert_eq!(
+            read("--remove-job t40002"),
+            Ok(Checkpoints::Remove {
+                which: job,
+                any: false
+            })
+        );
         for line in [
             "a",
             "--any",
@@ -400,9 +616,19 @@ mod tests {
             "--remove a --remove-job t40002",
             "--remove-job t40002 --remove-job t40003",
         ] {
-            assert_eq!(read(line), Err(ParseError::WrongArgs("checkpoints")), "{line}");
+            assert_eq!(
+                read(line),
+                Err(ParseError::WrongArgs("checkpoints")),
+                "{line}"
+            );
         }
-        assert!(matches!(read("--remove-job x"), Err(ParseError::NotA { command: "checkpoints", .. })));
+        assert!(matches!(
+            read("--remove-job x"),
+            Err(ParseError::NotA {
+                command: "checkpoints",
+                ..
+            })
+        ));
         assert_eq!(read("--all"), Err(ParseError::UnknownFlag("all".into())));
     }
 
@@ -411,10 +637,21 @@ mod tests {
         let job = Tid::from_raw(0x40002);
         let all: Removed = vec![("a".into(), Ok(7)), ("b".into(), Err(Stays::Wanted(job)))];
         let outcome = removed(&Unwanted::Job(job), &all);
-        assert!(outcome.failed && outcome.text.starts_with("a removed, 7 bytes\nb stays: job t40002 goes back to it"));
-        assert_eq!(outcome.json[0]["removed"], json!([{ "set": "a", "bytes": 7 }]));
+        assert!(
+            outcome.failed
+                && outcome
+                    .text
+                    .starts_with("a removed, 7 bytes\nb stays: job t40002 goes back to it")
+        );
+        assert_eq!(
+            outcome.json[0]["removed"],
+            json!([{ "set": "a", "bytes": 7 }])
+        );
         assert_eq!(outcome.json[0]["kept"][0]["set"], "b");
         assert!(!removed(&Unwanted::Job(job), &all[..1].to_vec()).failed);
-        assert!(removed(&Unwanted::Job(job), &Vec::new()).failed, "none of it");
+        assert!(
+            removed(&Unwanted::Job(job), &Vec::new()).failed,
+            "none of it"
+        );
     }
 }

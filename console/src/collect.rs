@@ -60,14 +60,21 @@ impl<M: Machine> Session<M> {
             Err(line) => return Ok(Outcome::refused(line)),
         };
         let me = self.machine.tid();
-        let sink = |base: i32| job.map_or_else(Sink::default, |job| to(me, base + job.cast_signed()));
+        let sink =
+            |base: i32| job.map_or_else(Sink::default, |job| to(me, base + job.cast_signed()));
         let traced = collected.traced.is_some();
-        let trace = if traced { sink(TAG_TRACES) } else { Sink::default() };
+        let trace = if traced {
+            sink(TAG_TRACES)
+        } else {
+            Sink::default()
+        };
         let mut env = self.exports();
         if traced {
             env.splice(..0, self.trace_variables());
         }
-        let results = self.machine.spawn(spawn.request(file, sink(TAG_JOBS), trace, env));
+        let results = self
+            .machine
+            .spawn(spawn.request(file, sink(TAG_JOBS), trace, env));
         let mut text = String::new();
         if let Some(job) = job {
             self.collected.insert(job, collected);
@@ -83,10 +90,19 @@ impl<M: Machine> Session<M> {
         let results = results?;
         self.tell_siblings(&results);
         text.push_str(&format::spawned(&results));
-        let mut outcome = Outcome::done(text, json::spawned(job, &results), results.iter().any(Result::is_err));
-        let errors: BTreeSet<i32> = results.iter().filter_map(|result| result.err().map(PvmError::code)).collect();
+        let mut outcome = Outcome::done(
+            text,
+            json::spawned(job, &results),
+            results.iter().any(Result::is_err),
+        );
+        let errors: BTreeSet<i32> = results
+            .iter()
+            .filter_map(|result| result.err().map(PvmError::code))
+            .collect();
         let errors = errors.into_iter().filter_map(PvmError::from_code);
-        outcome.complaints.extend(errors.map(|error| not_spawned(spawn, error)));
+        outcome
+            .complaints
+            .extend(errors.map(|error| not_spawned(spawn, error)));
         Ok(outcome)
     }
 
@@ -102,11 +118,18 @@ impl<M: Machine> Session<M> {
             Some(TraceOutput::Console) => Some(Traced::default()),
             Some(TraceOutput::New(path)) => {
                 let file = open(path, OpenOptions::new().write(true).create_new(true))?;
-                Some(Traced { file: Some(file), ..Traced::default() })
+                Some(Traced {
+                    file: Some(file),
+                    ..Traced::default()
+                })
             }
         };
         let is_job = spawn.output != Output::Log || traced.is_some();
-        let collected = Collected { shown: spawn.output == Output::Console, file, traced };
+        let collected = Collected {
+            shown: spawn.output == Output::Console,
+            file,
+            traced,
+        };
         Ok((collected, is_job.then(|| self.jobs.open())))
     }
 
@@ -122,13 +145,32 @@ impl<M: Machine> Session<M> {
     /// The beginning of a job's trace: where it was made, and the hosts of the virtual machine.
     fn begin_records(&mut self, job: u32) -> String {
         let me = self.machine.tid();
-        let Some(Traced { records, file }) = self.collected.get_mut(&job).and_then(|job| job.traced.as_mut()) else {
+        let Some(Traced { records, file }) = self
+            .collected
+            .get_mut(&job)
+            .and_then(|job| job.traced.as_mut())
+        else {
             return String::new();
         };
         let mut out = place(file, job, me, &preamble(&format::clock(micros_now())));
-        for host in self.machine.hosts().map(|table| table.hosts).unwrap_or_default() {
-            let facts = HostFacts { tid: host.id.tid(), name: &host.name, arch: &host.arch, speed: host.speed };
-            out.push_str(&place(file, job, host.id.tid(), &records.host(time_now(), &facts)));
+        for host in self
+            .machine
+            .hosts()
+            .map(|table| table.hosts)
+            .unwrap_or_default()
+        {
+            let facts = HostFacts {
+                tid: host.id.tid(),
+                name: &host.name,
+                arch: &host.arch,
+                speed: host.speed,
+            };
+            out.push_str(&place(
+                file,
+                job,
+                host.id.tid(),
+                &records.host(time_now(), &facts),
+            ));
         }
         out
     }
@@ -140,24 +182,44 @@ impl<M: Machine> Session<M> {
         for dst in tids {
             let (ctx, tag, body) = (CTX_TASK_CONTROL, TC_SIBLINGS, bytes.clone());
             // A task that has ended already needs no siblings.
-            let _ = self.machine.send(Message { src, dst, ctx, tag, wid: 0, enc, body });
+            let _ = self.machine.send(Message {
+                src,
+                dst,
+                ctx,
+                tag,
+                wid: 0,
+                enc,
+                body,
+            });
         }
     }
 
     /// `jobs`.
     pub(crate) fn list_jobs(&self, long: bool) -> Result<Outcome, Error> {
-        let mut text = if long { format::ps_head(false) } else { String::new() };
-        let (table, tasks) =
-            if long { (self.machine.hosts()?, self.machine.tasks(Tid::NONE)?) } else { Default::default() };
+        let mut text = if long {
+            format::ps_head(false)
+        } else {
+            String::new()
+        };
+        let (table, tasks) = if long {
+            (self.machine.hosts()?, self.machine.tasks(Tid::NONE)?)
+        } else {
+            Default::default()
+        };
         let mut values = Vec::new();
         for (number, tids) in self.jobs.running() {
-            let traced = self.collected.get(&number).is_some_and(|job| job.traced.is_some());
+            let traced = self
+                .collected
+                .get(&number)
+                .is_some_and(|job| job.traced.is_some());
             let list: String = tids.iter().map(|tid| format!(" {tid}")).collect();
             let mark = if traced { 'T' } else { ' ' };
             if long {
                 text.push_str(&format!("{mark}{number}:\n"));
                 let rows = tasks.iter().filter(|task| tids.contains(&task.tid));
-                rows.for_each(|task| text.push_str(&format::ps_row(&table, task, self.machine.tid(), false)));
+                rows.for_each(|task| {
+                    text.push_str(&format::ps_row(&table, task, self.machine.tid(), false))
+                });
             } else {
                 text.push_str(&format!("{mark}{number}:{list}\n"));
             }
@@ -171,9 +233,18 @@ impl<M: Machine> Session<M> {
         if message.ctx != CTX_BASE {
             return Vec::new();
         }
-        let number = |base: i32| message.tag.checked_sub(base).and_then(|number| u32::try_from(number).ok());
+        let number = |base: i32| {
+            message
+                .tag
+                .checked_sub(base)
+                .and_then(|number| u32::try_from(number).ok())
+        };
         if let Some(job) = number(TAG_CLOSING) {
-            return if message.src == self.machine.tid() { self.close(job) } else { Vec::new() };
+            return if message.src == self.machine.tid() {
+                self.close(job)
+            } else {
+                Vec::new()
+            };
         }
         if let Some(job) = number(TAG_TRACES) {
             return self.records(job, message);
@@ -184,12 +255,18 @@ impl<M: Machine> Session<M> {
         if message.tag == TAG_HOSTS {
             return self.announce(message).into_bytes();
         }
-        number(TAG_JOBS).map(|job| self.output(job, message)).unwrap_or_default()
+        number(TAG_JOBS)
+            .map(|job| self.output(job, message))
+            .unwrap_or_default()
     }
 
     fn output(&mut self, job: u32, message: &Message) -> Vec<u8> {
-        let Ok(body) = Vm::unpack(message) else { return Vec::new() };
-        let Some((tid, what)) = read_output(body) else { return Vec::new() };
+        let Ok(body) = Vm::unpack(message) else {
+            return Vec::new();
+        };
+        let Some((tid, what)) = read_output(body) else {
+            return Vec::new();
+        };
         let news = self.jobs.take(job, tid, what);
         let mut shown = Vec::new();
         if let Some(collected) = self.collected.get_mut(&job) {
@@ -197,7 +274,9 @@ impl<M: Machine> Session<M> {
                 shown.extend(collected.take(job, tid, happened));
             }
             if news.finished && collected.traced.is_some() {
-                shown.extend_from_slice(format!("[{job}] libpvmtrc: Trace File Complete\n").as_bytes());
+                shown.extend_from_slice(
+                    format!("[{job}] libpvmtrc: Trace File Complete\n").as_bytes(),
+                );
                 if self.remind(job).is_ok() {
                     return shown;
                 }
@@ -215,7 +294,15 @@ impl<M: Machine> Session<M> {
         self.machine.tasks(Tid::NONE)?;
         let (me, Body { enc, bytes }) = (self.machine.tid(), Body::empty());
         let tag = TAG_CLOSING + job.cast_signed();
-        self.machine.send(Message { src: me, dst: me, ctx: CTX_BASE, tag, wid: 0, enc, body: bytes })
+        self.machine.send(Message {
+            src: me,
+            dst: me,
+            ctx: CTX_BASE,
+            tag,
+            wid: 0,
+            enc,
+            body: bytes,
+        })
     }
 
     fn close(&mut self, job: u32) -> Vec<u8> {
@@ -224,28 +311,43 @@ impl<M: Machine> Session<M> {
     }
 
     fn records(&mut self, job: u32, message: &Message) -> Vec<u8> {
-        let Some(Traced { records, file }) = self.collected.get_mut(&job).and_then(|job| job.traced.as_mut()) else {
+        let Some(Traced { records, file }) = self
+            .collected
+            .get_mut(&job)
+            .and_then(|job| job.traced.as_mut())
+        else {
             return Vec::new();
         };
         let mut text = String::new();
-        let read =
-            Vm::unpack(message).map_err(|error| error.code).and_then(|mut body| records.read(&mut body, &mut text));
+        let read = Vm::unpack(message)
+            .map_err(|error| error.code)
+            .and_then(|mut body| records.read(&mut body, &mut text));
         let mut shown = place(file, job, message.src, &text);
         if let Err(error) = read {
-            shown.push_str(&format!("[{job}] trace records of {} cannot be read: {error}\n", message.src));
+            shown.push_str(&format!(
+                "[{job}] trace records of {} cannot be read: {error}\n",
+                message.src
+            ));
         }
         shown.into_bytes()
     }
 
     fn announce(&mut self, message: &Message) -> String {
-        let Ok(mut body) = Vm::unpack(message) else { return String::new() };
-        let Ok(tids) = body.int().and_then(|count| body.ints(count)) else { return String::new() };
+        let Ok(mut body) = Vm::unpack(message) else {
+            return String::new();
+        };
+        let Ok(tids) = body.int().and_then(|count| body.ints(count)) else {
+            return String::new();
+        };
         let hosts = tids.into_iter().filter_map(|tid| Tid::from_raw(tid).home());
         let new: Vec<HostId> = hosts.filter(|host| self.known.insert(*host)).collect();
         if new.is_empty() {
             return String::new();
         }
-        self.machine.hosts().map(|table| format::announce(&table, &new)).unwrap_or_default()
+        self.machine
+            .hosts()
+            .map(|table| format::announce(&table, &new))
+            .unwrap_or_default()
     }
 }
 
@@ -256,7 +358,8 @@ impl Collected {
         if let Some(Traced { records, file }) = &mut self.traced {
             if *happened == Happened::Met {
                 out.extend_from_slice(
-                    format!("[{job}] libpvmtrc: Task TID=0x{tid:x} Connected to Console\n").as_bytes(),
+                    format!("[{job}] libpvmtrc: Task TID=0x{tid:x} Connected to Console\n")
+                        .as_bytes(),
                 );
             } else {
                 let said = match happened {
@@ -266,7 +369,9 @@ impl Collected {
                     Happened::Line(line) => String::from_utf8_lossy(line),
                     Happened::Met => unreachable!("it was looked at above"),
                 };
-                out.extend(place(file, job, tid, &records.output(time_now(), tid, &said)).into_bytes());
+                out.extend(
+                    place(file, job, tid, &records.output(time_now(), tid, &said)).into_bytes(),
+                );
             }
         }
         let line: &[u8] = match happened {
@@ -277,7 +382,12 @@ impl Collected {
         let prefix = format!("[{job}:{tid}] ").into_bytes();
         let line = [prefix.as_slice(), line, b"\n"].concat();
         if let Some(file) = &mut self.file {
-            out.extend(file.write_all(&line).err().map(|error| lost(job, "output", &error)).unwrap_or_default());
+            out.extend(
+                file.write_all(&line)
+                    .err()
+                    .map(|error| lost(job, "output", &error))
+                    .unwrap_or_default(),
+            );
             if !out.is_empty() {
                 self.file = None;
             }
@@ -291,7 +401,10 @@ impl Collected {
 /// Puts records where they belong; answers what is to be shown.
 fn place(file: &mut Option<File>, job: u32, from: Tid, text: &str) -> String {
     match file {
-        None => text.lines().map(|line| format!("[T{job}:{from}] {line}\n")).collect(),
+        None => text
+            .lines()
+            .map(|line| format!("[T{job}:{from}] {line}\n"))
+            .collect(),
         Some(open) => match open.write_all(text.as_bytes()) {
             Ok(()) => String::new(),
             Err(error) => {
@@ -307,12 +420,19 @@ fn lost(job: u32, what: &str, error: &std::io::Error) -> Vec<u8> {
 }
 
 fn to(tid: Tid, tag: i32) -> Sink {
-    Sink { tid, ctx: CTX_BASE, tag }
+    Sink {
+        tid,
+        ctx: CTX_BASE,
+        tag,
+    }
 }
 
 fn time_now() -> Time {
     let now = micros_now().0;
-    Time { seconds: now / 1_000_000, micros: (now % 1_000_000) as u32 }
+    Time {
+        seconds: now / 1_000_000,
+        micros: (now % 1_000_000) as u32,
+    }
 }
 
 fn open(path: &str, how: &mut OpenOptions) -> Result<File, String> {
@@ -320,7 +440,10 @@ fn open(path: &str, how: &mut OpenOptions) -> Result<File, String> {
         let why = match error.kind() {
             std::io::ErrorKind::AlreadyExists => "File exists".to_string(),
             // Without the number that the standard library adds.
-            _ => error.raw_os_error().map_or_else(|| error.to_string(), |number| Errno::from_raw(number).desc().into()),
+            _ => error.raw_os_error().map_or_else(
+                || error.to_string(),
+                |number| Errno::from_raw(number).desc().into(),
+            ),
         };
         format!("{path}: {why}")
     })
@@ -334,7 +457,9 @@ fn not_spawned(spawn: &Spawn, error: PvmError) -> String {
             "the program, or the debugger that was to run it, is not on that host: PVM_DEBUGGER, or bx= when adding the \
              host, names a debugger"
         }
-        PvmError::NoFile if file.contains('/') => "there is no such program on the host that was to run it",
+        PvmError::NoFile if file.contains('/') => {
+            "there is no such program on the host that was to run it"
+        }
         PvmError::NoFile => {
             "it is not in the search path of the host that was to run it: give its full path, or the path with ep= when \
              adding the host"

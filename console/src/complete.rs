@@ -50,7 +50,9 @@ pub(crate) fn complete(line: &str, world: &impl World) -> (usize, Vec<String>) {
         Kind::Tid => world.tids(),
         Kind::Option => options::names().map(String::from).collect(),
         Kind::Event => trace::words().map(String::from).collect(),
-        Kind::Signal => nix::sys::signal::Signal::iterator().map(|signal| signal.as_str()[3..].to_string()).collect(),
+        Kind::Signal => nix::sys::signal::Signal::iterator()
+            .map(|signal| signal.as_str()[3..].to_string())
+            .collect(),
         Kind::File => return (begin, files(prefix, stem, world)),
     };
     found.retain(|name| name.starts_with(stem));
@@ -70,14 +72,19 @@ fn finish(mut found: Vec<String>, prefix: &str, end: &str) -> Vec<String> {
 }
 
 fn files(prefix: &str, stem: &str, world: &impl World) -> Vec<String> {
-    let (dir, name) = stem.rsplit_once('/').map_or(("", stem), |(dir, name)| (dir, name));
+    let (dir, name) = stem
+        .rsplit_once('/')
+        .map_or(("", stem), |(dir, name)| (dir, name));
     let folder = match (dir, stem.starts_with('/')) {
         ("", true) => "/",
         ("", false) => ".",
         (dir, _) => dir,
     };
     let path = &stem[..stem.len() - name.len()];
-    let names = world.entries(Path::new(folder)).into_iter().filter(|(entry, _)| entry.starts_with(name));
+    let names = world
+        .entries(Path::new(folder))
+        .into_iter()
+        .filter(|(entry, _)| entry.starts_with(name));
     // Hidden files only when they are asked for.
     let names = names.filter(|(entry, _)| name.starts_with('.') || !entry.starts_with('.'));
     let found = names.map(|(entry, dir)| format!("{path}{entry}{}", if dir { "/" } else { "" }));
@@ -101,7 +108,9 @@ enum Kind {
 
 /// What the word after `before` is, and which part of it stands in front of the name.
 fn wanted<'a>(before: &[&str], word: &'a str) -> (&'a str, Kind) {
-    let [command, args @ ..] = before else { return ("", Kind::Command) };
+    let [command, args @ ..] = before else {
+        return ("", Kind::Command);
+    };
     let first = args.is_empty();
     let kind = match *command {
         "help" if first => Kind::Command,
@@ -134,14 +143,23 @@ fn wanted<'a>(before: &[&str], word: &'a str) -> (&'a str, Kind) {
 
 /// An option of `spawn`, or the program.
 fn spawn_word(word: &str) -> (&str, Kind) {
-    let prefixes =
-        [("->>", Kind::File), ("->", Kind::File), ("-@", Kind::File), ("--host=", Kind::Host), ("--job=", Kind::File)];
+    let prefixes = [
+        ("->>", Kind::File),
+        ("->", Kind::File),
+        ("-@", Kind::File),
+        ("--host=", Kind::Host),
+        ("--job=", Kind::File),
+    ];
     for (prefix, kind) in prefixes {
         if word.starts_with(prefix) {
             return (&word[..prefix.len()], kind);
         }
     }
-    if word.starts_with('-') { (&word[..1], Kind::Host) } else { ("", Kind::File) }
+    if word.starts_with('-') {
+        (&word[..1], Kind::Host)
+    } else {
+        ("", Kind::File)
+    }
 }
 
 #[cfg(test)]
@@ -174,7 +192,10 @@ mod tests {
     }
 
     fn words(line: &str) -> Vec<String> {
-        let known = Known { aliases: vec!["conflict".into()], variables: vec!["HOME".into(), "HOST".into()] };
+        let known = Known {
+            aliases: vec!["conflict".into()],
+            variables: vec!["HOME".into(), "HOST".into()],
+        };
         complete(line, &Fake(known)).1
     }
 
@@ -213,13 +234,20 @@ mod tests {
         assert_eq!(words("spawn ->>wo"), ["->>work "]);
         assert_eq!(words("spawn --job=wo"), ["--job=work "]);
         assert_eq!(words("spawn x /et"), ["/etc/"]);
-        assert_eq!(words("spawn "), ["work "], "hidden files only when they are asked for");
+        assert_eq!(
+            words("spawn "),
+            ["work "],
+            "hidden files only when they are asked for"
+        );
         assert_eq!(words("spawn ."), [".hidden "]);
     }
 
     #[test]
     fn the_unfinished_word_is_replaced_from_its_beginning() {
         assert_eq!(complete("delete ha1 hb", &Fake(Known::default())).0, 11);
-        assert_eq!(complete("conf", &Fake(Known::default())), (0, vec!["conf ".into()]));
+        assert_eq!(
+            complete("conf", &Fake(Known::default())),
+            (0, vec!["conf ".into()])
+        );
     }
 }

@@ -48,8 +48,12 @@ pub(crate) enum StartError {
 
 /// The daemon's program: next to this one, or wherever PATH finds it.
 fn program() -> PathBuf {
-    let beside = std::env::current_exe().ok().and_then(|exe| exe.parent().map(|dir| dir.join("pvmd")));
-    beside.filter(|path| path.is_file()).unwrap_or_else(|| PathBuf::from("pvmd"))
+    let beside = std::env::current_exe()
+        .ok()
+        .and_then(|exe| exe.parent().map(|dir| dir.join("pvmd")));
+    beside
+        .filter(|path| path.is_file())
+        .unwrap_or_else(|| PathBuf::from("pvmd"))
 }
 
 /// Starts the daemon in the background and waits until it listens. The child is to be waited for when it ends.
@@ -62,12 +66,21 @@ pub(crate) fn start(args: &[OsString]) -> Result<Child, StartError> {
 
 fn run(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
     // Its complaints go into memory: a pipe would kill it when this console is gone and somebody there still writes.
-    let mut complaints = File::from(memfd_create("pvmd-stderr", MFdFlags::MFD_CLOEXEC).map_err(std::io::Error::from)?);
+    let mut complaints = File::from(
+        memfd_create("pvmd-stderr", MFdFlags::MFD_CLOEXEC).map_err(std::io::Error::from)?,
+    );
     let mut command = Command::new(program);
-    command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(complaints.try_clone()?);
+    command
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(complaints.try_clone()?);
     let mut child = detached(&mut command)
         .spawn()
-        .map_err(|source| StartError::NoProgram { program: program.to_path_buf(), source })?;
+        .map_err(|source| StartError::NoProgram {
+            program: program.to_path_buf(),
+            source,
+        })?;
     let stdout = child.stdout.take().expect("it was asked for");
     let (sender, line) = mpsc::channel();
     thread::spawn(move || {
@@ -85,8 +98,12 @@ fn run(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
             let status = child.wait()?;
             let mut said = String::new();
             complaints.rewind()?;
-            let _ = complaints.take(COMPLAINT_BYTES_MAX).read_to_string(&mut said);
-            Err(reason(&said).map_or(StartError::Silent(status), |line| StartError::Said(line.to_string())))
+            let _ = complaints
+                .take(COMPLAINT_BYTES_MAX)
+                .read_to_string(&mut said);
+            Err(reason(&said).map_or(StartError::Silent(status), |line| {
+                StartError::Said(line.to_string())
+            }))
         }
         Err(_) => {
             let _ = child.kill();
@@ -99,7 +116,10 @@ fn run(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
 /// The line that says why: what is wrong with the command line comes before the advice, everything else comes last.
 fn reason(said: &str) -> Option<&str> {
     let mut lines = said.lines().map(str::trim).filter(|line| !line.is_empty());
-    lines.clone().find(|line| line.starts_with("error: ")).or_else(|| lines.next_back())
+    lines
+        .clone()
+        .find(|line| line.starts_with("error: "))
+        .or_else(|| lines.next_back())
 }
 
 /// A running daemon that can be watched until it is gone.
@@ -113,15 +133,22 @@ pub(crate) struct Watched {
 impl Watched {
     /// The running daemon that holds this lock file.
     pub(crate) fn holding(lock: PathBuf) -> Watched {
-        let pid = fs::read_to_string(&lock).ok().and_then(|text| text.trim().parse().ok());
+        let pid = fs::read_to_string(&lock)
+            .ok()
+            .and_then(|text| text.trim().parse().ok());
         // One that has ended and is only waited for by its parent is none.
         let running = |pid| stat(pid).filter(|(state, _)| *state != 'Z');
-        Watched { process: pid.and_then(|pid| Some((pid, running(pid)?.1))), lock }
+        Watched {
+            process: pid.and_then(|pid| Some((pid, running(pid)?.1))),
+            lock,
+        }
     }
 
     fn is_gone(&self) -> bool {
         match &self.process {
-            Some((pid, started)) => stat(*pid).is_none_or(|(state, since)| state == 'Z' || since != *started),
+            Some((pid, started)) => {
+                stat(*pid).is_none_or(|(state, since)| state == 'Z' || since != *started)
+            }
             None => !self.lock.exists(),
         }
     }
@@ -179,7 +206,10 @@ mod tests {
         let pid = i32::try_from(child.id()).expect("a pid");
         let session = nix::unistd::getsid(Some(nix::unistd::Pid::from_raw(pid))).expect("it runs");
         assert_eq!(session.as_raw(), pid);
-        let watched = Watched { lock: PathBuf::new(), process: Some((pid, stat(pid).expect("it runs").1)) };
+        let watched = Watched {
+            lock: PathBuf::new(),
+            process: Some((pid, stat(pid).expect("it runs").1)),
+        };
         assert!(!watched.is_gone());
         child.kill().expect("ours");
         assert!(watched.wait(Some(&mut child)));
@@ -188,11 +218,19 @@ mod tests {
 
     #[test]
     fn a_daemon_that_fails_is_quoted() {
-        let said = shell("echo 'warning: x' >&2; echo 'pvmd: no room' >&2; exit 1").expect_err("failed").to_string();
+        let said = shell("echo 'warning: x' >&2; echo 'pvmd: no room' >&2; exit 1")
+            .expect_err("failed")
+            .to_string();
         assert_eq!(said, "pvmd: no room");
         let advice = "echo 'error: -d takes a mask' >&2; echo >&2; echo 'try --help' >&2; exit 2";
-        assert_eq!(shell(advice).expect_err("failed").to_string(), "error: -d takes a mask");
-        assert!(matches!(shell("exit 3").expect_err("failed"), StartError::Silent(_)));
+        assert_eq!(
+            shell(advice).expect_err("failed").to_string(),
+            "error: -d takes a mask"
+        );
+        assert!(matches!(
+            shell("exit 3").expect_err("failed"),
+            StartError::Silent(_)
+        ));
         let none = run(Path::new("/nonexistent/pvmd"), &[]).expect_err("failed");
         assert!(matches!(none, StartError::NoProgram { .. }));
     }
@@ -202,8 +240,14 @@ mod tests {
         let me = i32::try_from(std::process::id()).expect("a pid");
         let (state, started) = stat(me).expect("this process runs");
         assert_ne!(state, 'Z');
-        let same = Watched { lock: PathBuf::new(), process: Some((me, started)) };
-        let other = Watched { lock: PathBuf::new(), process: Some((me, "1".into())) };
+        let same = Watched {
+            lock: PathBuf::new(),
+            process: Some((me, started)),
+        };
+        let other = Watched {
+            lock: PathBuf::new(),
+            process: Some((me, "1".into())),
+        };
         assert!(!same.is_gone());
         assert!(other.is_gone());
     }

@@ -15,7 +15,12 @@ pub(crate) fn detached(command: &mut Command) -> &mut Command {
             nix::unistd::setsid()?;
             SigSet::empty().thread_set_mask()?;
             // A kernel that cannot do it leaves them open; nothing depends on it.
-            libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC);
+            libc::syscall(
+                libc::SYS_close_range,
+                3,
+                u32::MAX,
+                libc::CLOSE_RANGE_CLOEXEC,
+            );
             Ok(())
         })
     }

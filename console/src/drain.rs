@@ -61,8 +61,11 @@ impl Drain {
     /// The words that say it.
     pub(crate) fn words(&self) -> Vec<String> {
         let mut words = vec!["drain".to_string(), self.host.clone()];
-        words
-            .extend(self.within.iter().flat_map(|within| ["--deadline".to_string(), format!("{}s", within.as_secs())]));
+        words.extend(
+            self.within
+                .iter()
+                .flat_map(|within| ["--deadline".to_string(), format!("{}s", within.as_secs())]),
+        );
         words.extend(self.checkpoint.then(|| "--checkpoint".to_string()));
         words
     }
@@ -76,22 +79,38 @@ pub(crate) fn parse(args: &[String]) -> Result<Drain, ParseError> {
         match option("drain", "--deadline", arg, &mut rest)? {
             Some(value) => {
                 let wanted = "a time such as 30s or 5m";
-                let not = || ParseError::NotA { command: "drain", word: value.into(), wanted };
-                within = Some(span(value).filter(|span| *span <= WITHIN_MAX).ok_or_else(not)?);
+                let not = || ParseError::NotA {
+                    command: "drain",
+                    word: value.into(),
+                    wanted,
+                };
+                within = Some(
+                    span(value)
+                        .filter(|span| *span <= WITHIN_MAX)
+                        .ok_or_else(not)?,
+                );
             }
             None if arg == "--checkpoint" => checkpoint = true,
             None if arg.starts_with('-') => {
-                return Err(ParseError::UnknownFlag(arg.trim_start_matches('-').to_string()));
+                return Err(ParseError::UnknownFlag(
+                    arg.trim_start_matches('-').to_string(),
+                ));
             }
             None if host.is_none() => host = Some(arg.clone()),
             None => return Err(ParseError::WrongArgs("drain")),
         }
     }
-    Ok(Drain { host: host.ok_or(ParseError::WrongArgs("drain"))?, within, checkpoint })
+    Ok(Drain {
+        host: host.ok_or(ParseError::WrongArgs("drain"))?,
+        within,
+        checkpoint,
+    })
 }
 
 fn not_known(command: &str, host: &str) -> Outcome {
-    Outcome::complaint(format!("{command}: the resource manager knows no host {host}; 'conf' lists them"))
+    Outcome::complaint(format!(
+        "{command}: the resource manager knows no host {host}; 'conf' lists them"
+    ))
 }
 
 /// What is left on a host, and why.
@@ -99,7 +118,11 @@ type Left = BTreeMap<Tid, Option<String>>;
 
 fn left(answer: Answer) -> Result<Option<(bool, Left, u32)>, Error> {
     match answer {
-        Answer::Drain { drained, tasks, stay } => Ok(Some((drained, tasks.into_iter().collect(), stay))),
+        Answer::Drain {
+            drained,
+            tasks,
+            stay,
+        } => Ok(Some((drained, tasks.into_iter().collect(), stay))),
         Answer::Unknown => Ok(None),
         _ => Err(misfit()),
     }
@@ -209,7 +232,10 @@ impl<M: Machine> Emptying<'_, M> {
         for tid in self.tasks.keys().filter(|tid| !now.contains_key(tid)) {
             self.gone.push(*tid);
             let (gone, all) = (self.gone.len(), self.all);
-            (self.show)(&format!("{tid} has left ({gone} of {all}{})\n", self.heard.cost(*tid)));
+            (self.show)(&format!(
+                "{tid} has left ({gone} of {all}{})\n",
+                self.heard.cost(*tid)
+            ));
         }
         self.tasks = now;
         let over = match self.heard.over {
@@ -219,8 +245,12 @@ impl<M: Machine> Emptying<'_, M> {
             over => over,
         };
         match over {
-            Some(Over::Ended) => (self.show)(&format!("{host} takes tasks again: somebody has called it off\n")),
-            Some(Over::Later(by)) => (self.show)(&format!("a later order to empty {host} counts, that of {by}\n")),
+            Some(Over::Ended) => (self.show)(&format!(
+                "{host} takes tasks again: somebody has called it off\n"
+            )),
+            Some(Over::Later(by)) => (self.show)(&format!(
+                "a later order to empty {host} counts, that of {by}\n"
+            )),
             None => {}
         }
         Ok(over.is_none())
@@ -230,52 +260,98 @@ impl<M: Machine> Emptying<'_, M> {
     fn still_there(&self) -> Result<Left, Error> {
         let all = self.machine.tasks(Tid::NONE)?;
         let is_there = |tid: &Tid| {
-            let here = |task: &&TaskInfo| task.tid == *tid && self.heard.host.is_none_or(|host| task.host == host);
+            let here = |task: &&TaskInfo| {
+                task.tid == *tid && self.heard.host.is_none_or(|host| task.host == host)
+            };
             all.iter().any(|task| here(&task))
         };
-        Ok(self.tasks.iter().filter(|(tid, _)| is_there(tid)).map(|(tid, why)| (*tid, why.clone())).collect())
+        Ok(self
+            .tasks
+            .iter()
+            .filter(|(tid, _)| is_there(tid))
+            .map(|(tid, why)| (*tid, why.clone()))
+            .collect())
     }
 
     /// The jobs that have tasks there and could be written, those with the most of them first.
     fn rests(&mut self) -> Result<Vec<Rest>, Error> {
         let (machine, all) = (self.machine, parents(self.machine)?);
         let mut members = BTreeMap::<Tid, Vec<Tid>>::new();
-        for tid in all.keys().chain(self.tasks.keys().filter(|tid| !all.contains_key(tid))) {
-            members.entry(job_of(*tid, &all, &self.tasks)).or_default().push(*tid);
+        for tid in all
+            .keys()
+            .chain(self.tasks.keys().filter(|tid| !all.contains_key(tid)))
+        {
+            members
+                .entry(job_of(*tid, &all, &self.tasks))
+                .or_default()
+                .push(*tid);
         }
         // What goes on is written once, also when the daemons have done it.
         let is_over = |job: &Tid| {
-            !self.what.checkpoint && (self.kept.contains_key(job) || self.heard.sets.contains_key(job))
+            !self.what.checkpoint
+                && (self.kept.contains_key(job) || self.heard.sets.contains_key(job))
                 || self.tried.get(job).is_some_and(|tried| tried.for_good)
         };
-        let jobs: Vec<Tid> = jobs(self.console, &all, &self.tasks).into_iter().filter(|job| !is_over(job)).collect();
+        let jobs: Vec<Tid> = jobs(self.console, &all, &self.tasks)
+            .into_iter()
+            .filter(|job| !is_over(job))
+            .collect();
         let (mut rests, begun) = (Vec::new(), Instant::now());
         let ask = |tid: Tid| match begun.elapsed() < ASKING_MAX {
             // Of the others nobody is to be waited for.
-            true => Some(machine.can_migrate(tid, Some(&self.what.host)).ok()?.resident_bytes),
+            true => Some(
+                machine
+                    .can_migrate(tid, Some(&self.what.host))
+                    .ok()?
+                    .resident_bytes,
+            ),
             false => None,
         };
         for job in jobs {
             let its = members.remove(&job).unwrap_or_default();
-            let there = its.iter().filter_map(|tid| Some((*tid, self.tasks.get(tid)?)));
-            let there: Vec<Standing> = there.map(|(tid, why)| self.heard.standing(tid, why.as_ref())).collect();
-            let (bytes, at_stake) = (self.writing.bytes(&its, ask), self.heard.at_stake(micros_now(), job, &its));
-            rests.push(Rest { job, tasks: there.len(), at_stake, bytes, standing: together(&there) });
+            let there = its
+                .iter()
+                .filter_map(|tid| Some((*tid, self.tasks.get(tid)?)));
+            let there: Vec<Standing> = there
+                .map(|(tid, why)| self.heard.standing(tid, why.as_ref()))
+                .collect();
+            let (bytes, at_stake) = (
+                self.writing.bytes(&its, ask),
+                self.heard.at_stake(micros_now(), job, &its),
+            );
+            rests.push(Rest {
+                job,
+                tasks: there.len(),
+                at_stake,
+                bytes,
+                standing: together(&there),
+            });
         }
         Ok(rests)
     }
 
     /// The job that is to be written now, if no more than this time is left.
     fn due(&mut self, left: Duration) -> Result<Option<Rest>, Error> {
-        if self.writing.reckoned.is_some_and(|(at, time)| at.elapsed() < RECKONED_FOR && left > time) {
+        if self
+            .writing
+            .reckoned
+            .is_some_and(|(at, time)| at.elapsed() < RECKONED_FOR && left > time)
+        {
             return Ok(None);
         }
         let rests = self.rests()?;
-        let bytes = rests.iter().fold(0, |sum: u64, rest| sum.saturating_add(rest.bytes));
+        let bytes = rests
+            .iter()
+            .fold(0, |sum: u64, rest| sum.saturating_add(rest.bytes));
         let time = time_to_write(rests.len(), bytes, self.heard.moved);
         let mut next = None;
         if left <= time {
-            let go: Vec<Tid> = self.tasks.iter().filter(|(_, why)| why.is_none()).map(|(tid, _)| *tid).collect();
+            let go: Vec<Tid> = self
+                .tasks
+                .iter()
+                .filter(|(_, why)| why.is_none())
+                .map(|(tid, _)| *tid)
+                .collect();
             let bytes = self.writing.bytes(&go, |_| None);
             let leave = leave_in_time(self.begun.elapsed(), self.heard.left, bytes, left);
             next = next_of(rests, leave, self.heard.moved, &self.tried);
@@ -295,29 +371,49 @@ impl<M: Machine> Emptying<'_, M> {
             return Ok(());
         }
         if !self.tried.contains_key(&job) {
-            (self.show)(&format!("job {job} is being written, {}\n", megabytes(rest.bytes)));
+            (self.show)(&format!(
+                "job {job} is being written, {}\n",
+                megabytes(rest.bytes)
+            ));
         }
         let result = write_down(self.machine, job, ends)?;
-        let tried = Tried { times: 0, at: self.begun, for_good: false, said: String::new() };
+        let tried = Tried {
+            times: 0,
+            at: self.begun,
+            for_good: false,
+            said: String::new(),
+        };
         let tried = self.tried.entry(job).or_insert(tried);
         (tried.times, tried.at) = (tried.times + 1, Instant::now());
         match result {
             Ok(report) if ends => {
-                (self.show)(&format!("job {job} has ended; 'restart {}' starts it again\n", report.set));
+                (self.show)(&format!(
+                    "job {job} has ended; 'restart {}' starts it again\n",
+                    report.set
+                ));
                 self.tasks.retain(|tid, _| !report.tasks.contains(tid));
                 self.gone.extend(report.tasks);
                 self.sets.push(report.set);
             }
             Ok(SetReport { set, .. }) => {
                 let text = format!("job {job} is in the store as {set} and goes on; ");
-                (self.show)(&format!("{text}'restart {set}' starts it again if {host} leaves\n"));
+                (self.show)(&format!(
+                    "{text}'restart {set}' starts it again if {host} leaves\n"
+                ));
                 self.kept.insert(job, set);
             }
             Err(why) => {
                 // One of its tasks may be just on its way.
                 tried.for_good = !why.may_try_again() && why != CutFailure::UnderWay;
-                let again = if again && !tried.for_good { ", and is tried again while there is time" } else { "" };
-                let said = format!("no checkpoint of job {job}: {why}{}{again}\n", of_its_job(&why, "it"));
+                let again = if again && !tried.for_good {
+                    ", and is tried again while there is time"
+                } else {
+                    ""
+                };
+                let said = format!(
+                    "no checkpoint of job {job}: {why}{}{again}\n",
+                    of_its_job(&why, "it")
+                );
                 if tried.said != said {
                     (self.show)(&said);
                     tried.said = said;
@@ -333,7 +429,12 @@ impl<M: Machine> Emptying<'_, M> {
         // Also if nobody says how far it is.
         while self.look().unwrap_or(true) {
             let rests = self.rests()?;
-            let Some(rest) = rests.iter().find(|rest| !self.tried.contains_key(&rest.job)) else { break };
+            let Some(rest) = rests
+                .iter()
+                .find(|rest| !self.tried.contains_key(&rest.job))
+            else {
+                break;
+            };
             self.write(rest, false)?;
         }
         Ok(())
@@ -350,7 +451,12 @@ impl<M: Machine> Emptying<'_, M> {
             _ => return Err(misfit()),
         };
         for job in jobs(self.console, &parents(self.machine)?, &self.tasks) {
-            (self.show)(&at_risk(&self.what.host, job, &sets, self.kept.get(&job).or(self.heard.sets.get(&job))));
+            (self.show)(&at_risk(
+                &self.what.host,
+                job,
+                &sets,
+                self.kept.get(&job).or(self.heard.sets.get(&job)),
+            ));
         }
         Ok(())
     }
@@ -364,15 +470,22 @@ impl<M: Machine> Emptying<'_, M> {
             text.push_str(&format!("{tid} is still there: {why}\n"));
         }
         if tasks.is_empty() {
-            text.push_str(&format!("{host} is empty after {:.1} s\n", self.begun.elapsed().as_secs_f64()));
+            text.push_str(&format!(
+                "{host} is empty after {:.1} s\n",
+                self.begun.elapsed().as_secs_f64()
+            ));
         }
         if stay > 0 {
             text.push_str(&format!(
                 "{stay} that belong to the host, or were started there by hand, stay until they end\n"
             ));
         }
-        let names = |list: &mut dyn Iterator<Item = &Tid>| list.map(Tid::to_string).collect::<Vec<_>>();
-        let still: Vec<_> = tasks.iter().map(|(tid, why)| json!({ "tid": tid.to_string(), "why": why })).collect();
+        let names =
+            |list: &mut dyn Iterator<Item = &Tid>| list.map(Tid::to_string).collect::<Vec<_>>();
+        let still: Vec<_> = tasks
+            .iter()
+            .map(|(tid, why)| json!({ "tid": tid.to_string(), "why": why }))
+            .collect();
         let gone = names(&mut self.gone.iter());
         let (sets, kept): (_, Vec<&String>) = (&self.sets, self.kept.values().collect());
         let value = json!({ "host": host, "left": gone, "still": still, "stay": stay, "sets": sets, "kept": kept });
@@ -388,17 +501,41 @@ pub(crate) fn drain<M: Machine>(
     console: Tid,
     show: &mut dyn FnMut(&str),
 ) -> Result<Outcome, Error> {
-    let Drain { host, within, checkpoint } = what;
+    let Drain {
+        host,
+        within,
+        checkpoint,
+    } = what;
     let micros = within.map(|within| Micros(within.as_micros() as u64));
-    let Some((_, tasks, stay)) = left(machine.ask_rm(&Question::Drain { host: host.clone(), within: micros })?)? else {
+    let Some((_, tasks, stay)) = left(machine.ask_rm(&Question::Drain {
+        host: host.clone(),
+        within: micros,
+    })?)?
+    else {
         return Ok(not_known("drain", host));
     };
     let all = tasks.len();
-    show(&format!("{host} takes no tasks; {all} {} to leave\n", if all == 1 { "is" } else { "are" }));
+    show(&format!(
+        "{host} takes no tasks; {all} {} to leave\n",
+        if all == 1 { "is" } else { "are" }
+    ));
     let (gone, sets, kept, tried, writing) = Default::default();
     let (begun, heard) = (Instant::now(), Heard::of(machine.tid()));
-    let mut emptying =
-        Emptying { machine, what, console, show, begun, all, tasks, gone, sets, kept, tried, heard, writing };
+    let mut emptying = Emptying {
+        machine,
+        what,
+        console,
+        show,
+        begun,
+        all,
+        tasks,
+        gone,
+        sets,
+        kept,
+        tried,
+        heard,
+        writing,
+    };
     if emptying.wait()? && *checkpoint {
         emptying.write_all()?;
     }
@@ -413,8 +550,13 @@ fn is_silent(error: &Error) -> bool {
 
 /// What a job loses if a host leaves that it has tasks on. `kept`: the set that was made so that it does not lose more.
 fn at_risk(host: &str, job: Tid, sets: &[SetEntry], kept: Option<&String>) -> String {
-    let newest = sets.iter().filter(|set| set.job == job && set.broken.is_none()).max_by_key(|set| set.made);
-    let lost = newest.map_or("all that it has done".into(), |set| format!("what it has done since {}", set.set));
+    let newest = sets
+        .iter()
+        .filter(|set| set.job == job && set.broken.is_none())
+        .max_by_key(|set| set.made);
+    let lost = newest.map_or("all that it has done".into(), |set| {
+        format!("what it has done since {}", set.set)
+    });
     let more = match newest.is_some_and(|set| Some(&set.set) == kept) {
         true => String::new(),
         false => format!("; 'drain {host} --checkpoint' writes it"),
@@ -425,21 +567,42 @@ fn at_risk(host: &str, job: Tid, sets: &[SetEntry], kept: Option<&String>) -> St
 /// How a job stands of which these tasks are there.
 fn together(tasks: &[Standing]) -> Standing {
     let stuck = tasks.iter().find(|standing| **standing == Standing::Stuck);
-    stuck.or(tasks.iter().max()).copied().unwrap_or(Standing::Goes)
+    stuck
+        .or(tasks.iter().max())
+        .copied()
+        .unwrap_or(Standing::Goes)
 }
 
 /// The job that is written next. Of those that nobody takes that with which most would be lost for each second that writing takes.
 /// Of those that wait for their turn the largest, which would be the last; none if they `leave` in time. Who was tried comes later.
-fn next_of(mut rests: Vec<Rest>, leave: bool, moved: Moved, tried: &BTreeMap<Tid, Tried>) -> Option<Rest> {
+fn next_of(
+    mut rests: Vec<Rest>,
+    leave: bool,
+    moved: Moved,
+    tried: &BTreeMap<Tid, Tried>,
+) -> Option<Rest> {
     rests.retain(|rest| match rest.standing {
         Standing::Stuck => true,
         Standing::Waits => !leave,
         Standing::Goes => false,
     });
-    rests.retain(|rest| tried.get(&rest.job).is_none_or(|tried| tried.at.elapsed() >= RECKONED_FOR));
+    rests.retain(|rest| {
+        tried
+            .get(&rest.job)
+            .is_none_or(|tried| tried.at.elapsed() >= RECKONED_FOR)
+    });
     rests.into_iter().min_by_key(|rest| {
-        let worth = if rest.standing == Standing::Stuck { rest.saved_per_second(moved) } else { rest.bytes };
-        (tried.get(&rest.job).map_or(0, |tried| tried.times), rest.standing, Reverse((worth, rest.tasks)), rest.job)
+        let worth = if rest.standing == Standing::Stuck {
+            rest.saved_per_second(moved)
+        } else {
+            rest.bytes
+        };
+        (
+            tried.get(&rest.job).map_or(0, |tried| tried.times),
+            rest.standing,
+            Reverse((worth, rest.tasks)),
+            rest.job,
+        )
     })
 }
 
@@ -470,9 +633,14 @@ impl Writing {
                 self.memory.extend(ask(*tid).map(|bytes| (*tid, bytes)));
             }
         }
-        let sum = self.memory.values().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
+        let sum = self
+            .memory
+            .values()
+            .fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
         let mean = sum / self.memory.len().max(1) as u64;
-        let bytes = tasks.iter().map(|tid| self.memory.get(tid).copied().unwrap_or(mean));
+        let bytes = tasks
+            .iter()
+            .map(|tid| self.memory.get(tid).copied().unwrap_or(mean));
         bytes.fold(0, u64::saturating_add)
     }
 }
@@ -480,25 +648,36 @@ impl Writing {
 /// Seconds that it takes to write so many jobs of so many bytes, where tasks of so many moved in that time.
 fn seconds_to_write(jobs: usize, bytes: u64, moved: Moved) -> f64 {
     let measured = moved.0 as f64 / (moved.1.0 as f64 / 1e6);
-    let rate = if moved.1.0 > 0 { measured.clamp(1.0, WRITE_RATE) } else { WRITE_RATE };
+    let rate = if moved.1.0 > 0 {
+        measured.clamp(1.0, WRITE_RATE)
+    } else {
+        WRITE_RATE
+    };
     JOB_SECONDS * jobs as f64 + bytes as f64 / rate
 }
 
 /// The same with what disks that are shared may take longer.
 fn time_to_write(jobs: usize, bytes: u64, moved: Moved) -> Duration {
     // A year is more than any deadline.
-    let time = Duration::from_secs_f64((seconds_to_write(jobs, bytes, moved) * WRITE_MARGIN).min(3e7));
+    let time =
+        Duration::from_secs_f64((seconds_to_write(jobs, bytes, moved) * WRITE_MARGIN).min(3e7));
     time.max(WRITE_MIN)
 }
 
 /// Who has spawned each task.
 fn parents(machine: &impl Machine) -> Result<BTreeMap<Tid, Tid>, Error> {
-    Ok(machine.tasks(Tid::NONE)?.into_iter().map(|task| (task.tid, task.parent)).collect())
+    Ok(machine
+        .tasks(Tid::NONE)?
+        .into_iter()
+        .map(|task| (task.tid, task.parent))
+        .collect())
 }
 
 /// The job of a task: these tasks were all spawned, whatever became of who did it.
 fn job_of(tid: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &Left) -> Tid {
-    let spawned = |tid: &Tid| tasks.contains_key(tid) || parents.get(tid).is_some_and(|parent| parent.is_task());
+    let spawned = |tid: &Tid| {
+        tasks.contains_key(tid) || parents.get(tid).is_some_and(|parent| parent.is_task())
+    };
     top(tid, parents, spawned)
 }
 
@@ -509,16 +688,29 @@ fn jobs(me: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &Left) -> Vec<Tid> {
         *jobs.entry(job_of(*tid, parents, tasks)).or_default() += 1;
     }
     // Whoever was started by hand and is alive would see its children end. It cannot be written itself.
-    jobs.retain(|job, _| parents.get(job).is_none_or(|by| *by == me || !parents.contains_key(by)));
+    jobs.retain(|job, _| {
+        parents
+            .get(job)
+            .is_none_or(|by| *by == me || !parents.contains_key(by))
+    });
     let mut jobs: Vec<(Tid, usize)> = jobs.into_iter().collect();
     jobs.sort_by_key(|(job, many)| (Reverse(*many), *job));
     jobs.into_iter().map(|(job, _)| job).collect()
 }
 
 /// Has a job checkpointed, and ended if it `ends` with that.
-fn write_down(machine: &impl Machine, job: Tid, ends: bool) -> Result<Result<SetReport, CutFailure>, Error> {
+fn write_down(
+    machine: &impl Machine,
+    job: Tid,
+    ends: bool,
+) -> Result<Result<SetReport, CutFailure>, Error> {
     // Whoever does not wait leaves it to the resource manager to start it again.
-    match machine.ask(Request::Checkpoint { job, pace: None, end: ends, wait: true })? {
+    match machine.ask(Request::Checkpoint {
+        job,
+        pace: None,
+        end: ends,
+        wait: true,
+    })? {
         Reply::Checkpointed(result) => Ok(result),
         _ => Err(misfit()),
     }
@@ -529,7 +721,10 @@ fn top(tid: Tid, parents: &BTreeMap<Tid, Tid>, spawned: impl Fn(&Tid) -> bool) -
     let mut top = tid;
     // No longer than there are tasks, whatever a daemon says.
     for _ in 0..parents.len() {
-        match parents.get(&top).filter(|parent| parents.contains_key(parent) && spawned(parent)) {
+        match parents
+            .get(&top)
+            .filter(|parent| parents.contains_key(parent) && spawned(parent))
+        {
             Some(parent) => top = *parent,
             None => break,
         }
@@ -539,10 +734,17 @@ fn top(tid: Tid, parents: &BTreeMap<Tid, Tid>, spawned: impl Fn(&Tid) -> bool) -
 
 /// Lets a host take tasks again.
 pub(crate) fn undrain(machine: &impl Machine, host: &str) -> Result<Outcome, Error> {
-    let Some((drained, ..)) = left(machine.ask_rm(&Question::Undrain { host: host.to_string() })?)? else {
+    let Some((drained, ..)) = left(machine.ask_rm(&Question::Undrain {
+        host: host.to_string(),
+    })?)?
+    else {
         return Ok(not_known("undrain", host));
     };
-    Ok(Outcome::done(format!("{host} takes tasks\n"), json!({ "host": host, "drained": drained }), false))
+    Ok(Outcome::done(
+        format!("{host} takes tasks\n"),
+        json!({ "host": host, "drained": drained }),
+        false,
+    ))
 }
 
 #[cfg(test)]
@@ -550,40 +752,93 @@ mod tests {
     use super::*;
 
     fn words(line: &str) -> Result<Drain, ParseError> {
-        parse(&line.split(' ').filter(|word| !word.is_empty()).map(String::from).collect::<Vec<_>>())
+        parse(
+            &line
+                .split(' ')
+                .filter(|word| !word.is_empty())
+                .map(String::from)
+                .collect::<Vec<_>>(),
+        )
     }
 
     #[test]
     fn a_host_and_a_deadline_are_read_in_any_order() {
         let seconds = |n| Some(Duration::from_secs(n));
-        assert_eq!(words("h2"), Ok(Drain { host: "h2".into(), within: None, checkpoint: false }));
-        assert_eq!(words("h2 --deadline 30s"), Ok(Drain { host: "h2".into(), within: seconds(30), checkpoint: false }));
-        assert_eq!(Drain { host: "h2".into(), within: None, checkpoint: false }.words(), ["drain", "h2"]);
+        assert_eq!(
+            words("h2"),
+            Ok(Drain {
+                host: "h2".into(),
+                within: None,
+                checkpoint: false
+            })
+        );
+        assert_eq!(
+            words("h2 --deadline 30s"),
+            Ok(Drain {
+                host: "h2".into(),
+                within: seconds(30),
+                checkpoint: false
+            })
+        );
+        assert_eq!(
+            Drain {
+                host: "h2".into(),
+                within: None,
+                checkpoint: false
+            }
+            .words(),
+            ["drain", "h2"]
+        );
         let both = words("h2 --deadline 5m --checkpoint").expect("a drain");
-        assert_eq!((parse(&both.words()[1..]), both.writes()), (Ok(both.clone()), true), "so it is said once more");
-        assert_eq!(words("--deadline=5m h2"), Ok(Drain { host: "h2".into(), within: seconds(300), checkpoint: false }));
+        assert_eq!(
+            (parse(&both.words()[1..]), both.writes()),
+            (Ok(both.clone()), true),
+            "so it is said once more"
+        );
+        assert_eq!(
+            words("--deadline=5m h2"),
+            Ok(Drain {
+                host: "h2".into(),
+                within: seconds(300),
+                checkpoint: false
+            })
+        );
         assert!(words("h2 --checkpoint --deadline 30s").is_ok_and(|drain| drain.checkpoint));
         for line in ["", "h2 h3", "--deadline 3s", "h2 --deadline"] {
             assert_eq!(words(line), Err(ParseError::WrongArgs("drain")), "{line}");
         }
         assert_eq!(words("-x h2"), Err(ParseError::UnknownFlag("x".into())));
         for time in ["0s", "x", "3", "2d"] {
-            let error = words(&format!("h2 --deadline {time}")).expect_err(time).to_string();
-            assert_eq!(error, format!("drain: {time} is not a time such as 30s or 5m"));
+            let error = words(&format!("h2 --deadline {time}"))
+                .expect_err(time)
+                .to_string();
+            assert_eq!(
+                error,
+                format!("drain: {time} is not a time such as 30s or 5m")
+            );
         }
     }
 
     #[test]
-    fn jobs_are_written_when_the_time_is_just_enough_for_their_memory_at_the_rate_at_which_tasks_move() {
+    fn jobs_are_written_when_the_time_is_just_enough_for_their_memory_at_the_rate_at_which_tasks_move()
+     {
         let seconds = |jobs, bytes, moved| time_to_write(jobs, bytes, moved).as_secs();
-        assert_eq!(seconds(1, 1 << 20, (0, Micros(0))), 5, "never later than that");
+        assert_eq!(
+            seconds(1, 1 << 20, (0, Micros(0))),
+            5,
+            "never later than that"
+        );
         assert_eq!(seconds(2, 1_000_000_000, (0, Micros(0))), 36);
         assert_eq!(
             seconds(2, 1_000_000_000, (900_000_000, Micros::from_secs(1))),
             36,
             "a disk is not as fast as a network"
         );
-        assert_eq!(seconds(2, 1_000_000_000, (30_000_000, Micros::from_secs(3))), 156, "tasks leave slowly");
+        assert_eq!(
+            seconds(2, 1_000_000_000, (30_000_000, Micros::from_secs(3))),
+            156,
+            "tasks leave slowly"
+        );
         assert!(seconds(1, u64::MAX, (1, Micros::from_secs(9))) > WITHIN_MAX.as_secs());
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
         let (mut writing, asked) = (Writing::default(), std::cell::Cell::new(0));
@@ -593,8 +848,16 @@ mod tests {
         };
         let tids = |many| (1..=many).map(tid).collect::<Vec<Tid>>();
         assert_eq!(writing.bytes(&tids(3), ask), 30);
-        assert_eq!((writing.bytes(&tids(4), ask), asked.get()), (40, 4), "each is asked for once");
-        assert_eq!(writing.bytes(&tids(6), |_| None), 60, "who says nothing is taken for one of them");
+        assert_eq!(
+            (writing.bytes(&tids(4), ask), asked.get()),
+            (40, 4),
+            "each is asked for once"
+        );
+        assert_eq!(
+            writing.bytes(&tids(6), |_| None),
+            60,
+            "who says nothing is taken for one of them"
+        );
         let many = 2 * ASKED_MAX as i32;
         assert_eq!(writing.bytes(&tids(many), ask), 10 * many as u64);
         assert!(asked.get() <= ASKED_MAX);
@@ -604,7 +867,13 @@ mod tests {
     #[test]
     fn those_that_nobody_takes_are_written_before_those_that_wait_and_those_on_their_way_are_not() {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
-        let rest = |n, tasks, bytes, standing| Rest { job: tid(n), tasks, at_stake: Micros(9), bytes, standing };
+        let rest = |n, tasks, bytes, standing| Rest {
+            job: tid(n),
+            tasks,
+            at_stake: Micros(9),
+            bytes,
+            standing,
+        };
         use Standing::{Goes, Stuck, Waits};
         let rests = || {
             vec![
@@ -626,40 +895,94 @@ mod tests {
             next.collect()
         };
         assert_eq!(order(false, &mut tried), [5, 4, 3, 2]);
-        assert_eq!(order(true, &mut tried), [5, 4], "the others get there by themselves");
+        assert_eq!(
+            order(true, &mut tried),
+            [5, 4],
+            "the others get there by themselves"
+        );
         let mut failed = |n, at| {
-            tried.insert(tid(n), Tried { times: 1, at, for_good: false, said: String::new() });
+            tried.insert(
+                tid(n),
+                Tried {
+                    times: 1,
+                    at,
+                    for_good: false,
+                    said: String::new(),
+                },
+            );
             order(false, &mut tried)
         };
-        let before = Instant::now().checked_sub(RECKONED_FOR).expect("the machine runs for longer");
-        assert_eq!(failed(5, before), [4, 3, 2, 5], "nobody waits for one that cannot be written yet");
-        assert_eq!(failed(4, Instant::now()), [3, 2, 5], "nor is it tried at once");
-        assert_eq!([together(&[Waits, Goes]), together(&[Goes, Stuck]), together(&[Waits])], [Goes, Stuck, Waits]);
+        let before = Instant::now()
+            .checked_sub(RECKONED_FOR)
+            .expect("the machine runs for longer");
+        assert_eq!(
+            failed(5, before),
+            [4, 3, 2, 5],
+            "nobody waits for one that cannot be written yet"
+        );
+        assert_eq!(
+            failed(4, Instant::now()),
+            [3, 2, 5],
+            "nor is it tried at once"
+        );
+        assert_eq!(
+            [
+                together(&[Waits, Goes]),
+                together(&[Goes, Stuck]),
+                together(&[Waits])
+            ],
+            [Goes, Stuck, Waits]
+        );
     }
 
     #[test]
-    fn of_those_that_nobody_takes_that_is_written_first_with_which_most_is_lost_for_the_time_that_it_takes() {
+    fn of_those_that_nobody_takes_that_is_written_first_with_which_most_is_lost_for_the_time_that_it_takes()
+     {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
         let rest = |n, tasks, hours: u64, bytes| {
             let at_stake = Micros::from_secs(3600 * hours);
-            Rest { job: tid(n), tasks, at_stake, bytes, standing: Standing::Stuck }
+            Rest {
+                job: tid(n),
+                tasks,
+                at_stake,
+                bytes,
+                standing: Standing::Stuck,
+            }
         };
         let first = |rests: &[Rest]| {
             let next = next_of(rests.to_vec(), false, (0, Micros(0)), &BTreeMap::new());
             next.expect("there is one").job
         };
         // Many tasks that were written a moment ago, and one that has computed for a month.
-        assert_eq!(first(&[rest(1, 60, 1, 1 << 20), rest(2, 1, 720, 1 << 20)]), tid(2));
+        assert_eq!(
+            first(&[rest(1, 60, 1, 1 << 20), rest(2, 1, 720, 1 << 20)]),
+            tid(2)
+        );
         // Of 10 GB, which take 200 seconds: a hundred others are saved meanwhile.
-        assert_eq!(first(&[rest(1, 1, 20, 1 << 20), rest(2, 1, 720, 10_000_000_000)]), tid(1));
-        assert_eq!(first(&[rest(1, 1, 5, 1 << 20), rest(2, 2, 5, 1 << 20)]), tid(2));
+        assert_eq!(
+            first(&[rest(1, 1, 20, 1 << 20), rest(2, 1, 720, 10_000_000_000)]),
+            tid(1)
+        );
+        assert_eq!(
+            first(&[rest(1, 1, 5, 1 << 20), rest(2, 2, 5, 1 << 20)]),
+            tid(2)
+        );
     }
 
     #[test]
     fn tasks_leave_in_time_if_they_go_on_as_fast_as_those_before_them() {
-        let leave =
-            |over, gone, bytes, left| leave_in_time(Duration::from_secs(over), gone, bytes, Duration::from_secs(left));
-        assert!(leave(9, 0, 1 << 40, 30) && !leave(10, 0, 1, 30), "as long as none has left nobody knows");
+        let leave = |over, gone, bytes, left| {
+            leave_in_time(
+                Duration::from_secs(over),
+                gone,
+                bytes,
+                Duration::from_secs(left),
+            )
+        };
+        assert!(
+            leave(9, 0, 1 << 40, 30) && !leave(10, 0, 1, 30),
+            "as long as none has left nobody knows"
+        );
         assert!(leave(10, 50, 100, 20) && !leave(10, 50, 101, 20));
         assert!(!leave(u64::from(u32::MAX), 1, u64::MAX, 1) && leave(1, 1, 0, 0));
     }
@@ -677,14 +1000,25 @@ mod tests {
             ended: None,
             copies: Vec::new(),
         };
-        let sets = [entry("a", job, 1, None), entry("b", job, 2, None), entry("c", job, 3, Some("cut short"))];
+        let sets = [
+            entry("a", job, 1, None),
+            entry("b", job, 2, None),
+            entry("c", job, 3, Some("cut short")),
+        ];
         assert_eq!(
             at_risk("h2", job, &sets, None),
             "job t40001 loses what it has done since b if h2 leaves now; 'drain h2 --checkpoint' writes it\n"
         );
         let kept = |set: &str| at_risk("h2", job, &sets, Some(&set.into()));
-        assert_eq!(kept("b"), "job t40001 loses what it has done since b if h2 leaves now\n");
-        assert_eq!(kept("c"), at_risk("h2", job, &sets, None), "it is not whole");
+        assert_eq!(
+            kept("b"),
+            "job t40001 loses what it has done since b if h2 leaves now\n"
+        );
+        assert_eq!(
+            kept("c"),
+            at_risk("h2", job, &sets, None),
+            "it is not whole"
+        );
         let all = at_risk("h2", other, &sets, None);
         assert!(all.starts_with("job t40002 loses all that it has done if h2 leaves now;"));
     }
@@ -701,7 +1035,11 @@ mod tests {
             (tid(5), tid(6)),
             (tid(6), tid(5)),
         ]);
-        let job = |of: i32| top(tid(of), &parents, |tid| parents.get(tid).is_some_and(|parent| parent.is_task()));
+        let job = |of: i32| {
+            top(tid(of), &parents, |tid| {
+                parents.get(tid).is_some_and(|parent| parent.is_task())
+            })
+        };
         assert_eq!([job(3), job(2), job(4)], [tid(2), tid(2), tid(4)]);
         assert!([tid(5), tid(6)].contains(&job(5)));
     }

@@ -9,7 +9,9 @@ use crate::above::{Above, Turn};
 use crate::complete::{self, Known};
 use libpvm::Vm;
 use nix::sys::signal::{SigSet, Signal};
-use nix::sys::termios::{LocalFlags, SetArg, SpecialCharacterIndices, Termios, tcgetattr, tcsetattr};
+use nix::sys::termios::{
+    LocalFlags, SetArg, SpecialCharacterIndices, Termios, tcgetattr, tcsetattr,
+};
 use rustyline::completion::Completer;
 use rustyline::error::ReadlineError;
 use rustyline::highlight::Highlighter;
@@ -66,7 +68,12 @@ impl Terminal {
         restore_at_signals(before.clone());
         tcsetattr(io::stdin(), SetArg::TCSANOW, &quiet(before.clone())).ok()?;
         let (go, known) = channel();
-        let reader = Reader { editor, history, prompt, above: above.clone() };
+        let reader = Reader {
+            editor,
+            history,
+            prompt,
+            above: above.clone(),
+        };
         thread::spawn(move || reader.run(&known, typed));
         let rung = above.clone();
         thread::spawn(move || rung.ring(printer));
@@ -120,7 +127,9 @@ impl Drop for Terminal {
 /// How the terminal is between two prompts: keys typed ahead wait for the editor, which understands them all, and are shown
 /// when it reads them, not in the middle of some output.
 fn quiet(mut modes: Termios) -> Termios {
-    modes.local_flags.remove(LocalFlags::ECHO | LocalFlags::ICANON);
+    modes
+        .local_flags
+        .remove(LocalFlags::ECHO | LocalFlags::ICANON);
     modes.control_chars[SpecialCharacterIndices::VMIN as usize] = 1;
     modes.control_chars[SpecialCharacterIndices::VTIME as usize] = 0;
     modes
@@ -153,7 +162,11 @@ fn editor(vm: &Vm, above: Arc<Above>) -> rustyline::Result<Editor<Candidates, Fi
         .bracketed_paste(false)
         .build();
     let mut editor = Editor::with_config(config)?;
-    editor.set_helper(Some(Candidates { vm: vm.clone(), known: Known::default(), above }));
+    editor.set_helper(Some(Candidates {
+        vm: vm.clone(),
+        known: Known::default(),
+        above,
+    }));
     Ok(editor)
 }
 
@@ -215,19 +228,32 @@ impl complete::World for Candidates {
     }
 
     fn hosts(&self) -> Vec<String> {
-        self.vm.config().map(|table| table.hosts.into_iter().map(|host| host.name).collect()).unwrap_or_default()
+        self.vm
+            .config()
+            .map(|table| table.hosts.into_iter().map(|host| host.name).collect())
+            .unwrap_or_default()
     }
 
     fn tids(&self) -> Vec<String> {
         let tasks = self.vm.tasks(Tid::NONE).unwrap_or_default();
-        tasks.into_iter().filter(|task| task.tid != self.vm.tid()).map(|task| task.tid.to_string()).collect()
+        tasks
+            .into_iter()
+            .filter(|task| task.tid != self.vm.tid())
+            .map(|task| task.tid.to_string())
+            .collect()
     }
 
     fn entries(&self, dir: &Path) -> Vec<(String, bool)> {
-        let Ok(entries) = std::fs::read_dir(dir) else { return Vec::new() };
+        let Ok(entries) = std::fs::read_dir(dir) else {
+            return Vec::new();
+        };
         let named = entries.flatten().filter_map(|entry| {
             let is_dir = entry.path().is_dir();
-            entry.file_name().into_string().ok().map(|name| (name, is_dir))
+            entry
+                .file_name()
+                .into_string()
+                .ok()
+                .map(|name| (name, is_dir))
         });
         named.collect()
     }
@@ -236,7 +262,12 @@ impl complete::World for Candidates {
 impl Completer for Candidates {
     type Candidate = String;
 
-    fn complete(&self, line: &str, pos: usize, _: &Context<'_>) -> rustyline::Result<(usize, Vec<String>)> {
+    fn complete(
+        &self,
+        line: &str,
+        pos: usize,
+        _: &Context<'_>,
+    ) -> rustyline::Result<(usize, Vec<String>)> {
         self.above.lists();
         Ok(complete::complete(&line[..pos], self))
     }

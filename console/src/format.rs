@@ -37,20 +37,57 @@ fn plural(count: usize) -> &'static str {
 /// `conf`.
 pub(crate) fn conf(table: &HostTable) -> String {
     let (hosts, formats) = (table.hosts.len(), table.formats());
-    let mut out = format!("{hosts} host{}, {formats} data format{}\n", plural(hosts), plural(formats));
-    put!(out, "{:>24} {:>8} {:>8}{:>8}       DSIG", "HOST", "DTID", "ARCH", "SPEED");
+    let mut out = format!(
+        "{hosts} host{}, {formats} data format{}\n",
+        plural(hosts),
+        plural(formats)
+    );
+    put!(
+        out,
+        "{:>24} {:>8} {:>8}{:>8}       DSIG",
+        "HOST",
+        "DTID",
+        "ARCH",
+        "SPEED"
+    );
     for host in &table.hosts {
-        put!(out, "{:>24} {:>8x} {:>8}{:>8} 0x{:08x}", host.name, host.id.tid(), host.arch, host.speed, host.dsig);
+        put!(
+            out,
+            "{:>24} {:>8x} {:>8}{:>8} 0x{:08x}",
+            host.name,
+            host.id.tid(),
+            host.arch,
+            host.speed,
+            host.dsig
+        );
     }
     out
 }
 
 /// The announcement of hosts that somebody else added.
 pub(crate) fn announce(table: &HostTable, added: &[HostId]) -> String {
-    let mut out = format!("\nConsole: {} new host{} added\n", added.len(), plural(added.len()));
-    put!(out, "{:>24} {:>8} {:>8}{:>8}", "HOST", "DTID", "ARCH", "SPEED");
+    let mut out = format!(
+        "\nConsole: {} new host{} added\n",
+        added.len(),
+        plural(added.len())
+    );
+    put!(
+        out,
+        "{:>24} {:>8} {:>8}{:>8}",
+        "HOST",
+        "DTID",
+        "ARCH",
+        "SPEED"
+    );
     for host in added.iter().filter_map(|id| table.get(*id)) {
-        put!(out, "{:>24} {:>8x} {:>8}{:>8}", host.name, host.id.tid(), host.arch, host.speed);
+        put!(
+            out,
+            "{:>24} {:>8x} {:>8}{:>8}",
+            host.name,
+            host.id.tid(),
+            host.arch,
+            host.speed
+        );
     }
     out
 }
@@ -62,7 +99,10 @@ pub(crate) fn line_name(line: &str) -> &str {
 
 /// `add`.
 pub(crate) fn added(lines: &[String], results: &[AddedHost]) -> String {
-    let mut out = format!("{} successful\n", results.iter().filter(|added| added.result.is_ok()).count());
+    let mut out = format!(
+        "{} successful\n",
+        results.iter().filter(|added| added.result.is_ok()).count()
+    );
     put!(out, "{:>24} {:>8}", "HOST", "DTID");
     for (line, added) in lines.iter().zip(results) {
         match &added.result {
@@ -75,17 +115,27 @@ pub(crate) fn added(lines: &[String], results: &[AddedHost]) -> String {
 
 /// `delete`.
 pub(crate) fn deleted(names: &[String], results: &[Result<(), PvmError>]) -> String {
-    let mut out = format!("{} successful\n", results.iter().filter(|result| result.is_ok()).count());
+    let mut out = format!(
+        "{} successful\n",
+        results.iter().filter(|result| result.is_ok()).count()
+    );
     put!(out, "{:>24}  STATUS", "HOST");
     for (name, result) in names.iter().zip(results) {
-        put!(out, "{name:>24}  {}", result.map_or_else(PvmError::text, |()| "deleted"));
+        put!(
+            out,
+            "{name:>24}  {}",
+            result.map_or_else(PvmError::text, |()| "deleted")
+        );
     }
     out
 }
 
 /// `spawn`, after the job's number.
 pub(crate) fn spawned(results: &[Result<Tid, PvmError>]) -> String {
-    let mut out = format!("{} successful\n", results.iter().filter(|result| result.is_ok()).count());
+    let mut out = format!(
+        "{} successful\n",
+        results.iter().filter(|result| result.is_ok()).count()
+    );
     for result in results {
         match result {
             Ok(tid) => put!(out, "{tid}"),
@@ -97,30 +147,56 @@ pub(crate) fn spawned(results: &[Result<Tid, PvmError>]) -> String {
 
 /// `mstat`, one line.
 pub(crate) fn mstat(name: &str, status: Result<(), PvmError>) -> String {
-    format!("{name:>24}  {}\n", status.map_or_else(PvmError::text, |()| "ok"))
+    format!(
+        "{name:>24}  {}\n",
+        status.map_or_else(PvmError::text, |()| "ok")
+    )
 }
 
 /// `pstat`, one line.
 pub(crate) fn pstat(tid: Tid, status: Result<(), PvmError>) -> String {
-    format!("t{tid:>8x}  {}\n", status.map_or_else(PvmError::text, |()| "run"))
+    format!(
+        "t{tid:>8x}  {}\n",
+        status.map_or_else(PvmError::text, |()| "run")
+    )
 }
 
 /// The head of task tables.
 pub(crate) fn ps_head(long: bool) -> String {
-    let ids = if long { format!(" {:>8} {:>6}", "PTID", "PID") } else { String::new() };
-    format!("{:>24} {:>8}{ids} {:>9} COMMAND\n", "HOST", "TID", "FLAG 0x")
+    let ids = if long {
+        format!(" {:>8} {:>6}", "PTID", "PID")
+    } else {
+        String::new()
+    };
+    format!(
+        "{:>24} {:>8}{ids} {:>9} COMMAND\n",
+        "HOST", "TID", "FLAG 0x"
+    )
 }
 
 /// One row of a task table. `console` is the console's own tid.
 pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, long: bool) -> String {
-    let host = table.get(task.host).map_or_else(|| task.host.to_string(), |host| host.name.clone());
-    let mut out =
-        if task.tid == console { format!("{host:>24}   (cons)") } else { format!("{host:>24} {:>8x}", task.tid) };
+    let host = table
+        .get(task.host)
+        .map_or_else(|| task.host.to_string(), |host| host.name.clone());
+    let mut out = if task.tid == console {
+        format!("{host:>24}   (cons)")
+    } else {
+        format!("{host:>24} {:>8x}", task.tid)
+    };
     if long {
-        let parent = if task.parent == Tid::NONE { "-".to_string() } else { format!("{:x}", task.parent) };
+        let parent = if task.parent == Tid::NONE {
+            "-".to_string()
+        } else {
+            format!("{:x}", task.parent)
+        };
         write!(out, " {parent:>8} {:>6}", task.pid).expect("a string takes everything");
     }
-    let name = if task.name.is_empty() { "-" } else { &task.name };
+    let name = if task.name.is_empty() {
+        "-"
+    } else {
+        &task.name
+    };
     // Behind what PVM's console prints: it stands still because its host's owner is there, or until it is resumed.
     let state = match (task.stopped, task.suspended) {
         (false, false) => "",
@@ -135,7 +211,9 @@ pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, long: boo
 /// `ps`: the tasks in the order of hosts and tids.
 pub(crate) fn ps(table: &HostTable, tasks: &[TaskInfo], console: Tid, long: bool) -> String {
     let mut out = ps_head(long);
-    tasks.iter().for_each(|task| out.push_str(&ps_row(table, task, console, long)));
+    tasks
+        .iter()
+        .for_each(|task| out.push_str(&ps_row(table, task, console, long)));
     out
 }
 
@@ -158,7 +236,11 @@ pub(crate) fn names(classes: &[MailboxClass]) -> String {
     for class in classes {
         put!(out, "<{}>:", class.name);
         for (index, owner, flags) in &class.entries {
-            put!(out, "\tindex={index} owner=0x{owner:x}/{} flags=0x{flags:x}", owner.raw());
+            put!(
+                out,
+                "\tindex={index} owner=0x{owner:x}/{} flags=0x{flags:x}",
+                owner.raw()
+            );
         }
         out.push('\n');
     }
@@ -173,9 +255,23 @@ pub(crate) fn tickle(numbers: &[i32]) -> String {
 
 /// `can-migrate`.
 pub(crate) fn survey(table: &HostTable, survey: &Survey) -> String {
-    let name = |host: HostId| table.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
-    let width = survey.verdicts.iter().map(|(host, _)| name(*host).len()).max().unwrap_or(0);
-    let mut out = format!("{} is on {}, {} KiB\n", survey.tid, name(survey.from), survey.resident_bytes.div_ceil(1024));
+    let name = |host: HostId| {
+        table
+            .get(host)
+            .map_or_else(|| host.to_string(), |entry| entry.name.clone())
+    };
+    let width = survey
+        .verdicts
+        .iter()
+        .map(|(host, _)| name(*host).len())
+        .max()
+        .unwrap_or(0);
+    let mut out = format!(
+        "{} is on {}, {} KiB\n",
+        survey.tid,
+        name(survey.from),
+        survey.resident_bytes.div_ceil(1024)
+    );
     for (host, verdict) in &survey.verdicts {
         let engine = survey.engine(*host);
         let host = name(*host);
@@ -184,7 +280,8 @@ pub(crate) fn survey(table: &HostTable, survey: &Survey) -> String {
             None => put!(out, "{host:width$}  yes, by {engine}"),
             Some((first, rest)) => {
                 put!(out, "{host:width$}  no: {first}");
-                rest.iter().for_each(|refusal| put!(out, "{:width$}      {refusal}", ""));
+                rest.iter()
+                    .for_each(|refusal| put!(out, "{:width$}      {refusal}", ""));
             }
         }
     }
@@ -200,7 +297,10 @@ pub(crate) fn survey(table: &HostTable, survey: &Survey) -> String {
 pub(crate) fn moved(tid: Tid, to: &str, report: &MoveReport) -> String {
     let ms = (report.frozen.0 + 500) / 1000;
     match report.engine {
-        Engine::Criu => format!("{tid} moved to {to}: {} bytes, frozen {ms} ms\n", report.bytes),
+        Engine::Criu => format!(
+            "{tid} moved to {to}: {} bytes, frozen {ms} ms\n",
+            report.bytes
+        ),
         engine => format!("{tid} moved to {to} by {engine}: away {ms} ms\n"),
     }
 }
@@ -212,12 +312,15 @@ pub(crate) struct Names(BTreeMap<HostId, String>);
 impl Names {
     /// Takes the names of a table.
     pub(crate) fn learn_table(&mut self, table: &HostTable) {
-        self.0.extend(table.hosts.iter().map(|host| (host.id, host.name.clone())));
+        self.0
+            .extend(table.hosts.iter().map(|host| (host.id, host.name.clone())));
     }
 
     /// Takes the name that an event tells.
     pub(crate) fn learn(&mut self, event: &Event) {
-        if let EventKind::HostAdded { host, name } | EventKind::HostGone { host, name, .. } = &event.kind {
+        if let EventKind::HostAdded { host, name } | EventKind::HostGone { host, name, .. } =
+            &event.kind
+        {
             self.0.insert(*host, name.clone());
         }
     }
@@ -230,8 +333,14 @@ impl Names {
 
 /// One event: time, host, text.
 pub(crate) fn event(names: &Names, event: &Event) -> String {
-    let host = names.get(event.host).map_or_else(|| event.host.to_string(), str::to_string);
-    format!("{} {host} {}\n", time(event.at), event.kind.told(|host| names.get(host)))
+    let host = names
+        .get(event.host)
+        .map_or_else(|| event.host.to_string(), str::to_string);
+    format!(
+        "{} {host} {}\n",
+        time(event.at),
+        event.kind.told(|host| names.get(host))
+    )
 }
 
 /// A day and the seconds since it began, in UTC.
@@ -253,35 +362,64 @@ impl Civil {
         // Civil date from days since 1970 in the calendar of 400-year eras that begin on 1 March.
         let shifted = days + 719_468;
         let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
-        let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+        let year_of_era =
+            (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
         let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
         let march_month = (5 * day_of_year + 2) / 153;
         let day = day_of_year - (153 * march_month + 2) / 5 + 1;
-        let month = if march_month < 10 { march_month + 3 } else { march_month - 9 };
+        let month = if march_month < 10 {
+            march_month + 3
+        } else {
+            march_month - 9
+        };
         let year = era * 400 + year_of_era + u64::from(month <= 2);
         // The first of all days was a Thursday.
-        Civil { year, month, day, second, weekday: ((days + 4) % 7) as usize }
+        Civil {
+            year,
+            month,
+            day,
+            second,
+            weekday: ((days + 4) % 7) as usize,
+        }
     }
 
     fn time(&self) -> String {
-        format!("{:02}:{:02}:{:02}", self.second / 3600, self.second / 60 % 60, self.second % 60)
+        format!(
+            "{:02}:{:02}:{:02}",
+            self.second / 3600,
+            self.second / 60 % 60,
+            self.second % 60
+        )
     }
 }
 
 /// A point in time in UTC with milliseconds: `2026-11-21T09:34:01.123Z`.
 pub(crate) fn time(at: Micros) -> String {
     let civil = Civil::new(at);
-    let Civil { year, month, day, .. } = civil;
-    format!("{year:04}-{month:02}-{day:02}T{}.{:03}Z", civil.time(), at.0 / 1000 % 1000)
+    let Civil {
+        year, month, day, ..
+    } = civil;
+    format!(
+        "{year:04}-{month:02}-{day:02}T{}.{:03}Z",
+        civil.time(),
+        at.0 / 1000 % 1000
+    )
 }
 
 /// A point in time in UTC as C programs write it: `Sat Nov 21 09:34:01 2026`.
 pub(crate) fn clock(at: Micros) -> String {
     const DAYS: [&str; 7] = ["Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat"];
-    const MONTHS: [&str; 12] = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
+    const MONTHS: [&str; 12] = [
+        "Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec",
+    ];
     let civil = Civil::new(at);
     let (weekday, month) = (DAYS[civil.weekday], MONTHS[civil.month as usize - 1]);
-    format!("{weekday} {month} {:2} {} {}", civil.day, civil.time(), civil.year)
+    format!(
+        "{weekday} {month} {:2} {} {}",
+        civil.day,
+        civil.time(),
+        civil.year
+    )
 }
 
 #[cfg(test)]
@@ -303,7 +441,10 @@ pub(crate) mod tests {
     }
 
     pub(crate) fn table() -> HostTable {
-        HostTable { epoch: Epoch(3), hosts: vec![host(1, "ha1"), host(2, "ha2"), host(3, "ha3")] }
+        HostTable {
+            epoch: Epoch(3),
+            hosts: vec![host(1, "ha1"), host(2, "ha2"), host(3, "ha3")],
+        }
     }
 
     pub(crate) fn host_names() -> Names {
@@ -349,8 +490,14 @@ pub(crate) mod tests {
     #[test]
     fn add_and_delete_have_the_columns_of_pvm() {
         let lines: Vec<String> = ["ha2 sp=2000", "ha3", "nohost"].map(String::from).to_vec();
-        let ok = |index, name| AddedHost { result: Ok(host(index, name)), reason: String::new() };
-        let failed = AddedHost { result: Err(PvmError::NoHost), reason: "no such name".into() };
+        let ok = |index, name| AddedHost {
+            result: Ok(host(index, name)),
+            reason: String::new(),
+        };
+        let failed = AddedHost {
+            result: Err(PvmError::NoHost),
+            reason: "no such name".into(),
+        };
         let expected = "\
 2 successful
                     HOST     DTID
@@ -358,7 +505,10 @@ pub(crate) mod tests {
                      ha3    c0000
                   nohost No such host
 ";
-        assert_eq!(added(&lines, &[ok(2, "ha2"), ok(3, "ha3"), failed]), expected);
+        assert_eq!(
+            added(&lines, &[ok(2, "ha2"), ok(3, "ha3"), failed]),
+            expected
+        );
         let names: Vec<String> = ["ha3", "nohost"].map(String::from).to_vec();
         let expected = "\
 1 successful
@@ -396,12 +546,24 @@ pub(crate) mod tests {
         let results = [Ok(Tid::from_raw(0x80001)), Err(PvmError::NoFile)];
         assert_eq!(spawned(&results), "1 successful\nt80001\nNo such file\n");
         assert_eq!(mstat("ha2", Ok(())), "                     ha2  ok\n");
-        assert_eq!(mstat("nohost", Err(PvmError::NoHost)), "                  nohost  No such host\n");
+        assert_eq!(
+            mstat("nohost", Err(PvmError::NoHost)),
+            "                  nohost  No such host\n"
+        );
         assert_eq!(pstat(Tid::from_raw(0x40001), Ok(())), "t   40001  run\n");
-        assert_eq!(pstat(Tid::from_raw(0x80002), Err(PvmError::NoTask)), "t   80002  No such task\n");
+        assert_eq!(
+            pstat(Tid::from_raw(0x80002), Err(PvmError::NoTask)),
+            "t   80002  No such task\n"
+        );
         let entries = vec![(0, Tid::from_raw(0x40001), 2)];
-        let class = MailboxClass { name: "###_PVM_NO_RESET_###".into(), entries };
-        assert_eq!(names(&[class]), "<###_PVM_NO_RESET_###>:\n\tindex=0 owner=0x40001/262145 flags=0x2\n\n");
+        let class = MailboxClass {
+            name: "###_PVM_NO_RESET_###".into(),
+            entries,
+        };
+        assert_eq!(
+            names(&[class]),
+            "<###_PVM_NO_RESET_###>:\n\tindex=0 owner=0x40001/262145 flags=0x2\n\n"
+        );
         let two = [HostId::new(2).expect("2"), HostId::new(3).expect("3")];
         let expected = "
 Console: 2 new hosts added
@@ -415,21 +577,43 @@ Console: 2 new hosts added
     #[test]
     fn moves_and_events_are_one_line_each() {
         let id = sempa_proto::MigrationId(1);
-        let report = MoveReport { id, bytes: 1234, frozen: Micros(98_400), engine: Engine::Criu };
-        assert_eq!(moved(Tid::from_raw(0x40002), "h3", &report), "t40002 moved to h3: 1234 bytes, frozen 98 ms\n");
-        let report = MoveReport { bytes: 0, engine: Engine::Restart { wait: 5 }, ..report };
-        assert_eq!(moved(Tid::from_raw(0x40002), "h3", &report), "t40002 moved to h3 by restart: away 98 ms\n");
+        let report = MoveReport {
+            id,
+            bytes: 1234,
+            frozen: Micros(98_400),
+            engine: Engine::Criu,
+        };
+        assert_eq!(
+            moved(Tid::from_raw(0x40002), "h3", &report),
+            "t40002 moved to h3: 1234 bytes, frozen 98 ms\n"
+        );
+        let report = MoveReport {
+            bytes: 0,
+            engine: Engine::Restart { wait: 5 },
+            ..report
+        };
+        assert_eq!(
+            moved(Tid::from_raw(0x40002), "h3", &report),
+            "t40002 moved to h3 by restart: away 98 ms\n"
+        );
         let (from, to) = (HostId::MASTER, HostId::new(3).expect("3"));
         let kind = EventKind::MoveFailed {
             id: sempa_proto::MigrationId(4),
             tid: Tid::from_raw(0x40002),
             from,
             to,
-            cause: Cause::Asked { by: Tid::from_raw(0x40001) },
+            cause: Cause::Asked {
+                by: Tid::from_raw(0x40001),
+            },
             step: Step::Dump,
             why: Failure::Killed { signal: 9 },
         };
-        let happened = Event { number: 7, at: Micros(1_795_253_641_123_456), host: from, kind };
+        let happened = Event {
+            number: 7,
+            at: Micros(1_795_253_641_123_456),
+            host: from,
+            kind,
+        };
         assert_eq!(
             event(&host_names(), &happened),
             "2026-11-21T09:34:01.123Z ha1 m4: t40002 was not moved from ha1 to ha3 (asked by t40001): dump failed: \
@@ -440,21 +624,47 @@ Console: 2 new hosts added
     #[test]
     fn a_host_that_has_left_keeps_its_name_in_the_log() {
         let id = HostId::new(7).expect("7");
-        let gone = EventKind::HostGone { host: id, name: "h7".into(), why: "deleted".into() };
-        let before = Event { number: 1, at: Micros(0), host: id, kind: EventKind::HostClean { host: id } };
+        let gone = EventKind::HostGone {
+            host: id,
+            name: "h7".into(),
+            why: "deleted".into(),
+        };
+        let before = Event {
+            number: 1,
+            at: Micros(0),
+            host: id,
+            kind: EventKind::HostClean { host: id },
+        };
         let mut names = host_names();
         assert!(event(&names, &before).starts_with("1970-01-01T00:00:00.000Z host 7 "));
-        names.learn(&Event { number: 2, at: Micros(0), host: HostId::MASTER, kind: gone });
+        names.learn(&Event {
+            number: 2,
+            at: Micros(0),
+            host: HostId::MASTER,
+            kind: gone,
+        });
         assert!(event(&names, &before).starts_with("1970-01-01T00:00:00.000Z h7 "));
     }
 
     #[test]
     fn times_are_civil_dates() {
         assert_eq!(time(Micros(0)), "1970-01-01T00:00:00.000Z");
-        assert_eq!(time(Micros(951_782_400_000_000)), "2000-02-29T00:00:00.000Z");
-        assert_eq!(time(Micros(1_735_689_599_999_999)), "2024-12-31T23:59:59.999Z");
+        assert_eq!(
+            time(Micros(951_782_400_000_000)),
+            "2000-02-29T00:00:00.000Z"
+        );
+        assert_eq!(
+            time(Micros(1_735_689_599_999_999)),
+            "2024-12-31T23:59:59.999Z"
+        );
         assert_eq!(clock(Micros(0)), "Thu Jan  1 00:00:00 1970");
-        assert_eq!(clock(Micros(1_735_689_599_999_999)), "Tue Dec 31 23:59:59 2024");
-        assert_eq!(clock(Micros(1_795_275_167_412_550)), "Sat Nov 21 15:32:47 2026");
+        assert_eq!(
+            clock(Micros(1_735_689_599_999_999)),
+            "Tue Dec 31 23:59:59 2024"
+        );
+        assert_eq!(
+            clock(Micros(1_795_275_167_412_550)),
+            "Sat Nov 21 15:32:47 2026"
+        );
     }
 }

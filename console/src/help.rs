@@ -71,7 +71,11 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  Of tasks that leave together the smallest go first.\n\
                  Tasks that were started by hand, and what belongs to the host, stay.\nThe resource manager moves the tasks.\n",
     },
-    Entry { name: "echo", summary: "Print the arguments", detail: "Syntax:  echo [ word ... ]\n" },
+    Entry {
+        name: "echo",
+        summary: "Print the arguments",
+        detail: "Syntax:  echo [ word ... ]\n",
+    },
     Entry {
         name: "events",
         summary: "Show what happened in the virtual machine, and why",
@@ -83,15 +87,31 @@ pub(crate) const COMMANDS: &[Entry] = &[
         summary: "Add variables to the environment of tasks spawned from here",
         detail: "Syntax:  export [ variable ... ]\n",
     },
-    Entry { name: "getopt", summary: "Show options of the console's own task", detail: "Syntax:  getopt [ option ]\n" },
+    Entry {
+        name: "getopt",
+        summary: "Show options of the console's own task",
+        detail: "Syntax:  getopt [ option ]\n",
+    },
     Entry {
         name: "halt",
         summary: "End the virtual machine: all tasks, all daemons",
         detail: "Syntax:  halt\nReturns when the daemon of this host is gone.\n",
     },
-    Entry { name: "help", summary: "Explain a command", detail: "Syntax:  help [ command ]\n" },
-    Entry { name: "id", summary: "Print the console's own tid", detail: "Syntax:  id\n" },
-    Entry { name: "idump", summary: "Show how much memory the console uses", detail: "Syntax:  idump [ how ]\n" },
+    Entry {
+        name: "help",
+        summary: "Explain a command",
+        detail: "Syntax:  help [ command ]\n",
+    },
+    Entry {
+        name: "id",
+        summary: "Print the console's own tid",
+        detail: "Syntax:  id\n",
+    },
+    Entry {
+        name: "idump",
+        summary: "Show how much memory the console uses",
+        detail: "Syntax:  idump [ how ]\n",
+    },
     Entry {
         name: "job",
         summary: "Show, end, suspend or resume whole jobs: a task from a command line and all that it spawned",
@@ -120,8 +140,16 @@ pub(crate) const COMMANDS: &[Entry] = &[
         detail: "Syntax:  migrate tid host\nReturns when the task runs there and all of its memory is there, or says which step\n\
                  failed and why; the task then goes on where it was.\n",
     },
-    Entry { name: "mstat", summary: "Tell whether hosts are up", detail: "Syntax:  mstat host ...\n" },
-    Entry { name: "names", summary: "List the mailbox of the virtual machine", detail: "Syntax:  names [ pattern ]\n" },
+    Entry {
+        name: "mstat",
+        summary: "Tell whether hosts are up",
+        detail: "Syntax:  mstat host ...\n",
+    },
+    Entry {
+        name: "names",
+        summary: "List the mailbox of the virtual machine",
+        detail: "Syntax:  names [ pattern ]\n",
+    },
     Entry {
         name: "owner",
         summary: "Say what guests may do on your machine, and see who uses it",
@@ -154,9 +182,21 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  a   waiting for authorization\n  o   connection is being closed\n  s   deadlocked\n  \
                  H   hoster\n  R   resource manager\n  T   tasker\n",
     },
-    Entry { name: "pstat", summary: "Tell whether tasks run", detail: "Syntax:  pstat tid ...\n" },
-    Entry { name: "put", summary: "Put an empty entry into the mailbox", detail: "Syntax:  put name flags\n" },
-    Entry { name: "quit", summary: "Leave the console; the virtual machine goes on", detail: "Syntax:  quit\n" },
+    Entry {
+        name: "pstat",
+        summary: "Tell whether tasks run",
+        detail: "Syntax:  pstat tid ...\n",
+    },
+    Entry {
+        name: "put",
+        summary: "Put an empty entry into the mailbox",
+        detail: "Syntax:  put name flags\n",
+    },
+    Entry {
+        name: "quit",
+        summary: "Leave the console; the virtual machine goes on",
+        detail: "Syntax:  quit\n",
+    },
     Entry {
         name: "replay",
         summary: "Run what a resource manager has recorded under another policy, and compare",
@@ -229,8 +269,16 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  trace - *\n         trace xpvm (what XPVM displays, the default)\n         trace buf [ bytes ]\n         \
                  trace opt [ full | time | count ]\n",
     },
-    Entry { name: "unalias", summary: "Forget aliases", detail: "Syntax:  unalias name ...\n" },
-    Entry { name: "undrain", summary: "Let a host take tasks again", detail: "Syntax:  undrain host\n" },
+    Entry {
+        name: "unalias",
+        summary: "Forget aliases",
+        detail: "Syntax:  unalias name ...\n",
+    },
+    Entry {
+        name: "undrain",
+        summary: "Let a host take tasks again",
+        detail: "Syntax:  undrain host\n",
+    },
     Entry {
         name: "unexport",
         summary: "Take variables out of the environment of tasks spawned from here",
@@ -244,7 +292,11 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  EVICTED  how often one had to go because of an owner: by a move, by its end, or with its checkpointed job\n  \
                  INDEX    who has taken less has a lower one, and is served first\n",
     },
-    Entry { name: "version", summary: "Show the version of the interface", detail: "Syntax:  version\n" },
+    Entry {
+        name: "version",
+        summary: "Show the version of the interface",
+        detail: "Syntax:  version\n",
+    },
     Entry {
         name: "why",
         summary: "Tell why a task is where it is, or why a host is not used",
@@ -271,7 +323,10 @@ pub(crate) fn about(name: &str) -> Option<String> {
 /// The list of all commands.
 fn list() -> String {
     let mut text = String::from("Commands are:\n");
-    for entry in COMMANDS.iter().filter(|entry| !NOT_LISTED.contains(&entry.name)) {
+    for entry in COMMANDS
+        .iter()
+        .filter(|entry| !NOT_LISTED.contains(&entry.name))
+    {
         text.push_str(&format!("  {:<12}{}\n", entry.name, entry.summary));
     }
     text
@@ -296,7 +351,11 @@ mod tests {
         assert!(
             text.starts_with("help        Explain a command\nSyntax:  help [ command ]\nCommands are:\n  add         ")
         );
-        assert!(about("id").expect("a command").starts_with("id          Print"));
+        assert!(
+            about("id")
+                .expect("a command")
+                .starts_with("id          Print")
+        );
         assert_eq!(about("foo"), None);
     }
 }

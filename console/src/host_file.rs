@@ -29,7 +29,9 @@ pub(crate) fn settle(vm: &Vm) -> bool {
         let events = match vm.events(next, EVENTS_AT_ONCE_MAX) {
             Ok(events) => events,
             Err(error) => {
-                Screen.complain(&format!("pvm: what became of the host file is not known: {error}"));
+                Screen.complain(&format!(
+                    "pvm: what became of the host file is not known: {error}"
+                ));
                 return false;
             }
         };

@@ -48,7 +48,9 @@ pub(crate) enum Job {
 /// Reads the words.
 pub(crate) fn parse(args: &[String]) -> Result<Job, ParseError> {
     let wrong = Err(ParseError::WrongArgs("job"));
-    let Some((what, args)) = args.split_first() else { return wrong };
+    let Some((what, args)) = args.split_first() else {
+        return wrong;
+    };
     let one = || match args {
         [job] => task_tid("job", job),
         _ => Err(ParseError::WrongArgs("job")),
@@ -69,8 +71,14 @@ pub(crate) fn parse(args: &[String]) -> Result<Job, ParseError> {
         word @ ("suspend" | "resume") => {
             let suspend = word == "suspend";
             match args {
-                [alone, tid] if alone == "--task" => Ok(Job::SuspendTask { tid: task_tid("job", tid)?, suspend }),
-                _ => Ok(Job::Suspend { job: one()?, suspend }),
+                [alone, tid] if alone == "--task" => Ok(Job::SuspendTask {
+                    tid: task_tid("job", tid)?,
+                    suspend,
+                }),
+                _ => Ok(Job::Suspend {
+                    job: one()?,
+                    suspend,
+                }),
             }
         }
         _ => wrong,
@@ -90,24 +98,45 @@ pub(crate) fn run(machine: &impl Machine, job: &Job) -> Result<Outcome, Error> {
 
 fn list(machine: &impl Machine, user: Option<u32>) -> Result<Outcome, Error> {
     let Answer::Jobs(jobs) = machine.ask_rm(&Question::Jobs { user })? else {
-        return Ok(Outcome::complaint("job list: the resource manager knows no jobs"));
+        return Ok(Outcome::complaint(
+            "job list: the resource manager knows no jobs",
+        ));
     };
     let Answer::Waiting(waiting) = machine.ask_rm(&Question::Waiting { user })? else {
-        return Ok(Outcome::complaint("job list: the resource manager does not tell which spawns wait"));
+        return Ok(Outcome::complaint(
+            "job list: the resource manager does not tell which spawns wait",
+        ));
     };
-    let lines = jobs.iter().map(line).chain(waiting.iter().map(waiting_line));
+    let lines = jobs
+        .iter()
+        .map(line)
+        .chain(waiting.iter().map(waiting_line));
     let value = json!({
         "jobs": jobs.iter().map(value).collect::<Vec<_>>(),
         "waiting": waiting.iter().map(waiting_value).collect::<Vec<_>>(),
     });
-    Ok(Outcome::done(head() + &lines.collect::<String>(), value, false))
+    Ok(Outcome::done(
+        head() + &lines.collect::<String>(),
+        value,
+        false,
+    ))
 }
 
 /// "waiting: 3 of worker for job t40002, user 1000, since 2026-11-21T21:40:12.031Z, number 1 in turn: no host is free".
 fn waiting_line(waits: &Waits) -> String {
-    let Waits { program, count, job, user, turn, why, .. } = waits;
+    let Waits {
+        program,
+        count,
+        job,
+        user,
+        turn,
+        why,
+        ..
+    } = waits;
     let since = format::time(waits.since);
-    format!("waiting: {count} of {program} for job {job}, user {user}, since {since}, number {turn} in turn: {why}\n")
+    format!(
+        "waiting: {count} of {program} for job {job}, user {user}, since {since}, number {turn} in turn: {why}\n"
+    )
 }
 
 fn waiting_value(waits: &Waits) -> Value {
@@ -124,27 +153,44 @@ fn waiting_value(waits: &Waits) -> Value {
 }
 
 fn head() -> String {
-    format!("{:>9} {:>8} {HEAD} {:24} {:9} PROGRAM\n", "JOB", "USER", "BEGAN", "STATE")
+    format!(
+        "{:>9} {:>8} {HEAD} {:24} {:9} PROGRAM\n",
+        "JOB", "USER", "BEGAN", "STATE"
+    )
 }
 
 fn line(job: &JobUse) -> String {
-    let program = if job.program.is_empty() { "-" } else { &job.program };
+    let program = if job.program.is_empty() {
+        "-"
+    } else {
+        &job.program
+    };
     let (tid, began) = (job.job.to_string(), format::time(job.began));
     let state = match (job.ended, &job.suspended) {
         (Some(_), _) => "ended",
         (None, Some(_)) => "suspended",
         (None, None) => "runs",
     };
-    format!("{tid:>9} {:>8} {} {began:24} {state:9} {program}\n", job.user, sums(&job.sums))
+    format!(
+        "{tid:>9} {:>8} {} {began:24} {state:9} {program}\n",
+        job.user,
+        sums(&job.sums)
+    )
 }
 
 fn suspended_value(suspended: Option<&Suspended>) -> Value {
-    suspended.map_or(Value::Null, |s| json!({ "since_us": s.since.0, "why": s.to_string() }))
+    suspended.map_or(
+        Value::Null,
+        |s| json!({ "since_us": s.since.0, "why": s.to_string() }),
+    )
 }
 
 /// "t40003: suspended by t80001 since 2026-11-21T21:40:12.031Z".
 fn since(what: impl std::fmt::Display, suspended: &Suspended) -> String {
-    format!("{what}: {suspended} since {}\n", format::time(suspended.since))
+    format!(
+        "{what}: {suspended} since {}\n",
+        format::time(suspended.since)
+    )
 }
 
 fn value(job: &JobUse) -> Value {
@@ -189,7 +235,9 @@ fn not_known(command: &str, tid: Tid) -> Outcome {
 
 /// A job with all its tasks, how they ended and what they used.
 pub(crate) fn status(machine: &impl Machine, command: &str, tid: Tid) -> Result<Outcome, Error> {
-    let Answer::Job { job, tasks } = machine.ask_rm(&Question::Job(tid))? else { return Ok(not_known(command, tid)) };
+    let Answer::Job { job, tasks } = machine.ask_rm(&Question::Job(tid))? else {
+        return Ok(not_known(command, tid));
+    };
     let mut text = head() + &line(&job);
     text += &format!(
         "\n{:>9} {:>12} {:>10} {:>9} {:>5}  {:24} PROGRAM\n",
@@ -198,47 +246,101 @@ pub(crate) fn status(machine: &impl Machine, command: &str, tid: Tid) -> Result<
     text.extend(tasks.iter().map(task_line));
     let running = job.suspended.iter().filter(|_| job.ended.is_none());
     text.extend(running.map(|suspended| since(format_args!("job {}", job.job), suspended)));
-    text.extend(tasks.iter().filter_map(|task| Some(since(task.tid, task.suspended.as_ref()?))));
-    let value = json!({ "job": value(&job), "tasks": tasks.iter().map(task_value).collect::<Vec<_>>() });
+    text.extend(
+        tasks
+            .iter()
+            .filter_map(|task| Some(since(task.tid, task.suspended.as_ref()?))),
+    );
+    let value =
+        json!({ "job": value(&job), "tasks": tasks.iter().map(task_value).collect::<Vec<_>>() });
     Ok(Outcome::done(text, value, false))
 }
 
 fn task_line(task: &TaskUse) -> String {
-    let now = if task.suspended.is_some() { "suspended" } else { "runs" };
-    let end = task.ended.map_or_else(|| now.to_string(), |(_, how)| how.to_string());
+    let now = if task.suspended.is_some() {
+        "suspended"
+    } else {
+        "runs"
+    };
+    let end = task
+        .ended
+        .map_or_else(|| now.to_string(), |(_, how)| how.to_string());
     let known = task.ended.is_some();
     let cpu = (task.used.user + task.used.system).0 as f64 / 1e6;
-    let cpu = if known { format!("{cpu:.2}") } else { "-".to_string() };
+    let cpu = if known {
+        format!("{cpu:.2}")
+    } else {
+        "-".to_string()
+    };
     let mib = task.used.resident_max_bytes as f64 / f64::from(1 << 20);
-    let mib = if known { format!("{mib:.1}") } else { "-".to_string() };
-    let program = if task.program.is_empty() { "-" } else { &task.program };
+    let mib = if known {
+        format!("{mib:.1}")
+    } else {
+        "-".to_string()
+    };
+    let program = if task.program.is_empty() {
+        "-"
+    } else {
+        &task.program
+    };
     let (tid, host) = (task.tid.to_string(), &task.host);
-    format!("{tid:>9} {host:>12} {cpu:>10} {mib:>9} {:>5}  {end:24} {program}\n", task.moves)
+    format!(
+        "{tid:>9} {host:>12} {cpu:>10} {mib:>9} {:>5}  {end:24} {program}\n",
+        task.moves
+    )
 }
 
 /// Suspends a job, or lets it go on.
 fn suspend(machine: &impl Machine, tid: Tid, suspend: bool) -> Result<Outcome, Error> {
     let word = if suspend { "suspend" } else { "resume" };
-    let Answer::Suspended { job, tasks, others } = machine.ask_rm(&Question::Suspend { job: tid, suspend })? else {
+    let Answer::Suspended { job, tasks, others } =
+        machine.ask_rm(&Question::Suspend { job: tid, suspend })?
+    else {
         return Ok(not_known(&format!("job {word}"), tid));
     };
     let list: Vec<String> = tasks.iter().map(Tid::to_string).collect();
     let what = if suspend { "are suspended" } else { "go on" };
-    let mut text = format!("{} tasks of job {job} {what}: {}\n", list.len(), list.join(" "));
+    let mut text = format!(
+        "{} tasks of job {job} {what}: {}\n",
+        list.len(),
+        list.join(" ")
+    );
     if list.is_empty() {
-        text = format!("no task of job {job} was {word}{}\n", if suspend { "ed" } else { "d" });
+        text = format!(
+            "no task of job {job} was {word}{}\n",
+            if suspend { "ed" } else { "d" }
+        );
     }
-    text.extend(others.iter().map(|(tid, why)| format!("{tid} is as it was: {why}\n")));
-    let others: Vec<Value> = others.iter().map(|(tid, why)| json!({ "tid": tid.to_string(), "why": why })).collect();
-    let value = json!({ "job": job.to_string(), "suspend": suspend, "tasks": list, "others": others });
+    text.extend(
+        others
+            .iter()
+            .map(|(tid, why)| format!("{tid} is as it was: {why}\n")),
+    );
+    let others: Vec<Value> = others
+        .iter()
+        .map(|(tid, why)| json!({ "tid": tid.to_string(), "why": why }))
+        .collect();
+    let value =
+        json!({ "job": job.to_string(), "suspend": suspend, "tasks": list, "others": others });
     Ok(Outcome::done(text, value, false))
 }
 
 /// Suspends one task, or lets it go on: its daemon does that, with or without a resource manager.
 fn suspend_task(machine: &impl Machine, tid: Tid, suspend: bool) -> Result<Outcome, Error> {
-    machine.ask(Request::Suspend { tid, suspend, cause: None })?;
-    let text = format!("{tid} {}\n", if suspend { "is suspended" } else { "goes on" });
-    Ok(Outcome::done(text, json!({ "tid": tid.to_string(), "suspend": suspend }), false))
+    machine.ask(Request::Suspend {
+        tid,
+        suspend,
+        cause: None,
+    })?;
+    let text = format!(
+        "{tid} {}\n",
+        if suspend { "is suspended" } else { "goes on" }
+    );
+    Ok(Outcome::done(
+        text,
+        json!({ "tid": tid.to_string(), "suspend": suspend }),
+        false,
+    ))
 }
 
 /// Has all tasks of a job ended, and those that it starts meanwhile, and waits until nothing of it is left.
@@ -249,7 +351,13 @@ fn kill(machine: &impl Machine, tid: Tid) -> Result<Outcome, Error> {
     loop {
         match answer {
             Answer::Killed { left, .. } if left > 0 && begun.elapsed() < KILL_TIME_MAX => {}
-            Answer::Killed { job, asked, forced, left, failed } => {
+            Answer::Killed {
+                job,
+                asked,
+                forced,
+                left,
+                failed,
+            } => {
                 let nothing = asked == 0 && left == 0;
                 if let Some(outcome) = waits.filter(|_| nothing) {
                     return Ok(outcome);
@@ -277,22 +385,37 @@ fn killed(job: Tid, (asked, forced, left): (u32, u32, u32), failed: &[(Tid, Stri
         text += &match (left, forced) {
             (0, 0) => ", and have ended\n".to_string(),
             (0, _) => format!(", and have ended, {forced} of them by SIGKILL\n"),
-            _ => format!("; {left} are left, although {forced} were sent SIGKILL: 'job status {job}' shows them\n"),
+            _ => format!(
+                "; {left} are left, although {forced} were sent SIGKILL: 'job status {job}' shows them\n"
+            ),
         };
     }
-    let complaints: Vec<String> = failed.iter().map(|(tid, why)| format!("job kill: {tid}: {why}")).collect();
-    let failed: Vec<Value> = failed.iter().map(|(tid, why)| json!({ "tid": tid.to_string(), "why": why })).collect();
+    let complaints: Vec<String> = failed
+        .iter()
+        .map(|(tid, why)| format!("job kill: {tid}: {why}"))
+        .collect();
+    let failed: Vec<Value> = failed
+        .iter()
+        .map(|(tid, why)| json!({ "tid": tid.to_string(), "why": why }))
+        .collect();
     let value = json!({ "job": job.to_string(), "asked": asked, "forced": forced, "left": left, "failed": failed });
-    Outcome { complaints, ..Outcome::done(text, value, left > 0) }
+    Outcome {
+        complaints,
+        ..Outcome::done(text, value, left > 0)
+    }
 }
 
 /// Ends a job that waits in the store for room; `None` if it does not.
 fn unpark(machine: &impl Machine, tid: Tid) -> Result<Option<Outcome>, Error> {
-    let Answer::Unparked { job, set, starting } = machine.ask_rm(&Question::Unpark(tid))? else { return Ok(None) };
+    let Answer::Unparked { job, set, starting } = machine.ask_rm(&Question::Unpark(tid))? else {
+        return Ok(None);
+    };
     let mut value = json!({ "job": job.to_string(), "set": set, "parked": false });
     let text = if starting {
         value["parked"] = json!(true);
-        format!("job {job} is just being started again from checkpoint {set}: kill it when it runs\n")
+        format!(
+            "job {job} is just being started again from checkpoint {set}: kill it when it runs\n"
+        )
     } else {
         format!(
             "job {job} had been ended and waited in checkpoint {set} for room: it is not started again\n\
@@ -317,9 +440,27 @@ mod tests {
         assert_eq!(words("list --user 7"), Ok(Job::List { user: Some(7) }));
         assert_eq!(words("status t40001"), Ok(Job::Status(tid)));
         assert_eq!(words("kill 40001"), Ok(Job::Kill(tid)));
-        assert_eq!(words("suspend t40001"), Ok(Job::Suspend { job: tid, suspend: true }));
-        assert_eq!(words("resume t40001"), Ok(Job::Suspend { job: tid, suspend: false }));
-        assert_eq!(words("resume --task t40001"), Ok(Job::SuspendTask { tid, suspend: false }));
+        assert_eq!(
+            words("suspend t40001"),
+            Ok(Job::Suspend {
+                job: tid,
+                suspend: true
+            })
+        );
+        assert_eq!(
+            words("resume t40001"),
+            Ok(Job::Suspend {
+                job: tid,
+                suspend: false
+            })
+        );
+        assert_eq!(
+            words("resume --task t40001"),
+            Ok(Job::SuspendTask {
+                tid,
+                suspend: false
+            })
+        );
         for line in ["", "list x", "status", "kill t40001 t40002", "bake t40001"] {
             assert_eq!(words(line), Err(ParseError::WrongArgs("job")), "{line}");
         }

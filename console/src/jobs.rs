@@ -109,7 +109,9 @@ impl Jobs {
 
     /// The tasks with which a job was started. A job without any is forgotten. True when it is finished already.
     pub(crate) fn started(&mut self, number: u32, tids: impl Iterator<Item = Tid>) -> bool {
-        let Some(job) = self.jobs.get_mut(&number) else { return false };
+        let Some(job) = self.jobs.get_mut(&number) else {
+            return false;
+        };
         job.started = true;
         for tid in tids {
             job.members.entry(tid).or_default();
@@ -130,7 +132,10 @@ impl Jobs {
             Entry::Occupied(known) => known.into_mut(),
             // A grandchild may be heard of only after the others have ended.
             Entry::Vacant(_) if what == TaskOutput::End => return News::default(),
-            Entry::Vacant(new) => new.insert(Job { started: true, members: BTreeMap::new() }),
+            Entry::Vacant(new) => new.insert(Job {
+                started: true,
+                members: BTreeMap::new(),
+            }),
         };
         let member = job.members.entry(tid).or_default();
         let mut happened = Vec::new();
@@ -151,7 +156,10 @@ impl Jobs {
             }
             TaskOutput::End => {}
         }
-        News { happened, finished: self.close_if_done(number) }
+        News {
+            happened,
+            finished: self.close_if_done(number),
+        }
     }
 
     /// True when all members have ended; the job is forgotten then.
@@ -177,7 +185,14 @@ impl Jobs {
     /// Jobs with those of their tasks that have not ended.
     pub(crate) fn running(&self) -> impl Iterator<Item = (u32, Vec<Tid>)> {
         self.jobs.iter().map(|(number, job)| {
-            (*number, job.members.iter().filter(|(_, member)| !member.ended).map(|(tid, _)| *tid).collect())
+            (
+                *number,
+                job.members
+                    .iter()
+                    .filter(|(_, member)| !member.ended)
+                    .map(|(tid, _)| *tid)
+                    .collect(),
+            )
         })
     }
 }
@@ -205,7 +220,10 @@ mod tests {
         jobs.started(job, [A].into_iter());
         assert_eq!(jobs.take(job, A, data("i'm t")).happened, [Happened::Met]);
         let lines = [line("i'm t40002"), line(""), line("second")];
-        assert_eq!(jobs.take(job, A, data("40002\n\nsecond\nthi")).happened, lines);
+        assert_eq!(
+            jobs.take(job, A, data("40002\n\nsecond\nthi")).happened,
+            lines
+        );
         let end = jobs.take(job, A, TaskOutput::End);
         assert_eq!(end.happened, [line("thi"), Happened::Ended]);
         assert!(end.finished && jobs.is_empty());
@@ -215,14 +233,29 @@ mod tests {
     fn a_job_ends_with_the_last_of_its_tasks_and_their_children() {
         let mut jobs = Jobs::default();
         let job = jobs.open();
-        assert_eq!(jobs.take(job, A, TaskOutput::Spawned).happened, [Happened::Met, Happened::Spawned]);
-        assert!(!jobs.take(job, A, TaskOutput::End).finished, "the answer to the spawn may name more tasks");
+        assert_eq!(
+            jobs.take(job, A, TaskOutput::Spawned).happened,
+            [Happened::Met, Happened::Spawned]
+        );
+        assert!(
+            !jobs.take(job, A, TaskOutput::End).finished,
+            "the answer to the spawn may name more tasks"
+        );
         let child = jobs.take(job, B, TaskOutput::Created);
-        assert_eq!(child, News { happened: vec![Happened::Met, Happened::Created], finished: false });
+        assert_eq!(
+            child,
+            News {
+                happened: vec![Happened::Met, Happened::Created],
+                finished: false
+            }
+        );
         assert!(!jobs.started(job, [A].into_iter()));
         assert_eq!(jobs.running().collect::<Vec<_>>(), [(1, vec![B])]);
         assert!(jobs.take(job, B, TaskOutput::End).finished);
-        assert_eq!(jobs.take(job, B, data("late\n")).happened, [Happened::Met, line("late")]);
+        assert_eq!(
+            jobs.take(job, B, data("late\n")).happened,
+            [Happened::Met, line("late")]
+        );
     }
 
     #[test]
@@ -248,7 +281,10 @@ mod tests {
         let mut jobs = Jobs::default();
         let job = jobs.open();
         let news = jobs.take(job, A, TaskOutput::Data(vec![b'x'; OUTPUT_LINE_BYTES_MAX]));
-        assert_eq!(news.happened[1], Happened::Line(vec![b'x'; OUTPUT_LINE_BYTES_MAX]));
+        assert_eq!(
+            news.happened[1],
+            Happened::Line(vec![b'x'; OUTPUT_LINE_BYTES_MAX])
+        );
     }
 
     #[test]
@@ -261,7 +297,10 @@ mod tests {
         assert_eq!(read(&[0x40002, 0], b""), Some((A, TaskOutput::End)));
         assert_eq!(read(&[0x40002, -1, 0], b""), Some((A, TaskOutput::Spawned)));
         assert_eq!(read(&[0x40002, -2, 0], b""), Some((A, TaskOutput::Created)));
-        assert_eq!(read(&[0x40002, 3], b"abc"), Some((A, TaskOutput::Data(b"abc".to_vec()))));
+        assert_eq!(
+            read(&[0x40002, 3], b"abc"),
+            Some((A, TaskOutput::Data(b"abc".to_vec())))
+        );
         assert_eq!(read(&[0x40002, 3000], b"abc"), None);
         assert_eq!(read(&[0x40002, -7], b""), None);
         assert_eq!(read(&[0, 0], b""), None);

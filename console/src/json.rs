@@ -63,7 +63,10 @@ pub(crate) fn aliases(aliases: &BTreeMap<String, Vec<String>>) -> Value {
 
 /// `getopt`.
 pub(crate) fn options(options: &[(&str, i32)]) -> Value {
-    let options: Map<String, Value> = options.iter().map(|(name, value)| (name.to_string(), json!(value))).collect();
+    let options: Map<String, Value> = options
+        .iter()
+        .map(|(name, value)| (name.to_string(), json!(value)))
+        .collect();
     json!({ "options": options })
 }
 
@@ -100,9 +103,13 @@ pub(crate) fn exported(names: &[String]) -> Value {
 }
 
 /// `setenv` without a value.
-pub(crate) fn variables<'a>(variables: impl IntoIterator<Item = (&'a String, &'a String)>) -> Value {
-    let variables: Map<String, Value> =
-        variables.into_iter().map(|(name, value)| (name.clone(), json!(value))).collect();
+pub(crate) fn variables<'a>(
+    variables: impl IntoIterator<Item = (&'a String, &'a String)>,
+) -> Value {
+    let variables: Map<String, Value> = variables
+        .into_iter()
+        .map(|(name, value)| (name.clone(), json!(value)))
+        .collect();
     json!({ "variables": variables })
 }
 
@@ -229,27 +236,57 @@ mod tests {
         let conf = conf(&table());
         assert_eq!(conf["hosts"][1]["name"], "ha2");
         assert_eq!(conf["hosts"][1]["dtid"], "t80000");
-        let ps = ps(&table(), &[task(0x40004, -35, 9, 6, "x"), task(0x80001, 0x40004, 9, 6, "y")]);
-        assert_eq!(ps["tasks"][0]["parent"], Value::Null, "a parent that asked not to be known is none");
+        let ps = ps(
+            &table(),
+            &[
+                task(0x40004, -35, 9, 6, "x"),
+                task(0x80001, 0x40004, 9, 6, "y"),
+            ],
+        );
+        assert_eq!(
+            ps["tasks"][0]["parent"],
+            Value::Null,
+            "a parent that asked not to be known is none"
+        );
         assert_eq!(ps["tasks"][1]["parent"], "t40004");
         assert_eq!(ps["tasks"][1]["host"], "ha2");
     }
 
     #[test]
     fn failures_carry_code_text_and_reason() {
-        let failed = AddedHost { result: Err(PvmError::CantStart), reason: "ssh: no route".into() };
+        let failed = AddedHost {
+            result: Err(PvmError::CantStart),
+            reason: "ssh: no route".into(),
+        };
         let added = added(&["h9".to_string()], &[failed]);
         assert_eq!(added["results"][0]["error"]["code"], -29);
         assert_eq!(added["results"][0]["reason"], "ssh: no route");
-        assert_eq!(spawned(None, &[Err(PvmError::NoFile)])["results"][0]["error"]["text"], "No such file");
+        assert_eq!(
+            spawned(None, &[Err(PvmError::NoFile)])["results"][0]["error"]["text"],
+            "No such file"
+        );
     }
 
     #[test]
     fn events_have_text_and_record() {
-        let kind = EventKind::HostClean { host: HostId::MASTER };
-        let value = event(&host_names(), &Event { number: 1, at: Micros(5), host: HostId::MASTER, kind });
+        let kind = EventKind::HostClean {
+            host: HostId::MASTER,
+        };
+        let value = event(
+            &host_names(),
+            &Event {
+                number: 1,
+                at: Micros(5),
+                host: HostId::MASTER,
+                kind,
+            },
+        );
         assert_eq!(value["host"], "ha1");
         assert_eq!(value["kind"]["HostClean"]["host"], 1);
-        assert!(value["text"].as_str().is_some_and(|text| text.contains("clean")));
+        assert!(
+            value["text"]
+                .as_str()
+                .is_some_and(|text| text.contains("clean"))
+        );
     }
 }

@@ -14,8 +14,7 @@ use std::time::Duration;
 /// How long the resource manager may take for an answer.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(5);
 /// Said when nobody can be asked.
-const NO_RM: &str =
-    "no resource manager runs, and only it knows: start the virtual machine with PVM_RM=pvm-rm, or 'pvm spawn pvm-rm'";
+const NO_RM: &str = "no resource manager runs, and only it knows: start the virtual machine with PVM_RM=pvm-rm, or 'pvm spawn pvm-rm'";
 
 /// The virtual machine as this console's task sees it.
 pub(crate) trait Machine {
@@ -80,7 +79,9 @@ impl Machine for Vm {
         match Vm::migrate(self, tid, to, None, true)? {
             MoveAnswer::Done(report) => Ok(report),
             MoveAnswer::Started(id) => {
-                let reason = format!("the move {id} has begun, but the daemon did not wait for its end; see 'events'");
+                let reason = format!(
+                    "the move {id} has begun, but the daemon did not wait for its end; see 'events'"
+                );
                 Err(Error::new(PvmError::BadMsg, reason).into())
             }
         }
@@ -99,12 +100,25 @@ impl Machine for Vm {
     }
 
     fn ask_rm(&self, what: &Question) -> Result<Answer, Error> {
-        let rm = Vm::tasks(self, Tid::NONE)?.into_iter().find(|task| task.flags & TASK_RM != 0);
-        let rm = rm.map(|task| task.tid).ok_or_else(|| Error::new(PvmError::NoTask, NO_RM))?;
-        let body = rm::pack(what).map_err(|error| Error::new(PvmError::BadMsg, error.to_string()))?;
+        let rm = Vm::tasks(self, Tid::NONE)?
+            .into_iter()
+            .find(|task| task.flags & TASK_RM != 0);
+        let rm = rm
+            .map(|task| task.tid)
+            .ok_or_else(|| Error::new(PvmError::NoTask, NO_RM))?;
+        let body =
+            rm::pack(what).map_err(|error| Error::new(PvmError::BadMsg, error.to_string()))?;
         let wid = std::process::id().cast_signed();
         let (src, body) = (Vm::tid(self), Bytes::from(body));
-        self.send_message(Message { src, dst: rm, ctx: CTX_RM, tag: TAG_ASK, wid, enc: DSIG_X86_64, body })?;
+        self.send_message(Message {
+            src,
+            dst: rm,
+            ctx: CTX_RM,
+            tag: TAG_ASK,
+            wid,
+            enc: DSIG_X86_64,
+            body,
+        })?;
         let wanted = Match::any().src(rm).ctx(CTX_RM).tag(TAG_ANSWER);
         let Some(answer) = self.recv_timeout(wanted, ANSWER_TIME_MAX)? else {
             let reason = format!(
@@ -117,7 +131,10 @@ impl Machine for Vm {
             Ok(Some(Answer::Version(other))) => Err(other_version(rm, other)),
             Ok(Some(answer)) => Ok(answer),
             Ok(None) => Err(other_version(rm, rm::version_of(&answer.body).unwrap_or(0))),
-            Err(error) => Err(Error::new(PvmError::BadMsg, format!("the answer of resource manager {rm}: {error}"))),
+            Err(error) => Err(Error::new(
+                PvmError::BadMsg,
+                format!("the answer of resource manager {rm}: {error}"),
+            )),
         }
     }
 
@@ -154,15 +171,22 @@ pub(crate) fn misfit() -> Error {
 /// The daemon is gone; why.
 pub(crate) fn receive(vm: &Vm) -> Result<Message, Error> {
     let runtime = vm.runtime();
-    match runtime.inbox_wait(None, &mut |inbox| inbox.take_first(|message| message.tag >= 0 && message.ctx != CTX_RM)) {
+    match runtime.inbox_wait(None, &mut |inbox| {
+        inbox.take_first(|message| message.tag >= 0 && message.ctx != CTX_RM)
+    }) {
         Ok(Some(message)) => Ok(message),
         Ok(None) | Err(_) => Err(Error::new(PvmError::SysErr, runtime.why_lost())),
     }
 }
 
 /// The mailbox classes that match.
-pub(crate) fn names(machine: &impl Machine, pattern: &str) -> Result<Vec<sempa_proto::task::MailboxClass>, Error> {
-    match machine.ask(Request::Mailbox(MailboxRequest::List { pattern: pattern.to_string() }))? {
+pub(crate) fn names(
+    machine: &impl Machine,
+    pattern: &str,
+) -> Result<Vec<sempa_proto::task::MailboxClass>, Error> {
+    match machine.ask(Request::Mailbox(MailboxRequest::List {
+        pattern: pattern.to_string(),
+    }))? {
         Reply::MailboxClasses(classes) => Ok(classes),
         _ => Err(misfit()),
     }

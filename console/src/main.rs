@@ -93,7 +93,9 @@ fn run(mode: Mode) -> io::Result<ExitCode> {
     match mode {
         Mode::Once { words, json, apart } => match once::plan(&words, json)? {
             Plan::Done(code) => Ok(code),
-            Plan::Needs(Command::Drain(what)) if apart.is_none() && what.writes() => apart::follow(&what, json),
+            Plan::Needs(Command::Drain(what)) if apart.is_none() && what.writes() => {
+                apart::follow(&what, json)
+            }
             Plan::Needs(command) => {
                 let lock = match allowed().and_then(|()| lock()) {
                     Ok(lock) => lock,
@@ -103,10 +105,19 @@ fn run(mode: Mode) -> io::Result<ExitCode> {
                 match Vm::enroll() {
                     Ok(vm) => match command {
                         Command::Drain(what) => once::drain(&vm, &what, apart, json),
-                        _ => once::run(&vm, Home { lock, child: None }, environment(), &words, &command, json),
+                        _ => once::run(
+                            &vm,
+                            Home { lock, child: None },
+                            environment(),
+                            &words,
+                            &command,
+                            json,
+                        ),
                     },
                     // Somebody else halts it at this moment.
-                    Err(error) if command == Command::Halt && daemon.is_ending(&error) => Ok(ExitCode::SUCCESS),
+                    Err(error) if command == Command::Halt && daemon.is_ending(&error) => {
+                        Ok(ExitCode::SUCCESS)
+                    }
                     Err(error) => Ok(fail(&none_or(&error))),
                 }
             }
@@ -124,12 +135,21 @@ fn run(mode: Mode) -> io::Result<ExitCode> {
             let begun = allowed().and_then(|()| {
                 let (vm, child) = match start(&daemon)? {
                     Begun::Before(vm) => (vm, None),
-                    Begun::Now(child) => (Vm::enroll().map_err(|error| format!("pvm: {error}"))?, Some(child)),
+                    Begun::Now(child) => (
+                        Vm::enroll().map_err(|error| format!("pvm: {error}"))?,
+                        Some(child),
+                    ),
                 };
                 if child.is_some() && host_file::is_given(&daemon) {
                     host_file::settle(&vm);
                 }
-                Ok((vm, Home { lock: lock()?, child }))
+                Ok((
+                    vm,
+                    Home {
+                        lock: lock()?,
+                        child,
+                    },
+                ))
             });
             match begun {
                 Ok((vm, home)) => shell::run(&vm, home, environment()),
@@ -161,8 +181,12 @@ fn socket() -> Result<PathBuf, String> {
     if let Some(socket) = std::env::var_os("PVMSOCK").filter(|value| !value.is_empty()) {
         return Ok(socket.into());
     }
-    let place = Place::of(nix::unistd::geteuid().as_raw(), |name| std::env::var(name).ok());
-    place.map(|place| place.socket()).map_err(|error| format!("pvm: {error}"))
+    let place = Place::of(nix::unistd::geteuid().as_raw(), |name| {
+        std::env::var(name).ok()
+    });
+    place
+        .map(|place| place.socket())
+        .map_err(|error| format!("pvm: {error}"))
 }
 
 /// The daemon's lock, which lies beside its socket.
@@ -193,7 +217,9 @@ fn start(args: &[OsString]) -> Result<Begun, String> {
                     let _ = Screen.print(b"pvmd already running.\n");
                     return Ok(Begun::Before(vm));
                 }
-                Err(EnrollError::Io { .. } | EnrollError::NoDaemon { .. }) if Instant::now() < deadline => {
+                Err(EnrollError::Io { .. } | EnrollError::NoDaemon { .. })
+                    if Instant::now() < deadline =>
+                {
                     std::thread::sleep(LOOK_EVERY);
                 }
                 Err(error) => return Err(format!("pvm: {error}")),

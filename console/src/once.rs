@@ -48,7 +48,9 @@ pub(crate) fn plan(words: &[String], json: bool) -> io::Result<Plan> {
         Command::Owner(what) => owner::run(what),
         Command::Replay(words) => replay::run(words, json),
         Command::Spawn(spawn)
-            if json && (spawn.output == Output::Console || spawn.trace == Some(TraceOutput::Console)) =>
+            if json
+                && (spawn.output == Output::Console
+                    || spawn.trace == Some(TraceOutput::Console)) =>
         {
             Screen
                 .complain("spawn: output and records of tasks are no JSON: write them to files with ->FILE and -@FILE");
@@ -61,7 +63,11 @@ pub(crate) fn plan(words: &[String], json: bool) -> io::Result<Plan> {
 }
 
 fn code(good: bool) -> ExitCode {
-    if good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if good {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }
 
 /// Carries a command out and, if it collects output, waits for the end of its job.
@@ -77,7 +83,13 @@ pub(crate) fn run(
     json: bool,
 ) -> io::Result<ExitCode> {
     if let Command::Events { from, follow: true } = command {
-        let error = Follow { vm, names: Names::default(), next: *from, json }.run()?;
+        let error = Follow {
+            vm,
+            names: Names::default(),
+            next: *from,
+            json,
+        }
+        .run()?;
         Screen.complain(&format!("events: {error}"));
         return Ok(ExitCode::FAILURE);
     }
@@ -91,7 +103,9 @@ pub(crate) fn run(
         match machine::receive(vm) {
             Ok(message) => Screen.print(&session.message(&message))?,
             Err(error) => {
-                Screen.complain(&format!("pvm: the virtual machine has ended, output is missing: {error}"));
+                Screen.complain(&format!(
+                    "pvm: the virtual machine has ended, output is missing: {error}"
+                ));
                 return Ok(ExitCode::FAILURE);
             }
         }
@@ -108,7 +122,10 @@ pub(crate) fn run(
 pub(crate) fn drain(vm: &Vm, what: &Drain, apart: Option<Tid>, json: bool) -> io::Result<ExitCode> {
     let (lines, said) = mpsc::channel::<String>();
     // A reader that has gone away, or that was stopped, is no reason to leave the host half empty: the order stands.
-    let speaker = thread::spawn(move || said.iter().for_each(|line| drop(Screen.print(line.as_bytes()))));
+    let speaker = thread::spawn(move || {
+        said.iter()
+            .for_each(|line| drop(Screen.print(line.as_bytes())))
+    });
     let mut show = |line: &str| {
         if !json {
             drop(lines.send(line.to_string()));

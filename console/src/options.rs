@@ -63,13 +63,18 @@ pub(crate) struct Options {
 
 impl Default for Options {
     fn default() -> Options {
-        Options { values: OPTIONS.map(|(_, value, _, _)| value) }
+        Options {
+            values: OPTIONS.map(|(_, value, _, _)| value),
+        }
     }
 }
 
 impl Options {
     fn find(name: &str) -> Result<usize, OptionError> {
-        OPTIONS.iter().position(|option| option.0 == name).ok_or_else(|| OptionError::Unknown(name.to_string()))
+        OPTIONS
+            .iter()
+            .position(|option| option.0 == name)
+            .ok_or_else(|| OptionError::Unknown(name.to_string()))
     }
 
     /// Name and value of one option, or of each.
@@ -83,7 +88,9 @@ impl Options {
 
     /// The value of an option that there is.
     pub(crate) fn value(&self, name: &str) -> i32 {
-        Self::find(name).map(|at| self.values[at]).expect("the caller names an option")
+        Self::find(name)
+            .map(|at| self.values[at])
+            .expect("the caller names an option")
     }
 
     /// Sets one; answers the value before.

@@ -10,7 +10,9 @@ use pvm_load_watcher::owner::clock;
 use pvm_load_watcher::policy::{POLICY_BYTES_MAX, Policy};
 use pvm_load_watcher::published::{self, Wrong};
 use pvm_load_watcher::status::{Guest, Status, ask_all};
-use pvm_load_watcher::word::{self, Said, State, WORD_TIME, WORD_TIME_MAX, WORDS_ENV, Word, words_dir};
+use pvm_load_watcher::word::{
+    self, Said, State, WORD_TIME, WORD_TIME_MAX, WORDS_ENV, Word, words_dir,
+};
 use sempa_proto::Micros;
 use serde_json::json;
 use std::fs::File;
@@ -22,7 +24,10 @@ use std::time::Duration;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Owner {
     /// I am here, or away; for so long, or until the next login or logout.
-    Say { state: State, span: Option<Duration> },
+    Say {
+        state: State,
+        span: Option<Duration>,
+    },
     /// Judge by signs again.
     Auto,
     /// No guests at these times.
@@ -47,13 +52,23 @@ pub(crate) enum Paper {
 }
 
 fn not_a(word: &str, wanted: &'static str) -> ParseError {
-    ParseError::NotA { command: "owner", word: word.to_string(), wanted }
+    ParseError::NotA {
+        command: "owner",
+        word: word.to_string(),
+        wanted,
+    }
 }
 
 /// Reads the words behind the command.
 pub(crate) fn parse(args: &[String]) -> Result<Owner, ParseError> {
     let words: Vec<&str> = args.iter().map(String::as_str).collect();
-    let state = |word: &str| if word == "here" { State::Here } else { State::Away };
+    let state = |word: &str| {
+        if word == "here" {
+            State::Here
+        } else {
+            State::Away
+        }
+    };
     let long = |text: &str| {
         span(text)
             .filter(|span| *span <= WORD_TIME_MAX)
@@ -63,23 +78,38 @@ pub(crate) fn parse(args: &[String]) -> Result<Owner, ParseError> {
     match words[..] {
         [] | ["status"] => Ok(Owner::Status),
         ["auto"] => Ok(Owner::Auto),
-        [word @ ("here" | "away")] => Ok(Owner::Say { state: state(word), span: None }),
-        [word @ ("here" | "away"), "--for", text] => Ok(Owner::Say { state: state(word), span: long(text)? }),
-        [word @ ("here" | "away"), option] if option.starts_with("--for=") => {
-            Ok(Owner::Say { state: state(word), span: long(option.trim_start_matches("--for="))? })
-        }
+        [word @ ("here" | "away")] => Ok(Owner::Say {
+            state: state(word),
+            span: None,
+        }),
+        [word @ ("here" | "away"), "--for", text] => Ok(Owner::Say {
+            state: state(word),
+            span: long(text)?,
+        }),
+        [word @ ("here" | "away"), option] if option.starts_with("--for=") => Ok(Owner::Say {
+            state: state(word),
+            span: long(option.trim_start_matches("--for="))?,
+        }),
         ["never", "none"] => Ok(Owner::Never(Vec::new())),
         ["never", _, ..] => {
-            let parts = words[1..].split(|word| *word == "and").map(|part| part.join(" "));
+            let parts = words[1..]
+                .split(|word| *word == "and")
+                .map(|part| part.join(" "));
             let hours = |part: String| {
-                part.parse().map_err(|_| not_a(&part, "a time of the week such as 9-17, 'mon-fri 9-17:30' or always"))
+                part.parse().map_err(|_| {
+                    not_a(
+                        &part,
+                        "a time of the week such as 9-17, 'mon-fri 9-17:30' or always",
+                    )
+                })
             };
             parts.map(hours).collect::<Result<_, _>>().map(Owner::Never)
         }
         ["limit", "none"] => Ok(Owner::Limit(None)),
-        ["limit", number] | ["limit", number, "core" | "cores"] => {
-            number.parse().map(|number| Owner::Limit(Some(number))).map_err(|_| not_a(number, "a number of cores"))
-        }
+        ["limit", number] | ["limit", number, "core" | "cores"] => number
+            .parse()
+            .map(|number| Owner::Limit(Some(number)))
+            .map_err(|_| not_a(number, "a number of cores")),
         ["policy"] => Ok(Owner::Policy(Paper::Show)),
         ["policy", "none"] => Ok(Owner::Policy(Paper::Withdraw)),
         ["policy", file] => Ok(Owner::Policy(Paper::Publish(file.into()))),
@@ -89,11 +119,19 @@ pub(crate) fn parse(args: &[String]) -> Result<Owner, ParseError> {
 
 /// The word after something was said at `now`.
 fn after(word: Word, what: &Owner, now: Micros) -> Word {
-    let Word { mut said, mut policy } = word;
+    let Word {
+        mut said,
+        mut policy,
+    } = word;
     match what {
         Owner::Say { state, span } => {
             let until = now + Micros::from_secs(span.unwrap_or(WORD_TIME).as_secs());
-            said = Some(Said { state: *state, at: now, until, visit: span.is_none() });
+            said = Some(Said {
+                state: *state,
+                at: now,
+                until,
+                visit: span.is_none(),
+            });
         }
         Owner::Auto => said = None,
         Owner::Never(hours) => policy.never = (!hours.is_empty()).then(|| hours.clone()),
@@ -106,22 +144,52 @@ fn after(word: Word, what: &Owner, now: Micros) -> Word {
 /// One sentence about a word.
 fn sentence(word: &Word) -> String {
     let mut parts = Vec::new();
-    if let Some(Said { state, until, visit, .. }) = word.said {
+    if let Some(Said {
+        state,
+        until,
+        visit,
+        ..
+    }) = word.said
+    {
         let state = if state == State::Here { "here" } else { "away" };
-        let visit = if visit { ", or until the next login or logout" } else { "" };
+        let visit = if visit {
+            ", or until the next login or logout"
+        } else {
+            ""
+        };
         parts.push(format!("{state} until {}{visit}", clock(until)));
     }
     if let Some(hours) = &word.policy.never {
         let all: Vec<String> = hours.iter().map(|hours| hours.to_string()).collect();
         parts.push(format!("no guests {}", all.join(" and ")));
     }
-    parts.extend(word.policy.cores.map(|cores| format!("at most {cores} of their tasks")));
-    if parts.is_empty() { "nothing; the signs of life count".into() } else { parts.join("; ") }
+    parts.extend(
+        word.policy
+            .cores
+            .map(|cores| format!("at most {cores} of their tasks")),
+    );
+    if parts.is_empty() {
+        "nothing; the signs of life count".into()
+    } else {
+        parts.join("; ")
+    }
 }
 
 fn word_json(word: &Word) -> serde_json::Value {
-    let state = word.said.map(|said| if said.state == State::Here { "here" } else { "away" });
-    let never: Vec<String> = word.policy.never.iter().flatten().map(|hours| hours.to_string()).collect();
+    let state = word.said.map(|said| {
+        if said.state == State::Here {
+            "here"
+        } else {
+            "away"
+        }
+    });
+    let never: Vec<String> = word
+        .policy
+        .never
+        .iter()
+        .flatten()
+        .map(|hours| hours.to_string())
+        .collect();
     let until = word.said.map(|said| said.until.0);
     let visit = word.said.is_some_and(|said| said.visit);
     json!({ "said": state, "until_us": until, "until_visit": visit, "never": never, "cores": word.policy.cores })
@@ -142,7 +210,10 @@ pub(crate) fn run(what: &Owner) -> Outcome {
 fn read_policy(file: &Path) -> Result<String, String> {
     let name = file.display().to_string();
     let mut text = String::new();
-    let read = File::open(file).and_then(|file| file.take(POLICY_BYTES_MAX as u64 + 1).read_to_string(&mut text));
+    let read = File::open(file).and_then(|file| {
+        file.take(POLICY_BYTES_MAX as u64 + 1)
+            .read_to_string(&mut text)
+    });
     read.map_err(|error| format!("owner: {name} cannot be read: {error}; nothing has changed"))?;
     match Policy::parse_own(&name, &text) {
         Ok(_) => Ok(text),
@@ -171,8 +242,11 @@ fn policy(dir: &Path, uid: u32, paper: &Paper) -> Outcome {
     };
     let changes = *paper != Paper::Show;
     if changes && let Err(error) = published::write(dir, uid, text.as_deref()) {
-        let advice = format!("nothing has changed; look at the file, or have another folder by {WORDS_ENV}");
-        return Outcome::refused(format!("owner: {place} cannot be written: {error}; {advice}"));
+        let advice =
+            format!("nothing has changed; look at the file, or have another folder by {WORDS_ENV}");
+        return Outcome::refused(format!(
+            "owner: {place} cannot be written: {error}; {advice}"
+        ));
     }
     let json = json!({ "policy": text, "file": path });
     let told = match text {
@@ -187,12 +261,20 @@ fn say(dir: &Path, uid: u32, what: &Owner) -> Outcome {
     // A word that cannot be believed is replaced.
     let word = after(word::read(dir, uid).unwrap_or_default(), what, micros_now());
     match word::write(dir, uid, &word) {
-        Ok(()) => Outcome::done(format!("you said: {}\n", sentence(&word)), word_json(&word), false),
+        Ok(()) => Outcome::done(
+            format!("you said: {}\n", sentence(&word)),
+            word_json(&word),
+            false,
+        ),
         Err(error) => {
             let path = word::word_file(dir, uid);
-            let advice =
-                format!("nothing has changed; look at the file, or set {WORDS_ENV} for you and the load watchers");
-            Outcome::refused(format!("owner: {} cannot be written: {error}; {advice}", path.display()))
+            let advice = format!(
+                "nothing has changed; look at the file, or set {WORDS_ENV} for you and the load watchers"
+            );
+            Outcome::refused(format!(
+                "owner: {} cannot be written: {error}; {advice}",
+                path.display()
+            ))
         }
     }
 }
@@ -200,7 +282,9 @@ fn say(dir: &Path, uid: u32, what: &Owner) -> Outcome {
 fn status(dir: &Path, uid: u32) -> Outcome {
     let (all, silent) = match ask_all() {
         Ok(answers) => answers,
-        Err(error) => return Outcome::refused(format!("owner: load watchers cannot be found: {error}")),
+        Err(error) => {
+            return Outcome::refused(format!("owner: load watchers cannot be found: {error}"));
+        }
     };
     let (said, wrong) = match word::read(dir, uid) {
         Ok(word) => (word, None),
@@ -215,42 +299,95 @@ fn status(dir: &Path, uid: u32) -> Outcome {
         text.push_str("no virtual machine with a load watcher uses this machine\n");
     }
     let failed = !silent.is_empty();
-    let complaints = silent.into_iter().chain(wrong).map(|line| format!("owner: {line}")).collect();
+    let complaints = silent
+        .into_iter()
+        .chain(wrong)
+        .map(|line| format!("owner: {line}"))
+        .collect();
     let json = json!({ "you": word_json(&said), "virtual_machines": all });
-    Outcome { complaints, ..Outcome::done(text, json, failed) }
+    Outcome {
+        complaints,
+        ..Outcome::done(text, json, failed)
+    }
 }
 
 /// What one load watcher says, for people.
 fn told(status: &Status) -> String {
-    let Status { vm, user, host, owner, confidence, why, .. } = status;
+    let Status {
+        vm,
+        user,
+        host,
+        owner,
+        confidence,
+        why,
+        ..
+    } = status;
     let mut out = format!("virtual machine {vm} of {user} ({host})\n");
-    out.push_str(&format!("  owner     {owner}, {confidence} % sure: {why}\n"));
+    out.push_str(&format!(
+        "  owner     {owner}, {confidence} % sure: {why}\n"
+    ));
     let leave = match (status.leave_at_us, status.then.as_deref()) {
         (Some(at), Some("kill")) => format!("; they are ended at {}", clock(Micros(at))),
         (Some(at), _) => format!("; they leave at {}", clock(Micros(at))),
         (None, Some(_)) => "; they wait until they are wanted again".into(),
         (None, None) => String::new(),
     };
-    let why = if status.guests_why.is_empty() { String::new() } else { format!(": {}", status.guests_why) };
+    let why = if status.guests_why.is_empty() {
+        String::new()
+    } else {
+        format!(": {}", status.guests_why)
+    };
     out.push_str(&format!("  guests    {}{why}{leave}\n", status.guests));
     if !status.stopped_by.is_empty() {
-        let why = if status.stopped_by_why.is_empty() { String::new() } else { format!(": {}", status.stopped_by_why) };
+        let why = if status.stopped_by_why.is_empty() {
+            String::new()
+        } else {
+            format!(": {}", status.stopped_by_why)
+        };
         out.push_str(&format!("  stopped   by {}{why}\n", status.stopped_by));
     }
-    let line = |Guest { tid, program, pid, user, since_us, cpu_s }: &Guest| {
-        let since = if *since_us == 0 { "?".into() } else { clock(Micros(*since_us)) };
-        format!("  task      {tid} {program} of {user}, process {pid}, since {since}, {cpu_s:.1} s of processor\n")
+    let line = |Guest {
+                    tid,
+                    program,
+                    pid,
+                    user,
+                    since_us,
+                    cpu_s,
+                }: &Guest| {
+        let since = if *since_us == 0 {
+            "?".into()
+        } else {
+            clock(Micros(*since_us))
+        };
+        format!(
+            "  task      {tid} {program} of {user}, process {pid}, since {since}, {cpu_s:.1} s of processor\n"
+        )
     };
     out.extend(status.tasks.iter().map(line));
     if status.tasks.is_empty() {
         out.push_str("  tasks     none\n");
     }
-    out.extend(status.policy.iter().map(|s| format!("  policy    {} = {}  ({})\n", s.name, s.value, s.from)));
+    out.extend(
+        status
+            .policy
+            .iter()
+            .map(|s| format!("  policy    {} = {}  ({})\n", s.name, s.value, s.from)),
+    );
     if status.policy.is_empty() {
         out.push_str("  policy    none: guests stop and leave as soon as the owner is there\n");
     }
-    out.extend(status.wrong.iter().map(|line| format!("  wrong     {line}\n")));
-    out.extend(status.sources.iter().map(|(name, says)| format!("  source    {name}: {says}\n")));
+    out.extend(
+        status
+            .wrong
+            .iter()
+            .map(|line| format!("  wrong     {line}\n")),
+    );
+    out.extend(
+        status
+            .sources
+            .iter()
+            .map(|(name, says)| format!("  source    {name}: {says}\n")),
+    );
     out
 }
 
@@ -259,12 +396,22 @@ mod tests {
     use super::*;
 
     fn words(line: &str) -> Result<Owner, ParseError> {
-        parse(&line.split_whitespace().map(str::to_string).collect::<Vec<_>>())
+        parse(
+            &line
+                .split_whitespace()
+                .map(str::to_string)
+                .collect::<Vec<_>>(),
+        )
     }
 
     #[test]
     fn words_are_understood() {
-        let say = |state, seconds: Option<u64>| Ok(Owner::Say { state, span: seconds.map(Duration::from_secs) });
+        let say = |state, seconds: Option<u64>| {
+            Ok(Owner::Say {
+                state,
+                span: seconds.map(Duration::from_secs),
+            })
+        };
         assert_eq!(words(""), Ok(Owner::Status));
         assert_eq!(words("status"), Ok(Owner::Status));
         assert_eq!(words("away"), say(State::Away, None));
@@ -273,14 +420,20 @@ mod tests {
         assert_eq!(words("auto"), Ok(Owner::Auto));
         let hours = |text: &str| text.parse::<Hours>().expect("good");
         assert_eq!(words("never 9-17"), Ok(Owner::Never(vec![hours("9-17")])));
-        assert_eq!(words("never mon-fri 9-17 and sat"), Ok(Owner::Never(vec![hours("mon-fri 9-17"), hours("sat")])));
+        assert_eq!(
+            words("never mon-fri 9-17 and sat"),
+            Ok(Owner::Never(vec![hours("mon-fri 9-17"), hours("sat")]))
+        );
         assert_eq!(words("never none"), Ok(Owner::Never(Vec::new())));
         assert_eq!(words("limit 2 cores"), Ok(Owner::Limit(Some(2))));
         assert_eq!(words("limit 1"), Ok(Owner::Limit(Some(1))));
         assert_eq!(words("limit none"), Ok(Owner::Limit(None)));
         assert_eq!(words("policy"), Ok(Owner::Policy(Paper::Show)));
         assert_eq!(words("policy none"), Ok(Owner::Policy(Paper::Withdraw)));
-        assert_eq!(words("policy ./mine.toml"), Ok(Owner::Policy(Paper::Publish("./mine.toml".into()))));
+        assert_eq!(
+            words("policy ./mine.toml"),
+            Ok(Owner::Policy(Paper::Publish("./mine.toml".into())))
+        );
     }
 
     #[test]
@@ -307,13 +460,21 @@ mod tests {
         let uid = nix::unistd::geteuid().as_raw();
         let say = |line: &str| say(dir.path(), uid, &words(line).expect(line)).text;
         assert!(say("never mon-fri 9-17").starts_with("you said: no guests mon-fri 9:00-17:00"));
-        assert!(say("limit 2 cores").contains("no guests mon-fri 9:00-17:00; at most 2 of their tasks"));
+        assert!(
+            say("limit 2 cores").contains("no guests mon-fri 9:00-17:00; at most 2 of their tasks")
+        );
         let here = say("here");
-        assert!(here.contains("or until the next login or logout") && here.contains("at most 2"), "{here}");
+        assert!(
+            here.contains("or until the next login or logout") && here.contains("at most 2"),
+            "{here}"
+        );
         assert!(!say("here --for 1h").contains("logout"));
         assert!(!say("auto").contains("here"));
         say("never none");
-        assert_eq!(say("limit none"), "you said: nothing; the signs of life count\n");
+        assert_eq!(
+            say("limit none"),
+            "you said: nothing; the signs of life count\n"
+        );
         assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 0);
     }
 
@@ -321,7 +482,9 @@ mod tests {
     fn a_policy_is_published_shown_and_taken_back_and_a_wrong_one_changes_nothing() {
         let dir = tempfile::tempdir().expect("a folder");
         let uid = nix::unistd::geteuid().as_raw();
-        let (file, shown) = (dir.path().join("mine.toml"), || policy(dir.path(), uid, &Paper::Show).text);
+        let (file, shown) = (dir.path().join("mine.toml"), || {
+            policy(dir.path(), uid, &Paper::Show).text
+        });
         let publish = |text: &str| {
             std::fs::write(&file, text).expect("the test's own file");
             policy(dir.path(), uid, &Paper::Publish(file.clone()))
@@ -329,14 +492,26 @@ mod tests {
         assert!(shown().starts_with("you have no policy here"));
         let done = publish("leave_after = 30\n");
         assert!(
-            !done.failed && done.text.starts_with("your policy counts (") && done.text.contains("leave_after = 30")
+            !done.failed
+                && done.text.starts_with("your policy counts (")
+                && done.text.contains("leave_after = 30")
         );
         let wrong = publish("nice = 3\n\nnice = 4\n").refusal.expect("refused");
-        assert!(wrong.contains("mine.toml:3: duplicate key") && wrong.ends_with("; nothing has changed"), "{wrong}");
-        let long = publish(&"#".repeat(POLICY_BYTES_MAX + 1)).refusal.expect("refused");
+        assert!(
+            wrong.contains("mine.toml:3: duplicate key")
+                && wrong.ends_with("; nothing has changed"),
+            "{wrong}"
+        );
+        let long = publish(&"#".repeat(POLICY_BYTES_MAX + 1))
+            .refusal
+            .expect("refused");
         assert!(long.contains("longer than"), "{long}");
         assert_eq!(shown(), "leave_after = 30\n");
-        assert!(policy(dir.path(), uid, &Paper::Publish("/nowhere/x".into())).refusal.is_some());
+        assert!(
+            policy(dir.path(), uid, &Paper::Publish("/nowhere/x".into()))
+                .refusal
+                .is_some()
+        );
         policy(dir.path(), uid, &Paper::Withdraw);
         assert!(shown().starts_with("you have no policy here"));
     }
@@ -345,7 +520,12 @@ mod tests {
     fn a_word_that_cannot_be_written_is_refused_in_one_line() {
         let outcome = say(Path::new("/nowhere"), 7, &Owner::Limit(Some(1)));
         let line = outcome.refusal.expect("refused");
-        assert!(outcome.failed && line.contains("/nowhere/sempa-owner-7.toml") && line.lines().count() == 1, "{line}");
+        assert!(
+            outcome.failed
+                && line.contains("/nowhere/sempa-owner-7.toml")
+                && line.lines().count() == 1,
+            "{line}"
+        );
     }
 
     #[test]

@@ -118,9 +118,15 @@ pub(crate) enum Command {
     /// End tasks and clean the mailbox.
     Reset,
     /// Remove ownerless entries of the mailbox: all, those of a class, or one.
-    ResetInfo { class: Option<String>, index: Option<i32> },
+    ResetInfo {
+        class: Option<String>,
+        index: Option<i32>,
+    },
     /// Show all, show one, set one.
-    Setenv { name: Option<String>, value: Option<String> },
+    Setenv {
+        name: Option<String>,
+        value: Option<String>,
+    },
     /// Option and value.
     Setopt { name: String, value: i32 },
     /// Signal to tasks.
@@ -187,8 +193,9 @@ pub(crate) enum ParseError {
 }
 
 /// Commands that print nothing a program could read.
-const WITHOUT_JSON: [&str; 10] =
-    ["echo", "halt", "help", "idump", "put", "quit", "reset", "start", "unalias", "unexport"];
+const WITHOUT_JSON: [&str; 10] = [
+    "echo", "halt", "help", "idump", "put", "quit", "reset", "start", "unalias", "unexport",
+];
 
 /// True when a command can answer with values for programs.
 pub(crate) fn has_json(command: &str) -> bool {
@@ -198,7 +205,9 @@ pub(crate) fn has_json(command: &str) -> bool {
 /// Takes `--json` out of a command's own words. What follows the program that `spawn` starts belongs to that program,
 /// and the words of an alias to the alias.
 pub(crate) fn take_json(words: &mut Vec<String>) -> bool {
-    let Some(command) = words.first().filter(|name| has_json(name)) else { return false };
+    let Some(command) = words.first().filter(|name| has_json(name)) else {
+        return false;
+    };
     let own = match command.as_str() {
         "spawn" => 1 + spawn::options(&words[1..]),
         "alias" | "setenv" => words.len().min(2),
@@ -210,20 +219,37 @@ pub(crate) fn take_json(words: &mut Vec<String>) -> bool {
 
 /// The command that these words mean; `None` for no words.
 pub(crate) fn parse(words: &[String]) -> Result<Option<Command>, ParseError> {
-    let Some((name, args)) = words.split_first() else { return Ok(None) };
-    let Some(entry) = help::find(name) else { return Err(ParseError::NotFound(name.clone())) };
+    let Some((name, args)) = words.split_first() else {
+        return Ok(None);
+    };
+    let Some(entry) = help::find(name) else {
+        return Err(ParseError::NotFound(name.clone()));
+    };
     command(entry.name, args).map(Some)
 }
 
 fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
     let wrong = || Err(ParseError::WrongArgs(name));
-    let some = |make: fn(Vec<String>) -> Command| if args.is_empty() { wrong() } else { Ok(make(args.to_vec())) };
-    let none = |command: Command| if args.is_empty() { Ok(command) } else { wrong() };
+    let some = |make: fn(Vec<String>) -> Command| {
+        if args.is_empty() {
+            wrong()
+        } else {
+            Ok(make(args.to_vec()))
+        }
+    };
+    let none = |command: Command| {
+        if args.is_empty() {
+            Ok(command)
+        } else {
+            wrong()
+        }
+    };
     match (name, args) {
         ("add", _) => some(Command::Add),
-        ("alias", [name, words @ ..]) if !words.is_empty() => {
-            Ok(Command::Alias { name: name.clone(), words: words.to_vec() })
-        }
+        ("alias", [name, words @ ..]) if !words.is_empty() => Ok(Command::Alias {
+            name: name.clone(),
+            words: words.to_vec(),
+        }),
         ("alias", _) => Ok(Command::Aliases),
         ("checkpoint", _) => checkpoint::parse(args).map(Command::Checkpoint),
         ("checkpoints", _) => checkpoint::parse_list(args).map(Command::Checkpoints),
@@ -245,35 +271,58 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         ("job", _) => job::parse(args).map(Command::Job),
         ("jobs", _) => jobs(args),
         ("kill", _) => kill(args),
-        ("can-migrate", [tid]) => Ok(Command::CanMigrate { tid: task_tid(name, tid)?, to: None }),
-        ("can-migrate", [tid, host]) => Ok(Command::CanMigrate { tid: task_tid(name, tid)?, to: Some(host.clone()) }),
-        ("migrate", [tid, host]) => Ok(Command::Migrate { tid: task_tid(name, tid)?, to: host.clone() }),
+        ("can-migrate", [tid]) => Ok(Command::CanMigrate {
+            tid: task_tid(name, tid)?,
+            to: None,
+        }),
+        ("can-migrate", [tid, host]) => Ok(Command::CanMigrate {
+            tid: task_tid(name, tid)?,
+            to: Some(host.clone()),
+        }),
+        ("migrate", [tid, host]) => Ok(Command::Migrate {
+            tid: task_tid(name, tid)?,
+            to: host.clone(),
+        }),
         ("mstat", _) => some(Command::Mstat),
         ("names", []) => Ok(Command::Names(String::new())),
         ("names", [pattern]) => Ok(Command::Names(pattern.clone())),
         ("owner", _) => owner::parse(args).map(Command::Owner),
         ("ps", _) => ps(args),
-        ("pstat", [_, ..]) => {
-            Ok(Command::Pstat(args.iter().map(|word| parse_tid(word).unwrap_or(Tid::NONE)).collect()))
-        }
+        ("pstat", [_, ..]) => Ok(Command::Pstat(
+            args.iter()
+                .map(|word| parse_tid(word).unwrap_or(Tid::NONE))
+                .collect(),
+        )),
         // PVM's console wants a third word and does nothing with it.
-        ("put", [class, flags] | [class, flags, _]) => {
-            Ok(Command::Put { name: class.clone(), flags: number(name, flags)? })
-        }
+        ("put", [class, flags] | [class, flags, _]) => Ok(Command::Put {
+            name: class.clone(),
+            flags: number(name, flags)?,
+        }),
         ("quit", _) => none(Command::Quit),
         ("replay", [_, ..]) => Ok(Command::Replay(args.to_vec())),
         ("reset", _) => reset(args),
-        ("setenv", []) => Ok(Command::Setenv { name: None, value: None }),
-        ("setenv", [name]) => Ok(Command::Setenv { name: Some(name.clone()), value: None }),
+        ("setenv", []) => Ok(Command::Setenv {
+            name: None,
+            value: None,
+        }),
+        ("setenv", [name]) => Ok(Command::Setenv {
+            name: Some(name.clone()),
+            value: None,
+        }),
         ("setenv", [name, words @ ..]) => Ok(setenv(name, words.join(" "))),
-        ("setopt", [option, value]) => Ok(Command::Setopt { name: option.clone(), value: number(name, value)? }),
+        ("setopt", [option, value]) => Ok(Command::Setopt {
+            name: option.clone(),
+            value: number(name, value)?,
+        }),
         ("sig", [signal, tids @ ..]) if !tids.is_empty() => sig(signal, tids),
         ("spawn", []) => wrong(),
         ("spawn", _) => spawn::parse(args).map(Command::Spawn),
         ("start", _) => none(Command::Start),
-        ("tickle", [_, ..]) if args.len() <= TICKLE_WORDS_MAX => {
-            args.iter().map(|word| number(name, word)).collect::<Result<_, _>>().map(Command::Tickle)
-        }
+        ("tickle", [_, ..]) if args.len() <= TICKLE_WORDS_MAX => args
+            .iter()
+            .map(|word| number(name, word))
+            .collect::<Result<_, _>>()
+            .map(Command::Tickle),
         ("trace", _) => trace::parse(args).map(Command::Trace),
         ("unalias", _) => some(Command::Unalias),
         ("unexport", _) => Ok(Command::Unexport(args.to_vec())),
@@ -286,24 +335,43 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
 
 /// A tid as the console writes it: `t40001`, or the hexadecimal number alone.
 pub(crate) fn parse_tid(word: &str) -> Option<Tid> {
-    let digits = word.strip_prefix('t').or_else(|| word.strip_prefix("0x")).unwrap_or(word);
+    let digits = word
+        .strip_prefix('t')
+        .or_else(|| word.strip_prefix("0x"))
+        .unwrap_or(word);
     let raw = u32::from_str_radix(digits, 16).ok()?;
     // A sign is no digit of a tid, though the standard parser takes one.
-    digits.starts_with(|c: char| c.is_ascii_hexdigit()).then(|| Tid::from_raw(raw.cast_signed()))
+    digits
+        .starts_with(|c: char| c.is_ascii_hexdigit())
+        .then(|| Tid::from_raw(raw.cast_signed()))
 }
 
 fn any_tid(command: &'static str, word: &str) -> Result<Tid, ParseError> {
-    parse_tid(word).ok_or_else(|| ParseError::NotATid { command, word: word.to_string() })
+    parse_tid(word).ok_or_else(|| ParseError::NotATid {
+        command,
+        word: word.to_string(),
+    })
 }
 
 pub(crate) fn task_tid(command: &'static str, word: &str) -> Result<Tid, ParseError> {
     any_tid(command, word).and_then(|tid| {
-        if tid.is_task() { Ok(tid) } else { Err(ParseError::NotATid { command, word: word.to_string() }) }
+        if tid.is_task() {
+            Ok(tid)
+        } else {
+            Err(ParseError::NotATid {
+                command,
+                word: word.to_string(),
+            })
+        }
     })
 }
 
 fn number<T: FromStr>(command: &'static str, word: &str) -> Result<T, ParseError> {
-    word.parse().map_err(|_| ParseError::NotA { command, word: word.to_string(), wanted: "a number" })
+    word.parse().map_err(|_| ParseError::NotA {
+        command,
+        word: word.to_string(),
+        wanted: "a number",
+    })
 }
 
 fn events(args: &[String]) -> Result<Command, ParseError> {
@@ -314,7 +382,9 @@ fn events(args: &[String]) -> Result<Command, ParseError> {
             Some(value) => from = number("events", value)?,
             None if arg == "--follow" || arg == "-f" => follow = true,
             None if arg.starts_with('-') => {
-                return Err(ParseError::UnknownFlag(arg.trim_start_matches('-').to_string()));
+                return Err(ParseError::UnknownFlag(
+                    arg.trim_start_matches('-').to_string(),
+                ));
             }
             None => return Err(ParseError::WrongArgs("events")),
         }
@@ -328,7 +398,10 @@ fn setenv(name: &str, value: String) -> Command {
         Some((name, more)) => (name, format!("{more}={value}")),
         None => (name, value),
     };
-    Command::Setenv { name: Some(name.to_string()), value: Some(value) }
+    Command::Setenv {
+        name: Some(name.to_string()),
+        value: Some(value),
+    }
 }
 
 fn jobs(args: &[String]) -> Result<Command, ParseError> {
@@ -343,22 +416,34 @@ fn jobs(args: &[String]) -> Result<Command, ParseError> {
 /// Options are options only in front of the tids, as in PVM: behind them they would change whom it hits.
 fn kill(args: &[String]) -> Result<Command, ParseError> {
     let (options, tids) = args.split_at(args.iter().take_while(|arg| arg.starts_with('-')).count());
-    let mut letters = options.iter().flat_map(|option| option[1..].chars()).peekable();
+    let mut letters = options
+        .iter()
+        .flat_map(|option| option[1..].chars())
+        .peekable();
     let children = letters.peek().is_some();
     if let Some(unknown) = letters.find(|letter| *letter != 'c') {
         return Err(ParseError::UnknownFlag(unknown.to_string()));
     }
     if tids.is_empty() {
-        return Err(if options.is_empty() { ParseError::WrongArgs("kill") } else { ParseError::OnlyOptions });
+        return Err(if options.is_empty() {
+            ParseError::WrongArgs("kill")
+        } else {
+            ParseError::OnlyOptions
+        });
     }
-    let tids = tids.iter().map(|word| task_tid("kill", word)).collect::<Result<_, _>>()?;
+    let tids = tids
+        .iter()
+        .map(|word| task_tid("kill", word))
+        .collect::<Result<_, _>>()?;
     Ok(Command::Kill { children, tids })
 }
 
 fn ps(args: &[String]) -> Result<Command, ParseError> {
     let mut options = PsOptions::default();
     for arg in args {
-        let Some(letters) = arg.strip_prefix('-') else { return Err(ParseError::WrongArgs("ps")) };
+        let Some(letters) = arg.strip_prefix('-') else {
+            return Err(ParseError::WrongArgs("ps"));
+        };
         for (at, letter) in letters.char_indices() {
             let rest = &letters[at + letter.len_utf8()..];
             match letter {
@@ -384,11 +469,18 @@ fn ps(args: &[String]) -> Result<Command, ParseError> {
 fn reset(args: &[String]) -> Result<Command, ParseError> {
     match args {
         [] => Ok(Command::Reset),
-        [info] if info == "info" => Ok(Command::ResetInfo { class: None, index: None }),
-        [info, class] if info == "info" => Ok(Command::ResetInfo { class: Some(class.clone()), index: None }),
-        [info, class, index] if info == "info" => {
-            Ok(Command::ResetInfo { class: Some(class.clone()), index: Some(number("reset", index)?) })
-        }
+        [info] if info == "info" => Ok(Command::ResetInfo {
+            class: None,
+            index: None,
+        }),
+        [info, class] if info == "info" => Ok(Command::ResetInfo {
+            class: Some(class.clone()),
+            index: None,
+        }),
+        [info, class, index] if info == "info" => Ok(Command::ResetInfo {
+            class: Some(class.clone()),
+            index: Some(number("reset", index)?),
+        }),
         [what, ..] if what != "info" => Err(ParseError::Reset(what.clone())),
         _ => Err(ParseError::WrongArgs("reset")),
     }
@@ -397,13 +489,28 @@ fn reset(args: &[String]) -> Result<Command, ParseError> {
 fn sig(signal: &str, tids: &[String]) -> Result<Command, ParseError> {
     let named = || {
         let name = signal.to_uppercase();
-        let name = if name.starts_with("SIG") { name } else { format!("SIG{name}") };
+        let name = if name.starts_with("SIG") {
+            name
+        } else {
+            format!("SIG{name}")
+        };
         Signal::from_str(&name).ok().map(|signal| signal as i32)
     };
-    let known = signal.parse::<i32>().ok().filter(|number| (0..=64).contains(number)).or_else(named);
+    let known = signal
+        .parse::<i32>()
+        .ok()
+        .filter(|number| (0..=64).contains(number))
+        .or_else(named);
     let wanted = "a signal";
-    let signal = known.ok_or_else(|| ParseError::NotA { command: "sig", word: signal.to_string(), wanted })?;
-    let tids = tids.iter().map(|word| task_tid("sig", word)).collect::<Result<_, _>>()?;
+    let signal = known.ok_or_else(|| ParseError::NotA {
+        command: "sig",
+        word: signal.to_string(),
+        wanted,
+    })?;
+    let tids = tids
+        .iter()
+        .map(|word| task_tid("sig", word))
+        .collect::<Result<_, _>>()?;
     Ok(Command::Sig(Sig { signal, tids }))
 }
 
@@ -417,7 +524,9 @@ mod tests {
     }
 
     fn error(line: &str) -> String {
-        parse(&split(line).expect(line)).expect_err(line).to_string()
+        parse(&split(line).expect(line))
+            .expect_err(line)
+            .to_string()
     }
 
     fn tid(raw: i32) -> Tid {
@@ -428,7 +537,11 @@ mod tests {
     fn every_listed_command_is_understood() {
         for entry in help::COMMANDS {
             let words = [entry.name.to_string()];
-            assert!(!matches!(parse(&words), Err(ParseError::NotFound(_))), "{}", entry.name);
+            assert!(
+                !matches!(parse(&words), Err(ParseError::NotFound(_))),
+                "{}",
+                entry.name
+            );
         }
         assert_eq!(parse(&[]), Ok(None));
     }
@@ -437,11 +550,23 @@ mod tests {
     fn mistakes_are_named_as_in_pvm() {
         assert_eq!(error("foo"), "foo: not found");
         assert_eq!(error("con"), "con: not found", "names must be complete");
-        for name in ["add", "delete", "kill", "mstat", "pstat", "setopt", "sig", "spawn", "tickle", "unalias"] {
+        for name in [
+            "add", "delete", "kill", "mstat", "pstat", "setopt", "sig", "spawn", "tickle",
+            "unalias",
+        ] {
             assert_eq!(error(name), format!("{name}: wrong #args"));
         }
-        for line in ["conf x", "halt x", "quit x", "id x", "version x", "getopt x y", "sig 9", "ps foo", "ps -h 40000"]
-        {
+        for line in [
+            "conf x",
+            "halt x",
+            "quit x",
+            "id x",
+            "version x",
+            "getopt x y",
+            "sig 9",
+            "ps foo",
+            "ps -h 40000",
+        ] {
             let name = line.split(' ').next().expect("a word");
             assert_eq!(error(line), format!("{name}: wrong #args"));
         }
@@ -449,7 +574,10 @@ mod tests {
         assert_eq!(error("ps -az"), "unknown flag -z");
         assert_eq!(error("kill -c"), "incorrect arg count");
         assert_eq!(error("kill -"), "incorrect arg count");
-        assert_eq!(error("kill t40005 -c"), "kill: -c is not a task id: write it as t40001");
+        assert_eq!(
+            error("kill t40005 -c"),
+            "kill: -c is not a task id: write it as t40001"
+        );
         for line in ["reset bogus", "reset bogus twice"] {
             assert_eq!(error(line), "\"bogus\" arg to reset not valid");
         }
@@ -458,7 +586,10 @@ mod tests {
         assert_eq!(error("tickle x"), "tickle: x is not a number");
         assert_eq!(error("reset info a b"), "reset: b is not a number");
         assert_eq!(error("migrate t40001"), "migrate: wrong #args");
-        assert_eq!(error("migrate 80000 h3"), "migrate: 80000 is not a task id: write it as t40001");
+        assert_eq!(
+            error("migrate 80000 h3"),
+            "migrate: 80000 is not a task id: write it as t40001"
+        );
     }
 
     #[test]
@@ -468,22 +599,38 @@ mod tests {
             other => panic!("{other:?}"),
         };
         assert_eq!(ps("ps"), PsOptions::default());
-        let long = PsOptions { scope: PsScope::Everywhere, long: true, all_tasks: true };
+        let long = PsOptions {
+            scope: PsScope::Everywhere,
+            long: true,
+            all_tasks: true,
+        };
         assert_eq!(ps("ps -alx"), long);
         assert_eq!(ps("ps -a -l -x"), long);
         assert_eq!(ps("ps -lnh2").scope, PsScope::Host("h2".into()));
         assert_eq!(ps("ps -ht80000").scope, PsScope::Tid(tid(0x80000)));
-        assert_eq!(error("ps -hzz"), "ps: zz is not a task id: write it as t40001");
+        assert_eq!(
+            error("ps -hzz"),
+            "ps: zz is not a task id: write it as t40001"
+        );
     }
 
     #[test]
     fn letters_of_options_may_be_doubled() {
-        assert_eq!(command("kill -cc t40002"), Command::Kill { children: true, tids: vec![tid(0x40002)] });
+        assert_eq!(
+            command("kill -cc t40002"),
+            Command::Kill {
+                children: true,
+                tids: vec![tid(0x40002)]
+            }
+        );
     }
 
     #[test]
     fn a_variable_gets_all_that_follows_its_name() {
-        let set = |name: &str, value: &str| Command::Setenv { name: Some(name.into()), value: Some(value.into()) };
+        let set = |name: &str, value: &str| Command::Setenv {
+            name: Some(name.into()),
+            value: Some(value.into()),
+        };
         assert_eq!(command("setenv A b  c 'd  e'"), set("A", "b c d  e"));
         assert_eq!(command("setenv A ''"), set("A", ""));
         assert_eq!(command("setenv A=1 2"), set("A", "1=2"));
@@ -499,7 +646,10 @@ mod tests {
         }
         assert_eq!(
             command("kill -c t40002 80001"),
-            Command::Kill { children: true, tids: vec![tid(0x40002), tid(0x80001)] }
+            Command::Kill {
+                children: true,
+                tids: vec![tid(0x40002), tid(0x80001)]
+            }
         );
         assert_eq!(command("pstat zz"), Command::Pstat(vec![Tid::NONE]));
     }
@@ -509,7 +659,10 @@ mod tests {
         for word in ["9", "KILL", "sigkill", "SIGKILL"] {
             assert_eq!(
                 command(&format!("sig {word} t40001")),
-                Command::Sig(Sig { signal: 9, tids: vec![tid(0x40001)] })
+                Command::Sig(Sig {
+                    signal: 9,
+                    tids: vec![tid(0x40001)]
+                })
             );
         }
         assert_eq!(error("sig 99 t40001"), "sig: 99 is not a signal");
@@ -517,9 +670,27 @@ mod tests {
 
     #[test]
     fn events_can_start_anywhere_and_go_on() {
-        assert_eq!(command("events"), Command::Events { from: 0, follow: false });
-        assert_eq!(command("events --from 7 --follow"), Command::Events { from: 7, follow: true });
-        assert_eq!(command("events --from=7"), Command::Events { from: 7, follow: false });
+        assert_eq!(
+            command("events"),
+            Command::Events {
+                from: 0,
+                follow: false
+            }
+        );
+        assert_eq!(
+            command("events --from 7 --follow"),
+            Command::Events {
+                from: 7,
+                follow: true
+            }
+        );
+        assert_eq!(
+            command("events --from=7"),
+            Command::Events {
+                from: 7,
+                follow: false
+            }
+        );
         assert_eq!(error("events --from"), "events: wrong #args");
         assert_eq!(error("events --from x"), "events: x is not a number");
     }

@@ -5,7 +5,9 @@
 //! it when it comes first in a job.
 
 use sempa_proto::body::Unpacker;
-use sempa_proto::trace::{DATA_IDS, DESCRIBED, EVENT_ENTRY, EVENT_EXIT, GROUP, ITEM_TABLE, USER_EVENT_END, VALUES};
+use sempa_proto::trace::{
+    DATA_IDS, DESCRIBED, EVENT_ENTRY, EVENT_EXIT, GROUP, ITEM_TABLE, USER_EVENT_END, VALUES,
+};
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -20,7 +22,11 @@ const DESCRIPTIONS_MAX: usize = 4096;
 const HOST_ADD: i32 = 401;
 const OUTPUT: i32 = 404;
 /// What stands before every item of a record: seconds, microseconds, task.
-const HEAD: [(&str, &str); 3] = [("TS", "Time Seconds"), ("TU", "Time Microseconds"), ("TID", "Task ID")];
+const HEAD: [(&str, &str); 3] = [
+    ("TS", "Time Seconds"),
+    ("TU", "Time Microseconds"),
+    ("TID", "Task ID"),
+];
 
 /// An item of a kind of event.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -80,7 +86,10 @@ impl Records {
 
     fn first(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
         let id = body.int()?;
-        let mut kind = Kind { name: body.string()?, items: Vec::new() };
+        let mut kind = Kind {
+            name: body.string()?,
+            items: Vec::new(),
+        };
         let mut values = Vec::new();
         loop {
             let item = body.int()?;
@@ -106,7 +115,11 @@ impl Records {
     fn record(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
         let id = body.int()?;
         let kind = self.kinds.get(&id).cloned().ok_or(PvmError::BadMsg)?;
-        let values = kind.items.iter().map(|item| value(body, item.kind)).collect::<PvmResult<Vec<_>>>()?;
+        let values = kind
+            .items
+            .iter()
+            .map(|item| value(body, item.kind))
+            .collect::<PvmResult<Vec<_>>>()?;
         if body.int()? != VALUES[1] {
             return Err(PvmError::BadMsg);
         }
@@ -117,7 +130,13 @@ impl Records {
     fn user(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
         let id = body.int()?;
         let name = body.string()?;
-        let mut kind = Kind { name, items: HEAD[..2].iter().map(|(short, long)| plain(short, long)).collect() };
+        let mut kind = Kind {
+            name,
+            items: HEAD[..2]
+                .iter()
+                .map(|(short, long)| plain(short, long))
+                .collect(),
+        };
         let mut values = vec![body.int()?.to_string(), body.int()?.to_string()];
         loop {
             let number = body.int()?;
@@ -125,7 +144,11 @@ impl Records {
                 break;
             }
             values.push(value(body, number)?);
-            kind.items.push(Item { short: format!("D{}", values.len() - 2), long: String::new(), kind: number });
+            kind.items.push(Item {
+                short: format!("D{}", values.len() - 2),
+                long: String::new(),
+                kind: number,
+            });
         }
         // Each of these may have other items, so each says which.
         self.described.remove(&number_of(id));
@@ -139,33 +162,59 @@ impl Records {
             for Item { short, long, kind } in &kind.items {
                 put(
                     out,
-                    format_args!("\t// \"{short}\" \"{long}\"\n\t{} \"{short}\"{};\n", word(*kind), brackets(*kind)),
+                    format_args!(
+                        "\t// \"{short}\" \"{long}\"\n\t{} \"{short}\"{};\n",
+                        word(*kind),
+                        brackets(*kind)
+                    ),
                 );
             }
             out.push_str("};;\n\n");
         }
-        put(out, format_args!("\"{}\" {{ {} }};;\n", kind.name, values.join(", ")));
+        put(
+            out,
+            format_args!("\"{}\" {{ {} }};;\n", kind.name, values.join(", ")),
+        );
     }
 
     /// A record that the console makes: something was written by a task, or happened to its output.
     pub(crate) fn output(&mut self, at: Time, tid: Tid, text: &str) -> String {
-        let mut kind = Kind { name: "output(0)".into(), items: head() };
-        kind.items.push(Item { short: "OS".into(), long: "Output String".into(), kind: STRING });
+        let mut kind = Kind {
+            name: "output(0)".into(),
+            items: head(),
+        };
+        kind.items.push(Item {
+            short: "OS".into(),
+            long: "Output String".into(),
+            kind: STRING,
+        });
         let mut out = String::new();
-        self.print(&kind, 1000 + 2 * OUTPUT, &[at.values(tid), string(text.as_bytes())], &mut out);
+        self.print(
+            &kind,
+            1000 + 2 * OUTPUT,
+            &[at.values(tid), string(text.as_bytes())],
+            &mut out,
+        );
         out
     }
 
     /// A record that the console makes: a host of the virtual machine.
     pub(crate) fn host(&mut self, at: Time, host: &HostFacts<'_>) -> String {
-        let mut kind = Kind { name: "host_add(0)".into(), items: head() };
+        let mut kind = Kind {
+            name: "host_add(0)".into(),
+            items: head(),
+        };
         for (short, long, number) in [
             ("HN", "Host Name", STRING),
             ("HNA", "Host Name Alias", STRING),
             ("HA", "Host Architecture", STRING),
             ("HSP", "Host Speed", INT),
         ] {
-            kind.items.push(Item { short: short.into(), long: long.into(), kind: number });
+            kind.items.push(Item {
+                short: short.into(),
+                long: long.into(),
+                kind: number,
+            });
         }
         let alias = host.name.split('.').next().unwrap_or(host.name);
         let names = [host.name, alias, host.arch].map(|name| string(name.as_bytes()));
@@ -180,8 +229,14 @@ impl Records {
 
 /// The names of an item that were not told: a sender tells them once, maybe with an earlier job.
 fn known(id: i32) -> (String, String) {
-    let short = usize::try_from(id).ok().and_then(|at| DATA_IDS.get(at)).and_then(|name| name.to_str().ok());
-    short.map_or_else(|| (id.to_string(), String::new()), |short| (short.to_string(), short.to_string()))
+    let short = usize::try_from(id)
+        .ok()
+        .and_then(|at| DATA_IDS.get(at))
+        .and_then(|name| name.to_str().ok());
+    short.map_or_else(
+        || (id.to_string(), String::new()),
+        |short| (short.to_string(), short.to_string()),
+    )
 }
 
 /// Seconds and microseconds since 1970.
@@ -213,7 +268,9 @@ pub(crate) struct HostFacts<'a> {
 
 /// What stands at the beginning of the records of a job.
 pub(crate) fn preamble(date: &str) -> String {
-    format!("/*\n * \"Creation Date\" \"{date}\"\n * \"Machine\" \"Console 3.4.6 (PVM 3.4.6)\"\n */ ;;\n\n")
+    format!(
+        "/*\n * \"Creation Date\" \"{date}\"\n * \"Machine\" \"Console 3.4.6 (PVM 3.4.6)\"\n */ ;;\n\n"
+    )
 }
 
 fn put(out: &mut String, text: std::fmt::Arguments<'_>) {
@@ -221,11 +278,17 @@ fn put(out: &mut String, text: std::fmt::Arguments<'_>) {
 }
 
 fn plain(short: &str, long: &str) -> Item {
-    Item { short: short.into(), long: long.into(), kind: INT }
+    Item {
+        short: short.into(),
+        long: long.into(),
+        kind: INT,
+    }
 }
 
 fn head() -> Vec<Item> {
-    HEAD.iter().map(|(short, long)| plain(short, long)).collect()
+    HEAD.iter()
+        .map(|(short, long)| plain(short, long))
+        .collect()
 }
 
 /// The kind with the name that its records have.
@@ -235,13 +298,20 @@ fn titled(kind: &Kind, id: i32) -> Kind {
         EVENT_EXIT => "(1.1)",
         _ => "(0)",
     };
-    Kind { name: format!("{}{suffix}", kind.name), items: kind.items.clone() }
+    Kind {
+        name: format!("{}{suffix}", kind.name),
+        items: kind.items.clone(),
+    }
 }
 
 /// The number of a kind of records in the text.
 fn number_of(id: i32) -> i32 {
     let event = (id & !(EVENT_ENTRY | EVENT_EXIT)).rem_euclid(EVENT_ENTRY);
-    if id & EVENT_EXIT != 0 { 2001 + 2 * event } else { 1000 + 2 * event }
+    if id & EVENT_EXIT != 0 {
+        2001 + 2 * event
+    } else {
+        1000 + 2 * event
+    }
 }
 
 const BYTE: i32 = 1;
@@ -282,7 +352,11 @@ fn quoted(text: &[u8]) -> String {
 /// One value of a type as text.
 fn value(body: &mut Unpacker, kind: i32) -> PvmResult<String> {
     if kind & ARRAY == 0 {
-        return if kind == STRING { Ok(string(&body.str()?)) } else { one(body, kind) };
+        return if kind == STRING {
+            Ok(string(&body.str()?))
+        } else {
+            one(body, kind)
+        };
     }
     let count = usize::try_from(body.int()?).map_err(|_| PvmError::BadMsg)?;
     // The shortest item has a byte; a count beyond what is there is no count.
@@ -294,12 +368,16 @@ fn value(body: &mut Unpacker, kind: i32) -> PvmResult<String> {
         return Ok(string(&body.bytes(count)?));
     }
     if kind == STRING {
-        let texts = (0..count).map(|_| body.str()).collect::<PvmResult<Vec<_>>>()?;
+        let texts = (0..count)
+            .map(|_| body.str())
+            .collect::<PvmResult<Vec<_>>>()?;
         let longest = texts.iter().map(|text| text.len() + 1).max().unwrap_or(0);
         let list: Vec<String> = texts.iter().map(|text| quoted(text)).collect();
         return Ok(format!("[{count}] [{longest}] {{ {} }}", list.join(", ")));
     }
-    let list = (0..count).map(|_| one(body, kind)).collect::<PvmResult<Vec<_>>>()?;
+    let list = (0..count)
+        .map(|_| one(body, kind))
+        .collect::<PvmResult<Vec<_>>>()?;
     Ok(format!("[{count}] {{ {} }}", list.join(", ")))
 }
 
@@ -325,16 +403,35 @@ mod tests {
     use super::*;
     use sempa_proto::body::{Encoding, Packer};
 
-    const AT: Time = Time { seconds: 1_795_262_880, micros: 720_903 };
+    const AT: Time = Time {
+        seconds: 1_795_262_880,
+        micros: 720_903,
+    };
 
     /// The table of names and one record of `spawn`, as a task sends them.
     fn spawn_exit(out: &mut Packer) {
         out.int(-3);
-        for (id, short, long) in [(10, "TS", "Time Seconds"), (11, "CC", "Condition Code"), (12, "STL", "Tids")] {
+        for (id, short, long) in [
+            (10, "TS", "Time Seconds"),
+            (11, "CC", "Condition Code"),
+            (12, "STL", "Tids"),
+        ] {
             out.int(id).str(short.as_bytes()).str(long.as_bytes());
         }
         out.int(-4);
-        out.items([-5, 52 | EVENT_EXIT]).str(b"spawn").items([10, INT, 5, 11, INT, 1, 12, INT | ARRAY, 1, 262_147, -6]);
+        out.items([-5, 52 | EVENT_EXIT]).str(b"spawn").items([
+            10,
+            INT,
+            5,
+            11,
+            INT,
+            1,
+            12,
+            INT | ARRAY,
+            1,
+            262_147,
+            -6,
+        ]);
     }
 
     fn read(records: &mut Records, packer: Packer) -> (String, PvmResult<()>) {
@@ -357,22 +454,37 @@ mod tests {
         );
         let mut body = Packer::new(Encoding::Xdr);
         body.items([-1, -7, 52 | EVENT_EXIT, 6, 0, 0, -8, -2]);
-        assert_eq!(read(&mut records, body), ("\"spawn(1.1)\" { 6, 0, [0] {  } };;\n".into(), Ok(())));
+        assert_eq!(
+            read(&mut records, body),
+            ("\"spawn(1.1)\" { 6, 0, [0] {  } };;\n".into(), Ok(()))
+        );
         let mut again = Packer::new(Encoding::Xdr);
         spawn_exit(&mut again);
-        assert_eq!(read(&mut records, again).0, "\"spawn(1.1)\" { 5, 1, [1] { 262147 } };;\n");
+        assert_eq!(
+            read(&mut records, again).0,
+            "\"spawn(1.1)\" { 5, 1, [1] { 262147 } };;\n"
+        );
     }
 
     #[test]
     fn strings_and_lists_of_strings_have_lengths() {
         let mut records = Records::default();
         let mut body = Packer::new(Encoding::Xdr);
-        body.items([-5, 106]).str(b"timing").items([999, STRING | ARRAY, 2]).str(b"exit").str(b"mhf_invoke");
+        body.items([-5, 106])
+            .str(b"timing")
+            .items([999, STRING | ARRAY, 2])
+            .str(b"exit")
+            .str(b"mhf_invoke");
         body.items([2, STRING]).str(b"a\"b").int(-6);
         let (text, result) = read(&mut records, body);
         assert_eq!(result, Ok(()));
-        assert!(text.starts_with("\n#1212: \"timing(0)\"\n{\n\t// \"999\" \"\"\n\tchar \"999\"[][];\n"), "{text}");
-        assert!(text.ends_with("\"timing(0)\" { [2] [11] { \"exit\", \"mhf_invoke\" }, [4] { \"a\\\"b\" } };;\n"));
+        assert!(
+            text.starts_with("\n#1212: \"timing(0)\"\n{\n\t// \"999\" \"\"\n\tchar \"999\"[][];\n"),
+            "{text}"
+        );
+        assert!(text.ends_with(
+            "\"timing(0)\" { [2] [11] { \"exit\", \"mhf_invoke\" }, [4] { \"a\\\"b\" } };;\n"
+        ));
     }
 
     #[test]
@@ -380,11 +492,21 @@ mod tests {
         let mut records = Records::default();
         let tid = Tid::from_raw(262_146);
         assert!(
-            records.output(AT, tid, "CREATION").starts_with("\n#1808: \"output(0)\"\n{\n\t// \"TS\" \"Time Seconds\"")
+            records
+                .output(AT, tid, "CREATION")
+                .starts_with("\n#1808: \"output(0)\"\n{\n\t// \"TS\" \"Time Seconds\"")
         );
         let second = records.output(AT, tid, "i'm t40002");
-        assert_eq!(second, "\"output(0)\" { 1795262880, 720903, 262146, [11] { \"i'm t40002\" } };;\n");
-        let host = HostFacts { tid: Tid::from_raw(262_144), name: "vm.lab", arch: "LINUX64", speed: 1000 };
+        assert_eq!(
+            second,
+            "\"output(0)\" { 1795262880, 720903, 262146, [11] { \"i'm t40002\" } };;\n"
+        );
+        let host = HostFacts {
+            tid: Tid::from_raw(262_144),
+            name: "vm.lab",
+            arch: "LINUX64",
+            speed: 1000,
+        };
         let text = records.host(AT, &host);
         assert!(text.starts_with("\n#1802: \"host_add(0)\"\n"));
         assert!(text.ends_with(
@@ -396,24 +518,43 @@ mod tests {
     fn events_of_programs_name_their_items_themselves() {
         let mut records = Records::default();
         let mut body = Packer::new(Encoding::Xdr);
-        body.items([-9, 108]).str(b"step").items([7, 8]).items([INT | ARRAY, 2, 1, 2, DOUBLE]).items([0.5f64]).int(-10);
+        body.items([-9, 108])
+            .str(b"step")
+            .items([7, 8])
+            .items([INT | ARRAY, 2, 1, 2, DOUBLE])
+            .items([0.5f64])
+            .int(-10);
         let (text, result) = read(&mut records, body);
         assert_eq!(result, Ok(()));
-        assert!(text.contains("#1216: \"step(0)\"") && text.contains("double \"D2\";"), "{text}");
-        assert!(text.ends_with("\"step(0)\" { 7, 8, [2] { 1, 2 }, 0.5 };;\n"), "{text}");
+        assert!(
+            text.contains("#1216: \"step(0)\"") && text.contains("double \"D2\";"),
+            "{text}"
+        );
+        assert!(
+            text.ends_with("\"step(0)\" { 7, 8, [2] { 1, 2 }, 0.5 };;\n"),
+            "{text}"
+        );
     }
 
     #[test]
     fn rubbish_is_an_error_and_never_more() {
-        for words in
-            [vec![-7, 52], vec![5], vec![-5], vec![-5, 1], vec![-3, 1], vec![-9, 1, -1], vec![-5, 3, 2, 0, 4, 0x86, -5]]
-        {
+        for words in [
+            vec![-7, 52],
+            vec![5],
+            vec![-5],
+            vec![-5, 1],
+            vec![-3, 1],
+            vec![-9, 1, -1],
+            vec![-5, 3, 2, 0, 4, 0x86, -5],
+        ] {
             let mut body = Packer::new(Encoding::Xdr);
             body.items(words.clone());
             assert!(read(&mut Records::default(), body).1.is_err(), "{words:?}");
         }
         let mut body = Packer::new(Encoding::Xdr);
-        body.items([-5, 1]).str(b"x").items([1, INT | ARRAY, i32::MAX]);
+        body.items([-5, 1])
+            .str(b"x")
+            .items([1, INT | ARRAY, i32::MAX]);
         assert_eq!(read(&mut Records::default(), body).1, Err(PvmError::NoData));
     }
 }

@@ -10,8 +10,12 @@ const PROGRAM: &str = "pvm-rm";
 
 /// Beside this program, where it is installed, else wherever PATH finds it.
 fn program() -> PathBuf {
-    let beside = std::env::current_exe().ok().map(|own| own.with_file_name(PROGRAM));
-    beside.filter(|path| path.is_file()).unwrap_or_else(|| PROGRAM.into())
+    let beside = std::env::current_exe()
+        .ok()
+        .map(|own| own.with_file_name(PROGRAM));
+    beside
+        .filter(|path| path.is_file())
+        .unwrap_or_else(|| PROGRAM.into())
 }
 
 /// Runs it with these words.
@@ -22,14 +26,27 @@ pub(crate) fn run(words: &[String], json: bool) -> Outcome {
         command.arg("--json");
     }
     match command.output() {
-        Err(error) => {
-            Outcome::complaint(format!("replay: {PROGRAM} cannot be run: {error}; is it installed beside pvm?"))
-        }
+        Err(error) => Outcome::complaint(format!(
+            "replay: {PROGRAM} cannot be run: {error}; is it installed beside pvm?"
+        )),
         Ok(output) => {
-            let complaints = String::from_utf8_lossy(&output.stderr).lines().map(String::from).collect();
+            let complaints = String::from_utf8_lossy(&output.stderr)
+                .lines()
+                .map(String::from)
+                .collect();
             let text = String::from_utf8_lossy(&output.stdout).into_owned();
-            let json = if json { serde_json::from_str(&text).into_iter().collect() } else { Vec::new() };
-            Outcome { text, json, complaints, failed: !output.status.success(), ..Outcome::default() }
+            let json = if json {
+                serde_json::from_str(&text).into_iter().collect()
+            } else {
+                Vec::new()
+            };
+            Outcome {
+                text,
+                json,
+                complaints,
+                failed: !output.status.success(),
+                ..Outcome::default()
+            }
         }
     }
 }

@@ -32,7 +32,10 @@ impl Screen {
         if let Some(refusal) = &outcome.refusal {
             self.print(format!("{refusal}\n").as_bytes())?;
         }
-        outcome.complaints.iter().for_each(|line| self.complain(line));
+        outcome
+            .complaints
+            .iter()
+            .for_each(|line| self.complain(line));
         Ok(())
     }
 
@@ -42,13 +45,20 @@ impl Screen {
     /// As [`Screen::print`].
     pub(crate) fn report(self, outcome: &Outcome, json: bool) -> io::Result<()> {
         self.results(outcome, json)?;
-        outcome.refusal.iter().chain(&outcome.complaints).for_each(|line| self.complain(line));
+        outcome
+            .refusal
+            .iter()
+            .chain(&outcome.complaints)
+            .for_each(|line| self.complain(line));
         Ok(())
     }
 
     fn results(self, outcome: &Outcome, json: bool) -> io::Result<()> {
         if json {
-            outcome.json.iter().try_for_each(|value| self.print(format!("{value}\n").as_bytes()))
+            outcome
+                .json
+                .iter()
+                .try_for_each(|value| self.print(format!("{value}\n").as_bytes()))
         } else {
             self.print(outcome.text.as_bytes())
         }

@@ -73,20 +73,36 @@ pub(crate) struct Outcome {
 
 impl Outcome {
     pub(crate) fn text(text: String) -> Outcome {
-        Outcome { text, ..Outcome::default() }
+        Outcome {
+            text,
+            ..Outcome::default()
+        }
     }
 
     /// A result of which `failed` parts were not done.
     pub(crate) fn done(text: String, json: Value, failed: bool) -> Outcome {
-        Outcome { text, json: vec![json], failed, ..Outcome::default() }
+        Outcome {
+            text,
+            json: vec![json],
+            failed,
+            ..Outcome::default()
+        }
     }
 
     pub(crate) fn refused(line: impl std::fmt::Display) -> Outcome {
-        Outcome { refusal: Some(line.to_string()), failed: true, ..Outcome::default() }
+        Outcome {
+            refusal: Some(line.to_string()),
+            failed: true,
+            ..Outcome::default()
+        }
     }
 
     pub(crate) fn complaint(line: impl std::fmt::Display) -> Outcome {
-        Outcome { complaints: vec![line.to_string()], failed: true, ..Outcome::default() }
+        Outcome {
+            complaints: vec![line.to_string()],
+            failed: true,
+            ..Outcome::default()
+        }
     }
 }
 
@@ -132,7 +148,10 @@ impl<M: Machine> Session<M> {
 
     /// Names that the editor can offer.
     pub(crate) fn known(&self) -> Known {
-        Known { aliases: self.aliases.keys().cloned().collect(), variables: self.env.keys().cloned().collect() }
+        Known {
+            aliases: self.aliases.keys().cloned().collect(),
+            variables: self.env.keys().cloned().collect(),
+        }
     }
 
     /// What a long-lived console asks for at its start: that `reset` spares it, and that it hears of new hosts. What it has others
@@ -142,14 +161,25 @@ impl<M: Machine> Session<M> {
     /// When the host table cannot be read; the rest is a comfort that may be missing.
     pub(crate) fn settle(&mut self) -> Result<(), Error> {
         self.lasts = true;
-        self.known = self.machine.hosts()?.hosts.iter().map(|host| host.id).collect();
+        self.known = self
+            .machine
+            .hosts()?
+            .hosts
+            .iter()
+            .map(|host| host.id)
+            .collect();
         let mut body = Packer::new(Encoding::Xdr);
         body.int(self.machine.tid().raw());
         // Neither is worth refusing to work for: without the first, `reset` ends this console as well; without the
         // second, hosts that others add are not announced.
         let _ = self.put(NO_RESET_CLASS, MBOX_MULTI_INSTANCE, body);
         let what = NotifyWhat::HostAdd { count: -1 };
-        let notify = NotifyRequest { what, ctx: CTX_BASE, tag: TAG_HOSTS, cancel: false };
+        let notify = NotifyRequest {
+            what,
+            ctx: CTX_BASE,
+            tag: TAG_HOSTS,
+            cancel: false,
+        };
         let _ = self.machine.ask(Request::Notify(notify));
         Ok(())
     }
@@ -163,7 +193,10 @@ impl<M: Machine> Session<M> {
                 Some(mut words) => {
                     let as_json = take_json(&mut words);
                     self.as_json = as_json;
-                    Outcome { as_json, ..self.words(&words) }
+                    Outcome {
+                        as_json,
+                        ..self.words(&words)
+                    }
                 }
             },
         }
@@ -175,7 +208,8 @@ impl<M: Machine> Session<M> {
             Ok(None) => Outcome::default(),
             Ok(Some(command)) => {
                 let name = words.first().expect("a command has words");
-                self.command(command).unwrap_or_else(|error| Outcome::complaint(format!("{name}: {error}")))
+                self.command(command)
+                    .unwrap_or_else(|error| Outcome::complaint(format!("{name}: {error}")))
             }
             Err(error) => Outcome::refused(error),
         }
@@ -184,7 +218,9 @@ impl<M: Machine> Session<M> {
     /// Replaces an alias at the beginning; `None` when aliases lead to each other.
     fn unalias(&self, mut words: Vec<String>) -> Option<Vec<String>> {
         for _ in 0..ALIAS_STEPS_MAX {
-            let Some(meaning) = words.first().and_then(|first| self.aliases.get(first)) else { return Some(words) };
+            let Some(meaning) = words.first().and_then(|first| self.aliases.get(first)) else {
+                return Some(words);
+            };
             // An alias that begins with its own name only adds words.
             let own = meaning.first() == words.first();
             words.splice(..1, meaning.iter().cloned());
@@ -197,8 +233,12 @@ impl<M: Machine> Session<M> {
 
     fn command(&mut self, command: Command) -> Result<Outcome, Error> {
         match command {
-            Command::Alias { .. } | Command::Aliases | Command::Unalias(_) => Ok(self.alias(command)),
-            Command::Export(_) | Command::Unexport(_) | Command::Setenv { .. } => Ok(self.environment(command)),
+            Command::Alias { .. } | Command::Aliases | Command::Unalias(_) => {
+                Ok(self.alias(command))
+            }
+            Command::Export(_) | Command::Unexport(_) | Command::Setenv { .. } => {
+                Ok(self.environment(command))
+            }
             Command::Getopt(_) | Command::Setopt { .. } => Ok(self.option(command)),
             Command::Trace(what) => Ok(self.trace(what)),
             Command::Spawn(spawn) => self.spawn(&spawn),
@@ -207,11 +247,22 @@ impl<M: Machine> Session<M> {
             Command::Delete(names) => self.delete(&names),
             Command::Echo(words) => Ok(Outcome::text(words.join(" ") + "\n")),
             Command::Help(name) => Ok(about(name.as_deref())),
-            Command::Idump => Ok(Outcome { complaints: vec![self.memory()], ..Outcome::default() }),
+            Command::Idump => Ok(Outcome {
+                complaints: vec![self.memory()],
+                ..Outcome::default()
+            }),
             Command::Version => Ok(version()),
-            Command::Halt => Ok(Outcome { next: Next::Halt, ..Outcome::default() }),
-            Command::Quit => Ok(Outcome { next: Next::Quit, ..Outcome::default() }),
-            Command::Start => Ok(Outcome::refused("start: the virtual machine is running already")),
+            Command::Halt => Ok(Outcome {
+                next: Next::Halt,
+                ..Outcome::default()
+            }),
+            Command::Quit => Ok(Outcome {
+                next: Next::Quit,
+                ..Outcome::default()
+            }),
+            Command::Start => Ok(Outcome::refused(
+                "start: the virtual machine is running already",
+            )),
             Command::Owner(what) => Ok(owner::run(&what)),
             Command::Replay(words) => Ok(replay::run(&words, false)),
             other => match self.managed(other)? {
@@ -227,7 +278,11 @@ impl<M: Machine> Session<M> {
             Command::Alias { name, words } => drop(self.aliases.insert(name, words)),
             Command::Unalias(names) => self.aliases.retain(|name, _| !names.contains(name)),
             _ => {
-                let text = self.aliases.iter().map(|(name, words)| format!("{name}\t{}\n", words.join(" "))).collect();
+                let text = self
+                    .aliases
+                    .iter()
+                    .map(|(name, words)| format!("{name}\t{}\n", words.join(" ")))
+                    .collect();
                 return Outcome::done(text, json::aliases(&self.aliases), false);
             }
         }
@@ -237,15 +292,23 @@ impl<M: Machine> Session<M> {
     /// PVM's options.
     fn option(&mut self, command: Command) -> Outcome {
         match command {
-            Command::Setopt { name, value } => self.options.set(&name, value).map_or_else(Outcome::refused, |old| {
-                let text = format!("{name} Changed from {old} to {value}\n");
-                Outcome::done(text, json::option_set(&name, old, value), false)
-            }),
-            Command::Getopt(name) => self.options.get(name.as_deref()).map_or_else(Outcome::refused, |options| {
-                let line = |(name, value)| format!("{name} Currently Set to {value}\n");
-                let text = options.iter().copied().map(line).collect();
-                Outcome::done(text, json::options(&options), false)
-            }),
+            Command::Setopt { name, value } => {
+                self.options
+                    .set(&name, value)
+                    .map_or_else(Outcome::refused, |old| {
+                        let text = format!("{name} Changed from {old} to {value}\n");
+                        Outcome::done(text, json::option_set(&name, old, value), false)
+                    })
+            }
+            Command::Getopt(name) => {
+                self.options
+                    .get(name.as_deref())
+                    .map_or_else(Outcome::refused, |options| {
+                        let line = |(name, value)| format!("{name} Currently Set to {value}\n");
+                        let text = options.iter().copied().map(line).collect();
+                        Outcome::done(text, json::options(&options), false)
+                    })
+            }
             _ => Outcome::default(),
         }
     }
@@ -261,11 +324,15 @@ impl<M: Machine> Session<M> {
             }
             Command::Drain(what) => {
                 let (mut text, me) = (String::new(), self.machine.tid());
-                let outcome = drain::drain(&self.machine, &what, me, &mut |line| text.push_str(line))?;
+                let outcome =
+                    drain::drain(&self.machine, &what, me, &mut |line| text.push_str(line))?;
                 Outcome { text, ..outcome }
             }
             Command::Undrain { host } => drain::undrain(&self.machine, &host)?,
-            Command::Events { from, follow: false } => self.events(from)?,
+            Command::Events {
+                from,
+                follow: false,
+            } => self.events(from)?,
             Command::Events { follow: true, .. } => Outcome::complaint(
                 "events: --follow does not end by itself: use it from a shell, as 'pvm events --follow'",
             ),
@@ -298,7 +365,12 @@ impl<M: Machine> Session<M> {
             Command::Pstat(tids) => self.status(
                 &tids,
                 |tid| Request::TaskStatus { tid: *tid },
-                |tid, up| (format::pstat(*tid, up), json::status("tid", &tid.to_string(), up)),
+                |tid, up| {
+                    (
+                        format::pstat(*tid, up),
+                        json::status("tid", &tid.to_string(), up),
+                    )
+                },
             ),
             Command::Names(pattern) => {
                 let classes = machine::names(&self.machine, &pattern)?;
@@ -315,12 +387,15 @@ impl<M: Machine> Session<M> {
             }
             Command::ResetInfo { class, index } => {
                 let name = class.unwrap_or_default();
-                self.machine.ask(Request::Mailbox(MailboxRequest::Clean { name, index }))?;
+                self.machine
+                    .ask(Request::Mailbox(MailboxRequest::Clean { name, index }))?;
                 Outcome::default()
             }
             Command::Sig(sig) => self.signal(&sig.tids, sig.signal, true),
             Command::Tickle(words) => match self.machine.ask(Request::Tickle(words))? {
-                Reply::Numbers(numbers) => Outcome::done(format::tickle(&numbers), json::tickle(&numbers), false),
+                Reply::Numbers(numbers) => {
+                    Outcome::done(format::tickle(&numbers), json::tickle(&numbers), false)
+                }
                 _ => return Err(misfit()),
             },
             // Carried out above.
@@ -330,7 +405,11 @@ impl<M: Machine> Session<M> {
 
     fn add(&mut self, lines: &[String]) -> Result<Outcome, Error> {
         let results = self.machine.add(lines)?;
-        let mut outcome = Outcome::done(format::added(lines, &results), json::added(lines, &results), false);
+        let mut outcome = Outcome::done(
+            format::added(lines, &results),
+            json::added(lines, &results),
+            false,
+        );
         for (line, added) in lines.iter().zip(&results) {
             match &added.result {
                 Ok(host) => {
@@ -338,8 +417,14 @@ impl<M: Machine> Session<M> {
                 }
                 Err(error) => {
                     outcome.failed = true;
-                    let reason = if added.reason.is_empty() { error.text() } else { &added.reason };
-                    outcome.complaints.push(format!("add {}: {reason}", format::line_name(line)));
+                    let reason = if added.reason.is_empty() {
+                        error.text()
+                    } else {
+                        &added.reason
+                    };
+                    outcome
+                        .complaints
+                        .push(format!("add {}: {reason}", format::line_name(line)));
                 }
             }
         }
@@ -350,12 +435,28 @@ impl<M: Machine> Session<M> {
         let hosts = self.machine.hosts()?;
         let here = hosts.get(self.machine.here());
         // Only the console's own commands know a host by this name.
-        let named = |name: &String| here.filter(|_| name == ".").map_or(name, |host| &host.name).clone();
-        let results = self.machine.delete(&names.iter().map(named).collect::<Vec<_>>())?;
-        let mut outcome = Outcome::done(format::deleted(names, &results), json::deleted(names, &results), false);
-        for (name, error) in names.iter().zip(&results).filter_map(|(name, result)| Some((name, result.err()?))) {
+        let named = |name: &String| {
+            here.filter(|_| name == ".")
+                .map_or(name, |host| &host.name)
+                .clone()
+        };
+        let results = self
+            .machine
+            .delete(&names.iter().map(named).collect::<Vec<_>>())?;
+        let mut outcome = Outcome::done(
+            format::deleted(names, &results),
+            json::deleted(names, &results),
+            false,
+        );
+        for (name, error) in names
+            .iter()
+            .zip(&results)
+            .filter_map(|(name, result)| Some((name, result.err()?)))
+        {
             outcome.failed = true;
-            outcome.complaints.push(format!("delete {name}: {}", not_deleted(error)));
+            outcome
+                .complaints
+                .push(format!("delete {name}: {}", not_deleted(error)));
         }
         Ok(outcome)
     }
@@ -371,17 +472,32 @@ impl<M: Machine> Session<M> {
             events.iter().for_each(|event| names.learn(event));
             all.extend(events);
         }
-        let text = all.iter().map(|event| format::event(&names, event)).collect();
+        let text = all
+            .iter()
+            .map(|event| format::event(&names, event))
+            .collect();
         let json = all.iter().map(|event| json::event(&names, event)).collect();
-        Ok(Outcome { text, json, ..Outcome::default() })
+        Ok(Outcome {
+            text,
+            json,
+            ..Outcome::default()
+        })
     }
 
     fn environment(&mut self, command: Command) -> Outcome {
         let exported = self.env.get("PVM_EXPORT").cloned().unwrap_or_default();
-        let mut list: Vec<String> = exported.split(':').filter(|name| !name.is_empty()).map(String::from).collect();
+        let mut list: Vec<String> = exported
+            .split(':')
+            .filter(|name| !name.is_empty())
+            .map(String::from)
+            .collect();
         match command {
             Command::Export(names) if names.is_empty() => {
-                return Outcome::done(format!("PVM_EXPORT={exported}\n"), json::exported(&list), false);
+                return Outcome::done(
+                    format!("PVM_EXPORT={exported}\n"),
+                    json::exported(&list),
+                    false,
+                );
             }
             Command::Export(names) => {
                 for name in names {
@@ -391,17 +507,29 @@ impl<M: Machine> Session<M> {
                 }
             }
             Command::Unexport(names) => list.retain(|name| !names.contains(name)),
-            Command::Setenv { name: Some(name), value: Some(value) } => {
+            Command::Setenv {
+                name: Some(name),
+                value: Some(value),
+            } => {
                 self.env.insert(name, value);
                 return Outcome::default();
             }
-            Command::Setenv { name: Some(name), .. } => {
-                let text = self.env.get(&name).map_or_else(String::new, |value| format!("{value}\n"));
+            Command::Setenv {
+                name: Some(name), ..
+            } => {
+                let text = self
+                    .env
+                    .get(&name)
+                    .map_or_else(String::new, |value| format!("{value}\n"));
                 let one = self.env.get_key_value(&name);
                 return Outcome::done(text, json::variables(one), false);
             }
             _ => {
-                let text = self.env.iter().map(|(name, value)| format!("{name}={value}\n")).collect();
+                let text = self
+                    .env
+                    .iter()
+                    .map(|(name, value)| format!("{name}={value}\n"))
+                    .collect();
                 return Outcome::done(text, json::variables(&self.env), false);
             }
         }
@@ -419,7 +547,10 @@ impl<M: Machine> Session<M> {
             }
         }
         if !outcome.text.is_empty() {
-            let (buffer, kind) = (self.options.value(TRACE_BUFFER), self.options.value(TRACE_KIND));
+            let (buffer, kind) = (
+                self.options.value(TRACE_BUFFER),
+                self.options.value(TRACE_KIND),
+            );
             outcome.json = vec![trace::value(&self.mask, buffer, kind)];
         }
         outcome.failed = !refusals.is_empty();
@@ -429,7 +560,10 @@ impl<M: Machine> Session<M> {
 
     /// One thing that `trace` is asked for: what is shown, or why not.
     fn trace_one(&mut self, what: Trace) -> Result<String, String> {
-        let (buffer, kind) = (self.options.value(TRACE_BUFFER), self.options.value(TRACE_KIND));
+        let (buffer, kind) = (
+            self.options.value(TRACE_BUFFER),
+            self.options.value(TRACE_KIND),
+        );
         let mut set = |name, value| match self.options.set(name, value) {
             Ok(_) => Ok(String::new()),
             Err(error) => Err(error.to_string()),
@@ -440,10 +574,15 @@ impl<M: Machine> Session<M> {
                 self.mask = trace::xpvm();
                 Ok(String::new())
             }
-            Trace::Choose { on, name } if trace::choose(&mut self.mask, on, &name) => Ok(String::new()),
+            Trace::Choose { on, name } if trace::choose(&mut self.mask, on, &name) => {
+                Ok(String::new())
+            }
             Trace::Choose { name, .. } => Err(format!("no such event \"{name}\"")),
             Trace::Buffer(None) => Ok(format!("\nTrace Buffering set to {buffer} bytes\n\n")),
-            Trace::Kind(None) => Ok(format!("\nTrace Options set to \"{}\"\n\n", trace::kind_name(kind))),
+            Trace::Kind(None) => Ok(format!(
+                "\nTrace Options set to \"{}\"\n\n",
+                trace::kind_name(kind)
+            )),
             Trace::Buffer(Some(bytes)) => set(TRACE_BUFFER, bytes),
             Trace::Kind(Some(name)) => match trace::kind_number(&name) {
                 Some(kind) => set(TRACE_KIND, kind),
@@ -456,15 +595,30 @@ impl<M: Machine> Session<M> {
     fn memory(&self) -> String {
         const PAGE_BYTES: u64 = 4096;
         let pages = std::fs::read_to_string("/proc/self/statm").ok();
-        let pages = pages.and_then(|text| text.split_whitespace().nth(1)?.parse::<u64>().ok()).unwrap_or(0);
-        format!("libpvm [{}]: i_dump() {} bytes total", self.machine.tid(), pages * PAGE_BYTES)
+        let pages = pages
+            .and_then(|text| text.split_whitespace().nth(1)?.parse::<u64>().ok())
+            .unwrap_or(0);
+        format!(
+            "libpvm [{}]: i_dump() {} bytes total",
+            self.machine.tid(),
+            pages * PAGE_BYTES
+        )
     }
 
     /// What spawned tasks get into their environment: the exported variables, and their list.
     pub(crate) fn exports(&self) -> Vec<Vec<u8>> {
-        let Some(list) = self.env.get("PVM_EXPORT").filter(|list| !list.is_empty()) else { return Vec::new() };
-        let names = std::iter::once("PVM_EXPORT").chain(list.split(':').filter(|name| !name.is_empty()));
-        names.filter_map(|name| self.env.get(name).map(|value| format!("{name}={value}").into_bytes())).collect()
+        let Some(list) = self.env.get("PVM_EXPORT").filter(|list| !list.is_empty()) else {
+            return Vec::new();
+        };
+        let names =
+            std::iter::once("PVM_EXPORT").chain(list.split(':').filter(|name| !name.is_empty()));
+        names
+            .filter_map(|name| {
+                self.env
+                    .get(name)
+                    .map(|value| format!("{name}={value}").into_bytes())
+            })
+            .collect()
     }
 
     fn kill(&self, children: bool, tids: &[Tid]) -> Result<Outcome, Error> {
@@ -473,7 +627,11 @@ impl<M: Machine> Session<M> {
             return Ok(self.signal(tids, SIGTERM, false));
         }
         let tasks = self.machine.tasks(Tid::NONE)?;
-        let children: Vec<Tid> = tasks.iter().filter(|task| tids.contains(&task.parent)).map(|task| task.tid).collect();
+        let children: Vec<Tid> = tasks
+            .iter()
+            .filter(|task| tids.contains(&task.parent))
+            .map(|task| task.tid)
+            .collect();
         Ok(self.signal(&children, SIGTERM, false))
     }
 
@@ -498,7 +656,11 @@ impl<M: Machine> Session<M> {
 
     fn migrate(&self, tid: Tid, to: &str) -> Outcome {
         match self.machine.migrate(tid, to) {
-            Ok(report) => Outcome::done(format::moved(tid, to, &report), json::moved(tid, to, &report), false),
+            Ok(report) => Outcome::done(
+                format::moved(tid, to, &report),
+                json::moved(tid, to, &report),
+                false,
+            ),
             Err(error) => {
                 let step = match &error {
                     MigrateError::Failed(error) => Some(error.step.to_string()),
@@ -507,12 +669,18 @@ impl<M: Machine> Session<M> {
                 let json = vec![json::not_moved(tid, to, step, &error.to_string())];
                 let line = match &error {
                     // What became of the task is not known: it has ended by now, wherever it was.
-                    MigrateError::Refused(Error { code: PvmError::SysErr, reason }) => {
+                    MigrateError::Refused(Error {
+                        code: PvmError::SysErr,
+                        reason,
+                    }) => {
                         format!("the virtual machine ended before {tid} was on {to}: {reason}")
                     }
                     _ => format!("{tid} was not moved to {to}: {error}"),
                 };
-                Outcome { json, ..Outcome::complaint(line) }
+                Outcome {
+                    json,
+                    ..Outcome::complaint(line)
+                }
             }
         }
     }
@@ -521,7 +689,11 @@ impl<M: Machine> Session<M> {
         let table = self.machine.hosts()?;
         let survey = self.machine.can_migrate(tid, to)?;
         let failed = survey.nearest().is_none();
-        Ok(Outcome::done(format::survey(&table, &survey), json::survey(&table, &survey), failed))
+        Ok(Outcome::done(
+            format::survey(&table, &survey),
+            json::survey(&table, &survey),
+            failed,
+        ))
     }
 
     /// A line and a value for each of `items` with what the daemon says about it.
@@ -533,7 +705,11 @@ impl<M: Machine> Session<M> {
     ) -> Outcome {
         let (mut text, mut values, mut failed) = (String::new(), Vec::new(), false);
         for item in items {
-            let status = self.machine.ask(ask(item)).map(|_| ()).map_err(|error| error.code);
+            let status = self
+                .machine
+                .ask(ask(item))
+                .map(|_| ())
+                .map_err(|error| error.code);
             failed |= status.is_err();
             let (line, value) = show(item, status);
             text.push_str(&line);
@@ -557,21 +733,43 @@ impl<M: Machine> Session<M> {
         let console = self.machine.tid();
         let mut tasks = self.machine.tasks(selector)?;
         // The host where a task was born may be gone, and the task be elsewhere.
-        if tasks.is_empty() && selector.home().is_some_and(|home| table.get(home).is_none()) {
+        if tasks.is_empty()
+            && selector
+                .home()
+                .is_some_and(|home| table.get(home).is_none())
+        {
             return Ok(Outcome::complaint(format!(
                 "ps: {selector} is on no host of the virtual machine; 'conf' lists them"
             )));
         }
         tasks.retain(|task| options.all_tasks || (task.tid != console && task.flags != 0));
         tasks.sort_by_key(|task| (task.host, task.tid));
-        Ok(Outcome::done(format::ps(&table, &tasks, console, options.long), json::ps(&table, &tasks), false))
+        Ok(Outcome::done(
+            format::ps(&table, &tasks, console, options.long),
+            json::ps(&table, &tasks),
+            false,
+        ))
     }
 
     fn put(&self, name: &str, flags: i32, body: Packer) -> Result<(), Error> {
         let me = self.machine.tid();
-        let message = Message { src: me, dst: me, ctx: CTX_BASE, tag: 0, wid: 0, enc: ENC_XDR, body: body.finish() };
+        let message = Message {
+            src: me,
+            dst: me,
+            ctx: CTX_BASE,
+            tag: 0,
+            wid: 0,
+            enc: ENC_XDR,
+            body: body.finish(),
+        };
         let name = name.to_string();
-        self.machine.ask(Request::Mailbox(MailboxRequest::Put { name, flags, message })).map(|_| ())
+        self.machine
+            .ask(Request::Mailbox(MailboxRequest::Put {
+                name,
+                flags,
+                message,
+            }))
+            .map(|_| ())
     }
 }
 

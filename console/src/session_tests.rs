@@ -28,13 +28,30 @@ struct Fake {
 }
 
 fn suspended() -> Suspended {
-    Suspended { since: Micros(5), cause: sempa_proto::suspend::Cause::Job { by: Tid::from_raw(0x80001) } }
+    Suspended {
+        since: Micros(5),
+        cause: sempa_proto::suspend::Cause::Job {
+            by: Tid::from_raw(0x80001),
+        },
+    }
 }
 
 fn waits() -> Waits {
-    let (program, why) = ("worker".into(), "no host is free: h1: owner present (olga on pts/1)".into());
+    let (program, why) = (
+        "worker".into(),
+        "no host is free: h1: owner present (olga on pts/1)".into(),
+    );
     let (by, job) = (Tid::from_raw(0x40003), Tid::from_raw(0x40002));
-    Waits { program, count: 3, by, job, user: 7, since: Micros(5), turn: 1, why }
+    Waits {
+        program,
+        count: 3,
+        by,
+        job,
+        user: 7,
+        since: Micros(5),
+        turn: 1,
+        why,
+    }
 }
 
 impl Machine for Fake {
@@ -51,22 +68,37 @@ impl Machine for Fake {
     }
 
     fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
-        let all =
-            [task(0xc0001, 0x40002, 12, 6, "child"), task(0x40001, 0, 10, 4, ""), task(0x40002, -35, 11, 6, "parent")];
-        let wanted = |task: &TaskInfo| selector == Tid::NONE || task.host.tid() == selector || task.tid == selector;
+        let all = [
+            task(0xc0001, 0x40002, 12, 6, "child"),
+            task(0x40001, 0, 10, 4, ""),
+            task(0x40002, -35, 11, 6, "parent"),
+        ];
+        let wanted = |task: &TaskInfo| {
+            selector == Tid::NONE || task.host.tid() == selector || task.tid == selector
+        };
         Ok(all.into_iter().filter(wanted).collect())
     }
 
     fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
         let found = request.file != "nofile";
         self.spawned.borrow_mut().push(request);
-        Ok(vec![if found { Ok(Tid::from_raw(0x80001)) } else { Err(PvmError::NoFile) }])
+        Ok(vec![if found {
+            Ok(Tid::from_raw(0x80001))
+        } else {
+            Err(PvmError::NoFile)
+        }])
     }
 
     fn add(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error> {
         let one = |line: &String| match line.as_str() {
-            "ha9" => AddedHost { result: Ok(host(9, "ha9")), reason: String::new() },
-            _ => AddedHost { result: Err(PvmError::CantStart), reason: "ssh: no route to it".into() },
+            "ha9" => AddedHost {
+                result: Ok(host(9, "ha9")),
+                reason: String::new(),
+            },
+            _ => AddedHost {
+                result: Err(PvmError::CantStart),
+                reason: "ssh: no route to it".into(),
+            },
         };
         Ok(lines.iter().map(one).collect())
     }
@@ -82,21 +114,44 @@ impl Machine for Fake {
 
     fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<Survey, Error> {
         if tid.raw() != 0x40002 {
-            let refusal = Refusal::Holds { what: "an io_uring ring".into() };
-            return Err(Error::new(PvmError::Denied, format!("{tid} cannot move: {refusal}")));
+            let refusal = Refusal::Holds {
+                what: "an io_uring ring".into(),
+            };
+            return Err(Error::new(
+                PvmError::Denied,
+                format!("{tid} cannot move: {refusal}"),
+            ));
         }
-        let file = Refusal::File { path: "/data".into(), why: "it does not exist on the target".into() };
+        let file = Refusal::File {
+            path: "/data".into(),
+            why: "it does not exist on the target".into(),
+        };
         let memory = Refusal::Memory { need: 9, have: 8 };
         let host = |n| HostId::new(n).expect("an index");
         let mut verdicts = vec![(host(2), vec![file, memory]), (host(3), Vec::new())];
         verdicts.truncate(if to.is_some() { 1 } else { 2 });
-        Ok(Survey { tid, from: HostId::MASTER, resident_bytes: (4 << 20) + 1, verdicts, engines: Vec::new() })
+        Ok(Survey {
+            tid,
+            from: HostId::MASTER,
+            resident_bytes: (4 << 20) + 1,
+            verdicts,
+            engines: Vec::new(),
+        })
     }
 
     fn migrate(&self, tid: Tid, to: &str) -> Result<MoveReport, MigrateError> {
         match to {
-            "ha2" => Ok(MoveReport { id: MigrationId(1), bytes: 4096, frozen: Micros(98_000), engine: Engine::Criu }),
-            "ha3" => Err(MoveError { step: Step::Dump, why: Failure::Killed { signal: 9 } }.into()),
+            "ha2" => Ok(MoveReport {
+                id: MigrationId(1),
+                bytes: 4096,
+                frozen: Micros(98_000),
+                engine: Engine::Criu,
+            }),
+            "ha3" => Err(MoveError {
+                step: Step::Dump,
+                why: Failure::Killed { signal: 9 },
+            }
+            .into()),
             "gone" => Err(Error::new(PvmError::SysErr, "the daemon is gone").into()),
             _ => Err(Error::new(PvmError::NoHost, format!("moving {tid}: no host {to}")).into()),
         }
@@ -107,7 +162,9 @@ impl Machine for Fake {
             number,
             at: Micros(number),
             host: HostId::MASTER,
-            kind: EventKind::Note { text: format!("number {number}") },
+            kind: EventKind::Note {
+                text: format!("number {number}"),
+            },
         };
         // Two at a time, five in all.
         Ok((from..5).take(2).map(event).collect())
@@ -139,25 +196,69 @@ impl Machine for Fake {
                 let tasks = (0..=1).map(used).collect();
                 let (sums, program) = (Sums::default(), "master".into());
                 let (began, suspended) = (Micros(0), Some(suspended()));
-                Answer::Job { job: JobUse { job: *tid, user: 7, program, began, ended: None, sums, suspended }, tasks }
+                Answer::Job {
+                    job: JobUse {
+                        job: *tid,
+                        user: 7,
+                        program,
+                        began,
+                        ended: None,
+                        sums,
+                        suspended,
+                    },
+                    tasks,
+                }
             }
             Question::Suspend { job, suspend } if job.raw() == 0x40003 => {
                 let tid = |n: i32| Tid::from_raw(0x40002 + n);
-                let others = if *suspend { vec![(tid(0), "no daemon has started it".to_string())] } else { vec![] };
-                Answer::Suspended { job: tid(0), tasks: vec![tid(1), tid(2)], others }
+                let others = if *suspend {
+                    vec![(tid(0), "no daemon has started it".to_string())]
+                } else {
+                    vec![]
+                };
+                Answer::Suspended {
+                    job: tid(0),
+                    tasks: vec![tid(1), tid(2)],
+                    others,
+                }
             }
             Question::Kill(job) | Question::Killed(job) if job.raw() == 0x40002 => {
-                let left = if matches!(what, Question::Kill(_)) { 2 } else { 0 };
-                Answer::Killed { job: *job, asked: 1500, forced: 3, left, failed: Vec::new() }
+                let left = if matches!(what, Question::Kill(_)) {
+                    2
+                } else {
+                    0
+                };
+                Answer::Killed {
+                    job: *job,
+                    asked: 1500,
+                    forced: 3,
+                    left,
+                    failed: Vec::new(),
+                }
             }
             Question::Kill(job) if job.raw() == 0x40003 => {
-                let failed = vec![(Tid::from_raw(0x40005), "its daemon does not answer".to_string())];
-                Answer::Killed { job: *job, asked: 2, forced: 0, left: 0, failed }
+                let failed = vec![(
+                    Tid::from_raw(0x40005),
+                    "its daemon does not answer".to_string(),
+                )];
+                Answer::Killed {
+                    job: *job,
+                    asked: 2,
+                    forced: 0,
+                    left: 0,
+                    failed,
+                }
             }
-            Question::Unpark(tid) if tid.raw() == 0x40009 => {
-                Answer::Unparked { job: *tid, set: "c7".into(), starting: false }
-            }
-            Question::Users { .. } => Answer::Users(vec![UserUse { user: 7, sums: Sums::default(), index: 1.5 }]),
+            Question::Unpark(tid) if tid.raw() == 0x40009 => Answer::Unparked {
+                job: *tid,
+                set: "c7".into(),
+                starting: false,
+            },
+            Question::Users { .. } => Answer::Users(vec![UserUse {
+                user: 7,
+                sums: Sums::default(),
+                index: 1.5,
+            }]),
             Question::Jobs { .. } => Answer::Jobs(Vec::new()),
             Question::Waiting { user } => Answer::Waiting(match user {
                 Some(9) => Vec::new(),
@@ -172,7 +273,10 @@ impl Machine for Fake {
             Request::HostStatus { name } if name == "nohost" => Err(PvmError::NoHost.into()),
             Request::TaskStatus { tid } if !tid.is_task() => Err(PvmError::BadParam.into()),
             Request::Mailbox(MailboxRequest::List { .. }) => {
-                Ok(Reply::MailboxClasses(vec![MailboxClass { name: "svc".into(), entries: vec![(0, CONSOLE, 0)] }]))
+                Ok(Reply::MailboxClasses(vec![MailboxClass {
+                    name: "svc".into(),
+                    entries: vec![(0, CONSOLE, 0)],
+                }]))
             }
             Request::Mailbox(MailboxRequest::Put { .. }) => Ok(Reply::MailboxIndex(0)),
             Request::Tickle(_) => Ok(Reply::Numbers(vec![3])),
@@ -184,7 +288,8 @@ impl Machine for Fake {
 }
 
 fn session() -> Session<Fake> {
-    let env = [("HOME", "/h"), ("COLOUR", "red")].map(|(name, value)| (name.to_string(), value.to_string()));
+    let env = [("HOME", "/h"), ("COLOUR", "red")]
+        .map(|(name, value)| (name.to_string(), value.to_string()));
     Session::new(Fake::default(), env.into_iter().collect())
 }
 
@@ -198,7 +303,15 @@ fn output(tag: i32, tid: i32, words: &[i32], bytes: &[u8]) -> Message {
     let mut body = Packer::new(Encoding::Xdr);
     body.int(tid).items(words.iter().copied()).bytes(bytes);
     let src = HostId::MASTER.daemon();
-    Message { src, dst: CONSOLE, ctx: CTX_BASE, tag, wid: 0, enc: ENC_XDR, body: body.finish() }
+    Message {
+        src,
+        dst: CONSOLE,
+        ctx: CTX_BASE,
+        tag,
+        wid: 0,
+        enc: ENC_XDR,
+        body: body.finish(),
+    }
 }
 
 #[test]
@@ -230,7 +343,11 @@ fn aliases_add_words_and_may_not_go_round() {
     text(&mut session, "alias b a");
     assert_eq!(session.line("a").refusal.as_deref(), Some("alias loop"));
     text(&mut session, "alias ps ps -a");
-    assert_eq!(text(&mut session, "ps").lines().count(), 3, "an alias may widen the command whose name it has");
+    assert_eq!(
+        text(&mut session, "ps").lines().count(),
+        3,
+        "an alias may widen the command whose name it has"
+    );
     text(&mut session, "unalias x a b ps unknown");
     assert_eq!(text(&mut session, "alias"), "");
 }
@@ -239,18 +356,40 @@ fn aliases_add_words_and_may_not_go_round() {
 fn ps_shows_this_host_without_the_console_unless_asked() {
     let mut session = session();
     let commands = |text: String| -> Vec<String> {
-        text.lines().skip(1).map(|line| line.trim_end().rsplit(' ').next().unwrap_or_default().to_string()).collect()
+        text.lines()
+            .skip(1)
+            .map(|line| {
+                line.trim_end()
+                    .rsplit(' ')
+                    .next()
+                    .unwrap_or_default()
+                    .to_string()
+            })
+            .collect()
     };
     assert_eq!(commands(text(&mut session, "ps")), ["parent"]);
-    assert_eq!(commands(text(&mut session, "ps -a")), ["parent", "child"], "sorted by host and tid");
-    assert_eq!(commands(text(&mut session, "ps -ax")), ["-", "parent", "child"]);
+    assert_eq!(
+        commands(text(&mut session, "ps -a")),
+        ["parent", "child"],
+        "sorted by host and tid"
+    );
+    assert_eq!(
+        commands(text(&mut session, "ps -ax")),
+        ["-", "parent", "child"]
+    );
     assert_eq!(commands(text(&mut session, "ps -nha3")), ["child"]);
     assert_eq!(commands(text(&mut session, "ps -htc0001")), ["child"]);
     assert_eq!(commands(text(&mut session, "ps -n.")), ["parent"]);
     assert_eq!(commands(text(&mut session, "ps -h40009")), [""; 0]);
     let nowhere = session.line("ps -h1400001");
-    assert_eq!(nowhere.complaints, ["ps: t1400001 is on no host of the virtual machine; 'conf' lists them"]);
-    assert!(nowhere.failed && nowhere.text.is_empty(), "PVM shows no table either");
+    assert_eq!(
+        nowhere.complaints,
+        ["ps: t1400001 is on no host of the virtual machine; 'conf' lists them"]
+    );
+    assert!(
+        nowhere.failed && nowhere.text.is_empty(),
+        "PVM shows no table either"
+    );
 }
 
 #[test]
@@ -258,7 +397,9 @@ fn a_host_that_cannot_be_added_comes_with_its_reason() {
     let outcome = session().line("add ha9 'ha8 lo=x'");
     assert!(outcome.failed);
     assert_eq!(outcome.complaints, ["add ha8: ssh: no route to it"]);
-    assert!(outcome.text.ends_with("                     ha9   240000\n                ha8 lo=x Can't start pvmd\n"));
+    assert!(outcome.text.ends_with(
+        "                     ha9   240000\n                ha8 lo=x Can't start pvmd\n"
+    ));
 }
 
 #[test]
@@ -269,8 +410,19 @@ fn signals_go_to_the_tasks_and_only_sig_means_the_console_too() {
     assert_eq!(text(&mut session, "kill -c t40002"), "");
     assert_eq!(text(&mut session, "sig USR1 t40002 t40001"), "");
     let sent: Vec<_> = session.machine.asked.borrow().iter().cloned().collect();
-    let signal = |tid, signal| Request::Signal { tid: Tid::from_raw(tid), signal };
-    assert_eq!(sent, [signal(0x40002, 15), signal(0xc0001, 15), signal(0x40002, 10), signal(0x40001, 10)]);
+    let signal = |tid, signal| Request::Signal {
+        tid: Tid::from_raw(tid),
+        signal,
+    };
+    assert_eq!(
+        sent,
+        [
+            signal(0x40002, 15),
+            signal(0xc0001, 15),
+            signal(0x40002, 10),
+            signal(0x40001, 10)
+        ]
+    );
 }
 
 #[test]
@@ -278,7 +430,10 @@ fn status_tables_say_what_is_missing() {
     let mut session = session();
     let outcome = session.line("mstat ha2 nohost");
     assert!(outcome.failed);
-    assert_eq!(outcome.text, "                     ha2  ok\n                  nohost  No such host\n");
+    assert_eq!(
+        outcome.text,
+        "                     ha2  ok\n                  nohost  No such host\n"
+    );
     assert_eq!(session.line("pstat zz").text, "t       0  Bad parameter\n");
     assert_eq!(text(&mut session, "pstat t40002"), "t   40002  run\n");
 }
@@ -304,7 +459,10 @@ fn exported_variables_reach_spawned_tasks() {
 #[test]
 fn output_of_a_job_is_shown_until_it_has_finished() {
     let mut session = session();
-    assert_eq!(text(&mut session, "spawn -> hello"), "[1]\n1 successful\nt80001\n");
+    assert_eq!(
+        text(&mut session, "spawn -> hello"),
+        "[1]\n1 successful\nt80001\n"
+    );
     let sink = session.machine.spawned.borrow()[0].output;
     assert_eq!(sink.tid, CONSOLE);
     assert_eq!(text(&mut session, "jobs"), " 1: t80001\n");
@@ -314,7 +472,10 @@ fn output_of_a_job_is_shown_until_it_has_finished() {
     };
     assert_eq!(shown(&mut session, &[-1, 0], b""), "");
     assert_eq!(shown(&mut session, &[6], b"hello\n"), "[1:t80001] hello\n");
-    assert_eq!(shown(&mut session, &[0], b""), "[1:t80001] EOF\n[1] finished\n");
+    assert_eq!(
+        shown(&mut session, &[0], b""),
+        "[1:t80001] EOF\n[1] finished\n"
+    );
     assert!(!session.has_jobs());
     assert_eq!(text(&mut session, "jobs"), "");
 }
@@ -325,11 +486,20 @@ fn output_can_go_to_a_file_which_is_never_overwritten() {
     let _ = std::fs::remove_file(&path);
     let path_text = path.display().to_string();
     let mut session = session();
-    assert_eq!(text(&mut session, &format!("spawn ->{path_text} hello")), "[1]\n1 successful\nt80001\n");
+    assert_eq!(
+        text(&mut session, &format!("spawn ->{path_text} hello")),
+        "[1]\n1 successful\nt80001\n"
+    );
     let tag = session.machine.spawned.borrow()[0].output.tag;
     assert_eq!(session.message(&output(tag, 0x80001, &[3], b"abc")), b"");
-    assert_eq!(session.message(&output(tag, 0x80001, &[0], b"")), b"[1] finished\n");
-    assert_eq!(std::fs::read_to_string(&path).expect("written"), "[1:t80001] abc\n[1:t80001] EOF\n");
+    assert_eq!(
+        session.message(&output(tag, 0x80001, &[0], b"")),
+        b"[1] finished\n"
+    );
+    assert_eq!(
+        std::fs::read_to_string(&path).expect("written"),
+        "[1:t80001] abc\n[1:t80001] EOF\n"
+    );
     let again = session.line(&format!("spawn ->{path_text} hello"));
     assert_eq!(again.refusal, Some(format!("{path_text}: File exists")));
     text(&mut session, &format!("spawn ->>{path_text} hello"));
@@ -347,7 +517,10 @@ fn a_program_that_is_missing_is_named_with_what_to_do() {
     let debugged = session.line("spawn -? nofile");
     assert!(debugged.complaints[0].starts_with("spawn nofile: the program, or the debugger"));
     let unwritable = session.line("spawn ->/nonexistent/file hello").refusal;
-    assert_eq!(unwritable.as_deref(), Some("/nonexistent/file: No such file or directory"));
+    assert_eq!(
+        unwritable.as_deref(),
+        Some("/nonexistent/file: No such file or directory")
+    );
 }
 
 #[test]
@@ -356,7 +529,10 @@ fn spawned_tasks_learn_who_their_siblings_are() {
     text(&mut session, "spawn hello");
     let sent = session.machine.sent.borrow();
     assert_eq!(sent.len(), 1);
-    assert_eq!((sent[0].dst, sent[0].ctx, sent[0].tag), (Tid::from_raw(0x80001), CTX_TASK_CONTROL, TC_SIBLINGS));
+    assert_eq!(
+        (sent[0].dst, sent[0].ctx, sent[0].tag),
+        (Tid::from_raw(0x80001), CTX_TASK_CONTROL, TC_SIBLINGS)
+    );
     let mut body = Vm::unpack(&sent[0]).expect("readable");
     assert_eq!((body.int(), body.int()), (Ok(1), Ok(0x80001)));
 }
@@ -365,9 +541,17 @@ fn spawned_tasks_learn_who_their_siblings_are() {
 fn a_host_that_cannot_be_deleted_is_named_with_the_reason() {
     let outcome = session().line("delete ha2 nohost");
     assert!(outcome.failed && outcome.text.starts_with("1 successful\n"));
-    assert_eq!(outcome.complaints, ["delete nohost: there is no such host in the virtual machine; 'conf' lists them"]);
+    assert_eq!(
+        outcome.complaints,
+        ["delete nohost: there is no such host in the virtual machine; 'conf' lists them"]
+    );
     let here = session().line("delete .");
-    assert!(here.text.ends_with("                       .  Bad parameter\n"), "this host is the master: {}", here.text);
+    assert!(
+        here.text
+            .ends_with("                       .  Bad parameter\n"),
+        "this host is the master: {}",
+        here.text
+    );
 }
 
 #[test]
@@ -375,7 +559,10 @@ fn messages_of_other_tasks_are_not_mistaken_for_output() {
     let mut session = session();
     text(&mut session, "spawn -> hello");
     let tag = session.machine.spawned.borrow()[0].output.tag;
-    let forged = Message { src: Tid::from_raw(0x40002), ..output(tag, 0x80001, &[6], b"forged") };
+    let forged = Message {
+        src: Tid::from_raw(0x40002),
+        ..output(tag, 0x80001, &[6], b"forged")
+    };
     assert_eq!(session.message(&forged), b"");
 }
 
@@ -384,13 +571,24 @@ fn hosts_that_others_add_are_announced_once() {
     let mut session = session();
     text(&mut session, "add ha9");
     let added = |tid: i32| output(TAG_HOSTS, 1, &[tid], b"");
-    assert_eq!(session.message(&added(9 << 18)), b"", "this console added it itself");
+    assert_eq!(
+        session.message(&added(9 << 18)),
+        b"",
+        "this console added it itself"
+    );
     let announced = String::from_utf8(session.message(&added(2 << 18))).expect("text");
-    assert!(announced.starts_with("\nConsole: 1 new host added\n"), "{announced}");
+    assert!(
+        announced.starts_with("\nConsole: 1 new host added\n"),
+        "{announced}"
+    );
     assert!(announced.contains("ha2    80000"));
     assert_eq!(session.message(&added(2 << 18)), b"");
     assert!(session.settle().is_ok());
-    assert_eq!(session.message(&added(3 << 18)), b"", "it was there when the console came");
+    assert_eq!(
+        session.message(&added(3 << 18)),
+        b"",
+        "it was there when the console came"
+    );
 }
 
 #[test]
@@ -402,26 +600,46 @@ fn who_would_take_a_task_is_listed_with_what_others_have_against_it() {
                     it needs 9 bytes of memory, the target has 8\n\
                     ha3  yes\n\
                     the nearest host that would take it: ha3\n";
-    assert_eq!((String::from_utf8(all.text.into()).as_deref(), all.failed), (Ok(expected), false));
+    assert_eq!(
+        (String::from_utf8(all.text.into()).as_deref(), all.failed),
+        (Ok(expected), false)
+    );
     assert_eq!(all.json[0]["nearest"], "ha3");
-    assert_eq!(all.json[0]["hosts"][0]["reasons"][1], "it needs 9 bytes of memory, the target has 8");
+    assert_eq!(
+        all.json[0]["hosts"][0]["reasons"][1],
+        "it needs 9 bytes of memory, the target has 8"
+    );
     let one = session.line("can-migrate t40002 ha2");
     assert!(
-        one.failed && String::from_utf8(one.text.into()).is_ok_and(|text| text.ends_with("no host would take it\n"))
+        one.failed
+            && String::from_utf8(one.text.into())
+                .is_ok_and(|text| text.ends_with("no host would take it\n"))
     );
     let none = session.line("can-migrate tc0001");
-    assert_eq!(none.complaints, ["can-migrate: tc0001 cannot move: it holds an io_uring ring"]);
+    assert_eq!(
+        none.complaints,
+        ["can-migrate: tc0001 cannot move: it holds an io_uring ring"]
+    );
 }
 
 #[test]
 fn moves_say_what_they_cost_or_which_step_failed() {
     let mut session = session();
-    assert_eq!(text(&mut session, "migrate t40002 ha2"), "t40002 moved to ha2: 4096 bytes, frozen 98 ms\n");
+    assert_eq!(
+        text(&mut session, "migrate t40002 ha2"),
+        "t40002 moved to ha2: 4096 bytes, frozen 98 ms\n"
+    );
     let failed = session.line("migrate t40002 ha3");
-    assert_eq!(failed.complaints, ["t40002 was not moved to ha3: dump failed: the engine was killed by signal 9"]);
+    assert_eq!(
+        failed.complaints,
+        ["t40002 was not moved to ha3: dump failed: the engine was killed by signal 9"]
+    );
     assert_eq!(failed.json[0]["step"], "dump");
     let refused = session.line("migrate t40002 hx");
-    assert_eq!(refused.complaints, ["t40002 was not moved to hx: moving t40002: no host hx"]);
+    assert_eq!(
+        refused.complaints,
+        ["t40002 was not moved to hx: moving t40002: no host hx"]
+    );
     assert!(refused.failed && refused.json[0]["step"].is_null());
 }
 
@@ -430,20 +648,32 @@ fn the_whole_log_is_fetched_in_pieces() {
     let mut session = session();
     let shown = text(&mut session, "events --from 1");
     assert_eq!(shown.lines().count(), 4);
-    assert!(shown.starts_with("1970-01-01T00:00:00.000Z ha1 number 1\n"), "{shown}");
+    assert!(
+        shown.starts_with("1970-01-01T00:00:00.000Z ha1 number 1\n"),
+        "{shown}"
+    );
     assert!(session.line("events --follow").failed);
 }
 
 #[test]
 fn names_options_and_the_rest_answer_as_in_pvm() {
     let mut session = session();
-    assert_eq!(text(&mut session, "names"), "<svc>:\n\tindex=0 owner=0x40001/262145 flags=0x0\n\n");
-    assert_eq!(text(&mut session, "getopt PvmRoute"), "PvmRoute Currently Set to 1\n");
+    assert_eq!(
+        text(&mut session, "names"),
+        "<svc>:\n\tindex=0 owner=0x40001/262145 flags=0x0\n\n"
+    );
+    assert_eq!(
+        text(&mut session, "getopt PvmRoute"),
+        "PvmRoute Currently Set to 1\n"
+    );
     assert_eq!(text(&mut session, "id"), "t40001\n");
     assert_eq!(text(&mut session, "version"), "3.4.6\n");
     assert_eq!(text(&mut session, "reset"), "");
     assert_eq!(text(&mut session, "put svc 1"), "");
-    assert_eq!(text(&mut session, "jobs -l"), "                    HOST      TID   FLAG 0x COMMAND\n");
+    assert_eq!(
+        text(&mut session, "jobs -l"),
+        "                    HOST      TID   FLAG 0x COMMAND\n"
+    );
     assert_eq!(session.line("quit").next, Next::Quit);
     assert_eq!(session.line("halt").next, Next::Halt);
 }
@@ -456,41 +686,91 @@ fn a_traced_job_shows_the_records_of_its_tasks_and_what_the_console_adds() {
     text(&mut session, "trace - *");
     text(&mut session, "trace + addhosts");
     let shown = text(&mut session, "spawn -@ hello");
-    assert!(shown.starts_with("[1]\n[T1:t40001] /*\n[T1:t40001]  * \"Creation Date\" \""), "{shown}");
-    assert!(shown.contains("\n[T1:tc0000] \"host_add(0)\" { "), "{shown}");
-    assert!(shown.ends_with(", 1000 };;\n1 successful\nt80001\n"), "{shown}");
+    assert!(
+        shown.starts_with("[1]\n[T1:t40001] /*\n[T1:t40001]  * \"Creation Date\" \""),
+        "{shown}"
+    );
+    assert!(
+        shown.contains("\n[T1:tc0000] \"host_add(0)\" { "),
+        "{shown}"
+    );
+    assert!(
+        shown.ends_with(", 1000 };;\n1 successful\nt80001\n"),
+        "{shown}"
+    );
     assert_eq!(text(&mut session, "jobs"), "T1: t80001\n");
     let (output_tag, trace) = {
         let spawned = session.machine.spawned.borrow();
         assert!(spawned[0].env[0].starts_with(b"PVMTMASK=A@@@"), "addhosts");
-        assert_eq!(spawned[0].env[0]["PVMTMASK=".len() + 75 / 4], b'@' + 8, "newtask is always in it");
-        assert_eq!(spawned[0].env[1..3], [&b"PVMTRCBUF=100"[..], b"PVMTRCOPT=3"]);
-        assert_eq!((spawned[0].output.tid, spawned[0].trace.tid), (CONSOLE, CONSOLE));
+        assert_eq!(
+            spawned[0].env[0]["PVMTMASK=".len() + 75 / 4],
+            b'@' + 8,
+            "newtask is always in it"
+        );
+        assert_eq!(
+            spawned[0].env[1..3],
+            [&b"PVMTRCBUF=100"[..], b"PVMTRCOPT=3"]
+        );
+        assert_eq!(
+            (spawned[0].output.tid, spawned[0].trace.tid),
+            (CONSOLE, CONSOLE)
+        );
         (spawned[0].output.tag, spawned[0].trace)
     };
     assert_eq!(trace.tag, TAG_TRACES + 1);
     let mut shown = |message: &Message| String::from_utf8(session.message(message)).expect("text");
     let met = shown(&output(output_tag, 0x80001, &[-2, 0], b""));
-    assert!(met.starts_with("[1] libpvmtrc: Task TID=0x80001 Connected to Console\n[T1:t80001] \n"), "{met}");
-    assert!(met.ends_with(" 524289, [9] { \"CREATION\" } };;\n"), "{met}");
+    assert!(
+        met.starts_with("[1] libpvmtrc: Task TID=0x80001 Connected to Console\n[T1:t80001] \n"),
+        "{met}"
+    );
+    assert!(
+        met.ends_with(" 524289, [9] { \"CREATION\" } };;\n"),
+        "{met}"
+    );
     let mut body = Packer::new(Encoding::Xdr);
     body.items([-5, 75]).str(b"newtask").int(-6);
-    let record = Message { src: Tid::from_raw(0x80001), body: body.finish(), ..output(trace.tag, 0, &[], b"") };
+    let record = Message {
+        src: Tid::from_raw(0x80001),
+        body: body.finish(),
+        ..output(trace.tag, 0, &[], b"")
+    };
     assert_eq!(
         shown(&record),
         "[T1:t80001] \n[T1:t80001] #1150: \"newtask(0)\"\n[T1:t80001] {\n[T1:t80001] };;\n[T1:t80001] \n\
          [T1:t80001] \"newtask(0)\" {  };;\n"
     );
-    let rubbish = Message { body: Bytes::from_static(&[0; 4]), ..record };
+    let rubbish = Message {
+        body: Bytes::from_static(&[0; 4]),
+        ..record
+    };
     assert!(shown(&rubbish).starts_with("[1] trace records of t80001 cannot be read: "));
     let line = shown(&output(output_tag, 0x80001, &[6], b"hello\n"));
-    assert!(line.ends_with(", [6] { \"hello\" } };;\n"), "the output is in the trace and not shown: {line}");
+    assert!(
+        line.ends_with(", [6] { \"hello\" } };;\n"),
+        "the output is in the trace and not shown: {line}"
+    );
     let end = shown(&output(output_tag, 0x80001, &[0], b""));
-    assert!(end.ends_with("{ \"GOTEOF\" } };;\n[1] libpvmtrc: Trace File Complete\n"), "{end}");
-    let reminder = session.machine.sent.borrow().last().cloned().expect("sent to itself");
+    assert!(
+        end.ends_with("{ \"GOTEOF\" } };;\n[1] libpvmtrc: Trace File Complete\n"),
+        "{end}"
+    );
+    let reminder = session
+        .machine
+        .sent
+        .borrow()
+        .last()
+        .cloned()
+        .expect("sent to itself");
     assert_eq!((reminder.dst, reminder.tag), (CONSOLE, TAG_CLOSING + 1));
-    assert!(session.has_jobs(), "the last records come behind the end of the output");
-    let forged = Message { src: Tid::from_raw(0x40009), ..reminder.clone() };
+    assert!(
+        session.has_jobs(),
+        "the last records come behind the end of the output"
+    );
+    let forged = Message {
+        src: Tid::from_raw(0x40009),
+        ..reminder.clone()
+    };
     assert_eq!(session.message(&forged), b"");
     assert_eq!(session.message(&reminder), b"[1] finished\n");
     assert!(!session.has_jobs());
@@ -502,31 +782,72 @@ fn a_trace_can_go_to_a_file_that_only_its_owner_reads() {
     let path = std::env::temp_dir().join(format!("pvm-console-trace-{}", std::process::id()));
     let _ = std::fs::remove_file(&path);
     let mut session = session();
-    assert_eq!(text(&mut session, &format!("spawn -> -@{} hello", path.display())), "[1]\n1 successful\nt80001\n");
+    assert_eq!(
+        text(
+            &mut session,
+            &format!("spawn -> -@{} hello", path.display())
+        ),
+        "[1]\n1 successful\nt80001\n"
+    );
     let tag = session.machine.spawned.borrow()[0].output.tag;
     let shown = session.message(&output(tag, 0x80001, &[3], b"abc"));
-    assert_eq!(String::from_utf8_lossy(&shown), "[1] libpvmtrc: Task TID=0x80001 Connected to Console\n");
+    assert_eq!(
+        String::from_utf8_lossy(&shown),
+        "[1] libpvmtrc: Task TID=0x80001 Connected to Console\n"
+    );
     let shown = session.message(&output(tag, 0x80001, &[0], b""));
-    assert!(shown.starts_with(b"[1:t80001] abc\n[1:t80001] EOF\n"), "{}", String::from_utf8_lossy(&shown));
+    assert!(
+        shown.starts_with(b"[1:t80001] abc\n[1:t80001] EOF\n"),
+        "{}",
+        String::from_utf8_lossy(&shown)
+    );
     let written = std::fs::read_to_string(&path).expect("written");
-    assert!(written.starts_with("/*\n") && written.contains("{ \"abc\" } };;\n"), "{written}");
-    assert_eq!(std::fs::metadata(&path).expect("there").permissions().mode() & 0o777, 0o600);
+    assert!(
+        written.starts_with("/*\n") && written.contains("{ \"abc\" } };;\n"),
+        "{written}"
+    );
+    assert_eq!(
+        std::fs::metadata(&path)
+            .expect("there")
+            .permissions()
+            .mode()
+            & 0o777,
+        0o600
+    );
     std::fs::remove_file(&path).expect("ours");
 }
 
 #[test]
 fn trace_settings_are_shown_as_in_pvm() {
     let mut session = session();
-    assert_eq!(text(&mut session, "trace buf"), "\nTrace Buffering set to 0 bytes\n\n");
-    assert_eq!(text(&mut session, "trace opt"), "\nTrace Options set to \"full\"\n\n");
+    assert_eq!(
+        text(&mut session, "trace buf"),
+        "\nTrace Buffering set to 0 bytes\n\n"
+    );
+    assert_eq!(
+        text(&mut session, "trace opt"),
+        "\nTrace Options set to \"full\"\n\n"
+    );
     assert_eq!(text(&mut session, "trace opt time"), "");
-    assert_eq!(text(&mut session, "getopt PvmTraceOptions"), "PvmTraceOptions Currently Set to 2\n");
+    assert_eq!(
+        text(&mut session, "getopt PvmTraceOptions"),
+        "PvmTraceOptions Currently Set to 2\n"
+    );
     let unknown = session.line("trace opt foo").refusal;
-    assert_eq!(unknown.as_deref(), Some("\nError:  Unknown Trace Option \"foo\"\n"));
-    assert_eq!(session.line("trace nosuch").refusal.as_deref(), Some("no such event \"nosuch\""));
+    assert_eq!(
+        unknown.as_deref(),
+        Some("\nError:  Unknown Trace Option \"foo\"\n")
+    );
+    assert_eq!(
+        session.line("trace nosuch").refusal.as_deref(),
+        Some("no such event \"nosuch\"")
+    );
     assert_eq!(text(&mut session, "trace").lines().count(), 26);
     let both = session.line("trace - * nosuch + send opt");
-    assert_eq!(both.text, "\nTrace Options set to \"time\"\n\n", "what is known is done");
+    assert_eq!(
+        both.text, "\nTrace Options set to \"time\"\n\n",
+        "what is known is done"
+    );
     assert_eq!(both.refusal.as_deref(), Some("no such event \"nosuch\""));
     assert_eq!(text(&mut session, "trace").matches('*').count(), 1);
 }
@@ -537,9 +858,19 @@ fn a_reset_of_the_mailbox_names_what_is_to_go() {
     for line in ["reset", "reset info", "reset info svc", "reset info svc 3"] {
         assert_eq!(text(&mut session, line), "");
     }
-    let clean = |name: &str, index| Request::Mailbox(MailboxRequest::Clean { name: name.into(), index });
+    let clean = |name: &str, index| {
+        Request::Mailbox(MailboxRequest::Clean {
+            name: name.into(),
+            index,
+        })
+    };
     let asked = session.machine.asked.borrow();
-    let wanted = [Request::Reset { kill: true }, clean("", None), clean("svc", None), clean("svc", Some(3))];
+    let wanted = [
+        Request::Reset { kill: true },
+        clean("", None),
+        clean("svc", None),
+        clean("svc", Some(3)),
+    ];
     assert_eq!(asked.as_slice(), wanted);
 }
 
@@ -575,9 +906,14 @@ fn every_command_that_prints_has_values_for_programs() {
         assert!(!outcome.json.is_empty() && !outcome.as_json, "{line}");
         let name = line.split(' ').next().expect("a word");
         let asked = session.line(&line.replacen(name, &format!("{name} --json"), 1));
-        assert!(asked.as_json && asked.json.len() == outcome.json.len(), "{line}");
+        assert!(
+            asked.as_json && asked.json.len() == outcome.json.len(),
+            "{line}"
+        );
     }
-    for name in ["echo", "halt", "help", "idump", "put", "quit", "reset", "start", "unalias", "unexport"] {
+    for name in [
+        "echo", "halt", "help", "idump", "put", "quit", "reset", "start", "unalias", "unexport",
+    ] {
         assert!(!crate::parse::has_json(name), "{name}");
     }
 }
@@ -585,20 +921,32 @@ fn every_command_that_prints_has_values_for_programs() {
 #[test]
 fn a_move_that_the_end_of_the_virtual_machine_cuts_off_is_not_called_a_failed_one() {
     let outcome = session().line("migrate t40002 gone");
-    assert_eq!(outcome.complaints, ["the virtual machine ended before t40002 was on gone: the daemon is gone"]);
+    assert_eq!(
+        outcome.complaints,
+        ["the virtual machine ended before t40002 was on gone: the daemon is gone"]
+    );
 }
 
 #[test]
 fn a_job_is_ended_by_the_resource_manager_and_waited_for() {
     let mut session = session();
     let outcome = session.line("job kill t40002");
-    assert_eq!(outcome.text, "1500 tasks of job t40002 were told to end, and have ended, 3 of them by SIGKILL\n");
+    assert_eq!(
+        outcome.text,
+        "1500 tasks of job t40002 were told to end, and have ended, 3 of them by SIGKILL\n"
+    );
     assert_eq!((outcome.failed, outcome.complaints.len()), (false, 0));
     assert_eq!(outcome.json[0]["forced"], 3);
     let some = session.line("job kill t40003");
-    assert_eq!(some.complaints, ["job kill: t40005: its daemon does not answer"]);
+    assert_eq!(
+        some.complaints,
+        ["job kill: t40005: its daemon does not answer"]
+    );
     assert!(
-        !some.failed && some.text.starts_with("2 tasks of job t40003 were told to end, and have ended"),
+        !some.failed
+            && some
+                .text
+                .starts_with("2 tasks of job t40003 were told to end, and have ended"),
         "{some:?}"
     );
 }
@@ -607,7 +955,10 @@ fn a_job_is_ended_by_the_resource_manager_and_waited_for() {
 fn a_job_that_waits_in_the_store_is_ended_by_not_starting_it_again() {
     let outcome = session().line("job kill t40009");
     assert!(
-        !outcome.failed && outcome.text.contains("waited in checkpoint c7 for room: it is not started again"),
+        !outcome.failed
+            && outcome
+                .text
+                .contains("waited in checkpoint c7 for room: it is not started again"),
         "{outcome:?}"
     );
     let nobody = session().line("job kill t4000a");
@@ -617,13 +968,28 @@ fn a_job_that_waits_in_the_store_is_ended_by_not_starting_it_again() {
 #[test]
 fn what_the_resource_manager_does_not_know_or_cannot_do_is_a_failure_that_says_so() {
     for (line, said) in [
-        ("why nohost", "why: the resource manager knows nothing of nohost"),
-        ("job status t40009", "job status: the resource manager knows no job of t40009"),
-        ("job suspend t40009", "job suspend: the resource manager knows no job of t40009"),
-        ("job resume t40009", "job resume: the resource manager knows no job of t40009"),
+        (
+            "why nohost",
+            "why: the resource manager knows nothing of nohost",
+        ),
+        (
+            "job status t40009",
+            "job status: the resource manager knows no job of t40009",
+        ),
+        (
+            "job suspend t40009",
+            "job suspend: the resource manager knows no job of t40009",
+        ),
+        (
+            "job resume t40009",
+            "job resume: the resource manager knows no job of t40009",
+        ),
     ] {
         let outcome = session().line(line);
-        assert!(outcome.failed && outcome.complaints[0].starts_with(said), "{outcome:?}");
+        assert!(
+            outcome.failed && outcome.complaints[0].starts_with(said),
+            "{outcome:?}"
+        );
     }
 }
 
@@ -637,10 +1003,20 @@ fn a_job_is_suspended_and_resumed_by_the_resource_manager_and_a_task_alone_by_it
     let outcome = session.line("job resume t40003");
     assert_eq!(outcome.text, "2 tasks of job t40002 go on: t40003 t40004\n");
     let outcome = session.line("job suspend --task t40003");
-    assert_eq!((outcome.text.as_str(), outcome.failed), ("t40003 is suspended\n", false));
+    assert_eq!(
+        (outcome.text.as_str(), outcome.failed),
+        ("t40003 is suspended\n", false)
+    );
     let tid = Tid::from_raw(0x40003);
     let asked = session.machine.asked.borrow();
-    assert!(asked.contains(&Request::Suspend { tid, suspend: true, cause: None }), "{asked:?}");
+    assert!(
+        asked.contains(&Request::Suspend {
+            tid,
+            suspend: true,
+            cause: None
+        }),
+        "{asked:?}"
+    );
 }
 
 #[test]
@@ -650,7 +1026,10 @@ fn spawns_that_wait_stand_below_the_jobs_with_their_turn_and_their_reason() {
                 no host is free: h1: owner present (olga on pts/1)";
     assert_eq!(outcome.text.lines().last(), Some(line));
     let value = &outcome.json[0]["waiting"][0];
-    assert_eq!((&value["count"], &value["job"], &value["by"]), (&3.into(), &"t40002".into(), &"t40003".into()));
+    assert_eq!(
+        (&value["count"], &value["job"], &value["by"]),
+        (&3.into(), &"t40002".into(), &"t40003".into())
+    );
     assert_eq!((&value["since_us"], &value["turn"]), (&5.into(), &1.into()));
     let outcome = session().line("job list --user 9");
     assert!(!outcome.text.contains("waiting"), "{}", outcome.text);
@@ -660,12 +1039,27 @@ fn spawns_that_wait_stand_below_the_jobs_with_their_turn_and_their_reason() {
 #[test]
 fn usage_and_jobs_have_a_table_and_a_value() {
     let outcome = session().line("usage");
-    assert!(outcome.text.lines().nth(1).is_some_and(|line| line.trim_start().starts_with("7 ")), "{}", outcome.text);
+    assert!(
+        outcome
+            .text
+            .lines()
+            .nth(1)
+            .is_some_and(|line| line.trim_start().starts_with("7 ")),
+        "{}",
+        outcome.text
+    );
     assert_eq!(outcome.json[0]["users"][0]["index"], 1.5);
     let outcome = session().line("job status t40002");
     assert_eq!(outcome.json[0]["tasks"][1]["tid"], "t40003");
     assert!(outcome.text.contains("runs"), "{}", outcome.text);
-    assert!(outcome.text.contains("suspended by t80001 since "), "{}", outcome.text);
+    assert!(
+        outcome.text.contains("suspended by t80001 since "),
+        "{}",
+        outcome.text
+    );
     assert_eq!(outcome.json[0]["job"]["suspended"]["since_us"], 5);
-    assert_eq!(outcome.json[0]["tasks"][1]["suspended"]["why"], "suspended by t80001");
+    assert_eq!(
+        outcome.json[0]["tasks"][1]["suspended"]["why"],
+        "suspended by t80001"
+    );
 }

@@ -92,7 +92,9 @@ pub(crate) fn run(vm: &Vm, mut home: Home, env: BTreeMap<String, String>) -> io:
         return Ok(ExitCode::FAILURE);
     }
     let mut next = Next::Line;
-    let lines = rc.and_then(|path| std::fs::read(path).ok()).unwrap_or_default();
+    let lines = rc
+        .and_then(|path| std::fs::read(path).ok())
+        .unwrap_or_default();
     for line in String::from_utf8_lossy(&lines).split_inclusive('\n') {
         if next == Next::Line {
             next = command(&mut session, line, true)?;
@@ -187,7 +189,9 @@ fn face(vm: &Vm, home: Option<&Path>, sender: &SyncSender<Input>) -> Face {
             };
             lines.send(input).is_ok()
         };
-        if let Some(terminal) = Terminal::open(vm, home.map(|dir| dir.join(".pvm_history")), PROMPT, typed) {
+        if let Some(terminal) =
+            Terminal::open(vm, home.map(|dir| dir.join(".pvm_history")), PROMPT, typed)
+        {
             return Face::Terminal(terminal);
         }
     }
@@ -213,7 +217,10 @@ fn read_lines(from: &mut impl BufRead, to: &SyncSender<Input>) {
             line.push(b'\n');
             let _ = from.skip_until(b'\n');
         }
-        if to.send(Input::Line(String::from_utf8_lossy(&line).into_owned())).is_err() {
+        if to
+            .send(Input::Line(String::from_utf8_lossy(&line).into_owned()))
+            .is_err()
+        {
             return;
         }
     }
@@ -237,7 +244,10 @@ mod tests {
 
     #[test]
     fn every_line_of_a_chunk_is_read_also_behind_empty_ones_and_without_a_newline_at_the_end() {
-        assert_eq!(lines(b"conf\n\n# comment\nps -a"), ["conf\n", "\n", "# comment\n", "ps -a", "END"]);
+        assert_eq!(
+            lines(b"conf\n\n# comment\nps -a"),
+            ["conf\n", "\n", "# comment\n", "ps -a", "END"]
+        );
         assert_eq!(lines(b""), ["END"]);
         assert_eq!(lines(b"a\xffb\n"), ["a\u{fffd}b\n", "END"]);
     }

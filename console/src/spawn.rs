@@ -4,7 +4,9 @@ use crate::parse::ParseError;
 use libpvm::Error;
 use sempa_proto::PvmError;
 use sempa_proto::job::JobFile;
-use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, Sink, SpawnRequest};
+use sempa_proto::task::{
+    SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, Sink, SpawnRequest,
+};
 
 /// What `spawn` is asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,24 +59,44 @@ impl Spawn {
     /// # Errors
     /// The job file cannot be read, or says something wrong; or nobody names a program.
     pub(crate) fn with_job(&self) -> Result<(Spawn, JobFile), Error> {
-        let Some(name) = &self.job else { return Ok((self.clone(), JobFile::default())) };
+        let Some(name) = &self.job else {
+            return Ok((self.clone(), JobFile::default()));
+        };
         let job = libpvm::job::read(name.as_ref())?;
         let mut spawn = self.clone();
         spawn.count = spawn.count.or(job.count);
         if spawn.file.is_empty() {
-            let nobody = || Error::new(PvmError::BadParam, format!("{name} names no program, and none was given"));
+            let nobody = || {
+                Error::new(
+                    PvmError::BadParam,
+                    format!("{name} names no program, and none was given"),
+                )
+            };
             spawn.file = job.program.clone().ok_or_else(nobody)?;
         }
         Ok((spawn, job))
     }
 
     /// The request, with output and trace records going to sinks and `env` added to the environment.
-    pub(crate) fn request(&self, job: &JobFile, output: Sink, trace: Sink, env: Vec<Vec<u8>>) -> SpawnRequest {
-        let place =
-            if self.directory.is_empty() { self.place.clone() } else { format!("{}:{}", self.place, self.directory) };
+    pub(crate) fn request(
+        &self,
+        job: &JobFile,
+        output: Sink,
+        trace: Sink,
+        env: Vec<Vec<u8>>,
+    ) -> SpawnRequest {
+        let place = if self.directory.is_empty() {
+            self.place.clone()
+        } else {
+            format!("{}:{}", self.place, self.directory)
+        };
         let mut request = SpawnRequest {
             file: self.file.clone(),
-            args: self.args.iter().map(|arg| arg.clone().into_bytes()).collect(),
+            args: self
+                .args
+                .iter()
+                .map(|arg| arg.clone().into_bytes())
+                .collect(),
             flags: self.flags,
             place,
             count: self.count.unwrap_or(1),
@@ -111,10 +133,14 @@ pub(crate) fn parse(args: &[String]) -> Result<Spawn, ParseError> {
     };
     let mut rest = args;
     while let [first, more @ ..] = rest {
-        let Some(option) = first.strip_prefix('-') else { break };
+        let Some(option) = first.strip_prefix('-') else {
+            break;
+        };
         rest = more;
         if option == "-job" {
-            let [file, more @ ..] = rest else { return Err(ParseError::OnlyOptions) };
+            let [file, more @ ..] = rest else {
+                return Err(ParseError::OnlyOptions);
+            };
             (spawn.job, rest) = (Some(file.clone()), more);
         } else {
             spawn.option(option)?;
@@ -150,10 +176,15 @@ impl Spawn {
         } else if let Some(host) = option.strip_prefix("-host=") {
             self.put(SPAWN_HOST, host).ok_or_else(unknown)?;
         } else if option.starts_with(|c: char| c.is_ascii_digit()) {
-            let wanted = "a number of tasks: for a host whose name starts with a digit write --host=NAME";
+            let wanted =
+                "a number of tasks: for a host whose name starts with a digit write --host=NAME";
             let word = option.to_string();
             let count = option.parse().ok().filter(|count| *count > 0);
-            self.count = Some(count.ok_or(ParseError::NotA { command: "spawn", word, wanted })?);
+            self.count = Some(count.ok_or(ParseError::NotA {
+                command: "spawn",
+                word,
+                wanted,
+            })?);
         } else if let Some(directory) = option.strip_prefix(':') {
             self.directory = nonempty(directory).ok_or_else(unknown)?;
         } else if option.starts_with(|c: char| c.is_uppercase()) {
@@ -192,17 +223,28 @@ mod tests {
     }
 
     fn error(line: &str) -> String {
-        parse(&split(line).expect(line)).expect_err(line).to_string()
+        parse(&split(line).expect(line))
+            .expect_err(line)
+            .to_string()
     }
 
     #[test]
     fn count_place_directory_and_arguments_are_told_apart() {
         let three = spawn("-3 hello -v --x");
         assert_eq!((three.count, three.file.as_str()), (Some(3), "hello"));
-        assert_eq!(three.args, ["-v", "--x"], "what follows the program belongs to it");
+        assert_eq!(
+            three.args,
+            ["-v", "--x"],
+            "what follows the program belongs to it"
+        );
         assert_eq!(three.flags, SPAWN_NO_PARENT);
         let request = |line: &str| {
-            let request = spawn(line).request(&JobFile::default(), Sink::default(), Sink::default(), Vec::new());
+            let request = spawn(line).request(
+                &JobFile::default(),
+                Sink::default(),
+                Sink::default(),
+                Vec::new(),
+            );
             (request.flags & !SPAWN_NO_PARENT, request.place)
         };
         assert_eq!(request("hello"), (0, String::new()));
@@ -210,11 +252,24 @@ mod tests {
         assert_eq!(request("-h2:/var hello"), (SPAWN_HOST, "h2:/var".into()));
         assert_eq!(request("-. hello"), (SPAWN_HOST, ".".into()));
         assert_eq!(request("-.:/tmp hello"), (SPAWN_HOST, ".:/tmp".into()));
-        assert_eq!(request("-LINUX64 -:/var hello"), (SPAWN_ARCH, "LINUX64:/var".into()));
+        assert_eq!(
+            request("-LINUX64 -:/var hello"),
+            (SPAWN_ARCH, "LINUX64:/var".into())
+        );
         assert_eq!(request("-:/var hello"), (0, ":/var".into()));
-        assert_eq!(request("--host=10.0.0.2:/d hello"), (SPAWN_HOST, "10.0.0.2:/d".into()));
-        assert_eq!(request("-~ -h2 -? hello"), (SPAWN_HOST | SPAWN_COMPLEMENT | SPAWN_DEBUG, "h2".into()));
-        assert_eq!(request("-LINUX64 -h2 hello"), (SPAWN_HOST, "h2".into()), "the last one counts");
+        assert_eq!(
+            request("--host=10.0.0.2:/d hello"),
+            (SPAWN_HOST, "10.0.0.2:/d".into())
+        );
+        assert_eq!(
+            request("-~ -h2 -? hello"),
+            (SPAWN_HOST | SPAWN_COMPLEMENT | SPAWN_DEBUG, "h2".into())
+        );
+        assert_eq!(
+            request("-LINUX64 -h2 hello"),
+            (SPAWN_HOST, "h2".into()),
+            "the last one counts"
+        );
     }
 
     #[test]
@@ -223,10 +278,17 @@ mod tests {
         assert_eq!(spawn("-> hello").output, Output::Console);
         assert_eq!(spawn("->out hello").output, Output::New("out".into()));
         assert_eq!(spawn("->>out hello").output, Output::Append("out".into()));
-        assert_eq!(spawn("->> hello").output, Output::Console, "as PVM's console takes it");
+        assert_eq!(
+            spawn("->> hello").output,
+            Output::Console,
+            "as PVM's console takes it"
+        );
         assert_eq!(spawn("hello").trace, None);
         assert_eq!(spawn("-@ -> hello").trace, Some(TraceOutput::Console));
-        assert_eq!(spawn("-@out hello").trace, Some(TraceOutput::New("out".into())));
+        assert_eq!(
+            spawn("-@out hello").trace,
+            Some(TraceOutput::New("out".into()))
+        );
     }
 
     #[test]
@@ -235,29 +297,58 @@ mod tests {
         let path = dir.path().join("job.toml");
         let write = |text: &str| std::fs::write(&path, text).expect("it can be written");
         let path = path.display();
-        write("program = \"worker\"\narguments = [\"-v\"]\ncount = 3\nhost = \"h2\"\nwants = \"cores >= 2\"\n");
+        write(
+            "program = \"worker\"\narguments = [\"-v\"]\ncount = 3\nhost = \"h2\"\nwants = \"cores >= 2\"\n",
+        );
         let request = |line: &str| {
             let (spawn, job) = spawn(line).with_job().expect(line);
             let exports = vec![b"SEMPA_WANTS=cores >= 9".to_vec()];
             let all = spawn.request(&job, Sink::default(), Sink::default(), Vec::new());
             let exported = spawn.request(&job, Sink::default(), Sink::default(), exports.clone());
             assert_eq!(exported.env, exports, "what is exported goes first");
-            let words: Vec<String> = all.args.iter().map(|arg| String::from_utf8_lossy(arg).into_owned()).collect();
+            let words: Vec<String> = all
+                .args
+                .iter()
+                .map(|arg| String::from_utf8_lossy(arg).into_owned())
+                .collect();
             assert_eq!(all.env, [b"SEMPA_WANTS=cores >= 2"]);
             (all.file, words.join(" "), all.count, all.place)
         };
-        let wanted = |file: &str, args: &str, count, place: &str| (file.into(), args.into(), count, place.into());
-        assert_eq!(request(&format!("--job {path}")), wanted("worker", "-v", 3, "h2"));
-        assert_eq!(request(&format!("--job={path}")), wanted("worker", "-v", 3, "h2"));
-        assert_eq!(request(&format!("-2 --job {path} -h3 other")), wanted("other", "-v", 2, "h3"));
-        assert_eq!(request(&format!("--job {path} other -q")), wanted("other", "-q", 3, "h2"));
+        let wanted = |file: &str, args: &str, count, place: &str| {
+            (file.into(), args.into(), count, place.into())
+        };
+        assert_eq!(
+            request(&format!("--job {path}")),
+            wanted("worker", "-v", 3, "h2")
+        );
+        assert_eq!(
+            request(&format!("--job={path}")),
+            wanted("worker", "-v", 3, "h2")
+        );
+        assert_eq!(
+            request(&format!("-2 --job {path} -h3 other")),
+            wanted("other", "-v", 2, "h3")
+        );
+        assert_eq!(
+            request(&format!("--job {path} other -q")),
+            wanted("other", "-q", 3, "h2")
+        );
         let options = |line: &str| options(&split(line).expect(line));
-        assert_eq!((options("--job f --json"), options("-3 --job f x --json"), options("--job")), (3, 3, 1));
+        assert_eq!(
+            (
+                options("--job f --json"),
+                options("-3 --job f x --json"),
+                options("--job")
+            ),
+            (3, 3, 1)
+        );
         let error = |line: &str| spawn(line).with_job().expect_err(line).to_string();
         write("count = 3\n");
         assert!(error(&format!("--job {path}")).ends_with("names no program, and none was given"));
         write("\ncuont = 3\n");
-        assert!(error(&format!("--job {path} x")).contains("job.toml, line 2: unknown field `cuont`"));
+        assert!(
+            error(&format!("--job {path} x")).contains("job.toml, line 2: unknown field `cuont`")
+        );
         assert!(error("--job /nowhere/at/all").contains("/nowhere/at/all cannot be read"));
     }
 

@@ -70,7 +70,10 @@ pub(crate) fn parse(args: &[String]) -> Result<Vec<Trace>, ParseError> {
             "xpvm" => Trace::Xpvm,
             "buf" => Trace::Buffer(words.next().map(|word| bytes(word)).transpose()?),
             "opt" => Trace::Kind(words.next().cloned()),
-            name => Trace::Choose { on, name: name.to_string() },
+            name => Trace::Choose {
+                on,
+                name: name.to_string(),
+            },
         });
     }
     Ok(asked)
@@ -79,31 +82,46 @@ pub(crate) fn parse(args: &[String]) -> Result<Vec<Trace>, ParseError> {
 fn bytes(word: &str) -> Result<i32, ParseError> {
     let number = word.parse().ok().filter(|bytes| *bytes >= 0);
     let wanted = "a number of bytes";
-    number.ok_or_else(|| ParseError::NotA { command: "trace", word: word.to_string(), wanted })
+    number.ok_or_else(|| ParseError::NotA {
+        command: "trace",
+        word: word.to_string(),
+        wanted,
+    })
 }
 
 /// Words that can follow `trace`.
 pub(crate) fn words() -> impl Iterator<Item = &'static str> {
-    choosable().map(|(_, name)| name).chain(["xpvm", "buf", "opt"]).chain(KINDS)
+    choosable()
+        .map(|(_, name)| name)
+        .chain(["xpvm", "buf", "opt"])
+        .chain(KINDS)
 }
 
 /// Number and name of the events that can be chosen.
 fn choosable() -> impl Iterator<Item = (usize, &'static str)> {
-    let named = EVENTS.iter().enumerate().map(|(event, name)| (event, name.to_str().expect("names are ASCII")));
+    let named = EVENTS
+        .iter()
+        .enumerate()
+        .map(|(event, name)| (event, name.to_str().expect("names are ASCII")));
     named.filter(|(_, name)| !NOT_CHOSEN.contains(name))
 }
 
 /// What a traced task is told: what was chosen, and what always belongs to a trace.
 pub(crate) fn told(mask: &EventMask) -> EventMask {
     let mut told = *mask;
-    NOT_CHOSEN.into_iter().filter_map(EventMask::event).for_each(|event| told.set(event, true));
+    NOT_CHOSEN
+        .into_iter()
+        .filter_map(EventMask::event)
+        .for_each(|event| told.set(event, true));
     told
 }
 
 /// What a fresh console chooses.
 pub(crate) fn xpvm() -> EventMask {
     let mut mask = EventMask::none();
-    XPVM.into_iter().filter_map(EventMask::event).for_each(|event| mask.set(event, true));
+    XPVM.into_iter()
+        .filter_map(EventMask::event)
+        .for_each(|event| mask.set(event, true));
     mask
 }
 
@@ -135,17 +153,27 @@ pub(crate) fn list(mask: &EventMask) -> String {
 
 /// Number of a kind of records.
 pub(crate) fn kind_number(name: &str) -> Option<i32> {
-    KINDS.iter().position(|kind| *kind == name).and_then(|at| i32::try_from(at + 1).ok())
+    KINDS
+        .iter()
+        .position(|kind| *kind == name)
+        .and_then(|at| i32::try_from(at + 1).ok())
 }
 
 /// Name of a kind of records.
 pub(crate) fn kind_name(number: i32) -> &'static str {
-    usize::try_from(number - 1).ok().and_then(|at| KINDS.get(at)).copied().unwrap_or("none")
+    usize::try_from(number - 1)
+        .ok()
+        .and_then(|at| KINDS.get(at))
+        .copied()
+        .unwrap_or("none")
 }
 
 /// The list for programs.
 pub(crate) fn value(mask: &EventMask, buffer: i32, kind: i32) -> Value {
-    let chosen: Vec<&str> = choosable().filter(|(event, _)| mask.has(*event)).map(|(_, name)| name).collect();
+    let chosen: Vec<&str> = choosable()
+        .filter(|(event, _)| mask.has(*event))
+        .map(|(_, name)| name)
+        .collect();
     json!({ "events": chosen, "buffer": buffer, "options": kind_name(kind) })
 }
 
@@ -160,27 +188,51 @@ mod tests {
 
     #[test]
     fn all_forms_of_the_command_are_told_apart() {
-        let choose = |on, name: &str| Trace::Choose { on, name: name.into() };
+        let choose = |on, name: &str| Trace::Choose {
+            on,
+            name: name.into(),
+        };
         assert_eq!(trace(""), Ok(vec![Trace::Show]));
-        assert_eq!(trace("send recv"), Ok(vec![choose(true, "send"), choose(true, "recv")]));
+        assert_eq!(
+            trace("send recv"),
+            Ok(vec![choose(true, "send"), choose(true, "recv")])
+        );
         assert_eq!(trace("+ *"), Ok(vec![choose(true, "*")]));
         assert_eq!(trace("- send"), Ok(vec![choose(false, "send")]));
         assert_eq!(trace("+"), Ok(vec![]));
         assert_eq!(trace("xpvm"), Ok(vec![Trace::Xpvm]));
         assert_eq!(trace("buf"), Ok(vec![Trace::Buffer(None)]));
         assert_eq!(trace("buf 1000"), Ok(vec![Trace::Buffer(Some(1000))]));
-        assert_eq!(trace("opt time"), Ok(vec![Trace::Kind(Some("time".into()))]));
-        assert_eq!(trace("buf x"), Err("trace: x is not a number of bytes".into()));
+        assert_eq!(
+            trace("opt time"),
+            Ok(vec![Trace::Kind(Some("time".into()))])
+        );
+        assert_eq!(
+            trace("buf x"),
+            Err("trace: x is not a number of bytes".into())
+        );
     }
 
     #[test]
     fn one_line_can_ask_for_several_things() {
-        let choose = |on, name: &str| Trace::Choose { on, name: name.into() };
+        let choose = |on, name: &str| Trace::Choose {
+            on,
+            name: name.into(),
+        };
         assert_eq!(
             trace("- * + send - recv"),
-            Ok(vec![choose(false, "*"), choose(true, "send"), choose(false, "recv")])
+            Ok(vec![
+                choose(false, "*"),
+                choose(true, "send"),
+                choose(false, "recv")
+            ])
         );
-        let all = [Trace::Buffer(Some(5)), choose(true, "send"), Trace::Kind(Some("time".into())), Trace::Xpvm];
+        let all = [
+            Trace::Buffer(Some(5)),
+            choose(true, "send"),
+            Trace::Kind(Some("time".into())),
+            Trace::Xpvm,
+        ];
         assert_eq!(trace("buf 5 send opt time xpvm"), Ok(all.to_vec()));
     }
 
@@ -189,22 +241,37 @@ mod tests {
         let list = list(&xpvm());
         let lines: Vec<&str> = list.lines().collect();
         assert_eq!(lines.len(), 26);
-        assert_eq!(lines[0], "   addhosts           gettid             pkfloat            setopt         ");
-        assert_eq!(lines[3], " * barrier            halt               pkshort            settmask       ");
-        assert_eq!(lines[25], "   getsbuf            pkdouble           setmwid            version        ");
+        assert_eq!(
+            lines[0],
+            "   addhosts           gettid             pkfloat            setopt         "
+        );
+        assert_eq!(
+            lines[3],
+            " * barrier            halt               pkshort            settmask       "
+        );
+        assert_eq!(
+            lines[25],
+            "   getsbuf            pkdouble           setmwid            version        "
+        );
         assert_eq!(list.matches('*').count(), XPVM.len(), "every name is one");
     }
 
     #[test]
     fn events_are_chosen_by_name_and_all_at_once() {
         let mut mask = EventMask::none();
-        assert!(choose(&mut mask, true, "send") && mask.has(EventMask::event("send").expect("an event")));
+        assert!(
+            choose(&mut mask, true, "send")
+                && mask.has(EventMask::event("send").expect("an event"))
+        );
         assert!(!choose(&mut mask, true, "x") && !choose(&mut mask, true, "newtask"));
         assert!(choose(&mut mask, true, "*"));
         assert_eq!(list(&mask).matches('*').count(), 104);
         choose(&mut mask, false, "*");
         assert_eq!(mask, EventMask::none());
         let told = told(&mask);
-        assert!(told.has(75) && told.has(76) && told.has(77), "begin and end of tasks are always in it");
+        assert!(
+            told.has(75) && told.has(76) && told.has(77),
+            "begin and end of tasks are always in it"
+        );
     }
 }

@@ -20,9 +20,21 @@ pub(crate) struct Usage {
 
 /// A user by number or by name.
 pub(crate) fn user(command: &'static str, word: &str) -> Result<u32, ParseError> {
-    let named = || nix::unistd::User::from_name(word).ok().flatten().map(|user| user.uid.as_raw());
+    let named = || {
+        nix::unistd::User::from_name(word)
+            .ok()
+            .flatten()
+            .map(|user| user.uid.as_raw())
+    };
     let wanted = "a user";
-    word.parse().ok().or_else(named).ok_or_else(|| ParseError::NotA { command, word: word.to_string(), wanted })
+    word.parse()
+        .ok()
+        .or_else(named)
+        .ok_or_else(|| ParseError::NotA {
+            command,
+            word: word.to_string(),
+            wanted,
+        })
 }
 
 /// The value of an option written as `--name value` or `--name=value`, if this word is that option.
@@ -33,7 +45,10 @@ pub(crate) fn option<'a>(
     rest: &mut impl Iterator<Item = &'a String>,
 ) -> Result<Option<&'a str>, ParseError> {
     match word.strip_prefix(name) {
-        Some("") => rest.next().map(|value| Some(value.as_str())).ok_or(ParseError::WrongArgs(command)),
+        Some("") => rest
+            .next()
+            .map(|value| Some(value.as_str()))
+            .ok_or(ParseError::WrongArgs(command)),
         Some(value) => Ok(value.strip_prefix('=')),
         None => Ok(None),
     }
@@ -48,7 +63,9 @@ pub(crate) fn parse(args: &[String]) -> Result<Usage, ParseError> {
         } else if let Some(word) = option("usage", "--job", arg, &mut rest)? {
             usage.job = Some(task_tid("usage", word)?);
         } else if arg.starts_with('-') {
-            return Err(ParseError::UnknownFlag(arg.trim_start_matches('-').to_string()));
+            return Err(ParseError::UnknownFlag(
+                arg.trim_start_matches('-').to_string(),
+            ));
         } else {
             return Err(ParseError::WrongArgs("usage"));
         }
@@ -62,7 +79,9 @@ pub(crate) fn run(machine: &impl Machine, usage: &Usage) -> Result<Outcome, Erro
         return job::status(machine, "usage", tid);
     }
     let Answer::Users(users) = machine.ask_rm(&Question::Users { user: usage.user })? else {
-        return Ok(Outcome::complaint("usage: the resource manager has counted nothing"));
+        return Ok(Outcome::complaint(
+            "usage: the resource manager has counted nothing",
+        ));
     };
     let text = users.iter().map(line).collect::<String>();
     let head = format!("{:>8} {HEAD} {:>8}\n", "USER", "INDEX");
@@ -71,12 +90,21 @@ pub(crate) fn run(machine: &impl Machine, usage: &Usage) -> Result<Outcome, Erro
 }
 
 /// Heads of the columns that [`sums`] fills.
-pub(crate) const HEAD: &str = " TASKS RUNNING  FAILED      CPU S     WALL S  MOVED EVICTED   RSS MIB";
+pub(crate) const HEAD: &str =
+    " TASKS RUNNING  FAILED      CPU S     WALL S  MOVED EVICTED   RSS MIB";
 
 /// Sums as columns.
 pub(crate) fn sums(sums: &Sums) -> String {
     let seconds = |micros: u64| micros as f64 / 1e6;
-    let Sums { tasks, running, failed, used, wall, moves, evictions } = sums;
+    let Sums {
+        tasks,
+        running,
+        failed,
+        used,
+        wall,
+        moves,
+        evictions,
+    } = sums;
     let cpu = seconds((used.user + used.system).0);
     let mib = used.resident_max_bytes as f64 / f64::from(1 << 20);
     format!(
@@ -101,7 +129,12 @@ pub(crate) fn sums_value(sums: &Sums) -> Value {
 }
 
 fn line(user: &UserUse) -> String {
-    format!("{:>8} {} {:>8.2}\n", user.user, sums(&user.sums), user.index)
+    format!(
+        "{:>8} {} {:>8.2}\n",
+        user.user,
+        sums(&user.sums),
+        user.index
+    )
 }
 
 fn value(user: &UserUse) -> Value {
@@ -113,17 +146,44 @@ mod tests {
     use super::*;
 
     fn words(line: &str) -> Result<Usage, ParseError> {
-        parse(&line.split(' ').filter(|word| !word.is_empty()).map(String::from).collect::<Vec<_>>())
+        parse(
+            &line
+                .split(' ')
+                .filter(|word| !word.is_empty())
+                .map(String::from)
+                .collect::<Vec<_>>(),
+        )
     }
 
     #[test]
     fn options_choose_user_and_job() {
         assert_eq!(words(""), Ok(Usage::default()));
-        assert_eq!(words("--user 7"), Ok(Usage { user: Some(7), job: None }));
-        assert_eq!(words("--user=root"), Ok(Usage { user: Some(0), job: None }));
-        assert_eq!(words("--job=t40001"), Ok(Usage { user: None, job: Some(Tid::from_raw(0x40001)) }));
+        assert_eq!(
+            words("--user 7"),
+            Ok(Usage {
+                user: Some(7),
+                job: None
+            })
+        );
+        assert_eq!(
+            words("--user=root"),
+            Ok(Usage {
+                user: Some(0),
+                job: None
+            })
+        );
+        assert_eq!(
+            words("--job=t40001"),
+            Ok(Usage {
+                user: None,
+                job: Some(Tid::from_raw(0x40001))
+            })
+        );
         assert_eq!(words("--user"), Err(ParseError::WrongArgs("usage")));
-        assert_eq!(words("--users"), Err(ParseError::UnknownFlag("users".into())));
+        assert_eq!(
+            words("--users"),
+            Err(ParseError::UnknownFlag("users".into()))
+        );
         assert_eq!(
             words("--job nobody").map_err(|e| e.to_string()),
             Err("usage: nobody is not a task id: write it as t40001".into())

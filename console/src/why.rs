@@ -23,32 +23,65 @@ pub(crate) struct Why {
 /// Reads the words: a task or job as `t40001`, or a host.
 pub(crate) fn parse(args: &[String]) -> Result<Why, ParseError> {
     let (all, rest): (Vec<&String>, Vec<&String>) = args.iter().partition(|arg| *arg == "-a");
-    let [subject] = rest[..] else { return Err(ParseError::WrongArgs("why")) };
+    let [subject] = rest[..] else {
+        return Err(ParseError::WrongArgs("why"));
+    };
     if subject.starts_with('-') {
-        return Err(ParseError::UnknownFlag(subject.trim_start_matches('-').to_string()));
+        return Err(ParseError::UnknownFlag(
+            subject.trim_start_matches('-').to_string(),
+        ));
     }
     // A host may have a name of hexadecimal digits, but none begins with these.
     let is_tid = subject.starts_with('t') || subject.starts_with(|c: char| c.is_ascii_digit());
     let tid = parse_tid(subject).filter(|tid| is_tid && tid.is_task());
     let question = tid.map_or_else(|| Question::WhyHost(subject.clone()), Question::WhyTask);
-    Ok(Why { subject: subject.clone(), question, all: !all.is_empty() })
+    Ok(Why {
+        subject: subject.clone(),
+        question,
+        all: !all.is_empty(),
+    })
 }
 
 /// Asks and tells.
 pub(crate) fn run(machine: &impl Machine, why: &Why) -> Result<Outcome, Error> {
-    let Answer::Why { task, decisions, now } = machine.ask_rm(&why.question)? else {
+    let Answer::Why {
+        task,
+        decisions,
+        now,
+    } = machine.ask_rm(&why.question)?
+    else {
         return Ok(Outcome::complaint(format!(
             "why: the resource manager knows nothing of {}: it is neither a host nor a task or job that it has seen",
             why.subject
         )));
     };
-    let hidden = if why.all { 0 } else { decisions.len().saturating_sub(SHOWN) };
+    let hidden = if why.all {
+        0
+    } else {
+        decisions.len().saturating_sub(SHOWN)
+    };
     let now = now.map(|now| holds(&why.subject, &now));
-    let text = text(&why.subject, task.as_ref(), &decisions, hidden, now.as_deref());
-    Ok(Outcome::done(text, value(&why.subject, task.as_ref(), &decisions, now.as_deref()), false))
+    let text = text(
+        &why.subject,
+        task.as_ref(),
+        &decisions,
+        hidden,
+        now.as_deref(),
+    );
+    Ok(Outcome::done(
+        text,
+        value(&why.subject, task.as_ref(), &decisions, now.as_deref()),
+        false,
+    ))
 }
 
-fn text(subject: &str, task: Option<&TaskUse>, decisions: &[Decision], hidden: usize, now: Option<&str>) -> String {
+fn text(
+    subject: &str,
+    task: Option<&TaskUse>,
+    decisions: &[Decision],
+    hidden: usize,
+    now: Option<&str>,
+) -> String {
     let mut lines: Vec<String> = task.map(describe).into_iter().collect();
     if hidden > 0 {
         lines.push(format!("({hidden} earlier ones: 'why -a {subject}')"));
@@ -62,10 +95,16 @@ fn text(subject: &str, task: Option<&TaskUse>, decisions: &[Decision], hidden: u
 
 /// "t80003: worker of job t40002, user 1000, on h3 since …".
 fn describe(task: &TaskUse) -> String {
-    let program = if task.program.is_empty() { "from a command line" } else { &task.program };
+    let program = if task.program.is_empty() {
+        "from a command line"
+    } else {
+        &task.program
+    };
     let began = format::time(task.began);
-    let head =
-        format!("{}: {program}, job {}, user {}, on {}, began {began}", task.tid, task.job, task.user, task.host);
+    let head = format!(
+        "{}: {program}, job {}, user {}, on {}, began {began}",
+        task.tid, task.job, task.user, task.host
+    );
     match task.ended {
         None => head,
         Some((at, how)) => format!("{head}, ended {}: {how}", format::time(at)),
@@ -79,27 +118,36 @@ fn not_placed(task: &TaskUse, decisions: &[Decision]) -> Option<&'static str> {
         Decided::Spawn { started: tasks, .. } | Decided::Restarted { tasks, .. } => has(tasks),
         _ => false,
     };
-    let line =
-        "it was not placed by the resource manager: it was started from a command line, by a daemon, or while none ran";
+    let line = "it was not placed by the resource manager: it was started from a command line, by a daemon, or while none ran";
     (!decisions.iter().any(placed)).then_some(line)
 }
 
 /// What holds of a host now.
 fn holds(subject: &str, now: &HostNow) -> String {
     match now {
-        HostNow::Gone => format!("now: nothing is placed on {subject}: it is not part of the virtual machine"),
+        HostNow::Gone => {
+            format!("now: nothing is placed on {subject}: it is not part of the virtual machine")
+        }
         HostNow::LeftOut { why, drained } => {
-            let drained =
-                drained.map(|by| format!("it is being emptied, or kept empty ({by} asked for it); 'undrain' ends it"));
+            let drained = drained.map(|by| {
+                format!("it is being emptied, or kept empty ({by} asked for it); 'undrain' ends it")
+            });
             let why: Vec<String> = why.iter().map(ToString::to_string).chain(drained).collect();
             format!("now: nothing is placed on {subject}: {}", why.join("; "))
         }
-        HostNow::Used(but) if but.is_empty() => format!("now: {subject} is used like any other host"),
+        HostNow::Used(but) if but.is_empty() => {
+            format!("now: {subject} is used like any other host")
+        }
         HostNow::Used(but) => format!("now: {subject} is used, but {}", but.join("; ")),
     }
 }
 
-fn value(subject: &str, task: Option<&TaskUse>, decisions: &[Decision], now: Option<&str>) -> Value {
+fn value(
+    subject: &str,
+    task: Option<&TaskUse>,
+    decisions: &[Decision],
+    now: Option<&str>,
+) -> Value {
     let decision = |d: &Decision| {
         json!({
             "number": d.number,
@@ -130,7 +178,10 @@ mod tests {
     #[test]
     fn tasks_are_told_from_hosts() {
         let question = |line: &str| words(line).expect(line).question;
-        assert_eq!(question("t40001"), Question::WhyTask(Tid::from_raw(0x40001)));
+        assert_eq!(
+            question("t40001"),
+            Question::WhyTask(Tid::from_raw(0x40001))
+        );
         assert_eq!(question("40001"), Question::WhyTask(Tid::from_raw(0x40001)));
         for host in ["beef", "h2", "t40000", "tea"] {
             assert_eq!(question(host), Question::WhyHost(host.into()));
@@ -142,26 +193,63 @@ mod tests {
 
     #[test]
     fn a_host_is_told_what_holds_now_and_not_what_was_decided_before() {
-        let came = Decided::OwnerCame { host: "h2".into(), why: "olga on pts/1".into() };
-        let came = Decision { number: 1, at: Micros(0), what: came };
+        let came = Decided::OwnerCame {
+            host: "h2".into(),
+            why: "olga on pts/1".into(),
+        };
+        let came = Decision {
+            number: 1,
+            at: Micros(0),
+            what: came,
+        };
         let last = |now: &HostNow| {
-            let text = text("h2", None, std::slice::from_ref(&came), 0, Some(&holds("h2", now)));
+            let text = text(
+                "h2",
+                None,
+                std::slice::from_ref(&came),
+                0,
+                Some(&holds("h2", now)),
+            );
             text.lines().last().map(String::from).expect("a line")
         };
         let by = Tid::from_raw(0x40001);
-        let owner = Some(Excluded::Owner { why: "olga on pts/1".into() });
-        let closed = Some(Excluded::Other { why: "no guests now (the owner wants no guests always)".into() });
-        let left_out = |why: &Option<Excluded>, drained| last(&HostNow::LeftOut { why: why.clone(), drained });
+        let owner = Some(Excluded::Owner {
+            why: "olga on pts/1".into(),
+        });
+        let closed = Some(Excluded::Other {
+            why: "no guests now (the owner wants no guests always)".into(),
+        });
+        let left_out = |why: &Option<Excluded>, drained| {
+            last(&HostNow::LeftOut {
+                why: why.clone(),
+                drained,
+            })
+        };
         let nothing = "now: nothing is placed on h2: ";
         let drained = "it is being emptied, or kept empty (t40001 asked for it); 'undrain' ends it";
         let present = "its owner is there (olga on pts/1)";
         assert_eq!(left_out(&owner, None), format!("{nothing}{present}"));
-        assert_eq!(left_out(&closed, None), format!("{nothing}no guests now (the owner wants no guests always)"));
+        assert_eq!(
+            left_out(&closed, None),
+            format!("{nothing}no guests now (the owner wants no guests always)")
+        );
         assert_eq!(left_out(&None, Some(by)), format!("{nothing}{drained}"));
-        assert_eq!(left_out(&owner, Some(by)), format!("{nothing}{present}; {drained}"));
-        assert_eq!(last(&HostNow::Gone), format!("{nothing}it is not part of the virtual machine"));
-        assert_eq!(last(&HostNow::Used(Vec::new())), "now: h2 is used like any other host");
+        assert_eq!(
+            left_out(&owner, Some(by)),
+            format!("{nothing}{present}; {drained}")
+        );
+        assert_eq!(
+            last(&HostNow::Gone),
+            format!("{nothing}it is not part of the virtual machine")
+        );
+        assert_eq!(
+            last(&HostNow::Used(Vec::new())),
+            "now: h2 is used like any other host"
+        );
         let but = HostNow::Used(vec!["its load is not known (no sample)".into()]);
-        assert_eq!(last(&but), "now: h2 is used, but its load is not known (no sample)");
+        assert_eq!(
+            last(&but),
+            "now: h2 is used, but its load is not known (no sample)"
+        );
     }
 }

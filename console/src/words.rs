@@ -40,7 +40,9 @@ pub(crate) fn split(line: &str) -> Result<Vec<String>, LineError> {
                     }
                 }
             }
-            '\\' => word.get_or_insert_default().push(chars.next().ok_or(LineError::Unmatched('\\'))?),
+            '\\' => word
+                .get_or_insert_default()
+                .push(chars.next().ok_or(LineError::Unmatched('\\'))?),
             c => word.get_or_insert_default().push(c),
         }
     }
@@ -60,7 +62,10 @@ pub(crate) fn option<'a>(
     rest: &mut std::slice::Iter<'a, String>,
 ) -> Result<Option<&'a str>, ParseError> {
     match arg.strip_prefix(name) {
-        Some("") => rest.next().map(|value| Some(value.as_str())).ok_or(ParseError::WrongArgs(command)),
+        Some("") => rest
+            .next()
+            .map(|value| Some(value.as_str()))
+            .ok_or(ParseError::WrongArgs(command)),
         Some(behind) => Ok(behind.strip_prefix('=')),
         None => Ok(None),
     }
@@ -76,7 +81,10 @@ pub(crate) fn span(text: &str) -> Option<Duration> {
         _ => return None,
     };
     let number: u64 = text[..text.len() - 1].parse().ok()?;
-    number.checked_mul(unit).map(Duration::from_secs).filter(|span| !span.is_zero())
+    number
+        .checked_mul(unit)
+        .map(Duration::from_secs)
+        .filter(|span| !span.is_zero())
 }
 
 #[cfg(test)]
@@ -86,11 +94,21 @@ mod tests {
     #[test]
     fn quotes_backslashes_and_comments_work_as_in_pvm() {
         let ok = |line: &str| split(line).expect(line);
-        assert_eq!(ok(r#"echo "a   b" c\ d 'x"y'"#), ["echo", "a   b", "c d", "x\"y"]);
-        assert_eq!(ok("add 'h2 ep=/x wd=/y'  h3\t"), ["add", "h2 ep=/x wd=/y", "h3"]);
+        assert_eq!(
+            ok(r#"echo "a   b" c\ d 'x"y'"#),
+            ["echo", "a   b", "c d", "x\"y"]
+        );
+        assert_eq!(
+            ok("add 'h2 ep=/x wd=/y'  h3\t"),
+            ["add", "h2 ep=/x wd=/y", "h3"]
+        );
         assert_eq!(ok("conf # all of them"), ["conf"]);
         assert_eq!(ok("echo a#b \\#c"), ["echo", "a#b", "#c"]);
-        assert_eq!(ok(r#"'a\b'"#), [r"a\b"], "inside quotes a backslash is a backslash");
+        assert_eq!(
+            ok(r#"'a\b'"#),
+            [r"a\b"],
+            "inside quotes a backslash is a backslash"
+        );
         assert_eq!(ok("'' \"\""), ["", ""]);
     }
 
@@ -103,9 +121,21 @@ mod tests {
 
     #[test]
     fn open_quotes_and_endless_lines_are_errors() {
-        assert_eq!(split("echo \"abc").expect_err("open").to_string(), "unmatched \"");
-        assert_eq!(split("echo 'it").expect_err("open").to_string(), "unmatched '");
-        assert_eq!(split("echo a\\").expect_err("open").to_string(), "unmatched \\");
-        assert_eq!(split(&"x".repeat(LINE_BYTES_MAX + 1)), Err(LineError::TooLong));
+        assert_eq!(
+            split("echo \"abc").expect_err("open").to_string(),
+            "unmatched \""
+        );
+        assert_eq!(
+            split("echo 'it").expect_err("open").to_string(),
+            "unmatched '"
+        );
+        assert_eq!(
+            split("echo a\\").expect_err("open").to_string(),
+            "unmatched \\"
+        );
+        assert_eq!(
+            split(&"x".repeat(LINE_BYTES_MAX + 1)),
+            Err(LineError::TooLong)
+        );
     }
 }

@@ -13,23 +13,43 @@ use std::process::Stdio;
 #[test]
 fn output_that_cannot_be_written_is_said() {
     let Some(lab) = started() else { return };
-    let full = || OpenOptions::new().write(true).open("/dev/full").expect("a full device");
-    let done = lab.console().arg("conf").stdin(Stdio::null()).stdout(full()).output().expect("it starts");
+    let full = || {
+        OpenOptions::new()
+            .write(true)
+            .open("/dev/full")
+            .expect("a full device")
+    };
+    let done = lab
+        .console()
+        .arg("conf")
+        .stdin(Stdio::null())
+        .stdout(full())
+        .output()
+        .expect("it starts");
     assert_eq!(done.status.code(), Some(1));
     let said = String::from_utf8_lossy(&done.stderr);
-    assert_eq!(said, "pvm: standard output cannot be written: No space left on device (os error 28)\n");
+    assert_eq!(
+        said,
+        "pvm: standard output cannot be written: No space left on device (os error 28)\n"
+    );
 }
 
 #[test]
 fn complaints_about_the_command_line_begin_with_the_name_of_the_program() {
     let Some(lab) = lab() else { return };
     for (words, said) in [
-        (&["--json", "halt"][..], "pvm: --json belongs to a command that prints something; halt prints nothing"),
+        (
+            &["--json", "halt"][..],
+            "pvm: --json belongs to a command that prints something; halt prints nothing",
+        ),
         (&["nosuch"], "pvm: nosuch: not found"),
         (&["conf"], "pvm: no virtual machine is running here"),
     ] {
         let done = lab.pvm(words);
-        assert!(!done.good() && done.out.is_empty() && done.err.starts_with(said), "{words:?}: {done:?}");
+        assert!(
+            !done.good() && done.out.is_empty() && done.err.starts_with(said),
+            "{words:?}: {done:?}"
+        );
     }
 }
 
@@ -43,12 +63,17 @@ fn everybody_who_halts_at_the_same_time_is_told_that_it_is_done() {
             Running::start(command, Stdio::null()).expect("it starts")
         })
         .collect();
-    let done: Vec<_> = halts.into_iter().map(|halt| halt.finish(PATIENCE).expect("it ends")).collect();
+    let done: Vec<_> = halts
+        .into_iter()
+        .map(|halt| halt.finish(PATIENCE).expect("it ends"))
+        .collect();
     assert!(!lab.place().exists(), "nothing is left");
     assert!(done.iter().any(|done| done.good()), "{done:?}");
     for done in done {
         // One that comes when all is over finds nothing to halt.
-        let late = done.err.starts_with("pvm: no virtual machine is running here");
+        let late = done
+            .err
+            .starts_with("pvm: no virtual machine is running here");
         assert!((done.good() && done.err.is_empty()) || late, "{done:?}");
     }
 }
@@ -58,7 +83,9 @@ fn a_daemon_does_not_keep_the_locks_and_pipes_of_whoever_started_it() {
     let Some(lab) = lab() else { return };
     let start_under_a_lock = |how: &str, program: &str| {
         let mut command = lab.command("flock");
-        command.args([how, "lock", program]).args((program != "true").then_some("start"));
+        command
+            .args([how, "lock", program])
+            .args((program != "true").then_some("start"));
         run(command, PATIENCE).expect("it ends")
     };
     assert!(start_under_a_lock("--exclusive", "pvm").good());
@@ -70,18 +97,39 @@ fn a_daemon_does_not_keep_the_locks_and_pipes_of_whoever_started_it() {
 #[test]
 fn after_a_daemon_was_killed_nothing_runs_and_the_next_start_puts_things_right() {
     let Some(lab) = started() else { return };
-    kill(Pid::from_raw(lab.daemon().expect("a daemon")), Signal::SIGKILL).expect("ours");
+    kill(
+        Pid::from_raw(lab.daemon().expect("a daemon")),
+        Signal::SIGKILL,
+    )
+    .expect("ours");
     let none = sempa_tests::eventually(PATIENCE, || {
         let done = lab.pvm(&["conf"]);
         // While it dies it may still take a caller in, and hang up.
-        if done.err.contains("no virtual machine") { Ok(done) } else { Err(format!("{done:?}")) }
+        if done.err.contains("no virtual machine") {
+            Ok(done)
+        } else {
+            Err(format!("{done:?}"))
+        }
     });
     let none = none.expect("it is dead");
-    assert!(none.err.starts_with("pvm: no virtual machine is running here: start one with `pvm`"), "{none:?}");
+    assert!(
+        none.err
+            .starts_with("pvm: no virtual machine is running here: start one with `pvm`"),
+        "{none:?}"
+    );
     let halt = lab.pvm(&["halt"]);
-    assert!(!halt.good() && halt.err.starts_with("pvm: no virtual machine is running here"), "{halt:?}");
+    assert!(
+        !halt.good()
+            && halt
+                .err
+                .starts_with("pvm: no virtual machine is running here"),
+        "{halt:?}"
+    );
     let start = lab.pvm(&["start"]);
-    assert!(start.good() && start.out.is_empty(), "it does not think that one runs: {start:?}");
+    assert!(
+        start.good() && start.out.is_empty(),
+        "it does not think that one runs: {start:?}"
+    );
     assert!(lab.pvm(&["conf"]).out.starts_with("1 host, "));
     lab.pvm(&["halt"]).expect_good("halt").expect("it ends");
     assert!(!lab.place().exists(), "nothing is left");
@@ -91,7 +139,11 @@ fn after_a_daemon_was_killed_nothing_runs_and_the_next_start_puts_things_right()
 fn who_starts_one_while_another_dies_has_one_that_works() {
     let Some(lab) = started() else { return };
     for _ in 0..20 {
-        kill(Pid::from_raw(lab.daemon().expect("a daemon")), Signal::SIGKILL).expect("ours");
+        kill(
+            Pid::from_raw(lab.daemon().expect("a daemon")),
+            Signal::SIGKILL,
+        )
+        .expect("ours");
         let start = lab.pvm(&["start"]);
         assert!(start.good() && start.out.is_empty(), "{start:?}");
         assert!(lab.pvm(&["conf"]).out.starts_with("1 host, "));
@@ -117,18 +169,40 @@ fn who_starts_one_while_another_dies_has_one_that_works() {
 fn whoever_starts_it_hears_what_is_wrong_with_the_host_file() {
     let Some(lab) = lab() else { return };
     let hosts = lab.path("hosts");
-    fs::write(&hosts, "# mine\nh2.invalid zz=1\n& h3.invalid sp=2\nh4.invalid\n").expect("written");
+    fs::write(
+        &hosts,
+        "# mine\nh2.invalid zz=1\n& h3.invalid sp=2\nh4.invalid\n",
+    )
+    .expect("written");
     let mut command = lab.console();
-    command.args(["start", "hosts"]).env("PVM_RSH", "/bin/false");
+    command
+        .args(["start", "hosts"])
+        .env("PVM_RSH", "/bin/false");
     let done = run(command, PATIENCE).expect("it ends");
-    assert_eq!(done.status.code(), Some(1), "not all of it was done: {done:?}");
+    assert_eq!(
+        done.status.code(),
+        Some(1),
+        "not all of it was done: {done:?}"
+    );
     let lines: Vec<&str> = done.err.lines().collect();
     assert_eq!(lines.len(), 2, "{done:?}");
-    assert!(lines[0].starts_with("pvm: h2.invalid zz=1 was not added: ") && lines[0].contains("zz"), "{done:?}");
-    assert!(lines[1].starts_with("pvm: h4.invalid was not added: cannot start a daemon on h4.invalid"), "{done:?}");
-    assert!(lab.pvm(&["conf"]).out.starts_with("1 host, "), "it runs all the same");
+    assert!(
+        lines[0].starts_with("pvm: h2.invalid zz=1 was not added: ") && lines[0].contains("zz"),
+        "{done:?}"
+    );
+    assert!(
+        lines[1].starts_with("pvm: h4.invalid was not added: cannot start a daemon on h4.invalid"),
+        "{done:?}"
+    );
+    assert!(
+        lab.pvm(&["conf"]).out.starts_with("1 host, "),
+        "it runs all the same"
+    );
     let again = lab.pvm(&["start", "hosts"]);
-    assert_eq!((again.good(), again.out.as_str()), (true, "pvmd already running.\n"));
+    assert_eq!(
+        (again.good(), again.out.as_str()),
+        (true, "pvmd already running.\n")
+    );
 }
 
 #[test]
@@ -136,26 +210,52 @@ fn values_for_programs_are_one_json_text_a_line() {
     let Some(lab) = started() else { return };
     let value = |words: &[&str]| -> Value {
         let done = lab.pvm(&[&["--json"], words].concat());
-        serde_json::from_str(done.out.trim()).unwrap_or_else(|error| panic!("{words:?}: {error}: {done:?}"))
+        serde_json::from_str(done.out.trim())
+            .unwrap_or_else(|error| panic!("{words:?}: {error}: {done:?}"))
     };
-    let host = value(&["conf"])["hosts"][0]["name"].as_str().expect("a name").to_string();
-    assert_eq!(value(&["mstat", &host, "nohost"])["results"][1]["error"]["code"], -6);
+    let host = value(&["conf"])["hosts"][0]["name"]
+        .as_str()
+        .expect("a name")
+        .to_string();
+    assert_eq!(
+        value(&["mstat", &host, "nohost"])["results"][1]["error"]["code"],
+        -6
+    );
     assert_eq!(value(&["pstat", "t40077"])["results"][0]["up"], false);
     assert_eq!(value(&["getopt", "PvmRoute"])["options"]["PvmRoute"], 1);
-    assert!(value(&["id"])["tid"].as_str().is_some_and(|tid| tid.starts_with("t40")));
+    assert!(
+        value(&["id"])["tid"]
+            .as_str()
+            .is_some_and(|tid| tid.starts_with("t40"))
+    );
     assert_eq!(value(&["names"])["classes"], Value::Array(Vec::new()));
     assert_eq!(value(&["trace"])["options"], "full");
     assert_eq!(value(&["version"])["interface"], "3.4.6");
-    assert_eq!(value(&["spawn", "/bin/true"])["results"][0]["tid"].as_str().map(|tid| &tid[..1]), Some("t"));
+    assert_eq!(
+        value(&["spawn", "/bin/true"])["results"][0]["tid"]
+            .as_str()
+            .map(|tid| &tid[..1]),
+        Some("t")
+    );
     let text = script(lab.console(), "conf --json\nquit\n", true);
-    let line = text.lines().find(|line| line.starts_with('{')).expect("a value");
-    assert_eq!(serde_json::from_str::<Value>(line).expect("JSON")["formats"], 1);
+    let line = text
+        .lines()
+        .find(|line| line.starts_with('{'))
+        .expect("a value");
+    assert_eq!(
+        serde_json::from_str::<Value>(line).expect("JSON")["formats"],
+        1
+    );
 }
 
 #[test]
 fn commands_of_the_start_file_come_first() {
     let Some(lab) = started() else { return };
-    fs::write(lab.home().join(".pvmrc"), "# mine\nalias greet echo hello\ngreet 1\n").expect("written");
+    fs::write(
+        lab.home().join(".pvmrc"),
+        "# mine\nalias greet echo hello\ngreet 1\n",
+    )
+    .expect("written");
     let text = script(lab.console(), "greet 2\n", true);
     let wanted = "pvmd already running.\n# mine\nalias greet echo hello\ngreet 1\nhello 1\npvm> greet 2\nhello 2\npvm> quit\n\n\
                   Console: exit handler called\npvmd still running.\n";

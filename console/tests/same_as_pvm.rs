@@ -251,11 +251,24 @@ impl Real {
     fn start() -> Option<Real> {
         let lab = lab()?;
         let mut command = real(&lab, DAEMON);
-        let daemon =
-            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+        let daemon = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("it starts");
         let real = Real { lab, daemon };
-        let address = real.lab.path("tmp").join(format!("pvmd.{}", nix::unistd::geteuid()));
-        let up = || if address.exists() { Ok(()) } else { Err("PVM's daemon gives no address".to_string()) };
+        let address = real
+            .lab
+            .path("tmp")
+            .join(format!("pvmd.{}", nix::unistd::geteuid()));
+        let up = || {
+            if address.exists() {
+                Ok(())
+            } else {
+                Err("PVM's daemon gives no address".to_string())
+            }
+        };
         eventually(PATIENCE, up).expect("it comes up");
         Some(real)
     }
@@ -272,7 +285,10 @@ impl Drop for Real {
 /// A program with PVM's own library.
 fn real(lab: &Lab, program: &str) -> Command {
     let mut command = lab.command(program);
-    command.env_remove("LD_LIBRARY_PATH").env_remove("SEMPA_LIB").env("PATH", "/usr/bin:/bin");
+    command
+        .env_remove("LD_LIBRARY_PATH")
+        .env_remove("SEMPA_LIB")
+        .env("PATH", "/usr/bin:/bin");
     command
 }
 
@@ -280,7 +296,9 @@ fn real(lab: &Lab, program: &str) -> Command {
 fn answers(command: Command) -> Vec<(String, String)> {
     // On standard error the library speaks, or our console explains.
     let text = script(command, COMMANDS, false);
-    let text = text.strip_prefix("pvmd already running.\n").unwrap_or(&text);
+    let text = text
+        .strip_prefix("pvmd already running.\n")
+        .unwrap_or(&text);
     let pieces = text.split("pvm> ").filter(|piece| !piece.is_empty());
     pieces
         .map(|piece| {
@@ -295,10 +313,17 @@ fn plain(command: &str, answer: &str) -> String {
     let mut tids = BTreeMap::new();
     let lines = answer.lines().map(|line| {
         let mut words: Vec<String> = line.split(' ').map(|word| tid(word, &mut tids)).collect();
-        let is_row = command.starts_with("ps") && command.contains('l') && line.contains("4/c") | line.contains("2/f");
+        let is_row = command.starts_with("ps")
+            && command.contains('l')
+            && line.contains("4/c") | line.contains("2/f");
         if is_row {
             // Host, tid, parent, process.
-            let cells: Vec<usize> = words.iter().enumerate().filter(|(_, w)| !w.is_empty()).map(|(at, _)| at).collect();
+            let cells: Vec<usize> = words
+                .iter()
+                .enumerate()
+                .filter(|(_, w)| !w.is_empty())
+                .map(|(at, _)| at)
+                .collect();
             words[cells[3]] = "PID".into();
             words.retain(|word| !word.is_empty());
         }
@@ -327,7 +352,11 @@ fn our_console_answers_as_pvms_and_pvms_console_answers_the_same_on_our_daemon()
     let Some(ours) = started() else { return };
     let Some(mixed) = started() else { return };
     let wanted = answers(real(&pvm.lab, CONSOLE));
-    assert_eq!(wanted.len(), COMMANDS.lines().count(), "PVM's console understood all: {wanted:?}");
+    assert_eq!(
+        wanted.len(),
+        COMMANDS.lines().count(),
+        "PVM's console understood all: {wanted:?}"
+    );
     let own = answers(ours.console());
     let strange = answers(mixed.command(CONSOLE));
     let mut wrong = Vec::new();
@@ -337,7 +366,10 @@ fn our_console_answers_as_pvms_and_pvms_console_answers_the_same_on_our_daemon()
             wrong.push(format!("{command}\nPVM: {answer}\nours: {}", own[at].1));
         }
         if strange.get(at) != Some(&wanted[at]) {
-            wrong.push(format!("{command}\nPVM: {answer}\nPVM's on our daemon: {:?}", strange.get(at)));
+            wrong.push(format!(
+                "{command}\nPVM: {answer}\nPVM's on our daemon: {:?}",
+                strange.get(at)
+            ));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
@@ -367,13 +399,27 @@ fn pvms_console_on_our_daemon_shows_output_and_traces_of_tasks() {
     terminal.wait_for("pvm> ");
     terminal.keys("spawn -> hello.pvm\n");
     terminal.wait_for("[1]\r\n1 successful\r\nt4");
-    shown_with_commands(&mut terminal, &["] i'm t4", ": hello, world from ", "[1] finished"]);
+    shown_with_commands(
+        &mut terminal,
+        &["] i'm t4", ": hello, world from ", "[1] finished"],
+    );
     terminal.keys("spawn -@ hello.pvm\n");
-    let records = ["\"host_add(0)\" {", "libpvmtrc: Task TID=0x4", "\"newtask(0)\" {", "\"endtask(0)\" {"];
+    let records = [
+        "\"host_add(0)\" {",
+        "libpvmtrc: Task TID=0x4",
+        "\"newtask(0)\" {",
+        "\"endtask(0)\" {",
+    ];
     shown_with_commands(&mut terminal, &records);
     terminal.keys("halt\n");
     terminal.end();
-    let gone = || if lab.place().exists() { Err("it is there".to_string()) } else { Ok(()) };
+    let gone = || {
+        if lab.place().exists() {
+            Err("it is there".to_string())
+        } else {
+            Ok(())
+        }
+    };
     eventually(PATIENCE, gone).expect("the virtual machine has ended");
 }
 
@@ -382,12 +428,21 @@ fn the_last_line_of_commands_needs_no_newline_and_is_not_repeated_then() {
     if !has(CONSOLE, "pvm") {
         return;
     }
-    let (Some(pvm), Some(ours)) = (Real::start(), started()) else { return };
+    let (Some(pvm), Some(ours)) = (Real::start(), started()) else {
+        return;
+    };
     for lab in [&pvm.lab, &ours] {
-        fs::write(lab.home().join(".pvmrc"), "alias me id\n# nothing\n\nme\necho the end").expect("written");
+        fs::write(
+            lab.home().join(".pvmrc"),
+            "alias me id\n# nothing\n\nme\necho the end",
+        )
+        .expect("written");
     }
     let wanted = script(real(&pvm.lab, CONSOLE), "conf x\nme", false);
-    assert!(wanted.contains("me\nt40001\nthe end\npvm> conf x\n") && wanted.contains("pvm> t40001\n"), "{wanted}");
+    assert!(
+        wanted.contains("me\nt40001\nthe end\npvm> conf x\n") && wanted.contains("pvm> t40001\n"),
+        "{wanted}"
+    );
     assert_eq!(script(ours.console(), "conf x\nme", false), wanted);
 }
 
@@ -401,10 +456,15 @@ fn every_traced_job_of_a_console_says_what_its_items_are() {
         terminal.keys(&format!("spawn -@{} /bin/true\r", file.display()));
         terminal.wait_for(&format!("[{job}] finished"));
         let text = fs::read_to_string(file).expect("a trace");
-        let begin = text.find("\"newtask(0)\"\n{").unwrap_or_else(|| panic!("no description: {text}"));
+        let begin = text
+            .find("\"newtask(0)\"\n{")
+            .unwrap_or_else(|| panic!("no description: {text}"));
         let described = &text[begin..];
         for name in ["TS", "TU", "TID", "PT", "TF"] {
-            assert!(described.contains(&format!("\tint \"{name}\";\n")), "{job}: {described}");
+            assert!(
+                described.contains(&format!("\tint \"{name}\";\n")),
+                "{job}: {described}"
+            );
         }
         assert!(text.starts_with("/*\n * \"Creation Date\" \""), "{text}");
     }
@@ -417,15 +477,41 @@ fn our_console_shows_the_output_of_an_unmodified_program_with_its_trace() {
     }
     let Some(lab) = started() else { return };
     let trace = lab.path("trace");
-    let done = lab.pvm(&["spawn", "->", &format!("-@{}", trace.display()), "hello.pvm"]);
+    let done = lab.pvm(&[
+        "spawn",
+        "->",
+        &format!("-@{}", trace.display()),
+        "hello.pvm",
+    ]);
     let done = done.expect_good("spawn").expect("it ran");
     let lines: Vec<&str> = done.out.lines().collect();
     assert_eq!(lines[..2], ["[1]", "1 successful"], "{done:?}");
-    assert!(lines.iter().any(|line| line.contains(": hello, world from ")), "{done:?}");
-    assert_eq!(lines.iter().filter(|line| line.starts_with("[1] libpvmtrc: Task TID=0x4")).count(), 2, "{done:?}");
+    assert!(
+        lines
+            .iter()
+            .any(|line| line.contains(": hello, world from ")),
+        "{done:?}"
+    );
+    assert_eq!(
+        lines
+            .iter()
+            .filter(|line| line.starts_with("[1] libpvmtrc: Task TID=0x4"))
+            .count(),
+        2,
+        "{done:?}"
+    );
     assert_eq!(lines.last(), Some(&"[1] finished"), "{done:?}");
     let text = fs::read_to_string(trace).expect("a trace");
-    for name in ["host_add(0)", "newtask(0)", "spntask(0)", "output(0)", "endtask(0)"] {
-        assert!(text.contains(&format!("\n\"{name}\" {{ ")), "{name}: {text}");
+    for name in [
+        "host_add(0)",
+        "newtask(0)",
+        "spntask(0)",
+        "output(0)",
+        "endtask(0)",
+    ] {
+        assert!(
+            text.contains(&format!("\n\"{name}\" {{ ")),
+            "{name}: {text}"
+        );
     }
 }

@@ -39,7 +39,11 @@ fn a_line_can_be_edited_before_it_is_a_command() {
     terminal.wait_for("pvm> ");
     terminal.keys("id\r");
     terminal.wait_for("\r\nt40");
-    assert!(!terminal.shown().contains("not found"), "ctrl-c gives a line up: {:?}", terminal.shown());
+    assert!(
+        !terminal.shown().contains("not found"),
+        "ctrl-c gives a line up: {:?}",
+        terminal.shown()
+    );
     terminal.keys(CTRL_D);
     terminal.wait_for("Console: exit handler called\r\npvmd still running.\r\n");
     assert!(terminal.end().success() && terminal.is_restored());
@@ -60,9 +64,15 @@ fn lines_are_remembered_by_the_next_console_and_read_by_nobody_else() {
     first.keys("quit\r");
     assert!(first.end().success());
     let path = lab.home().join(".pvm_history");
-    assert_eq!(fs::metadata(&path).expect("a history").permissions().mode() & 0o777, 0o600);
+    assert_eq!(
+        fs::metadata(&path).expect("a history").permissions().mode() & 0o777,
+        0o600
+    );
     let text = fs::read_to_string(&path).expect("a history");
-    assert!(text.contains("echo two") && !text.contains("secret"), "a blank before it keeps a line out: {text}");
+    assert!(
+        text.contains("echo two") && !text.contains("secret"),
+        "a blank before it keeps a line out: {text}"
+    );
     let mut second = console(&lab);
     second.keys(&format!("{UP}{UP}{UP}\r"));
     second.wait_for("\r\ntwo\r\n");
@@ -72,7 +82,12 @@ fn lines_are_remembered_by_the_next_console_and_read_by_nobody_else() {
 fn the_tabulator_completes_commands_hosts_and_options() {
     let Some(lab) = started() else { return };
     let host = lab.pvm(&["--json", "conf"]).out;
-    let host = host.split("\"name\":\"").nth(1).and_then(|rest| rest.split('"').next()).expect("a host").to_string();
+    let host = host
+        .split("\"name\":\"")
+        .nth(1)
+        .and_then(|rest| rest.split('"').next())
+        .expect("a host")
+        .to_string();
     let mut terminal = console(&lab);
     terminal.keys(&format!("mst\t{}\t\r", &host[..1]));
     terminal.wait_for(&format!("{host}  ok\r\n"));
@@ -81,14 +96,22 @@ fn the_tabulator_completes_commands_hosts_and_options() {
     terminal.wait_for("PvmRoute Currently Set to 1\r\n");
     terminal.keys("s\t\t");
     let list = terminal.wait_for("start");
-    assert!(["setenv", "setopt", "sig", "spawn"].iter().all(|name| list.contains(name)), "{list:?}");
+    assert!(
+        ["setenv", "setopt", "sig", "spawn"]
+            .iter()
+            .all(|name| list.contains(name)),
+        "{list:?}"
+    );
 }
 
 #[test]
 fn output_of_tasks_comes_above_the_prompt_and_leaves_the_line_alone() {
     let Some(lab) = started() else { return };
     let (go, script) = (lab.path("go"), lab.path("wait.sh"));
-    let text = format!("while [ ! -e {} ]; do sleep 0.02; done; echo here it is", go.display());
+    let text = format!(
+        "while [ ! -e {} ]; do sleep 0.02; done; echo here it is",
+        go.display()
+    );
     fs::write(&script, text).expect("written");
     let mut terminal = console(&lab);
     terminal.keys(&format!("spawn -> /bin/sh {}\r", script.display()));
@@ -119,7 +142,10 @@ fn keys_typed_ahead_are_understood_as_at_the_prompt() {
     terminal.wait_for("data format\r\n");
     terminal.wait_for("Console: exit handler called\r\n");
     let shown = terminal.shown();
-    assert!(!shown.contains("^["), "nothing is repeated as it was typed: {shown:?}");
+    assert!(
+        !shown.contains("^["),
+        "nothing is repeated as it was typed: {shown:?}"
+    );
     assert!(terminal.end().success() && terminal.is_restored());
 }
 
@@ -130,19 +156,38 @@ fn output_that_comes_while_candidates_or_the_history_are_looked_at_is_shown_afte
     terminal.keys("echo remembered\r");
     terminal.wait_for("\r\nremembered\r\n");
     let script = lab.path("wait.sh");
-    fs::write(&script, "while [ ! -e $1 ]; do sleep 0.02; done; echo here it is; touch $1.done").expect("written");
+    fs::write(
+        &script,
+        "while [ ! -e $1 ]; do sleep 0.02; done; echo here it is; touch $1.done",
+    )
+    .expect("written");
     // One that waits for the second tabulator, a list, a search; and what leads back.
-    let kinds = [("s\t", LEFT), ("s\t\t", LEFT), ("\x12rem", CTRL_G), ("echo <ha", CTRL_A)];
+    let kinds = [
+        ("s\t", LEFT),
+        ("s\t\t", LEFT),
+        ("\x12rem", CTRL_G),
+        ("echo <ha", CTRL_A),
+    ];
     for (job, (keys, back)) in kinds.into_iter().enumerate() {
         let go = lab.path(&format!("go{job}"));
-        terminal.keys(&format!("spawn -> /bin/sh {} {}\r", script.display(), go.display()));
+        terminal.keys(&format!(
+            "spawn -> /bin/sh {} {}\r",
+            script.display(),
+            go.display()
+        ));
         terminal.wait_for("1 successful\r\n");
         terminal.wait_for("pvm> ");
         terminal.keys(keys);
         terminal.wait_for(keys.trim_end_matches('\t').trim_start_matches('\x12'));
         fs::write(&go, "").expect("written");
         let done = lab.path(&format!("go{job}.done"));
-        let there = || if done.exists() { Ok(()) } else { Err("the task does not go on".to_string()) };
+        let there = || {
+            if done.exists() {
+                Ok(())
+            } else {
+                Err("the task does not go on".to_string())
+            }
+        };
         eventually(PATIENCE, there).expect("it ends");
         terminal.keys(back);
         terminal.wait_for("] here it is\r\n");
@@ -169,7 +214,10 @@ fn a_flood_of_output_and_a_flood_of_keys_do_not_wait_for_each_other() {
     let mut at = 0;
     for n in 1..=LINES {
         let line = format!("] <{n}>\r\n");
-        at += shown[at..].find(&line).unwrap_or_else(|| panic!("line {n} is missing or late")) + line.len();
+        at += shown[at..]
+            .find(&line)
+            .unwrap_or_else(|| panic!("line {n} is missing or late"))
+            + line.len();
     }
     for n in 0..KEYS {
         assert!(shown.contains(&format!("\r\nanswer-{n}\r\n")), "answer {n}");
@@ -211,7 +259,11 @@ fn a_terminal_that_cannot_be_edited_on_works_as_it_is() {
     terminal.wait_for("pvm> ");
     terminal.keys("echo <a>\n");
     terminal.wait_for("\r\n<a>\r\npvm> ");
-    assert!(!terminal.shown().contains('\x1b'), "no control sequences: {:?}", terminal.shown());
+    assert!(
+        !terminal.shown().contains('\x1b'),
+        "no control sequences: {:?}",
+        terminal.shown()
+    );
     terminal.keys("halt\n");
     assert!(terminal.end().success());
 }

@@ -49,7 +49,12 @@ quit
 fn answers(mut command: Command, is_final: impl Fn(usize, &str) -> bool) -> Vec<(String, String)> {
     let output = tempfile::tempfile().expect("a file");
     let shown = || Stdio::from(output.try_clone().expect("a descriptor"));
-    let mut child = command.stdin(Stdio::piped()).stdout(shown()).stderr(Stdio::null()).spawn().expect("it starts");
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(shown())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("it starts");
     let mut input = child.stdin.take().expect("a pipe");
     let mut given = 0;
     let mut all = Vec::new();
@@ -60,21 +65,38 @@ fn answers(mut command: Command, is_final: impl Fn(usize, &str) -> bool) -> Vec<
         };
         eventually(PATIENCE, || prompted(given + 1)).map_err(|error| error.to_string())?;
         // In one piece: PVM's console takes what it reads at once for a line.
-        input.write_all(format!("{line}\n").as_bytes()).map_err(|error| error.to_string())?;
+        input
+            .write_all(format!("{line}\n").as_bytes())
+            .map_err(|error| error.to_string())?;
         given += 1;
         if line == "quit" {
-            let ended = || child.try_wait().ok().flatten().ok_or_else(|| "it does not end".to_string());
+            let ended = || {
+                child
+                    .try_wait()
+                    .ok()
+                    .flatten()
+                    .ok_or_else(|| "it does not end".to_string())
+            };
             eventually(PATIENCE, ended).map_err(|error| error.to_string())?;
         }
         let prompts = given + usize::from(line != "quit");
-        let text = eventually(COMMAND_TIME, || prompted(prompts)).map_err(|error| error.to_string())?;
-        let answer =
-            text.split(PROMPT).nth(given).and_then(|piece| piece.split_once('\n')).map_or("", |(_, said)| said);
-        if is_final(at, answer) { Ok(plain(answer)) } else { Err(format!("{line} goes on to say {answer}")) }
+        let text =
+            eventually(COMMAND_TIME, || prompted(prompts)).map_err(|error| error.to_string())?;
+        let answer = text
+            .split(PROMPT)
+            .nth(given)
+            .and_then(|piece| piece.split_once('\n'))
+            .map_or("", |(_, said)| said);
+        if is_final(at, answer) {
+            Ok(plain(answer))
+        } else {
+            Err(format!("{line} goes on to say {answer}"))
+        }
     };
     for (at, line) in COMMANDS.lines().enumerate() {
         // If it never answers, it is ended with its host.
-        let answer = eventually(PATIENCE, || ask(at, line)).unwrap_or_else(|error| panic!("{error:#}"));
+        let answer =
+            eventually(PATIENCE, || ask(at, line)).unwrap_or_else(|error| panic!("{error:#}"));
         all.push((line.to_string(), answer));
     }
     // The last command was to quit.
@@ -84,16 +106,29 @@ fn answers(mut command: Command, is_final: impl Fn(usize, &str) -> bool) -> Vec<
 
 /// An answer with hosts in place of tasks.
 fn plain(answer: &str) -> String {
-    let lines = answer.lines().map(|line| line.split(' ').map(host_of).collect::<Vec<_>>().join(" "));
+    let lines = answer
+        .lines()
+        .map(|line| line.split(' ').map(host_of).collect::<Vec<_>>().join(" "));
     let mut lines: Vec<String> = lines.map(|line| line.trim_end().to_string()).collect();
-    lines.sort_by_key(|line| if line.contains("task@") { line.clone() } else { String::new() });
+    lines.sort_by_key(|line| {
+        if line.contains("task@") {
+            line.clone()
+        } else {
+            String::new()
+        }
+    });
     lines.join("\n")
 }
 
 /// What PVM says in the end: it goes on to show a host that it has called deleted, and does not add one again whose old
 /// daemon is still there.
 fn is_pvms_last_word(at: usize, answer: &str) -> bool {
-    let place = |command: &str| COMMANDS.lines().position(|line| line == command).expect("a command");
+    let place = |command: &str| {
+        COMMANDS
+            .lines()
+            .position(|line| line == command)
+            .expect("a command")
+    };
     if at == place("add h3") {
         return answer.starts_with("1 successful");
     }
@@ -120,9 +155,15 @@ fn wanted() -> Vec<(String, String)> {
 /// depends on how many attempts there were before, for ours gives none out twice.
 fn host_of(word: &str) -> String {
     let digits = word.strip_prefix('t').unwrap_or(word);
-    let raw = if (5..=6).contains(&digits.len()) { u32::from_str_radix(digits, 16).ok() } else { None };
+    let raw = if (5..=6).contains(&digits.len()) {
+        u32::from_str_radix(digits, 16).ok()
+    } else {
+        None
+    };
     match raw {
-        Some(raw) if raw >= 0x40001 && raw & 0x3_ffff != 0 => word.replace(digits, &format!("task@{}", raw >> 18)),
+        Some(raw) if raw >= 0x40001 && raw & 0x3_ffff != 0 => {
+            word.replace(digits, &format!("task@{}", raw >> 18))
+        }
         Some(raw) if raw > 0xc0000 && raw & 0x3_ffff == 0 => "later".to_string(),
         _ => word.to_string(),
     }
@@ -138,16 +179,28 @@ fn commands_about_hosts_print_what_pvm_prints() {
         return;
     }
     let wanted = wanted();
-    let Some((bed, inside)) = needs::testbed(3) else { return };
+    let Some((bed, inside)) = needs::testbed(3) else {
+        return;
+    };
     for console in [inside.join("bin/pvm"), CONSOLE.into()] {
         let vm = Vm::start(&bed, Settings::default()).expect("ours");
         let mut command = vm.command(bed.host(1), &console);
         command.env("LD_LIBRARY_PATH", inside.join("lib"));
         let got = answers(command, |_, _| true);
-        let pairs = wanted.iter().zip(&got).filter(|(wanted, got)| wanted != got);
-        let wrong: Vec<String> =
-            pairs.map(|((command, wanted), (_, got))| format!("{command}\nPVM:\n{wanted}\nours:\n{got}")).collect();
-        assert!(wrong.is_empty(), "{}:\n{}\n{}", console.display(), wrong.join("\n\n"), vm.logs());
+        let pairs = wanted
+            .iter()
+            .zip(&got)
+            .filter(|(wanted, got)| wanted != got);
+        let wrong: Vec<String> = pairs
+            .map(|((command, wanted), (_, got))| format!("{command}\nPVM:\n{wanted}\nours:\n{got}"))
+            .collect();
+        assert!(
+            wrong.is_empty(),
+            "{}:\n{}\n{}",
+            console.display(),
+            wrong.join("\n\n"),
+            vm.logs()
+        );
         vm.halt().expect("it ends");
     }
 }

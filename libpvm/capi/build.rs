@@ -14,5 +14,9 @@ fn main() {
         println!("cargo:rustc-cdylib-link-arg=-Wl,-z,defs");
     }
     unwinder::take_along();
-    cc::Build::new().file("csrc/variadic.c").flag("-fvisibility=hidden").warnings(true).compile("pvm3_variadic");
+    cc::Build::new()
+        .file("csrc/variadic.c")
+        .flag("-fvisibility=hidden")
+        .warnings(true)
+        .compile("pvm3_variadic");
 }

@@ -59,13 +59,17 @@ fn work(vm: &Vm, master: &Task) -> Result<()> {
 
 fn lead(vm: &Vm, workers: u32, numbers: u64) -> Result<u128> {
     let program = std::env::current_exe()?;
-    let program = program.to_str().context("the path of this program is not text")?;
+    let program = program
+        .to_str()
+        .context("the path of this program is not text")?;
     let workers = vm.spawner(program).count(workers).start()?.all()?;
     let tids: Vec<_> = workers.iter().map(Task::tid).collect();
     let mut ends = vm.watch_tasks(&tids)?;
 
     let starts = (0..numbers).step_by(usize::try_from(PIECE)?);
-    let mut pieces: Vec<(u64, u64)> = starts.map(|from| (from, numbers.min(from + PIECE))).collect();
+    let mut pieces: Vec<(u64, u64)> = starts
+        .map(|from| (from, numbers.min(from + PIECE)))
+        .collect();
     let mut idle = workers.clone();
     let mut busy = BTreeMap::new();
     let mut sum = 0;
@@ -96,7 +100,10 @@ fn lead(vm: &Vm, workers: u32, numbers: u64) -> Result<u128> {
         }
     }
     if !pieces.is_empty() {
-        bail!("all workers have ended and {} pieces are left", pieces.len());
+        bail!(
+            "all workers have ended and {} pieces are left",
+            pieces.len()
+        );
     }
     for worker in &workers {
         worker.send_value(TAG_WORK, &Order::Done)?;

@@ -18,14 +18,26 @@ fn main() {
         println!("cargo:rerun-if-changed={file}");
         build.file(file);
     }
-    for file in ["csrc/fortran.h", "include/names.txt", "../capi/include/pvm3.h"] {
+    for file in [
+        "csrc/fortran.h",
+        "include/names.txt",
+        "../capi/include/pvm3.h",
+    ] {
         println!("cargo:rerun-if-changed={file}");
     }
-    build.include("../capi/include").flag("-std=gnu11").warnings(true).extra_warnings(true).cargo_metadata(false);
+    build
+        .include("../capi/include")
+        .flag("-std=gnu11")
+        .warnings(true)
+        .extra_warnings(true)
+        .cargo_metadata(false);
     build.compile("fpvm3");
-    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo gives a build script its folder"));
-    let names = std::fs::read_to_string("include/names.txt").expect("the list of names is beside this script");
-    std::fs::write(out.join("fpvm3.h"), header(&names)).expect("the folder of this build can be written");
+    let out =
+        PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo gives a build script its folder"));
+    let names = std::fs::read_to_string("include/names.txt")
+        .expect("the list of names is beside this script");
+    std::fs::write(out.join("fpvm3.h"), header(&names))
+        .expect("the folder of this build can be written");
 }
 
 /// The header, in a form that fixed and free source form both take.
@@ -41,7 +53,10 @@ fn header(names: &str) -> String {
             None => {
                 let (name, value) = line.split_once('=').expect("a name and its number");
                 let (name, value) = (name.trim(), value.trim());
-                let _ = writeln!(out, "{INDENT}integer {name}\n{INDENT}parameter ({name} = {value})");
+                let _ = writeln!(
+                    out,
+                    "{INDENT}integer {name}\n{INDENT}parameter ({name} = {value})"
+                );
             }
         }
     }

@@ -28,10 +28,17 @@ impl Body {
     /// # Errors
     /// [`PvmError::BadParam`] when the type cannot be written in this way, [`PvmError::Overflow`] beyond 2 GiB.
     pub fn value<T: Serialize + ?Sized>(value: &T) -> Result<Body, Error> {
-        let bytes = postcard::to_allocvec(value)
-            .map_err(|error| Error::new(PvmError::BadParam, format!("the value cannot be packed: {error}")))?;
+        let bytes = postcard::to_allocvec(value).map_err(|error| {
+            Error::new(
+                PvmError::BadParam,
+                format!("the value cannot be packed: {error}"),
+            )
+        })?;
         let count = i32::try_from(bytes.len()).map_err(|_| {
-            Error::new(PvmError::Overflow, "the value takes more than 2 GiB: send it in several messages")
+            Error::new(
+                PvmError::Overflow,
+                "the value takes more than 2 GiB: send it in several messages",
+            )
         })?;
         Ok(Body::items(|out| out.int(count).bytes(&bytes)))
     }
@@ -59,7 +66,10 @@ impl Content for Message {
 
     fn value<T: DeserializeOwned>(&self) -> Result<T, Error> {
         let no_value = |why: String| {
-            let reason = format!("the message from {} with tag {} holds no such value: {why}", self.src, self.tag);
+            let reason = format!(
+                "the message from {} with tag {} holds no such value: {why}",
+                self.src, self.tag
+            );
             Error::new(PvmError::BadMsg, reason)
         };
         let mut from = self.items()?;
@@ -90,11 +100,23 @@ mod tests {
 
     fn message(body: Body) -> Message {
         let (src, dst) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
-        Message { src, dst, ctx: 0, tag: 3, wid: 0, enc: body.enc, body: body.bytes }
+        Message {
+            src,
+            dst,
+            ctx: 0,
+            tag: 3,
+            wid: 0,
+            enc: body.enc,
+            body: body.bytes,
+        }
     }
 
     fn work() -> Work {
-        Work { name: "x".into(), range: (1, u64::MAX), weights: vec![0.5, -1.0] }
+        Work {
+            name: "x".into(),
+            range: (1, u64::MAX),
+            weights: vec![0.5, -1.0],
+        }
     }
 
     #[test]
@@ -103,18 +125,32 @@ mod tests {
         assert_eq!(message.value::<Work>(), Ok(work()));
         let mut items = message.items().expect("readable");
         let count = items.int().expect("a count");
-        assert_eq!(items.bytes(count as usize).expect("bytes").len(), count as usize, "C reads it as bytes");
+        assert_eq!(
+            items.bytes(count as usize).expect("bytes").len(),
+            count as usize,
+            "C reads it as bytes"
+        );
         assert_eq!(items.remaining(), 0);
     }
 
     #[test]
     fn what_is_something_else_is_an_error() {
         let other = message(Body::items(|out| out.str(b"not a value at all")));
-        assert_eq!(other.value::<Work>().expect_err("no value").code, PvmError::BadMsg);
+        assert_eq!(
+            other.value::<Work>().expect_err("no value").code,
+            PvmError::BadMsg
+        );
         let longer = message(Body::value(&(work(), 1u8)).expect("packed"));
         let error = longer.value::<Work>().expect_err("too long");
-        assert_eq!(error.reason, "the message from t40001 with tag 3 holds no such value: 1 bytes are left over");
-        for body in [Body::empty(), Body::items(|out| out.int(-1)), Body::items(|out| out.int(i32::MAX))] {
+        assert_eq!(
+            error.reason,
+            "the message from t40001 with tag 3 holds no such value: 1 bytes are left over"
+        );
+        for body in [
+            Body::empty(),
+            Body::items(|out| out.int(-1)),
+            Body::items(|out| out.int(i32::MAX)),
+        ] {
             assert!(message(body).value::<Work>().is_err());
         }
     }

@@ -18,7 +18,9 @@ pub enum EnrollError {
         source: io::Error,
     },
     /// The process runs as root without permission.
-    #[error("a task may not run as root: use an ordinary user, or set PVM_ALLOW_ROOT=1 if you mean it")]
+    #[error(
+        "a task may not run as root: use an ordinary user, or set PVM_ALLOW_ROOT=1 if you mean it"
+    )]
     Root,
     /// The daemon did not want this task.
     #[error("the daemon refused this task: {0}")]
@@ -65,17 +67,24 @@ pub struct Error {
 impl Error {
     /// An error with its sentence.
     pub fn new(code: PvmError, reason: impl Into<String>) -> Error {
-        Error { code, reason: reason.into() }
+        Error {
+            code,
+            reason: reason.into(),
+        }
     }
 
     /// A reply that does not fit the request: the failure it reports, or a protocol error.
     pub(crate) fn from_reply(asked: &str, reply: Reply) -> Error {
         match reply {
-            Reply::Failed { error, reason } if reason.is_empty() => Error::new(error, format!("{asked}: {error}")),
+            Reply::Failed { error, reason } if reason.is_empty() => {
+                Error::new(error, format!("{asked}: {error}"))
+            }
             Reply::Failed { error, reason } => Error::new(error, reason),
             _ => Error::new(
                 PvmError::BadMsg,
-                format!("{asked}: the daemon gave an answer to another question; use one version everywhere"),
+                format!(
+                    "{asked}: the daemon gave an answer to another question; use one version everywhere"
+                ),
             ),
         }
     }

@@ -22,7 +22,12 @@ impl Vm {
     /// # }
     /// ```
     pub fn join_group(&self, group: &str) -> Result<i32, Error> {
-        self.group_number("joining a group", GroupRequest::Join { group: group.into() })
+        self.group_number(
+            "joining a group",
+            GroupRequest::Join {
+                group: group.into(),
+            },
+        )
     }
 
     /// Is a member no longer.
@@ -30,7 +35,13 @@ impl Vm {
     /// # Errors
     /// `NoGroup`, `NotInGroup`.
     pub fn leave_group(&self, group: &str) -> Result<(), Error> {
-        self.group_number("leaving a group", GroupRequest::Leave { group: group.into() }).map(|_| ())
+        self.group_number(
+            "leaving a group",
+            GroupRequest::Leave {
+                group: group.into(),
+            },
+        )
+        .map(|_| ())
     }
 
     /// Waits until `count` members wait; `None`: all members of the moment.
@@ -39,8 +50,17 @@ impl Vm {
     /// `NoGroup` when a member has ended meanwhile and too few are left, `NotInGroup`, `Mismatch` when others wait for
     /// another number.
     pub fn barrier(&self, group: &str, count: Option<u32>) -> Result<(), Error> {
-        let count = count.map_or(ALL_MEMBERS, |count| i32::try_from(count).unwrap_or(i32::MAX));
-        self.group_number("waiting at a barrier", GroupRequest::Barrier { group: group.into(), count }).map(|_| ())
+        let count = count.map_or(ALL_MEMBERS, |count| {
+            i32::try_from(count).unwrap_or(i32::MAX)
+        });
+        self.group_number(
+            "waiting at a barrier",
+            GroupRequest::Barrier {
+                group: group.into(),
+                count,
+            },
+        )
+        .map(|_| ())
     }
 
     /// The members by instance; `None` where a number is free.
@@ -49,10 +69,16 @@ impl Vm {
     /// `NoGroup`.
     pub fn group_members(&self, group: &str) -> Result<Vec<Option<Tid>>, Error> {
         let what = "listing a group";
-        match self.runtime().group_request(GroupRequest::Members { group: group.into() }, None) {
-            Reply::Group(GroupReply::Members(tids)) => {
-                Ok(tids.into_iter().map(|tid| Some(tid).filter(|tid| *tid != Tid::NONE)).collect())
-            }
+        match self.runtime().group_request(
+            GroupRequest::Members {
+                group: group.into(),
+            },
+            None,
+        ) {
+            Reply::Group(GroupReply::Members(tids)) => Ok(tids
+                .into_iter()
+                .map(|tid| Some(tid).filter(|tid| *tid != Tid::NONE))
+                .collect()),
             other => Err(Error::from_reply(what, other)),
         }
     }

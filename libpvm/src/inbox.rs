@@ -43,7 +43,10 @@ impl Inbox {
 
     /// Takes the message at position `i` out; those behind it move up. `i` must be a position of this inbox.
     pub fn remove(&mut self, i: usize) -> Message {
-        let message = self.messages.remove(i).expect("the caller names a message that is there");
+        let message = self
+            .messages
+            .remove(i)
+            .expect("the caller names a message that is there");
         self.bytes -= message.body.len() + Self::OVERHEAD_BYTES;
         message
     }

@@ -17,8 +17,15 @@ pub fn read(path: &Path) -> Result<JobFile, Error> {
     let wrong = |reason: String| Error::new(PvmError::BadParam, reason);
     let mut text = String::new();
     let file = std::fs::File::open(path);
-    file.and_then(|file| file.take(JOB_BYTES_MAX as u64 + 1).read_to_string(&mut text)).map_err(|error| {
-        wrong(format!("the job file {} cannot be read: {error}; nothing is started", path.display()))
+    file.and_then(|file| {
+        file.take(JOB_BYTES_MAX as u64 + 1)
+            .read_to_string(&mut text)
+    })
+    .map_err(|error| {
+        wrong(format!(
+            "the job file {} cannot be read: {error}; nothing is started",
+            path.display()
+        ))
     })?;
     JobFile::parse(&path.display().to_string(), &text).map_err(|error| wrong(error.to_string()))
 }
@@ -30,19 +37,29 @@ pub fn read(path: &Path) -> Result<JobFile, Error> {
 /// Those of [`read`].
 pub fn of_process() -> Result<Option<&'static JobFile>, &'static Error> {
     static JOB: OnceLock<Option<Result<JobFile, Error>>> = OnceLock::new();
-    JOB.get_or_init(|| of_environment(std::env::var_os(JOB_ENV))).as_ref().map(Result::as_ref).transpose()
+    JOB.get_or_init(|| of_environment(std::env::var_os(JOB_ENV)))
+        .as_ref()
+        .map(Result::as_ref)
+        .transpose()
 }
 
 fn of_environment(name: Option<OsString>) -> Option<Result<JobFile, Error>> {
-    name.filter(|name| !name.is_empty()).map(|name| read(Path::new(&name)))
+    name.filter(|name| !name.is_empty())
+        .map(|name| read(Path::new(&name)))
 }
 
 /// Fills in what that file says about the program that is to be started.
 ///
 /// # Errors
 /// Those of [`read`].
-pub(crate) fn fill(job: Result<Option<&JobFile>, &Error>, request: &mut SpawnRequest) -> Result<(), Error> {
-    if let Some(job) = job.map_err(Error::clone)?.filter(|job| job.is_about(&request.file)) {
+pub(crate) fn fill(
+    job: Result<Option<&JobFile>, &Error>,
+    request: &mut SpawnRequest,
+) -> Result<(), Error> {
+    if let Some(job) = job
+        .map_err(Error::clone)?
+        .filter(|job| job.is_about(&request.file))
+    {
         job.fill(request);
     }
     Ok(())
@@ -56,24 +73,41 @@ mod tests {
     fn the_file_in_the_environment_is_about_its_program_and_a_wrong_one_stops_every_spawn() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("job.toml");
-        std::fs::write(&path, "program = \"worker\"\nwants = \"cores >= 4\"\n").expect("it can be written");
+        std::fs::write(&path, "program = \"worker\"\nwants = \"cores >= 4\"\n")
+            .expect("it can be written");
         let job = of_environment(Some(path.clone().into()));
         let of = |job: &Option<Result<JobFile, Error>>, file: &str| {
-            let mut request = SpawnRequest { file: file.into(), ..SpawnRequest::default() };
+            let mut request = SpawnRequest {
+                file: file.into(),
+                ..SpawnRequest::default()
+            };
             let job = job.as_ref().map(Result::as_ref).transpose();
             fill(job, &mut request).map(|()| request.env)
         };
-        assert_eq!(of(&job, "worker"), Ok(vec![b"SEMPA_WANTS=cores >= 4".to_vec()]));
+        assert_eq!(
+            of(&job, "worker"),
+            Ok(vec![b"SEMPA_WANTS=cores >= 4".to_vec()])
+        );
         assert_eq!(of(&job, "other"), Ok(Vec::new()));
         for nothing in [None, Some(OsString::new())] {
             assert_eq!(of(&of_environment(nothing), "worker"), Ok(Vec::new()));
         }
-        std::fs::write(&path, "program = \"worker\"\nwant = \"cores >= 4\"\n").expect("it can be written");
-        let error = of(&of_environment(Some(path.clone().into())), "other").expect_err("no such word");
+        std::fs::write(&path, "program = \"worker\"\nwant = \"cores >= 4\"\n")
+            .expect("it can be written");
+        let error =
+            of(&of_environment(Some(path.clone().into())), "other").expect_err("no such word");
         assert_eq!(error.code, PvmError::BadParam);
-        assert!(error.reason.contains("job.toml, line 2: unknown field `want`"), "{error}");
+        assert!(
+            error
+                .reason
+                .contains("job.toml, line 2: unknown field `want`"),
+            "{error}"
+        );
         std::fs::remove_file(&path).expect("it is there");
         let error = of(&of_environment(Some(path.into())), "worker").expect_err("no such file");
-        assert!(error.reason.contains("job.toml cannot be read: "), "{error}");
+        assert!(
+            error.reason.contains("job.toml cannot be read: "),
+            "{error}"
+        );
     }
 }

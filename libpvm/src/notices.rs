@@ -67,7 +67,10 @@ impl Vm {
     /// # Errors
     /// As the daemon says.
     pub fn watch_hosts(&self, hosts: &[HostId]) -> Result<Notices, Error> {
-        self.watch(NotifyWhat::HostDelete(hosts.iter().map(|host| host.tid()).collect()), Some(hosts.len()))
+        self.watch(
+            NotifyWhat::HostDelete(hosts.iter().map(|host| host.tid()).collect()),
+            Some(hosts.len()),
+        )
     }
 
     /// A notice for each host that joins from now on.
@@ -83,7 +86,14 @@ impl Vm {
             Reply::Context(ctx) => ctx,
             other => return Err(Error::from_reply("making a context", other)),
         };
-        let notices = Notices { vm: self.clone(), ctx, what, open, ready: VecDeque::new(), broken: false };
+        let notices = Notices {
+            vm: self.clone(),
+            ctx,
+            what,
+            open,
+            ready: VecDeque::new(),
+            broken: false,
+        };
         if open != Some(0) {
             // On failure the drop gives the context back.
             self.notify(notices.request(false))?;
@@ -144,7 +154,12 @@ impl Notices {
     }
 
     fn request(&self, cancel: bool) -> NotifyRequest {
-        NotifyRequest { what: self.what.clone(), ctx: self.ctx, tag: TAG, cancel }
+        NotifyRequest {
+            what: self.what.clone(),
+            ctx: self.ctx,
+            tag: TAG,
+            cancel,
+        }
     }
 }
 
@@ -153,12 +168,22 @@ fn read(what: &NotifyWhat, message: &Message) -> Result<VecDeque<Notice>, Error>
     let mut body = Vm::unpack(message)?;
     let host = |tid: i32| Tid::from_raw(tid).home().ok_or(PvmError::BadMsg);
     let read = match what {
-        NotifyWhat::TaskExit(_) => body.int().map(|tid| [Notice::TaskEnded(Tid::from_raw(tid))].into()),
-        NotifyWhat::HostDelete(_) => body.int().and_then(host).map(|host| [Notice::HostGone(host)].into()),
-        NotifyWhat::HostAdd { .. } => body
+        NotifyWhat::TaskExit(_) => body
             .int()
-            .and_then(|count| body.ints(count))
-            .and_then(|tids| tids.into_iter().map(|tid| host(tid).map(Notice::HostJoined)).collect()),
+            .map(|tid| [Notice::TaskEnded(Tid::from_raw(tid))].into()),
+        NotifyWhat::HostDelete(_) => body
+            .int()
+            .and_then(host)
+            .map(|host| [Notice::HostGone(host)].into()),
+        NotifyWhat::HostAdd { .. } => {
+            body.int()
+                .and_then(|count| body.ints(count))
+                .and_then(|tids| {
+                    tids.into_iter()
+                        .map(|tid| host(tid).map(Notice::HostJoined))
+                        .collect()
+                })
+        }
     };
     read.map_err(|error| Error::new(error, format!("a notice cannot be read: {error}")))
 }
@@ -170,7 +195,8 @@ impl Iterator for Notices {
         if self.is_done() {
             return None;
         }
-        self.advance(|vm, wanted| vm.recv(wanted).map(Some)).transpose()
+        self.advance(|vm, wanted| vm.recv(wanted).map(Some))
+            .transpose()
     }
 }
 
@@ -200,7 +226,15 @@ mod tests {
         body.items(words.iter().copied());
         let (src, dst) = (HostId::MASTER.daemon(), Tid::from_raw(0x40001));
         let enc = sempa_proto::message::ENC_XDR;
-        let message = Message { src, dst, ctx: 7, tag: TAG, wid: 0, enc, body: body.finish() };
+        let message = Message {
+            src,
+            dst,
+            ctx: 7,
+            tag: TAG,
+            wid: 0,
+            enc,
+            body: body.finish(),
+        };
         read(&what, &message).map(Vec::from)
     }
 
@@ -208,10 +242,19 @@ mod tests {
     fn messages_become_notices() {
         let task = Tid::from_raw(0x80001);
         let (h2, h3) = (HostId::new(2).expect("2"), HostId::new(3).expect("3"));
-        assert_eq!(of(NotifyWhat::TaskExit(vec![task]), &[0x80001]), Ok(vec![Notice::TaskEnded(task)]));
-        assert_eq!(of(NotifyWhat::HostDelete(vec![h2.tid()]), &[0x80000]), Ok(vec![Notice::HostGone(h2)]));
+        assert_eq!(
+            of(NotifyWhat::TaskExit(vec![task]), &[0x80001]),
+            Ok(vec![Notice::TaskEnded(task)])
+        );
+        assert_eq!(
+            of(NotifyWhat::HostDelete(vec![h2.tid()]), &[0x80000]),
+            Ok(vec![Notice::HostGone(h2)])
+        );
         let joined = vec![Notice::HostJoined(h2), Notice::HostJoined(h3)];
-        assert_eq!(of(NotifyWhat::HostAdd { count: -1 }, &[2, 0x80000, 0xc0000]), Ok(joined));
+        assert_eq!(
+            of(NotifyWhat::HostAdd { count: -1 }, &[2, 0x80000, 0xc0000]),
+            Ok(joined)
+        );
         assert!(of(NotifyWhat::HostAdd { count: -1 }, &[2, 0x80000]).is_err());
         assert!(of(NotifyWhat::HostDelete(vec![h2.tid()]), &[0]).is_err());
     }

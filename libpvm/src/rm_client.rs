@@ -6,10 +6,13 @@ use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::message::{CTX_BASE, ENC_XDR, Message};
 use sempa_proto::sm::{
-    SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_NOTIFY, SM_SCHED, SM_SPAWN, SM_TASK, pack_spawn, unpack_tids,
+    SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_NOTIFY, SM_SCHED, SM_SPAWN, SM_TASK, pack_spawn,
+    unpack_tids,
 };
 use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
-use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, RmInfo, RmServes, SpawnRequest};
+use sempa_proto::task::{
+    NotifyRequest, NotifyWhat, Reply, Request, RmInfo, RmServes, SpawnRequest,
+};
 use sempa_proto::{Epoch, HostId, Micros, PvmError, PvmResult, Tid};
 use std::time::{Duration, Instant};
 
@@ -58,13 +61,19 @@ impl Runtime {
     /// When nothing was tried. Single tasks fail in their own result.
     pub fn spawn(&self, mut request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
         crate::job::fill(crate::job::of_process(), &mut request)?;
-        let Some(mut results) = self.spawn_granted(&request) else { return self.spawn_asked(request) };
+        let Some(mut results) = self.spawn_granted(&request) else {
+            return self.spawn_asked(request);
+        };
         // Whoever is asked for the rest says what is wrong.
         request.count = results.iter().filter(|result| result.is_err()).count() as u32;
         if request.count > 0
             && let Ok(rest) = self.spawn_asked(request)
         {
-            results.iter_mut().filter(|result| result.is_err()).zip(rest).for_each(|(result, other)| *result = other);
+            results
+                .iter_mut()
+                .filter(|result| result.is_err())
+                .zip(rest)
+                .for_each(|(result, other)| *result = other);
         }
         Ok(results)
     }
@@ -137,7 +146,9 @@ impl Runtime {
     /// When nothing was tried.
     pub fn add_hosts(&self, lines: Vec<String>) -> Result<Vec<AddedHost>, Error> {
         let what = "adding hosts";
-        if let Asked::Answer(body) = self.ask_rm(|serves| serves.others, SM_ADDHOST, || pack_names(&lines))? {
+        if let Asked::Answer(body) =
+            self.ask_rm(|serves| serves.others, SM_ADDHOST, || pack_names(&lines))?
+        {
             let added = unpack_added(body).map_err(|e| rm_error(what, e))?;
             if added.len() != lines.len() {
                 return Err(rm_error(what, PvmError::OutOfRes));
@@ -156,7 +167,9 @@ impl Runtime {
     /// When nothing was tried.
     pub fn delete_hosts(&self, names: Vec<String>) -> Result<Vec<Result<(), PvmError>>, Error> {
         let what = "deleting hosts";
-        if let Asked::Answer(body) = self.ask_rm(|serves| serves.others, SM_DELHOST, || pack_names(&names))? {
+        if let Asked::Answer(body) =
+            self.ask_rm(|serves| serves.others, SM_DELHOST, || pack_names(&names))?
+        {
             return unpack_deleted(body).map_err(|e| rm_error(what, e));
         }
         match self.request(Request::DelHosts { names }) {
@@ -214,13 +227,17 @@ impl Runtime {
 
     /// The resource manager, when it serves this and is not this task itself.
     fn rm_for(&self, serves: impl Fn(RmServes) -> bool) -> Option<RmInfo> {
-        self.rm().filter(|rm| serves(rm.serves) && rm.tid != self.tid())
+        self.rm()
+            .filter(|rm| serves(rm.serves) && rm.tid != self.tid())
     }
 
     /// Starts tasks where the resource manager has said beforehand, if it has and its word still holds.
     fn spawn_granted(&self, request: &SpawnRequest) -> Option<Vec<Result<Tid, PvmError>>> {
         let grant = self.timed(|core, now| core.grants.take(now, request))??;
-        match self.request(Request::SpawnGranted { request: request.clone(), grant }) {
+        match self.request(Request::SpawnGranted {
+            request: request.clone(),
+            grant,
+        }) {
             Reply::Spawned(results) if results.len() == request.count as usize => Some(results),
             _ => None,
         }
@@ -231,7 +248,11 @@ impl Runtime {
         // Taken first: a death between the two looks is then seen as one.
         let deaths = self.look(|core| core.rm_deaths());
         let rm = self.rm_for(serves)?.tid;
-        Some(Whom { rm, wid: self.next_wid(), deaths })
+        Some(Whom {
+            rm,
+            wid: self.next_wid(),
+            deaths,
+        })
     }
 
     fn ask_rm(
@@ -240,13 +261,24 @@ impl Runtime {
         tag: i32,
         pack: impl FnOnce() -> Bytes,
     ) -> Result<Asked, Error> {
-        self.whom_to_ask(serves).map_or(Ok(Asked::AskDaemon), |whom| self.ask_whom(&whom, tag, pack()))
+        self.whom_to_ask(serves)
+            .map_or(Ok(Asked::AskDaemon), |whom| {
+                self.ask_whom(&whom, tag, pack())
+            })
     }
 
     /// Sends one request to the resource manager and waits for the answer with the same tag.
     fn ask_whom(&self, whom: &Whom, tag: i32, body: Bytes) -> Result<Asked, Error> {
         let Whom { rm, wid, deaths } = *whom;
-        let message = Message { src: self.tid(), dst: rm, ctx: CTX_BASE, tag, wid, enc: ENC_XDR, body };
+        let message = Message {
+            src: self.tid(),
+            dst: rm,
+            ctx: CTX_BASE,
+            tag,
+            wid,
+            enc: ENC_XDR,
+            body,
+        };
         let _open = self.open_question(rm, tag, wid);
         self.send(message)?;
         let mut look = |core: &mut Core| {
@@ -256,7 +288,11 @@ impl Runtime {
             if Some(core.rm_deaths()) == deaths && !core.is_gone(rm) {
                 return None;
             }
-            Some(core.questions.waits_since(wid).map_or(Asked::AskDaemon, |since| Asked::AskNext { dead: rm, since }))
+            Some(
+                core.questions
+                    .waits_since(wid)
+                    .map_or(Asked::AskDaemon, |since| Asked::AskNext { dead: rm, since }),
+            )
         };
         match self.core_wait(None, &mut look) {
             Ok(Some(asked)) => Ok(asked),
@@ -274,7 +310,10 @@ impl Runtime {
 }
 
 fn rm_error(what: &str, code: PvmError) -> Error {
-    Error::new(code, format!("{what}: the resource manager's answer: {code}"))
+    Error::new(
+        code,
+        format!("{what}: the resource manager's answer: {code}"),
+    )
 }
 
 fn pack_names(names: &[String]) -> Bytes {
@@ -289,9 +328,17 @@ fn pack_notify(request: &NotifyRequest) -> Bytes {
         NotifyWhat::HostDelete(tids) => (NOTIFY_HOST_DELETE, tids.len() as i32, tids),
         NotifyWhat::HostAdd { count } => (NOTIFY_HOST_ADD, *count, &[]),
     };
-    let what = if request.cancel { what + NOTIFY_CANCEL } else { what };
+    let what = if request.cancel {
+        what + NOTIFY_CANCEL
+    } else {
+        what
+    };
     let mut out = Packer::new(Encoding::Xdr);
-    out.int(what).int(request.ctx).int(request.tag).int(count).items(tids.iter().map(|tid| tid.raw()));
+    out.int(what)
+        .int(request.ctx)
+        .int(request.tag)
+        .int(count)
+        .items(tids.iter().map(|tid| tid.raw()));
     out.finish()
 }
 
@@ -307,7 +354,14 @@ fn unpack_host(from: &mut Unpacker) -> PvmResult<Result<HostEntry, PvmError>> {
     let (name, arch, speed, dsig) = (from.string()?, from.string()?, from.int()?, from.int()?);
     let tid = Tid::from_raw(raw);
     Ok(match tid.home() {
-        Some(id) if raw > 0 && tid == id.tid() => Ok(HostEntry { id, name, arch, speed, dsig, addresses: Vec::new() }),
+        Some(id) if raw > 0 && tid == id.tid() => Ok(HostEntry {
+            id,
+            name,
+            arch,
+            speed,
+            dsig,
+            addresses: Vec::new(),
+        }),
         _ => Err(PvmError::from_code(raw).unwrap_or(PvmError::BadMsg)),
     })
 }
@@ -320,7 +374,10 @@ fn unpack_config(body: Bytes) -> PvmResult<HostTable> {
     for _ in 0..count {
         hosts.push(unpack_host(&mut from)??);
     }
-    Ok(HostTable { epoch: Epoch(0), hosts })
+    Ok(HostTable {
+        epoch: Epoch(0),
+        hosts,
+    })
 }
 
 fn unpack_sched(body: Bytes) -> PvmResult<(Tid, HostEntry)> {
@@ -339,7 +396,10 @@ fn unpack_added(body: Bytes) -> PvmResult<Vec<AddedHost>> {
     let mut added = Vec::new();
     for _ in 0..count {
         let result = unpack_host(&mut from)?;
-        let reason = result.as_ref().err().map_or_else(String::new, |e| format!("the resource manager says: {e}"));
+        let reason = result
+            .as_ref()
+            .err()
+            .map_or_else(String::new, |e| format!("the resource manager says: {e}"));
         added.push(AddedHost { result, reason });
     }
     Ok(added)

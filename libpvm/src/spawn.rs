@@ -4,7 +4,9 @@ use crate::error::Error;
 use crate::task::Task;
 use crate::vm::{Body, Vm};
 use sempa_proto::message::CTX_TASK_CONTROL;
-use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, Sink, SpawnRequest};
+use sempa_proto::task::{
+    SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, Sink, SpawnRequest,
+};
 use sempa_proto::{PvmError, Tid};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -50,7 +52,10 @@ impl Spawned {
             None => Ok(self.tasks),
             Some(error) => {
                 let (good, bad) = (self.tasks.len(), self.failed.len());
-                Err(Error::new(*error, format!("{bad} of {} tasks were not started: {error}", good + bad)))
+                Err(Error::new(
+                    *error,
+                    format!("{bad} of {} tasks were not started: {error}", good + bad),
+                ))
             }
         }
     }
@@ -60,8 +65,18 @@ impl Vm {
     /// Begins to describe tasks that run this program, found in the search path of their host unless it has a `/`.
     pub fn spawner(&self, program: impl Into<String>) -> Spawn {
         let (output, trace) = (self.runtime().output(), self.runtime().trace());
-        let request = SpawnRequest { file: program.into(), count: 1, output, trace, ..SpawnRequest::default() };
-        Spawn { vm: self.clone(), request, directory: String::new() }
+        let request = SpawnRequest {
+            file: program.into(),
+            count: 1,
+            output,
+            trace,
+            ..SpawnRequest::default()
+        };
+        Spawn {
+            vm: self.clone(),
+            request,
+            directory: String::new(),
+        }
     }
 }
 
@@ -85,7 +100,9 @@ impl Spawn {
 
     /// A variable for the environment, beside what the daemon has and `PVM_EXPORT` names.
     pub fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Spawn {
-        self.request.env.push([name.as_bytes(), b"=", value.as_ref().as_bytes()].concat());
+        self.request
+            .env
+            .push([name.as_bytes(), b"=", value.as_ref().as_bytes()].concat());
         self
     }
 
@@ -152,7 +169,10 @@ impl Spawn {
     /// When nothing was tried. Single tasks fail in [`Spawned::failed`].
     pub fn start(self) -> Result<Spawned, Error> {
         let results = self.vm.spawn(self.request(exports()))?;
-        let mut spawned = Spawned { tasks: Vec::new(), failed: Vec::new() };
+        let mut spawned = Spawned {
+            tasks: Vec::new(),
+            failed: Vec::new(),
+        };
         for result in results {
             match result {
                 Ok(tid) => spawned.tasks.push(self.vm.task(tid)),
@@ -163,7 +183,9 @@ impl Spawn {
         let body = siblings(&tids);
         for tid in tids {
             // A task that has ended already needs no siblings.
-            let _ = self.vm.send_in(tid, CTX_TASK_CONTROL, TC_SIBLINGS, body.clone());
+            let _ = self
+                .vm
+                .send_in(tid, CTX_TASK_CONTROL, TC_SIBLINGS, body.clone());
         }
         Ok(spawned)
     }
@@ -177,11 +199,18 @@ pub fn siblings(tids: &[Tid]) -> Body {
 
 /// The variables that `PVM_EXPORT` names, and their list.
 fn exports() -> Vec<Vec<u8>> {
-    let Some(list) = std::env::var_os("PVM_EXPORT").filter(|list| !list.is_empty()) else { return Vec::new() };
-    let names = list.as_bytes().split(|byte| *byte == b':').filter(|name| !name.is_empty());
+    let Some(list) = std::env::var_os("PVM_EXPORT").filter(|list| !list.is_empty()) else {
+        return Vec::new();
+    };
+    let names = list
+        .as_bytes()
+        .split(|byte| *byte == b':')
+        .filter(|name| !name.is_empty());
     let named = names.filter_map(|name| {
         let value = std::env::var_os(OsStr::from_bytes(name))?;
         Some([name, b"=", value.as_bytes()].concat())
     });
-    std::iter::once([b"PVM_EXPORT=", list.as_bytes()].concat()).chain(named).collect()
+    std::iter::once([b"PVM_EXPORT=", list.as_bytes()].concat())
+        .chain(named)
+        .collect()
 }

@@ -29,7 +29,10 @@ pub struct Task {
 impl Vm {
     /// The task with this id.
     pub fn task(&self, tid: Tid) -> Task {
-        Task { vm: self.clone(), tid }
+        Task {
+            vm: self.clone(),
+            tid,
+        }
     }
 
     /// The task that spawned this one, if one did and wants to be known.
@@ -79,9 +82,16 @@ impl Task {
     /// # Errors
     /// As the daemon says.
     pub fn is_running(&self) -> Result<bool, Error> {
-        match self.vm.runtime().request(Request::TaskStatus { tid: self.tid }) {
+        match self
+            .vm
+            .runtime()
+            .request(Request::TaskStatus { tid: self.tid })
+        {
             Reply::Done => Ok(true),
-            Reply::Failed { error: PvmError::NoTask, .. } => Ok(false),
+            Reply::Failed {
+                error: PvmError::NoTask,
+                ..
+            } => Ok(false),
             other => Err(Error::from_reply("asking for a task", other)),
         }
     }
@@ -127,7 +137,8 @@ impl Task {
         match self.vm.migrate(self.tid, to, None, true)? {
             MoveAnswer::Done(report) => Ok(report),
             MoveAnswer::Started(id) => {
-                let reason = format!("the move {id} has begun, but the daemon did not wait for its end");
+                let reason =
+                    format!("the move {id} has begun, but the daemon did not wait for its end");
                 Err(Error::new(PvmError::BadMsg, reason).into())
             }
         }

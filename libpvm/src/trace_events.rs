@@ -143,7 +143,11 @@ impl EventMask {
     /// Reads a mask; what is missing at its end means no event.
     pub fn from_bytes(bytes: &[u8]) -> EventMask {
         let mut mask = EventMask::none();
-        for (to, from) in mask.0.iter_mut().zip(bytes.iter().take_while(|byte| **byte != 0)) {
+        for (to, from) in mask
+            .0
+            .iter_mut()
+            .zip(bytes.iter().take_while(|byte| **byte != 0))
+        {
             *to = NO_EVENTS | from & 0xf;
         }
         mask
@@ -156,7 +160,9 @@ impl EventMask {
 
     /// The number of the event with this name.
     pub fn event(name: &str) -> Option<usize> {
-        EVENTS.iter().position(|event| event.to_bytes() == name.as_bytes())
+        EVENTS
+            .iter()
+            .position(|event| event.to_bytes() == name.as_bytes())
     }
 
     /// Chooses an event, or not. `event` is its number.
@@ -168,7 +174,9 @@ impl EventMask {
 
     /// True when an event is chosen. `event` is its number.
     pub fn has(&self, event: usize) -> bool {
-        self.0.get(event / EVENTS_IN_CHAR).is_some_and(|char| char & 1 << (event % EVENTS_IN_CHAR) != 0)
+        self.0
+            .get(event / EVENTS_IN_CHAR)
+            .is_some_and(|char| char & 1 << (event % EVENTS_IN_CHAR) != 0)
     }
 }
 

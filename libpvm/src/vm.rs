@@ -16,7 +16,8 @@ use sempa_proto::sm::{SM_EXEC, pack_exec};
 use sempa_proto::suspend;
 use sempa_proto::table::{AddedHost, HostTable, TaskInfo};
 use sempa_proto::task::{
-    AtEnd, MailboxClass, MailboxRequest, MoveReport, NotifyRequest, Reply, Request, RmServes, SpawnRequest,
+    AtEnd, MailboxClass, MailboxRequest, MoveReport, NotifyRequest, Reply, Request, RmServes,
+    SpawnRequest,
 };
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, Tid};
 use serde::de::DeserializeOwned;
@@ -34,7 +35,10 @@ pub struct Body {
 impl Body {
     /// A body without content.
     pub fn empty() -> Body {
-        Body { enc: ENC_XDR, bytes: Bytes::new() }
+        Body {
+            enc: ENC_XDR,
+            bytes: Bytes::new(),
+        }
     }
 }
 
@@ -47,7 +51,10 @@ impl From<&str> for Body {
 
 impl From<Packer> for Body {
     fn from(packer: Packer) -> Body {
-        Body { enc: packer.encoding().word(), bytes: packer.finish() }
+        Body {
+            enc: packer.encoding().word(),
+            bytes: packer.finish(),
+        }
     }
 }
 
@@ -71,19 +78,28 @@ impl Match {
     /// Only from this sender.
     #[must_use]
     pub fn src(self, src: Tid) -> Match {
-        Match { src: Some(src), ..self }
+        Match {
+            src: Some(src),
+            ..self
+        }
     }
 
     /// Only with this tag.
     #[must_use]
     pub fn tag(self, tag: i32) -> Match {
-        Match { tag: Some(tag), ..self }
+        Match {
+            tag: Some(tag),
+            ..self
+        }
     }
 
     /// Only in this context.
     #[must_use]
     pub fn ctx(self, ctx: i32) -> Match {
-        Match { ctx: Some(ctx), ..self }
+        Match {
+            ctx: Some(ctx),
+            ..self
+        }
     }
 
     /// True when the message is wanted.
@@ -152,7 +168,9 @@ impl Vm {
     /// # }
     /// ```
     pub fn enroll_as(at_end: AtEnd) -> Result<Vm, EnrollError> {
-        Ok(Vm { runtime: enroll(at_end)? })
+        Ok(Vm {
+            runtime: enroll(at_end)?,
+        })
     }
 
     /// The API over a runtime that is connected already.
@@ -221,15 +239,20 @@ impl Vm {
     /// # Errors
     /// When nothing was tried.
     pub fn add_hosts<S: AsRef<str>>(&self, lines: &[S]) -> Result<Vec<AddedHost>, Error> {
-        self.runtime.add_hosts(lines.iter().map(|line| line.as_ref().to_string()).collect())
+        self.runtime
+            .add_hosts(lines.iter().map(|line| line.as_ref().to_string()).collect())
     }
 
     /// Removes hosts by name; one result per name.
     ///
     /// # Errors
     /// When nothing was tried.
-    pub fn delete_hosts<S: AsRef<str>>(&self, names: &[S]) -> Result<Vec<Result<(), PvmError>>, Error> {
-        self.runtime.delete_hosts(names.iter().map(|name| name.as_ref().to_string()).collect())
+    pub fn delete_hosts<S: AsRef<str>>(
+        &self,
+        names: &[S],
+    ) -> Result<Vec<Result<(), PvmError>>, Error> {
+        self.runtime
+            .delete_hosts(names.iter().map(|name| name.as_ref().to_string()).collect())
     }
 
     /// Sends a message in the base context. Returns when the message is on its way; to a task that does not exist it
@@ -246,10 +269,26 @@ impl Vm {
     ///
     /// # Errors
     /// As [`Vm::send`].
-    pub fn send_in(&self, tid: Tid, ctx: i32, tag: i32, body: impl Into<Body>) -> Result<(), Error> {
+    pub fn send_in(
+        &self,
+        tid: Tid,
+        ctx: i32,
+        tag: i32,
+        body: impl Into<Body>,
+    ) -> Result<(), Error> {
         let Body { enc, bytes } = body.into();
-        let message = Message { src: self.tid(), dst: tid, ctx, tag, wid: 0, enc, body: bytes };
-        self.runtime.send(message).map_err(|e| Error::new(e, format!("sending to {tid}: {e}")))
+        let message = Message {
+            src: self.tid(),
+            dst: tid,
+            ctx,
+            tag,
+            wid: 0,
+            enc,
+            body: bytes,
+        };
+        self.runtime
+            .send(message)
+            .map_err(|e| Error::new(e, format!("sending to {tid}: {e}")))
     }
 
     /// Sends a message made by hand: context, tag, wait id and encoding as given.
@@ -258,7 +297,9 @@ impl Vm {
     /// As [`Vm::send`].
     pub fn send_message(&self, message: Message) -> Result<(), Error> {
         let tid = message.dst;
-        self.runtime.send(message).map_err(|e| Error::new(e, format!("sending to {tid}: {e}")))
+        self.runtime
+            .send(message)
+            .map_err(|e| Error::new(e, format!("sending to {tid}: {e}")))
     }
 
     /// Waits for the first message that is wanted.
@@ -288,7 +329,10 @@ impl Vm {
     /// ```
     pub fn recv_where(&self, mut wanted: impl FnMut(&Message) -> bool) -> Result<Message, Error> {
         let mut look = |inbox: &mut Inbox| inbox.take_first(&mut wanted);
-        let found = self.runtime.inbox_wait(None, &mut look).map_err(|e| Error::new(e, self.runtime.why_lost()))?;
+        let found = self
+            .runtime
+            .inbox_wait(None, &mut look)
+            .map_err(|e| Error::new(e, self.runtime.why_lost()))?;
         found.ok_or_else(|| PvmError::SysErr.into())
     }
 
@@ -306,7 +350,9 @@ impl Vm {
     /// # Errors
     /// `SysErr` when the daemon is gone and no such message is here.
     pub fn try_recv(&self, wanted: Match) -> Result<Option<Message>, Error> {
-        let found = self.runtime.inbox_try(&mut |inbox: &mut Inbox| inbox.take_first(|m| wanted.wants(m)));
+        let found = self
+            .runtime
+            .inbox_try(&mut |inbox: &mut Inbox| inbox.take_first(|m| wanted.wants(m)));
         if found.is_none() && !self.runtime.is_connected() {
             return Err(PvmError::SysErr.into());
         }
@@ -327,9 +373,15 @@ impl Vm {
         self.recv_until(wanted, Instant::now().checked_add(span))
     }
 
-    fn recv_until(&self, wanted: Match, deadline: Option<Instant>) -> Result<Option<Message>, Error> {
+    fn recv_until(
+        &self,
+        wanted: Match,
+        deadline: Option<Instant>,
+    ) -> Result<Option<Message>, Error> {
         let mut look = |inbox: &mut Inbox| inbox.take_first(|m| wanted.wants(m));
-        self.runtime.inbox_wait(deadline, &mut look).map_err(|e| Error::new(e, self.runtime.why_lost()))
+        self.runtime
+            .inbox_wait(deadline, &mut look)
+            .map_err(|e| Error::new(e, self.runtime.why_lost()))
     }
 
     /// Asks for messages about the end of tasks or the coming and going of hosts.
@@ -353,7 +405,12 @@ impl Vm {
     ///
     /// # Errors
     /// `NoTask`; `Denied` when no daemon has started it, or it serves the virtual machine; `BadParam` when `tid` is no task.
-    pub fn suspend(&self, tid: Tid, suspend: bool, cause: Option<suspend::Cause>) -> Result<(), Error> {
+    pub fn suspend(
+        &self,
+        tid: Tid,
+        suspend: bool,
+        cause: Option<suspend::Cause>,
+    ) -> Result<(), Error> {
         ask!(self, "suspending a task", Request::Suspend { tid, suspend, cause }, Reply::Done => ())
     }
 
@@ -362,7 +419,12 @@ impl Vm {
     /// # Errors
     /// `OutOfRes` when too many jobs are checkpointed already.
     pub fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error> {
-        let request = Request::Checkpoint { job, pace: None, end: true, wait: false };
+        let request = Request::Checkpoint {
+            job,
+            pace: None,
+            end: true,
+            wait: false,
+        };
         ask!(self, "checkpointing a job", request, Reply::Done => ())
     }
 
@@ -371,7 +433,11 @@ impl Vm {
     /// # Errors
     /// As the daemon says.
     pub fn restart(&self, set: &str, on: &[String]) -> Result<(), Error> {
-        let request = Request::Restart { set: set.into(), on: on.to_vec(), wait: false };
+        let request = Request::Restart {
+            set: set.into(),
+            on: on.to_vec(),
+            wait: false,
+        };
         ask!(self, "starting a checkpoint again", request, Reply::Done => ())
     }
 
@@ -381,7 +447,11 @@ impl Vm {
     /// As the daemon says. A connection that breaks while waiting counts as success.
     pub fn halt(&self) -> Result<(), Error> {
         match self.runtime.request(Request::Halt) {
-            Reply::Done | Reply::Failed { error: PvmError::SysErr, .. } => Ok(()),
+            Reply::Done
+            | Reply::Failed {
+                error: PvmError::SysErr,
+                ..
+            } => Ok(()),
             other => Err(Error::from_reply("stopping the virtual machine", other)),
         }
     }
@@ -400,8 +470,20 @@ impl Vm {
     /// As the daemon says (`Denied`, `Exists`, ...).
     pub fn mailbox_put(&self, name: &str, flags: i32, body: impl Into<Body>) -> Result<i32, Error> {
         let Body { enc, bytes } = body.into();
-        let message = Message { src: self.tid(), dst: self.tid(), ctx: CTX_BASE, tag: 0, wid: 0, enc, body: bytes };
-        let request = Request::Mailbox(MailboxRequest::Put { name: name.into(), flags, message });
+        let message = Message {
+            src: self.tid(),
+            dst: self.tid(),
+            ctx: CTX_BASE,
+            tag: 0,
+            wid: 0,
+            enc,
+            body: bytes,
+        };
+        let request = Request::Mailbox(MailboxRequest::Put {
+            name: name.into(),
+            flags,
+            message,
+        });
         ask!(self, "storing in the mailbox", request, Reply::MailboxIndex(index) => index)
     }
 
@@ -410,7 +492,11 @@ impl Vm {
     /// # Errors
     /// `NotFound`, or as the daemon says.
     pub fn mailbox_take(&self, name: &str, index: i32, flags: i32) -> Result<Message, Error> {
-        let request = Request::Mailbox(MailboxRequest::Take { name: name.into(), index, flags });
+        let request = Request::Mailbox(MailboxRequest::Take {
+            name: name.into(),
+            index,
+            flags,
+        });
         ask!(self, "fetching from the mailbox", request, Reply::Mailbox(message) => message)
     }
 
@@ -419,7 +505,10 @@ impl Vm {
     /// # Errors
     /// `NotFound`, `Denied`.
     pub fn mailbox_delete(&self, name: &str, index: i32) -> Result<(), Error> {
-        let request = Request::Mailbox(MailboxRequest::Delete { name: name.into(), index });
+        let request = Request::Mailbox(MailboxRequest::Delete {
+            name: name.into(),
+            index,
+        });
         ask!(self, "deleting from the mailbox", request, Reply::Done => ())
     }
 
@@ -428,7 +517,9 @@ impl Vm {
     /// # Errors
     /// As the daemon says.
     pub fn mailbox_list(&self, pattern: &str) -> Result<Vec<MailboxClass>, Error> {
-        let request = Request::Mailbox(MailboxRequest::List { pattern: pattern.into() });
+        let request = Request::Mailbox(MailboxRequest::List {
+            pattern: pattern.into(),
+        });
         ask!(self, "listing the mailbox", request, Reply::MailboxClasses(classes) => classes)
     }
 
@@ -438,8 +529,19 @@ impl Vm {
     /// # Errors
     /// [`MigrateError::Refused`] when nothing was begun, [`MigrateError::Failed`] when the move was begun and failed; in
     /// both cases the task goes on where it is.
-    pub fn migrate(&self, tid: Tid, to: &str, cause: Option<Cause>, wait: bool) -> Result<MoveAnswer, MigrateError> {
-        match self.runtime.request(Request::Migrate { tid, to: to.into(), cause, wait }) {
+    pub fn migrate(
+        &self,
+        tid: Tid,
+        to: &str,
+        cause: Option<Cause>,
+        wait: bool,
+    ) -> Result<MoveAnswer, MigrateError> {
+        match self.runtime.request(Request::Migrate {
+            tid,
+            to: to.into(),
+            cause,
+            wait,
+        }) {
             Reply::MoveStarted(id) => Ok(MoveAnswer::Started(id)),
             Reply::Moved(Ok(report)) => Ok(MoveAnswer::Done(report)),
             Reply::Moved(Err(error)) => Err(error.into()),
@@ -453,10 +555,17 @@ impl Vm {
     /// # Errors
     /// `Denied`, or `NoTask`, when it cannot move at all, with the reason; `NoHost`.
     pub fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<Survey, Error> {
-        match self.runtime.request(Request::CanMigrate { tid, to: to.map(String::from) }) {
+        match self.runtime.request(Request::CanMigrate {
+            tid,
+            to: to.map(String::from),
+        }) {
             Reply::Survey(Ok(survey)) => Ok(survey),
             Reply::Survey(Err(refusal)) => {
-                let code = if refusal == Refusal::NoSuchTask { PvmError::NoTask } else { PvmError::Denied };
+                let code = if refusal == Refusal::NoSuchTask {
+                    PvmError::NoTask
+                } else {
+                    PvmError::Denied
+                };
                 Err(Error::new(code, format!("{tid} cannot move: {refusal}")))
             }
             other => Err(Error::from_reply("asking who would take a task", other)),
@@ -512,7 +621,15 @@ impl Vm {
         let total = i32::try_from(request.count).unwrap_or(i32::MAX);
         let body = pack_exec(parent, request, 0, total);
         let dst = host.daemon();
-        self.send_message(Message { src: self.tid(), dst, ctx: CTX_BASE, tag: SM_EXEC, wid, enc: ENC_XDR, body })?;
+        self.send_message(Message {
+            src: self.tid(),
+            dst,
+            ctx: CTX_BASE,
+            tag: SM_EXEC,
+            wid,
+            enc: ENC_XDR,
+            body,
+        })?;
         Ok(wid)
     }
 
@@ -521,7 +638,9 @@ impl Vm {
     /// # Errors
     /// `SysErr` when the daemon was gone already.
     pub fn exit(&self) -> Result<(), Error> {
-        self.runtime.exit().map_err(|e| Error::new(e, self.runtime.why_lost()))
+        self.runtime
+            .exit()
+            .map_err(|e| Error::new(e, self.runtime.why_lost()))
     }
 
     /// A reader for the body of a received message.
@@ -530,7 +649,10 @@ impl Vm {
     /// `BadMsg` when this machine cannot read its encoding.
     pub fn unpack(message: &Message) -> Result<Unpacker, Error> {
         let encoding = Encoding::from_word(message.enc).ok_or_else(|| {
-            Error::new(PvmError::BadMsg, format!("the message from {} has an unknown encoding", message.src))
+            Error::new(
+                PvmError::BadMsg,
+                format!("the message from {} has an unknown encoding", message.src),
+            )
         })?;
         Ok(Unpacker::new(encoding, message.body.clone()))
     }

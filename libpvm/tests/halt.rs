@@ -33,8 +33,12 @@ fn enrols_and_receives() {
 
 /// This process as a task.
 fn task(lab: &Lab) -> Vm {
-    let options =
-        EnrollOptions { socket: lab.socket(), claim: Claim::New, program: "halt".into(), at_end: AtEnd::Told };
+    let options = EnrollOptions {
+        socket: lab.socket(),
+        claim: Claim::New,
+        program: "halt".into(),
+        at_end: AtEnd::Told,
+    };
     Vm::over(Runtime::connect(options).expect("a daemon"))
 }
 
@@ -42,13 +46,19 @@ fn task(lab: &Lab) -> Vm {
 fn says(program: &Running, words: &str) {
     let said = eventually(PATIENCE, || match program.out_so_far() {
         Ok(text) if text.contains(words) => Ok(()),
-        other => Err(format!("{words:?} is not in {other:?}, {:?}", program.err_so_far())),
+        other => Err(format!(
+            "{words:?} is not in {other:?}, {:?}",
+            program.err_so_far()
+        )),
     });
     said.unwrap_or_else(|error| panic!("{error:#}"));
 }
 
 fn end(program: Running) -> ExitStatus {
-    program.finish(PATIENCE).unwrap_or_else(|error| panic!("{error:#}")).status
+    program
+        .finish(PATIENCE)
+        .unwrap_or_else(|error| panic!("{error:#}"))
+        .status
 }
 
 fn was_ended(program: Running) -> bool {
@@ -57,10 +67,14 @@ fn was_ended(program: Running) -> bool {
 
 #[test]
 fn tasks_of_the_rust_api_are_told_of_a_halt_or_ended_by_it_as_they_wish() {
-    let Some(lab) = Lab::started(None) else { return };
+    let Some(lab) = Lab::started(None) else {
+        return;
+    };
     let told = task(&lab);
     let mut command = lab.command(std::env::current_exe().expect("a path"));
-    command.args(["--exact", "enrols_and_receives", "--nocapture"]).env(PART, "");
+    command
+        .args(["--exact", "enrols_and_receives", "--nocapture"])
+        .env(PART, "");
     let ended = Running::start(command, Stdio::null()).expect("a process");
     says(&ended, "here");
     assert!(lab.pvm(&["halt"]).good());
@@ -75,7 +89,9 @@ fn debians_console_and_resource_manager_end_at_a_halt() {
         eprintln!("skipped: {missing} is missing: install pvm and pvm-examples");
         return;
     }
-    let Some(lab) = Lab::started(None) else { return };
+    let Some(lab) = Lab::started(None) else {
+        return;
+    };
     let watcher = task(&lab);
     let mut console = Running::start(lab.command(programs[0]), Stdio::piped()).expect("it starts");
     let mut typed = console.take_stdin().expect("piped");
@@ -94,15 +110,27 @@ fn debians_console_and_resource_manager_end_at_a_halt() {
 
 #[test]
 fn a_program_that_ignores_sigterm_is_left_alone_and_nobody_waits_for_it() {
-    let Some(lab) = Lab::started(None) else { return };
+    let Some(lab) = Lab::started(None) else {
+        return;
+    };
     let prefix = needs::prefix().expect("the lab has found it");
-    let program = programs::compile("stubborn", &prefix, &lab.path("bin")).unwrap_or_else(|error| panic!("{error:#}"));
+    let program = programs::compile("stubborn", &prefix, &lab.path("bin"))
+        .unwrap_or_else(|error| panic!("{error:#}"));
     let mut stubborn = Running::start(lab.command(program), Stdio::piped()).expect("it starts");
     let word = stubborn.take_stdin().expect("piped");
     says(&stubborn, "here");
     assert!(lab.pvm(&["halt"]).good());
-    assert_eq!((lab.daemon(), stubborn.poll().expect("our child")), (None, None));
+    assert_eq!(
+        (lab.daemon(), stubborn.poll().expect("our child")),
+        (None, None)
+    );
     drop(word);
-    let done = stubborn.finish(PATIENCE).unwrap_or_else(|error| panic!("{error:#}"));
-    assert_eq!((done.good(), done.out.as_str()), (true, "here\nrecv: -14\n"), "{done:?}");
+    let done = stubborn
+        .finish(PATIENCE)
+        .unwrap_or_else(|error| panic!("{error:#}"));
+    assert_eq!(
+        (done.good(), done.out.as_str()),
+        (true, "here\nrecv: -14\n"),
+        "{done:?}"
+    );
 }

@@ -52,9 +52,16 @@ fn sampling(pause: Micros, memory_matters: bool) -> (f64, f64) {
         std::thread::sleep(Duration::from_millis(SETTLES_MS / SETTLES));
     }
     let act = |n: usize| {
-        black_box(sampler.sample(Micros(n as u64 * pause.0)).expect("this is Linux"));
+        black_box(
+            sampler
+                .sample(Micros(n as u64 * pause.0))
+                .expect("this is Linux"),
+        );
     };
-    let windows: Vec<f64> = each(SAMPLES, act).chunks(30).map(|w| w.iter().sum::<f64>() / w.len() as f64).collect();
+    let windows: Vec<f64> = each(SAMPLES, act)
+        .chunks(30)
+        .map(|w| w.iter().sum::<f64>() / w.len() as f64)
+        .collect();
     let best = windows.iter().copied().fold(f64::MAX, f64::min);
     (median(windows), best)
 }
@@ -63,7 +70,12 @@ fn sampling(pause: Micros, memory_matters: bool) -> (f64, f64) {
 fn logging_in() -> Vec<f64> {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("utmp");
-    let alice = Login { user: "alice".into(), line: "pts/0".into(), from: "h9".into(), at: Micros::from_secs(1000) };
+    let alice = Login {
+        user: "alice".into(),
+        line: "pts/0".into(),
+        from: "h9".into(),
+        at: Micros::from_secs(1000),
+    };
     let write = |kind| fs::write(&path, record(kind, &alice)).expect("the bench's own file");
     let mut watch = Watch::new(vec![Spot::file(path.clone())]);
     let mut until = |wanted: Records| {
@@ -88,14 +100,29 @@ fn logging_in() -> Vec<f64> {
 
 fn sample(n: usize) -> LoadSample {
     let busy = (n % 7) as f32 / 7.0;
-    LoadSample { cores: 8, running: n as u32 % 5, busy, available_bytes: 1 << 33, ..LoadSample::default() }
+    LoadSample {
+        cores: 8,
+        running: n as u32 % 5,
+        busy,
+        available_bytes: 1 << 33,
+        ..LoadSample::default()
+    }
 }
 
 fn main() {
-    let (busy, quiet, kept) = (sampling(PAUSE_BUSY, false), sampling(PAUSE_QUIET, false), sampling(PAUSE_BUSY, true));
+    let (busy, quiet, kept) = (
+        sampling(PAUSE_BUSY, false),
+        sampling(PAUSE_QUIET, false),
+        sampling(PAUSE_BUSY, true),
+    );
     let absent = OwnerVerdict::Absent { since: None };
     let mut reporter = Reporter::default();
-    reporter.sent(Micros(0), sample(3), absent.clone(), "nobody is logged in".into());
+    reporter.sent(
+        Micros(0),
+        sample(3),
+        absent.clone(),
+        "nobody is logged in".into(),
+    );
     let judge = |n: usize| {
         for i in 0..BATCH {
             let sample = black_box(sample(n + i));

@@ -31,17 +31,22 @@ impl Boss {
     /// What the system or the daemon refused.
     pub(crate) fn follow(vm: &Vm, rm: Option<Tid>) -> anyhow::Result<Arc<Boss>> {
         let news = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let boss = Arc::new(Boss { tid: Mutex::new(rm), news });
+        let boss = Arc::new(Boss {
+            tid: Mutex::new(rm),
+            news,
+        });
         rm.map(|rm| watch(vm, rm)).transpose()?;
         let (vm, theirs) = (vm.clone(), Arc::clone(&boss));
-        std::thread::Builder::new().name("boss".into()).spawn(move || {
-            // Nothing else is received with this context.
-            while let Ok(message) = vm.recv(Match::any().ctx(CTX_RM)) {
-                theirs.hear(&vm, &message);
-            }
-            drop(vm.exit());
-            std::process::exit(0);
-        })?;
+        std::thread::Builder::new()
+            .name("boss".into())
+            .spawn(move || {
+                // Nothing else is received with this context.
+                while let Ok(message) = vm.recv(Match::any().ctx(CTX_RM)) {
+                    theirs.hear(&vm, &message);
+                }
+                drop(vm.exit());
+                std::process::exit(0);
+            })?;
         Ok(boss)
     }
 
@@ -49,7 +54,10 @@ impl Boss {
         let mut tid = self.tid.lock().unwrap_or_else(PoisonError::into_inner);
         match message.tag {
             TAG_RM_GONE => {
-                let gone = Unpacker::xdr(message.body.clone()).int().ok().map(Tid::from_raw);
+                let gone = Unpacker::xdr(message.body.clone())
+                    .int()
+                    .ok()
+                    .map(Tid::from_raw);
                 if *tid == gone {
                     *tid = None;
                 }
@@ -78,7 +86,10 @@ impl Boss {
     ///
     /// # Errors
     /// There is no descriptor left.
-    pub(crate) fn beside<'a>(&self, others: impl IntoIterator<Item = BorrowedFd<'a>>) -> nix::Result<Epoll> {
+    pub(crate) fn beside<'a>(
+        &self,
+        others: impl IntoIterator<Item = BorrowedFd<'a>>,
+    ) -> nix::Result<Epoll> {
         let all = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         all.add(&self.news, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
         for other in others {
@@ -90,5 +101,10 @@ impl Boss {
 
 /// Asks to be told when a resource manager ends.
 fn watch(vm: &Vm, rm: Tid) -> Result<(), libpvm::Error> {
-    vm.notify(NotifyRequest { what: NotifyWhat::TaskExit(vec![rm]), ctx: CTX_RM, tag: TAG_RM_GONE, cancel: false })
+    vm.notify(NotifyRequest {
+        what: NotifyWhat::TaskExit(vec![rm]),
+        ctx: CTX_RM,
+        tag: TAG_RM_GONE,
+        cancel: false,
+    })
 }

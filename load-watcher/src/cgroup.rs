@@ -29,15 +29,26 @@ impl Limited {
     /// The group's use as /proc/stat would tell it on a machine of so many processors, at a time of day.
     pub fn times(&self, at: Micros, cores: u32) -> CpuTimes {
         let total = at.0.saturating_mul(u64::from(cores));
-        CpuTimes { total, idle: total.saturating_sub(self.total / 1000) }
+        CpuTimes {
+            total,
+            idle: total.saturating_sub(self.total / 1000),
+        }
     }
 }
 
 /// Where the numbers of this version of control groups are.
 #[derive(Debug)]
 enum Files {
-    V1 { quota: File, period: File, usage: File, stat: File },
-    V2 { quota: File, stat: File },
+    V1 {
+        quota: File,
+        period: File,
+        usage: File,
+        stat: File,
+    },
+    V2 {
+        quota: File,
+        stat: File,
+    },
 }
 
 /// What was read at a time, in nanoseconds of processor time.
@@ -69,7 +80,10 @@ impl Files {
 
     fn v2(folder: &Path) -> Option<Files> {
         let open = |name: &str| File::open(folder.join(name)).ok();
-        Some(Files::V2 { quota: open("cpu.max")?, stat: open("cpu.stat")? })
+        Some(Files::V2 {
+            quota: open("cpu.max")?,
+            stat: open("cpu.stat")?,
+        })
     }
 
     /// Processors that the group may use; `None`: all.
@@ -78,7 +92,9 @@ impl Files {
             Files::V1 { quota, period, .. } => {
                 // Minus one, which is no number here, stands for no limit.
                 let quota = numbers(read(quota, text).ok()?).next()?;
-                let period = numbers(read(period, text).ok()?).next().filter(|period| *period > 0)?;
+                let period = numbers(read(period, text).ok()?)
+                    .next()
+                    .filter(|period| *period > 0)?;
                 Some(quota as f32 / period as f32)
             }
             Files::V2 { quota, .. } => quota_v2(read(quota, text).ok()?),
@@ -95,7 +111,10 @@ impl Files {
             Files::V2 { stat, .. } => {
                 let text = read(stat, text).ok()?;
                 let held = field(text, b"throttled_usec").unwrap_or(0);
-                Some((group_used(text)?.saturating_mul(1000), held.saturating_mul(1000)))
+                Some((
+                    group_used(text)?.saturating_mul(1000),
+                    held.saturating_mul(1000),
+                ))
             }
         }
     }
@@ -111,7 +130,10 @@ impl Group {
         let mut text = Box::new([0; TEXT_BYTES_MAX]);
         let mut tightest: Option<(f32, Files)> = None;
         let mut weigh = |files: Option<Files>, text: &mut [u8]| {
-            let Some((share, files)) = files.and_then(|files| Some((files.share(text)?, files))) else { return };
+            let Some((share, files)) = files.and_then(|files| Some((files.share(text)?, files)))
+            else {
+                return;
+            };
             if tightest.as_ref().is_none_or(|(least, _)| share < *least) {
                 tightest = Some((share, files));
             }
@@ -125,10 +147,16 @@ impl Group {
             }
         }
         if let Some(folder) = place(None) {
-            folder.ancestors().for_each(|folder| weigh(Files::v2(folder), &mut text[..]));
+            folder
+                .ancestors()
+                .for_each(|folder| weigh(Files::v2(folder), &mut text[..]));
         }
         let (_, files) = tightest?;
-        Some(Group { files, text, before: None })
+        Some(Group {
+            files,
+            text,
+            before: None,
+        })
     }
 
     /// What the limit leaves and what was used of it since the measurement before, if there is a limit still. The first
@@ -140,11 +168,21 @@ impl Group {
         let before = *self.before.get_or_insert(reading);
         let span = at.since(before.at);
         if span < SPAN_MIN {
-            return Some(Limited { share, used: 0.0, held: 0.0, total: used });
+            return Some(Limited {
+                share,
+                used: 0.0,
+                held: 0.0,
+                total: used,
+            });
         }
         self.before = Some(reading);
         let rate = |now: u64, then: u64| now.saturating_sub(then) as f32 / 1000.0 / span.0 as f32;
-        Some(Limited { share, used: rate(used, before.used), held: rate(held, before.held), total: used })
+        Some(Limited {
+            share,
+            used: rate(used, before.used),
+            held: rate(held, before.held),
+            total: used,
+        })
     }
 }
 
@@ -160,15 +198,21 @@ mod tests {
         fs::create_dir_all(&group).expect("a folder");
         fs::write(process.join("cgroup"), "0::/a/b\n").expect("written");
         let tree = dir.join("tree");
-        fs::write(process.join("mountinfo"), format!("1 1 0:1 / {} rw - cgroup2 none rw\n", tree.display()))
-            .expect("written");
+        fs::write(
+            process.join("mountinfo"),
+            format!("1 1 0:1 / {} rw - cgroup2 none rw\n", tree.display()),
+        )
+        .expect("written");
         (process, group)
     }
 
     fn write(folder: &Path, max: &str, used: u64, held: u64) {
         fs::write(folder.join("cpu.max"), max).expect("written");
-        fs::write(folder.join("cpu.stat"), format!("usage_usec {used}\nuser_usec 1\nthrottled_usec {held}\n"))
-            .expect("written");
+        fs::write(
+            folder.join("cpu.stat"),
+            format!("usage_usec {used}\nuser_usec 1\nthrottled_usec {held}\n"),
+        )
+        .expect("written");
     }
 
     #[test]
@@ -183,11 +227,33 @@ mod tests {
         write(&group, "200000 100000", 0, 0);
         let mut limited = Group::of(&process).expect("a limit");
         let at = Micros::from_secs;
-        assert_eq!(limited.measure(at(10)), Some(Limited { share: 0.5, used: 0.0, held: 0.0, total: 1_000_000_000 }));
+        assert_eq!(
+            limited.measure(at(10)),
+            Some(Limited {
+                share: 0.5,
+                used: 0.0,
+                held: 0.0,
+                total: 1_000_000_000
+            })
+        );
         write(&around, "50000 100000", 1_900_000, 3_000_000);
         let measured = limited.measure(at(12)).expect("a limit");
-        assert_eq!(measured, Limited { share: 0.5, used: 0.45, held: 1.5, total: 1_900_000_000 });
-        assert_eq!(measured.times(at(12), 2), CpuTimes { total: 24_000_000, idle: 24_000_000 - 1_900_000 });
+        assert_eq!(
+            measured,
+            Limited {
+                share: 0.5,
+                used: 0.45,
+                held: 1.5,
+                total: 1_900_000_000
+            }
+        );
+        assert_eq!(
+            measured.times(at(12), 2),
+            CpuTimes {
+                total: 24_000_000,
+                idle: 24_000_000 - 1_900_000
+            }
+        );
         write(&around, "max 100000", 2_000_000, 3_000_000);
         assert_eq!(limited.measure(at(13)), None, "the limit is gone");
     }

@@ -27,9 +27,16 @@ impl Confine {
     /// The system does not say on which processors this process may run.
     pub fn new(note: Option<PathBuf>) -> io::Result<Confine> {
         let all = processors(&sched_getaffinity(Pid::from_raw(0))?);
-        let text = note.as_ref().and_then(|note| std::fs::read_to_string(note).ok()).unwrap_or_default();
-        let kept = text.split_whitespace().filter_map(|count| count.parse().ok());
-        let kept = kept.filter(|count| (1..all.len()).contains(count)).collect();
+        let text = note
+            .as_ref()
+            .and_then(|note| std::fs::read_to_string(note).ok())
+            .unwrap_or_default();
+        let kept = text
+            .split_whitespace()
+            .filter_map(|count| count.parse().ok());
+        let kept = kept
+            .filter(|count| (1..all.len()).contains(count))
+            .collect();
         Ok(Confine { all, kept, note })
     }
 
@@ -40,14 +47,20 @@ impl Confine {
 
     /// Keeps these processes on so many processors; `None`: on all. Threads that chose fewer among these keep them.
     pub fn keep(&mut self, cores: Option<u32>, pids: impl IntoIterator<Item = i32>) {
-        let count = cores.map_or(self.all.len(), |cores| (cores.max(1) as usize).min(self.all.len()));
+        let count = cores.map_or(self.all.len(), |cores| {
+            (cores.max(1) as usize).min(self.all.len())
+        });
         if count < self.all.len() && self.kept.insert(count) {
             // Before it is so: this process may be killed at any moment.
             self.write();
         }
         let now = self.last(count).to_vec();
         // One that has ended meanwhile needs none; of one that cannot be told, the next look may be luckier.
-        for thread in pids.into_iter().filter_map(|pid| threads(pid).ok()).flatten() {
+        for thread in pids
+            .into_iter()
+            .filter_map(|pid| threads(pid).ok())
+            .flatten()
+        {
             let _ = self.keep_thread(Pid::from_raw(thread), &now);
         }
         if count == self.all.len() && !self.kept.is_empty() {
@@ -72,10 +85,18 @@ impl Confine {
 
     fn keep_thread(&self, thread: Pid, now: &[usize]) -> Result<(), Errno> {
         let has = processors(&sched_getaffinity(thread)?);
-        let among: Vec<usize> = has.iter().copied().filter(|one| now.contains(one)).collect();
+        let among: Vec<usize> = has
+            .iter()
+            .copied()
+            .filter(|one| now.contains(one))
+            .collect();
         // What it was kept on before was not its choice.
         let was_kept = self.kept.contains(&has.len()) && has == self.last(has.len());
-        let wanted = if was_kept || among.is_empty() { now } else { &among };
+        let wanted = if was_kept || among.is_empty() {
+            now
+        } else {
+            &among
+        };
         if has == wanted {
             return Ok(());
         }
@@ -86,7 +107,9 @@ impl Confine {
 }
 
 fn processors(set: &CpuSet) -> Vec<usize> {
-    (0..CpuSet::count()).filter(|one| set.is_set(*one).unwrap_or(false)).collect()
+    (0..CpuSet::count())
+        .filter(|one| set.is_set(*one).unwrap_or(false))
+        .collect()
 }
 
 #[cfg(test)]
@@ -100,7 +123,10 @@ mod tests {
         let mut child = Command::new("sleep").arg("60").spawn().expect("sleep");
         let pid = child.id().cast_signed();
         let has = || processors(&sched_getaffinity(Pid::from_raw(pid)).expect("it lives"));
-        let (all, last) = (confine.all.clone(), confine.all[confine.all.len() - 1..].to_vec());
+        let (all, last) = (
+            confine.all.clone(),
+            confine.all[confine.all.len() - 1..].to_vec(),
+        );
         confine.keep(Some(1), [pid]);
         let one = has();
         let needed = confine.is_needed(None);
@@ -112,7 +138,10 @@ mod tests {
         child.kill().expect("it is ours");
         child.wait().expect("it is ours");
         assert_eq!((one, many, none), (last, all.clone(), all.clone()));
-        assert_eq!((needed, confine.is_needed(None), confine.is_needed(Some(1))), (all.len() > 1, false, true));
+        assert_eq!(
+            (needed, confine.is_needed(None), confine.is_needed(Some(1))),
+            (all.len() > 1, false, true)
+        );
         confine.keep(Some(1), [pid]);
     }
 
@@ -133,10 +162,15 @@ mod tests {
         child.kill().expect("it is ours");
         child.wait().expect("it is ours");
         assert_eq!((one.len(), needed), (1, all.len() > 1));
-        assert_eq!((after, next.is_needed(None), note.exists()), (all, false, false));
+        assert_eq!(
+            (after, next.is_needed(None), note.exists()),
+            (all, false, false)
+        );
         std::fs::write(&note, "0 x 99999").expect("written");
         assert!(
-            !Confine::new(Some(note)).expect("the system says it").is_needed(None),
+            !Confine::new(Some(note))
+                .expect("the system says it")
+                .is_needed(None),
             "what is no number of them is none"
         );
     }

@@ -62,20 +62,38 @@ fn closed(case: &Case<'_>) -> Option<String> {
     if case.blocked.contains(&case.user) {
         return Some(format!("user {} is blocked here", case.user));
     }
-    let never = case.policy.never.iter().flatten().find(|hours| hours.holds(case.wall));
+    let never = case
+        .policy
+        .never
+        .iter()
+        .flatten()
+        .find(|hours| hours.holds(case.wall));
     if let Some(hours) = never {
         return Some(format!("the owner wants no guests {hours}"));
     }
-    let only = case.policy.only.as_ref().filter(|only| only.iter().all(|hours| !hours.holds(case.wall)))?;
+    let only = case
+        .policy
+        .only
+        .as_ref()
+        .filter(|only| only.iter().all(|hours| !hours.holds(case.wall)))?;
     let all: Vec<String> = only.iter().map(|hours| hours.to_string()).collect();
-    Some(format!("the owner wants guests only {}", if all.is_empty() { "never".into() } else { all.join(" and ") }))
+    Some(format!(
+        "the owner wants guests only {}",
+        if all.is_empty() {
+            "never".into()
+        } else {
+            all.join(" and ")
+        }
+    ))
 }
 
 /// Since when there is less memory than the owner keeps free, if so.
 fn short(before: Option<Micros>, policy: &Policy, available: u64, now: Micros) -> Option<Micros> {
     let keeps = policy.memory_free.filter(|_| available > 0)?.0;
     let enough = match before {
-        Some(since) => now.since(since) >= SHORT_MIN && available >= keeps.saturating_add(BACK_BYTES),
+        Some(since) => {
+            now.since(since) >= SHORT_MIN && available >= keeps.saturating_add(BACK_BYTES)
+        }
         None => available >= keeps,
     };
     (!enough).then(|| before.unwrap_or(now))
@@ -91,8 +109,12 @@ impl Door {
     pub fn decide(&mut self, case: &Case<'_>) -> Decision {
         self.short = short(self.short, case.policy, case.available, case.now);
         let short = self.short.and(case.policy.memory_free);
-        let reason =
-            closed(case).or_else(|| Some(format!("less memory was free than the {} that the owner keeps", short?)));
+        let reason = closed(case).or_else(|| {
+            Some(format!(
+                "less memory was free than the {} that the owner keeps",
+                short?
+            ))
+        });
         self.closed = reason.as_ref().map(|_| self.closed.unwrap_or(case.now));
         let seen = match case.owner {
             OwnerVerdict::Present { seen, .. } => Some((*seen, case.why.to_string())),
@@ -112,7 +134,11 @@ impl Door {
             programs: blocked.and_then(|b| b.programs.clone()).unwrap_or_default(),
             users: case.blocked.to_vec(),
         };
-        Decision { guests, why, limits }
+        Decision {
+            guests,
+            why,
+            limits,
+        }
     }
 }
 
@@ -121,7 +147,10 @@ fn stopped(policy: &Policy, from: Micros) -> Guests {
         LeaveAfter::Seconds(seconds) => Some(from + Micros::from_secs(seconds)),
         LeaveAfter::Never => None,
     };
-    Guests::Stopped { leave_at, then: policy.then.unwrap_or_default() }
+    Guests::Stopped {
+        leave_at,
+        then: policy.then.unwrap_or_default(),
+    }
 }
 
 #[cfg(test)]
@@ -130,18 +159,40 @@ mod tests {
     use proptest::prelude::*;
     use sempa_proto::owner::Leave;
 
-    const NOON: WallClock = WallClock { day: 0, minute: 720 };
+    const NOON: WallClock = WallClock {
+        day: 0,
+        minute: 720,
+    };
     const ABSENT: OwnerVerdict = OwnerVerdict::Absent { since: None };
-    const PRESENT: OwnerVerdict = OwnerVerdict::Present { since: Micros(1), seen: Micros(50_000_000) };
+    const PRESENT: OwnerVerdict = OwnerVerdict::Present {
+        since: Micros(1),
+        seen: Micros(50_000_000),
+    };
 
     fn parse(text: &str) -> Policy {
         Policy::parse("test", text).expect("good")
     }
 
-    fn decide(door: &mut Door, policy: &Policy, owner: &OwnerVerdict, wall: WallClock, seconds: u64) -> Decision {
+    fn decide(
+        door: &mut Door,
+        policy: &Policy,
+        owner: &OwnerVerdict,
+        wall: WallClock,
+        seconds: u64,
+    ) -> Decision {
         let now = Micros::from_secs(seconds);
         let (shut, blocked, why) = (None, &[9], "alice is here");
-        door.decide(&Case { policy, shut, blocked, user: 7, owner, why, available: 0, wall, now })
+        door.decide(&Case {
+            policy,
+            shut,
+            blocked,
+            user: 7,
+            owner,
+            why,
+            available: 0,
+            wall,
+            now,
+        })
     }
 
     fn once(text: &str, owner: &OwnerVerdict, seconds: u64) -> Decision {
@@ -149,7 +200,10 @@ mod tests {
     }
 
     fn stopped_until(seconds: Option<u64>, then: Leave) -> Guests {
-        Guests::Stopped { leave_at: seconds.map(Micros::from_secs), then }
+        Guests::Stopped {
+            leave_at: seconds.map(Micros::from_secs),
+            then,
+        }
     }
 
     #[test]
@@ -159,42 +213,85 @@ mod tests {
         assert_eq!(there.why, "alice is here");
         let maybe = OwnerVerdict::Maybe { since: Micros(1) };
         for owner in [ABSENT, maybe] {
-            assert_eq!((once("", &owner, 60).guests, once("", &owner, 60).why.as_str()), (Guests::Welcome, ""));
+            assert_eq!(
+                (
+                    once("", &owner, 60).guests,
+                    once("", &owner, 60).why.as_str()
+                ),
+                (Guests::Welcome, "")
+            );
         }
     }
 
     #[test]
     fn they_wait_as_long_as_the_owner_lets_them_and_go_as_he_says() {
-        assert_eq!(once("leave_after = 30", &PRESENT, 60).guests, stopped_until(Some(80), Leave::Move));
-        assert_eq!(once("leave_after = \"never\"", &PRESENT, 60).guests, stopped_until(None, Leave::Move));
-        assert_eq!(once("then = \"kill\"", &PRESENT, 60).guests, stopped_until(Some(50), Leave::Kill));
+        assert_eq!(
+            once("leave_after = 30", &PRESENT, 60).guests,
+            stopped_until(Some(80), Leave::Move)
+        );
+        assert_eq!(
+            once("leave_after = \"never\"", &PRESENT, 60).guests,
+            stopped_until(None, Leave::Move)
+        );
+        assert_eq!(
+            once("then = \"kill\"", &PRESENT, 60).guests,
+            stopped_until(Some(50), Leave::Kill)
+        );
     }
 
     #[test]
-    fn at_forbidden_hours_they_stop_whoever_is_there_and_the_time_to_leave_counts_from_their_begin() {
+    fn at_forbidden_hours_they_stop_whoever_is_there_and_the_time_to_leave_counts_from_their_begin()
+    {
         let policy = parse("never = [\"mon 12-13\"]\nleave_after = 30");
         let mut door = Door::default();
-        let early = WallClock { day: 0, minute: 719 };
-        assert_eq!(decide(&mut door, &policy, &ABSENT, early, 100).guests, Guests::Welcome);
+        let early = WallClock {
+            day: 0,
+            minute: 719,
+        };
+        assert_eq!(
+            decide(&mut door, &policy, &ABSENT, early, 100).guests,
+            Guests::Welcome
+        );
         for seconds in [101, 120, 150] {
             let closed = decide(&mut door, &policy, &ABSENT, NOON, seconds);
             assert_eq!(closed.guests, stopped_until(Some(131), Leave::Move));
             assert_eq!(closed.why, "the owner wants no guests mon 12:00-13:00");
         }
         // Somebody at the machine is the better reason.
-        assert_eq!(decide(&mut door, &policy, &PRESENT, NOON, 155).why, "alice is here");
-        let late = WallClock { day: 0, minute: 780 };
-        assert_eq!(decide(&mut door, &policy, &ABSENT, late, 160).guests, Guests::Welcome);
-        assert_eq!(decide(&mut door, &policy, &ABSENT, NOON, 170).guests, stopped_until(Some(200), Leave::Move));
+        assert_eq!(
+            decide(&mut door, &policy, &PRESENT, NOON, 155).why,
+            "alice is here"
+        );
+        let late = WallClock {
+            day: 0,
+            minute: 780,
+        };
+        assert_eq!(
+            decide(&mut door, &policy, &ABSENT, late, 160).guests,
+            Guests::Welcome
+        );
+        assert_eq!(
+            decide(&mut door, &policy, &ABSENT, NOON, 170).guests,
+            stopped_until(Some(200), Leave::Move)
+        );
     }
 
     #[test]
     fn outside_of_the_only_hours_there_are_no_guests() {
-        assert_eq!(once("only = [\"mon 9-17\"]", &ABSENT, 1).guests, Guests::Welcome);
+        assert_eq!(
+            once("only = [\"mon 9-17\"]", &ABSENT, 1).guests,
+            Guests::Welcome
+        );
         let closed = once("only = [\"sat,sun\", \"22-6\"]", &ABSENT, 1);
-        assert_eq!(closed.why, "the owner wants guests only sat-sun and 22:00-6:00");
+        assert_eq!(
+            closed.why,
+            "the owner wants guests only sat-sun and 22:00-6:00"
+        );
         assert_ne!(closed.guests, Guests::Welcome);
-        assert_eq!(once("only = []", &ABSENT, 1).why, "the owner wants guests only never");
+        assert_eq!(
+            once("only = []", &ABSENT, 1).why,
+            "the owner wants guests only never"
+        );
     }
 
     #[test]
@@ -203,7 +300,17 @@ mod tests {
         let mut at = |seconds: u64, shut, owner| {
             let (policy, now) = (&policy, Micros::from_secs(seconds));
             let why = "alice is here";
-            door.decide(&Case { policy, shut, blocked: &[], user: 7, owner, why, available: 0, wall: NOON, now })
+            door.decide(&Case {
+                policy,
+                shut,
+                blocked: &[],
+                user: 7,
+                owner,
+                why,
+                available: 0,
+                wall: NOON,
+                now,
+            })
         };
         let wrong = Some("owner.toml:2: no");
         for seconds in [101, 120] {
@@ -211,7 +318,11 @@ mod tests {
             assert_eq!(decision.guests, stopped_until(Some(131), Leave::Move));
             assert_eq!(decision.why, "owner.toml:2: no");
         }
-        assert_eq!(at(140, wrong, &PRESENT).why, "alice is here", "the better reason");
+        assert_eq!(
+            at(140, wrong, &PRESENT).why,
+            "alice is here",
+            "the better reason"
+        );
         assert_eq!(at(150, None, &ABSENT).guests, Guests::Welcome);
     }
 
@@ -222,23 +333,52 @@ mod tests {
         let decide = |door: &mut Door, user| {
             let now = Micros::from_secs(5);
             let (policy, shut, owner, available) = (&policy, None, &ABSENT, 2 << 30);
-            door.decide(&Case { policy, shut, blocked: &[9], user, owner, why: "", available, wall: NOON, now })
+            door.decide(&Case {
+                policy,
+                shut,
+                blocked: &[9],
+                user,
+                owner,
+                why: "",
+                available,
+                wall: NOON,
+                now,
+            })
         };
         assert_eq!(decide(&mut door, 9).why, "user 9 is blocked here");
         let other = decide(&mut door, 7);
         assert_eq!(other.guests, Guests::Welcome);
-        let limits = GuestLimits { cores: Some(2), memory_free: 1 << 30, programs: vec!["x".into()], users: vec![9] };
+        let limits = GuestLimits {
+            cores: Some(2),
+            memory_free: 1 << 30,
+            programs: vec!["x".into()],
+            users: vec![9],
+        };
         assert_eq!(other.limits, limits);
     }
 
     #[test]
-    fn guests_go_when_they_leave_less_memory_than_the_owner_keeps_and_come_back_when_there_is_room_for_one_again() {
-        let (policy, mut door) = (parse("memory_free = \"1G\"\nleave_after = 5"), Door::default());
+    fn guests_go_when_they_leave_less_memory_than_the_owner_keeps_and_come_back_when_there_is_room_for_one_again()
+     {
+        let (policy, mut door) = (
+            parse("memory_free = \"1G\"\nleave_after = 5"),
+            Door::default(),
+        );
         let mut seen = |available: u64, seconds: u64| {
             let (owner, now) = (&ABSENT, Micros::from_secs(seconds));
             let (policy, shut) = (&policy, None);
             let turns = door.turns(policy, available, now);
-            let case = Case { policy, shut, blocked: &[], user: 7, owner, why: "", available, wall: NOON, now };
+            let case = Case {
+                policy,
+                shut,
+                blocked: &[],
+                user: 7,
+                owner,
+                why: "",
+                available,
+                wall: NOON,
+                now,
+            };
             let decision = door.decide(&case);
             assert!(!door.turns(policy, available, now), "it was decided");
             (turns, decision.guests)
@@ -249,10 +389,22 @@ mod tests {
         assert_eq!(seen(G, 101), (false, Guests::Welcome), "that is enough");
         assert_eq!(seen(G - 1, 102), (true, stopped));
         assert_eq!(seen(2 * G, 103), (false, stopped), "they went a moment ago");
-        assert_eq!(seen(G + 1, 132), (false, stopped), "not enough for one more");
+        assert_eq!(
+            seen(G + 1, 132),
+            (false, stopped),
+            "not enough for one more"
+        );
         assert_eq!(seen(G + HEADROOM_BYTES, 133), (true, Guests::Welcome));
-        assert_eq!(seen(G - 1, 134), (true, stopped_until(Some(139), Leave::Move)), "it counts anew");
-        assert_eq!(seen(0, 135), (true, Guests::Welcome), "nobody knows any more");
+        assert_eq!(
+            seen(G - 1, 134),
+            (true, stopped_until(Some(139), Leave::Move)),
+            "it counts anew"
+        );
+        assert_eq!(
+            seen(0, 135),
+            (true, Guests::Welcome),
+            "nobody knows any more"
+        );
     }
 
     proptest! {

@@ -29,13 +29,18 @@ pub struct Hours {
 
 /// A text that is no stretch of hours.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{0:?} is no time of the week; it looks like '9-17', 'mon-fri 9:00-17:30', 'sat,sun' or 'always'")]
+#[error(
+    "{0:?} is no time of the week; it looks like '9-17', 'mon-fri 9:00-17:30', 'sat,sun' or 'always'"
+)]
 pub struct HoursError(String);
 
 impl Hours {
     /// True when the moment lies in it; the last minute does not.
     pub fn holds(&self, at: WallClock) -> bool {
-        let (today, yesterday) = (self.days[usize::from(at.day % 7)], self.days[usize::from((at.day + 6) % 7)]);
+        let (today, yesterday) = (
+            self.days[usize::from(at.day % 7)],
+            self.days[usize::from((at.day + 6) % 7)],
+        );
         if self.from < self.to {
             today && (self.from..self.to).contains(&at.minute)
         } else {
@@ -50,20 +55,37 @@ impl Hours {
         }
         let mut next_day = self.days;
         next_day.rotate_right(1);
-        let evening = Hours { to: MINUTES, ..*self };
-        let morning = Hours { days: next_day, from: 0, to: self.to };
-        [evening, morning].into_iter().filter(|part| part.from < part.to).collect()
+        let evening = Hours {
+            to: MINUTES,
+            ..*self
+        };
+        let morning = Hours {
+            days: next_day,
+            from: 0,
+            to: self.to,
+        };
+        [evening, morning]
+            .into_iter()
+            .filter(|part| part.from < part.to)
+            .collect()
     }
 
     /// The hours that both have.
     pub fn and(&self, other: &Hours) -> Vec<Hours> {
         let meet = |a: Hours, b: &Hours| {
             let days = std::array::from_fn(|day| a.days[day] && b.days[day]);
-            Hours { days, from: a.from.max(b.from), to: a.to.min(b.to) }
+            Hours {
+                days,
+                from: a.from.max(b.from),
+                to: a.to.min(b.to),
+            }
         };
         let (mine, theirs) = (self.parts(), other.parts());
-        let all = mine.into_iter().flat_map(|a| theirs.iter().map(move |b| meet(a, b)));
-        all.filter(|part| part.from < part.to && part.days.contains(&true)).collect()
+        let all = mine
+            .into_iter()
+            .flat_map(|a| theirs.iter().map(move |b| meet(a, b)));
+        all.filter(|part| part.from < part.to && part.days.contains(&true))
+            .collect()
     }
 }
 
@@ -88,7 +110,9 @@ fn days(text: &str) -> Option<[bool; 7]> {
 
 fn minute(text: &str) -> Option<u16> {
     let (hours, minutes) = text.split_once(':').unwrap_or((text, "0"));
-    let short = |part: &str| !part.is_empty() && part.len() <= 2 && part.bytes().all(|b| b.is_ascii_digit());
+    let short = |part: &str| {
+        !part.is_empty() && part.len() <= 2 && part.bytes().all(|b| b.is_ascii_digit())
+    };
     if !short(hours) || !short(minutes) {
         return None;
     }
@@ -153,7 +177,13 @@ impl fmt::Display for Hours {
         }
         if !whole {
             let clock = |m: u16| format!("{}:{:02}", m / 60, m % 60);
-            write!(f, "{}{}-{}", if all { "" } else { " " }, clock(self.from), clock(self.to))?;
+            write!(
+                f,
+                "{}{}-{}",
+                if all { "" } else { " " },
+                clock(self.from),
+                clock(self.to)
+            )?;
         }
         Ok(())
     }
@@ -169,13 +199,18 @@ mod tests {
     }
 
     fn at(day: u8, hour: u16, minute: u16) -> WallClock {
-        WallClock { day, minute: hour * 60 + minute }
+        WallClock {
+            day,
+            minute: hour * 60 + minute,
+        }
     }
 
     #[test]
     fn hours_hold_from_their_first_minute_to_before_their_last() {
         let office = hours("mon-fri 9-17:30");
-        assert!(!office.holds(at(0, 8, 59)) && office.holds(at(0, 9, 0)) && office.holds(at(4, 17, 29)));
+        assert!(
+            !office.holds(at(0, 8, 59)) && office.holds(at(0, 9, 0)) && office.holds(at(4, 17, 29))
+        );
         assert!(!office.holds(at(4, 17, 30)) && !office.holds(at(5, 12, 0)));
         assert!(hours("sat,sun").holds(at(6, 23, 59)) && !hours("sat,sun").holds(at(0, 0, 0)));
         assert!(hours("22-24").holds(at(2, 23, 59)) && hours("always").holds(at(3, 3, 3)));
@@ -185,14 +220,28 @@ mod tests {
     fn a_night_belongs_to_the_day_on_which_it_begins() {
         let night = hours("fri 22-6");
         assert!(night.holds(at(4, 22, 0)) && night.holds(at(5, 5, 59)));
-        assert!(!night.holds(at(4, 5, 0)) && !night.holds(at(5, 22, 0)) && !night.holds(at(5, 6, 0)));
+        assert!(
+            !night.holds(at(4, 5, 0)) && !night.holds(at(5, 22, 0)) && !night.holds(at(5, 6, 0))
+        );
         assert!(hours("sun 23-1").holds(at(0, 0, 30)), "the week goes round");
         assert!(hours("sat-mon 1-2").holds(at(6, 1, 0)) && hours("sat-mon 1-2").holds(at(0, 1, 0)));
     }
 
     #[test]
     fn other_text_is_refused_and_named() {
-        for text in ["", "9", "9-9", "25-26", "9-17-18", "mon 9-17 x", "monday", "9:60-10", "24-3", "-", "9:001-10"] {
+        for text in [
+            "",
+            "9",
+            "9-9",
+            "25-26",
+            "9-17-18",
+            "mon 9-17 x",
+            "monday",
+            "9:60-10",
+            "24-3",
+            "-",
+            "9:001-10",
+        ] {
             let error = text.parse::<Hours>().expect_err(text).to_string();
             assert!(error.contains(&format!("{text:?}")), "{error}");
         }

@@ -58,20 +58,26 @@ impl Logind {
         let news = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let known = Arc::new(Known { sessions, news });
         let theirs = Arc::clone(&known);
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        std::thread::Builder::new().name("logind".into()).spawn(move || {
-            runtime.block_on(async {
-                let mut pause = AGAIN;
-                loop {
-                    let Err(error) = converse(&address, &theirs).await;
-                    if theirs.tell(Evidence::Missing(format!("logind cannot be asked over {address}: {error}"))) {
-                        pause = AGAIN;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
+        std::thread::Builder::new()
+            .name("logind".into())
+            .spawn(move || {
+                runtime.block_on(async {
+                    let mut pause = AGAIN;
+                    loop {
+                        let Err(error) = converse(&address, &theirs).await;
+                        if theirs.tell(Evidence::Missing(format!(
+                            "logind cannot be asked over {address}: {error}"
+                        ))) {
+                            pause = AGAIN;
+                        }
+                        tokio::time::sleep(pause).await;
+                        pause = (pause * 2).min(AGAIN_MAX);
                     }
-                    tokio::time::sleep(pause).await;
-                    pause = (pause * 2).min(AGAIN_MAX);
-                }
-            });
-        })?;
+                });
+            })?;
         Ok(Logind(known))
     }
 
@@ -87,7 +93,11 @@ impl Logind {
 
     /// The sessions of people.
     pub fn sessions(&self) -> Evidence<Vec<Session>> {
-        self.0.sessions.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0
+            .sessions
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 }
 
@@ -109,13 +119,20 @@ impl Known {
 async fn converse(address: &str, known: &Known) -> zbus::Result<Infallible> {
     let builder = connection::Builder::address(address)?.method_timeout(ANSWER_TIME);
     let bus = tokio::time::timeout(ANSWER_TIME, builder.build());
-    let bus = bus.await.map_err(|_| zbus::Error::Failure("the bus does not answer".into()))??;
+    let bus = bus
+        .await
+        .map_err(|_| zbus::Error::Failure("the bus does not answer".into()))??;
     // Signals first, so that no change falls between.
     let signal = || MatchRule::builder().msg_type(message::Type::Signal);
     let said = signal().sender(LOGIND)?.build();
-    let came_or_went = signal().sender("org.freedesktop.DBus")?.member("NameOwnerChanged")?.add_arg(LOGIND)?.build();
+    let came_or_went = signal()
+        .sender("org.freedesktop.DBus")?
+        .member("NameOwnerChanged")?
+        .add_arg(LOGIND)?
+        .build();
     let mut said = MessageStream::for_match_rule(said, &bus, Some(SIGNALS_MAX)).await?;
-    let mut came_or_went = MessageStream::for_match_rule(came_or_went, &bus, Some(SIGNALS_MAX)).await?;
+    let mut came_or_went =
+        MessageStream::for_match_rule(came_or_went, &bus, Some(SIGNALS_MAX)).await?;
     let mut locked = BTreeMap::new();
     loop {
         known.tell(Evidence::Known(read(&bus, &mut locked).await?));
@@ -132,15 +149,33 @@ async fn next(signals: &mut MessageStream) -> Option<zbus::Result<zbus::Message>
 }
 
 /// All sessions of people. `locked`: since when sessions were seen to be locked, by their names.
-async fn read(bus: &Connection, locked: &mut BTreeMap<String, Micros>) -> zbus::Result<Vec<Session>> {
-    let answer = bus.call_method(Some(LOGIND), MANAGER_PATH, Some(MANAGER), "ListSessions", &()).await?;
-    let listed: Vec<(String, u32, String, String, OwnedObjectPath)> = answer.body().deserialize()?;
+async fn read(
+    bus: &Connection,
+    locked: &mut BTreeMap<String, Micros>,
+) -> zbus::Result<Vec<Session>> {
+    let answer = bus
+        .call_method(
+            Some(LOGIND),
+            MANAGER_PATH,
+            Some(MANAGER),
+            "ListSessions",
+            &(),
+        )
+        .await?;
+    let listed: Vec<(String, u32, String, String, OwnedObjectPath)> =
+        answer.body().deserialize()?;
     locked.retain(|name, _| listed.iter().any(|(listed, ..)| listed == name));
     let mut all = Vec::new();
     for (name, .., path) in listed.into_iter().take(SESSIONS_MAX) {
-        let about = PropertiesProxy::builder(bus).destination(LOGIND)?.path(&path)?.build().await?;
+        let about = PropertiesProxy::builder(bus)
+            .destination(LOGIND)?
+            .path(&path)?
+            .build()
+            .await?;
         // One that has just ended is gone.
-        let Ok(about) = about.get_all(InterfaceName::try_from(SESSION)?).await else { continue };
+        let Ok(about) = about.get_all(InterfaceName::try_from(SESSION)?).await else {
+            continue;
+        };
         if flag(&about, "LockedHint") {
             locked.entry(name.clone()).or_insert_with(wall);
         } else {
@@ -152,7 +187,9 @@ async fn read(bus: &Connection, locked: &mut BTreeMap<String, Micros>) -> zbus::
 }
 
 fn flag(about: &HashMap<String, OwnedValue>, name: &str) -> bool {
-    about.get(name).is_some_and(|value| bool::try_from(value) == Ok(true))
+    about
+        .get(name)
+        .is_some_and(|value| bool::try_from(value) == Ok(true))
 }
 
 fn number(about: &HashMap<String, OwnedValue>, name: &str) -> Option<u64> {
@@ -160,8 +197,17 @@ fn number(about: &HashMap<String, OwnedValue>, name: &str) -> Option<u64> {
 }
 
 /// A session by its properties, under the names that its file would have. `locked`: since when it is known to be locked.
-fn of_properties(name: &str, about: &HashMap<String, OwnedValue>, locked: Option<Micros>) -> Option<Session> {
-    let text = |name: &str| about.get(name).and_then(|value| <&str>::try_from(value).ok()).map(str::to_string);
+fn of_properties(
+    name: &str,
+    about: &HashMap<String, OwnedValue>,
+    locked: Option<Micros>,
+) -> Option<Session> {
+    let text = |name: &str| {
+        about
+            .get(name)
+            .and_then(|value| <&str>::try_from(value).ok())
+            .map(str::to_string)
+    };
     let found = session(name, |key| match key {
         "CLASS" => text("Class"),
         "STATE" => text("State"),
@@ -175,7 +221,9 @@ fn of_properties(name: &str, about: &HashMap<String, OwnedValue>, locked: Option
         _ => None,
     })?;
     // Zero: its desktop has never said whether somebody uses it.
-    let since = number(about, "IdleSinceHint").filter(|since| *since > 0).map(Micros);
+    let since = number(about, "IdleSinceHint")
+        .filter(|since| *since > 0)
+        .map(Micros);
     let idle = if flag(about, "IdleHint") { since } else { None };
     let idle = match (idle.into_iter().chain(locked).min(), since) {
         (Some(since), _) => Idle::Since(since),
@@ -191,41 +239,92 @@ mod tests {
     use zbus::zvariant::Value;
 
     fn desk(more: &[(&str, Value<'_>)]) -> HashMap<String, OwnedValue> {
-        let text = [("Class", "user"), ("State", "active"), ("Type", "wayland"), ("Name", "olga"), ("TTY", "tty2")];
+        let text = [
+            ("Class", "user"),
+            ("State", "active"),
+            ("Type", "wayland"),
+            ("Name", "olga"),
+            ("TTY", "tty2"),
+        ];
         let text = text.map(|(name, value)| (name, Value::from(value)));
-        let all = text.iter().chain(more).map(|(name, value)| (name.to_string(), value.try_to_owned().expect("plain")));
+        let all = text
+            .iter()
+            .chain(more)
+            .map(|(name, value)| (name.to_string(), value.try_to_owned().expect("plain")));
         all.collect()
     }
 
     fn idle(more: &[(&str, Value<'_>)], locked: Option<Micros>) -> Idle {
-        of_properties("3", &desk(more), locked).expect("somebody").idle
+        of_properties("3", &desk(more), locked)
+            .expect("somebody")
+            .idle
     }
 
     #[test]
     fn a_session_by_its_properties_says_who_where_and_since_when() {
-        let far = [("Timestamp", 5_u64.into()), ("Remote", true.into()), ("RemoteHost", "10.0.0.9".into())];
-        let Session { login, remote, graphical, idle } = of_properties("3", &desk(&far), None).expect("somebody");
-        assert_eq!((login.user.as_str(), login.line.as_str(), login.from.as_str()), ("olga", "tty2", "10.0.0.9"));
-        assert_eq!((login.at, remote, graphical, idle), (Micros(5), true, true, Idle::Unknown));
-        assert_eq!(of_properties("3", &desk(&[("Class", "greeter".into())]), None), None);
+        let far = [
+            ("Timestamp", 5_u64.into()),
+            ("Remote", true.into()),
+            ("RemoteHost", "10.0.0.9".into()),
+        ];
+        let Session {
+            login,
+            remote,
+            graphical,
+            idle,
+        } = of_properties("3", &desk(&far), None).expect("somebody");
+        assert_eq!(
+            (
+                login.user.as_str(),
+                login.line.as_str(),
+                login.from.as_str()
+            ),
+            ("olga", "tty2", "10.0.0.9")
+        );
+        assert_eq!(
+            (login.at, remote, graphical, idle),
+            (Micros(5), true, true, Idle::Unknown)
+        );
+        assert_eq!(
+            of_properties("3", &desk(&[("Class", "greeter".into())]), None),
+            None
+        );
         assert_eq!(of_properties("3", &HashMap::new(), None), None);
     }
 
     #[test]
     fn a_desktop_that_has_said_so_is_in_use_or_idle_and_a_locked_one_is_not_used() {
-        let said = |hint: bool, since: u64| [("IdleHint", hint.into()), ("IdleSinceHint", since.into())];
+        let said =
+            |hint: bool, since: u64| [("IdleHint", hint.into()), ("IdleSinceHint", since.into())];
         assert_eq!(idle(&said(true, 70), None), Idle::Since(Micros(70)));
         assert_eq!(idle(&said(false, 70), None), Idle::InUse);
-        assert_eq!(idle(&said(false, 0), None), Idle::Unknown, "it has never said anything");
+        assert_eq!(
+            idle(&said(false, 0), None),
+            Idle::Unknown,
+            "it has never said anything"
+        );
         assert_eq!(idle(&said(true, 0), None), Idle::Unknown);
-        assert_eq!(idle(&said(false, 70), Some(Micros(90))), Idle::Since(Micros(90)));
-        assert_eq!(idle(&said(true, 70), Some(Micros(90))), Idle::Since(Micros(70)));
+        assert_eq!(
+            idle(&said(false, 70), Some(Micros(90))),
+            Idle::Since(Micros(90))
+        );
+        assert_eq!(
+            idle(&said(true, 70), Some(Micros(90))),
+            Idle::Since(Micros(70))
+        );
     }
 
     #[test]
     fn values_of_other_types_are_as_good_as_none() {
-        let wrong = [("IdleHint", 1_u64.into()), ("IdleSinceHint", "long ago".into()), ("Timestamp", true.into())];
+        let wrong = [
+            ("IdleHint", 1_u64.into()),
+            ("IdleSinceHint", "long ago".into()),
+            ("Timestamp", true.into()),
+        ];
         assert_eq!(idle(&wrong, None), Idle::Unknown);
-        assert_eq!(of_properties("3", &desk(&[("Name", 7_u32.into())]), None), None);
+        assert_eq!(
+            of_properties("3", &desk(&[("Name", 7_u32.into())]), None),
+            None
+        );
     }
 }

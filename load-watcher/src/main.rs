@@ -64,7 +64,10 @@ struct Args {
 
 fn parse_tid(text: &str) -> Result<Tid, String> {
     let raw = u32::from_str_radix(text.strip_prefix('t').unwrap_or(text), 16);
-    let tid = raw.ok().map(|raw| Tid::from_raw(raw.cast_signed())).filter(|tid| tid.is_task());
+    let tid = raw
+        .ok()
+        .map(|raw| Tid::from_raw(raw.cast_signed()))
+        .filter(|tid| tid.is_task());
     tid.ok_or_else(|| format!("{text:?} is not the id of a task; it looks like t40002"))
 }
 
@@ -81,10 +84,17 @@ fn run(args: Args) -> anyhow::Result<()> {
 
 /// The error and its causes, each said once: some sentences contain their cause already.
 fn one_line(error: &anyhow::Error) -> String {
-    error.chain().skip(1).fold(error.to_string(), |text, cause| {
-        let cause = cause.to_string();
-        if text.contains(&cause) { text } else { format!("{text}: {cause}") }
-    })
+    error
+        .chain()
+        .skip(1)
+        .fold(error.to_string(), |text, cause| {
+            let cause = cause.to_string();
+            if text.contains(&cause) {
+                text
+            } else {
+                format!("{text}: {cause}")
+            }
+        })
 }
 
 fn main() -> ExitCode {

@@ -62,8 +62,8 @@ pub struct Ours {
 
 /// Ticks since boot.
 fn ticks_now() -> u64 {
-    let since =
-        clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(0, |time| time.tv_sec() * 100 + time.tv_nsec() / 10_000_000);
+    let since = clock_gettime(ClockId::CLOCK_BOOTTIME)
+        .map_or(0, |time| time.tv_sec() * 100 + time.tv_nsec() / 10_000_000);
     u64::try_from(since).unwrap_or(0)
 }
 
@@ -92,10 +92,15 @@ fn descendants(root: &Path, pid: i32) -> BTreeSet<i32> {
 /// All processes of a task whose main process this is: everybody in its control group, or else all that it has made.
 pub fn family(root: &Path, pid: i32) -> BTreeSet<i32> {
     let mounts = fs::read(root.join("self/mountinfo")).unwrap_or_default();
-    let inside = group_of(root, pid, &mounts).and_then(|group| fs::read_to_string(group.join("cgroup.procs")).ok());
+    let inside = group_of(root, pid, &mounts)
+        .and_then(|group| fs::read_to_string(group.join("cgroup.procs")).ok());
     let mut all = match inside {
         // Whom the kernel does not name here it calls 0.
-        Some(text) => text.lines().filter_map(|line| line.parse().ok()).filter(|pid| *pid > 0).collect(),
+        Some(text) => text
+            .lines()
+            .filter_map(|line| line.parse().ok())
+            .filter(|pid| *pid > 0)
+            .collect(),
         None => descendants(root, pid),
     };
     all.insert(pid);
@@ -171,16 +176,26 @@ impl Ours {
         };
         let mut text = [0; TEXT_BYTES_MAX];
         let now = key.counter(read(&file, &mut text).ok()?)?;
-        let started = fs::read(stat).ok().and_then(|text| used(&text)).map_or(0, |used| used.started);
+        let started = fs::read(stat)
+            .ok()
+            .and_then(|text| used(&text))
+            .map_or(0, |used| used.started);
         let is_new = looked > 0 && started >= looked;
-        Some(Part { file, last: if is_new { 0 } else { now }, task })
+        Some(Part {
+            file,
+            last: if is_new { 0 } else { now },
+            task,
+        })
     }
 
     /// Adds up what all have used since they were read last.
     fn spend(&mut self) {
         let mut text = [0; TEXT_BYTES_MAX];
         for (key, part) in &mut self.parts {
-            match read(&part.file, &mut text).ok().and_then(|text| key.counter(text)) {
+            match read(&part.file, &mut text)
+                .ok()
+                .and_then(|text| key.counter(text))
+            {
                 Some(now) => {
                     self.spent += now.saturating_sub(part.last);
                     part.last = part.last.max(now);
@@ -202,7 +217,10 @@ impl Ours {
     pub fn sample(&mut self, times: CpuTimes, cores: u32) -> Option<f32> {
         self.spend();
         let (before, spent) = self.sampled.replace((times, self.spent))?;
-        let total = times.total.checked_sub(before.total).filter(|total| *total > 0)?;
+        let total = times
+            .total
+            .checked_sub(before.total)
+            .filter(|total| *total > 0)?;
         (!self.many).then(|| processors(self.spent - spent, total, cores))
     }
 
@@ -217,14 +235,19 @@ impl Ours {
         self.spend();
         let comparable = !std::mem::take(&mut self.changed) && !self.many;
         let (before, spent) = self.before.replace((times, self.spent))?;
-        let total = times.total.checked_sub(before.total).filter(|total| *total > 0)?;
+        let total = times
+            .total
+            .checked_sub(before.total)
+            .filter(|total| *total > 0)?;
         let busy = times.busy_since(before)? * cores as f32;
         let others = match comparable {
             true => (busy - processors(self.spent - spent, total, cores)).max(0.0),
             false if busy < QUIET => busy,
             false => return None,
         };
-        let mean = self.mean.map_or(others, |mean| mean + WEIGHT * (others - mean));
+        let mean = self
+            .mean
+            .map_or(others, |mean| mean + WEIGHT * (others - mean));
         self.mean = Some(mean);
         Some(mean)
     }
@@ -253,7 +276,10 @@ mod tests {
         }
 
         fn task(&self, pid: i32, ticks: u64) {
-            self.write(&format!("{pid}/stat"), &format!("{pid} (x) R 1 1 1 0 -1 0 0 0 0 0 {ticks} 0 0 0 20 0 1 0 5 0"));
+            self.write(
+                &format!("{pid}/stat"),
+                &format!("{pid} (x) R 1 1 1 0 -1 0 0 0 0 0 {ticks} 0 0 0 20 0 1 0 5 0"),
+            );
         }
 
         fn children(&self, pid: i32, children: &str) {
@@ -263,7 +289,10 @@ mod tests {
 
     /// Of so many clock ticks.
     fn times(total: u64, idle: u64) -> CpuTimes {
-        CpuTimes { total: total * TICK_US, idle: idle * TICK_US }
+        CpuTimes {
+            total: total * TICK_US,
+            idle: idle * TICK_US,
+        }
     }
 
     #[test]
@@ -272,15 +301,28 @@ mod tests {
         let mut ours = Ours::new(proc.0.path());
         proc.task(5, 100);
         ours.set(&[5]);
-        assert_eq!((ours.measure(times(0, 0), 2), ours.sample(times(0, 0), 2)), (None, None));
+        assert_eq!(
+            (ours.measure(times(0, 0), 2), ours.sample(times(0, 0), 2)),
+            (None, None)
+        );
         // Two processors for a hundred ticks each: one and a half busy, one of it ours.
         proc.task(5, 200);
-        assert_eq!((ours.sample(times(200, 50), 2), ours.measure(times(200, 50), 2)), (Some(1.0), Some(0.5)));
+        assert_eq!(
+            (
+                ours.sample(times(200, 50), 2),
+                ours.measure(times(200, 50), 2)
+            ),
+            (Some(1.0), Some(0.5))
+        );
         // Then only ours; the mean follows.
         proc.task(5, 300);
         let mean = ours.measure(times(400, 150), 2).expect("comparable");
         assert!(mean > 0.0 && mean < 0.5, "{mean}");
-        assert_eq!(ours.sample(times(400, 150), 2), Some(1.0), "whoever reads in between, nothing is lost");
+        assert_eq!(
+            ours.sample(times(400, 150), 2),
+            Some(1.0),
+            "whoever reads in between, nothing is lost"
+        );
         ours.skip();
         assert_eq!(ours.sample(times(600, 150), 2), None);
     }
@@ -308,20 +350,32 @@ mod tests {
         proc.task(8, 60);
         proc.children(5, "8 7");
         ours.set(&[5]);
-        assert_eq!(ours.measure(times(200, 20), 2), Some(0.0), "that is no change of tasks");
+        assert_eq!(
+            ours.measure(times(200, 20), 2),
+            Some(0.0),
+            "that is no change of tasks"
+        );
     }
 
     #[test]
     fn a_task_in_a_group_of_its_own_is_read_by_it_with_all_that_has_run_there() {
         let proc = Proc::new();
         let mount = proc.0.path().join("groups");
-        proc.write("self/mountinfo", &format!("9 8 0:1 / {} rw - cgroup2 cgroup2 rw\n", mount.display()));
+        proc.write(
+            "self/mountinfo",
+            &format!("9 8 0:1 / {} rw - cgroup2 cgroup2 rw\n", mount.display()),
+        );
         proc.write("5/cgroup", "1:cpu:/\n0::/sempa-x1/3\n");
         proc.task(5, 1000);
         // The daemon is in a group of everybody's.
         proc.write("4/cgroup", "0::/\n");
         proc.task(4, 7);
-        let group = |used: u64| proc.write("groups/sempa-x1/3/cpu.stat", &format!("usage_usec {used}\nuser_usec 1\n"));
+        let group = |used: u64| {
+            proc.write(
+                "groups/sempa-x1/3/cpu.stat",
+                &format!("usage_usec {used}\nuser_usec 1\n"),
+            )
+        };
         group(5_000_000);
         proc.write("groups/sempa-x1/3/cgroup.procs", "5\n9\n0\n");
         assert_eq!(family(proc.0.path(), 5), BTreeSet::from([5, 9]));
@@ -347,17 +401,27 @@ mod tests {
         assert_eq!(ours.measure(times(400, 200), 1), Some(0.0));
         proc.task(6, 0);
         ours.set(&[6]);
-        assert!(ours.measure(times(500, 290), 1).is_some_and(|mean| mean < 0.1), "so little is nobody's in particular");
+        assert!(
+            ours.measure(times(500, 290), 1)
+                .is_some_and(|mean| mean < 0.1),
+            "so little is nobody's in particular"
+        );
         ours.set(&[99]);
         std::fs::remove_dir_all(proc.0.path().join("6")).expect("the test's own folder");
         ours.measure(times(600, 290), 1);
-        assert!(ours.measure(times(700, 290), 1).is_some(), "a process that is not there changes nothing");
+        assert!(
+            ours.measure(times(700, 290), 1).is_some(),
+            "a process that is not there changes nothing"
+        );
     }
 
     #[test]
     fn a_quiet_host_is_not_looked_into() {
         let mut ours = Ours::new(Path::new("/nowhere"));
-        assert!(ours.is_needed(times(0, 0), 2), "there is nothing to compare with");
+        assert!(
+            ours.is_needed(times(0, 0), 2),
+            "there is nothing to compare with"
+        );
         ours.measure(times(0, 0), 2);
         assert!(!ours.is_needed(times(200, 190), 2));
         assert!(ours.is_needed(times(200, 150), 2));
@@ -370,9 +434,13 @@ mod tests {
         ours.set(&[own]);
         let code = "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done; echo; read x";
         let mut child = std::process::Command::new("sh");
-        let pipes = child.args(["-c", code]).stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+        let pipes = child
+            .args(["-c", code])
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::piped());
         let mut child = pipes.spawn().expect("sh");
-        std::io::Read::read_exact(child.stdout.as_mut().expect("a pipe"), &mut [0]).expect("it says when");
+        std::io::Read::read_exact(child.stdout.as_mut().expect("a pipe"), &mut [0])
+            .expect("it says when");
         ours.set(&[own]);
         ours.spend();
         child.kill().expect("it is there");

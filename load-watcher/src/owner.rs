@@ -113,17 +113,30 @@ pub struct Sense {
 /// A time of day (UTC) for a sentence.
 pub fn clock(at: Micros) -> String {
     let seconds = at.0 / 1_000_000 % 86_400;
-    format!("{:02}:{:02}:{:02} UTC", seconds / 3600, seconds / 60 % 60, seconds % 60)
+    format!(
+        "{:02}:{:02}:{:02} UTC",
+        seconds / 3600,
+        seconds / 60 % 60,
+        seconds % 60
+    )
 }
 
 /// "alice is logged in on pts/3 from h9".
 fn logged_in(login: &Login) -> String {
-    let from = if login.from.is_empty() { String::new() } else { format!(" from {}", login.from) };
+    let from = if login.from.is_empty() {
+        String::new()
+    } else {
+        format!(" from {}", login.from)
+    };
     format!("{} is logged in on {}{from}", login.user, login.line)
 }
 
 fn and_more(others: usize) -> String {
-    if others > 0 { format!(", and {others} more") } else { String::new() }
+    if others > 0 {
+        format!(", and {others} more")
+    } else {
+        String::new()
+    }
 }
 
 /// Who is logged in, as far as the sources tell; earliest first.
@@ -147,15 +160,26 @@ impl Signs<'_> {
         // Records of screens name the display, or the terminal, as the place that the login came from.
         let of_screen = line.starts_with(':') || from.starts_with(':') || from == line;
         let keys = match self.keys {
-            Evidence::Known(keys) if from.is_empty() || of_screen => Some(keys.used.unwrap_or(keys.watched)),
+            Evidence::Known(keys) if from.is_empty() || of_screen => {
+                Some(keys.used.unwrap_or(keys.watched))
+            }
             _ => None,
         };
-        let is_its = |s: &&Session| s.login.line == *line || (of_screen && s.login.user == login.user);
+        let is_its =
+            |s: &&Session| s.login.line == *line || (of_screen && s.login.user == login.user);
         let session = self.screens().find(is_its);
-        let typed = self.typed.get(line).copied().filter(|_| !of_screen && session.is_none());
+        let typed = self
+            .typed
+            .get(line)
+            .copied()
+            .filter(|_| !of_screen && session.is_none());
         let told = match session.map(|s| s.idle) {
             // Some desktops never call themselves idle. Keys that have been seen to count know better.
-            Some(Idle::InUse) if !matches!(self.keys, Evidence::Known(Keys { used: Some(_), .. })) => Some(now),
+            Some(Idle::InUse)
+                if !matches!(self.keys, Evidence::Known(Keys { used: Some(_), .. })) =>
+            {
+                Some(now)
+            }
             Some(Idle::Since(at)) => Some(at),
             Some(Idle::InUse | Idle::Unknown) | None => None,
         };
@@ -180,10 +204,18 @@ impl Signs<'_> {
         let says = |s: &Session| match s.idle {
             Idle::Unknown => format!("{} does not say", s.login.line),
             Idle::InUse => format!("{} in use", s.login.line),
-            Idle::Since(at) => format!("{} without input {} s", s.login.line, now.since(at).0 / 1_000_000),
+            Idle::Since(at) => format!(
+                "{} without input {} s",
+                s.login.line,
+                now.since(at).0 / 1_000_000
+            ),
         };
         let all: Vec<String> = self.screens().map(says).collect();
-        if all.is_empty() { "nobody has one".into() } else { all.join(", ") }
+        if all.is_empty() {
+            "nobody has one".into()
+        } else {
+            all.join(", ")
+        }
     }
 
     fn may_speak(&self, spoken: &Spoken) -> bool {
@@ -202,14 +234,25 @@ impl Signs<'_> {
     }
 
     fn sources(&self, now: Micros, logins: &[Login]) -> Vec<(&'static str, String)> {
-        let count = |n: usize| if n == 1 { "1 login".to_string() } else { format!("{n} logins") };
+        let count = |n: usize| {
+            if n == 1 {
+                "1 login".to_string()
+            } else {
+                format!("{n} logins")
+            }
+        };
         let mut all = Vec::new();
         all.push((
             "logins",
             match self.records {
                 Records::Logins(list) => count(list.len()),
-                Records::Missing => format!("not available: {} does not exist", self.path.display()),
-                Records::Unreadable(why) => format!("not available: {} cannot be read: {why}", self.path.display()),
+                Records::Missing => {
+                    format!("not available: {} does not exist", self.path.display())
+                }
+                Records::Unreadable(why) => format!(
+                    "not available: {} cannot be read: {why}",
+                    self.path.display()
+                ),
             },
         ));
         all.push((
@@ -221,21 +264,34 @@ impl Signs<'_> {
         ));
         let idle = |login: &Login| {
             let last = self.typed.get(&login.line)?;
-            Some(format!("{} {} s", login.line, now.since(*last).0 / 1_000_000))
+            Some(format!(
+                "{} {} s",
+                login.line,
+                now.since(*last).0 / 1_000_000
+            ))
         };
         let idle: Vec<String> = logins.iter().filter_map(idle).collect();
-        let none =
-            if logins.is_empty() { "nobody is logged in" } else { "not available: no terminal can be looked at" };
+        let none = if logins.is_empty() {
+            "nobody is logged in"
+        } else {
+            "not available: no terminal can be looked at"
+        };
         all.push((
             "terminals",
-            if idle.is_empty() { none.into() } else { format!("without input: {}", idle.join(", ")) },
+            if idle.is_empty() {
+                none.into()
+            } else {
+                format!("without input: {}", idle.join(", "))
+            },
         ));
         all.push(("screens", self.screens_say(now)));
         all.push((
             "keyboard and mouse",
             match self.keys {
                 Evidence::Known(Keys { used: Some(at), .. }) => format!("last used {}", clock(*at)),
-                Evidence::Known(Keys { watched, .. }) => format!("not used since {}", clock(*watched)),
+                Evidence::Known(Keys { watched, .. }) => {
+                    format!("not used since {}", clock(*watched))
+                }
                 Evidence::Missing(why) => format!("not available: {why}"),
             },
         ));
@@ -249,19 +305,41 @@ impl Signs<'_> {
         let say = |spoken: &Spoken| {
             let Said { state, until, .. } = spoken.word.said?;
             let said = if state == State::Here { "here" } else { "away" };
-            Some(format!("{} said {said:?}, until {}", spoken.user, clock(until)))
+            Some(format!(
+                "{} said {said:?}, until {}",
+                spoken.user,
+                clock(until)
+            ))
         };
         let words: Vec<String> = self.words.iter().filter_map(say).collect();
-        all.push(("owner's word", if words.is_empty() { "none".into() } else { words.join("; ") }));
+        all.push((
+            "owner's word",
+            if words.is_empty() {
+                "none".into()
+            } else {
+                words.join("; ")
+            },
+        ));
         all
     }
 }
 
 /// A verdict without what surrounds it.
 enum Found {
-    Present { since: Option<Micros>, confidence: u8, why: String },
-    Maybe { since: Option<Micros>, confidence: u8, why: String },
-    Absent { confidence: u8, why: String },
+    Present {
+        since: Option<Micros>,
+        confidence: u8,
+        why: String,
+    },
+    Maybe {
+        since: Option<Micros>,
+        confidence: u8,
+        why: String,
+    },
+    Absent {
+        confidence: u8,
+        why: String,
+    },
 }
 
 impl Sense {
@@ -272,24 +350,36 @@ impl Sense {
         let valid = |s: &&Spoken| {
             let said = s.word.said.as_ref();
             let over = |said: &Said| self.over.contains(&(s.uid, said.at));
-            signs.may_speak(s) && said.is_some_and(|said| now < said.until && !(said.visit && over(said)))
+            signs.may_speak(s)
+                && said.is_some_and(|said| now < said.until && !(said.visit && over(said)))
         };
         let words: Vec<&Spoken> = signs.words.iter().filter(valid).collect();
         let found = self.find(now, signs, &all, &words);
         let (owner, confidence, why) = self.remember(now, found);
         let sources = signs.sources(now, &all);
-        Sensed { owner, confidence, why, logins: all, sources }
+        Sensed {
+            owner,
+            confidence,
+            why,
+            logins: all,
+            sources,
+        }
     }
 
     /// Words end with the next login, and with a logout.
     fn end_words(&mut self, now: Micros, signs: &Signs<'_>, logins: &[Login]) {
-        let visits: BTreeSet<(String, Micros)> = logins.iter().map(|l| (l.line.clone(), l.at)).collect();
-        let left = self.visits.as_ref().is_some_and(|before| before.iter().any(|visit| !visits.contains(visit)));
+        let visits: BTreeSet<(String, Micros)> =
+            logins.iter().map(|l| (l.line.clone(), l.at)).collect();
+        let left = self
+            .visits
+            .as_ref()
+            .is_some_and(|before| before.iter().any(|visit| !visits.contains(visit)));
         let newest = logins.iter().map(|l| l.at).max();
         let said = |s: &Spoken| Some((s.uid, s.word.said?));
         let known: Vec<(u32, Said)> = signs.words.iter().filter_map(said).collect();
         // What is no word any more need not be remembered.
-        self.over.retain(|(uid, at)| known.iter().any(|(u, said)| (u, said.at) == (uid, *at)));
+        self.over
+            .retain(|(uid, at)| known.iter().any(|(u, said)| (u, said.at) == (uid, *at)));
         for (uid, said) in known {
             let came = newest.is_some_and(|at| at > said.at);
             if came || (left && now.since(said.at) > JUST_SAID) {
@@ -300,42 +390,93 @@ impl Sense {
     }
 
     fn find(&mut self, now: Micros, signs: &Signs<'_>, all: &[Login], words: &[&Spoken]) -> Found {
-        let here = |s: &&Spoken| Some((s.user.clone(), s.word.said.filter(|said| said.state == State::Here)?));
+        let here = |s: &&Spoken| {
+            Some((
+                s.user.clone(),
+                s.word.said.filter(|said| said.state == State::Here)?,
+            ))
+        };
         if let Some((user, Said { at, until, .. })) = words.iter().find_map(here) {
-            let why = format!("{user} said \"here\" at {}, until {}", clock(at), clock(until));
-            return Found::Present { since: Some(at), confidence: 100, why };
+            let why = format!(
+                "{user} said \"here\" at {}, until {}",
+                clock(at),
+                clock(until)
+            );
+            return Found::Present {
+                since: Some(at),
+                confidence: 100,
+                why,
+            };
         }
-        let away: Vec<&Spoken> =
-            words.iter().filter(|s| s.word.said.is_some_and(|said| said.state == State::Away)).copied().collect();
-        let hidden = |login: &Login| away.iter().any(|s| signs.speaks_for_all(s) || s.user == login.user);
+        let away: Vec<&Spoken> = words
+            .iter()
+            .filter(|s| s.word.said.is_some_and(|said| said.state == State::Away))
+            .copied()
+            .collect();
+        let hidden = |login: &Login| {
+            away.iter()
+                .any(|s| signs.speaks_for_all(s) || s.user == login.user)
+        };
         let logins: Vec<&Login> = all.iter().filter(|login| !hidden(login)).collect();
         if let Some(found) = at_the_machine(now, signs, &logins) {
             return found;
         }
         if let (Some(spoken), true) = (away.first(), logins.is_empty()) {
-            let until = spoken.word.said.map(|said| clock(said.until)).unwrap_or_default();
+            let until = spoken
+                .word
+                .said
+                .map(|said| clock(said.until))
+                .unwrap_or_default();
             let why = format!("{} said \"away\", until {until}", spoken.user);
-            return Found::Absent { confidence: 100, why };
+            return Found::Absent {
+                confidence: 100,
+                why,
+            };
         }
         if let Evidence::Known(Keys { used: Some(at), .. }) = signs.keys
             && logins.is_empty()
             && now.since(*at) < KEYS_SPAN
         {
             let why = "somebody uses keyboard or mouse and is not logged in".to_string();
-            return Found::Present { since: None, confidence: 85, why };
+            return Found::Present {
+                since: None,
+                confidence: 85,
+                why,
+            };
         }
-        if let Some(last) = logins.iter().filter_map(|login| signs.last_input(now, login)).max() {
-            let why = format!("{}, without input since {}", logged_in(logins[0]), clock(last));
+        if let Some(last) = logins
+            .iter()
+            .filter_map(|login| signs.last_input(now, login))
+            .max()
+        {
+            let why = format!(
+                "{}, without input since {}",
+                logged_in(logins[0]),
+                clock(last)
+            );
             let hours = u8::try_from(now.since(last).0 / 3_600_000_000).unwrap_or(u8::MAX);
             let confidence = 60 - hours.saturating_mul(5).min(40);
-            return Found::Maybe { since: Some(last), confidence, why: why + &and_more(logins.len() - 1) };
+            return Found::Maybe {
+                since: Some(last),
+                confidence,
+                why: why + &and_more(logins.len() - 1),
+            };
         }
         if let Evidence::Known(cores) = signs.foreign {
-            self.loaded = *cores >= if self.loaded { FOREIGN_LOW } else { FOREIGN_HIGH };
+            self.loaded = *cores
+                >= if self.loaded {
+                    FOREIGN_LOW
+                } else {
+                    FOREIGN_HIGH
+                };
             if self.loaded {
                 let halves = (cores * 2.0).round().max(1.0) / 2.0;
                 let why = format!("programs that are not ours use about {halves:.1} processors");
-                return Found::Maybe { since: None, confidence: 50, why };
+                return Found::Maybe {
+                    since: None,
+                    confidence: 50,
+                    why,
+                };
             }
         }
         nobody(signs)
@@ -343,15 +484,36 @@ impl Sense {
 
     fn remember(&mut self, now: Micros, found: Found) -> (OwnerVerdict, u8, String) {
         match found {
-            Found::Present { since, confidence, why } => {
+            Found::Present {
+                since,
+                confidence,
+                why,
+            } => {
                 self.maybe = None;
                 let seen = *self.seen.get_or_insert(now);
-                (OwnerVerdict::Present { since: since.unwrap_or(seen), seen }, confidence, why)
+                (
+                    OwnerVerdict::Present {
+                        since: since.unwrap_or(seen),
+                        seen,
+                    },
+                    confidence,
+                    why,
+                )
             }
-            Found::Maybe { since, confidence, why } => {
+            Found::Maybe {
+                since,
+                confidence,
+                why,
+            } => {
                 self.left = self.seen.take().map_or(self.left, |_| Some(now));
                 let first = *self.maybe.get_or_insert(now);
-                (OwnerVerdict::Maybe { since: since.unwrap_or(first) }, confidence, why)
+                (
+                    OwnerVerdict::Maybe {
+                        since: since.unwrap_or(first),
+                    },
+                    confidence,
+                    why,
+                )
             }
             Found::Absent { confidence, why } => {
                 let was_there = self.seen.take().is_some() | self.maybe.take().is_some();
@@ -372,21 +534,40 @@ fn at_the_machine(now: Micros, signs: &Signs<'_>, logins: &[&Login]) -> Option<F
         Some(span) if span < Micros::from_secs(60) => 99,
         Some(_) => 95,
     };
-    let why = format!("{} since {}{}", logged_in(first), clock(first.at), and_more(logins.len() - 1));
-    Some(Found::Present { since: Some(first.at), confidence, why })
+    let why = format!(
+        "{} since {}{}",
+        logged_in(first),
+        clock(first.at),
+        and_more(logins.len() - 1)
+    );
+    Some(Found::Present {
+        since: Some(first.at),
+        confidence,
+        why,
+    })
 }
 
 fn nobody(signs: &Signs<'_>) -> Found {
     if !signs.is_blind() {
-        let confidence = if matches!(signs.keys, Evidence::Known(_)) { 95 } else { 90 };
-        return Found::Absent { confidence, why: "nobody is logged in".into() };
+        let confidence = if matches!(signs.keys, Evidence::Known(_)) {
+            95
+        } else {
+            90
+        };
+        return Found::Absent {
+            confidence,
+            why: "nobody is logged in".into(),
+        };
     }
     let path = signs.path.display();
     let why = match signs.records {
         Records::Unreadable(why) => format!("logins are unknown: {path} cannot be read: {why}"),
         _ => format!("nobody is logged in: {path} does not exist"),
     };
-    Found::Absent { confidence: 50, why }
+    Found::Absent {
+        confidence: 50,
+        why,
+    }
 }
 
 #[cfg(test)]

@@ -7,7 +7,12 @@ use proptest::prelude::*;
 const QUARTER: Micros = Micros::from_secs(15 * 60);
 
 fn login(user: &str, line: &str, at: u64) -> Login {
-    Login { user: user.into(), line: line.into(), from: "h9".into(), at: Micros::from_secs(at) }
+    Login {
+        user: user.into(),
+        line: line.into(),
+        from: "h9".into(),
+        at: Micros::from_secs(at),
+    }
 }
 
 /// What a test changes, and what it leaves.
@@ -60,8 +65,20 @@ impl Scene {
 }
 
 fn spoken(uid: u32, user: &str, state: State, at: u64, until: u64) -> Spoken {
-    let said = Said { state, at: Micros::from_secs(at), until: Micros::from_secs(until), visit: true };
-    Spoken { uid, user: user.into(), word: Word { said: Some(said), policy: Policy::default() } }
+    let said = Said {
+        state,
+        at: Micros::from_secs(at),
+        until: Micros::from_secs(until),
+        visit: true,
+    };
+    Spoken {
+        uid,
+        user: user.into(),
+        word: Word {
+            said: Some(said),
+            policy: Policy::default(),
+        },
+    }
 }
 
 #[test]
@@ -71,84 +88,197 @@ fn the_verdict_keeps_when_the_visit_began_and_ended() {
         let sensed = Scene::with(logins).at(&mut sense, now);
         (sensed.owner, sensed.why)
     };
-    assert_eq!(at(1, Vec::new()), (OwnerVerdict::Absent { since: None }, "nobody is logged in".into()));
+    assert_eq!(
+        at(1, Vec::new()),
+        (
+            OwnerVerdict::Absent { since: None },
+            "nobody is logged in".into()
+        )
+    );
     let alice = login("alice", "pts/3", 100_000);
     let (first, why) = at(100_001, vec![alice.clone()]);
-    let present = OwnerVerdict::Present { since: Micros::from_secs(100_000), seen: Micros::from_secs(100_001) };
+    let present = OwnerVerdict::Present {
+        since: Micros::from_secs(100_000),
+        seen: Micros::from_secs(100_001),
+    };
     assert_eq!(first, present);
-    assert_eq!(why, "alice is logged in on pts/3 from h9 since 03:46:40 UTC");
+    assert_eq!(
+        why,
+        "alice is logged in on pts/3 from h9 since 03:46:40 UTC"
+    );
     let (second, why) = at(100_050, vec![alice, login("bob", "pts/4", 100_049)]);
     assert_eq!(second, present);
     assert!(why.ends_with(", and 1 more"));
-    assert_eq!(at(100_060, Vec::new()).0, OwnerVerdict::Absent { since: Some(Micros::from_secs(100_060)) });
-    assert_eq!(at(100_070, Vec::new()).0, OwnerVerdict::Absent { since: Some(Micros::from_secs(100_060)) });
+    assert_eq!(
+        at(100_060, Vec::new()).0,
+        OwnerVerdict::Absent {
+            since: Some(Micros::from_secs(100_060))
+        }
+    );
+    assert_eq!(
+        at(100_070, Vec::new()).0,
+        OwnerVerdict::Absent {
+            since: Some(Micros::from_secs(100_060))
+        }
+    );
 }
 
 #[test]
 fn a_missing_file_is_nobody_and_says_so() {
-    let sensed = Scene { records: Records::Missing, ..Scene::with(Vec::new()) }.once(1);
+    let sensed = Scene {
+        records: Records::Missing,
+        ..Scene::with(Vec::new())
+    }
+    .once(1);
     assert_eq!(sensed.owner, OwnerVerdict::Absent { since: None });
     assert_eq!(sensed.why, "nobody is logged in: /x/utmp does not exist");
     let denied = Records::Unreadable("permission denied".into());
-    let sensed = Scene { records: denied, ..Scene::with(Vec::new()) }.once(1);
-    assert_eq!(sensed.why, "logins are unknown: /x/utmp cannot be read: permission denied");
+    let sensed = Scene {
+        records: denied,
+        ..Scene::with(Vec::new())
+    }
+    .once(1);
+    assert_eq!(
+        sensed.why,
+        "logins are unknown: /x/utmp cannot be read: permission denied"
+    );
     assert!(sensed.confidence <= 50);
     // Where systemd keeps sessions, a login record is not needed.
     let sessions = Evidence::Known(Vec::new());
-    let sensed = Scene { records: Records::Missing, sessions, ..Scene::with(Vec::new()) }.once(1);
-    assert_eq!((sensed.why.as_str(), sensed.confidence), ("nobody is logged in", 90));
+    let sensed = Scene {
+        records: Records::Missing,
+        sessions,
+        ..Scene::with(Vec::new())
+    }
+    .once(1);
+    assert_eq!(
+        (sensed.why.as_str(), sensed.confidence),
+        ("nobody is logged in", 90)
+    );
 }
 
 fn at_a_screen(user: &str, at: u64) -> Session {
-    let login = Login { from: String::new(), ..login(user, "tty2", at) };
-    Session { login, remote: false, graphical: true, idle: Idle::Unknown }
+    let login = Login {
+        from: String::new(),
+        ..login(user, "tty2", at)
+    };
+    Session {
+        login,
+        remote: false,
+        graphical: true,
+        idle: Idle::Unknown,
+    }
 }
 
 #[test]
 fn what_is_typed_at_a_screen_does_not_pass_through_its_terminal() {
-    let mut scene = Scene { sessions: Evidence::Known(vec![at_a_screen("olga", 50)]), ..Scene::with(Vec::new()) };
+    let mut scene = Scene {
+        sessions: Evidence::Known(vec![at_a_screen("olga", 50)]),
+        ..Scene::with(Vec::new())
+    };
     scene.typed.insert("tty2".into(), Micros::from_secs(50));
-    assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Present { .. }), "nobody can tell whether she is idle");
-    scene.keys = Evidence::Known(Keys { watched: Micros::from_secs(60), used: None });
-    assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Maybe { .. }));
+    assert!(
+        matches!(scene.once(90_000).owner, OwnerVerdict::Present { .. }),
+        "nobody can tell whether she is idle"
+    );
+    scene.keys = Evidence::Known(Keys {
+        watched: Micros::from_secs(60),
+        used: None,
+    });
+    assert!(matches!(
+        scene.once(90_000).owner,
+        OwnerVerdict::Maybe { .. }
+    ));
     // The same by login records alone, as display managers write them.
     for (line, from) in [("tty2", "tty2"), (":0", ":0"), ("tty2", ":0")] {
-        let mut scene = Scene::with(vec![Login { from: from.into(), ..login("olga", line, 50) }]);
+        let mut scene = Scene::with(vec![Login {
+            from: from.into(),
+            ..login("olga", line, 50)
+        }]);
         scene.typed.insert(line.into(), Micros::from_secs(50));
-        assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Present { .. }), "{line} {from}");
-        scene.keys = Evidence::Known(Keys { watched: Micros::from_secs(60), used: Some(Micros::from_secs(89_000)) });
-        assert!(matches!(scene.once(91_000).owner, OwnerVerdict::Maybe { .. }), "{line} {from}");
+        assert!(
+            matches!(scene.once(90_000).owner, OwnerVerdict::Present { .. }),
+            "{line} {from}"
+        );
+        scene.keys = Evidence::Known(Keys {
+            watched: Micros::from_secs(60),
+            used: Some(Micros::from_secs(89_000)),
+        });
+        assert!(
+            matches!(scene.once(91_000).owner, OwnerVerdict::Maybe { .. }),
+            "{line} {from}"
+        );
     }
 }
 
 /// Olga at a screen whose desktop says this about it, on a machine whose keyboard has no interrupts of its own.
 fn whose_desktop_says(idle: Idle) -> Scene {
-    let session = Session { idle, ..at_a_screen("olga", 50) };
-    Scene { sessions: Evidence::Known(vec![session]), unasked: None, ..Scene::with(Vec::new()) }
+    let session = Session {
+        idle,
+        ..at_a_screen("olga", 50)
+    };
+    Scene {
+        sessions: Evidence::Known(vec![session]),
+        unasked: None,
+        ..Scene::with(Vec::new())
+    }
 }
 
 #[test]
 fn a_desktop_that_calls_its_screen_idle_says_since_when() {
     let mut sense = Sense::default();
     let scene = whose_desktop_says(Idle::Since(Micros::from_secs(80_000)));
-    assert!(matches!(scene.at(&mut sense, 80_000 + 899).owner, OwnerVerdict::Present { .. }));
+    assert!(matches!(
+        scene.at(&mut sense, 80_000 + 899).owner,
+        OwnerVerdict::Present { .. }
+    ));
     let idle = scene.at(&mut sense, 80_000 + 900);
-    assert_eq!(idle.owner, OwnerVerdict::Maybe { since: Micros::from_secs(80_000) });
-    assert!(idle.sources.contains(&("screens", "tty2 without input 900 s".into())), "{:?}", idle.sources);
+    assert_eq!(
+        idle.owner,
+        OwnerVerdict::Maybe {
+            since: Micros::from_secs(80_000)
+        }
+    );
+    assert!(
+        idle.sources
+            .contains(&("screens", "tty2 without input 900 s".into())),
+        "{:?}",
+        idle.sources
+    );
     let back = whose_desktop_says(Idle::InUse).at(&mut sense, 90_000);
-    assert!(matches!(back.owner, OwnerVerdict::Present { .. }), "{back:?}");
+    assert!(
+        matches!(back.owner, OwnerVerdict::Present { .. }),
+        "{back:?}"
+    );
     // The record of the same login names the display; it is the same screen.
-    let record = Login { from: ":0".into(), ..login("olga", ":0", 50) };
-    let scene = Scene { records: Records::Logins(vec![record]), ..scene };
-    assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Maybe { .. }));
+    let record = Login {
+        from: ":0".into(),
+        ..login("olga", ":0", 50)
+    };
+    let scene = Scene {
+        records: Records::Logins(vec![record]),
+        ..scene
+    };
+    assert!(matches!(
+        scene.once(90_000).owner,
+        OwnerVerdict::Maybe { .. }
+    ));
 }
 
 #[test]
 fn a_screen_in_use_counts_unless_keys_that_can_be_seen_say_otherwise() {
     let mut scene = whose_desktop_says(Idle::InUse);
-    let keys = |used| Evidence::Known(Keys { watched: Micros::from_secs(60), used });
+    let keys = |used| {
+        Evidence::Known(Keys {
+            watched: Micros::from_secs(60),
+            used,
+        })
+    };
     scene.keys = keys(None);
-    assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Present { .. }), "her keyboard may be another one");
+    assert!(
+        matches!(scene.once(90_000).owner, OwnerVerdict::Present { .. }),
+        "her keyboard may be another one"
+    );
     scene.keys = keys(Some(Micros::from_secs(70_000)));
     assert!(
         matches!(scene.once(90_000).owner, OwnerVerdict::Maybe { .. }),
@@ -159,23 +289,46 @@ fn a_screen_in_use_counts_unless_keys_that_can_be_seen_say_otherwise() {
 #[test]
 fn a_session_alone_is_somebody() {
     let desk = at_a_screen("olga", 50);
-    let scene = Scene { sessions: Evidence::Known(vec![desk]), ..Scene::with(Vec::new()) };
+    let scene = Scene {
+        sessions: Evidence::Known(vec![desk]),
+        ..Scene::with(Vec::new())
+    };
     let sensed = scene.once(60);
-    assert!(matches!(sensed.owner, OwnerVerdict::Present { .. }), "{sensed:?}");
+    assert!(
+        matches!(sensed.owner, OwnerVerdict::Present { .. }),
+        "{sensed:?}"
+    );
     assert_eq!(sensed.why, "olga is logged in on tty2 since 00:00:50 UTC");
 }
 
 #[test]
-fn a_login_without_input_for_a_quarter_of_an_hour_is_perhaps_nobody_and_the_first_key_is_somebody() {
+fn a_login_without_input_for_a_quarter_of_an_hour_is_perhaps_nobody_and_the_first_key_is_somebody()
+{
     let mut scene = Scene::with(vec![login("alice", "pts/3", 1000)]);
     scene.typed.insert("pts/3".into(), Micros::from_secs(2000));
     let mut sense = Sense::default();
-    assert!(matches!(scene.at(&mut sense, 2000 + 899).owner, OwnerVerdict::Present { .. }));
+    assert!(matches!(
+        scene.at(&mut sense, 2000 + 899).owner,
+        OwnerVerdict::Present { .. }
+    ));
     let idle = scene.at(&mut sense, 2000 + 900);
-    assert_eq!(idle.owner, OwnerVerdict::Maybe { since: Micros::from_secs(2000) });
-    assert_eq!(idle.why, "alice is logged in on pts/3 from h9, without input since 00:33:20 UTC");
-    assert!(scene.at(&mut sense, 2000 + 20_000).confidence < idle.confidence, "it gets less likely");
-    scene.typed.insert("pts/3".into(), Micros::from_secs(30_000));
+    assert_eq!(
+        idle.owner,
+        OwnerVerdict::Maybe {
+            since: Micros::from_secs(2000)
+        }
+    );
+    assert_eq!(
+        idle.why,
+        "alice is logged in on pts/3 from h9, without input since 00:33:20 UTC"
+    );
+    assert!(
+        scene.at(&mut sense, 2000 + 20_000).confidence < idle.confidence,
+        "it gets less likely"
+    );
+    scene
+        .typed
+        .insert("pts/3".into(), Micros::from_secs(30_000));
     let back = scene.at(&mut sense, 30_001);
     let (since, seen) = (Micros::from_secs(1000), Micros::from_secs(30_001));
     assert_eq!(back.owner, OwnerVerdict::Present { since, seen });
@@ -184,33 +337,74 @@ fn a_login_without_input_for_a_quarter_of_an_hour_is_perhaps_nobody_and_the_firs
 
 #[test]
 fn keyboard_and_mouse_speak_for_local_logins_and_for_people_at_a_greeter() {
-    let local = Login { from: String::new(), ..login("olga", "tty2", 1000) };
+    let local = Login {
+        from: String::new(),
+        ..login("olga", "tty2", 1000)
+    };
     let mut scene = Scene::with(vec![local]);
-    assert_eq!(scene.once(90_000).confidence, 90, "nobody can tell how long she is idle");
-    scene.keys = Evidence::Known(Keys { watched: Micros::from_secs(1000), used: None });
-    assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Maybe { .. }));
-    scene.keys = Evidence::Known(Keys { watched: Micros::from_secs(1000), used: Some(Micros::from_secs(89_990)) });
-    assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Present { .. }));
+    assert_eq!(
+        scene.once(90_000).confidence,
+        90,
+        "nobody can tell how long she is idle"
+    );
+    scene.keys = Evidence::Known(Keys {
+        watched: Micros::from_secs(1000),
+        used: None,
+    });
+    assert!(matches!(
+        scene.once(90_000).owner,
+        OwnerVerdict::Maybe { .. }
+    ));
+    scene.keys = Evidence::Known(Keys {
+        watched: Micros::from_secs(1000),
+        used: Some(Micros::from_secs(89_990)),
+    });
+    assert!(matches!(
+        scene.once(90_000).owner,
+        OwnerVerdict::Present { .. }
+    ));
     scene.records = Records::Logins(Vec::new());
-    assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Present { .. }));
-    assert!(matches!(scene.once(89_990 + 300).owner, OwnerVerdict::Absent { .. }));
+    assert!(matches!(
+        scene.once(90_000).owner,
+        OwnerVerdict::Present { .. }
+    ));
+    assert!(matches!(
+        scene.once(89_990 + 300).owner,
+        OwnerVerdict::Absent { .. }
+    ));
     // Who is logged in from elsewhere does not touch this keyboard.
     scene.records = Records::Logins(vec![login("alice", "pts/3", 1000)]);
     scene.typed.insert("pts/3".into(), Micros::from_secs(1000));
-    assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Maybe { .. }));
+    assert!(matches!(
+        scene.once(90_000).owner,
+        OwnerVerdict::Maybe { .. }
+    ));
 }
 
 #[test]
 fn load_that_is_not_ours_is_perhaps_somebody_until_it_is_low() {
     let mut scene = Scene::with(Vec::new());
     let mut sense = Sense::default();
-    for (cores, maybe) in [(0.4, false), (0.6, true), (0.3, true), (0.2, false), (0.4, false)] {
+    for (cores, maybe) in [
+        (0.4, false),
+        (0.6, true),
+        (0.3, true),
+        (0.2, false),
+        (0.4, false),
+    ] {
         scene.foreign = Evidence::Known(cores);
         let sensed = scene.at(&mut sense, 10);
-        assert_eq!(matches!(sensed.owner, OwnerVerdict::Maybe { .. }), maybe, "{cores}: {sensed:?}");
+        assert_eq!(
+            matches!(sensed.owner, OwnerVerdict::Maybe { .. }),
+            maybe,
+            "{cores}: {sensed:?}"
+        );
     }
     scene.foreign = Evidence::Known(1.4);
-    assert_eq!(scene.once(1).why, "programs that are not ours use about 1.5 processors");
+    assert_eq!(
+        scene.once(1).why,
+        "programs that are not ours use about 1.5 processors"
+    );
 }
 
 #[test]
@@ -218,15 +412,36 @@ fn an_owners_word_counts_more_than_any_sign_and_ends() {
     let mut scene = Scene::with(vec![login("olga", "pts/3", 1000)]);
     scene.words = vec![spoken(5, "olga", State::Away, 2000, 3000)];
     let away = scene.once(2500);
-    assert!(matches!(away.owner, OwnerVerdict::Absent { .. }), "{away:?}");
-    assert_eq!((away.confidence, away.why.as_str()), (100, "olga said \"away\", until 00:50:00 UTC"));
-    assert!(matches!(scene.once(3000).owner, OwnerVerdict::Present { .. }), "its time is over");
+    assert!(
+        matches!(away.owner, OwnerVerdict::Absent { .. }),
+        "{away:?}"
+    );
+    assert_eq!(
+        (away.confidence, away.why.as_str()),
+        (100, "olga said \"away\", until 00:50:00 UTC")
+    );
+    assert!(
+        matches!(scene.once(3000).owner, OwnerVerdict::Present { .. }),
+        "its time is over"
+    );
     scene = Scene::with(Vec::new());
     scene.words = vec![spoken(5, "olga", State::Here, 2000, 3000)];
     let here = scene.once(2500);
     assert_eq!(here.confidence, 100);
-    assert!(matches!(here.owner, OwnerVerdict::Present { since: Micros(2_000_000_000), .. }), "{here:?}");
-    assert!(matches!(scene.once(3000).owner, OwnerVerdict::Absent { .. }));
+    assert!(
+        matches!(
+            here.owner,
+            OwnerVerdict::Present {
+                since: Micros(2_000_000_000),
+                ..
+            }
+        ),
+        "{here:?}"
+    );
+    assert!(matches!(
+        scene.once(3000).owner,
+        OwnerVerdict::Absent { .. }
+    ));
 }
 
 #[test]
@@ -234,34 +449,64 @@ fn a_word_ends_with_the_next_login_and_with_a_logout_unless_it_has_a_time_of_its
     let mut scene = Scene::with(vec![login("olga", "pts/3", 1000)]);
     scene.words = vec![spoken(5, "olga", State::Away, 2000, 9000)];
     let mut sense = Sense::default();
-    assert!(matches!(scene.at(&mut sense, 2100).owner, OwnerVerdict::Absent { .. }));
-    scene.records = Records::Logins(vec![login("olga", "pts/3", 1000), login("olga", "pts/4", 2200)]);
-    assert!(matches!(scene.at(&mut sense, 2201).owner, OwnerVerdict::Present { .. }));
+    assert!(matches!(
+        scene.at(&mut sense, 2100).owner,
+        OwnerVerdict::Absent { .. }
+    ));
+    scene.records = Records::Logins(vec![
+        login("olga", "pts/3", 1000),
+        login("olga", "pts/4", 2200),
+    ]);
+    assert!(matches!(
+        scene.at(&mut sense, 2201).owner,
+        OwnerVerdict::Present { .. }
+    ));
     let mut sense = Sense::default();
     scene.records = Records::Logins(vec![login("olga", "pts/3", 1000)]);
     scene.words = vec![spoken(5, "olga", State::Here, 2000, 9000)];
-    assert!(matches!(scene.at(&mut sense, 2100).owner, OwnerVerdict::Present { .. }));
+    assert!(matches!(
+        scene.at(&mut sense, 2100).owner,
+        OwnerVerdict::Present { .. }
+    ));
     scene.records = Records::Logins(Vec::new());
-    assert!(matches!(scene.at(&mut sense, 2200).owner, OwnerVerdict::Absent { .. }));
+    assert!(matches!(
+        scene.at(&mut sense, 2200).owner,
+        OwnerVerdict::Absent { .. }
+    ));
     // With `--for`.
     if let Some(said) = &mut scene.words[0].word.said {
         said.visit = false;
     }
-    assert!(matches!(scene.at(&mut sense, 2300).owner, OwnerVerdict::Present { .. }));
+    assert!(matches!(
+        scene.at(&mut sense, 2300).owner,
+        OwnerVerdict::Present { .. }
+    ));
 }
 
 #[test]
 fn who_is_away_speaks_for_himself_unless_the_administrator_has_named_the_owners() {
-    let mut scene = Scene::with(vec![login("olga", "pts/3", 1000), login("bob", "pts/4", 1000)]);
+    let mut scene = Scene::with(vec![
+        login("olga", "pts/3", 1000),
+        login("bob", "pts/4", 1000),
+    ]);
     scene.words = vec![spoken(5, "olga", State::Away, 2000, 9000)];
     let sensed = scene.once(2100);
     assert!(sensed.why.starts_with("bob is logged in"), "{sensed:?}");
     scene.owners = Some(vec!["olga".into()]);
-    assert!(matches!(scene.once(2100).owner, OwnerVerdict::Absent { .. }));
+    assert!(matches!(
+        scene.once(2100).owner,
+        OwnerVerdict::Absent { .. }
+    ));
     scene.owners = Some(vec!["bob".into()]);
-    assert!(matches!(scene.once(2100).owner, OwnerVerdict::Present { .. }), "olga's word does not count");
+    assert!(
+        matches!(scene.once(2100).owner, OwnerVerdict::Present { .. }),
+        "olga's word does not count"
+    );
     scene.words = vec![spoken(0, "root", State::Away, 2000, 9000)];
-    assert!(matches!(scene.once(2100).owner, OwnerVerdict::Absent { .. }), "root's always does");
+    assert!(
+        matches!(scene.once(2100).owner, OwnerVerdict::Absent { .. }),
+        "root's always does"
+    );
 }
 
 #[test]
@@ -270,7 +515,15 @@ fn every_source_says_something() {
     let names: Vec<&str> = sensed.sources.iter().map(|(name, _)| *name).collect();
     assert_eq!(
         names,
-        ["logins", "sessions", "terminals", "screens", "keyboard and mouse", "other programs", "owner's word"]
+        [
+            "logins",
+            "sessions",
+            "terminals",
+            "screens",
+            "keyboard and mouse",
+            "other programs",
+            "owner's word"
+        ]
     );
     assert!(sensed.sources.iter().all(|(_, says)| !says.is_empty()));
 }
@@ -284,10 +537,21 @@ fn rank(owner: &OwnerVerdict) -> u8 {
 }
 
 fn any_scene() -> impl Strategy<Value = Scene> {
-    let visit = (0_u8..4, 0_u64..5000, prop::option::of(0_u64..5000), any::<bool>());
+    let visit = (
+        0_u8..4,
+        0_u64..5000,
+        prop::option::of(0_u64..5000),
+        any::<bool>(),
+    );
     let visits = prop::collection::vec(visit, 0..4);
     let keys = prop::option::of((0_u64..5000, prop::option::of(0_u64..5000)));
-    let word = prop::option::of((any::<bool>(), 0_u64..5000, 0_u64..9000, any::<bool>(), 0_u32..3));
+    let word = prop::option::of((
+        any::<bool>(),
+        0_u64..5000,
+        0_u64..9000,
+        any::<bool>(),
+        0_u32..3,
+    ));
     let desk = prop::option::of((
         0_u64..5000,
         prop_oneof![
@@ -296,7 +560,14 @@ fn any_scene() -> impl Strategy<Value = Scene> {
             (0_u64..30_000).prop_map(|at| Idle::Since(Micros::from_secs(at)))
         ],
     ));
-    let all = (visits, keys, prop::option::of(0.0_f32..4.0), word, 0_u8..3, desk);
+    let all = (
+        visits,
+        keys,
+        prop::option::of(0.0_f32..4.0),
+        word,
+        0_u8..3,
+        desk,
+    );
     all.prop_map(|(visits, keys, foreign, word, kind, desk)| {
         let mut scene = Scene::with(Vec::new());
         let mut logins = Vec::new();
@@ -305,7 +576,9 @@ fn any_scene() -> impl Strategy<Value = Scene> {
             if local {
                 one.from.clear();
             }
-            scene.typed.extend(typed.map(|t| (one.line.clone(), Micros::from_secs(t))));
+            scene
+                .typed
+                .extend(typed.map(|t| (one.line.clone(), Micros::from_secs(t))));
             logins.push(one);
         }
         scene.records = match kind {
@@ -314,11 +587,17 @@ fn any_scene() -> impl Strategy<Value = Scene> {
             _ => Records::Logins(logins),
         };
         if let Some((at, idle)) = desk {
-            scene.sessions = Evidence::Known(vec![Session { idle, ..at_a_screen("u9", at) }]);
+            scene.sessions = Evidence::Known(vec![Session {
+                idle,
+                ..at_a_screen("u9", at)
+            }]);
         }
         if let Some((watched, used)) = keys {
             let used = used.map(Micros::from_secs);
-            scene.keys = Evidence::Known(Keys { watched: Micros::from_secs(watched), used });
+            scene.keys = Evidence::Known(Keys {
+                watched: Micros::from_secs(watched),
+                used,
+            });
         }
         if let Some(cores) = foreign {
             scene.foreign = Evidence::Known(cores);

@@ -38,7 +38,10 @@ pub enum LeaveAfter {
 }
 
 #[derive(Deserialize)]
-#[serde(untagged, expecting = "a number from 0 on or a text in quotes belongs here")]
+#[serde(
+    untagged,
+    expecting = "a number from 0 on or a text in quotes belongs here"
+)]
 enum NumberOrText {
     Number(u64),
     Text(String),
@@ -69,7 +72,9 @@ impl TryFrom<NumberOrText> for Size {
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let units = [(40, "T"), (30, "G"), (20, "M"), (10, "K")];
-        let whole = units.iter().find(|(shift, _)| self.0 > 0 && self.0.trailing_zeros() >= *shift);
+        let whole = units
+            .iter()
+            .find(|(shift, _)| self.0 > 0 && self.0.trailing_zeros() >= *shift);
         match whole {
             Some((shift, unit)) => write!(f, "{}{unit}", self.0 >> shift),
             None => write!(f, "{}", self.0),
@@ -82,10 +87,14 @@ impl TryFrom<NumberOrText> for LeaveAfter {
 
     fn try_from(value: NumberOrText) -> Result<LeaveAfter, String> {
         match value {
-            NumberOrText::Number(seconds) if seconds <= LEAVE_AFTER_S_MAX => Ok(LeaveAfter::Seconds(seconds)),
+            NumberOrText::Number(seconds) if seconds <= LEAVE_AFTER_S_MAX => {
+                Ok(LeaveAfter::Seconds(seconds))
+            }
             NumberOrText::Number(seconds) => Err(format!("{seconds} seconds are more than a day")),
             NumberOrText::Text(text) if text == "never" => Ok(LeaveAfter::Never),
-            NumberOrText::Text(text) => Err(format!("{text:?} is neither a number of seconds nor \"never\"")),
+            NumberOrText::Text(text) => Err(format!(
+                "{text:?} is neither a number of seconds nor \"never\""
+            )),
         }
     }
 }
@@ -128,7 +137,11 @@ impl From<Spanned<NumberOrText>> for BlockedUser {
             NumberOrText::Number(uid) => uid.to_string(),
             NumberOrText::Text(name) => name,
         };
-        BlockedUser { name, place: String::new(), at }
+        BlockedUser {
+            name,
+            place: String::new(),
+            at,
+        }
     }
 }
 
@@ -180,14 +193,27 @@ pub struct PolicyError {
 impl PolicyError {
     /// What the parser found wrong in this text.
     pub(crate) fn of(file: &str, text: &str, error: &toml::de::Error) -> PolicyError {
-        let reason = error.message().lines().map(str::trim).collect::<Vec<_>>().join(" ");
-        PolicyError { file: file.to_string(), line: error.span().map_or(1, |span| line_of(text, span.start)), reason }
+        let reason = error
+            .message()
+            .lines()
+            .map(str::trim)
+            .collect::<Vec<_>>()
+            .join(" ");
+        PolicyError {
+            file: file.to_string(),
+            line: error.span().map_or(1, |span| line_of(text, span.start)),
+            reason,
+        }
     }
 }
 
 /// The line in which a key gets its value, counted from 1; the first one if there is none.
 pub(crate) fn line_with(text: &str, key: &str) -> usize {
-    let is = |l: &str| l.trim_start().strip_prefix(key).is_some_and(|rest| rest.trim_start().starts_with('='));
+    let is = |l: &str| {
+        l.trim_start()
+            .strip_prefix(key)
+            .is_some_and(|rest| rest.trim_start().starts_with('='))
+    };
     text.lines().position(is).map_or(1, |at| at + 1)
 }
 
@@ -197,14 +223,28 @@ impl Policy {
     /// # Errors
     /// Says line and reason.
     pub fn parse(file: &str, text: &str) -> Result<Policy, PolicyError> {
-        let refused = |line, reason| PolicyError { file: file.to_string(), line, reason };
+        let refused = |line, reason| PolicyError {
+            file: file.to_string(),
+            line,
+            reason,
+        };
         if text.len() > POLICY_BYTES_MAX {
-            return Err(refused(1, format!("the file is longer than {POLICY_BYTES_MAX} bytes")));
+            return Err(refused(
+                1,
+                format!("the file is longer than {POLICY_BYTES_MAX} bytes"),
+            ));
         }
-        let mut policy: Policy = toml::from_str(text).map_err(|error| PolicyError::of(file, text, &error))?;
-        let users = policy.blocked.iter_mut().flat_map(|blocked| &mut blocked.users).flatten();
+        let mut policy: Policy =
+            toml::from_str(text).map_err(|error| PolicyError::of(file, text, &error))?;
+        let users = policy
+            .blocked
+            .iter_mut()
+            .flat_map(|blocked| &mut blocked.users)
+            .flatten();
         users.for_each(|user| user.place = format!("{file}:{}", line_of(text, user.at)));
-        policy.check().map_err(|(key, reason)| refused(line_with(text, key), reason))?;
+        policy
+            .check()
+            .map_err(|(key, reason)| refused(line_with(text, key), reason))?;
         Ok(policy)
     }
 
@@ -218,7 +258,11 @@ impl Policy {
             return Ok(policy);
         }
         let reason = "owners: only the administrator's file may say whose word counts".to_string();
-        Err(PolicyError { file: file.to_string(), line: line_with(text, "owners"), reason })
+        Err(PolicyError {
+            file: file.to_string(),
+            line: line_with(text, "owners"),
+            reason,
+        })
     }
 
     /// True when it says nothing.
@@ -239,7 +283,10 @@ impl Policy {
             ("programs", blocked.programs.as_ref().map(Vec::len)),
             ("users", blocked.users.as_ref().map(Vec::len)),
         ];
-        match lists.iter().find(|(_, len)| len.is_some_and(|len| len > ENTRIES_MAX)) {
+        match lists
+            .iter()
+            .find(|(_, len)| len.is_some_and(|len| len > ENTRIES_MAX))
+        {
             Some((key, _)) => Err((key, format!("{key} has more than {ENTRIES_MAX} entries"))),
             None => Ok(()),
         }
@@ -248,16 +295,23 @@ impl Policy {
     /// The settings in it, as they would be written, by their names.
     fn settings(&self) -> BTreeMap<&'static str, String> {
         let quoted = |list: Vec<String>| format!("[{}]", list.join(", "));
-        let words = |list: &Vec<String>| quoted(list.iter().map(|word| format!("{word:?}")).collect());
-        let hours = |list: &Vec<Hours>| quoted(list.iter().map(|hours| format!("\"{hours}\"")).collect());
-        let users = |list: &Vec<BlockedUser>| quoted(list.iter().map(|user| format!("{:?}", user.name)).collect());
+        let words =
+            |list: &Vec<String>| quoted(list.iter().map(|word| format!("{word:?}")).collect());
+        let hours =
+            |list: &Vec<Hours>| quoted(list.iter().map(|hours| format!("\"{hours}\"")).collect());
+        let users = |list: &Vec<BlockedUser>| {
+            quoted(list.iter().map(|user| format!("{:?}", user.name)).collect())
+        };
         let blocked = self.blocked.clone().unwrap_or_default();
         let all = [
             ("owners", self.owners.as_ref().map(words)),
             ("never", self.never.as_ref().map(hours)),
             ("only", self.only.as_ref().map(hours)),
             ("cores", self.cores.map(|n| n.to_string())),
-            ("memory_free", self.memory_free.map(|size| format!("\"{size}\""))),
+            (
+                "memory_free",
+                self.memory_free.map(|size| format!("\"{size}\"")),
+            ),
             ("nice", self.nice.map(|n| n.to_string())),
             (
                 "leave_after",
@@ -271,7 +325,9 @@ impl Policy {
             ("blocked.programs", blocked.programs.as_ref().map(words)),
             ("blocked.users", blocked.users.as_ref().map(users)),
         ];
-        all.into_iter().filter_map(|(name, text)| Some((name, text?))).collect()
+        all.into_iter()
+            .filter_map(|(name, text)| Some((name, text?)))
+            .collect()
     }
 }
 
@@ -289,23 +345,43 @@ impl Merged {
     pub fn of<'a>(policies: impl IntoIterator<Item = (String, &'a Policy)>) -> Merged {
         policies
             .into_iter()
-            .fold(Merged::default(), |before, (from, policy)| before.or(Merged::one(from, policy.clone())))
+            .fold(Merged::default(), |before, (from, policy)| {
+                before.or(Merged::one(from, policy.clone()))
+            })
     }
 
     /// All that this policy says, from one place.
     fn one(from: String, policy: Policy) -> Merged {
-        let settings = policy.settings().into_iter().map(|(name, value)| (name, value, from.clone())).collect();
+        let settings = policy
+            .settings()
+            .into_iter()
+            .map(|(name, value)| (name, value, from.clone()))
+            .collect();
         Merged { policy, settings }
     }
 
     /// What is not said here, as it is said there.
     pub fn or(self, next: Merged) -> Merged {
-        let Merged { policy, mut settings } = self;
-        let new = |(name, ..): &(&str, String, String)| settings.iter().all(|(known, ..)| known != name);
+        let Merged {
+            policy,
+            mut settings,
+        } = self;
+        let new =
+            |(name, ..): &(&str, String, String)| settings.iter().all(|(known, ..)| known != name);
         let more: Vec<_> = next.settings.into_iter().filter(new).collect();
         settings.extend(more);
-        let Policy { owners, never, only, cores, memory_free, nice, leave_after, then, idle_after_min, blocked } =
-            next.policy;
+        let Policy {
+            owners,
+            never,
+            only,
+            cores,
+            memory_free,
+            nice,
+            leave_after,
+            then,
+            idle_after_min,
+            blocked,
+        } = next.policy;
         let mut both = policy.blocked.unwrap_or_default();
         let blocked = blocked.unwrap_or_default();
         both.programs = both.programs.or(blocked.programs);
@@ -344,12 +420,19 @@ impl Merged {
             never: joined(a.never, b.never),
             // Cut short it leaves fewer hours than both have, never more.
             only: both(a.only, b.only, |a, b| {
-                a.iter().flat_map(|a| b.iter().flat_map(|b| a.and(b))).take(ENTRIES_MAX).collect()
+                a.iter()
+                    .flat_map(|a| b.iter().flat_map(|b| a.and(b)))
+                    .take(ENTRIES_MAX)
+                    .collect()
             }),
             cores: both(a.cores, b.cores, |a, b| a.min(b)),
             memory_free: both(a.memory_free, b.memory_free, |a, b| Size(a.0.max(b.0))),
             nice: both(a.nice, b.nice, |a, b| a.max(b)),
-            leave_after: a.leave_after.into_iter().chain(b.leave_after).min_by_key(sooner),
+            leave_after: a
+                .leave_after
+                .into_iter()
+                .chain(b.leave_after)
+                .min_by_key(sooner),
             then: a.then.into_iter().chain(b.then).max_by_key(surer),
             idle_after_min: both(a.idle_after_min, b.idle_after_min, |a, b| a.max(b)),
             blocked: Some(Blocked {
@@ -357,11 +440,15 @@ impl Merged {
                 users: joined(blocked.0.users, blocked.1.users),
             }),
         };
-        let said: Vec<(&str, String, String)> = self.settings.into_iter().chain(other.settings).collect();
+        let said: Vec<(&str, String, String)> =
+            self.settings.into_iter().chain(other.settings).collect();
         // Whose word it is, if it is as somebody said it; or else it comes from all that spoke of it.
         let from = |name: &str, value: &str| {
             let of_it: Vec<_> = said.iter().filter(|(known, ..)| *known == name).collect();
-            let sayer = of_it.iter().find(|(_, known, _)| known == value).map(|(.., from)| from.clone());
+            let sayer = of_it
+                .iter()
+                .find(|(_, known, _)| known == value)
+                .map(|(.., from)| from.clone());
             sayer.unwrap_or_else(|| {
                 let all: Vec<&str> = of_it.iter().map(|(.., from)| from.as_str()).collect();
                 all.join(" and ")
@@ -420,11 +507,18 @@ mod tests {
             "owners",
             "then",
         ];
-        let uncommented: String =
-            EXAMPLE.lines().map(|l| l.strip_prefix("#! ").unwrap_or(l)).map(|l| format!("{l}\n")).collect();
-        let whole = Policy::parse("owner.toml", &uncommented).expect("what is commented out is good as well");
-        let mut every: Vec<&str> =
-            Merged::of([(String::new(), &whole)]).settings.iter().map(|(name, ..)| *name).collect();
+        let uncommented: String = EXAMPLE
+            .lines()
+            .map(|l| l.strip_prefix("#! ").unwrap_or(l))
+            .map(|l| format!("{l}\n"))
+            .collect();
+        let whole = Policy::parse("owner.toml", &uncommented)
+            .expect("what is commented out is good as well");
+        let mut every: Vec<&str> = Merged::of([(String::new(), &whole)])
+            .settings
+            .iter()
+            .map(|(name, ..)| *name)
+            .collect();
         every.sort_unstable();
         assert_eq!(every, all);
         assert!(names.iter().all(|name| all.contains(name)) && !names.is_empty());
@@ -433,21 +527,41 @@ mod tests {
     #[test]
     fn what_is_wrong_is_named_with_file_line_and_reason() {
         for (text, line, reason) in [
-            ("cores = 2\nnever = [\"9-17\", \"noon\"]\n", 2, "\"noon\" is no time of the week"),
+            (
+                "cores = 2\nnever = [\"9-17\", \"noon\"]\n",
+                2,
+                "\"noon\" is no time of the week",
+            ),
             ("\n\ncorse = 2\n", 3, "unknown field `corse`"),
             ("cores = -1", 1, "invalid value"),
             ("nice = 3\nnice = 4\n", 2, "duplicate key"),
             ("cores = 1\nnice = 20\n", 2, "the highest level is 19"),
-            ("memory_free = \"lots\"", 1, "\"lots\" is no amount of memory"),
+            (
+                "memory_free = \"lots\"",
+                1,
+                "\"lots\" is no amount of memory",
+            ),
             ("then = \"wait\"", 1, "unknown variant `wait`"),
             ("leave_after = \"soon\"", 1, "\"soon\" is neither a number"),
             ("leave_after = 100000", 1, "more than a day"),
             ("a = [", 1, ""),
-            ("[blocked]\nprogramms = []\n", 2, "unknown field `programms`"),
-            ("[blocked]\nusers = [\"bob\", -1]\n", 2, "a number from 0 on or a text in quotes belongs here"),
+            (
+                "[blocked]\nprogramms = []\n",
+                2,
+                "unknown field `programms`",
+            ),
+            (
+                "[blocked]\nusers = [\"bob\", -1]\n",
+                2,
+                "a number from 0 on or a text in quotes belongs here",
+            ),
         ] {
             let error = Policy::parse("o.toml", text).expect_err(text);
-            assert_eq!((error.file.as_str(), error.line), ("o.toml", line), "{error}");
+            assert_eq!(
+                (error.file.as_str(), error.line),
+                ("o.toml", line),
+                "{error}"
+            );
             let told = error.to_string();
             assert!(told.contains(reason) && told.lines().count() == 1, "{told}");
         }
@@ -465,17 +579,32 @@ mod tests {
         assert_eq!(merged.policy.never, owner.never);
         assert_eq!(merged.policy.cores, Some(2));
         let blocked = merged.policy.blocked.expect("said");
-        let users: Vec<(&str, &str)> =
-            blocked.users.iter().flatten().map(|user| (user.name.as_str(), user.place.as_str())).collect();
+        let users: Vec<(&str, &str)> = blocked
+            .users
+            .iter()
+            .flatten()
+            .map(|user| (user.name.as_str(), user.place.as_str()))
+            .collect();
         assert_eq!(users, [("bob", "x:3")]);
         assert_eq!(blocked.programs, Some(vec!["miner".to_string()]));
-        let from = |name: &str| merged.settings.iter().find(|(n, ..)| *n == name).map(|(.., from)| from.as_str());
-        assert_eq!((from("never"), from("cores"), from("nice")), (Some("owner"), Some("admin"), None));
+        let from = |name: &str| {
+            merged
+                .settings
+                .iter()
+                .find(|(n, ..)| *n == name)
+                .map(|(.., from)| from.as_str())
+        };
+        assert_eq!(
+            (from("never"), from("cores"), from("nice")),
+            (Some("owner"), Some("admin"), None)
+        );
     }
 
     #[test]
     fn what_one_of_several_owners_does_not_want_is_not_done() {
-        let one = |from: &str, text: &str| Merged::of([(from.to_string(), &Policy::parse("x", text).expect("good"))]);
+        let one = |from: &str, text: &str| {
+            Merged::of([(from.to_string(), &Policy::parse("x", text).expect("good"))])
+        };
         let olga = "only = [\"mon-fri 18-8\"]\ncores = 3\nnice = 5\nleave_after = \"never\"\nmemory_free = \"2G\"\n\
                     [blocked]\nusers = [\"bob\"]";
         let otto = "only = [\"mon,tue\"]\nnever = [\"12-13\"]\ncores = 2\nleave_after = 60\nmemory_free = \"1G\"\n\
@@ -483,7 +612,9 @@ mod tests {
         let both = one("olga", olga).and(one("otto", otto));
         let told = |name: &str| {
             let found = both.settings.iter().find(|(known, ..)| *known == name);
-            found.map(|(_, value, from)| format!("{value} ({from})")).expect(name)
+            found
+                .map(|(_, value, from)| format!("{value} ({from})"))
+                .expect(name)
         };
         assert_eq!(told("cores"), "2 (otto)");
         assert_eq!(told("memory_free"), "\"2G\" (olga)");
@@ -491,7 +622,10 @@ mod tests {
         assert_eq!(told("leave_after"), "60 (otto)");
         assert_eq!(told("then"), "\"kill\" (otto)");
         assert_eq!(told("never"), "[\"12:00-13:00\"] (otto)");
-        assert_eq!(told("only"), "[\"mon-tue 18:00-24:00\", \"tue 0:00-8:00\"] (olga and otto)");
+        assert_eq!(
+            told("only"),
+            "[\"mon-tue 18:00-24:00\", \"tue 0:00-8:00\"] (olga and otto)"
+        );
         assert_eq!(told("blocked.users"), "[\"bob\", \"eve\"] (olga and otto)");
     }
 
@@ -500,18 +634,41 @@ mod tests {
         let text = "nice = 1\n[blocked]\nusers = [\"bob\", 1007,\n  \"1008\",\n\n  \"eve\"]\n";
         let policy = Policy::parse("o.toml", text).expect("good");
         let settings = policy.settings();
-        let users = policy.blocked.and_then(|blocked| blocked.users).expect("said");
-        let said: Vec<String> = users.into_iter().map(|user| format!("{} {}", user.place, user.name)).collect();
-        assert_eq!(said, ["o.toml:3 bob", "o.toml:3 1007", "o.toml:4 1008", "o.toml:6 eve"]);
-        assert_eq!(settings["blocked.users"], "[\"bob\", \"1007\", \"1008\", \"eve\"]");
+        let users = policy
+            .blocked
+            .and_then(|blocked| blocked.users)
+            .expect("said");
+        let said: Vec<String> = users
+            .into_iter()
+            .map(|user| format!("{} {}", user.place, user.name))
+            .collect();
+        assert_eq!(
+            said,
+            [
+                "o.toml:3 bob",
+                "o.toml:3 1007",
+                "o.toml:4 1008",
+                "o.toml:6 eve"
+            ]
+        );
+        assert_eq!(
+            settings["blocked.users"],
+            "[\"bob\", \"1007\", \"1008\", \"eve\"]"
+        );
     }
 
     #[test]
     fn only_the_administrators_file_says_whose_word_counts() {
         let text = "cores = 1\nowners = [\"me\"]\n";
-        assert_eq!(Policy::parse("o", text).expect("good").owners, Some(vec!["me".to_string()]));
+        assert_eq!(
+            Policy::parse("o", text).expect("good").owners,
+            Some(vec!["me".to_string()])
+        );
         let error = Policy::parse_own("o", text).expect_err("not his to say");
-        assert!(error.line == 2 && error.reason.contains("administrator"), "{error}");
+        assert!(
+            error.line == 2 && error.reason.contains("administrator"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -521,7 +678,9 @@ mod tests {
             assert_eq!(Size(bytes).to_string(), text);
         }
         assert!(
-            "G".parse::<Size>().is_err() && "".parse::<Size>().is_err() && "99999999999999T".parse::<Size>().is_err()
+            "G".parse::<Size>().is_err()
+                && "".parse::<Size>().is_err()
+                && "99999999999999T".parse::<Size>().is_err()
         );
     }
 

@@ -55,7 +55,10 @@ fn split_line(text: &[u8]) -> (&[u8], &[u8]) {
 /// gives `None`.
 fn leading(text: &[u8]) -> Option<(u64, &[u8])> {
     let text = text.trim_ascii_start();
-    let len = text.iter().position(|b| !b.is_ascii_digit()).unwrap_or(text.len());
+    let len = text
+        .iter()
+        .position(|b| !b.is_ascii_digit())
+        .unwrap_or(text.len());
     let add = |sum: u64, digit: &u8| sum.checked_mul(10)?.checked_add(u64::from(digit - b'0'));
     let number = text[..len].iter().try_fold(0, add)?;
     let whole = len > 0 && text.get(len).is_none_or(u8::is_ascii_whitespace);
@@ -63,7 +66,8 @@ fn leading(text: &[u8]) -> Option<(u64, &[u8])> {
 }
 
 fn words(line: &[u8]) -> impl Iterator<Item = &[u8]> {
-    line.split(|b| b.is_ascii_whitespace()).filter(|w| !w.is_empty())
+    line.split(|b| b.is_ascii_whitespace())
+        .filter(|w| !w.is_empty())
 }
 
 fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
@@ -78,7 +82,9 @@ pub fn numbers(text: &[u8]) -> impl Iterator<Item = u64> {
 /// The number behind a name at the beginning of a line.
 pub fn field(text: &[u8], name: &[u8]) -> Option<u64> {
     lines(text).find_map(|line| {
-        let rest = line.strip_prefix(name).filter(|rest| rest.first().is_some_and(u8::is_ascii_whitespace))?;
+        let rest = line
+            .strip_prefix(name)
+            .filter(|rest| rest.first().is_some_and(u8::is_ascii_whitespace))?;
         Some(leading(rest)?.0)
     })
 }
@@ -91,7 +97,10 @@ pub fn group_used(text: &[u8]) -> Option<u64> {
 /// Processors that a group of version 2 may use, from its `cpu.max`; `None`: all.
 pub fn quota_v2(text: &[u8]) -> Option<f32> {
     let mut numbers = numbers(text);
-    let (quota, period) = (numbers.next()?, numbers.next().filter(|period| *period > 0)?);
+    let (quota, period) = (
+        numbers.next()?,
+        numbers.next().filter(|period| *period > 0)?,
+    );
     Some(quota as f32 / period as f32)
 }
 
@@ -137,7 +146,9 @@ pub fn available_bytes(text: &[u8]) -> Option<u64> {
 pub fn pressure(text: &[u8]) -> Option<f32> {
     let line = lines(text).find_map(|l| l.strip_prefix(b"some "))?;
     let percent: f32 = number(words(line).find_map(|w| w.strip_prefix(b"avg10="))?)?;
-    percent.is_finite().then_some((percent / 100.0).clamp(0.0, 1.0))
+    percent
+        .is_finite()
+        .then_some((percent / 100.0).clamp(0.0, 1.0))
 }
 
 /// What one process has used, from /proc/PID/stat.
@@ -163,7 +174,12 @@ pub fn used(text: &[u8]) -> Option<Used> {
         let (value, behind) = leading(rest)?;
         match at {
             14..=17 => ticks = ticks.checked_add(value)?,
-            22 => return Some(Used { ticks, started: value }),
+            22 => {
+                return Some(Used {
+                    ticks,
+                    started: value,
+                });
+            }
             _ => {}
         }
         (at, rest) = (at + 1, behind);
@@ -171,13 +187,23 @@ pub fn used(text: &[u8]) -> Option<Used> {
 }
 
 /// Words by which interrupt lines of keyboards and pointing devices are known.
-const KEY_WORDS: [&[u8]; 6] = [b"i8042", b"keyboard", b"mouse", b"hid", b"touchpad", b"trackpoint"];
+const KEY_WORDS: [&[u8]; 6] = [
+    b"i8042",
+    b"keyboard",
+    b"mouse",
+    b"hid",
+    b"touchpad",
+    b"trackpoint",
+];
 
 /// How often keyboards and mice have interrupted, from /proc/interrupts; `None` when no line is theirs (those on a USB bus
 /// have none of their own).
 pub fn key_interrupts(text: &[u8]) -> Option<u64> {
     let is_key = |line: &&[u8]| {
-        let has = |word: &[u8]| line.windows(word.len()).any(|part| part.eq_ignore_ascii_case(word));
+        let has = |word: &[u8]| {
+            line.windows(word.len())
+                .any(|part| part.eq_ignore_ascii_case(word))
+        };
         KEY_WORDS.iter().any(|word| has(word))
     };
     let count = |line: &[u8]| {
@@ -188,7 +214,10 @@ pub fn key_interrupts(text: &[u8]) -> Option<u64> {
         }
         Some(sum)
     };
-    lines(text).filter(is_key).filter_map(count).fold(None, |sum, n| Some(sum.unwrap_or(0_u64).wrapping_add(n)))
+    lines(text)
+        .filter(is_key)
+        .filter_map(count)
+        .fold(None, |sum, n| Some(sum.unwrap_or(0_u64).wrapping_add(n)))
 }
 
 #[cfg(test)]
@@ -207,9 +236,21 @@ mod tests {
 
     #[test]
     fn fixed_files_give_their_numbers() {
-        assert_eq!(stat(STAT), Some((CpuTimes { total: 10_100_000, idle: 8_500_000 }, 2)));
+        assert_eq!(
+            stat(STAT),
+            Some((
+                CpuTimes {
+                    total: 10_100_000,
+                    idle: 8_500_000
+                },
+                2
+            ))
+        );
         assert_eq!(loadavg(b"0.52 0.58 0.59 3/467 12345\n"), Some((0.52, 3)));
-        assert_eq!(available_bytes(b"MemTotal: 8 kB\nMemFree: 1 kB\nMemAvailable:    5 kB\n"), Some(5120));
+        assert_eq!(
+            available_bytes(b"MemTotal: 8 kB\nMemFree: 1 kB\nMemAvailable:    5 kB\n"),
+            Some(5120)
+        );
         let psi = b"some avg10=12.50 avg60=0.00 avg300=0.00 total=5\nfull avg10=99.00 avg60=0.00 avg300=0.00 total=0\n";
         assert_eq!(pressure(psi), Some(0.125));
     }
@@ -217,11 +258,17 @@ mod tests {
     #[test]
     fn busy_is_the_share_of_the_time_between() {
         let (before, _) = stat(STAT).expect("a good file");
-        let after = CpuTimes { total: before.total + 200, idle: before.idle + 50 };
+        let after = CpuTimes {
+            total: before.total + 200,
+            idle: before.idle + 50,
+        };
         assert_eq!(after.busy_since(before), Some(0.75));
         assert_eq!(before.busy_since(before), None);
         assert_eq!(before.busy_since(after), None);
-        let backwards = CpuTimes { total: before.total + 10, idle: before.idle - 5 };
+        let backwards = CpuTimes {
+            total: before.total + 10,
+            idle: before.idle - 5,
+        };
         assert_eq!(backwards.busy_since(before), Some(1.0));
     }
 
@@ -229,7 +276,13 @@ mod tests {
     fn a_process_is_known_by_what_it_used_whatever_its_name() {
         let stat =
             b"7 (a) b) (c) S 1 7 7 0 -1 4194560 100 200 0 0 11 22 33 44 20 0 1 0 5678 1000 2 18446744073709551615 1 1";
-        assert_eq!(used(stat), Some(Used { ticks: 110, started: 5678 }));
+        assert_eq!(
+            used(stat),
+            Some(Used {
+                ticks: 110,
+                started: 5678
+            })
+        );
         assert_eq!(used(b"7 (x) S 1 2 3"), None);
         assert_eq!(used(b"7 x S 1 2 3"), None);
     }
@@ -240,22 +293,44 @@ mod tests {
             12:          5          0   IO-APIC  12-edge      i8042\n 16: 1 2 IO-APIC 16-fasteoi ehci_hcd:usb1\n\
             40: 3 4 PCI-MSI 1-edge i2c_HID_acpi\nNMI: 70 80 Non-maskable interrupts\n";
         assert_eq!(key_interrupts(text), Some(9 + 11 + 5 + 3 + 4));
-        assert_eq!(key_interrupts(b"   CPU0\n 4: 10 IO-APIC 4-edge ttyS0\n"), None);
+        assert_eq!(
+            key_interrupts(b"   CPU0\n 4: 10 IO-APIC 4-edge ttyS0\n"),
+            None
+        );
         assert_eq!(key_interrupts(b""), None);
     }
 
     #[test]
     fn other_text_is_not_understood() {
-        for text in
-            [&b""[..], b"\n", b"cpu", b"cpu 1 2 3", b"cpu a b c d e\ncpu0 1\n", b"cpu 1 2 3 4\nintr 1\n", b"x 1 2 3 4"]
-        {
+        for text in [
+            &b""[..],
+            b"\n",
+            b"cpu",
+            b"cpu 1 2 3",
+            b"cpu a b c d e\ncpu0 1\n",
+            b"cpu 1 2 3 4\nintr 1\n",
+            b"x 1 2 3 4",
+        ] {
             assert_eq!(stat(text), None, "{text:?}");
         }
-        for text in [&b""[..], b"0.1", b"0.1 0.1 0.1", b"0.1 0.1 0.1 x/9 1", b"nan 0 0 1/2 3", b"-1 0 0 1/2 3"] {
+        for text in [
+            &b""[..],
+            b"0.1",
+            b"0.1 0.1 0.1",
+            b"0.1 0.1 0.1 x/9 1",
+            b"nan 0 0 1/2 3",
+            b"-1 0 0 1/2 3",
+        ] {
             assert_eq!(loadavg(text), None, "{text:?}");
         }
-        assert_eq!(available_bytes(b"MemAvailable: 99999999999999999999 kB"), None);
-        assert_eq!(available_bytes(b"MemAvailable: 18446744073709551615 kB"), None);
+        assert_eq!(
+            available_bytes(b"MemAvailable: 99999999999999999999 kB"),
+            None
+        );
+        assert_eq!(
+            available_bytes(b"MemAvailable: 18446744073709551615 kB"),
+            None
+        );
         assert_eq!(pressure(b"some avg10=inf"), None);
         assert_eq!(pressure(b"full avg10=1.0"), None);
     }

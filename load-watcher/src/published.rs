@@ -42,7 +42,14 @@ pub fn read(dir: &Path, uid: u32) -> Result<Option<(String, Policy)>, Wrong> {
 pub fn read_all(dir: &Path) -> Vec<(u32, Result<Policy, Wrong>)> {
     let users = word::users_with(dir, POLICY_END).into_iter();
     users
-        .filter_map(|uid| Some((uid, read(dir, uid).map(|read| read.map(|(_, policy)| policy)).transpose()?)))
+        .filter_map(|uid| {
+            Some((
+                uid,
+                read(dir, uid)
+                    .map(|read| read.map(|(_, policy)| policy))
+                    .transpose()?,
+            ))
+        })
         .collect()
 }
 
@@ -70,7 +77,10 @@ mod tests {
         assert_eq!(read(dir.path(), own()), Ok(None));
         write(dir.path(), own(), Some("leave_after = 30\n")).expect("written");
         let policy = Policy::parse("x", "leave_after = 30").expect("good");
-        assert_eq!(read(dir.path(), own()), Ok(Some(("leave_after = 30\n".into(), policy.clone()))));
+        assert_eq!(
+            read(dir.path(), own()),
+            Ok(Some(("leave_after = 30\n".into(), policy.clone())))
+        );
         assert_eq!(read_all(dir.path()), [(own(), Ok(policy))]);
         assert_eq!(word::read_all(dir.path()), (Vec::new(), Vec::new()));
         write(dir.path(), own(), None).expect("removed");
@@ -78,15 +88,22 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_that_somebody_else_could_have_written_is_not_believed_and_a_wrong_one_is_refused_with_its_line() {
+    fn a_policy_that_somebody_else_could_have_written_is_not_believed_and_a_wrong_one_is_refused_with_its_line()
+     {
         let dir = tempfile::tempdir().expect("a folder");
         write(dir.path(), own(), Some("nice = 3\nowners = [\"me\"]\n")).expect("written");
-        let Err(Wrong::Refused(error)) = read(dir.path(), own()) else { panic!("nobody names himself") };
+        let Err(Wrong::Refused(error)) = read(dir.path(), own()) else {
+            panic!("nobody names himself")
+        };
         assert_eq!(error.line, 2);
         let path = policy_file(dir.path(), own());
         fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).expect("the test's own file");
-        assert!(matches!(read(dir.path(), own()), Err(Wrong::Doubted(says)) if says.contains("not believed")));
+        assert!(
+            matches!(read(dir.path(), own()), Err(Wrong::Doubted(says)) if says.contains("not believed"))
+        );
         fs::rename(&path, policy_file(dir.path(), own() + 1)).expect("the test's own file");
-        assert!(matches!(read_all(dir.path())[..], [(uid, Err(Wrong::Doubted(_)))] if uid == own() + 1));
+        assert!(
+            matches!(read_all(dir.path())[..], [(uid, Err(Wrong::Doubted(_)))] if uid == own() + 1)
+        );
     }
 }

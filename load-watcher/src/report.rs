@@ -43,12 +43,16 @@ pub struct Reporter {
 impl Reporter {
     /// True when the owner's verdict, or the reason for it, is news.
     pub fn owner_is_news(&self, owner: &OwnerVerdict, why: &str) -> bool {
-        self.sent.as_ref().is_none_or(|(_, _, was, because)| was != owner || because != why)
+        self.sent
+            .as_ref()
+            .is_none_or(|(_, _, was, because)| was != owner || because != why)
     }
 
     /// True when this sample is to be sent at `now` (a clock that never jumps).
     pub fn load_is_news(&self, now: Micros, sample: &LoadSample) -> bool {
-        self.sent.as_ref().is_none_or(|(at, last, ..)| now.since(*at) >= SIGN_OF_LIFE || differ(last, sample))
+        self.sent
+            .as_ref()
+            .is_none_or(|(at, last, ..)| now.since(*at) >= SIGN_OF_LIFE || differ(last, sample))
     }
 
     /// Remembers what was sent.
@@ -60,8 +64,16 @@ impl Reporter {
     pub fn pause_after(&mut self, sample: &LoadSample) -> Micros {
         let changed = self.before.is_none_or(|before| differ(&before, sample));
         self.before = Some(*sample);
-        self.quiet = if changed { 0 } else { self.quiet.saturating_add(1) };
-        if self.quiet < QUIET_SAMPLES { PAUSE_BUSY } else { PAUSE_QUIET }
+        self.quiet = if changed {
+            0
+        } else {
+            self.quiet.saturating_add(1)
+        };
+        if self.quiet < QUIET_SAMPLES {
+            PAUSE_BUSY
+        } else {
+            PAUSE_QUIET
+        }
     }
 }
 
@@ -70,7 +82,13 @@ mod tests {
     use super::*;
 
     fn sample(busy: f32, running: u32) -> LoadSample {
-        LoadSample { cores: 2, busy, running, available_bytes: 1 << 30, ..LoadSample::default() }
+        LoadSample {
+            cores: 2,
+            busy,
+            running,
+            available_bytes: 1 << 30,
+            ..LoadSample::default()
+        }
     }
 
     fn absent() -> OwnerVerdict {
@@ -84,7 +102,13 @@ mod tests {
         reporter.sent(Micros(0), sample(0.0, 0), absent(), "nobody".into());
         assert!(!reporter.owner_is_news(&absent(), "nobody"));
         assert!(reporter.owner_is_news(&absent(), "no file"));
-        assert!(reporter.owner_is_news(&OwnerVerdict::Present { since: Micros(1), seen: Micros(2) }, "nobody"));
+        assert!(reporter.owner_is_news(
+            &OwnerVerdict::Present {
+                since: Micros(1),
+                seen: Micros(2)
+            },
+            "nobody"
+        ));
     }
 
     #[test]
@@ -96,16 +120,36 @@ mod tests {
         assert!(!reporter.load_is_news(soon, &sample(0.25, 2)));
         assert!(reporter.load_is_news(soon, &sample(0.4, 1)));
         assert!(reporter.load_is_news(soon, &sample(0.2, 3)));
-        assert!(reporter.load_is_news(soon, &LoadSample { cores: 4, ..sample(0.2, 1) }));
-        assert!(reporter.load_is_news(soon, &LoadSample { ours: Some(0.3), ..sample(0.2, 1) }));
-        assert!(reporter.load_is_news(soon, &LoadSample { available_bytes: 1 << 29, ..sample(0.2, 1) }));
+        assert!(reporter.load_is_news(
+            soon,
+            &LoadSample {
+                cores: 4,
+                ..sample(0.2, 1)
+            }
+        ));
+        assert!(reporter.load_is_news(
+            soon,
+            &LoadSample {
+                ours: Some(0.3),
+                ..sample(0.2, 1)
+            }
+        ));
+        assert!(reporter.load_is_news(
+            soon,
+            &LoadSample {
+                available_bytes: 1 << 29,
+                ..sample(0.2, 1)
+            }
+        ));
         assert!(reporter.load_is_news(Micros::from_secs(10), &sample(0.2, 1)));
     }
 
     #[test]
     fn the_pause_is_long_when_nothing_changes_and_short_again_at_the_first_change() {
         let mut reporter = Reporter::default();
-        let pauses: Vec<_> = (0..7).map(|_| reporter.pause_after(&sample(0.0, 0))).collect();
+        let pauses: Vec<_> = (0..7)
+            .map(|_| reporter.pause_after(&sample(0.0, 0)))
+            .collect();
         assert_eq!(pauses[..5], [PAUSE_BUSY; 5]);
         assert_eq!(pauses[5..], [PAUSE_QUIET; 2]);
         assert_eq!(reporter.pause_after(&sample(0.9, 3)), PAUSE_BUSY);

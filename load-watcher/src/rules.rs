@@ -91,20 +91,27 @@ pub fn trusted(named: PathBuf, usual: &Path, by: Uid) -> (PathBuf, Option<String
         return (named, None);
     }
     let (named, other) = (named.display(), usual.display());
-    let sentence = format!("{named} does not count, because it is not root's, or others can change it; {other} counts");
+    let sentence = format!(
+        "{named} does not count, because it is not root's, or others can change it; {other} counts"
+    );
     (usual.to_path_buf(), Some(sentence))
 }
 
 /// True for a login at the machine itself: at a console, or in a desktop on a screen of it.
 fn is_at_machine(login: &Login) -> bool {
-    let of_display =
-        |text: &str| text.strip_prefix(':').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
+    let of_display = |text: &str| {
+        text.strip_prefix(':')
+            .is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+    };
     login.from.is_empty() || login.from == login.line || of_display(&login.from)
 }
 
 /// Name of a user, or the number where there is none.
 pub fn user_name(uid: u32) -> String {
-    User::from_uid(Uid::from_raw(uid)).ok().flatten().map_or_else(|| uid.to_string(), |user| user.name)
+    User::from_uid(Uid::from_raw(uid))
+        .ok()
+        .flatten()
+        .map_or_else(|| uid.to_string(), |user| user.name)
 }
 
 /// Number of a blocked user, or what is told of one whom nobody knows here. The rest of his file counts: an account that is removed
@@ -117,7 +124,8 @@ fn uid_of(user: &BlockedUser) -> Result<u32, String> {
         Err(error) => format!("the accounts of this host cannot be read: {}", error.desc()),
     };
     let told = cut(name, NAME_BYTES_MAX);
-    name.parse().map_err(|_| format!("{place}: blocked user {told:?}: {why}; nobody is kept away by it"))
+    name.parse()
+        .map_err(|_| format!("{place}: blocked user {told:?}: {why}; nobody is kept away by it"))
 }
 
 /// What is told of a file that does not count. `said`: it said something before. `counts`: what it says would count.
@@ -131,11 +139,21 @@ fn refused(sentence: &str, said: bool, counts: bool) -> String {
 }
 
 /// What a file says; nothing when it does not exist.
-fn load(path: &Path, parse: fn(&str, &str) -> Result<Policy, PolicyError>) -> Result<Policy, String> {
+fn load(
+    path: &Path,
+    parse: fn(&str, &str) -> Result<Policy, PolicyError>,
+) -> Result<Policy, String> {
     let name = path.display().to_string();
     match std::fs::read_to_string(path) {
         Ok(text) => parse(&name, &text).map_err(|error| error.to_string()),
-        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(Policy::default()),
+        Err(e)
+            if matches!(
+                e.kind(),
+                io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+            ) =>
+        {
+            Ok(Policy::default())
+        }
         Err(e) => Err(format!("{name} cannot be read: {e}")),
     }
 }
@@ -201,7 +219,14 @@ impl Rules {
     /// Reads the owners' words and policies again. Answers what is wrong with them.
     pub fn read_words(&mut self) -> Vec<String> {
         let (words, mut wrong) = word::read_all(&self.places.words);
-        self.words = words.into_iter().map(|(uid, word)| Spoken { uid, user: user_name(uid), word }).collect();
+        self.words = words
+            .into_iter()
+            .map(|(uid, word)| Spoken {
+                uid,
+                user: user_name(uid),
+                word,
+            })
+            .collect();
         let mut before = std::mem::take(&mut self.policies);
         self.unheard.clear();
         for (uid, read) in published::read_all(&self.places.words) {
@@ -214,9 +239,14 @@ impl Rules {
                 Err(Wrong::Refused(error)) => {
                     let said = before.remove(&uid).filter(|policy| !policy.is_empty());
                     if said.is_none() {
-                        self.unheard.insert(uid, refused(&error.to_string(), false, true));
+                        self.unheard
+                            .insert(uid, refused(&error.to_string(), false, true));
                     }
-                    wrong.push(refused(&error.to_string(), said.is_some(), self.counts(uid)));
+                    wrong.push(refused(
+                        &error.to_string(),
+                        said.is_some(),
+                        self.counts(uid),
+                    ));
                     said
                 }
             };
@@ -239,9 +269,18 @@ impl Rules {
 
     /// True if what this user says counts as the owner's.
     fn is_owner(&self, uid: u32) -> bool {
-        let name = if uid == self.user.uid { self.user.name.clone() } else { user_name(uid) };
+        let name = if uid == self.user.uid {
+            self.user.name.clone()
+        } else {
+            user_name(uid)
+        };
         let seated = || uid != self.user.uid || self.seated.contains(&name);
-        uid == 0 || self.admin.owners.as_ref().map_or_else(seated, |owners| owners.contains(&name))
+        uid == 0
+            || self
+                .admin
+                .owners
+                .as_ref()
+                .map_or_else(seated, |owners| owners.contains(&name))
     }
 
     /// True if what this user publishes counts, as an owner's or as that of the user of the virtual machine.
@@ -251,35 +290,66 @@ impl Rules {
 
     /// What one user has said, published, and, if he is the one of the virtual machine, has in his file.
     fn said_by(&self, uid: u32) -> Merged {
-        let word = self.words.iter().find(|spoken| spoken.uid == uid).map(|spoken| &spoken.word.policy);
+        let word = self
+            .words
+            .iter()
+            .find(|spoken| spoken.uid == uid)
+            .map(|spoken| &spoken.word.policy);
         let word = word.map(|policy| ("pvm owner".to_string(), policy));
-        let published = published::policy_file(&self.places.words, uid).display().to_string();
+        let published = published::policy_file(&self.places.words, uid)
+            .display()
+            .to_string();
         let published = self.policies.get(&uid).map(|policy| (published, policy));
-        let own = (uid == self.user.uid).then(|| (self.places.own.display().to_string(), &self.own));
+        let own =
+            (uid == self.user.uid).then(|| (self.places.own.display().to_string(), &self.own));
         Merged::of(word.into_iter().chain(published).chain(own))
     }
 
     fn merge(&mut self) {
-        let said = self.words.iter().map(|spoken| spoken.uid).chain(self.policies.keys().copied());
+        let said = self
+            .words
+            .iter()
+            .map(|spoken| spoken.uid)
+            .chain(self.policies.keys().copied());
         let said: BTreeSet<u32> = said.chain([self.user.uid]).collect();
         let owners: Vec<u32> = said.into_iter().filter(|uid| self.is_owner(*uid)).collect();
         let all = owners.iter().map(|uid| self.said_by(*uid));
         let of_owners = all.reduce(Merged::and).unwrap_or_default();
         let admin = Merged::of([(self.places.admin.display().to_string(), &self.admin)]);
-        let wishes = Merged::of([("the user of the virtual machine".to_string(), &self.user.wishes)]);
-        let user = if owners.contains(&self.user.uid) { Merged::default() } else { self.said_by(self.user.uid) };
+        let wishes = Merged::of([(
+            "the user of the virtual machine".to_string(),
+            &self.user.wishes,
+        )]);
+        let user = if owners.contains(&self.user.uid) {
+            Merged::default()
+        } else {
+            self.said_by(self.user.uid)
+        };
         self.merged = of_owners.or(admin).or(user).or(wishes);
         self.look_up();
-        let files = [("admin", &self.admin), ("own", &self.own)].into_iter().filter(|(_, said)| said.is_empty());
+        let files = [("admin", &self.admin), ("own", &self.own)]
+            .into_iter()
+            .filter(|(_, said)| said.is_empty());
         let mut silent = files.filter_map(|(which, _)| self.wrong.get(which)?.first());
-        let mut unheard = self.unheard.iter().filter(|(uid, _)| self.counts(**uid)).map(|(_, why)| why);
+        let mut unheard = self
+            .unheard
+            .iter()
+            .filter(|(uid, _)| self.counts(**uid))
+            .map(|(_, why)| why);
         self.shut = silent.next().or_else(|| unheard.next()).cloned();
     }
 
     /// Looks up who is blocked.
     fn look_up(&mut self) {
         (self.blocked, self.unknown) = (Vec::new(), Vec::new());
-        for user in self.merged.policy.blocked.iter().flat_map(|blocked| &blocked.users).flatten() {
+        for user in self
+            .merged
+            .policy
+            .blocked
+            .iter()
+            .flat_map(|blocked| &blocked.users)
+            .flatten()
+        {
             match uid_of(user) {
                 Ok(uid) => self.blocked.push(uid),
                 Err(sentence) => self.unknown.push(sentence),
@@ -315,7 +385,12 @@ impl Rules {
 
     /// What was refused, files and names of blocked users, one sentence for each.
     pub fn wrong(&self) -> Vec<String> {
-        self.wrong.values().flatten().chain(&self.unknown).cloned().collect()
+        self.wrong
+            .values()
+            .flatten()
+            .chain(&self.unknown)
+            .cloned()
+            .collect()
     }
 
     /// True when what guests may do depends on the clock.

@@ -9,9 +9,20 @@ const OLGA: u32 = 21_002;
 
 /// Rules of a virtual machine of alice's, who is a user like others.
 fn rules(dir: &Path, wishes: &str) -> Rules {
-    let places = Places { own: dir.join("own"), admin: dir.join("admin"), words: dir.join("words") };
+    let places = Places {
+        own: dir.join("own"),
+        admin: dir.join("admin"),
+        words: dir.join("words"),
+    };
     let wishes = Policy::parse("wishes", wishes).expect("good");
-    Rules::read(places, VmUser { uid: ALICE, name: "alice".into(), wishes })
+    Rules::read(
+        places,
+        VmUser {
+            uid: ALICE,
+            name: "alice".into(),
+            wishes,
+        },
+    )
 }
 
 fn put(dir: &Path, name: &str, text: &str) {
@@ -19,35 +30,84 @@ fn put(dir: &Path, name: &str, text: &str) {
 }
 
 fn limit(cores: u32, uid: u32, user: &str) -> Spoken {
-    let word = Word { policy: Policy { cores: Some(cores), ..Policy::default() }, ..Word::default() };
-    Spoken { uid, user: user.into(), word }
+    let word = Word {
+        policy: Policy {
+            cores: Some(cores),
+            ..Policy::default()
+        },
+        ..Word::default()
+    };
+    Spoken {
+        uid,
+        user: user.into(),
+        word,
+    }
 }
 
 fn login(user: &str, line: &str, from: &str) -> Login {
-    Login { user: user.into(), line: line.into(), from: from.into(), at: Micros(1) }
+    Login {
+        user: user.into(),
+        line: line.into(),
+        from: from.into(),
+        at: Micros(1),
+    }
 }
 
 fn cores(rules: &Rules) -> (Option<u32>, String) {
-    let setting = rules.merged().settings.iter().find(|(name, ..)| *name == "cores");
-    (rules.merged().policy.cores, setting.map(|(.., from)| from.clone()).unwrap_or_default())
+    let setting = rules
+        .merged()
+        .settings
+        .iter()
+        .find(|(name, ..)| *name == "cores");
+    (
+        rules.merged().policy.cores,
+        setting.map(|(.., from)| from.clone()).unwrap_or_default(),
+    )
 }
 
 #[test]
 fn the_owners_word_wins_over_his_policy_that_over_the_administrator_and_he_over_the_user() {
     let dir = tempfile::tempdir().expect("a folder");
     put(dir.path(), "admin", "cores = 3\nnice = 5\n");
-    put(dir.path(), "own", "cores = 8\nnice = 0\nmemory_free = \"1G\"\n");
-    let mut rules = rules(dir.path(), "cores = 9\nmemory_free = \"1K\"\nleave_after = 7");
-    assert_eq!(cores(&rules), (Some(3), dir.path().join("admin").display().to_string()));
-    rules.policies.insert(OLGA, Policy::parse_own("x", "cores = 2\nthen = \"kill\"").expect("good"));
+    put(
+        dir.path(),
+        "own",
+        "cores = 8\nnice = 0\nmemory_free = \"1G\"\n",
+    );
+    let mut rules = rules(
+        dir.path(),
+        "cores = 9\nmemory_free = \"1K\"\nleave_after = 7",
+    );
+    assert_eq!(
+        cores(&rules),
+        (Some(3), dir.path().join("admin").display().to_string())
+    );
+    rules.policies.insert(
+        OLGA,
+        Policy::parse_own("x", "cores = 2\nthen = \"kill\"").expect("good"),
+    );
     rules.merge();
     let file = published::policy_file(&dir.path().join("words"), OLGA);
     assert_eq!(cores(&rules), (Some(2), file.display().to_string()));
     rules.words = vec![limit(1, OLGA, "olga")];
     rules.merge();
     assert_eq!(cores(&rules), (Some(1), "pvm owner".into()));
-    let said: Vec<_> = rules.merged().settings.iter().map(|(name, value, _)| format!("{name}={value}")).collect();
-    assert_eq!(said, ["cores=1", "then=\"kill\"", "nice=5", "memory_free=\"1G\"", "leave_after=7"]);
+    let said: Vec<_> = rules
+        .merged()
+        .settings
+        .iter()
+        .map(|(name, value, _)| format!("{name}={value}"))
+        .collect();
+    assert_eq!(
+        said,
+        [
+            "cores=1",
+            "then=\"kill\"",
+            "nice=5",
+            "memory_free=\"1G\"",
+            "leave_after=7"
+        ]
+    );
 }
 
 #[test]
@@ -57,11 +117,16 @@ fn the_users_file_and_word_do_not_override_the_administrators_unless_he_is_the_o
     put(dir.path(), "own", "cores = 8\n");
     let mut rules = rules(dir.path(), "");
     rules.words = vec![limit(7, ALICE, "alice")];
-    rules.policies.insert(ALICE, Policy::parse_own("x", "cores = 6").expect("good"));
+    rules
+        .policies
+        .insert(ALICE, Policy::parse_own("x", "cores = 6").expect("good"));
     rules.merge();
     assert_eq!(cores(&rules).0, Some(3));
     // Nobody is named, and she is there from elsewhere; then she sits at the machine.
-    rules.see(&[login("alice", "pts/0", "h9"), login("alice", "pts/1", ":pts/0:S.0")]);
+    rules.see(&[
+        login("alice", "pts/0", "h9"),
+        login("alice", "pts/1", ":pts/0:S.0"),
+    ]);
     assert_eq!(cores(&rules).0, Some(3));
     rules.see(&[login("alice", "tty2", "")]);
     assert_eq!(cores(&rules), (Some(7), "pvm owner".into()));
@@ -72,8 +137,16 @@ fn the_users_file_and_word_do_not_override_the_administrators_unless_he_is_the_o
     put(dir.path(), "admin", "cores = 3\nowners = [\"olga\"]\n");
     assert_eq!(rules.read_admin(), None);
     rules.see(&[login("alice", "tty2", "")]);
-    assert_eq!(cores(&rules).0, Some(3), "the administrator has named others");
-    put(dir.path(), "admin", "cores = 3\nowners = [\"olga\", \"alice\"]\n");
+    assert_eq!(
+        cores(&rules).0,
+        Some(3),
+        "the administrator has named others"
+    );
+    put(
+        dir.path(),
+        "admin",
+        "cores = 3\nowners = [\"olga\", \"alice\"]\n",
+    );
     assert_eq!(rules.read_admin(), None);
     assert_eq!(cores(&rules).0, Some(7));
 }
@@ -83,8 +156,19 @@ fn root_is_an_owner_of_every_machine() {
     let dir = tempfile::tempdir().expect("a folder");
     put(dir.path(), "admin", "cores = 3\nowners = [\"olga\"]\n");
     put(dir.path(), "own", "cores = 8\n");
-    let places = Places { own: dir.path().join("own"), admin: dir.path().join("admin"), words: dir.path().join("w") };
-    let rules = Rules::read(places, VmUser { uid: 0, name: "root".into(), wishes: Policy::default() });
+    let places = Places {
+        own: dir.path().join("own"),
+        admin: dir.path().join("admin"),
+        words: dir.path().join("w"),
+    };
+    let rules = Rules::read(
+        places,
+        VmUser {
+            uid: 0,
+            name: "root".into(),
+            wishes: Policy::default(),
+        },
+    );
     assert_eq!(cores(&rules).0, Some(8));
 }
 
@@ -96,13 +180,27 @@ fn a_wrong_file_is_refused_and_what_was_said_before_stays_until_it_is_right_agai
     let mut rules = rules(dir.path(), "");
     put("cores = 3\nnever = 5\n");
     let wrong = rules.read_own().expect("wrong");
-    assert!(wrong.contains("own:2: ") && wrong.ends_with("what was said before stays"), "{wrong}");
-    assert_eq!((rules.merged().policy.cores, rules.wrong()), (Some(2), vec![wrong]));
+    assert!(
+        wrong.contains("own:2: ") && wrong.ends_with("what was said before stays"),
+        "{wrong}"
+    );
+    assert_eq!(
+        (rules.merged().policy.cores, rules.wrong()),
+        (Some(2), vec![wrong])
+    );
     put("cores = 4\n");
     assert_eq!(rules.read_own(), None);
-    assert_eq!((rules.merged().policy.cores, rules.wrong().len()), (Some(4), 0));
+    assert_eq!(
+        (rules.merged().policy.cores, rules.wrong().len()),
+        (Some(4), 0)
+    );
     put("owners = [\"me\"]\n");
-    assert!(rules.read_own().expect("not his to say").contains("administrator"));
+    assert!(
+        rules
+            .read_own()
+            .expect("not his to say")
+            .contains("administrator")
+    );
     fs::remove_file(dir.path().join("own")).expect("the test's own file");
     assert_eq!(rules.read_own(), None);
     assert_eq!(rules.merged().policy.cores, None);
@@ -115,7 +213,8 @@ fn a_published_policy_that_is_wrong_is_refused_and_the_one_before_stays_until_it
     fs::create_dir(&words).expect("the test's own folder");
     let mut rules = rules(dir.path(), "");
     let uid = Uid::effective().as_raw();
-    let publish = |text: Option<&str>| published::write(&words, uid, text).expect("the test's own folder");
+    let publish =
+        |text: Option<&str>| published::write(&words, uid, text).expect("the test's own folder");
     publish(Some("leave_after = 30\n"));
     assert_eq!(rules.read_words(), Vec::<String>::new());
     let nice = |rules: &Rules| rules.merged().policy.nice;
@@ -123,10 +222,16 @@ fn a_published_policy_that_is_wrong_is_refused_and_the_one_before_stays_until_it
     assert_eq!((rules.read_words(), nice(&rules)), (Vec::new(), Some(4)));
     publish(Some("nice = 5\n\nnice = 6\n"));
     let wrong = rules.read_words();
-    assert!(wrong.len() == 1 && wrong[0].contains(".policy.toml:3: duplicate key"), "{wrong:?}");
+    assert!(
+        wrong.len() == 1 && wrong[0].contains(".policy.toml:3: duplicate key"),
+        "{wrong:?}"
+    );
     assert_eq!((rules.wrong(), nice(&rules)), (wrong, Some(4)));
     publish(None);
-    assert_eq!((rules.read_words(), nice(&rules), rules.wrong()), (Vec::new(), None, Vec::new()));
+    assert_eq!(
+        (rules.read_words(), nice(&rules), rules.wrong()),
+        (Vec::new(), None, Vec::new())
+    );
 }
 
 /// How the sentence ends of a file that said nothing before.
@@ -136,13 +241,29 @@ const SHUT: &str = "; until that is mended no guest is welcome here";
 fn a_file_that_was_wrong_from_the_start_lets_no_guest_in_until_it_is_right_or_gone() {
     let dir = tempfile::tempdir().expect("a folder");
     for file in ["admin", "own"] {
-        let read = |rules: &mut Rules| if file == "admin" { rules.read_admin() } else { rules.read_own() };
+        let read = |rules: &mut Rules| {
+            if file == "admin" {
+                rules.read_admin()
+            } else {
+                rules.read_own()
+            }
+        };
         put(dir.path(), file, "never = [\"always\"]\ncorse = 2\n");
         let mut rules = rules(dir.path(), "");
-        let why = rules.shut().expect("nobody knows what it forbids").to_string();
-        assert!(why.contains(&format!("{file}:2: unknown field `corse`")) && why.ends_with(SHUT), "{why}");
+        let why = rules
+            .shut()
+            .expect("nobody knows what it forbids")
+            .to_string();
+        assert!(
+            why.contains(&format!("{file}:2: unknown field `corse`")) && why.ends_with(SHUT),
+            "{why}"
+        );
         assert_eq!(rules.wrong(), std::slice::from_ref(&why));
-        assert_eq!((read(&mut rules), rules.shut()), (Some(why.clone()), Some(why.as_str())), "it is still wrong");
+        assert_eq!(
+            (read(&mut rules), rules.shut()),
+            (Some(why.clone()), Some(why.as_str())),
+            "it is still wrong"
+        );
         put(dir.path(), file, "cores = 2\n");
         assert_eq!((read(&mut rules), rules.shut()), (None, None));
         // From here on something was said before.
@@ -152,7 +273,10 @@ fn a_file_that_was_wrong_from_the_start_lets_no_guest_in_until_it_is_right_or_go
         fs::remove_file(dir.path().join(file)).expect("the test's own file");
         assert_eq!(read(&mut rules), None);
         put(dir.path(), file, "corse = 3\n");
-        assert!(read(&mut rules).is_some_and(|says| says.ends_with(SHUT)), "what it said was taken back");
+        assert!(
+            read(&mut rules).is_some_and(|says| says.ends_with(SHUT)),
+            "what it said was taken back"
+        );
         assert!(rules.shut().is_some());
         fs::remove_file(dir.path().join(file)).expect("the test's own file");
         assert_eq!((read(&mut rules), rules.shut()), (None, None));
@@ -163,22 +287,39 @@ fn a_file_that_was_wrong_from_the_start_lets_no_guest_in_until_it_is_right_or_go
 fn a_file_that_cannot_be_read_lets_no_guest_in_either() {
     let dir = tempfile::tempdir().expect("a folder");
     fs::create_dir(dir.path().join("admin")).expect("the test's own folder");
-    let why = rules(dir.path(), "").shut().expect("nobody knows what it forbids").to_string();
-    assert!(why.contains("admin cannot be read: ") && why.ends_with(SHUT), "{why}");
+    let why = rules(dir.path(), "")
+        .shut()
+        .expect("nobody knows what it forbids")
+        .to_string();
+    assert!(
+        why.contains("admin cannot be read: ") && why.ends_with(SHUT),
+        "{why}"
+    );
 }
 
 #[test]
-fn a_published_policy_that_was_wrong_from_the_start_lets_no_guest_in_until_it_is_right_or_taken_back() {
+fn a_published_policy_that_was_wrong_from_the_start_lets_no_guest_in_until_it_is_right_or_taken_back()
+ {
     let dir = tempfile::tempdir().expect("a folder");
     let words = dir.path().join("words");
     fs::create_dir(&words).expect("the test's own folder");
     let uid = Uid::effective().as_raw();
-    let publish = |text: Option<&str>| published::write(&words, uid, text).expect("the test's own folder");
+    let publish =
+        |text: Option<&str>| published::write(&words, uid, text).expect("the test's own folder");
     publish(Some("nice = 5\nnice = 6\n"));
     let mut rules = rules(dir.path(), "");
-    let why = rules.shut().expect("nobody knows what it forbids").to_string();
-    assert!(why.contains(".policy.toml:2: duplicate key") && why.ends_with(SHUT), "{why}");
-    assert_eq!((rules.wrong(), rules.read_words()), (vec![why.clone()], vec![why.clone()]));
+    let why = rules
+        .shut()
+        .expect("nobody knows what it forbids")
+        .to_string();
+    assert!(
+        why.contains(".policy.toml:2: duplicate key") && why.ends_with(SHUT),
+        "{why}"
+    );
+    assert_eq!(
+        (rules.wrong(), rules.read_words()),
+        (vec![why.clone()], vec![why.clone()])
+    );
     assert_eq!(rules.shut(), Some(why.as_str()), "it is still wrong");
     publish(Some("nice = 5\n"));
     assert_eq!((rules.read_words(), rules.shut()), (Vec::new(), None));
@@ -198,47 +339,92 @@ fn a_wrong_policy_of_one_who_is_no_owner_keeps_nobody_out() {
     rules.merge();
     assert_eq!(rules.shut(), None);
     put(dir.path(), "admin", "nice = 1\n");
-    assert_eq!((rules.read_admin(), rules.shut()), (None, Some("wrong")), "anybody is an owner now");
+    assert_eq!(
+        (rules.read_admin(), rules.shut()),
+        (None, Some("wrong")),
+        "anybody is an owner now"
+    );
 }
 
 #[test]
 fn blocked_users_are_known_by_name_or_number() {
     let dir = tempfile::tempdir().expect("a folder");
-    let rules = rules(dir.path(), "[blocked]\nusers = [\"root\", \"12345\", 12346]");
-    assert_eq!((rules.blocked(), rules.wrong()), (&[0, 12345, 12346][..], Vec::new()));
+    let rules = rules(
+        dir.path(),
+        "[blocked]\nusers = [\"root\", \"12345\", 12346]",
+    );
+    assert_eq!(
+        (rules.blocked(), rules.wrong()),
+        (&[0, 12345, 12346][..], Vec::new())
+    );
 }
 
 /// What is told of a blocked user whom nobody knows here.
 fn unknown(dir: &Path, file_and_line: &str, name: &str) -> String {
     let place = dir.join(file_and_line);
     let place = place.display();
-    format!("{place}: blocked user {name:?}: no account of this host has this name; nobody is kept away by it")
+    format!(
+        "{place}: blocked user {name:?}: no account of this host has this name; nobody is kept away by it"
+    )
 }
 
 #[test]
 fn a_blocked_user_whom_nobody_knows_here_is_told_with_his_line_and_the_rest_of_the_file_counts() {
     let dir = tempfile::tempdir().expect("a folder");
-    let users = |names: &str| put(dir.path(), "admin", &format!("nice = 3\n[blocked]\nusers = [{names}]\n"));
+    let users = |names: &str| {
+        put(
+            dir.path(),
+            "admin",
+            &format!("nice = 3\n[blocked]\nusers = [{names}]\n"),
+        )
+    };
     users("\"root\",\n\"nobody-has-this-name\",\n99999999999,\n12345");
     let mut rules = rules(dir.path(), "");
-    assert_eq!((rules.blocked(), rules.merged().policy.nice, rules.shut()), (&[0, 12345][..], Some(3), None));
-    let told = [("admin:4", "nobody-has-this-name"), ("admin:5", "99999999999")];
-    assert_eq!(rules.wrong(), told.map(|(line, name)| unknown(dir.path(), line, name)));
+    assert_eq!(
+        (rules.blocked(), rules.merged().policy.nice, rules.shut()),
+        (&[0, 12345][..], Some(3), None)
+    );
+    let told = [
+        ("admin:4", "nobody-has-this-name"),
+        ("admin:5", "99999999999"),
+    ];
+    assert_eq!(
+        rules.wrong(),
+        told.map(|(line, name)| unknown(dir.path(), line, name))
+    );
     // The file is right, and stays so when it is read again.
-    assert_eq!((rules.read_admin(), rules.blocked()), (None, &[0, 12345][..]));
+    assert_eq!(
+        (rules.read_admin(), rules.blocked()),
+        (None, &[0, 12345][..])
+    );
     users("\"root\"");
-    assert_eq!((rules.read_admin(), rules.blocked(), rules.wrong()), (None, &[0][..], Vec::new()));
+    assert_eq!(
+        (rules.read_admin(), rules.blocked(), rules.wrong()),
+        (None, &[0][..], Vec::new())
+    );
 }
 
 #[test]
 fn of_blocked_users_whom_nobody_knows_only_those_are_told_who_would_be_kept_away() {
     let dir = tempfile::tempdir().expect("a folder");
-    put(dir.path(), "own", "[blocked]\nusers = [\"nobody-has-this-name\"]\n");
+    put(
+        dir.path(),
+        "own",
+        "[blocked]\nusers = [\"nobody-has-this-name\"]\n",
+    );
     put(dir.path(), "admin", "[blocked]\nusers = []\n");
     let mut rules = rules(dir.path(), "");
-    assert_eq!(rules.wrong(), Vec::<String>::new(), "the administrator's list counts");
+    assert_eq!(
+        rules.wrong(),
+        Vec::<String>::new(),
+        "the administrator's list counts"
+    );
     rules.see(&[login("alice", "tty2", "")]);
-    assert_eq!(rules.wrong(), [unknown(dir.path(), "own:2", "nobody-has-this-name")], "she is the owner now");
+    assert_eq!(
+        rules.wrong(),
+        [unknown(dir.path(), "own:2", "nobody-has-this-name")],
+        "she is the owner now"
+    );
 }
 
 #[test]
@@ -246,9 +432,16 @@ fn of_many_blocked_users_whom_nobody_knows_a_few_are_told_and_of_a_long_name_the
     let dir = tempfile::tempdir().expect("a folder");
     let long = "x".repeat(NAME_BYTES_MAX + 1);
     let names: Vec<String> = (0..100).map(|n| format!("\"{long}{n}\"")).collect();
-    put(dir.path(), "own", &format!("[blocked]\nusers = [\"root\", {}, 12345]", names.join(", ")));
+    put(
+        dir.path(),
+        "own",
+        &format!("[blocked]\nusers = [\"root\", {}, 12345]", names.join(", ")),
+    );
     let rules = rules(dir.path(), "");
-    assert_eq!((rules.blocked(), rules.wrong().len()), (&[0, 12345][..], UNKNOWN_MAX));
+    assert_eq!(
+        (rules.blocked(), rules.wrong().len()),
+        (&[0, 12345][..], UNKNOWN_MAX)
+    );
     assert_eq!(rules.wrong()[0], unknown(dir.path(), "own:2", &long[1..]));
 }
 
@@ -258,14 +451,24 @@ fn where_the_administrator_names_owners_other_words_and_policies_do_not_count() 
     put(dir.path(), "admin", "owners = [\"olga\", \"21009\"]\n");
     let mut rules = rules(dir.path(), "");
     rules.words = vec![limit(1, OLGA + 1, "mallory")];
-    rules.policies.insert(OLGA + 1, Policy::parse_own("x", "nice = 1").expect("good"));
+    rules
+        .policies
+        .insert(OLGA + 1, Policy::parse_own("x", "nice = 1").expect("good"));
     rules.merge();
-    assert_eq!((rules.merged().policy.cores, rules.merged().policy.nice), (None, None));
+    assert_eq!(
+        (rules.merged().policy.cores, rules.merged().policy.nice),
+        (None, None)
+    );
     // One who has no name here goes by his number.
     rules.words = vec![limit(1, 21_009, "21009")];
-    rules.policies.insert(21_009, Policy::parse_own("x", "nice = 2").expect("good"));
+    rules
+        .policies
+        .insert(21_009, Policy::parse_own("x", "nice = 2").expect("good"));
     rules.merge();
-    assert_eq!((rules.merged().policy.cores, rules.merged().policy.nice), (Some(1), Some(2)));
+    assert_eq!(
+        (rules.merged().policy.cores, rules.merged().policy.nice),
+        (Some(1), Some(2))
+    );
 }
 
 #[test]
@@ -273,14 +476,24 @@ fn only_root_has_another_file_count_as_the_administrators_or_others_one_of_roots
     let dir = tempfile::tempdir().expect("a folder");
     put(dir.path(), "admin", "");
     let (named, usual) = (dir.path().join("admin"), Path::new(ADMIN_FILE));
-    assert_eq!(trusted(named.clone(), usual, Uid::from_raw(0)), (named.clone(), None));
+    assert_eq!(
+        trusted(named.clone(), usual, Uid::from_raw(0)),
+        (named.clone(), None)
+    );
     // Files of root's that nobody else can change count for all, whoever runs this.
     for of_root in [Path::new("/etc/passwd"), Path::new("/var/tmp"), usual] {
-        assert_eq!(trusted(of_root.to_path_buf(), usual, Uid::from_raw(ALICE)), (of_root.to_path_buf(), None));
+        assert_eq!(
+            trusted(of_root.to_path_buf(), usual, Uid::from_raw(ALICE)),
+            (of_root.to_path_buf(), None)
+        );
     }
     fs::set_permissions(&named, PermissionsExt::from_mode(0o666)).expect("the test's own file");
     for other in [named, PathBuf::from("/dev/null"), dir.path().join("none")] {
         let (place, doubt) = trusted(other.clone(), usual, Uid::from_raw(ALICE));
-        assert!(place == usual && doubt.is_some_and(|says| says.contains("is not root's")), "{}", other.display());
+        assert!(
+            place == usual && doubt.is_some_and(|says| says.contains("is not root's")),
+            "{}",
+            other.display()
+        );
     }
 }

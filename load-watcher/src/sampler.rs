@@ -47,7 +47,10 @@ pub struct Sampler {
 
 /// A file says something that is not understood.
 fn strange(name: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, format!("{name} cannot be understood; is this Linux's /proc?"))
+    io::Error::new(
+        io::ErrorKind::InvalidData,
+        format!("{name} cannot be understood; is this Linux's /proc?"),
+    )
 }
 
 fn open(path: &Path) -> io::Result<File> {
@@ -102,7 +105,8 @@ impl Sampler {
     /// When a file cannot be read or understood.
     pub fn sample(&mut self, at: Micros) -> io::Result<LoadSample> {
         let (times, cores) = self.processors()?;
-        let (load1, running) = proc::loadavg(read(&self.loadavg, &mut self.text)?).ok_or_else(|| strange("loadavg"))?;
+        let (load1, running) = proc::loadavg(read(&self.loadavg, &mut self.text)?)
+            .ok_or_else(|| strange("loadavg"))?;
         let available_bytes = self.available_bytes(at)?;
         if !(self.memory_matters && self.memory_read) {
             self.pressed = self.pressure();
@@ -110,17 +114,33 @@ impl Sampler {
         // The thread that reads is running itself.
         let running = running.saturating_sub(1);
         let queue = (running as f32 / cores as f32).min(1.0);
-        let busy = self.before.and_then(|before| times.busy_since(before)).unwrap_or(queue);
+        let busy = self
+            .before
+            .and_then(|before| times.busy_since(before))
+            .unwrap_or(queue);
         self.before = Some(times);
         let limited = self.group.as_mut().and_then(|group| group.measure(at));
         self.of_group = limited.map(|limited| limited.times(at, cores));
         if let Some(limited) = limited {
             // Everything else that /proc tells is about the whole machine.
             let demand = limited.used + limited.held;
-            let (busy, running) = ((limited.used / limited.share).min(1.0), demand.round() as u32);
+            let (busy, running) = (
+                (limited.used / limited.share).min(1.0),
+                demand.round() as u32,
+            );
             let share = limited.share.min(cores as f32);
             let (load1, pressure, ours) = (demand, 0.0, None);
-            return Ok(LoadSample { at, cores, share, running, load1, busy, available_bytes, pressure, ours });
+            return Ok(LoadSample {
+                at,
+                cores,
+                share,
+                running,
+                load1,
+                busy,
+                available_bytes,
+                pressure,
+                ours,
+            });
         }
         Ok(LoadSample {
             at,
@@ -150,9 +170,14 @@ impl Sampler {
         {
             return Ok(tally.step(now, used));
         }
-        let (stat, cores) = proc::stat(read(&self.stat, &mut self.text)?).ok_or_else(|| strange("stat"))?;
-        let Some(used) = used else { return Ok((stat, cores)) };
-        let tally = self.tally.get_or_insert_with(|| Tally::new(now, used, stat, cores));
+        let (stat, cores) =
+            proc::stat(read(&self.stat, &mut self.text)?).ok_or_else(|| strange("stat"))?;
+        let Some(used) = used else {
+            return Ok((stat, cores));
+        };
+        let tally = self
+            .tally
+            .get_or_insert_with(|| Tally::new(now, used, stat, cores));
         Ok(tally.look(now, used, stat, cores))
     }
 

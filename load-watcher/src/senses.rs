@@ -27,7 +27,10 @@ pub fn sessions(dir: &Path) -> Evidence<Vec<Session>> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            return Evidence::Missing(format!("{} does not exist (no systemd-logind)", dir.display()));
+            return Evidence::Missing(format!(
+                "{} does not exist (no systemd-logind)",
+                dir.display()
+            ));
         }
         Err(e) => return Evidence::Missing(format!("{} cannot be read: {e}", dir.display())),
     };
@@ -39,9 +42,13 @@ pub fn sessions(dir: &Path) -> Evidence<Vec<Session>> {
             continue;
         }
         let mut text = Vec::new();
-        let read = File::open(entry.path()).and_then(|f| f.take(SESSION_BYTES_MAX as u64).read_to_end(&mut text));
+        let read = File::open(entry.path())
+            .and_then(|f| f.take(SESSION_BYTES_MAX as u64).read_to_end(&mut text));
         // One that has just ended is gone.
-        all.extend(read.ok().and_then(|_| of_file(&name, &String::from_utf8_lossy(&text))));
+        all.extend(
+            read.ok()
+                .and_then(|_| of_file(&name, &String::from_utf8_lossy(&text))),
+        );
     }
     Evidence::Known(in_order(all))
 }
@@ -50,10 +57,19 @@ pub fn sessions(dir: &Path) -> Evidence<Vec<Session>> {
 pub fn typed(dir: &Path, logins: &[Login]) -> BTreeMap<String, Micros> {
     let last = |login: &Login| {
         // Lines come from files that others write; only names below the folder are terminals.
-        let inside = !login.line.starts_with('/') && !login.line.split('/').any(|part| part == ".." || part.is_empty());
-        let about = fs::metadata(dir.join(&login.line)).ok().filter(|about| inside && !about.is_dir())?;
+        let inside = !login.line.starts_with('/')
+            && !login
+                .line
+                .split('/')
+                .any(|part| part == ".." || part.is_empty());
+        let about = fs::metadata(dir.join(&login.line))
+            .ok()
+            .filter(|about| inside && !about.is_dir())?;
         let seconds = u64::try_from(about.atime()).ok()?;
-        Some((login.line.clone(), Micros::from_secs(seconds) + Micros(about.atime_nsec().unsigned_abs() / 1000)))
+        Some((
+            login.line.clone(),
+            Micros::from_secs(seconds) + Micros(about.atime_nsec().unsigned_abs() / 1000),
+        ))
     };
     logins.iter().filter_map(last).collect()
 }
@@ -73,7 +89,14 @@ impl KeySense {
     /// Not looked at yet.
     pub fn new(path: PathBuf) -> KeySense {
         let evidence = Evidence::Missing("not looked at yet".into());
-        KeySense { path, file: None, text: Vec::new(), count: None, evidence, again: None }
+        KeySense {
+            path,
+            file: None,
+            text: Vec::new(),
+            count: None,
+            evidence,
+            again: None,
+        }
     }
 
     /// What is known.
@@ -83,12 +106,16 @@ impl KeySense {
 
     /// Looks at `now` (time of day), unless there was no keyboard a short while ago.
     pub fn look(&mut self, now: Micros) {
-        if self.again.is_some_and(|again| now < again && now + KEYS_AGAIN >= again) {
+        if self
+            .again
+            .is_some_and(|again| now < again && now + KEYS_AGAIN >= again)
+        {
             return;
         }
         self.again = None;
         let missing = |sense: &mut KeySense, why: String| {
-            (sense.evidence, sense.count, sense.again) = (Evidence::Missing(why), None, Some(now + KEYS_AGAIN));
+            (sense.evidence, sense.count, sense.again) =
+                (Evidence::Missing(why), None, Some(now + KEYS_AGAIN));
             sense.text = Vec::new();
         };
         if let Err(e) = self.read() {
@@ -97,15 +124,25 @@ impl KeySense {
             return missing(self, why);
         }
         let Some(count) = key_interrupts(&self.text) else {
-            let why = format!("no keyboard or mouse with interrupts of its own in {}", self.path.display());
+            let why = format!(
+                "no keyboard or mouse with interrupts of its own in {}",
+                self.path.display()
+            );
             return missing(self, why);
         };
         let before = self.count.replace(count);
         let keys = match &self.evidence {
             Evidence::Known(keys) => *keys,
-            Evidence::Missing(_) => Keys { watched: now, used: None },
+            Evidence::Missing(_) => Keys {
+                watched: now,
+                used: None,
+            },
         };
-        let used = if before.is_some_and(|before| before != count) { Some(now) } else { keys.used };
+        let used = if before.is_some_and(|before| before != count) {
+            Some(now)
+        } else {
+            keys.used
+        };
         self.evidence = Evidence::Known(Keys { used, ..keys });
     }
 
@@ -116,7 +153,9 @@ impl KeySense {
         let mut file = self.file.as_ref().expect("opened just now");
         file.rewind()?;
         self.text.clear();
-        file.take(INTERRUPTS_BYTES_MAX).read_to_end(&mut self.text).map(drop)
+        file.take(INTERRUPTS_BYTES_MAX)
+            .read_to_end(&mut self.text)
+            .map(drop)
     }
 }
 
@@ -131,14 +170,18 @@ mod tests {
     #[test]
     fn session_files_are_read_and_other_things_beside_them_are_not() {
         let dir = tempfile::tempdir().expect("a folder");
-        assert!(matches!(sessions(&dir.path().join("no")), Evidence::Missing(why) if why.contains("does not exist")));
+        assert!(
+            matches!(sessions(&dir.path().join("no")), Evidence::Missing(why) if why.contains("does not exist"))
+        );
         assert_eq!(sessions(dir.path()), Evidence::Known(Vec::new()));
         let text = "USER=olga\nCLASS=user\nTYPE=tty\nTTY=tty2\nREALTIME=5\n";
         fs::write(dir.path().join("1"), text).expect("the test's own file");
         fs::write(dir.path().join("1.ref"), text).expect("the test's own file");
         nix::unistd::mkfifo(&dir.path().join("2"), nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
         fs::create_dir(dir.path().join("3")).expect("the test's own folder");
-        let Evidence::Known(found) = sessions(dir.path()) else { panic!("the folder is there") };
+        let Evidence::Known(found) = sessions(dir.path()) else {
+            panic!("the folder is there")
+        };
         let users: Vec<&str> = found.iter().map(|s| s.login.user.as_str()).collect();
         assert_eq!(users, ["olga"]);
     }
@@ -149,29 +192,67 @@ mod tests {
         fs::create_dir(dir.path().join("pts")).expect("the test's own folder");
         let file = File::create(dir.path().join("pts/3")).expect("the test's own file");
         let when = std::time::UNIX_EPOCH + std::time::Duration::from_micros(5_000_007);
-        file.set_times(fs::FileTimes::new().set_accessed(when)).expect("the test's own file");
+        file.set_times(fs::FileTimes::new().set_accessed(when))
+            .expect("the test's own file");
         File::create(dir.path().join("outside")).expect("the test's own file");
-        let login = |line: &str| Login { user: "a".into(), line: line.into(), from: String::new(), at: Micros(1) };
-        let lines = ["pts/3", "pts/4", "pts", "../outside", "pts/../../outside", "/dev/null", ":0", ""];
-        let dir = dir.path().join("pts").parent().expect("it has one").to_path_buf();
+        let login = |line: &str| Login {
+            user: "a".into(),
+            line: line.into(),
+            from: String::new(),
+            at: Micros(1),
+        };
+        let lines = [
+            "pts/3",
+            "pts/4",
+            "pts",
+            "../outside",
+            "pts/../../outside",
+            "/dev/null",
+            ":0",
+            "",
+        ];
+        let dir = dir
+            .path()
+            .join("pts")
+            .parent()
+            .expect("it has one")
+            .to_path_buf();
         let found = typed(&dir, &lines.map(login));
-        assert_eq!(found, BTreeMap::from([("pts/3".to_string(), Micros(5_000_007))]));
+        assert_eq!(
+            found,
+            BTreeMap::from([("pts/3".to_string(), Micros(5_000_007))])
+        );
     }
 
     #[test]
     fn keys_are_used_when_their_interrupts_count_up() {
         let dir = tempfile::tempdir().expect("a folder");
         let path = dir.path().join("interrupts");
-        let put = |n: u32| fs::write(&path, format!("  CPU0\n 1: {n} IO-APIC i8042\n")).expect("the test's own file");
+        let put = |n: u32| {
+            fs::write(&path, format!("  CPU0\n 1: {n} IO-APIC i8042\n"))
+                .expect("the test's own file")
+        };
         put(7);
         let mut sense = KeySense::new(path.clone());
         sense.look(at(100));
         let watched = at(100);
-        assert_eq!(*sense.evidence(), Evidence::Known(Keys { watched, used: None }));
+        assert_eq!(
+            *sense.evidence(),
+            Evidence::Known(Keys {
+                watched,
+                used: None
+            })
+        );
         put(8);
         sense.look(at(105));
         sense.look(at(110));
-        assert_eq!(*sense.evidence(), Evidence::Known(Keys { watched, used: Some(at(105)) }));
+        assert_eq!(
+            *sense.evidence(),
+            Evidence::Known(Keys {
+                watched,
+                used: Some(at(105))
+            })
+        );
     }
 
     #[test]
@@ -181,7 +262,9 @@ mod tests {
         fs::write(&path, "  CPU0\n 4: 10 IO-APIC ttyS0\n").expect("the test's own file");
         let mut sense = KeySense::new(path.clone());
         sense.look(at(100));
-        assert!(matches!(sense.evidence(), Evidence::Missing(why) if why.starts_with("no keyboard")));
+        assert!(
+            matches!(sense.evidence(), Evidence::Missing(why) if why.starts_with("no keyboard"))
+        );
         fs::write(&path, "  CPU0\n 1: 10 IO-APIC i8042\n").expect("the test's own file");
         sense.look(at(100) + Micros(KEYS_AGAIN.0 - 1));
         assert!(matches!(sense.evidence(), Evidence::Missing(_)));
@@ -189,6 +272,8 @@ mod tests {
         assert!(matches!(sense.evidence(), Evidence::Known(_)));
         let mut gone = KeySense::new(dir.path().join("no"));
         gone.look(at(1));
-        assert!(matches!(gone.evidence(), Evidence::Missing(why) if why.contains("cannot be read")));
+        assert!(
+            matches!(gone.evidence(), Evidence::Missing(why) if why.contains("cannot be read"))
+        );
     }
 }

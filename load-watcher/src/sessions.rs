@@ -40,14 +40,20 @@ pub struct Session {
 /// The session that a file of this name describes; `None` when nobody is there.
 pub fn of_file(name: &str, text: &str) -> Option<Session> {
     session(name, |key| {
-        let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
         line.map(|value| value.trim().trim_matches('"').to_string())
     })
 }
 
 /// The session with this name and these values, by the names that they have in its file; `None` when nobody is there.
 pub(crate) fn session(name: &str, value: impl Fn(&str) -> Option<String>) -> Option<Session> {
-    let value = |key: &str| value(key).map(|value| clean(&value)).filter(|value| !value.is_empty());
+    let value = |key: &str| {
+        value(key)
+            .map(|value| clean(&value))
+            .filter(|value| !value.is_empty())
+    };
     let class = value("CLASS")?;
     let person = class == "user" || class.starts_with("user-early") || class == "user-light";
     let lasts = value("STATE").is_none_or(|state| state != "closing");
@@ -58,12 +64,30 @@ pub(crate) fn session(name: &str, value: impl Fn(&str) -> Option<String>) -> Opt
         return None;
     }
     let user = value("USER").or_else(|| Some(format!("user {}", value("UID")?)))?;
-    let line = value("TTY").or_else(|| value("DISPLAY")).unwrap_or_else(|| format!("session {name}"));
-    let line = line.strip_prefix("/dev/").map_or(line.clone(), str::to_string);
-    let at = Micros(value("REALTIME").and_then(|text| text.parse().ok()).unwrap_or(0));
+    let line = value("TTY")
+        .or_else(|| value("DISPLAY"))
+        .unwrap_or_else(|| format!("session {name}"));
+    let line = line
+        .strip_prefix("/dev/")
+        .map_or(line.clone(), str::to_string);
+    let at = Micros(
+        value("REALTIME")
+            .and_then(|text| text.parse().ok())
+            .unwrap_or(0),
+    );
     let remote = value("REMOTE").is_some_and(|flag| flag == "1");
     let from = value("REMOTE_HOST").filter(|_| remote).unwrap_or_default();
-    Some(Session { login: Login { user, line, from, at }, remote, graphical, idle: Idle::Unknown })
+    Some(Session {
+        login: Login {
+            user,
+            line,
+            from,
+            at,
+        },
+        remote,
+        graphical,
+        idle: Idle::Unknown,
+    })
 }
 
 /// Sessions in the order of their begin.
@@ -74,13 +98,19 @@ pub(crate) fn in_order(mut all: Vec<Session>) -> Vec<Session> {
 
 /// A value without control characters that could play tricks on whoever prints it.
 fn clean(value: &str) -> String {
-    value.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+    value
+        .chars()
+        .map(|c| if c.is_control() { '?' } else { c })
+        .collect()
 }
 
 /// Logins of both kinds, earliest first; a session whose terminal has a login record is the same visit.
 pub fn all_logins(records: &[Login], sessions: &[Session]) -> Vec<Login> {
     let mut all = records.to_vec();
-    let new = sessions.iter().map(|s| &s.login).filter(|l| records.iter().all(|r| r.line != l.line));
+    let new = sessions
+        .iter()
+        .map(|s| &s.login)
+        .filter(|l| records.iter().all(|r| r.line != l.line));
     all.extend(new.cloned());
     all.sort_by(|a, b| (a.at, &a.line).cmp(&(b.at, &b.line)));
     all
@@ -95,22 +125,46 @@ mod tests {
         TYPE=wayland\nCLASS=user\nSEAT=seat0\nVTNR=2\nTTY=tty2\nLEADER=1234\nREALTIME=1700000000000000\n";
 
     fn with(key: &str, value: &str) -> Option<Session> {
-        let lines: Vec<String> =
-            DESK.lines().filter(|l| !l.starts_with(&format!("{key}="))).map(str::to_string).collect();
+        let lines: Vec<String> = DESK
+            .lines()
+            .filter(|l| !l.starts_with(&format!("{key}=")))
+            .map(str::to_string)
+            .collect();
         of_file("3", &format!("{}\n{key}={value}\n", lines.join("\n")))
     }
 
     #[test]
     fn a_session_at_the_desk_says_who_where_and_since_when() {
-        let Session { login, remote, graphical, .. } = of_file("3", DESK).expect("somebody");
+        let Session {
+            login,
+            remote,
+            graphical,
+            ..
+        } = of_file("3", DESK).expect("somebody");
         assert!(graphical && !with("TYPE", "tty").expect("somebody").graphical);
-        assert_eq!((login.user.as_str(), login.line.as_str(), login.from.as_str()), ("alice", "tty2", ""));
+        assert_eq!(
+            (
+                login.user.as_str(),
+                login.line.as_str(),
+                login.from.as_str()
+            ),
+            ("alice", "tty2", "")
+        );
         assert_eq!((login.at, remote), (Micros(1_700_000_000_000_000), false));
-        let far =
-            of_file("4", &format!("{}REMOTE_HOST=10.0.0.9\n", DESK.replace("REMOTE=0", "REMOTE=1"))).expect("one");
+        let far = of_file(
+            "4",
+            &format!(
+                "{}REMOTE_HOST=10.0.0.9\n",
+                DESK.replace("REMOTE=0", "REMOTE=1")
+            ),
+        )
+        .expect("one");
         assert_eq!((far.login.from.as_str(), far.remote), ("10.0.0.9", true));
         assert_eq!(with("TTY", "").expect("somebody").login.line, "session 3");
-        assert_eq!(with("TTY", "/dev/pts/4").expect("somebody").login.line, "pts/4");
+        assert_eq!(
+            with("TTY", "/dev/pts/4").expect("somebody").login.line,
+            "pts/4"
+        );
     }
 
     #[test]
@@ -129,14 +183,25 @@ mod tests {
 
     #[test]
     fn a_session_with_a_login_record_is_one_visit() {
-        let record = Login { user: "alice".into(), line: "tty2".into(), from: String::new(), at: Micros(5) };
+        let record = Login {
+            user: "alice".into(),
+            line: "tty2".into(),
+            from: String::new(),
+            at: Micros(5),
+        };
         let desk = of_file("3", DESK).expect("somebody");
         assert_eq!(
             all_logins(std::slice::from_ref(&record), std::slice::from_ref(&desk)),
             *std::slice::from_ref(&record)
         );
-        let other = Login { line: "pts/0".into(), ..record };
-        assert_eq!(all_logins(std::slice::from_ref(&other), std::slice::from_ref(&desk)), [other, desk.login]);
+        let other = Login {
+            line: "pts/0".into(),
+            ..record
+        };
+        assert_eq!(
+            all_logins(std::slice::from_ref(&other), std::slice::from_ref(&desk)),
+            [other, desk.login]
+        );
     }
 
     proptest! {

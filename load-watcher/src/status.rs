@@ -122,9 +122,15 @@ impl Listener {
     pub fn answer(&self, status: impl Fn() -> Status) {
         let mut text = None;
         for _ in 0..ANSWERS_MAX {
-            let Ok((mut stream, _)) = self.0.accept() else { return };
-            let text = text.get_or_insert_with(|| serde_json::to_vec(&status()).expect("it is made of plain values"));
-            let _ = stream.set_nonblocking(true).and_then(|()| stream.write_all(text));
+            let Ok((mut stream, _)) = self.0.accept() else {
+                return;
+            };
+            let text = text.get_or_insert_with(|| {
+                serde_json::to_vec(&status()).expect("it is made of plain values")
+            });
+            let _ = stream
+                .set_nonblocking(true)
+                .and_then(|()| stream.write_all(text));
         }
     }
 }
@@ -132,7 +138,12 @@ impl Listener {
 /// The name of a socket and the user in it, from a line of /proc/net/unix.
 fn name_in(line: &str) -> Option<(&str, u32)> {
     let name = line.rsplit(' ').next()?.strip_prefix('@')?;
-    let uid = name.strip_prefix(NAME_PREFIX)?.split('/').next()?.parse().ok()?;
+    let uid = name
+        .strip_prefix(NAME_PREFIX)?
+        .split('/')
+        .next()?
+        .parse()
+        .ok()?;
     Some((name, uid))
 }
 
@@ -141,7 +152,10 @@ fn ask(name: &str, uid: u32) -> io::Result<Status> {
     // Anybody may take a free name; only the user in it is believed.
     let server = getsockopt(&stream, sockopt::PeerCredentials)?;
     if server.uid() != uid {
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, format!("it belongs to user {}", server.uid())));
+        return Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            format!("it belongs to user {}", server.uid()),
+        ));
     }
     stream.set_read_timeout(Some(ANSWER_TIME))?;
     let mut text = Vec::new();
@@ -178,11 +192,20 @@ mod tests {
     fn whoever_asks_is_told_and_a_watcher_that_has_ended_is_not_asked() {
         let uid = nix::unistd::geteuid().as_raw();
         let vm = format!("test-{}", std::process::id());
-        let listeners: Vec<Listener> = (0..2).map(|_| Listener::open(uid, &vm).expect("listens")).collect();
+        let listeners: Vec<Listener> = (0..2)
+            .map(|_| Listener::open(uid, &vm).expect("listens"))
+            .collect();
         let answer = std::thread::spawn(move || {
             for listener in &listeners {
-                let status = || Status { vm: vm.clone(), why: "because".into(), ..Status::default() };
-                let mut fds = [nix::poll::PollFd::new(listener.fd(), nix::poll::PollFlags::POLLIN)];
+                let status = || Status {
+                    vm: vm.clone(),
+                    why: "because".into(),
+                    ..Status::default()
+                };
+                let mut fds = [nix::poll::PollFd::new(
+                    listener.fd(),
+                    nix::poll::PollFlags::POLLIN,
+                )];
                 nix::poll::poll(&mut fds, 20_000_u16).expect("somebody asks");
                 listener.answer(status);
             }
@@ -195,16 +218,27 @@ mod tests {
         assert_eq!(ours[0].why, "because");
         let (all, silent) = ask_all().expect("there is a list");
         assert!(
-            all.iter().all(|status| status.vm != vm) && silent.iter().all(|line| !line.contains(&vm)),
+            all.iter().all(|status| status.vm != vm)
+                && silent.iter().all(|line| !line.contains(&vm)),
             "{silent:?}"
         );
     }
 
     #[test]
     fn only_sockets_of_load_watchers_are_known() {
-        let line = |name: &str| format!("0000000000000000: 00000002 00000000 00010000 0001 01 20114 {name}");
-        assert_eq!(name_in(&line("@sempa-owner/7/pvm/0")), Some(("sempa-owner/7/pvm/0", 7)));
-        for other in ["@sempa-owner/x/pvm", "/tmp/sempa-owner/7/pvm/0", "@other", ""] {
+        let line = |name: &str| {
+            format!("0000000000000000: 00000002 00000000 00010000 0001 01 20114 {name}")
+        };
+        assert_eq!(
+            name_in(&line("@sempa-owner/7/pvm/0")),
+            Some(("sempa-owner/7/pvm/0", 7))
+        );
+        for other in [
+            "@sempa-owner/x/pvm",
+            "/tmp/sempa-owner/7/pvm/0",
+            "@other",
+            "",
+        ] {
             assert_eq!(name_in(&line(other)), None, "{other}");
         }
     }

@@ -17,7 +17,11 @@ pub fn micros(span: Duration) -> Micros {
 
 /// The time of day.
 pub fn wall() -> Micros {
-    micros(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
+    micros(
+        SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default(),
+    )
 }
 
 /// The clock on the wall at this time of day (seconds since 1970), in the time zone of this machine or of `TZ`.
@@ -33,7 +37,10 @@ pub fn wall_clock(seconds: u64) -> WallClock {
     // 0 is Sunday there.
     let day = (parts.tm_wday.rem_euclid(7) + 6) % 7;
     let minute = parts.tm_hour.clamp(0, 23) * 60 + parts.tm_min.clamp(0, 59);
-    WallClock { day: day as u8, minute: minute as u16 }
+    WallClock {
+        day: day as u8,
+        minute: minute as u16,
+    }
 }
 
 /// All threads of a process.
@@ -82,12 +89,18 @@ mod tests {
 
     #[test]
     fn a_process_gets_nicer_and_never_less_nice() {
-        let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep");
+        let mut child = std::process::Command::new("sleep")
+            .arg("60")
+            .spawn()
+            .expect("sleep");
         let pid = child.id().cast_signed();
         let level = || {
             let stat = fs::read_to_string(format!("/proc/{pid}/stat")).expect("it lives");
             let rest = stat.rsplit_once(')').expect("a name").1;
-            rest.split_whitespace().nth(16).and_then(|n| n.parse::<i32>().ok()).expect("a nice level")
+            rest.split_whitespace()
+                .nth(16)
+                .and_then(|n| n.parse::<i32>().ok())
+                .expect("a nice level")
         };
         make_nice(pid, 7).expect("nicer is always allowed");
         let first = level();

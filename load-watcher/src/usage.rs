@@ -21,8 +21,11 @@ const LOOK_SPAN_MIN: Micros = Micros::from_millis(900);
 pub fn account(process: &Path) -> Option<File> {
     let outermost = mount_point(&fs::read(process.join("mountinfo")).ok()?, None)?;
     // In a container the outermost group that is seen is one of many. Only the outermost of all has no type (cgroup-v2.rst).
-    let is_whole = outermost.join("cgroup.procs").exists() && !outermost.join("cgroup.type").exists();
-    File::open(outermost.join("cpu.stat")).ok().filter(|_| is_whole)
+    let is_whole =
+        outermost.join("cgroup.procs").exists() && !outermost.join("cgroup.type").exists();
+    File::open(outermost.join("cpu.stat"))
+        .ok()
+        .filter(|_| is_whole)
 }
 
 /// What /proc/stat and the account said at the same time.
@@ -50,7 +53,14 @@ pub struct Tally {
 impl Tally {
     /// From the first look.
     pub fn new(at: Micros, used: u64, stat: CpuTimes, cores: u32) -> Tally {
-        Tally { times: stat, cores, at, used, look: Look { at, stat, used }, stolen: None }
+        Tally {
+            times: stat,
+            cores,
+            at,
+            used,
+            look: Look { at, stat, used },
+            stolen: None,
+        }
     }
 
     /// True when /proc/stat is to be read beside the account.
@@ -63,8 +73,8 @@ impl Tally {
         let before = self.look;
         if at.since(before.at) >= LOOK_SPAN_MIN {
             let busy = stat.busy_since(before.stat).map(f64::from);
-            let accounted =
-                used.saturating_sub(before.used) as f64 / stat.total.saturating_sub(before.stat.total) as f64;
+            let accounted = used.saturating_sub(before.used) as f64
+                / stat.total.saturating_sub(before.stat.total) as f64;
             self.stolen = busy.map(|busy| (busy - accounted).max(0.0));
             self.look = Look { at, stat, used };
         }
@@ -94,7 +104,10 @@ mod tests {
     const SECOND: u64 = 1_000_000;
 
     fn stat(total: u64, idle: u64) -> CpuTimes {
-        CpuTimes { total: total * SECOND, idle: idle * SECOND }
+        CpuTimes {
+            total: total * SECOND,
+            idle: idle * SECOND,
+        }
     }
 
     fn at(seconds: u64) -> Micros {
@@ -118,7 +131,11 @@ mod tests {
         let (after, cores) = tally.step(at(22), 16 * SECOND + SECOND / 2);
         assert_eq!((after.busy_since(before), cores), (Some(0.375), 2));
         let (all, _) = tally.step(at(23), 30 * SECOND);
-        assert_eq!(all.busy_since(after), Some(1.0), "more than there was cannot be used");
+        assert_eq!(
+            all.busy_since(after),
+            Some(1.0),
+            "more than there was cannot be used"
+        );
         let (none, _) = tally.step(at(24), 30 * SECOND);
         assert_eq!(none.busy_since(all), Some(0.0));
     }
@@ -132,7 +149,11 @@ mod tests {
         tally.look(at(31), 15 * SECOND, stat(142, 77), 2);
         let (before, _) = tally.step(at(40), 15 * SECOND);
         let (after, _) = tally.step(at(41), 15 * SECOND);
-        assert_eq!(after.busy_since(before), Some(0.0), "nobody takes anything any more");
+        assert_eq!(
+            after.busy_since(before),
+            Some(0.0),
+            "nobody takes anything any more"
+        );
     }
 
     #[test]
@@ -142,7 +163,11 @@ mod tests {
         let (before, _) = tally.step(at(49), 15 * SECOND);
         // Half of all was taken in all that time, which was not known.
         let (after, cores) = tally.look(at(50), 15 * SECOND, stat(240, 120), 4);
-        assert_eq!((after.busy_since(before), cores), (Some(0.5), 4), "the last second only");
+        assert_eq!(
+            (after.busy_since(before), cores),
+            (Some(0.5), 4),
+            "the last second only"
+        );
     }
 
     #[test]
@@ -151,8 +176,17 @@ mod tests {
         let (before, _) = tally.step(at(20), 15 * SECOND);
         let soon = at(20) + Micros(SPAN_MIN.0 - 1);
         assert_eq!(tally.step(soon, 99 * SECOND).0.busy_since(before), None);
-        assert_eq!(tally.look(soon, 99 * SECOND, stat(120, 60), 2).0.busy_since(before), None);
-        assert_eq!(tally.step(at(21), 16 * SECOND).0.busy_since(before), Some(0.5));
+        assert_eq!(
+            tally
+                .look(soon, 99 * SECOND, stat(120, 60), 2)
+                .0
+                .busy_since(before),
+            None
+        );
+        assert_eq!(
+            tally.step(at(21), 16 * SECOND).0.busy_since(before),
+            Some(0.5)
+        );
     }
 
     #[test]
@@ -161,7 +195,10 @@ mod tests {
         let groups = dir.path().join("groups");
         fs::create_dir(&groups).expect("the test's own folder");
         let put = |path: &Path, text: &str| fs::write(path, text).expect("the test's own file");
-        put(&dir.path().join("mountinfo"), &format!("9 8 0:1 / {} rw - cgroup2 cgroup2 rw\n", groups.display()));
+        put(
+            &dir.path().join("mountinfo"),
+            &format!("9 8 0:1 / {} rw - cgroup2 cgroup2 rw\n", groups.display()),
+        );
         assert!(account(dir.path()).is_none(), "nothing is there");
         put(&groups.join("cpu.stat"), "usage_usec 7\nuser_usec 1\n");
         put(&groups.join("cgroup.procs"), "");

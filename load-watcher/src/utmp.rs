@@ -26,13 +26,18 @@ struct Record {
 }
 
 fn bytes<const N: usize>(record: &[u8], at: usize) -> [u8; N] {
-    record[at..at + N].try_into().expect("the offsets lie inside a record")
+    record[at..at + N]
+        .try_into()
+        .expect("the offsets lie inside a record")
 }
 
 /// A text field up to its first NUL. Control characters could play tricks on whoever prints it.
 fn text(field: &[u8]) -> String {
     let end = field.iter().position(|b| *b == 0).unwrap_or(field.len());
-    String::from_utf8_lossy(&field[..end]).chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+    String::from_utf8_lossy(&field[..end])
+        .chars()
+        .map(|c| if c.is_control() { '?' } else { c })
+        .collect()
 }
 
 /// Offsets of `struct utmp`: type 0, pid 4, line 8 (32), id 40 (4), user 44 (32), host 76 (256), exit 332, session 336,
@@ -65,7 +70,9 @@ pub fn logins(file: &[u8]) -> Vec<Login> {
             newest.insert(record.login.line.clone(), record);
         }
     }
-    let lasting = newest.into_values().filter(|r| r.kind == USER_PROCESS && !r.login.user.is_empty());
+    let lasting = newest
+        .into_values()
+        .filter(|r| r.kind == USER_PROCESS && !r.login.user.is_empty());
     let mut logins: Vec<Login> = lasting.map(|r| r.login).collect();
     logins.sort_by(|a, b| (a.at, &a.line).cmp(&(b.at, &b.line)));
     logins
@@ -75,7 +82,11 @@ pub fn logins(file: &[u8]) -> Vec<Login> {
 pub fn record(kind: i16, login: &Login) -> [u8; RECORD_BYTES] {
     let mut out = [0; RECORD_BYTES];
     out[..2].copy_from_slice(&kind.to_ne_bytes());
-    for (at, max, text) in [(8, 32, &login.line), (44, 32, &login.user), (76, 256, &login.from)] {
+    for (at, max, text) in [
+        (8, 32, &login.line),
+        (44, 32, &login.user),
+        (76, 256, &login.from),
+    ] {
         let len = text.len().min(max);
         out[at..at + len].copy_from_slice(&text.as_bytes()[..len]);
     }
@@ -91,14 +102,24 @@ mod tests {
     use proptest::prelude::*;
 
     fn login(user: &str, line: &str, seconds: u64) -> Login {
-        Login { user: user.into(), line: line.into(), from: "10.77.0.1".into(), at: Micros::from_secs(seconds) }
+        Login {
+            user: user.into(),
+            line: line.into(),
+            from: "10.77.0.1".into(),
+            at: Micros::from_secs(seconds),
+        }
     }
 
     #[test]
     fn users_are_found_earliest_first() {
         let (bob, alice) = (login("bob", "pts/1", 200), login("alice", "pts/0", 300));
         let boot = record(2, &login("reboot", "~", 100));
-        let file = [boot, record(USER_PROCESS, &alice), record(USER_PROCESS, &bob)].concat();
+        let file = [
+            boot,
+            record(USER_PROCESS, &alice),
+            record(USER_PROCESS, &bob),
+        ]
+        .concat();
         assert_eq!(logins(&file), [bob, alice]);
     }
 
@@ -111,14 +132,20 @@ mod tests {
         assert_eq!(logins(&[end, alice].concat()), []);
         // An old end on a terminal that was used again does not hide the new login.
         let again = login("carol", "pts/0", 500);
-        assert_eq!(logins(&[record(USER_PROCESS, &again), end].concat()), [again]);
+        assert_eq!(
+            logins(&[record(USER_PROCESS, &again), end].concat()),
+            [again]
+        );
     }
 
     #[test]
     fn a_piece_of_a_record_and_a_record_without_user_are_left_out() {
         let alice = login("alice", "pts/0", 300);
         let whole = record(USER_PROCESS, &alice);
-        assert_eq!(logins(&[&whole[..], &whole[..RECORD_BYTES - 1]].concat()), [alice]);
+        assert_eq!(
+            logins(&[&whole[..], &whole[..RECORD_BYTES - 1]].concat()),
+            [alice]
+        );
         assert_eq!(logins(&record(USER_PROCESS, &login("", "pts/0", 300))), []);
     }
 

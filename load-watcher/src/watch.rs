@@ -20,7 +20,13 @@ const PLACES: [&str; 2] = ["/run/utmp", "/var/run/utmp"];
 
 /// Where the login records are: as set, else in the usual place.
 pub fn utmp_path(set: Option<PathBuf>) -> PathBuf {
-    let usual = || PLACES.iter().map(PathBuf::from).find(|p| p.exists()).unwrap_or_else(|| PathBuf::from(PLACES[0]));
+    let usual = || {
+        PLACES
+            .iter()
+            .map(PathBuf::from)
+            .find(|p| p.exists())
+            .unwrap_or_else(|| PathBuf::from(PLACES[0]))
+    };
     set.unwrap_or_else(usual)
 }
 
@@ -60,7 +66,14 @@ pub struct Spot {
 
 impl Spot {
     fn new(path: PathBuf, what: What) -> Spot {
-        Spot { path, what, file: None, dir: None, absent: false, missed: 0 }
+        Spot {
+            path,
+            what,
+            file: None,
+            dir: None,
+            absent: false,
+            missed: 0,
+        }
     }
 
     /// A file.
@@ -81,9 +94,11 @@ impl Spot {
     /// The folder that is watched.
     fn folder_path(&self) -> &Path {
         match self.what {
-            What::File | What::Settings => {
-                self.path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."))
-            }
+            What::File | What::Settings => self
+                .path
+                .parent()
+                .filter(|d| !d.as_os_str().is_empty())
+                .unwrap_or(Path::new(".")),
             What::Folder(_) => &self.path,
         }
     }
@@ -97,7 +112,9 @@ impl Spot {
             && match self.what {
                 // An event without a name is about the folder itself.
                 What::File | What::Settings => name.is_none() || name == self.path.file_name(),
-                What::Folder(prefix) => name.is_none_or(|n: &OsStr| n.as_bytes().starts_with(prefix.as_bytes())),
+                What::Folder(prefix) => {
+                    name.is_none_or(|n: &OsStr| n.as_bytes().starts_with(prefix.as_bytes()))
+                }
             }
     }
 }
@@ -146,9 +163,16 @@ pub struct Watch {
 impl Watch {
     /// Watches these places. Where the kernel has no watch left, changes are seen only by looking ([`Watch::is_blind`]).
     pub fn new(spots: Vec<Spot>) -> Watch {
-        assert!(spots.len() < 32, "one bit for each, and one for idle terminals");
+        assert!(
+            spots.len() < 32,
+            "one bit for each, and one for idle terminals"
+        );
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).ok();
-        let mut watch = Watch { inotify, spots, idle: BTreeMap::new() };
+        let mut watch = Watch {
+            inotify,
+            spots,
+            idle: BTreeMap::new(),
+        };
         (0..watch.spots.len()).for_each(|i| watch.arm(i));
         watch
     }
@@ -171,7 +195,11 @@ impl Watch {
         }
         self.arm(spot);
         let spot = &mut self.spots[spot];
-        spot.missed = if spot.absent { spot.missed.saturating_add(1) } else { 0 };
+        spot.missed = if spot.absent {
+            spot.missed.saturating_add(1)
+        } else {
+            0
+        };
         spot.missed <= MISSED_READ
     }
 
@@ -202,7 +230,11 @@ impl Watch {
             | AddWatchFlags::IN_ATTRIB
             | AddWatchFlags::IN_DELETE_SELF
             | AddWatchFlags::IN_MOVE_SELF;
-        let now = if spot.absent { None } else { inotify.add_watch(&spot.path, flags).ok() };
+        let now = if spot.absent {
+            None
+        } else {
+            inotify.add_watch(&spot.path, flags).ok()
+        };
         if let Some(old) = spot.file.filter(|old| Some(*old) != now) {
             // The kernel may have taken it away already, with the file.
             let _ = inotify.rm_watch(old);
@@ -264,18 +296,25 @@ impl Watch {
             };
             let changed = if ours { self.news() } else { 0 };
             if changed != 0 || others || Instant::now() >= until {
-                return Woken { changed, other: others };
+                return Woken {
+                    changed,
+                    other: others,
+                };
             }
         }
     }
 
     /// Takes the waiting news: a bit for each place that they concern.
     fn news(&mut self) -> u32 {
-        let Some(inotify) = &self.inotify else { return 0 };
+        let Some(inotify) = &self.inotify else {
+            return 0;
+        };
         let mut changed = 0;
         while let Ok(events) = inotify.read_events() {
             for event in events {
-                let lost = event.mask.intersects(AddWatchFlags::IN_IGNORED | AddWatchFlags::IN_MOVE_SELF);
+                let lost = event
+                    .mask
+                    .intersects(AddWatchFlags::IN_IGNORED | AddWatchFlags::IN_MOVE_SELF);
                 let all = event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW);
                 let mut drop_watch = false;
                 for (i, spot) in self.spots.iter_mut().enumerate() {

@@ -124,11 +124,28 @@ struct Due {
 
 /// What is watched, and what owners, administrator and user say.
 fn read_rules(args: &Args, user: u32) -> (Watch, Rules) {
-    let home = || nix::unistd::User::from_uid(user.into()).ok().flatten().map(|user| user.dir);
-    let own = args.owner_policy.clone().or_else(|| Some(owner_file(&home()?)));
-    let (admin, admin_is_not) = trusted(args.admin_policy.clone(), Path::new(ADMIN_FILE), user.into());
-    let (words, words_are_not) = trusted(args.owner_words.clone(), Path::new(WORDS_DIR), user.into());
-    let places = Places { own: own.unwrap_or_else(|| PathBuf::from("/nonexistent/owner.toml")), admin, words };
+    let home = || {
+        nix::unistd::User::from_uid(user.into())
+            .ok()
+            .flatten()
+            .map(|user| user.dir)
+    };
+    let own = args
+        .owner_policy
+        .clone()
+        .or_else(|| Some(owner_file(&home()?)));
+    let (admin, admin_is_not) = trusted(
+        args.admin_policy.clone(),
+        Path::new(ADMIN_FILE),
+        user.into(),
+    );
+    let (words, words_are_not) =
+        trusted(args.owner_words.clone(), Path::new(WORDS_DIR), user.into());
+    let places = Places {
+        own: own.unwrap_or_else(|| PathBuf::from("/nonexistent/owner.toml")),
+        admin,
+        words,
+    };
     let watch = Watch::new(vec![
         Spot::file(utmp_path(args.utmp.clone())),
         Spot::folder(args.sessions.clone(), ""),
@@ -136,9 +153,20 @@ fn read_rules(args: &Args, user: u32) -> (Watch, Rules) {
         Spot::settings(places.admin.clone()),
         Spot::folder(places.words.clone(), WORD_PREFIX),
     ]);
-    let rules = Rules::read(places, VmUser { uid: user, name: user_name(user), wishes: args.guest_defaults.clone() });
+    let rules = Rules::read(
+        places,
+        VmUser {
+            uid: user,
+            name: user_name(user),
+            wishes: args.guest_defaults.clone(),
+        },
+    );
     let wrong = rules.wrong();
-    admin_is_not.iter().chain(&words_are_not).chain(&wrong).for_each(|line| say(line));
+    admin_is_not
+        .iter()
+        .chain(&words_are_not)
+        .chain(&wrong)
+        .for_each(|line| say(line));
     (watch, rules)
 }
 
@@ -151,9 +179,14 @@ impl Watcher {
         let sample = sampler.sample(wall()).context(SAMPLING)?;
         let user = nix::unistd::geteuid().as_raw();
         let (watch, rules) = read_rules(&args, user);
-        let name = std::env::var("PVM_VMID").ok().filter(|name| !name.is_empty()).unwrap_or_else(|| "pvm".into());
+        let name = std::env::var("PVM_VMID")
+            .ok()
+            .filter(|name| !name.is_empty())
+            .unwrap_or_else(|| "pvm".into());
         // Without it the owner is not told; everything else goes on.
-        let listener = Listener::open(user, &name).inspect_err(|e| say(&format!("nobody can ask: {e}"))).ok();
+        let listener = Listener::open(user, &name)
+            .inspect_err(|e| say(&format!("nobody can ask: {e}")))
+            .ok();
         let seen = Seen {
             records: records(watch.path(UTMP)),
             sessions: Evidence::Missing("not looked at yet".into()),
@@ -162,8 +195,13 @@ impl Watcher {
             keys: KeySense::new(args.interrupts.clone()),
             foreign: Evidence::Missing("not measured yet".into()),
         };
-        let logind = Logind::ask(args.bus.clone()).inspect_err(|e| say(&format!("logind cannot be asked: {e}"))).ok();
-        let others = listener.iter().map(Listener::fd).chain(logind.iter().map(Logind::fd));
+        let logind = Logind::ask(args.bus.clone())
+            .inspect_err(|e| say(&format!("logind cannot be asked: {e}")))
+            .ok();
+        let others = listener
+            .iter()
+            .map(Listener::fd)
+            .chain(logind.iter().map(Logind::fd));
         let wake = boss.beside(others).context("watching for questions")?;
         let mut watcher = Watcher {
             vm,
@@ -210,7 +248,11 @@ impl Watcher {
     fn report(&mut self) -> anyhow::Result<()> {
         let mut logins = self.sensed.logins.clone();
         logins.truncate(LOGINS_MAX);
-        let Decision { guests, why: guests_why, limits } = self.decision.clone();
+        let Decision {
+            guests,
+            why: guests_why,
+            limits,
+        } = self.decision.clone();
         let report = LoadReport {
             host: self.vm.host(),
             at: wall(),
@@ -223,9 +265,13 @@ impl Watcher {
             guests_why,
             limits,
         };
-        self.outgoing = Some(Body { enc: DSIG_X86_64, bytes: frame::to_bytes(&report)?.into() });
+        self.outgoing = Some(Body {
+            enc: DSIG_X86_64,
+            bytes: frame::to_bytes(&report)?.into(),
+        });
         let now = self.now();
-        self.reporter.sent(now, self.sample, report.owner, report.why);
+        self.reporter
+            .sent(now, self.sample, report.owner, report.why);
         self.reported = Some(self.decision.clone());
         Ok(())
     }
@@ -263,7 +309,9 @@ impl Watcher {
         self.sensed = self.sense.verdict(now, &signs);
         let is_idle = |at: &Micros| now.since(*at) >= signs.idle_after;
         let idle = self.seen.typed.iter().filter(|(_, at)| is_idle(at));
-        let idle: BTreeSet<PathBuf> = idle.map(|(line, _)| self.args.terminals.join(line)).collect();
+        let idle: BTreeSet<PathBuf> = idle
+            .map(|(line, _)| self.args.terminals.join(line))
+            .collect();
         self.watch.watch_idle(&idle);
         self.decision = self.door.decide(&Case {
             policy,
@@ -279,7 +327,11 @@ impl Watcher {
         self.sampler.memory_matters(policy.memory_free.is_some());
         self.tell();
         let changed = self.reported.as_ref() != Some(&self.decision);
-        if changed || self.reporter.owner_is_news(&self.sensed.owner, &self.sensed.why) {
+        if changed
+            || self
+                .reporter
+                .owner_is_news(&self.sensed.owner, &self.sensed.why)
+        {
             self.report()?;
         }
         Ok(())
@@ -287,16 +339,24 @@ impl Watcher {
 
     /// Tells the daemon what guests may do, if that has changed.
     fn tell(&mut self) {
-        let Decision { guests, why, limits } = &self.decision;
-        let word = GuestsWord { guests: *guests, why: cut(why, WHY_BYTES_MAX).to_string(), limits: limits.clone() };
+        let Decision {
+            guests,
+            why,
+            limits,
+        } = &self.decision;
+        let word = GuestsWord {
+            guests: *guests,
+            why: cut(why, WHY_BYTES_MAX).to_string(),
+            limits: limits.clone(),
+        };
         if self.told.as_ref() == Some(&word) {
             return;
         }
         match self.vm.guests(word.clone()) {
             Ok(()) => self.deaf.set(false),
-            Err(error) if !self.deaf.replace(true) => {
-                say(&format!("{error}; guests are stopped only when the resource manager moves them"))
-            }
+            Err(error) if !self.deaf.replace(true) => say(&format!(
+                "{error}; guests are stopped only when the resource manager moves them"
+            )),
             Err(_) => {}
         }
         self.told = Some(word);
@@ -304,7 +364,9 @@ impl Watcher {
 
     /// Reads the sources that may have changed. The watches come first, so that no change falls between.
     fn read(&mut self, which: impl Fn(usize) -> bool) {
-        (0..PLACES).filter(|place| which(*place)).for_each(|place| self.watch.arm(place));
+        (0..PLACES)
+            .filter(|place| which(*place))
+            .for_each(|place| self.watch.arm(place));
         if which(UTMP) {
             self.seen.records = records(self.watch.path(UTMP));
         }
@@ -326,12 +388,18 @@ impl Watcher {
 
     /// Says what is wrong with the rules that was not before.
     fn say_wrong(&self, before: &[String]) {
-        self.rules.wrong().iter().filter(|line| !before.contains(line)).for_each(|line| say(line));
+        self.rules
+            .wrong()
+            .iter()
+            .filter(|line| !before.contains(line))
+            .for_each(|line| say(line));
     }
 
     /// Reads those of these places that cannot be watched.
     fn look_where_blind(&mut self, which: impl Fn(usize) -> bool) {
-        let new: Vec<bool> = (0..PLACES).map(|place| which(place) && self.watch.look_for(place)).collect();
+        let new: Vec<bool> = (0..PLACES)
+            .map(|place| which(place) && self.watch.look_for(place))
+            .collect();
         self.read(|place| new[place]);
     }
 
@@ -350,7 +418,9 @@ impl Watcher {
 
     /// The tasks of the virtual machine on this host, by its daemon.
     fn tasks(&self) -> Vec<TaskInfo> {
-        match self.vm.runtime().request(Request::Tasks { selector: self.vm.host().tid() }) {
+        match self.vm.runtime().request(Request::Tasks {
+            selector: self.vm.host().tid(),
+        }) {
             Reply::Tasks(tasks) => tasks,
             // The daemon is gone, and this task is about to end.
             _ => Vec::new(),
@@ -364,7 +434,9 @@ impl Watcher {
             self.strange = 0.0;
             return self.ours.skip();
         };
-        let Some(ours) = self.ours.sample(times, self.sample.cores) else { return };
+        let Some(ours) = self.ours.sample(times, self.sample.cores) else {
+            return;
+        };
         let before = std::mem::replace(&mut self.strange, used - ours);
         if self.strange > before + QUIET {
             // Load that is new may be of tasks that are new: the next sample tells.
@@ -376,27 +448,43 @@ impl Watcher {
 
     /// Reads from now on what these tasks use, and what serves them.
     fn list_ours(&mut self, tasks: &[TaskInfo]) {
-        let mut pids: Vec<i32> = tasks.iter().map(|task| task.pid).filter(|pid| *pid > 0).collect();
+        let mut pids: Vec<i32> = tasks
+            .iter()
+            .map(|task| task.pid)
+            .filter(|pid| *pid > 0)
+            .collect();
         pids.extend(servants());
         self.ours.set(&pids);
     }
 
     /// Whose load is it, and are guests nice enough?
     fn look_at_tasks(&mut self) {
-        let Some(times) = self.sampler.times() else { return };
+        let Some(times) = self.sampler.times() else {
+            return;
+        };
         let policy = &self.rules.merged().policy;
         let (nice, cores) = (policy.nice, policy.cores);
-        let limited = nice.is_some() || self.confine.as_ref().is_some_and(|confine| confine.is_needed(cores));
+        let limited = nice.is_some()
+            || self
+                .confine
+                .as_ref()
+                .is_some_and(|confine| confine.is_needed(cores));
         if limited || self.ours.is_needed(times, self.sample.cores) {
             let tasks = self.tasks();
             if limited {
                 let guests = tasks.iter().filter(|task| is_guest(task));
-                let processes: Vec<i32> = guests.flat_map(|task| family(Path::new("/proc"), task.pid)).collect();
+                let processes: Vec<i32> = guests
+                    .flat_map(|task| family(Path::new("/proc"), task.pid))
+                    .collect();
                 // One that has ended meanwhile needs no level.
-                let levels =
-                    nice.map(i32::from).into_iter().flat_map(|level| processes.iter().map(move |pid| (*pid, level)));
+                let levels = nice
+                    .map(i32::from)
+                    .into_iter()
+                    .flat_map(|level| processes.iter().map(move |pid| (*pid, level)));
                 levels.for_each(|(pid, level)| drop(make_nice(pid, level)));
-                self.confine.iter_mut().for_each(|confine| confine.keep(cores, processes.iter().copied()));
+                self.confine
+                    .iter_mut()
+                    .for_each(|confine| confine.keep(cores, processes.iter().copied()));
             }
             self.list_ours(&tasks);
         }
@@ -426,7 +514,12 @@ impl Watcher {
         self.seen.keys.look(wall());
         if now >= self.due.tasks {
             self.look_at_tasks();
-            self.due.tasks = now + if self.limited { LIMITED_SPAN } else { TASKS_SPAN };
+            self.due.tasks = now
+                + if self.limited {
+                    LIMITED_SPAN
+                } else {
+                    TASKS_SPAN
+                };
         }
         true
     }
@@ -446,7 +539,11 @@ impl Watcher {
     /// The pause before the next sample; where the clock counts, not over a full minute.
     fn pause(&mut self) -> Micros {
         let pause = self.reporter.pause_after(&self.sample);
-        let pause = if self.watch.is_blind(UTMP) { PAUSE_BUSY } else { pause };
+        let pause = if self.watch.is_blind(UTMP) {
+            PAUSE_BUSY
+        } else {
+            pause
+        };
         if !self.rules.has_hours() {
             return pause;
         }
@@ -483,7 +580,11 @@ impl Watcher {
             let now = self.now();
             let before = std::mem::replace(&mut minute, wall().0 / 60_000_000);
             let of_hours = before != minute && self.rules.has_hours();
-            let of_memory = self.door.turns(&self.rules.merged().policy, self.sample.available_bytes, wall());
+            let of_memory = self.door.turns(
+                &self.rules.merged().policy,
+                self.sample.available_bytes,
+                wall(),
+            );
             if self.rarely(now) || of_hours || of_memory {
                 self.judge()?;
             }
@@ -530,7 +631,12 @@ impl Watcher {
             owner: owner.into(),
             confidence: self.sensed.confidence,
             why: self.sensed.why.clone(),
-            sources: self.sensed.sources.iter().map(|(name, says)| (name.to_string(), says.clone())).collect(),
+            sources: self
+                .sensed
+                .sources
+                .iter()
+                .map(|(name, says)| (name.to_string(), says.clone()))
+                .collect(),
             guests: guests.into(),
             guests_why: self.decision.why.clone(),
             leave_at_us,
@@ -539,7 +645,12 @@ impl Watcher {
             stopped_by_why,
             policy: self.rules.merged().settings.iter().map(setting).collect(),
             wrong: self.rules.wrong(),
-            tasks: tasks.iter().filter(|task| is_guest(task)).take(TASKS_MAX).map(|task| guest(task, boot)).collect(),
+            tasks: tasks
+                .iter()
+                .filter(|task| is_guest(task))
+                .take(TASKS_MAX)
+                .map(|task| guest(task, boot))
+                .collect(),
         }
     }
 }
@@ -566,25 +677,46 @@ fn beside_socket(name: &str) -> Option<PathBuf> {
 
 /// The daemon of this host, and what works for it.
 fn servants() -> Vec<i32> {
-    let Some(lock) = beside_socket("pvmd.lock") else { return Vec::new() };
+    let Some(lock) = beside_socket("pvmd.lock") else {
+        return Vec::new();
+    };
     let text = std::fs::read_to_string(lock).unwrap_or_default();
-    let Ok(daemon) = text.trim().parse::<i32>() else { return Vec::new() };
-    let children = std::fs::read_to_string(format!("/proc/{daemon}/task/{daemon}/children")).unwrap_or_default();
-    let children = children.split_whitespace().filter_map(|pid| pid.parse().ok());
+    let Ok(daemon) = text.trim().parse::<i32>() else {
+        return Vec::new();
+    };
+    let children = std::fs::read_to_string(format!("/proc/{daemon}/task/{daemon}/children"))
+        .unwrap_or_default();
+    let children = children
+        .split_whitespace()
+        .filter_map(|pid| pid.parse().ok());
     std::iter::once(daemon).chain(children).collect()
 }
 
 /// When this machine was started, in seconds since 1970.
 fn boot_time() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/stat").ok()?;
-    text.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()
+    text.lines()
+        .find_map(|line| line.strip_prefix("btime "))?
+        .trim()
+        .parse()
+        .ok()
 }
 
 fn guest(task: &TaskInfo, boot: Option<u64>) -> Guest {
-    let used = std::fs::read(format!("/proc/{}/stat", task.pid)).ok().and_then(|text| used(&text)).unwrap_or_default();
-    let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).ok().flatten();
-    let second = ticks.and_then(|ticks| u64::try_from(ticks).ok()).filter(|ticks| *ticks > 0).unwrap_or(100);
-    let started = boot.filter(|_| used.started > 0).map(|boot| boot * 1_000_000 + used.started * 1_000_000 / second);
+    let used = std::fs::read(format!("/proc/{}/stat", task.pid))
+        .ok()
+        .and_then(|text| used(&text))
+        .unwrap_or_default();
+    let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)
+        .ok()
+        .flatten();
+    let second = ticks
+        .and_then(|ticks| u64::try_from(ticks).ok())
+        .filter(|ticks| *ticks > 0)
+        .unwrap_or(100);
+    let started = boot
+        .filter(|_| used.started > 0)
+        .map(|boot| boot * 1_000_000 + used.started * 1_000_000 / second);
     Guest {
         tid: task.tid.to_string(),
         program: task.name.clone(),

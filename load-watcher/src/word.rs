@@ -83,28 +83,61 @@ impl Word {
     /// # Errors
     /// As [`Policy::parse`].
     pub fn parse(file: &str, text: &str) -> Result<Word, PolicyError> {
-        let said: Text = toml::from_str(text).map_err(|error| PolicyError::of(file, text, &error))?;
-        let Text { state, at_us, until_us, visit, never, cores } = said;
+        let said: Text =
+            toml::from_str(text).map_err(|error| PolicyError::of(file, text, &error))?;
+        let Text {
+            state,
+            at_us,
+            until_us,
+            visit,
+            never,
+            cores,
+        } = said;
         let said = match (state, at_us, until_us) {
-            (Some(state), Some(at), Some(until)) if at <= until => {
-                Some(Said { state, at: Micros(at), until: Micros(until), visit })
-            }
+            (Some(state), Some(at), Some(until)) if at <= until => Some(Said {
+                state,
+                at: Micros(at),
+                until: Micros(until),
+                visit,
+            }),
             (None, ..) => None,
             _ => {
-                let (line, reason) = (line_with(text, "state"), "here or away without a time".to_string());
-                return Err(PolicyError { file: file.to_string(), line, reason });
+                let (line, reason) = (
+                    line_with(text, "state"),
+                    "here or away without a time".to_string(),
+                );
+                return Err(PolicyError {
+                    file: file.to_string(),
+                    line,
+                    reason,
+                });
             }
         };
-        Ok(Word { said, policy: Policy { never, cores, ..Policy::default() } })
+        Ok(Word {
+            said,
+            policy: Policy {
+                never,
+                cores,
+                ..Policy::default()
+            },
+        })
     }
 
     /// The file that says so.
     pub fn text(&self) -> String {
         let mut out = "# Written by `pvm owner`; `pvm owner auto` takes it back.\n".to_string();
-        if let Some(Said { state, at, until, visit }) = self.said {
+        if let Some(Said {
+            state,
+            at,
+            until,
+            visit,
+        }) = self.said
+        {
             let state = if state == State::Away { "away" } else { "here" };
             let (at, until) = (at.0, until.0);
-            out.push_str(&format!("state = \"{state}\"\nat_us = {at}\nuntil_us = {until}\nvisit = {visit}\n"));
+            out.push_str(&format!(
+                "state = \"{state}\"\nat_us = {at}\nuntil_us = {until}\nvisit = {visit}\n"
+            ));
         }
         if let Some(never) = &self.policy.never {
             let all: Vec<String> = never.iter().map(|hours| format!("\"{hours}\"")).collect();
@@ -124,7 +157,8 @@ impl Word {
 
 /// The folder of the words: as set, else the usual one.
 pub fn words_dir(set: Option<PathBuf>) -> PathBuf {
-    set.filter(|dir| !dir.as_os_str().is_empty()).unwrap_or_else(|| PathBuf::from(WORDS_DIR))
+    set.filter(|dir| !dir.as_os_str().is_empty())
+        .unwrap_or_else(|| PathBuf::from(WORDS_DIR))
 }
 
 /// The word file of a user.
@@ -140,7 +174,10 @@ pub fn word_file(dir: &Path, uid: u32) -> PathBuf {
 pub(crate) fn believed(path: &Path, uid: u32, bytes_max: u64) -> Result<Option<String>, String> {
     let doubt = |why: &dyn std::fmt::Display| format!("{} is not believed: {why}", path.display());
     // A link could lead to anybody's file, a pipe could keep us waiting.
-    let open = OpenOptions::new().read(true).custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK).open(path);
+    let open = OpenOptions::new()
+        .read(true)
+        .custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK)
+        .open(path);
     let file = match open {
         Ok(file) => file,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -148,10 +185,14 @@ pub(crate) fn believed(path: &Path, uid: u32, bytes_max: u64) -> Result<Option<S
     };
     let about = file.metadata().map_err(|e| doubt(&e))?;
     if !about.is_file() || about.uid() != uid || about.mode() & 0o022 != 0 {
-        return Err(doubt(&format!("it is not a file that only user {uid} can write")));
+        return Err(doubt(&format!(
+            "it is not a file that only user {uid} can write"
+        )));
     }
     let mut text = String::new();
-    file.take(bytes_max + 1).read_to_string(&mut text).map_err(|e| doubt(&e))?;
+    file.take(bytes_max + 1)
+        .read_to_string(&mut text)
+        .map_err(|e| doubt(&e))?;
     Ok(Some(text))
 }
 
@@ -161,7 +202,9 @@ pub(crate) fn believed(path: &Path, uid: u32, bytes_max: u64) -> Result<Option<S
 /// The file is not the user's own, cannot be read, or cannot be understood: one sentence.
 pub fn read(dir: &Path, uid: u32) -> Result<Word, String> {
     let path = word_file(dir, uid);
-    let Some(text) = believed(&path, uid, WORD_BYTES_MAX)? else { return Ok(Word::default()) };
+    let Some(text) = believed(&path, uid, WORD_BYTES_MAX)? else {
+        return Ok(Word::default());
+    };
     Word::parse(&path.display().to_string(), &text).map_err(|e| e.to_string())
 }
 
@@ -169,9 +212,18 @@ pub fn read(dir: &Path, uid: u32) -> Result<Word, String> {
 pub(crate) fn users_with(dir: &Path, end: &str) -> Vec<u32> {
     let uid = |entry: fs::DirEntry| {
         let name = entry.file_name();
-        name.to_str()?.strip_prefix(WORD_PREFIX)?.strip_suffix(end)?.parse::<u32>().ok()
+        name.to_str()?
+            .strip_prefix(WORD_PREFIX)?
+            .strip_suffix(end)?
+            .parse::<u32>()
+            .ok()
     };
-    let users: BTreeSet<u32> = fs::read_dir(dir).into_iter().flatten().flatten().filter_map(uid).collect();
+    let users: BTreeSet<u32> = fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(uid)
+        .collect();
     users.into_iter().take(WORDS_MAX).collect()
 }
 
@@ -206,11 +258,18 @@ pub(crate) fn put(dir: &Path, uid: u32, path: &Path, text: Option<&str>) -> io::
     };
     // Written beside it under another name, so that nobody reads half of it.
     let draft = dir.join(format!(".{WORD_PREFIX}{uid}.{}", std::process::id()));
-    let written = OpenOptions::new().write(true).create_new(true).mode(0o644).open(&draft).and_then(|mut file| {
-        file.set_permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644))?;
-        file.write_all(text.as_bytes())
-    });
-    written.and_then(|()| fs::rename(&draft, path)).inspect_err(|_| drop(fs::remove_file(&draft)))
+    let written = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o644)
+        .open(&draft)
+        .and_then(|mut file| {
+            file.set_permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644))?;
+            file.write_all(text.as_bytes())
+        });
+    written
+        .and_then(|()| fs::rename(&draft, path))
+        .inspect_err(|_| drop(fs::remove_file(&draft)))
 }
 
 #[cfg(test)]
@@ -224,8 +283,19 @@ mod tests {
     }
 
     fn away() -> Word {
-        let said = Said { state: State::Away, at: Micros::from_secs(5), until: Micros::from_secs(9), visit: true };
-        Word { said: Some(said), policy: Policy { cores: Some(2), ..Policy::default() } }
+        let said = Said {
+            state: State::Away,
+            at: Micros::from_secs(5),
+            until: Micros::from_secs(9),
+            visit: true,
+        };
+        Word {
+            said: Some(said),
+            policy: Policy {
+                cores: Some(2),
+                ..Policy::default()
+            },
+        }
     }
 
     #[test]
@@ -245,25 +315,45 @@ mod tests {
         let path = word_file(dir.path(), own());
         write(dir.path(), own(), &away()).expect("written");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).expect("the test's own file");
-        assert!(read(dir.path(), own()).expect_err("writable by all").contains("not believed"));
+        assert!(
+            read(dir.path(), own())
+                .expect_err("writable by all")
+                .contains("not believed")
+        );
         // Under another user's name.
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).expect("the test's own file");
         fs::rename(&path, word_file(dir.path(), own() + 1)).expect("the test's own file");
         let (words, wrong) = read_all(dir.path());
         assert!(words.is_empty() && wrong.len() == 1, "{words:?} {wrong:?}");
         symlink(word_file(dir.path(), own() + 1), &path).expect("a link");
-        assert!(read(dir.path(), own()).expect_err("a link").contains("not believed"));
+        assert!(
+            read(dir.path(), own())
+                .expect_err("a link")
+                .contains("not believed")
+        );
     }
 
     #[test]
     fn what_is_wrong_in_a_word_is_named_with_its_line() {
         for (text, line, reason) in [
-            ("cores = 2\nnever = [\"noon\"]\n", 2, "\"noon\" is no time of the week"),
+            (
+                "cores = 2\nnever = [\"noon\"]\n",
+                2,
+                "\"noon\" is no time of the week",
+            ),
             ("\n\ncorse = 2\n", 3, "unknown field `corse`"),
-            ("cores = 2\nstate = \"here\"\n", 2, "here or away without a time"),
+            (
+                "cores = 2\nstate = \"here\"\n",
+                2,
+                "here or away without a time",
+            ),
         ] {
             let error = Word::parse("w.toml", text).expect_err(text);
-            assert_eq!((error.file.as_str(), error.line), ("w.toml", line), "{error}");
+            assert_eq!(
+                (error.file.as_str(), error.line),
+                ("w.toml", line),
+                "{error}"
+            );
             assert!(error.reason.contains(reason), "{error}");
         }
     }

@@ -35,8 +35,12 @@ fn measuring_what_is_ours_allocates_nothing() {
     let before = allocations();
     let mut seen = 0;
     for i in 0..10 {
-        let times = CpuTimes { total: times.total + i * 100, idle: times.idle };
-        seen += usize::from(ours.sample(times, 2).is_some()) + usize::from(ours.measure(times, 2).is_some());
+        let times = CpuTimes {
+            total: times.total + i * 100,
+            idle: times.idle,
+        };
+        seen += usize::from(ours.sample(times, 2).is_some())
+            + usize::from(ours.measure(times, 2).is_some());
         assert!(ours.is_needed(times, 2));
     }
     assert_eq!(allocations(), before);
@@ -50,15 +54,24 @@ fn measuring_a_limit_allocates_nothing() {
     std::fs::create_dir_all(&groups).expect("the test's own folder");
     let write = |path: &Path, text: &str| std::fs::write(path, text).expect("the test's own file");
     write(&dir.path().join("cgroup"), "0::/own\n");
-    let mounts = format!("9 8 0:1 / {} rw - cgroup2 cgroup2 rw\n", dir.path().join("groups").display());
+    let mounts = format!(
+        "9 8 0:1 / {} rw - cgroup2 cgroup2 rw\n",
+        dir.path().join("groups").display()
+    );
     write(&dir.path().join("mountinfo"), &mounts);
     write(&groups.join("cpu.max"), "50000 100000\n");
-    write(&groups.join("cpu.stat"), "usage_usec 1000000\nuser_usec 1\nthrottled_usec 5\n");
+    write(
+        &groups.join("cpu.stat"),
+        "usage_usec 1000000\nuser_usec 1\nthrottled_usec 5\n",
+    );
     let mut group = Group::of(dir.path()).expect("it is limited");
     let before = allocations();
     let mut share = 0.0;
     for i in 0..10 {
-        share = group.measure(Micros(i * 1_000_000)).expect("it is limited").share;
+        share = group
+            .measure(Micros(i * 1_000_000))
+            .expect("it is limited")
+            .share;
     }
     assert_eq!(allocations(), before);
     assert!(share > 0.0);

@@ -17,12 +17,23 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn alice() -> Login {
-    Login { user: "alice".into(), line: "pts/0".into(), from: "h9".into(), at: Micros::from_secs(1000) }
+    Login {
+        user: "alice".into(),
+        line: "pts/0".into(),
+        from: "h9".into(),
+        at: Micros::from_secs(1000),
+    }
 }
 
 fn write(path: &Path, kind: i16) {
-    let file = OpenOptions::new().write(true).create(true).truncate(false).open(path).expect("the test's own file");
-    file.write_all_at(&record(kind, &alice()), 0).expect("the test's own file");
+    let file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(path)
+        .expect("the test's own file");
+    file.write_all_at(&record(kind, &alice()), 0)
+        .expect("the test's own file");
 }
 
 /// Watched login records, and a folder that is watched beside them.
@@ -33,7 +44,10 @@ struct Logins {
 
 impl Logins {
     fn new(path: PathBuf) -> Logins {
-        Logins { watch: Watch::new(vec![Spot::file(path.clone())]), path }
+        Logins {
+            watch: Watch::new(vec![Spot::file(path.clone())]),
+            path,
+        }
     }
 
     fn read(&mut self) -> Records {
@@ -110,7 +124,11 @@ fn a_directory_that_comes_later_is_watched_from_the_next_look_on() {
     let mut watch = Logins::new(path.clone());
     assert!(watch.is_blind());
     let looks = [0; 4].map(|_| watch.watch.look_for(0));
-    assert_eq!(looks, [true, true, false, false], "without its folder it says nothing");
+    assert_eq!(
+        looks,
+        [true, true, false, false],
+        "without its folder it says nothing"
+    );
     fs::create_dir(dir.path().join("run")).expect("the test's own directory");
     assert!(watch.watch.look_for(0));
     assert!(!watch.is_blind() && !watch.watch.look_for(0));
@@ -122,7 +140,10 @@ fn a_directory_that_comes_later_is_watched_from_the_next_look_on() {
         assert!(watch.wait(PATIENCE));
     }
     assert_eq!(watch.read(), Records::Missing);
-    assert!(watch.is_blind() && watch.watch.look_for(0), "it is read once more");
+    assert!(
+        watch.is_blind() && watch.watch.look_for(0),
+        "it is read once more"
+    );
 }
 
 #[test]
@@ -138,7 +159,11 @@ fn files_and_folders_watched_together_are_told_apart() {
     let dir = tempfile::tempdir().expect("a directory");
     let at = |name: &str| dir.path().join(name);
     // Two of them lie in one folder, which the kernel counts once.
-    let mut watch = Watch::new(vec![Spot::file(at("a")), Spot::file(at("b")), Spot::folder(at(""), "word-")]);
+    let mut watch = Watch::new(vec![
+        Spot::file(at("a")),
+        Spot::file(at("b")),
+        Spot::folder(at(""), "word-"),
+    ]);
     let mut seen = |name: &str| {
         fs::write(at(name), "x").expect("the test's own file");
         let woken = watch.wait(PATIENCE, None);
@@ -155,9 +180,12 @@ fn files_and_folders_watched_together_are_told_apart() {
 
 #[test]
 fn a_key_at_an_idle_terminal_is_noticed_at_once_and_others_are_not_looked_at() {
-    let (idle, used) =
-        (nix::pty::openpty(None, None).expect("a terminal"), nix::pty::openpty(None, None).expect("one"));
-    let name = |pty: &nix::pty::OpenptyResult| nix::unistd::ttyname(&pty.slave).expect("it has a name");
+    let (idle, used) = (
+        nix::pty::openpty(None, None).expect("a terminal"),
+        nix::pty::openpty(None, None).expect("one"),
+    );
+    let name =
+        |pty: &nix::pty::OpenptyResult| nix::unistd::ttyname(&pty.slave).expect("it has a name");
     let mut watch = Watch::new(Vec::new());
     watch.watch_idle(&BTreeSet::from([name(&idle)]));
     let key = |pty: &nix::pty::OpenptyResult| {
@@ -180,8 +208,13 @@ fn settings_are_read_only_when_their_writer_has_closed_them() {
     let path = dir.path().join("owner.toml");
     fs::write(&path, "cores = 2\n").expect("the test's own file");
     let mut watch = Watch::new(vec![Spot::settings(path.clone())]);
-    let file = OpenOptions::new().write(true).truncate(true).open(&path).expect("the test's own file");
-    file.write_all_at(b"cores = 3\n", 0).expect("the test's own file");
+    let file = OpenOptions::new()
+        .write(true)
+        .truncate(true)
+        .open(&path)
+        .expect("the test's own file");
+    file.write_all_at(b"cores = 3\n", 0)
+        .expect("the test's own file");
     assert!(!watch.wait(Duration::ZERO, None).any());
     drop(file);
     assert!(watch.wait(PATIENCE, None).has(0));
@@ -218,13 +251,21 @@ fn half_a_record_is_nobody_until_it_is_whole() {
 #[test]
 fn where_an_owner_keeps_memory_free_it_is_read_in_turn_with_the_pressure() {
     let dir = tempfile::tempdir().expect("a directory");
-    let put = |name: &str, text: &str| fs::write(dir.path().join(name), text).expect("the test's own file");
+    let put = |name: &str, text: &str| {
+        fs::write(dir.path().join(name), text).expect("the test's own file")
+    };
     fs::create_dir(dir.path().join("pressure")).expect("the test's own directory");
     put("stat", "cpu 100 0 0 100 0 0 0 0\ncpu0 1\nintr 0\n");
     put("loadavg", "1.50 1 1 3/100 7\n");
     let says = |number: u64| {
-        put("meminfo", &format!("MemTotal: 99 kB\nMemAvailable: {number} kB\n"));
-        put("pressure/cpu", &format!("some avg10={number}.00 avg60=0.00 avg300=0.00 total=0\n"));
+        put(
+            "meminfo",
+            &format!("MemTotal: 99 kB\nMemAvailable: {number} kB\n"),
+        );
+        put(
+            "pressure/cpu",
+            &format!("some avg10={number}.00 avg60=0.00 avg300=0.00 total=0\n"),
+        );
     };
     says(1);
     let mut sampler = Sampler::open(dir.path()).expect("all files are there");
@@ -232,22 +273,36 @@ fn where_an_owner_keeps_memory_free_it_is_read_in_turn_with_the_pressure() {
         says(number);
         sampler.memory_matters(matters);
         let sample = sampler.sample(Micros(number)).expect("all files are good");
-        (sample.available_bytes >> 10, (sample.pressure * 100.0).round() as u64)
+        (
+            sample.available_bytes >> 10,
+            (sample.pressure * 100.0).round() as u64,
+        )
     };
     assert_eq!(sample(2, false), (2, 2));
     assert_eq!(sample(3, false), (2, 3), "nobody keeps it");
-    assert_eq!([4, 5, 6, 7].map(|number| sample(number, true)), [(4, 3), (4, 5), (6, 5), (6, 7)]);
+    assert_eq!(
+        [4, 5, 6, 7].map(|number| sample(number, true)),
+        [(4, 3), (4, 5), (6, 5), (6, 7)]
+    );
     assert_eq!([8, 9].map(|number| sample(number, false)), [(6, 8), (6, 9)]);
 }
 
 #[test]
 fn what_is_busy_is_told_by_the_account_of_the_outermost_control_group_where_it_can_be_seen() {
     let dir = tempfile::tempdir().expect("a directory");
-    let put = |name: &str, text: &str| fs::write(dir.path().join(name), text).expect("the test's own file");
+    let put = |name: &str, text: &str| {
+        fs::write(dir.path().join(name), text).expect("the test's own file")
+    };
     for folder in ["self", "groups"] {
         fs::create_dir(dir.path().join(folder)).expect("the test's own directory");
     }
-    put("self/mountinfo", &format!("9 8 0:1 / {} rw - cgroup2 cgroup2 rw\n", dir.path().join("groups").display()));
+    put(
+        "self/mountinfo",
+        &format!(
+            "9 8 0:1 / {} rw - cgroup2 cgroup2 rw\n",
+            dir.path().join("groups").display()
+        ),
+    );
     put("groups/cgroup.procs", "");
     put("groups/cpu.stat", "usage_usec 1000\n");
     put("stat", "cpu 100 0 0 100 0 0 0 0\ncpu0 1\ncpu1 1\nintr 0\n");
@@ -269,7 +324,12 @@ fn what_is_busy_is_told_by_the_account_of_the_outermost_control_group_where_it_c
         }
     }
     // Three threads wish to run, but nobody does.
-    while sampler.sample(Micros(4)).expect("what is wrong is not read").busy > 0.0 {
+    while sampler
+        .sample(Micros(4))
+        .expect("what is wrong is not read")
+        .busy
+        > 0.0
+    {
         told();
     }
 }
@@ -277,27 +337,66 @@ fn what_is_busy_is_told_by_the_account_of_the_outermost_control_group_where_it_c
 #[test]
 fn samples_of_fixed_files_give_their_numbers_and_follow_changes() {
     let dir = tempfile::tempdir().expect("a directory");
-    let put = |name: &str, text: &str| fs::write(dir.path().join(name), text).expect("the test's own file");
-    put("stat", "cpu 100 0 0 100 0 0 0 0\ncpu0 1\ncpu1 1\ncpu2 1\ncpu3 1\nintr 0\n");
+    let put = |name: &str, text: &str| {
+        fs::write(dir.path().join(name), text).expect("the test's own file")
+    };
+    put(
+        "stat",
+        "cpu 100 0 0 100 0 0 0 0\ncpu0 1\ncpu1 1\ncpu2 1\ncpu3 1\nintr 0\n",
+    );
     put("loadavg", "1.50 1 1 3/100 7\n");
     put("meminfo", "MemTotal: 8 kB\nMemAvailable: 4 kB\n");
     let mut sampler = Sampler::open(dir.path()).expect("all files are there");
     let first = sampler.sample(Micros(5)).expect("all files are good");
-    assert_eq!((first.at, first.cores, first.running, first.load1), (Micros(5), 4, 2, 1.5));
-    assert_eq!((first.busy, first.available_bytes, first.pressure), (0.5, 4096, 0.0));
+    assert_eq!(
+        (first.at, first.cores, first.running, first.load1),
+        (Micros(5), 4, 2, 1.5)
+    );
+    assert_eq!(
+        (first.busy, first.available_bytes, first.pressure),
+        (0.5, 4096, 0.0)
+    );
     put("stat", "cpu 130 0 0 110 0 0 0 0\ncpu0 1\nintr 0\n");
     let second = sampler.sample(Micros(6)).expect("all files are good");
     assert_eq!((second.busy, second.cores), (0.75, 1));
     put("meminfo", "MemTotal: 8 kB\nMemAvailable: 2 kB\n");
-    let soon = sampler.sample(Micros(5 + MEMORY_SPAN.0 - 1)).expect("all files are good");
+    let soon = sampler
+        .sample(Micros(5 + MEMORY_SPAN.0 - 1))
+        .expect("all files are good");
     assert_eq!(soon.available_bytes, 4096, "memory is not read so often");
-    assert_eq!(sampler.sample(Micros(5 + MEMORY_SPAN.0)).expect("all files are good").available_bytes, 2048);
+    assert_eq!(
+        sampler
+            .sample(Micros(5 + MEMORY_SPAN.0))
+            .expect("all files are good")
+            .available_bytes,
+        2048
+    );
     put("meminfo", "MemTotal: 8 kB\nMemAvailable: 6 kB\n");
-    assert_eq!(sampler.sample(Micros(0)).expect("all files are good").available_bytes, 6144, "the clock was set back");
+    assert_eq!(
+        sampler
+            .sample(Micros(0))
+            .expect("all files are good")
+            .available_bytes,
+        6144,
+        "the clock was set back"
+    );
     put("elsewhere", "MemTotal: 8 kB\nMemAvailable: 1 kB\n");
-    let mut sampler = sampler.memory_from(&dir.path().join("elsewhere")).expect("it is there");
-    assert_eq!(sampler.sample(Micros(MEMORY_SPAN.0)).expect("all files are good").available_bytes, 1024);
+    let mut sampler = sampler
+        .memory_from(&dir.path().join("elsewhere"))
+        .expect("it is there");
+    assert_eq!(
+        sampler
+            .sample(Micros(MEMORY_SPAN.0))
+            .expect("all files are good")
+            .available_bytes,
+        1024
+    );
     put("stat", "");
     assert!(sampler.sample(Micros(7)).is_err());
-    assert!(Sampler::open(Path::new("/nowhere")).expect_err("no files").to_string().contains("/nowhere/stat"));
+    assert!(
+        Sampler::open(Path::new("/nowhere"))
+            .expect_err("no files")
+            .to_string()
+            .contains("/nowhere/stat")
+    );
 }

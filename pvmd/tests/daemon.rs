@@ -35,7 +35,10 @@ struct Vm {
 
 impl Vm {
     fn new() -> Vm {
-        let dir = tempfile::Builder::new().prefix("pvmd").tempdir().expect("a scratch directory");
+        let dir = tempfile::Builder::new()
+            .prefix("pvmd")
+            .tempdir()
+            .expect("a scratch directory");
         fs::create_dir(dir.path().join("master")).expect("writable");
         let script = format!(
             "#!/bin/sh\n# rsh host [-l user] command\nhost=$1; shift\n[ \"$1\" = -l ] && shift 2\n\
@@ -52,7 +55,11 @@ impl Vm {
         let path = dir.path().join("rsh");
         fs::write(&path, script).expect("writable");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("ours");
-        Vm { dir, master: None, lease_ms: 10_000 }
+        Vm {
+            dir,
+            master: None,
+            lease_ms: 10_000,
+        }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -83,9 +90,14 @@ impl Vm {
     }
 
     fn start_as(&mut self, mut command: Command) -> PathBuf {
-        let mut child = command.stdout(Stdio::piped()).spawn().expect("pvmd can be run");
+        let mut child = command
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("pvmd can be run");
         let mut line = String::new();
-        BufReader::new(child.stdout.take().expect("a pipe")).read_line(&mut line).expect("readable");
+        BufReader::new(child.stdout.take().expect("a pipe"))
+            .read_line(&mut line)
+            .expect("readable");
         self.master = Some(child);
         assert!(!line.is_empty(), "the master ended without its line");
         PathBuf::from(line.trim_end())
@@ -96,7 +108,8 @@ impl Vm {
     }
 
     fn signal(&self, signal: nix::sys::signal::Signal) {
-        nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid()), signal).expect("it is our child");
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid()), signal)
+            .expect("it is our child");
     }
 
     /// Waits for the end of the master.
@@ -115,10 +128,16 @@ impl Vm {
         let mark = self.dir.path().to_string_lossy().into_owned();
         let mut found = Vec::new();
         for entry in fs::read_dir("/proc").expect("/proc").flatten() {
-            let Ok(environ) = fs::read(entry.path().join("environ")) else { continue };
+            let Ok(environ) = fs::read(entry.path().join("environ")) else {
+                continue;
+            };
             if String::from_utf8_lossy(&environ).contains(&mark) {
                 let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
-                found.push(format!("{:?} {}", entry.file_name(), String::from_utf8_lossy(&line).replace('\0', " ")));
+                found.push(format!(
+                    "{:?} {}",
+                    entry.file_name(),
+                    String::from_utf8_lossy(&line).replace('\0', " ")
+                ));
             }
         }
         found
@@ -132,30 +151,51 @@ impl Vm {
             .collect();
         let parent = |pid: &String| {
             let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-            status.lines().find_map(|line| line.strip_prefix("PPid:")).map(|parent| parent.trim().to_string())
+            status
+                .lines()
+                .find_map(|line| line.strip_prefix("PPid:"))
+                .map(|parent| parent.trim().to_string())
         };
-        let is_copy = |pid: &String, line: &String| parent(pid).is_some_and(|parent| lines.get(&parent) == Some(line));
-        lines.iter().filter(|(pid, line)| !is_copy(pid, line)).count()
+        let is_copy = |pid: &String, line: &String| {
+            parent(pid).is_some_and(|parent| lines.get(&parent) == Some(line))
+        };
+        lines
+            .iter()
+            .filter(|(pid, line)| !is_copy(pid, line))
+            .count()
     }
 
     /// Nothing of the virtual machine is left but what the test made.
     fn assert_clean(&self) {
         until("no process is left", || self.processes().is_empty());
-        for entry in fs::read_dir(self.dir.path()).expect("ours").flatten().filter(|e| e.path().is_dir()) {
-            let left: Vec<_> = fs::read_dir(entry.path()).expect("ours").flatten().map(|e| e.path()).collect();
+        for entry in fs::read_dir(self.dir.path())
+            .expect("ours")
+            .flatten()
+            .filter(|e| e.path().is_dir())
+        {
+            let left: Vec<_> = fs::read_dir(entry.path())
+                .expect("ours")
+                .flatten()
+                .map(|e| e.path())
+                .collect();
             assert!(left.is_empty(), "left behind: {left:?}");
         }
     }
 
     fn log(&self) -> String {
-        fs::read_to_string(self.path(&format!("master/sempa-{}/pvm/pvml", nix::unistd::getuid()))).unwrap_or_default()
+        fs::read_to_string(self.path(&format!("master/sempa-{}/pvm/pvml", nix::unistd::getuid())))
+            .unwrap_or_default()
     }
 }
 
 impl Drop for Vm {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            eprintln!("log of the master:\n{}\nprocesses: {:?}", self.log(), self.processes());
+            eprintln!(
+                "log of the master:\n{}\nprocesses: {:?}",
+                self.log(),
+                self.processes()
+            );
         }
         if let Some(mut child) = self.master.take() {
             let _ = child.kill();
@@ -185,7 +225,12 @@ impl Task {
     fn connect(socket: &Path) -> Task {
         let stream = UnixStream::connect(socket).expect("the daemon listens");
         stream.set_read_timeout(Some(DEADLINE)).expect("a socket");
-        Task { stream, decoder: FrameDecoder::new(), requests: 0, tid: None }
+        Task {
+            stream,
+            decoder: FrameDecoder::new(),
+            requests: 0,
+            tid: None,
+        }
     }
 
     /// Connects and is welcomed.
@@ -209,7 +254,9 @@ impl Task {
     }
 
     fn send(&mut self, message: &ToDaemon) {
-        self.stream.write_all(&encode_control(message).expect("small")).expect("the daemon reads");
+        self.stream
+            .write_all(&encode_control(message).expect("small"))
+            .expect("the daemon reads");
     }
 
     /// The next message, `None` at the end.
@@ -236,8 +283,18 @@ impl Task {
     /// Sends a fragment of a message.
     fn send_fragment(&mut self, dst: Tid, seq: u64, payload: Bytes) {
         let kind = LinkKind::Data { last: true };
-        let frame = LinkFrame { src: self.tid(), dst, kind, seq, ack: 0, line: 0, payload };
-        self.stream.write_all(&encode_link(&frame)).expect("the daemon reads");
+        let frame = LinkFrame {
+            src: self.tid(),
+            dst,
+            kind,
+            seq,
+            ack: 0,
+            line: 0,
+            payload,
+        };
+        self.stream
+            .write_all(&encode_link(&frame))
+            .expect("the daemon reads");
     }
 
     /// The number of the next fragment.
@@ -248,10 +305,14 @@ impl Task {
 
     /// Sends frames in one piece, with descriptors at the first byte.
     fn send_with(&mut self, messages: &[ToDaemon], descriptors: &[RawFd]) {
-        let bytes: Vec<u8> = messages.iter().flat_map(|m| encode_control(m).expect("small").to_vec()).collect();
+        let bytes: Vec<u8> = messages
+            .iter()
+            .flat_map(|m| encode_control(m).expect("small").to_vec())
+            .collect();
         let control = [ControlMessage::ScmRights(descriptors)];
         let (fd, parts) = (self.stream.as_raw_fd(), [IoSlice::new(&bytes)]);
-        let sent = sendmsg::<()>(fd, &parts, &control, MsgFlags::empty(), None).expect("the daemon reads");
+        let sent =
+            sendmsg::<()>(fd, &parts, &control, MsgFlags::empty(), None).expect("the daemon reads");
         assert_eq!(sent, bytes.len());
     }
 
@@ -261,13 +322,20 @@ impl Task {
         let mut parts = [IoSliceMut::new(&mut bytes)];
         let flags = MsgFlags::MSG_CMSG_CLOEXEC;
         let fd = self.stream.as_raw_fd();
-        let got = recvmsg::<()>(fd, &mut parts, Some(&mut space), flags).expect("the daemon speaks");
+        let got =
+            recvmsg::<()>(fd, &mut parts, Some(&mut space), flags).expect("the daemon speaks");
         let mut files = Vec::new();
         for message in got.cmsgs().expect("whole") {
-            let ControlMessageOwned::ScmRights(fds) = message else { panic!("{message:?}") };
+            let ControlMessageOwned::ScmRights(fds) = message else {
+                panic!("{message:?}")
+            };
             // Opened anew by their names: what the test holds twice is closed once.
-            files.extend(fds.iter().map(|fd| File::open(format!("/proc/self/fd/{fd}")).expect("open")));
-            fds.into_iter().for_each(|fd| nix::unistd::close(fd).expect("ours"));
+            files.extend(
+                fds.iter()
+                    .map(|fd| File::open(format!("/proc/self/fd/{fd}")).expect("open")),
+            );
+            fds.into_iter()
+                .for_each(|fd| nix::unistd::close(fd).expect("ours"));
         }
         let length = got.bytes;
         self.decoder.push(&bytes[..length]);
@@ -294,23 +362,33 @@ impl Task {
     fn add(&mut self, lines: &[&str]) -> Vec<Result<String, (PvmError, String)>> {
         let lines = lines.iter().map(|l| l.to_string()).collect();
         match self.ask(Request::AddHosts { lines }) {
-            Reply::HostsAdded(added) => {
-                added.into_iter().map(|a| a.result.map(|entry| entry.name).map_err(|e| (e, a.reason))).collect()
-            }
+            Reply::HostsAdded(added) => added
+                .into_iter()
+                .map(|a| a.result.map(|entry| entry.name).map_err(|e| (e, a.reason)))
+                .collect(),
             reply => panic!("{reply:?}"),
         }
     }
 }
 
 fn text(output: &Output) -> (String, String) {
-    (String::from_utf8_lossy(&output.stdout).into_owned(), String::from_utf8_lossy(&output.stderr).into_owned())
+    (
+        String::from_utf8_lossy(&output.stdout).into_owned(),
+        String::from_utf8_lossy(&output.stderr).into_owned(),
+    )
 }
 
 #[test]
 fn the_master_tells_its_socket_and_leaves_nothing_when_it_is_told_to_end() {
     let mut vm = Vm::new();
     let socket = vm.start();
-    assert_eq!(socket, vm.path(&format!("master/sempa-{}/pvm/pvmd.sock", nix::unistd::getuid())));
+    assert_eq!(
+        socket,
+        vm.path(&format!(
+            "master/sempa-{}/pvm/pvmd.sock",
+            nix::unistd::getuid()
+        ))
+    );
     let task = Task::enrol(&socket);
     vm.signal(nix::sys::signal::Signal::SIGTERM);
     assert!(vm.ended().success());
@@ -327,7 +405,11 @@ fn a_second_virtual_machine_of_the_same_name_is_refused_in_one_line() {
     let (out, err) = text(&second);
     assert_eq!((out.as_str(), err.lines().count()), ("", 1), "{err}");
     let process = format!("process {}", vm.pid());
-    for part in ["a virtual machine named pvm of this user is running already", &process, "PVM_VMID"] {
+    for part in [
+        "a virtual machine named pvm of this user is running already",
+        &process,
+        "PVM_VMID",
+    ] {
         assert!(err.contains(part), "{err}");
     }
     Task::enrol(&socket);
@@ -351,7 +433,9 @@ fn what_a_killed_daemon_left_heals_at_the_next_start() {
     assert!(!dir.join("images-9").exists() && !dir.join("resume-9").exists());
     Task::enrol(&socket);
     // The log is written beside the daemon's work, and may come later than its answers.
-    until("the log says what was found", || vm.log().contains("ended without cleaning up"));
+    until("the log says what was found", || {
+        vm.log().contains("ended without cleaning up")
+    });
     vm.signal(nix::sys::signal::Signal::SIGTERM);
     assert!(vm.ended().success());
     vm.assert_clean();
@@ -362,11 +446,18 @@ fn garbage_on_its_socket_and_port_leaves_the_daemon_serving() {
     let mut vm = Vm::new();
     let socket = vm.start();
     let mut good = Task::enrol(&socket);
-    for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 5000], &[9, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]] {
+    for garbage in [
+        &b"GET / HTTP/1.1\r\n\r\n"[..],
+        &[0xff; 5000],
+        &[9, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8],
+    ] {
         let mut stranger = Task::connect(&socket);
         let _ = stranger.stream.write_all(garbage);
         let answer = stranger.read();
-        assert!(matches!(answer, Some(ToTask::Refused { .. }) | None), "{answer:?}");
+        assert!(
+            matches!(answer, Some(ToTask::Refused { .. }) | None),
+            "{answer:?}"
+        );
         // The same after a proper hello.
         let mut stranger = Task::enrol(&socket);
         let _ = stranger.stream.write_all(garbage);
@@ -386,15 +477,20 @@ fn garbage_on_its_socket_and_port_leaves_the_daemon_serving() {
         Some(ToTask::Refused { reason }) => assert!(reason.contains("version 999"), "{reason}"),
         answer => panic!("{answer:?}"),
     }
-    let Reply::Hosts(table) = good.ask(Request::Config) else { panic!("no host table") };
+    let Reply::Hosts(table) = good.ask(Request::Config) else {
+        panic!("no host table")
+    };
     let udp = UdpSocket::bind("127.0.0.1:0").expect("a port");
     for len in [1, 20, 1200, 60_000] {
         for byte in [0u8, 0x40, 0xc3, 0xff] {
-            udp.send_to(&vec![byte; len], table.hosts[0].addresses[0]).expect("loopback");
+            udp.send_to(&vec![byte; len], table.hosts[0].addresses[0])
+                .expect("loopback");
         }
     }
     assert_eq!(good.add(&["h2"]), [Ok("h2".to_string())]);
-    let Reply::Hosts(_) = good.ask(Request::Config) else { panic!("no host table") };
+    let Reply::Hosts(_) = good.ask(Request::Config) else {
+        panic!("no host table")
+    };
     vm.signal(nix::sys::signal::Signal::SIGTERM);
     assert!(vm.ended().success());
     vm.assert_clean();
@@ -417,7 +513,13 @@ fn contents(files: Vec<File>) -> Vec<String> {
 }
 
 fn offer(to: Tid, id: u64) -> ToDaemon {
-    ToDaemon::Route { to, word: RouteWord::RingOffer { id: OfferId(id), slot: 0 } }
+    ToDaemon::Route {
+        to,
+        word: RouteWord::RingOffer {
+            id: OfferId(id),
+            slot: 0,
+        },
+    }
 }
 
 #[test]
@@ -425,32 +527,84 @@ fn descriptors_travel_with_their_words_and_a_word_that_is_short_of_them_closes_i
     let mut vm = Vm::new();
     let socket = vm.start();
     let [mut a, mut b] = [Task::enrol(&socket), Task::enrol(&socket)];
-    let open = |vm: &Vm| fs::read_dir(format!("/proc/{}/fd", vm.pid())).expect("our child").count();
+    let open = |vm: &Vm| {
+        fs::read_dir(format!("/proc/{}/fd", vm.pid()))
+            .expect("our child")
+            .count()
+    };
     let before = open(&vm);
     let [rings, bell] = [memory("rings"), memory("bell")];
     let two = [rings.as_raw_fd(), bell.as_raw_fd()];
     for id in 1..=50 {
         // Another frame in front of the word, as a busy library writes them, and one behind it.
-        a.send(&ToDaemon::Request { id: RequestId(2 * id), what: Request::Config });
-        let after = ToDaemon::Request { id: RequestId(2 * id + 1), what: Request::Config };
+        a.send(&ToDaemon::Request {
+            id: RequestId(2 * id),
+            what: Request::Config,
+        });
+        let after = ToDaemon::Request {
+            id: RequestId(2 * id + 1),
+            what: Request::Config,
+        };
         a.send_with(&[offer(b.tid(), id), after], &two);
         let (word, files) = b.read_with();
-        let expected = RouteWord::RingOffer { id: OfferId(id), slot: 0 };
-        assert_eq!(word, ToTask::Route { from: a.tid(), near: true, word: expected });
+        let expected = RouteWord::RingOffer {
+            id: OfferId(id),
+            slot: 0,
+        };
+        assert_eq!(
+            word,
+            ToTask::Route {
+                from: a.tid(),
+                near: true,
+                word: expected
+            }
+        );
         assert_eq!(contents(files), ["rings", "bell"]);
         for _ in 0..2 {
             let reply = a.read();
-            assert!(matches!(reply, Some(ToTask::Reply { reply: Reply::Hosts(_), .. })), "{reply:?}");
+            assert!(
+                matches!(
+                    reply,
+                    Some(ToTask::Reply {
+                        reply: Reply::Hosts(_),
+                        ..
+                    })
+                ),
+                "{reply:?}"
+            );
         }
-        let word = RouteWord::RingAccept { id: OfferId(id), slot: 7 };
-        b.send_with(&[ToDaemon::Route { to: a.tid(), word: word.clone() }], &[memory("bell of b").as_raw_fd()]);
+        let word = RouteWord::RingAccept {
+            id: OfferId(id),
+            slot: 7,
+        };
+        b.send_with(
+            &[ToDaemon::Route {
+                to: a.tid(),
+                word: word.clone(),
+            }],
+            &[memory("bell of b").as_raw_fd()],
+        );
         let (answer, files) = a.read_with();
-        assert_eq!(answer, ToTask::Route { from: b.tid(), near: true, word });
+        assert_eq!(
+            answer,
+            ToTask::Route {
+                from: b.tid(),
+                near: true,
+                word
+            }
+        );
         assert_eq!(contents(files), ["bell of b"]);
     }
-    let config = || ToDaemon::Request { id: RequestId(999), what: Request::Config };
-    let breaches: [(&[ToDaemon], usize); 4] =
-        [(&[offer(b.tid(), 1)], 0), (&[offer(b.tid(), 1)], 1), (&[offer(b.tid(), 1)], 3), (&[config()], 1)];
+    let config = || ToDaemon::Request {
+        id: RequestId(999),
+        what: Request::Config,
+    };
+    let breaches: [(&[ToDaemon], usize); 4] = [
+        (&[offer(b.tid(), 1)], 0),
+        (&[offer(b.tid(), 1)], 1),
+        (&[offer(b.tid(), 1)], 3),
+        (&[config()], 1),
+    ];
     for (messages, count) in breaches {
         let mut stranger = Task::enrol(&socket);
         stranger.send_with(messages, &vec![bell.as_raw_fd(); count]);
@@ -470,7 +624,11 @@ fn descriptors_travel_with_their_words_and_a_word_that_is_short_of_them_closes_i
 fn a_task_that_does_not_read_holds_up_nobody_and_loses_nothing() {
     let mut vm = Vm::new();
     let socket = vm.start();
-    let (mut talker, mut deaf, mut other) = (Task::enrol(&socket), Task::enrol(&socket), Task::enrol(&socket));
+    let (mut talker, mut deaf, mut other) = (
+        Task::enrol(&socket),
+        Task::enrol(&socket),
+        Task::enrol(&socket),
+    );
     // As a task that ends has its daemon take all that it has sent: no window, and nobody who would send it again.
     let (payload, count) = (Bytes::from(vec![7; FRAGMENT_BYTES_MAX]), 2200);
     for seq in 1..=count {
@@ -478,7 +636,10 @@ fn a_task_that_does_not_read_holds_up_nobody_and_loses_nothing() {
     }
     talker.send_fragment(other.tid(), 1, Bytes::new());
     assert_eq!(other.read_fragment(), 1);
-    talker.stream.shutdown(std::net::Shutdown::Both).expect("a socket");
+    talker
+        .stream
+        .shutdown(std::net::Shutdown::Both)
+        .expect("a socket");
     for seq in 1..=count {
         assert_eq!(deaf.read_fragment(), seq);
     }
@@ -489,26 +650,74 @@ fn hosts_are_added_over_the_remote_shell_and_halt_ends_everything() {
     let mut vm = Vm::new();
     let socket = vm.start();
     let mut task = Task::enrol(&socket);
-    let added = task.add(&["h2", "h3 sp=2000", "nowhere", "closed", "bare", "h4 lo=somebody"]);
-    let names: Vec<_> = added.iter().map(|a| a.as_ref().map(String::as_str).map_err(|(e, _)| *e)).collect();
+    let added = task.add(&[
+        "h2",
+        "h3 sp=2000",
+        "nowhere",
+        "closed",
+        "bare",
+        "h4 lo=somebody",
+    ]);
+    let names: Vec<_> = added
+        .iter()
+        .map(|a| a.as_ref().map(String::as_str).map_err(|(e, _)| *e))
+        .collect();
     let cant = Err(PvmError::CantStart);
-    assert_eq!(names, [Ok("h2"), Ok("h3"), Err(PvmError::NoHost), cant, cant, Ok("h4")], "{added:?}");
+    assert_eq!(
+        names,
+        [
+            Ok("h2"),
+            Ok("h3"),
+            Err(PvmError::NoHost),
+            cant,
+            cant,
+            Ok("h4")
+        ],
+        "{added:?}"
+    );
     let reason = |n: usize| added[n].as_ref().expect_err("refused").1.clone();
-    assert!(reason(2).contains("nowhere") && reason(2).contains("unknown"), "{}", reason(2));
-    assert!(reason(3).contains("Connection refused") && reason(3).contains("PVM_RSH"), "{}", reason(3));
-    assert!(reason(4).contains("not found there") && reason(4).contains("dx="), "{}", reason(4));
-    let Reply::Hosts(table) = task.ask(Request::Config) else { panic!("no host table") };
+    assert!(
+        reason(2).contains("nowhere") && reason(2).contains("unknown"),
+        "{}",
+        reason(2)
+    );
+    assert!(
+        reason(3).contains("Connection refused") && reason(3).contains("PVM_RSH"),
+        "{}",
+        reason(3)
+    );
+    assert!(
+        reason(4).contains("not found there") && reason(4).contains("dx="),
+        "{}",
+        reason(4)
+    );
+    let Reply::Hosts(table) = task.ask(Request::Config) else {
+        panic!("no host table")
+    };
     assert_eq!(table.hosts.len(), 4);
     // Each daemon knows the others: a task there sees the same table.
     let uid = nix::unistd::getuid();
     let there = vm.path(&format!("h3/sempa-{uid}/pvm/pvmd.sock"));
     let mut other = Task::enrol(&there);
-    until("the table is known there", || matches!(other.ask(Request::Config), Reply::Hosts(t) if t.hosts.len() == 4));
+    until(
+        "the table is known there",
+        || matches!(other.ask(Request::Config), Reply::Hosts(t) if t.hosts.len() == 4),
+    );
     let more = task.add(&["same1", "same2"]);
-    let duplicate = more.iter().filter(|m| matches!(m, Err((PvmError::DupHost, _)))).count();
-    assert_eq!((more.iter().filter(|m| m.is_ok()).count(), duplicate), (1, 1), "{more:?}");
+    let duplicate = more
+        .iter()
+        .filter(|m| matches!(m, Err((PvmError::DupHost, _))))
+        .count();
+    assert_eq!(
+        (more.iter().filter(|m| m.is_ok()).count(), duplicate),
+        (1, 1),
+        "{more:?}"
+    );
     assert!(vm.processes().len() >= 5, "{:?}", vm.processes());
-    task.send(&ToDaemon::Request { id: RequestId(99), what: Request::Halt });
+    task.send(&ToDaemon::Request {
+        id: RequestId(99),
+        what: Request::Halt,
+    });
     assert!(vm.ended().success());
     vm.assert_clean();
 }
@@ -530,11 +739,26 @@ fn a_slave_ends_with_its_tasks_when_its_master_is_killed() {
 fn a_slave_without_a_master_says_so_in_one_line() {
     let vm = Vm::new();
     for input in ["", "hello\n", "{\"ddpro\":1}\n"] {
-        let mut child = vm.command().arg("-s").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("pvmd runs");
-        child.stdin.take().expect("a pipe").write_all(input.as_bytes()).expect("it reads");
+        let mut child = vm
+            .command()
+            .arg("-s")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("pvmd runs");
+        child
+            .stdin
+            .take()
+            .expect("a pipe")
+            .write_all(input.as_bytes())
+            .expect("it reads");
         let output = child.wait_with_output().expect("it ends");
         let (out, _) = text(&output);
-        assert_eq!((output.status.code(), out.lines().count()), (Some(1), 1), "{out}");
+        assert_eq!(
+            (output.status.code(), out.lines().count()),
+            (Some(1), 1),
+            "{out}"
+        );
         assert!(out.starts_with("sempa-error: "), "{out}");
     }
     vm.assert_clean();
@@ -554,16 +778,24 @@ fn another_user_gets_a_reason_and_no_service() {
     std::os::unix::fs::chown(vm.path("master"), Some(NOBODY), Some(NOBODY)).expect("root may");
     let mut command = Command::new(&program);
     let same = vm.command();
-    command.env_clear().envs(same.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    command.env_clear().envs(
+        same.get_envs()
+            .filter_map(|(name, value)| Some((name, value?))),
+    );
     command.stdin(Stdio::null()).stdout(Stdio::piped());
     std::os::unix::process::CommandExt::uid(&mut command, NOBODY);
     let mut child = command.spawn().expect("pvmd can be run");
     let mut line = String::new();
-    BufReader::new(child.stdout.take().expect("a pipe")).read_line(&mut line).expect("readable");
+    BufReader::new(child.stdout.take().expect("a pipe"))
+        .read_line(&mut line)
+        .expect("readable");
     vm.master = Some(child);
     match Task::connect(Path::new(line.trim_end())).read() {
         Some(ToTask::Refused { reason }) => {
-            assert!(reason.contains(&format!("serves user {NOBODY} only, and you are user 0")), "{reason}");
+            assert!(
+                reason.contains(&format!("serves user {NOBODY} only, and you are user 0")),
+                "{reason}"
+            );
         }
         answer => panic!("{answer:?}"),
     }
@@ -578,9 +810,17 @@ fn root_is_refused_unless_it_is_allowed() {
     if !nix::unistd::getuid().is_root() {
         return;
     }
-    let output = vm.command().env_remove("PVM_ALLOW_ROOT").output().expect("pvmd runs");
+    let output = vm
+        .command()
+        .env_remove("PVM_ALLOW_ROOT")
+        .output()
+        .expect("pvmd runs");
     let (out, err) = text(&output);
-    assert_eq!((output.status.code(), out.as_str(), err.lines().count()), (Some(1), "", 1), "{err}");
+    assert_eq!(
+        (output.status.code(), out.as_str(), err.lines().count()),
+        (Some(1), "", 1),
+        "{err}"
+    );
     assert!(err.contains("PVM_ALLOW_ROOT"), "{err}");
     vm.assert_clean();
 }
@@ -603,7 +843,9 @@ impl Terminal {
         std::thread::spawn(move || {
             let mut bytes = [0; 4096];
             while let Ok(count @ 1..) = screen.read(&mut bytes) {
-                seen.lock().expect("no panic").push_str(&String::from_utf8_lossy(&bytes[..count]));
+                seen.lock()
+                    .expect("no panic")
+                    .push_str(&String::from_utf8_lossy(&bytes[..count]));
             }
         });
         let end = || slave.try_clone().expect("a descriptor");
@@ -623,7 +865,9 @@ impl Terminal {
     }
 
     fn enter(&mut self, line: &str) {
-        self.keys.write_all(format!("{line}\n").as_bytes()).expect("somebody reads");
+        self.keys
+            .write_all(format!("{line}\n").as_bytes())
+            .expect("somebody reads");
     }
 }
 
@@ -637,32 +881,51 @@ fn vm_at_a_terminal() -> (Vm, Terminal, PathBuf) {
 }
 
 /// Adds a host in the background.
-fn adding(socket: &Path, line: &'static str) -> JoinHandle<Vec<Result<String, (PvmError, String)>>> {
+fn adding(
+    socket: &Path,
+    line: &'static str,
+) -> JoinHandle<Vec<Result<String, (PvmError, String)>>> {
     let socket = socket.to_path_buf();
     std::thread::spawn(move || Task::enrol(&socket).add(&[line]))
 }
 
 /// What a person does who is asked to start a daemon; the answer of it.
 fn start_by_hand(vm: &Vm, host: &str, asked: &Terminal) -> String {
-    until("it is asked for the answer", || asked.shown().ends_with("Type response: "));
+    until("it is asked for the answer", || {
+        asked.shown().ends_with("Type response: ")
+    });
     let shown = asked.until(&format!("Login to \"{host}\" and type:\n"));
     let lines: Vec<&str> = shown.lines().collect();
     let (typed, secret) = (lines[0], lines[2]);
     assert!(typed.contains(" -S --join "), "{typed}");
     fs::create_dir(vm.path(host)).expect("writable");
     let mut shell = Command::new("sh");
-    shell.args(["-c", typed]).env("PVM_TMP", vm.path(host)).env_remove("PVM_VMID");
+    shell
+        .args(["-c", typed])
+        .env("PVM_TMP", vm.path(host))
+        .env_remove("PVM_VMID");
     let mut there = Terminal::of(&mut shell);
     let mut child = shell.spawn().expect("a shell");
     drop(shell);
     there.until("Secret");
     there.enter(secret);
-    assert!(child.wait().expect("our child").success(), "{}", there.shown());
+    assert!(
+        child.wait().expect("our child").success(),
+        "{}",
+        there.shown()
+    );
     there.until("ddpro<");
     until("the whole line is there", || there.shown().ends_with('\n'));
     let shown = there.shown();
-    assert!(!shown.contains(secret), "what is typed is not shown: {shown}");
-    shown.lines().find(|line| line.starts_with("ddpro<")).expect("just seen").to_string()
+    assert!(
+        !shown.contains(secret),
+        "what is typed is not shown: {shown}"
+    );
+    shown
+        .lines()
+        .find(|line| line.starts_with("ddpro<"))
+        .expect("just seen")
+        .to_string()
 }
 
 #[test]
@@ -671,7 +934,11 @@ fn a_host_is_started_by_hand_while_others_are_added() {
     let by_hand = adding(&socket, "h2 so=ms");
     terminal.until("*** Manual startup ***");
     let mut task = Task::enrol(&socket);
-    assert_eq!(task.add(&["h3"]), [Ok("h3".to_string())], "nobody waits for the person");
+    assert_eq!(
+        task.add(&["h3"]),
+        [Ok("h3".to_string())],
+        "nobody waits for the person"
+    );
     let answer = start_by_hand(&vm, "h2", &terminal);
     terminal.enter("");
     terminal.enter(&answer);
@@ -679,8 +946,14 @@ fn a_host_is_started_by_hand_while_others_are_added() {
     assert_eq!(by_hand.join().expect("no panic"), [Ok("h2".to_string())]);
     let uid = nix::unistd::getuid();
     let mut there = Task::enrol(&vm.path(&format!("h2/sempa-{uid}/pvm/pvmd.sock")));
-    until("it knows all", || matches!(there.ask(Request::Config), Reply::Hosts(t) if t.hosts.len() == 3));
-    task.send(&ToDaemon::Request { id: RequestId(99), what: Request::Halt });
+    until(
+        "it knows all",
+        || matches!(there.ask(Request::Config), Reply::Hosts(t) if t.hosts.len() == 3),
+    );
+    task.send(&ToDaemon::Request {
+        id: RequestId(99),
+        what: Request::Halt,
+    });
     assert!(vm.ended().success());
     vm.assert_clean();
 }
@@ -695,15 +968,23 @@ fn a_wrong_answer_is_refused_with_its_reason_and_leaves_no_daemon() {
     terminal.enter("hello there");
     let added = by_hand.join().expect("no panic");
     let (error, reason) = added[0].as_ref().expect_err("refused");
-    assert!(*error == PvmError::CantStart && reason.contains("\"hello there\" is not the line"), "{reason}");
+    assert!(
+        *error == PvmError::CantStart && reason.contains("\"hello there\" is not the line"),
+        "{reason}"
+    );
     terminal.until("h2 is not added: ");
     until("its daemon ends", || vm.programs() == 2);
     let by_hand = adding(&socket, "h2 so=ms");
-    until("it can be tried again", || terminal.shown().matches("Type response: ").count() == 2);
+    until("it can be tried again", || {
+        terminal.shown().matches("Type response: ").count() == 2
+    });
     terminal.enter("sempa-error: -28 one runs here");
     let added = by_hand.join().expect("no panic");
     let (error, reason) = added[0].as_ref().expect_err("refused");
-    assert!(*error == PvmError::DupHost && reason.contains("one runs here"), "{reason}");
+    assert!(
+        *error == PvmError::DupHost && reason.contains("one runs here"),
+        "{reason}"
+    );
     vm.signal(nix::sys::signal::Signal::SIGTERM);
     assert!(vm.ended().success());
     vm.assert_clean();
@@ -714,13 +995,23 @@ fn a_halt_does_not_wait_for_the_person_who_is_asked() {
     let (mut vm, terminal, socket) = vm_at_a_terminal();
     let mut task = Task::enrol(&socket);
     let lines = vec!["h2 so=ms".to_string(), "h3 so=ms".to_string()];
-    task.send(&ToDaemon::Request { id: RequestId(1), what: Request::AddHosts { lines } });
+    task.send(&ToDaemon::Request {
+        id: RequestId(1),
+        what: Request::AddHosts { lines },
+    });
     terminal.until("Type response: ");
     let begin = Instant::now();
-    task.send(&ToDaemon::Request { id: RequestId(2), what: Request::Halt });
+    task.send(&ToDaemon::Request {
+        id: RequestId(2),
+        what: Request::Halt,
+    });
     assert!(vm.ended().success());
     assert!(begin.elapsed() < DEADLINE / 2, "{:?}", begin.elapsed());
-    assert_eq!(terminal.shown().matches("*** Manual startup ***").count(), 1, "one at a time");
+    assert_eq!(
+        terminal.shown().matches("*** Manual startup ***").count(),
+        1,
+        "one at a time"
+    );
     vm.assert_clean();
 }
 
@@ -729,10 +1020,20 @@ fn a_master_without_a_terminal_says_that_it_can_ask_nobody() {
     let mut vm = Vm::new();
     let socket = vm.start();
     let added = Task::enrol(&socket).add(&["h2 so=ms", "h3 so=pw", "h4"]);
-    let codes: Vec<_> = added.iter().map(|a| a.as_ref().map(String::as_str).map_err(|(e, _)| *e)).collect();
-    assert_eq!(codes, [Err(PvmError::CantStart), Err(PvmError::NotImpl), Ok("h4")]);
+    let codes: Vec<_> = added
+        .iter()
+        .map(|a| a.as_ref().map(String::as_str).map_err(|(e, _)| *e))
+        .collect();
+    assert_eq!(
+        codes,
+        [Err(PvmError::CantStart), Err(PvmError::NotImpl), Ok("h4")]
+    );
     let reason = |n: usize| added[n].as_ref().expect_err("refused").1.clone();
-    assert!(reason(0).contains("no terminal") && reason(0).contains("pvmd hostfile"), "{}", reason(0));
+    assert!(
+        reason(0).contains("no terminal") && reason(0).contains("pvmd hostfile"),
+        "{}",
+        reason(0)
+    );
     assert!(reason(1).contains("so=pw is for hosters"), "{}", reason(1));
     vm.signal(nix::sys::signal::Signal::SIGTERM);
     assert!(vm.ended().success());

@@ -35,11 +35,17 @@ fn allocations(
 ) -> usize {
     let mut buffer = BytesMut::new();
     let mut pass = |range: Range<u64>| {
-        let frames: Vec<Bytes> = range.map(|n| frame(&mut buffer, ends, kind(n), n, &[7; 64])).collect();
+        let frames: Vec<Bytes> = range
+            .map(|n| frame(&mut buffer, ends, kind(n), n, &[7; 64]))
+            .collect();
         let before = counting::allocations();
         for frame in &frames {
             daemon.handle(event(frame.clone()));
-            assert!(daemon.poll().is_some_and(|output| forwarded(&output, frame)));
+            assert!(
+                daemon
+                    .poll()
+                    .is_some_and(|output| forwarded(&output, frame))
+            );
             assert!(daemon.poll().is_none());
         }
         counting::allocations() - before
@@ -52,7 +58,10 @@ fn allocations(
 fn frames_between_tasks_of_a_host_are_forwarded_without_an_allocation() {
     let mut daemon = Daemon::new(2);
     let ends = (daemon.tids[0], daemon.tids[1]);
-    let event = |frame| Event::TaskLink { conn: Daemon::conn(0), frame };
+    let event = |frame| Event::TaskLink {
+        conn: Daemon::conn(0),
+        frame,
+    };
     let forwarded = |output: &Output, sent: &Bytes| match output {
         Output::LinkToTask { conn, frame } => *conn == Daemon::conn(1) && frame == sent,
         _ => false,
@@ -64,9 +73,15 @@ fn frames_between_tasks_of_a_host_are_forwarded_without_an_allocation() {
 fn frames_to_a_task_of_another_host_are_forwarded_without_an_allocation() {
     let mut daemon = Daemon::new(1);
     let ends = (daemon.tids[0], elsewhere());
-    let event = |frame| Event::TaskLink { conn: Daemon::conn(0), frame };
+    let event = |frame| Event::TaskLink {
+        conn: Daemon::conn(0),
+        frame,
+    };
     let forwarded = |output: &Output, sent: &Bytes| match output {
-        Output::Carry { host: HostId::MASTER, carried: Carried::Link(frame) } => frame == sent,
+        Output::Carry {
+            host: HostId::MASTER,
+            carried: Carried::Link(frame),
+        } => frame == sent,
         _ => false,
     };
     assert_eq!(allocations(&mut daemon, ends, event, forwarded), 0);
@@ -76,7 +91,10 @@ fn frames_to_a_task_of_another_host_are_forwarded_without_an_allocation() {
 fn frames_from_a_task_of_another_host_are_forwarded_without_an_allocation() {
     let mut daemon = Daemon::new(1);
     let ends = (elsewhere(), daemon.tids[0]);
-    let event = |frame| Event::HostCarried { host: HostId::MASTER, carried: Carried::Link(frame) };
+    let event = |frame| Event::HostCarried {
+        host: HostId::MASTER,
+        carried: Carried::Link(frame),
+    };
     let forwarded = |output: &Output, sent: &Bytes| match output {
         Output::LinkToTask { conn, frame } => *conn == Daemon::conn(0) && frame == sent,
         _ => false,

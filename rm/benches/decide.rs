@@ -38,7 +38,9 @@ struct Costs {
 
 /// Processor time of this thread.
 fn now() -> Duration {
-    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("this is Linux").into()
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)
+        .expect("this is Linux")
+        .into()
 }
 
 fn cost(name: &'static str, decide: &mut dyn FnMut(usize)) -> Cost {
@@ -56,15 +58,35 @@ fn cost(name: &'static str, decide: &mut dyn FnMut(usize)) -> Cost {
     let each = (MEASURED_MIN / time(1)).ceil().max(1.0) as usize;
     let mut all: Vec<f64> = (0..TIMES).map(|_| time(each)).collect();
     all.sort_by(f64::total_cmp);
-    Cost { name, median: all[TIMES / 2], best: all[0] }
+    Cost {
+        name,
+        median: all[TIMES / 2],
+        best: all[0],
+    }
 }
 
 fn table(all: &[Costs]) {
-    let heads: Vec<String> = all.iter().map(|costs| format!("{:10} hosts", costs.hosts)).collect();
-    println!("{:36}{}", "microseconds, median and best, with", heads.concat());
+    let heads: Vec<String> = all
+        .iter()
+        .map(|costs| format!("{:10} hosts", costs.hosts))
+        .collect();
+    println!(
+        "{:36}{}",
+        "microseconds, median and best, with",
+        heads.concat()
+    );
     for i in 0..all[0].decisions.len() {
-        let cell = |costs: &Costs| format!("{:8.1}{:8.1}", costs.decisions[i].median, costs.decisions[i].best);
-        println!("{:36}{}", all[0].decisions[i].name, all.iter().map(cell).collect::<Vec<_>>().concat());
+        let cell = |costs: &Costs| {
+            format!(
+                "{:8.1}{:8.1}",
+                costs.decisions[i].median, costs.decisions[i].best
+            )
+        };
+        println!(
+            "{:36}{}",
+            all[0].decisions[i].name,
+            all.iter().map(cell).collect::<Vec<_>>().concat()
+        );
     }
 }
 
@@ -72,7 +94,10 @@ fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
     let json = words.iter().find_map(|word| word.strip_prefix("--json="));
     // Cargo adds a word of its own.
-    let only: Vec<&String> = words.iter().filter(|word| !word.starts_with("--")).collect();
+    let only: Vec<&String> = words
+        .iter()
+        .filter(|word| !word.starts_with("--"))
+        .collect();
     let of_size = |hosts: u16| {
         let mut decisions = Vec::new();
         let mut visit = |name: &'static str, decide: &mut dyn FnMut(usize)| {
@@ -90,15 +115,22 @@ fn main() -> ExitCode {
     let mut good = true;
     for Costs { hosts, decisions } in &all {
         for Cost { name, median, .. } in decisions.iter().filter(|cost| cost.median > ALLOWED) {
-            println!("above the {ALLOWED} µs that are allowed: {name}, {median:.0} µs with {hosts} hosts");
+            println!(
+                "above the {ALLOWED} µs that are allowed: {name}, {median:.0} µs with {hosts} hosts"
+            );
             good = false;
         }
     }
     if let Some(file) = json
-        && let Err(error) = std::fs::write(file, serde_json::to_vec(&all).expect("numbers and names"))
+        && let Err(error) =
+            std::fs::write(file, serde_json::to_vec(&all).expect("numbers and names"))
     {
         println!("the numbers cannot be written to {file}: {error}");
         good = false;
     }
-    if good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if good {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }

@@ -66,17 +66,27 @@ fn times(owners: &str, migrate: &str) -> Result<Times, String> {
     let (of_owners, of_moves) = (read::<Owners>(owners)?, read::<Migrate>(migrate)?);
     let moved = of_moves.sizes.into_iter().find(|size| size.mib == MIB);
     let moved = moved.map(|size| size.ours).unwrap_or_default();
-    let shortest = moved.iter().map(|one| one.total_ms).fold(f64::INFINITY, f64::min);
+    let shortest = moved
+        .iter()
+        .map(|one| one.total_ms)
+        .fold(f64::INFINITY, f64::min);
     let seconds = |us: Vec<u64>| us.into_iter().map(|us| us as f64 / 1e6);
     let times = Times {
         stops: seconds(of_owners.stood_still_us).collect(),
         // A host that was clean sooner than anything can move had no guest.
-        clears: seconds(of_owners.clean_us).filter(|s| *s * 1e3 >= shortest).collect(),
+        clears: seconds(of_owners.clean_us)
+            .filter(|s| *s * 1e3 >= shortest)
+            .collect(),
         freezes: moved.iter().map(|one| one.freeze_ms / 1e3).collect(),
         moves: moved.iter().map(|one| one.arrived_ms / 1e3).collect(),
     };
-    if [&times.stops, &times.clears, &times.freezes, &times.moves].iter().any(|all| all.is_empty()) {
-        return Err(format!("{owners} or {migrate} has no times of guests beside owners, or of moves of {MIB} MiB"));
+    if [&times.stops, &times.clears, &times.freezes, &times.moves]
+        .iter()
+        .any(|all| all.is_empty())
+    {
+        return Err(format!(
+            "{owners} or {migrate} has no times of guests beside owners, or of moves of {MIB} MiB"
+        ));
     }
     Ok(times)
 }
@@ -84,8 +94,12 @@ fn times(owners: &str, migrate: &str) -> Result<Times, String> {
 fn run() -> Result<bool, String> {
     let words: Vec<String> = std::env::args().skip(1).collect();
     let word = |name: &str| {
-        let found = words.iter().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
-        found.ok_or_else(|| format!("it is to be run by 'cargo xtask bench sim': {name}=FILE is missing"))
+        let found = words
+            .iter()
+            .find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+        found.ok_or_else(|| {
+            format!("it is to be run by 'cargo xtask bench sim': {name}=FILE is missing")
+        })
     };
     let week = Week::of(1, times(word("--owners")?, word("--migrate")?)?);
     print!("{}", week.text());

@@ -120,7 +120,10 @@ impl RealVm {
     pub fn new(vm: Vm) -> RealVm {
         // It has something to do whenever a task begins or ends: just then others need the processors.
         vm.sleep_at_once();
-        RealVm { vm, begin: Instant::now() }
+        RealVm {
+            vm,
+            begin: Instant::now(),
+        }
     }
 }
 
@@ -142,7 +145,11 @@ impl VmApi for RealVm {
     }
 
     fn wall(&self) -> Micros {
-        micros(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
+        micros(
+            SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .unwrap_or_default(),
+        )
     }
 
     fn recv(&self, span: Duration) -> Result<Option<Message>, Error> {
@@ -150,11 +157,27 @@ impl VmApi for RealVm {
     }
 
     fn send(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
-        self.vm.send_message(Message { src: self.vm.tid(), dst: to, ctx: CTX_BASE, tag, wid, enc: ENC_XDR, body })
+        self.vm.send_message(Message {
+            src: self.vm.tid(),
+            dst: to,
+            ctx: CTX_BASE,
+            tag,
+            wid,
+            enc: ENC_XDR,
+            body,
+        })
     }
 
     fn answer(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
-        self.vm.send_message(Message { src: self.vm.tid(), dst: to, ctx: CTX_RM, tag, wid, enc: DSIG_X86_64, body })
+        self.vm.send_message(Message {
+            src: self.vm.tid(),
+            dst: to,
+            ctx: CTX_RM,
+            tag,
+            wid,
+            enc: DSIG_X86_64,
+            body,
+        })
     }
 
     fn config(&self) -> Result<HostTable, Error> {
@@ -166,7 +189,11 @@ impl VmApi for RealVm {
     }
 
     fn register(&self) -> Result<Tid, Error> {
-        self.vm.register_rm(RmServes { spawn: true, others: false, ends: false })
+        self.vm.register_rm(RmServes {
+            spawn: true,
+            others: false,
+            ends: false,
+        })
     }
 
     fn subscribe(&self, ctx: i32, tag: i32) -> Result<(), Error> {
@@ -178,7 +205,12 @@ impl VmApi for RealVm {
     }
 
     fn notify(&self, what: NotifyWhat, ctx: i32, tag: i32) -> Result<(), Error> {
-        self.vm.notify(NotifyRequest { what, ctx, tag, cancel: false })
+        self.vm.notify(NotifyRequest {
+            what,
+            ctx,
+            tag,
+            cancel: false,
+        })
     }
 
     fn exec(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error> {
@@ -186,7 +218,10 @@ impl VmApi for RealVm {
     }
 
     fn migrate(&self, tid: Tid, to: HostId, cause: Cause) -> Result<(), MigrateError> {
-        match self.vm.migrate(tid, &to.tid().to_string(), Some(cause), false)? {
+        match self
+            .vm
+            .migrate(tid, &to.tid().to_string(), Some(cause), false)?
+        {
             MoveAnswer::Started(_) | MoveAnswer::Done(_) => Ok(()),
         }
     }

@@ -82,24 +82,50 @@ impl Grants {
         }
         if self.tasks.len() >= TASKS_MAX && !self.tasks.contains_key(&from.src) {
             // There are fewer places than tasks.
-            let last = |kinds: &VecDeque<Kind>| kinds.front().map(|kind| (kind.holds(now), kind.last));
-            let oldest = self.tasks.iter().min_by_key(|(_, kinds)| last(kinds)).map(|(task, _)| *task);
+            let last =
+                |kinds: &VecDeque<Kind>| kinds.front().map(|kind| (kind.holds(now), kind.last));
+            let oldest = self
+                .tasks
+                .iter()
+                .min_by_key(|(_, kinds)| last(kinds))
+                .map(|(task, _)| *task);
             oldest.map(|oldest| self.tasks.remove(&oldest));
         }
-        let request = SpawnRequest { args: Vec::new(), ..from.request.clone() };
-        let from = Incoming { request, ..from.clone() };
+        let request = SpawnRequest {
+            args: Vec::new(),
+            ..from.request.clone()
+        };
+        let from = Incoming {
+            request,
+            ..from.clone()
+        };
         let kinds = self.tasks.entry(from.src).or_default();
-        let like = |kind: &Kind| kind.from.request.is_like(&from.request) && now.since(kind.last) < GRANT_SPAN;
+        let like = |kind: &Kind| {
+            kind.from.request.is_like(&from.request) && now.since(kind.last) < GRANT_SPAN
+        };
         let again = kinds.front().is_some_and(like);
-        kinds.push_front(Kind { from, last: now, hosts: VecDeque::new(), closed: false, attempt: None });
+        kinds.push_front(Kind {
+            from,
+            last: now,
+            hosts: VecDeque::new(),
+            closed: false,
+            attempt: None,
+        });
         kinds.truncate(KINDS);
         again
     }
 
     /// How many places may be given to a task now, instead of those it has.
     pub fn room(&self, now: Micros, task: Tid) -> usize {
-        let others = self.tasks.iter().filter(|(tid, _)| **tid != task).filter_map(|(_, kinds)| kinds.front());
-        let given: usize = others.filter(|kind| kind.holds(now)).map(|kind| kind.hosts.len()).sum();
+        let others = self
+            .tasks
+            .iter()
+            .filter(|(tid, _)| **tid != task)
+            .filter_map(|(_, kinds)| kinds.front());
+        let given: usize = others
+            .filter(|kind| kind.holds(now))
+            .map(|kind| kind.hosts.len())
+            .sum();
         GRANTED_MAX.saturating_sub(given).min(GRANT_HOSTS_MAX)
     }
 
@@ -110,27 +136,47 @@ impl Grants {
 
     /// When it is time to look whether all that was given would be given again; `None`: nothing is given.
     pub fn next_review(&self) -> Option<Micros> {
-        let given = self.tasks.values().filter_map(VecDeque::front).any(|kind| kind.holds(self.reviewed));
+        let given = self
+            .tasks
+            .values()
+            .filter_map(VecDeque::front)
+            .any(|kind| kind.holds(self.reviewed));
         given.then_some(self.reviewed + REVIEW_PAUSE)
     }
 
     /// What is given, and to whom. It is looked at now.
     pub fn review(&mut self, now: Micros) -> Vec<(Tid, Vec<HostId>)> {
         self.reviewed = now;
-        let given = self.tasks.iter().filter_map(|(task, kinds)| Some((task, kinds.front()?)));
+        let given = self
+            .tasks
+            .iter()
+            .filter_map(|(task, kinds)| Some((task, kinds.front()?)));
         let given = given.filter(|(_, kind)| kind.holds(now));
-        given.map(|(task, kind)| (*task, kind.hosts.iter().copied().collect())).collect()
+        given
+            .map(|(task, kind)| (*task, kind.hosts.iter().copied().collect()))
+            .collect()
     }
 
     /// The next tasks of this task's last request go to these hosts, instead of those given before.
     pub fn give(&mut self, task: Tid, hosts: &[HostId], attempt: Attempt) {
-        if let Some(kind) = self.tasks.get_mut(&task).and_then(|kinds| kinds.front_mut()) {
-            (kind.hosts, kind.closed, kind.attempt) = (hosts.iter().copied().collect(), false, Some(attempt));
+        if let Some(kind) = self
+            .tasks
+            .get_mut(&task)
+            .and_then(|kinds| kinds.front_mut())
+        {
+            (kind.hosts, kind.closed, kind.attempt) =
+                (hosts.iter().copied().collect(), false, Some(attempt));
         }
     }
 
     /// A daemon says that places of the grant under this wait id were taken. `None`: nothing is known of such a grant.
-    pub fn taken(&mut self, now: Micros, task: Tid, wid: i32, hosts: impl Iterator<Item = HostId>) -> Option<Granted> {
+    pub fn taken(
+        &mut self,
+        now: Micros,
+        task: Tid,
+        wid: i32,
+        hosts: impl Iterator<Item = HostId>,
+    ) -> Option<Granted> {
         let kinds = self.tasks.get_mut(&task)?;
         let last = kinds.front().is_some_and(|kind| kind.from.wid == wid);
         let kind = kinds.iter_mut().find(|kind| kind.from.wid == wid)?;
@@ -143,7 +189,11 @@ impl Grants {
         }
         kind.last = now;
         let renew = last && !kind.closed && kind.hosts.len() <= GRANT_HOSTS_MAX / 2;
-        Some(Granted { from: kind.from.clone(), attempt, renew })
+        Some(Granted {
+            from: kind.from.clone(),
+            attempt,
+            renew,
+        })
     }
 
     /// Nothing that was given holds any more. Who is to be told, with the wait id of the grant: also those who may have places yet of
@@ -170,16 +220,25 @@ impl Grants {
 
     /// A task asks, or has ended: so it has none of the places any more that it was given.
     pub fn given_up(&mut self, task: Tid) {
-        self.tasks.get_mut(&task).into_iter().flatten().for_each(|kind| kind.closed = true);
+        self.tasks
+            .get_mut(&task)
+            .into_iter()
+            .flatten()
+            .for_each(|kind| kind.closed = true);
     }
 
     /// The same for all that are not known any more.
     pub fn keep(&mut self, is_known: impl Fn(Tid) -> bool) {
         let gone = self.tasks.iter_mut().filter(|(task, _)| !is_known(**task));
-        gone.flat_map(|(_, kinds)| kinds).for_each(|kind| kind.closed = true);
+        gone.flat_map(|(_, kinds)| kinds)
+            .for_each(|kind| kind.closed = true);
     }
 
     fn forget(&mut self, now: Micros) {
-        self.tasks.retain(|_, kinds| kinds.front().is_some_and(|kind| now.since(kind.last) < REMEMBERED));
+        self.tasks.retain(|_, kinds| {
+            kinds
+                .front()
+                .is_some_and(|kind| now.since(kind.last) < REMEMBERED)
+        });
     }
 }

@@ -73,19 +73,36 @@ struct Args {
 }
 
 fn parse_label(text: &str) -> Result<(String, String, String), String> {
-    let parts = text.split_once(':').and_then(|(host, rest)| Some((host, rest.split_once('=')?)));
-    let parts = parts.filter(|(host, (name, value))| ![host, name, value].iter().any(|part| part.trim().is_empty()));
-    let (host, (name, value)) = parts.ok_or_else(|| format!("{text:?} is not a label; it looks like h2:disk=ssd"))?;
-    Ok((host.trim().to_string(), name.trim().to_string(), value.trim().to_string()))
+    let parts = text
+        .split_once(':')
+        .and_then(|(host, rest)| Some((host, rest.split_once('=')?)));
+    let parts = parts.filter(|(host, (name, value))| {
+        ![host, name, value]
+            .iter()
+            .any(|part| part.trim().is_empty())
+    });
+    let (host, (name, value)) =
+        parts.ok_or_else(|| format!("{text:?} is not a label; it looks like h2:disk=ssd"))?;
+    Ok((
+        host.trim().to_string(),
+        name.trim().to_string(),
+        value.trim().to_string(),
+    ))
 }
 
 /// The labels of each host.
 fn labels(given: &[(String, String, String)]) -> Labels {
     let mut of_hosts = BTreeMap::<String, BTreeMap<String, String>>::new();
     for (host, name, value) in given {
-        of_hosts.entry(host.clone()).or_default().insert(name.clone(), value.clone());
+        of_hosts
+            .entry(host.clone())
+            .or_default()
+            .insert(name.clone(), value.clone());
     }
-    of_hosts.into_iter().map(|(host, labels)| (host, Arc::new(labels))).collect()
+    of_hosts
+        .into_iter()
+        .map(|(host, labels)| (host, Arc::new(labels)))
+        .collect()
 }
 
 /// Where the books are kept.
@@ -95,8 +112,14 @@ fn shelf(state: Option<&Path>) -> anyhow::Result<Shelf> {
     // A spawned task is told its daemon's socket, and perhaps not where the daemon found its place.
     let socket = variable("PVMSOCK").map_or_else(|| place.socket(), PathBuf::from);
     Ok(match state {
-        Some(dir) => Shelf { dir: dir.to_path_buf(), name: format!("rm-{}.redb", place.vm()) },
-        None => Shelf { dir: socket.parent().unwrap_or(place.dir()).to_path_buf(), name: STATE_FILE.to_string() },
+        Some(dir) => Shelf {
+            dir: dir.to_path_buf(),
+            name: format!("rm-{}.redb", place.vm()),
+        },
+        None => Shelf {
+            dir: socket.parent().unwrap_or(place.dir()).to_path_buf(),
+            name: STATE_FILE.to_string(),
+        },
     })
 }
 
@@ -111,9 +134,20 @@ fn complain(text: &str) {
 
 /// What the command line says about the policy, and the policy file.
 fn conduct(args: &Args) -> anyhow::Result<(Conduct, Option<PathBuf>)> {
-    let limits = Limits { user_tasks: args.user_tasks, job_tasks: args.job_tasks };
-    let rules = Rules { wait: Micros::from_secs(args.wait), limits };
-    let given = Conduct { balance: args.balance, rules, give_way: !args.no_give_way, ..Conduct::default() };
+    let limits = Limits {
+        user_tasks: args.user_tasks,
+        job_tasks: args.job_tasks,
+    };
+    let rules = Rules {
+        wait: Micros::from_secs(args.wait),
+        limits,
+    };
+    let given = Conduct {
+        balance: args.balance,
+        rules,
+        give_way: !args.no_give_way,
+        ..Conduct::default()
+    };
     match args.policy.as_str() {
         "load" => Ok((given, None)),
         name if name == "round-robin" || name.starts_with("choice:") => {
@@ -126,9 +160,18 @@ fn conduct(args: &Args) -> anyhow::Result<(Conduct, Option<PathBuf>)> {
 
 fn run(args: &Args) -> anyhow::Result<()> {
     let (given, file) = conduct(args)?;
-    let policy_file = file.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
+    let policy_file = file
+        .as_ref()
+        .map(|path| path.display().to_string())
+        .unwrap_or_default();
     let policy_read = file.as_deref().map(policy_file::read);
-    let mut options = Options { conduct: given, given, policy_file, policy_read, ..Options::default() };
+    let mut options = Options {
+        conduct: given,
+        given,
+        policy_file,
+        policy_read,
+        ..Options::default()
+    };
     let policy = options.policy();
     if let Some(record) = &args.replay {
         return replay(record, policy?, args.json);
@@ -141,12 +184,16 @@ fn run(args: &Args) -> anyhow::Result<()> {
     };
     let known = options.policy_read.clone();
     options.user = nix::unistd::geteuid().as_raw();
-    (options.watchers, options.labels, options.shelf) = (!args.no_watchers, labels(&args.labels), Some(shelf));
+    (options.watchers, options.labels, options.shelf) =
+        (!args.no_watchers, labels(&args.labels), Some(shelf));
     let recorder = args.record.as_deref().map(Recorder::create).transpose()?;
     let vm = libpvm::Vm::enroll()?;
     let tid = vm.tid();
-    let mut service = Service::start(RealVm::new(vm.clone()), options).inspect_err(|_| drop(vm.exit()))?;
-    recorder.into_iter().for_each(|recorder| service.record_to(recorder));
+    let mut service =
+        Service::start(RealVm::new(vm.clone()), options).inspect_err(|_| drop(vm.exit()))?;
+    recorder
+        .into_iter()
+        .for_each(|recorder| service.record_to(recorder));
     if let (Some(file), Some(known)) = (&file, known) {
         let followed = policy_file::follow(file, known, &vm);
         let followed = followed.with_context(|| format!("following changes of {}", file.display()));
@@ -159,7 +206,10 @@ fn run(args: &Args) -> anyhow::Result<()> {
             }
         }
     }
-    say(format_args!("pvm-rm {tid}: registered as resource manager, policy {}", service.conduct().placing));
+    say(format_args!(
+        "pvm-rm {tid}: registered as resource manager, policy {}",
+        service.conduct().placing
+    ));
     sempa_socket::take_short_turns();
     match service.run() {
         Err(why @ ServiceError::Stopped(_)) => {
@@ -183,17 +233,27 @@ fn replay(record: &Path, conduct: Conduct, json: bool) -> anyhow::Result<()> {
         let both = serde_json::json!({ "recorded": recorded, "other": other });
         say(format_args!("{both}"));
     } else {
-        say(format_args!("{}", replay::table([("recorded", &recorded), ("other", &other)]).trim_end()));
+        say(format_args!(
+            "{}",
+            replay::table([("recorded", &recorded), ("other", &other)]).trim_end()
+        ));
     }
     Ok(())
 }
 
 /// The error and its causes, each said once: some sentences contain their cause already.
 fn one_line(error: &anyhow::Error) -> String {
-    error.chain().skip(1).fold(error.to_string(), |text, cause| {
-        let cause = cause.to_string();
-        if text.contains(&cause) { text } else { format!("{text}: {cause}") }
-    })
+    error
+        .chain()
+        .skip(1)
+        .fold(error.to_string(), |text, cause| {
+            let cause = cause.to_string();
+            if text.contains(&cause) {
+                text
+            } else {
+                format!("{text}: {cause}")
+            }
+        })
 }
 
 fn main() -> ExitCode {

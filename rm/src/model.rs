@@ -5,8 +5,8 @@
 //! update may be repeated. Entries of the event log are numbered without gaps; a gap asks for a fresh task list.
 
 use crate::decide::{
-    Estimates, ForeignMean, HostView, Hosts, Journey, Outcome, Owner, Policy, Promises, Sampled, Snapshot, StayReason,
-    TaskView, Terms, Until, Wants, Way, foreign_demand,
+    Estimates, ForeignMean, HostView, Hosts, Journey, Outcome, Owner, Policy, Promises, Sampled,
+    Snapshot, StayReason, TaskView, Terms, Until, Wants, Way, foreign_demand,
 };
 use crate::recent::Recent;
 use sempa_proto::event::{Event, EventKind};
@@ -156,7 +156,10 @@ impl Model {
     /// Knows nothing; `local` is the host of the resource manager, behind which round robin begins.
     pub fn new(policy: Policy, local: HostId, labels: Labels) -> Model {
         Model {
-            view: Snapshot { rotation: local, ..Snapshot::new(Micros::default(), policy, Hosts::default()) },
+            view: Snapshot {
+                rotation: local,
+                ..Snapshot::new(Micros::default(), policy, Hosts::default())
+            },
             touched: BTreeSet::new(),
             maybe_clean: BTreeSet::new(),
             moving: BTreeSet::new(),
@@ -183,7 +186,12 @@ impl Model {
 
     /// Tasks of ours on a host that are part of its load.
     pub fn guests_on(&self, host: HostId) -> u32 {
-        u32::try_from(self.tasks_on(host).filter(|(_, task)| task.is_load()).count()).unwrap_or(u32::MAX)
+        u32::try_from(
+            self.tasks_on(host)
+                .filter(|(_, task)| task.is_load())
+                .count(),
+        )
+        .unwrap_or(u32::MAX)
     }
 
     /// The user of tasks of whom nothing else is known.
@@ -230,7 +238,10 @@ impl Model {
     /// The task is on this host; it is taken up when it was not known.
     fn settle(&mut self, now: Micros, tid: Tid, host: HostId) -> &mut Task {
         let uid = self.user;
-        let task = self.tasks.entry(tid).or_insert_with(|| Task { uid, ..Task::new(host, tid, now) });
+        let task = self.tasks.entry(tid).or_insert_with(|| Task {
+            uid,
+            ..Task::new(host, tid, now)
+        });
         if let Some(tids) = self.on.get_mut(&task.host).filter(|_| task.host != host) {
             tids.remove(&tid);
         }
@@ -251,7 +262,11 @@ impl Model {
 
     /// The tasks on a host.
     fn tasks_on(&self, host: HostId) -> impl Iterator<Item = (Tid, &Task)> {
-        self.on.get(&host).into_iter().flatten().filter_map(|tid| Some((*tid, self.tasks.get(tid)?)))
+        self.on
+            .get(&host)
+            .into_iter()
+            .flatten()
+            .filter_map(|tid| Some((*tid, self.tasks.get(tid)?)))
     }
 
     /// The job of a task whose parent is known: that of the parent.
@@ -262,7 +277,12 @@ impl Model {
 
     /// Takes a host table over. Answers the hosts that are new.
     pub fn set_hosts(&mut self, table: &HostTable) -> Vec<HostId> {
-        let gone: Vec<HostId> = self.hosts.keys().copied().filter(|id| table.get(*id).is_none()).collect();
+        let gone: Vec<HostId> = self
+            .hosts
+            .keys()
+            .copied()
+            .filter(|id| table.get(*id).is_none())
+            .collect();
         for id in gone {
             self.host_gone(id);
         }
@@ -289,7 +309,8 @@ impl Model {
                     no_moves: None,
                 }
             });
-            (host.name, host.arch, host.speed) = (entry.name.clone(), entry.arch.clone(), entry.speed);
+            (host.name, host.arch, host.speed) =
+                (entry.name.clone(), entry.arch.clone(), entry.speed);
             host.zone = entry.zone();
             host.labels = self.labels.get(&entry.name).cloned().unwrap_or_default();
         }
@@ -300,7 +321,12 @@ impl Model {
     pub fn set_tasks(&mut self, now: Micros, tasks: &[TaskInfo]) {
         self.stale = false;
         let listed: HashSet<Tid> = tasks.iter().map(|info| info.tid).collect();
-        let gone: Vec<Tid> = self.tasks.keys().copied().filter(|tid| !listed.contains(tid)).collect();
+        let gone: Vec<Tid> = self
+            .tasks
+            .keys()
+            .copied()
+            .filter(|tid| !listed.contains(tid))
+            .collect();
         for tid in gone {
             // Not counted as ended: it may have been started after the list was made.
             self.remove(tid);
@@ -318,10 +344,16 @@ impl Model {
                 new.push((info.tid, job));
             }
             task.pinned |= is_pinned(info.flags, &info.name);
-            (task.job, task.parent, task.name) = (job, Some(info.parent), Arc::from(info.name.as_str()));
+            (task.job, task.parent, task.name) =
+                (job, Some(info.parent), Arc::from(info.name.as_str()));
             task.suspended = info.suspended;
             match task.moving {
-                _ if info.moving => task.moving = Some(Going { to: task.moving.and_then(|g| g.to), at: now }),
+                _ if info.moving => {
+                    task.moving = Some(Going {
+                        to: task.moving.and_then(|g| g.to),
+                        at: now,
+                    })
+                }
                 Some(going) if now.since(going.at) >= MOVE_YOUNG => task.moving = None,
                 _ => {}
             }
@@ -360,7 +392,12 @@ impl Model {
             if task.born && !task.pinned && task.done > Micros::default() {
                 self.view.estimates.ended(&task.name, task.done);
             }
-            if self.view.barriers.contains(&job) && !self.tasks.iter().any(|(t, other)| *t != tid && other.job == job) {
+            if self.view.barriers.contains(&job)
+                && !self
+                    .tasks
+                    .iter()
+                    .any(|(t, other)| *t != tid && other.job == job)
+            {
                 self.view.barriers.remove(&job);
             }
         }
@@ -412,7 +449,9 @@ impl Model {
         if before == tid && job != tid {
             self.view.barriers.remove(&before);
         }
-        let Some(task) = self.tasks.get(&tid) else { return };
+        let Some(task) = self.tasks.get(&tid) else {
+            return;
+        };
         if task.wants.as_ref().is_some_and(|wants| wants.barrier) {
             self.view.barriers.insert(job);
         }
@@ -435,13 +474,21 @@ impl Model {
 
     /// The tasks of a job.
     pub fn tasks_of(&self, job: Tid) -> Vec<Tid> {
-        self.tasks.iter().filter(|(_, t)| t.job == job).map(|(tid, _)| *tid).collect()
+        self.tasks
+            .iter()
+            .filter(|(_, t)| t.job == job)
+            .map(|(tid, _)| *tid)
+            .collect()
     }
 
     /// True while a task of the family of this one moves, or stands still because its user wants that.
     pub fn is_busy(&self, head: Tid) -> bool {
-        let Some(job) = self.tasks.get(&head).map(|task| task.job) else { return false };
-        self.tasks.values().any(|task| task.job == job && (task.moving.is_some() || task.suspended))
+        let Some(job) = self.tasks.get(&head).map(|task| task.job) else {
+            return false;
+        };
+        self.tasks
+            .values()
+            .any(|task| task.job == job && (task.moving.is_some() || task.suspended))
     }
 
     /// The first task of a job that can be checkpointed: the one without a parent above this one. `None` when one between them has
@@ -455,7 +502,10 @@ impl Model {
             if !above.is_task() {
                 return Some(at.0);
             }
-            at = (above, self.tasks.get(&above).filter(|parent| !parent.pinned)?);
+            at = (
+                above,
+                self.tasks.get(&above).filter(|parent| !parent.pinned)?,
+            );
         }
         None
     }
@@ -483,7 +533,9 @@ impl Model {
 
     /// User and job of a task. Of one that is not known, the own user and its own job.
     pub fn user_and_job(&self, tid: Tid) -> (u32, Tid) {
-        self.tasks.get(&tid).map_or((self.user, tid), |task| (task.uid, task.job))
+        self.tasks
+            .get(&tid)
+            .map_or((self.user, tid), |task| (task.uid, task.job))
     }
 
     /// True when the host is in the table.
@@ -498,7 +550,10 @@ impl Model {
 
     /// What a move is expected to cost a task, as of the newest snapshot.
     pub fn cost(&self, tid: Tid, (from, to): (HostId, HostId)) -> Micros {
-        let (name, bytes) = self.tasks.get(&tid).map_or(("", 0), |task| (&*task.name, task.bytes));
+        let (name, bytes) = self
+            .tasks
+            .get(&tid)
+            .map_or(("", 0), |task| (&*task.name, task.bytes));
         let (estimates, slowness) = (&self.view.estimates, self.view.slowness(from, to));
         estimates.cost(estimates.bytes(name, bytes), slowness, self.way(from, to))
     }
@@ -509,12 +564,17 @@ impl Model {
 
     /// Name of a host, or its number when it is not known.
     pub fn host_name(&self, id: HostId) -> String {
-        self.hosts.get(&id).map_or_else(|| id.to_string(), |h| h.name.clone())
+        self.hosts
+            .get(&id)
+            .map_or_else(|| id.to_string(), |h| h.name.clone())
     }
 
     /// The host of this name.
     pub fn host_called(&self, name: &str) -> Option<HostId> {
-        self.hosts.iter().find(|(_, host)| host.name == name).map(|(id, _)| *id)
+        self.hosts
+            .iter()
+            .find(|(_, host)| host.name == name)
+            .map(|(id, _)| *id)
     }
 
     /// Takes an entry of the event log in.
@@ -530,13 +590,20 @@ impl Model {
         }
         match &event.kind {
             EventKind::HostGone { host, .. } => self.host_gone(*host),
-            EventKind::TaskStarted { tid, parent, name, user } => {
+            EventKind::TaskStarted {
+                tid,
+                parent,
+                name,
+                user,
+            } => {
                 self.task_started(now, *tid, event.host, name.is_empty() || is_watcher(name));
                 self.task_described(*tid, (*parent, *user), name);
             }
             EventKind::TaskEnded { tid, used, .. } => {
                 if let Some(task) = self.tasks.get(tid).filter(|task| !task.pinned) {
-                    self.view.estimates.sized(&task.name, used.resident_max_bytes);
+                    self.view
+                        .estimates
+                        .sized(&task.name, used.resident_max_bytes);
                 }
                 self.task_ended(*tid);
             }
@@ -547,13 +614,33 @@ impl Model {
             }
             EventKind::Moving { tid, to, .. } => {
                 if let Some(task) = self.edit(*tid) {
-                    task.moving = Some(Going { to: Some(*to), at: now });
+                    task.moving = Some(Going {
+                        to: Some(*to),
+                        at: now,
+                    });
                 }
             }
-            EventKind::Moved { tid, from, to, cause, bytes, resident, frozen, whole, .. } => {
+            EventKind::Moved {
+                tid,
+                from,
+                to,
+                cause,
+                bytes,
+                resident,
+                frozen,
+                whole,
+                ..
+            } => {
                 let (way, slowness) = (self.way(*from, *to), self.view.slowness(*from, *to));
                 let (images, resident, frozen, whole) = (*bytes, *resident, *frozen, *whole);
-                self.view.estimates.moved(&Journey { way, slowness, images, resident, frozen, whole });
+                self.view.estimates.moved(&Journey {
+                    way,
+                    slowness,
+                    images,
+                    resident,
+                    frozen,
+                    whole,
+                });
                 self.moved(now, *tid, *to, cause, resident);
                 if let Some(task) = self.tasks.get(tid) {
                     let cost = self.view.estimates.came(resident, whole);
@@ -573,7 +660,11 @@ impl Model {
         let own = self.guests_on(id);
         let host = self.edit_host(id)?;
         host.cores = report.sample.cores.max(1);
-        let sampled = Sampled { sample: report.sample, at: now, own };
+        let sampled = Sampled {
+            sample: report.sample,
+            at: now,
+            own,
+        };
         let demand = foreign_demand(&sampled);
         let mean = host.foreign_mean.map(|mean| mean.after(now, demand));
         host.foreign_mean = Some(mean.unwrap_or_else(|| ForeignMean::first(now, demand)));
@@ -606,9 +697,15 @@ impl Model {
             match self.hosts.get(&id) {
                 None => self.view.hosts.remove(id),
                 Some(host) => {
-                    let tasks: Vec<TaskView> = self.tasks_on(id).map(|(tid, task)| task.view(tid)).collect();
+                    let tasks: Vec<TaskView> = self
+                        .tasks_on(id)
+                        .map(|(tid, task)| task.view(tid))
+                        .collect();
                     let starting = self.starting.get(&id).copied().unwrap_or(0);
-                    let view = HostView { starting, ..host.view(id, tasks) };
+                    let view = HostView {
+                        starting,
+                        ..host.view(id, tasks)
+                    };
                     self.view.hosts.put(view);
                 }
             }
@@ -635,8 +732,12 @@ impl Model {
     /// True when a fresh host table and task list are needed: entries of the log were missed, or a move gives no news.
     pub fn is_stale(&self, now: Micros) -> bool {
         // Moves are few; those that have just begun are not in the view yet, and are young.
-        let silent =
-            |tid: &Tid| self.tasks.get(tid).and_then(|t| t.moving).is_some_and(|g| now.since(g.at) >= MOVE_SILENT_MAX);
+        let silent = |tid: &Tid| {
+            self.tasks
+                .get(tid)
+                .and_then(|t| t.moving)
+                .is_some_and(|g| now.since(g.at) >= MOVE_SILENT_MAX)
+        };
         self.stale || self.moving.iter().any(silent)
     }
 }
@@ -653,7 +754,10 @@ impl Host {
             cores: self.cores,
             sample: self.sample.clone(),
             foreign_mean: self.foreign_mean,
-            promised: self.promised.iter().fold(0, |sum, (_, bytes)| bytes.saturating_add(sum)),
+            promised: self
+                .promised
+                .iter()
+                .fold(0, |sum, (_, bytes)| bytes.saturating_add(sum)),
             owner: self.keeper(),
             terms: self.terms.clone(),
             no_moves: self.no_moves.clone(),
@@ -686,7 +790,11 @@ impl Task {
             shifts: self.shifts.iter().copied().collect(),
             moves: self.moves.iter().copied().collect(),
             held: self.held.clone(),
-            refused: self.refused.iter().map(|(id, (until, _))| (*id, until.clone())).collect(),
+            refused: self
+                .refused
+                .iter()
+                .map(|(id, (until, _))| (*id, until.clone()))
+                .collect(),
         }
     }
 }

@@ -44,18 +44,38 @@ pub struct Conduct {
 
 impl Default for Conduct {
     fn default() -> Conduct {
-        Conduct { placing: Policy::default(), balance: false, margin: MARGIN, rules: Rules::default(), give_way: true }
+        Conduct {
+            placing: Policy::default(),
+            balance: false,
+            margin: MARGIN,
+            rules: Rules::default(),
+            give_way: true,
+        }
     }
 }
 
 impl fmt::Display for Conduct {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Rules { wait, limits } = self.rules;
-        write!(f, "placing {}, balance {}", self.placing, if self.balance { "on" } else { "off" })?;
+        write!(
+            f,
+            "placing {}, balance {}",
+            self.placing,
+            if self.balance { "on" } else { "off" }
+        )?;
         write!(f, ", margin {}, wait {} s", self.margin, wait.0 / 1_000_000)?;
         let limit = |n: Option<u32>| n.map_or_else(|| "no limit".to_string(), |n| n.to_string());
-        write!(f, ", tasks of a user {}, of a job {}", limit(limits.user_tasks), limit(limits.job_tasks))?;
-        write!(f, ", giving way {}", if self.give_way { "on" } else { "off" })
+        write!(
+            f,
+            ", tasks of a user {}, of a job {}",
+            limit(limits.user_tasks),
+            limit(limits.job_tasks)
+        )?;
+        write!(
+            f,
+            ", giving way {}",
+            if self.give_way { "on" } else { "off" }
+        )
     }
 }
 
@@ -111,39 +131,65 @@ impl Conduct {
         let (text, is_text) = match std::str::from_utf8(content) {
             Ok(text) => (text, true),
             // What is before that.
-            Err(error) => (std::str::from_utf8(&content[..error.valid_up_to()]).unwrap_or_default(), false),
+            Err(error) => (
+                std::str::from_utf8(&content[..error.valid_up_to()]).unwrap_or_default(),
+                false,
+            ),
         };
-        let wrong = |at: usize, why: String| PolicyError { file: file.to_string(), line: line_of(text, at), why };
+        let wrong = |at: usize, why: String| PolicyError {
+            file: file.to_string(),
+            line: line_of(text, at),
+            why,
+        };
         if content.len() > POLICY_BYTES_MAX {
-            return Err(wrong(0, format!("the file has more than the {POLICY_BYTES_MAX} bytes that are allowed")));
+            return Err(wrong(
+                0,
+                format!("the file has more than the {POLICY_BYTES_MAX} bytes that are allowed"),
+            ));
         }
         if !is_text {
             return Err(wrong(text.len(), "this is no text in UTF-8".into()));
         }
-        let read = toml::from_str::<File>(text)
-            .map_err(|error| wrong(error.span().map_or(0, |span| span.start), error.message().trim().to_string()))?;
+        let read = toml::from_str::<File>(text).map_err(|error| {
+            wrong(
+                error.span().map_or(0, |span| span.start),
+                error.message().trim().to_string(),
+            )
+        })?;
         let mut conduct = self;
         if let Some(margin) = read.margin {
             if !MARGINS.contains(margin.get_ref()) {
                 let (least, most) = (MARGINS.start(), MARGINS.end());
-                return Err(wrong(margin.span().start, format!("margin must be {least} to {most}")));
+                return Err(wrong(
+                    margin.span().start,
+                    format!("margin must be {least} to {most}"),
+                ));
             }
             conduct.margin = margin.into_inner();
         }
         if let Some(wait) = read.wait_s {
             if *wait.get_ref() > WAIT_S_MAX {
-                return Err(wrong(wait.span().start, format!("wait_s must be at most {WAIT_S_MAX}")));
+                return Err(wrong(
+                    wait.span().start,
+                    format!("wait_s must be at most {WAIT_S_MAX}"),
+                ));
             }
             conduct.rules.wait = Micros::from_secs(wait.into_inner());
         }
         if let Some(name) = read.placing {
-            conduct.placing = placing(name.get_ref()).map_err(|why| wrong(name.span().start, why))?;
+            conduct.placing =
+                placing(name.get_ref()).map_err(|why| wrong(name.span().start, why))?;
         }
         conduct.balance = read.balance.unwrap_or(conduct.balance);
         conduct.give_way = read.give_way.unwrap_or(conduct.give_way);
-        let Limits { user_tasks, job_tasks } = conduct.rules.limits;
-        conduct.rules.limits =
-            Limits { user_tasks: read.user_tasks.or(user_tasks), job_tasks: read.job_tasks.or(job_tasks) };
+        let Limits {
+            user_tasks,
+            job_tasks,
+        } = conduct.rules.limits;
+        conduct.rules.limits = Limits {
+            user_tasks: read.user_tasks.or(user_tasks),
+            job_tasks: read.job_tasks.or(job_tasks),
+        };
         Ok(conduct)
     }
 }
@@ -153,25 +199,53 @@ mod tests {
     use super::*;
 
     fn read(text: &str) -> Result<Conduct, String> {
-        Conduct::default().with_file("rm.toml", text).map_err(|error| error.to_string())
+        Conduct::default()
+            .with_file("rm.toml", text)
+            .map_err(|error| error.to_string())
     }
 
     #[test]
     fn a_file_changes_what_it_names_and_nothing_else() {
-        let rules = Rules { wait: Micros::from_secs(5), limits: Limits { user_tasks: Some(3), job_tasks: None } };
-        let given = Conduct { balance: true, rules, ..Conduct::default() };
+        let rules = Rules {
+            wait: Micros::from_secs(5),
+            limits: Limits {
+                user_tasks: Some(3),
+                job_tasks: None,
+            },
+        };
+        let given = Conduct {
+            balance: true,
+            rules,
+            ..Conduct::default()
+        };
         assert_eq!(given.with_file("f", ""), Ok(given));
         let text = "placing = \"round-robin\"\nmargin = 2 # twice\njob_tasks = 4\n";
-        let limits = Limits { user_tasks: Some(3), job_tasks: Some(4) };
+        let limits = Limits {
+            user_tasks: Some(3),
+            job_tasks: Some(4),
+        };
         let rules = Rules { limits, ..rules };
-        let expected = Conduct { placing: Policy::RoundRobin, margin: 2.0, rules, ..given };
-        assert_eq!(given.with_file("f", text.replace("= 2 ", "= 2.0 ")), Ok(expected));
+        let expected = Conduct {
+            placing: Policy::RoundRobin,
+            margin: 2.0,
+            rules,
+            ..given
+        };
+        assert_eq!(
+            given.with_file("f", text.replace("= 2 ", "= 2.0 ")),
+            Ok(expected)
+        );
     }
 
     #[test]
     fn a_file_that_is_no_text_is_refused_with_the_line_where_that_begins() {
-        let error = Conduct::default().with_file("rm.toml", b"wait_s = 1\n# caf\xe9\n").expect_err("Latin-1");
-        assert_eq!(error.to_string(), "rm.toml, line 2: this is no text in UTF-8");
+        let error = Conduct::default()
+            .with_file("rm.toml", b"wait_s = 1\n# caf\xe9\n")
+            .expect_err("Latin-1");
+        assert_eq!(
+            error.to_string(),
+            "rm.toml, line 2: this is no text in UTF-8"
+        );
     }
 
     #[test]
@@ -181,15 +255,33 @@ mod tests {
                 "balance = true\n\nplacing = \"best\"\n",
                 "rm.toml, line 3: \"best\" is none of load, round-robin and choice:NAME",
             ),
-            ("placing = \"choice:a b\"", "rm.toml, line 1: \"a b\" is no name of a choice"),
-            ("balance = true\nballance = true\n", "rm.toml, line 2: unknown field `ballance`"),
-            ("\nmargin = 0.5\n", "rm.toml, line 2: margin must be 1 to 100"),
+            (
+                "placing = \"choice:a b\"",
+                "rm.toml, line 1: \"a b\" is no name of a choice",
+            ),
+            (
+                "balance = true\nballance = true\n",
+                "rm.toml, line 2: unknown field `ballance`",
+            ),
+            (
+                "\nmargin = 0.5\n",
+                "rm.toml, line 2: margin must be 1 to 100",
+            ),
             ("margin = nan\n", "rm.toml, line 1: margin must be 1 to 100"),
-            ("wait_s = 604801", "rm.toml, line 1: wait_s must be at most 604800"),
+            (
+                "wait_s = 604801",
+                "rm.toml, line 1: wait_s must be at most 604800",
+            ),
             ("user_tasks = -1", "rm.toml, line 1: invalid value"),
-            ("user_tasks = 1\nuser_tasks = 2\n", "rm.toml, line 2: duplicate key"),
+            (
+                "user_tasks = 1\nuser_tasks = 2\n",
+                "rm.toml, line 2: duplicate key",
+            ),
             ("= 1", "rm.toml, line 1: "),
-            (&format!("# {}", "x".repeat(POLICY_BYTES_MAX)), "rm.toml, line 1: the file has more than the 65536 bytes"),
+            (
+                &format!("# {}", "x".repeat(POLICY_BYTES_MAX)),
+                "rm.toml, line 1: the file has more than the 65536 bytes",
+            ),
         ] {
             let error = read(text).expect_err(text);
             assert!(error.starts_with(said), "{error}");

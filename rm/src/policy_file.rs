@@ -17,7 +17,9 @@ use std::path::{Path, PathBuf};
 /// What it contains; of a longer one as much as shows that it is too long.
 fn content(path: &Path) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    std::fs::File::open(path)?.take(POLICY_BYTES_MAX as u64 + 1).read_to_end(&mut bytes)?;
+    std::fs::File::open(path)?
+        .take(POLICY_BYTES_MAX as u64 + 1)
+        .read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
@@ -35,10 +37,15 @@ pub fn read(path: &Path) -> Result<Vec<u8>, String> {
 /// Its folder cannot be followed.
 pub fn follow(path: &Path, known: Result<Vec<u8>, String>, vm: &Vm) -> std::io::Result<()> {
     let (vm, path) = (vm.clone(), std::path::absolute(path)?);
-    let folder = path.parent().map_or_else(|| PathBuf::from("/"), Path::to_path_buf);
+    let folder = path
+        .parent()
+        .map_or_else(|| PathBuf::from("/"), Path::to_path_buf);
     let inotify = Inotify::init(InitFlags::IN_CLOEXEC)?;
     // The folder and not the file: editors replace it.
-    inotify.add_watch(&folder, AddWatchFlags::IN_CLOSE_WRITE | AddWatchFlags::IN_MOVED_TO)?;
+    inotify.add_watch(
+        &folder,
+        AddWatchFlags::IN_CLOSE_WRITE | AddWatchFlags::IN_MOVED_TO,
+    )?;
     std::thread::spawn(move || {
         // It may have changed since then; the same again was told already.
         if read(&path) != known {
@@ -46,7 +53,10 @@ pub fn follow(path: &Path, known: Result<Vec<u8>, String>, vm: &Vm) -> std::io::
         }
         drop(known);
         while let Ok(events) = inotify.read_events() {
-            if events.iter().any(|event| event.name.as_deref() == path.file_name()) {
+            if events
+                .iter()
+                .any(|event| event.name.as_deref() == path.file_name())
+            {
                 tell(&path, &vm);
             }
         }
@@ -60,14 +70,25 @@ fn tell(path: &Path, vm: &Vm) {
         Ok(bytes) => Bytes::from(bytes),
         Err(error) if error.kind() == ErrorKind::NotFound => return,
         Err(error) => {
-            let text = format!("{} cannot be read: {error}; the policy in force stays", path.display());
+            let text = format!(
+                "{} cannot be read: {error}; the policy in force stays",
+                path.display()
+            );
             let vm = RealVm::new(vm.clone());
             drop(vm.record(vm.wall(), EventKind::Note { text }));
             return;
         }
     };
     let src = vm.tid();
-    let message = Message { src, dst: src, ctx: CTX_RM, tag: TAG_POLICY, wid: 0, enc: DSIG_X86_64, body };
+    let message = Message {
+        src,
+        dst: src,
+        ctx: CTX_RM,
+        tag: TAG_POLICY,
+        wid: 0,
+        enc: DSIG_X86_64,
+        body,
+    };
     // Without a daemon the service ends, and this thread with it.
     drop(vm.send_message(message));
 }

@@ -13,7 +13,11 @@ pub(crate) struct Recent<T> {
 
 impl<T: Copy + Eq + Hash> Recent<T> {
     pub(crate) fn new(max: usize) -> Recent<T> {
-        Recent { max, set: HashSet::new(), order: VecDeque::new() }
+        Recent {
+            max,
+            set: HashSet::new(),
+            order: VecDeque::new(),
+        }
     }
 
     pub(crate) fn put(&mut self, value: T) {

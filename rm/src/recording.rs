@@ -84,7 +84,9 @@ pub enum Input {
 impl Input {
     /// These labels; `None` when nothing is said of any host.
     pub fn labels(labels: &Labels) -> Option<Input> {
-        let of_hosts = labels.iter().map(|(host, of_host)| (host.clone(), BTreeMap::clone(of_host)));
+        let of_hosts = labels
+            .iter()
+            .map(|(host, of_host)| (host.clone(), BTreeMap::clone(of_host)));
         (!labels.is_empty()).then(|| Input::Labels(of_hosts.collect()))
     }
 }
@@ -110,7 +112,9 @@ pub enum RecordError {
         source: std::io::Error,
     },
     /// It is none.
-    #[error("{path} is no record of this version of pvm-rm: it begins with {found:?} and not with {wanted:?}")]
+    #[error(
+        "{path} is no record of this version of pvm-rm: it begins with {found:?} and not with {wanted:?}"
+    )]
     Foreign {
         /// The file.
         path: PathBuf,
@@ -153,7 +157,10 @@ impl Recorder {
         before.push(".before");
         match std::fs::rename(path, before) {
             Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
-                return Err(RecordError::File { path: path.to_path_buf(), source });
+                return Err(RecordError::File {
+                    path: path.to_path_buf(),
+                    source,
+                });
             }
             _ => {}
         }
@@ -165,12 +172,25 @@ impl Recorder {
     /// # Errors
     /// When it cannot be written.
     pub fn with_limit(path: &Path, bytes_max: u64) -> Result<Recorder, RecordError> {
-        let failed = |source| RecordError::File { path: path.to_path_buf(), source };
+        let failed = |source| RecordError::File {
+            path: path.to_path_buf(),
+            source,
+        };
         let mut options = OpenOptions::new();
-        let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(path).map_err(failed)?;
+        let mut file = options
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(path)
+            .map_err(failed)?;
         let first = first_line();
         file.write_all(first.as_bytes()).map_err(failed)?;
-        Ok(Recorder { file, bytes: first.len() as u64, bytes_max })
+        Ok(Recorder {
+            file,
+            bytes: first.len() as u64,
+            bytes_max,
+        })
     }
 
     /// Writes an entry down. Answers why nothing more is written, when that is so from now on.
@@ -180,9 +200,15 @@ impl Recorder {
         let bytes = [&length.to_le_bytes()[..], &entry].concat();
         self.bytes += bytes.len() as u64;
         if self.bytes > self.bytes_max {
-            return Some(format!("the record has {} bytes and grows no further", self.bytes_max));
+            return Some(format!(
+                "the record has {} bytes and grows no further",
+                self.bytes_max
+            ));
         }
-        self.file.write_all(&bytes).err().map(|error| format!("the record cannot be written: {error}"))
+        self.file
+            .write_all(&bytes)
+            .err()
+            .map(|error| format!("the record cannot be written: {error}"))
     }
 }
 
@@ -191,18 +217,30 @@ impl Recorder {
 /// # Errors
 /// It is none, or damaged elsewhere than at its end.
 pub fn read(path: &Path) -> Result<Vec<Entry>, RecordError> {
-    let bytes = std::fs::read(path).map_err(|source| RecordError::File { path: path.to_path_buf(), source })?;
+    let bytes = std::fs::read(path).map_err(|source| RecordError::File {
+        path: path.to_path_buf(),
+        source,
+    })?;
     let wanted = first_line();
     let Some(mut rest) = bytes.strip_prefix(wanted.as_bytes()) else {
         let found = String::from_utf8_lossy(&bytes[..bytes.len().min(wanted.len())]).into_owned();
-        return Err(RecordError::Foreign { path: path.to_path_buf(), found, wanted });
+        return Err(RecordError::Foreign {
+            path: path.to_path_buf(),
+            found,
+            wanted,
+        });
     };
     let mut entries = Vec::new();
     while let Some((length, behind)) = rest.split_first_chunk::<4>() {
         let length = u32::from_le_bytes(*length) as usize;
-        let Some((entry, behind)) = behind.split_at_checked(length) else { break };
-        let damaged =
-            |why: String| RecordError::Damaged { path: path.to_path_buf(), at: bytes.len() - rest.len(), why };
+        let Some((entry, behind)) = behind.split_at_checked(length) else {
+            break;
+        };
+        let damaged = |why: String| RecordError::Damaged {
+            path: path.to_path_buf(),
+            at: bytes.len() - rest.len(),
+            why,
+        };
         entries.push(from_bytes(entry).map_err(|error| damaged(error.to_string()))?);
         rest = behind;
     }
@@ -214,7 +252,10 @@ mod tests {
     use super::*;
 
     fn ended(n: u32) -> Input {
-        Input::Ended { tid: Tid::from_raw(0x40000 + n as i32), used: Usage::default() }
+        Input::Ended {
+            tid: Tid::from_raw(0x40000 + n as i32),
+            used: Usage::default(),
+        }
     }
 
     #[test]
@@ -226,20 +267,36 @@ mod tests {
             assert_eq!(recorder.put(Micros(u64::from(n)), ended(n)), None);
         }
         let whole = read(&path).expect("a record");
-        assert_eq!(whole.iter().map(|e| e.input.clone()).collect::<Vec<_>>(), [ended(1), ended(2), ended(3)]);
+        assert_eq!(
+            whole.iter().map(|e| e.input.clone()).collect::<Vec<_>>(),
+            [ended(1), ended(2), ended(3)]
+        );
         let bytes = std::fs::read(&path).expect("it is there");
         std::fs::write(&path, &bytes[..bytes.len() - 1]).expect("it can be written");
         assert_eq!(read(&path).expect("a record")[..], whole[..2]);
         drop(Recorder::create(&path).expect("it can be written"));
         assert_eq!(read(&path).expect("a record"), []);
-        assert_eq!(read(&dir.path().join("record.before")).expect("the former one")[..], whole[..2]);
+        assert_eq!(
+            read(&dir.path().join("record.before")).expect("the former one")[..],
+            whole[..2]
+        );
     }
 
     #[test]
     fn inputs_keep_their_numbers_so_that_older_records_are_read() {
         let number = |input: &Input| to_bytes(input).expect("it can be written")[0];
-        let drain = Input::Drain { host: "h2".into(), by: Tid::NONE, begun: true, within: None };
-        let all = [Input::Policy(Conduct::default()), ended(1), drain, Input::Labels(BTreeMap::new())];
+        let drain = Input::Drain {
+            host: "h2".into(),
+            by: Tid::NONE,
+            begun: true,
+            within: None,
+        };
+        let all = [
+            Input::Policy(Conduct::default()),
+            ended(1),
+            drain,
+            Input::Labels(BTreeMap::new()),
+        ];
         assert_eq!(all.each_ref().map(number), [0, 5, 6, 7]);
     }
 
@@ -249,7 +306,11 @@ mod tests {
         let path = dir.path().join("record");
         std::fs::write(&path, "#!/bin/sh\n").expect("it can be written");
         assert!(matches!(read(&path), Err(RecordError::Foreign { .. })));
-        std::fs::write(&path, [first_line().as_bytes(), &[1, 0, 0, 0, 0xff, 9]].concat()).expect("it can be written");
+        std::fs::write(
+            &path,
+            [first_line().as_bytes(), &[1, 0, 0, 0, 0xff, 9]].concat(),
+        )
+        .expect("it can be written");
         assert!(matches!(read(&path), Err(RecordError::Damaged { .. })));
         let mut recorder = Recorder::with_limit(&path, 100).expect("it can be written");
         let told = (0..100).find_map(|n| recorder.put(Micros(0), ended(n)));

@@ -32,8 +32,8 @@ use sempa_proto::message::CTX_BASE;
 use sempa_proto::migration::Cause;
 use sempa_proto::rm::{CTX_RM, TAG_ASK};
 use sempa_proto::sm::{
-    SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_EXECACK, SM_GRANT_TAKEN, SM_HANDOFF, SM_HOSTX, SM_SCHED, SM_SPAWN,
-    SM_SPAWN_WAITS, SM_TASK, pack_waits, unpack_spawn, unpack_tids,
+    SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_EXECACK, SM_GRANT_TAKEN, SM_HANDOFF, SM_HOSTX, SM_SCHED,
+    SM_SPAWN, SM_SPAWN_WAITS, SM_TASK, pack_waits, unpack_spawn, unpack_tids,
 };
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
 use sempa_proto::task::{NotifyWhat, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest};
@@ -106,7 +106,9 @@ pub enum ServiceError {
     #[error(transparent)]
     Policy(#[from] PolicyError),
     /// The policy file cannot be read, and what it said before is not remembered.
-    #[error("{file:?} is neither 'load' nor 'round-robin', and as a policy file it cannot be read: {why}")]
+    #[error(
+        "{file:?} is neither 'load' nor 'round-robin', and as a policy file it cannot be read: {why}"
+    )]
     NoPolicy {
         /// What was taken for its name.
         file: String,
@@ -159,7 +161,12 @@ fn is_left_watcher(task: &TaskInfo) -> bool {
 /// True for what daemons tell of tasks: what happened to them, not what somebody wants.
 fn is_news(message: &Message) -> bool {
     let tag = message.tag;
-    message.src.is_daemon() && if message.ctx == CTX_RM { tag == TAG_EVENT } else { tag == SM_GRANT_TAKEN }
+    message.src.is_daemon()
+        && if message.ctx == CTX_RM {
+            tag == TAG_EVENT
+        } else {
+            tag == SM_GRANT_TAKEN
+        }
 }
 
 fn first_int(message: &Message) -> Option<i32> {
@@ -187,13 +194,19 @@ impl<V: VmApi> Service<V> {
             // It came between our question and our registration: it was first.
             let mut body = Packer::new(Encoding::Xdr);
             body.int(previous.raw());
-            vm.send(Tid::MY_DAEMON, SM_HANDOFF, 0, body.finish()).map_err(ServiceError::Stopped)?;
+            vm.send(Tid::MY_DAEMON, SM_HANDOFF, 0, body.finish())
+                .map_err(ServiceError::Stopped)?;
             return Err(ServiceError::AlreadyRegistered(previous));
         }
-        vm.subscribe(CTX_RM, TAG_EVENT).map_err(ServiceError::Refused)?;
-        vm.notify(NotifyWhat::HostAdd { count: -1 }, CTX_RM, TAG_HOST_ADD).map_err(ServiceError::Refused)?;
+        vm.subscribe(CTX_RM, TAG_EVENT)
+            .map_err(ServiceError::Refused)?;
+        vm.notify(NotifyWhat::HostAdd { count: -1 }, CTX_RM, TAG_HOST_ADD)
+            .map_err(ServiceError::Refused)?;
         let conduct = options.conduct;
-        let (mut model, refresh_at) = (Model::new(conduct.placing, vm.host(), options.labels.clone()), vm.now());
+        let (mut model, refresh_at) = (
+            Model::new(conduct.placing, vm.host(), options.labels.clone()),
+            vm.now(),
+        );
         model.set_user(options.user);
         let mut service = Service {
             vm,
@@ -221,9 +234,14 @@ impl<V: VmApi> Service<V> {
         service.recall();
         service.recall_standing();
         service.recall_drains();
-        known.iter().filter(|task| is_left_watcher(task)).for_each(|task| {
-            service.watchers.found(service.vm.now(), task.host, task.tid);
-        });
+        known
+            .iter()
+            .filter(|task| is_left_watcher(task))
+            .for_each(|task| {
+                service
+                    .watchers
+                    .found(service.vm.now(), task.host, task.tid);
+            });
         service.settle();
         Ok(service)
     }
@@ -245,7 +263,10 @@ impl<V: VmApi> Service<V> {
     pub fn step(&mut self) -> Result<(), ServiceError> {
         let now = self.vm.now();
         let (spawns, watchers) = (self.spawns.next_deadline(), self.watchers.next_deadline());
-        let (drains, ledger) = (self.draining.next_deadline(), self.memory.ledger.next_deadline());
+        let (drains, ledger) = (
+            self.draining.next_deadline(),
+            self.memory.ledger.next_deadline(),
+        );
         let (kills, review) = (self.killing.next_deadline(), self.grants.next_review());
         let due = [
             self.again,
@@ -261,15 +282,22 @@ impl<V: VmApi> Service<V> {
         ];
         let due = due.into_iter().flatten().min();
         let wait = due.map_or(WAIT_MAX, |due| due.since(now)).min(WAIT_MAX);
-        let received = self.vm.recv(Duration::from_micros(wait.0)).inspect_err(|_| self.memory.ledger.close());
+        let received = self
+            .vm
+            .recv(Duration::from_micros(wait.0))
+            .inspect_err(|_| self.memory.ledger.close());
         let mut received = received.map_err(ServiceError::Stopped)?;
         let mut room = NEWS_AT_ONCE;
         while let Some(message) = received.take() {
-            self.message(&message).inspect_err(|_| self.memory.ledger.close())?;
+            self.message(&message)
+                .inspect_err(|_| self.memory.ledger.close())?;
             room -= 1;
             // Daemons send news of tasks several at a time: what follows from it, follows from all of it.
             if room > 0 && is_news(&message) {
-                let more = self.vm.recv(Duration::ZERO).inspect_err(|_| self.memory.ledger.close());
+                let more = self
+                    .vm
+                    .recv(Duration::ZERO)
+                    .inspect_err(|_| self.memory.ledger.close());
                 received = more.map_err(ServiceError::Stopped)?;
             }
         }
@@ -308,7 +336,9 @@ impl<V: VmApi> Service<V> {
             SM_SPAWN => self.spawn(message),
             SM_SCHED => self.refuse(message, PvmError::Denied),
             // The daemons serve these; who asks us all the same must not wait for ever.
-            SM_CONFIG | SM_TASK | SM_ADDHOST | SM_DELHOST => self.refuse(message, PvmError::NotImpl),
+            SM_CONFIG | SM_TASK | SM_ADDHOST | SM_DELHOST => {
+                self.refuse(message, PvmError::NotImpl)
+            }
             SM_EXECACK if message.src.is_daemon() => self.acknowledged(message),
             SM_GRANT_TAKEN if message.src.is_daemon() => self.taken(message),
             SM_HOSTX if message.src.is_daemon() => {
@@ -341,24 +371,37 @@ impl<V: VmApi> Service<V> {
     }
 
     fn event(&mut self, message: &Message) -> Result<(), ServiceError> {
-        let Some(event) = self.vm.event_of(message) else { return Ok(()) };
+        let Some(event) = self.vm.event_of(message) else {
+            return Ok(());
+        };
         let now = self.vm.now();
-        let shares_change =
-            matches!(event.kind, EventKind::TaskStarted { .. } | EventKind::TaskEnded { .. } | EventKind::Moved { .. });
+        let shares_change = matches!(
+            event.kind,
+            EventKind::TaskStarted { .. } | EventKind::TaskEnded { .. } | EventKind::Moved { .. }
+        );
         if self.balance_at.is_some() && shares_change {
             self.model.account_change(now);
         }
         match &event.kind {
-            EventKind::RmRegistered { tid } if *tid != self.vm.tid() => return Err(ServiceError::Replaced(*tid)),
-            EventKind::HostAdded { host, .. } if !self.model.has_host(*host) => self.hosts_changed = true,
+            EventKind::RmRegistered { tid } if *tid != self.vm.tid() => {
+                return Err(ServiceError::Replaced(*tid));
+            }
+            EventKind::HostAdded { host, .. } if !self.model.has_host(*host) => {
+                self.hosts_changed = true
+            }
             EventKind::HostGone { host, .. } => self.host_gone(*host),
             EventKind::TaskEnded { tid, used, .. } => {
-                self.record_input(|| Input::Ended { tid: *tid, used: *used });
+                self.record_input(|| Input::Ended {
+                    tid: *tid,
+                    used: *used,
+                });
                 self.watchers.ended(now, *tid);
                 self.spawns.task_ended(now, *tid);
                 self.grants.given_up(*tid);
                 if self.model.is_guest(*tid) {
-                    self.balance_at = self.balance_at.map(|at| at.min(now + BALANCE_PAUSE_AFTER_END));
+                    self.balance_at = self
+                        .balance_at
+                        .map(|at| at.min(now + BALANCE_PAUSE_AFTER_END));
                 }
             }
             _ => {}
@@ -367,7 +410,8 @@ impl<V: VmApi> Service<V> {
         match &event.kind {
             EventKind::TaskStarted { tid, .. } => {
                 self.standing.task_began();
-                self.killing.task_began(now, self.model.user_and_job(*tid).1);
+                self.killing
+                    .task_began(now, self.model.user_and_job(*tid).1);
             }
             EventKind::Suspended { tid, .. } => self.suspension_heard(*tid, true),
             EventKind::Resumed { tid, .. } => self.suspension_heard(*tid, false),
@@ -387,10 +431,23 @@ impl<V: VmApi> Service<V> {
                 let caller = self.model.host_of(message.src).unwrap_or(self.vm.host());
                 let (user, job) = self.model.user_and_job(message.src);
                 let waited = since.map_or(Micros(0), |since| self.vm.wall().since(since));
-                let from = Incoming { src: message.src, wid: message.wid, caller, user, job, request, waited };
+                let from = Incoming {
+                    src: message.src,
+                    wid: message.wid,
+                    caller,
+                    user,
+                    job,
+                    request,
+                    waited,
+                };
                 if self.killing.is_ending(job, message.src) {
                     let why = format!("job {job}, which it belongs to, is being ended");
-                    return self.spawns.refuse_and_tell(self.vm.now(), &from, PvmError::Denied, why);
+                    return self.spawns.refuse_and_tell(
+                        self.vm.now(),
+                        &from,
+                        PvmError::Denied,
+                        why,
+                    );
                 }
                 self.record_input(|| Input::Spawn {
                     number: (from.src, from.wid),
@@ -429,13 +486,18 @@ impl<V: VmApi> Service<V> {
     }
 
     fn load_report(&mut self, message: &Message) {
-        let Ok(report) = from_bytes::<LoadReport>(&message.body) else { return };
+        let Ok(report) = from_bytes::<LoadReport>(&message.body) else {
+            return;
+        };
         let now = self.vm.now();
         if !self.watchers.heard(now, message.src, report.host) {
             return;
         }
         let own = self.model.guests_on(report.host);
-        self.record_input(|| Input::Report { report: report.clone(), own });
+        self.record_input(|| Input::Report {
+            report: report.clone(),
+            own,
+        });
         self.model.task_started(now, message.src, report.host, true);
         if let Some(event) = self.model.report(now, &report) {
             self.record(event);
@@ -460,7 +522,13 @@ impl<V: VmApi> Service<V> {
     }
 
     fn forget_tasks(&mut self) {
-        let Service { model, spawns, grants, vm, .. } = self;
+        let Service {
+            model,
+            spawns,
+            grants,
+            vm,
+            ..
+        } = self;
         spawns.forget_tasks(vm.now(), |tid| model.knows(tid));
         grants.keep(|tid| model.knows(tid));
     }
@@ -481,13 +549,20 @@ impl<V: VmApi> Service<V> {
         let table = self.vm.config()?;
         self.record_input(|| Input::Hosts(table.clone()));
         let before = self.model.host_ids();
-        self.memory.ledger.books.know_hosts(table.hosts.iter().map(|host| (host.id, host.name.as_str())));
+        self.memory
+            .ledger
+            .books
+            .know_hosts(table.hosts.iter().map(|host| (host.id, host.name.as_str())));
         let new = self.model.set_hosts(&table);
         for gone in before.into_iter().filter(|id| table.get(*id).is_none()) {
             self.host_gone(gone);
         }
         for host in &new {
-            self.vm.notify(NotifyWhat::HostDelete(vec![host.tid()]), CTX_RM, TAG_HOST_DELETE)?;
+            self.vm.notify(
+                NotifyWhat::HostDelete(vec![host.tid()]),
+                CTX_RM,
+                TAG_HOST_DELETE,
+            )?;
             if self.options.watchers {
                 self.watchers.add(self.vm.now(), *host);
             }
@@ -507,9 +582,15 @@ impl<V: VmApi> Service<V> {
         }
         if self.hosts_changed || (self.model.is_stale(now) && self.refresh_at <= now) {
             changed = true;
-            let fresh = if self.hosts_changed { self.refresh_hosts() } else { self.refresh() };
+            let fresh = if self.hosts_changed {
+                self.refresh_hosts()
+            } else {
+                self.refresh()
+            };
             if let Err(error) = fresh {
-                self.note(format!("the resource manager could not list hosts and tasks: {error}"));
+                self.note(format!(
+                    "the resource manager could not list hosts and tasks: {error}"
+                ));
             }
             self.decide_moves();
         }
@@ -567,7 +648,13 @@ impl<V: VmApi> Service<V> {
         let decided = moves(snapshot);
         self.again = decided.again();
         for step in &decided.go {
-            if !self.begin_move(now, step.tid, (step.from, step.to), step.cause.clone(), None) {
+            if !self.begin_move(
+                now,
+                step.tid,
+                (step.from, step.to),
+                step.cause.clone(),
+                None,
+            ) {
                 // The next best is tried with what is known now; each failure leaves a target or the task out.
                 self.again = Some(now);
             }
@@ -589,8 +676,16 @@ impl<V: VmApi> Service<V> {
         self.balance_at = Some(now + BALANCE_PAUSE);
         self.model.account(now);
         for shift in balance(self.model.snapshot(now)) {
-            let cause = Cause::Load { why: shift.why.to_string() };
-            if self.begin_move(now, shift.tid, (shift.from, shift.to), cause, Some(record::expected(&shift))) {
+            let cause = Cause::Load {
+                why: shift.why.to_string(),
+            };
+            if self.begin_move(
+                now,
+                shift.tid,
+                (shift.from, shift.to),
+                cause,
+                Some(record::expected(&shift)),
+            ) {
                 self.model.promised(&shift);
             }
         }
@@ -598,7 +693,13 @@ impl<V: VmApi> Service<V> {
 
     fn spawn_output(&mut self, output: spawns::Output) {
         match output {
-            spawns::Output::Exec { order, host, parent, request, memory } => {
+            spawns::Output::Exec {
+                order,
+                host,
+                parent,
+                request,
+                memory,
+            } => {
                 if memory > 0 {
                     self.model.promise_memory(self.vm.now(), host, memory);
                 }
@@ -614,13 +715,28 @@ impl<V: VmApi> Service<V> {
             }
             spawns::Output::Reply { to, wid, body } => {
                 self.record_input(|| {
-                    let tids = unpack_tids(body.clone()).into_iter().flatten().flatten().collect();
-                    Input::Started { number: (to, wid), tids }
+                    let tids = unpack_tids(body.clone())
+                        .into_iter()
+                        .flatten()
+                        .flatten()
+                        .collect();
+                    Input::Started {
+                        number: (to, wid),
+                        tids,
+                    }
                 });
                 self.send(to, SM_SPAWN, wid, body);
             }
             spawns::Output::Answered(from) => self.answered(&from),
-            spawns::Output::Started { tid, host, named, pinned, wants, by, child } => {
+            spawns::Output::Started {
+                tid,
+                host,
+                named,
+                pinned,
+                wants,
+                by,
+                child,
+            } => {
                 let now = self.vm.now();
                 self.model.task_started(now, tid, host, pinned);
                 if child {
@@ -645,22 +761,36 @@ impl<V: VmApi> Service<V> {
     fn watcher_output(&mut self, output: watchers::Output) {
         match output {
             watchers::Output::Start(host) => {
-                let wid = self.vm.exec(host, self.vm.tid(), &self.watcher_request()).ok();
+                let wid = self
+                    .vm
+                    .exec(host, self.vm.tid(), &self.watcher_request())
+                    .ok();
                 self.watchers.sent(self.vm.now(), host, wid);
             }
             watchers::Output::Notify(tid) => {
                 // Should this fail, the event log tells of its end as well.
-                drop(self.vm.notify(NotifyWhat::TaskExit(vec![tid]), CTX_RM, TAG_TASK_EXIT));
+                drop(
+                    self.vm
+                        .notify(NotifyWhat::TaskExit(vec![tid]), CTX_RM, TAG_TASK_EXIT),
+                );
             }
-            watchers::Output::Adopt(tid) => drop(self.vm.answer(tid, TAG_REPORT_TO, 0, Bytes::new())),
+            watchers::Output::Adopt(tid) => {
+                drop(self.vm.answer(tid, TAG_REPORT_TO, 0, Bytes::new()))
+            }
             watchers::Output::End(tid) => drop(self.vm.signal(tid, SIGKILL)),
             watchers::Output::Note(text) => self.note(text),
         }
     }
 
     fn watcher_request(&self) -> SpawnRequest {
-        let words =
-            ["--report-to", &self.vm.tid().to_string(), "--ctx", &CTX_RM.to_string(), "--tag", &TAG_LOAD.to_string()];
+        let words = [
+            "--report-to",
+            &self.vm.tid().to_string(),
+            "--ctx",
+            &CTX_RM.to_string(),
+            "--tag",
+            &TAG_LOAD.to_string(),
+        ];
         SpawnRequest {
             file: WATCHER_PROGRAM.to_string(),
             args: words.iter().map(|word| word.as_bytes().to_vec()).collect(),

@@ -76,12 +76,27 @@ impl Incoming {
     ) -> Output {
         let (program, by, count) = (self.request.file.clone(), self.src, self.request.count);
         let (job, user) = (self.job, self.user);
-        Output::Decided(Decided::Spawn { program, by, job, user, count, started, error, waited, attempts })
+        Output::Decided(Decided::Spawn {
+            program,
+            by,
+            job,
+            user,
+            count,
+            started,
+            error,
+            waited,
+            attempts,
+        })
     }
 
     /// That nothing of it was started, for the event log.
     fn not_started(&self, error: PvmError, why: &str) -> EventKind {
-        EventKind::Note { text: format!("{} was not started for {}: {error} ({why})", self.request.file, self.src) }
+        EventKind::Note {
+            text: format!(
+                "{} was not started for {}: {error} ({why})",
+                self.request.file, self.src
+            ),
+        }
     }
 }
 
@@ -263,12 +278,14 @@ impl Spawns {
         let count = from.request.count;
         let refusal = match count {
             0 => Some((PvmError::BadParam, "it asks for no task".to_string())),
-            n if n > SPAWN_TASKS_MAX => {
-                Some((PvmError::OutOfRes, format!("a spawn may ask for {SPAWN_TASKS_MAX} tasks at most")))
-            }
-            _ if self.open.len() >= SPAWNS_OPEN_MAX => {
-                Some((PvmError::OutOfRes, format!("{SPAWNS_OPEN_MAX} spawns are being carried out or wait already")))
-            }
+            n if n > SPAWN_TASKS_MAX => Some((
+                PvmError::OutOfRes,
+                format!("a spawn may ask for {SPAWN_TASKS_MAX} tasks at most"),
+            )),
+            _ if self.open.len() >= SPAWNS_OPEN_MAX => Some((
+                PvmError::OutOfRes,
+                format!("{SPAWNS_OPEN_MAX} spawns are being carried out or wait already"),
+            )),
             _ => None,
         };
         if let Some((error, why)) = refusal {
@@ -303,26 +320,60 @@ impl Spawns {
     }
 
     /// Places what waits first in the queue; somebody else may choose. Answers where the rotation stands then.
-    pub fn place(&mut self, now: Micros, snapshot: &Snapshot, choice: Option<&dyn Choice>) -> HostId {
-        let Some(number) = self.to_place.pop_front().filter(|n| !self.is_limited(now, *n)) else {
+    pub fn place(
+        &mut self,
+        now: Micros,
+        snapshot: &Snapshot,
+        choice: Option<&dyn Choice>,
+    ) -> HostId {
+        let Some(number) = self
+            .to_place
+            .pop_front()
+            .filter(|n| !self.is_limited(now, *n))
+        else {
             return snapshot.rotation;
         };
-        let Some(spawn) = self.open.get_mut(&number) else { return snapshot.rotation };
+        let Some(spawn) = self.open.get_mut(&number) else {
+            return snapshot.rotation;
+        };
         let tasks = std::mem::take(&mut spawn.unplaced);
-        let Incoming { src, caller, request, user, job, .. } = &spawn.from;
-        let kept = self.kept.as_ref().filter(|kept| kept.is_kept_from(now, &self.fair, (number, *user)));
+        let Incoming {
+            src,
+            caller,
+            request,
+            user,
+            job,
+            ..
+        } = &spawn.from;
+        let kept = self
+            .kept
+            .as_ref()
+            .filter(|kept| kept.is_kept_from(now, &self.fair, (number, *user)));
         let (user, peers) = (*user, &snapshot.peers_of(*caller, *job));
         let hosts = kept.map_or(&[][..], |kept| &kept.hosts);
         spawn.declined.retain(|_, until| now < *until);
         let declined: Vec<HostId> = spawn.declined.keys().copied().collect();
         let (without, declined) = (&spawn.lost, &declined);
-        let ask =
-            Ask { user, request, count: tasks.len() as u32, caller: *caller, peers, without, declined, kept: hosts };
+        let ask = Ask {
+            user,
+            request,
+            count: tasks.len() as u32,
+            caller: *caller,
+            peers,
+            without,
+            declined,
+            kept: hosts,
+        };
         let choice = choice.filter(|_| !request.names_host());
         let placement = place_by(snapshot, &ask, choice);
-        let none_free = placement.why == Why::NoneFree && placement.hosts.first() == Some(&Err(PvmError::OutOfRes));
+        let none_free = placement.why == Why::NoneFree
+            && placement.hosts.first() == Some(&Err(PvmError::OutOfRes));
         if none_free && now < spawn.wait_until {
-            let before = self.kept.as_ref().filter(|kept| kept.number == number).map_or(&[][..], |kept| &kept.hosts);
+            let before = self
+                .kept
+                .as_ref()
+                .filter(|kept| kept.number == number)
+                .map_or(&[][..], |kept| &kept.hosts);
             let hosts = reserve(snapshot, &ask, before);
             self.wait(now, number, tasks, placement.sentence(snapshot));
             self.keep(now, number, None, || hosts);
@@ -339,19 +390,48 @@ impl Spawns {
             }
         }
         if std::mem::take(&mut spawn.told) && !parts.is_empty() {
-            self.out.push_back(Output::Waits { to: *src, wid: spawn.from.wid, waited: None });
+            self.out.push_back(Output::Waits {
+                to: *src,
+                wid: spawn.from.wid,
+                waited: None,
+            });
         }
-        let memory = Wants::of(request).ok().and_then(|wants| wants.memory()).unwrap_or(0);
+        let memory = Wants::of(request)
+            .ok()
+            .and_then(|wants| wants.memory())
+            .unwrap_or(0);
         for (host, tasks) in parts {
             spawn.names.insert(host, snapshot.name(host));
-            let dir = request.place.find(':').map_or(String::new(), |at| request.place[at..].to_string());
+            let dir = request
+                .place
+                .find(':')
+                .map_or(String::new(), |at| request.place[at..].to_string());
             let memory = memory.saturating_mul(tasks.len() as u64);
-            let part = SpawnRequest { count: tasks.len() as u32, place: dir, ..request.clone() };
+            let part = SpawnRequest {
+                count: tasks.len() as u32,
+                place: dir,
+                ..request.clone()
+            };
             self.last += 1;
             let order = OrderId(self.last);
-            self.out.push_back(Output::Exec { order, host, parent: *src, request: part, memory });
+            self.out.push_back(Output::Exec {
+                order,
+                host,
+                parent: *src,
+                request: part,
+                memory,
+            });
             let until = (now + EXEC_TIME_MAX).min(spawn.until);
-            self.orders.insert(order, Order { spawn: number, host, tasks, until, wid: None });
+            self.orders.insert(
+                order,
+                Order {
+                    spawn: number,
+                    host,
+                    tasks,
+                    until,
+                    wid: None,
+                },
+            );
         }
         self.finish(number);
         placement.rotation
@@ -367,7 +447,9 @@ impl Spawns {
 
     /// A task is suspended from now on, or goes on.
     pub fn task_suspended(&mut self, now: Micros, tid: Tid, suspend: bool) {
-        let Some((user, _)) = self.tasks.get(&tid) else { return };
+        let Some((user, _)) = self.tasks.get(&tid) else {
+            return;
+        };
         if suspend && self.suspended.insert(tid, *user).is_none() {
             self.fair.gives(now, *user, 1);
         } else if !suspend && self.suspended.remove(&tid).is_some() {
@@ -377,7 +459,10 @@ impl Spawns {
 
     /// Requests of a job that are being carried out or wait, those of this task aside.
     pub fn starting_for(&self, job: Tid, but: Tid) -> usize {
-        self.open.values().filter(|spawn| spawn.from.job == job && spawn.from.src != but).count()
+        self.open
+            .values()
+            .filter(|spawn| spawn.from.job == job && spawn.from.src != but)
+            .count()
     }
 
     /// Hosts on which something is being started.
@@ -389,7 +474,9 @@ impl Spawns {
     pub fn starting(&self) -> BTreeMap<HostId, u32> {
         let mut starting = BTreeMap::new();
         let is_load = |order: &&Order| {
-            self.open.get(&order.spawn).is_some_and(|spawn| spawn.from.request.flags & SPAWN_PINNED == 0)
+            self.open
+                .get(&order.spawn)
+                .is_some_and(|spawn| spawn.from.request.flags & SPAWN_PINNED == 0)
         };
         for order in self.orders.values().filter(is_load) {
             *starting.entry(order.host).or_default() += order.tasks.len() as u32;
@@ -414,7 +501,12 @@ impl Spawns {
 
     /// Tasks may have ended unheard, with a host or while events were missed: those that are not known are not counted.
     pub fn forget_tasks(&mut self, now: Micros, is_known: impl Fn(Tid) -> bool) {
-        let gone: Vec<Tid> = self.tasks.keys().copied().filter(|tid| !is_known(*tid)).collect();
+        let gone: Vec<Tid> = self
+            .tasks
+            .keys()
+            .copied()
+            .filter(|tid| !is_known(*tid))
+            .collect();
         gone.into_iter().for_each(|tid| self.task_ended(now, tid));
     }
 
@@ -431,7 +523,12 @@ impl Spawns {
                 }
             }
         }
-        let asked = |n: &u64| self.open.get(n).filter(|s| s.from.src == tid).map(|s| (*n, s.from.user));
+        let asked = |n: &u64| {
+            self.open
+                .get(n)
+                .filter(|s| s.from.src == tid)
+                .map(|s| (*n, s.from.user))
+        };
         let gone: Vec<(u64, u32)> = self.waiting.iter().filter_map(asked).collect();
         for (number, user) in gone {
             self.wait_no_longer(now, user, number);
@@ -452,7 +549,11 @@ impl Spawns {
 
     /// A host acknowledges. False when the wait id is none of ours.
     pub fn ack(&mut self, now: Micros, wid: i32, started: PvmResult<Vec<PvmResult<Tid>>>) -> bool {
-        let found = self.orders.iter().find(|(_, o)| o.wid == Some(wid)).map(|(id, _)| *id);
+        let found = self
+            .orders
+            .iter()
+            .find(|(_, o)| o.wid == Some(wid))
+            .map(|(id, _)| *id);
         let Some(id) = found else {
             if !self.late.has(wid) {
                 return false;
@@ -462,12 +563,17 @@ impl Spawns {
             return true;
         };
         let order = self.orders.remove(&id).expect("found a moment ago");
-        let Some(spawn) = self.open.get_mut(&order.spawn) else { return true };
+        let Some(spawn) = self.open.get_mut(&order.spawn) else {
+            return true;
+        };
         let short = match &started {
             Ok(_) => PvmError::DSysErr,
             Err(error) => *error,
         };
-        let results = started.unwrap_or_default().into_iter().chain(std::iter::repeat(Err(short)));
+        let results = started
+            .unwrap_or_default()
+            .into_iter()
+            .chain(std::iter::repeat(Err(short)));
         let results: Vec<PvmResult<Tid>> = results.take(order.tasks.len()).collect();
         let (elsewhere_too, mut elsewhere) = (spawn.may_go_elsewhere(&results), Vec::new());
         for (task, result) in order.tasks.into_iter().zip(results) {
@@ -477,7 +583,11 @@ impl Spawns {
             }
             spawn.results[task] = Some(result);
             spawn.hosts[task] = result.is_ok().then_some(order.host);
-            self.out.extend(result.ok().map(|tid| started_by(&spawn.from, tid, order.host)));
+            self.out.extend(
+                result
+                    .ok()
+                    .map(|tid| started_by(&spawn.from, tid, order.host)),
+            );
         }
         if elsewhere.is_empty() {
             self.finish(order.spawn);
@@ -490,21 +600,41 @@ impl Spawns {
 
     /// A host is gone: what was to start there is placed elsewhere.
     pub fn host_gone(&mut self, host: HostId) {
-        let lost: Vec<OrderId> = self.orders.iter().filter(|(_, o)| o.host == host).map(|(id, _)| *id).collect();
+        let lost: Vec<OrderId> = self
+            .orders
+            .iter()
+            .filter(|(_, o)| o.host == host)
+            .map(|(id, _)| *id)
+            .collect();
         lost.into_iter().for_each(|order| self.give_up(order));
     }
 
     /// Gives up what has taken too long.
     pub fn tick(&mut self, now: Micros) {
-        let slow: Vec<OrderId> = self.orders.iter().filter(|(_, o)| o.until <= now).map(|(id, _)| *id).collect();
+        let slow: Vec<OrderId> = self
+            .orders
+            .iter()
+            .filter(|(_, o)| o.until <= now)
+            .map(|(id, _)| *id)
+            .collect();
         slow.into_iter().for_each(|order| self.give_up(order));
-        let waited = |n: &u64| self.open.get(n).filter(|s| s.wait_until <= now).map(|s| (*n, s.from.user));
+        let waited = |n: &u64| {
+            self.open
+                .get(n)
+                .filter(|s| s.wait_until <= now)
+                .map(|s| (*n, s.from.user))
+        };
         let waited: Vec<(u64, u32)> = self.waiting.iter().filter_map(waited).collect();
         for (number, user) in waited {
             self.wait_no_longer(now, user, number);
             self.to_place.push_back(number);
         }
-        let out_of_time: Vec<u64> = self.open.iter().filter(|(_, s)| s.until <= now).map(|(n, _)| *n).collect();
+        let out_of_time: Vec<u64> = self
+            .open
+            .iter()
+            .filter(|(_, s)| s.until <= now)
+            .map(|(n, _)| *n)
+            .collect();
         for number in out_of_time {
             if let Some(spawn) = self.open.get_mut(&number) {
                 spawn.unplaced.clear();
@@ -519,8 +649,17 @@ impl Spawns {
 
     /// When [`Spawns::tick`] has something to do.
     pub fn next_deadline(&self) -> Option<Micros> {
-        let waits = self.waiting.iter().filter_map(|n| self.open.get(n)).map(|s| s.wait_until);
-        self.orders.values().map(|o| o.until).chain(self.open.values().map(|s| s.until)).chain(waits).min()
+        let waits = self
+            .waiting
+            .iter()
+            .filter_map(|n| self.open.get(n))
+            .map(|s| s.wait_until);
+        self.orders
+            .values()
+            .map(|o| o.until)
+            .chain(self.open.values().map(|s| s.until))
+            .chain(waits)
+            .min()
     }
 
     /// What is to be done next.
@@ -530,11 +669,15 @@ impl Spawns {
 
     /// The host of this order does not answer.
     fn give_up(&mut self, order: OrderId) {
-        let Some(order) = self.orders.remove(&order) else { return };
+        let Some(order) = self.orders.remove(&order) else {
+            return;
+        };
         if let Some(wid) = order.wid {
             self.late.put(wid);
         }
-        let Some(spawn) = self.open.get_mut(&order.spawn) else { return };
+        let Some(spawn) = self.open.get_mut(&order.spawn) else {
+            return;
+        };
         spawn.lost.push(order.host);
         if spawn.from.request.is_bound() {
             for task in order.tasks {
@@ -547,7 +690,9 @@ impl Spawns {
 
     /// These tasks of a request need another place.
     fn place_again(&mut self, number: u64, tasks: Vec<usize>) {
-        let Some(spawn) = self.open.get_mut(&number) else { return };
+        let Some(spawn) = self.open.get_mut(&number) else {
+            return;
+        };
         if spawn.unplaced.is_empty() {
             self.to_place.push_back(number);
         }
@@ -556,32 +701,62 @@ impl Spawns {
 
     /// Answers a request when all its tasks have a result, and has it recorded.
     fn finish(&mut self, number: u64) {
-        if self.open.get(&number).is_none_or(|s| s.results.contains(&None)) {
+        if self
+            .open
+            .get(&number)
+            .is_none_or(|s| s.results.contains(&None))
+        {
             return;
         }
-        let Some(spawn) = self.open.remove(&number) else { return };
+        let Some(spawn) = self.open.remove(&number) else {
+            return;
+        };
         let results: Vec<PvmResult<Tid>> = spawn.results.into_iter().flatten().collect();
         let at_once = !spawn.told && spawn.from.waited == Micros(0) && spawn.attempts.len() == 1;
         let whole = at_once && results.iter().all(Result::is_ok);
         let answered = whole.then(|| Output::Answered(spawn.from.clone()));
         let from = spawn.from;
-        self.out.push_back(Output::Reply { to: from.src, wid: from.wid, body: pack_tids(&results) });
+        self.out.push_back(Output::Reply {
+            to: from.src,
+            wid: from.wid,
+            body: pack_tids(&results),
+        });
         let hosts: Vec<HostId> = spawn.hosts.into_iter().flatten().collect();
-        let why = spawn.attempts.iter().map(|a| a.sentence.as_str()).collect::<Vec<_>>().join("; then ");
+        let why = spawn
+            .attempts
+            .iter()
+            .map(|a| a.sentence.as_str())
+            .collect::<Vec<_>>()
+            .join("; then ");
         let failed = results.iter().filter_map(|r| r.as_ref().err()).next();
         let with_tids = results.iter().filter_map(|r| r.ok()).zip(&hosts);
-        let name = |host: &HostId| spawn.names.get(host).cloned().unwrap_or_else(|| host.to_string());
+        let name = |host: &HostId| {
+            spawn
+                .names
+                .get(host)
+                .cloned()
+                .unwrap_or_else(|| host.to_string())
+        };
         let started = with_tids.map(|(tid, host)| (tid, name(host))).collect();
         let waited = from.waited + spawn.placed.since(spawn.began);
-        self.out.push_back(from.decided(started, failed.copied(), waited, spawn.attempts));
+        self.out
+            .push_back(from.decided(started, failed.copied(), waited, spawn.attempts));
         let event = match (failed, hosts.is_empty()) {
             (Some(error), true) => from.not_started(*error, &why),
             (Some(error), false) => {
                 let missing = results.len() - hosts.len();
                 let why = format!("{why}; {missing} of {} failed: {error}", results.len());
-                EventKind::Placed { name: from.request.file, hosts, why }
+                EventKind::Placed {
+                    name: from.request.file,
+                    hosts,
+                    why,
+                }
             }
-            (None, _) => EventKind::Placed { name: from.request.file, hosts, why },
+            (None, _) => EventKind::Placed {
+                name: from.request.file,
+                hosts,
+                why,
+            },
         };
         self.out.push_back(Output::Record(event));
         self.out.extend(answered);
@@ -589,8 +764,18 @@ impl Spawns {
 
     /// Tasks were started by a grant: by a request that did not come here. Its daemon has told the log.
     pub fn granted(&mut self, from: Incoming, started: Vec<Started>, attempt: Attempt) {
-        self.out.extend(started.iter().map(|one| started_by(&from, one.tid, one.host)));
-        let Incoming { src, request, job, user, .. } = from;
+        self.out.extend(
+            started
+                .iter()
+                .map(|one| started_by(&from, one.tid, one.host)),
+        );
+        let Incoming {
+            src,
+            request,
+            job,
+            user,
+            ..
+        } = from;
         self.out.push_back(Output::Decided(Decided::Spawn {
             program: request.file,
             by: src,
@@ -612,8 +797,11 @@ impl Spawn {
         if self.from.request.is_bound() || !results.contains(&Err(NO_GUESTS)) {
             return false;
         }
-        let apart = Wants::of(&self.from.request).is_ok_and(|wants| wants.together == Together::Any);
-        apart || (results.len() == self.results.len() && results.iter().all(|one| *one == Err(NO_GUESTS)))
+        let apart =
+            Wants::of(&self.from.request).is_ok_and(|wants| wants.together == Together::Any);
+        apart
+            || (results.len() == self.results.len()
+                && results.iter().all(|one| *one == Err(NO_GUESTS)))
     }
 }
 
@@ -628,14 +816,33 @@ fn searched(attempts: &mut Vec<Attempt>, attempt: Attempt) {
 /// A task of this request runs.
 fn started_by(from: &Incoming, tid: Tid, host: HostId) -> Output {
     let wants = Wants::of(&from.request).unwrap_or_default();
-    let (named, pinned) = (from.request.names_host(), from.request.flags & SPAWN_PINNED != 0);
+    let (named, pinned) = (
+        from.request.names_host(),
+        from.request.flags & SPAWN_PINNED != 0,
+    );
     let child = from.request.flags & SPAWN_NO_PARENT == 0;
-    Output::Started { tid, host, named, pinned, wants, by: (from.user, from.job), child }
+    Output::Started {
+        tid,
+        host,
+        named,
+        pinned,
+        wants,
+        by: (from.user, from.job),
+        child,
+    }
 }
 
 /// The tasks that a user and a job have, those included that are suspended.
-fn held(fair: &Fair, suspended: &BTreeMap<Tid, u32>, jobs: &BTreeMap<Tid, u32>, (user, job): (u32, Tid)) -> (u32, u32) {
+fn held(
+    fair: &Fair,
+    suspended: &BTreeMap<Tid, u32>,
+    jobs: &BTreeMap<Tid, u32>,
+    (user, job): (u32, Tid),
+) -> (u32, u32) {
     let suspended = suspended.values().filter(|of| **of == user).count();
     let suspended = u32::try_from(suspended).unwrap_or(u32::MAX);
-    (fair.held(user).saturating_add(suspended), jobs.get(&job).copied().unwrap_or(0))
+    (
+        fair.held(user).saturating_add(suspended),
+        jobs.get(&job).copied().unwrap_or(0),
+    )
 }

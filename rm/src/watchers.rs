@@ -39,10 +39,22 @@ pub enum Output {
 
 #[derive(Debug, PartialEq, Eq)]
 enum State {
-    Wanted { at: Micros },
-    Starting { wid: Option<i32>, until: Micros },
-    Adopted { tid: Tid, until: Micros },
-    Running { tid: Tid, since: Micros, heard: Micros },
+    Wanted {
+        at: Micros,
+    },
+    Starting {
+        wid: Option<i32>,
+        until: Micros,
+    },
+    Adopted {
+        tid: Tid,
+        until: Micros,
+    },
+    Running {
+        tid: Tid,
+        since: Micros,
+        heard: Micros,
+    },
 }
 
 #[derive(Debug)]
@@ -72,7 +84,14 @@ impl Default for Watchers {
     fn default() -> Watchers {
         let (starting, tasks) = (HashMap::new(), HashMap::new());
         let (hosts, due) = (BTreeMap::new(), BTreeSet::new());
-        Watchers { hosts, due, starting, tasks, late: Recent::new(LATE_MAX), out: VecDeque::new() }
+        Watchers {
+            hosts,
+            due,
+            starting,
+            tasks,
+            late: Recent::new(LATE_MAX),
+            out: VecDeque::new(),
+        }
     }
 }
 
@@ -118,14 +137,21 @@ fn never_steady(host: HostId) -> String {
 impl Watchers {
     /// A host has joined.
     pub fn add(&mut self, now: Micros, host: HostId) {
-        let watcher = Watcher { state: State::Wanted { at: now }, failures: 0, short: 0, told: None };
+        let watcher = Watcher {
+            state: State::Wanted { at: now },
+            failures: 0,
+            short: 0,
+            told: None,
+        };
         self.hosts.entry(host).or_insert(watcher);
         self.due.insert((now, host));
     }
 
     /// A watcher is in another state from now on.
     fn set(&mut self, host: HostId, state: State) {
-        let Some(watcher) = self.hosts.get_mut(&host) else { return };
+        let Some(watcher) = self.hosts.get_mut(&host) else {
+            return;
+        };
         watcher.order().map(|wid| self.starting.remove(&wid));
         watcher.task().map(|tid| self.tasks.remove(&tid));
         watcher.state = state;
@@ -136,22 +162,38 @@ impl Watchers {
 
     /// It failed; the next attempt is made after a pause.
     fn failed(&mut self, now: Micros, host: HostId) {
-        if let Some(state) = self.hosts.get_mut(&host).map(|watcher| watcher.after_failure(now)) {
+        if let Some(state) = self
+            .hosts
+            .get_mut(&host)
+            .map(|watcher| watcher.after_failure(now))
+        {
             self.set(host, state);
         }
     }
 
     /// A watcher of an earlier resource manager is still there. It goes on, if none was started here meanwhile.
     pub fn found(&mut self, now: Micros, host: HostId, tid: Tid) {
-        if self.hosts.get(&host).is_some_and(|watcher| matches!(watcher.state, State::Wanted { .. })) {
-            self.set(host, State::Adopted { tid, until: now + ADOPT_TIME_MAX });
+        if self
+            .hosts
+            .get(&host)
+            .is_some_and(|watcher| matches!(watcher.state, State::Wanted { .. }))
+        {
+            self.set(
+                host,
+                State::Adopted {
+                    tid,
+                    until: now + ADOPT_TIME_MAX,
+                },
+            );
             self.out.extend([Output::Adopt(tid), Output::Notify(tid)]);
         }
     }
 
     /// A host has left.
     pub fn remove(&mut self, host: HostId) {
-        let Some(watcher) = self.hosts.remove(&host) else { return };
+        let Some(watcher) = self.hosts.remove(&host) else {
+            return;
+        };
         watcher.task().map(|tid| self.tasks.remove(&tid));
         if let Some(wid) = watcher.order() {
             self.starting.remove(&wid);
@@ -162,7 +204,13 @@ impl Watchers {
     /// The order was sent with this wait id, or could not be sent.
     pub fn sent(&mut self, now: Micros, host: HostId, wid: Option<i32>) {
         match wid {
-            Some(wid) => self.set(host, State::Starting { wid: Some(wid), until: now + START_TIME_MAX }),
+            Some(wid) => self.set(
+                host,
+                State::Starting {
+                    wid: Some(wid),
+                    until: now + START_TIME_MAX,
+                },
+            ),
             None => self.failed(now, host),
         }
     }
@@ -174,8 +222,10 @@ impl Watchers {
         wid: i32,
         started: &PvmResult<Vec<PvmResult<Tid>>>,
     ) -> Option<Option<(HostId, Tid)>> {
-        let result =
-            started.as_ref().map_or_else(|e| Err(*e), |s| s.first().copied().unwrap_or(Err(PvmError::DSysErr)));
+        let result = started.as_ref().map_or_else(
+            |e| Err(*e),
+            |s| s.first().copied().unwrap_or(Err(PvmError::DSysErr)),
+        );
         let Some(host) = self.starting.get(&wid).copied() else {
             if !self.late.has(wid) {
                 return None;
@@ -190,14 +240,28 @@ impl Watchers {
         };
         match result {
             Ok(tid) => {
-                self.set(host, State::Running { tid, since: now, heard: now });
-                self.hosts.get_mut(&host).into_iter().for_each(|watcher| watcher.told = None);
+                self.set(
+                    host,
+                    State::Running {
+                        tid,
+                        since: now,
+                        heard: now,
+                    },
+                );
+                self.hosts
+                    .get_mut(&host)
+                    .into_iter()
+                    .for_each(|watcher| watcher.told = None);
                 self.out.push_back(Output::Notify(tid));
                 Some(Some((host, tid)))
             }
             Err(error) => {
                 self.failed(now, host);
-                if let Some(watcher) = self.hosts.get_mut(&host).filter(|watcher| watcher.told != Some(error)) {
+                if let Some(watcher) = self
+                    .hosts
+                    .get_mut(&host)
+                    .filter(|watcher| watcher.told != Some(error))
+                {
                     watcher.told = Some(error);
                     let text = format!(
                         "no load watcher on {host}: {error}; its load and its owner are unknown; it is tried again"
@@ -211,18 +275,34 @@ impl Watchers {
 
     /// A report claims to come from the watcher of a host. True when it does.
     pub fn heard(&mut self, now: Micros, src: Tid, from: HostId) -> bool {
-        let Some(watcher) = self.hosts.get_mut(&from) else { return false };
+        let Some(watcher) = self.hosts.get_mut(&from) else {
+            return false;
+        };
         match &mut watcher.state {
             State::Running { tid, heard, .. } if *tid == src => *heard = now,
             State::Adopted { tid, .. } if *tid == src => {
-                self.set(from, State::Running { tid: src, since: now, heard: now });
+                self.set(
+                    from,
+                    State::Running {
+                        tid: src,
+                        since: now,
+                        heard: now,
+                    },
+                );
             }
             // Its first report may overtake the acknowledgement of its host; or the host has started one itself.
             State::Starting { .. } | State::Wanted { .. } if src.home() == Some(from) => {
                 if let State::Starting { wid: Some(wid), .. } = watcher.state {
                     self.late.put(wid);
                 }
-                self.set(from, State::Running { tid: src, since: now, heard: now });
+                self.set(
+                    from,
+                    State::Running {
+                        tid: src,
+                        since: now,
+                        heard: now,
+                    },
+                );
                 self.out.push_back(Output::Notify(src));
             }
             // One is enough.
@@ -242,7 +322,9 @@ impl Watchers {
 
     /// A task has ended. True when it was a watcher.
     pub fn ended(&mut self, now: Micros, task: Tid) -> bool {
-        let Some(host) = self.host_of(task) else { return false };
+        let Some(host) = self.host_of(task) else {
+            return false;
+        };
         if let Some(watcher) = self.hosts.get_mut(&host)
             && let State::Running { since, .. } = watcher.state
         {
@@ -263,7 +345,9 @@ impl Watchers {
     pub fn tick(&mut self, now: Micros) {
         while let Some((at, host)) = self.due.first().copied().filter(|(at, _)| *at <= now) {
             self.due.remove(&(at, host));
-            let Some(due) = self.hosts.get(&host).map(Watcher::due) else { continue };
+            let Some(due) = self.hosts.get(&host).map(Watcher::due) else {
+                continue;
+            };
             if due > now {
                 // It was heard meanwhile.
                 self.due.insert((due, host));
@@ -275,10 +359,18 @@ impl Watchers {
 
     /// The time of this watcher is over.
     fn look_at(&mut self, now: Micros, host: HostId) {
-        let Some(watcher) = self.hosts.get(&host) else { return };
+        let Some(watcher) = self.hosts.get(&host) else {
+            return;
+        };
         match watcher.state {
             State::Wanted { .. } => {
-                self.set(host, State::Starting { wid: None, until: now + START_TIME_MAX });
+                self.set(
+                    host,
+                    State::Starting {
+                        wid: None,
+                        until: now + START_TIME_MAX,
+                    },
+                );
                 self.out.push_back(Output::Start(host));
             }
             State::Starting { wid, .. } => {
@@ -298,7 +390,9 @@ impl Watchers {
             State::Running { tid, .. } => {
                 self.out.push_back(Output::End(tid));
                 let seconds = SILENT_MAX.0 / 1_000_000;
-                let text = format!("load watcher {tid} of {host} was silent for {seconds} s; it is replaced");
+                let text = format!(
+                    "load watcher {tid} of {host} was silent for {seconds} s; it is replaced"
+                );
                 self.out.push_back(Output::Note(text));
                 self.failed(now, host);
             }
@@ -321,18 +415,32 @@ mod tests {
     use super::*;
 
     fn notes(watchers: &mut Watchers) -> Vec<String> {
-        let note = |output| if let Output::Note(text) = output { Some(text) } else { None };
-        std::iter::from_fn(|| watchers.poll()).filter_map(note).collect()
+        let note = |output| {
+            if let Output::Note(text) = output {
+                Some(text)
+            } else {
+                None
+            }
+        };
+        std::iter::from_fn(|| watchers.poll())
+            .filter_map(note)
+            .collect()
     }
 
     /// Has the next one started, which runs for so long and ends. Answers what is told.
     fn runs(watchers: &mut Watchers, number: u32, span: Micros) -> Vec<String> {
         let host = HostId::MASTER;
-        let (wid, tid) = (number.cast_signed(), Tid::task(host, number).expect("a task"));
+        let (wid, tid) = (
+            number.cast_signed(),
+            Tid::task(host, number).expect("a task"),
+        );
         let now = watchers.next_deadline().expect("it is wanted");
         watchers.tick(now);
         watchers.sent(now, host, Some(wid));
-        assert_eq!(watchers.ack(now, wid, &Ok(vec![Ok(tid)])), Some(Some((host, tid))));
+        assert_eq!(
+            watchers.ack(now, wid, &Ok(vec![Ok(tid)])),
+            Some(Some((host, tid)))
+        );
         assert!(watchers.ended(now + span, tid));
         notes(watchers)
     }
@@ -351,7 +459,9 @@ mod tests {
             assert_eq!(ends(short), Vec::<String>::new());
         }
         let told = ends(short);
-        let starts = |text: &String| text.starts_with("load watcher of host 1 ends at its start, 3 times in a row");
+        let starts = |text: &String| {
+            text.starts_with("load watcher of host 1 ends at its start, 3 times in a row")
+        };
         assert!(told.len() == 1 && told.iter().all(starts), "{told:?}");
         for _ in 0..2 * SHORT_MAX {
             assert_eq!(ends(short), Vec::<String>::new(), "once is enough");

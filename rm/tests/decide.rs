@@ -5,8 +5,8 @@ mod idle;
 use idle::{NOW, h, idle, sampled};
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, HostView, Leaving, MOVES_AT_ONCE_MAX, Owner, Policy, Reason, SETTLE, Sampled, Snapshot, Stay, StayReason,
-    TaskView, Until, moves, place,
+    Ask, HostView, Leaving, MOVES_AT_ONCE_MAX, Owner, Policy, Reason, SETTLE, Sampled, Snapshot,
+    Stay, StayReason, TaskView, Until, moves, place,
 };
 use sempa_proto::load::{GuestLimits, LoadSample};
 use sempa_proto::migration::Cause;
@@ -32,11 +32,19 @@ fn pool(hosts: u16, policy: Policy) -> Snapshot {
 }
 
 fn present() -> Owner {
-    Owner::Present { why: "alice on pts/0".into() }
+    Owner::Present {
+        why: "alice on pts/0".into(),
+    }
 }
 
 fn request(flags: i32, place: &str, count: u32) -> SpawnRequest {
-    SpawnRequest { file: "worker".into(), flags, place: place.into(), count, ..SpawnRequest::default() }
+    SpawnRequest {
+        file: "worker".into(),
+        flags,
+        place: place.into(),
+        count,
+        ..SpawnRequest::default()
+    }
 }
 
 fn ask(request: &SpawnRequest) -> Ask<'_> {
@@ -44,7 +52,10 @@ fn ask(request: &SpawnRequest) -> Ask<'_> {
 }
 
 fn indices(hosts: &[Result<HostId, PvmError>]) -> Vec<u16> {
-    hosts.iter().map(|r| r.as_ref().map_or(0, |id| id.index())).collect()
+    hosts
+        .iter()
+        .map(|r| r.as_ref().map_or(0, |id| id.index()))
+        .collect()
 }
 
 #[test]
@@ -56,7 +67,10 @@ fn round_robin_gives_runs_and_begins_behind_the_last_host() {
     let second = place(&snapshot, &ask(&request(0, "", 1)));
     assert_eq!(indices(&second.hosts), [2]);
     snapshot.rotation = second.rotation;
-    assert_eq!(indices(&place(&snapshot, &ask(&request(0, "", 2))).hosts), [3, 1]);
+    assert_eq!(
+        indices(&place(&snapshot, &ask(&request(0, "", 2))).hosts),
+        [3, 1]
+    );
 }
 
 #[test]
@@ -105,12 +119,21 @@ fn a_host_with_an_owner_is_not_used_also_not_by_name() {
         let placed = place(&snapshot, &ask(&request(0, "", 3)));
         assert_eq!(indices(&placed.hosts), [1, 1, 1]);
         let told = placed.sentence(&snapshot);
-        assert!(told.contains("h2: owner present (alice on pts/0)"), "{told}");
+        assert!(
+            told.contains("h2: owner present (alice on pts/0)"),
+            "{told}"
+        );
         let named = place(&snapshot, &ask(&request(SPAWN_HOST, "h2", 2)));
         assert_eq!(named.hosts, [Err(PvmError::OutOfRes); 2]);
-        assert_eq!(named.sentence(&snapshot), "no host is free: h2: owner present (alice on pts/0)");
+        assert_eq!(
+            named.sentence(&snapshot),
+            "no host is free: h2: owner present (alice on pts/0)"
+        );
         // "Not h1" does not name h2.
-        let other = place(&snapshot, &ask(&request(SPAWN_HOST | SPAWN_COMPLEMENT, "h1", 1)));
+        let other = place(
+            &snapshot,
+            &ask(&request(SPAWN_HOST | SPAWN_COMPLEMENT, "h1", 1)),
+        );
         assert_eq!(other.hosts, [Err(PvmError::OutOfRes)]);
         let told = other.sentence(&snapshot);
         assert!(told.contains("no host is free: "), "{told}");
@@ -126,20 +149,37 @@ fn of_many_hosts_the_first_are_told_with_their_reasons_and_the_others_counted() 
     snapshot.hosts[499].tasks = vec![task(t(500, 1))];
     snapshot.hosts[0].tasks = vec![task(t(1, 1))];
     let refused = place(&snapshot, &ask(&request(0, "", 1)));
-    assert_eq!((refused.hosts[0], refused.excluded.len()), (Err(PvmError::OutOfRes), 256));
+    assert_eq!(
+        (refused.hosts[0], refused.excluded.len()),
+        (Err(PvmError::OutOfRes), 256)
+    );
     let told = refused.sentence(&snapshot);
-    assert!(told.contains("h16: owner present (alice on pts/0); and 984 more"), "{told}");
+    assert!(
+        told.contains("h16: owner present (alice on pts/0); and 984 more"),
+        "{told}"
+    );
     let out = moves(&snapshot);
     for (stay, first) in out.stay.iter().zip([h(2), h(1)]) {
-        let StayReason::NoHost { excluded } = &stay.why else { panic!("{stay:?}") };
+        let StayReason::NoHost { excluded } = &stay.why else {
+            panic!("{stay:?}")
+        };
         assert_eq!(excluded[0].0, first, "not the host where it is");
         let told = stay.sentence(&snapshot);
         assert!(told.ends_with("; and 983 more)"), "{told}");
     }
     assert_eq!(out.stay.len(), 2);
     // A host that is asked for is told, however many others there are.
-    let named = place(&snapshot, &Ask { without: &[h(900)], ..ask(&request(SPAWN_HOST, "h900", 1)) });
-    assert_eq!(named.sentence(&snapshot), "no host is free: h900: no answer");
+    let named = place(
+        &snapshot,
+        &Ask {
+            without: &[h(900)],
+            ..ask(&request(SPAWN_HOST, "h900", 1))
+        },
+    );
+    assert_eq!(
+        named.sentence(&snapshot),
+        "no host is free: h900: no answer"
+    );
 }
 
 #[test]
@@ -156,26 +196,61 @@ fn load_places_the_tasks_of_one_request_together() {
 #[test]
 fn load_counts_demand_that_is_not_ours_once() {
     let mut snapshot = pool(2, Policy::Load);
-    let busy = LoadSample { cores: 2, running: 3, load1: 3.0, busy: 1.0, ..LoadSample::default() };
+    let busy = LoadSample {
+        cores: 2,
+        running: 3,
+        load1: 3.0,
+        busy: 1.0,
+        ..LoadSample::default()
+    };
     // Both hosts are as busy; on h2 three tasks of ours are the reason, on h1 strangers are.
-    snapshot.hosts[0].sample = Some(Sampled { sample: busy, at: NOW, own: 0 });
-    snapshot.hosts[1].sample = Some(Sampled { sample: busy, at: NOW, own: 3 });
+    snapshot.hosts[0].sample = Some(Sampled {
+        sample: busy,
+        at: NOW,
+        own: 0,
+    });
+    snapshot.hosts[1].sample = Some(Sampled {
+        sample: busy,
+        at: NOW,
+        own: 3,
+    });
     snapshot.hosts[1].tasks = (1..=3).map(|n| task(t(2, n))).collect();
-    assert_eq!(indices(&place(&snapshot, &ask(&request(0, "", 1))).hosts), [1], "equal shares, fewer tasks of ours");
+    assert_eq!(
+        indices(&place(&snapshot, &ask(&request(0, "", 1))).hosts),
+        [1],
+        "equal shares, fewer tasks of ours"
+    );
     snapshot.hosts[1].tasks.truncate(1);
-    assert_eq!(indices(&place(&snapshot, &ask(&request(0, "", 1))).hosts), [2], "our tasks there have ended");
+    assert_eq!(
+        indices(&place(&snapshot, &ask(&request(0, "", 1))).hosts),
+        [2],
+        "our tasks there have ended"
+    );
 }
 
 #[test]
 fn an_old_sample_counts_as_unknown_and_the_decision_says_so() {
     let mut snapshot = pool(2, Policy::Load);
-    let busy = LoadSample { cores: 2, running: 9, load1: 9.0, busy: 1.0, ..LoadSample::default() };
-    snapshot.hosts[0].sample = Some(Sampled { sample: busy, at: Micros::from_secs(970), own: 0 });
+    let busy = LoadSample {
+        cores: 2,
+        running: 9,
+        load1: 9.0,
+        busy: 1.0,
+        ..LoadSample::default()
+    };
+    snapshot.hosts[0].sample = Some(Sampled {
+        sample: busy,
+        at: Micros::from_secs(970),
+        own: 0,
+    });
     snapshot.hosts[1].sample = None;
     let placed = place(&snapshot, &ask(&request(0, "", 2)));
     assert_eq!(indices(&placed.hosts), [1, 2]);
     let told = placed.sentence(&snapshot);
-    assert!(told.contains("load unknown: h1 (sample 30 s old), h2 (no sample)"), "{told}");
+    assert!(
+        told.contains("load unknown: h1 (sample 30 s old), h2 (no sample)"),
+        "{told}"
+    );
 }
 
 #[test]
@@ -183,8 +258,30 @@ fn a_lost_host_is_left_out_and_a_bound_request_fails_with_it() {
     let snapshot = pool(2, Policy::Load);
     let (free, bound) = (request(0, "", 2), request(SPAWN_HOST, "h2", 2));
     let without = [h(2)];
-    assert_eq!(indices(&place(&snapshot, &Ask { without: &without, ..ask(&free) }).hosts), [1, 1]);
-    assert_eq!(place(&snapshot, &Ask { without: &without, ..ask(&bound) }).hosts, [Err(PvmError::HostFail); 2]);
+    assert_eq!(
+        indices(
+            &place(
+                &snapshot,
+                &Ask {
+                    without: &without,
+                    ..ask(&free)
+                }
+            )
+            .hosts
+        ),
+        [1, 1]
+    );
+    assert_eq!(
+        place(
+            &snapshot,
+            &Ask {
+                without: &without,
+                ..ask(&bound)
+            }
+        )
+        .hosts,
+        [Err(PvmError::HostFail); 2]
+    );
 }
 
 #[test]
@@ -195,16 +292,28 @@ fn all_tasks_leave_an_owner_and_spread_over_the_best_hosts() {
     snapshot.hosts[1].tasks[3].pinned = true;
     snapshot.hosts[2].tasks = vec![task(t(3, 1)), task(t(3, 2))];
     let out = moves(&snapshot);
-    let went: Vec<_> = out.go.iter().map(|m| (m.tid, m.from.index(), m.to.index())).collect();
+    let went: Vec<_> = out
+        .go
+        .iter()
+        .map(|m| (m.tid, m.from.index(), m.to.index()))
+        .collect();
     assert_eq!(went, [(t(2, 1), 2, 1), (t(2, 2), 2, 4), (t(2, 3), 2, 1)]);
-    assert_eq!(out.go[0].cause, Cause::Owner { why: "alice on pts/0".into() });
+    assert_eq!(
+        out.go[0].cause,
+        Cause::Owner {
+            why: "alice on pts/0".into()
+        }
+    );
     assert!(out.stay.is_empty());
 }
 
 #[test]
 fn a_task_that_has_to_leave_goes_near_the_others_of_its_job() {
     let mut snapshot = pool(4, Policy::Load);
-    let of_job = |tid| TaskView { job: t(1, 1), ..task(tid) };
+    let of_job = |tid| TaskView {
+        job: t(1, 1),
+        ..task(tid)
+    };
     snapshot.hosts[0].owner = present();
     snapshot.hosts[0].tasks = vec![of_job(t(1, 1))];
     // The fourth is a little faster, and in another network.
@@ -224,28 +333,48 @@ fn without_a_host_to_go_to_tasks_stay_with_a_reason_for_each_host() {
     snapshot.hosts[0].tasks = vec![task(t(1, 1))];
     snapshot.hosts[1].owner = present();
     snapshot.hosts[2].arch = "LINUXPPC64".into();
-    let until = |s| Until { at: Micros::from_secs(s), why: "its engine is broken".into() };
+    let until = |s| Until {
+        at: Micros::from_secs(s),
+        why: "its engine is broken".into(),
+    };
     snapshot.hosts[3].no_moves = Some(until(1060));
     let out = moves(&snapshot);
     assert!(out.go.is_empty());
-    let StayReason::NoHost { excluded } = &out.stay[0].why else { panic!("{:?}", out.stay) };
+    let StayReason::NoHost { excluded } = &out.stay[0].why else {
+        panic!("{:?}", out.stay)
+    };
     assert_eq!(excluded.len(), 3);
-    assert_eq!(excluded[1].1, Reason::OtherArch { has: "LINUXPPC64".into() });
+    assert_eq!(
+        excluded[1].1,
+        Reason::OtherArch {
+            has: "LINUXPPC64".into()
+        }
+    );
     assert_eq!(out.again(), Some(Micros::from_secs(1060)));
     let sentence = out.stay[0].sentence(&snapshot);
     assert!(
-        sentence.starts_with("t40001 stays on h1 although its owner is there: no host to go to (h2: "),
+        sentence
+            .starts_with("t40001 stays on h1 although its owner is there: no host to go to (h2: "),
         "{sentence}"
     );
-    assert!(sentence.ends_with("h4: its engine is broken)"), "{sentence}");
+    assert!(
+        sentence.ends_with("h4: its engine is broken)"),
+        "{sentence}"
+    );
 }
 
 #[test]
 fn a_target_that_refused_is_left_out_and_the_next_best_is_tried() {
     let mut snapshot = pool(3, Policy::Load);
     snapshot.hosts[0].owner = present();
-    let refused = Until { at: Micros::from_secs(1030), why: "kernels differ".into() };
-    snapshot.hosts[0].tasks = vec![TaskView { refused: vec![(h(2), refused)], ..task(t(1, 1)) }];
+    let refused = Until {
+        at: Micros::from_secs(1030),
+        why: "kernels differ".into(),
+    };
+    snapshot.hosts[0].tasks = vec![TaskView {
+        refused: vec![(h(2), refused)],
+        ..task(t(1, 1))
+    }];
     assert_eq!(moves(&snapshot).go[0].to, h(3));
     snapshot.now = Micros::from_secs(1030);
     assert_eq!(moves(&snapshot).go[0].to, h(2), "the refusal has aged out");
@@ -256,7 +385,9 @@ fn a_host_whose_owner_has_just_left_is_the_last_choice() {
     let mut snapshot = pool(3, Policy::Load);
     snapshot.hosts[0].owner = present();
     snapshot.hosts[0].tasks = vec![task(t(1, 1))];
-    snapshot.hosts[1].owner = Owner::Absent { left: Some(Micros::from_secs(999)) };
+    snapshot.hosts[1].owner = Owner::Absent {
+        left: Some(Micros::from_secs(999)),
+    };
     snapshot.hosts[2].tasks = (1..=9).map(|n| task(t(3, n))).collect();
     assert_eq!(moves(&snapshot).go[0].to, h(3));
     snapshot.hosts[2].owner = present();
@@ -269,7 +400,10 @@ fn a_task_leaves_an_owner_however_often_it_had_to_leave_others_a_moment_ago() {
     let mut snapshot = pool(2, Policy::Load);
     snapshot.hosts[0].owner = present();
     let recent = (0..20).map(|i| Micros::from_secs(950 + 2 * i)).collect();
-    snapshot.hosts[0].tasks = vec![TaskView { moves: recent, ..task(t(1, 1)) }];
+    snapshot.hosts[0].tasks = vec![TaskView {
+        moves: recent,
+        ..task(t(1, 1))
+    }];
     let out = moves(&snapshot);
     assert_eq!((out.go.len(), out.stay.len()), (1, 0));
 }
@@ -290,31 +424,55 @@ fn moves_under_way_are_limited_and_the_others_wait_for_their_turn() {
 fn a_guest_that_no_host_has_memory_for_keeps_no_much_smaller_one_of_its_program_where_it_is() {
     let mut snapshot = pool(2, Policy::Load);
     snapshot.hosts[0].owner = present();
-    let sized = |n, bytes| TaskView { bytes, ..task(t(1, n)) };
+    let sized = |n, bytes| TaskView {
+        bytes,
+        ..task(t(1, n))
+    };
     snapshot.hosts[0].tasks = vec![sized(1, 8 << 30), sized(2, 6 << 30), sized(3, 1 << 20)];
     snapshot.hosts[1].sample = sampled(2, 4 << 30);
-    snapshot.hosts[1].terms.limits = Arc::new(GuestLimits { memory_free: 1 << 30, ..GuestLimits::default() });
+    snapshot.hosts[1].terms.limits = Arc::new(GuestLimits {
+        memory_free: 1 << 30,
+        ..GuestLimits::default()
+    });
     let out = moves(&snapshot);
     assert_eq!(out.go.iter().map(|m| m.tid).collect::<Vec<_>>(), [t(1, 3)]);
     let keeps = |stay: &Stay| match &stay.why {
         StayReason::NoHost { excluded } => matches!(excluded[0], (_, Reason::Memory { .. })),
         _ => false,
     };
-    assert!(out.stay.len() == 2 && out.stay.iter().all(keeps), "{:?}", out.stay);
+    assert!(
+        out.stay.len() == 2 && out.stay.iter().all(keeps),
+        "{:?}",
+        out.stay
+    );
 }
 
 #[test]
 fn what_holds_for_one_guest_holds_for_no_other_one_of_its_program() {
     let mut snapshot = pool(4, Policy::Load);
-    let waits = [Leaving::Now, Leaving::Never, Leaving::At(NOW + Micros::from_secs(1)), Leaving::At(NOW)];
+    let waits = [
+        Leaving::Now,
+        Leaving::Never,
+        Leaving::At(NOW + Micros::from_secs(1)),
+        Leaving::At(NOW),
+    ];
     for (i, leaving) in waits.into_iter().enumerate() {
         let host = &mut snapshot.hosts[i];
         (host.owner, host.terms.leaving) = (present(), leaving);
         host.tasks = vec![task(t(i as u16 + 1, 1))];
     }
-    let until = |why: &str| Until { at: NOW + Micros::from_secs(9), why: why.into() };
-    snapshot.hosts[0].tasks.push(TaskView { held: Some(until("held")), ..task(t(1, 2)) });
-    snapshot.hosts[0].tasks.push(TaskView { refused: vec![(h(5), until("refused"))], ..task(t(1, 3)) });
+    let until = |why: &str| Until {
+        at: NOW + Micros::from_secs(9),
+        why: why.into(),
+    };
+    snapshot.hosts[0].tasks.push(TaskView {
+        held: Some(until("held")),
+        ..task(t(1, 2))
+    });
+    snapshot.hosts[0].tasks.push(TaskView {
+        refused: vec![(h(5), until("refused"))],
+        ..task(t(1, 3))
+    });
     let out = moves(&snapshot);
     let whys: Vec<&str> = out
         .stay
@@ -327,7 +485,13 @@ fn what_holds_for_one_guest_holds_for_no_other_one_of_its_program() {
             _ => "else",
         })
         .collect();
-    assert_eq!((out.go.len(), whys), (0, vec!["no host", "held", "no host", "waits", "grace", "no host"]));
+    assert_eq!(
+        (out.go.len(), whys),
+        (
+            0,
+            vec!["no host", "held", "no host", "waits", "grace", "no host"]
+        )
+    );
     snapshot.hosts.put(host(5));
     snapshot.hosts.refresh(NOW);
     let out = moves(&snapshot);
@@ -339,34 +503,75 @@ fn any_owner() -> impl Strategy<Value = Owner> {
     prop_oneof![
         Just(Owner::Unknown),
         Just(Owner::Absent { left: None }),
-        (900_u64..1000).prop_map(|s| Owner::Absent { left: Some(Micros::from_secs(s)) }),
+        (900_u64..1000).prop_map(|s| Owner::Absent {
+            left: Some(Micros::from_secs(s))
+        }),
         Just(present()),
     ]
 }
 
 fn any_host(index: u16) -> impl Strategy<Value = HostView> {
-    let load = (1_u32..9, 0_u32..12, 0.0_f32..12.0, 0.0_f32..=1.0, 970_u64..1000);
-    (any_owner(), load, 0_u32..6, prop::bool::weighted(0.1), 1_i32..4000).prop_map(
-        move |(owner, (cores, running, load1, busy, at), tasks, other_arch, speed)| {
-            let sample = LoadSample { cores, running, load1, busy, ..LoadSample::default() };
-            HostView {
-                arch: if other_arch { "OTHER".into() } else { "LINUX64".into() },
-                owner,
-                cores,
-                speed,
-                sample: Some(Sampled { sample, at: Micros::from_secs(at), own: tasks / 2 }),
-                tasks: (1..=tasks).map(|n| TaskView { pinned: n == 5, ..task(t(index, n)) }).collect(),
-                ..host(index)
-            }
-        },
+    let load = (
+        1_u32..9,
+        0_u32..12,
+        0.0_f32..12.0,
+        0.0_f32..=1.0,
+        970_u64..1000,
+    );
+    (
+        any_owner(),
+        load,
+        0_u32..6,
+        prop::bool::weighted(0.1),
+        1_i32..4000,
     )
+        .prop_map(
+            move |(owner, (cores, running, load1, busy, at), tasks, other_arch, speed)| {
+                let sample = LoadSample {
+                    cores,
+                    running,
+                    load1,
+                    busy,
+                    ..LoadSample::default()
+                };
+                HostView {
+                    arch: if other_arch {
+                        "OTHER".into()
+                    } else {
+                        "LINUX64".into()
+                    },
+                    owner,
+                    cores,
+                    speed,
+                    sample: Some(Sampled {
+                        sample,
+                        at: Micros::from_secs(at),
+                        own: tasks / 2,
+                    }),
+                    tasks: (1..=tasks)
+                        .map(|n| TaskView {
+                            pinned: n == 5,
+                            ..task(t(index, n))
+                        })
+                        .collect(),
+                    ..host(index)
+                }
+            },
+        )
 }
 
 fn any_pool() -> impl Strategy<Value = Snapshot> {
     let hosts = (1_u16..8).prop_flat_map(|n| (1..=n).map(any_host).collect::<Vec<_>>());
     (hosts, any::<bool>(), 1_u16..8).prop_map(|(hosts, load, rotation)| {
-        let policy = if load { Policy::Load } else { Policy::RoundRobin };
-        Snapshot { rotation: h(rotation), ..Snapshot::new(NOW, policy, hosts.into_iter().collect()) }
+        let policy = if load {
+            Policy::Load
+        } else {
+            Policy::RoundRobin
+        };
+        Snapshot {
+            rotation: h(rotation),
+            ..Snapshot::new(NOW, policy, hosts.into_iter().collect())
+        }
     })
 }
 

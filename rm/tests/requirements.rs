@@ -5,8 +5,9 @@ mod idle;
 use idle::{NOW, h, idle, sampled};
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, Choice, EXPLAINED_HOSTS_MAX, Has, HostView, Hosts, Journey, Offer, Owner, Placement, Policy, Reason,
-    SAMPLE_AGE_MAX, Sampled, Snapshot, TaskView, Until, Way, Why, moves, place, place_by,
+    Ask, Choice, EXPLAINED_HOSTS_MAX, Has, HostView, Hosts, Journey, Offer, Owner, Placement,
+    Policy, Reason, SAMPLE_AGE_MAX, Sampled, Snapshot, TaskView, Until, Way, Why, moves, place,
+    place_by,
 };
 use sempa_proto::load::HEADROOM_BYTES;
 use sempa_proto::load::LoadSample;
@@ -21,7 +22,10 @@ fn host(index: u16) -> HostView {
 }
 
 fn task(host: u16, local: u32) -> TaskView {
-    TaskView::new(Tid::task(h(host), local).expect("a task"), Micros::default())
+    TaskView::new(
+        Tid::task(h(host), local).expect("a task"),
+        Micros::default(),
+    )
 }
 
 fn pool(hosts: u16) -> Snapshot {
@@ -29,7 +33,12 @@ fn pool(hosts: u16) -> Snapshot {
 }
 
 fn request(place: &str, count: u32) -> SpawnRequest {
-    SpawnRequest { file: "worker".into(), place: place.into(), count, ..SpawnRequest::default() }
+    SpawnRequest {
+        file: "worker".into(),
+        place: place.into(),
+        count,
+        ..SpawnRequest::default()
+    }
 }
 
 fn placed(snapshot: &Snapshot, request: &SpawnRequest) -> Placement {
@@ -37,7 +46,11 @@ fn placed(snapshot: &Snapshot, request: &SpawnRequest) -> Placement {
 }
 
 fn indices(placement: &Placement) -> Vec<u16> {
-    placement.hosts.iter().map(|r| r.as_ref().map_or(0, |id| id.index())).collect()
+    placement
+        .hosts
+        .iter()
+        .map(|r| r.as_ref().map_or(0, |id| id.index()))
+        .collect()
 }
 
 #[test]
@@ -61,7 +74,12 @@ fn requirements_choose_among_the_hosts_in_every_policy() {
             ("?rank = speed; spread; cores < 4", &[3, 1]),
         ] {
             let placement = placed(&snapshot, &request(text, 2));
-            assert_eq!(indices(&placement), expected, "{policy} {text}: {}", placement.sentence(&snapshot));
+            assert_eq!(
+                indices(&placement),
+                expected,
+                "{policy} {text}: {}",
+                placement.sentence(&snapshot)
+            );
         }
     }
 }
@@ -70,7 +88,9 @@ fn requirements_choose_among_the_hosts_in_every_policy() {
 fn an_unmeetable_request_says_which_condition_excluded_which_hosts() {
     let mut snapshot = pool(4);
     snapshot.hosts[0].arch = "LINUXARM".into();
-    snapshot.hosts[3].owner = Owner::Present { why: "alice".into() };
+    snapshot.hosts[3].owner = Owner::Present {
+        why: "alice".into(),
+    };
     snapshot.hosts[2].sample = None;
     let placement = placed(&snapshot, &request("?arch = LINUX64; memory >= 2.5G", 1));
     assert_eq!(placement.hosts, [Err(PvmError::OutOfRes)]);
@@ -79,8 +99,13 @@ fn an_unmeetable_request_says_which_condition_excluded_which_hosts() {
         "no host is free: h4: owner present (alice); arch = LINUX64 excludes h1 (LINUXARM); memory >= 2.5G excludes h2 \
          (2.0G), h3 (unknown)"
     );
-    let Reason::Unmet { condition, has } = &placement.excluded[1].1 else { panic!("{:?}", placement.excluded) };
-    assert_eq!((condition.to_string().as_str(), has.to_string().as_str()), ("memory >= 2.5G", "2.0G"));
+    let Reason::Unmet { condition, has } = &placement.excluded[1].1 else {
+        panic!("{:?}", placement.excluded)
+    };
+    assert_eq!(
+        (condition.to_string().as_str(), has.to_string().as_str()),
+        ("memory >= 2.5G", "2.0G")
+    );
     let never = placed(&snapshot, &request("?cores >= 99", 2));
     assert_eq!(never.hosts, [Err(PvmError::NoHost); 2], "no waiting helps");
 }
@@ -89,17 +114,27 @@ fn an_unmeetable_request_says_which_condition_excluded_which_hosts() {
 fn a_text_that_is_not_understood_places_nothing_and_is_named() {
     let placement = placed(&pool(2), &request("?memory >= much", 2));
     assert_eq!(placement.hosts, [Err(PvmError::BadParam); 2]);
-    assert_eq!(placement.why.to_string(), "\"much\" is not a number for memory");
+    assert_eq!(
+        placement.why.to_string(),
+        "\"much\" is not a number for memory"
+    );
 }
 
 #[test]
 fn spread_and_memory_limit_what_one_host_takes() {
     let snapshot = pool(3);
-    assert_eq!(indices(&placed(&snapshot, &request("?spread", 3))), [3, 2, 1]);
+    assert_eq!(
+        indices(&placed(&snapshot, &request("?spread", 3))),
+        [3, 2, 1]
+    );
     let short = placed(&snapshot, &request("?spread = 1", 5));
     assert_eq!(indices(&short), [3, 2, 1, 0, 0]);
     assert_eq!(short.hosts[4], Err(PvmError::OutOfRes));
-    assert!(short.sentence(&snapshot).contains("; room for 3 of 5"), "{}", short.sentence(&snapshot));
+    assert!(
+        short.sentence(&snapshot).contains("; room for 3 of 5"),
+        "{}",
+        short.sentence(&snapshot)
+    );
     // Six tasks of one gigabyte each fit into six gigabytes, on hosts that have one, two and three.
     let mut where_to = indices(&placed(&snapshot, &request("?memory >= 1G", 7)));
     where_to.sort_unstable();
@@ -111,7 +146,15 @@ fn spread_and_memory_limit_what_one_host_takes() {
 #[test]
 fn requirements_leave_the_documented_meaning_of_where_alone() {
     let snapshot = pool(3);
-    let of = |flags, place: &str| indices(&placed(&snapshot, &SpawnRequest { flags, ..request(place, 1) }));
+    let of = |flags, place: &str| {
+        indices(&placed(
+            &snapshot,
+            &SpawnRequest {
+                flags,
+                ..request(place, 1)
+            },
+        ))
+    };
     assert_eq!(of(SPAWN_HOST, "h2"), [2]);
     assert_eq!(of(SPAWN_HOST, "?cores >= 3"), [0], "no host has this name");
     assert_eq!(of(SPAWN_ARCH, "LINUX64"), [3]);
@@ -124,12 +167,21 @@ fn a_host_without_memory_to_spare_comes_last() {
     snapshot.hosts[1].sample = sampled(2, HEADROOM_BYTES - 1);
     assert_eq!(indices(&placed(&snapshot, &request("", 1))), [1]);
     snapshot.hosts[1].sample = sampled(2, HEADROOM_BYTES * 2);
-    assert_eq!(indices(&placed(&snapshot, &request("", 6))), [2, 1, 2, 1, 1, 1], "it has room for two");
+    assert_eq!(
+        indices(&placed(&snapshot, &request("", 6))),
+        [2, 1, 2, 1, 1, 1],
+        "it has room for two"
+    );
 }
 
 #[test]
 fn an_old_sample_meets_no_requirement_of_memory_or_processors() {
-    for text in ["?memory >= 1G", "?cores >= 1", "?free >= 0.01", "?memory <= 100G"] {
+    for text in [
+        "?memory >= 1G",
+        "?cores >= 1",
+        "?free >= 0.01",
+        "?memory <= 100G",
+    ] {
         let mut snapshot = pool(2);
         let mut both = indices(&placed(&snapshot, &request(text, 2)));
         both.sort_unstable();
@@ -138,10 +190,13 @@ fn an_old_sample_meets_no_requirement_of_memory_or_processors() {
         old.at = Micros(snapshot.now.0 - SAMPLE_AGE_MAX.0 - 1);
         let placement = placed(&snapshot, &request(text, 2));
         assert_eq!(indices(&placement), [2, 2], "{text}");
-        let has = placement.excluded.iter().find_map(|(id, reason)| match reason {
-            Reason::Unmet { has, .. } if *id == h(1) => Some(has.clone()),
-            _ => None,
-        });
+        let has = placement
+            .excluded
+            .iter()
+            .find_map(|(id, reason)| match reason {
+                Reason::Unmet { has, .. } if *id == h(1) => Some(has.clone()),
+                _ => None,
+            });
         assert_eq!(has, Some(Has::Unknown), "{text}");
     }
 }
@@ -150,8 +205,17 @@ fn an_old_sample_meets_no_requirement_of_memory_or_processors() {
 fn a_host_that_is_held_back_by_a_limit_is_not_taken_for_idle() {
     let mut snapshot = pool(2);
     for (i, pressure) in [(0, 0.0), (1, 0.9)] {
-        let sample = LoadSample { cores: 4, busy: 0.25, pressure, ..LoadSample::default() };
-        snapshot.hosts[i].sample = Some(Sampled { sample, at: NOW, own: 0 });
+        let sample = LoadSample {
+            cores: 4,
+            busy: 0.25,
+            pressure,
+            ..LoadSample::default()
+        };
+        snapshot.hosts[i].sample = Some(Sampled {
+            sample,
+            at: NOW,
+            own: 0,
+        });
         snapshot.hosts[i].cores = 4;
     }
     assert_eq!(indices(&placed(&snapshot, &request("", 3))), [1, 1, 1]);
@@ -166,16 +230,36 @@ fn a_near_host_is_better_than_one_that_is_a_little_freer() {
     snapshot.hosts[2].speed = 1050;
     let ask = |peers: &[HostId], without: &[HostId]| {
         let request = request("", 1);
-        indices(&place(&snapshot, &Ask { peers, without, ..Ask::of(0, &request, 1, h(1)) }))
+        indices(&place(
+            &snapshot,
+            &Ask {
+                peers,
+                without,
+                ..Ask::of(0, &request, 1, h(1))
+            },
+        ))
     };
     assert_eq!(ask(&[], &[]), [3], "nobody to talk to");
     assert_eq!(ask(&[h(1)], &[]), [1]);
     assert_eq!(ask(&[h(1)], &[h(1)]), [2]);
     assert_eq!(ask(&[h(3)], &[]), [3]);
-    assert_eq!(ask(&[h(1)], &[h(1), h(2)]), [3], "but far is better than nowhere");
+    assert_eq!(
+        ask(&[h(1)], &[h(1), h(2)]),
+        [3],
+        "but far is better than nowhere"
+    );
     let job = task(1, 1).tid;
-    snapshot.hosts[2].tasks = [1, 2].map(|number| TaskView { job, ..task(3, number) }).into();
-    assert_eq!(snapshot.peers_of(h(1), job), [h(1), h(3)], "whoever spawns, and the tasks of the job");
+    snapshot.hosts[2].tasks = [1, 2]
+        .map(|number| TaskView {
+            job,
+            ..task(3, number)
+        })
+        .into();
+    assert_eq!(
+        snapshot.peers_of(h(1), job),
+        [h(1), h(3)],
+        "whoever spawns, and the tasks of the job"
+    );
     assert_eq!(snapshot.peers_of(h(3), job), [h(3)]);
     assert_eq!(snapshot.peers_of(h(1), task(1, 2).tid), [h(1)]);
 }
@@ -185,7 +269,14 @@ fn carried(snapshot: &mut Snapshot, from: usize, to: usize, seconds: u64) {
     let way = Some(Way::between(&snapshot.hosts[from], &snapshot.hosts[to]));
     let (resident, whole) = (1 << 30, Micros::from_secs(seconds));
     let frozen = Micros::from_secs(0);
-    snapshot.estimates.moved(&Journey { way, slowness: 1.0, images: 0, resident, frozen, whole });
+    snapshot.estimates.moved(&Journey {
+        way,
+        slowness: 1.0,
+        images: 0,
+        resident,
+        frozen,
+        whole,
+    });
 }
 
 #[test]
@@ -193,7 +284,11 @@ fn another_network_counts_as_much_as_moves_have_shown_its_link_to_be_worth() {
     let chosen = |over: Option<u64>| {
         let mut snapshot = pool(4);
         for (i, zone, speed) in [(0, 7, 500), (1, 7, 1000), (2, 8, 1150), (3, 8, 1150)] {
-            (snapshot.hosts[i].zone, snapshot.hosts[i].cores, snapshot.hosts[i].speed) = (zone, 1, speed);
+            (
+                snapshot.hosts[i].zone,
+                snapshot.hosts[i].cores,
+                snapshot.hosts[i].speed,
+            ) = (zone, 1, speed);
         }
         if let Some(seconds) = over {
             carried(&mut snapshot, 0, 1, 2);
@@ -201,11 +296,25 @@ fn another_network_counts_as_much_as_moves_have_shown_its_link_to_be_worth() {
         }
         let request = request("", 1);
         let peers = &[h(1)];
-        indices(&place(&snapshot, &Ask { peers, ..Ask::of(0, &request, 1, h(1)) }))[0]
+        indices(&place(
+            &snapshot,
+            &Ask {
+                peers,
+                ..Ask::of(0, &request, 1, h(1))
+            },
+        ))[0]
     };
-    assert_eq!(chosen(None), 3, "nobody knows: a tenth less than in the own network");
+    assert_eq!(
+        chosen(None),
+        3,
+        "nobody knows: a tenth less than in the own network"
+    );
     assert_eq!(chosen(Some(2)), 3, "as fast as the own one");
-    assert_eq!(chosen(Some(40)), 2, "hosts there are a little faster, and far behind a slow link");
+    assert_eq!(
+        chosen(Some(40)),
+        2,
+        "hosts there are a little faster, and far behind a slow link"
+    );
 }
 
 /// A batch system that has reserved places on hosts.
@@ -216,10 +325,18 @@ impl Choice for Reserved {
         "the batch system"
     }
 
-    fn choose(&self, _: &SpawnRequest, offers: &[Offer<'_>], count: usize) -> Result<Vec<usize>, String> {
+    fn choose(
+        &self,
+        _: &SpawnRequest,
+        offers: &[Offer<'_>],
+        count: usize,
+    ) -> Result<Vec<usize>, String> {
         let mut chosen = Vec::new();
         for (name, places) in &self.0 {
-            let at = offers.iter().position(|o| o.host.name == *name).ok_or(format!("{name} is not free"))?;
+            let at = offers
+                .iter()
+                .position(|o| o.host.name == *name)
+                .ok_or(format!("{name} is not free"))?;
             chosen.extend(std::iter::repeat_n(at, *places));
         }
         chosen.truncate(count);
@@ -237,32 +354,76 @@ fn somebody_else_may_choose_and_is_checked() {
     };
     let good = chosen("", Reserved(vec![("h1", 2), ("h3", 1)]), 4);
     assert_eq!(indices(&good), [1, 1, 3, 0]);
-    assert_eq!(good.why, Why::Chosen { by: "the batch system".into() });
+    assert_eq!(
+        good.why,
+        Why::Chosen {
+            by: "the batch system".into()
+        }
+    );
     let gone = chosen("?host != h1", Reserved(vec![("h1", 2)]), 2);
     assert_eq!(gone.hosts, [Err(PvmError::OutOfRes); 2]);
-    assert_eq!(gone.why.to_string(), "the batch system chose no place: h1 is not free");
+    assert_eq!(
+        gone.why.to_string(),
+        "the batch system chose no place: h1 is not free"
+    );
     let full = chosen("?spread", Reserved(vec![("h1", 2)]), 2);
-    assert!(full.why.to_string().ends_with("h1 has no more room"), "{}", full.why);
+    assert!(
+        full.why.to_string().ends_with("h1 has no more room"),
+        "{}",
+        full.why
+    );
 }
 
 fn many() -> impl Strategy<Value = Vec<HostView>> {
-    let one = (1_u32..9, 0.0_f32..=1.0, 0_u32..4, 0_u32..3, prop::bool::weighted(0.3), 980_u64..1000, 500_i32..3000);
+    let one = (
+        1_u32..9,
+        0.0_f32..=1.0,
+        0_u32..4,
+        0_u32..3,
+        prop::bool::weighted(0.3),
+        980_u64..1000,
+        500_i32..3000,
+    );
     prop::collection::vec(one, EXPLAINED_HOSTS_MAX + 1..200).prop_map(|all| {
         let view = |(i, (cores, busy, tasks, zone, present, at, speed)): (usize, _)| {
             let index = i as u16 + 1;
-            let sample = LoadSample { cores, busy, available_bytes: 4 << 30, ..LoadSample::default() };
-            let sample = Some(Sampled { sample, at: Micros::from_secs(at), own: 0 });
+            let sample = LoadSample {
+                cores,
+                busy,
+                available_bytes: 4 << 30,
+                ..LoadSample::default()
+            };
+            let sample = Some(Sampled {
+                sample,
+                at: Micros::from_secs(at),
+                own: 0,
+            });
             let why = "alice".to_string();
-            let owner = if present { Owner::Present { why } } else { Owner::Unknown };
+            let owner = if present {
+                Owner::Present { why }
+            } else {
+                Owner::Unknown
+            };
             let mut tasks: Vec<TaskView> = (1..=tasks).map(|n| task(index, n)).collect();
             if let Some(first) = tasks.first_mut().filter(|_| i % 7 == 0) {
                 first.moving = Some(HostId::new(index / 2));
             }
             for (n, task) in tasks.iter_mut().enumerate() {
                 (task.user, task.bytes) = (i as u32 % 3, [0, 1 << 20, 1 << 30][(i + n) % 3]);
-                task.held = (i % 11 == 0).then(|| Until { at: NOW, why: "held".into() });
+                task.held = (i % 11 == 0).then(|| Until {
+                    at: NOW,
+                    why: "held".into(),
+                });
             }
-            HostView { cores, sample, owner, tasks, zone, speed, ..host(index) }
+            HostView {
+                cores,
+                sample,
+                owner,
+                tasks,
+                zone,
+                speed,
+                ..host(index)
+            }
         };
         all.into_iter().enumerate().map(view).collect()
     })

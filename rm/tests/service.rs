@@ -20,7 +20,9 @@ use proptest::prelude::*;
 use pvm_rm::api::VmApi;
 use pvm_rm::decide::Limits;
 use pvm_rm::policy::Conduct;
-use pvm_rm::service::{Options, ServiceError, TAG_HOST_ADD, TAG_HOST_DELETE, TAG_LOAD, TAG_POLICY, TAG_TASK_EXIT};
+use pvm_rm::service::{
+    Options, ServiceError, TAG_HOST_ADD, TAG_HOST_DELETE, TAG_LOAD, TAG_POLICY, TAG_TASK_EXIT,
+};
 use pvm_rm::spawns::{EXEC_TIME_MAX, Rules};
 use pvm_rm::store::Shelf;
 use sempa_proto::body::{Encoding, Packer};
@@ -41,23 +43,41 @@ fn int(value: i32) -> Bytes {
 }
 
 fn owner() -> Cause {
-    Cause::Owner { why: "alice on pts/0".into() }
+    Cause::Owner {
+        why: "alice on pts/0".into(),
+    }
 }
 
 fn ended(tid: Tid) -> EventKind {
-    EventKind::TaskEnded { tid, status: 0, used: Usage::default() }
+    EventKind::TaskEnded {
+        tid,
+        status: 0,
+        used: Usage::default(),
+    }
 }
 
 #[test]
 fn a_spawn_is_placed_executed_acknowledged_and_answered_under_its_wait_id() {
     let vm = world(3);
     let mut bed = Bed::quiet(&vm);
-    let asked = SpawnRequest { args: vec![b"-x".to_vec()], place: ":/var".into(), ..request(5) };
+    let asked = SpawnRequest {
+        args: vec![b"-x".to_vec()],
+        place: ":/var".into(),
+        ..request(5)
+    };
     bed.world().spawn(77, &asked);
     bed.settle();
     let execs = bed.world().took_execs();
-    assert_eq!(execs.iter().map(|e| (e.host.index(), e.request.count)).collect::<Vec<_>>(), [(1, 2), (2, 2), (3, 1)]);
-    assert!(execs.iter().all(|e| e.parent == client() && e.request.args == asked.args && e.request.place == ":/var"));
+    assert_eq!(
+        execs
+            .iter()
+            .map(|e| (e.host.index(), e.request.count))
+            .collect::<Vec<_>>(),
+        [(1, 2), (2, 2), (3, 1)]
+    );
+    assert!(execs.iter().all(|e| e.parent == client()
+        && e.request.args == asked.args
+        && e.request.place == ":/var"));
     assert_eq!(bed.world().answer(77), None, "nobody has acknowledged");
     let on1 = bed.world().ack(&execs[0]);
     let on3 = bed.world().ack(&execs[2]);
@@ -68,8 +88,13 @@ fn a_spawn_is_placed_executed_acknowledged_and_answered_under_its_wait_id() {
     let expected = [on1[0], on2[0], on3[0], on1[1], on2[1]].map(Ok);
     assert_eq!(bed.world().answer(77), Some(Ok(expected.to_vec())));
     let placed = bed.world().records.last().cloned();
-    let Some(EventKind::Placed { name, hosts, why }) = placed else { panic!("{placed:?}") };
-    assert_eq!((name.as_str(), hosts), ("worker", [1, 2, 3, 1, 2].map(h).to_vec()));
+    let Some(EventKind::Placed { name, hosts, why }) = placed else {
+        panic!("{placed:?}")
+    };
+    assert_eq!(
+        (name.as_str(), hosts),
+        ("worker", [1, 2, 3, 1, 2].map(h).to_vec())
+    );
     assert!(why.contains("largest share of a processor"), "{why}");
 }
 
@@ -83,7 +108,10 @@ fn a_program_that_is_not_found_fails_for_all_tasks_of_that_host() {
     let on1 = bed.world().ack(&execs[0]);
     bed.world().ack_with(&execs[1], &[no_file(), no_file()]);
     bed.settle();
-    assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(on1[0]), no_file(), Ok(on1[1]), no_file()])));
+    assert_eq!(
+        bed.world().answer(1),
+        Some(Ok(vec![Ok(on1[0]), no_file(), Ok(on1[1]), no_file()]))
+    );
 }
 
 #[test]
@@ -93,7 +121,13 @@ fn tasks_of_a_host_that_is_lost_meanwhile_are_started_elsewhere() {
     bed.world().spawn(1, &request(3));
     bed.settle();
     let execs = bed.world().took_execs();
-    bed.world().post(Tid::MY_DAEMON, CTX_RM, TAG_HOST_DELETE, 0, int(h(2).tid().raw()));
+    bed.world().post(
+        Tid::MY_DAEMON,
+        CTX_RM,
+        TAG_HOST_DELETE,
+        0,
+        int(h(2).tid().raw()),
+    );
     bed.settle();
     let again = bed.world().took_execs();
     assert_eq!(again.len(), 1);
@@ -102,18 +136,38 @@ fn tasks_of_a_host_that_is_lost_meanwhile_are_started_elsewhere() {
     let b = bed.world().ack(&again[0]);
     let c = bed.world().ack(&execs[2]);
     bed.settle();
-    assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(a[0]), Ok(b[0]), Ok(c[0])])));
+    assert_eq!(
+        bed.world().answer(1),
+        Some(Ok(vec![Ok(a[0]), Ok(b[0]), Ok(c[0])]))
+    );
 }
 
 #[test]
 fn a_lost_host_that_was_named_fails_the_request() {
     let vm = world(2);
     let mut bed = Bed::start(&vm, false).expect("no other");
-    bed.world().spawn(1, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(2) });
+    bed.world().spawn(
+        1,
+        &SpawnRequest {
+            flags: SPAWN_HOST,
+            place: "h2".into(),
+            ..request(2)
+        },
+    );
     bed.settle();
-    bed.world().event(h(1), EventKind::HostGone { host: h(2), name: "h2".into(), why: "silent".into() });
+    bed.world().event(
+        h(1),
+        EventKind::HostGone {
+            host: h(2),
+            name: "h2".into(),
+            why: "silent".into(),
+        },
+    );
     bed.settle();
-    assert_eq!(bed.world().answer(1), Some(Ok(vec![Err(PvmError::HostFail); 2])));
+    assert_eq!(
+        bed.world().answer(1),
+        Some(Ok(vec![Err(PvmError::HostFail); 2]))
+    );
     assert!(bed.world().notes()[0].starts_with("worker was not started for t40002: Host failed"));
 }
 
@@ -130,7 +184,10 @@ fn a_host_that_never_acknowledges_is_given_up_and_what_it_starts_late_is_ended()
     assert_eq!((again.len(), again[0].host), (1, h(1)));
     let more = bed.world().ack(&again[0]);
     bed.settle();
-    assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(on1[0]), Ok(more[0])])));
+    assert_eq!(
+        bed.world().answer(1),
+        Some(Ok(vec![Ok(on1[0]), Ok(more[0])]))
+    );
     let late = bed.world().ack(&execs[1]);
     bed.settle();
     assert_eq!(bed.world().killed, late);
@@ -142,10 +199,19 @@ fn every_request_is_answered_even_if_no_host_ever_does() {
     let mut bed = Bed::start(&vm, false).expect("no other");
     bed.world().spawn(1, &request(2));
     bed.world().spawn(2, &request(0));
-    bed.world().post(client(), CTX_BASE, SM_SPAWN, 3, Bytes::from_static(b"rubbish"));
+    bed.world().post(
+        client(),
+        CTX_BASE,
+        SM_SPAWN,
+        3,
+        Bytes::from_static(b"rubbish"),
+    );
     bed.world().spawn(4, &request(u32::MAX >> 1));
     bed.pass(Micros::from_secs(61));
-    assert_eq!(bed.world().answer(1), Some(Ok(vec![Err(PvmError::HostFail); 2])));
+    assert_eq!(
+        bed.world().answer(1),
+        Some(Ok(vec![Err(PvmError::HostFail); 2]))
+    );
     assert_eq!(bed.world().answer(2), Some(Err(PvmError::BadParam)));
     assert!(matches!(bed.world().answer(3), Some(Err(_))));
     assert_eq!(bed.world().answer(4), Some(Err(PvmError::OutOfRes)));
@@ -154,21 +220,37 @@ fn every_request_is_answered_even_if_no_host_ever_does() {
 #[test]
 fn a_second_resource_manager_is_refused_and_the_first_stays() {
     let vm = world(1);
-    vm.0.borrow_mut().tasks.push(info(t(1, 9), 1, TASK_CONNECTED | TASK_RM, ""));
-    let Err(error) = Bed::start(&vm, true) else { panic!("there is one already") };
+    vm.0.borrow_mut()
+        .tasks
+        .push(info(t(1, 9), 1, TASK_CONNECTED | TASK_RM, ""));
+    let Err(error) = Bed::start(&vm, true) else {
+        panic!("there is one already")
+    };
     assert!(matches!(error, ServiceError::AlreadyRegistered(tid) if tid == t(1, 9)));
-    assert!(error.to_string().starts_with("a resource manager is registered already (t40009)"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .starts_with("a resource manager is registered already (t40009)"),
+        "{error}"
+    );
     assert!(vm.0.borrow().execs.is_empty() && vm.0.borrow().sent.is_empty());
 }
 
 #[test]
 fn one_that_registered_in_the_same_moment_gets_its_place_back() {
     let vm = world(1);
-    vm.0.borrow_mut().tasks.push(info(t(1, 9), 1, TASK_CONNECTED, ""));
+    vm.0.borrow_mut()
+        .tasks
+        .push(info(t(1, 9), 1, TASK_CONNECTED, ""));
     vm.0.borrow_mut().previous = t(1, 9);
-    let Err(error) = Bed::start(&vm, true) else { panic!("there is one already") };
+    let Err(error) = Bed::start(&vm, true) else {
+        panic!("there is one already")
+    };
     assert!(matches!(error, ServiceError::AlreadyRegistered(_)));
-    assert_eq!(vm.0.borrow().sent, [(Tid::MY_DAEMON, SM_HANDOFF, 0, int(t(1, 9).raw()))]);
+    assert_eq!(
+        vm.0.borrow().sent,
+        [(Tid::MY_DAEMON, SM_HANDOFF, 0, int(t(1, 9).raw()))]
+    );
 }
 
 #[test]
@@ -176,9 +258,11 @@ fn a_dead_predecessor_is_no_obstacle_and_a_successor_ends_this_one() {
     let vm = world(1);
     vm.0.borrow_mut().previous = t(1, 9);
     let mut bed = Bed::start(&vm, false).expect("the former one has ended");
-    bed.world().event(h(1), EventKind::RmRegistered { tid: own() });
+    bed.world()
+        .event(h(1), EventKind::RmRegistered { tid: own() });
     bed.settle();
-    bed.world().event(h(1), EventKind::RmRegistered { tid: t(1, 10) });
+    bed.world()
+        .event(h(1), EventKind::RmRegistered { tid: t(1, 10) });
     assert!(matches!(bed.try_settle(), Err(ServiceError::Replaced(tid)) if tid == t(1, 10)));
 }
 
@@ -187,14 +271,32 @@ fn each_host_gets_a_pinned_watcher_that_knows_where_to_report() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     bed.world().hosts.push(3);
-    bed.world().post(Tid::MY_DAEMON, CTX_RM, TAG_HOST_ADD, 0, Bytes::new());
+    bed.world()
+        .post(Tid::MY_DAEMON, CTX_RM, TAG_HOST_ADD, 0, Bytes::new());
     bed.settle();
     let execs = bed.world().took_execs();
     assert_eq!((execs.len(), execs[0].host), (1, h(3)));
     let request = &execs[0].request;
-    assert_eq!((request.file.as_str(), request.flags & SPAWN_PINNED), (WATCHER_PROGRAM, SPAWN_PINNED));
-    let args: Vec<_> = request.args.iter().map(|a| String::from_utf8_lossy(a).into_owned()).collect();
-    assert_eq!(args, ["--report-to", "t40001", "--ctx", &CTX_RM.to_string(), "--tag", &TAG_LOAD.to_string()]);
+    assert_eq!(
+        (request.file.as_str(), request.flags & SPAWN_PINNED),
+        (WATCHER_PROGRAM, SPAWN_PINNED)
+    );
+    let args: Vec<_> = request
+        .args
+        .iter()
+        .map(|a| String::from_utf8_lossy(a).into_owned())
+        .collect();
+    assert_eq!(
+        args,
+        [
+            "--report-to",
+            "t40001",
+            "--ctx",
+            &CTX_RM.to_string(),
+            "--tag",
+            &TAG_LOAD.to_string()
+        ]
+    );
     assert_eq!(bed.world().watched, [Bed::watcher(1), Bed::watcher(2)]);
 }
 
@@ -205,7 +307,8 @@ fn a_watcher_that_dies_is_started_again_and_again_more_slowly() {
     let mut watcher = Bed::watcher(1);
     let mut pauses = Vec::new();
     for _ in 0..5 {
-        bed.world().post(Tid::MY_DAEMON, CTX_RM, TAG_TASK_EXIT, 0, int(watcher.raw()));
+        bed.world()
+            .post(Tid::MY_DAEMON, CTX_RM, TAG_TASK_EXIT, 0, int(watcher.raw()));
         bed.world().event(h(1), ended(watcher));
         bed.settle();
         let mut waited = 0;
@@ -220,7 +323,10 @@ fn a_watcher_that_dies_is_started_again_and_again_more_slowly() {
         watcher = bed.world().ack(&exec)[0];
         bed.settle();
     }
-    assert!(pauses.windows(2).all(|w| w[1] > w[0]) && pauses[0] <= 300, "{pauses:?}");
+    assert!(
+        pauses.windows(2).all(|w| w[1] > w[0]) && pauses[0] <= 300,
+        "{pauses:?}"
+    );
 }
 
 #[test]
@@ -236,22 +342,66 @@ fn a_silent_watcher_is_replaced_and_a_missing_program_is_told_once() {
         bed.settle();
     }
     let notes = bed.world().notes();
-    assert_eq!(notes.iter().filter(|n| n.contains("no load watcher on host 1: No such file")).count(), 1, "{notes:?}");
+    assert_eq!(
+        notes
+            .iter()
+            .filter(|n| n.contains("no load watcher on host 1: No such file"))
+            .count(),
+        1,
+        "{notes:?}"
+    );
 }
 
 #[test]
 fn a_watcher_left_by_another_resource_manager_goes_on_and_a_silent_one_is_replaced() {
     let vm = world(3);
-    let left = |host: u16| info(Bed::watcher(host), host, TASK_FORKED | TASK_CONNECTED, WATCHER_PROGRAM);
+    let left = |host: u16| {
+        info(
+            Bed::watcher(host),
+            host,
+            TASK_FORKED | TASK_CONNECTED,
+            WATCHER_PROGRAM,
+        )
+    };
     vm.0.borrow_mut().tasks.extend([left(1), left(2)]);
     let mut bed = Bed::start(&vm, true).expect("no other resource manager");
-    let asked: Vec<(Tid, i32)> = bed.world().answers.iter().map(|sent| (sent.0, sent.1)).collect();
-    assert_eq!(asked, [(Bed::watcher(1), TAG_REPORT_TO), (Bed::watcher(2), TAG_REPORT_TO)]);
-    let hosts = |bed: &mut Bed| bed.world().took_execs().iter().map(|e| e.host).collect::<Vec<_>>();
+    let asked: Vec<(Tid, i32)> = bed
+        .world()
+        .answers
+        .iter()
+        .map(|sent| (sent.0, sent.1))
+        .collect();
+    assert_eq!(
+        asked,
+        [
+            (Bed::watcher(1), TAG_REPORT_TO),
+            (Bed::watcher(2), TAG_REPORT_TO)
+        ]
+    );
+    let hosts = |bed: &mut Bed| {
+        bed.world()
+            .took_execs()
+            .iter()
+            .map(|e| e.host)
+            .collect::<Vec<_>>()
+    };
     assert_eq!(hosts(&mut bed), [h(3)], "the others have one");
-    bed.world().report(Bed::watcher(1), h(1), OwnerVerdict::Present { since: Micros(1), seen: Micros(2) });
+    bed.world().report(
+        Bed::watcher(1),
+        h(1),
+        OwnerVerdict::Present {
+            since: Micros(1),
+            seen: Micros(2),
+        },
+    );
     bed.settle();
-    assert!(matches!(bed.world().records[..], [EventKind::OwnerPresent { .. }, ..]), "it is heard");
+    assert!(
+        matches!(
+            bed.world().records[..],
+            [EventKind::OwnerPresent { .. }, ..]
+        ),
+        "it is heard"
+    );
     bed.pass(Micros::from_secs(6));
     assert_eq!(bed.world().killed, [Bed::watcher(2)]);
     bed.pass(Micros::from_secs(2));
@@ -262,25 +412,54 @@ fn a_watcher_left_by_another_resource_manager_goes_on_and_a_silent_one_is_replac
 fn a_watcher_that_a_host_has_started_itself_is_taken_and_a_second_one_is_ended() {
     let vm = world(1);
     let mut bed = Bed::quiet(&vm);
-    bed.world().post(Tid::MY_DAEMON, CTX_RM, TAG_TASK_EXIT, 0, int(Bed::watcher(1).raw()));
+    bed.world().post(
+        Tid::MY_DAEMON,
+        CTX_RM,
+        TAG_TASK_EXIT,
+        0,
+        int(Bed::watcher(1).raw()),
+    );
     bed.world().event(h(1), ended(Bed::watcher(1)));
     let own = t(1, 51);
-    bed.world().report(own, h(1), OwnerVerdict::Present { since: Micros(1), seen: Micros(2) });
+    bed.world().report(
+        own,
+        h(1),
+        OwnerVerdict::Present {
+            since: Micros(1),
+            seen: Micros(2),
+        },
+    );
     bed.settle();
-    assert!(bed.world().records.iter().any(|r| matches!(r, EventKind::OwnerPresent { .. })), "it is heard");
+    assert!(
+        bed.world()
+            .records
+            .iter()
+            .any(|r| matches!(r, EventKind::OwnerPresent { .. })),
+        "it is heard"
+    );
     bed.pass(Micros::from_secs(5));
     assert!(bed.world().took_execs().is_empty(), "none is missing");
-    bed.world().report(t(1, 52), h(1), OwnerVerdict::Absent { since: None });
+    bed.world()
+        .report(t(1, 52), h(1), OwnerVerdict::Absent { since: None });
     bed.settle();
     assert_eq!(bed.world().killed, [t(1, 52)]);
-    assert!(!bed.world().records.iter().any(|r| matches!(r, EventKind::OwnerAbsent { .. })), "the first one counts");
+    assert!(
+        !bed.world()
+            .records
+            .iter()
+            .any(|r| matches!(r, EventKind::OwnerAbsent { .. })),
+        "the first one counts"
+    );
 }
 
 #[test]
 fn a_report_counts_only_when_it_comes_from_the_watcher_of_that_host() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
-    let there = OwnerVerdict::Present { since: Micros(1), seen: Micros(2) };
+    let there = OwnerVerdict::Present {
+        since: Micros(1),
+        seen: Micros(2),
+    };
     bed.world().report(client(), h(1), there.clone());
     bed.world().report(Bed::watcher(2), h(1), there.clone());
     bed.settle();
@@ -291,11 +470,21 @@ fn a_report_counts_only_when_it_comes_from_the_watcher_of_that_host() {
 fn the_first_report_may_overtake_the_acknowledgement() {
     let vm = world(1);
     let mut bed = Bed::start(&vm, true).expect("no other");
-    let exec = bed.world().took_execs().pop().expect("a watcher is started");
-    let there = OwnerVerdict::Present { since: Micros(1), seen: Micros(2) };
+    let exec = bed
+        .world()
+        .took_execs()
+        .pop()
+        .expect("a watcher is started");
+    let there = OwnerVerdict::Present {
+        since: Micros(1),
+        seen: Micros(2),
+    };
     bed.world().report(Bed::watcher(1), h(1), there);
     bed.settle();
-    assert!(matches!(bed.world().records[0], EventKind::OwnerPresent { .. }));
+    assert!(matches!(
+        bed.world().records[0],
+        EventKind::OwnerPresent { .. }
+    ));
     bed.world().ack_with(&exec, &[Ok(Bed::watcher(1))]);
     bed.settle();
     assert!(bed.world().killed.is_empty());
@@ -304,8 +493,12 @@ fn the_first_report_may_overtake_the_acknowledgement() {
 /// Three hosts; two tasks on h2 that were there before the resource manager.
 fn two_tasks_on_h2() -> Bed {
     let vm = world(3);
-    vm.0.borrow_mut().tasks.extend([spawned(t(2, 1), 2), spawned(t(1, 5), 2)]);
-    vm.0.borrow_mut().tasks.push(info(t(2, 9), 2, TASK_FORKED, "/opt/bin/pvm-load-watcher"));
+    vm.0.borrow_mut()
+        .tasks
+        .extend([spawned(t(2, 1), 2), spawned(t(1, 5), 2)]);
+    vm.0.borrow_mut()
+        .tasks
+        .push(info(t(2, 9), 2, TASK_FORKED, "/opt/bin/pvm-load-watcher"));
     Bed::quiet(&vm)
 }
 
@@ -316,14 +509,22 @@ fn when_the_owner_comes_all_tasks_leave_at_once_and_the_host_is_clean_and_later_
     // The tasks were there before this resource manager was; the old watcher, which is no guest, stays.
     assert_eq!(bed.world().took_migrations(), [(t(1, 5), 1), (t(2, 1), 3)]);
     let why = "alice on pts/0".to_string();
-    let present = EventKind::OwnerPresent { host: h(2), since: Micros(7), seen: Micros(8), why };
+    let present = EventKind::OwnerPresent {
+        host: h(2),
+        since: Micros(7),
+        seen: Micros(8),
+        why,
+    };
     assert_eq!(bed.world().records, std::slice::from_ref(&present));
     bed.world().moved(t(1, 5), 2, 1, owner());
     bed.settle();
     assert_eq!(bed.world().records.len(), 1, "one is still there");
     bed.world().moved(t(2, 1), 2, 3, owner());
     bed.settle();
-    assert_eq!(bed.world().records.last(), Some(&EventKind::HostClean { host: h(2) }));
+    assert_eq!(
+        bed.world().records.last(),
+        Some(&EventKind::HostClean { host: h(2) })
+    );
     bed.owner_comes(2);
     assert_eq!(bed.world().records.len(), 2, "said once");
     bed.world().spawn(1, &request(2));
@@ -331,8 +532,14 @@ fn when_the_owner_comes_all_tasks_leave_at_once_and_the_host_is_clean_and_later_
     assert!(bed.world().took_execs().iter().all(|e| e.host != h(2)));
     bed.owner_leaves(2);
     let why = "nobody is logged in".to_string();
-    assert_eq!(bed.world().records.last(), Some(&EventKind::OwnerAbsent { host: h(2), why }));
-    assert!(bed.world().took_migrations().is_empty(), "nobody is moved back");
+    assert_eq!(
+        bed.world().records.last(),
+        Some(&EventKind::OwnerAbsent { host: h(2), why })
+    );
+    assert!(
+        bed.world().took_migrations().is_empty(),
+        "nobody is moved back"
+    );
     bed.world().spawn(2, &request(1));
     bed.settle();
     assert_eq!(bed.world().took_execs()[0].host, h(2));
@@ -341,7 +548,10 @@ fn when_the_owner_comes_all_tasks_leave_at_once_and_the_host_is_clean_and_later_
 /// One host, whose owner is there, and spawns that may wait.
 fn full(rules: Rules) -> Bed {
     let vm = world(1);
-    let options = with_conduct(Conduct { rules, ..Conduct::default() });
+    let options = with_conduct(Conduct {
+        rules,
+        ..Conduct::default()
+    });
     let mut bed = Bed::quiet_with(&vm, options);
     bed.owner_comes(1);
     bed
@@ -349,7 +559,10 @@ fn full(rules: Rules) -> Bed {
 
 #[test]
 fn a_spawn_without_a_free_host_waits_and_is_placed_when_one_gets_free() {
-    let mut bed = full(Rules { wait: Micros::from_secs(30), ..Rules::default() });
+    let mut bed = full(Rules {
+        wait: Micros::from_secs(30),
+        ..Rules::default()
+    });
     bed.world().spawn(1, &request(2));
     bed.world().spawn(2, &request(1));
     bed.pass(Micros::from_secs(10));
@@ -357,21 +570,38 @@ fn a_spawn_without_a_free_host_waits_and_is_placed_when_one_gets_free() {
     assert!(bed.world().took_execs().is_empty());
     bed.owner_leaves(1);
     let execs = bed.world().took_execs();
-    assert_eq!(execs.iter().map(|e| e.request.count).collect::<Vec<_>>(), [2, 1], "in their order");
+    assert_eq!(
+        execs.iter().map(|e| e.request.count).collect::<Vec<_>>(),
+        [2, 1],
+        "in their order"
+    );
     let tids = bed.world().ack(&execs[0]);
     bed.settle();
-    assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(tids[0]), Ok(tids[1])])));
+    assert_eq!(
+        bed.world().answer(1),
+        Some(Ok(vec![Ok(tids[0]), Ok(tids[1])]))
+    );
 }
 
 #[test]
 fn requests_that_wait_do_not_all_take_the_one_place_that_gets_free() {
-    let mut bed = full(Rules { wait: Micros::from_secs(30), ..Rules::default() });
-    let both = SpawnRequest { place: "?free >= 2".into(), ..request(2) };
+    let mut bed = full(Rules {
+        wait: Micros::from_secs(30),
+        ..Rules::default()
+    });
+    let both = SpawnRequest {
+        place: "?free >= 2".into(),
+        ..request(2)
+    };
     (1..=3).for_each(|wid| bed.world().spawn(wid, &both));
     bed.settle();
     bed.owner_leaves(1);
     let execs = bed.world().took_execs();
-    assert_eq!(execs.len(), 1, "the host has two processors, and what is being started there has both");
+    assert_eq!(
+        execs.len(),
+        1,
+        "the host has two processors, and what is being started there has both"
+    );
     bed.world().ack(&execs[0]);
     bed.pass(Micros::from_secs(10));
     assert!(bed.world().took_execs().is_empty() && bed.world().answer(1).is_some());
@@ -382,36 +612,57 @@ fn spawns_that_come_at_the_same_moment_do_not_all_go_to_the_same_host() {
     let mut bed = Bed::quiet(&world(3));
     (1..=3).for_each(|wid| bed.world().spawn(wid, &request(1)));
     bed.settle();
-    let mut hosts: Vec<u16> = bed.world().took_execs().iter().map(|exec| exec.host.index()).collect();
+    let mut hosts: Vec<u16> = bed
+        .world()
+        .took_execs()
+        .iter()
+        .map(|exec| exec.host.index())
+        .collect();
     hosts.sort_unstable();
     assert_eq!(hosts, [1, 2, 3], "none has acknowledged anything");
 }
 
 #[test]
 fn a_spawn_that_has_waited_in_vain_is_refused_as_without_waiting() {
-    let mut bed = full(Rules { wait: Micros::from_secs(30), ..Rules::default() });
+    let mut bed = full(Rules {
+        wait: Micros::from_secs(30),
+        ..Rules::default()
+    });
     bed.world().spawn(1, &request(2));
     bed.pass(Micros::from_secs(29));
     assert_eq!(bed.world().answer(1), None);
     bed.owner_comes(1);
     bed.pass(Micros::from_secs(2));
-    assert_eq!(bed.world().answer(1), Some(Ok(vec![Err(PvmError::OutOfRes); 2])));
+    assert_eq!(
+        bed.world().answer(1),
+        Some(Ok(vec![Err(PvmError::OutOfRes); 2]))
+    );
     let mut at_once = full(Rules::default());
     at_once.world().spawn(1, &request(2));
     at_once.settle();
-    assert_eq!(at_once.world().answer(1), Some(Ok(vec![Err(PvmError::OutOfRes); 2])));
+    assert_eq!(
+        at_once.world().answer(1),
+        Some(Ok(vec![Err(PvmError::OutOfRes); 2]))
+    );
 }
 
 #[test]
 fn a_task_is_told_once_that_its_request_waits_and_when_it_does_no_more() {
-    let mut bed = full(Rules { wait: Micros::from_secs(30), ..Rules::default() });
+    let mut bed = full(Rules {
+        wait: Micros::from_secs(30),
+        ..Rules::default()
+    });
     let began = bed.vm.wall();
     bed.world().spawn(1, &request(2));
     bed.pass(Micros::from_secs(10));
     bed.owner_comes(1);
     assert_eq!(bed.world().waits(1), [Some(began)]);
     bed.owner_leaves(1);
-    assert_eq!(bed.world().waits(1), [Some(began), None], "before anything is started");
+    assert_eq!(
+        bed.world().waits(1),
+        [Some(began), None],
+        "before anything is started"
+    );
     bed.world().spawn(2, &request(1));
     bed.settle();
     assert_eq!(bed.world().waits(2), [], "it never waited");
@@ -419,7 +670,10 @@ fn a_task_is_told_once_that_its_request_waits_and_when_it_does_no_more() {
 
 #[test]
 fn a_request_that_has_waited_under_a_dead_resource_manager_waits_for_the_rest_of_its_time() {
-    let mut bed = full(Rules { wait: Micros::from_secs(30), ..Rules::default() });
+    let mut bed = full(Rules {
+        wait: Micros::from_secs(30),
+        ..Rules::default()
+    });
     let since = Micros(bed.vm.wall().0 - 20_000_000);
     bed.world().spawn_again(1, &request(1), since);
     bed.pass(Micros::from_secs(9));
@@ -427,15 +681,26 @@ fn a_request_that_has_waited_under_a_dead_resource_manager_waits_for_the_rest_of
     assert_eq!(bed.world().waits(1), [Some(since)]);
     bed.owner_comes(1);
     bed.pass(Micros::from_secs(2));
-    assert_eq!(bed.world().answer(1), Some(Ok(vec![Err(PvmError::OutOfRes)])));
-    bed.world().spawn_again(2, &request(1), Micros(since.0 - 20_000_000));
+    assert_eq!(
+        bed.world().answer(1),
+        Some(Ok(vec![Err(PvmError::OutOfRes)]))
+    );
+    bed.world()
+        .spawn_again(2, &request(1), Micros(since.0 - 20_000_000));
     bed.settle();
-    assert_eq!(bed.world().answer(2), Some(Ok(vec![Err(PvmError::OutOfRes)])), "it has waited long enough");
+    assert_eq!(
+        bed.world().answer(2),
+        Some(Ok(vec![Err(PvmError::OutOfRes)])),
+        "it has waited long enough"
+    );
 }
 
 #[test]
 fn what_a_task_asked_for_is_forgotten_when_it_ends() {
-    let mut bed = full(Rules { wait: Micros::from_secs(30), ..Rules::default() });
+    let mut bed = full(Rules {
+        wait: Micros::from_secs(30),
+        ..Rules::default()
+    });
     bed.world().spawn(1, &request(2));
     bed.settle();
     bed.world().event(h(1), ended(client()));
@@ -446,10 +711,19 @@ fn what_a_task_asked_for_is_forgotten_when_it_ends() {
 
 #[test]
 fn nobody_gets_more_tasks_than_are_allowed() {
-    let limits = Limits { user_tasks: Some(3), job_tasks: None };
+    let limits = Limits {
+        user_tasks: Some(3),
+        job_tasks: None,
+    };
     let vm = world(2);
-    let rules = Rules { wait: Micros::default(), limits };
-    let options = with_conduct(Conduct { rules, ..Conduct::default() });
+    let rules = Rules {
+        wait: Micros::default(),
+        limits,
+    };
+    let options = with_conduct(Conduct {
+        rules,
+        ..Conduct::default()
+    });
     let mut bed = Bed::quiet_with(&vm, options);
     bed.world().spawn(1, &request(2));
     bed.settle();
@@ -461,31 +735,64 @@ fn nobody_gets_more_tasks_than_are_allowed() {
     bed.settle();
     bed.world().spawn(2, &request(2));
     bed.settle();
-    assert_eq!(bed.world().answer(2), Some(Ok(vec![Err(PvmError::OutOfRes); 2])));
+    assert_eq!(
+        bed.world().answer(2),
+        Some(Ok(vec![Err(PvmError::OutOfRes); 2]))
+    );
     let why = bed.world().notes().pop().expect("a note says why");
-    assert!(why.contains("the user has 2 tasks, and 3 are allowed"), "{why}");
+    assert!(
+        why.contains("the user has 2 tasks, and 3 are allowed"),
+        "{why}"
+    );
     bed.world().event(h(1), ended(tids[0]));
     bed.settle();
     bed.world().spawn(3, &request(2));
     bed.settle();
-    let more: u32 = bed.world().took_execs().iter().map(|exec| exec.request.count).sum();
+    let more: u32 = bed
+        .world()
+        .took_execs()
+        .iter()
+        .map(|exec| exec.request.count)
+        .sum();
     assert_eq!(more, 2, "one has ended, so two more are allowed");
 }
 
 #[test]
 fn tasks_of_a_lost_host_count_no_longer() {
-    let limits = Limits { user_tasks: Some(2), job_tasks: None };
+    let limits = Limits {
+        user_tasks: Some(2),
+        job_tasks: None,
+    };
     let vm = world(2);
-    let rules = Rules { wait: Micros::default(), limits };
-    let options = with_conduct(Conduct { rules, ..Conduct::default() });
+    let rules = Rules {
+        wait: Micros::default(),
+        limits,
+    };
+    let options = with_conduct(Conduct {
+        rules,
+        ..Conduct::default()
+    });
     let mut bed = Bed::quiet_with(&vm, options);
-    bed.world().spawn(1, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(2) });
+    bed.world().spawn(
+        1,
+        &SpawnRequest {
+            flags: SPAWN_HOST,
+            place: "h2".into(),
+            ..request(2)
+        },
+    );
     bed.settle();
     let exec = bed.world().took_execs().pop().expect("placed");
     bed.world().ack(&exec);
     bed.settle();
     bed.world().hosts.retain(|host| *host != 2);
-    bed.world().post(Tid::MY_DAEMON, CTX_RM, TAG_HOST_DELETE, 0, int(h(2).tid().raw()));
+    bed.world().post(
+        Tid::MY_DAEMON,
+        CTX_RM,
+        TAG_HOST_DELETE,
+        0,
+        int(h(2).tid().raw()),
+    );
     bed.settle();
     bed.world().spawn(2, &request(2));
     bed.settle();
@@ -496,18 +803,29 @@ fn tasks_of_a_lost_host_count_no_longer() {
 fn a_host_without_guests_is_clean_as_soon_as_its_owner_comes() {
     let mut bed = two_tasks_on_h2();
     bed.owner_comes(3);
-    assert_eq!(bed.world().records.last(), Some(&EventKind::HostClean { host: h(3) }));
+    assert_eq!(
+        bed.world().records.last(),
+        Some(&EventKind::HostClean { host: h(3) })
+    );
 }
 
 #[test]
 fn after_a_refusal_the_next_best_host_is_tried() {
     let mut bed = two_tasks_on_h2();
-    let kernel =
-        Refusal::KernelFeatures { missing: vec!["clone3".into()], source: "6.1".into(), target: "5.10".into() };
-    bed.world().refuse.insert((t(1, 5), h(1)), failed(Failure::Refused(vec![kernel])));
+    let kernel = Refusal::KernelFeatures {
+        missing: vec!["clone3".into()],
+        source: "6.1".into(),
+        target: "5.10".into(),
+    };
+    bed.world()
+        .refuse
+        .insert((t(1, 5), h(1)), failed(Failure::Refused(vec![kernel])));
     bed.owner_comes(2);
     bed.pass(Micros(1));
-    assert_eq!(bed.world().took_migrations(), [(t(1, 5), 1), (t(2, 1), 3), (t(1, 5), 3)]);
+    assert_eq!(
+        bed.world().took_migrations(),
+        [(t(1, 5), 1), (t(2, 1), 3), (t(1, 5), 3)]
+    );
 }
 
 #[test]
@@ -517,15 +835,19 @@ fn after_a_failure_under_way_the_next_best_is_tried_and_then_the_first_again_aft
     bed.world().moved(t(2, 1), 2, 3, owner());
     bed.settle();
     assert_eq!(bed.world().took_migrations(), [(t(1, 5), 1), (t(2, 1), 3)]);
-    bed.world().move_failed(t(1, 5), 2, 1, Failure::Killed { signal: 9 });
+    bed.world()
+        .move_failed(t(1, 5), 2, 1, Failure::Killed { signal: 9 });
     bed.settle();
     assert_eq!(bed.world().took_migrations(), [(t(1, 5), 3)]);
-    bed.world().move_failed(t(1, 5), 2, 3, Failure::Killed { signal: 9 });
+    bed.world()
+        .move_failed(t(1, 5), 2, 3, Failure::Killed { signal: 9 });
     bed.settle();
     assert!(bed.world().took_migrations().is_empty());
     let notes = bed.world().notes();
     assert_eq!(notes.len(), 1, "{notes:?}");
-    assert!(notes[0].starts_with("t40005 stays on h2 although its owner is there: no host to go to (h1: the engine"));
+    assert!(notes[0].starts_with(
+        "t40005 stays on h2 although its owner is there: no host to go to (h1: the engine"
+    ));
     bed.pass(Micros::from_secs(2));
     assert_eq!(bed.world().took_migrations(), [(t(1, 5), 1)]);
     assert_eq!(bed.world().notes().len(), 1, "said once");
@@ -534,11 +856,17 @@ fn after_a_failure_under_way_the_next_best_is_tried_and_then_the_first_again_aft
 #[test]
 fn a_task_that_has_just_started_is_asked_again_when_it_has_connected() {
     let mut bed = two_tasks_on_h2();
-    bed.world().refuse.insert((t(1, 5), h(1)), failed(Failure::Refused(vec![Refusal::NotConnected])));
+    bed.world().refuse.insert(
+        (t(1, 5), h(1)),
+        failed(Failure::Refused(vec![Refusal::NotConnected])),
+    );
     bed.owner_comes(2);
     bed.world().refuse.clear();
     bed.pass(Micros::from_millis(500));
-    assert_eq!(bed.world().took_migrations(), [(t(1, 5), 1), (t(2, 1), 3), (t(1, 5), 1)]);
+    assert_eq!(
+        bed.world().took_migrations(),
+        [(t(1, 5), 1), (t(2, 1), 3), (t(1, 5), 1)]
+    );
     assert!(bed.world().notes().is_empty());
 }
 
@@ -547,23 +875,37 @@ fn a_task_that_belongs_to_its_host_is_no_guest() {
     let mut bed = two_tasks_on_h2();
     for tid in [t(1, 5), t(2, 1)] {
         for to in [1, 3] {
-            bed.world().refuse.insert((tid, h(to)), failed(Failure::Refused(vec![Refusal::Pinned])));
+            bed.world().refuse.insert(
+                (tid, h(to)),
+                failed(Failure::Refused(vec![Refusal::Pinned])),
+            );
         }
     }
     bed.owner_comes(2);
     bed.pass(Micros::from_secs(1));
     assert_eq!(bed.world().took_migrations().len(), 2);
-    assert_eq!(bed.world().records.last(), Some(&EventKind::HostClean { host: h(2) }));
+    assert_eq!(
+        bed.world().records.last(),
+        Some(&EventKind::HostClean { host: h(2) })
+    );
 }
 
 #[test]
 fn a_host_whose_engine_is_missing_is_no_target_for_anybody() {
     let mut bed = two_tasks_on_h2();
-    let no_engine = Refusal::NoEngine { host: h(1), why: "not found".into() };
-    bed.world().refuse.insert((t(1, 5), h(1)), failed(Failure::Refused(vec![no_engine])));
+    let no_engine = Refusal::NoEngine {
+        host: h(1),
+        why: "not found".into(),
+    };
+    bed.world()
+        .refuse
+        .insert((t(1, 5), h(1)), failed(Failure::Refused(vec![no_engine])));
     bed.owner_comes(2);
     bed.pass(Micros(1));
-    assert_eq!(bed.world().took_migrations(), [(t(1, 5), 1), (t(2, 1), 3), (t(1, 5), 3)]);
+    assert_eq!(
+        bed.world().took_migrations(),
+        [(t(1, 5), 1), (t(2, 1), 3), (t(1, 5), 3)]
+    );
     bed.world().moved(t(1, 5), 2, 3, owner());
     bed.world().moved(t(2, 1), 2, 3, owner());
     bed.owner_leaves(2);
@@ -574,10 +916,26 @@ fn a_host_whose_engine_is_missing_is_no_target_for_anybody() {
 #[test]
 fn a_spawn_that_names_a_host_waits_until_its_owner_has_left() {
     let vm = world(2);
-    let rules = Rules { wait: Micros::from_secs(60), ..Rules::default() };
-    let mut bed = Bed::quiet_with(&vm, with_conduct(Conduct { rules, ..Conduct::default() }));
+    let rules = Rules {
+        wait: Micros::from_secs(60),
+        ..Rules::default()
+    };
+    let mut bed = Bed::quiet_with(
+        &vm,
+        with_conduct(Conduct {
+            rules,
+            ..Conduct::default()
+        }),
+    );
     bed.owner_comes(2);
-    bed.world().spawn(1, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(1) });
+    bed.world().spawn(
+        1,
+        &SpawnRequest {
+            flags: SPAWN_HOST,
+            place: "h2".into(),
+            ..request(1)
+        },
+    );
     bed.settle();
     assert!(bed.world().took_execs().is_empty());
     assert_eq!(bed.world().answer(1), None);
@@ -593,13 +951,27 @@ fn a_spawn_that_names_a_host_waits_until_its_owner_has_left() {
 fn a_task_whose_host_was_named_before_the_owner_came_leaves_like_any_other() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
-    bed.world().spawn(1, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(1) });
+    bed.world().spawn(
+        1,
+        &SpawnRequest {
+            flags: SPAWN_HOST,
+            place: "h2".into(),
+            ..request(1)
+        },
+    );
     bed.settle();
     let exec = bed.world().took_execs().pop().expect("placed");
     bed.owner_comes(2);
     // The event overtakes the acknowledgement.
-    bed.world()
-        .event(h(2), EventKind::TaskStarted { tid: t(2, 100), parent: client(), name: "worker".into(), user: 0 });
+    bed.world().event(
+        h(2),
+        EventKind::TaskStarted {
+            tid: t(2, 100),
+            parent: client(),
+            name: "worker".into(),
+            user: 0,
+        },
+    );
     bed.settle();
     assert_eq!(bed.world().ack(&exec), [t(2, 100)]);
     bed.settle();
@@ -611,8 +983,24 @@ fn a_task_that_starts_beside_an_owner_leaves_and_one_from_a_command_line_stays()
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     bed.owner_comes(2);
-    bed.world().event(h(2), EventKind::TaskStarted { tid: t(2, 7), parent: client(), name: "worker".into(), user: 0 });
-    bed.world().event(h(2), EventKind::TaskStarted { tid: t(2, 8), parent: Tid::NONE, name: String::new(), user: 0 });
+    bed.world().event(
+        h(2),
+        EventKind::TaskStarted {
+            tid: t(2, 7),
+            parent: client(),
+            name: "worker".into(),
+            user: 0,
+        },
+    );
+    bed.world().event(
+        h(2),
+        EventKind::TaskStarted {
+            tid: t(2, 8),
+            parent: Tid::NONE,
+            name: String::new(),
+            user: 0,
+        },
+    );
     bed.settle();
     assert_eq!(bed.world().took_migrations(), [(t(2, 7), 1)]);
 }
@@ -624,7 +1012,8 @@ fn late_news_does_not_bring_an_ended_task_back() {
     bed.world().spawn(1, &request(1));
     bed.settle();
     let exec = bed.world().took_execs().pop().expect("placed");
-    bed.world().event(exec.host, ended(t(exec.host.index(), 100)));
+    bed.world()
+        .event(exec.host, ended(t(exec.host.index(), 100)));
     let tid = bed.world().ack(&exec)[0];
     bed.settle();
     assert!(!bed.service.model().knows(tid));
@@ -640,7 +1029,11 @@ fn what_several_tasks_did_is_taken_at_once_and_what_somebody_wants_is_done_right
     bed.world().spawn(1, &request(1));
     bed.world().event(h(1), ended(t(9, 9)));
     bed.service.step().expect("it goes on");
-    assert!([t(2, 1), t(1, 5)].iter().all(|tid| !bed.service.model().knows(*tid)));
+    assert!(
+        [t(2, 1), t(1, 5)]
+            .iter()
+            .all(|tid| !bed.service.model().knows(*tid))
+    );
     assert_eq!(bed.world().took_execs().len(), 1);
     assert_eq!(bed.world().inbox.len(), 1);
 }
@@ -651,14 +1044,24 @@ fn tasks_that_begin_again_from_a_checkpoint_are_known_again() {
     let tids = [t(2, 7), t(3, 9)];
     bed.world().tasks.extend(tids.map(|tid| spawned(tid, 3)));
     for tid in tids {
-        let started = EventKind::TaskStarted { tid, parent: client(), name: "worker".into(), user: 0 };
+        let started = EventKind::TaskStarted {
+            tid,
+            parent: client(),
+            name: "worker".into(),
+            user: 0,
+        };
         bed.world().event(h(2), started);
         bed.world().event(h(2), ended(tid));
     }
     bed.settle();
     assert!(tids.iter().all(|tid| !bed.service.model().knows(*tid)));
     let tasks = tids.map(|tid| (tid, h(3))).to_vec();
-    let restarted = EventKind::Restarted { set: "s".into(), job: tids[0], tasks, why: "h2 was lost".into() };
+    let restarted = EventKind::Restarted {
+        set: "s".into(),
+        job: tids[0],
+        tasks,
+        why: "h2 was lost".into(),
+    };
     bed.world().event(h(1), restarted);
     bed.pass(Micros::from_secs(2));
     assert!(tids.iter().all(|tid| bed.service.model().knows(*tid)));
@@ -668,14 +1071,24 @@ fn tasks_that_begin_again_from_a_checkpoint_are_known_again() {
 #[test]
 fn missed_entries_of_the_log_are_made_good_by_a_fresh_list() {
     let mut bed = two_tasks_on_h2();
-    bed.world().event(h(1), EventKind::Note { text: String::new() });
+    bed.world().event(
+        h(1),
+        EventKind::Note {
+            text: String::new(),
+        },
+    );
     bed.settle();
     let lists = bed.world().lists;
     bed.pass(Micros::from_secs(3));
     assert_eq!(bed.world().lists, lists, "nothing was missed");
     bed.world().tasks.push(spawned(t(3, 4), 3));
     bed.world().miss_event();
-    bed.world().event(h(1), EventKind::Note { text: String::new() });
+    bed.world().event(
+        h(1),
+        EventKind::Note {
+            text: String::new(),
+        },
+    );
     bed.pass(Micros::from_secs(1));
     assert_eq!(bed.world().lists, lists + 1);
     assert!(bed.service.model().knows(t(3, 4)));
@@ -699,16 +1112,26 @@ fn a_move_of_which_nothing_is_heard_is_asked_about() {
 fn one_who_wants_to_register_through_us_is_refused() {
     let vm = world(1);
     let mut bed = Bed::start(&vm, false).expect("no other");
-    bed.world().post(client(), CTX_BASE, SM_SCHED, 5, Bytes::new());
+    bed.world()
+        .post(client(), CTX_BASE, SM_SCHED, 5, Bytes::new());
     bed.settle();
-    assert_eq!(bed.world().sent, [(client(), SM_SCHED, 5, int(PvmError::Denied.code()))]);
+    assert_eq!(
+        bed.world().sent,
+        [(client(), SM_SCHED, 5, int(PvmError::Denied.code()))]
+    );
 }
 
 #[test]
 fn a_task_that_connects_by_itself_is_known_and_never_moved() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
-    bed.world().post(h(2).daemon(), CTX_BASE, SM_EXECACK, 0, pack_tids(&[Ok(t(2, 3))]));
+    bed.world().post(
+        h(2).daemon(),
+        CTX_BASE,
+        SM_EXECACK,
+        0,
+        pack_tids(&[Ok(t(2, 3))]),
+    );
     bed.owner_comes(2);
     assert!(bed.service.model().knows(t(2, 3)));
     assert!(bed.world().took_migrations().is_empty());
@@ -734,13 +1157,24 @@ proptest! {
 
 /// Options with watchers and this policy.
 fn with_conduct(conduct: Conduct) -> Options {
-    Options { conduct, given: conduct, watchers: true, ..Options::default() }
+    Options {
+        conduct,
+        given: conduct,
+        watchers: true,
+        ..Options::default()
+    }
 }
 
 /// Options with books in a directory.
 fn with_books(dir: &std::path::Path) -> Options {
-    let shelf = Some(Shelf { dir: dir.to_path_buf(), name: "rm.redb".into() });
-    Options { shelf, ..Options::default() }
+    let shelf = Some(Shelf {
+        dir: dir.to_path_buf(),
+        name: "rm.redb".into(),
+    });
+    Options {
+        shelf,
+        ..Options::default()
+    }
 }
 
 fn ask(bed: &mut Bed, question: &Question) -> Answer {
@@ -749,32 +1183,66 @@ fn ask(bed: &mut Bed, question: &Question) -> Answer {
     bed.settle();
     let (to, tag, wid, body) = bed.world().answers.pop().expect("an answer");
     assert_eq!((to, tag, wid), (client(), TAG_ANSWER, 4711));
-    rm::unpack(&body).expect("it can be read").expect("of this version")
+    rm::unpack(&body)
+        .expect("it can be read")
+        .expect("of this version")
 }
 
 #[test]
 fn a_policy_file_that_changes_is_in_force_at_once_and_a_wrong_one_is_not() {
     let vm = world(3);
-    let mut bed = Bed::with(&vm, Options { policy_file: "rm.toml".into(), ..Options::default() }).expect("no other");
+    let mut bed = Bed::with(
+        &vm,
+        Options {
+            policy_file: "rm.toml".into(),
+            ..Options::default()
+        },
+    )
+    .expect("no other");
     let change = |bed: &mut Bed, text: &'static str| {
-        bed.world().post(own(), CTX_RM, TAG_POLICY, 0, Bytes::from_static(text.as_bytes()));
+        bed.world().post(
+            own(),
+            CTX_RM,
+            TAG_POLICY,
+            0,
+            Bytes::from_static(text.as_bytes()),
+        );
         bed.settle();
         bed.world().notes().last().cloned().unwrap_or_default()
     };
     let hosts = |bed: &mut Bed| {
         bed.world().spawn(1, &request(3));
         bed.settle();
-        bed.world().took_execs().iter().map(|e| e.host.index()).collect::<Vec<_>>()
+        bed.world()
+            .took_execs()
+            .iter()
+            .map(|e| e.host.index())
+            .collect::<Vec<_>>()
     };
     let told = change(&mut bed, "placing = \"round-robin\"\nuser_tasks = 3\n");
-    assert!(told.starts_with("the policy in rm.toml is in force: placing round-robin, balance off"), "{told}");
+    assert!(
+        told.starts_with("the policy in rm.toml is in force: placing round-robin, balance off"),
+        "{told}"
+    );
     assert_eq!(hosts(&mut bed), [1, 2, 3]);
-    let told = change(&mut bed, "placing = \"round-robin\"\nuser_tasks = 2\nfoo = 1\n");
-    assert!(told.starts_with("rm.toml, line 3: unknown field `foo`"), "{told}");
+    let told = change(
+        &mut bed,
+        "placing = \"round-robin\"\nuser_tasks = 2\nfoo = 1\n",
+    );
+    assert!(
+        told.starts_with("rm.toml, line 3: unknown field `foo`"),
+        "{told}"
+    );
     assert_eq!(hosts(&mut bed).len(), 3, "three are still allowed");
     change(&mut bed, "user_tasks = 2\n");
     assert_eq!(hosts(&mut bed), [], "and now two");
-    bed.world().post(client(), CTX_RM, TAG_POLICY, 0, Bytes::from_static(b"user_tasks = 9"));
+    bed.world().post(
+        client(),
+        CTX_RM,
+        TAG_POLICY,
+        0,
+        Bytes::from_static(b"user_tasks = 9"),
+    );
     bed.settle();
     assert_eq!(hosts(&mut bed), [], "nobody else may say so");
 }

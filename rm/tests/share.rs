@@ -4,7 +4,9 @@ mod idle;
 
 use idle::{NOW, h, idle};
 use proptest::prelude::*;
-use pvm_rm::decide::{Again, Ask, Fair, HostView, Owner, Policy, Snapshot, TaskView, UpDown, give_way, go_on, place};
+use pvm_rm::decide::{
+    Again, Ask, Fair, HostView, Owner, Policy, Snapshot, TaskView, UpDown, give_way, go_on, place,
+};
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,7 +21,10 @@ fn busy(hosts: u16) -> Snapshot {
     let host = |index| {
         let mut host = idle(index, 1, 0);
         let since = Micros(NOW.0 - u64::from(100 - index));
-        host.tasks = vec![TaskView { user: 1, ..TaskView::new(t(index, 1), since) }];
+        host.tasks = vec![TaskView {
+            user: 1,
+            ..TaskView::new(t(index, 1), since)
+        }];
         host
     };
     Snapshot::new(NOW, Policy::Load, (1..=hosts).map(host).collect())
@@ -34,12 +39,20 @@ fn shares(count: u32) -> Fair {
 }
 
 fn request(count: u32) -> SpawnRequest {
-    SpawnRequest { file: "worker".into(), place: "?free >= 1; spread".into(), count, ..SpawnRequest::default() }
+    SpawnRequest {
+        file: "worker".into(),
+        place: "?free >= 1; spread".into(),
+        count,
+        ..SpawnRequest::default()
+    }
 }
 
 fn tids(snapshot: &Snapshot, fair: &Fair, request: &SpawnRequest) -> Vec<Tid> {
     let ask = Ask::of(2, request, request.count, h(1));
-    give_way(snapshot, fair, &ask).into_iter().map(|gives| gives.tid).collect()
+    give_way(snapshot, fair, &ask)
+        .into_iter()
+        .map(|gives| gives.tid)
+        .collect()
 }
 
 #[test]
@@ -63,17 +76,32 @@ fn who_waits_gets_as_many_places_as_there_would_be_without_those_who_owe_him() {
     let (mut snapshot, fair) = (busy(3), shares(3));
     snapshot.hosts.edit(h(2)).expect("a host").tasks[0].user = 3;
     snapshot.hosts.refresh(NOW);
-    assert_eq!(tids(&snapshot, &fair, &request(3)), [t(3, 1), t(1, 1)], "the third has taken as little");
+    assert_eq!(
+        tids(&snapshot, &fair, &request(3)),
+        [t(3, 1), t(1, 1)],
+        "the third has taken as little"
+    );
 }
 
 #[test]
 fn tasks_that_share_a_host_give_way_together_where_those_alone_on_theirs_are_not_enough() {
     let (mut snapshot, fair) = (busy(3), shares(4));
-    let second = TaskView { user: 1, ..TaskView::new(t(3, 2), NOW) };
-    snapshot.hosts.edit(h(3)).expect("a host").tasks.push(second);
+    let second = TaskView {
+        user: 1,
+        ..TaskView::new(t(3, 2), NOW)
+    };
+    snapshot
+        .hosts
+        .edit(h(3))
+        .expect("a host")
+        .tasks
+        .push(second);
     snapshot.hosts.refresh(NOW);
     assert_eq!(tids(&snapshot, &fair, &request(2)), [t(2, 1), t(1, 1)]);
-    assert_eq!(tids(&snapshot, &fair, &request(3)), [t(2, 1), t(1, 1), t(3, 2), t(3, 1)]);
+    assert_eq!(
+        tids(&snapshot, &fair, &request(3)),
+        [t(2, 1), t(1, 1), t(3, 2), t(3, 1)]
+    );
 }
 
 #[test]
@@ -81,16 +109,38 @@ fn a_host_that_several_who_owe_share_is_made_free_by_all_of_them() {
     let (mut snapshot, mut fair) = (busy(2), shares(2));
     fair.takes(Micros(0), 3, 1);
     fair.recall(NOW, 3, 90.0, Micros(0));
-    let theirs = TaskView { user: 3, ..TaskView::new(t(2, 2), NOW) };
-    snapshot.hosts.edit(h(2)).expect("a host").tasks.push(theirs);
+    let theirs = TaskView {
+        user: 3,
+        ..TaskView::new(t(2, 2), NOW)
+    };
+    snapshot
+        .hosts
+        .edit(h(2))
+        .expect("a host")
+        .tasks
+        .push(theirs);
     snapshot.hosts.refresh(NOW);
-    assert_eq!(tids(&snapshot, &fair, &request(1)), [t(1, 1)], "nobody of them if there is another host");
-    assert_eq!(tids(&snapshot, &fair, &request(2)), [t(1, 1), t(2, 1), t(2, 2)]);
+    assert_eq!(
+        tids(&snapshot, &fair, &request(1)),
+        [t(1, 1)],
+        "nobody of them if there is another host"
+    );
+    assert_eq!(
+        tids(&snapshot, &fair, &request(2)),
+        [t(1, 1), t(2, 1), t(2, 2)]
+    );
     let gives = |tid: Tid, of: u32| {
         let request = request(2);
         let ask = Ask::of(2, &request, 2, h(1));
-        let gives = give_way(&snapshot, &fair, &ask).into_iter().find(|gives| gives.tid == tid).expect("it gives way");
-        assert!(gives.why.ends_with(&format!("of user {of}")), "{}", gives.why);
+        let gives = give_way(&snapshot, &fair, &ask)
+            .into_iter()
+            .find(|gives| gives.tid == tid)
+            .expect("it gives way");
+        assert!(
+            gives.why.ends_with(&format!("of user {of}")),
+            "{}",
+            gives.why
+        );
     };
     gives(t(2, 1), 1);
     gives(t(2, 2), 3);
@@ -99,15 +149,32 @@ fn a_host_that_several_who_owe_share_is_made_free_by_all_of_them() {
 #[test]
 fn nobody_stands_still_in_vain() {
     let (mut snapshot, fair) = (busy(2), shares(2));
-    let far = SpawnRequest { place: "?free >= 1; memory >= 900G".into(), ..request(1) };
-    assert_eq!(tids(&snapshot, &fair, &far), [], "no host has so much memory");
-    assert_eq!(tids(&snapshot, &shares(0), &request(1)), [], "the user holds nothing");
+    let far = SpawnRequest {
+        place: "?free >= 1; memory >= 900G".into(),
+        ..request(1)
+    };
+    assert_eq!(
+        tids(&snapshot, &fair, &far),
+        [],
+        "no host has so much memory"
+    );
+    assert_eq!(
+        tids(&snapshot, &shares(0), &request(1)),
+        [],
+        "the user holds nothing"
+    );
     for host in [1, 2] {
         let host = snapshot.hosts.edit(h(host)).expect("a host");
-        host.owner = Owner::Present { why: "alice on pts/0".into() };
+        host.owner = Owner::Present {
+            why: "alice on pts/0".into(),
+        };
     }
     snapshot.hosts.refresh(NOW);
-    assert_eq!(tids(&snapshot, &fair, &request(1)), [], "tasks beside an owner make no room");
+    assert_eq!(
+        tids(&snapshot, &fair, &request(1)),
+        [],
+        "tasks beside an owner make no room"
+    );
 }
 
 #[test]
@@ -118,22 +185,61 @@ fn a_task_goes_on_where_it_is_when_there_is_room_else_where_there_is() {
     snapshot.hosts.refresh(NOW);
     let gave_way = BTreeMap::from([(t(1, 1), long_ago)]);
     let none = BTreeSet::new();
-    assert_eq!(go_on(&snapshot, &gave_way, &none), [(t(1, 1), h(1), Again::Here)]);
-    assert_eq!(go_on(&snapshot, &gave_way, &BTreeSet::from([h(1)])), [], "something is being started there");
+    assert_eq!(
+        go_on(&snapshot, &gave_way, &none),
+        [(t(1, 1), h(1), Again::Here)]
+    );
+    assert_eq!(
+        go_on(&snapshot, &gave_way, &BTreeSet::from([h(1)])),
+        [],
+        "something is being started there"
+    );
     let soon = BTreeMap::from([(t(1, 1), Micros(NOW.0 - 1_000_000))]);
-    assert_eq!(go_on(&snapshot, &soon, &none), [], "what it made room for has not begun");
-    let newcomer = TaskView { user: 2, ..TaskView::new(t(1, 2), NOW) };
-    snapshot.hosts.edit(h(1)).expect("a host").tasks.push(newcomer);
+    assert_eq!(
+        go_on(&snapshot, &soon, &none),
+        [],
+        "what it made room for has not begun"
+    );
+    let newcomer = TaskView {
+        user: 2,
+        ..TaskView::new(t(1, 2), NOW)
+    };
+    snapshot
+        .hosts
+        .edit(h(1))
+        .expect("a host")
+        .tasks
+        .push(newcomer);
     snapshot.hosts.refresh(NOW);
-    assert_eq!(go_on(&snapshot, &gave_way, &none), [], "both hosts are busy");
+    assert_eq!(
+        go_on(&snapshot, &gave_way, &none),
+        [],
+        "both hosts are busy"
+    );
     snapshot.hosts.edit(h(2)).expect("a host").tasks.clear();
     snapshot.hosts.refresh(NOW);
-    assert_eq!(go_on(&snapshot, &gave_way, &none), [(t(1, 1), h(1), Again::At(h(2)))]);
-    let second = TaskView { user: 1, suspended: true, ..TaskView::new(t(1, 3), NOW) };
-    snapshot.hosts.edit(h(1)).expect("a host").tasks.push(second);
+    assert_eq!(
+        go_on(&snapshot, &gave_way, &none),
+        [(t(1, 1), h(1), Again::At(h(2)))]
+    );
+    let second = TaskView {
+        user: 1,
+        suspended: true,
+        ..TaskView::new(t(1, 3), NOW)
+    };
+    snapshot
+        .hosts
+        .edit(h(1))
+        .expect("a host")
+        .tasks
+        .push(second);
     snapshot.hosts.refresh(NOW);
     let both = BTreeMap::from([(t(1, 1), long_ago), (t(1, 3), Micros(long_ago.0 - 1))]);
-    assert_eq!(go_on(&snapshot, &both, &none), [(t(1, 3), h(1), Again::At(h(2)))], "who has stood longest goes first");
+    assert_eq!(
+        go_on(&snapshot, &both, &none),
+        [(t(1, 3), h(1), Again::At(h(2)))],
+        "who has stood longest goes first"
+    );
 }
 
 /// Others keep so many processors of a host busy.
@@ -152,7 +258,11 @@ fn suspend(snapshot: &mut Snapshot, tid: Tid) -> HostId {
     let on = |host: &&HostView| host.tasks.iter().any(|task| task.tid == tid);
     let id = snapshot.hosts.iter().find(on).expect("it is somewhere").id;
     let host = snapshot.hosts.edit(id).expect("a host");
-    host.tasks.iter_mut().find(|task| task.tid == tid).expect("it is there").suspended = true;
+    host.tasks
+        .iter_mut()
+        .find(|task| task.tid == tid)
+        .expect("it is there")
+        .suspended = true;
     snapshot.hosts.refresh(snapshot.now);
     id
 }
@@ -164,17 +274,46 @@ fn load_that_is_not_ours_lets_nobody_stand_still() {
     let gave_way = BTreeMap::from([(t(1, 1), Micros(NOW.0 - 60_000_000))]);
     let none = BTreeSet::new();
     foreign(&mut snapshot, 1, 3.0);
-    assert_eq!(go_on(&snapshot, &gave_way, &none), [(t(1, 1), h(1), Again::Here)], "it rather runs slowly");
+    assert_eq!(
+        go_on(&snapshot, &gave_way, &none),
+        [(t(1, 1), h(1), Again::Here)],
+        "it rather runs slowly"
+    );
     snapshot.hosts.edit(h(2)).expect("a host").tasks.clear();
     foreign(&mut snapshot, 2, 0.0);
-    assert_eq!(go_on(&snapshot, &gave_way, &none), [(t(1, 1), h(1), Again::At(h(2)))], "best of all where nobody is");
-    let newcomer = TaskView { user: 2, ..TaskView::new(t(1, 2), NOW) };
-    snapshot.hosts.edit(h(1)).expect("a host").tasks.push(newcomer);
+    assert_eq!(
+        go_on(&snapshot, &gave_way, &none),
+        [(t(1, 1), h(1), Again::At(h(2)))],
+        "best of all where nobody is"
+    );
+    let newcomer = TaskView {
+        user: 2,
+        ..TaskView::new(t(1, 2), NOW)
+    };
+    snapshot
+        .hosts
+        .edit(h(1))
+        .expect("a host")
+        .tasks
+        .push(newcomer);
     foreign(&mut snapshot, 2, 3.0);
-    assert_eq!(go_on(&snapshot, &gave_way, &none), [(t(1, 1), h(1), Again::At(h(2)))], "slowly elsewhere, too");
-    snapshot.hosts.edit(h(2)).expect("a host").tasks.push(TaskView::new(t(2, 2), Micros(0)));
+    assert_eq!(
+        go_on(&snapshot, &gave_way, &none),
+        [(t(1, 1), h(1), Again::At(h(2)))],
+        "slowly elsewhere, too"
+    );
+    snapshot
+        .hosts
+        .edit(h(2))
+        .expect("a host")
+        .tasks
+        .push(TaskView::new(t(2, 2), Micros(0)));
     snapshot.hosts.refresh(NOW);
-    assert_eq!(go_on(&snapshot, &gave_way, &none), [], "but not beside whom it made room for, or in the way of others");
+    assert_eq!(
+        go_on(&snapshot, &gave_way, &none),
+        [],
+        "but not beside whom it made room for, or in the way of others"
+    );
 }
 
 #[test]
@@ -182,21 +321,41 @@ fn who_gave_way_goes_on_beside_those_beside_whom_it_was() {
     let mut snapshot = busy(1);
     let (before, since) = (Micros(NOW.0 - 90_000_000), Micros(NOW.0 - 60_000_000));
     let host = snapshot.hosts.edit(h(1)).expect("a host");
-    host.tasks.push(TaskView { user: 1, ..TaskView::new(t(1, 2), NOW) });
-    host.tasks.push(TaskView { user: 3, ..TaskView::new(t(1, 3), before) });
+    host.tasks.push(TaskView {
+        user: 1,
+        ..TaskView::new(t(1, 2), NOW)
+    });
+    host.tasks.push(TaskView {
+        user: 3,
+        ..TaskView::new(t(1, 3), before)
+    });
     suspend(&mut snapshot, t(1, 1));
     let gave_way = BTreeMap::from([(t(1, 1), since)]);
     let none = BTreeSet::new();
-    assert_eq!(go_on(&snapshot, &gave_way, &none), [(t(1, 1), h(1), Again::Here)]);
+    assert_eq!(
+        go_on(&snapshot, &gave_way, &none),
+        [(t(1, 1), h(1), Again::Here)]
+    );
     let host = snapshot.hosts.edit(h(1)).expect("a host");
-    host.tasks.push(TaskView { user: 2, ..TaskView::new(t(1, 4), since) });
+    host.tasks.push(TaskView {
+        user: 2,
+        ..TaskView::new(t(1, 4), since)
+    });
     snapshot.hosts.refresh(NOW);
-    assert_eq!(go_on(&snapshot, &gave_way, &none), [], "this one has come instead");
+    assert_eq!(
+        go_on(&snapshot, &gave_way, &none),
+        [],
+        "this one has come instead"
+    );
     let host = snapshot.hosts.edit(h(1)).expect("a host");
     host.tasks.pop();
     Arc::make_mut(&mut host.terms.limits).cores = Some(2);
     snapshot.hosts.refresh(NOW);
-    assert_eq!(go_on(&snapshot, &gave_way, &none), [], "two are there, and the owner allows no more");
+    assert_eq!(
+        go_on(&snapshot, &gave_way, &none),
+        [],
+        "two are there, and the owner allows no more"
+    );
 }
 
 #[test]
@@ -207,7 +366,10 @@ fn a_part_of_a_processor_is_enough_to_go_on_with() {
     host.sample.as_mut().expect("it is watched").sample.share = 0.5;
     snapshot.hosts.refresh(NOW);
     let gave_way = BTreeMap::from([(t(1, 1), Micros(NOW.0 - 60_000_000))]);
-    assert_eq!(go_on(&snapshot, &gave_way, &BTreeSet::new()), [(t(1, 1), h(1), Again::Here)]);
+    assert_eq!(
+        go_on(&snapshot, &gave_way, &BTreeSet::new()),
+        [(t(1, 1), h(1), Again::Here)]
+    );
 }
 
 /// All go on that may, until nobody does any more; hosts where they do are as they are to be.
@@ -223,12 +385,22 @@ fn goes_on(
         }
         for (tid, from, again) in next {
             let host = snapshot.hosts.edit(from).expect("a host");
-            let at = host.tasks.iter().position(|task| task.tid == tid).expect("it is there");
-            let task = TaskView { suspended: false, ..host.tasks.remove(at) };
+            let at = host
+                .tasks
+                .iter()
+                .position(|task| task.tid == tid)
+                .expect("it is there");
+            let task = TaskView {
+                suspended: false,
+                ..host.tasks.remove(at)
+            };
             let to = if let Again::At(to) = again { to } else { from };
             snapshot.hosts.edit(to).expect("a host").tasks.push(task);
             gave_way.remove(&tid);
-            prop_assert!(good(snapshot.host(to).expect("a host")), "{tid} goes on at {to}");
+            prop_assert!(
+                good(snapshot.host(to).expect("a host")),
+                "{tid} goes on at {to}"
+            );
         }
         snapshot.hosts.refresh(snapshot.now);
     }

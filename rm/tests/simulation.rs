@@ -35,12 +35,33 @@ fn usual() -> Times {
 fn a_week_of_a_thousand_desktops() {
     let week = Week::of(1, usual());
     print!("{}", week.text());
-    assert!((380.0..=420.0).contains(&week.free_mean) && week.free_max <= 814, "{} {}", week.free_mean, week.free_max);
-    assert!(week.clean_s.most <= 2.0, "an owner had guests for {} s", week.clean_s.most);
-    assert!(week.untold_s.count > 1000 && week.left_beside == 0, "{} were left beside an owner", week.left_beside);
+    assert!(
+        (380.0..=420.0).contains(&week.free_mean) && week.free_max <= 814,
+        "{} {}",
+        week.free_mean,
+        week.free_max
+    );
+    assert!(
+        week.clean_s.most <= 2.0,
+        "an owner had guests for {} s",
+        week.clean_s.most
+    );
+    assert!(
+        week.untold_s.count > 1000 && week.left_beside == 0,
+        "{} were left beside an owner",
+        week.left_beside
+    );
     // One that arrives where an owner has come meanwhile has been on its way.
-    assert!(week.untold_s.most <= 1.0, "a guest was told to leave {} s after its owner had come", week.untold_s.most);
-    assert!(week.lost <= 0.001, "{} of the work was lost in moves", week.lost);
+    assert!(
+        week.untold_s.most <= 1.0,
+        "a guest was told to leave {} s after its owner had come",
+        week.untold_s.most
+    );
+    assert!(
+        week.lost <= 0.001,
+        "{} of the work was lost in moves",
+        week.lost
+    );
     assert!(week.work >= 0.88, "{} of what an oracle does", week.work);
 }
 
@@ -56,7 +77,11 @@ fn nobody_notices(day: &Day) {
     print!("{}", Compared::table(&all));
     for day in &all {
         let busy = day.greedy.unanswered > 0 && day.greedy.answered > 0;
-        assert!(busy, "the greedy one has not always something to do: {:?}", day.greedy);
+        assert!(
+            busy,
+            "the greedy one has not always something to do: {:?}",
+            day.greedy
+        );
         assert!(day.is_fair(), "{day:?}");
     }
 }
@@ -91,7 +116,9 @@ fn decisions_are_what_is_expected_with_few_hosts_and_with_ten_thousand() {
 /// What each decision of these allocates, whether it keeps that or not.
 fn allocated(hosts: u16, decisions: fn(u16, &mut Visit<'_>)) -> Vec<(&'static str, Taken)> {
     let mut all = Vec::new();
-    decisions(hosts, &mut |name, decide| all.push((name, taken(|| decide(0)))));
+    decisions(hosts, &mut |name, decide| {
+        all.push((name, taken(|| decide(0))))
+    });
     all
 }
 
@@ -101,9 +128,15 @@ fn decisions_that_look_at_some_hosts_make_no_list_of_all_hosts() {
     // would need, and hardly more blocks; what grows is a list of the zones of the network.
     let few = 1024;
     let list = usize::from(HOSTS_MAX - few) * size_of::<HostId>();
-    for ((name, few), (_, many)) in allocated(few, looks_at_some).into_iter().zip(allocated(HOSTS_MAX, looks_at_some)) {
+    for ((name, few), (_, many)) in allocated(few, looks_at_some)
+        .into_iter()
+        .zip(allocated(HOSTS_MAX, looks_at_some))
+    {
         println!("{name:34}{few:?} {many:?}");
-        assert!(many.bytes < few.bytes + list && many.blocks < 2 * few.blocks, "{name}: {few:?} {many:?}");
+        assert!(
+            many.bytes < few.bytes + list && many.blocks < 2 * few.blocks,
+            "{name}: {few:?} {many:?}"
+        );
     }
 }
 
@@ -113,10 +146,15 @@ fn a_host_needs_less_than_four_kibibytes_however_many_there_are() {
         let (snapshot, bytes) = bytes_kept(|| large(hosts));
         let tasks: usize = snapshot.hosts.iter().map(|host| host.tasks.len()).sum();
         let empty = |i: u16| desktop(i, Owner::Absent { left: None });
-        let (_, alone) = bytes_kept(|| Snapshot::new(Micros(0), Policy::Load, (1..=hosts).map(empty).collect()));
+        let (_, alone) =
+            bytes_kept(|| Snapshot::new(Micros(0), Policy::Load, (1..=hosts).map(empty).collect()));
         let (hosts_, alone) = (usize::from(hosts), alone / usize::from(hosts));
         let each = (bytes - alone * hosts_) / tasks;
         println!("{hosts:6} hosts: {alone} bytes for each, and {each} for each task");
-        assert!(bytes / hosts_ <= HOST_BYTES_MAX, "{} bytes for each of {hosts} hosts", bytes / hosts_);
+        assert!(
+            bytes / hosts_ <= HOST_BYTES_MAX,
+            "{} bytes for each of {hosts} hosts",
+            bytes / hosts_
+        );
     }
 }

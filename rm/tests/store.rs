@@ -1,12 +1,16 @@
 //! What is remembered: the books as a value, and the file that they are written to.
 
 use proptest::prelude::*;
-use pvm_rm::store::books::{ATTEMPTS_MAX, DECISIONS_BYTES_MAX, DECISIONS_MAX, JOBS_MAX, PROGRAM_BYTES_MAX, TASKS_MAX};
+use pvm_rm::store::books::{
+    ATTEMPTS_MAX, DECISIONS_BYTES_MAX, DECISIONS_MAX, JOBS_MAX, PROGRAM_BYTES_MAX, TASKS_MAX,
+};
 use pvm_rm::store::file::{FILE_BYTES_MAX, Opened};
 use pvm_rm::store::{Batch, Books, Place, Sheet, Store};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::migration::{Cause, Usage};
-use sempa_proto::rm::{self, Answer, Attempt, Choice, Decided, End, JobUse, NotUsed, Question, Sums, TaskUse};
+use sempa_proto::rm::{
+    self, Answer, Attempt, Choice, Decided, End, JobUse, NotUsed, Question, Sums, TaskUse,
+};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
@@ -38,38 +42,79 @@ struct Log(Vec<Event>);
 impl Log {
     fn say(&mut self, at: u64, host: u16, kind: EventKind) -> &Event {
         let number = self.0.len() as u64 + 1;
-        self.0.push(Event { number, at: second(at), host: h(host), kind });
+        self.0.push(Event {
+            number,
+            at: second(at),
+            host: h(host),
+            kind,
+        });
         self.0.last().expect("pushed a moment ago")
     }
 
     fn started(&mut self, at: u64, tid: Tid, parent: Tid, name: &str) {
         let host = tid.home().map_or(1, HostId::index);
-        self.say(at, host, EventKind::TaskStarted { tid, parent, name: name.into(), user: USER });
+        self.say(
+            at,
+            host,
+            EventKind::TaskStarted {
+                tid,
+                parent,
+                name: name.into(),
+                user: USER,
+            },
+        );
     }
 
     fn ended(&mut self, at: u64, tid: Tid, status: i32, millis: u64) {
-        let used = Usage { user: Micros::from_millis(millis), resident_max_bytes: millis, ..Usage::default() };
-        self.say(at, tid.home().map_or(1, HostId::index), EventKind::TaskEnded { tid, status, used });
+        let used = Usage {
+            user: Micros::from_millis(millis),
+            resident_max_bytes: millis,
+            ..Usage::default()
+        };
+        self.say(
+            at,
+            tid.home().map_or(1, HostId::index),
+            EventKind::TaskEnded { tid, status, used },
+        );
     }
 
     fn moved(&mut self, at: u64, tid: Tid, from: u16, to: u16, cause: Cause) {
         let id = MigrationId(self.0.len() as u64);
         let (source, target, frozen, whole) = (h(from), h(to), Micros(50_000), Micros(80_000));
         let (bytes, resident) = (4096, 1 << 20);
-        let kind = EventKind::Moved { id, tid, from: source, to: target, cause, bytes, resident, frozen, whole };
+        let kind = EventKind::Moved {
+            id,
+            tid,
+            from: source,
+            to: target,
+            cause,
+            bytes,
+            resident,
+            frozen,
+            whole,
+        };
         self.say(at, to, kind);
     }
 }
 
 fn owner() -> Cause {
-    Cause::Owner { why: "olga is logged in on pts/1".into() }
+    Cause::Owner {
+        why: "olga is logged in on pts/1".into(),
+    }
 }
 
 /// A job of a task from a command line with three workers: one ends well, one is killed after an eviction, one runs.
 fn story() -> Log {
     let mut log = Log::default();
     for host in 1..=3 {
-        log.say(0, 1, EventKind::HostAdded { host: h(host), name: format!("h{host}") });
+        log.say(
+            0,
+            1,
+            EventKind::HostAdded {
+                host: h(host),
+                name: format!("h{host}"),
+            },
+        );
     }
     log.started(0, own(), Tid::NONE, "pvm-rm");
     log.started(0, t(2, 9), Tid::NONE, "/opt/bin/pvm-load-watcher");
@@ -100,11 +145,32 @@ fn job(books: &Books, tid: Tid) -> (JobUse, Vec<TaskUse>) {
 fn a_job_is_a_top_level_task_with_all_that_it_spawned_and_sums_what_they_used() {
     let books = books(&story());
     let (job, tasks) = job(&books, t(3, 3));
-    assert_eq!((job.job, job.user, job.program.as_str(), job.ended), (t(1, 2), USER, "", None));
-    let used = Usage { user: Micros::from_secs(24), system: Micros(0), resident_max_bytes: 15_000 };
+    assert_eq!(
+        (job.job, job.user, job.program.as_str(), job.ended),
+        (t(1, 2), USER, "", None)
+    );
+    let used = Usage {
+        user: Micros::from_secs(24),
+        system: Micros(0),
+        resident_max_bytes: 15_000,
+    };
     let wall = Micros::from_secs(30);
-    assert_eq!(job.sums, Sums { tasks: 4, running: 2, failed: 1, used, wall, moves: 1, evictions: 1 });
-    let told: Vec<_> = tasks.iter().map(|t| (t.tid, t.host.as_str(), t.ended.map(|(_, how)| how))).collect();
+    assert_eq!(
+        job.sums,
+        Sums {
+            tasks: 4,
+            running: 2,
+            failed: 1,
+            used,
+            wall,
+            moves: 1,
+            evictions: 1
+        }
+    );
+    let told: Vec<_> = tasks
+        .iter()
+        .map(|t| (t.tid, t.host.as_str(), t.ended.map(|(_, how)| how)))
+        .collect();
     let expected = [
         (t(1, 2), "h1", None),
         (t(1, 3), "h1", Some(End::Status(0))),
@@ -112,19 +178,42 @@ fn a_job_is_a_top_level_task_with_all_that_it_spawned_and_sums_what_they_used() 
         (t(3, 3), "h3", None),
     ];
     assert_eq!(told, expected);
-    let Answer::Users(users) = books.answer(&Question::Users { user: Some(USER) }) else { panic!("no users") };
+    let Answer::Users(users) = books.answer(&Question::Users { user: Some(USER) }) else {
+        panic!("no users")
+    };
     assert_eq!((users.len(), users[0].sums), (1, job.sums));
-    assert_eq!(books.answer(&Question::Users { user: Some(7) }), Answer::Users(Vec::new()));
+    assert_eq!(
+        books.answer(&Question::Users { user: Some(7) }),
+        Answer::Users(Vec::new())
+    );
 }
 
 /// The tasks of a job begin again, each told of by its own host, and then the master says what it was.
 fn again(log: &mut Log, at: u64, all: &[(Tid, Tid, u16)]) {
     for (tid, parent, host) in all {
-        log.say(at, *host, EventKind::TaskStarted { tid: *tid, parent: *parent, name: "worker".into(), user: USER });
+        log.say(
+            at,
+            *host,
+            EventKind::TaskStarted {
+                tid: *tid,
+                parent: *parent,
+                name: "worker".into(),
+                user: USER,
+            },
+        );
     }
     let tasks = all.iter().map(|(tid, _, host)| (*tid, h(*host))).collect();
     let why = "h1 was lost".to_string();
-    log.say(at + 1, 1, EventKind::Restarted { set: "s".into(), job: t(1, 3), tasks, why });
+    log.say(
+        at + 1,
+        1,
+        EventKind::Restarted {
+            set: "s".into(),
+            job: t(1, 3),
+            tasks,
+            why,
+        },
+    );
 }
 
 /// A job with a child and a child of the child.
@@ -137,34 +226,101 @@ fn line(above: Tid) -> [(Tid, Tid, u16); 3] {
 
 #[test]
 fn a_job_that_began_again_is_whole_in_whatever_order_its_tasks_were_told_of() {
-    let orders = [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
-    for (order, same_machine) in orders.into_iter().flat_map(|order| [(order, true), (order, false)]) {
+    let orders = [
+        [0, 1, 2],
+        [0, 2, 1],
+        [1, 0, 2],
+        [1, 2, 0],
+        [2, 0, 1],
+        [2, 1, 0],
+    ];
+    for (order, same_machine) in orders
+        .into_iter()
+        .flat_map(|order| [(order, true), (order, false)])
+    {
         let mut log = Log::default();
         for host in 1..=3 {
-            log.say(0, 1, EventKind::HostAdded { host: h(host), name: format!("h{host}") });
+            log.say(
+                0,
+                1,
+                EventKind::HostAdded {
+                    host: h(host),
+                    name: format!("h{host}"),
+                },
+            );
         }
         if same_machine {
-            line(Tid::NONE).iter().for_each(|(tid, parent, _)| log.started(2, *tid, *parent, "worker"));
+            line(Tid::NONE)
+                .iter()
+                .for_each(|(tid, parent, _)| log.started(2, *tid, *parent, "worker"));
             log.moved(8, t(2, 4), 2, 3, owner());
-            line(Tid::NONE).iter().for_each(|(tid, ..)| log.ended(12, *tid, 9, 1_000));
+            line(Tid::NONE)
+                .iter()
+                .for_each(|(tid, ..)| log.ended(12, *tid, 9, 1_000));
         }
         again(&mut log, 20, &order.map(|at| line(Tid::NONE)[at]));
         let mut books = books(&log);
         let (job, tasks) = job(&books, t(2, 5));
-        assert_eq!((job.job, job.program.as_str(), job.ended), (t(1, 3), "worker", None), "{order:?}");
-        assert_eq!((job.sums.tasks, job.sums.running, job.sums.failed), (3, 3, 0), "{order:?}");
-        let told: BTreeSet<_> = tasks.iter().map(|t| (t.tid, t.host.clone(), t.ended.is_none())).collect();
-        assert_eq!(told, line(Tid::NONE).map(|(tid, _, host)| (tid, format!("h{host}"), true)).into(), "{order:?}");
-        let Answer::Jobs(jobs) = books.answer(&Question::Jobs { user: None }) else { panic!("no jobs") };
-        let alive: Vec<_> = jobs.iter().filter(|job| job.ended.is_none()).map(|job| job.job).collect();
-        assert_eq!((alive, jobs.len()), (vec![t(1, 3)], 1 + usize::from(same_machine)), "{order:?}");
-        let Answer::Why { decisions, .. } = books.answer(&Question::WhyTask(t(2, 4))) else { panic!("nothing") };
-        assert!(decisions.iter().any(|d| matches!(d.what, Decided::Restarted { .. })), "{decisions:?}");
-        let early = decisions.iter().any(|d| matches!(d.what, Decided::Moved { .. }));
-        assert_eq!(early, same_machine, "what was decided before it went back is about the same task: {decisions:?}");
-        let Answer::Why { decisions, .. } = books.answer(&Question::WhyTask(t(1, 3))) else { panic!("nothing") };
-        let moved = decisions.iter().any(|d| matches!(d.what, Decided::Moved { tid, .. } if tid == t(2, 4)));
-        assert_eq!(moved, same_machine, "what was decided about a task is about its job: {decisions:?}");
+        assert_eq!(
+            (job.job, job.program.as_str(), job.ended),
+            (t(1, 3), "worker", None),
+            "{order:?}"
+        );
+        assert_eq!(
+            (job.sums.tasks, job.sums.running, job.sums.failed),
+            (3, 3, 0),
+            "{order:?}"
+        );
+        let told: BTreeSet<_> = tasks
+            .iter()
+            .map(|t| (t.tid, t.host.clone(), t.ended.is_none()))
+            .collect();
+        assert_eq!(
+            told,
+            line(Tid::NONE)
+                .map(|(tid, _, host)| (tid, format!("h{host}"), true))
+                .into(),
+            "{order:?}"
+        );
+        let Answer::Jobs(jobs) = books.answer(&Question::Jobs { user: None }) else {
+            panic!("no jobs")
+        };
+        let alive: Vec<_> = jobs
+            .iter()
+            .filter(|job| job.ended.is_none())
+            .map(|job| job.job)
+            .collect();
+        assert_eq!(
+            (alive, jobs.len()),
+            (vec![t(1, 3)], 1 + usize::from(same_machine)),
+            "{order:?}"
+        );
+        let Answer::Why { decisions, .. } = books.answer(&Question::WhyTask(t(2, 4))) else {
+            panic!("nothing")
+        };
+        assert!(
+            decisions
+                .iter()
+                .any(|d| matches!(d.what, Decided::Restarted { .. })),
+            "{decisions:?}"
+        );
+        let early = decisions
+            .iter()
+            .any(|d| matches!(d.what, Decided::Moved { .. }));
+        assert_eq!(
+            early, same_machine,
+            "what was decided before it went back is about the same task: {decisions:?}"
+        );
+        let Answer::Why { decisions, .. } = books.answer(&Question::WhyTask(t(1, 3))) else {
+            panic!("nothing")
+        };
+        let moved = decisions
+            .iter()
+            .any(|d| matches!(d.what, Decided::Moved { tid, .. } if tid == t(2, 4)));
+        assert_eq!(
+            moved, same_machine,
+            "what was decided about a task is about its job: {decisions:?}"
+        );
         let mut sheets = Sheets::new();
         apply(&mut sheets, books.batch());
         assert_eq!(reread(&sheets), books);
@@ -173,30 +329,69 @@ fn a_job_that_began_again_is_whole_in_whatever_order_its_tasks_were_told_of() {
 
 /// What is told of a task or its job, in words.
 fn told(books: &Books, question: Question) -> Vec<String> {
-    let Answer::Why { decisions, .. } = books.answer(&question) else { panic!("nothing is known") };
+    let Answer::Why { decisions, .. } = books.answer(&question) else {
+        panic!("nothing is known")
+    };
     decisions.iter().map(|d| d.what.to_string()).collect()
 }
 
 #[test]
 fn a_task_that_an_owner_has_ended_is_told_why_and_counts_as_an_eviction() {
     let mut log = story();
-    let (guests, why) = (vec![t(3, 3), t(3, 99)], "olga is logged in on pts/1".to_string());
-    log.say(30, 3, EventKind::GuestsEnded { host: h(3), guests, why: why.clone() });
+    let (guests, why) = (
+        vec![t(3, 3), t(3, 99)],
+        "olga is logged in on pts/1".to_string(),
+    );
+    log.say(
+        30,
+        3,
+        EventKind::GuestsEnded {
+            host: h(3),
+            guests,
+            why: why.clone(),
+        },
+    );
     log.ended(31, t(3, 3), 15, 1_000);
-    log.say(40, 3, EventKind::GuestsEnded { host: h(3), guests: vec![], why });
+    log.say(
+        40,
+        3,
+        EventKind::GuestsEnded {
+            host: h(3),
+            guests: vec![],
+            why,
+        },
+    );
     let books = books(&log);
     let (one, other) = (t(3, 3), t(3, 99));
-    let ended =
-        format!("the owner of h3 has guests ended, and so it was with {one} {other}: olga is logged in on pts/1");
-    for question in [Question::WhyTask(t(3, 3)), Question::WhyTask(t(1, 2)), Question::WhyHost("h3".into())] {
+    let ended = format!(
+        "the owner of h3 has guests ended, and so it was with {one} {other}: olga is logged in on pts/1"
+    );
+    for question in [
+        Question::WhyTask(t(3, 3)),
+        Question::WhyTask(t(1, 2)),
+        Question::WhyHost("h3".into()),
+    ] {
         let told = told(&books, question);
-        assert_eq!(told.iter().filter(|told| **told == ended).count(), 1, "{told:?}");
-        assert!(told.iter().all(|told| !told.contains("has guests ended") || *told == ended), "{told:?}");
+        assert_eq!(
+            told.iter().filter(|told| **told == ended).count(),
+            1,
+            "{told:?}"
+        );
+        assert!(
+            told.iter()
+                .all(|told| !told.contains("has guests ended") || *told == ended),
+            "{told:?}"
+        );
     }
     let (job, tasks) = job(&books, t(3, 3));
     assert_eq!((job.sums.moves, job.sums.evictions), (1, 2));
-    assert_eq!((tasks[3].tid, tasks[3].moves, tasks[3].evictions), (t(3, 3), 0, 1));
-    let Answer::Users(users) = books.answer(&Question::Users { user: Some(USER) }) else { panic!("no users") };
+    assert_eq!(
+        (tasks[3].tid, tasks[3].moves, tasks[3].evictions),
+        (t(3, 3), 0, 1)
+    );
+    let Answer::Users(users) = books.answer(&Question::Users { user: Some(USER) }) else {
+        panic!("no users")
+    };
     assert_eq!(users[0].sums.evictions, 2);
 }
 
@@ -204,15 +399,26 @@ fn a_task_that_an_owner_has_ended_is_told_why_and_counts_as_an_eviction() {
 fn each_task_of_a_job_that_is_parked_because_of_an_owner_counts_as_an_eviction() {
     let mut log = Log::default();
     let tasks = line(Tid::NONE);
-    tasks.iter().for_each(|(tid, parent, _)| log.started(2, *tid, *parent, "worker"));
+    tasks
+        .iter()
+        .for_each(|(tid, parent, _)| log.started(2, *tid, *parent, "worker"));
     let parked = |parked, set: &str| {
         let (set, job, bytes, frozen) = (set.to_string(), t(1, 3), 9, Micros(5));
-        EventKind::Checkpointed { set, job, tasks: 3, bytes, frozen, parked }
+        EventKind::Checkpointed {
+            set,
+            job,
+            tasks: 3,
+            bytes,
+            frozen,
+            parked,
+        }
     };
     log.say(5, 1, parked(false, "t40003-20261122T141503-1"));
     assert_eq!(job(&books(&log), t(1, 3)).0.sums.evictions, 0, "it goes on");
     log.say(6, 1, parked(true, "t40003-20261122T141504-1"));
-    tasks.iter().for_each(|(tid, ..)| log.ended(7, *tid, 9, 1_000));
+    tasks
+        .iter()
+        .for_each(|(tid, ..)| log.ended(7, *tid, 9, 1_000));
     assert_eq!(job(&books(&log), t(1, 3)).0.sums.evictions, 3);
 }
 
@@ -220,21 +426,74 @@ fn each_task_of_a_job_that_is_parked_because_of_an_owner_counts_as_an_eviction()
 fn failures_are_told_of_the_jobs_and_hosts_that_they_are_about() {
     let mut log = story();
     let why = || "no room".to_string();
-    log.say(30, 1, EventKind::CheckpointFailed { job: t(1, 2), why: why() });
-    let (set, cause) = (format!("{}-20261122T141503-1", t(1, 2)), "h1 was lost".to_string());
-    log.say(31, 1, EventKind::RestartFailed { set: set.clone(), cause: cause.clone(), why: why() });
-    log.say(32, 1, EventKind::RestartFailed { set: "nonsense".into(), cause, why: why() });
-    log.say(33, 3, EventKind::TaskerGone { host: h(3), why: "signal 9".into() });
+    log.say(
+        30,
+        1,
+        EventKind::CheckpointFailed {
+            job: t(1, 2),
+            why: why(),
+        },
+    );
+    let (set, cause) = (
+        format!("{}-20261122T141503-1", t(1, 2)),
+        "h1 was lost".to_string(),
+    );
+    log.say(
+        31,
+        1,
+        EventKind::RestartFailed {
+            set: set.clone(),
+            cause: cause.clone(),
+            why: why(),
+        },
+    );
+    log.say(
+        32,
+        1,
+        EventKind::RestartFailed {
+            set: "nonsense".into(),
+            cause,
+            why: why(),
+        },
+    );
+    log.say(
+        33,
+        3,
+        EventKind::TaskerGone {
+            host: h(3),
+            why: "signal 9".into(),
+        },
+    );
     log.ended(34, t(3, 3), 9, 1_000);
-    log.say(35, 1, EventKind::HostRefused { name: "h4".into(), why: "no route to it".into() });
+    log.say(
+        35,
+        1,
+        EventKind::HostRefused {
+            name: "h4".into(),
+            why: "no route to it".into(),
+        },
+    );
     let mut books = books(&log);
     let job = told(&books, Question::WhyTask(t(1, 2)));
-    let tasker = format!("the tasker of h3 has ended (signal 9), and with it {}", t(3, 3));
+    let tasker = format!(
+        "the tasker of h3 has ended (signal 9), and with it {}",
+        t(3, 3)
+    );
     let failed = format!("checkpoint {set} was not started again (h1 was lost): no room");
-    let last = [format!("job {} was not checkpointed: no room", t(1, 2)), failed, tasker.clone()];
+    let last = [
+        format!("job {} was not checkpointed: no room", t(1, 2)),
+        failed,
+        tasker.clone(),
+    ];
     assert_eq!(job[job.len() - 3..], last);
-    assert_eq!(told(&books, Question::WhyHost("h3".into())).last(), Some(&tasker));
-    assert_eq!(told(&books, Question::WhyHost("h4".into())), ["h4 was not added: no route to it"]);
+    assert_eq!(
+        told(&books, Question::WhyHost("h3".into())).last(),
+        Some(&tasker)
+    );
+    assert_eq!(
+        told(&books, Question::WhyHost("h4".into())),
+        ["h4 was not added: no route to it"]
+    );
     let mut sheets = Sheets::new();
     apply(&mut sheets, books.batch());
     assert_eq!(reread(&sheets), books);
@@ -243,12 +502,19 @@ fn failures_are_told_of_the_jobs_and_hosts_that_they_are_about() {
 #[test]
 fn a_job_that_began_again_belongs_to_whoever_had_spawned_it() {
     let mut log = story();
-    line(t(1, 2)).iter().for_each(|(tid, parent, _)| log.started(30, *tid, *parent, "worker"));
-    line(t(1, 2)).iter().for_each(|(tid, ..)| log.ended(31, *tid, 9, 1_000));
+    line(t(1, 2))
+        .iter()
+        .for_each(|(tid, parent, _)| log.started(30, *tid, *parent, "worker"));
+    line(t(1, 2))
+        .iter()
+        .for_each(|(tid, ..)| log.ended(31, *tid, 9, 1_000));
     let [top, child, last] = line(t(1, 2));
     again(&mut log, 40, &[last, child, top]);
     let (job, _) = job(&books(&log), t(2, 5));
-    assert_eq!((job.job, job.sums.tasks, job.sums.running), (t(1, 2), 10, 5));
+    assert_eq!(
+        (job.job, job.sums.tasks, job.sums.running),
+        (t(1, 2), 10, 5)
+    );
 }
 
 #[test]
@@ -256,32 +522,65 @@ fn what_serves_the_machine_and_consoles_without_children_are_no_jobs() {
     let mut log = story();
     log.started(30, t(1, 77), Tid::NONE, "");
     log.ended(31, t(1, 77), 0, 1);
-    let Answer::Jobs(jobs) = books(&log).answer(&Question::Jobs { user: None }) else { panic!("no jobs") };
+    let Answer::Jobs(jobs) = books(&log).answer(&Question::Jobs { user: None }) else {
+        panic!("no jobs")
+    };
     assert_eq!(jobs.iter().map(|j| j.job).collect::<Vec<_>>(), [t(1, 2)]);
 }
 
 #[test]
 fn a_task_a_job_and_a_host_are_told_what_concerns_them() {
     let books = books(&story());
-    let Answer::Why { task: Some(task), decisions, .. } = books.answer(&Question::WhyTask(t(2, 3))) else { panic!() };
+    let Answer::Why {
+        task: Some(task),
+        decisions,
+        ..
+    } = books.answer(&Question::WhyTask(t(2, 3)))
+    else {
+        panic!()
+    };
     assert_eq!((task.moves, task.evictions), (1, 1));
     assert_eq!(
-        decisions.iter().map(|d| d.what.to_string()).collect::<Vec<_>>(),
-        ["t80003 moved from h2 to h3 because the owner of h2 is there (olga is logged in on pts/1): 4096 bytes, it \
-          stood still for 50.0 ms"]
+        decisions
+            .iter()
+            .map(|d| d.what.to_string())
+            .collect::<Vec<_>>(),
+        [
+            "t80003 moved from h2 to h3 because the owner of h2 is there (olga is logged in on pts/1): 4096 bytes, it \
+          stood still for 50.0 ms"
+        ]
     );
-    let Answer::Why { decisions, .. } = books.answer(&Question::WhyHost("h2".into())) else { panic!() };
-    assert!(matches!(decisions[..], [_, _]), "it joined, and a task left it: {decisions:?}");
+    let Answer::Why { decisions, .. } = books.answer(&Question::WhyHost("h2".into())) else {
+        panic!()
+    };
+    assert!(
+        matches!(decisions[..], [_, _]),
+        "it joined, and a task left it: {decisions:?}"
+    );
     assert_eq!(books.answer(&Question::WhyTask(t(1, 99))), Answer::Unknown);
-    assert_eq!(books.answer(&Question::WhyHost("nobody".into())), Answer::Unknown);
+    assert_eq!(
+        books.answer(&Question::WhyHost("nobody".into())),
+        Answer::Unknown
+    );
 }
 
 #[test]
 fn a_lost_host_ends_its_tasks_and_so_does_a_list_without_them() {
     let mut log = story();
-    log.say(40, 1, EventKind::HostGone { host: h(3), name: "h3".into(), why: "silent".into() });
+    log.say(
+        40,
+        1,
+        EventKind::HostGone {
+            host: h(3),
+            name: "h3".into(),
+            why: "silent".into(),
+        },
+    );
     let mut books = books(&log);
-    assert_eq!(job(&books, t(1, 2)).1[3].ended, Some((second(40), End::Lost)));
+    assert_eq!(
+        job(&books, t(1, 2)).1[3].ended,
+        Some((second(40), End::Lost))
+    );
     let info = TaskInfo {
         tid: t(1, 77),
         parent: Tid::NONE,
@@ -310,8 +609,14 @@ fn another_virtual_machine_keeps_the_sums_and_begins_its_tids_anew() {
     log.started(101, t(1, 3), t(1, 2), "other");
     log.0.iter().for_each(|event| books.event(event));
     let (job, tasks) = job(&books, t(1, 3));
-    assert_eq!((tasks.len(), job.sums.tasks), (2, 2), "the former job of that tid is another one");
-    let Answer::Users(users) = books.answer(&Question::Users { user: None }) else { panic!("no users") };
+    assert_eq!(
+        (tasks.len(), job.sums.tasks),
+        (2, 2),
+        "the former job of that tid is another one"
+    );
+    let Answer::Users(users) = books.answer(&Question::Users { user: None }) else {
+        panic!("no users")
+    };
     assert_eq!(users[0].sums.tasks, 6);
 }
 
@@ -328,17 +633,24 @@ fn apply(sheets: &mut Sheets, batch: Batch) {
 }
 
 fn reread(sheets: &Sheets) -> Books {
-    let entries = sheets.iter().map(|((sheet, key), value)| (*sheet, *key, value.clone()));
+    let entries = sheets
+        .iter()
+        .map(|((sheet, key), value)| (*sheet, *key, value.clone()));
     let (books, bad) = Books::read(USER, own(), entries);
     assert_eq!(bad, 0);
     books
 }
 
 fn questions() -> Vec<Question> {
-    let mut all = vec![Question::Users { user: None }, Question::Jobs { user: None }];
+    let mut all = vec![
+        Question::Users { user: None },
+        Question::Jobs { user: None },
+    ];
     for host in 1..=3 {
         all.push(Question::WhyHost(format!("h{host}")));
-        all.extend((2..12).flat_map(|n| [Question::Job(t(host, n)), Question::WhyTask(t(host, n))]));
+        all.extend(
+            (2..12).flat_map(|n| [Question::Job(t(host, n)), Question::WhyTask(t(host, n))]),
+        );
     }
     all
 }
@@ -355,7 +667,14 @@ fn written(happenings: &[(u8, u16, u32, u32, i32)]) -> Log {
         let parent = if other < 2 { Tid::NONE } else { t(1, other) };
         match what {
             0 => {
-                log.say(at, 1, EventKind::HostAdded { host: h(host), name: format!("h{host}") });
+                log.say(
+                    at,
+                    1,
+                    EventKind::HostAdded {
+                        host: h(host),
+                        name: format!("h{host}"),
+                    },
+                );
             }
             // A tid comes again only after a quarter of a million others.
             1 | 2 if seen.contains(&tid) => {}
@@ -367,7 +686,15 @@ fn written(happenings: &[(u8, u16, u32, u32, i32)]) -> Log {
             4 => log.moved(at, tid, host, 1 + host % 3, owner()),
             _ => {
                 let name = format!("h{host}");
-                log.say(at, 1, EventKind::HostGone { host: h(host), name, why: "lost".into() });
+                log.say(
+                    at,
+                    1,
+                    EventKind::HostGone {
+                        host: h(host),
+                        name,
+                        why: "lost".into(),
+                    },
+                );
             }
         }
     }
@@ -446,10 +773,29 @@ fn the_oldest_go_when_there_are_too_many_and_sums_stay() {
     let tasks = TASKS_MAX + 1000;
     for n in 0..tasks as u64 {
         let (tid, at) = (t(1, 2 + (n % 200_000) as u32), second(n));
-        let started = EventKind::TaskStarted { tid, parent: Tid::NONE, name: "short".into(), user: USER };
-        let ended = EventKind::TaskEnded { tid, status: 0, used: Usage::default() };
-        books.event(&Event { number: 2 * n + 1, at, host: h(1), kind: started });
-        books.event(&Event { number: 2 * n + 2, at, host: h(1), kind: ended });
+        let started = EventKind::TaskStarted {
+            tid,
+            parent: Tid::NONE,
+            name: "short".into(),
+            user: USER,
+        };
+        let ended = EventKind::TaskEnded {
+            tid,
+            status: 0,
+            used: Usage::default(),
+        };
+        books.event(&Event {
+            number: 2 * n + 1,
+            at,
+            host: h(1),
+            kind: started,
+        });
+        books.event(&Event {
+            number: 2 * n + 2,
+            at,
+            host: h(1),
+            kind: ended,
+        });
         if n % 10_000 == 0 {
             apply(&mut sheets, books.batch());
         }
@@ -460,27 +806,50 @@ fn the_oldest_go_when_there_are_too_many_and_sums_stay() {
     apply(&mut sheets, books.batch());
     let count = |sheet| sheets.keys().filter(|(s, _)| *s == sheet).count();
     assert_eq!(
-        (count(Sheet::Tasks), count(Sheet::Jobs), count(Sheet::Decisions)),
+        (
+            count(Sheet::Tasks),
+            count(Sheet::Jobs),
+            count(Sheet::Decisions)
+        ),
         (TASKS_MAX, JOBS_MAX, DECISIONS_MAX)
     );
-    let Answer::Users(users) = reread(&sheets).answer(&Question::Users { user: None }) else { panic!("no users") };
+    let Answer::Users(users) = reread(&sheets).answer(&Question::Users { user: None }) else {
+        panic!("no users")
+    };
     assert_eq!(users[0].sums.tasks, tasks as u64);
 }
 
 /// A spawn of some tasks that was tried so often, with a reason against each of some hosts.
 fn spawned(n: u32, tasks: u32, attempts: usize, hosts: u32) -> Decided {
-    let why = rm::Excluded::Other { why: "its owner allows two tasks, and they are there".into() };
-    let not_used =
-        (0..hosts).map(|host| NotUsed { host: format!("host{host}.example.org"), why: why.clone() }).collect();
+    let why = rm::Excluded::Other {
+        why: "its owner allows two tasks, and they are there".into(),
+    };
+    let not_used = (0..hosts)
+        .map(|host| NotUsed {
+            host: format!("host{host}.example.org"),
+            why: why.clone(),
+        })
+        .collect();
     let sentence = "largest share of a processor, 1.97 on h2; not used: h3".to_string();
-    let attempt = Attempt { choice: Choice::Rank, sentence, not_used };
+    let attempt = Attempt {
+        choice: Choice::Rank,
+        sentence,
+        not_used,
+    };
     Decided::Spawn {
         program: "worker".into(),
         by: t(1, 2),
         job: t(1, 2),
         user: USER,
         count: tasks,
-        started: (0..tasks).map(|i| (t(2, 10 + n % 2000 * 100 + i), format!("host{i}.example.org"))).collect(),
+        started: (0..tasks)
+            .map(|i| {
+                (
+                    t(2, 10 + n % 2000 * 100 + i),
+                    format!("host{i}.example.org"),
+                )
+            })
+            .collect(),
         error: None,
         waited: Micros(0),
         attempts: vec![attempt; attempts],
@@ -502,24 +871,54 @@ fn decisions_have_a_limit_in_bytes_and_the_newest_stay() {
         }
     }
     apply(&mut sheets, books.batch());
-    let kept: Vec<(u64, usize)> =
-        sheets.iter().filter(|((sheet, _), _)| *sheet == Sheet::Decisions).map(|((_, n), v)| (*n, v.len())).collect();
+    let kept: Vec<(u64, usize)> = sheets
+        .iter()
+        .filter(|((sheet, _), _)| *sheet == Sheet::Decisions)
+        .map(|((_, n), v)| (*n, v.len()))
+        .collect();
     let bytes: u64 = kept.iter().map(|(_, bytes)| *bytes as u64).sum();
-    assert!(bytes <= DECISIONS_BYTES_MAX && bytes > DECISIONS_BYTES_MAX / 10 * 9, "{bytes}");
+    assert!(
+        bytes <= DECISIONS_BYTES_MAX && bytes > DECISIONS_BYTES_MAX / 10 * 9,
+        "{bytes}"
+    );
     assert_eq!(kept.last().map(|(n, _)| *n), Some(u64::from(decisions)));
     assert!(kept.len() < 600, "{}", kept.len());
     // Who reads them again counts the same bytes.
     let mut again = reread(&sheets);
     again.decided(second(9999), large_spawn(9999));
     apply(&mut sheets, again.batch());
-    let Answer::Why { decisions, .. } = again.answer(&Question::WhyTask(t(2, 10 + 1999 * 100))) else { panic!("kept") };
-    let Decided::Spawn { attempts, .. } = &decisions[0].what else { panic!("{decisions:?}") };
+    let Answer::Why { decisions, .. } = again.answer(&Question::WhyTask(t(2, 10 + 1999 * 100)))
+    else {
+        panic!("kept")
+    };
+    let Decided::Spawn { attempts, .. } = &decisions[0].what else {
+        panic!("{decisions:?}")
+    };
     assert_eq!(attempts.len(), ATTEMPTS_MAX);
-    let count = |sheets: &Sheets| sheets.keys().filter(|(sheet, _)| *sheet == Sheet::Decisions).count();
+    let count = |sheets: &Sheets| {
+        sheets
+            .keys()
+            .filter(|(sheet, _)| *sheet == Sheet::Decisions)
+            .count()
+    };
     assert!(count(&sheets) <= kept.len() + 1);
-    let long = EventKind::TaskStarted { tid: t(1, 5), parent: Tid::NONE, name: "x".repeat(100_000), user: USER };
-    again.event(&Event { number: 1, at: second(1), host: h(1), kind: long });
-    assert!(again.running().all(|task| task.program.len() <= PROGRAM_BYTES_MAX));
+    let long = EventKind::TaskStarted {
+        tid: t(1, 5),
+        parent: Tid::NONE,
+        name: "x".repeat(100_000),
+        user: USER,
+    };
+    again.event(&Event {
+        number: 1,
+        at: second(1),
+        host: h(1),
+        kind: long,
+    });
+    assert!(
+        again
+            .running()
+            .all(|task| task.program.len() <= PROGRAM_BYTES_MAX)
+    );
 }
 
 /// As many decisions as are kept, as they mostly are.
@@ -532,10 +931,21 @@ fn full_books() -> Books {
     let mut books = Books::new(USER, own());
     for n in 0..TASKS_MAX as u32 {
         // Jobs of a thousand tasks; the last thousand run.
-        let (tid, parent) =
-            (t(1 + (n % 200) as u16, 10 + n), if n % 1000 == 0 { Tid::NONE } else { t(1, 10 + n / 1000 * 1000) });
+        let (tid, parent) = (
+            t(1 + (n % 200) as u16, 10 + n),
+            if n % 1000 == 0 {
+                Tid::NONE
+            } else {
+                t(1, 10 + n / 1000 * 1000)
+            },
+        );
         let tid = if n % 1000 == 0 { t(1, 10 + n) } else { tid };
-        let started = EventKind::TaskStarted { tid, parent, name: "/home/olga/bin/worker".into(), user: USER };
+        let started = EventKind::TaskStarted {
+            tid,
+            parent,
+            name: "/home/olga/bin/worker".into(),
+            user: USER,
+        };
         books.event(&Event {
             number: u64::from(2 * n) + 1,
             at: second(n.into()),
@@ -543,8 +953,17 @@ fn full_books() -> Books {
             kind: started,
         });
         if n + 1000 < TASKS_MAX as u32 {
-            let ended = EventKind::TaskEnded { tid, status: 0, used: Usage::default() };
-            books.event(&Event { number: u64::from(2 * n) + 2, at: second(n.into()), host: h(1), kind: ended });
+            let ended = EventKind::TaskEnded {
+                tid,
+                status: 0,
+                used: Usage::default(),
+            };
+            books.event(&Event {
+                number: u64::from(2 * n) + 2,
+                at: second(n.into()),
+                host: h(1),
+                kind: ended,
+            });
         }
     }
     decide_much(&mut books);
@@ -578,12 +997,26 @@ fn full_books_whose_keeper_was_killed_are_read_again_within_the_time_that_a_rest
     let length = std::fs::copy(&path, again.join("rm.redb")).expect("it can be copied");
     assert!(length <= FILE_BYTES_MAX, "{length}");
     let begun = std::time::Instant::now();
-    let Opened { entries, moved_aside, .. } = open(&again);
+    let Opened {
+        entries,
+        moved_aside,
+        ..
+    } = open(&again);
     let (read, bad) = Books::read(USER, own(), entries);
     let took = begun.elapsed();
-    println!("{} MB of books are read in {:.0} ms", length / 1_000_000, took.as_secs_f64() * 1e3);
-    assert_eq!((bad, moved_aside, read.running().count()), (0, None, books.running().count()));
-    assert_eq!((read.place(), read.running().count()), (books.place(), 1000));
+    println!(
+        "{} MB of books are read in {:.0} ms",
+        length / 1_000_000,
+        took.as_secs_f64() * 1e3
+    );
+    assert_eq!(
+        (bad, moved_aside, read.running().count()),
+        (0, None, books.running().count())
+    );
+    assert_eq!(
+        (read.place(), read.running().count()),
+        (books.place(), 1000)
+    );
     // What is wanted is two seconds for all of a restart; machines that test may be slow.
     assert!(took.as_secs() < 30, "it takes {took:?}");
     opened.store.close(Batch::new());
@@ -605,9 +1038,17 @@ fn the_file_gives_back_what_was_written_and_is_nobody_elses() {
     opened.store.close(books.batch());
     let again = open(&place);
     let (read, bad) = Books::read(USER, own(), again.entries);
-    assert_eq!((bad, read.place(), read.running().count()), (0, books.place(), 2));
+    assert_eq!(
+        (bad, read.place(), read.running().count()),
+        (0, books.place(), 2)
+    );
     let second = Store::open(&place, "rm.redb").expect_err("it is open already");
-    assert!(second.to_string().contains("in use by another resource manager"), "{second}");
+    assert!(
+        second
+            .to_string()
+            .contains("in use by another resource manager"),
+        "{second}"
+    );
 }
 
 #[test]
@@ -619,17 +1060,28 @@ fn a_foreign_a_cut_and_a_damaged_file_are_moved_aside_and_said_so() {
     let good = std::fs::read(&path).expect("it was written");
     let mut damaged = good.clone();
     damaged[4096..].fill(0xa5);
-    let mut cases = vec![b"not a database at all".to_vec(), good[..good.len() / 2].to_vec(), damaged];
+    let mut cases = vec![
+        b"not a database at all".to_vec(),
+        good[..good.len() / 2].to_vec(),
+        damaged,
+    ];
     cases.push(vec![0xff; 1 << 20]);
     for (n, bytes) in cases.into_iter().enumerate() {
         std::fs::write(&path, bytes).expect("it can be written");
         let opened = open(dir.path());
-        let told = opened.moved_aside.unwrap_or_else(|| panic!("case {n}: {} entries", opened.entries.len()));
-        assert!(told.contains("cannot be read") && told.contains("rm.redb.broken-"), "{told}");
+        let told = opened
+            .moved_aside
+            .unwrap_or_else(|| panic!("case {n}: {} entries", opened.entries.len()));
+        assert!(
+            told.contains("cannot be read") && told.contains("rm.redb.broken-"),
+            "{told}"
+        );
         assert!(opened.entries.is_empty());
         opened.store.close(Batch::new());
         std::fs::remove_file(&path).expect("a new one was made");
     }
-    let aside = std::fs::read_dir(dir.path()).expect("it can be listed").count();
+    let aside = std::fs::read_dir(dir.path())
+        .expect("it can be listed")
+        .count();
     assert_eq!(aside, 4, "each was kept");
 }

@@ -5,7 +5,8 @@ mod idle;
 use idle::{NOW, h, idle};
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, Leaving, Moves, Owner, Placement, Policy, Reason, Snapshot, StayReason, TaskView, moves, place,
+    Ask, Leaving, Moves, Owner, Placement, Policy, Reason, Snapshot, StayReason, TaskView, moves,
+    place,
 };
 use sempa_proto::load::GuestLimits;
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
@@ -14,7 +15,11 @@ use std::sync::Arc;
 
 /// Hosts with two processors and 4 GiB of free memory, and nobody at them.
 fn pool(hosts: u16) -> Snapshot {
-    Snapshot::new(NOW, Policy::Load, (1..=hosts).map(|index| idle(index, 2, 4 << 30)).collect())
+    Snapshot::new(
+        NOW,
+        Policy::Load,
+        (1..=hosts).map(|index| idle(index, 2, 4 << 30)).collect(),
+    )
 }
 
 fn limited(snapshot: &mut Snapshot, index: u16, limits: GuestLimits) {
@@ -22,7 +27,13 @@ fn limited(snapshot: &mut Snapshot, index: u16, limits: GuestLimits) {
 }
 
 fn request(flags: i32, place: &str, count: u32) -> SpawnRequest {
-    SpawnRequest { file: "farm/worker".into(), flags, place: place.into(), count, ..SpawnRequest::default() }
+    SpawnRequest {
+        file: "farm/worker".into(),
+        flags,
+        place: place.into(),
+        count,
+        ..SpawnRequest::default()
+    }
 }
 
 fn placed(snapshot: &Snapshot, request: &SpawnRequest) -> Placement {
@@ -30,16 +41,25 @@ fn placed(snapshot: &Snapshot, request: &SpawnRequest) -> Placement {
 }
 
 fn on(placement: &Placement, index: u16) -> usize {
-    placement.hosts.iter().filter(|host| **host == Ok(h(index))).count()
+    placement
+        .hosts
+        .iter()
+        .filter(|host| **host == Ok(h(index)))
+        .count()
 }
 
 /// One guest on h1, whose owner is there.
 fn guest(leaving: Leaving) -> Snapshot {
     let mut snapshot = pool(2);
     let host = &mut snapshot.hosts[0];
-    host.owner = Owner::Present { why: "alice".into() };
+    host.owner = Owner::Present {
+        why: "alice".into(),
+    };
     host.terms.leaving = leaving;
-    host.tasks = vec![TaskView { user: 7, ..TaskView::new(Tid::task(h(1), 1).expect("a task"), Micros::default()) }];
+    host.tasks = vec![TaskView {
+        user: 7,
+        ..TaskView::new(Tid::task(h(1), 1).expect("a task"), Micros::default())
+    }];
     snapshot
 }
 
@@ -56,13 +76,23 @@ fn guests_leave_when_the_owner_says_and_not_before() {
     assert_eq!(stays(&moves(&snapshot)), (&StayReason::Grace, Some(later)));
     snapshot.now = later;
     assert_eq!(moves(&snapshot).go.len(), 1);
-    assert_eq!(stays(&moves(&guest(Leaving::Never))), (&StayReason::Waits, None));
-    assert_eq!(stays(&moves(&guest(Leaving::Ended))), (&StayReason::Ended, None));
+    assert_eq!(
+        stays(&moves(&guest(Leaving::Never))),
+        (&StayReason::Waits, None)
+    );
+    assert_eq!(
+        stays(&moves(&guest(Leaving::Ended))),
+        (&StayReason::Ended, None)
+    );
 }
 
 #[test]
 fn a_wait_that_the_owner_grants_is_told_only_when_it_has_no_end() {
-    for (leaving, told) in [(Leaving::At(NOW + Micros(1)), false), (Leaving::Ended, false), (Leaving::Never, true)] {
+    for (leaving, told) in [
+        (Leaving::At(NOW + Micros(1)), false),
+        (Leaving::Ended, false),
+        (Leaving::Never, true),
+    ] {
         let snapshot = guest(leaving);
         let stay = moves(&snapshot).stay.remove(0);
         assert_eq!(stay.is_news(NOW), told, "{}", stay.sentence(&snapshot));
@@ -72,7 +102,14 @@ fn a_wait_that_the_owner_grants_is_told_only_when_it_has_no_end() {
 #[test]
 fn a_host_takes_as_many_tasks_as_its_owner_allows_also_by_name() {
     let mut snapshot = pool(2);
-    limited(&mut snapshot, 2, GuestLimits { cores: Some(3), ..GuestLimits::default() });
+    limited(
+        &mut snapshot,
+        2,
+        GuestLimits {
+            cores: Some(3),
+            ..GuestLimits::default()
+        },
+    );
     let all = placed(&snapshot, &request(0, "", 20));
     assert_eq!((on(&all, 1), on(&all, 2)), (17, 3));
     let named = placed(&snapshot, &request(SPAWN_HOST, "h2", 5));
@@ -83,17 +120,33 @@ fn a_host_takes_as_many_tasks_as_its_owner_allows_also_by_name() {
     let full = placed(&snapshot, &request(SPAWN_HOST, "h2", 1));
     assert_eq!(full.hosts, [Err(PvmError::OutOfRes)]);
     let said = full.sentence(&snapshot);
-    assert!(said.contains("h2: its owner allows 3 tasks, and they are there"), "{said}");
+    assert!(
+        said.contains("h2: its owner allows 3 tasks, and they are there"),
+        "{said}"
+    );
 }
 
 #[test]
 fn memory_that_the_owner_keeps_stays_free() {
     let mut snapshot = pool(2);
-    limited(&mut snapshot, 2, GuestLimits { memory_free: 4 << 30, ..GuestLimits::default() });
+    limited(
+        &mut snapshot,
+        2,
+        GuestLimits {
+            memory_free: 4 << 30,
+            ..GuestLimits::default()
+        },
+    );
     let all = placed(&snapshot, &request(0, "", 8));
     assert_eq!(on(&all, 2), 0);
-    let keeps = Reason::Memory { keeps: 4 << 30, has: 4 << 30 };
-    assert_eq!(keeps.to_string(), "4.0G of memory are free, and its owner keeps 4.0G");
+    let keeps = Reason::Memory {
+        keeps: 4 << 30,
+        has: 4 << 30,
+    };
+    assert_eq!(
+        keeps.to_string(),
+        "4.0G of memory are free, and its owner keeps 4.0G"
+    );
     assert!(all.excluded.contains(&(h(2), keeps)), "{all:?}");
 }
 
@@ -102,20 +155,47 @@ fn a_task_goes_nowhere_where_it_would_take_memory_that_the_owner_keeps() {
     let target = |bytes: u64| {
         let mut snapshot = guest(Leaving::Now);
         snapshot.hosts[0].tasks[0].bytes = bytes;
-        limited(&mut snapshot, 2, GuestLimits { memory_free: 3 << 30, ..GuestLimits::default() });
+        limited(
+            &mut snapshot,
+            2,
+            GuestLimits {
+                memory_free: 3 << 30,
+                ..GuestLimits::default()
+            },
+        );
         moves(&snapshot)
     };
     assert_eq!(target(1 << 30).go.len(), 1, "there is room for it");
     let out = target((1 << 30) + 1);
-    let StayReason::NoHost { excluded } = stays(&out).0 else { panic!("{out:?}") };
-    assert_eq!(excluded.iter().next(), Some(&(h(2), Reason::Memory { keeps: 3 << 30, has: 4 << 30 })));
+    let StayReason::NoHost { excluded } = stays(&out).0 else {
+        panic!("{out:?}")
+    };
+    assert_eq!(
+        excluded.iter().next(),
+        Some(&(
+            h(2),
+            Reason::Memory {
+                keeps: 3 << 30,
+                has: 4 << 30
+            }
+        ))
+    );
 }
 
 #[test]
 fn blocked_programs_and_users_never_come_neither_by_spawn_nor_by_move() {
-    let program = GuestLimits { programs: vec!["work*".into()], ..GuestLimits::default() };
-    let user = GuestLimits { users: vec![7], ..GuestLimits::default() };
-    for (limits, says) in [(program, "blocks the program \"work*\""), (user, "blocks user 7")] {
+    let program = GuestLimits {
+        programs: vec!["work*".into()],
+        ..GuestLimits::default()
+    };
+    let user = GuestLimits {
+        users: vec![7],
+        ..GuestLimits::default()
+    };
+    for (limits, says) in [
+        (program, "blocks the program \"work*\""),
+        (user, "blocks user 7"),
+    ] {
         let mut snapshot = pool(2);
         limited(&mut snapshot, 2, limits.clone());
         assert_eq!(on(&placed(&snapshot, &request(0, "", 9)), 2), 0);
@@ -127,7 +207,10 @@ fn blocked_programs_and_users_never_come_neither_by_spawn_nor_by_move() {
         snapshot.hosts[0].tasks[0].name = Arc::from("worker");
         limited(&mut snapshot, 2, limits);
         let out = moves(&snapshot);
-        assert!(matches!(stays(&out).0, StayReason::NoHost { excluded } if excluded.len() == 1), "{out:?}");
+        assert!(
+            matches!(stays(&out).0, StayReason::NoHost { excluded } if excluded.len() == 1),
+            "{out:?}"
+        );
     }
 }
 
@@ -135,18 +218,39 @@ fn blocked_programs_and_users_never_come_neither_by_spawn_nor_by_move() {
 fn where_somebody_may_be_tasks_come_last_and_stay() {
     let mut snapshot = pool(2);
     let host = snapshot.hosts.edit(h(2)).expect("a host");
-    host.owner = Owner::Maybe { why: "alice is idle".into(), idle: true };
-    host.tasks = vec![TaskView::new(Tid::task(h(2), 1).expect("a task"), Micros::default())];
+    host.owner = Owner::Maybe {
+        why: "alice is idle".into(),
+        idle: true,
+    };
+    host.tasks = vec![TaskView::new(
+        Tid::task(h(2), 1).expect("a task"),
+        Micros::default(),
+    )];
     assert_eq!(on(&placed(&snapshot, &request(0, "", 5)), 2), 0);
     assert_eq!(moves(&snapshot), Moves::default());
     for place in ["?rank = cores", "?same-host"] {
-        assert_eq!(on(&placed(&snapshot, &request(0, place, 2)), 2), 0, "{place}");
+        assert_eq!(
+            on(&placed(&snapshot, &request(0, place, 2)), 2),
+            0,
+            "{place}"
+        );
     }
-    let in_turn = Snapshot { policy: Policy::RoundRobin, ..snapshot.clone() };
+    let in_turn = Snapshot {
+        policy: Policy::RoundRobin,
+        ..snapshot.clone()
+    };
     assert_eq!(on(&placed(&in_turn, &request(0, "", 5)), 2), 0);
-    assert_eq!(on(&placed(&snapshot, &request(SPAWN_HOST, "h2", 1)), 2), 1, "who names it gets it");
+    assert_eq!(
+        on(&placed(&snapshot, &request(SPAWN_HOST, "h2", 1)), 2),
+        1,
+        "who names it gets it"
+    );
     snapshot.hosts.edit(h(1)).expect("a host").owner = Owner::Present { why: "bob".into() };
-    assert_eq!(on(&placed(&snapshot, &request(0, "", 5)), 2), 5, "better than no place");
+    assert_eq!(
+        on(&placed(&snapshot, &request(0, "", 5)), 2),
+        5,
+        "better than no place"
+    );
 }
 
 #[test]
@@ -160,11 +264,16 @@ fn load_that_is_not_ours_counts_as_load_and_no_more() {
 #[test]
 fn at_times_without_guests_nobody_comes_not_even_by_name() {
     let mut snapshot = guest(Leaving::Now);
-    snapshot.hosts.edit(h(1)).expect("a host").owner = Owner::Closed { why: "not mon-fri 9-17".into() };
+    snapshot.hosts.edit(h(1)).expect("a host").owner = Owner::Closed {
+        why: "not mon-fri 9-17".into(),
+    };
     let named = placed(&snapshot, &request(SPAWN_HOST, "h1", 1));
     assert_eq!(named.hosts, [Err(PvmError::OutOfRes)]);
     let said = named.sentence(&snapshot);
-    assert!(said.contains("h1: no guests now (not mon-fri 9-17)"), "{said}");
+    assert!(
+        said.contains("h1: no guests now (not mon-fri 9-17)"),
+        "{said}"
+    );
     assert_eq!(moves(&snapshot).go.len(), 1, "who is there leaves");
 }
 

@@ -9,15 +9,24 @@ use std::path::PathBuf;
 pub(crate) fn minds(pid: i32, signal: i32) -> bool {
     let bit = 1u64 << (signal - 1);
     // Whoever has ended cannot be harmed.
-    let Some(status) = Status::of(pid) else { return true };
+    let Some(status) = Status::of(pid) else {
+        return true;
+    };
     let has = |set| status.signals(set) & bit != 0;
     // That it is blocked alone says nothing: so is every signal for a moment where a process is just being made.
-    has("SigCgt") || has("SigIgn") || waits_for(pid, bit) || has("SigBlk") && has_descriptor_for(pid, bit)
+    has("SigCgt")
+        || has("SigIgn")
+        || waits_for(pid, bit)
+        || has("SigBlk") && has_descriptor_for(pid, bit)
 }
 
 fn entries(pid: i32, folder: &str) -> impl Iterator<Item = PathBuf> {
     let folder = fs::read_dir(format!("/proc/{pid}/{folder}"));
-    folder.into_iter().flatten().flatten().map(|entry| entry.path())
+    folder
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.path())
 }
 
 /// It reads its blocked signals from a signalfd, and this one is among them.
@@ -25,7 +34,8 @@ fn has_descriptor_for(pid: i32, bit: u64) -> bool {
     entries(pid, "fdinfo").any(|path| {
         let text = fs::read_to_string(path).unwrap_or_default();
         let mask = text.lines().find_map(|line| line.strip_prefix("sigmask:"));
-        mask.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).is_some_and(|mask| mask & bit != 0)
+        mask.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
+            .is_some_and(|mask| mask & bit != 0)
     })
 }
 
@@ -35,13 +45,21 @@ fn waits_for(pid: i32, bit: u64) -> bool {
     let waited_for = |thread: PathBuf| {
         let text = fs::read_to_string(thread.join("syscall")).ok()?;
         let mut words = text.split_whitespace();
-        let at = words.next().filter(|word| *word == call).and(words.next())?;
+        let at = words
+            .next()
+            .filter(|word| *word == call)
+            .and(words.next())?;
         let at = u64::from_str_radix(at.strip_prefix("0x")?, 16).ok()?;
         let mut set = [0; size_of::<u64>()];
-        File::open(thread.join("mem")).ok()?.read_exact_at(&mut set, at).ok()?;
+        File::open(thread.join("mem"))
+            .ok()?
+            .read_exact_at(&mut set, at)
+            .ok()?;
         Some(u64::from_ne_bytes(set))
     };
-    entries(pid, "task").filter_map(waited_for).any(|set| set & bit != 0)
+    entries(pid, "task")
+        .filter_map(waited_for)
+        .any(|set| set & bit != 0)
 }
 
 #[cfg(test)]
@@ -63,7 +81,13 @@ mod tests {
     }
 
     fn program(code: &str) -> Program {
-        Program(Command::new("python3").args(["-c", code]).stdin(Stdio::null()).spawn().expect("python3"))
+        Program(
+            Command::new("python3")
+                .args(["-c", code])
+                .stdin(Stdio::null())
+                .spawn()
+                .expect("python3"),
+        )
     }
 
     fn comes_to_mind(program: &Program, signal: Signal) {
@@ -76,10 +100,13 @@ mod tests {
 
     #[test]
     fn a_program_that_catches_ignores_or_waits_for_a_signal_minds_it_and_another_one_does_not() {
-        let catches = program("import signal; signal.signal(signal.SIGUSR1, print)\nwhile 1: signal.pause()");
+        let catches =
+            program("import signal; signal.signal(signal.SIGUSR1, print)\nwhile 1: signal.pause()");
         comes_to_mind(&catches, Signal::SIGUSR1);
         assert!(!minds(catches.0.id() as i32, Signal::SIGUSR2 as i32));
-        let ignores = program("import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN)\nwhile 1: signal.pause()");
+        let ignores = program(
+            "import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN)\nwhile 1: signal.pause()",
+        );
         comes_to_mind(&ignores, Signal::SIGUSR1);
         let waits = program(
             "import signal; s = {signal.SIGUSR1}; signal.pthread_sigmask(signal.SIG_BLOCK, s); signal.sigwait(s)",

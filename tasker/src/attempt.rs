@@ -29,8 +29,19 @@ pub(crate) struct Attempt {
 
 impl Attempt {
     /// The first one, which begins now.
-    pub(crate) fn first(dir: PathBuf, asked_on: Option<Arc<OwnedFd>>, sent: Option<Arc<SentAhead>>) -> Attempt {
-        Attempt { dir, asked_on, sent, begun: Instant::now(), is_first: true, again: Again::default() }
+    pub(crate) fn first(
+        dir: PathBuf,
+        asked_on: Option<Arc<OwnedFd>>,
+        sent: Option<Arc<SentAhead>>,
+    ) -> Attempt {
+        Attempt {
+            dir,
+            asked_on,
+            sent,
+            begun: Instant::now(),
+            is_first: true,
+            again: Again::default(),
+        }
     }
 }
 
@@ -43,7 +54,8 @@ pub(crate) fn rest(called_off: &Cancel, span: Duration) {
             return;
         }
         let mut fds = [PollFd::new(called_off.fd(), PollFlags::POLLIN)];
-        let rounded_up = PollTimeout::try_from(left.as_micros().div_ceil(1000)).unwrap_or(PollTimeout::MAX);
+        let rounded_up =
+            PollTimeout::try_from(left.as_micros().div_ceil(1000)).unwrap_or(PollTimeout::MAX);
         if poll(&mut fds, rounded_up).is_ok_and(|ready| ready > 0) {
             return;
         }

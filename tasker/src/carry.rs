@@ -47,7 +47,15 @@ impl Carry {
         written: Vec<(PathBuf, u64)>,
         files: Vec<Carried>,
     ) -> Result<Carry, Failure> {
-        Ok(Carry { version: VERSION, output_pipe, stopped_before, memory, written, files, images: list(dir)? })
+        Ok(Carry {
+            version: VERSION,
+            output_pipe,
+            stopped_before,
+            memory,
+            written,
+            files,
+            images: list(dir)?,
+        })
     }
 
     /// Writes it next to the images; its length.
@@ -56,8 +64,10 @@ impl Carry {
     /// When it cannot be written.
     pub(crate) fn write(&self, dir: &Path) -> Result<u64, Failure> {
         let path = dir.join(NAME);
-        let bytes = to_bytes(self).map_err(|e| Failure::Io(format!("cannot describe the images: {e}")))?;
-        std::fs::write(&path, &bytes).map_err(|e| Failure::Io(format!("cannot write {}: {e}", path.display())))?;
+        let bytes =
+            to_bytes(self).map_err(|e| Failure::Io(format!("cannot describe the images: {e}")))?;
+        std::fs::write(&path, &bytes)
+            .map_err(|e| Failure::Io(format!("cannot write {}: {e}", path.display())))?;
         Ok(bytes.len() as u64)
     }
 
@@ -67,20 +77,31 @@ impl Carry {
     /// [`Failure::Images`] with what is missing.
     pub(crate) fn read(dir: &Path) -> Result<Carry, Failure> {
         let path = dir.join(NAME);
-        let bad = |why: &dyn std::fmt::Display| Failure::Images(format!("{}: {why}", path.display()));
+        let bad =
+            |why: &dyn std::fmt::Display| Failure::Images(format!("{}: {why}", path.display()));
         let length = std::fs::metadata(&path).map_err(|e| bad(&e))?.len();
         if length > CARRY_BYTES_MAX {
-            return Err(bad(&format!("it has {length} bytes, more than any real one")));
+            return Err(bad(&format!(
+                "it has {length} bytes, more than any real one"
+            )));
         }
-        let carry: Carry = from_bytes(&std::fs::read(&path).map_err(|e| bad(&e))?).map_err(|e| bad(&e))?;
+        let carry: Carry =
+            from_bytes(&std::fs::read(&path).map_err(|e| bad(&e))?).map_err(|e| bad(&e))?;
         if carry.version != VERSION {
-            return Err(bad(&format!("version {} was written, {VERSION} is understood", carry.version)));
+            return Err(bad(&format!(
+                "version {} was written, {VERSION} is understood",
+                carry.version
+            )));
         }
         for (name, length) in &carry.images {
             let found = std::fs::metadata(dir.join(name)).map(|meta| meta.len());
             match found {
                 Ok(found) if found == *length => {}
-                Ok(found) => return Err(Failure::Images(format!("{name} has {found} bytes, {length} were written"))),
+                Ok(found) => {
+                    return Err(Failure::Images(format!(
+                        "{name} has {found} bytes, {length} were written"
+                    )));
+                }
                 Err(e) => return Err(Failure::Images(format!("{name}: {e}"))),
             }
         }
@@ -104,7 +125,10 @@ fn list(dir: &Path) -> Result<Vec<(String, u64)>, Failure> {
             images.push((name, meta.len()));
         }
         if images.len() > IMAGE_FILES_MAX {
-            return Err(Failure::Io(format!("{} has more than {IMAGE_FILES_MAX} files, the limit", dir.display())));
+            return Err(Failure::Io(format!(
+                "{} has more than {IMAGE_FILES_MAX} files, the limit",
+                dir.display()
+            )));
         }
     }
     images.sort();

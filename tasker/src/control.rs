@@ -28,8 +28,16 @@ impl Control {
     /// # Errors
     /// When it is not a descriptor that can be made so.
     pub(crate) fn new(socket: OwnedFd) -> io::Result<Control> {
-        nix::fcntl::fcntl(&socket, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
-        Ok(Control { socket, decoder: FrameDecoder::new(), outbound: VecDeque::new(), closed: false })
+        nix::fcntl::fcntl(
+            &socket,
+            nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK),
+        )?;
+        Ok(Control {
+            socket,
+            decoder: FrameDecoder::new(),
+            outbound: VecDeque::new(),
+            closed: false,
+        })
     }
 
     /// The socket, for polling.
@@ -54,7 +62,8 @@ impl Control {
 
     /// Sends what can be sent now and keeps the rest. What does not fit into a frame is answered in its place by why.
     pub(crate) fn send(&mut self, message: &FromTasker) {
-        let frame = encode_control(message).or_else(|error| encode_control(&instead_of(message, &error)));
+        let frame =
+            encode_control(message).or_else(|error| encode_control(&instead_of(message, &error)));
         match frame {
             Ok(frame) => self.outbound.extend(frame.iter()),
             // Whoever waits for it would wait for ever: the daemon takes us for dead and starts another tasker.
@@ -101,17 +110,32 @@ impl Control {
 
 /// What is said in the place of something that is too long: of all that a tasker says only this can be.
 fn instead_of(message: &FromTasker, error: &FrameError) -> FromTasker {
-    let refusal = || Refusal::Holds { what: format!("more than can be told of a task: {error}") };
+    let refusal = || Refusal::Holds {
+        what: format!("more than can be told of a task: {error}"),
+    };
     match message {
         FromTasker::Inspected { migration, .. } => {
             let (migration, memory_can_follow, can_pre_copy) = (*migration, false, false);
-            FromTasker::Inspected { migration, result: Err(refusal()), memory_can_follow, can_pre_copy }
+            FromTasker::Inspected {
+                migration,
+                result: Err(refusal()),
+                memory_can_follow,
+                can_pre_copy,
+            }
         }
-        FromTasker::Seen { question, .. } => FromTasker::Seen { question: *question, result: Err(refusal()) },
-        FromTasker::Prepared { migration, .. } => {
-            FromTasker::Prepared { migration: *migration, verdict: vec![refusal()], memory_can_follow: false }
-        }
-        FromTasker::Judged { question, .. } => FromTasker::Judged { question: *question, verdict: vec![refusal()] },
+        FromTasker::Seen { question, .. } => FromTasker::Seen {
+            question: *question,
+            result: Err(refusal()),
+        },
+        FromTasker::Prepared { migration, .. } => FromTasker::Prepared {
+            migration: *migration,
+            verdict: vec![refusal()],
+            memory_can_follow: false,
+        },
+        FromTasker::Judged { question, .. } => FromTasker::Judged {
+            question: *question,
+            verdict: vec![refusal()],
+        },
         other => other.clone(),
     }
 }
@@ -128,8 +152,15 @@ mod tests {
     /// Facts that no frame takes.
     fn facts() -> TaskFacts {
         let path = "x".repeat(4096);
-        let file = |n: usize| FileFact { path: format!("/{n}/{path}").into(), bytes: 1, must: FileMatch::Exists };
-        TaskFacts { files: (0..=FRAME_BYTES_MAX / 4096).map(file).collect(), ..TaskFacts::default() }
+        let file = |n: usize| FileFact {
+            path: format!("/{n}/{path}").into(),
+            bytes: 1,
+            must: FileMatch::Exists,
+        };
+        TaskFacts {
+            files: (0..=FRAME_BYTES_MAX / 4096).map(file).collect(),
+            ..TaskFacts::default()
+        }
     }
 
     #[test]
@@ -138,16 +169,30 @@ mod tests {
         let mut control = Control::new(here.into()).expect("it can be made so");
         let (migration, question) = (MigrationId(7), RequestId(8));
         let (memory_can_follow, can_pre_copy) = (true, true);
-        control.send(&FromTasker::Inspected { migration, result: Ok(facts()), memory_can_follow, can_pre_copy });
-        control.send(&FromTasker::Seen { question, result: Ok(facts()) });
+        control.send(&FromTasker::Inspected {
+            migration,
+            result: Ok(facts()),
+            memory_can_follow,
+            can_pre_copy,
+        });
+        control.send(&FromTasker::Seen {
+            question,
+            result: Ok(facts()),
+        });
         assert!(!control.is_closed() && !control.wants_write(), "it goes on");
         drop(control);
         let (mut bytes, mut decoder) = (Vec::new(), FrameDecoder::new());
         there.read_to_end(&mut bytes).expect("it was sent");
         decoder.push(&bytes);
-        let mut next = || decoder.next_frame().expect("a frame").expect("a whole one").control().expect("a word");
-        let refused =
-            |why: &Refusal| matches!(why, Refusal::Holds { what } if what.contains("more than can be told of a task"));
+        let mut next = || {
+            decoder
+                .next_frame()
+                .expect("a frame")
+                .expect("a whole one")
+                .control()
+                .expect("a word")
+        };
+        let refused = |why: &Refusal| matches!(why, Refusal::Holds { what } if what.contains("more than can be told of a task"));
         match (next(), next()) {
             (
                 FromTasker::Inspected {
@@ -156,7 +201,10 @@ mod tests {
                     memory_can_follow: false,
                     can_pre_copy: false,
                 },
-                FromTasker::Seen { question: to, result: Err(second) },
+                FromTasker::Seen {
+                    question: to,
+                    result: Err(second),
+                },
             ) => assert!(of == migration && to == question && refused(&first) && refused(&second)),
             other => panic!("{other:?}"),
         }

@@ -22,15 +22,31 @@ pub(crate) struct Lowered {
 impl Lowered {
     /// Lowers all threads of these processes but the library's. Without the right to raise them again nothing is changed.
     pub(crate) fn now(pids: &[i32]) -> Lowered {
-        let usual = pids.iter().min().and_then(|pid| sys::nice_of(*pid)).unwrap_or_default();
-        let mut lowered = Lowered { before: BTreeMap::new(), usual };
+        let usual = pids
+            .iter()
+            .min()
+            .and_then(|pid| sys::nice_of(*pid))
+            .unwrap_or_default();
+        let mut lowered = Lowered {
+            before: BTreeMap::new(),
+            usual,
+        };
         if !sys::may_raise() {
             return lowered;
         }
         for (thread, name) in pids.iter().flat_map(|pid| threads(*pid)) {
-            let Some(nice) = sys::nice_of(thread) else { continue };
+            let Some(nice) = sys::nice_of(thread) else {
+                continue;
+            };
             lowered.before.insert(thread, nice);
-            sys::set_nice(thread, if HELPERS.contains(&name.trim_end()) { FIRST } else { LAST });
+            sys::set_nice(
+                thread,
+                if HELPERS.contains(&name.trim_end()) {
+                    FIRST
+                } else {
+                    LAST
+                },
+            );
         }
         lowered
     }
@@ -59,12 +75,18 @@ pub(crate) fn of_programs(pids: &[i32]) -> Vec<i32> {
     let is_library = |(_, name): &(i32, String)| HELPERS.contains(&name.trim_end());
     let all = pids.iter().flat_map(|pid| threads(*pid));
     let (libraries, programs): (Vec<_>, Vec<_>) = all.partition(is_library);
-    if libraries.is_empty() { Vec::new() } else { programs.into_iter().map(|(thread, _)| thread).collect() }
+    if libraries.is_empty() {
+        Vec::new()
+    } else {
+        programs.into_iter().map(|(thread, _)| thread).collect()
+    }
 }
 
 /// The threads of a process and their names.
 fn threads(pid: i32) -> Vec<(i32, String)> {
-    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else {
+        return Vec::new();
+    };
     let named = |thread: std::fs::DirEntry| {
         let name = std::fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
         Some((thread.file_name().to_str()?.parse().ok()?, name))
@@ -79,7 +101,10 @@ mod tests {
 
     #[test]
     fn a_process_is_as_urgent_as_before_when_it_was_lowered_for_a_while() {
-        let mut child = Command::new("nice").args(["-n", "3", "sleep", "60"]).spawn().expect("nice");
+        let mut child = Command::new("nice")
+            .args(["-n", "3", "sleep", "60"])
+            .spawn()
+            .expect("nice");
         let pid = child.id() as i32;
         while sys::nice_of(pid) != Some(3) {
             std::thread::yield_now();

@@ -61,19 +61,42 @@ pub(crate) fn gather(dir: &Path, root: i32, processes: &[i32]) -> Result<Vec<Car
     for (number, file) in open.into_iter().enumerate() {
         let image = format!("{NAME}{number}");
         left -= copy_out(&file, &dir.join(&image), left).map_err(|e| {
-            Failure::Io(format!("{}, which is to be carried along, cannot be read: {e}", file.path.display()))
+            Failure::Io(format!(
+                "{}, which is to be carried along, cannot be read: {e}",
+                file.path.display()
+            ))
         })?;
-        carried.push(Carried { path: file.path, image, mode: file.mode, gid: file.gid });
+        carried.push(Carried {
+            path: file.path,
+            image,
+            mode: file.mode,
+            gid: file.gid,
+        });
     }
     Ok(carried)
 }
 
 fn copy_out(file: &OpenFile, to: &Path, bytes_max: u64) -> io::Result<u64> {
-    let from = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&file.through)?;
-    let mut to = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to)?;
+    let from = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(&file.through)?;
+    let mut to = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(to)?;
     let copied = io::copy(&mut from.take(bytes_max + 1), &mut to)?;
-    let too_much = || io::Error::other(format!("all of them have more than {CARRIED_BYTES_MAX} bytes"));
-    if copied > bytes_max { Err(too_much()) } else { Ok(copied) }
+    let too_much = || {
+        io::Error::other(format!(
+            "all of them have more than {CARRIED_BYTES_MAX} bytes"
+        ))
+    };
+    if copied > bytes_max {
+        Err(too_much())
+    } else {
+        Ok(copied)
+    }
 }
 
 /// Files that were put where they belong, if there were any. They go again with this, unless they are kept.
@@ -98,12 +121,21 @@ fn put(dir: &Path, files: &[Carried]) -> Result<Made, Failure> {
     if !nix::unistd::geteuid().is_root() {
         sys::give_up_rights().map_err(io)?;
     }
-    let noted =
-        |e: io::Error| Failure::Io(format!("what is carried along cannot be noted beside {}: {e}", dir.display()));
+    let noted = |e: io::Error| {
+        Failure::Io(format!(
+            "what is carried along cannot be noted beside {}: {e}",
+            dir.display()
+        ))
+    };
     let mut notes = Notes::beside(dir).map_err(noted)?;
     for file in files {
         let done = put_one(dir, file, &mut notes);
-        done.map_err(|e| Failure::Io(format!("{} cannot be carried along: {e}", file.path.display())))?;
+        done.map_err(|e| {
+            Failure::Io(format!(
+                "{} cannot be carried along: {e}",
+                file.path.display()
+            ))
+        })?;
     }
     Ok(Made(Some(notes)))
 }
@@ -117,11 +149,21 @@ fn put_one(dir: &Path, file: &Carried, notes: &mut Notes) -> io::Result<()> {
     }
     let nameless = OsString::from(format!("{NAMELESS}{:016x}", roll()));
     notes.add(Note::Nameless(file.path.with_file_name(&nameless)))?;
-    let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-    let mut to: File = openat(&folder, nameless.as_os_str(), flags, Mode::from_bits_truncate(0o600))?.into();
+    let flags =
+        OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    let mut to: File = openat(
+        &folder,
+        nameless.as_os_str(),
+        flags,
+        Mode::from_bits_truncate(0o600),
+    )?
+    .into();
     let meta = to.metadata()?;
     let image = dir.join(Path::new(&file.image).file_name().unwrap_or_default());
-    let mut from = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(image)?;
+    let mut from = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(image)?;
     io::copy(&mut from, &mut to)?;
     if meta.gid() != file.gid {
         fchown(&to, None, Some(Gid::from_raw(file.gid)))?;
@@ -138,24 +180,56 @@ fn put_one(dir: &Path, file: &Carried, notes: &mut Notes) -> io::Result<()> {
 
 impl Supervisor {
     /// Puts files where they belong, in the background, before a task is built.
-    pub(crate) fn place_files(&mut self, migration: MigrationId, dir: &Path, carry: Carry, again: Option<Redirection>) {
+    pub(crate) fn place_files(
+        &mut self,
+        migration: MigrationId,
+        dir: &Path,
+        carry: Carry,
+        again: Option<Redirection>,
+    ) {
         let from = dir.to_path_buf();
-        let work = move || Outcome::Placed { migration, result: put(&from, &carry.files) };
+        let work = move || Outcome::Placed {
+            migration,
+            result: put(&from, &carry.files),
+        };
         let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")));
         let started = cancel.and_then(|cancel| self.moves.workers.start(&cancel, None, work));
         match (started, self.moves.targets.get_mut(&migration)) {
-            (Ok(_), Some(target)) => target.stage = Stage::Placing { dir: dir.into(), again, discard: false },
+            (Ok(_), Some(target)) => {
+                target.stage = Stage::Placing {
+                    dir: dir.into(),
+                    again,
+                    discard: false,
+                }
+            }
             (Ok(_), None) => {}
-            (Err(why), _) => self.clear_target(migration, vec![FromTasker::Restored { migration, result: Err(why) }]),
+            (Err(why), _) => self.clear_target(
+                migration,
+                vec![FromTasker::Restored {
+                    migration,
+                    result: Err(why),
+                }],
+            ),
         }
     }
 
     /// They are there, or are not.
     pub(crate) fn placed(&mut self, migration: MigrationId, result: Result<Made, Failure>) {
-        let Some(target @ Target { stage: Stage::Placing { .. }, .. }) = self.moves.targets.get_mut(&migration) else {
+        let Some(
+            target @ Target {
+                stage: Stage::Placing { .. },
+                ..
+            },
+        ) = self.moves.targets.get_mut(&migration)
+        else {
             return;
         };
-        let Stage::Placing { dir, again, discard } = std::mem::replace(&mut target.stage, Stage::Prepared) else {
+        let Stage::Placing {
+            dir,
+            again,
+            discard,
+        } = std::mem::replace(&mut target.stage, Stage::Prepared)
+        else {
             return;
         };
         let result = match result {
@@ -168,7 +242,10 @@ impl Supervisor {
                 self.build(migration, &dir, again);
             }
             Err(why) => {
-                let mut last = vec![FromTasker::Restored { migration, result: Err(why) }];
+                let mut last = vec![FromTasker::Restored {
+                    migration,
+                    result: Err(why),
+                }];
                 last.extend(discard.then_some(FromTasker::Discarded { migration }));
                 self.clear_target(migration, last);
             }
@@ -204,29 +281,52 @@ mod tests {
             let image = format!("{NAME}{}", path.replace('/', "-"));
             std::fs::write(self.at("images").join(&image), content).expect("written");
             let gid = std::fs::metadata(self.at("data")).expect("there").gid();
-            Carried { path: self.at(path), image, mode: 0o640, gid }
+            Carried {
+                path: self.at(path),
+                image,
+                mode: 0o640,
+                gid,
+            }
         }
 
         /// In a thread of its own, as always.
         fn put(&self, files: &[Carried]) -> Result<Made, Failure> {
-            std::thread::scope(|scope| scope.spawn(|| put(&self.at("images"), files)).join().expect("it ends"))
+            std::thread::scope(|scope| {
+                scope
+                    .spawn(|| put(&self.at("images"), files))
+                    .join()
+                    .expect("it ends")
+            })
         }
     }
 
     #[test]
     fn files_are_put_where_they_belong_and_go_again_unless_they_are_kept() {
         let place = Place::new();
-        let files = [place.carried("data/a", "one"), place.carried("data/b", "two")];
+        let files = [
+            place.carried("data/a", "one"),
+            place.carried("data/b", "two"),
+        ];
         drop(place.put(&files).expect("put"));
         assert!(!place.at("data/a").exists() && !place.at("data/b").exists());
         let made = place.put(&files).expect("put");
-        assert_eq!(std::fs::metadata(place.at("data/a")).expect("there").mode() & 0o7777, 0o640);
+        assert_eq!(
+            std::fs::metadata(place.at("data/a")).expect("there").mode() & 0o7777,
+            0o640
+        );
         std::fs::rename(place.at("data/a"), place.at("data/c")).expect("renamed");
         std::fs::write(place.at("data/a"), "somebody else's").expect("written");
         drop(made);
-        assert!(place.at("data/a").exists() && place.at("data/c").exists() && !place.at("data/b").exists());
+        assert!(
+            place.at("data/a").exists()
+                && place.at("data/c").exists()
+                && !place.at("data/b").exists()
+        );
         place.put(&files[1..]).expect("put").keep();
-        assert_eq!(std::fs::read_to_string(place.at("data/b")).expect("there"), "two");
+        assert_eq!(
+            std::fs::read_to_string(place.at("data/b")).expect("there"),
+            "two"
+        );
     }
 
     #[test]
@@ -237,24 +337,46 @@ mod tests {
         symlink(place.at("victim"), place.at("data/link")).expect("linked");
         symlink(place.at("nothing"), place.at("data/hanging")).expect("linked");
         symlink(place.at("data"), place.at("way")).expect("linked");
-        let there = ["data/old", "data/link", "data/hanging"].map(|path| place.carried(path, "new"));
+        let there =
+            ["data/old", "data/link", "data/hanging"].map(|path| place.carried(path, "new"));
         drop(place.put(&there).expect("what is there stays"));
-        assert_eq!(std::fs::read_to_string(place.at("data/old")).expect("there"), "old");
-        assert_eq!(std::fs::read_to_string(place.at("victim")).expect("there"), "victim");
+        assert_eq!(
+            std::fs::read_to_string(place.at("data/old")).expect("there"),
+            "old"
+        );
+        assert_eq!(
+            std::fs::read_to_string(place.at("victim")).expect("there"),
+            "victim"
+        );
         assert!(!place.at("nothing").exists());
-        let files = [place.carried("data/first", "one"), place.carried("way/second", "two")];
-        let why = place.put(&files).expect_err("there is a link on the way").to_string();
+        let files = [
+            place.carried("data/first", "one"),
+            place.carried("way/second", "two"),
+        ];
+        let why = place
+            .put(&files)
+            .expect_err("there is a link on the way")
+            .to_string();
         assert!(why.contains("way/second cannot be carried along"), "{why}");
-        assert!(!place.at("data/first").exists() && !place.at("data/second").exists(), "none of them is there");
+        assert!(
+            !place.at("data/first").exists() && !place.at("data/second").exists(),
+            "none of them is there"
+        );
     }
 
     #[test]
     fn what_is_beside_the_images_cannot_be_taken_from_elsewhere() {
         let place = Place::new();
         std::fs::write(place.at("secret"), "secret").expect("written");
-        let file = Carried { image: "../secret".into(), ..place.carried("data/a", "") };
+        let file = Carried {
+            image: "../secret".into(),
+            ..place.carried("data/a", "")
+        };
         assert!(place.put(&[file]).is_err());
-        assert_eq!(std::fs::read_dir(place.at("data")).expect("there").count(), 0);
+        assert_eq!(
+            std::fs::read_dir(place.at("data")).expect("there").count(),
+            0
+        );
     }
 
     #[test]
@@ -265,9 +387,16 @@ mod tests {
         std::mem::forget(place.put(&files).expect("put"));
         assert!(place.at("data/a").exists());
         checkpoint::carried::undo_all(&place.real);
-        let left: Vec<_> =
-            std::fs::read_dir(place.at("data")).expect("there").flatten().map(|e| e.file_name()).collect();
+        let left: Vec<_> = std::fs::read_dir(place.at("data"))
+            .expect("there")
+            .flatten()
+            .map(|e| e.file_name())
+            .collect();
         assert_eq!(left, ["old"]);
-        assert_eq!(std::fs::read_dir(&place.real).expect("there").count(), 2, "the notes have gone as well");
+        assert_eq!(
+            std::fs::read_dir(&place.real).expect("there").count(),
+            2,
+            "the notes have gone as well"
+        );
     }
 }

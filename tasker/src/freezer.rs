@@ -86,10 +86,19 @@ impl Freezer {
             .find_map(|_| make_folder(own).transpose())
             .unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))
             .map_err(|e| format!("no control group can be made in {}: {e}", own.display()))?;
-        let mut freezer = Freezer { _folder: folder, path, _mount: mount, made: 0, given_up: Rc::default() };
-        freezer
-            .trial()
-            .map_err(|e| format!("the freezer of control groups does not work in {}: {e}", own.display()))?;
+        let mut freezer = Freezer {
+            _folder: folder,
+            path,
+            _mount: mount,
+            made: 0,
+            given_up: Rc::default(),
+        };
+        freezer.trial().map_err(|e| {
+            format!(
+                "the freezer of control groups does not work in {}: {e}",
+                own.display()
+            )
+        })?;
         Ok(freezer)
     }
 
@@ -99,11 +108,17 @@ impl Freezer {
     /// What the system said; there may be a limit on groups.
     pub(crate) fn group(&mut self) -> io::Result<ControlGroup> {
         // What is still not over stays in the list.
-        self.given_up.borrow_mut().retain(|path| fs::remove_dir(path).is_err());
+        self.given_up
+            .borrow_mut()
+            .retain(|path| fs::remove_dir(path).is_err());
         self.made += 1;
         let path = self.path.join(self.made.to_string());
         fs::create_dir(&path)?;
-        Ok(ControlGroup { path, frozen: Cell::new(false), given_up: Rc::clone(&self.given_up) })
+        Ok(ControlGroup {
+            path,
+            frozen: Cell::new(false),
+            given_up: Rc::clone(&self.given_up),
+        })
     }
 
     fn trial(&mut self) -> io::Result<()> {
@@ -146,7 +161,11 @@ impl ControlGroup {
     pub(crate) fn members(&self) -> io::Result<Vec<i32>> {
         let text = fs::read_to_string(self.entrance())?;
         // Whom the kernel does not name here it calls 0.
-        Ok(text.lines().filter_map(|line| line.parse().ok()).filter(|pid| *pid > 0).collect())
+        Ok(text
+            .lines()
+            .filter_map(|line| line.parse().ok())
+            .filter(|pid| *pid > 0)
+            .collect())
     }
 
     /// The file that takes the numbers of processes that are to come in.
@@ -203,7 +222,9 @@ impl Drop for ControlGroup {
     fn drop(&mut self) {
         self.thaw();
         if fs::remove_dir(&self.path).is_err() {
-            self.given_up.borrow_mut().push(std::mem::take(&mut self.path));
+            self.given_up
+                .borrow_mut()
+                .push(std::mem::take(&mut self.path));
         }
     }
 }
@@ -231,19 +252,29 @@ fn mount_own_group() -> io::Result<OwnedFd> {
         unshare(CloneFlags::CLONE_NEWCGROUP)?;
         let kind = fsopen("cgroup2", FsOpenFlags::FSOPEN_CLOEXEC)?;
         fsconfig_create(&kind)?;
-        Ok(fsmount(&kind, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())?)
+        Ok(fsmount(
+            &kind,
+            FsMountFlags::FSMOUNT_CLOEXEC,
+            MountAttrFlags::empty(),
+        )?)
     };
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().spawn_scoped(scope, mounts)?;
-        thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread that mounts them has ended")))
+        thread
+            .join()
+            .unwrap_or_else(|_| Err(io::Error::other("the thread that mounts them has ended")))
     })
 }
 
 /// A new folder within `own`, locked; `None` if another tasker came between and has taken it for one left behind.
 fn make_folder(own: &Path) -> io::Result<Option<(PathBuf, Flock<File>)>> {
     let path = nix::unistd::mkdtemp(&own.join(format!("{FOLDER_NAME}XXXXXX")))?;
-    let Ok(file) = File::open(&path) else { return Ok(None) };
-    let Ok(folder) = Flock::lock(file, FlockArg::LockExclusiveNonblock) else { return Ok(None) };
+    let Ok(file) = File::open(&path) else {
+        return Ok(None);
+    };
+    let Ok(folder) = Flock::lock(file, FlockArg::LockExclusiveNonblock) else {
+        return Ok(None);
+    };
     Ok(path.exists().then_some((path, folder)))
 }
 
@@ -255,7 +286,8 @@ fn remove_left_behind(own: &Path) {
         if !entry.file_name().to_string_lossy().starts_with(FOLDER_NAME) {
             continue;
         }
-        let locked = File::open(&path).map(|file| Flock::lock(file, FlockArg::LockExclusiveNonblock));
+        let locked =
+            File::open(&path).map(|file| Flock::lock(file, FlockArg::LockExclusiveNonblock));
         if let Ok(Ok(_ours_now)) = locked {
             remove_groups(&path);
         }
@@ -265,7 +297,12 @@ fn remove_left_behind(own: &Path) {
 /// Removes the groups of a tasker, and its folder.
 fn remove_groups(folder: &Path) {
     let is_folder = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
-    for group in fs::read_dir(folder).into_iter().flatten().flatten().filter(is_folder) {
+    for group in fs::read_dir(folder)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter(is_folder)
+    {
         // One with somebody inside stays, and the folder with it.
         let _ = fs::remove_dir(group.path());
     }

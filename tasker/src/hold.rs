@@ -85,7 +85,11 @@ impl Hold {
         match self {
             Hold::Free | Hold::Still => None,
             Hold::Easing { until, alone, .. } => {
-                let first = if let Alone::Until { until: alone, .. } = alone { until.min(alone) } else { until };
+                let first = if let Alone::Until { until: alone, .. } = alone {
+                    until.min(alone)
+                } else {
+                    until
+                };
                 Some(first.saturating_duration_since(Instant::now()))
             }
             Hold::Stopping { since, .. } if since.elapsed() < STOPS_SOON => Some(soon),
@@ -126,7 +130,11 @@ impl Task {
                 if stood {
                     self.let_run();
                 }
-                self.hold = Hold::Easing { until, lowered, alone: Alone::Not };
+                self.hold = Hold::Easing {
+                    until,
+                    lowered,
+                    alone: Alone::Not,
+                };
             }
             // It stands still, or will in a moment, and stays so when the move lets go of it.
             (_, hold) => {
@@ -142,7 +150,10 @@ impl Task {
             return self.hold(after);
         }
         let stood = match std::mem::take(&mut self.hold) {
-            hold @ Hold::Easing { alone: Alone::Until { .. } | Alone::Over, .. } => return self.hold = hold,
+            hold @ Hold::Easing {
+                alone: Alone::Until { .. } | Alone::Over,
+                ..
+            } => return self.hold = hold,
             // Whom the kernel has to wake for that must not be behind everybody else.
             hold => {
                 let stood = !matches!(hold, Hold::Easing { .. });
@@ -154,12 +165,19 @@ impl Task {
             self.note_stopped();
         }
         let (now, pinned) = (Instant::now(), self.pin_program());
-        let alone = pinned.map_or(Alone::Not, |pinned| Alone::Until { until: now + alone, _pinned: pinned });
+        let alone = pinned.map_or(Alone::Not, |pinned| Alone::Until {
+            until: now + alone,
+            _pinned: pinned,
+        });
         let lowered = Lowered::now(&self.members());
         if stood {
             self.let_run();
         }
-        self.hold = Hold::Easing { until: now + after, lowered, alone };
+        self.hold = Hold::Easing {
+            until: now + after,
+            lowered,
+            alone,
+        };
     }
 
     /// Gives a held task a moment in which it can end by itself.
@@ -190,14 +208,22 @@ impl Task {
             _ => BTreeSet::new(),
         };
         drop(alone);
-        self.hold = Hold::Stopping { told, since: Instant::now(), lowered };
+        self.hold = Hold::Stopping {
+            told,
+            since: Instant::now(),
+            lowered,
+        };
     }
 
     /// Keeps the program from running. Who had been stopped before does not run anyway, and is to be found like that. `None` where that
     /// cannot be done.
     fn pin_program(&self) -> Option<Pinned> {
         let threads = ease::of_programs(&stop::that_ran(self.members(), &self.stopped_before));
-        if threads.is_empty() { None } else { Pinned::threads(threads).ok() }
+        if threads.is_empty() {
+            None
+        } else {
+            Pinned::threads(threads).ok()
+        }
     }
 
     /// Notes which processes stand still already, for their own reasons.
@@ -215,7 +241,10 @@ impl Task {
             self.hold = Hold::Still;
         }
         let mut told = match hold {
-            Hold::Easing { alone: Alone::Until { .. }, .. } => stop::stop_frozen(&self.crowd()),
+            Hold::Easing {
+                alone: Alone::Until { .. },
+                ..
+            } => stop::stop_frozen(&self.crowd()),
             _ => BTreeSet::new(),
         };
         told.extend(hold.restore(self));
@@ -253,7 +282,14 @@ impl Task {
             let hold = std::mem::take(&mut self.hold);
             self.stop_held(hold);
         }
-        let Hold::Stopping { mut told, since, lowered } = std::mem::take(&mut self.hold) else { unreachable!() };
+        let Hold::Stopping {
+            mut told,
+            since,
+            lowered,
+        } = std::mem::take(&mut self.hold)
+        else {
+            unreachable!()
+        };
         let still = match self.frozen() {
             Some(group) => group.is_still(),
             None => stop::all_still(&self.crowd(), &mut told),
@@ -263,7 +299,11 @@ impl Task {
             lowered.restore(&self.members());
             self.hold = Hold::Still;
         } else {
-            self.hold = Hold::Stopping { told, since, lowered };
+            self.hold = Hold::Stopping {
+                told,
+                since,
+                lowered,
+            };
         }
         still
     }
@@ -277,11 +317,18 @@ impl Supervisor {
 
     /// A held task has to let go yet.
     pub(crate) fn ease(&mut self, tid: Tid, alone: Micros, after: Micros) {
-        self.hold_by(tid, |task| task.ease(Duration::from_micros(alone.0), Duration::from_micros(after.0)));
+        self.hold_by(tid, |task| {
+            task.ease(
+                Duration::from_micros(alone.0),
+                Duration::from_micros(after.0),
+            )
+        });
     }
 
     fn hold_by(&mut self, tid: Tid, hold: impl FnOnce(&mut Task)) {
-        let Some(task) = self.tasks.get_mut(&tid) else { return };
+        let Some(task) = self.tasks.get_mut(&tid) else {
+            return;
+        };
         hold(task);
         let is_still = matches!(task.hold, Hold::Still);
         // It changes nothing of its memory any more: what has not gone ahead is not sooner there for that.
@@ -302,11 +349,19 @@ impl Supervisor {
     /// Looks at tasks that are held and do not stand still yet.
     pub(crate) fn look_at_holds(&mut self) {
         let due = |task: &Task| match &task.hold {
-            Hold::Easing { .. } => task.hold.pause(Duration::ZERO).is_some_and(|pause| pause.is_zero()),
+            Hold::Easing { .. } => task
+                .hold
+                .pause(Duration::ZERO)
+                .is_some_and(|pause| pause.is_zero()),
             Hold::Stopping { .. } => true,
             Hold::Free | Hold::Still => false,
         };
-        let due: Vec<Tid> = self.tasks.values().filter(|task| due(task)).map(|task| task.tid).collect();
+        let due: Vec<Tid> = self
+            .tasks
+            .values()
+            .filter(|task| due(task))
+            .map(|task| task.tid)
+            .collect();
         for tid in due {
             if self.tasks.get_mut(&tid).is_some_and(Task::look_at_hold) {
                 self.drain_output(tid);

@@ -37,12 +37,23 @@ struct Heap {
 impl Heap {
     /// Nothing if the system does not say what there is.
     fn of_this_process() -> Heap {
-        let mut heap = Heap { ranges: [(0, 0); RANGES_MAX], count: 0 };
-        let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else { return heap };
+        let mut heap = Heap {
+            ranges: [(0, 0); RANGES_MAX],
+            count: 0,
+        };
+        let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else {
+            return heap;
+        };
         // The stack, and where the C library keeps what belongs to this thread.
         // SAFETY: the call takes nothing and tells an address.
-        let needed = [(&raw const heap).addr(), unsafe { libc::__errno_location() }.addr()];
-        for range in heap_in(&maps).filter(|range| !needed.iter().any(|place| range.contains(place))).take(RANGES_MAX) {
+        let needed = [
+            (&raw const heap).addr(),
+            unsafe { libc::__errno_location() }.addr(),
+        ];
+        for range in heap_in(&maps)
+            .filter(|range| !needed.iter().any(|place| range.contains(place)))
+            .take(RANGES_MAX)
+        {
             heap.ranges[heap.count] = (range.start, range.len());
             heap.count += 1;
         }
@@ -62,7 +73,8 @@ fn heap_in(maps: &str) -> impl Iterator<Item = Range<usize>> {
         if inode != "0" {
             end_of_file = Some(range.end);
         }
-        let nameless = name.is_none_or(|name| name.starts_with("[anon:")) && end_of_file != Some(range.start);
+        let nameless =
+            name.is_none_or(|name| name.starts_with("[anon:")) && end_of_file != Some(range.start);
         (rights == "rw-p" && inode == "0" && (nameless || name == Some("[heap]"))).then_some(range)
     })
 }
@@ -98,7 +110,9 @@ unsafe fn life(control: RawFd, heap: &Heap) -> ! {
             }
         }
         // With SIGCHLD ignored this returns only when no child is left.
-        while libc::waitpid(-1, std::ptr::null_mut(), libc::__WALL) != -1 || *libc::__errno_location() == libc::EINTR {}
+        while libc::waitpid(-1, std::ptr::null_mut(), libc::__WALL) != -1
+            || *libc::__errno_location() == libc::EINTR
+        {}
         libc::_exit(0)
     }
 }
@@ -123,19 +137,33 @@ mod tests {
             d000-e000 rw-p 00000000 00:00 0   [anon: glibc: malloc arena]\n\
             e000-f000 rw-p 00000000 00:00 0   [stack]\n\
             nonsense\n";
-        assert_eq!(heap_in(maps).collect::<Vec<_>>(), [0x5000..0x7000, 0x8000..0x9000, 0xd000..0xe000]);
+        assert_eq!(
+            heap_in(maps).collect::<Vec<_>>(),
+            [0x5000..0x7000, 0x8000..0x9000, 0xd000..0xe000]
+        );
     }
 
     /// KiB of memory without a file that a process has, once it is an init.
     fn own_memory(pid: i32) -> u64 {
         let begin = Instant::now();
-        while std::fs::read_to_string(format!("/proc/{pid}/comm")).expect("it lives") != "pvm-init\n" {
-            assert!(begin.elapsed() < Duration::from_secs(30), "it does not become an init");
+        while std::fs::read_to_string(format!("/proc/{pid}/comm")).expect("it lives")
+            != "pvm-init\n"
+        {
+            assert!(
+                begin.elapsed() < Duration::from_secs(30),
+                "it does not become an init"
+            );
             std::thread::sleep(Duration::from_millis(1));
         }
         let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).expect("it lives");
-        let line = text.lines().find_map(|line| line.strip_prefix("Anonymous:")).expect("the kernel tells it");
-        line.trim().trim_end_matches(" kB").parse().expect("a number")
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix("Anonymous:"))
+            .expect("the kernel tells it");
+        line.trim()
+            .trim_end_matches(" kB")
+            .parse()
+            .expect("a number")
     }
 
     #[test]
@@ -146,7 +174,9 @@ mod tests {
             let (theirs, mut ours) = std::io::pipe().expect("a pipe");
             let init = match start(theirs.as_fd(), None) {
                 Ok(init) => init,
-                Err(error) if error.raw_os_error() == Some(libc::EPERM) => return eprintln!("skipped: {error}"),
+                Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
+                    return eprintln!("skipped: {error}");
+                }
                 Err(error) => panic!("{error}"),
             };
             let kib = own_memory(init.pid);

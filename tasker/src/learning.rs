@@ -38,7 +38,9 @@ fn learn_of_all(told: &Receiver<i32>, hashes: &HashCache) {
     sys::set_nice(nix::unistd::gettid().as_raw(), NICE);
     while let Ok(first) = told.recv() {
         std::thread::sleep(BEGUN_AFTER);
-        std::iter::once(first).chain(told.try_iter()).for_each(|pid| learn(pid, hashes));
+        std::iter::once(first)
+            .chain(told.try_iter())
+            .for_each(|pid| learn(pid, hashes));
     }
 }
 
@@ -56,7 +58,11 @@ mod tests {
         let program = std::env::current_exe().expect("it has one");
         let until = Instant::now() + Duration::from_secs(60);
         while !hashes.knows(&program) {
-            assert!(Instant::now() < until, "nobody has read {}", program.display());
+            assert!(
+                Instant::now() < until,
+                "nobody has read {}",
+                program.display()
+            );
             std::thread::yield_now();
         }
     }

@@ -89,11 +89,14 @@ fn run() -> anyhow::Result<()> {
         }
         _ => {}
     }
-    let fd: i32 = fd.parse().with_context(|| format!("{fd:?} is not the number of a descriptor"))?;
+    let fd: i32 = fd
+        .parse()
+        .with_context(|| format!("{fd:?} is not the number of a descriptor"))?;
     open_standard_descriptors()?;
     // In a second one up to two mebibytes stayed when its workers had read images and files.
     heap::keep_in_places(1);
-    let socket = sys::inherited(fd).with_context(|| format!("there is no descriptor {fd} to talk to the daemon on"))?;
+    let socket = sys::inherited(fd)
+        .with_context(|| format!("there is no descriptor {fd} to talk to the daemon on"))?;
     quiet_signals()?;
     rights::keep_only(rights::set(&NEEDED)).context("cannot give up rights")?;
     let _notes = checkpoint::criu::KernelNotes::look();
@@ -106,7 +109,11 @@ fn run() -> anyhow::Result<()> {
 /// Makes sure that no descriptor made later gets a number that standard input, output or error should have.
 fn open_standard_descriptors() -> anyhow::Result<()> {
     loop {
-        let null = File::options().read(true).write(true).open("/dev/null").context("cannot open /dev/null")?;
+        let null = File::options()
+            .read(true)
+            .write(true)
+            .open("/dev/null")
+            .context("cannot open /dev/null")?;
         if std::os::fd::AsRawFd::as_raw_fd(&null) > 2 {
             return Ok(());
         }
@@ -117,7 +124,13 @@ fn open_standard_descriptors() -> anyhow::Result<()> {
 
 /// The daemon decides when we end; keys pressed at a terminal do not.
 fn quiet_signals() -> anyhow::Result<()> {
-    for name in [Signal::SIGHUP, Signal::SIGINT, Signal::SIGQUIT, Signal::SIGPIPE, Signal::SIGTSTP] {
+    for name in [
+        Signal::SIGHUP,
+        Signal::SIGINT,
+        Signal::SIGQUIT,
+        Signal::SIGPIPE,
+        Signal::SIGTSTP,
+    ] {
         sys::set_handler(name, SigHandler::SigIgn)?;
     }
     // Ignored by whoever started us, children would be reaped behind our back.

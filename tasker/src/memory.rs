@@ -103,7 +103,13 @@ impl Following {
             None => Setting::Large,
         };
         let (going, coming) = (BTreeMap::new(), BTreeMap::new());
-        Following { setting, possible: Err("the engine has not been tried".into()), failed: None, going, coming }
+        Following {
+            setting,
+            possible: Err("the engine has not been tried".into()),
+            failed: None,
+            going,
+            coming,
+        }
     }
 
     /// Whether memory can follow tasks from here and to here.
@@ -114,7 +120,8 @@ impl Following {
 
     /// Whether the memory of this task should.
     pub(crate) fn should(&self, facts: &TaskFacts) -> bool {
-        self.can() && (self.setting == Setting::Always || facts.resident_bytes >= FOLLOWS_FROM_BYTES)
+        self.can()
+            && (self.setting == Setting::Always || facts.resident_bytes >= FOLLOWS_FROM_BYTES)
     }
 
     /// True while memory for this move is on its way, or all of it is here and the task does not run yet.
@@ -125,7 +132,10 @@ impl Following {
     /// It may be this host or this engine that cannot: for a while tasks take their memory along.
     pub(crate) fn has_failed(&mut self, why: Option<&Failure>) {
         if let Some(why @ (Failure::Engine(_) | Failure::Io(_) | Failure::Deadline { .. })) = why {
-            eprintln!("tasks take their memory along for {} minutes: {why}", FAILED_PAUSE.as_secs() / 60);
+            eprintln!(
+                "tasks take their memory along for {} minutes: {why}",
+                FAILED_PAUSE.as_secs() / 60
+            );
             self.failed = Some(Instant::now());
         }
     }
@@ -157,7 +167,10 @@ pub(crate) fn shut(way: &OwnedFd) {
 
 fn limits() -> Result<Limits, Failure> {
     let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
-    Ok(Limits { allowed: TRANSFER_ALLOWED, cancel })
+    Ok(Limits {
+        allowed: TRANSFER_ALLOWED,
+        cancel,
+    })
 }
 
 impl Supervisor {
@@ -172,11 +185,19 @@ impl Supervisor {
     ) -> Result<(), Failure> {
         let (limits, memory) = (limits()?, serving.memory());
         let cancel = limits.cancel.clone();
-        let work = move || Outcome::Served { migration, tid, result: serving.finish(&limits) };
+        let work = move || Outcome::Served {
+            migration,
+            tid,
+            result: serving.finish(&limits),
+        };
         let worker = self.moves.workers.start(&cancel, None, work)?;
         self.moves.following.going.insert(migration, memory);
         if let Some(task) = self.tasks.get_mut(&tid) {
-            task.phase = Phase::Serving { migration, worker, called_off: false };
+            task.phase = Phase::Serving {
+                migration,
+                worker,
+                called_off: false,
+            };
         }
         Ok(())
     }
@@ -190,10 +211,24 @@ impl Supervisor {
     }
 
     /// Nothing is handed out any more.
-    pub(crate) fn served(&mut self, migration: MigrationId, tid: Tid, result: &Result<(), Failure>) {
+    pub(crate) fn served(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        result: &Result<(), Failure>,
+    ) {
         self.moves.following.going.remove(&migration);
-        let Some(task) = self.tasks.get_mut(&tid) else { return };
-        let Phase::Serving { migration: of, called_off, .. } = task.phase else { return };
+        let Some(task) = self.tasks.get_mut(&tid) else {
+            return;
+        };
+        let Phase::Serving {
+            migration: of,
+            called_off,
+            ..
+        } = task.phase
+        else {
+            return;
+        };
         if of != migration {
             return;
         }
@@ -209,12 +244,19 @@ impl Supervisor {
     // ---- target
 
     /// Begins to fetch the memory of a task that is about to be restored.
-    pub(crate) fn fetch(&mut self, migration: MigrationId, dir: &Path, way: &Path) -> Result<(), Failure> {
+    pub(crate) fn fetch(
+        &mut self,
+        migration: MigrationId,
+        dir: &Path,
+        way: &Path,
+    ) -> Result<(), Failure> {
         let came = self.moves.pre_copies.take_store(migration)?;
         let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
         let (stream, store) = match came {
             Some((stream, store)) => {
-                let stream = stream.try_clone().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
+                let stream = stream
+                    .try_clone()
+                    .map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
                 (stream, store)
             }
             None => (connect(way)?, Store::empty()),
@@ -222,20 +264,36 @@ impl Supervisor {
         let arriving = engine.start_arrival(dir, stream, store)?;
         let (limits, pid, whole) = (limits()?, arriving.engine_pid(), arriving.whole());
         let cancel = limits.cancel.clone();
-        let work = move || Outcome::Arrived { migration, result: arriving.finish(&limits) };
+        let work = move || Outcome::Arrived {
+            migration,
+            result: arriving.finish(&limits),
+        };
         let worker = self.moves.workers.start(&cancel, Some(pid), work)?;
-        let coming = Coming { worker, whole, runs: None, complete: false, lost: None, over: false, needs: Vec::new() };
+        let coming = Coming {
+            worker,
+            whole,
+            runs: None,
+            complete: false,
+            lost: None,
+            over: false,
+            needs: Vec::new(),
+        };
         self.moves.following.coming.insert(migration, coming);
         Ok(())
     }
 
     /// The task of this move runs.
     pub(crate) fn memory_follows_to(&mut self, migration: MigrationId, tid: Tid) {
-        let Some(coming) = self.moves.following.coming.get_mut(&migration) else { return };
+        let Some(coming) = self.moves.following.coming.get_mut(&migration) else {
+            return;
+        };
         coming.runs = Some(tid);
         if coming.complete {
             self.moves.following.coming.remove(&migration);
-            self.say(&FromTasker::Arrived { migration, result: Ok(()) });
+            self.say(&FromTasker::Arrived {
+                migration,
+                result: Ok(()),
+            });
         }
     }
 
@@ -250,7 +308,13 @@ impl Supervisor {
     /// The task has ended: what has not come yet is of no use to it. Whom it has left behind would need it, and ends with it.
     pub(crate) fn memory_unneeded(&mut self, task: &Task) {
         let tid = task.tid;
-        for coming in self.moves.following.coming.values_mut().filter(|coming| coming.runs == Some(tid)) {
+        for coming in self
+            .moves
+            .following
+            .coming
+            .values_mut()
+            .filter(|coming| coming.runs == Some(tid))
+        {
             // One that was killed for want of it has not ended by itself.
             coming.over = coming.lost.is_none();
             task.kill_all();
@@ -262,10 +326,15 @@ impl Supervisor {
     /// The daemon says that no more will come. If some of it is missing, nothing may run that needs it, first of all.
     pub(crate) fn memory_lost(&mut self, migration: MigrationId, why: String) {
         if self.moves.pre_copies.lose_coming(migration) {
-            self.say(&FromTasker::PreCopyLost { migration, why: Failure::Images(why.clone()) });
+            self.say(&FromTasker::PreCopyLost {
+                migration,
+                why: Failure::Images(why.clone()),
+            });
         }
         let coming = self.moves.following.coming.get_mut(&migration);
-        let Some(coming) = coming.filter(|coming| !coming.whole.without_more()) else { return };
+        let Some(coming) = coming.filter(|coming| !coming.whole.without_more()) else {
+            return;
+        };
         coming.lost = Some(Failure::Images(why));
         let (runs, worker) = (coming.runs, coming.worker);
         if let Some(task) = runs.and_then(|tid| self.tasks.get(&tid)) {
@@ -276,8 +345,14 @@ impl Supervisor {
     }
 
     /// All memory is here, or no more of it will come.
-    pub(crate) fn arrived(&mut self, migration: MigrationId, result: Result<(), (Failure, Missing)>) {
-        let Some(mut coming) = self.moves.following.coming.remove(&migration) else { return };
+    pub(crate) fn arrived(
+        &mut self,
+        migration: MigrationId,
+        result: Result<(), (Failure, Missing)>,
+    ) {
+        let Some(mut coming) = self.moves.following.coming.remove(&migration) else {
+            return;
+        };
         let (result, missing) = match result {
             Ok(()) => (Ok(()), None),
             Err((why, missing)) => (Err(why), Some(missing)),

@@ -87,9 +87,16 @@ impl Moves {
     /// When there is no descriptor left.
     pub(crate) fn new(namespaces: bool) -> io::Result<Moves> {
         let locate = || checkpoint::criu::Criu::locate(|name| std::env::var_os(name));
-        let located = if namespaces { locate() } else { Err(NO_NAMESPACES.into()) };
+        let located = if namespaces {
+            locate()
+        } else {
+            Err(NO_NAMESPACES.into())
+        };
         let (engine, state) = match located.and_then(|criu| Ok((criu.probe()?, criu))) {
-            Ok((version, criu)) => (Some(Arc::new(criu) as Arc<dyn Engine>), EngineState::Trying(version)),
+            Ok((version, criu)) => (
+                Some(Arc::new(criu) as Arc<dyn Engine>),
+                EngineState::Trying(version),
+            ),
             Err(why) => (None, EngineState::Broken(why)),
         };
         let hashes = Arc::new(HashCache::default());
@@ -124,10 +131,12 @@ impl Moves {
 
     /// The held copies, each with a descriptor that becomes readable when it is lost.
     pub(crate) fn held(&self) -> impl Iterator<Item = (MigrationId, BorrowedFd<'_>)> {
-        self.targets.iter().filter_map(|(migration, target)| match &target.stage {
-            Stage::Held { process, .. } => Some((*migration, process.pidfd.as_fd())),
-            _ => None,
-        })
+        self.targets
+            .iter()
+            .filter_map(|(migration, target)| match &target.stage {
+                Stage::Held { process, .. } => Some((*migration, process.pidfd.as_fd())),
+                _ => None,
+            })
     }
 
     /// True for processes that only their own waiter may reap.
@@ -141,7 +150,9 @@ impl Moves {
 
     /// How far a move to this host is, until its task runs.
     pub(crate) fn stage_of(&mut self, migration: MigrationId) -> Option<&mut Stage> {
-        self.targets.get_mut(&migration).map(|target| &mut target.stage)
+        self.targets
+            .get_mut(&migration)
+            .map(|target| &mut target.stage)
     }
 
     /// True when no thread runs.
@@ -172,21 +183,51 @@ impl Supervisor {
         match order {
             ToTasker::Inspect { migration, tid } => self.look(For::Move { migration, tid }, tid),
             ToTasker::Look { question, tid } => self.look(For::Question(question), tid),
-            ToTasker::Prepare { migration, tid, facts } => self.judge(For::Move { migration, tid }, facts),
+            ToTasker::Prepare {
+                migration,
+                tid,
+                facts,
+            } => self.judge(For::Move { migration, tid }, facts),
             ToTasker::Judge { question, facts } => self.judge(For::Question(question), facts),
-            ToTasker::PreCopy { migration, tid, memory_way } => self.pre_copy(migration, tid, &memory_way),
+            ToTasker::PreCopy {
+                migration,
+                tid,
+                memory_way,
+            } => self.pre_copy(migration, tid, &memory_way),
             ToTasker::EndPreCopy { migration } => self.moves.pre_copies.end_going(migration),
-            ToTasker::TakePreCopy { migration, memory_way } => self.take_pre_copy(migration, &memory_way),
-            ToTasker::Stop { migration, tid, redirection } => self.stop(migration, tid, redirection),
-            ToTasker::Dump { migration, tid, dir, memory_way } => self.dump(migration, tid, dir, memory_way.as_deref()),
+            ToTasker::TakePreCopy {
+                migration,
+                memory_way,
+            } => self.take_pre_copy(migration, &memory_way),
+            ToTasker::Stop {
+                migration,
+                tid,
+                redirection,
+            } => self.stop(migration, tid, redirection),
+            ToTasker::Dump {
+                migration,
+                tid,
+                dir,
+                memory_way,
+            } => self.dump(migration, tid, dir, memory_way.as_deref()),
             ToTasker::Continue { migration, tid } => self.continue_task(migration, tid),
             ToTasker::KillMoved { migration, tid } => self.kill_moved(migration, tid),
-            ToTasker::Restore { migration, tid, dir, again, memory_way } => {
+            ToTasker::Restore {
+                migration,
+                tid,
+                dir,
+                again,
+                memory_way,
+            } => {
                 self.restore(migration, tid, &dir, again, memory_way.as_deref());
             }
             ToTasker::MemoryLost { migration, why } => self.memory_lost(migration, why),
             ToTasker::Build { migration, start } => self.build_anew(migration, &start),
-            ToTasker::Run { migration, used, held } => self.run_held(migration, used, held),
+            ToTasker::Run {
+                migration,
+                used,
+                held,
+            } => self.run_held(migration, used, held),
             ToTasker::Discard { migration } => self.discard(migration),
             ToTasker::Start(_)
             | ToTasker::Signal { .. }
@@ -211,8 +252,16 @@ impl Supervisor {
     pub(crate) fn hear_workers(&mut self) {
         for outcome in self.moves.workers.finished() {
             match outcome {
-                Outcome::Dumped { migration, tid, result } => self.dumped(migration, tid, result),
-                Outcome::Rested { migration, tid, failure } => self.rested(migration, tid, failure),
+                Outcome::Dumped {
+                    migration,
+                    tid,
+                    result,
+                } => self.dumped(migration, tid, result),
+                Outcome::Rested {
+                    migration,
+                    tid,
+                    failure,
+                } => self.rested(migration, tid, failure),
                 Outcome::Placed { migration, result } => self.placed(migration, result),
                 Outcome::Restored { migration, result } => self.restored(migration, result),
                 Outcome::BroughtIn { migration, done } => self.brought_in(migration, done),
@@ -220,7 +269,11 @@ impl Supervisor {
                 Outcome::Judged { by, verdict } => self.judged(by, verdict),
                 Outcome::PreCopied { migration, result } => self.pre_copied(migration, result),
                 Outcome::PreCopyCame { migration, result } => self.pre_copy_came(migration, result),
-                Outcome::Served { migration, tid, result } => self.served(migration, tid, &result),
+                Outcome::Served {
+                    migration,
+                    tid,
+                    result,
+                } => self.served(migration, tid, &result),
                 Outcome::Arrived { migration, result } => self.arrived(migration, result),
                 Outcome::Outlived => {}
                 Outcome::TrialChecked(result) => self.trial_checked(result),
@@ -233,20 +286,29 @@ impl Supervisor {
     fn stop(&mut self, migration: MigrationId, tid: Tid, redirection: Option<Redirection>) {
         let result = match self.tasks.get_mut(&tid) {
             None => Err(Failure::TaskEnded),
-            Some(Task { namespace: None, .. }) => Err(Failure::Engine(NO_NAMESPACES.into())),
-            Some(task) if !matches!(task.phase, Phase::Running) => {
-                Err(Failure::CalledOff("another move of the task is under way on this host".into()))
-            }
+            Some(Task {
+                namespace: None, ..
+            }) => Err(Failure::Engine(NO_NAMESPACES.into())),
+            Some(task) if !matches!(task.phase, Phase::Running) => Err(Failure::CalledOff(
+                "another move of the task is under way on this host".into(),
+            )),
             Some(task) => {
                 let told = task.hold_for_move();
                 task.redirection = redirection;
-                task.phase = Phase::Stopping { migration, until: Instant::now() + STOP_ALLOWED, told };
+                task.phase = Phase::Stopping {
+                    migration,
+                    until: Instant::now() + STOP_ALLOWED,
+                    told,
+                };
                 Ok(())
             }
         };
         match result {
             Ok(()) => self.look_at_stopping(),
-            Err(why) => self.say(&FromTasker::Stopped { migration, result: Err(why) }),
+            Err(why) => self.say(&FromTasker::Stopped {
+                migration,
+                result: Err(why),
+            }),
         }
     }
 
@@ -255,7 +317,14 @@ impl Supervisor {
         let now = Instant::now();
         let mut done = Vec::new();
         for (tid, task) in &mut self.tasks {
-            let (Phase::Stopping { migration, until, told }, Some(namespace)) = (&mut task.phase, &task.namespace)
+            let (
+                Phase::Stopping {
+                    migration,
+                    until,
+                    told,
+                },
+                Some(namespace),
+            ) = (&mut task.phase, &task.namespace)
             else {
                 continue;
             };
@@ -269,7 +338,13 @@ impl Supervisor {
             } else if now >= *until {
                 // It stays in this phase: the daemon continues it like any move that failed.
                 task.phase = Phase::Stopped { migration };
-                done.push((*tid, migration, Err(Failure::Deadline { allowed: micros(STOP_ALLOWED) })));
+                done.push((
+                    *tid,
+                    migration,
+                    Err(Failure::Deadline {
+                        allowed: micros(STOP_ALLOWED),
+                    }),
+                ));
             }
         }
         for (tid, migration, result) in done {
@@ -292,36 +367,66 @@ impl Supervisor {
         match started {
             Ok((worker, attempt)) => self.is_dumping(migration, tid, worker, attempt),
             Err(why) => {
-                self.moves.following.has_failed(Some(&why).filter(|_| memory_way.is_some()));
-                self.say(&FromTasker::Dumped { migration, result: Err(why) });
+                self.moves
+                    .following
+                    .has_failed(Some(&why).filter(|_| memory_way.is_some()));
+                self.say(&FromTasker::Dumped {
+                    migration,
+                    result: Err(why),
+                });
             }
         }
     }
 
     fn is_dumping(&mut self, migration: MigrationId, tid: Tid, worker: u64, attempt: Attempt) {
         if let Some(task) = self.tasks.get_mut(&tid) {
-            task.phase = Phase::Dumping { migration, worker, attempt, called_off: false };
+            task.phase = Phase::Dumping {
+                migration,
+                worker,
+                attempt,
+                called_off: false,
+            };
         }
     }
 
-    fn start_dump(&mut self, migration: MigrationId, tid: Tid, attempt: &Attempt) -> Result<u64, Failure> {
+    fn start_dump(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        attempt: &Attempt,
+    ) -> Result<u64, Failure> {
         let task = self.tasks.get(&tid).ok_or(Failure::TaskEnded)?;
-        let (Phase::Stopped { migration: stopped_for }, Some(namespace)) = (&task.phase, &task.namespace) else {
+        let (
+            Phase::Stopped {
+                migration: stopped_for,
+            },
+            Some(namespace),
+        ) = (&task.phase, &task.namespace)
+        else {
             return Err(Failure::Engine(format!("{tid} is not stopped for a move")));
         };
         if *stopped_for != migration {
-            return Err(Failure::Engine(format!("{tid} is stopped for another move, {stopped_for}")));
+            return Err(Failure::Engine(format!(
+                "{tid} is stopped for another move, {stopped_for}"
+            )));
         }
         let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
         let processes = namespace.pids();
         let memory = resident_bytes(&processes);
-        let (carried, root) = ((task.output.inode(), task.stopped_before.clone()), task.process.pid);
+        let (carried, root) = (
+            (task.output.inode(), task.stopped_before.clone()),
+            task.process.pid,
+        );
         let mut limits = limits_for(memory)?;
         if attempt.is_first {
             limits.allowed -= ENGINE_ALLOWED_BASE - FIRST_DUMP_BASE;
         }
         let dir = attempt.dir.clone();
-        let asked_on = attempt.asked_on.as_ref().map(|stream| stream.try_clone()).transpose();
+        let asked_on = attempt
+            .asked_on
+            .as_ref()
+            .map(|stream| stream.try_clone())
+            .transpose();
         let job = DumpJob {
             pid: task.process.pid,
             processes: processes.clone(),
@@ -347,12 +452,21 @@ impl Supervisor {
             if result.is_err() {
                 stop::settle(&processes);
             }
-            Outcome::Dumped { migration, tid, result }
+            Outcome::Dumped {
+                migration,
+                tid,
+                result,
+            }
         })
     }
 
     pub(crate) fn broken(&self) -> Failure {
-        Failure::Engine(self.moves.engine_state().err().unwrap_or_else(|| "there is no dump engine".into()))
+        Failure::Engine(
+            self.moves
+                .engine_state()
+                .err()
+                .unwrap_or_else(|| "there is no dump engine".into()),
+        )
     }
 
     fn dumped(
@@ -362,7 +476,10 @@ impl Supervisor {
         result: Result<(DumpReport, Option<Box<dyn Serving>>), Failure>,
     ) {
         let Some(task) = self.tasks.get_mut(&tid) else {
-            return self.say(&FromTasker::Dumped { migration, result: Err(Failure::TaskEnded) });
+            return self.say(&FromTasker::Dumped {
+                migration,
+                result: Err(Failure::TaskEnded),
+            });
         };
         let mut go_on = false;
         if matches!(task.phase, Phase::Dumping { migration: of, .. } if of == migration) {
@@ -371,7 +488,12 @@ impl Supervisor {
                 // An engine that died may have left it in any state; it is to be as it was.
                 stop::all_still(&Crowd::Namespace(namespace), &mut BTreeSet::new());
             }
-            if let Phase::Dumping { attempt, called_off, .. } = phase {
+            if let Phase::Dumping {
+                attempt,
+                called_off,
+                ..
+            } = phase
+            {
                 go_on = called_off;
                 let memory_follows = attempt.asked_on.is_some() && !called_off;
                 let root = task.process.pid;
@@ -385,7 +507,9 @@ impl Supervisor {
             }
         }
         let result = result.and_then(|(report, serving)| {
-            serving.map_or(Ok(()), |serving| self.hand_out(migration, tid, serving)).map(|()| report)
+            serving
+                .map_or(Ok(()), |serving| self.hand_out(migration, tid, serving))
+                .map(|()| report)
         });
         self.say(&FromTasker::Dumped { migration, result });
         if go_on {
@@ -402,22 +526,32 @@ impl Supervisor {
         failure: &Failure,
         mut attempt: Attempt,
     ) -> bool {
-        let Some(engine) = &self.moves.engine else { return false };
+        let Some(engine) = &self.moves.engine else {
+            return false;
+        };
         if attempt.is_first && matches!(failure, Failure::Deadline { .. }) {
             return self.dump_anew(migration, tid, attempt);
         }
         if !engine.may_try_again(root, failure) {
             return false;
         }
-        let Some(pause) = attempt.again.pause(micros(attempt.begun.elapsed()), roll()) else { return false };
+        let Some(pause) = attempt.again.pause(micros(attempt.begun.elapsed()), roll()) else {
+            return false;
+        };
         let (failure, cancel) = (failure.clone(), Cancel::new());
-        let resting = cancel.map_err(|e| Failure::Io(e.to_string())).and_then(|cancel| {
-            let called_off = cancel.clone();
-            self.moves.workers.start(&cancel, None, move || {
-                rest(&called_off, Duration::from_micros(pause.0));
-                Outcome::Rested { migration, tid, failure }
-            })
-        });
+        let resting = cancel
+            .map_err(|e| Failure::Io(e.to_string()))
+            .and_then(|cancel| {
+                let called_off = cancel.clone();
+                self.moves.workers.start(&cancel, None, move || {
+                    rest(&called_off, Duration::from_micros(pause.0));
+                    Outcome::Rested {
+                        migration,
+                        tid,
+                        failure,
+                    }
+                })
+            });
         let Ok(worker) = resting else { return false };
         self.is_dumping(migration, tid, worker, attempt);
         true
@@ -426,7 +560,12 @@ impl Supervisor {
     /// The pause before another attempt is over, or was called off.
     fn rested(&mut self, migration: MigrationId, tid: Tid, failure: Failure) {
         if let Some(task) = self.tasks.get_mut(&tid)
-            && let Phase::Dumping { migration: of, attempt, called_off: false, .. } = &task.phase
+            && let Phase::Dumping {
+                migration: of,
+                attempt,
+                called_off: false,
+                ..
+            } = &task.phase
             && *of == migration
         {
             let attempt = attempt.clone();
@@ -441,7 +580,10 @@ impl Supervisor {
     /// Begins a dump once more, in an empty directory.
     fn dump_anew(&mut self, migration: MigrationId, tid: Tid, attempt: Attempt) -> bool {
         let emptied = std::fs::remove_dir_all(&attempt.dir).map_err(|e| Failure::Io(e.to_string()));
-        let attempt = Attempt { is_first: false, ..attempt };
+        let attempt = Attempt {
+            is_first: false,
+            ..attempt
+        };
         let begun = emptied
             .and_then(|()| private_directory(&attempt.dir))
             .and_then(|()| self.start_dump(migration, tid, &attempt));
@@ -453,18 +595,24 @@ impl Supervisor {
     pub(crate) fn continue_task(&mut self, migration: MigrationId, tid: Tid) {
         if let Some(task) = self.tasks.get_mut(&tid) {
             match &mut task.phase {
-                Phase::Dumping { worker, called_off, .. } => {
+                Phase::Dumping {
+                    worker, called_off, ..
+                } => {
                     // The answer comes when the engine is dead.
                     *called_off = true;
                     let worker = *worker;
                     return self.moves.workers.cancel(worker);
                 }
-                Phase::Serving { worker, called_off, .. } => {
+                Phase::Serving {
+                    worker, called_off, ..
+                } => {
                     *called_off = true;
                     let worker = *worker;
                     return self.withhold(migration, worker);
                 }
-                Phase::Stopping { migration: of, .. } | Phase::Stopped { migration: of } if *of == migration => {
+                Phase::Stopping { migration: of, .. } | Phase::Stopped { migration: of }
+                    if *of == migration =>
+                {
                     task.go_on();
                 }
                 _ => {}
@@ -486,7 +634,10 @@ impl Supervisor {
                 self.leave_to_die(migration, tid, used);
             }
             // It has ended by itself, and was reported then.
-            None => self.say(&FromTasker::SourceGone { migration, used: Usage::default() }),
+            None => self.say(&FromTasker::SourceGone {
+                migration,
+                used: Usage::default(),
+            }),
         }
     }
 
@@ -494,7 +645,9 @@ impl Supervisor {
     /// its memory back, which takes the longer the more there is.
     fn leave_to_die(&mut self, migration: MigrationId, tid: Tid, used: Usage) {
         self.drain_output(tid);
-        let Some(task) = self.tasks.remove(&tid) else { return };
+        let Some(task) = self.tasks.remove(&tid) else {
+            return;
+        };
         self.say(&FromTasker::SourceGone { migration, used });
         if let Some(namespace) = task.namespace {
             self.when_ended(namespace, Vec::new());
@@ -506,35 +659,66 @@ impl Supervisor {
         self.moves.pre_copies.ended(task.tid);
         match task.phase {
             Phase::Stopping { migration, .. } => {
-                self.say(&FromTasker::Stopped { migration, result: Err(Failure::TaskEnded) });
+                self.say(&FromTasker::Stopped {
+                    migration,
+                    result: Err(Failure::TaskEnded),
+                });
             }
             Phase::Dumping { worker, .. } => self.moves.workers.cancel(worker),
-            Phase::Serving { migration, worker, .. } => self.withhold(migration, worker),
+            Phase::Serving {
+                migration, worker, ..
+            } => self.withhold(migration, worker),
             Phase::Running | Phase::Stopped { .. } => {}
         }
     }
 }
 
 /// Writes into a stopped task what it is to find when it goes on elsewhere.
-pub(crate) fn redirect(namespace: &Namespace, redirection: Option<Redirection>) -> Result<(), Failure> {
-    let Some(Redirection { place: RedirectAt { pid: inner, at }, bytes }) = redirection else { return Ok(()) };
-    let Some(pid) = namespace.pids().into_iter().find(|pid| stop::inner_pid(*pid) == Some(inner)) else {
-        return Err(Failure::Engine(format!("its process {inner}, whose library has let go, is not there")));
+pub(crate) fn redirect(
+    namespace: &Namespace,
+    redirection: Option<Redirection>,
+) -> Result<(), Failure> {
+    let Some(Redirection {
+        place: RedirectAt { pid: inner, at },
+        bytes,
+    }) = redirection
+    else {
+        return Ok(());
     };
-    let failed = |e| Failure::Engine(format!("its library cannot be told where it goes on: process {pid}: {e}"));
+    let Some(pid) = namespace
+        .pids()
+        .into_iter()
+        .find(|pid| stop::inner_pid(*pid) == Some(inner))
+    else {
+        return Err(Failure::Engine(format!(
+            "its process {inner}, whose library has let go, is not there"
+        )));
+    };
+    let failed = |e| {
+        Failure::Engine(format!(
+            "its library cannot be told where it goes on: process {pid}: {e}"
+        ))
+    };
     sys::write_memory(pid, at, &bytes).map_err(failed)
 }
 
 /// The time for a dump or restore of this many bytes, and a fresh handle to call it off.
 pub(crate) fn limits_for(bytes: u64) -> Result<Limits, Failure> {
     let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
-    Ok(Limits { allowed: ENGINE_ALLOWED_BASE + Duration::from_secs(bytes / ENGINE_BYTES_PER_SECOND), cancel })
+    Ok(Limits {
+        allowed: ENGINE_ALLOWED_BASE + Duration::from_secs(bytes / ENGINE_BYTES_PER_SECOND),
+        cancel,
+    })
 }
 
 /// Makes the directory for images, or accepts an empty one; only its owner may look into it.
 pub(crate) fn private_directory(dir: &Path) -> Result<(), Failure> {
-    let bad =
-        |e: &dyn std::fmt::Display| Failure::Io(format!("cannot make the image directory {}: {e}", dir.display()));
+    let bad = |e: &dyn std::fmt::Display| {
+        Failure::Io(format!(
+            "cannot make the image directory {}: {e}",
+            dir.display()
+        ))
+    };
     match std::fs::DirBuilder::new().mode(0o700).create(dir) {
         Ok(()) => Ok(()),
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
@@ -551,5 +735,7 @@ pub(crate) fn private_directory(dir: &Path) -> Result<(), Failure> {
 
 /// Memory of these processes together, resident or swapped out.
 pub(crate) fn resident_bytes(pids: &[i32]) -> u64 {
-    pids.iter().filter_map(|pid| checkpoint::facts::resident_bytes(*pid)).sum()
+    pids.iter()
+        .filter_map(|pid| checkpoint::facts::resident_bytes(*pid))
+        .sum()
 }

@@ -72,7 +72,9 @@ impl Namespace {
 
     /// True if the tasker may make namespaces: it makes one and ends it.
     pub(crate) fn possible() -> bool {
-        let Ok(namespace) = Namespace::new(None) else { return false };
+        let Ok(namespace) = Namespace::new(None) else {
+            return false;
+        };
         namespace.kill();
         sys::reap_wait(namespace.init.pid).is_ok()
     }
@@ -108,7 +110,8 @@ impl Namespace {
         setns(self.open()?, CloneFlags::CLONE_NEWPID)?;
         let made = make();
         // A process can always name its own namespace again as that of its children.
-        setns(own, CloneFlags::CLONE_NEWPID).expect("the way back into one's own namespace is open");
+        setns(own, CloneFlags::CLONE_NEWPID)
+            .expect("the way back into one's own namespace is open");
         Ok(made)
     }
 
@@ -116,7 +119,11 @@ impl Namespace {
     ///
     /// # Errors
     /// As [`sys::start_program`].
-    pub(crate) fn start(&self, plan: &ExecPlan<'_>, guard: &StartGuard) -> Result<Child, NotStarted> {
+    pub(crate) fn start(
+        &self,
+        plan: &ExecPlan<'_>,
+        guard: &StartGuard,
+    ) -> Result<Child, NotStarted> {
         self.start_by(|group| sys::start_program(plan, guard, group))
     }
 
@@ -124,7 +131,11 @@ impl Namespace {
     ///
     /// # Errors
     /// As [`sys::start_waiting`].
-    pub(crate) fn start_waiting(&self, plan: &ExecPlan<'_>, allowed: Duration) -> Result<Child, NotStarted> {
+    pub(crate) fn start_waiting(
+        &self,
+        plan: &ExecPlan<'_>,
+        allowed: Duration,
+    ) -> Result<Child, NotStarted> {
         self.start_by(|group| sys::start_waiting(plan, allowed, group))
     }
 
@@ -133,7 +144,9 @@ impl Namespace {
         &self,
         make: impl Fn(Option<BorrowedFd<'_>>) -> Result<Child, NotStarted>,
     ) -> Result<Child, NotStarted> {
-        let start = |group: Option<BorrowedFd<'_>>| self.inside(|| make(group)).map_err(NotStarted::NoProcess)?;
+        let start = |group: Option<BorrowedFd<'_>>| {
+            self.inside(|| make(group)).map_err(NotStarted::NoProcess)?
+        };
         self.joined.set(false);
         if let Some(folder) = self.group.as_ref().and_then(|group| group.open().ok()) {
             match start(Some(folder.as_fd())) {
@@ -156,12 +169,17 @@ impl Namespace {
     /// Numbers of everybody inside but the init; where there is a control group, as that has them. [`Namespace::pids`] looks at
     /// everybody on the host, and while the tasker does that for one task, others that have to be stopped at once run on.
     pub(crate) fn members(&self) -> Vec<i32> {
-        self.group().and_then(|group| group.members().ok()).unwrap_or_else(|| self.pids())
+        self.group()
+            .and_then(|group| group.members().ok())
+            .unwrap_or_else(|| self.pids())
     }
 
     /// Where those inside, who were not born in the namespace's control group, can be brought into it.
     pub(crate) fn entrance(&self) -> Option<PathBuf> {
-        self.group.as_ref().filter(|_| !self.joined.get()).map(ControlGroup::entrance)
+        self.group
+            .as_ref()
+            .filter(|_| !self.joined.get())
+            .map(ControlGroup::entrance)
     }
 
     /// They were brought in.
@@ -173,7 +191,12 @@ impl Namespace {
     ///
     /// # Errors
     /// What the system said.
-    pub(crate) fn start_sleeper(&self, dir: &CStr, stdin: &impl AsFd, output: &impl AsFd) -> io::Result<Child> {
+    pub(crate) fn start_sleeper(
+        &self,
+        dir: &CStr,
+        stdin: &impl AsFd,
+        output: &impl AsFd,
+    ) -> io::Result<Child> {
         self.inside(|| sys::start_sleeper(dir, stdin.as_fd(), output.as_fd()))?
     }
 
@@ -187,7 +210,9 @@ impl Namespace {
     /// of the init.
     fn is_deserted(&self) -> bool {
         let children = format!("/proc/{0}/task/{0}/children", self.init.pid);
-        !self.doomed.get() && !self.is_over() && std::fs::read(children).is_ok_and(|list| list.is_empty())
+        !self.doomed.get()
+            && !self.is_over()
+            && std::fs::read(children).is_ok_and(|list| list.is_empty())
     }
 
     /// Tells the init to end as soon as nobody else is inside.
@@ -203,11 +228,16 @@ impl Namespace {
         if !std::fs::metadata(path_of(&self.init)).is_ok_and(|about| about.st_ino() == self.inode) {
             return Vec::new();
         }
-        let Ok(proc) = std::fs::read_dir("/proc") else { return Vec::new() };
+        let Ok(proc) = std::fs::read_dir("/proc") else {
+            return Vec::new();
+        };
         proc.flatten()
             .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok())
             .filter(|&pid| pid != self.init.pid)
-            .filter(|pid| std::fs::metadata(format!("/proc/{pid}/ns/pid")).is_ok_and(|m| m.st_ino() == self.inode))
+            .filter(|pid| {
+                std::fs::metadata(format!("/proc/{pid}/ns/pid"))
+                    .is_ok_and(|m| m.st_ino() == self.inode)
+            })
             .collect()
     }
 }
@@ -231,7 +261,11 @@ pub(crate) struct Spare {
 impl Spare {
     /// None yet.
     pub(crate) fn new() -> Spare {
-        Spare { ready: Vec::new(), used: Instant::now(), failed: false }
+        Spare {
+            ready: Vec::new(),
+            used: Instant::now(),
+            failed: false,
+        }
     }
 
     /// A namespace, made now if none lies ready.

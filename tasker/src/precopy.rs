@@ -70,12 +70,20 @@ impl PreCopies {
     }
 
     fn from(from_bytes: Option<u64>) -> PreCopies {
-        PreCopies { from_bytes, failed: BTreeSet::new(), going: BTreeMap::new(), coming: BTreeMap::new() }
+        PreCopies {
+            from_bytes,
+            failed: BTreeSet::new(),
+            going: BTreeMap::new(),
+            coming: BTreeMap::new(),
+        }
     }
 
     /// Whether memory of this task should go ahead, if it is to follow.
     pub(crate) fn should(&self, tid: Tid, facts: &TaskFacts) -> bool {
-        !self.failed.contains(&tid) && self.from_bytes.is_some_and(|from| facts.resident_bytes >= from)
+        !self.failed.contains(&tid)
+            && self
+                .from_bytes
+                .is_some_and(|from| facts.resident_bytes >= from)
     }
 
     /// Also where it would follow soon enough.
@@ -84,7 +92,10 @@ impl PreCopies {
     }
 
     /// The way on which memory of this task went ahead, and what did. It is the dump's from now on.
-    pub(crate) fn take_sent(&mut self, migration: MigrationId) -> Option<(Arc<OwnedFd>, Arc<SentAhead>)> {
+    pub(crate) fn take_sent(
+        &mut self,
+        migration: MigrationId,
+    ) -> Option<(Arc<OwnedFd>, Arc<SentAhead>)> {
         let going = self.going.remove(&migration)?;
         Some((going.stream, going.sent?))
     }
@@ -93,16 +104,25 @@ impl PreCopies {
     ///
     /// # Errors
     /// It should have come, and has not.
-    pub(crate) fn take_store(&mut self, migration: MigrationId) -> Result<Option<(Arc<OwnedFd>, Store)>, Failure> {
-        let Some(Coming { stream, store }) = self.coming.remove(&migration) else { return Ok(None) };
-        let store =
-            store.ok_or_else(|| Failure::Images("the memory that was to come ahead of it is not here".into()))?;
+    pub(crate) fn take_store(
+        &mut self,
+        migration: MigrationId,
+    ) -> Result<Option<(Arc<OwnedFd>, Store)>, Failure> {
+        let Some(Coming { stream, store }) = self.coming.remove(&migration) else {
+            return Ok(None);
+        };
+        let store = store.ok_or_else(|| {
+            Failure::Images("the memory that was to come ahead of it is not here".into())
+        })?;
         Ok(Some((stream, store)))
     }
 
     /// Nobody waits any longer for memory of this task that goes ahead.
     pub(crate) fn hurry_up(&self, tid: Tid) {
-        self.going.values().filter(|going| going.tid == tid).for_each(|going| going.hurry.up());
+        self.going
+            .values()
+            .filter(|going| going.tid == tid)
+            .for_each(|going| going.hurry.up());
     }
 
     /// Nothing goes ahead of this task any more, and what has is of no use.
@@ -116,7 +136,11 @@ impl PreCopies {
     /// The task has ended.
     pub(crate) fn ended(&mut self, tid: Tid) {
         self.failed.remove(&tid);
-        let its = self.going.iter().filter(|(_, going)| going.tid == tid).map(|(migration, _)| *migration);
+        let its = self
+            .going
+            .iter()
+            .filter(|(_, going)| going.tid == tid)
+            .map(|(migration, _)| *migration);
         for migration in its.collect::<Vec<_>>() {
             self.end_going(migration);
         }
@@ -125,7 +149,9 @@ impl PreCopies {
     /// Nothing comes ahead any more, and what has is of no use. If the task is to be restored all the same, that fails. False if
     /// nothing was to come.
     pub(crate) fn lose_coming(&mut self, migration: MigrationId) -> bool {
-        let Some(coming) = self.coming.get_mut(&migration) else { return false };
+        let Some(coming) = self.coming.get_mut(&migration) else {
+            return false;
+        };
         if let Some(store) = coming.store.take() {
             give_back(store);
         }
@@ -153,20 +179,34 @@ impl Supervisor {
     /// Begins to send memory of a running task ahead.
     pub(crate) fn pre_copy(&mut self, migration: MigrationId, tid: Tid, way: &Path) {
         if let Err(why) = self.start_pre_copy(migration, tid, way) {
-            self.say(&FromTasker::PreCopied { migration, result: Err(why) });
+            self.say(&FromTasker::PreCopied {
+                migration,
+                result: Err(why),
+            });
         }
     }
 
-    fn start_pre_copy(&mut self, migration: MigrationId, tid: Tid, way: &Path) -> Result<(), Failure> {
+    fn start_pre_copy(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        way: &Path,
+    ) -> Result<(), Failure> {
         let task = self.tasks.get(&tid).ok_or(Failure::TaskEnded)?;
         if !matches!(task.phase, Phase::Running) {
-            return Err(Failure::CalledOff("another move of the task is under way on this host".into()));
+            return Err(Failure::CalledOff(
+                "another move of the task is under way on this host".into(),
+            ));
         }
         let engine = self.moves.engine.clone().ok_or_else(|| self.broken())?;
         let processes = task.crowd().pids();
         let gib = resident_bytes(&processes) >> 30;
         let hurry = Hurry::at(Instant::now() + ALLOWED_BASE + ALLOWED_PER_GIB * gib as u32);
-        let hurry = if self.moves.pre_copies.always() { hurry } else { hurry.where_faster_than(FAST) };
+        let hurry = if self.moves.pre_copies.always() {
+            hurry
+        } else {
+            hurry.where_faster_than(FAST)
+        };
         // One that stands still changes nothing: what is not sent now is not sent any sooner later.
         if !task.hold.is_free() {
             hurry.up();
@@ -174,18 +214,35 @@ impl Supervisor {
         let stream = Arc::new(connect(way)?);
         let work = {
             let (stream, hurry) = (stream.clone(), hurry.clone());
-            move || Outcome::PreCopied { migration, result: engine.send_ahead(&processes, &stream, &hurry) }
+            move || Outcome::PreCopied {
+                migration,
+                result: engine.send_ahead(&processes, &stream, &hurry),
+            }
         };
         // It ends when its stream is shut, likewise below.
         self.begin_uncancelled(work)?;
-        self.moves.pre_copies.going.insert(migration, Going { tid, stream, hurry, sent: None });
+        self.moves.pre_copies.going.insert(
+            migration,
+            Going {
+                tid,
+                stream,
+                hurry,
+                sent: None,
+            },
+        );
         Ok(())
     }
 
     /// Memory has gone ahead, or has not.
-    pub(crate) fn pre_copied(&mut self, migration: MigrationId, result: Result<SentAhead, Failure>) {
+    pub(crate) fn pre_copied(
+        &mut self,
+        migration: MigrationId,
+        result: Result<SentAhead, Failure>,
+    ) {
         // It was ended meanwhile.
-        let Some(going) = self.moves.pre_copies.going.get_mut(&migration) else { return };
+        let Some(going) = self.moves.pre_copies.going.get_mut(&migration) else {
+            return;
+        };
         let result = result.map(|sent| {
             let bytes = sent.bytes();
             going.sent = Some(Arc::new(sent));
@@ -193,7 +250,10 @@ impl Supervisor {
         });
         if result.is_err() {
             let (here, tid) = (&self.tasks, going.tid);
-            self.moves.pre_copies.failed.retain(|failed| here.contains_key(failed));
+            self.moves
+                .pre_copies
+                .failed
+                .retain(|failed| here.contains_key(failed));
             self.moves.pre_copies.failed.insert(tid);
             self.moves.pre_copies.end_going(migration);
         }
@@ -209,15 +269,30 @@ impl Supervisor {
 
     fn start_to_take(&mut self, migration: MigrationId, way: &Path) -> Result<(), Failure> {
         if !self.moves.targets.contains_key(&migration) {
-            return Err(Failure::CalledOff("there is no room for its task any more".into()));
+            return Err(Failure::CalledOff(
+                "there is no room for its task any more".into(),
+            ));
         }
         let engine = self.moves.engine.clone().ok_or_else(|| self.broken())?;
-        let bytes_max = self.moves.promised.of(migration).saturating_add(GROWN_BYTES_MAX);
+        let bytes_max = self
+            .moves
+            .promised
+            .of(migration)
+            .saturating_add(GROWN_BYTES_MAX);
         let stream = Arc::new(connect(way)?);
         let comes = stream.clone();
-        let work = move || Outcome::PreCopyCame { migration, result: engine.take_ahead(&comes, bytes_max) };
+        let work = move || Outcome::PreCopyCame {
+            migration,
+            result: engine.take_ahead(&comes, bytes_max),
+        };
         self.begin_uncancelled(work)?;
-        self.moves.pre_copies.coming.insert(migration, Coming { stream, store: None });
+        self.moves.pre_copies.coming.insert(
+            migration,
+            Coming {
+                stream,
+                store: None,
+            },
+        );
         Ok(())
     }
 
@@ -247,7 +322,9 @@ impl Supervisor {
 /// That takes a moment for gigabytes, in which nobody would be told to stand still.
 fn give_back(store: Store) {
     // Without a thread it is given back here.
-    let _ = std::thread::Builder::new().name("gives back".into()).spawn(move || drop(store));
+    let _ = std::thread::Builder::new()
+        .name("gives back".into())
+        .spawn(move || drop(store));
 }
 
 #[cfg(test)]
@@ -259,14 +336,24 @@ mod tests {
 
     #[test]
     fn memory_goes_ahead_of_large_tasks_unless_it_is_never_to() {
-        let of = |resident_bytes| TaskFacts { resident_bytes, ..TaskFacts::default() };
+        let of = |resident_bytes| TaskFacts {
+            resident_bytes,
+            ..TaskFacts::default()
+        };
         let (tid, other) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
-        let should = |from| [0, FROM_BYTES - 1, FROM_BYTES].map(|bytes| PreCopies::from(from).should(tid, &of(bytes)));
+        let should = |from| {
+            [0, FROM_BYTES - 1, FROM_BYTES]
+                .map(|bytes| PreCopies::from(from).should(tid, &of(bytes)))
+        };
         assert_eq!(should(Some(FROM_BYTES)), [false, false, true]);
         assert_eq!((should(None), should(Some(0))), ([false; 3], [true; 3]));
         let mut all = PreCopies::from(Some(0));
         all.failed.insert(tid);
-        assert_eq!([tid, other].map(|tid| all.should(tid, &of(0))), [false, true], "not again where it went in vain");
+        assert_eq!(
+            [tid, other].map(|tid| all.should(tid, &of(0))),
+            [false, true],
+            "not again where it went in vain"
+        );
     }
 
     #[test]
@@ -278,7 +365,10 @@ mod tests {
         all.coming.insert(ONE, Coming { stream, store });
         assert!(all.lose_coming(ONE));
         assert!(matches!(all.take_store(ONE), Err(Failure::Images(_))));
-        assert_eq!(std::io::Read::read(&mut &theirs, &mut [0]).expect("it is shut"), 0);
+        assert_eq!(
+            std::io::Read::read(&mut &theirs, &mut [0]).expect("it is shut"),
+            0
+        );
     }
 
     #[test]
@@ -286,11 +376,22 @@ mod tests {
         let mut all = PreCopies::from(None);
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
         let (tid, hurry) = (Tid::from_raw(0x40001), Hurry::at(Instant::now()));
-        all.going.insert(ONE, Going { tid, stream: Arc::new(ours.into()), hurry, sent: None });
+        all.going.insert(
+            ONE,
+            Going {
+                tid,
+                stream: Arc::new(ours.into()),
+                hurry,
+                sent: None,
+            },
+        );
         all.ended(Tid::from_raw(0x40002));
         assert_eq!(all.going.len(), 1);
         all.ended(tid);
         assert!(all.take_sent(ONE).is_none() && all.going.is_empty());
-        assert_eq!(std::io::Read::read(&mut &theirs, &mut [0]).expect("it is shut"), 0);
+        assert_eq!(
+            std::io::Read::read(&mut &theirs, &mut [0]).expect("it is shut"),
+            0
+        );
     }
 }

@@ -41,13 +41,22 @@ pub(crate) struct Promised(BTreeMap<MigrationId, Promise>);
 impl Promised {
     /// A task is being judged that needs so much.
     pub(crate) fn make(&mut self, migration: MigrationId, bytes: u64) {
-        self.0.insert(migration, Promise { judged: bytes, here: 0, is_judged: true });
+        self.0.insert(
+            migration,
+            Promise {
+                judged: bytes,
+                here: 0,
+                is_judged: true,
+            },
+        );
     }
 
     /// A task has so much when its images are here. If it has grown by more than what was left over for that since it was judged,
     /// what it has more is promised as well; true then.
     fn grown(&mut self, migration: MigrationId, memory: u64) -> bool {
-        let Some(promise) = self.0.get_mut(&migration) else { return false };
+        let Some(promise) = self.0.get_mut(&migration) else {
+            return false;
+        };
         let has_grown = memory.saturating_sub(promise.judged) > MEMORY_SLACK_BYTES;
         if has_grown {
             promise.judged = memory;
@@ -84,8 +93,11 @@ impl Promised {
 
     /// What is promised to tasks that are judged, or of which `waits` says that they have not got it.
     fn bytes(&mut self, waits: impl Fn(MigrationId) -> bool) -> u64 {
-        self.0.retain(|migration, promise| promise.is_judged || waits(*migration));
-        self.0.values().fold(0, |sum, promise| sum.saturating_add(promise.bytes()))
+        self.0
+            .retain(|migration, promise| promise.is_judged || waits(*migration));
+        self.0
+            .values()
+            .fold(0, |sum, promise| sum.saturating_add(promise.bytes()))
     }
 }
 
@@ -94,15 +106,23 @@ fn in_memory(dir: &Path) -> u64 {
     if !statfs(dir).is_ok_and(|of| [TMPFS_MAGIC, RAMFS_MAGIC].contains(&of.filesystem_type())) {
         return 0;
     }
-    let Ok(entries) = std::fs::read_dir(dir) else { return 0 };
-    let blocks = entries.flatten().filter_map(|entry| Some(entry.metadata().ok()?.blocks()));
+    let Ok(entries) = std::fs::read_dir(dir) else {
+        return 0;
+    };
+    let blocks = entries
+        .flatten()
+        .filter_map(|entry| Some(entry.metadata().ok()?.blocks()));
     blocks.sum::<u64>().saturating_mul(BLOCK_BYTES)
 }
 
 impl Supervisor {
     /// A task may have grown since it was judged, while it waited for its turn or its memory went ahead. Where memory follows, nobody
     /// would notice that there is no room for it before the source has given the task up.
-    pub(crate) fn has_room_yet(&mut self, migration: MigrationId, memory: u64) -> Result<(), Failure> {
+    pub(crate) fn has_room_yet(
+        &mut self,
+        migration: MigrationId,
+        memory: u64,
+    ) -> Result<(), Failure> {
         if !self.moves.promised.grown(migration, memory) {
             return Ok(());
         }
@@ -115,7 +135,10 @@ impl Supervisor {
         let is_built = |target: &Target| matches!(target.stage, Stage::Held { .. });
         self.moves.promised.bytes(|migration| {
             // Memory that follows comes when the task is built, and when it runs.
-            following.comes(migration) || targets.get(&migration).is_some_and(|target| !is_built(target))
+            following.comes(migration)
+                || targets
+                    .get(&migration)
+                    .is_some_and(|target| !is_built(target))
         })
     }
 }
@@ -127,8 +150,15 @@ fn room_for(memory: u64, promised: u64, available: u64) -> Result<(), Failure> {
     }
     let others = promised.saturating_sub(memory);
     Err(Failure::Refused(vec![match others {
-        0 => Refusal::Memory { need: memory, have: available },
-        promised => Refusal::MemoryPromised { need: memory, have: available, promised },
+        0 => Refusal::Memory {
+            need: memory,
+            have: available,
+        },
+        promised => Refusal::MemoryPromised {
+            need: memory,
+            have: available,
+            promised,
+        },
     }]))
 }
 
@@ -159,24 +189,48 @@ mod tests {
         assert!(!promised.grown(ONE, u64::MAX), "nobody has judged it");
         promised.make(ONE, 100);
         promised.judged(ONE, true);
-        assert!(!promised.grown(ONE, 100 + SLACK) && promised.of(ONE) == 100, "so much was left over for that");
+        assert!(
+            !promised.grown(ONE, 100 + SLACK) && promised.of(ONE) == 100,
+            "so much was left over for that"
+        );
         promised.came_ahead(ONE, 40);
         assert!(promised.grown(ONE, 101 + SLACK));
         assert_eq!(promised.of(ONE), 61 + SLACK, "but for what is here");
         assert!(!promised.grown(ONE, 101 + SLACK), "that was promised once");
         promised.came_ahead(ONE, 500 + SLACK);
         assert!(promised.of(ONE) == 0 && promised.grown(ONE, 600 + 3 * SLACK));
-        assert_eq!(promised.of(ONE), 60 + 2 * SLACK, "all that is here counts, also what was not promised then");
+        assert_eq!(
+            promised.of(ONE),
+            60 + 2 * SLACK,
+            "all that is here counts, also what was not promised then"
+        );
     }
 
     #[test]
     fn what_was_promised_to_others_is_no_room_for_a_task_that_has_grown() {
         assert_eq!(room_for(500, 500, 500), Ok(()));
         let refused = |refusal| Err(Failure::Refused(vec![refusal]));
-        assert_eq!(room_for(500, 500, 499), refused(Refusal::Memory { need: 500, have: 499 }));
-        let promised = Refusal::MemoryPromised { need: 500, have: 600, promised: 200 };
+        assert_eq!(
+            room_for(500, 500, 499),
+            refused(Refusal::Memory {
+                need: 500,
+                have: 499
+            })
+        );
+        let promised = Refusal::MemoryPromised {
+            need: 500,
+            have: 600,
+            promised: 200,
+        };
         assert_eq!(room_for(500, 700, 600), refused(promised));
-        assert_eq!(room_for(500, 450, 449), refused(Refusal::Memory { need: 500, have: 449 }), "some came ahead");
+        assert_eq!(
+            room_for(500, 450, 449),
+            refused(Refusal::Memory {
+                need: 500,
+                have: 449
+            }),
+            "some came ahead"
+        );
     }
 
     #[test]
@@ -190,12 +244,19 @@ mod tests {
         assert_eq!(promised.bytes(|_| true), 2 << 20);
         promised.came_ahead(TWO, 1 << 20);
         promised.came_ahead(ONE, 1 << 20);
-        assert_eq!((promised.bytes(|_| true), promised.of(ONE)), (1 << 20, 1 << 20));
+        assert_eq!(
+            (promised.bytes(|_| true), promised.of(ONE)),
+            (1 << 20, 1 << 20)
+        );
         promised.came_ahead(ONE, u64::MAX);
         promised.make(ONE, 2 << 20);
         promised.judged(ONE, true);
         promised.images_are_here(TWO, dir.path());
         promised.images_are_here(ONE, Path::new("/proc"));
-        assert_eq!(promised.bytes(|_| true), 2 << 20, "nothing there is in memory");
+        assert_eq!(
+            promised.bytes(|_| true),
+            2 << 20,
+            "nothing there is in memory"
+        );
     }
 }

@@ -38,9 +38,14 @@ impl Crowd<'_> {
 
 /// The processes of a process group.
 fn group_pids(group: i32) -> Vec<i32> {
-    let Ok(proc) = std::fs::read_dir("/proc") else { return Vec::new() };
-    let all = proc.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    all.filter(|pid| stat_number(*pid, 2) == Some(group)).collect()
+    let Ok(proc) = std::fs::read_dir("/proc") else {
+        return Vec::new();
+    };
+    let all = proc
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    all.filter(|pid| stat_number(*pid, 2) == Some(group))
+        .collect()
 }
 
 /// What /proc says about all threads of a process together.
@@ -54,7 +59,10 @@ enum State {
 
 /// Those of these processes of a task that are stopped already, by the numbers they have inside it.
 pub(crate) fn stopped_now(pids: &[i32]) -> Vec<i32> {
-    let stopped = pids.iter().copied().filter(|pid| is_stopped_by_signal(*pid));
+    let stopped = pids
+        .iter()
+        .copied()
+        .filter(|pid| is_stopped_by_signal(*pid));
     stopped.filter_map(inner_pid).collect()
 }
 
@@ -77,9 +85,15 @@ pub(crate) fn continue_all(crowd: &Crowd<'_>, stopped_before: &[i32]) {
 /// parent, which waits for it in the kernel, from ever stopping; and a second SIGSTOP would stay pending and disturb a
 /// dump.
 pub(crate) fn all_still(crowd: &Crowd<'_>, told: &mut BTreeSet<i32>) -> bool {
-    let seen: BTreeMap<i32, (State, Option<i32>)> =
-        crowd.pids().into_iter().map(|pid| (pid, (state(pid), parent(pid)))).collect();
-    let is_moving = |pid: &i32| seen.get(pid).is_some_and(|(state, _)| *state == State::Moving);
+    let seen: BTreeMap<i32, (State, Option<i32>)> = crowd
+        .pids()
+        .into_iter()
+        .map(|pid| (pid, (state(pid), parent(pid))))
+        .collect();
+    let is_moving = |pid: &i32| {
+        seen.get(pid)
+            .is_some_and(|(state, _)| *state == State::Moving)
+    };
     let mut quiet = true;
     for (pid, (_, parent)) in seen.iter().filter(|(pid, _)| is_moving(pid)) {
         quiet = false;
@@ -98,7 +112,9 @@ pub(crate) fn finish_forks(pids: &[i32], stopped_before: &[i32], told: &mut BTre
     if pids.len() < 2 {
         return false;
     }
-    let on_the_way = that_ran(pids.to_vec(), stopped_before).into_iter().filter(|pid| facts::has_library_sockets(*pid));
+    let on_the_way = that_ran(pids.to_vec(), stopped_before)
+        .into_iter()
+        .filter(|pid| facts::has_library_sockets(*pid));
     on_the_way
         .map(|pid| {
             told.remove(&pid);
@@ -113,9 +129,13 @@ pub(crate) fn finish_forks(pids: &[i32], stopped_before: &[i32], told: &mut BTre
 /// go. Answers whom. A child between vfork and exec is left out as in [`all_still`]: it runs on until its parent can stop.
 pub(crate) fn stop_frozen(crowd: &Crowd<'_>) -> BTreeSet<i32> {
     let borrows = |pid: i32| parent(pid).is_some_and(|parent| sys::share_memory(pid, parent));
-    let told = crowd.pids().into_iter().filter(|pid| !is_stopped_by_signal(*pid) && !borrows(*pid));
+    let told = crowd
+        .pids()
+        .into_iter()
+        .filter(|pid| !is_stopped_by_signal(*pid) && !borrows(*pid));
     // One that has ended needs no stopping.
-    told.inspect(|pid| drop(sys::kill_raw(*pid, libc::SIGSTOP))).collect()
+    told.inspect(|pid| drop(sys::kill_raw(*pid, libc::SIGSTOP)))
+        .collect()
 }
 
 /// Waits until these processes stand still by themselves, as they do soon after an engine let go of them.
@@ -128,23 +148,34 @@ pub(crate) fn settle(pids: &[i32]) {
 
 fn state(pid: i32) -> State {
     let is_moving = |letter| !matches!(letter, 'T' | 'Z' | 'X');
-    if letters(pid).into_iter().any(is_moving) { State::Moving } else { State::Still }
+    if letters(pid).into_iter().any(is_moving) {
+        State::Moving
+    } else {
+        State::Still
+    }
 }
 
 /// True when no thread of a process will do anything any more, whether it was reaped or not.
 pub(crate) fn has_ended(pid: i32) -> bool {
-    letters(pid).iter().all(|letter| matches!(letter, 'Z' | 'X'))
+    letters(pid)
+        .iter()
+        .all(|letter| matches!(letter, 'Z' | 'X'))
 }
 
 /// The state letters of the threads of a process.
 fn letters(pid: i32) -> Vec<char> {
-    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
-    let stats = threads.flatten().filter_map(|thread| std::fs::read_to_string(thread.path().join("stat")).ok());
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else {
+        return Vec::new();
+    };
+    let stats = threads
+        .flatten()
+        .filter_map(|thread| std::fs::read_to_string(thread.path().join("stat")).ok());
     stats.filter_map(|stat| letter(&stat)).collect()
 }
 
 fn is_stopped_by_signal(pid: i32) -> bool {
-    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| letter(&stat) == Some('T'))
+    std::fs::read_to_string(format!("/proc/{pid}/stat"))
+        .is_ok_and(|stat| letter(&stat) == Some('T'))
 }
 
 /// The parent of a process.
@@ -155,7 +186,11 @@ fn parent(pid: i32) -> Option<i32> {
 /// A number of /proc/PID/stat; 0 is the state letter.
 fn stat_number<T: FromStr>(pid: i32, position: usize) -> Option<T> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat[stat.rfind(')')? + 1..].split_whitespace().nth(position)?.parse().ok()
+    stat[stat.rfind(')')? + 1..]
+        .split_whitespace()
+        .nth(position)?
+        .parse()
+        .ok()
 }
 
 /// The state letter of a line of /proc/PID/stat. The name before it may hold anything, even parentheses.
@@ -166,10 +201,16 @@ fn letter(stat: &str) -> Option<char> {
 /// What a process and the children that it has waited for have used; nothing if it was reaped. The sum of its own times is exact; in
 /// which proportion it was its own and the kernel's, and its children's times, are counted in the kernel's ticks.
 pub(crate) fn used(pid: i32) -> Usage {
-    let Some(user) = stat_number::<u64>(pid, 11) else { return Usage::default() };
+    let Some(user) = stat_number::<u64>(pid, 11) else {
+        return Usage::default();
+    };
     let ticks = |position| stat_number::<u64>(pid, position).unwrap_or(0);
     let (system, children) = (ticks(12), [ticks(13), ticks(14)]);
-    let rate = sysconf(SysconfVar::CLK_TCK).ok().flatten().and_then(|rate| u64::try_from(rate).ok()).unwrap_or(100);
+    let rate = sysconf(SysconfVar::CLK_TCK)
+        .ok()
+        .flatten()
+        .and_then(|rate| u64::try_from(rate).ok())
+        .unwrap_or(100);
     let micros = |ticks: u64| ticks * 1_000_000 / rate;
     let exact = exact_time(pid).unwrap_or(micros(user + system));
     let own = (u128::from(exact) * u128::from(user)).checked_div(u128::from(user + system));
@@ -184,13 +225,20 @@ pub(crate) fn used(pid: i32) -> Usage {
 
 /// All that the threads of a process have used, in microseconds, by its clock.
 fn exact_time(pid: i32) -> Option<u64> {
-    let time = ClockId::pid_cpu_clock_id(Pid::from_raw(pid)).and_then(ClockId::now).ok()?;
+    let time = ClockId::pid_cpu_clock_id(Pid::from_raw(pid))
+        .and_then(ClockId::now)
+        .ok()?;
     u64::try_from(Duration::from(time).as_micros()).ok()
 }
 
 /// The number that a process has in its own namespace.
 pub(crate) fn inner_pid(pid: i32) -> Option<i32> {
-    Status::of(pid)?.field("NSpid")?.split_whitespace().last()?.parse().ok()
+    Status::of(pid)?
+        .field("NSpid")?
+        .split_whitespace()
+        .last()?
+        .parse()
+        .ok()
 }
 
 #[cfg(test)]
@@ -201,11 +249,14 @@ mod tests {
     fn what_a_process_uses_is_counted_with_the_children_that_it_has_waited_for() {
         let code = "import os, sys, time\nif os.fork() == 0:\n  while time.process_time() < 0.2: pass\n  os._exit(0)\n\
                     os.wait(); held = bytearray(b'x') * (50 << 20); print(); sys.stdout.flush(); time.sleep(1000)";
-        let python =
-            std::process::Command::new("python3").args(["-c", code]).stdout(std::process::Stdio::piped()).spawn();
+        let python = std::process::Command::new("python3")
+            .args(["-c", code])
+            .stdout(std::process::Stdio::piped())
+            .spawn();
         let mut child = python.expect("python3");
         let mut line = [0];
-        std::io::Read::read_exact(&mut child.stdout.take().expect("a pipe"), &mut line).expect("it says when");
+        std::io::Read::read_exact(&mut child.stdout.take().expect("a pipe"), &mut line)
+            .expect("it says when");
         let used = used(child.id() as i32);
         child.kill().expect("it is there");
         child.wait().expect("it ends");
@@ -224,6 +275,9 @@ mod tests {
         assert_eq!(letter("12 (a) T (x)) R 1 2"), Some('R'));
         assert_eq!(letter("12 (sh) T 1 2"), Some('T'));
         assert_eq!(letter(""), None);
-        assert_eq!(parent(std::process::id() as i32), Some(std::os::unix::process::parent_id() as i32));
+        assert_eq!(
+            parent(std::process::id() as i32),
+            Some(std::os::unix::process::parent_id() as i32)
+        );
     }
 }

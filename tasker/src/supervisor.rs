@@ -97,7 +97,8 @@ impl Supervisor {
         watched.add(Signal::SIGCHLD);
         watched.add(Signal::SIGTERM);
         watched.thread_block()?;
-        let signals = SignalFd::with_flags(&watched, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
+        let signals =
+            SignalFd::with_flags(&watched, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
         let namespaces = Namespace::possible();
         Ok(Supervisor {
             control: Control::new(socket)?,
@@ -153,7 +154,8 @@ impl Supervisor {
                     Source::Signals => {}
                     Source::Workers => {
                         self.hear_workers();
-                        self.give_back_at.get_or_insert_with(|| Instant::now() + GIVE_BACK_PAUSE);
+                        self.give_back_at
+                            .get_or_insert_with(|| Instant::now() + GIVE_BACK_PAUSE);
                     }
                     Source::End(tid) => self.ended(tid),
                     Source::Output(tid) => self.pass_output(tid),
@@ -176,7 +178,11 @@ impl Supervisor {
             if self.trial_at.is_some_and(|at| at <= Instant::now()) {
                 self.begin_trial_once();
             }
-            if self.give_back_at.take_if(|at| *at <= Instant::now()).is_some() {
+            if self
+                .give_back_at
+                .take_if(|at| *at <= Instant::now())
+                .is_some()
+            {
                 heap::give_back_freed();
             }
             self.look_at_leftovers();
@@ -206,16 +212,33 @@ impl Supervisor {
         let room = !self.control.is_full();
         for task in self.tasks.values() {
             // Output first: what a task wrote before its end is then mostly passed on in order of arrival.
-            watched.extend(task.output.fd().filter(|_| room).map(|fd| (Source::Output(task.tid), fd)));
+            watched.extend(
+                task.output
+                    .fd()
+                    .filter(|_| room)
+                    .map(|fd| (Source::Output(task.tid), fd)),
+            );
             watched.push((Source::End(task.tid), task.process.pidfd.as_fd()));
         }
         for (index, left) in self.leftovers.iter().enumerate() {
             watched.push((Source::LeftoverEnd, left.namespace.ended()));
-            watched.extend(left.output.iter().filter_map(Output::fd).map(|fd| (Source::LeftoverOutput(index), fd)));
+            watched.extend(
+                left.output
+                    .iter()
+                    .filter_map(Output::fd)
+                    .map(|fd| (Source::LeftoverOutput(index), fd)),
+            );
         }
-        watched.extend(self.moves.held().map(|(migration, fd)| (Source::Held(migration), fd)));
+        watched.extend(
+            self.moves
+                .held()
+                .map(|(migration, fd)| (Source::Held(migration), fd)),
+        );
 
-        let mut fds: Vec<PollFd<'_>> = watched.iter().map(|(_, fd)| PollFd::new(*fd, PollFlags::POLLIN)).collect();
+        let mut fds: Vec<PollFd<'_>> = watched
+            .iter()
+            .map(|(_, fd)| PollFd::new(*fd, PollFlags::POLLIN))
+            .collect();
         if self.control.wants_write() {
             fds[0] = PollFd::new(self.control.fd(), PollFlags::POLLIN | PollFlags::POLLOUT);
         }
@@ -237,11 +260,21 @@ impl Supervisor {
             return PollTimeout::from(LOOK_AGAIN_MS);
         }
         let soon = Duration::from_millis(LOOK_AGAIN_MS.into());
-        let held = self.tasks.values().filter_map(|task| task.hold.pause(soon)).min().map(|pause| pause + TIMEOUT_UNIT);
+        let held = self
+            .tasks
+            .values()
+            .filter_map(|task| task.hold.pause(soon))
+            .min()
+            .map(|pause| pause + TIMEOUT_UNIT);
         let until = |at: Instant| at.saturating_duration_since(Instant::now()) + TIMEOUT_UNIT;
         let (trial, give_back) = (self.trial_at.map(until), self.give_back_at.map(until));
-        let pause = [self.spare_pause(), trial, give_back, held].into_iter().flatten().min();
-        pause.map_or(PollTimeout::NONE, |pause| PollTimeout::try_from(pause).expect("minutes at most"))
+        let pause = [self.spare_pause(), trial, give_back, held]
+            .into_iter()
+            .flatten()
+            .min();
+        pause.map_or(PollTimeout::NONE, |pause| {
+            PollTimeout::try_from(pause).expect("minutes at most")
+        })
     }
 
     fn obey(&mut self, order: ToTasker) {
@@ -249,9 +282,16 @@ impl Supervisor {
             ToTasker::Start(order) => self.start(&order),
             ToTasker::Signal { tid, signal } => self.signal(tid, signal),
             ToTasker::End { tid, engine } => self.end(tid, engine),
-            ToTasker::Minds { migration, tid, signal } => {
+            ToTasker::Minds {
+                migration,
+                tid,
+                signal,
+            } => {
                 // Nothing can harm who is not there any more.
-                let minds = self.tasks.get(&tid).is_none_or(|task| asking::minds(task.process.pid, signal));
+                let minds = self
+                    .tasks
+                    .get(&tid)
+                    .is_none_or(|task| asking::minds(task.process.pid, signal));
                 self.say(&FromTasker::Minds { migration, minds });
             }
             ToTasker::EndsForGood { tid } => {
@@ -276,15 +316,24 @@ impl Supervisor {
     fn start(&mut self, order: &StartTask) {
         let tid = order.tid;
         let started = if self.tasks.contains_key(&tid) {
-            Err(format!("cannot start {}: {tid} exists already", order.path.display()))
+            Err(format!(
+                "cannot start {}: {tid} exists already",
+                order.path.display()
+            ))
         } else if self.tasks.len() >= TASKS_MAX {
-            Err(format!("cannot start {}: this host has {TASKS_MAX} tasks, the limit", order.path.display()))
+            Err(format!(
+                "cannot start {}: this host has {TASKS_MAX} tasks, the limit",
+                order.path.display()
+            ))
         } else {
             self.start_task(order)
         };
         match started {
             Ok(task) => {
-                self.say(&FromTasker::Started { tid, pid: task.process.pid });
+                self.say(&FromTasker::Started {
+                    tid,
+                    pid: task.process.pid,
+                });
                 self.moves.learning.begun(task.process.pid);
                 self.tasks.insert(tid, task);
             }
@@ -305,7 +354,9 @@ impl Supervisor {
 
     /// How long to wait until the spare namespaces are looked after; never while something is being stopped.
     fn spare_pause(&self) -> Option<Duration> {
-        self.spare.pause().filter(|_| self.namespaces && !self.is_stopping())
+        self.spare
+            .pause()
+            .filter(|_| self.namespaces && !self.is_stopping())
     }
 
     fn begin_trial_once(&mut self) {
@@ -315,11 +366,15 @@ impl Supervisor {
     }
 
     fn is_stopping(&self) -> bool {
-        self.tasks.values().any(|task| matches!(task.phase, Phase::Stopping { .. }))
+        self.tasks
+            .values()
+            .any(|task| matches!(task.phase, Phase::Stopping { .. }))
     }
 
     fn signal(&mut self, tid: Tid, signal: i32) {
-        let Some(task) = self.tasks.get_mut(&tid) else { return };
+        let Some(task) = self.tasks.get_mut(&tid) else {
+            return;
+        };
         let running = matches!(task.phase, Phase::Running);
         if running && task.hold.is_free() {
             task.send(signal);
@@ -336,10 +391,13 @@ impl Supervisor {
 
     /// Asks a task to end, so that its program can be started again.
     fn end(&mut self, tid: Tid, engine: Engine) {
-        let (Some(task), Some((asked, wait))) = (self.tasks.get_mut(&tid), engine.asks()) else { return };
+        let (Some(task), Some((asked, wait))) = (self.tasks.get_mut(&tid), engine.asks()) else {
+            return;
+        };
         match asked {
             Asked::Signal(signal)
-                if matches!(engine, Engine::Own { .. }) && !asking::minds(task.process.pid, signal) =>
+                if matches!(engine, Engine::Own { .. })
+                    && !asking::minds(task.process.pid, signal) =>
             {
                 let why = Refusal::NotMinded { signal }.to_string();
                 return self.say(&FromTasker::NotAsked { tid, why });
@@ -363,47 +421,72 @@ impl Supervisor {
     }
 
     fn pass_output(&mut self, tid: Tid) {
-        let Some(task) = self.tasks.get_mut(&tid) else { return };
+        let Some(task) = self.tasks.get_mut(&tid) else {
+            return;
+        };
         let control = &mut self.control;
-        task.output.read(|bytes| control.send(&FromTasker::Output { tid, bytes }));
+        task.output
+            .read(|bytes| control.send(&FromTasker::Output { tid, bytes }));
     }
 
     /// Passes on what lies in the task's pipe now, however full the socket is.
     pub(crate) fn drain_output(&mut self, tid: Tid) {
-        let Some(task) = self.tasks.get_mut(&tid) else { return };
+        let Some(task) = self.tasks.get_mut(&tid) else {
+            return;
+        };
         let control = &mut self.control;
-        task.output.drain(|bytes| control.send(&FromTasker::Output { tid, bytes }));
+        task.output
+            .drain(|bytes| control.send(&FromTasker::Output { tid, bytes }));
     }
 
     /// A task's process has ended. What it left running in its namespace goes on until it ends or the daemon does.
     fn ended(&mut self, tid: Tid) {
-        let Some(task) = self.tasks.get(&tid) else { return };
+        let Some(task) = self.tasks.get(&tid) else {
+            return;
+        };
         let pid = task.process.pid;
         if task.namespace.is_none()
-            && task.ending.is_some_and(|engine| sys::ended_as(pid).is_some_and(|s| engine.goes_on_after(s)))
+            && task
+                .ending
+                .is_some_and(|engine| sys::ended_as(pid).is_some_and(|s| engine.goes_on_after(s)))
         {
             // Its group, as long as its number is nobody else's: nobody can be sure that this is all.
             let _ = sys::kill_raw(-pid, libc::SIGKILL);
         }
         // ECHILD cannot be: nobody else waits for it. Then nothing is known of how it ended.
-        let Some((status, used)) = sys::reap(pid).unwrap_or(Some((0, sempa_proto::migration::Usage::default()))) else {
+        let Some((status, used)) =
+            sys::reap(pid).unwrap_or(Some((0, sempa_proto::migration::Usage::default())))
+        else {
             return;
         };
         self.drain_output(tid);
-        let Some(mut task) = self.tasks.remove(&tid) else { return };
+        let Some(mut task) = self.tasks.remove(&tid) else {
+            return;
+        };
         let used = task.used_before.plus(used);
         self.abandon_move_of(&task);
         self.memory_unneeded(&task);
-        if task.ending.is_some_and(|engine| engine.goes_on_after(status)) {
+        if task
+            .ending
+            .is_some_and(|engine| engine.goes_on_after(status))
+        {
             let exited = FromTasker::Exited { tid, status, used };
             return self.end_all_of(task, exited);
         }
         // Whom it has left behind would stand still for ever.
         task.frozen().into_iter().for_each(ControlGroup::thaw);
         self.say(&FromTasker::Exited { tid, status, used });
-        if let Some(namespace) = task.namespace.take().and_then(|namespace| self.spare.keep(namespace)) {
+        if let Some(namespace) = task
+            .namespace
+            .take()
+            .and_then(|namespace| self.spare.keep(namespace))
+        {
             namespace.end_when_empty();
-            self.leftovers.push(Leftover { namespace, output: Some(task.output), then: Vec::new() });
+            self.leftovers.push(Leftover {
+                namespace,
+                output: Some(task.output),
+                then: Vec::new(),
+            });
         }
     }
 
@@ -418,12 +501,17 @@ impl Supervisor {
     /// Kills a namespace and says this when nobody in it is left.
     pub(crate) fn when_ended(&mut self, namespace: Namespace, then: Vec<FromTasker>) {
         namespace.kill();
-        self.leftovers.push(Leftover { namespace, output: None, then });
+        self.leftovers.push(Leftover {
+            namespace,
+            output: None,
+            then,
+        });
     }
 
     fn look_at_leftovers(&mut self) {
-        let (ended, left) =
-            std::mem::take(&mut self.leftovers).into_iter().partition(|left: &Leftover| left.namespace.is_over());
+        let (ended, left) = std::mem::take(&mut self.leftovers)
+            .into_iter()
+            .partition(|left: &Leftover| left.namespace.is_over());
         self.leftovers = left;
         let ended: Vec<Leftover> = ended;
         for message in ended.into_iter().flat_map(|left| left.then) {
@@ -442,7 +530,9 @@ impl Supervisor {
 
     /// Reaps children that nobody is waiting for: orphans of tasks, ended inits, what a failed restore left.
     pub(crate) fn reap_strangers(&self) {
-        let known = |pid: &i32| self.tasks.values().any(|task| task.process.pid == *pid) || self.moves.waits_for(*pid);
+        let known = |pid: &i32| {
+            self.tasks.values().any(|task| task.process.pid == *pid) || self.moves.waits_for(*pid)
+        };
         while let Some((pid, ended)) = sys::child_with_news() {
             if !ended || known(&pid) {
                 // It hides the others until whoever waits for it has heard.
@@ -490,10 +580,16 @@ impl Supervisor {
 
 /// Process numbers of all children of this process.
 fn children() -> Vec<i32> {
-    let Ok(threads) = std::fs::read_dir("/proc/self/task") else { return Vec::new() };
+    let Ok(threads) = std::fs::read_dir("/proc/self/task") else {
+        return Vec::new();
+    };
     threads
         .flatten()
         .filter_map(|thread| std::fs::read_to_string(thread.path().join("children")).ok())
-        .flat_map(|list| list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>())
+        .flat_map(|list| {
+            list.split_whitespace()
+                .filter_map(|pid| pid.parse().ok())
+                .collect::<Vec<i32>>()
+        })
         .collect()
 }

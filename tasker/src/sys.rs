@@ -114,14 +114,23 @@ impl Program {
     ///
     /// # Errors
     /// A sentence when one of them has a zero byte inside.
-    pub(crate) fn new(path: &Path, dir: &Path, argv: &[Vec<u8>], env: &[Vec<u8>]) -> Result<Program, String> {
+    pub(crate) fn new(
+        path: &Path,
+        dir: &Path,
+        argv: &[Vec<u8>],
+        env: &[Vec<u8>],
+    ) -> Result<Program, String> {
         let zero = |what: &str| format!("{what} contains a zero byte");
         let all = |list: &[Vec<u8>], what: &str| -> Result<Vec<CString>, String> {
-            list.iter().map(|s| CString::new(s.as_slice()).map_err(|_| zero(what))).collect()
+            list.iter()
+                .map(|s| CString::new(s.as_slice()).map_err(|_| zero(what)))
+                .collect()
         };
         Ok(Program {
-            path: CString::new(path.as_os_str().as_bytes()).map_err(|_| zero("the program's path"))?,
-            dir: CString::new(dir.as_os_str().as_bytes()).map_err(|_| zero("the working directory"))?,
+            path: CString::new(path.as_os_str().as_bytes())
+                .map_err(|_| zero("the program's path"))?,
+            dir: CString::new(dir.as_os_str().as_bytes())
+                .map_err(|_| zero("the working directory"))?,
             argv: all(argv, "an argument")?,
             env: all(env, "an environment string")?,
         })
@@ -154,7 +163,10 @@ impl<'a> ExecPlan<'a> {
         die_with_parent: bool,
     ) -> ExecPlan<'a> {
         let pointers = |list: &[CString]| {
-            list.iter().map(|s| s.as_ptr()).chain(std::iter::once(std::ptr::null())).collect::<Vec<_>>()
+            list.iter()
+                .map(|s| s.as_ptr())
+                .chain(std::iter::once(std::ptr::null()))
+                .collect::<Vec<_>>()
         };
         ExecPlan {
             argv: pointers(&program.argv),
@@ -194,8 +206,16 @@ impl Inherited {
     pub(crate) fn prepare() -> io::Result<Inherited> {
         let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
         nix::sys::resource::setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
-        let files_limit = libc::rlimit { rlim_cur: soft, rlim_max: hard };
-        Ok(Inherited { files_limit, ignored: (1..=SIGNAL_MAX).filter(|signal| is_ignored(*signal)).collect() })
+        let files_limit = libc::rlimit {
+            rlim_cur: soft,
+            rlim_max: hard,
+        };
+        Ok(Inherited {
+            files_limit,
+            ignored: (1..=SIGNAL_MAX)
+                .filter(|signal| is_ignored(*signal))
+                .collect(),
+        })
     }
 }
 
@@ -203,7 +223,15 @@ fn is_ignored(signal: i32) -> bool {
     let mut now = [0usize; SIGACTION_WORDS];
     // By the bare call: the C library does not speak of the signals that it uses itself.
     // SAFETY: the kernel writes its form of an action, which has so many words and begins with the handler.
-    let done = unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, std::ptr::null::<u8>(), now.as_mut_ptr(), 8) };
+    let done = unsafe {
+        libc::syscall(
+            libc::SYS_rt_sigaction,
+            signal,
+            std::ptr::null::<u8>(),
+            now.as_mut_ptr(),
+            8,
+        )
+    };
     done == 0 && now[0] == libc::SIG_IGN
 }
 
@@ -212,7 +240,10 @@ fn is_ignored(signal: i32) -> bool {
 ///
 /// # Safety
 /// The new process must not allocate, lock, or return from the caller's scope.
-pub(crate) unsafe fn clone3(flags: i32, group: Option<BorrowedFd<'_>>) -> io::Result<Option<Child>> {
+pub(crate) unsafe fn clone3(
+    flags: i32,
+    group: Option<BorrowedFd<'_>>,
+) -> io::Result<Option<Child>> {
     let mut pidfd: RawFd = -1;
     let into = group.map_or(0, |_| birth::INTO_CGROUP);
     let args = libc::clone_args {
@@ -230,12 +261,21 @@ pub(crate) unsafe fn clone3(flags: i32, group: Option<BorrowedFd<'_>>) -> io::Re
     };
     // SAFETY: without CLONE_VM and without a stack this behaves like fork; `args` lives through the call and `pidfd`
     // is where the kernel may write. What the child may do is the caller's promise.
-    let pid = unsafe { libc::syscall(libc::SYS_clone3, &raw const args, size_of::<libc::clone_args>()) };
+    let pid = unsafe {
+        libc::syscall(
+            libc::SYS_clone3,
+            &raw const args,
+            size_of::<libc::clone_args>(),
+        )
+    };
     match pid {
         -1 => Err(io::Error::last_os_error()),
         0 => Ok(None),
         // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
-        pid => Ok(Some(Child { pid: pid as i32, pidfd: unsafe { OwnedFd::from_raw_fd(pidfd) } })),
+        pid => Ok(Some(Child {
+            pid: pid as i32,
+            pidfd: unsafe { OwnedFd::from_raw_fd(pidfd) },
+        })),
     }
 }
 
@@ -314,10 +354,15 @@ pub(crate) fn start_waiting(
     };
     let until = Instant::now() + allowed;
     loop {
-        let news = WaitPidFlag::WEXITED | WaitPidFlag::WSTOPPED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+        let news = WaitPidFlag::WEXITED
+            | WaitPidFlag::WSTOPPED
+            | WaitPidFlag::WNOHANG
+            | WaitPidFlag::WNOWAIT;
         match waitid(Id::Pid(Pid::from_raw(child.pid)), news) {
             Ok(WaitStatus::Stopped(..)) => return Ok(child),
-            Ok(WaitStatus::Exited(_, status)) => return Err(NotStarted::Failed(StageError::of_status(status))),
+            Ok(WaitStatus::Exited(_, status)) => {
+                return Err(NotStarted::Failed(StageError::of_status(status)));
+            }
             Ok(WaitStatus::Signaled(..)) | Err(_) => return Err(NotStarted::TooLate),
             Ok(_) if Instant::now() >= until => {
                 kill_by(child.pidfd.as_fd());
@@ -333,7 +378,11 @@ pub(crate) fn start_waiting(
 ///
 /// # Errors
 /// What `clone3` says.
-pub(crate) fn start_sleeper(dir: &CStr, stdin: BorrowedFd<'_>, output: BorrowedFd<'_>) -> io::Result<Child> {
+pub(crate) fn start_sleeper(
+    dir: &CStr,
+    stdin: BorrowedFd<'_>,
+    output: BorrowedFd<'_>,
+) -> io::Result<Child> {
     let (stdin, output) = (stdin.as_raw_fd(), output.as_raw_fd());
     // Its end of this pipe is closed when it has its own descriptors and no others.
     let (ready, held) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
@@ -370,20 +419,33 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
             libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
         }
         libc::setsid();
-        if libc::dup2(plan.stdin, 0) < 0 || libc::dup2(plan.output, 1) < 0 || libc::dup2(plan.output, 2) < 0 {
+        if libc::dup2(plan.stdin, 0) < 0
+            || libc::dup2(plan.output, 1) < 0
+            || libc::dup2(plan.output, 2) < 0
+        {
             give_up(plan, Stage::Stdio);
         }
         if libc::chdir(plan.program.dir.as_ptr()) != 0 {
             give_up(plan, Stage::Dir);
         }
         // What waits must not keep anything open that others wait for to be closed.
-        let close = if plan.waits { 0 } else { libc::CLOSE_RANGE_CLOEXEC };
+        let close = if plan.waits {
+            0
+        } else {
+            libc::CLOSE_RANGE_CLOEXEC
+        };
         libc::syscall(libc::SYS_close_range, 3, u32::MAX, close);
         libc::setrlimit(libc::RLIMIT_NOFILE, &raw const plan.inherited.files_limit);
         // By the bare call: the C library refuses to touch the signals that it uses itself. All zero is the default action.
         let default = [0usize; SIGACTION_WORDS];
         for &signal in &plan.inherited.ignored {
-            libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), std::ptr::null::<u8>(), 8);
+            libc::syscall(
+                libc::SYS_rt_sigaction,
+                signal,
+                default.as_ptr(),
+                std::ptr::null::<u8>(),
+                8,
+            );
         }
         // As PVM's daemon leaves them to its tasks.
         libc::signal(libc::SIGHUP, libc::SIG_IGN);
@@ -397,9 +459,17 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
         }
         if plan.waits {
             // By the bare calls: the C library remembers the numbers of the process that this one is a copy of.
-            libc::syscall(libc::SYS_kill, libc::syscall(libc::SYS_getpid), libc::SIGSTOP);
+            libc::syscall(
+                libc::SYS_kill,
+                libc::syscall(libc::SYS_getpid),
+                libc::SIGSTOP,
+            );
         }
-        libc::execve(plan.program.path.as_ptr(), plan.argv.as_ptr(), plan.env.as_ptr());
+        libc::execve(
+            plan.program.path.as_ptr(),
+            plan.argv.as_ptr(),
+            plan.env.as_ptr(),
+        );
         give_up(plan, Stage::Exec)
     }
 }
@@ -410,7 +480,11 @@ fn give_up(plan: &ExecPlan<'_>, stage: Stage) -> ! {
     let errno = Errno::last();
     let error = StageError { stage, errno };
     plan.failed.set(Some(error));
-    let status = if plan.waits { error.status() } else { NOT_BEGUN };
+    let status = if plan.waits {
+        error.status()
+    } else {
+        NOT_BEGUN
+    };
     // SAFETY: ends this process and nothing else.
     unsafe { libc::_exit(status) }
 }
@@ -431,24 +505,36 @@ impl StartGuard {
     /// # Errors
     /// The system has no thread or descriptor left.
     pub(crate) fn new(allowed: Duration) -> io::Result<StartGuard> {
-        let timer = Arc::new(TimerFd::new(ClockId::CLOCK_MONOTONIC, TimerFlags::TFD_CLOEXEC)?);
+        let timer = Arc::new(TimerFd::new(
+            ClockId::CLOCK_MONOTONIC,
+            TimerFlags::TFD_CLOEXEC,
+        )?);
         let pidfd = Arc::new(AtomicI32::new(NO_FD));
         let (its_timer, its_pidfd) = (Arc::clone(&timer), Arc::clone(&pidfd));
-        std::thread::Builder::new().name("start-guard".into()).spawn(move || {
-            loop {
-                // An interrupted wait is one for nothing.
-                if its_timer.wait().is_ok()
-                    && let Some(pidfd) = take_fd(&its_pidfd)
-                {
-                    kill_by(pidfd.as_fd());
+        std::thread::Builder::new()
+            .name("start-guard".into())
+            .spawn(move || {
+                loop {
+                    // An interrupted wait is one for nothing.
+                    if its_timer.wait().is_ok()
+                        && let Some(pidfd) = take_fd(&its_pidfd)
+                    {
+                        kill_by(pidfd.as_fd());
+                    }
                 }
-            }
-        })?;
-        Ok(StartGuard { timer, pidfd, allowed })
+            })?;
+        Ok(StartGuard {
+            timer,
+            pidfd,
+            allowed,
+        })
     }
 
     fn watch(&self) -> io::Result<Watch<'_>> {
-        self.timer.set(Expiration::OneShot(TimeSpec::from_duration(self.allowed)), TimerSetTimeFlags::empty())?;
+        self.timer.set(
+            Expiration::OneShot(TimeSpec::from_duration(self.allowed)),
+            TimerSetTimeFlags::empty(),
+        )?;
         Ok(Watch(self))
     }
 
@@ -478,9 +564,13 @@ fn take_fd(place: &AtomicI32) -> Option<OwnedFd> {
 /// A child that there is something to hear of, if there is one, and whether it has ended. Nothing is taken from anybody who
 /// waits for it: it may be stopped under the eyes of an engine.
 pub(crate) fn child_with_news() -> Option<(i32, bool)> {
-    let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT | WaitPidFlag::__WALL;
+    let look =
+        WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT | WaitPidFlag::__WALL;
     let status = waitid(Id::All, look).ok()?;
-    Some((status.pid()?.as_raw(), matches!(status, WaitStatus::Exited(..) | WaitStatus::Signaled(..))))
+    Some((
+        status.pid()?.as_raw(),
+        matches!(status, WaitStatus::Exited(..) | WaitStatus::Signaled(..)),
+    ))
 }
 
 /// Waits for one child without blocking: its wait status and what it used, or `None` while it runs.
@@ -521,7 +611,10 @@ fn wait4(pid: i32, flags: i32) -> io::Result<Option<(i32, Usage)>> {
     // SAFETY: rusage is plain numbers; the kernel fills both through valid pointers.
     let (got, used) = unsafe {
         let mut used = std::mem::zeroed::<libc::rusage>();
-        (libc::wait4(pid, &raw mut status, flags | libc::__WALL, &raw mut used), used)
+        (
+            libc::wait4(pid, &raw mut status, flags | libc::__WALL, &raw mut used),
+            used,
+        )
     };
     match got {
         -1 => Err(io::Error::last_os_error()),
@@ -556,7 +649,15 @@ pub(crate) fn pidfd_of(pid: i32) -> io::Result<OwnedFd> {
 /// Kills the process of a pidfd. That it has ended already is no error.
 pub(crate) fn kill_by(pidfd: BorrowedFd<'_>) {
     // SAFETY: no siginfo is passed; the kernel checks the descriptor.
-    unsafe { libc::syscall(libc::SYS_pidfd_send_signal, pidfd.as_raw_fd(), libc::SIGKILL, std::ptr::null::<u8>(), 0) };
+    unsafe {
+        libc::syscall(
+            libc::SYS_pidfd_send_signal,
+            pidfd.as_raw_fd(),
+            libc::SIGKILL,
+            std::ptr::null::<u8>(),
+            0,
+        )
+    };
 }
 
 /// `kill(2)` with any signal number, also realtime ones.
@@ -611,7 +712,10 @@ pub(crate) fn share_memory(one: i32, other: i32) -> bool {
 /// There is no such memory, or no right to do so.
 pub(crate) fn write_memory(pid: i32, at: u64, bytes: &[u8]) -> io::Result<()> {
     use std::os::unix::fs::FileExt;
-    std::fs::OpenOptions::new().write(true).open(format!("/proc/{pid}/mem"))?.write_all_at(bytes, at)
+    std::fs::OpenOptions::new()
+        .write(true)
+        .open(format!("/proc/{pid}/mem"))?
+        .write_all_at(bytes, at)
 }
 
 /// Takes all capabilities from the calling thread: what it does with files from now on it does as its user.
@@ -648,7 +752,10 @@ pub(crate) fn inherited(fd: RawFd) -> io::Result<OwnedFd> {
 /// # Errors
 /// For a signal that cannot be handled.
 pub(crate) fn set_handler(name: Signal, handler: SigHandler) -> nix::Result<()> {
-    assert!(matches!(handler, SigHandler::SigIgn | SigHandler::SigDfl), "no handler runs in the tasker");
+    assert!(
+        matches!(handler, SigHandler::SigIgn | SigHandler::SigDfl),
+        "no handler runs in the tasker"
+    );
     // SAFETY: no handler function is installed, so nothing can run at a bad moment.
     unsafe { nix::sys::signal::signal(name, handler) }.map(drop)
 }
@@ -660,7 +767,10 @@ mod tests {
     #[test]
     fn a_process_that_does_not_become_its_program_in_time_is_killed() {
         let guard = StartGuard::new(Duration::from_millis(20)).expect("a thread");
-        let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep");
+        let mut child = std::process::Command::new("sleep")
+            .arg("60")
+            .spawn()
+            .expect("sleep");
         let watch = guard.watch().expect("a timer");
         let pidfd = pidfd_of(child.id() as i32).expect("it exists");
         guard.pidfd.store(pidfd.into_raw_fd(), Ordering::Release);
@@ -672,7 +782,10 @@ mod tests {
     #[test]
     fn a_process_that_becomes_its_program_in_time_is_left_alone() {
         let guard = StartGuard::new(Duration::from_millis(20)).expect("a thread");
-        let mut child = std::process::Command::new("sleep").arg("0.2").spawn().expect("sleep");
+        let mut child = std::process::Command::new("sleep")
+            .arg("0.2")
+            .spawn()
+            .expect("sleep");
         let watch = guard.watch().expect("a timer");
         let pidfd = pidfd_of(child.id() as i32).expect("it exists");
         guard.pidfd.store(pidfd.into_raw_fd(), Ordering::Release);

@@ -38,7 +38,11 @@ pub(crate) enum Stage {
     /// There is room for it.
     Prepared,
     /// Files that come with it are put where they belong.
-    Placing { dir: PathBuf, again: Option<Redirection>, discard: bool },
+    Placing {
+        dir: PathBuf,
+        again: Option<Redirection>,
+        discard: bool,
+    },
     /// The engine builds it.
     Restoring {
         worker: u64,
@@ -67,8 +71,14 @@ impl Stage {
     /// What is said of a copy that is lost: of one that was told to run, that it does not.
     pub(crate) fn lost_word(&self, migration: MigrationId, why: Failure) -> FromTasker {
         match self {
-            Stage::Held { run: Some(_), .. } => FromTasker::Ran { migration, result: Err(why) },
-            _ => FromTasker::Restored { migration, result: Err(why) },
+            Stage::Held { run: Some(_), .. } => FromTasker::Ran {
+                migration,
+                result: Err(why),
+            },
+            _ => FromTasker::Restored {
+                migration,
+                result: Err(why),
+            },
         }
     }
 }
@@ -76,10 +86,14 @@ impl Stage {
 impl Supervisor {
     pub(crate) fn make_room(&mut self, migration: MigrationId, tid: Tid) -> Result<(), Failure> {
         if self.moves.targets.contains_key(&migration) {
-            return Err(Failure::Engine(format!("{migration} is prepared here already")));
+            return Err(Failure::Engine(format!(
+                "{migration} is prepared here already"
+            )));
         }
         if self.moves.targets.len() >= TARGETS_MAX {
-            return Err(Failure::Engine(format!("{TARGETS_MAX} moves to this host are under way, the limit")));
+            return Err(Failure::Engine(format!(
+                "{TARGETS_MAX} moves to this host are under way, the limit"
+            )));
         }
         if self.tasks.contains_key(&tid) {
             return Err(Failure::Engine(format!("{tid} runs here already")));
@@ -91,7 +105,13 @@ impl Supervisor {
             }
             false => None,
         };
-        let target = Target { tid, namespace, stage: Stage::Prepared, made: Made::default(), memory_follows: false };
+        let target = Target {
+            tid,
+            namespace,
+            stage: Stage::Prepared,
+            made: Made::default(),
+            memory_follows: false,
+        };
         self.moves.targets.insert(migration, target);
         Ok(())
     }
@@ -105,26 +125,46 @@ impl Supervisor {
         memory_way: Option<&Path>,
     ) {
         let room = match self.moves.targets.get(&migration) {
-            Some(Target { stage: Stage::Prepared, tid: of, .. }) if *of == tid => Ok(()),
-            Some(_) => Err(Failure::Engine(format!("{migration} is not waiting for the images of {tid}"))),
+            Some(Target {
+                stage: Stage::Prepared,
+                tid: of,
+                ..
+            }) if *of == tid => Ok(()),
+            Some(_) => Err(Failure::Engine(format!(
+                "{migration} is not waiting for the images of {tid}"
+            ))),
             None => self.make_room(migration, tid),
         };
         if let Err(why) = room {
-            return self.say(&FromTasker::Restored { migration, result: Err(why) });
+            return self.say(&FromTasker::Restored {
+                migration,
+                result: Err(why),
+            });
         }
         let carry = Carry::read(dir);
         self.moves.promised.images_are_here(migration, dir);
-        let room = carry.as_ref().map_or(Ok(()), |carry| self.has_room_yet(migration, carry.memory));
-        let fetches = room.and_then(|()| memory_way.map_or(Ok(()), |way| self.fetch(migration, dir, way)));
+        let room = carry
+            .as_ref()
+            .map_or(Ok(()), |carry| self.has_room_yet(migration, carry.memory));
+        let fetches =
+            room.and_then(|()| memory_way.map_or(Ok(()), |way| self.fetch(migration, dir, way)));
         if let Some(target) = self.moves.targets.get_mut(&migration) {
             target.memory_follows = memory_way.is_some();
         }
         match (fetches, carry) {
             (Err(why), _) => {
                 self.moves.following.has_failed(Some(&why));
-                self.clear_target(migration, vec![FromTasker::Restored { migration, result: Err(why) }]);
+                self.clear_target(
+                    migration,
+                    vec![FromTasker::Restored {
+                        migration,
+                        result: Err(why),
+                    }],
+                );
             }
-            (Ok(()), Ok(carry)) if !carry.files.is_empty() => self.place_files(migration, dir, carry, again),
+            (Ok(()), Ok(carry)) if !carry.files.is_empty() => {
+                self.place_files(migration, dir, carry, again)
+            }
             // What is wrong with it is told when it is needed.
             _ => self.build(migration, dir, again),
         }
@@ -136,31 +176,62 @@ impl Supervisor {
         match (started, self.moves.targets.get_mut(&migration)) {
             (Ok(stage), Some(target)) => target.stage = stage,
             (Ok(_), None) => {}
-            (Err(why), _) => self.clear_target(migration, vec![FromTasker::Restored { migration, result: Err(why) }]),
+            (Err(why), _) => self.clear_target(
+                migration,
+                vec![FromTasker::Restored {
+                    migration,
+                    result: Err(why),
+                }],
+            ),
         }
     }
 
     /// Starts a program anew, up to the point where nothing of it runs yet.
     pub(crate) fn build_anew(&mut self, migration: MigrationId, start: &StartTask) {
         let room = match self.moves.targets.get(&migration) {
-            Some(Target { stage: Stage::Prepared, .. }) => Ok(()),
+            Some(Target {
+                stage: Stage::Prepared,
+                ..
+            }) => Ok(()),
             Some(_) => Err(Failure::Engine(format!("{migration} is held here already"))),
             None => self.make_room(migration, start.tid),
         };
         let built = room.and_then(|()| {
-            let namespace = self.moves.targets.get(&migration).and_then(|target| target.namespace.as_ref());
+            let namespace = self
+                .moves
+                .targets
+                .get(&migration)
+                .and_then(|target| target.namespace.as_ref());
             task::build(start, namespace, &self.inherited).map_err(Failure::Io)
         });
         match (built, self.moves.targets.get_mut(&migration)) {
             (Ok((process, output)), Some(target)) => {
                 let pid = process.pid;
-                target.stage = Stage::Held { process, stopped_before: Vec::new(), output, enters: false, run: None };
-                self.say(&FromTasker::Restored { migration, result: Ok(pid) });
+                target.stage = Stage::Held {
+                    process,
+                    stopped_before: Vec::new(),
+                    output,
+                    enters: false,
+                    run: None,
+                };
+                self.say(&FromTasker::Restored {
+                    migration,
+                    result: Ok(pid),
+                });
             }
             (Ok(_), None) => {}
-            (Err(why), None) => self.say(&FromTasker::Restored { migration, result: Err(why) }),
+            (Err(why), None) => self.say(&FromTasker::Restored {
+                migration,
+                result: Err(why),
+            }),
             (Err(why), Some(_)) => {
-                self.clear_target(migration, vec![FromTasker::Restored { migration, result: Err(why) }]);
+                self.clear_target(
+                    migration,
+                    vec![FromTasker::Restored {
+                        migration,
+                        result: Err(why),
+                    }],
+                );
             }
         }
     }
@@ -171,8 +242,15 @@ impl Supervisor {
         dir: &Path,
         again: Option<Redirection>,
     ) -> Result<Stage, Failure> {
-        let target = self.moves.targets.get(&migration).ok_or(Failure::TaskEnded)?;
-        let namespace = target.namespace.as_ref().ok_or_else(|| Failure::Engine(NO_NAMESPACES.into()))?;
+        let target = self
+            .moves
+            .targets
+            .get(&migration)
+            .ok_or(Failure::TaskEnded)?;
+        let namespace = target
+            .namespace
+            .as_ref()
+            .ok_or_else(|| Failure::Engine(NO_NAMESPACES.into()))?;
         let memory_follows = target.memory_follows;
         if memory_follows && !self.moves.following.comes(migration) {
             return Err(Failure::Images("its memory does not come any more".into()));
@@ -189,7 +267,9 @@ impl Supervisor {
         let limits = limits_for(carry.image_bytes())?;
         let job = RestoreJob {
             dir: dir.into(),
-            outside: Outside { output_pipe: carry.output_pipe },
+            outside: Outside {
+                output_pipe: carry.output_pipe,
+            },
             pid_namespace: namespace.open().map_err(io)?,
             output: theirs,
             memory_follows,
@@ -202,40 +282,82 @@ impl Supervisor {
                 let process = held.pid();
                 held.release(&limits).map(|()| process)
             });
-            Outcome::Restored { migration, result: built }
+            Outcome::Restored {
+                migration,
+                result: built,
+            }
         };
         let worker = self.moves.workers.start(&cancel, Some(pid), build)?;
-        Ok(Stage::Restoring { worker, carry, output, again, discard: false, lost: None })
+        Ok(Stage::Restoring {
+            worker,
+            carry,
+            output,
+            again,
+            discard: false,
+            lost: None,
+        })
     }
 
     pub(crate) fn restored(&mut self, migration: MigrationId, result: Result<i32, Failure>) {
-        let Some(target) = self.moves.targets.get_mut(&migration) else { return };
+        let Some(target) = self.moves.targets.get_mut(&migration) else {
+            return;
+        };
         let stage = std::mem::replace(&mut target.stage, Stage::Prepared);
-        let Stage::Restoring { carry, output, again, discard, lost, .. } = stage else { return };
+        let Stage::Restoring {
+            carry,
+            output,
+            again,
+            discard,
+            lost,
+            ..
+        } = stage
+        else {
+            return;
+        };
         if target.memory_follows && !discard && lost.is_none() {
             self.moves.following.has_failed(result.as_ref().err());
         }
         let adopted = lost.map_or(result, Err).and_then(|pid| {
-            let pidfd = sys::pidfd_of(pid).map_err(|e| Failure::Io(format!("no descriptor for process {pid}: {e}")))?;
-            target.namespace.as_ref().map_or(Ok(()), |namespace| redirect(namespace, again))?;
+            let pidfd = sys::pidfd_of(pid)
+                .map_err(|e| Failure::Io(format!("no descriptor for process {pid}: {e}")))?;
+            target
+                .namespace
+                .as_ref()
+                .map_or(Ok(()), |namespace| redirect(namespace, again))?;
             Ok(Child { pid, pidfd })
         });
         match adopted {
             Ok(process) if !discard => {
                 let pid = process.pid;
                 let namespace = target.namespace.as_ref();
-                let enters = namespace.is_some_and(|n| begin_to_bring_in(migration, n, &mut self.moves.workers));
+                let enters = namespace
+                    .is_some_and(|n| begin_to_bring_in(migration, n, &mut self.moves.workers));
                 let stopped_before = carry.stopped_before;
-                target.stage = Stage::Held { process, stopped_before, output, enters, run: None };
-                self.say(&FromTasker::Restored { migration, result: Ok(pid) });
+                target.stage = Stage::Held {
+                    process,
+                    stopped_before,
+                    output,
+                    enters,
+                    run: None,
+                };
+                self.say(&FromTasker::Restored {
+                    migration,
+                    result: Ok(pid),
+                });
             }
             Ok(_) => {
                 let off = Err(Failure::CalledOff("the move was discarded".into()));
-                let last = FromTasker::Restored { migration, result: off };
+                let last = FromTasker::Restored {
+                    migration,
+                    result: off,
+                };
                 self.clear_target(migration, vec![last, FromTasker::Discarded { migration }]);
             }
             Err(why) => {
-                let mut last = vec![FromTasker::Restored { migration, result: Err(why) }];
+                let mut last = vec![FromTasker::Restored {
+                    migration,
+                    result: Err(why),
+                }];
                 last.extend(discard.then_some(FromTasker::Discarded { migration }));
                 self.clear_target(migration, last);
             }
@@ -247,14 +369,20 @@ impl Supervisor {
         let is_held = |target: &Target| matches!(target.stage, Stage::Held { .. });
         if self.moves.targets.get(&migration).is_some_and(is_held) {
             let why = Failure::Engine("the restored task was killed before it could go on".into());
-            let word = self.moves.targets[&migration].stage.lost_word(migration, why);
+            let word = self.moves.targets[&migration]
+                .stage
+                .lost_word(migration, why);
             self.clear_target(migration, vec![word]);
         }
     }
 
     pub(crate) fn brought_in(&mut self, migration: MigrationId, done: bool) {
-        let Some(target) = self.moves.targets.get_mut(&migration) else { return };
-        let Stage::Held { enters, run, .. } = &mut target.stage else { return };
+        let Some(target) = self.moves.targets.get_mut(&migration) else {
+            return;
+        };
+        let Stage::Held { enters, run, .. } = &mut target.stage else {
+            return;
+        };
         *enters = false;
         if let Some(namespace) = target.namespace.as_ref().filter(|_| done) {
             namespace.joined();
@@ -265,26 +393,46 @@ impl Supervisor {
     }
 
     pub(crate) fn run_held(&mut self, migration: MigrationId, used: Usage, held: bool) {
-        if let Some(Target { stage: Stage::Held { enters: true, run, .. }, .. }) =
-            self.moves.targets.get_mut(&migration)
+        if let Some(Target {
+            stage: Stage::Held {
+                enters: true, run, ..
+            },
+            ..
+        }) = self.moves.targets.get_mut(&migration)
         {
             // While it stands still nobody can be missed.
             *run = Some((used, held));
             return;
         }
-        let (tid, namespace, process, stopped_before, output) = match self.moves.targets.remove(&migration) {
-            Some(Target {
-                tid, namespace, stage: Stage::Held { process, stopped_before, output, .. }, made, ..
-            }) => {
-                made.keep();
-                (tid, namespace, process, stopped_before, output)
-            }
-            other => {
-                self.moves.targets.extend(other.map(|target| (migration, target)));
-                let not_held = Failure::Engine(format!("nothing is held here for {migration}"));
-                return self.say(&FromTasker::Ran { migration, result: Err(not_held) });
-            }
-        };
+        let (tid, namespace, process, stopped_before, output) =
+            match self.moves.targets.remove(&migration) {
+                Some(Target {
+                    tid,
+                    namespace,
+                    stage:
+                        Stage::Held {
+                            process,
+                            stopped_before,
+                            output,
+                            ..
+                        },
+                    made,
+                    ..
+                }) => {
+                    made.keep();
+                    (tid, namespace, process, stopped_before, output)
+                }
+                other => {
+                    self.moves
+                        .targets
+                        .extend(other.map(|target| (migration, target)));
+                    let not_held = Failure::Engine(format!("nothing is held here for {migration}"));
+                    return self.say(&FromTasker::Ran {
+                        migration,
+                        result: Err(not_held),
+                    });
+                }
+            };
         let mut task = Task {
             tid,
             process,
@@ -302,7 +450,10 @@ impl Supervisor {
             task.go_on();
         }
         self.tasks.insert(tid, task);
-        self.say(&FromTasker::Ran { migration, result: Ok(()) });
+        self.say(&FromTasker::Ran {
+            migration,
+            result: Ok(()),
+        });
         self.memory_follows_to(migration, tid);
     }
 
@@ -311,7 +462,9 @@ impl Supervisor {
             return self.say(&FromTasker::Discarded { migration });
         };
         match &mut target.stage {
-            Stage::Restoring { worker, discard, .. } => {
+            Stage::Restoring {
+                worker, discard, ..
+            } => {
                 *discard = true;
                 let worker = *worker;
                 self.moves.workers.cancel(worker);
@@ -347,10 +500,17 @@ impl Supervisor {
 /// Has the processes of a restored task brought into its control group, if it has one: in the background, because that takes
 /// longer than anything else before they go on. True if it has begun.
 fn begin_to_bring_in(migration: MigrationId, namespace: &Namespace, workers: &mut Workers) -> bool {
-    let Some(entrance) = namespace.entrance() else { return false };
-    let Ok(cancel) = Cancel::new() else { return false };
+    let Some(entrance) = namespace.entrance() else {
+        return false;
+    };
+    let Ok(cancel) = Cancel::new() else {
+        return false;
+    };
     let pids = namespace.pids();
-    let work = move || Outcome::BroughtIn { migration, done: freezer::bring_in(&entrance, &pids).is_ok() };
+    let work = move || Outcome::BroughtIn {
+        migration,
+        done: freezer::bring_in(&entrance, &pids).is_ok(),
+    };
     // Without a thread it is stopped by signal, as where there is no freezer.
     workers.start(&cancel, None, work).is_ok()
 }

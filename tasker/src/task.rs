@@ -5,7 +5,9 @@ use crate::freezer::ControlGroup;
 use crate::hold::Hold;
 use crate::namespace::Namespace;
 use crate::stop::{self, Crowd};
-use crate::sys::{self, Child, ExecPlan, Inherited, NotStarted, Program, Stage, StageError, StartGuard};
+use crate::sys::{
+    self, Child, ExecPlan, Inherited, NotStarted, Program, Stage, StageError, StartGuard,
+};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use sempa_proto::engine::Engine;
@@ -103,12 +105,16 @@ impl Task {
 
     /// Its processes.
     pub(crate) fn crowd(&self) -> Crowd<'_> {
-        self.namespace.as_ref().map_or(Crowd::Group(self.process.pid), Crowd::Namespace)
+        self.namespace
+            .as_ref()
+            .map_or(Crowd::Group(self.process.pid), Crowd::Namespace)
     }
 
     /// Numbers of its processes, found in the fastest way.
     pub(crate) fn members(&self) -> Vec<i32> {
-        self.namespace.as_ref().map_or_else(|| self.crowd().pids(), Namespace::members)
+        self.namespace
+            .as_ref()
+            .map_or_else(|| self.crowd().pids(), Namespace::members)
     }
 
     /// Lets a stopped task go on and delivers what came for it meanwhile, unless it is held.
@@ -190,7 +196,13 @@ impl Output {
         fcntl(&ours, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
         let pipe = File::from(ours);
         let inode = pipe.metadata()?.st_ino();
-        Ok((Output { pipe: Some(pipe), inode }, theirs))
+        Ok((
+            Output {
+                pipe: Some(pipe),
+                inode,
+            },
+            theirs,
+        ))
     }
 
     /// Inode number of the pipe, which names it in images.
@@ -217,7 +229,9 @@ impl Output {
     pub(crate) fn drain(&mut self, mut take: impl FnMut(Vec<u8>)) {
         let mut left = self.fd().map_or(0, sys::bytes_in_pipe);
         while left > 0 {
-            let Some(bytes) = self.chunk(left.min(OUTPUT_CHUNK_BYTES_MAX)) else { return };
+            let Some(bytes) = self.chunk(left.min(OUTPUT_CHUNK_BYTES_MAX)) else {
+                return;
+            };
             left -= bytes.len();
             take(bytes);
         }
@@ -253,10 +267,15 @@ pub(crate) fn start(
     inherited: &Inherited,
     guard: &StartGuard,
 ) -> Result<Task, String> {
-    let (process, output) = make(order, inherited, namespace.is_none(), |plan| match &namespace {
-        Some(namespace) => namespace.start(&plan, guard),
-        None => sys::start_program(&plan, guard, None),
-    })?;
+    let (process, output) = make(
+        order,
+        inherited,
+        namespace.is_none(),
+        |plan| match &namespace {
+            Some(namespace) => namespace.start(&plan, guard),
+            None => sys::start_program(&plan, guard, None),
+        },
+    )?;
     Ok(Task {
         tid: order.tid,
         process,
@@ -299,12 +318,19 @@ fn make(
     start: impl FnOnce(ExecPlan<'_>) -> Result<Child, NotStarted>,
 ) -> Result<(Child, Output), String> {
     let path = order.path.display();
-    let failed = |what: &str, error: &dyn std::fmt::Display| format!("cannot start {path}: {what}: {error}");
+    let failed =
+        |what: &str, error: &dyn std::fmt::Display| format!("cannot start {path}: {what}: {error}");
     let program = Program::new(&order.path, &order.dir, &order.argv, &order.env)
         .map_err(|why| format!("cannot start {path}: {why}"))?;
     let stdin = File::open("/dev/null").map_err(|e| failed("/dev/null", &e))?;
     let (output, theirs) = Output::new().map_err(|e| failed("no pipe for its output", &e))?;
-    let made = start(ExecPlan::new(&program, stdin.as_fd(), theirs.as_fd(), inherited, own_group));
+    let made = start(ExecPlan::new(
+        &program,
+        stdin.as_fd(),
+        theirs.as_fd(),
+        inherited,
+        own_group,
+    ));
     // The sweep for unknown children reaps what has failed; nothing here waits for a file system that hangs.
     Ok((made.map_err(|why| explain(order, why))?, output))
 }
@@ -312,15 +338,23 @@ fn make(
 fn explain(order: &StartTask, why: NotStarted) -> String {
     let path = order.path.display();
     let (stage, errno) = match why {
-        NotStarted::NoProcess(error) => return format!("cannot start {path}: no new process: {error}"),
+        NotStarted::NoProcess(error) => {
+            return format!("cannot start {path}: no new process: {error}");
+        }
         NotStarted::TooLate => {
-            return format!("cannot start {path}: the system did not begin it within {} s", EXEC_ALLOWED.as_secs());
+            return format!(
+                "cannot start {path}: the system did not begin it within {} s",
+                EXEC_ALLOWED.as_secs()
+            );
         }
         NotStarted::Failed(StageError { stage, errno }) => (stage, errno.desc()),
     };
     match stage {
         Stage::Stdio => format!("cannot start {path}: its standard descriptors: {errno}"),
-        Stage::Dir => format!("cannot start {path}: working directory {}: {errno}", order.dir.display()),
+        Stage::Dir => format!(
+            "cannot start {path}: working directory {}: {errno}",
+            order.dir.display()
+        ),
         Stage::Exec | Stage::Access => format!("cannot start {path}: {errno}"),
     }
 }

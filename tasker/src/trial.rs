@@ -81,17 +81,30 @@ impl Supervisor {
         let temp = std::env::temp_dir();
         remove_old(&temp);
         let template = temp.join(format!("{DIR_NAME}XXXXXX"));
-        let dir = nix::unistd::mkdtemp(&template).map_err(|e| Failure::Io(format!("{}: {e}", template.display())))?;
-        let cwd = CString::new(dir.as_os_str().as_bytes()).map_err(|e| Failure::Io(e.to_string()))?;
+        let dir = nix::unistd::mkdtemp(&template)
+            .map_err(|e| Failure::Io(format!("{}: {e}", template.display())))?;
+        let cwd =
+            CString::new(dir.as_os_str().as_bytes()).map_err(|e| Failure::Io(e.to_string()))?;
         let (output, theirs) = Output::new().map_err(io)?;
-        let mut trial = Trial { namespace: Namespace::new(None).map_err(io)?, pid: 0, output, dir: dir.clone() };
+        let mut trial = Trial {
+            namespace: Namespace::new(None).map_err(io)?,
+            pid: 0,
+            output,
+            dir: dir.clone(),
+        };
         let stdin = File::open("/dev/null").map_err(io)?;
-        trial.pid = trial.namespace.start_sleeper(&cwd, &stdin, &theirs).map_err(io)?.pid;
+        trial.pid = trial
+            .namespace
+            .start_sleeper(&cwd, &stdin, &theirs)
+            .map_err(io)?
+            .pid;
         let engine = self.moves.engine.clone().ok_or_else(|| self.broken())?;
         let (checking, limits) = (engine.start_check(&dir)?, limits_for(0)?);
         self.moves.trial = Some(trial);
         let (cancel, pid) = (limits.cancel.clone(), checking.engine_pid());
-        self.moves.workers.start(&cancel, Some(pid), move || Outcome::TrialChecked(checking.finish(&limits)))?;
+        self.moves.workers.start(&cancel, Some(pid), move || {
+            Outcome::TrialChecked(checking.finish(&limits))
+        })?;
         Ok(())
     }
 
@@ -137,15 +150,25 @@ impl Supervisor {
             return Err(Failure::CalledOff("the tasker ends".into()));
         };
         let source = std::mem::replace(&mut trial.namespace, Namespace::new(None).map_err(io)?);
-        let outside = Outside { output_pipe: trial.output.inode() };
+        let outside = Outside {
+            output_pipe: trial.output.inode(),
+        };
         let (output, theirs) = Output::new().map_err(io)?;
         trial.output = output;
         let pid_namespace = trial.namespace.open().map_err(io)?;
-        let job = RestoreJob { dir: trial.dir.clone(), outside, pid_namespace, output: theirs, memory_follows: false };
+        let job = RestoreJob {
+            dir: trial.dir.clone(),
+            outside,
+            pid_namespace,
+            output: theirs,
+            memory_follows: false,
+        };
         let restoring = engine.start_restore(job)?;
         let limits = limits_for(0)?;
         let (cancel, pid) = (limits.cancel.clone(), restoring.engine_pid());
-        self.moves.workers.start(&cancel, Some(pid), move || Outcome::TrialHeld(restoring.hold(&limits)))?;
+        self.moves.workers.start(&cancel, Some(pid), move || {
+            Outcome::TrialHeld(restoring.hold(&limits))
+        })?;
         self.when_ended(source, Vec::new());
         Ok(())
     }
@@ -158,20 +181,31 @@ impl Supervisor {
 
     /// Says aloud if the engine turned out not to work, and takes up what waited for this.
     fn end_trial(&mut self, result: Result<(), Failure>) {
-        let dir = self.moves.trial.take().map(|trial| trial.dir.display().to_string());
+        let dir = self
+            .moves
+            .trial
+            .take()
+            .map(|trial| trial.dir.display().to_string());
         // The same failure is the same words, whatever the name of its directory.
         let failed = |why: Failure| {
-            let why = why.to_string().replace(dir.as_deref().unwrap_or(DIR_NAME), "its directory");
+            let why = why
+                .to_string()
+                .replace(dir.as_deref().unwrap_or(DIR_NAME), "its directory");
             format!("the dump engine failed its trial here: {why}; {HOW_TO_GET}")
         };
         match (self.moves.state.clone(), result) {
-            (EngineState::Trying(version), Ok(())) => self.moves.state = EngineState::Works(version),
+            (EngineState::Trying(version), Ok(())) => {
+                self.moves.state = EngineState::Works(version)
+            }
             (EngineState::Trying(_), Err(why)) => self.engine_is_broken("", failed(why)),
             (EngineState::TryingAgain(before), result) => {
                 let probed = |engine: &Arc<dyn Engine>| engine.probe();
-                let version = result
-                    .map_err(failed)
-                    .and_then(|()| self.moves.engine.as_ref().map_or_else(|| Err(before.clone()), probed));
+                let version = result.map_err(failed).and_then(|()| {
+                    self.moves
+                        .engine
+                        .as_ref()
+                        .map_or_else(|| Err(before.clone()), probed)
+                });
                 match version {
                     Ok(version) => {
                         self.moves.trials_failed = 0;
@@ -200,7 +234,9 @@ fn remove_old(temp: &Path) {
             let age = meta.modified().ok().and_then(|at| at.elapsed().ok());
             meta.is_dir() && meta.uid() == uid && age.is_some_and(|age| age > LEFT_BEHIND_AGE)
         };
-        if entry.file_name().to_string_lossy().starts_with(DIR_NAME) && entry.metadata().is_ok_and(old) {
+        if entry.file_name().to_string_lossy().starts_with(DIR_NAME)
+            && entry.metadata().is_ok_and(old)
+        {
             // Somebody else may be removing it too.
             let _ = std::fs::remove_dir_all(entry.path());
         }

@@ -22,13 +22,22 @@ pub(crate) enum For {
 /// True for orders that are answered only when it is known whether the engine works.
 pub(crate) fn needs_engine(order: &ToTasker) -> bool {
     use ToTasker as T;
-    matches!(order, T::Inspect { .. } | T::Look { .. } | T::Prepare { .. } | T::Judge { .. })
+    matches!(
+        order,
+        T::Inspect { .. } | T::Look { .. } | T::Prepare { .. } | T::Judge { .. }
+    )
 }
 
 impl Supervisor {
     fn no_engine(&self) -> Option<Refusal> {
         // The daemon knows which host this is and puts it in.
-        self.moves.engine_state().err().map(|why| Refusal::NoEngine { host: HostId::MASTER, why })
+        self.moves
+            .engine_state()
+            .err()
+            .map(|why| Refusal::NoEngine {
+                host: HostId::MASTER,
+                why,
+            })
     }
 
     /// Looks at a task.
@@ -37,17 +46,33 @@ impl Supervisor {
             (None, _) => Some(Refusal::NoSuchTask),
             (Some(_), no_engine) => no_engine,
         };
-        let namespace = self.tasks.get(&tid).and_then(|task| task.namespace.as_ref().map(|n| (n, task.process.pid)));
+        let namespace = self
+            .tasks
+            .get(&tid)
+            .and_then(|task| task.namespace.as_ref().map(|n| (n, task.process.pid)));
         let (None, Some((namespace, pid))) = (&refused, namespace) else {
-            let refused = refused.unwrap_or(Refusal::Holds { what: NO_NAMESPACES.into() });
+            let refused = refused.unwrap_or(Refusal::Holds {
+                what: NO_NAMESPACES.into(),
+            });
             return self.seen(by, Err(refused));
         };
-        let subject = Subject { root: pid, processes: namespace.pids() };
+        let subject = Subject {
+            root: pid,
+            processes: namespace.pids(),
+        };
         let engine = self.moves.engine_state().unwrap_or_default();
         let hashes = self.moves.hashes.clone();
-        let work = move || Outcome::Seen { by, result: facts::inspect(&subject, engine, &hashes) };
+        let work = move || Outcome::Seen {
+            by,
+            result: facts::inspect(&subject, engine, &hashes),
+        };
         if let Err(why) = self.begin_uncancelled(work) {
-            self.seen(by, Err(Refusal::Holds { what: format!("something that could not be looked at: {why}") }));
+            self.seen(
+                by,
+                Err(Refusal::Holds {
+                    what: format!("something that could not be looked at: {why}"),
+                }),
+            );
         }
     }
 
@@ -56,9 +81,16 @@ impl Supervisor {
         self.say(&match by {
             For::Move { migration, tid } => {
                 let facts = result.as_ref().ok();
-                let memory_can_follow = facts.is_some_and(|facts| self.moves.following.should(facts));
-                let can_pre_copy = facts.is_some_and(|facts| self.moves.pre_copies.should(tid, facts));
-                FromTasker::Inspected { migration, result, memory_can_follow, can_pre_copy }
+                let memory_can_follow =
+                    facts.is_some_and(|facts| self.moves.following.should(facts));
+                let can_pre_copy =
+                    facts.is_some_and(|facts| self.moves.pre_copies.should(tid, facts));
+                FromTasker::Inspected {
+                    migration,
+                    result,
+                    memory_can_follow,
+                    can_pre_copy,
+                }
             }
             For::Question(question) => FromTasker::Seen { question, result },
         });
@@ -75,7 +107,10 @@ impl Supervisor {
             self.moves.promised.make(migration, facts.resident_bytes);
         }
         let host = ThisHost::new(self.moves.hashes.clone(), promised);
-        let work = move || Outcome::Judged { by, verdict: facts::compare(&facts, &host) };
+        let work = move || Outcome::Judged {
+            by,
+            verdict: facts::compare(&facts, &host),
+        };
         if let Err(why) = self.begin_uncancelled(work) {
             self.judged(by, vec![no_room(&why)]);
         }
@@ -92,7 +127,11 @@ impl Supervisor {
                     verdict.push(no_room(&why));
                 }
                 self.moves.promised.judged(migration, verdict.is_empty());
-                FromTasker::Prepared { migration, verdict, memory_can_follow: self.moves.following.can() }
+                FromTasker::Prepared {
+                    migration,
+                    verdict,
+                    memory_can_follow: self.moves.following.can(),
+                }
             }
         };
         self.say(&word);
@@ -109,5 +148,8 @@ impl Supervisor {
 }
 
 fn no_room(why: &Failure) -> Refusal {
-    Refusal::NoEngine { host: HostId::MASTER, why: why.to_string() }
+    Refusal::NoEngine {
+        host: HostId::MASTER,
+        why: why.to_string(),
+    }
 }

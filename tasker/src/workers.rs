@@ -138,8 +138,16 @@ impl Workers {
     /// When there is no descriptor left.
     pub(crate) fn new() -> io::Result<Workers> {
         let (sender, receiver) = channel();
-        let wake = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
-        Ok(Workers { running: BTreeMap::new(), next: 1, sender, receiver, wake })
+        let wake = Arc::new(EventFd::from_flags(
+            EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK,
+        )?);
+        Ok(Workers {
+            running: BTreeMap::new(),
+            next: 1,
+            sender,
+            receiver,
+            wake,
+        })
     }
 
     /// Readable when outcomes wait.
@@ -154,7 +162,9 @@ impl Workers {
 
     /// True if a thread waits for this process.
     pub(crate) fn waits_for(&self, pid: i32) -> bool {
-        self.running.values().any(|worker| worker.engine == Some(pid))
+        self.running
+            .values()
+            .any(|worker| worker.engine == Some(pid))
     }
 
     /// True if another thread may be started.
@@ -173,7 +183,9 @@ impl Workers {
         work: impl FnOnce() -> Outcome + Send + 'static,
     ) -> Result<u64, Failure> {
         if !self.has_room() {
-            return Err(Failure::Engine(format!("{WORKERS_MAX} steps of moves run on this host already, the limit")));
+            return Err(Failure::Engine(format!(
+                "{WORKERS_MAX} steps of moves run on this host already, the limit"
+            )));
         }
         let number = self.next;
         self.next += 1;
@@ -187,7 +199,13 @@ impl Workers {
                 let _ = wake.write(1);
             })
             .map_err(|e| Failure::Io(format!("no thread for a step of a move: {e}")))?;
-        self.running.insert(number, Worker { cancel: cancel.clone(), engine });
+        self.running.insert(
+            number,
+            Worker {
+                cancel: cancel.clone(),
+                engine,
+            },
+        );
         Ok(number)
     }
 

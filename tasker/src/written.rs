@@ -18,7 +18,8 @@ use std::path::{Path, PathBuf};
 /// [`Failure::Io`] with the file that could not be cut, or is shorter.
 pub(crate) fn cut_back(files: &[(PathBuf, u64)]) -> Result<(), Failure> {
     for (path, bytes) in files {
-        let now = std::fs::symlink_metadata(path).map_err(|e| Failure::Io(format!("{}: {e}", path.display())))?;
+        let now = std::fs::symlink_metadata(path)
+            .map_err(|e| Failure::Io(format!("{}: {e}", path.display())))?;
         if now.is_file() && now.len() < *bytes {
             return Err(Failure::Io(format!(
                 "{path} has become shorter since the checkpoint: it has {} bytes, and had {bytes} then. Bring it back as it was; if it may \
@@ -31,7 +32,9 @@ pub(crate) fn cut_back(files: &[(PathBuf, u64)]) -> Result<(), Failure> {
     files.iter().try_for_each(|(path, bytes)| {
         cut(path, *bytes).map_err(|e| {
             let path = path.display();
-            Failure::Io(format!("{path} has grown since the checkpoint and cannot be cut to {bytes} bytes: {e}"))
+            Failure::Io(format!(
+                "{path} has grown since the checkpoint and cannot be cut to {bytes} bytes: {e}"
+            ))
         })
     })
 }
@@ -42,8 +45,15 @@ fn cut(path: &Path, bytes: u64) -> io::Result<()> {
     if !meta.is_file() || meta.len() <= bytes || !is_ours {
         return Ok(());
     }
-    let file = OpenOptions::new().write(true).custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK).open(path)?;
-    if is_the_same(&file, &meta)? { file.set_len(bytes) } else { Ok(()) }
+    let file = OpenOptions::new()
+        .write(true)
+        .custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK)
+        .open(path)?;
+    if is_the_same(&file, &meta)? {
+        file.set_len(bytes)
+    } else {
+        Ok(())
+    }
 }
 
 /// Nobody has put another one in its place meanwhile.
@@ -61,21 +71,38 @@ mod tests {
     fn a_file_that_has_grown_is_cut_and_nothing_else_is_touched() {
         let dir = tempfile::tempdir().expect("dir");
         let path = |name: &str| dir.path().join(name);
-        for (name, bytes) in [("grown", 100), ("same", 40), ("target", 100), ("shorter", 10), ("other", 100)] {
+        for (name, bytes) in [
+            ("grown", 100),
+            ("same", 40),
+            ("target", 100),
+            ("shorter", 10),
+            ("other", 100),
+        ] {
             std::fs::write(path(name), vec![b'x'; bytes]).expect("write");
         }
         std::os::unix::fs::symlink(path("target"), path("link")).expect("link");
         let all = ["grown", "same", "link"].map(|name| (path(name), 40));
         cut_back(&all).expect("all are ours");
-        cut_back(&[(dir.path().to_path_buf(), 0), ("/dev/null".into(), 0)]).expect("no regular files");
+        cut_back(&[(dir.path().to_path_buf(), 0), ("/dev/null".into(), 0)])
+            .expect("no regular files");
         let length = |name: &str| std::fs::read(path(name)).expect("there").len();
         assert_eq!(["grown", "same", "target"].map(length), [40, 40, 100]);
-        let Err(Failure::Io(why)) = cut_back(&[(path("other"), 40), (path("shorter"), 40)]) else { panic!("taken") };
+        let Err(Failure::Io(why)) = cut_back(&[(path("other"), 40), (path("shorter"), 40)]) else {
+            panic!("taken")
+        };
         assert!(
-            why.contains("shorter has become shorter") && why.contains("it has 10 bytes, and had 40 then"),
+            why.contains("shorter has become shorter")
+                && why.contains("it has 10 bytes, and had 40 then"),
             "{why}"
         );
-        assert_eq!(["other", "shorter"].map(length), [100, 10], "neither was touched");
-        assert!(matches!(cut_back(&[(path("missing"), 0)]), Err(Failure::Io(_))));
+        assert_eq!(
+            ["other", "shorter"].map(length),
+            [100, 10],
+            "neither was touched"
+        );
+        assert!(matches!(
+            cut_back(&[(path("missing"), 0)]),
+            Err(Failure::Io(_))
+        ));
     }
 }

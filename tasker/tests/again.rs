@@ -10,7 +10,11 @@ use sempa_proto::tasker::{FromTasker, StartTask, ToTasker};
 use std::path::Path;
 
 const MOVE: MigrationId = MigrationId(7);
-const OWN: Engine = Engine::Own { asked: Asked::Signal(10), exit: 85, wait: 30 };
+const OWN: Engine = Engine::Own {
+    asked: Asked::Signal(10),
+    exit: 85,
+    wait: 30,
+};
 /// Takes the right to make namespaces away, as an ordinary user has none.
 const WITHOUT_RIGHTS: [&str; 2] = ["setpriv", "--bounding-set=-all"];
 
@@ -44,11 +48,18 @@ fn with_sleeper(tasker: &mut Tasker, script: &str) -> i32 {
         }
     }
     let task = task.expect("started");
-    let children = || std::fs::read_to_string(format!("/proc/{task}/task/{task}/children")).expect("children");
+    let children =
+        || std::fs::read_to_string(format!("/proc/{task}/task/{task}/children")).expect("children");
     let is_sleeper = |pid: &i32| {
-        std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.starts_with(b"sleep\x001000\x00"))
+        std::fs::read(format!("/proc/{pid}/cmdline"))
+            .is_ok_and(|line| line.starts_with(b"sleep\x001000\x00"))
     };
-    let find = || children().split(' ').filter_map(|pid| pid.parse().ok()).find(is_sleeper);
+    let find = || {
+        children()
+            .split(' ')
+            .filter_map(|pid| pid.parse().ok())
+            .find(is_sleeper)
+    };
     wait_until("there is a sleeper", || find().is_some());
     find().expect("just seen")
 }
@@ -67,14 +78,30 @@ fn a_program_that_is_built_runs_only_when_it_is_told_to() {
     with_and_without_rights(|tasker| {
         let dir = tempfile::tempdir().expect("dir");
         let file = dir.path().join("ran");
-        tasker
-            .send(ToTasker::Build { migration: MOVE, start: shell(&format!("echo hello; touch {}", file.display())) });
+        tasker.send(ToTasker::Build {
+            migration: MOVE,
+            start: shell(&format!("echo hello; touch {}", file.display())),
+        });
         let pid = restored(tasker).expect("built");
         let state = checkpoint::status::Status::of(pid).expect("it is there");
-        assert!(state.field("State").is_some_and(|state| state.starts_with('T')), "{state:?}");
-        assert_eq!(std::fs::read_dir(format!("/proc/{pid}/fd")).expect("its descriptors").count(), 3);
+        assert!(
+            state
+                .field("State")
+                .is_some_and(|state| state.starts_with('T')),
+            "{state:?}"
+        );
+        assert_eq!(
+            std::fs::read_dir(format!("/proc/{pid}/fd"))
+                .expect("its descriptors")
+                .count(),
+            3
+        );
         assert!(!file.exists());
-        tasker.send(ToTasker::Run { migration: MOVE, used: Usage::default(), held: false });
+        tasker.send(ToTasker::Run {
+            migration: MOVE,
+            used: Usage::default(),
+            held: false,
+        });
         assert_eq!(end(tasker), ("hello\n".to_string(), 0));
         assert!(file.exists());
     });
@@ -83,21 +110,45 @@ fn a_program_that_is_built_runs_only_when_it_is_told_to() {
 #[test]
 fn a_program_that_is_built_and_discarded_never_runs_and_one_that_cannot_begin_is_said_so() {
     with_and_without_rights(|tasker| {
-        tasker.send(ToTasker::Build { migration: MOVE, start: shell("exit 0") });
+        tasker.send(ToTasker::Build {
+            migration: MOVE,
+            start: shell("exit 0"),
+        });
         let pid = restored(tasker).expect("built");
         tasker.send(ToTasker::Discard { migration: MOVE });
-        tasker.until(&mut Vec::new(), |m| matches!(m, FromTasker::Discarded { .. }).then_some(()));
+        tasker.until(&mut Vec::new(), |m| {
+            matches!(m, FromTasker::Discarded { .. }).then_some(())
+        });
         wait_until("it is gone", || !is_alive(pid));
-        let start = StartTask { dir: "/nowhere/at/all".into(), ..shell("exit 0") };
-        tasker.send(ToTasker::Build { migration: MigrationId(8), start });
-        let Err(Failure::Io(why)) = restored(tasker) else { panic!("it began") };
-        assert!(why.contains("working directory /nowhere/at/all") && why.contains("No such file"), "{why}");
+        let start = StartTask {
+            dir: "/nowhere/at/all".into(),
+            ..shell("exit 0")
+        };
+        tasker.send(ToTasker::Build {
+            migration: MigrationId(8),
+            start,
+        });
+        let Err(Failure::Io(why)) = restored(tasker) else {
+            panic!("it began")
+        };
+        assert!(
+            why.contains("working directory /nowhere/at/all") && why.contains("No such file"),
+            "{why}"
+        );
         // Before anything relies on it.
         let dir = tempfile::tempdir().expect("dir");
         let path = dir.path().join("no-program");
         std::fs::write(&path, "not to be run").expect("written");
-        tasker.send(ToTasker::Build { migration: MigrationId(9), start: StartTask { path, ..shell("exit 0") } });
-        let Err(Failure::Io(why)) = restored(tasker) else { panic!("it began") };
+        tasker.send(ToTasker::Build {
+            migration: MigrationId(9),
+            start: StartTask {
+                path,
+                ..shell("exit 0")
+            },
+        });
+        let Err(Failure::Io(why)) = restored(tasker) else {
+            panic!("it began")
+        };
         assert!(why.contains("no-program: Permission denied"), "{why}");
     });
 }
@@ -105,12 +156,26 @@ fn a_program_that_is_built_and_discarded_never_runs_and_one_that_cannot_begin_is
 #[test]
 fn a_program_that_is_held_when_it_is_told_to_run_begins_when_it_is_free() {
     with_and_without_rights(|tasker| {
-        tasker.send(ToTasker::Build { migration: MOVE, start: shell("echo hello") });
+        tasker.send(ToTasker::Build {
+            migration: MOVE,
+            start: shell("echo hello"),
+        });
         let pid = restored(tasker).expect("built");
-        tasker.send(ToTasker::Run { migration: MOVE, used: Usage::default(), held: true });
-        tasker.until(&mut Vec::new(), |m| matches!(m, FromTasker::Ran { .. }).then_some(()));
+        tasker.send(ToTasker::Run {
+            migration: MOVE,
+            used: Usage::default(),
+            held: true,
+        });
+        tasker.until(&mut Vec::new(), |m| {
+            matches!(m, FromTasker::Ran { .. }).then_some(())
+        });
         let state = checkpoint::status::Status::of(pid).expect("it is there");
-        assert!(state.field("State").is_some_and(|state| state.starts_with('T')), "{state:?}");
+        assert!(
+            state
+                .field("State")
+                .is_some_and(|state| state.starts_with('T')),
+            "{state:?}"
+        );
         tasker.send(ToTasker::GoOn { tid: tid(1) });
         assert_eq!(end(tasker), ("hello\n".to_string(), 0));
     });
@@ -120,31 +185,52 @@ fn a_program_that_is_held_when_it_is_told_to_run_begins_when_it_is_free() {
 fn whoever_a_program_leaves_behind_is_ended_if_it_ends_as_agreed_and_only_then() {
     with_and_without_rights(|tasker| {
         for (code, stays) in [(85, false), (3, true)] {
-            let sleeper =
-                with_sleeper(tasker, &format!("trap 'exit {code}' USR1; echo ready; while :; do sleep 0.01; done"));
-            tasker.send(ToTasker::End { tid: tid(1), engine: OWN });
+            let sleeper = with_sleeper(
+                tasker,
+                &format!("trap 'exit {code}' USR1; echo ready; while :; do sleep 0.01; done"),
+            );
+            tasker.send(ToTasker::End {
+                tid: tid(1),
+                engine: OWN,
+            });
             assert_eq!(end(tasker).1, code << 8);
             if !stays {
                 wait_until("it is gone", || !is_alive(sleeper));
             }
             assert_eq!(is_alive(sleeper), stays, "{code}");
             // Without a namespace nobody else ends it.
-            let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(sleeper), nix::sys::signal::Signal::SIGKILL);
+            let _ = nix::sys::signal::kill(
+                nix::unistd::Pid::from_raw(sleeper),
+                nix::sys::signal::Signal::SIGKILL,
+            );
         }
     });
 }
 
 #[test]
-fn a_program_that_is_asked_by_a_message_may_end_as_soon_as_that_is_expected_and_nobody_is_left_behind() {
-    let by_message = Engine::Own { asked: Asked::Message(77), exit: 85, wait: 30 };
+fn a_program_that_is_asked_by_a_message_may_end_as_soon_as_that_is_expected_and_nobody_is_left_behind()
+ {
+    let by_message = Engine::Own {
+        asked: Asked::Message(77),
+        exit: 85,
+        wait: 30,
+    };
     with_and_without_rights(|tasker| {
         let dir = tempfile::tempdir().expect("dir");
         let go = dir.path().join("go");
         // It prepares for no signal: by one it would not have been asked.
-        let script = format!("echo ready; until [ -e {} ]; do sleep 0.01; done; exit 85", go.display());
+        let script = format!(
+            "echo ready; until [ -e {} ]; do sleep 0.01; done; exit 85",
+            go.display()
+        );
         let sleeper = with_sleeper(tasker, &script);
-        tasker.send(ToTasker::End { tid: tid(1), engine: by_message });
-        tasker.until(&mut Vec::new(), |m| matches!(m, FromTasker::ExpectsEnd { .. }).then_some(()));
+        tasker.send(ToTasker::End {
+            tid: tid(1),
+            engine: by_message,
+        });
+        tasker.until(&mut Vec::new(), |m| {
+            matches!(m, FromTasker::ExpectsEnd { .. }).then_some(())
+        });
         assert!(is_alive(sleeper));
         std::fs::write(&go, "").expect("written");
         assert_eq!(end(tasker).1, 85 << 8);
@@ -162,8 +248,13 @@ fn a_program_that_would_just_be_ended_by_the_signal_is_not_asked() {
             file.display()
         );
         tasker.send(ToTasker::Start(shell(&script)));
-        tasker.until(&mut Vec::new(), |m| matches!(m, FromTasker::Started { .. }).then_some(()));
-        tasker.send(ToTasker::End { tid: tid(1), engine: OWN });
+        tasker.until(&mut Vec::new(), |m| {
+            matches!(m, FromTasker::Started { .. }).then_some(())
+        });
+        tasker.send(ToTasker::End {
+            tid: tid(1),
+            engine: OWN,
+        });
         let why = tasker.until(&mut Vec::new(), |m| match m {
             FromTasker::NotAsked { why, .. } => Some(why.clone()),
             _ => None,
@@ -176,7 +267,10 @@ fn a_program_that_would_just_be_ended_by_the_signal_is_not_asked() {
                 out.extend(bytes);
             }
         }
-        tasker.send(ToTasker::End { tid: tid(1), engine: OWN });
+        tasker.send(ToTasker::End {
+            tid: tid(1),
+            engine: OWN,
+        });
         assert_eq!(end(tasker).1, 85 << 8);
     });
 }

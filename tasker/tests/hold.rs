@@ -13,27 +13,42 @@ const NOW: Micros = Micros(0);
 
 fn held(tasker: &mut Tasker, after: Micros, seen: &mut Vec<FromTasker>) {
     tasker.send(ToTasker::Hold { tid: tid(1), after });
-    tasker.until(seen, |m| matches!(m, FromTasker::Held { tid: t } if *t == tid(1)).then_some(()));
+    tasker.until(seen, |m| {
+        matches!(m, FromTasker::Held { tid: t } if *t == tid(1)).then_some(())
+    });
 }
 
 /// Processor time of a process, in ticks.
 fn used(pid: i32) -> u64 {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it is there");
-    let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 1..].split_whitespace().collect();
+    let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 1..]
+        .split_whitespace()
+        .collect();
     fields[11].parse::<u64>().expect("a number") + fields[12].parse::<u64>().expect("a number")
 }
 
 /// How often a process has written, which the counter does all the time.
 fn written(pid: i32) -> u64 {
     let io = std::fs::read_to_string(format!("/proc/{pid}/io")).expect("it is there");
-    let calls = io.lines().find_map(|line| line.strip_prefix("syscw: ")).expect("the kernel counts them");
+    let calls = io
+        .lines()
+        .find_map(|line| line.strip_prefix("syscw: "))
+        .expect("the kernel counts them");
     calls.parse().expect("a number")
 }
 
 fn niceness(pid: i32) -> Vec<String> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it is there");
-    let nice = |stat: String| stat[stat.rfind(')')? + 1..].split_whitespace().nth(16).map(String::from);
-    threads.flatten().filter_map(|t| nice(std::fs::read_to_string(t.path().join("stat")).ok()?)).collect()
+    let nice = |stat: String| {
+        stat[stat.rfind(')')? + 1..]
+            .split_whitespace()
+            .nth(16)
+            .map(String::from)
+    };
+    threads
+        .flatten()
+        .filter_map(|t| nice(std::fs::read_to_string(t.path().join("stat")).ok()?))
+        .collect()
 }
 
 #[test]
@@ -47,9 +62,15 @@ fn a_held_task_gets_no_processor_time_and_goes_on_with_nothing_lost() {
         held(&mut tasker, after, &mut seen);
         output.extend(output_of(&std::mem::take(&mut seen), tid(1)));
         let before = used(pid);
-        assert!(tasker.poll().is_none() && tasker.poll().is_none(), "it says nothing");
+        assert!(
+            tasker.poll().is_none() && tasker.poll().is_none(),
+            "it says nothing"
+        );
         assert_eq!(used(pid), before);
-        assert!(niceness(pid).iter().all(|nice| nice == "0"), "a dump must not find it lowered");
+        assert!(
+            niceness(pid).iter().all(|nice| nice == "0"),
+            "a dump must not find it lowered"
+        );
         // Once more: it runs for a moment, then it stands still again.
         held(&mut tasker, Micros::from_millis(20), &mut seen);
         output.extend(output_of(&std::mem::take(&mut seen), tid(1)));
@@ -122,11 +143,20 @@ fn a_held_task_moves_without_running_and_stays_held_where_guests_are_not_wanted_
     assert!(output_of(&seen, tid(1)).is_empty(), "it has run");
     let copy = restore(&mut there, tid(1), id, &images).expect("a restore");
     let used_here = kill_moved(&mut here, tid(1), id, &mut seen);
-    there.send(ToTasker::Run { migration: id, used: used_here, held: true });
-    there.until(&mut Vec::new(), |m| matches!(m, FromTasker::Ran { result: Ok(()), .. }).then_some(()));
+    there.send(ToTasker::Run {
+        migration: id,
+        used: used_here,
+        held: true,
+    });
+    there.until(&mut Vec::new(), |m| {
+        matches!(m, FromTasker::Ran { result: Ok(()), .. }).then_some(())
+    });
     output.extend(output_of(&seen, tid(1)));
     let before = used(copy);
-    assert!(there.poll().is_none() && there.poll().is_none(), "it says nothing");
+    assert!(
+        there.poll().is_none() && there.poll().is_none(),
+        "it says nothing"
+    );
     assert_eq!(used(copy), before);
     there.send(ToTasker::GoOn { tid: tid(1) });
     let more = lines(&output) + 200;
@@ -144,7 +174,10 @@ fn a_held_task_can_be_asked_to_end_and_killed() {
     let mut output = Vec::new();
     tasker.output_until(tid(1), &mut output, |text| text == b"ready\n");
     held(&mut tasker, NOW, &mut Vec::new());
-    tasker.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGTERM });
+    tasker.send(ToTasker::Signal {
+        tid: tid(1),
+        signal: libc::SIGTERM,
+    });
     let (rest, status, _) = tasker.follow_to_the_end(tid(1));
     assert_eq!((rest.as_slice(), status), (&b"asked\n"[..], 7 << 8));
 
@@ -153,14 +186,25 @@ fn a_held_task_can_be_asked_to_end_and_killed() {
     let mut output = Vec::new();
     tasker.output_until(tid(1), &mut output, |text| text == b"ready\n");
     held(&mut tasker, NOW, &mut Vec::new());
-    tasker.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGTERM });
-    tasker.until(&mut Vec::new(), |m| matches!(m, FromTasker::Held { .. }).then_some(()));
+    tasker.send(ToTasker::Signal {
+        tid: tid(1),
+        signal: libc::SIGTERM,
+    });
+    tasker.until(&mut Vec::new(), |m| {
+        matches!(m, FromTasker::Held { .. }).then_some(())
+    });
     let before = used(pid);
     // A signal that would let it go on waits.
-    tasker.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGCONT });
+    tasker.send(ToTasker::Signal {
+        tid: tid(1),
+        signal: libc::SIGCONT,
+    });
     assert!(tasker.poll().is_none());
     assert_eq!(used(pid), before);
-    tasker.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGKILL });
+    tasker.send(ToTasker::Signal {
+        tid: tid(1),
+        signal: libc::SIGKILL,
+    });
     let (_, status, _) = tasker.follow_to_the_end(tid(1));
     assert_eq!(status, libc::SIGKILL);
     tasker.stop();
@@ -179,29 +223,56 @@ fn what_its_library_is_to_find_is_written_into_a_stopped_task() {
     held(&mut tasker, NOW, &mut seen);
     // Somewhere in its writable memory the word stands; anything else there would do as well.
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("it is there");
-    let (from, _) = maps.lines().find(|l| l.ends_with("[heap]")).and_then(|l| l.split_once('-')).expect("a heap");
+    let (from, _) = maps
+        .lines()
+        .find(|l| l.ends_with("[heap]"))
+        .and_then(|l| l.split_once('-'))
+        .expect("a heap");
     let at = u64::from_str_radix(from, 16).expect("a number") + 4096;
     let stop = |tasker: &mut Tasker, number: u64, pid: i32, at: u64, seen: &mut Vec<FromTasker>| {
-        let redirection = Some(Redirection { place: RedirectAt { pid, at }, bytes: b"sempa".to_vec() });
-        tasker.send(ToTasker::Stop { migration: common::migration(number), tid: tid(1), redirection });
+        let redirection = Some(Redirection {
+            place: RedirectAt { pid, at },
+            bytes: b"sempa".to_vec(),
+        });
+        tasker.send(ToTasker::Stop {
+            migration: common::migration(number),
+            tid: tid(1),
+            redirection,
+        });
         let result = tasker.until(seen, |m| match m {
             FromTasker::Stopped { result, .. } => Some(result.clone()),
             _ => None,
         });
-        tasker.send(ToTasker::Continue { migration: common::migration(number), tid: tid(1) });
-        tasker.until(seen, |m| matches!(m, FromTasker::Continued { .. }).then_some(()));
+        tasker.send(ToTasker::Continue {
+            migration: common::migration(number),
+            tid: tid(1),
+        });
+        tasker.until(seen, |m| {
+            matches!(m, FromTasker::Continued { .. }).then_some(())
+        });
         result
     };
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it is there");
-    let line = status.lines().find(|l| l.starts_with("NSpid:")).and_then(|l| l.split_whitespace().last());
-    let inner = line.and_then(|number| number.parse().ok()).expect("a number");
+    let line = status
+        .lines()
+        .find(|l| l.starts_with("NSpid:"))
+        .and_then(|l| l.split_whitespace().last());
+    let inner = line
+        .and_then(|number| number.parse().ok())
+        .expect("a number");
     assert_eq!(stop(&mut tasker, 1, inner, at, &mut seen), Ok(()));
     let mut bytes = [0u8; 5];
     let memory = std::fs::File::open(format!("/proc/{pid}/mem")).expect("ours");
     std::os::unix::fs::FileExt::read_exact_at(&memory, &mut bytes, at).expect("mapped");
     assert_eq!(&bytes, b"sempa");
-    assert!(stop(&mut tasker, 2, inner, 8, &mut seen).is_err(), "nothing is mapped there");
-    assert!(stop(&mut tasker, 3, 30_000, at, &mut seen).is_err(), "this is none of its processes");
+    assert!(
+        stop(&mut tasker, 2, inner, 8, &mut seen).is_err(),
+        "nothing is mapped there"
+    );
+    assert!(
+        stop(&mut tasker, 3, 30_000, at, &mut seen).is_err(),
+        "this is none of its processes"
+    );
     tasker.send(ToTasker::Kill { tid: tid(1) });
     tasker.follow_to_the_end(tid(1));
     tasker.stop();
@@ -210,7 +281,8 @@ fn what_its_library_is_to_find_is_written_into_a_stopped_task() {
 #[test]
 fn a_held_task_that_has_stopped_children_of_its_own_leaves_them_stopped() {
     let mut tasker = Tasker::start();
-    let script = "sh -c 'echo child; kill -STOP $$; echo woken' & wait $!; echo over; wait $!; echo end";
+    let script =
+        "sh -c 'echo child; kill -STOP $$; echo woken' & wait $!; echo over; wait $!; echo end";
     tasker.run(tid(1), &sh(), &["-c", script]);
     let mut output = Vec::new();
     tasker.output_until(tid(1), &mut output, |text| text.starts_with(b"child"));
@@ -232,7 +304,11 @@ fn a_held_task_that_has_stopped_children_of_its_own_leaves_them_stopped() {
 
 /// A held task of which the library runs yet, for so long alone.
 fn eased(tasker: &mut Tasker, alone: Micros) {
-    tasker.send(ToTasker::Ease { tid: tid(1), alone, after: LONG });
+    tasker.send(ToTasker::Ease {
+        tid: tid(1),
+        alone,
+        after: LONG,
+    });
 }
 
 const LONG: Micros = Micros::from_millis(600_000);
@@ -263,26 +339,42 @@ fn of_a_held_task_that_has_to_let_go_the_library_runs_and_the_program_only_if_th
             held(&mut tasker, NOW, &mut Vec::new());
             assert_eq!(of_program(), before, "the program has run");
             let before = (of_library(), before);
-            assert!(tasker.poll().is_none() && tasker.poll().is_none(), "it says nothing");
+            assert!(
+                tasker.poll().is_none() && tasker.poll().is_none(),
+                "it says nothing"
+            );
             assert_eq!((of_library(), of_program()), before, "somebody runs");
-            assert!(niceness(pid).iter().all(|nice| nice == "0"), "a dump must not find it lowered");
+            assert!(
+                niceness(pid).iter().all(|nice| nice == "0"),
+                "a dump must not find it lowered"
+            );
         }
         eased(&mut tasker, Micros::from_millis(50));
-        counts_on("the program runs when the library was alone for long enough", &of_program);
+        counts_on(
+            "the program runs when the library was alone for long enough",
+            &of_program,
+        );
         held(&mut tasker, NOW, &mut Vec::new());
         eased(&mut tasker, LONG);
         tasker.send(ToTasker::GoOn { tid: tid(1) });
         counts_on("the program goes on", &of_program);
         counts_on("its child does", &|| counts.word(2));
         // While it has its time to let go.
-        tasker.send(ToTasker::Hold { tid: tid(1), after: LONG });
+        tasker.send(ToTasker::Hold {
+            tid: tid(1),
+            after: LONG,
+        });
         eased(&mut tasker, LONG);
         let before = of_program();
         counts_on("the library runs alone", &of_library);
         held(&mut tasker, NOW, &mut Vec::new());
         tasker.send(ToTasker::GoOn { tid: tid(1) });
         wait_until("the program goes on", || of_program() > before);
-        assert_eq!(counts.word(3), 0, "a child that had stopped itself was woken");
+        assert_eq!(
+            counts.word(3),
+            0,
+            "a child that had stopped itself was woken"
+        );
         held(&mut tasker, NOW, &mut Vec::new());
         eased(&mut tasker, LONG);
         tasker.send(ToTasker::Kill { tid: tid(1) });
@@ -303,7 +395,9 @@ fn a_task_of_which_the_library_runs_alone_can_be_stopped_for_a_move_and_moves() 
         let (mut here, mut there) = (Tasker::start_with(env), Tasker::start_with(env));
         let counts = Counts::new(dir.path());
         here.run(tid(1), &program, &[counts.0.to_str().expect("text")]);
-        wait_until("all run", || [0, 1, 2].iter().all(|index| counts.word(*index) > 10));
+        wait_until("all run", || {
+            [0, 1, 2].iter().all(|index| counts.word(*index) > 10)
+        });
         counts.wait_for_the_stopped();
         let (id, images, mut seen) = (common::migration(1), dir.path().join("images"), Vec::new());
         let facts = inspect(&mut here, tid(1), id).expect("it can move");
@@ -314,18 +408,38 @@ fn a_task_of_which_the_library_runs_alone_can_be_stopped_for_a_move_and_moves() 
         eased(&mut here, LONG);
         let library = counts.word(1);
         wait_until("the library runs alone", || counts.word(1) > library + 10);
-        assert_eq!(of_program(), before, "the program has run beside its library");
+        assert_eq!(
+            of_program(),
+            before,
+            "the program has run beside its library"
+        );
         stop(&mut here, tid(1), id, &mut seen);
-        assert_eq!(of_program(), before, "the program has run on its way to its stop");
+        assert_eq!(
+            of_program(),
+            before,
+            "the program has run on its way to its stop"
+        );
         dump(&mut here, tid(1), id, &images, &mut seen).expect("a dump");
         assert_eq!(of_program(), before, "the program has run");
         restore(&mut there, tid(1), id, &images).expect("a restore");
         let used = kill_moved(&mut here, tid(1), id, &mut seen);
-        there.send(ToTasker::Run { migration: id, used, held: false });
-        there.until(&mut Vec::new(), |m| matches!(m, FromTasker::Ran { result: Ok(()), .. }).then_some(()));
+        there.send(ToTasker::Run {
+            migration: id,
+            used,
+            held: false,
+        });
+        there.until(&mut Vec::new(), |m| {
+            matches!(m, FromTasker::Ran { result: Ok(()), .. }).then_some(())
+        });
         let (program, child) = (counts.word(0), counts.word(2));
-        wait_until("the program goes on there", || counts.word(0) > program && counts.word(2) > child);
-        assert_eq!(counts.word(3), 0, "a child that had stopped itself was woken");
+        wait_until("the program goes on there", || {
+            counts.word(0) > program && counts.word(2) > child
+        });
+        assert_eq!(
+            counts.word(3),
+            0,
+            "a child that had stopped itself was woken"
+        );
         there.send(ToTasker::Kill { tid: tid(1) });
         there.follow_to_the_end(tid(1));
         here.stop();
@@ -373,9 +487,12 @@ impl Counts {
     /// Waits until one of the processes has stopped itself.
     fn wait_for_the_stopped(&self) {
         let mark = self.0.to_str().expect("text");
-        let stat = |pid: i32| std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let stat =
+            |pid: i32| std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
         wait_until("one has stopped itself", || {
-            common::processes_with(mark).into_iter().any(|pid| stat(pid).contains(") T "))
+            common::processes_with(mark)
+                .into_iter()
+                .any(|pid| stat(pid).contains(") T "))
         });
     }
 
@@ -394,12 +511,21 @@ impl Counts {
     /// Runs the program as a task, and holds and frees it.
     fn rounds(&self, tasker: &mut Tasker, program: &Path, how: &str) {
         tasker.run(tid(1), program, &[self.0.to_str().expect("text"), how]);
-        for after in [NOW, Micros::from_millis(10), NOW, Micros::from_millis(1), NOW] {
+        for after in [
+            NOW,
+            Micros::from_millis(10),
+            NOW,
+            Micros::from_millis(1),
+            NOW,
+        ] {
             let made = self.made();
             wait_until("more processes are made", || self.made() > made + 20);
             held(tasker, after, &mut Vec::new());
             let steps = self.steps();
-            assert!(tasker.poll().is_none() && tasker.poll().is_none(), "it says nothing");
+            assert!(
+                tasker.poll().is_none() && tasker.poll().is_none(),
+                "it says nothing"
+            );
             assert_eq!(self.steps(), steps, "somebody runs");
             tasker.send(ToTasker::GoOn { tid: tid(1) });
             wait_until("it goes on", || self.steps() > steps);
@@ -408,14 +534,19 @@ impl Counts {
 }
 
 #[test]
-fn a_task_that_makes_processes_all_the_time_stands_wholly_still_and_goes_on_by_freezer_and_by_signal() {
+fn a_task_that_makes_processes_all_the_time_stands_wholly_still_and_goes_on_by_freezer_and_by_signal()
+ {
     let dir = tempfile::tempdir().expect("dir");
     let program = program(dir.path(), "forker");
     for env in [&[][..], BY_SIGNAL] {
         let (mut tasker, counts) = (Tasker::start_with(env), Counts::new(dir.path()));
         counts.rounds(&mut tasker, &program, "crowd");
         if tasker.ready.freezer.is_ok() {
-            assert_eq!(counts.signals(), (0, 0), "no program is told that it was stopped or goes on");
+            assert_eq!(
+                counts.signals(),
+                (0, 0),
+                "no program is told that it was stopped or goes on"
+            );
         } else {
             assert!(counts.signals().1 > 0, "this is what a freezer is for");
         }
@@ -427,7 +558,9 @@ fn a_task_that_makes_processes_all_the_time_stands_wholly_still_and_goes_on_by_f
 
 #[test]
 fn nobody_runs_away_from_the_freezer_from_child_to_child() {
-    let Some(mut tasker) = with_freezer() else { return };
+    let Some(mut tasker) = with_freezer() else {
+        return;
+    };
     let dir = tempfile::tempdir().expect("dir");
     let counts = Counts::new(dir.path());
     counts.rounds(&mut tasker, &program(dir.path(), "forker"), "chain");
@@ -440,7 +573,8 @@ fn nobody_runs_away_from_the_freezer_from_child_to_child() {
 fn group_of(pid: i32) -> PathBuf {
     let text = |path: String| std::fs::read(path).expect("it is there");
     let groups = text(format!("/proc/{pid}/cgroup"));
-    sempa_proto::cgroup::folder(&text("/proc/self/mountinfo".into()), &groups, None).expect("version 2")
+    sempa_proto::cgroup::folder(&text("/proc/self/mountinfo".into()), &groups, None)
+        .expect("version 2")
 }
 
 fn is_frozen(group: &Path) -> bool {
@@ -465,17 +599,34 @@ fn moves_frozen(mut here: Tasker, mut there: Tasker) {
     held(&mut here, NOW, &mut seen);
     assert!(is_frozen(&group_of(pid)));
     let (id, images) = (common::migration(1), dir.path().join("images"));
-    assert_eq!(prepare(&mut there, tid(1), id, inspect(&mut here, tid(1), id).expect("it can move")), []);
+    assert_eq!(
+        prepare(
+            &mut there,
+            tid(1),
+            id,
+            inspect(&mut here, tid(1), id).expect("it can move")
+        ),
+        []
+    );
     let before = written(pid);
     stop(&mut here, tid(1), id, &mut seen);
-    assert!(!is_frozen(&group_of(pid)), "the engine cannot dump what is frozen");
+    assert!(
+        !is_frozen(&group_of(pid)),
+        "the engine cannot dump what is frozen"
+    );
     // The kernel itself works for it on its way from one to the other.
     assert_eq!(written(pid), before, "its program does not run in between");
     dump(&mut here, tid(1), id, &images, &mut seen).expect("a dump");
     let copy = restore(&mut there, tid(1), id, &images).expect("a restore");
     let used_here = kill_moved(&mut here, tid(1), id, &mut seen);
-    there.send(ToTasker::Run { migration: id, used: used_here, held: false });
-    there.until(&mut Vec::new(), |m| matches!(m, FromTasker::Ran { result: Ok(()), .. }).then_some(()));
+    there.send(ToTasker::Run {
+        migration: id,
+        used: used_here,
+        held: false,
+    });
+    there.until(&mut Vec::new(), |m| {
+        matches!(m, FromTasker::Ran { result: Ok(()), .. }).then_some(())
+    });
     output.extend(output_of(&seen, tid(1)));
     let more = lines(&output) + 200;
     there.output_until(tid(1), &mut output, |text| lines(text) > more);
@@ -501,8 +652,13 @@ fn where_version_2_is_not_mounted_the_tasker_mounts_it_for_itself_and_freezes_by
     let start = || {
         let tasker = Tasker::start_by(&["unshare", "--mount", "sh", "-c", hides], &[]);
         assert_eq!(tasker.ready.freezer, Ok(()));
-        let seen = std::fs::read(format!("/proc/{}/mountinfo", tasker.child.id())).expect("it lives");
-        assert_eq!(sempa_proto::cgroup::mount_point(&seen, None), None, "nobody else sees it");
+        let seen =
+            std::fs::read(format!("/proc/{}/mountinfo", tasker.child.id())).expect("it lives");
+        assert_eq!(
+            sempa_proto::cgroup::mount_point(&seen, None),
+            None,
+            "nobody else sees it"
+        );
         tasker
     };
     if can_move() {
@@ -519,12 +675,18 @@ fn where_version_2_is_not_mounted_the_tasker_mounts_it_for_itself_and_freezes_by
     tasker.send(ToTasker::Kill { tid: tid(1) });
     tasker.follow_to_the_end(tid(1));
     tasker.stop();
-    assert!(!group.parent().expect("a tasker's").exists(), "{} is left", group.display());
+    assert!(
+        !group.parent().expect("a tasker's").exists(),
+        "{} is left",
+        group.display()
+    );
 }
 
 #[test]
 fn a_frozen_task_dies_with_its_tasker_and_the_next_tasker_removes_what_is_left() {
-    let Some(mut tasker) = with_freezer() else { return };
+    let Some(mut tasker) = with_freezer() else {
+        return;
+    };
     let dir = tempfile::tempdir().expect("dir");
     let counts = Counts::new(dir.path());
     counts.rounds(&mut tasker, &program(dir.path(), "forker"), "chain");
@@ -544,7 +706,9 @@ fn a_frozen_task_dies_with_its_tasker_and_the_next_tasker_removes_what_is_left()
 
 #[test]
 fn a_frozen_task_whose_child_borrows_its_memory_can_be_stopped_for_a_move() {
-    let Some(mut tasker) = with_freezer() else { return };
+    let Some(mut tasker) = with_freezer() else {
+        return;
+    };
     let dir = tempfile::tempdir().expect("dir");
     let counts = Counts::new(dir.path());
     counts.rounds(&mut tasker, &program(dir.path(), "forker"), "vfork");
@@ -552,9 +716,19 @@ fn a_frozen_task_whose_child_borrows_its_memory_can_be_stopped_for_a_move() {
         let steps = counts.steps();
         wait_until("it runs", || counts.steps() > steps);
         held(&mut tasker, NOW, &mut Vec::new());
-        stop(&mut tasker, tid(1), common::migration(round), &mut Vec::new());
+        stop(
+            &mut tasker,
+            tid(1),
+            common::migration(round),
+            &mut Vec::new(),
+        );
         let steps = counts.steps();
-        continue_task(&mut tasker, tid(1), common::migration(round), &mut Vec::new());
+        continue_task(
+            &mut tasker,
+            tid(1),
+            common::migration(round),
+            &mut Vec::new(),
+        );
         assert!(tasker.poll().is_none(), "it is held");
         assert_eq!(counts.steps(), steps);
         tasker.send(ToTasker::GoOn { tid: tid(1) });

@@ -22,7 +22,12 @@ fn with_waiting_dump(dir: &Path, output: &mut Vec<u8>) -> Tasker {
     let mut here = with_engine(&waiting_wrapper(dir));
     stopped_counter(&mut here, dir, output);
     armed(dir);
-    here.send(ToTasker::Dump { migration: migration(1), tid: tid(1), dir: dir.join("images"), memory_way: None });
+    here.send(ToTasker::Dump {
+        migration: migration(1),
+        tid: tid(1),
+        dir: dir.join("images"),
+        memory_way: None,
+    });
     here
 }
 
@@ -36,8 +41,15 @@ fn a_killed_dump_leaves_the_task_whole_and_a_later_move_succeeds() {
     let mut output = Vec::new();
     let mut here = with_waiting_dump(dir.path(), &mut output);
     let engine = pid_in(&dir.path().join("pid"));
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(engine), nix::sys::signal::SIGKILL).expect("kill");
-    assert_eq!(dumped(&mut here, &mut Vec::new()), Err(Failure::Killed { signal: 9 }));
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(engine),
+        nix::sys::signal::SIGKILL,
+    )
+    .expect("kill");
+    assert_eq!(
+        dumped(&mut here, &mut Vec::new()),
+        Err(Failure::Killed { signal: 9 })
+    );
     disarmed(dir.path());
     goes_on(&mut here, &mut output);
     move_task(&mut here, &mut there, tid(1), 2, &mut output);
@@ -58,7 +70,12 @@ fn a_dump_that_hangs_is_tried_once_more() {
     let mut here = with_waiting_dump(dir.path(), &mut output);
     pid_in(&dir.path().join("pid"));
     disarmed(dir.path());
-    assert!(dumped(&mut here, &mut Vec::new()).expect("the second attempt works").bytes > 0);
+    assert!(
+        dumped(&mut here, &mut Vec::new())
+            .expect("the second attempt works")
+            .bytes
+            > 0
+    );
     goes_on(&mut here, &mut output);
     here.stop();
 }
@@ -67,7 +84,10 @@ fn a_dump_that_hangs_is_tried_once_more() {
 fn pages_written(images: &Path) -> u64 {
     let files = std::fs::read_dir(images).into_iter().flatten().flatten();
     let pages = files.filter(|f| f.file_name().to_string_lossy().starts_with("pages-"));
-    pages.filter_map(|f| f.metadata().ok()).map(|m| m.len()).sum()
+    pages
+        .filter_map(|f| f.metadata().ok())
+        .map(|m| m.len())
+        .sum()
 }
 
 #[test]
@@ -77,7 +97,10 @@ fn the_engine_killed_while_it_writes_memory_does_no_harm() {
     }
     let dir = tempfile::tempdir().expect("dir");
     let d = dir.path().display().to_string();
-    let engine = wrapper(dir.path(), &format!("echo $$ > {d}/pid.new; mv {d}/pid.new {d}/pid"));
+    let engine = wrapper(
+        dir.path(),
+        &format!("echo $$ > {d}/pid.new; mv {d}/pid.new {d}/pid"),
+    );
     let mut here = with_engine(&engine);
     let mut output = Vec::new();
     let pid = here.run(tid(1), &program(dir.path(), "counter"), &["150"]);
@@ -88,13 +111,26 @@ fn the_engine_killed_while_it_writes_memory_does_no_harm() {
         let mut seen = Vec::new();
         stop(&mut here, tid(1), id, &mut seen);
         std::fs::remove_file(dir.path().join("pid")).expect("an engine ran before");
-        here.send(ToTasker::Dump { migration: id, tid: tid(1), dir: images.clone(), memory_way: None });
+        here.send(ToTasker::Dump {
+            migration: id,
+            tid: tid(1),
+            dir: images.clone(),
+            memory_way: None,
+        });
         let engine = pid_in(&dir.path().join("pid"));
-        wait_until("it writes", || pages_written(&images) >= bytes || !is_alive(engine));
+        wait_until("it writes", || {
+            pages_written(&images) >= bytes || !is_alive(engine)
+        });
         // If it was quicker than we, the dump is good and there is nothing to kill.
-        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(engine), nix::sys::signal::SIGKILL);
+        let _ = nix::sys::signal::kill(
+            nix::unistd::Pid::from_raw(engine),
+            nix::sys::signal::SIGKILL,
+        );
         let result = dumped(&mut here, &mut seen);
-        assert!(result.is_ok() || result == Err(Failure::Killed { signal: 9 }), "{result:?}");
+        assert!(
+            result.is_ok() || result == Err(Failure::Killed { signal: 9 }),
+            "{result:?}"
+        );
         assert!(is_alive(pid));
         continue_task(&mut here, tid(1), id, &mut seen);
         output.extend(output_of(&seen, tid(1)));
@@ -102,7 +138,10 @@ fn the_engine_killed_while_it_writes_memory_does_no_harm() {
         here.output_until(tid(1), &mut output, |text| lines(text) > more);
         assert_no_line_lost(&output);
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it lives");
-        assert!(status.contains("SigBlk:\t0000000000000000"), "signals stay blocked: {status}");
+        assert!(
+            status.contains("SigBlk:\t0000000000000000"),
+            "signals stay blocked: {status}"
+        );
     }
     here.stop();
 }
@@ -116,8 +155,14 @@ fn a_move_called_off_during_the_dump_ends_the_engine_and_the_task_goes_on() {
     let mut output = Vec::new();
     let mut here = with_waiting_dump(dir.path(), &mut output);
     let engine = pid_in(&dir.path().join("pid"));
-    here.send(ToTasker::Continue { migration: migration(1), tid: tid(1) });
-    assert!(matches!(dumped(&mut here, &mut Vec::new()), Err(Failure::CalledOff(_))));
+    here.send(ToTasker::Continue {
+        migration: migration(1),
+        tid: tid(1),
+    });
+    assert!(matches!(
+        dumped(&mut here, &mut Vec::new()),
+        Err(Failure::CalledOff(_))
+    ));
     assert!(!is_alive(engine));
     goes_on(&mut here, &mut output);
     here.stop();
@@ -127,7 +172,12 @@ fn a_move_called_off_during_the_dump_ends_the_engine_and_the_task_goes_on() {
 fn killer(dir: &Path) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/killer.c");
     let out = dir.join("killer.so");
-    let done = Command::new("gcc").args(["-O1", "-shared", "-fPIC", "-o"]).arg(&out).arg(source).status().expect("gcc");
+    let done = Command::new("gcc")
+        .args(["-O1", "-shared", "-fPIC", "-o"])
+        .arg(&out)
+        .arg(source)
+        .status()
+        .expect("gcc");
     assert!(done.success());
     out
 }
@@ -144,11 +194,18 @@ fn an_engine_killed_before_or_after_any_touch_of_the_task_does_no_harm() {
     let (killer, at) = (killer(dir.path()), dir.path().join("at"));
     let env = format!("LD_PRELOAD={}:$LD_PRELOAD", killer.display());
     // In the environment of the engine alone: the shell makes no steps.
-    let engine = wrapper_in_env(dir.path(), &format!("{env} KILL_AT=$(cat {} 2>/dev/null)", at.display()));
+    let engine = wrapper_in_env(
+        dir.path(),
+        &format!("{env} KILL_AT=$(cat {} 2>/dev/null)", at.display()),
+    );
     let mut here = with_engine(&engine);
     let mut output = Vec::new();
     let pid = here.run(tid(1), &program(dir.path(), "counter"), &[]);
-    let stride = if std::env::var_os("SEMPA_TEST_EVERY_STEP").is_some() { 1 } else { STRIDE };
+    let stride = if std::env::var_os("SEMPA_TEST_EVERY_STEP").is_some() {
+        1
+    } else {
+        STRIDE
+    };
     let mut kills = 0;
     for step in (1..).step_by(stride) {
         std::fs::write(&at, step.to_string()).expect("write");
@@ -157,10 +214,17 @@ fn an_engine_killed_before_or_after_any_touch_of_the_task_does_no_harm() {
         let id = migration(step as u64 + 1);
         let mut seen = Vec::new();
         stop(&mut here, tid(1), id, &mut seen);
-        let result = dump(&mut here, tid(1), id, &dir.path().join(format!("images-{step}")), &mut seen);
+        let result = dump(
+            &mut here,
+            tid(1),
+            id,
+            &dir.path().join(format!("images-{step}")),
+            &mut seen,
+        );
         println!("killed at step {step}");
         wait_until("the task stands still", || {
-            std::fs::read_to_string(format!("/proc/{pid}/status")).is_ok_and(|s| s.contains("State:\tT (stopped)"))
+            std::fs::read_to_string(format!("/proc/{pid}/status"))
+                .is_ok_and(|s| s.contains("State:\tT (stopped)"))
         });
         continue_task(&mut here, tid(1), id, &mut seen);
         output.extend(output_of(&seen, tid(1)));
@@ -168,10 +232,17 @@ fn an_engine_killed_before_or_after_any_touch_of_the_task_does_no_harm() {
         here.output_until(tid(1), &mut output, |text| lines(text) > more);
         assert_no_line_lost(&output);
         let state = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it lives");
-        assert!(state.contains("SigBlk:\t0000000000000000"), "killed at step {step}: {state}");
+        assert!(
+            state.contains("SigBlk:\t0000000000000000"),
+            "killed at step {step}: {state}"
+        );
         match result {
             Ok(_) => break,
-            result => assert_eq!(result, Err(Failure::Killed { signal: 9 }), "killed at step {step}"),
+            result => assert_eq!(
+                result,
+                Err(Failure::Killed { signal: 9 }),
+                "killed at step {step}"
+            ),
         }
         kills += 1;
     }

@@ -53,7 +53,9 @@ impl Leave {
 
     /// True if questions end with it.
     fn is_in(questions: &[u8]) -> bool {
-        let last = Leave::QUESTION_BYTES.iter().filter_map(|bytes| questions.len().checked_sub(*bytes));
+        let last = Leave::QUESTION_BYTES
+            .iter()
+            .filter_map(|bytes| questions.len().checked_sub(*bytes));
         let mut commands = last.filter_map(|at| questions[at..].first_chunk());
         commands.any(|command| Leave::WORDS.contains(&u32::from_ne_bytes(*command)))
     }
@@ -61,7 +63,8 @@ impl Leave {
     fn pass_questions(&self, mut from: UnixStream, mut to: UnixStream) {
         let mut bytes = vec![0; 1 << 16];
         while let Ok(length @ 1..) = from.read(&mut bytes) {
-            self.is_said.fetch_or(Leave::is_in(&bytes[..length]), Ordering::SeqCst);
+            self.is_said
+                .fetch_or(Leave::is_in(&bytes[..length]), Ordering::SeqCst);
             while self.stays.load(Ordering::SeqCst) && self.is_said.load(Ordering::SeqCst) {
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -83,11 +86,19 @@ impl Way {
         let (of_thread, of_questions) = (gate.clone(), leave.clone());
         std::thread::spawn(move || {
             let [here, there] = listeners.map(|listener| listener.accept().expect("a tasker").0);
-            let (asks, answers) = (there.try_clone().expect("a copy"), here.try_clone().expect("a copy"));
+            let (asks, answers) = (
+                there.try_clone().expect("a copy"),
+                here.try_clone().expect("a copy"),
+            );
             std::thread::spawn(move || of_questions.pass_questions(asks, here));
             pass(answers, there, &of_thread);
         });
-        Way { source, target, gate, leave }
+        Way {
+            source,
+            target,
+            gate,
+            leave,
+        }
     }
 
     /// Opens it as a line that takes its time, so that some of it is always on its way.
@@ -111,7 +122,9 @@ impl Way {
     fn open_until_all_is_there(&self) {
         self.leave.stays.store(true, Ordering::SeqCst);
         self.open();
-        wait_until("it has everything", || self.leave.is_said.load(Ordering::SeqCst));
+        wait_until("it has everything", || {
+            self.leave.is_said.load(Ordering::SeqCst)
+        });
     }
 
     /// That passes, too.
@@ -131,9 +144,13 @@ const SLOW_LINE_BYTES: usize = 64 << 10;
 fn pass(mut from: UnixStream, mut to: UnixStream, (left, opened): &(Mutex<usize>, Condvar)) {
     let mut bytes = vec![0; 1 << 16];
     loop {
-        let may = *opened.wait_while(left.lock().expect("no panic"), |left| *left == 0).expect("no panic");
+        let may = *opened
+            .wait_while(left.lock().expect("no panic"), |left| *left == 0)
+            .expect("no panic");
         let room = bytes.len().min(may);
-        let Ok(length @ 1..) = from.read(&mut bytes[..room]) else { break };
+        let Ok(length @ 1..) = from.read(&mut bytes[..room]) else {
+            break;
+        };
         if to.write_all(&bytes[..length]).is_err() {
             break;
         }
@@ -169,30 +186,65 @@ impl Scene {
         let (mut here, mut there) = (Tasker::start_with(&ALWAYS), Tasker::start_with(&ALWAYS));
         let way = Way::new(dir.path());
         let sign = dir.path().join(SIGN);
-        here.run(tid(1), &program(dir.path(), name), &[MEGABYTES, sign.to_str().expect("text")]);
+        here.run(
+            tid(1),
+            &program(dir.path(), name),
+            &[MEGABYTES, sign.to_str().expect("text")],
+        );
         here.output_until(tid(1), &mut Vec::new(), |text| text.ends_with(b"\n"));
-        here.send(ToTasker::Inspect { migration: migration(1), tid: tid(1) });
+        here.send(ToTasker::Inspect {
+            migration: migration(1),
+            tid: tid(1),
+        });
         let inspected = here.until(&mut Vec::new(), |m| match m {
-            FromTasker::Inspected { result, memory_can_follow, can_pre_copy, .. } => {
-                Some((result.clone(), *memory_can_follow, *can_pre_copy))
-            }
+            FromTasker::Inspected {
+                result,
+                memory_can_follow,
+                can_pre_copy,
+                ..
+            } => Some((result.clone(), *memory_can_follow, *can_pre_copy)),
             _ => None,
         });
-        assert!(inspected.1 && inspected.2, "it can follow, and go ahead: {:?}", inspected.0);
-        there.send(ToTasker::Prepare { migration: migration(1), tid: tid(1), facts: TaskFacts::default() });
+        assert!(
+            inspected.1 && inspected.2,
+            "it can follow, and go ahead: {:?}",
+            inspected.0
+        );
+        there.send(ToTasker::Prepare {
+            migration: migration(1),
+            tid: tid(1),
+            facts: TaskFacts::default(),
+        });
         let prepared = there.until(&mut Vec::new(), |m| match m {
-            FromTasker::Prepared { verdict, memory_can_follow, .. } => Some((verdict.clone(), *memory_can_follow)),
+            FromTasker::Prepared {
+                verdict,
+                memory_can_follow,
+                ..
+            } => Some((verdict.clone(), *memory_can_follow)),
             _ => None,
         });
         assert_eq!(prepared, (vec![], true));
-        Scene { dir, here, there, way, copy: 0 }
+        Scene {
+            dir,
+            here,
+            there,
+            way,
+            copy: 0,
+        }
     }
 
     /// Its memory goes ahead; how many bytes of it.
     fn pre_copy(&mut self) -> u64 {
         let (source, target) = (self.way.source.clone(), self.way.target.clone());
-        self.there.send(ToTasker::TakePreCopy { migration: migration(1), memory_way: target });
-        self.here.send(ToTasker::PreCopy { migration: migration(1), tid: tid(1), memory_way: source });
+        self.there.send(ToTasker::TakePreCopy {
+            migration: migration(1),
+            memory_way: target,
+        });
+        self.here.send(ToTasker::PreCopy {
+            migration: migration(1),
+            tid: tid(1),
+            memory_way: source,
+        });
         self.way.open();
         let went = self.here.until(&mut Vec::new(), |m| match m {
             FromTasker::PreCopied { result, .. } => Some(result.clone()),
@@ -204,21 +256,48 @@ impl Scene {
 
     /// It is dumped and built again.
     fn go_on(self) -> Scene {
-        let Scene { dir, mut here, mut there, way, .. } = self;
+        let Scene {
+            dir,
+            mut here,
+            mut there,
+            way,
+            ..
+        } = self;
         stop(&mut here, tid(1), migration(1), &mut Vec::new());
         let images = dir.path().join("images");
         let memory_way = Some(way.source.clone());
-        here.send(ToTasker::Dump { migration: migration(1), tid: tid(1), dir: images.clone(), memory_way });
+        here.send(ToTasker::Dump {
+            migration: migration(1),
+            tid: tid(1),
+            dir: images.clone(),
+            memory_way,
+        });
         let report = moving::dumped(&mut here, &mut Vec::new()).expect("a dump");
-        assert!(report.bytes < 8 << 20, "the images lack the memory: {} bytes", report.bytes);
+        assert!(
+            report.bytes < 8 << 20,
+            "the images lack the memory: {} bytes",
+            report.bytes
+        );
         let memory_way = Some(way.target.clone());
-        there.send(ToTasker::Restore { migration: migration(1), tid: tid(1), dir: images, again: None, memory_way });
+        there.send(ToTasker::Restore {
+            migration: migration(1),
+            tid: tid(1),
+            dir: images,
+            again: None,
+            memory_way,
+        });
         let restored = there.until(&mut Vec::new(), |m| match m {
             FromTasker::Restored { result, .. } => Some(result.clone()),
             _ => None,
         });
         let copy = restored.expect("a restore");
-        Scene { dir, here, there, way, copy }
+        Scene {
+            dir,
+            here,
+            there,
+            way,
+            copy,
+        }
     }
 
     /// Kills the source and lets the copy run; most of the memory has not come.
@@ -246,7 +325,10 @@ impl Scene {
             _ => None,
         };
         let mut rest = Vec::new();
-        let status = seen.iter().find_map(exited).unwrap_or_else(|| self.there.until(&mut rest, exited));
+        let status = seen
+            .iter()
+            .find_map(exited)
+            .unwrap_or_else(|| self.there.until(&mut rest, exited));
         output.extend(moving::output_of(&rest, tid(1)));
         assert_eq!(status, 9, "{}", String::from_utf8_lossy(&output));
         assert!(!String::from_utf8_lossy(&output).contains("bad"));
@@ -256,7 +338,9 @@ impl Scene {
     /// To what fetches its memory.
     fn to_fetching(&self, signal: Signal) {
         let fetching = processes_with(&format!("lazy-pages -D {}", self.dir.path().display()));
-        let [fetching] = fetching[..] else { panic!("one process fetches it: {fetching:?}") };
+        let [fetching] = fetching[..] else {
+            panic!("one process fetches it: {fetching:?}")
+        };
         kill(Pid::from_raw(fetching), signal).expect("it is there");
     }
 
@@ -271,7 +355,8 @@ impl Scene {
         assert_eq!(result, Ok(()));
         let mut output = moving::output_of(&seen, tid(1));
         let more = moving::lines(&output) + 100;
-        self.there.output_until(tid(1), &mut output, |text| moving::lines(text) > more);
+        self.there
+            .output_until(tid(1), &mut output, |text| moving::lines(text) > more);
         assert!(!String::from_utf8_lossy(&output).contains("bad"));
         self.there.send(ToTasker::Kill { tid: tid(1) });
         let (_, status, _) = self.there.follow_to_the_end(tid(1));
@@ -319,15 +404,28 @@ fn what_goes_ahead_of_a_task_ends_when_the_move_does_and_the_task_goes_on() {
     }
     let mut scene = Scene::begin("pages");
     let (source, target) = (scene.way.source.clone(), scene.way.target.clone());
-    scene.there.send(ToTasker::TakePreCopy { migration: migration(1), memory_way: target });
+    scene.there.send(ToTasker::TakePreCopy {
+        migration: migration(1),
+        memory_way: target,
+    });
     // The way is shut behind the first of it.
-    scene.here.send(ToTasker::PreCopy { migration: migration(1), tid: tid(1), memory_way: source });
-    wait_until("some of it is there", || *scene.way.gate.0.lock().expect("no panic") == 0);
-    scene.here.send(ToTasker::EndPreCopy { migration: migration(1) });
+    scene.here.send(ToTasker::PreCopy {
+        migration: migration(1),
+        tid: tid(1),
+        memory_way: source,
+    });
+    wait_until("some of it is there", || {
+        *scene.way.gate.0.lock().expect("no panic") == 0
+    });
+    scene.here.send(ToTasker::EndPreCopy {
+        migration: migration(1),
+    });
     discard(&mut scene.there, migration(1), &mut Vec::new());
     scene.way.open();
     let mut output = Vec::new();
-    scene.here.output_until(tid(1), &mut output, |text| moving::lines(text) > 100);
+    scene
+        .here
+        .output_until(tid(1), &mut output, |text| moving::lines(text) > 100);
     assert!(!String::from_utf8_lossy(&output).contains("bad"));
     scene.end();
 }
@@ -339,10 +437,19 @@ fn a_target_that_loses_what_came_ahead_says_so_and_restores_nothing() {
     }
     let mut scene = Scene::begin("pages");
     scene.pre_copy();
-    scene.there.send(ToTasker::MemoryLost { migration: migration(1), why: "the line is cut".into() });
+    scene.there.send(ToTasker::MemoryLost {
+        migration: migration(1),
+        why: "the line is cut".into(),
+    });
     let images = scene.dir.path().join("none");
     let memory_way = Some(scene.way.target.clone());
-    scene.there.send(ToTasker::Restore { migration: migration(1), tid: tid(1), dir: images, again: None, memory_way });
+    scene.there.send(ToTasker::Restore {
+        migration: migration(1),
+        tid: tid(1),
+        dir: images,
+        again: None,
+        memory_way,
+    });
     let mut said = Vec::new();
     let restored = scene.there.until(&mut said, |m| match m {
         FromTasker::Restored { result, .. } => Some(result.clone()),
@@ -366,9 +473,18 @@ fn what_a_task_gives_back_while_its_memory_follows_is_gone_and_all_else_arrives(
     let (result, seen) = scene.arrival();
     assert_eq!(result, Ok(()));
     output.extend(moving::output_of(&seen, tid(1)));
-    let done = |text: &[u8]| ["right\n", "bad"].iter().any(|word| String::from_utf8_lossy(text).contains(word));
+    let done = |text: &[u8]| {
+        ["right\n", "bad"]
+            .iter()
+            .any(|word| String::from_utf8_lossy(text).contains(word))
+    };
     scene.there.output_until(tid(1), &mut output, done);
-    assert_eq!(output, b"gives\ngave\nright\n", "{}", String::from_utf8_lossy(&output));
+    assert_eq!(
+        output,
+        b"gives\ngave\nright\n",
+        "{}",
+        String::from_utf8_lossy(&output)
+    );
     scene.there.send(ToTasker::Kill { tid: tid(1) });
     let (_, status, _) = scene.there.follow_to_the_end(tid(1));
     assert_eq!(status, 9);
@@ -393,7 +509,10 @@ fn a_task_whose_memory_does_not_come_ends_and_has_never_seen_zeros_in_its_place(
     }
     let mut scene = Scene::new();
     scene.commit();
-    scene.there.send(ToTasker::MemoryLost { migration: migration(1), why: "the line is cut".into() });
+    scene.there.send(ToTasker::MemoryLost {
+        migration: migration(1),
+        why: "the line is cut".into(),
+    });
     let (result, seen) = scene.arrival();
     assert_eq!(result, Err(Failure::Images("the line is cut".into())));
     scene.way.open();
@@ -408,7 +527,10 @@ fn a_task_that_has_all_its_memory_goes_on_when_the_way_ends_before_the_last_word
     let mut scene = Scene::new();
     scene.commit();
     scene.way.open_until_all_is_there();
-    scene.there.send(ToTasker::MemoryLost { migration: migration(1), why: "the line is cut".into() });
+    scene.there.send(ToTasker::MemoryLost {
+        migration: migration(1),
+        why: "the line is cut".into(),
+    });
     let arrived = scene.arrival();
     scene.way.lets_leave();
     scene.goes_on(arrived);
@@ -425,7 +547,9 @@ fn the_way_of_memory_that_is_all_there_is_closed_whatever_keeps_its_engine_from_
     scene.way.open_until_all_is_there();
     scene.to_fetching(Signal::SIGSTOP);
     scene.way.lets_leave();
-    wait_until("it is closed", || scene.way.leave.is_closed.load(Ordering::SeqCst));
+    wait_until("it is closed", || {
+        scene.way.leave.is_closed.load(Ordering::SeqCst)
+    });
     scene.to_fetching(Signal::SIGCONT);
     scene.arrives_and_goes_on();
 }
@@ -470,7 +594,9 @@ fn a_move_that_is_called_off_leaves_the_task_where_its_memory_is() {
     moving::continue_task(&mut scene.here, tid(1), migration(1), &mut seen);
     let mut output = moving::output_of(&seen, tid(1));
     let more = moving::lines(&output) + 100;
-    scene.here.output_until(tid(1), &mut output, |text| moving::lines(text) > more);
+    scene
+        .here
+        .output_until(tid(1), &mut output, |text| moving::lines(text) > more);
     assert!(!String::from_utf8_lossy(&output).contains("bad"));
     scene.way.open();
     scene.end();

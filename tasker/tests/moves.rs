@@ -30,7 +30,10 @@ fn a_counter_with_threads_and_pipes_moves_back_and_forth_without_losing_a_line()
         let more = lines(&output) + 200;
         here.output_until(tid(1), &mut output, |text| lines(text) > more);
     }
-    here.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGTERM });
+    here.send(ToTasker::Signal {
+        tid: tid(1),
+        signal: libc::SIGTERM,
+    });
     let (rest, status, used) = here.follow_to_the_end(tid(1));
     output.extend(rest);
     assert_eq!(status, libc::SIGTERM);
@@ -59,7 +62,10 @@ fn two_hundred_mebibytes_of_memory_move_intact() {
     there.send(ToTasker::Kill { tid: tid(1) });
     let (_, status, used) = there.follow_to_the_end(tid(1));
     assert_eq!(status, libc::SIGKILL);
-    assert!(used.resident_max_bytes > 200 << 20, "what it used before counts: {used:?}");
+    assert!(
+        used.resident_max_bytes > 200 << 20,
+        "what it used before counts: {used:?}"
+    );
     here.stop();
     there.stop();
 }
@@ -80,11 +86,19 @@ fn children_of_a_task_move_with_it_and_its_end_is_reported_from_there() {
         .iter()
         .copied()
         .find(|p| std::fs::read_link(format!("/proc/{p}/exe")).is_ok_and(|e| e.ends_with("sleep")));
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(sleeper.expect("it moved")), nix::sys::signal::SIGTERM)
-        .expect("kill");
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(sleeper.expect("it moved")),
+        nix::sys::signal::SIGTERM,
+    )
+    .expect("kill");
     let (rest, status, _) = there.follow_to_the_end(tid(1));
     // Some shells say how the child ended.
-    assert_eq!((rest.ends_with(b"child gone\n"), status), (true, 9 << 8), "{}", String::from_utf8_lossy(&rest));
+    assert_eq!(
+        (rest.ends_with(b"child gone\n"), status),
+        (true, 9 << 8),
+        "{}",
+        String::from_utf8_lossy(&rest)
+    );
     here.stop();
     there.stop();
     assert_eq!(processes_with("sleep 57721"), []);
@@ -113,13 +127,19 @@ fn a_child_that_is_stopped_on_its_way_out_of_fork_is_let_out_before_the_dump() {
     if !can_move() {
         return;
     }
-    let python = ["/usr/bin/python3", "/bin/python3"].into_iter().map(PathBuf::from).find(|path| path.is_file());
+    let python = ["/usr/bin/python3", "/bin/python3"]
+        .into_iter()
+        .map(PathBuf::from)
+        .find(|path| path.is_file());
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     here.run(tid(1), &python.expect("python3"), &["-c", FORKED]);
     let mut output = Vec::new();
     here.output_until(tid(1), &mut output, |text| text == b"ready\n");
     move_task(&mut here, &mut there, tid(1), 1, &mut output);
-    there.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGTERM });
+    there.send(ToTasker::Signal {
+        tid: tid(1),
+        signal: libc::SIGTERM,
+    });
     assert_eq!(there.follow_to_the_end(tid(1)).1, libc::SIGTERM);
     here.stop();
     there.stop();
@@ -135,7 +155,10 @@ fn a_killed_restore_leaves_nothing_and_the_source_goes_on() {
     let mut here = Tasker::start();
     let mut there = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     let (images, mut output) = dumped_counter(&mut here, dir.path());
-    assert_eq!(prepare(&mut there, tid(1), migration(1), TaskFacts::default()), []);
+    assert_eq!(
+        prepare(&mut there, tid(1), migration(1), TaskFacts::default()),
+        []
+    );
     armed(dir.path());
     there.send(ToTasker::Restore {
         migration: migration(1),
@@ -145,7 +168,11 @@ fn a_killed_restore_leaves_nothing_and_the_source_goes_on() {
         memory_way: None,
     });
     let engine = pid_in(&dir.path().join("pid"));
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(engine), nix::sys::signal::SIGKILL).expect("kill");
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(engine),
+        nix::sys::signal::SIGKILL,
+    )
+    .expect("kill");
     let result = there.until(&mut Vec::new(), |m| match m {
         FromTasker::Restored { result, .. } => Some(result.clone()),
         _ => None,
@@ -183,22 +210,36 @@ fn a_held_copy_needs_no_engine_and_is_reported_when_it_is_killed() {
     }
     let dir = tempfile::tempdir().expect("dir");
     let d = dir.path().display().to_string();
-    let engine = wrapper(dir.path(), &format!("echo $$ > {d}/pid.new; mv {d}/pid.new {d}/pid"));
+    let engine = wrapper(
+        dir.path(),
+        &format!("echo $$ > {d}/pid.new; mv {d}/pid.new {d}/pid"),
+    );
     let mut here = Tasker::start();
     let mut there = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     let (images, mut output) = dumped_counter(&mut here, dir.path());
-    assert_eq!(prepare(&mut there, tid(1), migration(1), TaskFacts::default()), []);
+    assert_eq!(
+        prepare(&mut there, tid(1), migration(1), TaskFacts::default()),
+        []
+    );
     let copy = restore(&mut there, tid(1), migration(1), &images).expect("a restore");
     let engine = pid_in(&dir.path().join("pid"));
-    assert!(!is_alive(engine), "an engine that is killed from now on could take the only copy along");
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(copy), nix::sys::signal::SIGKILL).expect("kill");
+    assert!(
+        !is_alive(engine),
+        "an engine that is killed from now on could take the only copy along"
+    );
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(copy), nix::sys::signal::SIGKILL)
+        .expect("kill");
     let result = there.until(&mut Vec::new(), |m| match m {
         FromTasker::Restored { result, .. } => Some(result.clone()),
         _ => None,
     });
     assert!(matches!(result, Err(Failure::Engine(_))), "{result:?}");
     assert!(!is_alive(copy));
-    there.send(ToTasker::Run { migration: migration(1), used: Usage::default(), held: false });
+    there.send(ToTasker::Run {
+        migration: migration(1),
+        used: Usage::default(),
+        held: false,
+    });
     let ran = there.until(&mut Vec::new(), |m| match m {
         FromTasker::Ran { result, .. } => Some(result.clone()),
         _ => None,
@@ -219,17 +260,33 @@ fn damaged_images_fail_in_time_and_leave_nothing() {
     let (images, mut output) = dumped_counter(&mut here, dir.path());
     let pages = images.join("pages-1.img");
     let length = std::fs::metadata(&pages).expect("pages").len();
-    std::fs::File::options().write(true).open(&pages).expect("open").set_len(length - 4096).expect("cut");
+    std::fs::File::options()
+        .write(true)
+        .open(&pages)
+        .expect("open")
+        .set_len(length - 4096)
+        .expect("cut");
     let cut = restore(&mut there, tid(1), migration(1), &images);
-    assert!(matches!(&cut, Err(Failure::Images(why)) if why.contains("pages-1.img")), "{cut:?}");
+    assert!(
+        matches!(&cut, Err(Failure::Images(why)) if why.contains("pages-1.img")),
+        "{cut:?}"
+    );
     // In full length again but with another file destroyed, only the engine can notice.
-    std::fs::File::options().write(true).open(&pages).expect("open").set_len(length).expect("grow");
+    std::fs::File::options()
+        .write(true)
+        .open(&pages)
+        .expect("open")
+        .set_len(length)
+        .expect("grow");
     let core = images.join("core-2.img");
     let bytes = std::fs::metadata(&core).expect("core").len() as usize;
     std::fs::write(&core, vec![0u8; bytes]).expect("write");
     let begin = Instant::now();
     let bad = restore(&mut there, tid(1), migration(2), &images);
-    assert!(matches!(&bad, Err(Failure::Engine(why)) if why.starts_with("Error")), "{bad:?}");
+    assert!(
+        matches!(&bad, Err(Failure::Engine(why)) if why.starts_with("Error")),
+        "{bad:?}"
+    );
     assert!(begin.elapsed() < Duration::from_secs(30));
     assert_eq!(counters(dir.path()).len(), 1, "only the source is left");
     goes_on(&mut here, &mut output);
@@ -248,10 +305,20 @@ fn images_of_another_user_are_not_built() {
     // Real, effective, saved user and group of root, as the engine writes them.
     let root = [8, 0, 16, 0, 24, 0, 32, 0, 40, 0, 48, 0];
     let mut changed = 0;
-    for path in std::fs::read_dir(&images).expect("there").flatten().map(|entry| entry.path()) {
+    for path in std::fs::read_dir(&images)
+        .expect("there")
+        .flatten()
+        .map(|entry| entry.path())
+    {
         let mut bytes = std::fs::read(&path).expect("readable");
-        let is_core = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("core-"));
-        if let Some(at) = bytes.windows(root.len()).position(|part| part == root).filter(|_| is_core) {
+        let is_core = path
+            .file_name()
+            .is_some_and(|name| name.to_string_lossy().starts_with("core-"));
+        if let Some(at) = bytes
+            .windows(root.len())
+            .position(|part| part == root)
+            .filter(|_| is_core)
+        {
             for user in [1, 5, 9] {
                 bytes[at + user] = 7;
             }
@@ -260,8 +327,14 @@ fn images_of_another_user_are_not_built() {
         }
     }
     assert!(changed > 0, "the images say whose they are");
-    let other = Failure::Refused(vec![Refusal::OtherUser { found: 7, expected: 0 }]);
-    assert_eq!(restore(&mut there, tid(1), migration(1), &images), Err(other));
+    let other = Failure::Refused(vec![Refusal::OtherUser {
+        found: 7,
+        expected: 0,
+    }]);
+    assert_eq!(
+        restore(&mut there, tid(1), migration(1), &images),
+        Err(other)
+    );
     assert_eq!(counters(dir.path()).len(), 1, "there is no copy");
     goes_on(&mut here, &mut output);
     here.stop();
@@ -278,10 +351,16 @@ fn an_engine_that_hangs_is_ended_at_its_deadline() {
     let mut here = Tasker::start();
     let mut there = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     let (images, mut output) = dumped_counter(&mut here, dir.path());
-    assert_eq!(prepare(&mut there, tid(1), migration(1), TaskFacts::default()), []);
+    assert_eq!(
+        prepare(&mut there, tid(1), migration(1), TaskFacts::default()),
+        []
+    );
     armed(dir.path());
     let result = restore(&mut there, tid(1), migration(1), &images);
-    assert!(matches!(result, Err(Failure::Deadline { .. })), "{result:?}");
+    assert!(
+        matches!(result, Err(Failure::Deadline { .. })),
+        "{result:?}"
+    );
     assert!(!is_alive(pid_in(&dir.path().join("pid"))));
     disarmed(dir.path());
     goes_on(&mut here, &mut output);
@@ -301,8 +380,12 @@ fn a_tasker_killed_during_a_move_leaves_no_process() {
     there.child.kill().expect("kill");
     wait_until("the held copy is gone", || !is_alive(copy));
     here.child.kill().expect("kill");
-    wait_until("the stopped source is gone", || counters(dir.path()).is_empty());
-    wait_until("the engine is gone", || processes_with(&format!("criu swrk {}", there.child.id())).is_empty());
+    wait_until("the stopped source is gone", || {
+        counters(dir.path()).is_empty()
+    });
+    wait_until("the engine is gone", || {
+        processes_with(&format!("criu swrk {}", there.child.id())).is_empty()
+    });
 }
 
 #[test]
@@ -314,10 +397,19 @@ fn a_task_that_ends_while_it_is_stopped_fails_the_move_and_is_reported() {
     let mut here = Tasker::start();
     stopped_counter(&mut here, dir.path(), &mut Vec::new());
     // A signal waits until the task goes on; the daemon's order to kill does not.
-    here.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGCONT });
+    here.send(ToTasker::Signal {
+        tid: tid(1),
+        signal: libc::SIGCONT,
+    });
     here.send(ToTasker::Kill { tid: tid(1) });
     assert_eq!(here.follow_to_the_end(tid(1)).1, libc::SIGKILL);
-    let result = dump(&mut here, tid(1), migration(1), &dir.path().join("images"), &mut Vec::new());
+    let result = dump(
+        &mut here,
+        tid(1),
+        migration(1),
+        &dir.path().join("images"),
+        &mut Vec::new(),
+    );
     assert_eq!(result, Err(Failure::TaskEnded));
     continue_task(&mut here, tid(1), migration(1), &mut Vec::new());
     here.stop();
@@ -329,13 +421,26 @@ fn signals_for_a_stopped_task_wait_until_it_goes_on() {
         return;
     }
     let mut here = Tasker::start();
-    here.run(tid(1), &sh(), &["-c", "trap 'echo got it; exit 4' TERM; echo ready; while :; do sleep 0.01; done"]);
+    here.run(
+        tid(1),
+        &sh(),
+        &[
+            "-c",
+            "trap 'echo got it; exit 4' TERM; echo ready; while :; do sleep 0.01; done",
+        ],
+    );
     here.output_until(tid(1), &mut Vec::new(), |text| text == b"ready\n");
     stop(&mut here, tid(1), migration(1), &mut Vec::new());
-    here.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGTERM });
+    here.send(ToTasker::Signal {
+        tid: tid(1),
+        signal: libc::SIGTERM,
+    });
     continue_task(&mut here, tid(1), migration(1), &mut Vec::new());
     let (output, status, _) = here.follow_to_the_end(tid(1));
-    assert_eq!((String::from_utf8_lossy(&output).as_ref(), status), ("got it\n", 4 << 8));
+    assert_eq!(
+        (String::from_utf8_lossy(&output).as_ref(), status),
+        ("got it\n", 4 << 8)
+    );
     here.stop();
 }
 
@@ -395,7 +500,10 @@ fn a_target_that_lacks_something_says_so_before_anything_stops() {
     });
     let verdict = prepare(&mut there, tid(1), migration(1), facts);
     assert_eq!(verdict.len(), 4, "{verdict:?}");
-    assert_eq!(prepare(&mut there, tid(1), migration(2), TaskFacts::default()), []);
+    assert_eq!(
+        prepare(&mut there, tid(1), migration(2), TaskFacts::default()),
+        []
+    );
     discard(&mut there, migration(2), &mut Vec::new());
     there.stop();
 }
@@ -412,38 +520,74 @@ fn of_several_moves_at_once_only_those_for_which_there_is_memory_together_are_ac
     here.run(tid(1), &counter, &[]);
     here.output_until(tid(1), &mut output, |text| lines(text) > 50);
     let facts = inspect(&mut here, tid(1), migration(1)).expect("it can move");
-    let free =
-        match &prepare(&mut there, tid(9), migration(9), TaskFacts { resident_bytes: 1 << 60, ..facts.clone() })[..] {
-            [Refusal::Memory { have, .. }] => *have,
-            other => panic!("nobody has so much: {other:?}"),
-        };
+    let free = match &prepare(
+        &mut there,
+        tid(9),
+        migration(9),
+        TaskFacts {
+            resident_bytes: 1 << 60,
+            ..facts.clone()
+        },
+    )[..]
+    {
+        [Refusal::Memory { have, .. }] => *have,
+        other => panic!("nobody has so much: {other:?}"),
+    };
     // There is room for one that is so large and for hardly more.
     let resident_bytes = free / 4 * 3;
-    let large = TaskFacts { resident_bytes, ..facts.clone() };
+    let large = TaskFacts {
+        resident_bytes,
+        ..facts.clone()
+    };
     let promised = |verdict: &[Refusal]| matches!(verdict, [Refusal::MemoryPromised { promised, .. }] if *promised == resident_bytes);
     for number in 1..=3 {
-        there.send(ToTasker::Prepare { migration: migration(number), tid: tid(number as u32), facts: large.clone() });
+        there.send(ToTasker::Prepare {
+            migration: migration(number),
+            tid: tid(number as u32),
+            facts: large.clone(),
+        });
     }
     let mut verdicts = std::collections::BTreeMap::new();
     while verdicts.len() < 3 {
         let (number, verdict) = there.until(&mut Vec::new(), |m| match m {
-            FromTasker::Prepared { migration, verdict, .. } => Some((migration.0, verdict.clone())),
+            FromTasker::Prepared {
+                migration, verdict, ..
+            } => Some((migration.0, verdict.clone())),
             _ => None,
         });
         verdicts.insert(number, verdict);
     }
     assert_eq!(verdicts[&1], []);
     assert!(promised(&verdicts[&2]), "{verdicts:?}");
-    assert!(matches!(&verdicts[&3][..], [Refusal::MemoryPromised { .. }]), "{verdicts:?}");
-    assert_eq!(prepare(&mut there, tid(4), migration(4), facts), [], "a small one has room beside it");
+    assert!(
+        matches!(&verdicts[&3][..], [Refusal::MemoryPromised { .. }]),
+        "{verdicts:?}"
+    );
+    assert_eq!(
+        prepare(&mut there, tid(4), migration(4), facts),
+        [],
+        "a small one has room beside it"
+    );
     discard(&mut there, migration(4), &mut Vec::new());
     // What is thrown away does not count any more, and neither does what is here.
     discard(&mut there, migration(1), &mut Vec::new());
     assert_eq!(prepare(&mut there, tid(1), migration(5), large.clone()), []);
-    assert!(promised(&prepare(&mut there, tid(2), migration(6), large.clone())));
+    assert!(promised(&prepare(
+        &mut there,
+        tid(2),
+        migration(6),
+        large.clone()
+    )));
     let mut seen = Vec::new();
     stop(&mut here, tid(1), migration(5), &mut seen);
-    dump(&mut here, tid(1), migration(5), &dir.path().join("images"), &mut seen).expect("a dump");
+    dump(
+        &mut here,
+        tid(1),
+        migration(5),
+        &dir.path().join("images"),
+        &mut seen,
+    )
+    .expect("a dump");
     restore(&mut there, tid(1), migration(5), &dir.path().join("images")).expect("a restore");
     assert_eq!(prepare(&mut there, tid(2), migration(7), large), []);
     here.stop();
@@ -455,20 +599,33 @@ fn a_missing_or_broken_engine_is_told_with_how_to_get_one() {
     let dir = tempfile::tempdir().expect("dir");
     let mut tasker = Tasker::start_with(&[("SEMPA_CRIU", "/no/such/criu")]);
     let why = tasker.ready.engine.clone().expect_err("there is none");
-    assert!(why.contains("/no/such/criu") && why.contains("cargo xtask criu"), "{why}");
+    assert!(
+        why.contains("/no/such/criu") && why.contains("cargo xtask criu"),
+        "{why}"
+    );
     tasker.run(tid(1), &sh(), &["-c", "sleep 1000"]);
     let refused = inspect(&mut tasker, tid(1), migration(1));
-    assert!(matches!(refused, Err(Refusal::NoEngine { .. })), "{refused:?}");
+    assert!(
+        matches!(refused, Err(Refusal::NoEngine { .. })),
+        "{refused:?}"
+    );
     tasker.stop();
 
     // One that has a version number but cannot dump.
     let broken = dir.path().join("criu");
-    std::fs::write(&broken, "#!/bin/sh\n[ \"$1\" = --version ] && echo Version: 9.9\n").expect("write");
+    std::fs::write(
+        &broken,
+        "#!/bin/sh\n[ \"$1\" = --version ] && echo Version: 9.9\n",
+    )
+    .expect("write");
     std::fs::set_permissions(&broken, std::fs::Permissions::from_mode(0o755)).expect("mode");
     let mut tasker = Tasker::start_with(&[("SEMPA_CRIU", broken.to_str().expect("text"))]);
     tasker.run(tid(1), &sh(), &["-c", "sleep 1000"]);
     let refused = inspect(&mut tasker, tid(1), migration(1));
-    assert!(matches!(refused, Err(Refusal::NoEngine { .. })), "{refused:?}");
+    assert!(
+        matches!(refused, Err(Refusal::NoEngine { .. })),
+        "{refused:?}"
+    );
     tasker.stop();
 }
 
@@ -504,16 +661,27 @@ fn many_tasks_with_one_working_directory_leave_at_once() {
     while (1..=TASKS).any(|n| output_of(&seen, tid(n)).is_empty()) {
         seen.push(here.next());
     }
-    let count = |seen: &[FromTasker], what: fn(&FromTasker) -> bool| seen.iter().filter(|m| what(m)).count();
+    let count = |seen: &[FromTasker], what: fn(&FromTasker) -> bool| {
+        seen.iter().filter(|m| what(m)).count()
+    };
     for n in 1..=TASKS {
-        here.send(ToTasker::Stop { migration: migration(n.into()), tid: tid(n), redirection: None });
+        here.send(ToTasker::Stop {
+            migration: migration(n.into()),
+            tid: tid(n),
+            redirection: None,
+        });
     }
     while count(&seen, |m| matches!(m, FromTasker::Stopped { .. })) < TASKS as usize {
         seen.push(here.next());
     }
     for n in 1..=TASKS {
         let dir = dir.path().join(format!("images-{n}"));
-        here.send(ToTasker::Dump { migration: migration(n.into()), tid: tid(n), dir, memory_way: None });
+        here.send(ToTasker::Dump {
+            migration: migration(n.into()),
+            tid: tid(n),
+            dir,
+            memory_way: None,
+        });
     }
     while count(&seen, |m| matches!(m, FromTasker::Dumped { .. })) < TASKS as usize {
         seen.push(here.next());
@@ -545,7 +713,9 @@ fn many_tasks_with_one_working_directory_leave_at_once() {
         let used = kill_moved(&mut here, tid(id.0 as u32), id, &mut seen);
         run(&mut there, id, used, &mut seen_there);
     }
-    let left = (1..=TASKS).map(|n| output_of(&seen, tid(n))).collect::<Vec<_>>();
+    let left = (1..=TASKS)
+        .map(|n| output_of(&seen, tid(n)))
+        .collect::<Vec<_>>();
     while (1..=TASKS).any(|n| lines(&output_of(&seen_there, tid(n))) < 20) {
         let message = there.next();
         assert!(!matches!(message, FromTasker::Exited { .. }), "{message:?}");
@@ -575,10 +745,22 @@ fn an_engine_that_failed_its_trial_or_was_not_there_is_tried_again_and_used_when
     let dir = tempfile::tempdir().expect("dir");
     let (broken, late) = (dir.path().join("broken"), dir.path().join("late"));
     std::fs::write(&broken, "").expect("write");
-    let engine = wrapper(dir.path(), &format!("[ -e {} ] && exit 7", broken.display()));
-    let start = |engine: &Path| Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
+    let engine = wrapper(
+        dir.path(),
+        &format!("[ -e {} ] && exit 7", broken.display()),
+    );
+    let start =
+        |engine: &Path| Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     let (mut fails, lacks) = (start(&engine), start(&late));
-    assert!(lacks.ready.engine.as_ref().is_err_and(|why| why.contains("there is no dump engine")), "{:?}", lacks.ready);
+    assert!(
+        lacks
+            .ready
+            .engine
+            .as_ref()
+            .is_err_and(|why| why.contains("there is no dump engine")),
+        "{:?}",
+        lacks.ready
+    );
     let why = engine_said(&mut fails).expect_err("it fails");
     assert!(why.contains("failed its trial here"), "{why}");
     std::fs::remove_file(&broken).expect("remove");

@@ -2,7 +2,9 @@
 
 mod common;
 
-use common::{PATIENCE, Tasker, can_make_namespaces, is_alive, order, processes_with, sh, tid, wait_until};
+use common::{
+    PATIENCE, Tasker, can_make_namespaces, is_alive, order, processes_with, sh, tid, wait_until,
+};
 use sempa_proto::Micros;
 use sempa_proto::tasker::{FromTasker, OUTPUT_CHUNK_BYTES_MAX, ToTasker};
 use std::path::Path;
@@ -17,7 +19,10 @@ fn a_task_gets_arguments_environment_directory_and_reports_its_exit() {
     tasker.send(ToTasker::Start(start));
     let (output, status, _) = tasker.follow_to_the_end(tid(1));
     // Descriptors 0, 1, 2, the directory that ls reads, and the line "total".
-    assert_eq!(String::from_utf8_lossy(&output), "name arg here\n/usr\neof\n5\n");
+    assert_eq!(
+        String::from_utf8_lossy(&output),
+        "name arg here\n/usr\neof\n5\n"
+    );
     assert_eq!(status, 7 << 8);
     tasker.stop();
 }
@@ -26,9 +31,16 @@ fn a_task_gets_arguments_environment_directory_and_reports_its_exit() {
 fn a_death_by_signal_is_reported_as_such() {
     let mut tasker = Tasker::start();
     tasker.run(tid(1), &sh(), &["-c", "while :; do sleep 1000; done"]);
-    tasker.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGTERM });
+    tasker.send(ToTasker::Signal {
+        tid: tid(1),
+        signal: libc::SIGTERM,
+    });
     assert_eq!(tasker.follow_to_the_end(tid(1)).1, libc::SIGTERM);
-    tasker.run(tid(2), &sh(), &["-c", "trap '' TERM; while :; do sleep 1000; done"]);
+    tasker.run(
+        tid(2),
+        &sh(),
+        &["-c", "trap '' TERM; while :; do sleep 1000; done"],
+    );
     tasker.send(ToTasker::Kill { tid: tid(2) });
     assert_eq!(tasker.follow_to_the_end(tid(2)).1, libc::SIGKILL);
     tasker.stop();
@@ -37,10 +49,17 @@ fn a_death_by_signal_is_reported_as_such() {
 #[test]
 fn processor_time_and_memory_are_reported() {
     let mut tasker = Tasker::start();
-    tasker.run(tid(1), &sh(), &["-c", "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done"]);
+    tasker.run(
+        tid(1),
+        &sh(),
+        &["-c", "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done"],
+    );
     let (_, status, used) = tasker.follow_to_the_end(tid(1));
     assert_eq!(status, 0);
-    assert!(used.user + used.system > Micros::from_millis(20), "{used:?}");
+    assert!(
+        used.user + used.system > Micros::from_millis(20),
+        "{used:?}"
+    );
     assert!(used.resident_max_bytes > 500 << 10, "{used:?}");
     tasker.stop();
 }
@@ -48,7 +67,14 @@ fn processor_time_and_memory_are_reported() {
 #[test]
 fn output_and_errors_come_in_the_order_written_and_before_the_exit() {
     let mut tasker = Tasker::start();
-    tasker.run(tid(1), &sh(), &["-c", "i=0; while [ $i -lt 3000 ]; do echo out $i; echo err $i >&2; i=$((i+1)); done"]);
+    tasker.run(
+        tid(1),
+        &sh(),
+        &[
+            "-c",
+            "i=0; while [ $i -lt 3000 ]; do echo out $i; echo err $i >&2; i=$((i+1)); done",
+        ],
+    );
     let (output, ..) = tasker.follow_to_the_end(tid(1));
     let expected: String = (0..3000).map(|i| format!("out {i}\nerr {i}\n")).collect();
     assert_eq!(String::from_utf8_lossy(&output), expected);
@@ -86,26 +112,42 @@ fn a_program_that_cannot_be_started_is_told_with_the_reason() {
         })
     };
     let why = why_of(order(tid(1), Path::new("/no/such/program"), &[]));
-    assert_eq!(why, "cannot start /no/such/program: No such file or directory");
+    assert_eq!(
+        why,
+        "cannot start /no/such/program: No such file or directory"
+    );
     let why = why_of(order(tid(2), Path::new("/etc/passwd"), &[]));
     assert_eq!(why, "cannot start /etc/passwd: Permission denied");
     let mut start = order(tid(3), &sh(), &[]);
     start.dir = "/no/such/folder".into();
-    assert_eq!(why_of(start), "cannot start /bin/sh: working directory /no/such/folder: No such file or directory");
+    assert_eq!(
+        why_of(start),
+        "cannot start /bin/sh: working directory /no/such/folder: No such file or directory"
+    );
     let mut start = order(tid(4), &sh(), &[]);
     start.argv.push(b"a\0b".to_vec());
-    assert_eq!(why_of(start), "cannot start /bin/sh: an argument contains a zero byte");
+    assert_eq!(
+        why_of(start),
+        "cannot start /bin/sh: an argument contains a zero byte"
+    );
     tasker.stop();
 }
 
 #[test]
 fn hangup_and_broken_pipes_are_ignored_and_nothing_is_blocked() {
     let mut tasker = Tasker::start();
-    tasker.run(tid(1), &sh(), &["-c", "grep -E 'Sig(Blk|Ign)' /proc/self/status"]);
+    tasker.run(
+        tid(1),
+        &sh(),
+        &["-c", "grep -E 'Sig(Blk|Ign)' /proc/self/status"],
+    );
     let (output, ..) = tasker.follow_to_the_end(tid(1));
     let output = String::from_utf8_lossy(&output).into_owned();
     // SIGHUP is 1, SIGPIPE is 13.
-    assert_eq!(output, "SigBlk:\t0000000000000000\nSigIgn:\t0000000000001001\n");
+    assert_eq!(
+        output,
+        "SigBlk:\t0000000000000000\nSigIgn:\t0000000000001001\n"
+    );
     tasker.stop();
 }
 
@@ -114,7 +156,11 @@ fn fifty_tasks_start_and_end_quickly() {
     let mut tasker = Tasker::start();
     let begin = Instant::now();
     for local in 1..=50 {
-        tasker.send(ToTasker::Start(order(tid(local), Path::new("/bin/true"), &[])));
+        tasker.send(ToTasker::Start(order(
+            tid(local),
+            Path::new("/bin/true"),
+            &[],
+        )));
     }
     let (mut started, mut ended) = (0, 0);
     while ended < 50 {
@@ -141,8 +187,13 @@ fn a_child_left_behind_delays_no_exit_and_does_not_outlive_the_tasker() {
     let (output, status, _) = tasker.follow_to_the_end(tid(1));
     assert_eq!(status, 0);
     assert!(!output.is_empty());
-    assert!(begin.elapsed() < Duration::from_secs(20), "the open pipe delayed the exit");
-    wait_until("the child goes on", || processes_with("sleep 31415").len() == 1);
+    assert!(
+        begin.elapsed() < Duration::from_secs(20),
+        "the open pipe delayed the exit"
+    );
+    wait_until("the child goes on", || {
+        processes_with("sleep 31415").len() == 1
+    });
     tasker.stop();
     assert_eq!(processes_with("sleep 31415"), []);
 }
@@ -150,8 +201,15 @@ fn a_child_left_behind_delays_no_exit_and_does_not_outlive_the_tasker() {
 #[test]
 fn nothing_outlives_a_closed_socket() {
     let mut tasker = Tasker::start();
-    let pids: Vec<i32> =
-        (1..=10).map(|n| tasker.run(tid(n), &sh(), &["-c", "trap '' TERM; sleep 27182 & sleep 27182"])).collect();
+    let pids: Vec<i32> = (1..=10)
+        .map(|n| {
+            tasker.run(
+                tid(n),
+                &sh(),
+                &["-c", "trap '' TERM; sleep 27182 & sleep 27182"],
+            )
+        })
+        .collect();
     tasker.stop();
     assert!(!pids.into_iter().any(is_alive));
     assert_eq!(processes_with("sleep 27182"), []);
@@ -164,11 +222,19 @@ fn no_task_survives_a_killed_tasker() {
         eprintln!("without namespaces only the task itself is sure to die, not its children");
     }
     let mut tasker = Tasker::start();
-    let script = if held_together { "setsid sleep 16180 & wait" } else { "exec sleep 16180" };
-    let pids: Vec<i32> = (1..=5).map(|n| tasker.run(tid(n), &sh(), &["-c", script])).collect();
+    let script = if held_together {
+        "setsid sleep 16180 & wait"
+    } else {
+        "exec sleep 16180"
+    };
+    let pids: Vec<i32> = (1..=5)
+        .map(|n| tasker.run(tid(n), &sh(), &["-c", script]))
+        .collect();
     wait_until("all sleep", || processes_with("sleep 16180").len() >= 5);
     tasker.child.kill().expect("kill");
-    wait_until("they are gone", || !pids.iter().any(|pid| is_alive(*pid)) && processes_with("sleep 16180").is_empty());
+    wait_until("they are gone", || {
+        !pids.iter().any(|pid| is_alive(*pid)) && processes_with("sleep 16180").is_empty()
+    });
 }
 
 #[test]
@@ -190,8 +256,12 @@ fn a_task_that_leaves_nobody_behind_leaves_its_namespace_to_the_next_one() {
     // The sleeper is there, and dies with its namespace and nobody else.
     let fourth = namespace_of(4, "");
     assert_ne!(fourth, first);
-    wait_until("the sleeper is alone", || processes_with("sleep 14142").len() == 1);
+    wait_until("the sleeper is alone", || {
+        processes_with("sleep 14142").len() == 1
+    });
     assert_eq!(namespace_of(5, ""), fourth);
     tasker.stop();
-    wait_until("the sleeper is gone", || processes_with("sleep 14142").is_empty());
+    wait_until("the sleeper is gone", || {
+        processes_with("sleep 14142").is_empty()
+    });
 }

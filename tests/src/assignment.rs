@@ -18,7 +18,11 @@ fn end(host: &Speed, (sum, largest): (f64, f64)) -> f64 {
 /// Seconds of the best assignment, found by trying all.
 pub fn best(hosts: &[Speed], work: &[f64]) -> f64 {
     fn search(hosts: &[Speed], work: &[f64], sums: &mut [(f64, f64)], best: &mut f64) {
-        let now = hosts.iter().zip(sums.iter()).map(|(host, sums)| end(host, *sums)).fold(0.0, f64::max);
+        let now = hosts
+            .iter()
+            .zip(sums.iter())
+            .map(|(host, sums)| end(host, *sums))
+            .fold(0.0, f64::max);
         if now >= *best {
             return;
         }
@@ -62,14 +66,29 @@ pub fn blind(hosts: &[Speed], work: &[f64]) -> f64 {
 mod tests {
     use super::*;
 
-    const ORDINARY: Speed = Speed { each: 1.0, processors: 1.0 };
+    const ORDINARY: Speed = Speed {
+        each: 1.0,
+        processors: 1.0,
+    };
 
     #[test]
     fn the_best_assignment_gives_the_fast_host_more() {
-        let fast = Speed { each: 2.0, ..ORDINARY };
+        let fast = Speed {
+            each: 2.0,
+            ..ORDINARY
+        };
         assert_eq!(best(&[ORDINARY, fast], &[10.0, 10.0, 10.0]), 10.0);
         assert_eq!(best(&[ORDINARY, fast], &[30.0, 10.0, 10.0]), 15.0 + 5.0);
-        assert_eq!(best(&[Speed { processors: 2.0, ..ORDINARY }], &[30.0, 10.0, 10.0]), 30.0);
+        assert_eq!(
+            best(
+                &[Speed {
+                    processors: 2.0,
+                    ..ORDINARY
+                }],
+                &[30.0, 10.0, 10.0]
+            ),
+            30.0
+        );
     }
 
     #[test]
@@ -77,7 +96,10 @@ mod tests {
         // Ten of each in ten seconds; then one processor has nothing to do for twenty.
         assert_eq!(blind(&[ORDINARY, ORDINARY], &[10.0, 30.0]), 30.0);
         assert_eq!(blind(&[ORDINARY], &[10.0, 30.0]), 40.0);
-        let fast = Speed { each: 3.0, ..ORDINARY };
+        let fast = Speed {
+            each: 3.0,
+            ..ORDINARY
+        };
         assert_eq!(blind(&[ORDINARY, fast], &[8.0, 20.0]), 4.0 + 4.0);
     }
 }

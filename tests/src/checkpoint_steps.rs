@@ -11,7 +11,9 @@ pub use places::{Place, Share, Spot, What, met, turns};
 use crate::liar::{self, has_lied, lie, lies};
 use crate::ring_job::Job;
 use crate::run::{Done, Running, eventually};
-use crate::strikes::{self, Fault, Halt, Party, Passed, Point, UNTIL_LOST, is_stopped, left_on, signal};
+use crate::strikes::{
+    self, Fault, Halt, Party, Passed, Point, UNTIL_LOST, is_stopped, left_on, signal,
+};
 use crate::testbed::gone;
 use crate::vm::{Sure, Task, Vm};
 use anyhow::{Context, Result, bail, ensure};
@@ -156,23 +158,48 @@ impl<'a> Jobs<'a> {
     /// They do not start, or cannot be written.
     pub fn start(vm: &'a Vm<'a>, turn: usize) -> Result<Jobs<'a>> {
         let bed = vm.bed();
-        let steps = bed.steps().context("a testbed whose daemons stand still")?.to_path_buf();
+        let steps = bed
+            .steps()
+            .context("a testbed whose daemons stand still")?
+            .to_path_buf();
         vm.take_in(bed.hosts())?;
         vm.program("ring_job")?;
-        let begun = (2..=HOSTS).map(|host| (host, Job::start_small(vm, &format!("ring-h{host}"), &format!("h{host}"))));
+        let begun = (2..=HOSTS).map(|host| {
+            (
+                host,
+                Job::start_small(vm, &format!("ring-h{host}"), &format!("h{host}")),
+            )
+        });
         let begun: Vec<(usize, Job)> = begun.collect();
         let mut members = Vec::new();
         for (host, job) in begun {
             job.go_on(vm, SOME);
             let tasks = vm.tasks()?;
             let here = format!("h{host}");
-            let worker = tasks.into_iter().find(|task| is_ring(task) && task.host.as_deref() == Some(&here));
+            let worker = tasks
+                .into_iter()
+                .find(|task| is_ring(task) && task.host.as_deref() == Some(&here));
             let worker = worker.with_context(|| format!("no worker on {here}"))?.tid;
             vm.json(&["checkpoint", "--every", SELDOM, &job.tid])?;
-            members.push(Member { host, job, worker, runs: true, owes: false });
+            members.push(Member {
+                host,
+                job,
+                worker,
+                runs: true,
+                owes: false,
+            });
         }
         let (engines, held, early, killed) = Default::default();
-        Ok(Jobs { vm, steps, members, turn, engines, killed, held, early })
+        Ok(Jobs {
+            vm,
+            steps,
+            members,
+            turn,
+            engines,
+            killed,
+            held,
+            early,
+        })
     }
 
     /// The same jobs in the next virtual machine: all that ran in the last one has ended with it, and each is started from the
@@ -182,9 +209,29 @@ impl<'a> Jobs<'a> {
     /// One cannot be started, or does not go on.
     pub fn start_again<'b>(mut self, vm: &'b Vm<'b>) -> Result<Jobs<'b>> {
         vm.take_in(vm.bed().hosts())?;
-        self.members.iter_mut().for_each(|member| member.runs = false);
-        let Jobs { steps, members, turn, engines, killed, held, early, .. } = self;
-        let mut jobs = Jobs { vm, steps, members, turn, engines, killed, held, early };
+        self.members
+            .iter_mut()
+            .for_each(|member| member.runs = false);
+        let Jobs {
+            steps,
+            members,
+            turn,
+            engines,
+            killed,
+            held,
+            early,
+            ..
+        } = self;
+        let mut jobs = Jobs {
+            vm,
+            steps,
+            members,
+            turn,
+            engines,
+            killed,
+            held,
+            early,
+        };
         for job in 0..JOBS {
             jobs.begin_again(job)?;
         }
@@ -210,7 +257,10 @@ impl<'a> Jobs<'a> {
         let checkpoint = passed.take()?;
         self.end(&[0])?;
         self.begin_again(0)?;
-        Ok([(What::Checkpoint, checkpoint), (What::Restart, passed.take()?)])
+        Ok([
+            (What::Checkpoint, checkpoint),
+            (What::Restart, passed.take()?),
+        ])
     }
 
     /// The places for the next fault, in rounds.
@@ -258,8 +308,14 @@ impl<'a> Jobs<'a> {
             Ok(said)
         });
         match done {
-            Ok(said) => round.iter().zip(said).for_each(|(spot, said)| eprintln!("  {spot:?}: {said}")),
-            Err(error) => panic!("{fault:?}, {whom:?}, {round:?}: {error:#}\n{}", self.vm.logs()),
+            Ok(said) => round
+                .iter()
+                .zip(said)
+                .for_each(|(spot, said)| eprintln!("  {spot:?}: {said}")),
+            Err(error) => panic!(
+                "{fault:?}, {whom:?}, {round:?}: {error:#}\n{}",
+                self.vm.logs()
+            ),
         }
     }
 
@@ -274,10 +330,24 @@ impl<'a> Jobs<'a> {
         for host in self.vm.bed().hosts() {
             gone(host, "ring_job", LONG)?;
         }
-        for Cell { spot, job, console, before, .. } in cells {
+        for Cell {
+            spot,
+            job,
+            console,
+            before,
+            ..
+        } in cells
+        {
             console.finish(LONG)?;
-            let new = self.sets(job)?.into_iter().filter(|set| !before.contains(set)).count();
-            ensure!(new <= usize::from(spot.0 == What::Checkpoint), "{new} new sets: {spot:?}");
+            let new = self
+                .sets(job)?
+                .into_iter()
+                .filter(|set| !before.contains(set))
+                .count();
+            ensure!(
+                new <= usize::from(spot.0 == What::Checkpoint),
+                "{new} new sets: {spot:?}"
+            );
         }
         Ok(())
     }
@@ -288,27 +358,40 @@ impl<'a> Jobs<'a> {
     /// It is not.
     pub fn finish(mut self) {
         let (held, early) = (self.held, self.early);
-        assert!(early * 2 <= held, "{early} of {held} were over before the fault came");
+        assert!(
+            early * 2 <= held,
+            "{early} of {held} were over before the fault came"
+        );
         let owing: Vec<usize> = (0..JOBS).filter(|job| self.members[*job].owes).collect();
         self.end(&owing).sure(self.vm);
         for job in owing {
             self.begin_again(job).sure(self.vm);
         }
         self.nothing_is_left().sure(self.vm);
-        self.members.iter().for_each(|member| member.job.finish(self.vm));
+        self.members
+            .iter()
+            .for_each(|member| member.job.finish(self.vm));
     }
 
     // ---- before
 
     /// Waits until all of these would be started again: nobody is who dies too often.
     fn may_die(&mut self, whom: &[Whom], fault: Fault) -> Result<()> {
-        if fault != Fault::Kill || !whom.iter().any(|whom| matches!(whom, Whom::Tasker | Whom::ResourceManager)) {
+        if fault != Fault::Kill
+            || !whom
+                .iter()
+                .any(|whom| matches!(whom, Whom::Tasker | Whom::ResourceManager))
+        {
             return Ok(());
         }
         let killed = &mut self.killed;
         eventually(LONG, || {
             killed.retain(|at| at.elapsed() < DEATHS_PERIOD);
-            if killed.len() < DEATHS_MAX { Ok(()) } else { Err("they have died too often".to_string()) }
+            if killed.len() < DEATHS_MAX {
+                Ok(())
+            } else {
+                Err("they have died too often".to_string())
+            }
         })?;
         killed.push(Instant::now());
         Ok(())
@@ -334,7 +417,11 @@ impl<'a> Jobs<'a> {
                     self.hold_engines(&mut cells)?;
                 }
             }
-            let halt = if word(&spot).is_none() { Some(self.halt(spot, job)?) } else { None };
+            let halt = if word(&spot).is_none() {
+                Some(self.halt(spot, job)?)
+            } else {
+                None
+            };
             let on = format!("h1,{name}");
             let member = &self.members[job];
             let newest = before.last().context("a set")?;
@@ -343,7 +430,13 @@ impl<'a> Jobs<'a> {
                 What::Restart => ["restart", newest, "--on", &on].to_vec(),
             };
             let console = self.vm.start_pvm(&words)?;
-            let mut cell = Cell { spot, job, hold: None, console, before };
+            let mut cell = Cell {
+                spot,
+                job,
+                hold: None,
+                console,
+                before,
+            };
             if let Some(halt) = halt {
                 self.wait_for_daemon(&mut cell, &halt)?;
             }
@@ -359,7 +452,10 @@ impl<'a> Jobs<'a> {
             if let Some(status) = cell.console.poll()? {
                 self.early += 1;
                 let (out, err) = (cell.console.out_so_far()?, cell.console.err_so_far()?);
-                eprintln!("{:?} was over before the fault came: {status} {out}{err}", cell.spot);
+                eprintln!(
+                    "{:?} was over before the fault came: {status} {out}{err}",
+                    cell.spot
+                );
             }
         }
         Ok((cells, from))
@@ -371,7 +467,10 @@ impl<'a> Jobs<'a> {
         ensure!(round.len() <= JOBS, "more places than jobs: {round:?}");
         let mut free: Vec<usize> = (0..JOBS).collect();
         free.sort_by_key(|job| !self.members[*job].owes);
-        let restarts = round.iter().filter(|(what, _)| *what == What::Restart).count();
+        let restarts = round
+            .iter()
+            .filter(|(what, _)| *what == What::Restart)
+            .count();
         let mut ended = free[..restarts].to_vec();
         let mut others = free[restarts..].to_vec();
         others.truncate(round.len() - restarts);
@@ -382,34 +481,62 @@ impl<'a> Jobs<'a> {
         for job in anew {
             self.begin_again(job)?;
         }
-        let jobs =
-            round.iter().map(|(what, _)| if *what == What::Restart { ended.remove(0) } else { others.remove(0) });
+        let jobs = round.iter().map(|(what, _)| {
+            if *what == What::Restart {
+                ended.remove(0)
+            } else {
+                others.remove(0)
+            }
+        });
         Ok(jobs.collect())
     }
 
     /// Running jobs whose tasks are not where they began.
     fn strays(&self) -> Result<Vec<usize>> {
         let tasks = self.vm.tasks()?;
-        let is_on =
-            |tid: &str, host: &str| tasks.iter().any(|task| task.tid == tid && task.host.as_deref() == Some(host));
-        let strays = |member: &Member| !(is_on(&member.job.tid, "h1") && is_on(&member.worker, &member.name()));
-        Ok((0..JOBS).filter(|job| self.members[*job].runs && strays(&self.members[*job])).collect())
+        let is_on = |tid: &str, host: &str| {
+            tasks
+                .iter()
+                .any(|task| task.tid == tid && task.host.as_deref() == Some(host))
+        };
+        let strays = |member: &Member| {
+            !(is_on(&member.job.tid, "h1") && is_on(&member.worker, &member.name()))
+        };
+        Ok((0..JOBS)
+            .filter(|job| self.members[*job].runs && strays(&self.members[*job]))
+            .collect())
     }
 
     /// Ends these jobs.
     fn end(&mut self, jobs: &[usize]) -> Result<()> {
-        let running: Vec<usize> = jobs.iter().copied().filter(|job| self.members[*job].runs).collect();
-        let tids: Vec<&str> = running.iter().flat_map(|job| self.members[*job].tids()).collect();
+        let running: Vec<usize> = jobs
+            .iter()
+            .copied()
+            .filter(|job| self.members[*job].runs)
+            .collect();
+        let tids: Vec<&str> = running
+            .iter()
+            .flat_map(|job| self.members[*job].tids())
+            .collect();
         if tids.is_empty() {
             return Ok(());
         }
         self.vm.pvm(&[&["kill"], &tids[..]].concat())?;
         eventually(LONG, || {
             let left = self.vm.tasks().map_err(|error| error.to_string())?;
-            let left: Vec<&Task> = left.iter().filter(|task| tids.contains(&&*task.tid)).collect();
-            if left.is_empty() { Ok(()) } else { Err(format!("{left:?}")) }
+            let left: Vec<&Task> = left
+                .iter()
+                .filter(|task| tids.contains(&&*task.tid))
+                .collect();
+            if left.is_empty() {
+                Ok(())
+            } else {
+                Err(format!("{left:?}"))
+            }
         })?;
-        running.into_iter().for_each(|job| self.members[job].runs = false);
+        running
+            .into_iter()
+            .for_each(|job| self.members[job].runs = false);
         Ok(())
     }
 
@@ -418,7 +545,9 @@ impl<'a> Jobs<'a> {
         let newest = self.sets(job)?.pop().context("a set")?;
         let member = &mut self.members[job];
         let on = format!("h1,{}", member.name());
-        self.vm.pvm(&["restart", &newest, "--on", &on])?.expect_good("the newest set is started")?;
+        self.vm
+            .pvm(&["restart", &newest, "--on", &on])?
+            .expect_good("the newest set is started")?;
         (member.runs, member.owes) = (true, false);
         member.job.go_on(self.vm, SOME);
         member.job.is_right();
@@ -428,7 +557,11 @@ impl<'a> Jobs<'a> {
     /// Waits until it is there; none if the console has come to an end before.
     fn reach<T>(cell: &mut Cell, mut look: impl FnMut() -> Result<T, String>) -> Result<Option<T>> {
         eventually(LONG, || {
-            let is_over = cell.console.poll().map_err(|error| error.to_string())?.is_some();
+            let is_over = cell
+                .console
+                .poll()
+                .map_err(|error| error.to_string())?
+                .is_some();
             match look() {
                 Ok(found) => Ok(Some(found)),
                 Err(_) if is_over => Ok(None),
@@ -441,7 +574,10 @@ impl<'a> Jobs<'a> {
     fn hold_engines(&self, cells: &mut [Cell]) -> Result<()> {
         let bed = self.vm.bed();
         for cell in cells.iter_mut().filter(|cell| cell.hold.is_none()) {
-            let (name, host) = (self.members[cell.job].name(), bed.host(self.members[cell.job].host));
+            let (name, host) = (
+                self.members[cell.job].name(),
+                bed.host(self.members[cell.job].host),
+            );
             let called = Jobs::reach(cell, || match lies(bed, &name) {
                 none if none.is_empty() => Err("no engine was called".to_string()),
                 _ => Ok(Hold::Word),
@@ -450,7 +586,9 @@ impl<'a> Jobs<'a> {
             if cell.hold.is_some() && cell.spot.1 == Place::EngineWorks {
                 let stands = Jobs::reach(cell, || {
                     let mut engines = strikes::processes_of(host, Party::Engine).into_iter();
-                    engines.find(|pid| is_stopped(*pid)).ok_or("no engine stands still".to_string())
+                    engines
+                        .find(|pid| is_stopped(*pid))
+                        .ok_or("no engine stands still".to_string())
                 })?;
                 cell.hold = stands.map(Hold::Process);
             }
@@ -474,14 +612,21 @@ impl<'a> Jobs<'a> {
                 let path = self.store().join("lock");
                 let lock = eventually(LONG, || {
                     let file = File::open(&path).map_err(|error| error.to_string())?;
-                    Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| errno.to_string())
+                    Flock::lock(file, FlockArg::LockExclusiveNonblock)
+                        .map_err(|(_, errno)| errno.to_string())
                 })?;
                 lie(bed, &member.name(), "");
                 let draft = format!(".draft-{}-", member.job.tid);
                 let whole = Jobs::reach(cell, || {
-                    let drafts = names(&self.store()).into_iter().filter(|name| name.starts_with(&draft));
+                    let drafts = names(&self.store())
+                        .into_iter()
+                        .filter(|name| name.starts_with(&draft));
                     let mut whole = drafts.map(|name| self.store().join(name).join("manifest"));
-                    if whole.any(|path| path.exists()) { Ok(()) } else { Err("it is not being sealed".to_string()) }
+                    if whole.any(|path| path.exists()) {
+                        Ok(())
+                    } else {
+                        Err("it is not being sealed".to_string())
+                    }
                 })?;
                 cell.hold = whole.map(|()| Hold::Lock(lock));
             }
@@ -491,14 +636,19 @@ impl<'a> Jobs<'a> {
     }
 
     fn halt(&self, (_, place): Spot, job: usize) -> Result<Halt> {
-        let Place::At(step, edge) = place else { bail!("no daemon stands still at {place:?}") };
+        let Place::At(step, edge) = place else {
+            bail!("no daemon stands still at {place:?}")
+        };
         let point: Point = (step, edge);
         Halt::new(&self.steps, &self.members[job].worker, point)
     }
 
     fn wait_for_daemon(&self, cell: &mut Cell, halt: &Halt) -> Result<()> {
         let host = self.vm.bed().host(self.members[cell.job].host);
-        let came = Jobs::reach(cell, || halt.who_stands(&[host])?.ok_or("no daemon came there".to_string()))?;
+        let came = Jobs::reach(cell, || {
+            halt.who_stands(&[host])?
+                .ok_or("no daemon came there".to_string())
+        })?;
         if came.is_none() {
             halt.give_up();
         }
@@ -511,7 +661,9 @@ impl<'a> Jobs<'a> {
     fn meet(&mut self, cells: &mut [Cell], whom: &[Whom], fault: Fault) -> Result<()> {
         let bed = self.vm.bed();
         let each = cells.iter().zip(whom.iter().cycle());
-        let parties: Vec<(usize, Party)> = each.map(|(cell, whom)| whom.party(self.members[cell.job].host)).collect();
+        let parties: Vec<(usize, Party)> = each
+            .map(|(cell, whom)| whom.party(self.members[cell.job].host))
+            .collect();
         let members = &self.members;
         let engines = strikes::strike(bed, &parties, &[], fault, |victims| {
             for cell in cells.iter_mut() {
@@ -541,24 +693,54 @@ impl<'a> Jobs<'a> {
     /// Each checkpoint has become a set or nothing of it is there, and its job goes on; it has gone back to its newest set if it
     /// has lost a task, and only then. Each restart has begun all of its job or nothing, and then may be begun again. All tasks run
     /// once, nothing that they say is lost, and nothing is left behind.
-    fn judge(&mut self, cells: Vec<Cell>, whom: &[Whom], fault: Fault, from: u64) -> Result<Vec<String>> {
+    fn judge(
+        &mut self,
+        cells: Vec<Cell>,
+        whom: &[Whom],
+        fault: Fault,
+        from: u64,
+    ) -> Result<Vec<String>> {
         let mut said = Vec::new();
         for (cell, whom) in cells.into_iter().zip(whom) {
-            let Cell { spot, job, console, before, .. } = cell;
+            let Cell {
+                spot,
+                job,
+                console,
+                before,
+                ..
+            } = cell;
             let done = console.finish(LONG)?;
-            let what = format!("{spot:?} of the job on h1 and h{}: {done:?}", self.members[job].host);
+            let what = format!(
+                "{spot:?} of the job on h1 and h{}: {done:?}",
+                self.members[job].host
+            );
             let loss = whom.loss(fault);
             if loss == Loss::Nothing && !done.good() {
                 let reasons = ["not done within", "was killed by signal 9"];
-                let reasons = if (*whom, fault) == (Whom::Engine, Fault::Kill) { &reasons[..] } else { &reasons[..1] };
-                ensure!(reasons.iter().any(|reason| done.err.contains(reason)), "no reason to fail: {what}");
+                let reasons = if (*whom, fault) == (Whom::Engine, Fault::Kill) {
+                    &reasons[..]
+                } else {
+                    &reasons[..1]
+                };
+                ensure!(
+                    reasons.iter().any(|reason| done.err.contains(reason)),
+                    "no reason to fail: {what}"
+                );
             }
-            said.push(if done.good() { "good".to_string() } else { done.err.trim().to_string() });
-            self.judge_one(spot.0, job, &done, &before, loss, from).with_context(|| what)?;
+            said.push(if done.good() {
+                "good".to_string()
+            } else {
+                done.err.trim().to_string()
+            });
+            self.judge_one(spot.0, job, &done, &before, loss, from)
+                .with_context(|| what)?;
         }
         self.vm.take_in(self.vm.bed().hosts())?;
         self.all_run_once()?;
-        for job in (0..JOBS).filter(|job| !self.members[*job].runs).collect::<Vec<_>>() {
+        for job in (0..JOBS)
+            .filter(|job| !self.members[*job].runs)
+            .collect::<Vec<_>>()
+        {
             self.begin_again(job)?;
         }
         self.all_go_on()?;
@@ -579,7 +761,8 @@ impl<'a> Jobs<'a> {
         if loss == Loss::Host {
             let name = member.name();
             self.event_from(from, "loss of its host", |kind| {
-                matches!(kind, EventKind::HostGone { name: gone, .. } if *gone == name).then_some(())
+                matches!(kind, EventKind::HostGone { name: gone, .. } if *gone == name)
+                    .then_some(())
             })?;
         }
         let old = before.last().context("a set")?;
@@ -594,23 +777,39 @@ impl<'a> Jobs<'a> {
         let new = eventually(LONG, || {
             let sets = self.sets(job).map_err(|error| error.to_string())?;
             let new: Vec<String> = sets.into_iter().filter(is_new).collect();
-            if new.len() == usize::from(done.good()) { Ok(new) } else { Err(format!("new sets: {new:?}")) }
+            if new.len() == usize::from(done.good()) {
+                Ok(new)
+            } else {
+                Err(format!("new sets: {new:?}"))
+            }
         })?;
         self.members[job].owes = true;
         let member = &self.members[job];
         let went_back = |kind: &EventKind| match kind {
-            EventKind::Restarted { set, job, .. } if job.to_string() == member.job.tid => Some(set.clone()),
+            EventKind::Restarted { set, job, .. } if job.to_string() == member.job.tid => {
+                Some(set.clone())
+            }
             _ => None,
         };
         if loss == Loss::Nothing {
             let events = self.vm.events_from(from)?;
             let back = events.iter().find_map(|entry| went_back(&entry.kind));
-            ensure!(back.is_none(), "the job has lost nothing, and went back to {back:?}");
+            ensure!(
+                back.is_none(),
+                "the job has lost nothing, and went back to {back:?}"
+            );
             return Ok(());
         }
         let back = self.event_from(from, "job that goes back", went_back)?;
-        let newest = if done.good() { new.first().unwrap_or(old) } else { old };
-        ensure!(back == *newest, "the job went back to {back}, and not to {newest}");
+        let newest = if done.good() {
+            new.first().unwrap_or(old)
+        } else {
+            old
+        };
+        ensure!(
+            back == *newest,
+            "the job went back to {back}, and not to {newest}"
+        );
         Ok(())
     }
 
@@ -618,19 +817,32 @@ impl<'a> Jobs<'a> {
     fn all_run_once(&self) -> Result<()> {
         eventually(LONG, || {
             let tasks = self.vm.tasks().map_err(|error| error.to_string())?;
-            let mut listed: Vec<(&str, bool)> =
-                tasks.iter().filter(|task| is_ring(task)).map(|task| (&*task.tid, task.moving)).collect();
+            let mut listed: Vec<(&str, bool)> = tasks
+                .iter()
+                .filter(|task| is_ring(task))
+                .map(|task| (&*task.tid, task.moving))
+                .collect();
             let running = self.members.iter().filter(|member| member.runs);
-            let mut wanted: Vec<(&str, bool)> = running.flat_map(Member::tids).map(|tid| (tid, false)).collect();
+            let mut wanted: Vec<(&str, bool)> = running
+                .flat_map(Member::tids)
+                .map(|tid| (tid, false))
+                .collect();
             listed.sort();
             wanted.sort();
             if listed != wanted {
                 return Err(format!("{listed:?} are there, and not {wanted:?}"));
             }
             for host in self.vm.bed().hosts() {
-                let processes = host.processes().into_iter().filter(|(_, line)| line.contains("ring_job"));
-                let processes: Vec<String> = processes.map(|(pid, line)| format!("{pid} {line}")).collect();
-                let here = tasks.iter().filter(|task| is_ring(task) && task.host.as_deref() == Some(host.name()));
+                let processes = host
+                    .processes()
+                    .into_iter()
+                    .filter(|(_, line)| line.contains("ring_job"));
+                let processes: Vec<String> = processes
+                    .map(|(pid, line)| format!("{pid} {line}"))
+                    .collect();
+                let here = tasks
+                    .iter()
+                    .filter(|task| is_ring(task) && task.host.as_deref() == Some(host.name()));
                 if here.count() != processes.len() {
                     return Err(format!("{processes:?} on {}: {tasks:?}", host.name()));
                 }
@@ -652,13 +864,24 @@ impl<'a> Jobs<'a> {
     /// No host has images, tokens or an engine, and the store has sets and no others.
     fn nothing_is_left(&self) -> Result<()> {
         eventually(LONG, || {
-            let hidden = names(&self.store()).into_iter().filter(|name| name.starts_with('.'));
+            let hidden = names(&self.store())
+                .into_iter()
+                .filter(|name| name.starts_with('.'));
             let mut left: Vec<String> = hidden.collect();
             for host in self.vm.bed().hosts() {
                 left.extend(left_on(host));
-                left.extend(host.processes().into_iter().map(|(_, line)| line).filter(|line| liar::is_engine(line)));
+                left.extend(
+                    host.processes()
+                        .into_iter()
+                        .map(|(_, line)| line)
+                        .filter(|line| liar::is_engine(line)),
+                );
             }
-            if left.is_empty() { Ok(()) } else { Err(left.join(", ")) }
+            if left.is_empty() {
+                Ok(())
+            } else {
+                Err(left.join(", "))
+            }
         })
     }
 
@@ -669,16 +892,30 @@ impl<'a> Jobs<'a> {
     /// The complete sets of a job, oldest first.
     fn sets(&self, job: usize) -> Result<Vec<String>> {
         let begin = format!("{}-", self.members[job].job.tid);
-        let sets: Vec<String> = names(&self.store()).into_iter().filter(|name| name.starts_with(&begin)).collect();
+        let sets: Vec<String> = names(&self.store())
+            .into_iter()
+            .filter(|name| name.starts_with(&begin))
+            .collect();
         ensure!(!sets.is_empty(), "no set of {begin}");
         Ok(sets)
     }
 
     /// What `find` finds in an event from this one on.
-    fn event_from<T>(&self, from: u64, what: &str, find: impl Fn(&EventKind) -> Option<T>) -> Result<T> {
+    fn event_from<T>(
+        &self,
+        from: u64,
+        what: &str,
+        find: impl Fn(&EventKind) -> Option<T>,
+    ) -> Result<T> {
         eventually(LONG, || {
-            let events = self.vm.events_from(from).map_err(|error| error.to_string())?;
-            events.iter().find_map(|entry| find(&entry.kind)).ok_or_else(|| format!("no {what}"))
+            let events = self
+                .vm
+                .events_from(from)
+                .map_err(|error| error.to_string())?;
+            events
+                .iter()
+                .find_map(|entry| find(&entry.kind))
+                .ok_or_else(|| format!("no {what}"))
         })
     }
 }
@@ -690,7 +927,9 @@ fn is_ring(task: &Task) -> bool {
 
 fn names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect();
     names.sort();
     names
 }

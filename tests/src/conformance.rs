@@ -51,7 +51,11 @@ impl System {
 
     /// True if a line of `differences.txt` is about this system.
     fn is_meant_by(self, word: &str) -> bool {
-        word == if self == System::Pvm3 { "pvm3" } else { "sempa" }
+        word == if self == System::Pvm3 {
+            "pvm3"
+        } else {
+            "sempa"
+        }
     }
 }
 
@@ -97,7 +101,12 @@ pub fn programs() -> Result<Vec<String>> {
     for entry in fs::read_dir(folder())? {
         let path = entry?.path();
         if path.extension().is_some_and(|end| end == "c" || end == "f") {
-            names.push(path.file_stem().unwrap_or_default().to_string_lossy().into_owned());
+            names.push(
+                path.file_stem()
+                    .unwrap_or_default()
+                    .to_string_lossy()
+                    .into_owned(),
+            );
         }
     }
     names.sort();
@@ -112,13 +121,28 @@ pub fn differences() -> Result<Vec<Difference>> {
     let text = fs::read_to_string(folder().join("differences.txt"))?;
     let page = fs::read_to_string(folder().join("../../docs/COMPATIBILITY.md"))?;
     let mut all = Vec::new();
-    for line in text.lines().filter(|line| !line.trim().is_empty() && !line.starts_with('#')) {
+    for line in text
+        .lines()
+        .filter(|line| !line.trim().is_empty() && !line.starts_with('#'))
+    {
         let parts: Vec<&str> = line.split(" | ").map(str::trim).collect();
-        let [system, sentence, explained] = parts[..] else { bail!("differences.txt: not three parts: {line}") };
-        ensure!(["pvm3", "sempa"].contains(&system), "differences.txt: no such system: {line}");
-        ensure!(page.contains(explained), "docs/COMPATIBILITY.md does not say: {explained}");
+        let [system, sentence, explained] = parts[..] else {
+            bail!("differences.txt: not three parts: {line}")
+        };
+        ensure!(
+            ["pvm3", "sempa"].contains(&system),
+            "differences.txt: no such system: {line}"
+        );
+        ensure!(
+            page.contains(explained),
+            "docs/COMPATIBILITY.md does not say: {explained}"
+        );
         let own = |part: &str| part.to_string();
-        all.push(Difference { system: own(system), sentence: own(sentence), explained: own(explained) });
+        all.push(Difference {
+            system: own(system),
+            sentence: own(sentence),
+            explained: own(explained),
+        });
     }
     Ok(all)
 }
@@ -128,12 +152,17 @@ pub fn differences() -> Result<Vec<Difference>> {
 /// # Errors
 /// The system or the compiler does not work; what programs do wrong is among the outcomes.
 pub fn outcomes(system: System, chosen: &[String]) -> Result<Vec<Outcome>> {
-    let prefix = if system == System::Pvm3 { None } else { Some(needs::prefix()?) };
+    let prefix = if system == System::Pvm3 {
+        None
+    } else {
+        Some(needs::prefix()?)
+    };
     let bed = Testbed::new(HOSTS, prefix.as_deref(), &[])?;
     let place = bed.home().join("pvm3/bin/LINUX64");
     let ours = prefix.as_deref().filter(|_| system == System::Sempa);
     let mut names = programs()?;
-    names.retain(|name| chosen.is_empty() || chosen.iter().any(|part| name.contains(part.as_str())));
+    names
+        .retain(|name| chosen.is_empty() || chosen.iter().any(|part| name.contains(part.as_str())));
     compile(&names, ours, &place)?;
     group_server(prefix.as_deref(), &place)?;
     let mut all = Vec::new();
@@ -153,8 +182,16 @@ fn on_a_machine_of_its_own(bed: &Testbed, system: System, program: &Path) -> Res
     }
     let vm = Vm::start(bed, Settings::default())?;
     let done = run(vm.command(bed.host(1), program), PROGRAM_TIME);
-    let logs = if done.as_ref().is_ok_and(Done::good) { String::new() } else { vm.logs() };
-    let left = |deadline| bed.hosts().iter().try_for_each(|host| gone(host, "pvmd", deadline));
+    let logs = if done.as_ref().is_ok_and(Done::good) {
+        String::new()
+    } else {
+        vm.logs()
+    };
+    let left = |deadline| {
+        bed.hosts()
+            .iter()
+            .try_for_each(|host| gone(host, "pvmd", deadline))
+    };
     // A program may have ended the virtual machine itself.
     let halted = vm.halt().or_else(|error| left(SOON).map_err(|_| error));
     if halted.is_err() {
@@ -187,14 +224,22 @@ fn heard(program: &str, done: Result<Done, String>) -> Vec<Outcome> {
             Some(outcome(sentence, Some(wrong.to_string())))
         })
         .collect();
-    let ended = done.as_ref().is_ok_and(|done| done.good() && done.out.lines().any(|line| line == "end"));
+    let ended = done
+        .as_ref()
+        .is_ok_and(|done| done.good() && done.out.lines().any(|line| line == "end"));
     if !ended {
-        let last = all.last().map_or("its start".to_string(), |last| format!("{:?}", last.sentence));
-        let words = trouble.unwrap_or_else(|| {
-            done.as_ref()
-                .map_or(String::new(), |done| format!("{}, its last words: {}", done.status, end_of(&done.err)))
+        let last = all.last().map_or("its start".to_string(), |last| {
+            format!("{:?}", last.sentence)
         });
-        all.push(outcome(&ending(program), Some(format!("not after {last}: {words}"))));
+        let words = trouble.unwrap_or_else(|| {
+            done.as_ref().map_or(String::new(), |done| {
+                format!("{}, its last words: {}", done.status, end_of(&done.err))
+            })
+        });
+        all.push(outcome(
+            &ending(program),
+            Some(format!("not after {last}: {words}")),
+        ));
     }
     all
 }
@@ -212,38 +257,75 @@ fn end_of(text: &str) -> String {
 
 /// Compiles the programs: with `ours`, against our header and library, otherwise against Debian's.
 fn compile(names: &[String], ours: Option<&Path>, place: &Path) -> Result<()> {
-    let at_once = std::thread::available_parallelism().map_or(1, usize::from).min(names.len().max(1));
+    let at_once = std::thread::available_parallelism()
+        .map_or(1, usize::from)
+        .min(names.len().max(1));
     std::thread::scope(|scope| {
         let parts = names.chunks(names.len().div_ceil(at_once).max(1));
-        let workers: Vec<_> =
-            parts.map(|part| scope.spawn(|| part.iter().try_for_each(|name| compile_one(name, ours, place)))).collect();
-        workers.into_iter().try_for_each(|worker| worker.join().expect("compiling does not panic"))
+        let workers: Vec<_> = parts
+            .map(|part| {
+                scope.spawn(|| {
+                    part.iter()
+                        .try_for_each(|name| compile_one(name, ours, place))
+                })
+            })
+            .collect();
+        workers
+            .into_iter()
+            .try_for_each(|worker| worker.join().expect("compiling does not panic"))
     })
 }
 
 fn compile_one(name: &str, ours: Option<&Path>, place: &Path) -> Result<()> {
     let source = folder().join(name);
-    let (compiler, words, source, libraries): (_, &[&str], _, &[&str]) = if source.with_extension("c").exists() {
-        ("gcc", &["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror"], source.with_extension("c"), &[])
-    } else {
-        ("gfortran", &["-O1", "-w", "-fallow-argument-mismatch"], source.with_extension("f"), &["-lfpvm3"])
-    };
+    let (compiler, words, source, libraries): (_, &[&str], _, &[&str]) =
+        if source.with_extension("c").exists() {
+            (
+                "gcc",
+                &["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror"],
+                source.with_extension("c"),
+                &[],
+            )
+        } else {
+            (
+                "gfortran",
+                &["-O1", "-w", "-fallow-argument-mismatch"],
+                source.with_extension("f"),
+                &["-lfpvm3"],
+            )
+        };
     let mut command = Command::new(compiler);
-    command.args(words).arg("-o").arg(place.join(name)).arg(&source);
+    command
+        .args(words)
+        .arg("-o")
+        .arg(place.join(name))
+        .arg(&source);
     match ours {
-        Some(prefix) => command.arg("-I").arg(prefix.join("include")).arg("-L").arg(prefix.join("lib")),
+        Some(prefix) => command
+            .arg("-I")
+            .arg(prefix.join("include"))
+            .arg("-L")
+            .arg(prefix.join("lib")),
         // gfortran looks only where it is told.
         None => command.arg("-I/usr/include"),
     };
     // Programs are linked with both, as PVM's examples are.
-    command.args(libraries).args(["-Wl,--no-as-needed", "-lgpvm3", "-lpvm3", "-lm"]);
-    must(command, COMPILE_TIME).map(|_| ()).with_context(|| format!("compiling {}", source.display()))
+    command
+        .args(libraries)
+        .args(["-Wl,--no-as-needed", "-lgpvm3", "-lpvm3", "-lm"]);
+    must(command, COMPILE_TIME)
+        .map(|_| ())
+        .with_context(|| format!("compiling {}", source.display()))
 }
 
 /// Old group libraries need a server in the search path; ours does not.
 fn group_server(prefix: Option<&Path>, place: &Path) -> Result<()> {
     let own = prefix.is_some_and(|prefix| prefix.join("lib/libgpvm3.so.3").exists());
-    if own { Ok(()) } else { Ok(symlink("/usr/bin/pvmgs", place.join("pvmgs"))?) }
+    if own {
+        Ok(())
+    } else {
+        Ok(symlink("/usr/bin/pvmgs", place.join("pvmgs"))?)
+    }
 }
 
 /// What a person wants to know about the runs of some systems.
@@ -264,22 +346,37 @@ pub fn judge(runs: &[(System, Vec<Outcome>)], known: &[Difference], whole: bool)
     let mut verdict = Verdict::default();
     for (system, outcomes) in runs {
         let mut seen = BTreeSet::new();
-        for Outcome { program, sentence, wrong } in outcomes {
+        for Outcome {
+            program,
+            sentence,
+            wrong,
+        } in outcomes
+        {
             let counts = verdict.table.entry((program.clone(), *system)).or_default();
             counts.0 += usize::from(wrong.is_none());
             counts.1 += 1;
             verdict.sentences.insert(sentence.clone());
             if !seen.insert(sentence.clone()) {
-                verdict.unexplained.push(format!("{}: {program}: said twice: {sentence}", system.name()));
+                verdict.unexplained.push(format!(
+                    "{}: {program}: said twice: {sentence}",
+                    system.name()
+                ));
             }
-            let about = |line: &&Difference| line.sentence == *sentence && system.is_meant_by(&line.system);
+            let about =
+                |line: &&Difference| line.sentence == *sentence && system.is_meant_by(&line.system);
             match (known.iter().find(about), wrong) {
                 (None, None) => {}
                 (None, Some(wrong)) => {
-                    verdict.unexplained.push(format!("{}: {program}: {sentence}: {wrong}", system.name()));
+                    verdict
+                        .unexplained
+                        .push(format!("{}: {program}: {sentence}: {wrong}", system.name()));
                 }
                 (Some(line), Some(_)) => {
-                    verdict.explained.push(format!("{}: {sentence} ({})", system.name(), line.explained));
+                    verdict.explained.push(format!(
+                        "{}: {sentence} ({})",
+                        system.name(),
+                        line.explained
+                    ));
                 }
                 (Some(_), None) => verdict.unexplained.push(format!(
                     "{}: {program}: {sentence}: it holds, differences.txt says it does not",
@@ -287,19 +384,32 @@ pub fn judge(runs: &[(System, Vec<Outcome>)], known: &[Difference], whole: bool)
                 )),
             }
         }
-        let missing = |line: &&Difference| system.is_meant_by(&line.system) && !seen.contains(&line.sentence);
+        let missing =
+            |line: &&Difference| system.is_meant_by(&line.system) && !seen.contains(&line.sentence);
         for line in known.iter().filter(missing).filter(|_| whole) {
-            verdict.unexplained.push(format!("{}: nobody said: {}", system.name(), line.sentence));
+            verdict
+                .unexplained
+                .push(format!("{}: nobody said: {}", system.name(), line.sentence));
         }
     }
-    let said: BTreeSet<(&str, &str)> = runs.iter().flat_map(|(_, all)| all).map(Outcome::who_and_what).collect();
+    let said: BTreeSet<(&str, &str)> = runs
+        .iter()
+        .flat_map(|(_, all)| all)
+        .map(Outcome::who_and_what)
+        .collect();
     for (system, outcomes) in runs {
         let own: BTreeSet<(&str, &str)> = outcomes.iter().map(Outcome::who_and_what).collect();
         // A program that did not end well has been named already.
         let broken = |program: &str| own.contains(&(program, ending(program).as_str()));
-        for (program, sentence) in said.difference(&own).filter(|(program, _)| !broken(program)) {
+        for (program, sentence) in said
+            .difference(&own)
+            .filter(|(program, _)| !broken(program))
+        {
             if *sentence != ending(program) {
-                verdict.unexplained.push(format!("{}: {program}: never said: {sentence}", system.name()));
+                verdict.unexplained.push(format!(
+                    "{}: {program}: never said: {sentence}",
+                    system.name()
+                ));
             }
         }
     }
@@ -312,21 +422,57 @@ impl Verdict {
         let systems: BTreeSet<System> = self.table.keys().map(|(_, system)| *system).collect();
         let programs: BTreeSet<&String> = self.table.keys().map(|(program, _)| program).collect();
         let row = |name: &str, cells: Vec<String>| {
-            format!("{name:<16}{}\n", cells.iter().map(|cell| format!("{cell:>14}")).collect::<String>())
+            format!(
+                "{name:<16}{}\n",
+                cells
+                    .iter()
+                    .map(|cell| format!("{cell:>14}"))
+                    .collect::<String>()
+            )
         };
-        let cell = |good: usize, all: usize| if good == all { format!("{all}") } else { format!("{good} of {all}") };
-        let mut text = row("", systems.iter().map(|system| system.name().to_string()).collect());
+        let cell = |good: usize, all: usize| {
+            if good == all {
+                format!("{all}")
+            } else {
+                format!("{good} of {all}")
+            }
+        };
+        let mut text = row(
+            "",
+            systems
+                .iter()
+                .map(|system| system.name().to_string())
+                .collect(),
+        );
         for program in programs {
-            let counts = systems.iter().map(|system| self.table.get(&(program.clone(), *system)));
-            text +=
-                &row(program, counts.map(|both| both.map_or("-".into(), |(good, all)| cell(*good, *all))).collect());
+            let counts = systems
+                .iter()
+                .map(|system| self.table.get(&(program.clone(), *system)));
+            text += &row(
+                program,
+                counts
+                    .map(|both| both.map_or("-".into(), |(good, all)| cell(*good, *all)))
+                    .collect(),
+            );
         }
         let total = |system: &System| {
             let own = self.table.iter().filter(|((_, of), _)| of == system);
-            own.fold((0, 0), |sum, (_, counts)| (sum.0 + counts.0, sum.1 + counts.1))
+            own.fold((0, 0), |sum, (_, counts)| {
+                (sum.0 + counts.0, sum.1 + counts.1)
+            })
         };
-        text += &row("all", systems.iter().map(total).map(|(good, all)| cell(good, all)).collect());
-        for (title, lines) in [("explained", &self.explained), ("NOT EXPLAINED", &self.unexplained)] {
+        text += &row(
+            "all",
+            systems
+                .iter()
+                .map(total)
+                .map(|(good, all)| cell(good, all))
+                .collect(),
+        );
+        for (title, lines) in [
+            ("explained", &self.explained),
+            ("NOT EXPLAINED", &self.unexplained),
+        ] {
             if !lines.is_empty() {
                 text += &format!("\n{title}:\n  {}\n", lines.join("\n  "));
             }
@@ -341,11 +487,19 @@ mod tests {
     use std::os::unix::process::ExitStatusExt;
 
     fn done(status: i32, out: &str) -> Result<Done, String> {
-        Ok(Done { status: std::process::ExitStatus::from_raw(status), out: out.into(), err: String::new() })
+        Ok(Done {
+            status: std::process::ExitStatus::from_raw(status),
+            out: out.into(),
+            err: String::new(),
+        })
     }
 
     fn difference(system: &str, sentence: &str) -> Difference {
-        Difference { system: system.into(), sentence: sentence.into(), explained: "a defect".into() }
+        Difference {
+            system: system.into(),
+            sentence: sentence.into(),
+            explained: "a defect".into(),
+        }
     }
 
     fn unexplained(system: System, out: &str, known: &[Difference]) -> Vec<String> {
@@ -363,7 +517,10 @@ mod tests {
 
     #[test]
     fn a_known_difference_is_explained_for_its_own_system_only() {
-        let (known, out) = ([difference("pvm3", "a")], "not ok a: got 1, wanted 2\nend\n");
+        let (known, out) = (
+            [difference("pvm3", "a")],
+            "not ok a: got 1, wanted 2\nend\n",
+        );
         assert!(unexplained(System::Pvm3, out, &known).is_empty());
         assert_eq!(unexplained(System::SempaUnchanged, out, &known).len(), 1);
         assert!(unexplained(System::SempaUnchanged, out, &[difference("sempa", "a")]).is_empty());
@@ -371,15 +528,27 @@ mod tests {
 
     #[test]
     fn a_difference_that_is_none_any_more_or_that_nobody_says_is_news() {
-        assert_eq!(unexplained(System::Pvm3, "ok a\nend\n", &[difference("pvm3", "a")]).len(), 1);
-        assert_eq!(unexplained(System::Pvm3, "ok b\nend\n", &[difference("pvm3", "a")]).len(), 1);
+        assert_eq!(
+            unexplained(System::Pvm3, "ok a\nend\n", &[difference("pvm3", "a")]).len(),
+            1
+        );
+        assert_eq!(
+            unexplained(System::Pvm3, "ok b\nend\n", &[difference("pvm3", "a")]).len(),
+            1
+        );
     }
 
     #[test]
     fn a_program_that_does_not_end_well_or_says_things_twice_is_news() {
-        for outcome in [heard("p", done(11, "ok a\n")), heard("p", done(0, "ok a\n")), heard("p", Err("stuck".into()))]
-        {
-            assert_eq!(outcome.last().expect("it is said").sentence, "p runs to its end");
+        for outcome in [
+            heard("p", done(11, "ok a\n")),
+            heard("p", done(0, "ok a\n")),
+            heard("p", Err("stuck".into())),
+        ] {
+            assert_eq!(
+                outcome.last().expect("it is said").sentence,
+                "p runs to its end"
+            );
             assert!(outcome.last().expect("it is said").wrong.is_some());
         }
         assert_eq!(unexplained(System::Pvm3, "ok a\nok a\nend\n", &[]).len(), 1);
@@ -391,6 +560,9 @@ mod tests {
             (System::Pvm3, heard("p", done(0, "ok a\nok b\nend\n"))),
             (System::Sempa, heard("p", done(0, "ok a\nend\n"))),
         ];
-        assert_eq!(judge(&runs, &[], true).unexplained, ["sempa: p: never said: b"]);
+        assert_eq!(
+            judge(&runs, &[], true).unexplained,
+            ["sempa: p: never said: b"]
+        );
     }
 }

@@ -68,10 +68,26 @@ impl Crowd {
     ///
     /// # Errors
     /// They do not begin.
-    pub fn start(vm: &Vm<'_>, count: usize, reach: usize, options: &[&str], hosts: &[&str]) -> Result<Crowd> {
+    pub fn start(
+        vm: &Vm<'_>,
+        count: usize,
+        reach: usize,
+        options: &[&str],
+        hosts: &[&str],
+    ) -> Result<Crowd> {
         let program = vm.program("all_to_all")?;
         let mut command = vm.command(vm.bed().host(1), program);
-        command.args(["-n", &count.to_string(), "-k", &reach.to_string(), "-r", "2000"]).args(options).args(hosts);
+        command
+            .args([
+                "-n",
+                &count.to_string(),
+                "-k",
+                &reach.to_string(),
+                "-r",
+                "2000",
+            ])
+            .args(options)
+            .args(hosts);
         let director = Running::start(command, Stdio::piped())?;
         let workers = eventually(LONG, || {
             let out = director.out_so_far().map_err(|error| error.to_string())?;
@@ -79,19 +95,34 @@ impl Crowd {
             let silent = (0..count).find(|i| !out.contains(&format!("progress {i} ")));
             match silent {
                 None if workers.len() == count => Ok(workers),
-                _ => Err(format!("{} workers, {silent:?} is silent: {:?}", workers.len(), director.err_so_far())),
+                _ => Err(format!(
+                    "{} workers, {silent:?} is silent: {:?}",
+                    workers.len(),
+                    director.err_so_far()
+                )),
             }
         })?;
-        Ok(Crowd { director, workers, hosts: hosts.iter().map(|host| host.to_string()).collect() })
+        Ok(Crowd {
+            director,
+            workers,
+            hosts: hosts.iter().map(|host| host.to_string()).collect(),
+        })
     }
 
     /// Another host for this worker: one of those with the fewest, by chance. So each host has about as many workers at any time, and
     /// what it needs for them stays the same.
     fn elsewhere(&self, who: usize, dice: &mut Dice) -> String {
         let there = |host: &&String| self.workers.iter().filter(|(_, at)| at == *host).count();
-        let others: Vec<&String> = self.hosts.iter().filter(|host| **host != self.workers[who].1).collect();
+        let others: Vec<&String> = self
+            .hosts
+            .iter()
+            .filter(|host| **host != self.workers[who].1)
+            .collect();
         let fewest = others.iter().map(there).min();
-        let emptiest: Vec<&String> = others.into_iter().filter(|host| Some(there(host)) == fewest).collect();
+        let emptiest: Vec<&String> = others
+            .into_iter()
+            .filter(|host| Some(there(host)) == fewest)
+            .collect();
         emptiest[dice.below(emptiest.len())].clone()
     }
 
@@ -110,7 +141,11 @@ impl Crowd {
             let (tid, to) = &self.workers[who];
             let done = moving.finish(MOVE_TIME)?;
             // Its library has not come back yet from the move before: asked again as soon as it has.
-            let done = if done.good() { done } else { vm.migrate_when_ready(tid, to)? };
+            let done = if done.good() {
+                done
+            } else {
+                vm.migrate_when_ready(tid, to)?
+            };
             done.expect_good(&format!("{tid} to {to}"))?;
         }
         Ok(())
@@ -131,7 +166,8 @@ impl Crowd {
     /// It did not get there; the console's words.
     pub fn move_one(&mut self, vm: &Vm<'_>, who: usize, to: &str) -> Result<()> {
         let tid = &self.workers[who].0;
-        vm.migrate_when_ready(tid, to)?.expect_good(&format!("{tid} to {to}"))?;
+        vm.migrate_when_ready(tid, to)?
+            .expect_good(&format!("{tid} to {to}"))?;
         self.workers[who].1 = to.to_string();
         Ok(())
     }
@@ -146,7 +182,12 @@ impl Crowd {
             let pair = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
             Some((pair, words.next()?.parse().ok()?))
         };
-        Ok(self.director.out_so_far()?.lines().filter_map(route).collect())
+        Ok(self
+            .director
+            .out_so_far()?
+            .lines()
+            .filter_map(route)
+            .collect())
     }
 
     /// Waits until both sides of all conversations of these workers have had more routes than `before`; what they have had then.
@@ -160,12 +201,24 @@ impl Crowd {
     ) -> Result<HashMap<(usize, usize), u32>> {
         eventually(LONG, || {
             let now = self.routes().map_err(|error| error.to_string())?;
-            let of = |map: &HashMap<(usize, usize), u32>, pair: &(usize, usize)| map.get(pair).copied().unwrap_or(0);
+            let of = |map: &HashMap<(usize, usize), u32>, pair: &(usize, usize)| {
+                map.get(pair).copied().unwrap_or(0)
+            };
             let all = 0..self.workers.len();
-            let pairs = who.iter().flat_map(|one| all.clone().map(move |other| (*one, other)));
-            let both = pairs.filter(|(one, other)| one != other).flat_map(|(one, other)| [(one, other), (other, one)]);
-            let missing: Vec<_> = both.filter(|pair| of(&now, pair) <= of(before, pair)).collect();
-            if missing.is_empty() { Ok(now) } else { Err(format!("no route yet: {missing:?} of {now:?}")) }
+            let pairs = who
+                .iter()
+                .flat_map(|one| all.clone().map(move |other| (*one, other)));
+            let both = pairs
+                .filter(|(one, other)| one != other)
+                .flat_map(|(one, other)| [(one, other), (other, one)]);
+            let missing: Vec<_> = both
+                .filter(|pair| of(&now, pair) <= of(before, pair))
+                .collect();
+            if missing.is_empty() {
+                Ok(now)
+            } else {
+                Err(format!("no route yet: {missing:?} of {now:?}"))
+            }
         })
     }
 
@@ -176,8 +229,14 @@ impl Crowd {
     pub fn all_in_place(&self, vm: &Vm<'_>) -> Result<()> {
         let tasks = vm.tasks()?;
         for (tid, host) in &self.workers {
-            let task = tasks.iter().find(|task| task.tid == *tid).with_context(|| format!("{tid} is gone"))?;
-            ensure!(task.host.as_ref() == Some(host), "{tid} is not on {host}: {task:?}");
+            let task = tasks
+                .iter()
+                .find(|task| task.tid == *tid)
+                .with_context(|| format!("{tid} is gone"))?;
+            ensure!(
+                task.host.as_ref() == Some(host),
+                "{tid} is not on {host}: {task:?}"
+            );
         }
         Ok(())
     }
@@ -195,7 +254,10 @@ impl Crowd {
     /// # Errors
     /// Somebody gives none.
     pub fn finish(mut self) -> Result<Account> {
-        self.director.take_stdin().context("its input is piped")?.write_all(b"end\n")?;
+        self.director
+            .take_stdin()
+            .context("its input is piped")?
+            .write_all(b"end\n")?;
         let done = self.director.finish(LONG)?;
         match done.out.lines().find_map(Account::read) {
             Some(account) => Ok(account),
@@ -215,9 +277,11 @@ mod tests {
 
     #[test]
     fn an_account_is_read_and_judged() {
-        let good = Account::read("summary: checked=7 lost=0 doubled=0 disordered=0 damaged=0").expect("one");
+        let good = Account::read("summary: checked=7 lost=0 doubled=0 disordered=0 damaged=0")
+            .expect("one");
         assert!(good.is_good() && good.checked == 7);
-        let bad = Account::read("summary: checked=7 lost=0 doubled=1 disordered=0 damaged=0").expect("one");
+        let bad = Account::read("summary: checked=7 lost=0 doubled=1 disordered=0 damaged=0")
+            .expect("one");
         assert!(!bad.is_good());
         assert_eq!(Account::read("summary: 3 workers gave no account"), None);
     }

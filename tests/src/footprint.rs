@@ -7,7 +7,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The kinds of processes that are told apart; what is none of the others is a task.
-pub const KINDS: [&str; 6] = ["master", "daemons", "taskers", "resource manager", "load watchers", "tasks"];
+pub const KINDS: [&str; 6] = [
+    "master",
+    "daemons",
+    "taskers",
+    "resource manager",
+    "load watchers",
+    "tasks",
+];
 /// The kind of processes that the virtual machine does not bring itself.
 pub const TASKS: usize = KINDS.len() - 1;
 
@@ -56,9 +63,14 @@ impl Footprint {
                 kinds.insert(pid, kind_of(host, &line));
             }
             for (path, kib) in host_files(host) {
-                let is_record = path.extension().is_some_and(|ending| ending == "redb") || path.ends_with("moves");
+                let is_record = path.extension().is_some_and(|ending| ending == "redb")
+                    || path.ends_with("moves");
                 seen.files += 1;
-                *(if is_record { &mut seen.records_kib } else { &mut seen.files_kib }) += kib;
+                *(if is_record {
+                    &mut seen.records_kib
+                } else {
+                    &mut seen.files_kib
+                }) += kib;
             }
         }
         for (pid, kind) in kinds {
@@ -101,7 +113,11 @@ impl Footprint {
 /// Files in a host's folders of daemons and in its shared memory, with KiB on the disk.
 pub fn host_files(host: &Host) -> Vec<(PathBuf, u64)> {
     let mut found = Vec::new();
-    for entry in fs::read_dir(host.path("/tmp")).into_iter().flatten().flatten() {
+    for entry in fs::read_dir(host.path("/tmp"))
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
         let name = entry.file_name().to_string_lossy().into_owned();
         if name.starts_with("sempa-") && !name.starts_with("sempa-testbed-") {
             collect(&entry.path(), &mut found);
@@ -113,7 +129,13 @@ pub fn host_files(host: &Host) -> Vec<(PathBuf, u64)> {
 
 /// Which kind a process is; `None` for what makes a host a host, and for commands of whoever looks.
 fn kind_of(host: &Host, line: &str) -> Option<usize> {
-    let program = line.split(' ').next().unwrap_or_default().rsplit('/').next().unwrap_or_default();
+    let program = line
+        .split(' ')
+        .next()
+        .unwrap_or_default()
+        .rsplit('/')
+        .next()
+        .unwrap_or_default();
     match program {
         "pvmd" if host.name() == "h1" => Some(0),
         "pvmd" => Some(1),
@@ -132,7 +154,12 @@ fn sum_of(pid: u32) -> Option<Sum> {
     let memory = read("smaps_rollup")?;
     let parts = ["Anonymous:", "Pss_File:", "Pss_Shmem:"].map(|name| field(&memory, name));
     let memory_kib = parts.into_iter().sum::<Option<u64>>()?;
-    Some(Sum { processes: 1, threads, descriptors, memory_kib })
+    Some(Sum {
+        processes: 1,
+        threads,
+        descriptors,
+        memory_kib,
+    })
 }
 
 /// The number behind this name.

@@ -22,12 +22,32 @@ pub fn with_hosts(count: usize, env: &[(&str, &str)], test: impl FnOnce(&Vm)) {
 ///
 /// # Panics
 /// As above.
-pub fn with_changed_hosts(count: usize, env: &[(&str, &str)], change: impl FnOnce(&Testbed), test: impl FnOnce(&Vm)) {
-    let Some((bed, _)) = testbed_with_env(count, env) else { return };
+pub fn with_changed_hosts(
+    count: usize,
+    env: &[(&str, &str)],
+    change: impl FnOnce(&Testbed),
+    test: impl FnOnce(&Vm),
+) {
+    let Some((bed, _)) = testbed_with_env(count, env) else {
+        return;
+    };
     change(&bed);
-    let env = env.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-    let vm = Vm::start(&bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
-    let names: Vec<&str> = bed.hosts()[1..count].iter().map(|host| host.name()).collect();
+    let env = env
+        .iter()
+        .map(|(name, value)| (name.to_string(), value.to_string()))
+        .collect();
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            env,
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
+    let names: Vec<&str> = bed.hosts()[1..count]
+        .iter()
+        .map(|host| host.name())
+        .collect();
     vm.add(&names).expect("the others join");
     vm.program("hold").expect("gcc");
     test(&vm);

@@ -18,8 +18,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Folders that every host has for itself, with their mode.
-const PRIVATE: [(&str, u32); 5] =
-    [("/tmp", 0o1777), ("/run", 0o755), ("/dev/shm", 0o1777), ("/var/log", 0o755), ("/var/tmp", 0o1777)];
+const PRIVATE: [(&str, u32); 5] = [
+    ("/tmp", 0o1777),
+    ("/run", 0o755),
+    ("/dev/shm", 0o1777),
+    ("/var/log", 0o755),
+    ("/var/tmp", 0o1777),
+];
 
 /// The plan of one host.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -43,15 +48,22 @@ pub fn outer(plan_file: &Path) -> Result<()> {
     unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWUTS | CloneFlags::CLONE_NEWPID)
         .context("new namespaces")?;
     nix::unistd::sethostname(&plan.name).context("host name")?;
-    let mut init = Command::new(std::env::current_exe()?).arg("init").arg(plan_file).spawn()?;
+    let mut init = Command::new(std::env::current_exe()?)
+        .arg("init")
+        .arg(plan_file)
+        .spawn()?;
     say(&format!("pid {}", init.id()))?;
     init.wait()?;
     if let Some(folder) = &plan.remove_at_end {
         // Other hosts may be writing their last lines into it.
-        let _ = crate::run::eventually(std::time::Duration::from_secs(5), || match fs::remove_dir_all(folder) {
-            Err(error) if folder.exists() => Err(error.to_string()),
-            _ => Ok(()),
-        });
+        let _ =
+            crate::run::eventually(
+                std::time::Duration::from_secs(5),
+                || match fs::remove_dir_all(folder) {
+                    Err(error) if folder.exists() => Err(error.to_string()),
+                    _ => Ok(()),
+                },
+            );
     }
     Ok(())
 }
@@ -68,7 +80,9 @@ pub fn init(plan_file: &Path) -> Result<()> {
     // Here and not in the outer process, which still has to see the real machine's files to tidy up.
     unshare(CloneFlags::CLONE_NEWNS).context("new mount namespace")?;
     mounts(&plan)?;
-    let up = Command::new("ip").args(["link", "set", "lo", "up"]).status()?;
+    let up = Command::new("ip")
+        .args(["link", "set", "lo", "up"])
+        .status()?;
     if !up.success() {
         bail!("the loopback device does not come up");
     }
@@ -79,7 +93,10 @@ pub fn init(plan_file: &Path) -> Result<()> {
         std::process::exit(0);
     });
     loop {
-        while !matches!(waitpid(None, Some(WaitPidFlag::WNOHANG)), Err(_) | Ok(WaitStatus::StillAlive)) {}
+        while !matches!(
+            waitpid(None, Some(WaitPidFlag::WNOHANG)),
+            Err(_) | Ok(WaitStatus::StillAlive)
+        ) {}
         children.wait()?;
     }
 }
@@ -93,23 +110,63 @@ fn say(line: &str) -> Result<()> {
 const NO_DATA: Option<&str> = None;
 
 fn mounts(plan: &HostPlan) -> Result<()> {
-    mount(NO_DATA, "/", NO_DATA, MsFlags::MS_REC | MsFlags::MS_PRIVATE, NO_DATA).context("private mounts")?;
+    mount(
+        NO_DATA,
+        "/",
+        NO_DATA,
+        MsFlags::MS_REC | MsFlags::MS_PRIVATE,
+        NO_DATA,
+    )
+    .context("private mounts")?;
     leave_a_chroot()?;
-    mount(Some("proc"), "/proc", Some("proc"), MsFlags::empty(), NO_DATA).context("/proc")?;
+    mount(
+        Some("proc"),
+        "/proc",
+        Some("proc"),
+        MsFlags::empty(),
+        NO_DATA,
+    )
+    .context("/proc")?;
     let keep: Vec<(File, &PathBuf)> = plan
         .keep
         .iter()
-        .filter(|(_, place)| PRIVATE.iter().any(|(covered, _)| place.starts_with(covered)))
-        .map(|(folder, place)| Ok((File::open(folder).with_context(|| folder.display().to_string())?, place)))
+        .filter(|(_, place)| {
+            PRIVATE
+                .iter()
+                .any(|(covered, _)| place.starts_with(covered))
+        })
+        .map(|(folder, place)| {
+            Ok((
+                File::open(folder).with_context(|| folder.display().to_string())?,
+                place,
+            ))
+        })
         .collect::<Result<_>>()?;
-    let over: Vec<(File, &PathBuf)> =
-        plan.over.iter().map(|(content, place)| Ok((File::open(content)?, place))).collect::<Result<_>>()?;
+    let over: Vec<(File, &PathBuf)> = plan
+        .over
+        .iter()
+        .map(|(content, place)| Ok((File::open(content)?, place)))
+        .collect::<Result<_>>()?;
     for (path, mode) in PRIVATE {
         let options = format!("mode={mode:o}");
-        mount(Some("tmpfs"), path, Some("tmpfs"), MsFlags::empty(), Some(options.as_str())).context(path)?;
+        mount(
+            Some("tmpfs"),
+            path,
+            Some("tmpfs"),
+            MsFlags::empty(),
+            Some(options.as_str()),
+        )
+        .context(path)?;
     }
     let terminals = "newinstance,gid=5,mode=620,ptmxmode=666";
-    mount(Some("devpts"), "/dev/pts", Some("devpts"), MsFlags::empty(), Some(terminals)).context("/dev/pts")?;
+    mount(
+        Some("devpts"),
+        "/dev/pts",
+        Some("devpts"),
+        MsFlags::empty(),
+        Some(terminals),
+    )
+    .context("/dev/pts")?;
     for (open, path) in &keep {
         fs::create_dir_all(path)?;
         bind(open, path)?;
@@ -118,7 +175,12 @@ fn mounts(plan: &HostPlan) -> Result<()> {
         bind(open, place)?;
     }
     fs::create_dir("/run/sshd")?;
-    for records in ["/run/utmp", "/var/log/wtmp", "/var/log/btmp", "/var/log/lastlog"] {
+    for records in [
+        "/run/utmp",
+        "/var/log/wtmp",
+        "/var/log/btmp",
+        "/var/log/lastlog",
+    ] {
         File::create(records)?;
         fs::set_permissions(records, fs::Permissions::from_mode(0o664))?;
     }
@@ -127,8 +189,14 @@ fn mounts(plan: &HostPlan) -> Result<()> {
 
 fn bind(open: &File, place: &Path) -> Result<()> {
     let source = format!("/proc/self/fd/{}", open.as_raw_fd());
-    mount(Some(source.as_str()), place, NO_DATA, MsFlags::MS_BIND | MsFlags::MS_REC, NO_DATA)
-        .with_context(|| format!("{} over {}", source, place.display()))
+    mount(
+        Some(source.as_str()),
+        place,
+        NO_DATA,
+        MsFlags::MS_BIND | MsFlags::MS_REC,
+        NO_DATA,
+    )
+    .with_context(|| format!("{} over {}", source, place.display()))
 }
 
 /// Makes the folder that this process sees as its root the root of the namespace too. In a chroot it is not, and then
@@ -143,7 +211,14 @@ fn leave_a_chroot() -> Result<()> {
     if root()? != seen {
         nix::unistd::fchdir(&inside)?;
         nix::unistd::chroot(".")?;
-        mount(Some("/"), "/mnt", NO_DATA, MsFlags::MS_BIND | MsFlags::MS_REC, NO_DATA).context("root onto /mnt")?;
+        mount(
+            Some("/"),
+            "/mnt",
+            NO_DATA,
+            MsFlags::MS_BIND | MsFlags::MS_REC,
+            NO_DATA,
+        )
+        .context("root onto /mnt")?;
         let copy = File::open("/mnt")?;
         to_the_top()?;
         nix::unistd::fchdir(&copy)?;

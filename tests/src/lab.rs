@@ -13,8 +13,16 @@ use tempfile::TempDir;
 /// Time for one command on a loaded machine.
 const COMMAND_TIME: Duration = Duration::from_secs(60);
 /// Variables of the caller that must not reach the virtual machine.
-const FOREIGN: [&str; 8] =
-    ["PVM_RM", "PVMSOCK", "PVMEPID", "PVM_EXPORT", "PVM_VMID", "PVMHOSTFILE", "SEMPA_LOG", "PVM_TASKER"];
+const FOREIGN: [&str; 8] = [
+    "PVM_RM",
+    "PVMSOCK",
+    "PVMEPID",
+    "PVM_EXPORT",
+    "PVM_VMID",
+    "PVMHOSTFILE",
+    "SEMPA_LOG",
+    "PVM_TASKER",
+];
 
 /// Folders, programs and environment of a virtual machine that nobody else uses.
 #[derive(Debug)]
@@ -37,26 +45,40 @@ impl Lab {
                 return None;
             }
         };
-        Some(Lab::fill(&prefix, console).unwrap_or_else(|error| panic!("no folders for a virtual machine: {error:#}")))
+        Some(
+            Lab::fill(&prefix, console)
+                .unwrap_or_else(|error| panic!("no folders for a virtual machine: {error:#}")),
+        )
     }
 
     fn fill(prefix: &Path, console: Option<&Path>) -> Result<Lab> {
         // Short paths: a socket's is limited.
-        let folder = tempfile::Builder::new().prefix("sempa-lab").tempdir_in("/tmp")?;
+        let folder = tempfile::Builder::new()
+            .prefix("sempa-lab")
+            .tempdir_in("/tmp")?;
         let bin = folder.path().join("bin");
         for dir in ["bin", "home", "tmp"] {
             fs::create_dir(folder.path().join(dir))?;
         }
         let installed = prefix.join("bin/pvm");
-        let programs = [("pvm", console.unwrap_or(&installed)), ("pvmd", &prefix.join("bin/pvmd"))];
-        for (name, from) in programs.into_iter().chain([("pvm-tasker", &*prefix.join("bin/pvm-tasker"))]) {
+        let programs = [
+            ("pvm", console.unwrap_or(&installed)),
+            ("pvmd", &prefix.join("bin/pvmd")),
+        ];
+        for (name, from) in programs
+            .into_iter()
+            .chain([("pvm-tasker", &*prefix.join("bin/pvm-tasker"))])
+        {
             // Not by ourselves: a test beside this one that starts a process at this moment would hand it the open file,
             // and a program that is open for writing cannot be started.
             let mut copy = Command::new("cp");
             copy.arg(from).arg(bin.join(name));
             must(copy, COMMAND_TIME).with_context(|| format!("copying {}", from.display()))?;
         }
-        Ok(Lab { folder, lib: prefix.join("lib") })
+        Ok(Lab {
+            folder,
+            lib: prefix.join("lib"),
+        })
     }
 
     /// The same with a daemon.
@@ -83,7 +105,9 @@ impl Lab {
 
     /// Folder of the daemon's files.
     pub fn place(&self) -> PathBuf {
-        self.path("tmp").join(format!("sempa-{}", nix::unistd::geteuid())).join("pvm")
+        self.path("tmp")
+            .join(format!("sempa-{}", nix::unistd::geteuid()))
+            .join("pvm")
     }
 
     /// The daemon's socket.
@@ -94,9 +118,18 @@ impl Lab {
     /// A program with the environment of this virtual machine.
     pub fn command(&self, program: impl AsRef<Path>) -> Command {
         let mut command = Command::new(program.as_ref());
-        command.env("PVM_TMP", self.path("tmp")).env("HOME", self.home()).env("PVM_ALLOW_ROOT", "1");
-        command.env("LD_LIBRARY_PATH", &self.lib).env("SEMPA_LIB", &self.lib).env("PVM_PATH", "/usr/bin:/bin");
-        command.env("PATH", format!("{}:/usr/bin:/bin", self.path("bin").display()));
+        command
+            .env("PVM_TMP", self.path("tmp"))
+            .env("HOME", self.home())
+            .env("PVM_ALLOW_ROOT", "1");
+        command
+            .env("LD_LIBRARY_PATH", &self.lib)
+            .env("SEMPA_LIB", &self.lib)
+            .env("PVM_PATH", "/usr/bin:/bin");
+        command.env(
+            "PATH",
+            format!("{}:/usr/bin:/bin", self.path("bin").display()),
+        );
         for name in FOREIGN {
             command.env_remove(name);
         }
@@ -116,12 +149,17 @@ impl Lab {
     pub fn pvm(&self, words: &[&str]) -> Done {
         let mut command = self.console();
         command.args(words);
-        run(command, COMMAND_TIME).unwrap_or_else(|error| panic!("pvm {}: {error:#}", words.join(" ")))
+        run(command, COMMAND_TIME)
+            .unwrap_or_else(|error| panic!("pvm {}: {error:#}", words.join(" ")))
     }
 
     /// The daemon's process number, if there is one.
     pub fn daemon(&self) -> Option<i32> {
-        fs::read_to_string(self.place().join("pvmd.lock")).ok()?.trim().parse().ok()
+        fs::read_to_string(self.place().join("pvmd.lock"))
+            .ok()?
+            .trim()
+            .parse()
+            .ok()
     }
 }
 
@@ -129,7 +167,12 @@ impl Drop for Lab {
     fn drop(&mut self) {
         if self.daemon().is_some() {
             let mut halt = self.console();
-            let _ = halt.arg("halt").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+            let _ = halt
+                .arg("halt")
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .status();
         }
     }
 }

@@ -49,7 +49,11 @@ impl Unequal {
     pub fn new(prefix: &Path, shares: &[f64]) -> Result<Unequal> {
         let bed = Testbed::new(shares.len(), Some(prefix), &[])?;
         let groups = bed.hosts().iter().map(Limit::new).collect::<Result<_>>()?;
-        Ok(Unequal { bed, groups, shares: shares.to_vec() })
+        Ok(Unequal {
+            bed,
+            groups,
+            shares: shares.to_vec(),
+        })
     }
 
     /// The hosts.
@@ -72,7 +76,10 @@ impl Unequal {
         self.groups.iter().try_for_each(Limit::lift)?;
         let vm = Vm::start(&self.bed, Settings::default())?;
         vm.program("labour")?;
-        let others: Vec<&str> = self.bed.hosts()[1..].iter().map(|host| host.name()).collect();
+        let others: Vec<&str> = self.bed.hosts()[1..]
+            .iter()
+            .map(|host| host.name())
+            .collect();
         vm.add(&others)?;
         for ((group, host), share) in self.groups.iter().zip(self.bed.hosts()).zip(&self.shares) {
             group.take_in(host)?;
@@ -82,7 +89,11 @@ impl Unequal {
     }
 
     fn program(&self, name: &str) -> Result<PathBuf> {
-        Ok(place_of(self.bed.prefix().context("programs are installed")?).join("bin").join(name))
+        Ok(
+            place_of(self.bed.prefix().context("programs are installed")?)
+                .join("bin")
+                .join(name),
+        )
     }
 
     /// A resource manager that balances, and its load watchers on all hosts. It ends with the virtual machine.
@@ -98,8 +109,15 @@ impl Unequal {
         })?;
         eventually(COMMAND_TIME, || {
             let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
-            let watchers = tasks.iter().filter(|task| task.name.ends_with("pvm-load-watcher")).count();
-            if watchers == self.shares.len() { Ok(()) } else { Err(format!("{watchers} load watchers: {tasks:?}")) }
+            let watchers = tasks
+                .iter()
+                .filter(|task| task.name.ends_with("pvm-load-watcher"))
+                .count();
+            if watchers == self.shares.len() {
+                Ok(())
+            } else {
+                Err(format!("{watchers} load watchers: {tasks:?}"))
+            }
         })?;
         Ok(running)
     }
@@ -111,7 +129,10 @@ impl Unequal {
     /// It does not start.
     pub fn farm(&self, vm: &Vm<'_>, unit: Option<f64>, units: &[u32]) -> Result<Running> {
         let mut command = vm.command(self.bed.host(1), vm.home().join("pvm3/bin/LINUX64/labour"));
-        command.arg("farm").arg(unit.unwrap_or(0.0).to_string()).args(units.iter().map(u32::to_string));
+        command
+            .arg("farm")
+            .arg(unit.unwrap_or(0.0).to_string())
+            .args(units.iter().map(u32::to_string));
         Running::start(command, Stdio::null())
     }
 
@@ -121,7 +142,8 @@ impl Unequal {
     /// The program cannot be compiled or run.
     pub fn unit(&self) -> Result<f64> {
         let prefix = self.bed.prefix().context("programs are installed")?;
-        let program = crate::programs::compile("labour", prefix, &self.bed.home().join("pvm3/bin/LINUX64"))?;
+        let program =
+            crate::programs::compile("labour", prefix, &self.bed.home().join("pvm3/bin/LINUX64"))?;
         let mut command = self.bed.desk().command(program);
         command.arg("unit");
         let us: f64 = must(command, COMMAND_TIME)?.out.trim().parse()?;
@@ -140,19 +162,29 @@ impl Harvest {
             match *line.split(' ').collect::<Vec<_>>() {
                 ["task", tid, units, us, word] => {
                     let (units, us) = (units.parse()?, us.parse()?);
-                    tasks.push(Reaped { tid: tid.to_string(), units, us, right: word == "right" });
+                    tasks.push(Reaped {
+                        tid: tid.to_string(),
+                        units,
+                        us,
+                        right: word == "right",
+                    });
                 }
                 ["farm", all] => us = Some(all.parse()?),
                 _ => ensure!(line.starts_with("spawned "), "no line of a farm: {line}"),
             }
         }
-        Ok(Harvest { tasks, us: us.with_context(|| format!("the farm has not ended: {out}"))? })
+        Ok(Harvest {
+            tasks,
+            us: us.with_context(|| format!("the farm has not ended: {out}"))?,
+        })
     }
 }
 
 /// The tids of a farm under way, in the order of their spawns; `None` while not all of `count` are there.
 pub fn spawned(out: &str, count: usize) -> Option<Vec<String>> {
-    let tids = out.lines().filter_map(|line| line.strip_prefix("spawned ")?.split(' ').next());
+    let tids = out
+        .lines()
+        .filter_map(|line| line.strip_prefix("spawned ")?.split(' ').next());
     let tids: Vec<String> = tids.map(str::to_string).collect();
     (tids.len() == count).then_some(tids)
 }
@@ -164,13 +196,23 @@ mod tests {
     #[test]
     fn a_farm_is_read_when_it_has_ended() {
         let begun = "spawned t40002 3\nspawned t40003 9\n";
-        assert_eq!(spawned(begun, 2), Some(vec!["t40002".to_string(), "t40003".to_string()]));
+        assert_eq!(
+            spawned(begun, 2),
+            Some(vec!["t40002".to_string(), "t40003".to_string()])
+        );
         assert_eq!(spawned(begun, 3), None);
         assert!(Harvest::read(begun).is_err());
-        let harvest = Harvest::read(&format!("{begun}task t40003 9 70 right\ntask t40002 3 80 wrong\nfarm 81\n"));
+        let harvest = Harvest::read(&format!(
+            "{begun}task t40003 9 70 right\ntask t40002 3 80 wrong\nfarm 81\n"
+        ));
         let harvest = harvest.expect("it has ended");
         assert_eq!((harvest.us, harvest.tasks.len()), (81, 2));
-        let last = Reaped { tid: "t40002".into(), units: 3, us: 80, right: false };
+        let last = Reaped {
+            tid: "t40002".into(),
+            units: 3,
+            us: 80,
+            right: false,
+        };
         assert_eq!(harvest.tasks[1], last);
         assert!(Harvest::read("something else\n").is_err());
     }

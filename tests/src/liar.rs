@@ -129,5 +129,7 @@ pub fn has_lied(bed: &Testbed, host: &str) -> Vec<String> {
 
 /// True for a command line of an engine, or of what lies in its place.
 pub fn is_engine(line: &str) -> bool {
-    [" swrk ", " lazy-pages ", HANGING].iter().any(|words| line.contains(words))
+    [" swrk ", " lazy-pages ", HANGING]
+        .iter()
+        .any(|words| line.contains(words))
 }

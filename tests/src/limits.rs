@@ -29,9 +29,12 @@ fn write(folder: &Path, file: &str, text: &str) -> Result<()> {
 
 /// Why hosts cannot be limited on this machine; `None` when they can.
 pub fn lacks() -> Option<String> {
-    let here = hierarchies()
-        .map(|all| all.iter().all(|root| nix::unistd::access(root, nix::unistd::AccessFlags::W_OK).is_ok()));
-    (here != Some(true)).then(|| format!("no control groups for processors that can be written below {ROOT}"))
+    let here = hierarchies().map(|all| {
+        all.iter()
+            .all(|root| nix::unistd::access(root, nix::unistd::AccessFlags::W_OK).is_ok())
+    });
+    (here != Some(true))
+        .then(|| format!("no control groups for processors that can be written below {ROOT}"))
 }
 
 fn hierarchies() -> Option<Vec<PathBuf>> {
@@ -40,17 +43,24 @@ fn hierarchies() -> Option<Vec<PathBuf>> {
 
 /// Those in which groups have the first of these controllers; in the first version of control groups they come together.
 fn hierarchies_of(controllers: &[&str]) -> Option<Vec<PathBuf>> {
-    let v1: Vec<PathBuf> = controllers.iter().map(|name| Path::new(ROOT).join(name)).collect();
+    let v1: Vec<PathBuf> = controllers
+        .iter()
+        .map(|name| Path::new(ROOT).join(name))
+        .collect();
     if v1.iter().all(|root| root.join("cgroup.procs").exists()) {
         return Some(v1);
     }
     let there = fs::read_to_string(Path::new(ROOT).join("cgroup.subtree_control")).ok()?;
-    there.split_whitespace().any(|name| name == controllers[0]).then(|| vec![PathBuf::from(ROOT)])
+    there
+        .split_whitespace()
+        .any(|name| name == controllers[0])
+        .then(|| vec![PathBuf::from(ROOT)])
 }
 
 /// Why the memory of hosts cannot be limited on this machine; `None` when it can.
 pub fn lacks_memory() -> Option<String> {
-    let writable = |root: &PathBuf| nix::unistd::access(root, nix::unistd::AccessFlags::W_OK).is_ok();
+    let writable =
+        |root: &PathBuf| nix::unistd::access(root, nix::unistd::AccessFlags::W_OK).is_ok();
     let here = hierarchies_of(&["memory"]).is_some_and(|all| all.iter().all(writable));
     (!here).then(|| format!("no control groups for memory that can be written below {ROOT}"))
 }
@@ -65,7 +75,9 @@ impl MemoryLimit {
     /// # Errors
     /// [`lacks_memory`].
     pub fn new(host: &Host) -> Result<MemoryLimit> {
-        let Some(roots) = hierarchies_of(&["memory"]) else { bail!("{}", lacks_memory().unwrap_or_default()) };
+        let Some(roots) = hierarchies_of(&["memory"]) else {
+            bail!("{}", lacks_memory().unwrap_or_default())
+        };
         Limit::below(&roots, host).map(MemoryLimit)
     }
 
@@ -83,7 +95,9 @@ impl MemoryLimit {
     /// The kernel's.
     pub fn leave(&self, bytes: u64) -> Result<()> {
         let (used, limit) = self.files();
-        let used: u64 = fs::read_to_string(self.0.folders[0].join(used))?.trim().parse()?;
+        let used: u64 = fs::read_to_string(self.0.folders[0].join(used))?
+            .trim()
+            .parse()?;
         write(&self.0.folders[0], limit, &(used + bytes).to_string())
     }
 
@@ -93,7 +107,11 @@ impl MemoryLimit {
     /// The kernel's.
     pub fn lift(&self) -> Result<()> {
         let (_, limit) = self.files();
-        write(&self.0.folders[0], limit, if limit == "memory.max" { "max" } else { "-1" })
+        write(
+            &self.0.folders[0],
+            limit,
+            if limit == "memory.max" { "max" } else { "-1" },
+        )
     }
 
     fn files(&self) -> (&'static str, &'static str) {
@@ -110,13 +128,17 @@ impl Limit {
     /// # Errors
     /// [`lacks`].
     pub fn new(host: &Host) -> Result<Limit> {
-        let Some(roots) = hierarchies() else { bail!("{}", lacks().unwrap_or_default()) };
+        let Some(roots) = hierarchies() else {
+            bail!("{}", lacks().unwrap_or_default())
+        };
         Limit::below(&roots, host)
     }
 
     fn below(roots: &[PathBuf], host: &Host) -> Result<Limit> {
         let name = format!("sempa-testbed-{}-{}", std::process::id(), host.init());
-        let limit = Limit { folders: roots.iter().map(|root| root.join(&name)).collect() };
+        let limit = Limit {
+            folders: roots.iter().map(|root| root.join(&name)).collect(),
+        };
         for folder in &limit.folders {
             fs::create_dir(folder).with_context(|| folder.display().to_string())?;
         }
@@ -129,14 +151,22 @@ impl Limit {
     /// The kernel's; some process stays outside.
     pub fn take_in(&self, host: &Host) -> Result<()> {
         eventually(IN_WITHIN, || {
-            let outside = || host.processes().into_iter().filter(|(pid, _)| !self.holds(*pid).unwrap_or(false));
+            let outside = || {
+                host.processes()
+                    .into_iter()
+                    .filter(|(pid, _)| !self.holds(*pid).unwrap_or(false))
+            };
             let all = std::iter::once(host.init()).chain(outside().map(|(pid, _)| pid));
-            for (pid, folder) in all.flat_map(|pid| self.folders.iter().map(move |folder| (pid, folder))) {
+            for (pid, folder) in
+                all.flat_map(|pid| self.folders.iter().map(move |folder| (pid, folder)))
+            {
                 // It may have ended meanwhile.
                 let _ = fs::write(folder.join("cgroup.procs"), pid.to_string());
             }
             // Who was starting a process while it was taken in may have started it outside.
-            outside().next().map_or(Ok(()), |(pid, line)| Err(format!("{pid} {line} is not in the group")))
+            outside().next().map_or(Ok(()), |(pid, line)| {
+                Err(format!("{pid} {line} is not in the group"))
+            })
         })
     }
 
@@ -163,7 +193,11 @@ impl Limit {
     /// # Errors
     /// The kernel's.
     pub fn lift(&self) -> Result<()> {
-        self.quota(if self.folders[0].join("cpu.max").exists() { "max" } else { "-1" })
+        self.quota(if self.folders[0].join("cpu.max").exists() {
+            "max"
+        } else {
+            "-1"
+        })
     }
 
     fn quota(&self, quota: &str) -> Result<()> {
@@ -179,7 +213,9 @@ impl Limit {
 impl Drop for Limit {
     fn drop(&mut self) {
         for folder in &self.folders {
-            let _ = eventually(GONE_WITHIN, || fs::remove_dir(folder).map_err(|error| error.to_string()));
+            let _ = eventually(GONE_WITHIN, || {
+                fs::remove_dir(folder).map_err(|error| error.to_string())
+            });
         }
     }
 }

@@ -69,23 +69,39 @@ impl Logind {
         fs::create_dir_all(host.path("/run/dbus"))?;
         let rules = "<allow user='*'/><allow own='*'/><allow send_destination='*'/><allow receive_sender='*'/>";
         let listen = format!("<listen>unix:path={SOCKET}</listen><auth>EXTERNAL</auth>");
-        let config = format!("<busconfig>{listen}<policy context='default'>{rules}</policy></busconfig>");
+        let config =
+            format!("<busconfig>{listen}<policy context='default'>{rules}</policy></busconfig>");
         fs::write(host.path(CONFIG), config)?;
         let mut command = host.command(DAEMON);
-        command.args(["--nofork", "--print-address=1", &format!("--config-file={CONFIG}")]);
+        command.args([
+            "--nofork",
+            "--print-address=1",
+            &format!("--config-file={CONFIG}"),
+        ]);
         let bus = Running::start(command, Stdio::null())?;
         eventually(UP_TIME, || match bus.out_so_far() {
             Ok(out) if out.ends_with('\n') => Ok(()),
-            other => Err(format!("the bus names no address: {other:?}, {:?}", bus.err_so_far())),
+            other => Err(format!(
+                "the bus names no address: {other:?}, {:?}",
+                bus.err_so_far()
+            )),
         })?;
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()?;
         let seat = Seat::default();
         let address = format!("unix:path={}", host.path(SOCKET).display());
         let builder = connection::Builder::address(address.as_str())?.name(NAME)?;
         let builder = builder.serve_at(MANAGER_PATH, Manager(Arc::clone(&seat)))?;
         let builder = builder.serve_at(SESSION_PATH, Session(Arc::clone(&seat)))?;
         let connection = runtime.block_on(builder.build()).context("on the bus")?;
-        Ok(Logind { bus, runtime, connection, seat })
+        Ok(Logind {
+            bus,
+            runtime,
+            connection,
+            seat,
+        })
     }
 
     /// What its session says from now on; `None`: there is none. Everybody who listens is told.
@@ -93,21 +109,36 @@ impl Logind {
     /// # Errors
     /// The bus is gone.
     pub fn say(&self, desk: Option<Desk>) -> Result<()> {
-        let before = std::mem::replace(&mut *self.seat.lock().unwrap_or_else(PoisonError::into_inner), desk.clone());
+        let before = std::mem::replace(
+            &mut *self.seat.lock().unwrap_or_else(PoisonError::into_inner),
+            desk.clone(),
+        );
         let session = ("c1", OwnedObjectPath::try_from(SESSION_PATH)?);
         let manager = format!("{NAME}.Manager");
         let to = None::<zbus::names::BusName<'_>>;
         self.runtime.block_on(async {
             match (before.is_some(), desk.is_some()) {
-                (false, true) => self.connection.emit_signal(to, MANAGER_PATH, manager, "SessionNew", &session).await,
+                (false, true) => {
+                    self.connection
+                        .emit_signal(to, MANAGER_PATH, manager, "SessionNew", &session)
+                        .await
+                }
                 (true, false) => {
-                    self.connection.emit_signal(to, MANAGER_PATH, manager, "SessionRemoved", &session).await
+                    self.connection
+                        .emit_signal(to, MANAGER_PATH, manager, "SessionRemoved", &session)
+                        .await
                 }
                 _ => {
                     let properties = "org.freedesktop.DBus.Properties";
                     let changed = HashMap::<&str, Value<'_>>::new();
-                    let body = (format!("{NAME}.Session"), changed, vec!["IdleHint", "IdleSinceHint", "LockedHint"]);
-                    self.connection.emit_signal(to, SESSION_PATH, properties, "PropertiesChanged", &body).await
+                    let body = (
+                        format!("{NAME}.Session"),
+                        changed,
+                        vec!["IdleHint", "IdleSinceHint", "LockedHint"],
+                    );
+                    self.connection
+                        .emit_signal(to, SESSION_PATH, properties, "PropertiesChanged", &body)
+                        .await
                 }
             }
         })?;
@@ -130,8 +161,12 @@ struct Manager(Seat);
 #[interface(name = "org.freedesktop.login1.Manager")]
 impl Manager {
     fn list_sessions(&self) -> fdo::Result<Vec<Listed>> {
-        let path = OwnedObjectPath::try_from(SESSION_PATH).map_err(|error| fdo::Error::Failed(error.to_string()))?;
-        Ok(look(&self.0).into_iter().map(|desk| ("c1".into(), 1000, desk.user, "seat0".into(), path.clone())).collect())
+        let path = OwnedObjectPath::try_from(SESSION_PATH)
+            .map_err(|error| fdo::Error::Failed(error.to_string()))?;
+        Ok(look(&self.0)
+            .into_iter()
+            .map(|desk| ("c1".into(), 1000, desk.user, "seat0".into(), path.clone()))
+            .collect())
     }
 }
 

@@ -66,12 +66,20 @@ pub struct Shell<'a> {
 
 /// A program without words and input on h1.
 pub fn alone(program: &str) -> Shell<'_> {
-    Shell { host: 1, program, words: &[], input: "" }
+    Shell {
+        host: 1,
+        program,
+        words: &[],
+        input: "",
+    }
 }
 
 /// A program with words on h1.
 pub fn with<'a>(program: &'a str, words: &'a [&'a str]) -> Shell<'a> {
-    Shell { words, ..alone(program) }
+    Shell {
+        words,
+        ..alone(program)
+    }
 }
 
 impl Machine<'_> {
@@ -86,7 +94,9 @@ impl Machine<'_> {
     /// The same for a program of Debian's that writes each line as soon as it is full, although it is no terminal.
     fn by_lines(&self, host: &Host, program: &str) -> Command {
         let mut command = self.command(host, "/usr/bin/stdbuf");
-        command.arg("-oL").arg(place_of_program(&self.programs, program));
+        command
+            .arg("-oL")
+            .arg(place_of_program(&self.programs, program));
         command
     }
 
@@ -131,7 +141,10 @@ impl Machine<'_> {
     /// Output, exit status and error output as one text, with the testbed's own folder masked and all programs as if they
     /// were Debian's.
     pub fn text(&self, done: &Done) -> String {
-        let status = done.status.code().map_or_else(|| done.status.to_string(), |code| format!("exit {code}"));
+        let status = done
+            .status
+            .code()
+            .map_or_else(|| done.status.to_string(), |code| format!("exit {code}"));
         let all = format!("{}\n[{status}]\n{}", done.out, done.err);
         let all = all.replace(&format!("{}/", self.programs.display()), "/usr/bin/");
         all.replace(&self.bed.folder().display().to_string(), "FOLDER")
@@ -151,7 +164,10 @@ impl Machine<'_> {
             other => Err(format!("no {until:?} in: {other:?}")),
         })?;
         if let Err(error) = pipe.write_all(b"quit\n") {
-            bail!("the console takes nothing more: {error}; {:?}", running.finish(LONG)?);
+            bail!(
+                "the console takes nothing more: {error}; {:?}",
+                running.finish(LONG)?
+            );
         }
         drop(pipe);
         Ok(self.text(&running.finish(LONG)?))
@@ -174,7 +190,13 @@ impl Machine<'_> {
     /// None does.
     pub fn connected(&self) -> Result<()> {
         eventually(LONG, || match self.console("ps -ax\n", "\n") {
-            Ok(out) if out.lines().any(|line| line.contains("4/c -") && !line.contains("(cons)")) => Ok(()),
+            Ok(out)
+                if out
+                    .lines()
+                    .any(|line| line.contains("4/c -") && !line.contains("(cons)")) =>
+            {
+                Ok(())
+            }
             other => Err(format!("nothing has connected: {other:?}")),
         })
     }
@@ -196,7 +218,15 @@ impl Machine<'_> {
     /// It does not print them.
     pub fn shown_at_console(&self, command: &str, words: &str) -> Result<()> {
         eventually(LONG, || match self.console(command, "\n") {
-            Ok(out) if out.split_whitespace().collect::<Vec<_>>().join(" ").contains(words) => Ok(()),
+            Ok(out)
+                if out
+                    .split_whitespace()
+                    .collect::<Vec<_>>()
+                    .join(" ")
+                    .contains(words) =>
+            {
+                Ok(())
+            }
             other => Err(format!("no {words:?} in {other:?}")),
         })
     }
@@ -246,7 +276,14 @@ fn on_one(system: System, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Resu
     let programs = programs_where_spawn_looks(&bed)?;
     let vm = Vm::start(&bed, Settings::default())?;
     vm.add(&["h2", "h3"])?;
-    finished(Machine { bed: &bed, vm: Either::Ours(vm), programs }, what)
+    finished(
+        Machine {
+            bed: &bed,
+            vm: Either::Ours(vm),
+            programs,
+        },
+        what,
+    )
 }
 
 /// PVM's own group server is started by whichever task joins a group first: tasks that join at once on a loaded machine may
@@ -271,12 +308,21 @@ fn on_pvm(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
     let programs = programs_where_spawn_looks(&bed)?;
     let vm = RealVm::start(&bed)?;
     let mut add = Running::start(vm.command(bed.host(1), "/usr/bin/pvm"), Stdio::piped())?;
-    add.take_stdin().context("its input is piped")?.write_all(b"add h2 h3\n")?;
+    add.take_stdin()
+        .context("its input is piped")?
+        .write_all(b"add h2 h3\n")?;
     let added = add.finish(LONG)?;
     if !added.out.contains("2 successful") {
         bail!("{added:?}");
     }
-    finished(Machine { bed: &bed, vm: Either::Real(vm), programs }, what)
+    finished(
+        Machine {
+            bed: &bed,
+            vm: Either::Real(vm),
+            programs,
+        },
+        what,
+    )
 }
 
 fn finished(machine: Machine, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
@@ -297,7 +343,11 @@ fn own_programs(bed: &Testbed) -> PathBuf {
 /// A program of a folder, or else Debian's.
 fn place_of_program(programs: &Path, name: &str) -> PathBuf {
     let own = programs.join(name);
-    if own.exists() { own } else { Path::new("/usr/bin").join(name) }
+    if own.exists() {
+        own
+    } else {
+        Path::new("/usr/bin").join(name)
+    }
 }
 
 fn programs_where_spawn_looks(bed: &Testbed) -> Result<PathBuf> {
@@ -310,13 +360,19 @@ fn programs_where_spawn_looks(bed: &Testbed) -> Result<PathBuf> {
         },
         LONG,
     )?;
-    let own = listed.out.lines().filter_map(|line| line.strip_prefix("/usr/bin/"));
+    let own = listed
+        .out
+        .lines()
+        .filter_map(|line| line.strip_prefix("/usr/bin/"));
     for name in own.chain(["pvmgs"]) {
-        symlink(place_of_program(&programs, name), place.join(name)).with_context(|| name.to_string())?;
+        symlink(place_of_program(&programs, name), place.join(name))
+            .with_context(|| name.to_string())?;
     }
     let slang = Path::new("/usr/share/doc/slang-pvm/examples");
     for name in ["hello_master", "hello_slave", "master", "slave"] {
-        let Ok(script) = fs::read_to_string(slang.join(name)) else { continue };
+        let Ok(script) = fs::read_to_string(slang.join(name)) else {
+            continue;
+        };
         let copy = bed.home().join(name);
         // The script names a host of its author's.
         fs::write(&copy, script.replace("\"pirx\"", "\"h2\""))?;
@@ -343,9 +399,17 @@ pub fn normal(text: &str, how: Compare) -> String {
     let all = matches!(how, Compare::Shapes | Compare::Kinds);
     let any_order = matches!(how, Compare::Sorted | Compare::Kinds);
     // Where output comes at any time, so does the console's prompt.
-    let bare = |line: String| if any_order { line.trim_start_matches("pvm> ").to_string() } else { line };
+    let bare = |line: String| {
+        if any_order {
+            line.trim_start_matches("pvm> ").to_string()
+        } else {
+            line
+        }
+    };
     let lines = text.lines().map(|line| bare(masked(line, all)));
-    let mut lines: Vec<String> = lines.filter(|line| !line.is_empty() && line != "pvm>").collect();
+    let mut lines: Vec<String> = lines
+        .filter(|line| !line.is_empty() && line != "pvm>")
+        .collect();
     if any_order {
         lines.sort();
     }
@@ -359,12 +423,22 @@ pub fn normal(text: &str, how: Compare) -> String {
 /// With `all`, every number goes.
 fn masked(line: &str, all: bool) -> String {
     let mut out = String::new();
-    let bytes: Vec<char> = line.split_whitespace().collect::<Vec<_>>().join(" ").chars().collect();
+    let bytes: Vec<char> = line
+        .split_whitespace()
+        .collect::<Vec<_>>()
+        .join(" ")
+        .chars()
+        .collect();
     let mut at = 0;
     while at < bytes.len() {
         let before = if at == 0 { ' ' } else { bytes[at - 1] };
         let rest = &bytes[at..];
-        let hex = |skip: usize| rest[skip..].iter().take_while(|one| one.is_ascii_hexdigit()).count();
+        let hex = |skip: usize| {
+            rest[skip..]
+                .iter()
+                .take_while(|one| one.is_ascii_hexdigit())
+                .count()
+        };
         let (skip, digits) = match rest {
             ['0', 'x', first, ..] if *first != '0' && hex(2) >= 5 => (2, hex(2)),
             _ if out.ends_with("id: ") && hex(0) >= 5 => (0, hex(0)),
@@ -379,8 +453,14 @@ fn masked(line: &str, all: bool) -> String {
         let decimal = rest.iter().take_while(|one| one.is_ascii_digit()).count();
         if decimal > 0 && !before.is_alphabetic() {
             let number: String = rest[..decimal].iter().collect();
-            let fraction = if all { fraction_behind(&rest[decimal..]) } else { 0 };
-            let is_tid = number.parse::<u64>().is_ok_and(|value| (SMALLEST_TID..1 << 30).contains(&value));
+            let fraction = if all {
+                fraction_behind(&rest[decimal..])
+            } else {
+                0
+            };
+            let is_tid = number
+                .parse::<u64>()
+                .is_ok_and(|value| (SMALLEST_TID..1 << 30).contains(&value));
             out.push_str(if all {
                 "N"
             } else if is_tid {
@@ -399,8 +479,18 @@ fn masked(line: &str, all: bool) -> String {
 
 /// Length of what goes on behind the whole part of a number: `.5`, `.5e-03`.
 fn fraction_behind(rest: &[char]) -> usize {
-    let digits = |from: usize| rest.get(from..).unwrap_or(&[]).iter().take_while(|one| one.is_ascii_digit()).count();
-    let point = if rest.first() == Some(&'.') { 1 + digits(1) } else { 0 };
+    let digits = |from: usize| {
+        rest.get(from..)
+            .unwrap_or(&[])
+            .iter()
+            .take_while(|one| one.is_ascii_digit())
+            .count()
+    };
+    let point = if rest.first() == Some(&'.') {
+        1 + digits(1)
+    } else {
+        0
+    };
     match rest.get(point..) {
         Some(['e' | 'E', '+' | '-', ..]) => point + 2 + digits(point + 2),
         _ => point,
@@ -414,13 +504,19 @@ mod tests {
     #[test]
     fn tids_are_masked_and_other_numbers_stay() {
         let line = "from t80001:  hello 0x40003 262146 tid: 4000a from h2, 700.5 of 0x2 time";
-        assert_eq!(normal(line, Compare::Lines), "from TID: hello TID TID tid: TID from h2, 700.5 of 0x2 time");
+        assert_eq!(
+            normal(line, Compare::Lines),
+            "from TID: hello TID TID tid: TID from h2, 700.5 of 0x2 time"
+        );
     }
 
     #[test]
     fn shapes_have_no_numbers_but_names_keep_theirs() {
         assert_eq!(
-            normal("  0:  1 bytes  77 times --> 1.5e-03 Mbps h2", Compare::Shapes),
+            normal(
+                "  0:  1 bytes  77 times --> 1.5e-03 Mbps h2",
+                Compare::Shapes
+            ),
             "N: N bytes N times --> N Mbps h2"
         );
     }

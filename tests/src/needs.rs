@@ -23,7 +23,9 @@ pub fn lacks() -> Option<String> {
         return Some("hosts of their own need root (namespaces, sshd, CRIU)".to_string());
     }
     if let Some(why) = no_namespaces() {
-        return Some(format!("root may not make hosts of their own here ({why}): a container has to be privileged"));
+        return Some(format!(
+            "root may not make hosts of their own here ({why}): a container has to be privileged"
+        ));
     }
     if find_in_path("ip").is_none() {
         return Some("the program ip is missing: install iproute2".to_string());
@@ -36,7 +38,10 @@ pub fn lacks() -> Option<String> {
 
 /// Why the kernel gives this root no namespaces, if so.
 fn no_namespaces() -> Option<String> {
-    match Command::new("unshare").args(["--mount", "--net", "--uts", "--pid", "--fork", "true"]).output() {
+    match Command::new("unshare")
+        .args(["--mount", "--net", "--uts", "--pid", "--fork", "true"])
+        .output()
+    {
         Ok(done) if done.status.success() => None,
         Ok(done) => Some(String::from_utf8_lossy(&done.stderr).trim().to_string()),
         Err(error) => Some(format!("unshare: {error}")),
@@ -46,7 +51,10 @@ fn no_namespaces() -> Option<String> {
 /// A program in PATH or in the system folders that an ordinary PATH may lack.
 pub fn find_in_path(name: &str) -> Option<PathBuf> {
     let path = std::env::var("PATH").unwrap_or_default();
-    path.split(':').chain(["/usr/sbin", "/sbin"]).map(|dir| Path::new(dir).join(name)).find(|file| file.is_file())
+    path.split(':')
+        .chain(["/usr/sbin", "/sbin"])
+        .map(|dir| Path::new(dir).join(name))
+        .find(|file| file.is_file())
 }
 
 /// The folder of built programs: where this very program was built.
@@ -56,7 +64,11 @@ pub fn find_in_path(name: &str) -> Option<PathBuf> {
 pub fn build_folder() -> Result<PathBuf> {
     let own = std::env::current_exe()?;
     let folder = own.parent().unwrap_or(Path::new("/"));
-    Ok(if folder.ends_with("deps") { folder.parent().unwrap_or(folder).to_path_buf() } else { folder.to_path_buf() })
+    Ok(if folder.ends_with("deps") {
+        folder.parent().unwrap_or(folder).to_path_buf()
+    } else {
+        folder.to_path_buf()
+    })
 }
 
 /// Where `cargo xtask install` or `cargo xtask test` has put the programs for the tests: `SEMPA_PREFIX`, or
@@ -67,10 +79,16 @@ pub fn build_folder() -> Result<PathBuf> {
 pub fn prefix() -> Result<PathBuf> {
     let place = match std::env::var_os("SEMPA_PREFIX") {
         Some(place) => PathBuf::from(place),
-        None => build_folder()?.parent().unwrap_or(Path::new("/")).join("sempa-prefix"),
+        None => build_folder()?
+            .parent()
+            .unwrap_or(Path::new("/"))
+            .join("sempa-prefix"),
     };
     if !place.join("bin/pvmd").exists() {
-        bail!("no installed programs in {}: run cargo xtask test once, which installs them", place.display());
+        bail!(
+            "no installed programs in {}: run cargo xtask test once, which installs them",
+            place.display()
+        );
     }
     Ok(place.canonicalize()?)
 }
@@ -79,7 +97,11 @@ pub fn prefix() -> Result<PathBuf> {
 pub fn engine() -> Option<PathBuf> {
     let named = std::env::var_os("SEMPA_CRIU").map(PathBuf::from);
     let usual = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"].map(PathBuf::from);
-    named.into_iter().chain(usual).find(|file| file.is_file()).or_else(|| find_in_path("criu"))
+    named
+        .into_iter()
+        .chain(usual)
+        .find(|file| file.is_file())
+        .or_else(|| find_in_path("criu"))
 }
 
 /// A testbed for a test, and where its hosts see the installed programs; `None`, with a word on standard error, where no testbed is possible.

@@ -14,11 +14,19 @@ const COMPILE_TIME: Duration = Duration::from_secs(120);
 /// # Errors
 /// gcc is missing or does not like the program; its words are in the error.
 pub fn compile(name: &str, prefix: &Path, folder: &Path) -> Result<PathBuf> {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs").join(name).with_extension("c");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("programs")
+        .join(name)
+        .with_extension("c");
     let program = folder.join(name);
     let mut gcc = Command::new("gcc");
-    gcc.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o"]).arg(&program).arg(&source);
-    gcc.arg("-I").arg(prefix.join("include")).arg("-L").arg(prefix.join("lib"));
+    gcc.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o"])
+        .arg(&program)
+        .arg(&source);
+    gcc.arg("-I")
+        .arg(prefix.join("include"))
+        .arg("-L")
+        .arg(prefix.join("lib"));
     gcc.args(["-Wl,--as-needed", "-lgpvm3", "-lpvm3"]);
     must(gcc, COMPILE_TIME).with_context(|| format!("compiling {}", source.display()))?;
     Ok(program)

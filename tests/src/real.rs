@@ -33,15 +33,27 @@ impl<'a> RealVm<'a> {
     pub fn start(bed: &'a Testbed) -> Result<RealVm<'a>> {
         // PVM_RSH is one word.
         let rsh = bed.folder().join("rsh");
-        fs::write(&rsh, format!("#!/bin/sh\nexec {} \"$@\"\n", ssh::remote_shell(bed.folder(), "root")))?;
+        fs::write(
+            &rsh,
+            format!(
+                "#!/bin/sh\nexec {} \"$@\"\n",
+                ssh::remote_shell(bed.folder(), "root")
+            ),
+        )?;
         fs::set_permissions(&rsh, fs::Permissions::from_mode(0o755))?;
-        let daemon = Running::start(in_host(bed.host(1), &rsh, Path::new("/usr/bin/pvmd")), Stdio::null())?;
+        let daemon = Running::start(
+            in_host(bed.host(1), &rsh, Path::new("/usr/bin/pvmd")),
+            Stdio::null(),
+        )?;
         let vm = RealVm { bed, rsh, daemon };
         eventually(UP_TIME, || {
             if vm.bed.host(1).path(ADDRESS).exists() {
                 return Ok(());
             }
-            Err(format!("PVM's daemon gives no address: {:?}", vm.daemon.out_so_far()))
+            Err(format!(
+                "PVM's daemon gives no address: {:?}",
+                vm.daemon.out_so_far()
+            ))
         })?;
         Ok(vm)
     }
@@ -77,7 +89,10 @@ impl<'a> RealVm<'a> {
                 host.kill_all();
                 gone(host, "pvm", UP_TIME)?;
             }
-            for entry in fs::read_dir(host.path("/tmp")).context("/tmp of a host")?.flatten() {
+            for entry in fs::read_dir(host.path("/tmp"))
+                .context("/tmp of a host")?
+                .flatten()
+            {
                 if entry.file_name().to_string_lossy().starts_with("pvm") {
                     fs::remove_file(entry.path())?;
                 }

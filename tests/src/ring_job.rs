@@ -31,7 +31,9 @@ fn sums(workers: usize, rounds: i64) -> Vec<i64> {
         }
         notes.push(states[1..].to_vec());
         if round >= 2 {
-            sum = notes[round as usize - 2].iter().fold(sum, |sum, note| next(sum, *note));
+            sum = notes[round as usize - 2]
+                .iter()
+                .fold(sum, |sum, note| next(sum, *note));
         }
         all.push(sum);
     }
@@ -88,9 +90,22 @@ impl Job {
         let _ = std::fs::remove_dir_all(vm.home().join(folder));
         let folder = folder_of(vm, folder);
         let pause = format!("-{NAP}");
-        let words = ["-h1", "ring_job", "1", ENDLESS, &pause, folder.to_str().expect("text"), host];
+        let words = [
+            "-h1",
+            "ring_job",
+            "1",
+            ENDLESS,
+            &pause,
+            folder.to_str().expect("text"),
+            host,
+        ];
         let tid = vm.spawn(&words).sure(vm);
-        Job { folder, workers: 1, rounds: None, tid }
+        Job {
+            folder,
+            workers: 1,
+            rounds: None,
+            tid,
+        }
     }
 
     /// One whose tasks write their own checkpoints, if its spawn says so.
@@ -101,30 +116,58 @@ impl Job {
         Job::start_program(vm, "own_ring", "ring", place, rounds, PAUSE)
     }
 
-    fn start_program(vm: &Vm<'_>, program: &str, folder: &str, place: &str, rounds: i64, pause: u32) -> Job {
+    fn start_program(
+        vm: &Vm<'_>,
+        program: &str,
+        folder: &str,
+        place: &str,
+        rounds: i64,
+        pause: u32,
+    ) -> Job {
         vm.program(program).expect("gcc");
         let folder = folder_of(vm, folder);
         let (workers, count, pause) = (WORKERS.to_string(), rounds.to_string(), pause.to_string());
-        let words = [place, program, &workers, &count, &pause, folder.to_str().expect("text")];
+        let words = [
+            place,
+            program,
+            &workers,
+            &count,
+            &pause,
+            folder.to_str().expect("text"),
+        ];
         let tid = vm.spawn(&words).sure(vm);
-        Job { folder, workers: WORKERS, rounds: Some(rounds), tid }
+        Job {
+            folder,
+            workers: WORKERS,
+            rounds: Some(rounds),
+            tid,
+        }
     }
 
     /// One that was started otherwise, or writes elsewhere by now.
     pub fn at(folder: PathBuf, rounds: i64, tid: String) -> Job {
-        Job { folder, workers: WORKERS, rounds: Some(rounds), tid }
+        Job {
+            folder,
+            workers: WORKERS,
+            rounds: Some(rounds),
+            tid,
+        }
     }
 
     fn lines(&self) -> usize {
-        std::fs::read_to_string(self.folder.join("log")).map(|log| log.lines().count()).unwrap_or_default()
+        std::fs::read_to_string(self.folder.join("log"))
+            .map(|log| log.lines().count())
+            .unwrap_or_default()
     }
 
     /// Every round that it has computed, those too that were lost afterwards, in the order in which that was.
     pub fn marks(&self) -> Vec<Mark> {
         let text = std::fs::read_to_string(self.folder.join("times")).unwrap_or_default();
         let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-        let mark =
-            |line: &str| line.split_once(' ').and_then(|(round, at)| Some((round.parse().ok()?, at.parse().ok()?)));
+        let mark = |line: &str| {
+            line.split_once(' ')
+                .and_then(|(round, at)| Some((round.parse().ok()?, at.parse().ok()?)))
+        };
         whole.lines().filter_map(mark).collect()
     }
 
@@ -136,7 +179,11 @@ impl Job {
         let until = self.lines() + rounds;
         let gone = eventually(LONG, || {
             let lines = self.lines();
-            if lines >= until { Ok(()) } else { Err(format!("{lines} of {until} rounds")) }
+            if lines >= until {
+                Ok(())
+            } else {
+                Err(format!("{lines} of {until} rounds"))
+            }
         });
         gone.sure(vm);
     }
@@ -149,7 +196,12 @@ impl Job {
         let log = std::fs::read_to_string(self.folder.join("log")).expect("there");
         let whole = log.rfind('\n').map_or("", |end| &log[..end]);
         let count = whole.lines().count();
-        assert_eq!(whole.lines().collect::<Vec<_>>(), wanted(&sums(self.workers, count as i64)), "{:?}", self.folder);
+        assert_eq!(
+            whole.lines().collect::<Vec<_>>(),
+            wanted(&sums(self.workers, count as i64)),
+            "{:?}",
+            self.folder
+        );
     }
 
     /// Waits for the end, and tells the job to come to it if it does not by itself: the result is right, and each line of the log is
@@ -163,11 +215,16 @@ impl Job {
         }
         let result = eventually(LONG, || {
             let text = std::fs::read_to_string(self.folder.join("result")).unwrap_or_default();
-            text.trim().parse::<i64>().map_err(|_| format!("no result after {} rounds", self.lines()))
+            text.trim()
+                .parse::<i64>()
+                .map_err(|_| format!("no result after {} rounds", self.lines()))
         });
         let result = result.sure(vm);
         let log = std::fs::read_to_string(self.folder.join("log")).expect("there");
-        let sums = sums(self.workers, self.rounds.unwrap_or(log.lines().count() as i64));
+        let sums = sums(
+            self.workers,
+            self.rounds.unwrap_or(log.lines().count() as i64),
+        );
         assert_eq!(Some(&result), sums.last());
         assert!(log.lines().eq(wanted(&sums)), "{log}");
     }
@@ -175,7 +232,10 @@ impl Job {
 
 /// The lines of the log.
 fn wanted(sums: &[i64]) -> Vec<String> {
-    (0..).zip(sums).map(|(round, sum): (i64, _)| format!("{round} {sum}")).collect()
+    (0..)
+        .zip(sums)
+        .map(|(round, sum): (i64, _)| format!("{round} {sum}"))
+        .collect()
 }
 
 /// A folder for a job.

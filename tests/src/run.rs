@@ -41,7 +41,12 @@ impl Done {
         if self.good() {
             return Ok(self);
         }
-        bail!("{what}: {}\nstdout: {}\nstderr: {}", self.status, self.out.trim(), self.err.trim())
+        bail!(
+            "{what}: {}\nstdout: {}\nstderr: {}",
+            self.status,
+            self.out.trim(),
+            self.err.trim()
+        )
     }
 }
 
@@ -55,7 +60,9 @@ pub fn eventually<T>(deadline: Duration, mut look: impl FnMut() -> Result<T, Str
     loop {
         match look() {
             Ok(value) => return Ok(value),
-            Err(missing) if Instant::now() >= end => bail!("not within {} s: {missing}", deadline.as_secs_f32()),
+            Err(missing) if Instant::now() >= end => {
+                bail!("not within {} s: {missing}", deadline.as_secs_f32())
+            }
             Err(_) => std::thread::park_timeout(LOOK_EVERY),
         }
     }
@@ -78,9 +85,19 @@ impl Running {
     pub fn start(mut command: Command, stdin: Stdio) -> Result<Running> {
         let what = format!("{command:?}");
         let (out, err) = (tempfile::tempfile()?, tempfile::tempfile()?);
-        command.stdin(stdin).stdout(out.try_clone()?).stderr(err.try_clone()?);
-        let child = command.spawn().with_context(|| format!("cannot start {what}"))?;
-        Ok(Running { what, child, out, err })
+        command
+            .stdin(stdin)
+            .stdout(out.try_clone()?)
+            .stderr(err.try_clone()?);
+        let child = command
+            .spawn()
+            .with_context(|| format!("cannot start {what}"))?;
+        Ok(Running {
+            what,
+            child,
+            out,
+            err,
+        })
     }
 
     /// What it has written so far to standard output.
@@ -143,7 +160,12 @@ impl Running {
         let (out, err) = (slurp(&self.out)?, slurp(&self.err)?);
         match ended {
             Ok(status) => Ok(Done { status, out, err }),
-            Err(late) => bail!("{}: {late}\nstdout: {}\nstderr: {}", self.what, out.trim(), err.trim()),
+            Err(late) => bail!(
+                "{}: {late}\nstdout: {}\nstderr: {}",
+                self.what,
+                out.trim(),
+                err.trim()
+            ),
         }
     }
 }

@@ -11,8 +11,11 @@ use std::time::Duration;
 /// Time for the server, and for one look at it, on a loaded machine.
 const UP_TIME: Duration = Duration::from_secs(20);
 /// Programs that it needs, each with its Debian package.
-const PROGRAMS: [(&str, &str); 3] =
-    [("/usr/bin/Xvfb", "xvfb"), ("/usr/bin/xwd", "x11-apps"), ("/usr/bin/xdotool", "xdotool")];
+const PROGRAMS: [(&str, &str); 3] = [
+    ("/usr/bin/Xvfb", "xvfb"),
+    ("/usr/bin/xwd", "x11-apps"),
+    ("/usr/bin/xdotool", "xdotool"),
+];
 /// Where a dump goes, in the host.
 const DUMP: &str = "/tmp/screen.xwd";
 /// What the head of a dump consists of: 25 words, then a name; the words used here by their place.
@@ -41,16 +44,31 @@ impl<'a> Screen<'a> {
     /// It does not come up.
     pub fn start(host: &'a Host) -> Result<Screen<'a>> {
         let mut command = host.command(PROGRAMS[0].0);
-        command.args(["-displayfd", "1", "-screen", "0", "320x320x24", "-nolisten", "tcp"]);
+        command.args([
+            "-displayfd",
+            "1",
+            "-screen",
+            "0",
+            "320x320x24",
+            "-nolisten",
+            "tcp",
+        ]);
         // Otherwise the server begins anew whenever its last client leaves, and turns away whoever connects just then:
         // a look at the screen that ends before the program has connected.
         command.arg("-noreset");
         let server = Running::start(command, Stdio::null())?;
         let number = eventually(UP_TIME, || match server.out_so_far() {
             Ok(out) if out.ends_with('\n') => Ok(out.trim().to_string()),
-            other => Err(format!("the server names no display: {other:?}, {:?}", server.err_so_far())),
+            other => Err(format!(
+                "the server names no display: {other:?}, {:?}",
+                server.err_so_far()
+            )),
         })?;
-        Ok(Screen { host, server, name: format!(":{number}") })
+        Ok(Screen {
+            host,
+            server,
+            name: format!(":{number}"),
+        })
     }
 
     /// What `DISPLAY` is for programs of the host.
@@ -114,23 +132,40 @@ impl Picture {
     /// A dump as xwd writes it, of 32 bits for each pixel.
     fn of_dump(dump: &[u8]) -> Result<Picture> {
         let word = |at: usize| -> Result<usize> {
-            let bytes = dump.get(at * 4..at * 4 + 4).context("the dump has no head")?;
+            let bytes = dump
+                .get(at * 4..at * 4 + 4)
+                .context("the dump has no head")?;
             Ok(u32::from_be_bytes(bytes.try_into()?) as usize)
         };
         ensure!(word(0)? >= HEAD_WORDS * 4, "no dump of xwd");
         let (width, height, low_first) = (word(4)?, word(5)?, word(7)? == 0);
         let (bits, line) = (word(11)?, word(12)?);
-        ensure!(bits == PIXEL * 8 && low_first && line >= width * PIXEL, "a dump of another form: {bits} bits");
+        ensure!(
+            bits == PIXEL * 8 && low_first && line >= width * PIXEL,
+            "a dump of another form: {bits} bits"
+        );
         let from = word(0)? + word(19)? * COLOUR_ENTRY;
-        let Some(body) = dump.get(from..from + line * height) else { bail!("the dump is cut") };
-        let rows = body.chunks_exact(line).flat_map(|row| row[..width * PIXEL].chunks_exact(PIXEL));
-        Ok(Picture { width, pixels: rows.map(|pixel| [pixel[2], pixel[1], pixel[0]]).collect() })
+        let Some(body) = dump.get(from..from + line * height) else {
+            bail!("the dump is cut")
+        };
+        let rows = body
+            .chunks_exact(line)
+            .flat_map(|row| row[..width * PIXEL].chunks_exact(PIXEL));
+        Ok(Picture {
+            width,
+            pixels: rows.map(|pixel| [pixel[2], pixel[1], pixel[0]]).collect(),
+        })
     }
 
     /// The pixels of some lines and columns, line by line.
     pub fn part(&self, lines: Range<usize>, columns: Range<usize>) -> Vec<Colour> {
-        let rows = self.pixels.chunks_exact(self.width).skip(lines.start).take(lines.len());
-        rows.flat_map(|row| row[columns.clone()].iter().copied()).collect()
+        let rows = self
+            .pixels
+            .chunks_exact(self.width)
+            .skip(lines.start)
+            .take(lines.len());
+        rows.flat_map(|row| row[columns.clone()].iter().copied())
+            .collect()
     }
 
     /// All of it in words that tests can compare line by line: the colours in the order of their first appearance, then
@@ -149,7 +184,11 @@ impl Picture {
             }
             lines.push('\n');
         }
-        let legend: String = colours.iter().enumerate().map(|(i, colour)| format!("{i} is {colour:?}\n")).collect();
+        let legend: String = colours
+            .iter()
+            .enumerate()
+            .map(|(i, colour)| format!("{i} is {colour:?}\n"))
+            .collect();
         legend + &lines
     }
 }
@@ -162,19 +201,33 @@ mod tests {
     fn dump(pixels: &[Colour]) -> Vec<u8> {
         let mut words = [0u32; HEAD_WORDS];
         let line = (pixels.len() * PIXEL) as u32;
-        for (place, word) in [(0, 100), (4, pixels.len() as u32), (5, 1), (11, 32), (12, line), (19, 1)] {
+        for (place, word) in [
+            (0, 100),
+            (4, pixels.len() as u32),
+            (5, 1),
+            (11, 32),
+            (12, line),
+            (19, 1),
+        ] {
             words[place] = word;
         }
         let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_be_bytes()).collect();
         bytes.extend([7; COLOUR_ENTRY]);
-        bytes.extend(pixels.iter().flat_map(|[red, green, blue]| [*blue, *green, *red, 0]));
+        bytes.extend(
+            pixels
+                .iter()
+                .flat_map(|[red, green, blue]| [*blue, *green, *red, 0]),
+        );
         bytes
     }
 
     #[test]
     fn a_dump_is_read_and_told_in_words() {
         let picture = Picture::of_dump(&dump(&[BLACK, BLACK, [1, 2, 3], WHITE])).expect("a dump");
-        assert_eq!(picture.text(), "0 is [0, 0, 0]\n1 is [1, 2, 3]\n2 is [255, 255, 255]\n2 of 0, 1 of 1, 1 of 2, \n");
+        assert_eq!(
+            picture.text(),
+            "0 is [0, 0, 0]\n1 is [1, 2, 3]\n2 is [255, 255, 255]\n2 of 0, 1 of 1, 1 of 2, \n"
+        );
         assert_eq!(picture.part(0..1, 1..3), [BLACK, [1, 2, 3]]);
     }
 

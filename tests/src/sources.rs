@@ -50,9 +50,21 @@ const PROGRAMS: [Program; 44] = [
     ("hitc_slave", "examples/hitc_slave.f", &[]),
     ("gexample", "examples/gexample.c", &[]),
     ("fgexample", "examples/gexample.f", &[]),
-    ("dbwtest", "examples/bwtest.c", &["-DPACK", "-DENCODE=PvmDataDefault"]),
-    ("ibwtest", "examples/bwtest.c", &["-DPACK", "-DENCODE=PvmDataInPlace"]),
-    ("rbwtest", "examples/bwtest.c", &["-DPACK", "-DENCODE=PvmDataRaw"]),
+    (
+        "dbwtest",
+        "examples/bwtest.c",
+        &["-DPACK", "-DENCODE=PvmDataDefault"],
+    ),
+    (
+        "ibwtest",
+        "examples/bwtest.c",
+        &["-DPACK", "-DENCODE=PvmDataInPlace"],
+    ),
+    (
+        "rbwtest",
+        "examples/bwtest.c",
+        &["-DPACK", "-DENCODE=PvmDataRaw"],
+    ),
     ("pbwtest", "examples/bwtest.c", &[]),
     ("joinleave", "gexamples/joinleave.c", &[]),
     ("tst", "gexamples/tst.c", &[]),
@@ -71,7 +83,9 @@ const PROGRAMS: [Program; 44] = [
 
 /// Why they cannot be built here, in one line.
 pub fn lacks() -> Option<String> {
-    let compiler = ["gcc", "gfortran"].into_iter().find(|name| find_in_path(name).is_none());
+    let compiler = ["gcc", "gfortran"]
+        .into_iter()
+        .find(|name| find_in_path(name).is_none());
     if let Some(name) = compiler {
         return Some(format!("{name} is missing: install {name}"));
     }
@@ -89,7 +103,10 @@ pub fn build(prefix: &Path, folder: &Path) -> Result<()> {
     fs::create_dir_all(&sources)?;
     for name in ARCHIVES {
         let mut tar = Command::new("tar");
-        tar.arg("-xzf").arg(Path::new(PLACE).join(format!("{name}.tar.gz"))).arg("-C").arg(&sources);
+        tar.arg("-xzf")
+            .arg(Path::new(PLACE).join(format!("{name}.tar.gz")))
+            .arg("-C")
+            .arg(&sources);
         must(tar, COMPILE_TIME)?;
     }
     // Fortran's sources look for the header beside their folder.
@@ -99,16 +116,37 @@ pub fn build(prefix: &Path, folder: &Path) -> Result<()> {
         let mut compiler = Command::new(if fortran { "gfortran" } else { "gcc" });
         // As Debian builds them: functions that return nothing leave what the compiler's own code leaves. Nobody declared
         // the types of functions at that time.
-        compiler.args(["-O2", "-w", "-g", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2"]).args(if fortran {
-            ["-fallow-argument-mismatch"]
-        } else {
-            ["-std=gnu89"]
-        });
-        compiler.current_dir(&sources).args(more).arg(source).arg("-o").arg(folder.join(name));
+        compiler
+            .args([
+                "-O2",
+                "-w",
+                "-g",
+                "-fstack-protector-strong",
+                "-D_FORTIFY_SOURCE=2",
+            ])
+            .args(if fortran {
+                ["-fallow-argument-mismatch"]
+            } else {
+                ["-std=gnu89"]
+            });
+        compiler
+            .current_dir(&sources)
+            .args(more)
+            .arg(source)
+            .arg("-o")
+            .arg(folder.join(name));
         // Relative names of headers in Fortran start where the source is.
-        compiler.arg("-I").arg(Path::new(source).parent().unwrap_or(Path::new(".")));
-        compiler.arg("-I").arg(prefix.join("include")).arg("-L").arg(prefix.join("lib"));
-        compiler.args(fortran.then_some("-lfpvm3")).args(["-Wl,--as-needed", "-lgpvm3", "-lpvm3"]);
+        compiler
+            .arg("-I")
+            .arg(Path::new(source).parent().unwrap_or(Path::new(".")));
+        compiler
+            .arg("-I")
+            .arg(prefix.join("include"))
+            .arg("-L")
+            .arg(prefix.join("lib"));
+        compiler
+            .args(fortran.then_some("-lfpvm3"))
+            .args(["-Wl,--as-needed", "-lgpvm3", "-lpvm3"]);
         must(compiler, COMPILE_TIME).with_context(|| format!("building {name} from {source}"))?;
     }
     Ok(())

@@ -25,9 +25,14 @@ impl Speaker {
         if !program.exists() {
             std::fs::copy(built, &program).expect("copied");
         }
-        let mut session = Running::start(vm.command(host, program), Stdio::piped()).expect("it starts");
+        let mut session =
+            Running::start(vm.command(host, program), Stdio::piped()).expect("it starts");
         let input = session.take_stdin();
-        let speaker = Speaker { session, input, said: 0 };
+        let speaker = Speaker {
+            session,
+            input,
+            said: 0,
+        };
         speaker.hear(0);
         speaker
     }
@@ -35,12 +40,23 @@ impl Speaker {
     /// Waits for the answer with this number; the time that it tells.
     fn hear(&self, number: usize) -> u64 {
         let heard = eventually(COMMAND_TIME, || {
-            let out = self.session.out_so_far().map_err(|error| error.to_string())?;
+            let out = self
+                .session
+                .out_so_far()
+                .map_err(|error| error.to_string())?;
             let whole = out.rfind('\n').map_or("", |end| &out[..end]);
-            let none = || format!("no answer {number}: {out} {}", self.session.err_so_far().unwrap_or_default());
+            let none = || {
+                format!(
+                    "no answer {number}: {out} {}",
+                    self.session.err_so_far().unwrap_or_default()
+                )
+            };
             whole.lines().nth(number).map(String::from).ok_or_else(none)
         });
-        heard.expect("it answers").strip_prefix("done ").map_or(0, |at| at.parse().expect("a time"))
+        heard
+            .expect("it answers")
+            .strip_prefix("done ")
+            .map_or(0, |at| at.parse().expect("a time"))
     }
 
     /// Says a word and waits until the daemon has heard it; when it was said, in microseconds since 1970.
@@ -50,7 +66,9 @@ impl Speaker {
     pub fn say(&mut self, word: &str) -> u64 {
         self.said += 1;
         let mut input = self.input.as_ref().expect("it listens");
-        input.write_all(format!("{word}\n").as_bytes()).expect("it listens");
+        input
+            .write_all(format!("{word}\n").as_bytes())
+            .expect("it listens");
         self.hear(self.said)
     }
 
@@ -69,7 +87,9 @@ impl Speaker {
 /// It fails.
 pub fn owner(bed: &Testbed, host: usize, words: &[&str]) -> Value {
     let home = bed.folder().join("olga");
-    let mut command = bed.host(host).command_as(Some(("olga", OLGA_UID, &home)), "pvm");
+    let mut command = bed
+        .host(host)
+        .command_as(Some(("olga", OLGA_UID, &home)), "pvm");
     command.arg("--json").arg("owner").args(words);
     let done = run(command, COMMAND_TIME).expect("the console runs");
     assert!(done.good(), "pvm owner {words:?}: {done:?}");

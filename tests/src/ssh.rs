@@ -39,7 +39,9 @@ pub(crate) fn keys(folder: &Path, names: &[String], remote: &str) -> Result<()> 
 
 fn make_key(file: &Path, comment: &str) -> Result<String> {
     let mut command = Command::new("ssh-keygen");
-    command.args(["-q", "-t", "ed25519", "-N", "", "-C", comment, "-f"]).arg(file);
+    command
+        .args(["-q", "-t", "ed25519", "-N", "", "-C", comment, "-f"])
+        .arg(file);
     must(command, UP_TIME)?;
     let public = file.with_extension("pub");
     fs::set_permissions(&public, fs::Permissions::from_mode(0o644))?;
@@ -81,11 +83,19 @@ fn daemon_text(folder: &Path, own: &Path, remote: &str) -> String {
 pub(crate) fn daemon(host: &Host, folder: &Path) -> Result<()> {
     let own = folder.join(host.name());
     let mut command = host.command("/usr/sbin/sshd");
-    command.arg("-f").arg(own.join("sshd_config")).arg("-E").arg(own.join("sshd.log"));
+    command
+        .arg("-f")
+        .arg(own.join("sshd_config"))
+        .arg("-E")
+        .arg(own.join("sshd.log"));
     must(command, UP_TIME)?;
     // It writes its number after it has begun to listen.
     eventually(UP_TIME, || {
-        if own.join("sshd.pid").exists() { Ok(()) } else { Err(format!("the sshd of {} does not listen", host.name())) }
+        if own.join("sshd.pid").exists() {
+            Ok(())
+        } else {
+            Err(format!("the sshd of {} does not listen", host.name()))
+        }
     })
 }
 
@@ -111,14 +121,27 @@ impl Login {
             .arg(format!("{user}@{}", host.name()));
         let mut session = Running::start(command, Stdio::piped())?;
         let input = session.take_stdin().context("its input is piped")?;
-        let mut login = Login { session, input: Some(input) };
+        let mut login = Login {
+            session,
+            input: Some(input),
+        };
         eventually(UP_TIME, || {
             if crate::utmp::logins(host).is_ok_and(|logins| logins.len() > before) {
                 return Ok(());
             }
-            let ended = login.session.poll().ok().flatten().map(|status| format!(", ssh ended: {status}"));
+            let ended = login
+                .session
+                .poll()
+                .ok()
+                .flatten()
+                .map(|status| format!(", ssh ended: {status}"));
             let words = login.session.err_so_far().unwrap_or_default();
-            Err(format!("no login of {user} on {}{} {}", host.name(), ended.unwrap_or_default(), words.trim()))
+            Err(format!(
+                "no login of {user} on {}{} {}",
+                host.name(),
+                ended.unwrap_or_default(),
+                words.trim()
+            ))
         })?;
         Ok(login)
     }

@@ -37,14 +37,24 @@ pub enum Share {
 /// The places in the rounds in which they are tried: those before the commit at once, the others one by one, because each of
 /// these needs all daemons to know the new place, those too that are held.
 fn all(pre_copies: bool) -> Vec<Vec<Point>> {
-    let early =
-        [Edge::Before, Edge::After].map(|edge| early(pre_copies).into_iter().map(|step| (step, edge)).collect());
-    early.into_iter().chain(late().into_iter().map(|point| vec![point])).collect()
+    let early = [Edge::Before, Edge::After].map(|edge| {
+        early(pre_copies)
+            .into_iter()
+            .map(|step| (step, edge))
+            .collect()
+    });
+    early
+        .into_iter()
+        .chain(late().into_iter().map(|point| vec![point]))
+        .collect()
 }
 
 /// Steps before the commit, that in which memory goes ahead only if it does.
 fn early(pre_copies: bool) -> Vec<Step> {
-    Step::ALL.into_iter().filter(|step| *step < Step::Commit && (pre_copies || *step != Step::PreCopy)).collect()
+    Step::ALL
+        .into_iter()
+        .filter(|step| *step < Step::Commit && (pre_copies || *step != Step::PreCopy))
+        .collect()
 }
 
 fn late() -> Vec<Point> {
@@ -56,14 +66,27 @@ fn some(share: Share, turn: usize, pre_copies: bool) -> Vec<Vec<Point>> {
     let late = late();
     match share {
         Share::Half => {
-            let first = early(pre_copies).into_iter().enumerate().map(turned).collect();
-            let rest = late.chunks(2).enumerate().map(|(i, ends)| vec![ends[(i + turn) % 2]]);
+            let first = early(pre_copies)
+                .into_iter()
+                .enumerate()
+                .map(turned)
+                .collect();
+            let rest = late
+                .chunks(2)
+                .enumerate()
+                .map(|(i, ends)| vec![ends[(i + turn) % 2]]);
             std::iter::once(first).chain(rest).collect()
         }
         Share::Few => {
             let first = early(pre_copies).into_iter().enumerate();
-            let first = first.map(|(i, step)| turned((i + turn / 2, step))).collect();
-            let first = if turn.is_multiple_of(2) { Some(first) } else { None };
+            let first = first
+                .map(|(i, step)| turned((i + turn / 2, step)))
+                .collect();
+            let first = if turn.is_multiple_of(2) {
+                Some(first)
+            } else {
+                None
+            };
             let rest = [2 * turn, 2 * turn + 1].map(|i| vec![late[i % late.len()]]);
             first.into_iter().chain(rest).collect()
         }
@@ -72,7 +95,11 @@ fn some(share: Share, turn: usize, pre_copies: bool) -> Vec<Vec<Point>> {
 
 /// The places for the first fault, in rounds.
 pub fn places(share: Share) -> Vec<Vec<Point>> {
-    if is_full() { all(false) } else { some(share, 0, false) }
+    if is_full() {
+        all(false)
+    } else {
+        some(share, 0, false)
+    }
 }
 
 /// Whom a fault meets.
@@ -168,16 +195,33 @@ impl<'a> Rounds<'a> {
     /// # Errors
     /// The testbed has no engine of its own.
     pub fn with(vm: &'a Vm<'a>, witnesses: Witnesses, home: Option<usize>) -> Result<Rounds<'a>> {
-        let steps = vm.bed().steps().context("a testbed whose daemons stand still")?.to_path_buf();
+        let steps = vm
+            .bed()
+            .steps()
+            .context("a testbed whose daemons stand still")?
+            .to_path_buf();
         let (pre_copies, engines) = (false, std::cell::Cell::new(0));
-        Ok(Rounds { vm, witnesses, steps, number: 0, turn: 0, pre_copies, engines, home })
+        Ok(Rounds {
+            vm,
+            witnesses,
+            steps,
+            number: 0,
+            turn: 0,
+            pre_copies,
+            engines,
+            home,
+        })
     }
 
     /// The places for the next fault, in rounds.
     pub fn next(&mut self, share: Share) -> Vec<Vec<Point>> {
         self.turn += 1;
         let pre_copies = self.pre_copies;
-        if is_full() { all(pre_copies) } else { some(share, self.turn - 1, pre_copies) }
+        if is_full() {
+            all(pre_copies)
+        } else {
+            some(share, self.turn - 1, pre_copies)
+        }
     }
 
     /// Engines that were met so far.
@@ -193,12 +237,25 @@ impl<'a> Rounds<'a> {
     pub fn hold(&mut self, steps: &[Point]) -> Result<Vec<Cell>> {
         self.number += 1;
         // A daemon does not start its tasker again and again without a pause: the next round meets the next pair.
-        let first = if steps.len() == 1 { self.number % PAIRS } else { 0 };
-        ensure!(self.home.is_none() || steps.len() == 1, "one step at a time from the same host: {steps:?}");
+        let first = if steps.len() == 1 {
+            self.number % PAIRS
+        } else {
+            0
+        };
+        ensure!(
+            self.home.is_none() || steps.len() == 1,
+            "one step at a time from the same host: {steps:?}"
+        );
         let home = self.home;
         let pair = |i: usize| (home.unwrap_or(2 + 2 * (first + i)), 3 + 2 * (first + i));
-        self.vm.take_in(&self.vm.bed().hosts()[..pair(steps.len() - 1).1])?;
-        let named = |(i, (step, _)): (usize, &Point)| (format!("h{}", pair(i).0), format!("r{}-{step}", self.number));
+        self.vm
+            .take_in(&self.vm.bed().hosts()[..pair(steps.len() - 1).1])?;
+        let named = |(i, (step, _)): (usize, &Point)| {
+            (
+                format!("h{}", pair(i).0),
+                format!("r{}-{step}", self.number),
+            )
+        };
         let names: Vec<(String, String)> = steps.iter().enumerate().map(named).collect();
         let tids = self.witnesses.spawn(&names)?;
         let mut cells = Vec::new();
@@ -207,12 +264,27 @@ impl<'a> Rounds<'a> {
             // Whoever finds this file when the move is there stands still.
             let halt = Halt::new(&self.steps, &tid, steps[i])?;
             let (held, moving, said) = Default::default();
-            cells.push(Cell { point: steps[i], name, tid, source, target, halt, held, moving, said });
+            cells.push(Cell {
+                point: steps[i],
+                name,
+                tid,
+                source,
+                target,
+                halt,
+                held,
+                moving,
+                said,
+            });
         }
         for cell in &mut cells {
-            cell.moving = Some(self.vm.start_migrate(&cell.tid, &format!("h{}", cell.target))?);
+            cell.moving = Some(
+                self.vm
+                    .start_migrate(&cell.tid, &format!("h{}", cell.target))?,
+            );
         }
-        cells.iter_mut().try_for_each(|cell| self.wait_until_held(cell))?;
+        cells
+            .iter_mut()
+            .try_for_each(|cell| self.wait_until_held(cell))?;
         Ok(cells)
     }
 
@@ -220,7 +292,10 @@ impl<'a> Rounds<'a> {
         let hosts = [cell.source, cell.target, 1].map(|i| self.vm.bed().host(i));
         let pid = eventually(LONG, || {
             cell.halt.who_stands(&hosts)?.ok_or_else(|| {
-                let moving = cell.moving.as_mut().and_then(|moving| moving.poll().ok().flatten());
+                let moving = cell
+                    .moving
+                    .as_mut()
+                    .and_then(|moving| moving.poll().ok().flatten());
                 format!("{} has not come to {:?}: {moving:?}", cell.tid, cell.point)
             })
         })?;
@@ -242,11 +317,21 @@ impl<'a> Rounds<'a> {
     /// # Errors
     /// As [`Rounds::strike`].
     pub fn strike_each(&self, cells: &[(&Cell, Whom)], fault: Fault) -> Result<()> {
-        let parties: Vec<(usize, Party)> = cells.iter().map(|(cell, whom)| (whom.host(cell), whom.party())).collect();
-        let pairs: Vec<(usize, usize)> = cells.iter().map(|(cell, _)| (cell.source, cell.target)).collect();
+        let parties: Vec<(usize, Party)> = cells
+            .iter()
+            .map(|(cell, whom)| (whom.host(cell), whom.party()))
+            .collect();
+        let pairs: Vec<(usize, usize)> = cells
+            .iter()
+            .map(|(cell, _)| (cell.source, cell.target))
+            .collect();
         let go_on = |victims: &[Pid]| {
-            let held = cells.iter().filter_map(|(cell, _)| cell.held).filter(|pid| !victims.contains(pid));
-            held.into_iter().try_for_each(|pid| signal(pid, Signal::SIGCONT))
+            let held = cells
+                .iter()
+                .filter_map(|(cell, _)| cell.held)
+                .filter(|pid| !victims.contains(pid));
+            held.into_iter()
+                .try_for_each(|pid| signal(pid, Signal::SIGCONT))
         };
         let engines = strikes::strike(self.vm.bed(), &parties, &pairs, fault, go_on)?;
         self.engines.set(self.engines.get() + engines);
@@ -258,7 +343,10 @@ impl<'a> Rounds<'a> {
     /// # Errors
     /// The kernel refuses.
     pub fn go_on(&self, cells: &[Cell]) -> Result<()> {
-        cells.iter().filter_map(|cell| cell.held).try_for_each(|pid| signal(pid, Signal::SIGCONT))
+        cells
+            .iter()
+            .filter_map(|cell| cell.held)
+            .try_for_each(|pid| signal(pid, Signal::SIGCONT))
     }
 
     /// Waits for the end of all moves of a round, and judges them: each task runs once and talks; or, if `may_be_lost` says
@@ -268,7 +356,11 @@ impl<'a> Rounds<'a> {
     ///
     /// # Errors
     /// The first move that ended otherwise, and how.
-    pub fn judge(&mut self, cells: Vec<Cell>, may_be_lost: impl Fn(&Cell) -> bool) -> Result<usize> {
+    pub fn judge(
+        &mut self,
+        cells: Vec<Cell>,
+        may_be_lost: impl Fn(&Cell) -> bool,
+    ) -> Result<usize> {
         let ended = self.end(cells)?;
         self.judge_ended(ended, may_be_lost)
     }
@@ -289,11 +381,21 @@ impl<'a> Rounds<'a> {
     ///
     /// # Errors
     /// See there.
-    pub fn judge_ended(&mut self, cells: Vec<Cell>, may_be_lost: impl Fn(&Cell) -> bool) -> Result<usize> {
+    pub fn judge_ended(
+        &mut self,
+        cells: Vec<Cell>,
+        may_be_lost: impl Fn(&Cell) -> bool,
+    ) -> Result<usize> {
         let mut alive = Vec::new();
         for cell in cells {
-            let what = format!("held at {:?}: {} ({}) said {}", cell.point, cell.name, cell.tid, cell.said);
-            if self.judge_one(&cell, may_be_lost(&cell)).with_context(|| what)? {
+            let what = format!(
+                "held at {:?}: {} ({}) said {}",
+                cell.point, cell.name, cell.tid, cell.said
+            );
+            if self
+                .judge_one(&cell, may_be_lost(&cell))
+                .with_context(|| what)?
+            {
                 alive.push(cell);
             }
         }
@@ -326,7 +428,9 @@ impl<'a> Rounds<'a> {
         let account = self.witnesses.account(&cell.tid)?;
         ensure!(account.faults == 0, "{account:?}");
         let is_told = |entry: &Entry| match &entry.kind {
-            EventKind::Moved { tid, .. } | EventKind::MoveFailed { tid, .. } => tid.to_string() == cell.tid,
+            EventKind::Moved { tid, .. } | EventKind::MoveFailed { tid, .. } => {
+                tid.to_string() == cell.tid
+            }
             _ => false,
         };
         self.vm.event(LONG, "end of the move", is_told)?;
@@ -337,7 +441,8 @@ impl<'a> Rounds<'a> {
             _ => false,
         };
         if !lives {
-            self.vm.event(LONG, "end of the task, or of its host", ended)?;
+            self.vm
+                .event(LONG, "end of the task, or of its host", ended)?;
         }
         Ok(lives)
     }
@@ -347,9 +452,18 @@ impl<'a> Rounds<'a> {
         eventually(LONG, || {
             let here = self.vm.hosts().map_err(|error| error.to_string())?;
             let mut left: Vec<String> = self.witnesses.processes().into_keys().collect();
-            let hosts = self.vm.bed().hosts().iter().filter(|host| here.iter().any(|name| name == host.name()));
+            let hosts = self
+                .vm
+                .bed()
+                .hosts()
+                .iter()
+                .filter(|host| here.iter().any(|name| name == host.name()));
             left.extend(hosts.flat_map(left_on));
-            if left.is_empty() { Ok(()) } else { Err(left.join(", ")) }
+            if left.is_empty() {
+                Ok(())
+            } else {
+                Err(left.join(", "))
+            }
         })
     }
 }
@@ -379,7 +493,13 @@ pub fn never(_: &Cell) -> bool {
 ///
 /// # Panics
 /// A move ends otherwise than it may; with all that the virtual machine has written.
-pub fn strike(rounds: &mut Rounds<'_>, share: Share, whom: Whom, fault: Fault, may_be_lost: impl Fn(&Cell) -> bool) {
+pub fn strike(
+    rounds: &mut Rounds<'_>,
+    share: Share,
+    whom: Whom,
+    fault: Fault,
+    may_be_lost: impl Fn(&Cell) -> bool,
+) {
     for at in rounds.next(share) {
         strike_at(rounds, &at, whom, fault, &may_be_lost);
     }
@@ -389,14 +509,23 @@ pub fn strike(rounds: &mut Rounds<'_>, share: Share, whom: Whom, fault: Fault, m
 ///
 /// # Panics
 /// See there.
-pub fn strike_at(rounds: &mut Rounds<'_>, at: &[Point], whom: Whom, fault: Fault, may_be_lost: impl Fn(&Cell) -> bool) {
+pub fn strike_at(
+    rounds: &mut Rounds<'_>,
+    at: &[Point],
+    whom: Whom,
+    fault: Fault,
+    may_be_lost: impl Fn(&Cell) -> bool,
+) {
     let done = rounds.hold(at).and_then(|cells| {
         rounds.strike(&cells, whom, fault)?;
         rounds.judge(cells, may_be_lost)
     });
     match done {
         Ok(alive) => eprintln!("{whom:?}, {fault:?}, {at:?}: {alive} live on"),
-        Err(error) => panic!("{whom:?}, {fault:?}, {at:?}: {error:#}\n{}", rounds.vm.logs()),
+        Err(error) => panic!(
+            "{whom:?}, {fault:?}, {at:?}: {error:#}\n{}",
+            rounds.vm.logs()
+        ),
     }
 }
 
@@ -408,7 +537,11 @@ pub fn nobody_is_left(rounds: &Rounds<'_>) -> Result<()> {
     rounds.vm.is_gone(LONG)?;
     eventually(LONG, || {
         let left = rounds.witnesses.processes();
-        if left.is_empty() { Ok(()) } else { Err(format!("{left:?}")) }
+        if left.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("{left:?}"))
+        }
     })
 }
 
@@ -423,7 +556,9 @@ mod tests {
     use std::collections::BTreeSet;
 
     fn every_place(pre_copies: bool) -> BTreeSet<Point> {
-        let steps = Step::ALL.into_iter().filter(|step| pre_copies || *step != Step::PreCopy);
+        let steps = Step::ALL
+            .into_iter()
+            .filter(|step| pre_copies || *step != Step::PreCopy);
         ends(steps).collect()
     }
 
@@ -432,7 +567,10 @@ mod tests {
         for pre_copies in [false, true] {
             let all = all(pre_copies);
             assert_eq!(all.concat().len(), every_place(pre_copies).len());
-            assert_eq!(all.concat().into_iter().collect::<BTreeSet<_>>(), every_place(pre_copies));
+            assert_eq!(
+                all.concat().into_iter().collect::<BTreeSet<_>>(),
+                every_place(pre_copies)
+            );
             assert!(all.iter().all(|round| round.len() <= PAIRS));
         }
     }
@@ -440,8 +578,14 @@ mod tests {
     #[test]
     fn two_faults_that_share_the_places_out_meet_each_of_them() {
         for (turn, pre_copies) in (0..4).flat_map(|turn| [(turn, false), (turn, true)]) {
-            let places = [turn, turn + 1].map(|turn| some(Share::Half, turn, pre_copies).concat()).concat();
-            assert_eq!(places.into_iter().collect::<BTreeSet<_>>(), every_place(pre_copies), "from {turn} on");
+            let places = [turn, turn + 1]
+                .map(|turn| some(Share::Half, turn, pre_copies).concat())
+                .concat();
+            assert_eq!(
+                places.into_iter().collect::<BTreeSet<_>>(),
+                every_place(pre_copies),
+                "from {turn} on"
+            );
         }
     }
 

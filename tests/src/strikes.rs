@@ -51,7 +51,11 @@ impl Edge {
     }
 
     pub(crate) fn of(number: usize) -> Edge {
-        if number.is_multiple_of(2) { Edge::Before } else { Edge::After }
+        if number.is_multiple_of(2) {
+            Edge::Before
+        } else {
+            Edge::After
+        }
     }
 }
 
@@ -60,7 +64,9 @@ pub type Point = (Step, Edge);
 
 /// Both ends of these steps.
 pub(crate) fn ends(steps: impl IntoIterator<Item = Step>) -> impl Iterator<Item = Point> {
-    steps.into_iter().flat_map(|step| [(step, Edge::Before), (step, Edge::After)])
+    steps
+        .into_iter()
+        .flat_map(|step| [(step, Edge::Before), (step, Edge::After)])
 }
 
 /// Where a daemon is to stand still. It tells that it does by the name of a file.
@@ -95,7 +101,9 @@ impl Halt {
             return Ok(None);
         }
         let mut daemons = hosts.iter().filter_map(|host| daemon_of(host));
-        let stands = daemons.find(|pid| is_stopped(*pid)).ok_or(format!("nobody stands at {:?}", self.wanted))?;
+        let stands = daemons
+            .find(|pid| is_stopped(*pid))
+            .ok_or(format!("nobody stands at {:?}", self.wanted))?;
         Ok(Some(stands))
     }
 }
@@ -124,8 +132,15 @@ impl Passed {
     pub fn take(&self) -> Result<BTreeSet<Point>> {
         let text = fs::read_to_string(&self.file)?;
         fs::write(&self.file, "")?;
-        let all: BTreeMap<String, Point> = ends(Step::ALL).map(|point| (name(point), point)).collect();
-        text.lines().map(|line| all.get(line).copied().with_context(|| format!("no place: {line}"))).collect()
+        let all: BTreeMap<String, Point> =
+            ends(Step::ALL).map(|point| (name(point), point)).collect();
+        text.lines()
+            .map(|line| {
+                all.get(line)
+                    .copied()
+                    .with_context(|| format!("no place: {line}"))
+            })
+            .collect()
     }
 }
 
@@ -184,15 +199,23 @@ pub fn strike(
                 victims.extend(found);
             }
         }
-        Fault::Cut(_) => parties.iter().try_for_each(|(host, _)| bed.plug(*host, false))?,
+        Fault::Cut(_) => parties
+            .iter()
+            .try_for_each(|(host, _)| bed.plug(*host, false))?,
         Fault::Part(_) => pairs.iter().try_for_each(|(i, j)| bed.part(*i, *j, true))?,
     }
     // One process may be meant several times.
     victims.sort();
     victims.dedup();
-    let met = if fault == Fault::Kill { Signal::SIGKILL } else { Signal::SIGSTOP };
+    let met = if fault == Fault::Kill {
+        Signal::SIGKILL
+    } else {
+        Signal::SIGSTOP
+    };
     let ends_by_itself = parties.iter().all(|(_, party)| *party == Party::Engine);
-    let tell = |pid: Pid, what| signal(pid, what).or_else(|e| if ends_by_itself { Ok(()) } else { Err(e) });
+    let tell = |pid: Pid, what| {
+        signal(pid, what).or_else(|e| if ends_by_itself { Ok(()) } else { Err(e) })
+    };
     victims.iter().try_for_each(|pid| tell(*pid, met))?;
     let begun = Instant::now();
     // On a loaded machine who is killed may take a while to die: whoever goes on before could leave the step behind until then.
@@ -200,12 +223,26 @@ pub fn strike(
         victims.iter().copied().try_for_each(dies)?;
     }
     go_on(&victims)?;
-    let (Fault::Stop(long) | Fault::Cut(long) | Fault::Part(long)) = fault else { return Ok(engines) };
-    eventually(long + LONG, || if begun.elapsed() >= long { Ok(()) } else { Err("not over".to_string()) })?;
-    victims.into_iter().try_for_each(|pid| tell(pid, Signal::SIGCONT))?;
+    let (Fault::Stop(long) | Fault::Cut(long) | Fault::Part(long)) = fault else {
+        return Ok(engines);
+    };
+    eventually(long + LONG, || {
+        if begun.elapsed() >= long {
+            Ok(())
+        } else {
+            Err("not over".to_string())
+        }
+    })?;
+    victims
+        .into_iter()
+        .try_for_each(|pid| tell(pid, Signal::SIGCONT))?;
     match fault {
-        Fault::Cut(_) => parties.iter().try_for_each(|(host, _)| bed.plug(*host, true))?,
-        Fault::Part(_) => pairs.iter().try_for_each(|(i, j)| bed.part(*i, *j, false))?,
+        Fault::Cut(_) => parties
+            .iter()
+            .try_for_each(|(host, _)| bed.plug(*host, true))?,
+        Fault::Part(_) => pairs
+            .iter()
+            .try_for_each(|(i, j)| bed.part(*i, *j, false))?,
         Fault::Kill | Fault::Stop(_) => {}
     }
     Ok(engines)
@@ -221,23 +258,34 @@ pub fn signal(pid: Pid, signal: Signal) -> Result<()> {
 
 /// The daemon of a host.
 pub fn daemon_of(host: &Host) -> Option<Pid> {
-    let daemon = host.processes().into_iter().find(|(_, line)| line.contains("bin/pvmd"))?;
+    let daemon = host
+        .processes()
+        .into_iter()
+        .find(|(_, line)| line.contains("bin/pvmd"))?;
     Some(Pid::from_raw(daemon.0.cast_signed()))
 }
 
 /// The processes that play this part on a host: one, but for engines.
 pub fn processes_of(host: &Host, party: Party) -> Vec<Pid> {
-    let Some(daemon) = daemon_of(host) else { return Vec::new() };
+    let Some(daemon) = daemon_of(host) else {
+        return Vec::new();
+    };
     let those = |is_one: &dyn Fn(Pid, &str) -> bool| {
-        let all = host.processes().into_iter().map(|(pid, line)| (Pid::from_raw(pid.cast_signed()), line));
-        all.filter(|(pid, line)| is_one(*pid, line)).map(|(pid, _)| pid).collect::<Vec<_>>()
+        let all = host
+            .processes()
+            .into_iter()
+            .map(|(pid, line)| (Pid::from_raw(pid.cast_signed()), line));
+        all.filter(|(pid, line)| is_one(*pid, line))
+            .map(|(pid, _)| pid)
+            .collect::<Vec<_>>()
     };
     let one = |found: Vec<Pid>| found.into_iter().take(1).collect();
     match party {
         Party::Daemon => vec![daemon],
         // It has children of the same name.
         Party::Tasker => one(those(&|pid, line| {
-            line.contains("pvm-tasker") && field(pid, "PPid:").is_some_and(|parent| parent == daemon.to_string())
+            line.contains("pvm-tasker")
+                && field(pid, "PPid:").is_some_and(|parent| parent == daemon.to_string())
         })),
         Party::ResourceManager => one(those(&|_, line| line.contains("bin/pvm-rm"))),
         // By the program that it runs: it is started by a link that has another name.
@@ -250,11 +298,20 @@ pub fn processes_of(host: &Host, party: Party) -> Vec<Pid> {
 
 /// What moves, checkpoints and restarts have left on a host: images and tokens.
 pub fn left_on(host: &Host) -> Vec<String> {
-    let entries = fs::read_dir(host.path("/tmp/sempa-0/pvm")).into_iter().flatten().flatten();
+    let entries = fs::read_dir(host.path("/tmp/sempa-0/pvm"))
+        .into_iter()
+        .flatten()
+        .flatten();
     let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
-    let is_left =
-        |name: &String| ["images-", "memory-", "resume-", ".tmp-"].iter().any(|begin| name.starts_with(begin));
-    names.filter(is_left).map(|name| format!("{name} on {}", host.name())).collect()
+    let is_left = |name: &String| {
+        ["images-", "memory-", "resume-", ".tmp-"]
+            .iter()
+            .any(|begin| name.starts_with(begin))
+    };
+    names
+        .filter(is_left)
+        .map(|name| format!("{name} on {}", host.name()))
+        .collect()
 }
 
 /// Kills a process, and waits until it is dead, so that what comes next meets the fault and not its beginning.
@@ -267,7 +324,13 @@ pub fn kill_for_good(pid: Pid) {
 }
 
 fn dies(pid: Pid) -> Result<()> {
-    eventually(LONG, || if is_dead(pid) { Ok(()) } else { Err(format!("{pid} does not die")) })
+    eventually(LONG, || {
+        if is_dead(pid) {
+            Ok(())
+        } else {
+            Err(format!("{pid} does not die"))
+        }
+    })
 }
 
 /// With all its threads: what it had open is closed.
@@ -283,5 +346,8 @@ pub fn is_stopped(pid: Pid) -> bool {
 
 fn field(pid: Pid, name: &str) -> Option<String> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    status.lines().find_map(|line| line.strip_prefix(name)).map(|value| value.trim().to_string())
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix(name))
+        .map(|value| value.trim().to_string())
 }

@@ -70,7 +70,13 @@ impl Testbed {
     /// # Errors
     /// The machine lacks something ([`needs::lacks`]) or the kernel refuses; nothing is left behind.
     pub fn new(count: usize, prefix: Option<&Path>, keep: &[&Path]) -> Result<Testbed> {
-        Testbed::make(&Wanted { count, prefix, keep, own_engine: false, env: &[] })
+        Testbed::make(&Wanted {
+            count,
+            prefix,
+            keep,
+            own_engine: false,
+            env: &[],
+        })
     }
 
     /// The same, with `SEMPA_CRIU` on all hosts set to [`Testbed::engine`]: a link to the real engine that a test may
@@ -79,7 +85,13 @@ impl Testbed {
     /// # Errors
     /// As [`Testbed::new`].
     pub fn with_own_engine(count: usize, prefix: Option<&Path>) -> Result<Testbed> {
-        Testbed::make(&Wanted { count, prefix, keep: &[], own_engine: true, env: &[] })
+        Testbed::make(&Wanted {
+            count,
+            prefix,
+            keep: &[],
+            own_engine: true,
+            env: &[],
+        })
     }
 
     /// As [`Testbed::with_own_engine`], with more environment for daemons that are started from another host.
@@ -87,7 +99,13 @@ impl Testbed {
     /// # Errors
     /// As [`Testbed::new`].
     pub fn with_env(count: usize, prefix: Option<&Path>, env: &[(&str, &str)]) -> Result<Testbed> {
-        Testbed::make(&Wanted { count, prefix, keep: &[], own_engine: true, env })
+        Testbed::make(&Wanted {
+            count,
+            prefix,
+            keep: &[],
+            own_engine: true,
+            env,
+        })
     }
 
     fn make(wanted: &Wanted<'_>) -> Result<Testbed> {
@@ -108,7 +126,13 @@ impl Testbed {
     }
 
     fn fill(folder: &Path, wanted: &Wanted<'_>) -> Result<Testbed> {
-        let &Wanted { count, prefix, keep, own_engine, env } = wanted;
+        let &Wanted {
+            count,
+            prefix,
+            keep,
+            own_engine,
+            env,
+        } = wanted;
         let names: Vec<String> = (1..=count).map(|i| format!("h{i}")).collect();
         let home = home_of(folder, "root");
         fs::create_dir_all(home.join("pvm3/bin/LINUX64"))?;
@@ -142,7 +166,8 @@ impl Testbed {
         if let Some(real) = needs::engine() {
             kept.extend(real.parent().and_then(Path::parent).map(Path::to_path_buf));
         }
-        let mut kept: Vec<(PathBuf, PathBuf)> = kept.into_iter().map(|path| (path.clone(), path)).collect();
+        let mut kept: Vec<(PathBuf, PathBuf)> =
+            kept.into_iter().map(|path| (path.clone(), path)).collect();
         kept.extend(prefix.map(|prefix| (prefix.to_path_buf(), place_of(prefix))));
         let plan = |name: &str, remove_at_end| HostPlan {
             name: name.to_string(),
@@ -152,13 +177,30 @@ impl Testbed {
                 .to_vec(),
             remove_at_end,
         };
-        let desk = Host::start(folder, plan("desk", Some(folder.to_path_buf())), &home, inside.clone())?;
+        let desk = Host::start(
+            folder,
+            plan("desk", Some(folder.to_path_buf())),
+            &home,
+            inside.clone(),
+        )?;
         let mut hosts = Vec::new();
         for name in &names {
-            hosts.push(Host::start(folder, plan(name, None), &home, inside.clone())?);
+            hosts.push(Host::start(
+                folder,
+                plan(name, None),
+                &home,
+                inside.clone(),
+            )?);
         }
         let prefix = prefix.map(Path::to_path_buf);
-        let testbed = Testbed { folder: folder.to_path_buf(), engine, steps, prefix, desk, hosts };
+        let testbed = Testbed {
+            folder: folder.to_path_buf(),
+            engine,
+            steps,
+            prefix,
+            desk,
+            hosts,
+        };
         testbed.wire()?;
         for host in &testbed.hosts {
             ssh::daemon(host, folder)?;
@@ -171,7 +213,9 @@ impl Testbed {
     /// # Errors
     /// The kernel refuses.
     pub fn plug(&self, i: usize, on: bool) -> Result<()> {
-        self.desk.ip(&format!("link set p{i} {}", if on { "up" } else { "down" })).map(drop)
+        self.desk
+            .ip(&format!("link set p{i} {}", if on { "up" } else { "down" }))
+            .map(drop)
     }
 
     /// Has two hosts hear nothing of each other, or hear each other again. All others hear both.
@@ -182,7 +226,9 @@ impl Testbed {
         for (here, there) in [(i, j), (j, i)] {
             // Frames for the other one go to an address that nobody has.
             let line = if apart {
-                format!("neigh replace {NETWORK}.{there} lladdr 02:00:00:00:00:01 nud permanent dev eth0")
+                format!(
+                    "neigh replace {NETWORK}.{there} lladdr 02:00:00:00:00:01 nud permanent dev eth0"
+                )
             } else {
                 format!("neigh del {NETWORK}.{there} dev eth0")
             };
@@ -201,13 +247,22 @@ impl Testbed {
         fs::set_permissions(&disk, fs::Permissions::from_mode(0o1777))?;
         let mut line = format!("mount --bind {} /tmp", disk.display());
         // The testbed's own folder is below, and the programs may be; they stay where they were.
-        let kept = [Some(&self.folder), self.prefix.as_ref()].into_iter().flatten();
-        for (fd, (path, below)) in (3..).zip(kept.filter_map(|path| Some((path, path.strip_prefix("/tmp").ok()?)))) {
+        let kept = [Some(&self.folder), self.prefix.as_ref()]
+            .into_iter()
+            .flatten();
+        for (fd, (path, below)) in
+            (3..).zip(kept.filter_map(|path| Some((path, path.strip_prefix("/tmp").ok()?))))
+        {
             fs::create_dir_all(disk.join(below))?;
             let path = path.display();
-            line = format!("exec {fd}<{path} && {line} && mount --no-canonicalize --bind /proc/self/fd/{fd} {path}");
+            line = format!(
+                "exec {fd}<{path} && {line} && mount --no-canonicalize --bind /proc/self/fd/{fd} {path}"
+            );
         }
-        self.host(i).shell(&line, UP_TIME)?.expect_good("another /tmp").map(drop)
+        self.host(i)
+            .shell(&line, UP_TIME)?
+            .expect_good("another /tmp")
+            .map(drop)
     }
 
     fn wire(&self) -> Result<()> {
@@ -216,9 +271,15 @@ impl Testbed {
         desk(&format!("addr add {NETWORK}.254/24 dev br0"))?;
         desk("link set br0 up")?;
         for (i, host) in (1..).zip(&self.hosts) {
-            desk(&format!("link add p{i} type veth peer name eth0 netns {}", host.init))?;
+            desk(&format!(
+                "link add p{i} type veth peer name eth0 netns {}",
+                host.init
+            ))?;
             desk(&format!("link set p{i} master br0 up"))?;
-            for line in [format!("addr add {NETWORK}.{i}/24 dev eth0"), "link set eth0 up".to_string()] {
+            for line in [
+                format!("addr add {NETWORK}.{i}/24 dev eth0"),
+                "link set eth0 up".to_string(),
+            ] {
                 host.ip(&line)?;
             }
         }
@@ -301,17 +362,30 @@ impl Host {
                 _ => ready = true,
             }
             if let (Some(init), true) = (init, ready) {
-                return Ok(Host { name: plan.name, init, home: home.to_path_buf(), prefix, child, lifeline });
+                return Ok(Host {
+                    name: plan.name,
+                    init,
+                    home: home.to_path_buf(),
+                    prefix,
+                    child,
+                    lifeline,
+                });
             }
         }
         let _ = child.wait();
-        bail!("host {} did not come up: {}", plan.name, fs::read_to_string(own.join("host.log"))?.trim())
+        bail!(
+            "host {} did not come up: {}",
+            plan.name,
+            fs::read_to_string(own.join("host.log"))?.trim()
+        )
     }
 
     /// A command of the program `ip` in the host's network.
     fn ip(&self, line: &str) -> Result<Done> {
         let mut command = Command::new("nsenter");
-        command.args(["-t", &self.init.to_string(), "-n", "--", "ip"]).args(line.split(' '));
+        command
+            .args(["-t", &self.init.to_string(), "-n", "--", "ip"])
+            .args(line.split(' '));
         must(command, UP_TIME)
     }
 
@@ -336,17 +410,39 @@ impl Host {
     }
 
     /// A command in the host as an ordinary user: (name, uid, home).
-    pub fn command_as(&self, user: Option<(&str, u32, &Path)>, program: impl AsRef<Path>) -> Command {
+    pub fn command_as(
+        &self,
+        user: Option<(&str, u32, &Path)>,
+        program: impl AsRef<Path>,
+    ) -> Command {
         let mut command = Command::new("nsenter");
         command.args(["-t", &self.init.to_string(), "-n", "-u", "-p", "-m", "--"]);
         if let Some((_, uid, _)) = user {
             let uid = uid.to_string();
-            command.args(["setpriv", "--reuid", &uid, "--regid", &uid, "--clear-groups", "--inh-caps=-all", "--"]);
+            command.args([
+                "setpriv",
+                "--reuid",
+                &uid,
+                "--regid",
+                &uid,
+                "--clear-groups",
+                "--inh-caps=-all",
+                "--",
+            ]);
         }
-        let (name, home) = user.map_or(("root", self.home.as_path()), |(name, _, home)| (name, home));
+        let (name, home) = user.map_or(("root", self.home.as_path()), |(name, _, home)| {
+            (name, home)
+        });
         command.args(["env", "-C"]).arg(home).arg(program.as_ref());
-        command.env_clear().env("HOME", home).env("USER", name).env("LOGNAME", name).env("LANG", "C.UTF-8");
-        command.env("PATH", path_of(self.prefix.as_deref())).env("TERM", "dumb");
+        command
+            .env_clear()
+            .env("HOME", home)
+            .env("USER", name)
+            .env("LOGNAME", name)
+            .env("LANG", "C.UTF-8");
+        command
+            .env("PATH", path_of(self.prefix.as_deref()))
+            .env("TERM", "dumb");
         if let Some(prefix) = &self.prefix {
             command.env("LD_LIBRARY_PATH", prefix.join("lib"));
         }
@@ -373,10 +469,18 @@ impl Host {
 
     /// The processes of the host, its first one excepted: (number on the real machine, command line).
     pub fn processes(&self) -> Vec<(u32, String)> {
-        let Ok(own) = fs::read_link(format!("/proc/{}/ns/net", self.init)) else { return Vec::new() };
+        let Ok(own) = fs::read_link(format!("/proc/{}/ns/net", self.init)) else {
+            return Vec::new();
+        };
         let mut found = Vec::new();
         for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
-            let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+            let Some(pid) = entry
+                .file_name()
+                .to_str()
+                .and_then(|name| name.parse::<u32>().ok())
+            else {
+                continue;
+            };
             // The network, not the process-id namespace, because tasks have one of their own of the latter kind.
             let inside = fs::read_link(format!("/proc/{pid}/ns/net")).is_ok_and(|net| net == own);
             if inside && pid != self.init {
@@ -391,15 +495,30 @@ impl Host {
 
     /// Kills every process of the host but those that make it a host.
     pub fn kill_all(&self) {
-        self.kill_those(|line| !["sshd", "sempa-host"].iter().any(|word| line.contains(word)));
+        self.kill_those(|line| {
+            !["sshd", "sempa-host"]
+                .iter()
+                .any(|word| line.contains(word))
+        });
     }
 
     /// Kills the processes of the host whose command line is one of those.
     pub fn kill_those(&self, is_one: impl Fn(&str) -> bool) {
-        for (pid, line) in self.processes().into_iter().filter(|(_, line)| is_one(line)) {
-            let Ok(pid) = i32::try_from(pid) else { continue };
+        for (pid, line) in self
+            .processes()
+            .into_iter()
+            .filter(|(_, line)| is_one(line))
+        {
+            let Ok(pid) = i32::try_from(pid) else {
+                continue;
+            };
             // It may have ended by itself meanwhile.
-            if nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).is_ok() {
+            if nix::sys::signal::kill(
+                nix::unistd::Pid::from_raw(pid),
+                nix::sys::signal::Signal::SIGKILL,
+            )
+            .is_ok()
+            {
                 eprintln!("{}: killed {pid} {line}", self.name);
             }
         }
@@ -409,10 +528,15 @@ impl Host {
     pub fn files_left(&self, folder: &Path) -> Vec<PathBuf> {
         // criu.kdat is what CRIU notes about this kernel, whoever uses it.
         let ours = |path: &Path| {
-            ["/run/sshd", "/run/utmp", "/run/criu.kdat"].iter().any(|known| path == Path::new(known))
+            ["/run/sshd", "/run/utmp", "/run/criu.kdat"]
+                .iter()
+                .any(|known| path == Path::new(known))
                 || folder.starts_with(path)
                 || path.starts_with(folder)
-                || self.prefix.as_ref().is_some_and(|prefix| prefix.starts_with(path) || path.starts_with(prefix))
+                || self
+                    .prefix
+                    .as_ref()
+                    .is_some_and(|prefix| prefix.starts_with(path) || path.starts_with(prefix))
         };
         let mut left = Vec::new();
         for top in ["/tmp", "/run", "/dev/shm"] {
@@ -440,8 +564,14 @@ impl Drop for Host {
 
 /// Where the hosts see the installed programs: in the same place, unless ordinary users cannot get there.
 pub(crate) fn place_of(prefix: &Path) -> PathBuf {
-    let open = |folder: &Path| fs::metadata(folder).is_ok_and(|meta| meta.permissions().mode() & 0o005 == 0o005);
-    if prefix.ancestors().all(open) { prefix.to_path_buf() } else { PathBuf::from("/run/sempa-prefix") }
+    let open = |folder: &Path| {
+        fs::metadata(folder).is_ok_and(|meta| meta.permissions().mode() & 0o005 == 0o005)
+    };
+    if prefix.ancestors().all(open) {
+        prefix.to_path_buf()
+    } else {
+        PathBuf::from("/run/sempa-prefix")
+    }
 }
 
 /// The search path of commands in a host.
@@ -474,8 +604,13 @@ fn make_folder() -> Result<PathBuf> {
 fn remove_what_dead_ones_left() {
     for entry in fs::read_dir(TOP).into_iter().flatten().flatten() {
         let name = entry.file_name();
-        let owner = name.to_str().and_then(|name| name.strip_prefix(FOLDER)).and_then(|rest| rest.split('-').next());
-        let Some(owner) = owner.and_then(|pid| pid.parse::<u32>().ok()) else { continue };
+        let owner = name
+            .to_str()
+            .and_then(|name| name.strip_prefix(FOLDER))
+            .and_then(|rest| rest.split('-').next());
+        let Some(owner) = owner.and_then(|pid| pid.parse::<u32>().ok()) else {
+            continue;
+        };
         if !Path::new(&format!("/proc/{owner}")).exists() {
             let _ = fs::remove_dir_all(entry.path());
         }
@@ -496,13 +631,26 @@ fn accounts(folder: &Path, names: &[String]) -> Result<()> {
     fs::write(folder.join("hosts"), hosts)?;
     let others = |file: &str| -> Result<String> {
         let text = fs::read_to_string(file)?;
-        let kept = text.lines().filter(|line| !["root:", "alice:", "olga:"].iter().any(|user| line.starts_with(user)));
+        let kept = text.lines().filter(|line| {
+            !["root:", "alice:", "olga:"]
+                .iter()
+                .any(|user| line.starts_with(user))
+        });
         Ok(kept.map(|line| format!("{line}\n")).collect())
     };
-    let mut passwd = format!("root:x:0:0:root:{}:/bin/bash\n", home_of(folder, "root").display());
-    let (mut group, mut shadow) = ("root:x:0:\n".to_string(), "root:*:19000:0:99999:7:::\n".to_string());
+    let mut passwd = format!(
+        "root:x:0:0:root:{}:/bin/bash\n",
+        home_of(folder, "root").display()
+    );
+    let (mut group, mut shadow) = (
+        "root:x:0:\n".to_string(),
+        "root:*:19000:0:99999:7:::\n".to_string(),
+    );
     for (user, uid) in [("alice", ALICE_UID), ("olga", OLGA_UID)] {
-        passwd.push_str(&format!("{user}:x:{uid}:{uid}:{user}:{}:/bin/bash\n", home_of(folder, user).display()));
+        passwd.push_str(&format!(
+            "{user}:x:{uid}:{uid}:{user}:{}:/bin/bash\n",
+            home_of(folder, user).display()
+        ));
         group.push_str(&format!("{user}:x:{uid}:\n"));
         shadow.push_str(&format!("{user}:*:19000:0:99999:7:::\n"));
     }
@@ -518,10 +666,20 @@ fn accounts(folder: &Path, names: &[String]) -> Result<()> {
 /// # Panics
 /// It has none.
 pub fn left(host: &Host) -> u64 {
-    let done = host.shell("grep eth0 /proc/net/dev", UP_TIME).and_then(|done| done.expect_good("grep"));
+    let done = host
+        .shell("grep eth0 /proc/net/dev", UP_TIME)
+        .and_then(|done| done.expect_good("grep"));
     let done = done.expect("a network");
-    let numbers = done.out.split_once(':').map(|(_, numbers)| numbers.to_string()).expect("a device and its numbers");
-    numbers.split_whitespace().nth(8).and_then(|number| number.parse().ok()).expect("the ninth is what was sent")
+    let numbers = done
+        .out
+        .split_once(':')
+        .map(|(_, numbers)| numbers.to_string())
+        .expect("a device and its numbers");
+    numbers
+        .split_whitespace()
+        .nth(8)
+        .and_then(|number| number.parse().ok())
+        .expect("the ninth is what was sent")
 }
 
 /// Waits until a host has no process whose command line holds `word`.
@@ -536,6 +694,10 @@ pub fn gone(host: &Host, word: &str, deadline: Duration) -> Result<()> {
             .map(|(pid, line)| format!("{pid} {line}"))
             .filter(|line| line.contains(word))
             .collect();
-        if left.is_empty() { Ok(()) } else { Err(format!("{} still has: {}", host.name(), left.join("; "))) }
+        if left.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("{} still has: {}", host.name(), left.join("; ")))
+        }
     })
 }

@@ -24,7 +24,13 @@ pub struct School {
 }
 
 /// The school of the demo: with [`PATIENCE`], half a minute to a minute of search on two cores.
-pub const SCHOOL: School = School { classes: 14, teachers: 18, days: 5, lessons: 7, at_once: 10 };
+pub const SCHOOL: School = School {
+    classes: 14,
+    teachers: 18,
+    days: 5,
+    lessons: 7,
+    at_once: 10,
+};
 /// tablix2's `finish`: populations without improvement after which a kernel stops.
 pub const PATIENCE: &str = "finish=1300";
 
@@ -44,25 +50,40 @@ pub fn problem(school: School, seed: u64) -> String {
          <info><title>Timetable</title><address>Any town</address><author>Sempa demo</author></info>\n<modules>\n",
     );
     for module in ["sametime", "timeplace"] {
-        line(&mut xml, &format!("<module name=\"{module}\" weight=\"60\" mandatory=\"yes\"/>"));
+        line(
+            &mut xml,
+            &format!("<module name=\"{module}\" weight=\"60\" mandatory=\"yes\"/>"),
+        );
     }
     for module in ["holes", "freemorning"] {
         let wish = "<option name=\"resourcetype\">class</option></module>";
-        line(&mut xml, &format!("<module name=\"{module}\" weight=\"1\" mandatory=\"no\">{wish}"));
+        line(
+            &mut xml,
+            &format!("<module name=\"{module}\" weight=\"1\" mandatory=\"no\">{wish}"),
+        );
     }
     line(&mut xml, "</modules>\n<resources>\n<constant>");
     resources(&mut xml, "teacher", school.teachers);
     resources(&mut xml, "class", school.classes);
     line(&mut xml, "</constant>\n<variable>");
-    let matrix = format!("<matrix width=\"{}\" height=\"{}\"/>", school.days, school.lessons);
-    line(&mut xml, &format!("<resourcetype type=\"time\">{matrix}</resourcetype>"));
+    let matrix = format!(
+        "<matrix width=\"{}\" height=\"{}\"/>",
+        school.days, school.lessons
+    );
+    line(
+        &mut xml,
+        &format!("<resourcetype type=\"time\">{matrix}</resourcetype>"),
+    );
     resources(&mut xml, "room", school.classes);
     line(&mut xml, "</variable>\n</resources>\n<events>");
     for ((class, teacher), repeats) in events {
         let who = format!(
             "<resource type=\"teacher\" name=\"teacher{teacher}\"/><resource type=\"class\" name=\"class{class}\"/>"
         );
-        line(&mut xml, &format!("<event name=\"lesson{class}-{teacher}\" repeats=\"{repeats}\">{who}</event>"));
+        line(
+            &mut xml,
+            &format!("<event name=\"lesson{class}-{teacher}\" repeats=\"{repeats}\">{who}</event>"),
+        );
     }
     xml.push_str("</events>\n</ttm>\n");
     xml
@@ -74,8 +95,13 @@ fn line(xml: &mut String, text: &str) {
 }
 
 fn resources(xml: &mut String, kind: &str, count: usize) {
-    let names: String = (0..count).map(|i| format!("<resource name=\"{kind}{i}\"/>")).collect();
-    line(xml, &format!("<resourcetype type=\"{kind}\">{names}</resourcetype>"));
+    let names: String = (0..count)
+        .map(|i| format!("<resource name=\"{kind}{i}\"/>"))
+        .collect();
+    line(
+        xml,
+        &format!("<resourcetype type=\"{kind}\">{names}</resourcetype>"),
+    );
 }
 
 /// What a solution says of itself, checked.
@@ -93,14 +119,28 @@ pub struct Solution {
 /// # Errors
 /// It is not such a file, or something mandatory is violated; the sentence says what.
 pub fn check(csv: &str) -> Result<Solution> {
-    let mut rows = csv.lines().map(|line| line.split(',').map(|field| field.trim_matches('"')).collect::<Vec<_>>());
-    let fitness = rows.by_ref().find(|row| row[0] == "Fitness").context("no fitness in the result")?;
-    let fitness = fitness.get(1).context("no fitness in the result")?.parse()?;
-    rows.by_ref().find(|row| row[0] == "Event name").context("no lessons in the result")?;
+    let mut rows = csv.lines().map(|line| {
+        line.split(',')
+            .map(|field| field.trim_matches('"'))
+            .collect::<Vec<_>>()
+    });
+    let fitness = rows
+        .by_ref()
+        .find(|row| row[0] == "Fitness")
+        .context("no fitness in the result")?;
+    let fitness = fitness
+        .get(1)
+        .context("no fitness in the result")?
+        .parse()?;
+    rows.by_ref()
+        .find(|row| row[0] == "Event name")
+        .context("no lessons in the result")?;
     let mut taken = HashSet::new();
     let mut lessons = 0;
     for row in rows.filter(|row| row.len() > 1) {
-        let [name, teacher, class, time, room] = row[..] else { bail!("not a lesson: {row:?}") };
+        let [name, teacher, class, time, room] = row[..] else {
+            bail!("not a lesson: {row:?}")
+        };
         for who in [teacher, class, room] {
             if !taken.insert((time.to_string(), who.to_string())) {
                 bail!("{who} is needed twice at time {time} ({name})");
@@ -118,8 +158,13 @@ mod tests {
     #[test]
     fn a_problem_holds_every_lesson_of_the_table_it_was_made_from() {
         let xml = problem(SCHOOL, 1);
-        let repeats = xml.split("repeats=\"").skip(1).map(|rest| rest.split('"').next().expect("closed"));
-        let lessons: usize = repeats.map(|number| number.parse::<usize>().expect("a number")).sum();
+        let repeats = xml
+            .split("repeats=\"")
+            .skip(1)
+            .map(|rest| rest.split('"').next().expect("closed"));
+        let lessons: usize = repeats
+            .map(|number| number.parse::<usize>().expect("a number"))
+            .sum();
         assert_eq!(lessons, 5 * 7 * 10);
         assert_eq!(xml, problem(SCHOOL, 1));
         assert_ne!(xml, problem(SCHOOL, 2));
@@ -128,8 +173,16 @@ mod tests {
     #[test]
     fn a_table_that_uses_somebody_twice_is_no_solution() {
         let head = "\"Title\",\"x\"\n\"Fitness\",18\n\"Event name\",\"teacher\",\"class\",\"time\",\"room\"\n";
-        let good = format!("{head}\"a\",\"t0\",\"c0\",\"0 2\",\"r1\"\n\"b\",\"t1\",\"c1\",\"0 2\",\"r2\"\n");
-        assert_eq!(check(&good).expect("good"), Solution { fitness: 18, lessons: 2 });
+        let good = format!(
+            "{head}\"a\",\"t0\",\"c0\",\"0 2\",\"r1\"\n\"b\",\"t1\",\"c1\",\"0 2\",\"r2\"\n"
+        );
+        assert_eq!(
+            check(&good).expect("good"),
+            Solution {
+                fitness: 18,
+                lessons: 2
+            }
+        );
         let bad = format!("{good}\"c\",\"t0\",\"c2\",\"0 2\",\"r3\"\n");
         assert!(check(&bad).expect_err("twice").to_string().contains("t0"));
         assert!(check("").is_err());

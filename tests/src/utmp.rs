@@ -27,7 +27,10 @@ pub struct Record {
 /// The file cannot be read.
 pub fn logins(host: &Host) -> Result<Vec<Record>> {
     let bytes = std::fs::read(host.path("/run/utmp")).context("utmp of the host")?;
-    Ok(bytes.chunks_exact(RECORD_BYTES).filter_map(record).collect())
+    Ok(bytes
+        .chunks_exact(RECORD_BYTES)
+        .filter_map(record)
+        .collect())
 }
 
 fn record(bytes: &[u8]) -> Option<Record> {
@@ -36,7 +39,8 @@ fn record(bytes: &[u8]) -> Option<Record> {
         let end = field.iter().position(|byte| *byte == 0).unwrap_or(len);
         String::from_utf8_lossy(&field[..end]).into_owned()
     };
-    let int = |at: usize| i32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+    let int =
+        |at: usize| i32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
     if i16::from_ne_bytes([bytes[0], bytes[1]]) != USER_PROCESS {
         return None;
     }

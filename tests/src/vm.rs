@@ -38,7 +38,9 @@ fn newest_of(events: &[Entry]) -> String {
     };
     let asking: BTreeSet<Tid> = events.iter().filter_map(asking).collect();
     let asks = |entry: &&Entry| match &entry.kind {
-        EventKind::TaskStarted { tid, .. } | EventKind::TaskEnded { tid, .. } => asking.contains(tid),
+        EventKind::TaskStarted { tid, .. } | EventKind::TaskEnded { tid, .. } => {
+            asking.contains(tid)
+        }
         _ => false,
     };
     let others: Vec<&Entry> = events.iter().filter(|entry| !asks(entry)).collect();
@@ -46,7 +48,10 @@ fn newest_of(events: &[Entry]) -> String {
         let host = entry.host.as_deref().unwrap_or("?");
         format!("{:.3} {host} {}", entry.at_us as f64 / 1e6, entry.text)
     };
-    let lines: Vec<String> = others[others.len().saturating_sub(EVENTS_SHOWN)..].iter().map(line).collect();
+    let lines: Vec<String> = others[others.len().saturating_sub(EVENTS_SHOWN)..]
+        .iter()
+        .map(line)
+        .collect();
     lines.join("\n")
 }
 
@@ -131,9 +136,16 @@ impl<'a> Vm<'a> {
     /// The console's own words.
     pub fn start(bed: &'a Testbed, settings: Settings) -> Result<Vm<'a>> {
         let with_rm = settings.rm.is_some();
-        let prefix = bed.prefix().context("the testbed was made without installed programs")?;
-        let vm = Vm { bed, prefix: crate::testbed::place_of(prefix), settings };
-        vm.pvm(&["start"])?.expect_good("starting the virtual machine")?;
+        let prefix = bed
+            .prefix()
+            .context("the testbed was made without installed programs")?;
+        let vm = Vm {
+            bed,
+            prefix: crate::testbed::place_of(prefix),
+            settings,
+        };
+        vm.pvm(&["start"])?
+            .expect_good("starting the virtual machine")?;
         if with_rm {
             vm.event(COMMAND_TIME, "a registered resource manager", |entry| {
                 matches!(entry.kind, EventKind::RmRegistered { .. })
@@ -149,7 +161,11 @@ impl<'a> Vm<'a> {
 
     /// The home folder of its user, the same on all hosts.
     pub fn home(&self) -> PathBuf {
-        let user = if self.settings.as_alice { "alice" } else { "root" };
+        let user = if self.settings.as_alice {
+            "alice"
+        } else {
+            "root"
+        };
         home_of(self.bed.folder(), user)
     }
 
@@ -201,9 +217,13 @@ impl<'a> Vm<'a> {
     /// It failed, or printed something else.
     pub fn json(&self, words: &[&str]) -> Result<Vec<Value>> {
         let words = [&["--json"], words].concat();
-        let done = self.pvm(&words)?.expect_good(&format!("pvm {}", words.join(" ")))?;
+        let done = self
+            .pvm(&words)?
+            .expect_good(&format!("pvm {}", words.join(" ")))?;
         let lines = done.out.lines().filter(|line| !line.trim().is_empty());
-        lines.map(|line| serde_json::from_str(line).with_context(|| format!("not JSON: {line}"))).collect()
+        lines
+            .map(|line| serde_json::from_str(line).with_context(|| format!("not JSON: {line}")))
+            .collect()
     }
 
     /// Adds hosts by name, all in one command.
@@ -222,8 +242,15 @@ impl<'a> Vm<'a> {
     /// The console fails.
     pub fn hosts(&self) -> Result<Vec<String>> {
         let values = self.json(&["conf"])?;
-        let hosts = values.last().and_then(|value| value["hosts"].as_array()).context("conf prints hosts")?;
-        Ok(hosts.iter().filter_map(|host| host["name"].as_str()).map(str::to_string).collect())
+        let hosts = values
+            .last()
+            .and_then(|value| value["hosts"].as_array())
+            .context("conf prints hosts")?;
+        Ok(hosts
+            .iter()
+            .filter_map(|host| host["name"].as_str())
+            .map(str::to_string)
+            .collect())
     }
 
     /// Adds those of these hosts that are not there.
@@ -234,7 +261,9 @@ impl<'a> Vm<'a> {
         eventually(TAKE_IN_TIME, || {
             let here = self.hosts().map_err(|error| error.to_string())?;
             let names = hosts.iter().map(Host::name);
-            let missing: Vec<&str> = names.filter(|name| !here.iter().any(|host| host == name)).collect();
+            let missing: Vec<&str> = names
+                .filter(|name| !here.iter().any(|host| host == name))
+                .collect();
             if missing.is_empty() {
                 return Ok(());
             }
@@ -252,7 +281,10 @@ impl<'a> Vm<'a> {
         struct Answer {
             tasks: Vec<Task>,
         }
-        let answer = self.json(&["ps", "-a"])?.pop().context("ps prints one value")?;
+        let answer = self
+            .json(&["ps", "-a"])?
+            .pop()
+            .context("ps prints one value")?;
         Ok(serde_json::from_value::<Answer>(answer)?.tasks)
     }
 
@@ -270,20 +302,33 @@ impl<'a> Vm<'a> {
     /// The console fails.
     pub fn events_from(&self, number: u64) -> Result<Vec<Entry>> {
         let values = self.json(&["events", "--from", &number.to_string()])?;
-        values.into_iter().map(|value| Ok(serde_json::from_value(value)?)).collect()
+        values
+            .into_iter()
+            .map(|value| Ok(serde_json::from_value(value)?))
+            .collect()
     }
 
     /// Waits for an event.
     ///
     /// # Errors
     /// It does not come; the sentence holds the last events.
-    pub fn event(&self, deadline: Duration, what: &str, is_it: impl Fn(&Entry) -> bool) -> Result<Entry> {
+    pub fn event(
+        &self,
+        deadline: Duration,
+        what: &str,
+        is_it: impl Fn(&Entry) -> bool,
+    ) -> Result<Entry> {
         eventually(deadline, || {
             let events = self.events().map_err(|error| error.to_string())?;
             if let Some(entry) = events.iter().find(|entry| is_it(entry)) {
                 return Ok(entry.clone());
             }
-            let last: Vec<&str> = events.iter().rev().take(8).map(|entry| entry.text.as_str()).collect();
+            let last: Vec<&str> = events
+                .iter()
+                .rev()
+                .take(8)
+                .map(|entry| entry.text.as_str())
+                .collect();
             Err(format!("no {what}; newest events: {}", last.join(" | ")))
         })
     }
@@ -306,11 +351,19 @@ impl<'a> Vm<'a> {
         let mut all = vec!["spawn"];
         all.extend(words);
         let answer = self.json(&all)?.pop().context("spawn prints one value")?;
-        let Some(tid) = answer["results"][0]["tid"].as_str() else { bail!("spawn {}: {answer}", words.join(" ")) };
+        let Some(tid) = answer["results"][0]["tid"].as_str() else {
+            bail!("spawn {}: {answer}", words.join(" "))
+        };
         eventually(COMMAND_TIME, || {
             let tasks = self.tasks().map_err(|error| format!("{error:#}"))?;
-            let connected = tasks.iter().any(|task| task.tid == tid && task.flags & TASK_CONNECTED != 0);
-            if connected { Ok(tid.to_string()) } else { Err(format!("{tid} does not connect: {tasks:?}")) }
+            let connected = tasks
+                .iter()
+                .any(|task| task.tid == tid && task.flags & TASK_CONNECTED != 0);
+            if connected {
+                Ok(tid.to_string())
+            } else {
+                Err(format!("{tid} does not connect: {tasks:?}"))
+            }
         })
     }
 
@@ -373,8 +426,13 @@ impl<'a> Vm<'a> {
     /// There is no such task.
     pub fn host_of(&self, tid: &str) -> Result<String> {
         let tasks = self.tasks()?;
-        let task = tasks.iter().find(|task| task.tid == tid).with_context(|| format!("no task {tid}: {tasks:?}"))?;
-        task.host.clone().with_context(|| format!("{tid} runs on no known host"))
+        let task = tasks
+            .iter()
+            .find(|task| task.tid == tid)
+            .with_context(|| format!("no task {tid}: {tasks:?}"))?;
+        task.host
+            .clone()
+            .with_context(|| format!("{tid} runs on no known host"))
     }
 
     /// Compiles a C program of the tests and puts it where spawn looks.
@@ -382,7 +440,10 @@ impl<'a> Vm<'a> {
     /// # Errors
     /// gcc's words.
     pub fn program(&self, name: &str) -> Result<PathBuf> {
-        let prefix = self.bed.prefix().context("the testbed was made without installed programs")?;
+        let prefix = self
+            .bed
+            .prefix()
+            .context("the testbed was made without installed programs")?;
         programs::compile(name, prefix, &self.home().join("pvm3/bin/LINUX64"))
     }
 
@@ -394,7 +455,10 @@ impl<'a> Vm<'a> {
         let mut command = self.command(self.bed.host(1), self.home().join("pvm3/bin/LINUX64/busy"));
         command.args(["ask", tid]);
         let done = must(command, COMMAND_TIME)?;
-        ensure!(done.out.contains("now "), "{tid} says something else: {done:?}");
+        ensure!(
+            done.out.contains("now "),
+            "{tid} says something else: {done:?}"
+        );
         let gap = |line: &str| {
             let mut words = line.strip_prefix("gap ")?.split(' ');
             Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?))
@@ -406,12 +470,18 @@ impl<'a> Vm<'a> {
     pub fn logs(&self) -> String {
         let uid = if self.settings.as_alice { ALICE_UID } else { 0 };
         let place = format!("/tmp/sempa-{uid}/pvm/pvml");
-        let newest = self.events().map_or_else(|error| format!("{error:#}"), |events| newest_of(&events));
+        let newest = self
+            .events()
+            .map_or_else(|error| format!("{error:#}"), |events| newest_of(&events));
         let mut all = format!("--- newest events ---\n{newest}\n");
         for host in self.bed.hosts() {
-            let bytes = std::fs::read(host.path(&place)).unwrap_or_else(|error| error.to_string().into_bytes());
+            let bytes = std::fs::read(host.path(&place))
+                .unwrap_or_else(|error| error.to_string().into_bytes());
             let text = String::from_utf8_lossy(&bytes);
-            let lines: Vec<&str> = text.lines().filter(|line| !line.ends_with(" (pvm)")).collect();
+            let lines: Vec<&str> = text
+                .lines()
+                .filter(|line| !line.ends_with(" (pvm)"))
+                .collect();
             let newest = lines[lines.len().saturating_sub(LOG_LINES_SHOWN)..].join("\n");
             all.push_str(&format!("--- log of {} ---\n{newest}\n", host.name()));
         }

@@ -50,14 +50,22 @@ impl Witnesses {
         let program = vm.program("witness")?;
         // Each virtual machine of a testbed has a folder of its own.
         let mut folders = (1..).map(|number| vm.bed().folder().join(format!("witnesses-{number}")));
-        let folder = folders.find(|folder| !folder.exists()).context("a free name")?;
+        let folder = folders
+            .find(|folder| !folder.exists())
+            .context("a free name")?;
         fs::create_dir_all(&folder)?;
         let name = program.display().to_string();
         let mut command = vm.command(vm.bed().host(host), program);
         command.args(direct.then_some("direct"));
         let mut director = Running::start(command, Stdio::piped())?;
         let words = director.take_stdin().context("its input is piped")?;
-        Ok(Witnesses { direct, director, words, folder, program: name })
+        Ok(Witnesses {
+            direct,
+            director,
+            words,
+            folder,
+            program: name,
+        })
     }
 
     fn say(&mut self, line: &str) -> Result<()> {
@@ -66,10 +74,18 @@ impl Witnesses {
 
     /// What the director has said that begins so, the newest first.
     fn said(&self, begin: &str) -> Result<Vec<String>, String> {
-        let out = self.director.out_so_far().map_err(|error| error.to_string())?;
+        let out = self
+            .director
+            .out_so_far()
+            .map_err(|error| error.to_string())?;
         // The last line may be on its way.
         let whole = out.rsplit_once('\n').map_or("", |(whole, _)| whole);
-        Ok(whole.lines().rev().filter_map(|line| line.strip_prefix(begin)).map(str::to_string).collect())
+        Ok(whole
+            .lines()
+            .rev()
+            .filter_map(|line| line.strip_prefix(begin))
+            .map(str::to_string)
+            .collect())
     }
 
     /// Spawns one for each (host, name), and waits until all talk. Their tids, in this order.
@@ -86,7 +102,10 @@ impl Witnesses {
                 if let Some(code) = self.said(&format!("refused {name} "))?.pop() {
                     return Ok(Err(code));
                 }
-                self.said(&format!("witness {name} "))?.pop().map(Ok).ok_or(format!("no {name} on {host}"))
+                self.said(&format!("witness {name} "))?
+                    .pop()
+                    .map(Ok)
+                    .ok_or(format!("no {name} on {host}"))
             })?;
             tids.push(tid.map_err(|code| anyhow::anyhow!("{name} on {host}: {code}"))?);
         }
@@ -109,11 +128,20 @@ impl Witnesses {
         self.say(&format!("ask {tid}"))?;
         let line = eventually(SOON, || {
             let said = self.said(&begin)?;
-            if said.len() > before { Ok(said[0].clone()) } else { Err("the director does not answer".to_string()) }
+            if said.len() > before {
+                Ok(said[0].clone())
+            } else {
+                Err("the director does not answer".to_string())
+            }
         })?;
         let words: Vec<&str> = line.split(' ').collect();
-        let ["got", got, "bad", bad, "theirs", theirs] = words[..] else { bail!("{line}") };
-        Ok(Account { got: got.parse()?, faults: bad.parse::<u64>()? + theirs.parse::<u64>()? })
+        let ["got", got, "bad", bad, "theirs", theirs] = words[..] else {
+            bail!("{line}")
+        };
+        Ok(Account {
+            got: got.parse()?,
+            faults: bad.parse::<u64>()? + theirs.parse::<u64>()?,
+        })
     }
 
     /// Waits until a task has sent some more messages, each of which had an answer to the one before it.
@@ -126,7 +154,11 @@ impl Witnesses {
         let begin = self.account(tid)?;
         eventually(SOON, || {
             let now = self.account(tid).map_err(|error| error.to_string())?;
-            if now.got >= begin.got + SOME { Ok(()) } else { Err(format!("{tid} is silent: {begin:?}, {now:?}")) }
+            if now.got >= begin.got + SOME {
+                Ok(())
+            } else {
+                Err(format!("{tid} is silent: {begin:?}, {now:?}"))
+            }
         })?;
         let account = self.account(tid)?;
         ensure!(account.faults == 0, "{tid}: {account:?}");
@@ -140,7 +172,11 @@ impl Witnesses {
     pub fn has_route(&self, tid: &str, count: usize) -> Result<()> {
         eventually(SOON, || {
             let had = self.said("route ")?.iter().filter(|of| *of == tid).count();
-            if had >= count { Ok(()) } else { Err(format!("{had} routes to {tid}")) }
+            if had >= count {
+                Ok(())
+            } else {
+                Err(format!("{had} routes to {tid}"))
+            }
         })
     }
 
@@ -158,7 +194,13 @@ impl Witnesses {
     /// It does not.
     pub fn stop(&mut self, tid: &str) -> Result<()> {
         self.say(&format!("stop {tid}"))?;
-        eventually(SOON, || if self.has_gone(tid)? { Ok(()) } else { Err(format!("{tid} does not end")) })
+        eventually(SOON, || {
+            if self.has_gone(tid)? {
+                Ok(())
+            } else {
+                Err(format!("{tid} does not end"))
+            }
+        })
     }
 
     /// The lines that a task has written are 0, 1, 2, …: at no time two of it were running. The next number.
@@ -170,7 +212,11 @@ impl Witnesses {
         let lines: Vec<&str> = text.lines().collect();
         for (number, line) in lines.iter().enumerate() {
             let around = || &lines[number.saturating_sub(3)..lines.len().min(number + 4)];
-            ensure!(*line == number.to_string(), "{name}, line {number}: {:?}", around());
+            ensure!(
+                *line == number.to_string(),
+                "{name}, line {number}: {:?}",
+                around()
+            );
         }
         Ok(lines.len())
     }

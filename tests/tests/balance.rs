@@ -22,41 +22,69 @@ fn hosts(shares: &[f64]) -> Option<Unequal> {
         return None;
     }
     Some(
-        prefix().and_then(|prefix| Unequal::new(&prefix, shares)).unwrap_or_else(|error| panic!("no hosts: {error:#}")),
+        prefix()
+            .and_then(|prefix| Unequal::new(&prefix, shares))
+            .unwrap_or_else(|error| panic!("no hosts: {error:#}")),
     )
 }
 
 /// So many units are so many seconds of a processor, about.
 fn units(unit: f64, seconds: &[f64]) -> Vec<u32> {
-    seconds.iter().map(|seconds| ((seconds / unit) as u32).max(1)).collect()
+    seconds
+        .iter()
+        .map(|seconds| ((seconds / unit) as u32).max(1))
+        .collect()
 }
 
 fn tids(farm: &Running, count: usize) -> Vec<String> {
-    let look =
-        || spawned(&farm.out_so_far().map_err(|error| error.to_string())?, count).ok_or("not all are spawned".into());
+    let look = || {
+        spawned(
+            &farm.out_so_far().map_err(|error| error.to_string())?,
+            count,
+        )
+        .ok_or("not all are spawned".into())
+    };
     eventually(SOON, look).expect("tasks are spawned")
 }
 
 /// Waits for the end of the farm: each task has done its work rightly, once.
 fn reap(vm: &Vm, farm: Running, count: usize) -> Harvest {
-    let done = farm.finish(BY_AND_BY).and_then(|done| done.expect_good("the farm"));
+    let done = farm
+        .finish(BY_AND_BY)
+        .and_then(|done| done.expect_good("the farm"));
     let harvest = done.and_then(|done| Harvest::read(&done.out)).sure(vm);
-    assert!(harvest.tasks.len() == count && harvest.tasks.iter().all(|task| task.right), "{harvest:?}");
+    assert!(
+        harvest.tasks.len() == count && harvest.tasks.iter().all(|task| task.right),
+        "{harvest:?}"
+    );
     harvest
 }
 
 /// Moves for the sake of the load: their tasks and the hosts they went to.
 fn shifts(vm: &Vm) -> Vec<(String, u16)> {
     let of_load = |entry: Entry| match entry.kind {
-        EventKind::Moved { tid, to, cause: Cause::Load { .. }, .. } => Some((tid.to_string(), to.index())),
+        EventKind::Moved {
+            tid,
+            to,
+            cause: Cause::Load { .. },
+            ..
+        } => Some((tid.to_string(), to.index())),
         _ => None,
     };
-    vm.events().expect("the log").into_iter().filter_map(of_load).collect()
+    vm.events()
+        .expect("the log")
+        .into_iter()
+        .filter_map(of_load)
+        .collect()
 }
 
 /// Gain and cost of each move for the load of a task that was decided, in microseconds.
 fn predicted(vm: &Vm, tid: &str) -> Vec<(u64, u64)> {
-    let answer = vm.json(&["why", tid]).expect("an answer").pop().expect("one value");
+    let answer = vm
+        .json(&["why", tid])
+        .expect("an answer")
+        .pop()
+        .expect("one value");
     let decisions = answer["decisions"].as_array().cloned().unwrap_or_default();
     let go = |decision: &Value| {
         let expected = &decision["decided"]["Go"]["expected"];
@@ -67,24 +95,48 @@ fn predicted(vm: &Vm, tid: &str) -> Vec<(u64, u64)> {
 
 #[test]
 fn a_task_on_a_slow_host_goes_to_one_that_is_done_and_a_balanced_farm_is_left_alone() {
-    let Some(hosts) = hosts(&[0.5, 0.1, 0.5]) else { return };
+    let Some(hosts) = hosts(&[0.5, 0.1, 0.5]) else {
+        return;
+    };
     let vm = hosts.start().expect("a virtual machine");
     // In turn, because there is no resource manager yet: one on the slow h2, a short one on h3, a long one on h1.
     let units = units(hosts.unit().expect("gcc"), &[12.0, 1.0, 20.0]);
     let farm = hosts.farm(&vm, None, &units).expect("it starts");
     let tids = tids(&farm, 3);
-    let places: Vec<String> = tids.iter().map(|tid| vm.host_of(tid).expect("it runs")).collect();
+    let places: Vec<String> = tids
+        .iter()
+        .map(|tid| vm.host_of(tid).expect("it runs"))
+        .collect();
     assert_eq!(places[0], "h2", "{places:?}");
     let manager = hosts.manage(&vm).expect("a resource manager");
 
     let slow = format!("labour {}", units[0]);
     let arrived = || {
-        let on = |i: &usize| hosts.bed().host(*i).processes().into_iter().find(|(_, line)| line.ends_with(&slow));
-        [1, 3].iter().find_map(|i| Some((*i, on(i)?.0))).ok_or_else(|| "nobody has left h2".to_string())
+        let on = |i: &usize| {
+            hosts
+                .bed()
+                .host(*i)
+                .processes()
+                .into_iter()
+                .find(|(_, line)| line.ends_with(&slow))
+        };
+        [1, 3]
+            .iter()
+            .find_map(|i| Some((*i, on(i)?.0)))
+            .ok_or_else(|| "nobody has left h2".to_string())
     };
     let (to, pid) = eventually(BY_AND_BY, arrived).sure(&vm);
-    let limited = || hosts.group(to).holds(pid).map_err(|error| error.to_string());
-    assert_eq!(limited(), Ok(true), "the limit of its new host counts for it");
+    let limited = || {
+        hosts
+            .group(to)
+            .holds(pid)
+            .map_err(|error| error.to_string())
+    };
+    assert_eq!(
+        limited(),
+        Ok(true),
+        "the limit of its new host counts for it"
+    );
     reap(&vm, farm, 3);
 
     let moved = shifts(&vm);
@@ -92,7 +144,10 @@ fn a_task_on_a_slow_host_goes_to_one_that_is_done_and_a_balanced_farm_is_left_al
     let whole = [(tids[0].clone(), u16::try_from(to).expect("a host"))];
     assert_eq!(moved, whole, "{}", vm.logs());
     let expected = predicted(&vm, &tids[0]);
-    assert!(expected.iter().all(|(gain, cost)| gain > cost && *cost > 0) && !expected.is_empty(), "{expected:?}");
+    assert!(
+        expected.iter().all(|(gain, cost)| gain > cost && *cost > 0) && !expected.is_empty(),
+        "{expected:?}"
+    );
     vm.halt().expect("it ends");
     drop(manager);
 }

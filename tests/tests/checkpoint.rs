@@ -20,15 +20,29 @@ fn pvm(vm: &Vm, words: &[&str]) -> Done {
 fn checkpoint(vm: &Vm, words: &[&str]) -> String {
     let all = [&["checkpoint"], words].concat();
     let values = vm.json(&all).sure(vm);
-    assert_eq!(values[0]["tasks"].as_array().map(Vec::len), Some(WORKERS + 1), "{values:?}");
+    assert_eq!(
+        values[0]["tasks"].as_array().map(Vec::len),
+        Some(WORKERS + 1),
+        "{values:?}"
+    );
     values[0]["set"].as_str().expect("a name").to_string()
 }
 
 /// All files below a folder.
 fn files(folder: &Path) -> Vec<PathBuf> {
-    let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
+    let Ok(entries) = std::fs::read_dir(folder) else {
+        return Vec::new();
+    };
     let paths = entries.flatten().map(|entry| entry.path());
-    paths.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
+    paths
+        .flat_map(|path| {
+            if path.is_dir() {
+                files(&path)
+            } else {
+                vec![path]
+            }
+        })
+        .collect()
 }
 
 #[test]
@@ -43,15 +57,25 @@ fn a_job_goes_on_in_a_new_virtual_machine_when_the_whole_old_one_is_gone() {
     let set = checkpoint(&vm, &[&job.tid]);
     assert_ne!(first, set);
     let listed = pvm(&vm, &["checkpoints"]);
-    assert!(listed.out.contains(&first) && listed.out.contains(&set), "{listed:?}");
+    assert!(
+        listed.out.contains(&first) && listed.out.contains(&set),
+        "{listed:?}"
+    );
     let alive = pvm(&vm, &["restart", &set]);
-    assert!(!alive.good() && alive.err.contains("are alive"), "{alive:?}");
+    assert!(
+        !alive.good() && alive.err.contains("are alive"),
+        "{alive:?}"
+    );
     job.go_on(&vm, 15);
     let ended = vm.json(&["checkpoint", "--end", &job.tid]).sure(&vm);
     assert_ne!(ended[0]["set"].as_str(), Some(&*set), "{ended:?}");
     let gone = eventually(LONG, || {
         let left = vm.tasks().map_err(|error| error.to_string())?;
-        if left.iter().any(|task| task.name == "ring_job") { Err(format!("{left:?}")) } else { Ok(()) }
+        if left.iter().any(|task| task.name == "ring_job") {
+            Err(format!("{left:?}"))
+        } else {
+            Ok(())
+        }
     });
     gone.sure(&vm);
     vm.halt().expect("halts");
@@ -59,10 +83,16 @@ fn a_job_goes_on_in_a_new_virtual_machine_when_the_whole_old_one_is_gone() {
     let vm = Vm::start(&bed, Settings::default()).expect("another virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     let unknown = pvm(&vm, &["restart", "t40001-20000101T000000-1"]);
-    assert!(!unknown.good() && unknown.err.contains("was not started"), "{unknown:?}");
+    assert!(
+        !unknown.good() && unknown.err.contains("was not started"),
+        "{unknown:?}"
+    );
     let again = pvm(&vm, &["restart", &set, "--on", "h1,h3"]);
     assert!(again.good(), "{again:?}\n{}", vm.logs());
-    assert!(again.out.contains(&format!("{} runs on h", job.tid)) && !again.out.contains("h2"), "{again:?}");
+    assert!(
+        again.out.contains(&format!("{} runs on h", job.tid)) && !again.out.contains("h2"),
+        "{again:?}"
+    );
     vm.must_migrate(&job.tid, "h2");
     job.finish(&vm);
     vm.halt().expect("halts");
@@ -77,11 +107,29 @@ fn checkpoints_are_removed_as_somebody_wants_and_what_a_job_that_has_ended_has_l
     job.go_on(&vm, 5);
     let [first, second] = [(); 2].map(|()| checkpoint(&vm, &[&job.tid]));
     let newest = checkpoint(&vm, &["--every", "10m", &job.tid]);
-    let one = pvm(&vm, &["checkpoints", "--remove", &first, "t40001-20000101T000000-1"]);
-    assert!(!one.good() && one.out.contains(&format!("{first} removed, ")), "{one:?}");
-    assert!(one.out.contains("t40001-20000101T000000-1 stays: there is no such checkpoint"), "{one:?}");
+    let one = pvm(
+        &vm,
+        &[
+            "checkpoints",
+            "--remove",
+            &first,
+            "t40001-20000101T000000-1",
+        ],
+    );
+    assert!(
+        !one.good() && one.out.contains(&format!("{first} removed, ")),
+        "{one:?}"
+    );
+    assert!(
+        one.out
+            .contains("t40001-20000101T000000-1 stays: there is no such checkpoint"),
+        "{one:?}"
+    );
     let all = pvm(&vm, &["checkpoints", "--remove-job", &job.tid]);
-    assert!(!all.good() && all.out.contains(&format!("{second} removed, ")), "{all:?}");
+    assert!(
+        !all.good() && all.out.contains(&format!("{second} removed, ")),
+        "{all:?}"
+    );
     let stays = format!("{newest} stays: job {} goes back to it", job.tid);
     assert!(all.out.contains(&stays), "{all:?}");
     let logged = vm.event(LONG, "removal", |entry| match &entry.kind {
@@ -92,13 +140,23 @@ fn checkpoints_are_removed_as_somebody_wants_and_what_a_job_that_has_ended_has_l
     job.finish(&vm);
     let over = eventually(LONG, || {
         let listed = pvm(&vm, &["checkpoints"]).out;
-        let told = listed.lines().any(|line| line.starts_with(&newest) && line.contains("  the job ended 2"));
-        if told && !listed.contains(&second) { Ok(()) } else { Err(listed) }
+        let told = listed
+            .lines()
+            .any(|line| line.starts_with(&newest) && line.contains("  the job ended 2"));
+        if told && !listed.contains(&second) {
+            Ok(())
+        } else {
+            Err(listed)
+        }
     });
     over.sure(&vm);
     pvm(&vm, &["checkpoint", "--stop", &job.tid]);
     let last = vm.json(&["checkpoints", "--remove", &newest]).sure(&vm);
-    assert_eq!(last[0]["removed"][0]["set"].as_str(), Some(&*newest), "{last:?}");
+    assert_eq!(
+        last[0]["removed"][0]["set"].as_str(),
+        Some(&*newest),
+        "{last:?}"
+    );
     assert_eq!(pvm(&vm, &["checkpoints"]).out, "no checkpoints\n");
     vm.halt().expect("halts");
 }
@@ -114,11 +172,19 @@ fn a_job_goes_back_to_its_newest_checkpoint_when_a_host_of_it_is_killed() {
     for lost in [3, 2] {
         let made = |vm: &Vm| {
             let events = vm.events().expect("events");
-            events.iter().filter(|entry| matches!(entry.kind, EventKind::Checkpointed { .. })).count()
+            events
+                .iter()
+                .filter(|entry| matches!(entry.kind, EventKind::Checkpointed { .. }))
+                .count()
         };
         let before = made(&vm);
-        let newer =
-            eventually(LONG, || if made(&vm) > before { Ok(()) } else { Err("no newer checkpoint".to_string()) });
+        let newer = eventually(LONG, || {
+            if made(&vm) > before {
+                Ok(())
+            } else {
+                Err("no newer checkpoint".to_string())
+            }
+        });
         newer.sure(&vm);
         job.go_on(&vm, 5);
         bed.host(lost).kill_all();
@@ -138,8 +204,10 @@ fn a_job_goes_back_to_its_newest_checkpoint_when_a_tasker_of_it_is_killed() {
     checkpoint(&vm, &["--every", "1s", &job.tid]);
     for struck in [3, 2] {
         job.go_on(&vm, 5);
-        bed.host(struck).kill_those(|line| line.contains("pvm-tasker"));
-        vm.went_back(LONG, &format!("the tasker of h{struck} has ended")).sure(&vm);
+        bed.host(struck)
+            .kill_those(|line| line.contains("pvm-tasker"));
+        vm.went_back(LONG, &format!("the tasker of h{struck} has ended"))
+            .sure(&vm);
     }
     job.finish(&vm);
     vm.halt().expect("halts");
@@ -148,8 +216,16 @@ fn a_job_goes_back_to_its_newest_checkpoint_when_a_tasker_of_it_is_killed() {
 #[test]
 fn a_log_that_the_target_lacks_goes_along_and_has_each_line_once_at_the_end() {
     let Some((bed, _)) = testbed(3) else { return };
-    let env = [("SEMPA_FILES", "copy"), ("PVM_EXPORT", "SEMPA_FILES")].map(|(name, value)| (name.into(), value.into()));
-    let vm = Vm::start(&bed, Settings { env: env.into(), ..Settings::default() }).expect("a virtual machine");
+    let env = [("SEMPA_FILES", "copy"), ("PVM_EXPORT", "SEMPA_FILES")]
+        .map(|(name, value)| (name.into(), value.into()));
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            env: env.into(),
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("ring_job").expect("gcc");
     // Each host has its own of this folder.
@@ -161,8 +237,12 @@ fn a_log_that_the_target_lacks_goes_along_and_has_each_line_once_at_the_end() {
     let job = Job::at(place(2), rounds, tid);
     job.go_on(&vm, 20);
     let nowhere = pvm(&vm, &["can-migrate", &job.tid, "h3"]);
-    let reason = "/tmp/ring/log: it does not exist on the target, and cannot be carried there: its folder: ";
-    assert!(!nowhere.good() && nowhere.out.contains(reason), "{nowhere:?}");
+    let reason =
+        "/tmp/ring/log: it does not exist on the target, and cannot be carried there: its folder: ";
+    assert!(
+        !nowhere.good() && nowhere.out.contains(reason),
+        "{nowhere:?}"
+    );
     std::fs::create_dir(place(3)).expect("made");
     vm.must_migrate(&job.tid, "h3");
     let job = Job::at(place(3), rounds, job.tid);
@@ -174,7 +254,10 @@ fn a_log_that_the_target_lacks_goes_along_and_has_each_line_once_at_the_end() {
 #[test]
 fn a_job_goes_back_beside_a_resource_manager_and_comes_to_its_end() {
     let Some((bed, _)) = testbed(3) else { return };
-    let settings = Settings { rm: Some("pvm-rm".into()), ..Settings::default() };
+    let settings = Settings {
+        rm: Some("pvm-rm".into()),
+        ..Settings::default()
+    };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     let job = Job::start(&vm, "-h2", 1500);
@@ -182,18 +265,30 @@ fn a_job_goes_back_beside_a_resource_manager_and_comes_to_its_end() {
     checkpoint(&vm, &["--every", "1s", &job.tid]);
     job.go_on(&vm, 5);
     bed.host(2).kill_all();
-    let back = vm.event(LONG, "a job that went back", |entry| matches!(entry.kind, EventKind::Restarted { .. }));
+    let back = vm.event(LONG, "a job that went back", |entry| {
+        matches!(entry.kind, EventKind::Restarted { .. })
+    });
     back.sure(&vm);
     let all = eventually(LONG, || {
         let tasks = vm.tasks().map_err(|error| error.to_string())?;
         let ours = tasks.iter().filter(|task| task.name == "ring_job").count();
-        if ours == WORKERS + 1 { Ok(()) } else { Err(format!("{tasks:?}")) }
+        if ours == WORKERS + 1 {
+            Ok(())
+        } else {
+            Err(format!("{tasks:?}"))
+        }
     });
     all.sure(&vm);
     // A checkpoint may have it just now.
     let moved = eventually(LONG, || {
-        let to = if vm.host_of(&job.tid).map_err(|error| error.to_string())? == "h1" { "h3" } else { "h1" };
-        let done = vm.migrate_when_ready(&job.tid, to).map_err(|error| error.to_string())?;
+        let to = if vm.host_of(&job.tid).map_err(|error| error.to_string())? == "h1" {
+            "h3"
+        } else {
+            "h1"
+        };
+        let done = vm
+            .migrate_when_ready(&job.tid, to)
+            .map_err(|error| error.to_string())?;
         if done.good() { Ok(()) } else { Err(done.err) }
     });
     moved.sure(&vm);
@@ -204,19 +299,29 @@ fn a_job_goes_back_beside_a_resource_manager_and_comes_to_its_end() {
 #[test]
 fn a_job_that_nobody_takes_is_parked_where_an_owner_wants_it_and_goes_on_when_he_has_left() {
     let Some((bed, _)) = testbed(2) else { return };
-    let settings = Settings { rm: Some("pvm-rm --policy load".into()), ..Settings::default() };
+    let settings = Settings {
+        rm: Some("pvm-rm --policy load".into()),
+        ..Settings::default()
+    };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
     let rules = vm.home().join(".config/sempa");
     std::fs::create_dir_all(&rules).expect("the testbed's own home");
-    std::fs::write(rules.join("owner.toml"), "then = \"checkpoint\"\n").expect("the testbed's own home");
+    std::fs::write(rules.join("owner.toml"), "then = \"checkpoint\"\n")
+        .expect("the testbed's own home");
     vm.add(&["h2"]).expect("it joins");
     let job = Job::start(&vm, "-h2", 500);
     job.go_on(&vm, 10);
     for host in [2, 1] {
         let heard = eventually(LONG, || {
             let said = owner(&bed, host, &["here"]);
-            let watched = said["virtual_machines"].as_array().is_none_or(|all| !all.is_empty());
-            if watched { Ok(()) } else { Err(format!("nobody heard it: {said}")) }
+            let watched = said["virtual_machines"]
+                .as_array()
+                .is_none_or(|all| !all.is_empty());
+            if watched {
+                Ok(())
+            } else {
+                Err(format!("nobody heard it: {said}"))
+            }
         });
         heard.sure(&vm);
     }
@@ -224,16 +329,28 @@ fn a_job_that_nobody_takes_is_parked_where_an_owner_wants_it_and_goes_on_when_he
         let found = vm.event(LONG, what, |entry| is_so(&entry.kind));
         found.sure(&vm);
     };
-    told("a parked job", |kind| matches!(kind, EventKind::Checkpointed { tasks: 5, .. }));
+    told("a parked job", |kind| {
+        matches!(kind, EventKind::Checkpointed { tasks: 5, .. })
+    });
     let gone = eventually(LONG, || {
         let left = vm.tasks().map_err(|error| error.to_string())?;
-        if left.iter().any(|task| task.name == "ring_job") { Err(format!("{left:?}")) } else { Ok(()) }
+        if left.iter().any(|task| task.name == "ring_job") {
+            Err(format!("{left:?}"))
+        } else {
+            Ok(())
+        }
     });
     gone.sure(&vm);
     owner(&bed, 1, &["away"]);
-    told("a job that goes on", |kind| matches!(kind, EventKind::Restarted { .. }));
+    told("a job that goes on", |kind| {
+        matches!(kind, EventKind::Restarted { .. })
+    });
     let why = pvm(&vm, &["why", &job.tid]);
-    assert!(why.out.contains("is checkpointed and ended, and goes on when there is room"), "{why:?}");
+    assert!(
+        why.out
+            .contains("is checkpointed and ended, and goes on when there is room"),
+        "{why:?}"
+    );
     job.finish(&vm);
     vm.halt().expect("halts");
 }
@@ -249,7 +366,11 @@ fn a_set_that_was_changed_or_is_sealed_with_another_key_is_not_started() {
     pvm(&vm, &["reset"]);
     let ended = eventually(LONG, || {
         let left = vm.tasks().map_err(|error| error.to_string())?;
-        if left.iter().any(|task| task.name == "ring_job") { Err(format!("{left:?}")) } else { Ok(()) }
+        if left.iter().any(|task| task.name == "ring_job") {
+            Err(format!("{left:?}"))
+        } else {
+            Ok(())
+        }
     });
     ended.expect("all end");
     let store = vm.home().join(".local/state/sempa/checkpoints").join(&set);
@@ -258,17 +379,24 @@ fn a_set_that_was_changed_or_is_sealed_with_another_key_is_not_started() {
     assert!(all.len() > WORKERS, "{all:?}");
     for path in &all {
         let bytes = std::fs::read(path).expect("readable");
-        let readable = bytes.windows(secret.len()).any(|window| window == secret.as_bytes());
+        let readable = bytes
+            .windows(secret.len())
+            .any(|window| window == secret.as_bytes());
         assert!(!readable, "{} shows what a task holds", path.display());
     }
-    let largest = all.iter().max_by_key(|path| std::fs::metadata(path).map(|meta| meta.len()).unwrap_or(0));
+    let largest = all
+        .iter()
+        .max_by_key(|path| std::fs::metadata(path).map(|meta| meta.len()).unwrap_or(0));
     let path = largest.expect("there are some");
     let good = std::fs::read(path).expect("readable");
     let mut bad = good.clone();
     bad[good.len() / 2] ^= 1;
     std::fs::write(path, &bad).expect("written");
     let refused = pvm(&vm, &["restart", &set]);
-    assert!(!refused.good() && refused.err.contains("nothing of it runs"), "{refused:?}");
+    assert!(
+        !refused.good() && refused.err.contains("nothing of it runs"),
+        "{refused:?}"
+    );
     std::fs::write(path, &good).expect("written");
     let again = pvm(&vm, &["restart", &set]);
     assert!(again.good(), "{again:?}\n{}", vm.logs());

@@ -12,12 +12,21 @@ use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Testbed, Vm};
 
 fn start(bed: &Testbed) -> Vm<'_> {
-    Vm::start(bed, Settings { rm: Some("pvm-rm".into()), ..Settings::default() }).expect("a virtual machine")
+    Vm::start(
+        bed,
+        Settings {
+            rm: Some("pvm-rm".into()),
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine")
 }
 
 /// Jobs that come to the right end whatever meets them. `turn`: which places the first fault meets.
 fn with_jobs(turn: usize, test: impl FnOnce(&mut Jobs<'_>)) {
-    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
+    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else {
+        return;
+    };
     liar::put(&bed);
     let vm = start(&bed);
     let mut jobs = Jobs::start(&vm, turn).sure(&vm);
@@ -31,12 +40,16 @@ fn with_jobs(turn: usize, test: impl FnOnce(&mut Jobs<'_>)) {
 fn faults_meet_checkpoints_and_restarts_at_each_place_that_these_come_to_and_at_no_other_one() {
     with_jobs(0, |jobs| {
         let passed = jobs.undisturbed().expect("nothing is in the way");
-        assert_eq!(passed.each_ref().map(|(what, _)| (*what, met(*what))), passed);
+        assert_eq!(
+            passed.each_ref().map(|(what, _)| (*what, met(*what))),
+            passed
+        );
     });
 }
 
 #[test]
-fn whoever_is_killed_the_job_goes_on_or_back_and_what_was_to_be_started_again_runs_once_or_may_be() {
+fn whoever_is_killed_the_job_goes_on_or_back_and_what_was_to_be_started_again_runs_once_or_may_be()
+{
     with_jobs(0, |jobs| {
         jobs.strike(Share::Half, Whom::ResourceManager, Fault::Kill);
         for whom in [Whom::Tasker, Whom::Engine, Whom::Host] {
@@ -48,7 +61,9 @@ fn whoever_is_killed_the_job_goes_on_or_back_and_what_was_to_be_started_again_ru
 
 #[test]
 fn when_the_master_is_killed_the_next_virtual_machine_starts_the_newest_sets() {
-    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
+    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else {
+        return;
+    };
     liar::put(&bed);
     for turn in 4..if is_full() { 4 + turns() } else { 6 } {
         let vm = start(&bed);
@@ -82,13 +97,21 @@ fn whoever_stands_still_for_a_while_the_job_goes_on() {
 /// So long that hosts are lost. Those of one round are stopped together.
 #[test]
 fn whoever_stands_still_for_long_the_job_goes_on_or_back() {
-    with_jobs(14, |jobs| jobs.strike_those(Share::Half, &[Whom::Host, Whom::Tasker], Fault::Stop(VERY_LONG)));
+    with_jobs(14, |jobs| {
+        jobs.strike_those(
+            Share::Half,
+            &[Whom::Host, Whom::Tasker],
+            Fault::Stop(VERY_LONG),
+        )
+    });
 }
 
 /// All others give it up and end, and are lost for it.
 #[test]
 fn a_master_that_stands_still_for_long_has_lost_all_hosts_and_the_jobs_go_back() {
-    with_jobs(15, |jobs| jobs.strike(Share::Half, Whom::Master, Fault::Stop(VERY_LONG)));
+    with_jobs(15, |jobs| {
+        jobs.strike(Share::Half, Whom::Master, Fault::Stop(VERY_LONG))
+    });
 }
 
 #[test]

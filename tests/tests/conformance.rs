@@ -12,9 +12,17 @@ fn all_sentences_hold_on(system: System) {
         return;
     }
     let outcomes = outcomes(system, &[]).expect("the programs compile and the system starts");
-    let verdict = judge(&[(system, outcomes)], &differences().expect("every difference is explained"), true);
+    let verdict = judge(
+        &[(system, outcomes)],
+        &differences().expect("every difference is explained"),
+        true,
+    );
     assert!(verdict.unexplained.is_empty(), "{}", verdict.text());
-    assert!(verdict.sentences.len() >= SENTENCES_AT_LEAST, "only {} sentences", verdict.sentences.len());
+    assert!(
+        verdict.sentences.len() >= SENTENCES_AT_LEAST,
+        "only {} sentences",
+        verdict.sentences.len()
+    );
 }
 
 #[test]

@@ -17,7 +17,11 @@ const LONG: Duration = Duration::from_secs(120);
 /// Each host has a folder of its own under this name.
 const STORE: &str = "/tmp/own/store";
 const KEY: &str = "/tmp/own/key";
-const ENV: [(&str, &str); 3] = [("SEMPA_STORE", STORE), ("SEMPA_STORE_KEY", KEY), ("SEMPA_STORE_COPIES", "1")];
+const ENV: [(&str, &str); 3] = [
+    ("SEMPA_STORE", STORE),
+    ("SEMPA_STORE_KEY", KEY),
+    ("SEMPA_STORE_COPIES", "1"),
+];
 
 fn bed() -> Option<Testbed> {
     let (bed, _) = testbed_with_env(3, &ENV)?;
@@ -28,15 +32,28 @@ fn bed() -> Option<Testbed> {
 }
 
 fn started(bed: &Testbed) -> Vm<'_> {
-    let env = ENV.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-    let vm = Vm::start(bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
+    let env = ENV
+        .iter()
+        .map(|(name, value)| (name.to_string(), value.to_string()))
+        .collect();
+    let vm = Vm::start(
+        bed,
+        Settings {
+            env,
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm
 }
 
 /// What lies in the store of a host: sets, drafts, and what is being deleted.
 fn sets(host: &Host) -> Vec<String> {
-    let entries = fs::read_dir(host.path(STORE)).into_iter().flatten().flatten();
+    let entries = fs::read_dir(host.path(STORE))
+        .into_iter()
+        .flatten()
+        .flatten();
     let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
     names.filter(|name| name != "lock").collect()
 }
@@ -50,8 +67,18 @@ fn checkpoint(vm: &Vm<'_>, job: &Job) -> String {
 /// Waits until it is told what became of the copies of a set: who has one, how many are missing, and why.
 fn told(vm: &Vm<'_>, set: &str) -> (usize, u32, String) {
     let is = |kind: &EventKind| matches!(kind, EventKind::SetCopied { set: of, .. } if of == set);
-    let told = vm.event(LONG, "what became of the copies", |entry| is(&entry.kind)).sure(vm);
-    let EventKind::SetCopied { hosts, missing, why, .. } = told.kind else { unreachable!("it was looked for") };
+    let told = vm
+        .event(LONG, "what became of the copies", |entry| is(&entry.kind))
+        .sure(vm);
+    let EventKind::SetCopied {
+        hosts,
+        missing,
+        why,
+        ..
+    } = told.kind
+    else {
+        unreachable!("it was looked for")
+    };
     (hosts.len(), missing, why)
 }
 
@@ -60,9 +87,16 @@ fn copied(vm: &Vm<'_>, set: &str) -> usize {
     let (hosts, missing, why) = told(vm, set);
     assert_eq!((hosts, missing), (1, 0), "{why}\n{}", vm.logs());
     let listed = vm.json(&["checkpoints"]).sure(vm);
-    let entry = listed[0]["sets"].as_array().expect("a list").iter().find(|entry| entry["set"] == set).expect("in it");
+    let entry = listed[0]["sets"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .find(|entry| entry["set"] == set)
+        .expect("in it");
     let name = entry["copies"][0].as_str().expect("a name").to_string();
-    name.strip_prefix('h').and_then(|number| number.parse().ok()).expect("a host of the testbed")
+    name.strip_prefix('h')
+        .and_then(|number| number.parse().ok())
+        .expect("a host of the testbed")
 }
 
 #[test]
@@ -74,10 +108,16 @@ fn a_job_goes_on_from_a_copy_when_the_masters_host_and_its_store_are_gone() {
     let set = checkpoint(&vm, &job);
     let at = copied(&vm, &set);
     let place = |n: usize, path: &str| bed.host(n).path(path);
-    assert_eq!((sets(bed.host(1)), sets(bed.host(at))), (vec![set.clone()], vec![set.clone()]));
+    assert_eq!(
+        (sets(bed.host(1)), sets(bed.host(at))),
+        (vec![set.clone()], vec![set.clone()])
+    );
     assert_eq!(sets(bed.host(5 - at)), [""; 0], "one copy was wanted");
     let mode = |path: PathBuf| path.metadata().expect("there").mode() & 0o7777;
-    assert_eq!([mode(place(at, STORE)), mode(place(at, KEY))], [0o700, 0o600]);
+    assert_eq!(
+        [mode(place(at, STORE)), mode(place(at, KEY))],
+        [0o700, 0o600]
+    );
     assert_eq!(mode(place(at, STORE).join(&set).join("manifest")), 0o600);
     let key = |n: usize| fs::read(place(n, KEY)).expect("there");
     assert_ne!(key(1), key(at), "each store has a key of its own");
@@ -89,7 +129,8 @@ fn a_job_goes_on_from_a_copy_when_the_masters_host_and_its_store_are_gone() {
     // The disk of h1 is a new one, and what is on it is the copy.
     fs::remove_dir_all(place(1, "/tmp/own")).expect("removed");
     let mut copy = Command::new("cp");
-    copy.arg("-a").args([place(at, "/tmp/own"), place(1, "/tmp/own")]);
+    copy.arg("-a")
+        .args([place(at, "/tmp/own"), place(1, "/tmp/own")]);
     must(copy, LONG).expect("copied");
     let vm = started(&bed);
     let again = vm.pvm(&["restart", &set]).sure(&vm);
@@ -110,18 +151,33 @@ fn the_newest_checkpoint_of_a_job_has_its_copy_and_when_the_job_has_ended_there_
         at.push(copied(&vm, &set));
         let others = || {
             let there = sets(bed.host(at[0]));
-            if there == [set.clone()] { Ok(()) } else { Err(format!("{there:?}, not {set}")) }
+            if there == [set.clone()] {
+                Ok(())
+            } else {
+                Err(format!("{there:?}, not {set}"))
+            }
         };
         eventually(LONG, others).sure(&vm);
     }
-    assert!(at.iter().all(|host| *host == at[0]), "the same host as long as it takes them: {at:?}");
+    assert!(
+        at.iter().all(|host| *host == at[0]),
+        "the same host as long as it takes them: {at:?}"
+    );
     job.finish(&vm);
     let none = || {
         let there = sets(bed.host(at[0]));
-        if there.is_empty() { Ok(()) } else { Err(format!("{there:?}")) }
+        if there.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("{there:?}"))
+        }
     };
     eventually(LONG, none).sure(&vm);
-    assert_eq!(sets(bed.host(1)).len(), 3, "what the master has stays for a day");
+    assert_eq!(
+        sets(bed.host(1)).len(),
+        3,
+        "what the master has stays for a day"
+    );
     vm.halt().expect("halts");
 }
 
@@ -149,7 +205,10 @@ fn a_host_whose_store_cannot_be_used_is_told_with_its_reason_and_another_one_tak
     let set = checkpoint(&vm, &job);
     let (hosts, missing, why) = told(&vm, &set);
     assert_eq!((hosts, missing), (0, 1), "{why}");
-    assert!(why.contains("h2: ") && why.contains("h3: ") && why.contains(STORE), "{why}");
+    assert!(
+        why.contains("h2: ") && why.contains("h3: ") && why.contains(STORE),
+        "{why}"
+    );
     job.finish(&vm);
     vm.halt().expect("halts");
 }

@@ -21,9 +21,18 @@ fn with_three_hosts(rm: Option<&str>, test: impl FnOnce(&Vm)) {
 
 /// The same with more environment.
 fn with_three_hosts_in(env: &[(&str, &str)], rm: Option<&str>, test: impl FnOnce(&Vm)) {
-    let Some((bed, _)) = testbed_with_env(3, env) else { return };
-    let env = env.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-    let settings = Settings { rm: rm.map(String::from), env, ..Settings::default() };
+    let Some((bed, _)) = testbed_with_env(3, env) else {
+        return;
+    };
+    let env = env
+        .iter()
+        .map(|(name, value)| (name.to_string(), value.to_string()))
+        .collect();
+    let settings = Settings {
+        rm: rm.map(String::from),
+        env,
+        ..Settings::default()
+    };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("hold").expect("gcc");
@@ -45,7 +54,11 @@ fn lives(vm: &Vm, tid: &str) {
 
 fn registered(vm: &Vm) -> usize {
     let is = |kind: &EventKind| matches!(kind, EventKind::RmRegistered { .. });
-    vm.events().expect("events").iter().filter(|entry| is(&entry.kind)).count()
+    vm.events()
+        .expect("events")
+        .iter()
+        .filter(|entry| is(&entry.kind))
+        .count()
 }
 
 #[test]
@@ -53,40 +66,72 @@ fn hosts_say_beforehand_whether_they_would_take_a_task_and_they_keep_their_word(
     with_three_hosts(None, |vm| {
         let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
         std::fs::create_dir(place(2)).expect("made");
-        let tid = vm.spawn(&["-h2:/tmp/only-there", "hold", "1"]).expect("spawned");
+        let tid = vm
+            .spawn(&["-h2:/tmp/only-there", "hold", "1"])
+            .expect("spawned");
         lives(vm, &tid);
         let nobody = pvm(vm, &["can-migrate", &tid]);
         let missing = "no: /tmp/only-there: it does not exist on the target";
-        assert!(!nobody.good() && nobody.out.ends_with("no host would take it\n"), "{nobody:?}");
+        assert!(
+            !nobody.good() && nobody.out.ends_with("no host would take it\n"),
+            "{nobody:?}"
+        );
         assert_eq!(nobody.out.matches(missing).count(), 2, "{nobody:?}");
         std::fs::create_dir(place(3)).expect("made");
         let one = pvm(vm, &["can-migrate", &tid]);
-        assert!(one.good() && one.out.ends_with("the nearest host that would take it: h3\n"), "{one:?}");
+        assert!(
+            one.good()
+                && one
+                    .out
+                    .ends_with("the nearest host that would take it: h3\n"),
+            "{one:?}"
+        );
         let values = vm.json(&["can-migrate", &tid, "h1"]);
         assert!(values.is_err(), "it exits with 1: {values:?}");
         let there = vm.json(&["can-migrate", &tid, "h3"]).expect("h3 would do");
-        assert_eq!((&there[0]["hosts"][0]["takes"], &there[0]["host"]), (&true.into(), &"h2".into()));
-        assert_eq!(vm.host_of(&tid).expect("alive"), "h2", "asking moves nothing");
+        assert_eq!(
+            (&there[0]["hosts"][0]["takes"], &there[0]["host"]),
+            (&true.into(), &"h2".into())
+        );
+        assert_eq!(
+            vm.host_of(&tid).expect("alive"),
+            "h2",
+            "asking moves nothing"
+        );
         let moves = vm.events().expect("events");
-        assert!(!moves.iter().any(|entry| matches!(entry.kind, EventKind::MoveFailed { .. })), "nor is it a move");
+        assert!(
+            !moves
+                .iter()
+                .any(|entry| matches!(entry.kind, EventKind::MoveFailed { .. })),
+            "nor is it a move"
+        );
         vm.must_migrate(&tid, "h3");
         lives(vm, &tid);
         let refused = pvm(vm, &["can-migrate", "t40001"]);
-        assert!(!refused.good() && refused.err.contains("t40001 cannot move: "), "{refused:?}");
+        assert!(
+            !refused.good() && refused.err.contains("t40001 cannot move: "),
+            "{refused:?}"
+        );
         let nowhere = pvm(vm, &["can-migrate", &tid, "h9"]);
-        assert!(!nowhere.good() && nowhere.err.contains("there is no such host"), "{nowhere:?}");
+        assert!(
+            !nowhere.good() && nowhere.err.contains("there is no such host"),
+            "{nowhere:?}"
+        );
     });
 }
 
 #[test]
 fn a_drained_host_is_left_by_all_kept_empty_by_the_next_resource_manager_and_used_again() {
     with_three_hosts(Some("pvm-rm"), |vm| {
-        let tids: Vec<String> = (0..2).map(|_| vm.spawn(&["-h2", "hold", "4"]).expect("spawned")).collect();
+        let tids: Vec<String> = (0..2)
+            .map(|_| vm.spawn(&["-h2", "hold", "4"]).expect("spawned"))
+            .collect();
         tids.iter().for_each(|tid| lives(vm, tid));
         let done = pvm(vm, &["drain", "h2", "--deadline", "50s"]);
         assert!(done.good(), "{done:?}\n{}", vm.logs());
         assert!(
-            done.out.starts_with("h2 takes no tasks; 2 are to leave\n") && done.out.contains("\nh2 is empty after ")
+            done.out.starts_with("h2 takes no tasks; 2 are to leave\n")
+                && done.out.contains("\nh2 is empty after ")
         );
         for tid in &tids {
             assert!(done.out.contains(&format!("{tid} has left (")), "{done:?}");
@@ -99,22 +144,48 @@ fn a_drained_host_is_left_by_all_kept_empty_by_the_next_resource_manager_and_use
         };
         refused(vm);
         let why = pvm(vm, &["why", "h2"]);
-        assert!(why.out.contains("now: nothing is placed on h2: it is being emptied, or kept empty"), "{why:?}");
+        assert!(
+            why.out
+                .contains("now: nothing is placed on h2: it is being emptied, or kept empty"),
+            "{why:?}"
+        );
         let before = registered(vm);
-        let rm = vm.bed().host(1).processes().into_iter().find(|(_, line)| line.contains("pvm-rm")).expect("it runs");
+        let rm = vm
+            .bed()
+            .host(1)
+            .processes()
+            .into_iter()
+            .find(|(_, line)| line.contains("pvm-rm"))
+            .expect("it runs");
         let pid = nix::unistd::Pid::from_raw(rm.0.cast_signed());
         // What it has heard is on the disk a moment later.
-        vm.event(SOON, "drain", |entry| matches!(entry.kind, EventKind::DrainBegun { .. })).expect("in the log");
+        vm.event(SOON, "drain", |entry| {
+            matches!(entry.kind, EventKind::DrainBegun { .. })
+        })
+        .expect("in the log");
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("it is there");
-        eventually(SOON, || if registered(vm) > before { Ok(()) } else { Err("no other resource manager".into()) })
-            .sure(vm);
+        eventually(SOON, || {
+            if registered(vm) > before {
+                Ok(())
+            } else {
+                Err("no other resource manager".into())
+            }
+        })
+        .sure(vm);
         refused(vm);
         let again = pvm(vm, &["undrain", "h2"]);
-        assert_eq!((again.good(), again.out.as_str()), (true, "h2 takes tasks\n"), "{again:?}");
+        assert_eq!(
+            (again.good(), again.out.as_str()),
+            (true, "h2 takes tasks\n"),
+            "{again:?}"
+        );
         let tid = vm.spawn(&["-h2", "hold", "1"]).sure(vm);
         assert_eq!(vm.host_of(&tid).expect("alive"), "h2");
         let unknown = pvm(vm, &["drain", "h9"]);
-        assert!(!unknown.good() && unknown.err.contains("knows no host h9"), "{unknown:?}");
+        assert!(
+            !unknown.good() && unknown.err.contains("knows no host h9"),
+            "{unknown:?}"
+        );
     });
 }
 
@@ -123,22 +194,44 @@ fn what_nobody_takes_leaves_a_drained_host_as_a_checkpoint() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
         std::fs::create_dir(place(2)).expect("made");
-        let tid = vm.spawn(&["-h2:/tmp/only-there", "hold", "2"]).expect("spawned");
+        let tid = vm
+            .spawn(&["-h2:/tmp/only-there", "hold", "2"])
+            .expect("spawned");
         lives(vm, &tid);
         let done = pvm(vm, &["drain", "h2", "--deadline", "2s", "--checkpoint"]);
-        assert!(done.good() && done.out.contains("h2 is empty after "), "{done:?}\n{}", vm.logs());
-        let says = done.out.lines().find_map(|line| line.strip_prefix(&format!("job {tid} has ended; 'restart ")));
-        let set = says.and_then(|rest| rest.split('\'').next()).unwrap_or_else(|| panic!("{done:?}"));
+        assert!(
+            done.good() && done.out.contains("h2 is empty after "),
+            "{done:?}\n{}",
+            vm.logs()
+        );
+        let says = done
+            .out
+            .lines()
+            .find_map(|line| line.strip_prefix(&format!("job {tid} has ended; 'restart ")));
+        let set = says
+            .and_then(|rest| rest.split('\'').next())
+            .unwrap_or_else(|| panic!("{done:?}"));
         let gone = eventually(SOON, || {
             let left = vm.tasks().map_err(|error| error.to_string())?;
-            if left.iter().any(|task| task.tid == tid) { Err(format!("{left:?}")) } else { Ok(()) }
+            if left.iter().any(|task| task.tid == tid) {
+                Err(format!("{left:?}"))
+            } else {
+                Ok(())
+            }
         });
         gone.sure(vm);
         let not_there = pvm(vm, &["restart", set, "--on", "h3"]);
-        assert!(!not_there.good() && not_there.err.contains("/tmp/only-there"), "{not_there:?}");
+        assert!(
+            !not_there.good() && not_there.err.contains("/tmp/only-there"),
+            "{not_there:?}"
+        );
         std::fs::create_dir(place(3)).expect("made");
         let again = pvm(vm, &["restart", set, "--on", "h3"]);
-        assert!(again.good() && again.out == format!("{tid} runs on h3\n"), "{again:?}\n{}", vm.logs());
+        assert!(
+            again.good() && again.out == format!("{tid} runs on h3\n"),
+            "{again:?}\n{}",
+            vm.logs()
+        );
         lives(vm, &tid);
     });
 }
@@ -147,28 +240,49 @@ fn what_nobody_takes_leaves_a_drained_host_as_a_checkpoint() {
 fn jobs_that_nobody_takes_are_checkpointed_before_the_deadline_and_the_others_move() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         std::fs::create_dir(vm.bed().host(2).path("/tmp/only-there")).expect("made");
-        let stays = vm.spawn(&["-h2:/tmp/only-there", "hold", "2"]).expect("spawned");
-        let goes: Vec<String> =
-            ["6", "1", "3"].iter().map(|mib| vm.spawn(&["-h2", "hold", mib]).expect("spawned")).collect();
+        let stays = vm
+            .spawn(&["-h2:/tmp/only-there", "hold", "2"])
+            .expect("spawned");
+        let goes: Vec<String> = ["6", "1", "3"]
+            .iter()
+            .map(|mib| vm.spawn(&["-h2", "hold", mib]).expect("spawned"))
+            .collect();
         goes.iter().chain([&stays]).for_each(|tid| lives(vm, tid));
         let done = pvm(vm, &["drain", "h2", "--deadline", "30s", "--checkpoint"]);
-        assert!(done.good() && done.out.contains("h2 is empty after "), "{done:?}\n{}", vm.logs());
-        assert!(done.out.contains(&format!("job {stays} has ended; 'restart ")), "{done:?}");
+        assert!(
+            done.good() && done.out.contains("h2 is empty after "),
+            "{done:?}\n{}",
+            vm.logs()
+        );
+        assert!(
+            done.out
+                .contains(&format!("job {stays} has ended; 'restart ")),
+            "{done:?}"
+        );
         for tid in &goes {
-            let left = done.out.lines().find(|line| line.starts_with(&format!("{tid} has left (")));
+            let left = done
+                .out
+                .lines()
+                .find(|line| line.starts_with(&format!("{tid} has left (")));
             assert!(left.is_some_and(|line| line.ends_with(" MB)")), "{done:?}");
             assert_ne!(vm.host_of(tid).expect("alive"), "h2");
             lives(vm, tid);
         }
         let (until, written) = drain_and_sets(vm);
         assert_eq!(written.len(), 1, "the others were not written");
-        assert!(written[0] < until.expect("a deadline"), "not only when its time is over");
+        assert!(
+            written[0] < until.expect("a deadline"),
+            "not only when its time is over"
+        );
     });
 }
 
 /// The word behind this beginning of a line.
 fn word_after<'a>(out: &'a str, begin: &str) -> Option<&'a str> {
-    out.lines().find_map(|line| line.strip_prefix(begin))?.split(' ').next()
+    out.lines()
+        .find_map(|line| line.strip_prefix(begin))?
+        .split(' ')
+        .next()
 }
 
 #[test]
@@ -176,23 +290,36 @@ fn a_job_that_nobody_takes_is_in_the_store_at_the_deadline_and_goes_on() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
         std::fs::create_dir(place(2)).expect("made");
-        let tid = vm.spawn(&["-h2:/tmp/only-there", "hold", "2"]).expect("spawned");
+        let tid = vm
+            .spawn(&["-h2:/tmp/only-there", "hold", "2"])
+            .expect("spawned");
         lives(vm, &tid);
         let done = pvm(vm, &["drain", "h2", "--deadline", "8s"]);
         let set = word_after(&done.out, &format!("job {tid} is in the store as "));
         let set = set.unwrap_or_else(|| panic!("{done:?}\n{}", vm.logs()));
         let told = format!("job {tid} loses what it has done since {set} if h2 leaves now\n");
         assert!(!done.good() && done.out.contains(&told), "{done:?}");
-        assert!(done.out.contains(&format!("{tid} is still there: no host to go to")), "{done:?}");
+        assert!(
+            done.out
+                .contains(&format!("{tid} is still there: no host to go to")),
+            "{done:?}"
+        );
         assert_eq!(vm.host_of(&tid).sure(vm), "h2");
         lives(vm, &tid);
         let value = pvm(vm, &["--json", "drain", "h2", "--deadline", "8s"]);
         let value: serde_json::Value = serde_json::from_str(value.out.trim()).expect("one value");
-        assert_eq!((&value["sets"], value["kept"].as_array().map(Vec::len)), (&serde_json::json!([]), Some(1)));
+        assert_eq!(
+            (&value["sets"], value["kept"].as_array().map(Vec::len)),
+            (&serde_json::json!([]), Some(1))
+        );
         assert!(pvm(vm, &["delete", "h2"]).good());
         std::fs::create_dir(place(3)).expect("made");
         let again = pvm(vm, &["restart", set, "--on", "h3"]);
-        assert!(again.good() && again.out == format!("{tid} runs on h3\n"), "{again:?}\n{}", vm.logs());
+        assert!(
+            again.good() && again.out == format!("{tid} runs on h3\n"),
+            "{again:?}\n{}",
+            vm.logs()
+        );
         lives(vm, &tid);
     });
 }
@@ -202,21 +329,37 @@ fn drain_and_sets(vm: &Vm) -> (Option<u64>, Vec<u64>) {
     let events = vm.events().sure(vm);
     let begun = |entry: &Entry| matches!(entry.kind, EventKind::DrainBegun { .. });
     let first = events.iter().rposition(begun).expect("one is emptied");
-    let EventKind::DrainBegun { until, .. } = &events[first].kind else { unreachable!("it was just found") };
-    let sets = events[first..].iter().filter(|entry| matches!(entry.kind, EventKind::Checkpointed { .. }));
-    (until.map(|until| until.0), sets.map(|entry| entry.at_us).collect())
+    let EventKind::DrainBegun { until, .. } = &events[first].kind else {
+        unreachable!("it was just found")
+    };
+    let sets = events[first..]
+        .iter()
+        .filter(|entry| matches!(entry.kind, EventKind::Checkpointed { .. }));
+    (
+        until.map(|until| until.0),
+        sets.map(|entry| entry.at_us).collect(),
+    )
 }
 
 #[test]
 fn a_job_that_the_daemons_have_checkpointed_for_a_drain_is_not_written_again() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         std::fs::create_dir(vm.bed().host(2).path("/tmp/only-there")).expect("made");
-        let tid = vm.spawn(&["-h2:/tmp/only-there", "hold", "2"]).expect("spawned");
+        let tid = vm
+            .spawn(&["-h2:/tmp/only-there", "hold", "2"])
+            .expect("spawned");
         lives(vm, &tid);
         vm.json(&["checkpoint", "--every", "1h", &tid]).sure(vm);
         let done = pvm(vm, &["drain", "h2", "--deadline", "9s"]);
-        assert!(!done.good() && !done.out.contains("is being written"), "{done:?}");
-        assert!(done.out.contains(&format!("job {tid} loses what it has done since ")), "{done:?}");
+        assert!(
+            !done.good() && !done.out.contains("is being written"),
+            "{done:?}"
+        );
+        assert!(
+            done.out
+                .contains(&format!("job {tid} loses what it has done since ")),
+            "{done:?}"
+        );
         assert_eq!(drain_and_sets(vm).1.len(), 1, "{done:?}\n{}", vm.logs());
         lives(vm, &tid);
     });
@@ -225,17 +368,33 @@ fn a_job_that_the_daemons_have_checkpointed_for_a_drain_is_not_written_again() {
 /// The store is on the host itself; what leaves it does so slowly.
 #[test]
 fn those_that_only_wait_for_their_turn_on_a_slow_way_are_written_while_others_leave() {
-    let env = [("SEMPA_MOVE_RATE", "1000000"), ("SEMPA_POST_COPY", "never"), ("SEMPA_PRE_COPY", "never")];
+    let env = [
+        ("SEMPA_MOVE_RATE", "1000000"),
+        ("SEMPA_POST_COPY", "never"),
+        ("SEMPA_PRE_COPY", "never"),
+    ];
     with_three_hosts_in(&env, Some("pvm-rm"), |vm| {
         let spawn = |mib: &str| vm.spawn(&["-h1", "hold", mib]).sure(vm);
         let go: Vec<String> = (0..4).map(|_| spawn("8")).collect();
         let wait: Vec<String> = (0..6).map(|_| spawn("16")).collect();
         go.iter().chain(&wait).for_each(|tid| lives(vm, tid));
         let done = pvm(vm, &["drain", "h1", "--deadline", "40s", "--checkpoint"]);
-        let told = done.out.lines().take_while(|line| !line.contains(" has left ("));
-        let told: Vec<&str> = told.filter(|line| line.contains(" has ended; 'restart ")).collect();
-        let waited = |line: &&str| wait.iter().any(|tid| line.starts_with(&format!("job {tid} ")));
-        assert!(!told.is_empty() && told.iter().all(waited), "{done:?}\n{}", vm.logs());
+        let told = done
+            .out
+            .lines()
+            .take_while(|line| !line.contains(" has left ("));
+        let told: Vec<&str> = told
+            .filter(|line| line.contains(" has ended; 'restart "))
+            .collect();
+        let waited = |line: &&str| {
+            wait.iter()
+                .any(|tid| line.starts_with(&format!("job {tid} ")))
+        };
+        assert!(
+            !told.is_empty() && told.iter().all(waited),
+            "{done:?}\n{}",
+            vm.logs()
+        );
     });
 }
 
@@ -266,8 +425,15 @@ fn signal_command(vm: &Vm, words: &str, signal: Signal) {
     let own = format!("bin/pvm {words}");
     let typed = |line: &str| !line.contains(APART) && line.ends_with(own.trim());
     // `nsenter` and `env` have these words as well, as long as they are there.
-    let mut found = vm.bed().host(1).processes().into_iter().filter(|(_, line)| typed(line));
-    let (pid, _) = found.find(|(_, line)| line.starts_with('/')).expect("it runs");
+    let mut found = vm
+        .bed()
+        .host(1)
+        .processes()
+        .into_iter()
+        .filter(|(_, line)| typed(line));
+    let (pid, _) = found
+        .find(|(_, line)| line.starts_with('/'))
+        .expect("it runs");
     kill(Pid::from_raw(pid.cast_signed()), signal).expect("it is there");
 }
 
@@ -296,14 +462,20 @@ fn a_job_is_in_the_store_at_the_deadline_also_when_the_command_was_killed_or_int
         let killed = begin(vm, &words);
         signal_command(vm, &words.join(" "), Signal::SIGKILL);
         let killed = killed.finish(SOON).sure(vm);
-        assert!(!killed.good() && !killed.out.contains("is being written"), "it was before: {killed:?}");
+        assert!(
+            !killed.good() && !killed.out.contains("is being written"),
+            "it was before: {killed:?}"
+        );
         is_written_and_goes_on(vm, &tid);
         let words = ["drain", "h2", "--deadline", "10s"];
         let interrupted = begin(vm, &words);
         signal_command(vm, &words.join(" "), Signal::SIGINT);
         let interrupted = interrupted.finish(SOON).sure(vm);
         assert_eq!(interrupted.status.code(), Some(130), "{interrupted:?}");
-        assert_eq!(interrupted.err, "drain: h2 goes on being emptied; 'undrain h2' calls it off\n");
+        assert_eq!(
+            interrupted.err,
+            "drain: h2 goes on being emptied; 'undrain h2' calls it off\n"
+        );
         is_written_and_goes_on(vm, &tid);
     });
 }
@@ -315,20 +487,36 @@ fn a_job_is_in_the_store_at_the_deadline_also_when_resource_managers_are_killed_
         let drain = begin(vm, &["drain", "h2", "--deadline", "20s"]);
         let before = registered(vm);
         for number in 1..=2 {
-            let rm =
-                vm.bed().host(1).processes().into_iter().find(|(_, line)| line.contains("pvm-rm")).expect("it runs");
+            let rm = vm
+                .bed()
+                .host(1)
+                .processes()
+                .into_iter()
+                .find(|(_, line)| line.contains("pvm-rm"))
+                .expect("it runs");
             kill(Pid::from_raw(rm.0.cast_signed()), Signal::SIGKILL).expect("it is there");
-            let again = || if registered(vm) >= before + number { Ok(()) } else { Err("no other one".to_string()) };
+            let again = || {
+                if registered(vm) >= before + number {
+                    Ok(())
+                } else {
+                    Err("no other one".to_string())
+                }
+            };
             eventually(SOON, again).sure(vm);
         }
         let done = drain.finish(SOON).sure(vm);
-        assert!(word_after(&done.out, &format!("job {tid} is in the store as ")).is_some(), "{done:?}\n{}", vm.logs());
+        assert!(
+            word_after(&done.out, &format!("job {tid} is in the store as ")).is_some(),
+            "{done:?}\n{}",
+            vm.logs()
+        );
         is_written_and_goes_on(vm, &tid);
     });
 }
 
 #[test]
-fn a_drain_whose_command_was_killed_is_called_off_or_gives_way_to_a_later_one_and_nothing_is_written_twice() {
+fn a_drain_whose_command_was_killed_is_called_off_or_gives_way_to_a_later_one_and_nothing_is_written_twice()
+ {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let tid = spawn_what_stays(vm);
         let words = ["drain", "h2", "--deadline", "1h", "--checkpoint"];
@@ -341,9 +529,18 @@ fn a_drain_whose_command_was_killed_is_called_off_or_gives_way_to_a_later_one_an
         // Whoever names no time only looks on.
         let looks_on = begin(vm, &["drain", "h2"]);
         let later = pvm(vm, &["drain", "h2", "--deadline", "8s"]);
-        assert!(word_after(&later.out, &format!("job {tid} is in the store as ")).is_some(), "{later:?}");
+        assert!(
+            word_after(&later.out, &format!("job {tid} is in the store as ")).is_some(),
+            "{later:?}"
+        );
         let earlier = earlier.finish(SOON).sure(vm);
-        assert!(!earlier.good() && earlier.out.contains("a later order to empty h2 counts, that of "), "{earlier:?}");
+        assert!(
+            !earlier.good()
+                && earlier
+                    .out
+                    .contains("a later order to empty h2 counts, that of "),
+            "{earlier:?}"
+        );
         let looked_on = looks_on.finish(SOON).sure(vm);
         assert!(!looked_on.out.contains("a later order"), "{looked_on:?}");
         is_written_and_goes_on(vm, &tid);
@@ -361,11 +558,15 @@ fn a_drain_typed_in_a_console_writes_what_that_has_started_and_outlives_it() {
         };
         let mut console = start();
         let mut keys = console.take_stdin().expect("piped");
-        keys.write_all(b"spawn -h2:/tmp/only-there hold 2\n").sure(vm);
+        keys.write_all(b"spawn -h2:/tmp/only-there hold 2\n")
+            .sure(vm);
         let of_console = || {
             let tasks = vm.tasks().map_err(|error| error.to_string())?;
-            let task = tasks.iter().find(|task| task.name.ends_with("hold") && task.flags & TASK_CONNECTED != 0);
-            task.map(|task| task.tid.clone()).ok_or_else(|| format!("{tasks:?}"))
+            let task = tasks
+                .iter()
+                .find(|task| task.name.ends_with("hold") && task.flags & TASK_CONNECTED != 0);
+            task.map(|task| task.tid.clone())
+                .ok_or_else(|| format!("{tasks:?}"))
         };
         let tid = eventually(SOON, of_console).sure(vm);
         keys.write_all(b"drain h2 --deadline 8s\n").sure(vm);
@@ -375,15 +576,26 @@ fn a_drain_typed_in_a_console_writes_what_that_has_started_and_outlives_it() {
         };
         let out = eventually(SOON, written).sure(vm);
         assert!(
-            out.contains("h2 takes no tasks; 1 is to leave\n") && out.contains(" is still there: no host"),
+            out.contains("h2 takes no tasks; 1 is to leave\n")
+                && out.contains(" is still there: no host"),
             "{out}"
         );
         let orders = |vm: &Vm| {
             let events = vm.events().sure(vm);
-            events.iter().filter(|entry| matches!(entry.kind, EventKind::DrainBegun { .. })).count()
+            events
+                .iter()
+                .filter(|entry| matches!(entry.kind, EventKind::DrainBegun { .. }))
+                .count()
         };
         keys.write_all(b"drain h2 --deadline 8s\n").sure(vm);
-        eventually(SOON, || if orders(vm) == 2 { Ok(()) } else { Err("no second order".to_string()) }).sure(vm);
+        eventually(SOON, || {
+            if orders(vm) == 2 {
+                Ok(())
+            } else {
+                Err("no second order".to_string())
+            }
+        })
+        .sure(vm);
         signal_command(vm, "", Signal::SIGKILL);
         console.finish(SOON).sure(vm);
         is_written_and_goes_on(vm, &tid);
@@ -394,7 +606,10 @@ fn a_drain_typed_in_a_console_writes_what_that_has_started_and_outlives_it() {
 fn without_a_resource_manager_drain_says_what_is_missing_and_changes_nothing() {
     with_three_hosts(None, |vm| {
         let done = pvm(vm, &["drain", "h2"]);
-        assert!(!done.good() && done.err.contains("no resource manager runs"), "{done:?}");
+        assert!(
+            !done.good() && done.err.contains("no resource manager runs"),
+            "{done:?}"
+        );
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_ok());
     });
 }

@@ -18,14 +18,26 @@ fn count_file(vm: &Vm) -> String {
 
 fn exported(engine: &str) -> Vec<(String, String)> {
     let pair = |name: &str, value: &str| (name.to_string(), value.to_string());
-    vec![pair("SEMPA_ENGINE", engine), pair("PVM_EXPORT", "SEMPA_ENGINE")]
+    vec![
+        pair("SEMPA_ENGINE", engine),
+        pair("PVM_EXPORT", "SEMPA_ENGINE"),
+    ]
 }
 
 /// A virtual machine on two hosts without CRIU, whose spawned tasks want to be taken so.
 fn without_criu(engine: &str, test: impl FnOnce(&Vm)) {
-    let Some((bed, _)) = testbed_with_own_engine(2) else { return };
+    let Some((bed, _)) = testbed_with_own_engine(2) else {
+        return;
+    };
     fs::remove_file(bed.engine().expect("an engine of its own")).expect("removed");
-    let vm = Vm::start(&bed, Settings { env: exported(engine), ..Settings::default() }).expect("a virtual machine");
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            env: exported(engine),
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     with_two_hosts(&vm, test);
 }
 
@@ -47,8 +59,14 @@ fn ask(vm: &Vm, how: &str, tid: &str, count: usize) -> Vec<(u32, u32, String)> {
 fn answers(out: &str) -> Vec<(u32, u32, String)> {
     let one = |line: &str| {
         let words: Vec<&str> = line.split(' ').collect();
-        let [number, "again", again, "in", place] = words[..] else { panic!("{line}") };
-        (number.parse().expect("a number"), again.parse().expect("a number"), place.to_string())
+        let [number, "again", again, "in", place] = words[..] else {
+            panic!("{line}")
+        };
+        (
+            number.parse().expect("a number"),
+            again.parse().expect("a number"),
+            place.to_string(),
+        )
     };
     out.lines().map(one).collect()
 }
@@ -59,9 +77,17 @@ fn numbers(answers: &[(u32, u32, String)]) -> Vec<u32> {
 
 fn moves(vm: &Vm, tid: &str, host: &str, by: &str) {
     let asked = vm.pvm(&["can-migrate", tid, host]).expect("ends");
-    assert!(asked.good() && asked.out.contains(&format!("yes, by {by}")), "{asked:?}\n{}", vm.logs());
+    assert!(
+        asked.good() && asked.out.contains(&format!("yes, by {by}")),
+        "{asked:?}\n{}",
+        vm.logs()
+    );
     let moved = vm.migrate_when_ready(tid, host).expect("ends");
-    assert!(moved.good() && moved.out.contains(&format!("moved to {host} by {by}")), "{moved:?}\n{}", vm.logs());
+    assert!(
+        moved.good() && moved.out.contains(&format!("moved to {host} by {by}")),
+        "{moved:?}\n{}",
+        vm.logs()
+    );
     assert_eq!(vm.host_of(tid).expect("alive"), host);
 }
 
@@ -79,16 +105,27 @@ fn counts_on(vm: &Vm) {
     let file = count_file(vm);
     let place = vm.home().join("place");
     fs::create_dir_all(&place).expect("a folder");
-    let tid = vm.spawn(&[&format!("-h2:{}", place.display()), "again", &file]).expect("spawned");
+    let tid = vm
+        .spawn(&[&format!("-h2:{}", place.display()), "again", &file])
+        .expect("spawned");
     assert_eq!(numbers(&ask(vm, "ask", &tid, 3)), [1, 2, 3]);
     moves(vm, &tid, "h1", "its own checkpoint");
     let after = ask(vm, "ask", &tid, 2);
     assert_eq!(numbers(&after), [4, 5]);
-    assert!(after.iter().all(|(_, again, dir)| *again == 1 && *dir == place.display().to_string()), "{after:?}");
+    assert!(
+        after
+            .iter()
+            .all(|(_, again, dir)| *again == 1 && *dir == place.display().to_string()),
+        "{after:?}"
+    );
     moves(vm, &tid, "h2", "its own checkpoint");
     let after = ask(vm, "ask", &tid, 1);
     assert_eq!((after[0].0, after[0].1), (6, 2));
-    let said = vm.events().expect("events").into_iter().filter(|entry| matches!(entry.kind, EventKind::MovesBy { .. }));
+    let said = vm
+        .events()
+        .expect("events")
+        .into_iter()
+        .filter(|entry| matches!(entry.kind, EventKind::MovesBy { .. }));
     assert_eq!(said.count(), 2, "\n{}", vm.logs());
     let ended = vm.events().expect("events").into_iter();
     let ended =
@@ -104,10 +141,15 @@ fn a_task_that_writes_its_own_checkpoint_moves_between_hosts_without_criu() {
 #[test]
 fn a_program_that_waits_for_messages_is_asked_by_one() {
     without_criu("own:message=77:wait=30", |vm| {
-        let tid = vm.spawn(&["-h2", "again", &count_file(vm), "waits"]).expect("spawned");
+        let tid = vm
+            .spawn(&["-h2", "again", &count_file(vm), "waits"])
+            .expect("spawned");
         assert_eq!(numbers(&ask(vm, "ask", &tid, 3)), [1, 2, 3]);
         moves(vm, &tid, "h1", "its own checkpoint");
-        assert_eq!(numbers(&ask(vm, "flood", &tid, 20)), (4..24).collect::<Vec<u32>>());
+        assert_eq!(
+            numbers(&ask(vm, "flood", &tid, 20)),
+            (4..24).collect::<Vec<u32>>()
+        );
         moves(vm, &tid, "h2", "its own checkpoint");
         let after = ask(vm, "ask", &tid, 1);
         assert_eq!((after[0].0, after[0].1), (24, 2));
@@ -119,11 +161,16 @@ fn a_program_that_waits_for_messages_is_asked_by_one() {
 #[test]
 fn a_task_of_an_ordinary_user_moves_by_its_own_checkpoint() {
     let Some((bed, _)) = testbed(2) else { return };
-    let settings =
-        Settings { as_alice: true, env: exported("criu,own:signal=USR1:exit=85:wait=30"), ..Settings::default() };
+    let settings = Settings {
+        as_alice: true,
+        env: exported("criu,own:signal=USR1:exit=85:wait=30"),
+        ..Settings::default()
+    };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
     with_two_hosts(&vm, |vm| {
-        let tid = vm.spawn(&["-h2", "again", &count_file(vm)]).expect("spawned");
+        let tid = vm
+            .spawn(&["-h2", "again", &count_file(vm)])
+            .expect("spawned");
         assert_eq!(numbers(&ask(vm, "ask", &tid, 3)), [1, 2, 3]);
         moves(vm, &tid, "h1", "its own checkpoint");
         assert_eq!(numbers(&ask(vm, "ask", &tid, 2)), [4, 5]);
@@ -133,12 +180,16 @@ fn a_task_of_an_ordinary_user_moves_by_its_own_checkpoint() {
 #[test]
 fn questions_that_are_under_way_while_it_moves_are_all_answered_once_and_in_order() {
     without_criu("own", |vm| {
-        let tid = vm.spawn(&["-h2", "again", &count_file(vm)]).expect("spawned");
+        let tid = vm
+            .spawn(&["-h2", "again", &count_file(vm)])
+            .expect("spawned");
         let mut next = 1;
         for (host, again) in ["h1", "h2", "h1", "h2", "h1", "h2"].into_iter().zip(1..) {
-            let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/again"));
+            let mut command =
+                vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/again"));
             command.args(["until", &tid, &again.to_string()]);
-            let asking = sempa_tests::run::Running::start(command, std::process::Stdio::null()).expect("starts");
+            let asking = sempa_tests::run::Running::start(command, std::process::Stdio::null())
+                .expect("starts");
             eventually(SOON, || match asking.out_so_far() {
                 Ok(out) if out.contains('\n') => Ok(()),
                 other => Err(format!("nothing has been answered yet: {other:?}")),
@@ -150,17 +201,25 @@ fn questions_that_are_under_way_while_it_moves_are_all_answered_once_and_in_orde
             let answers = answers(&done.out);
             let count = u32::try_from(answers.len()).expect("few");
             assert!(count > 1, "it answered before and after: {}", done.out);
-            assert_eq!(numbers(&answers), (next..next + count).collect::<Vec<u32>>());
+            assert_eq!(
+                numbers(&answers),
+                (next..next + count).collect::<Vec<u32>>()
+            );
             next += count;
         }
-        assert_eq!(numbers(&ask(vm, "flood", &tid, 100)), (next..next + 100).collect::<Vec<u32>>());
+        assert_eq!(
+            numbers(&ask(vm, "flood", &tid, 100)),
+            (next..next + 100).collect::<Vec<u32>>()
+        );
     });
 }
 
 #[test]
 fn a_task_that_is_started_again_moves_between_hosts_without_criu_and_begins_anew() {
     without_criu("restart:wait=20", |vm| {
-        let tid = vm.spawn(&["-h2", "again", &count_file(vm), "plain"]).expect("spawned");
+        let tid = vm
+            .spawn(&["-h2", "again", &count_file(vm), "plain"])
+            .expect("spawned");
         assert_eq!(numbers(&ask(vm, "ask", &tid, 3)), [1, 2, 3]);
         moves(vm, &tid, "h1", "restart");
         let after = ask(vm, "ask", &tid, 2);
@@ -171,20 +230,34 @@ fn a_task_that_is_started_again_moves_between_hosts_without_criu_and_begins_anew
 #[test]
 fn a_program_that_is_deaf_to_the_signal_goes_on_where_it_is() {
     without_criu("own:wait=1", |vm| {
-        let tid = vm.spawn(&["-h2", "again", &count_file(vm), "deaf"]).expect("spawned");
+        let tid = vm
+            .spawn(&["-h2", "again", &count_file(vm), "deaf"])
+            .expect("spawned");
         assert_eq!(numbers(&ask(vm, "ask", &tid, 3)), [1, 2, 3]);
         let refused = vm.migrate(&tid, "h1").expect("ends");
-        assert!(!refused.good() && refused.err.contains("asked by signal 10"), "{refused:?}");
+        assert!(
+            !refused.good() && refused.err.contains("asked by signal 10"),
+            "{refused:?}"
+        );
         assert!(matches!(failure(vm), Failure::Engine(why) if why.contains("within 1 s")));
         let after = ask(vm, "ask", &tid, 2);
-        assert_eq!((numbers(&after), after[0].1, vm.host_of(&tid).expect("alive")), (vec![4, 5], 0, "h2".to_string()));
+        assert_eq!(
+            (
+                numbers(&after),
+                after[0].1,
+                vm.host_of(&tid).expect("alive")
+            ),
+            (vec![4, 5], 0, "h2".to_string())
+        );
     });
 }
 
 #[test]
 fn a_program_that_does_it_too_late_is_started_again_where_it_was() {
     without_criu("own:wait=1", |vm| {
-        let tid = vm.spawn(&["-h2", "again", &count_file(vm), "late"]).expect("spawned");
+        let tid = vm
+            .spawn(&["-h2", "again", &count_file(vm), "late"])
+            .expect("spawned");
         assert!(!vm.migrate(&tid, "h1").expect("ends").good());
         // The first question has it end, and is answered before, as is what comes until it has looked for the last time; the
         // next one waits for the new process.
@@ -192,7 +265,10 @@ fn a_program_that_does_it_too_late_is_started_again_where_it_was() {
         let all: Vec<u32> = (1..=after.len() as u32).collect();
         let (last, before) = after.split_last().expect("an answer at least");
         assert_eq!((numbers(&after), last.1), (all, 1));
-        assert!(!before.is_empty() && before.iter().all(|(_, again, _)| *again == 0), "{after:?}");
+        assert!(
+            !before.is_empty() && before.iter().all(|(_, again, _)| *again == 0),
+            "{after:?}"
+        );
         assert_eq!(vm.host_of(&tid).expect("alive"), "h2");
     });
 }
@@ -201,11 +277,17 @@ fn a_program_that_does_it_too_late_is_started_again_where_it_was() {
 fn a_program_that_ends_otherwise_or_dies_when_it_is_asked_has_ended() {
     without_criu("own", |vm| {
         for (how, status) in [("other", 3 << 8), ("dies", 9)] {
-            let tid = vm.spawn(&["-h2", "again", &count_file(vm), how]).expect("spawned");
+            let tid = vm
+                .spawn(&["-h2", "again", &count_file(vm), how])
+                .expect("spawned");
             let refused = vm.migrate(&tid, "h1").expect("ends");
-            assert!(!refused.good() && refused.err.contains("the task ended"), "{refused:?}");
+            assert!(
+                !refused.good() && refused.err.contains("the task ended"),
+                "{refused:?}"
+            );
             let is_end = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { tid: of, status: with, .. } if of.to_string() == tid && *with == status);
-            vm.event(SOON, "end of the task", |entry| is_end(&entry.kind)).sure(vm);
+            vm.event(SOON, "end of the task", |entry| is_end(&entry.kind))
+                .sure(vm);
             eventually(SOON, || match vm.tasks() {
                 Ok(tasks) if tasks.iter().all(|task| task.tid != tid) => Ok(()),
                 other => Err(format!("{tid} is still there: {other:?}")),
@@ -216,22 +298,45 @@ fn a_program_that_ends_otherwise_or_dies_when_it_is_asked_has_ended() {
 }
 
 #[test]
-fn a_host_without_the_program_or_the_directory_says_so_and_words_that_are_not_understood_start_nothing() {
+fn a_host_without_the_program_or_the_directory_says_so_and_words_that_are_not_understood_start_nothing()
+ {
     without_criu("own", |vm| {
         let local = vm.bed().host(2).path("/tmp").join("only-here");
         fs::create_dir_all(&local).expect("a folder");
-        let tid = vm.spawn(&["-h2:/tmp/only-here", "again", &count_file(vm)]).expect("spawned");
+        let tid = vm
+            .spawn(&["-h2:/tmp/only-here", "again", &count_file(vm)])
+            .expect("spawned");
         let asked = vm.pvm(&["can-migrate", &tid]).expect("ends");
-        assert!(asked.out.contains("/tmp/only-here: this host has no such directory"), "{asked:?}");
+        assert!(
+            asked
+                .out
+                .contains("/tmp/only-here: this host has no such directory"),
+            "{asked:?}"
+        );
         let refused = vm.migrate(&tid, "h1").expect("ends");
-        assert!(!refused.good() && refused.err.contains("no such directory"), "{refused:?}");
-        assert_eq!(numbers(&ask(vm, "ask", &tid, 1)), [1], "it was not even asked");
+        assert!(
+            !refused.good() && refused.err.contains("no such directory"),
+            "{refused:?}"
+        );
+        assert_eq!(
+            numbers(&ask(vm, "ask", &tid, 1)),
+            [1],
+            "it was not even asked"
+        );
         let none = vm.pvm(&["checkpoint", &tid]).expect("ends");
         assert!(!none.good() && none.err.contains("SEMPA_STATE"), "{none:?}");
-        let mut bad = vm.command(vm.bed().host(1), vm.bed().prefix().expect("programs").join("bin/pvm"));
-        bad.env("SEMPA_ENGINE", "own:signal=KILL").args(["spawn", "-h2", "again"]);
+        let mut bad = vm.command(
+            vm.bed().host(1),
+            vm.bed().prefix().expect("programs").join("bin/pvm"),
+        );
+        bad.env("SEMPA_ENGINE", "own:signal=KILL")
+            .args(["spawn", "-h2", "again"]);
         let bad = sempa_tests::run::run(bad, SOON).expect("ends");
         let said = format!("{}{}", bad.out, bad.err);
-        assert!(said.contains("\"own:signal=KILL\" is not understood") || said.contains("Bad parameter"), "{bad:?}");
+        assert!(
+            said.contains("\"own:signal=KILL\" is not understood")
+                || said.contains("Bad parameter"),
+            "{bad:?}"
+        );
     });
 }

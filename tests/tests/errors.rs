@@ -18,15 +18,25 @@ const SOON: Duration = Duration::from_secs(60);
 /// Asserts a non-zero exit and exactly one line on standard error which holds the words.
 fn one_line(done: &Done, words: &[&str]) {
     assert!(!done.good(), "it must fail: {done:?}");
-    let lines: Vec<&str> = done.err.lines().filter(|line| !line.trim().is_empty()).collect();
+    let lines: Vec<&str> = done
+        .err
+        .lines()
+        .filter(|line| !line.trim().is_empty())
+        .collect();
     assert_eq!(lines.len(), 1, "one line: {done:?}");
     for word in words {
-        assert!(lines[0].to_lowercase().contains(&word.to_lowercase()), "{word:?} is not in {:?}", lines[0]);
+        assert!(
+            lines[0].to_lowercase().contains(&word.to_lowercase()),
+            "{word:?} is not in {:?}",
+            lines[0]
+        );
     }
 }
 
 fn with_hosts(count: usize, joined: &[&str], test: impl FnOnce(&Vm, &Path)) {
-    let Some((bed, prefix)) = testbed(count) else { return };
+    let Some((bed, prefix)) = testbed(count) else {
+        return;
+    };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     if !joined.is_empty() {
         vm.add(joined).expect("they join");
@@ -54,16 +64,30 @@ fn ssh_agrees_on_its_keys_in_little_time_unless_the_user_says_how() {
         std::fs::write(&config, format!("LogLevel DEBUG1\n{own}{usual}")).expect("ours");
         let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
         vm.add(&["h2"]).expect("it joins");
-        let log = std::fs::read_to_string(bed.host(1).path("/tmp/sempa-0/pvm/pvml")).expect("a log");
+        let log =
+            std::fs::read_to_string(bed.host(1).path("/tmp/sempa-0/pvm/pvml")).expect("a log");
         vm.halt().expect("halts");
-        assert!(!bed.host(1).path("/tmp/sempa-0").exists(), "the settings of ssh stay behind");
-        let line = log.lines().find_map(|line| line.split_once("kex: algorithm: "));
-        line.unwrap_or_else(|| panic!("no agreement in {log}")).1.to_string()
+        assert!(
+            !bed.host(1).path("/tmp/sempa-0").exists(),
+            "the settings of ssh stay behind"
+        );
+        let line = log
+            .lines()
+            .find_map(|line| line.split_once("kex: algorithm: "));
+        line.unwrap_or_else(|| panic!("no agreement in {log}"))
+            .1
+            .to_string()
     };
     let by_itself = agreed_with("");
     assert!(!by_itself.contains("sntrup761"), "{by_itself}");
-    assert_eq!(agreed_with("KexAlgorithms ecdh-sha2-nistp256\n"), "ecdh-sha2-nistp256");
-    assert_eq!(agreed_with("Host h2\nKexAlgorithms ecdh-sha2-nistp521\n"), "ecdh-sha2-nistp521");
+    assert_eq!(
+        agreed_with("KexAlgorithms ecdh-sha2-nistp256\n"),
+        "ecdh-sha2-nistp256"
+    );
+    assert_eq!(
+        agreed_with("Host h2\nKexAlgorithms ecdh-sha2-nistp521\n"),
+        "ecdh-sha2-nistp521"
+    );
 }
 
 #[test]
@@ -79,36 +103,60 @@ fn without_a_daemon_console_and_programs_say_so() {
     // The second line is the one that PVM's library prints for every call that fails.
     let lines: Vec<&str> = done.err.lines().collect();
     assert!(!done.good() && lines.len() == 2, "{done:?}");
-    assert!(lines[0].contains("daemon") && lines[0].contains("start") && lines[1].contains("pvm_mytid()"), "{done:?}");
+    assert!(
+        lines[0].contains("daemon")
+            && lines[0].contains("start")
+            && lines[1].contains("pvm_mytid()"),
+        "{done:?}"
+    );
 }
 
 #[test]
 fn root_is_refused_unless_allowed() {
-    let Some((bed, prefix)) = testbed(1) else { return };
+    let Some((bed, prefix)) = testbed(1) else {
+        return;
+    };
     for program in ["pvm", "pvmd"] {
         let mut command = bed.host(1).command(prefix.join("bin").join(program));
         if program == "pvm" {
             command.arg("start");
         }
-        one_line(&run(command, SOON).expect("ends"), &["root", "PVM_ALLOW_ROOT"]);
+        one_line(
+            &run(command, SOON).expect("ends"),
+            &["root", "PVM_ALLOW_ROOT"],
+        );
     }
 }
 
 #[test]
 fn a_program_that_is_not_on_the_host_is_named() {
     with_hosts(2, &["h2"], |vm, _| {
-        one_line(&vm.pvm(&["spawn", "nosuchprogram"]).expect("ends"), &["nosuchprogram"]);
-        one_line(&vm.pvm(&["spawn", "-h2", "nosuchprogram"]).expect("ends"), &["nosuchprogram"]);
+        one_line(
+            &vm.pvm(&["spawn", "nosuchprogram"]).expect("ends"),
+            &["nosuchprogram"],
+        );
+        one_line(
+            &vm.pvm(&["spawn", "-h2", "nosuchprogram"]).expect("ends"),
+            &["nosuchprogram"],
+        );
     });
 }
 
 #[test]
 fn a_second_resource_manager_is_refused() {
-    let Some((bed, prefix)) = testbed(1) else { return };
+    let Some((bed, prefix)) = testbed(1) else {
+        return;
+    };
     let rm = prefix.join("bin/pvm-rm");
-    let settings = Settings { rm: Some(rm.display().to_string()), ..Settings::default() };
+    let settings = Settings {
+        rm: Some(rm.display().to_string()),
+        ..Settings::default()
+    };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
-    one_line(&run(vm.command(bed.host(1), &rm), SOON).expect("ends"), &["resource manager"]);
+    one_line(
+        &run(vm.command(bed.host(1), &rm), SOON).expect("ends"),
+        &["resource manager"],
+    );
     vm.halt().expect("halts");
 }
 
@@ -125,18 +173,24 @@ fn a_second_virtual_machine_of_the_same_user_is_refused() {
 #[test]
 fn a_missing_or_broken_criu_is_said_with_the_way_to_get_one() {
     for script in [None, Some("#!/bin/sh\necho 'criu: broken' >&2\nexit 1\n")] {
-        let Some((bed, _)) = testbed_with_own_engine(2) else { return };
+        let Some((bed, _)) = testbed_with_own_engine(2) else {
+            return;
+        };
         let engine = bed.engine().expect("its own").to_path_buf();
         std::fs::remove_file(&engine).expect("removed");
         if let Some(script) = script {
             std::fs::write(&engine, script).expect("written");
-            std::fs::set_permissions(&engine, std::fs::Permissions::from_mode(0o755)).expect("executable");
+            std::fs::set_permissions(&engine, std::fs::Permissions::from_mode(0o755))
+                .expect("executable");
         }
         let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine runs without CRIU");
         vm.add(&["h2"]).expect("h2 joins");
         vm.program("hold").expect("gcc");
         let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
-        one_line(&vm.migrate(&tid, "h1").expect("ends"), &["criu", "cargo xtask criu"]);
+        one_line(
+            &vm.migrate(&tid, "h1").expect("ends"),
+            &["criu", "cargo xtask criu"],
+        );
         assert_eq!(vm.host_of(&tid).expect("alive"), "h2");
         vm.halt().expect("halts");
     }
@@ -149,7 +203,10 @@ fn moves_that_make_no_sense_are_refused_with_the_reason() {
         let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         one_line(&vm.migrate(&tid, "h2").expect("ends"), &["already"]);
         one_line(&vm.migrate(&tid, "h9").expect("ends"), &["h9"]);
-        one_line(&vm.migrate("t40999", "h2").expect("ends"), &["no such task"]);
+        one_line(
+            &vm.migrate("t40999", "h2").expect("ends"),
+            &["no such task"],
+        );
     });
 }
 
@@ -186,16 +243,25 @@ fn garbage_on_the_udp_port_hurts_nobody() {
             command.args(["-c", &format!("for i in 1 2 3 4 5; do {line}; done")]);
             assert!(run(command, SOON).expect("ends").good());
         }
-        assert!(vm.pvm_on(vm.bed().host(2), &["ps", "-a"]).expect("ends").good(), "{}", vm.logs());
+        assert!(
+            vm.pvm_on(vm.bed().host(2), &["ps", "-a"])
+                .expect("ends")
+                .good(),
+            "{}",
+            vm.logs()
+        );
     });
 }
 
 fn udp_port(host: &Host) -> u16 {
-    let table = std::fs::read_to_string(format!("/proc/{}/net/udp", host.init())).expect("readable");
-    let table6 = std::fs::read_to_string(format!("/proc/{}/net/udp6", host.init())).unwrap_or_default();
+    let table =
+        std::fs::read_to_string(format!("/proc/{}/net/udp", host.init())).expect("readable");
+    let table6 =
+        std::fs::read_to_string(format!("/proc/{}/net/udp6", host.init())).unwrap_or_default();
     let ports = table.lines().skip(1).chain(table6.lines().skip(1));
-    let mut ports =
-        ports.filter_map(|line| u16::from_str_radix(line.split_whitespace().nth(1)?.rsplit(':').next()?, 16).ok());
+    let mut ports = ports.filter_map(|line| {
+        u16::from_str_radix(line.split_whitespace().nth(1)?.rsplit(':').next()?, 16).ok()
+    });
     ports.next().expect("the daemon has a UDP port")
 }
 
@@ -207,27 +273,61 @@ fn a_daemon_of_another_virtual_machine_is_refused_with_a_line_and_an_event_and_n
     ours.program("hold").expect("gcc");
     let tid = ours.spawn(&["-h2", "hold", "1"]).expect("spawned");
     let shell = misleading_shell(&bed, &format!("10.77.0.1:{}", udp_port(bed.host(1))));
-    let env = [("PVM_VMID", "theirs".to_string()), ("PVM_RSH", shell)].map(|(name, value)| (name.to_string(), value));
-    let theirs = Vm::start(&bed, Settings { env: env.to_vec(), ..Settings::default() }).expect("a second one");
+    let env = [("PVM_VMID", "theirs".to_string()), ("PVM_RSH", shell)]
+        .map(|(name, value)| (name.to_string(), value));
+    let theirs = Vm::start(
+        &bed,
+        Settings {
+            env: env.to_vec(),
+            ..Settings::default()
+        },
+    )
+    .expect("a second one");
 
-    one_line(&theirs.pvm(&["add", "h3"]).expect("ends"), &["h3", "did not connect", "somebody else"]);
-    let refused = |text: &str| text.starts_with("refused a connection from") && text.contains("10.77.0.3");
-    let event = ours.event(SOON, "refusal", |entry| refused(&entry.text)).expect("an event");
-    assert!(event.text.contains("another virtual machine") && event.text.lines().count() == 1, "{}", event.text);
+    one_line(
+        &theirs.pvm(&["add", "h3"]).expect("ends"),
+        &["h3", "did not connect", "somebody else"],
+    );
+    let refused =
+        |text: &str| text.starts_with("refused a connection from") && text.contains("10.77.0.3");
+    let event = ours
+        .event(SOON, "refusal", |entry| refused(&entry.text))
+        .expect("an event");
+    assert!(
+        event.text.contains("another virtual machine") && event.text.lines().count() == 1,
+        "{}",
+        event.text
+    );
     let log = std::fs::read_to_string(bed.host(1).path("/tmp/sempa-0/pvm/pvml")).expect("a log");
     assert!(log.contains(&event.text), "{log}");
     theirs
-        .event(SOON, "refusal", |entry| matches!(&entry.kind, EventKind::HostRefused { name, .. } if name == "h3"))
+        .event(
+            SOON,
+            "refusal",
+            |entry| matches!(&entry.kind, EventKind::HostRefused { name, .. } if name == "h3"),
+        )
         .expect("an event");
     gone(bed.host(3), "pvmd", SOON).expect("the daemon that found no master has ended");
 
     for (vm, hosts) in [(&ours, 2), (&theirs, 1)] {
-        let conf = vm.json(&["conf"]).expect("it answers").pop().expect("a value");
-        assert_eq!(conf["hosts"].as_array().expect("a list").len(), hosts, "{conf}");
+        let conf = vm
+            .json(&["conf"])
+            .expect("it answers")
+            .pop()
+            .expect("a value");
+        assert_eq!(
+            conf["hosts"].as_array().expect("a list").len(),
+            hosts,
+            "{conf}"
+        );
     }
     theirs.spawn(&["hold", "1"]).expect("tasks start in theirs");
     ours.must_migrate(&tid, "h1");
-    theirs.pvm(&["halt"]).expect("ends").expect_good("halt").expect("theirs halts");
+    theirs
+        .pvm(&["halt"])
+        .expect("ends")
+        .expect_good("halt")
+        .expect("theirs halts");
     assert_eq!(ours.host_of(&tid).expect("alive"), "h1");
     ours.halt().expect("ours halts");
 }
@@ -236,7 +336,10 @@ fn a_daemon_of_another_virtual_machine_is_refused_with_a_line_and_an_event_and_n
 fn misleading_shell(bed: &Testbed, address: &str) -> String {
     let place = bed.folder().join("misleading-shell");
     let edit = format!(r#"s/"masters":\[.*\],"library"/"masters":["{address}"],"library"/"#);
-    let script = format!("#!/bin/sh\nsed '{edit}' | {} \"$@\"\n", remote_shell(bed.folder(), "root"));
+    let script = format!(
+        "#!/bin/sh\nsed '{edit}' | {} \"$@\"\n",
+        remote_shell(bed.folder(), "root")
+    );
     std::fs::write(&place, script).expect("written");
     std::fs::set_permissions(&place, std::fs::Permissions::from_mode(0o755)).expect("executable");
     place.display().to_string()
@@ -246,11 +349,21 @@ fn misleading_shell(bed: &Testbed, address: &str) -> String {
 fn another_local_user_reaches_neither_the_socket_nor_the_files() {
     with_hosts(1, &[], |vm, _| {
         let home = vm.bed().folder().join("alice");
-        for line in ["ls /tmp/sempa-0/pvm", "ls /tmp/sempa-0", "cat /tmp/sempa-0/pvm/pvml"] {
-            let mut command = vm.bed().host(1).command_as(Some(("alice", ALICE_UID, &home)), "/bin/sh");
+        for line in [
+            "ls /tmp/sempa-0/pvm",
+            "ls /tmp/sempa-0",
+            "cat /tmp/sempa-0/pvm/pvml",
+        ] {
+            let mut command = vm
+                .bed()
+                .host(1)
+                .command_as(Some(("alice", ALICE_UID, &home)), "/bin/sh");
             command.args(["-c", line]);
             let done = run(command, SOON).expect("ends");
-            assert!(!done.good() || line == "ls /tmp/sempa-0", "{line}: {done:?}");
+            assert!(
+                !done.good() || line == "ls /tmp/sempa-0",
+                "{line}: {done:?}"
+            );
         }
     });
 }
@@ -259,8 +372,19 @@ fn another_local_user_reaches_neither_the_socket_nor_the_files() {
 fn halt_leaves_no_process_and_no_file_on_any_host() {
     let Some((bed, _)) = testbed(3) else { return };
     let rm = "pvm-rm --policy load".to_string();
-    let before: Vec<usize> = bed.hosts().iter().map(|host| host.processes().len()).collect();
-    let vm = Vm::start(&bed, Settings { rm: Some(rm), ..Settings::default() }).expect("a virtual machine");
+    let before: Vec<usize> = bed
+        .hosts()
+        .iter()
+        .map(|host| host.processes().len())
+        .collect();
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            rm: Some(rm),
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("hold").expect("gcc");
     let stays = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
@@ -272,10 +396,19 @@ fn halt_leaves_no_process_and_no_file_on_any_host() {
         gone(host, "hold", SOON).expect("no task");
         eventually(SOON, || {
             let now = host.processes();
-            if now.len() <= before { Ok(()) } else { Err(format!("{}: {now:?}", host.name())) }
+            if now.len() <= before {
+                Ok(())
+            } else {
+                Err(format!("{}: {now:?}", host.name()))
+            }
         })
         .expect("no process");
-        assert_eq!(host.files_left(bed.folder()), Vec::<std::path::PathBuf>::new(), "{}", host.name());
+        assert_eq!(
+            host.files_left(bed.folder()),
+            Vec::<std::path::PathBuf>::new(),
+            "{}",
+            host.name()
+        );
     }
     let again = Vm::start(&bed, Settings::default()).expect("the next virtual machine starts");
     again.halt().expect("halts");

@@ -16,7 +16,11 @@ use std::time::Duration;
 const LONG: Duration = Duration::from_secs(40);
 
 /// One case: its name, how its output is compared, how it is run.
-type Case<'a> = (&'a str, Compare, Box<dyn Fn(&Machine) -> Result<String> + Sync + 'a>);
+type Case<'a> = (
+    &'a str,
+    Compare,
+    Box<dyn Fn(&Machine) -> Result<String> + Sync + 'a>,
+);
 
 /// Runs all cases on PVM and on ours, one after the other on the same virtual machine, and compares what they print.
 fn the_same_on_both(cases: &[Case]) {
@@ -30,13 +34,17 @@ fn the_same_on_both(cases: &[Case]) {
 fn the_same_on_both_and_built(cases: &[Case]) {
     let systems = [System::Pvm, System::Ours, System::Built];
     if let Some([real, ours, built]) = on(systems, |machine| heard(machine, cases)) {
-        let wrong = differences(cases, &real, "ours", &ours) + &differences(cases, &real, "built", &built);
+        let wrong =
+            differences(cases, &real, "ours", &ours) + &differences(cases, &real, "built", &built);
         assert!(wrong.is_empty(), "{wrong}");
     }
 }
 
 fn heard(machine: &Machine, cases: &[Case]) -> Result<Vec<Heard>> {
-    Ok(cases.iter().map(|(_, _, run)| run(machine).map_err(|error| format!("{error:#}"))).collect())
+    Ok(cases
+        .iter()
+        .map(|(_, _, run)| run(machine).map_err(|error| format!("{error:#}")))
+        .collect())
 }
 
 /// How what another system printed differs from what PVM did; nothing if it does not.
@@ -46,21 +54,33 @@ fn differences(cases: &[Case], real: &[Heard], name_of_other: &str, other: &[Hea
         if std::env::var_os("SEMPA_SHOW").is_some() {
             eprintln!("=== {name}\n{real:?}\n--- {name_of_other}\n{other:?}");
         }
-        let compared = |heard: &Heard| heard.as_ref().map(|text| normal(text, *how)).map_err(Clone::clone);
+        let compared = |heard: &Heard| {
+            heard
+                .as_ref()
+                .map(|text| normal(text, *how))
+                .map_err(Clone::clone)
+        };
         match (compared(real), compared(other)) {
             (Ok(real), Ok(other)) if real == other => {}
             (Ok(real), Ok(other)) => {
                 let (only_real, only_other) = (only_in(&real, &other), only_in(&other, &real));
-                wrong +=
-                    &format!("=== {name}\n--- only PVM's lines\n{only_real}\n--- only {name_of_other}\n{only_other}\n");
+                wrong += &format!(
+                    "=== {name}\n--- only PVM's lines\n{only_real}\n--- only {name_of_other}\n{only_other}\n"
+                );
                 if only_real.is_empty() && only_other.is_empty() {
-                    wrong += &format!("the order differs:\n--- PVM\n{real}\n--- {name_of_other}\n{other}\n");
+                    wrong += &format!(
+                        "the order differs:\n--- PVM\n{real}\n--- {name_of_other}\n{other}\n"
+                    );
                 }
             }
             (real, other) => {
-                let shown = |heard: Heard| heard.map_or_else(|error| error, |_| "it went well".to_string());
-                wrong +=
-                    &format!("=== {name} failed\n--- PVM: {}\n--- {name_of_other}: {}\n", shown(real), shown(other));
+                let shown =
+                    |heard: Heard| heard.map_or_else(|error| error, |_| "it went well".to_string());
+                wrong += &format!(
+                    "=== {name} failed\n--- PVM: {}\n--- {name_of_other}: {}\n",
+                    shown(real),
+                    shown(other)
+                );
             }
         }
     }
@@ -70,17 +90,23 @@ fn differences(cases: &[Case], real: &[Heard], name_of_other: &str, other: &[Hea
 /// The lines of one text that another does not have as often.
 fn only_in(text: &str, other: &str) -> String {
     let mut rest: Vec<&str> = other.lines().collect();
-    let missing = text.lines().filter(|line| match rest.iter().position(|one| one == line) {
-        Some(at) => {
-            rest.swap_remove(at);
-            false
-        }
-        None => true,
-    });
+    let missing = text
+        .lines()
+        .filter(|line| match rest.iter().position(|one| one == line) {
+            Some(at) => {
+                rest.swap_remove(at);
+                false
+            }
+            None => true,
+        });
     missing.collect::<Vec<_>>().join("\n")
 }
 
-fn case<'a>(name: &'a str, how: Compare, run: impl Fn(&Machine) -> Result<String> + Sync + 'a) -> Case<'a> {
+fn case<'a>(
+    name: &'a str,
+    how: Compare,
+    run: impl Fn(&Machine) -> Result<String> + Sync + 'a,
+) -> Case<'a> {
     (name, how, Box::new(run))
 }
 
@@ -92,13 +118,19 @@ fn plain<'a>(shell: Shell<'a>, how: Compare) -> Case<'a> {
 fn but_for<'a>(left_out: fn(&str) -> bool, shell: Shell<'a>, how: Compare) -> Case<'a> {
     case(shell.program, how, move |machine| {
         let text = machine.run(shell)?;
-        Ok(text.lines().filter(|line| !left_out(line)).map(|line| format!("{line}\n")).collect())
+        Ok(text
+            .lines()
+            .filter(|line| !left_out(line))
+            .map(|line| format!("{line}\n"))
+            .collect())
     })
 }
 
 /// In Fortran's words on a number that is missing: what depends on the place of the source and of the code.
 fn where_it_was_compiled(line: &str) -> bool {
-    ["At line", "at ", "#"].iter().any(|start| line.trim().starts_with(start))
+    ["At line", "at ", "#"]
+        .iter()
+        .any(|start| line.trim().starts_with(start))
 }
 
 /// `frsg` adds up its part in a variable to which it has given no value before: what it prints of that is right where the
@@ -108,14 +140,23 @@ fn sum_of_frsg(line: &str) -> bool {
 }
 
 fn typed<'a>(program: &'a str, input: &'a str, how: Compare) -> Case<'a> {
-    plain(Shell { input, ..alone(program) }, how)
+    plain(
+        Shell {
+            input,
+            ..alone(program)
+        },
+        how,
+    )
 }
 
 /// Two copies of a program in two shells; both outputs.
 fn twice<'a>(program: &'a str, how: Compare) -> Case<'a> {
     case(program, how, move |machine| {
         let first = machine.start(alone(program))?;
-        let second = machine.run(Shell { host: 2, ..alone(program) })?;
+        let second = machine.run(Shell {
+            host: 2,
+            ..alone(program)
+        })?;
         Ok(machine.text(&first.finish(LONG)?) + &second)
     })
 }
@@ -142,7 +183,11 @@ fn waiting<'a>(program: &'a str, last_words: &'a str) -> Case<'a> {
         let out = eventually(LONG, || {
             let text = |slave: &Running| Ok(slave.out_so_far()? + &slave.err_so_far()?);
             let out = text(&slave).map_err(|error: anyhow::Error| format!("{error:#}"))?;
-            if out.contains(last_words) { Ok(out) } else { Err(format!("no {last_words:?} in {out:?}")) }
+            if out.contains(last_words) {
+                Ok(out)
+            } else {
+                Err(format!("no {last_words:?} in {out:?}"))
+            }
         })?;
         let waits = slave.poll()?.is_none();
         slave.end_inside()?;
@@ -163,8 +208,18 @@ fn examples_with_workers() {
         plain(alone("fmaster1"), Compare::Sorted),
         plain(alone("spmd"), Compare::Lines),
         plain(alone("fspmd"), Compare::Lines),
-        at_console("spmd from the console", "spawn -4 -> spmd\n", "finished", Compare::Sorted),
-        at_console("fspmd from the console", "spawn -4 -> fspmd\n", "finished", Compare::Sorted),
+        at_console(
+            "spmd from the console",
+            "spawn -4 -> spmd\n",
+            "finished",
+            Compare::Sorted,
+        ),
+        at_console(
+            "fspmd from the console",
+            "spawn -4 -> fspmd\n",
+            "finished",
+            Compare::Sorted,
+        ),
         plain(alone("hitc"), Compare::Kinds),
         plain(alone("timing"), Compare::Kinds),
         waiting("slave1", ""),
@@ -174,7 +229,8 @@ fn examples_with_workers() {
 
 /// xep's buttons and where one drags over its picture to look at a part of it, for xdotool.
 const QUIT: &str = "mousemove 19 46 click 1";
-const ENLARGE: &str = "mousemove 65 128 mousedown 1 mousemove 100 150 mousemove 145 208 mouseup 1 click 2";
+const ENLARGE: &str =
+    "mousemove 65 128 mousedown 1 mousemove 100 150 mousemove 145 208 mouseup 1 click 2";
 /// The lines of its picture on the screen, inside its frame.
 const LINES: Range<usize> = 70..268;
 /// A column of its picture in which nothing is white once the whole set is drawn, and one in which nothing is once only
@@ -206,7 +262,10 @@ fn drawn(screen: &Screen, column: usize) -> Result<Picture> {
         if labelled == LABELS.len() && coloured && white == 0 {
             return Ok(picture);
         }
-        Err(format!("not drawn: {labelled} labels, coloured {coloured}, white {white} of {}", down.len()))
+        Err(format!(
+            "not drawn: {labelled} labels, coloured {coloured}, white {white} of {}",
+            down.len()
+        ))
     })
 }
 
@@ -227,14 +286,24 @@ fn xep_and_its_workers_draw_the_same_pictures() {
             let whole = drawn(&screen, IN_THE_WHOLE)?;
             screen.mouse(ENLARGE)?;
             let part = drawn(&screen, IN_THE_PART)?;
-            let workers = machine.console("ps -a\n", "mtile")?.matches("mtile").count();
+            let workers = machine
+                .console("ps -a\n", "mtile")?
+                .matches("mtile")
+                .count();
             screen.mouse(QUIT)?;
             let said = machine.text(&running.finish(LONG)?);
             machine.console("ps -a\n", "COMMAND")?;
             screen.end()?;
             // It names the descriptors that it is told of with each direct route; the numbers mean nothing.
-            let said: String = said.lines().map(|line| format!("{}\n", without_descriptors(line))).collect();
-            Ok(format!("{}{}{workers} workers\n{said}", whole.text(), part.text()))
+            let said: String = said
+                .lines()
+                .map(|line| format!("{}\n", without_descriptors(line)))
+                .collect();
+            Ok(format!(
+                "{}{}{workers} workers\n{said}",
+                whole.text(),
+                part.text()
+            ))
         }),
     ]);
 }
@@ -245,7 +314,9 @@ fn without_descriptors(line: &str) -> String {
     let mut kept = Vec::new();
     while let Some(word) = words.next() {
         kept.push(word);
-        if matches!(word, "fd" | "xii") && words.next_if(|next| next.parse::<u64>().is_ok()).is_some() {
+        if matches!(word, "fd" | "xii")
+            && words.next_if(|next| next.parse::<u64>().is_ok()).is_some()
+        {
             kept.push("#");
         }
     }
@@ -253,7 +324,13 @@ fn without_descriptors(line: &str) -> String {
 }
 
 /// A small problem; a solution is found within a second.
-const SCHOOL: School = School { classes: 5, teachers: 6, days: 5, lessons: 4, at_once: 4 };
+const SCHOOL: School = School {
+    classes: 5,
+    teachers: 6,
+    days: 5,
+    lessons: 4,
+    at_once: 4,
+};
 
 #[test]
 fn tablix_finds_valid_timetables() {
@@ -267,21 +344,46 @@ fn tablix_finds_valid_timetables() {
         fs::write(folder.join("school.xml"), timetable::problem(SCHOOL, 1))?;
         let place = |name: &str| folder.join(name).display().to_string();
         let (prefix, problem) = (place("out_"), place("school.xml"));
-        let words = ["-n", "6", "-d", "3", "-p", "finish=30", "-o", &prefix, &problem];
+        let words = [
+            "-n",
+            "6",
+            "-d",
+            "3",
+            "-p",
+            "finish=30",
+            "-o",
+            &prefix,
+            &problem,
+        ];
         let said = machine.run(with("tablix2", &words))?;
         // How often kernels report, who is the first, and how fast they are, is chance.
-        let chance =
-            |line: &&str| [" reports ", "] kernel: ", "\t", "per minute"].iter().any(|part| line.contains(part));
+        let chance = |line: &&str| {
+            [" reports ", "] kernel: ", "\t", "per minute"]
+                .iter()
+                .any(|part| line.contains(part))
+        };
         let said = said.split(['\n', '\r']).filter(|line| !chance(line));
         let mut all: String = said.map(|line| format!("{line}\n")).collect();
         for number in 0..6 {
             let table = place(&format!("{number}.csv"));
             let mut output = machine.command(machine.bed().host(1), "/usr/bin/tablix2_output");
-            output.args(["-o", &table, "csv", &place(&format!("out_result{number}.xml"))]);
+            output.args([
+                "-o",
+                &table,
+                "csv",
+                &place(&format!("out_result{number}.xml")),
+            ]);
             must(output, LONG)?;
             // It fails where something mandatory is violated.
             let solution = timetable::check(&fs::read_to_string(&table)?)?;
-            all += &format!("a valid table of {} lessons\n", if solution.lessons == 80 { "all" } else { "not all" });
+            all += &format!(
+                "a valid table of {} lessons\n",
+                if solution.lessons == 80 {
+                    "all"
+                } else {
+                    "not all"
+                }
+            );
         }
         Ok(all)
     })]);
@@ -291,24 +393,55 @@ fn tablix_finds_valid_timetables() {
 fn examples_with_groups() {
     the_same_on_both_and_built(&[
         typed("gexample", "10 4\n", Compare::Sorted),
-        at_console("gexample from the console", "spawn -3 -> gexample\n", "finished", Compare::Kinds),
+        at_console(
+            "gexample from the console",
+            "spawn -3 -> gexample\n",
+            "finished",
+            Compare::Kinds,
+        ),
         // The last digits depend on the order of multiplications.
         plain(alone("fgexample"), Compare::Kinds),
-        but_for(sum_of_frsg, Shell { input: "8\n4\n", ..alone("frsg") }, Compare::Sorted),
-        but_for(where_it_was_compiled, Shell { input: "8 4\n", ..alone("frsg") }, Compare::Sorted),
+        but_for(
+            sum_of_frsg,
+            Shell {
+                input: "8\n4\n",
+                ..alone("frsg")
+            },
+            Compare::Sorted,
+        ),
+        but_for(
+            where_it_was_compiled,
+            Shell {
+                input: "8 4\n",
+                ..alone("frsg")
+            },
+            Compare::Sorted,
+        ),
         but_for(where_it_was_compiled, alone("frsg"), Compare::Sorted),
         typed("trsg", "8 4\n", Compare::Sorted),
         // Members may ask for each other's number before all have joined.
-        but_for(|line| line.contains("doesn't match up"), with("ge", &["4"]), Compare::Kinds),
+        but_for(
+            |line| line.contains("doesn't match up"),
+            with("ge", &["4"]),
+            Compare::Kinds,
+        ),
         plain(alone("ge"), Compare::Lines),
         plain(with("gexamp", &["4"]), Compare::Kinds),
         // Said only if the children are slower than their parent.
-        but_for(|line| line.contains("waiting on kids"), with("gs.pvm", &["4"]), Compare::Kinds),
+        but_for(
+            |line| line.contains("waiting on kids"),
+            with("gs.pvm", &["4"]),
+            Compare::Kinds,
+        ),
         plain(alone("gs.pvm"), Compare::Lines),
         plain(with("joinleave", &["200"]), Compare::Lines),
         plain(with("thb", &["3"]), Compare::Kinds),
         // It reads one name behind the end of its table.
-        but_for(|line| matches!(line.trim(), "joined" | "joined group32"), alone("tjf"), Compare::Lines),
+        but_for(
+            |line| matches!(line.trim(), "joined" | "joined group32"),
+            alone("tjf"),
+            Compare::Lines,
+        ),
         plain(alone("tjl"), Compare::Lines),
         plain(alone("tst"), Compare::Lines),
         plain(alone("pvm_gstat"), Compare::Lines),
@@ -323,7 +456,11 @@ fn examples_with_groups() {
             Ok(shown)
         }),
         // PVM's server prints into the log, our library to standard output.
-        but_for(|line| line.contains("DUMP"), alone("pvmgroups"), Compare::Lines),
+        but_for(
+            |line| line.contains("DUMP"),
+            alone("pvmgroups"),
+            Compare::Lines,
+        ),
     ]);
 }
 
@@ -343,7 +480,8 @@ fn calls_of_pvms_own_group_library_are_traced() {
         let input = tracer.take_stdin();
         machine.connected()?;
         let mut task = machine.command(host, "/usr/bin/env");
-        task.arg(format!("LD_PRELOAD={GROUP_LIBRARY}")).arg("/usr/bin/tst");
+        task.arg(format!("LD_PRELOAD={GROUP_LIBRARY}"))
+            .arg("/usr/bin/tst");
         let done = run(task, LONG)?;
         let records = eventually(LONG, || match fs::read_to_string(&file) {
             Ok(text) if text.contains("\"lvgroup(1.1)\" {") => Ok(text),
@@ -352,8 +490,13 @@ fn calls_of_pvms_own_group_library_are_traced() {
         drop(input);
         tracer.finish(LONG)?;
         // What the items of all records are called is said differently, and daemons tell of more.
-        let of_groups = records.lines().filter(|line| line.starts_with('"') && line.contains("group("));
-        Ok(machine.text(&done) + &of_groups.map(|line| format!("{line}\n")).collect::<String>())
+        let of_groups = records
+            .lines()
+            .filter(|line| line.starts_with('"') && line.contains("group("));
+        Ok(machine.text(&done)
+            + &of_groups
+                .map(|line| format!("{line}\n"))
+                .collect::<String>())
     })]);
 }
 
@@ -382,7 +525,10 @@ fn examples_of_mailbox_and_contexts() {
             with("task0", &["svc", "d"]),
             "svc",
             &[
-                Shell { host: 2, ..with("task1", &["svc", "0", "d"]) },
+                Shell {
+                    host: 2,
+                    ..with("task1", &["svc", "0", "d"])
+                },
                 with("rme", &["svc", "0"]),
                 with("task1", &["svc", "0", "d"]),
                 with("task_end", &["svc", "0"]),
@@ -409,7 +555,10 @@ fn examples_of_message_handlers() {
         served(
             alone("mhf_server"),
             "mhf_server",
-            &[Shell { input: "0\n1\n1\n1\n6\n0\n4\n1\n4\n6\n2\n9\n3\n9\n", ..alone("mhf_tickle") }],
+            &[Shell {
+                input: "0\n1\n1\n1\n6\n0\n4\n1\n4\n6\n2\n9\n3\n9\n",
+                ..alone("mhf_tickle")
+            }],
             Compare::Lines,
         ),
     ]);
@@ -417,7 +566,9 @@ fn examples_of_message_handlers() {
 
 #[test]
 fn programs_of_other_packages() {
-    if !std::path::Path::new("/usr/bin/NPpvm").exists() || !std::path::Path::new("/usr/bin/slsh").exists() {
+    if !std::path::Path::new("/usr/bin/NPpvm").exists()
+        || !std::path::Path::new("/usr/bin/slsh").exists()
+    {
         eprintln!("skipped: netpipe-pvm, slang-pvm and slsh are not installed");
         return;
     }
@@ -425,18 +576,27 @@ fn programs_of_other_packages() {
         case("NPpvm", Compare::Kinds, |machine| {
             let receiver = machine.start(with("NPpvm", &["-u", "500", "-n", "20"]))?;
             machine.connected()?;
-            let sender = machine.run(Shell { host: 2, ..with("NPpvm", &["-h", "h1", "-u", "500", "-n", "20"]) })?;
+            let sender = machine.run(Shell {
+                host: 2,
+                ..with("NPpvm", &["-h", "h1", "-u", "500", "-n", "20"])
+            })?;
             Ok(machine.text(&receiver.finish(LONG)?) + &sender)
         }),
         case("slsh", Compare::Lines, |machine| {
             let exported = |command: &mut Command| {
                 command.env("HOST", "somewhere").env("PVM_EXPORT", "HOST");
             };
-            let said = machine.start_with(with("slsh", &["hello_master"]), exported)?.finish(LONG)?;
+            let said = machine
+                .start_with(with("slsh", &["hello_master"]), exported)?
+                .finish(LONG)?;
             Ok(machine.text(&said))
         }),
         // It does not wait for output that comes later than the message that its slave is done.
-        but_for(|line| line == "hi", with("slsh", &["master", "echo hi", "2"]), Compare::Sorted),
+        but_for(
+            |line| line == "hi",
+            with("slsh", &["master", "echo hi", "2"]),
+            Compare::Sorted,
+        ),
         plain(alone("pvmgetarch"), Compare::Lines),
         plain(alone("tracer"), Compare::Lines),
         typed("tracer", "trace\nhelp\nquit\n", Compare::Lines),
@@ -452,18 +612,26 @@ fn debians_resource_manager() {
         machine.shown_at_console("conf\n", "1 host,")?;
         let mut manager = machine.start(alone("srm.pvm"))?;
         machine.printed(&manager, "registered as Resource Manager")?;
-        let served =
-            machine.run(alone("hello.pvm"))? + &machine.console("conf\nspawn -1 nosuchprogram\n", "No such")?;
+        let served = machine.run(alone("hello.pvm"))?
+            + &machine.console("conf\nspawn -1 nosuchprogram\n", "No such")?;
         let alive = manager.poll()?.is_none();
         manager.end_inside()?;
-        Ok(format!("{served}the manager is {}", if alive { "alive" } else { "gone" }))
+        Ok(format!(
+            "{served}the manager is {}",
+            if alive { "alive" } else { "gone" }
+        ))
     })]);
 }
 
 #[test]
 fn debians_console() {
     the_same_on_both(&[
-        at_console("a job", "spawn -3 -> /bin/hostname\n", "finished", Compare::Sorted),
+        at_console(
+            "a job",
+            "spawn -3 -> /bin/hostname\n",
+            "finished",
+            Compare::Sorted,
+        ),
         at_console("conf", "conf\n", "h3", Compare::Lines),
         at_console(
             "a session",

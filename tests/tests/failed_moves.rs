@@ -28,7 +28,11 @@ fn put_gated_engine(bed: &Testbed) {
     replace(link, &script);
     for host in bed.hosts() {
         let gate = bed.folder().join(format!("gate-{}", host.name()));
-        nix::unistd::mkfifo(&gate, nix::sys::stat::Mode::S_IRUSR | nix::sys::stat::Mode::S_IWUSR).expect("a pipe");
+        nix::unistd::mkfifo(
+            &gate,
+            nix::sys::stat::Mode::S_IRUSR | nix::sys::stat::Mode::S_IWUSR,
+        )
+        .expect("a pipe");
     }
 }
 
@@ -50,29 +54,47 @@ fn release(bed: &Testbed, host: &Host) {
 
 /// Opens the gate for the engine that waits there.
 fn open_gate(bed: &Testbed, host: &Host) {
-    fs::write(bed.folder().join(format!("gate-{}", host.name())), "go\n").expect("somebody waits at the gate");
+    fs::write(bed.folder().join(format!("gate-{}", host.name())), "go\n")
+        .expect("somebody waits at the gate");
 }
 
 /// The process of the engine that waits at the gate, as its host numbers it.
 fn at_gate(bed: &Testbed, host: &Host) -> String {
     let file = bed.folder().join(format!("at-{}", host.name()));
-    eventually(SOON, || fs::read_to_string(&file).map_err(|_| format!("no engine at the gate of {}", host.name())))
-        .expect("an engine at the gate")
-        .trim()
-        .to_string()
+    eventually(SOON, || {
+        fs::read_to_string(&file).map_err(|_| format!("no engine at the gate of {}", host.name()))
+    })
+    .expect("an engine at the gate")
+    .trim()
+    .to_string()
 }
 
 fn kill_9(host: &Host, pid: &str) {
-    assert!(host.shell(&format!("kill -9 {pid}"), SOON).expect("runs").good(), "kill -9 {pid} on {}", host.name());
+    assert!(
+        host.shell(&format!("kill -9 {pid}"), SOON)
+            .expect("runs")
+            .good(),
+        "kill -9 {pid} on {}",
+        host.name()
+    );
 }
 
 fn with_three_hosts(test: impl FnOnce(&Vm)) {
     // These are about images that have all of the memory.
     let all_at_once = ("SEMPA_POST_COPY", "never");
-    let Some((bed, _)) = testbed_with_env(3, &[all_at_once]) else { return };
+    let Some((bed, _)) = testbed_with_env(3, &[all_at_once]) else {
+        return;
+    };
     put_gated_engine(&bed);
     let env = vec![(all_at_once.0.to_string(), all_at_once.1.to_string())];
-    let vm = Vm::start(&bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            env,
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("hold").expect("gcc");
     // A tasker tries its engine out when it starts, and a first move waits for that; the gate is for what comes after.
@@ -98,7 +120,10 @@ fn lives_on(vm: &Vm, tid: &str, host: &str) {
 }
 
 fn failure(vm: &Vm) -> Entry {
-    vm.event(SOON, "failed move", |entry| matches!(entry.kind, EventKind::MoveFailed { .. })).sure(vm)
+    vm.event(SOON, "failed move", |entry| {
+        matches!(entry.kind, EventKind::MoveFailed { .. })
+    })
+    .sure(vm)
 }
 
 #[test]
@@ -113,7 +138,14 @@ fn a_killed_dump_leaves_the_task_at_the_source() {
         assert!(!done.good() && done.err.lines().count() == 1, "{done:?}");
         let entry = failure(vm);
         assert!(
-            matches!(&entry.kind, EventKind::MoveFailed { step: Step::Dump, why: Failure::Killed { signal: 9 }, .. }),
+            matches!(
+                &entry.kind,
+                EventKind::MoveFailed {
+                    step: Step::Dump,
+                    why: Failure::Killed { signal: 9 },
+                    ..
+                }
+            ),
             "{entry:?}"
         );
         lives_on(vm, &tid, "h2");
@@ -135,16 +167,36 @@ fn a_dump_killed_in_the_middle_of_writing_leaves_the_task_at_the_source() {
         open_gate(bed, source);
         let place = source.path("/tmp/sempa-0/pvm");
         eventually(SOON, || {
-            let pages =
-                fs::read_dir(&place).into_iter().flatten().flatten().map(|entry| entry.path().join("pages-1.img"));
-            let written = pages.filter_map(|file| fs::metadata(file).ok()).map(|meta| meta.len()).max();
-            if written.is_some_and(|bytes| bytes > 1 << 20) { Ok(()) } else { Err("no pages yet".to_string()) }
+            let pages = fs::read_dir(&place)
+                .into_iter()
+                .flatten()
+                .flatten()
+                .map(|entry| entry.path().join("pages-1.img"));
+            let written = pages
+                .filter_map(|file| fs::metadata(file).ok())
+                .map(|meta| meta.len())
+                .max();
+            if written.is_some_and(|bytes| bytes > 1 << 20) {
+                Ok(())
+            } else {
+                Err("no pages yet".to_string())
+            }
         })
         .expect("the dump writes");
         kill_9(source, &engine);
         let done = moving.finish(SOON).expect("ends");
         assert!(!done.good(), "{done:?}");
-        assert!(matches!(failure(vm).kind, EventKind::MoveFailed { step: Step::Dump, .. }), "{:?}", failure(vm));
+        assert!(
+            matches!(
+                failure(vm).kind,
+                EventKind::MoveFailed {
+                    step: Step::Dump,
+                    ..
+                }
+            ),
+            "{:?}",
+            failure(vm)
+        );
         lives_on(vm, &tid, "h2");
     });
 }
@@ -163,12 +215,20 @@ fn a_killed_restore_leaves_the_task_at_the_source() {
         assert!(
             matches!(
                 &entry.kind,
-                EventKind::MoveFailed { step: Step::Restore, why: Failure::Killed { signal: 9 }, .. }
+                EventKind::MoveFailed {
+                    step: Step::Restore,
+                    why: Failure::Killed { signal: 9 },
+                    ..
+                }
             ),
             "{entry:?}"
         );
         lives_on(vm, &tid, "h2");
-        let left: Vec<_> = target.processes().into_iter().filter(|(_, line)| line.contains("hold")).collect();
+        let left: Vec<_> = target
+            .processes()
+            .into_iter()
+            .filter(|(_, line)| line.contains("hold"))
+            .collect();
         assert!(left.is_empty(), "half a copy is left: {left:?}");
         release(bed, target);
         vm.must_migrate(&tid, "h3");
@@ -186,21 +246,45 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
         let moving = vm.start_migrate(&tid, "h3").expect("starts");
         at_gate(bed, source);
         // The daemon that is to receive the images stands still, so that the transfer begins and cannot end.
-        let daemon = target.processes().into_iter().find(|(_, line)| line.contains("bin/pvmd")).expect("a daemon").0;
+        let daemon = target
+            .processes()
+            .into_iter()
+            .find(|(_, line)| line.contains("bin/pvmd"))
+            .expect("a daemon")
+            .0;
         let signal = |name| {
-            nix::sys::signal::kill(nix::unistd::Pid::from_raw(daemon.cast_signed()), name).expect("it is there");
+            nix::sys::signal::kill(nix::unistd::Pid::from_raw(daemon.cast_signed()), name)
+                .expect("it is there");
         };
         signal(nix::sys::signal::Signal::SIGSTOP);
         open_gate(bed, source);
-        vm.event(SOON, "end of the dump", |entry| matches!(entry.kind, EventKind::Moving { step: Step::Dump, .. }))
-            .sure(vm);
+        vm.event(SOON, "end of the dump", |entry| {
+            matches!(
+                entry.kind,
+                EventKind::Moving {
+                    step: Step::Dump,
+                    ..
+                }
+            )
+        })
+        .sure(vm);
         signal(nix::sys::signal::Signal::SIGKILL);
         let done = moving.finish(SOON).expect("ends");
         assert!(!done.good(), "{done:?}");
         let entry = failure(vm);
-        assert!(matches!(&entry.kind, EventKind::MoveFailed { step: Step::Transfer, .. }), "{entry:?}");
+        assert!(
+            matches!(
+                &entry.kind,
+                EventKind::MoveFailed {
+                    step: Step::Transfer,
+                    ..
+                }
+            ),
+            "{entry:?}"
+        );
         lives_on(vm, &tid, "h2");
-        sempa_tests::testbed::gone(target, "pvm-tasker", SOON).expect("the tasker ends with its daemon");
+        sempa_tests::testbed::gone(target, "pvm-tasker", SOON)
+            .expect("the tasker ends with its daemon");
         release(bed, source);
         vm.must_migrate(&tid, "h1");
         lives_on(vm, &tid, "h1");
@@ -212,14 +296,19 @@ fn a_full_disk_at_either_end_leaves_the_task_at_the_source() {
     with_three_hosts(|vm| {
         let (bed, tid) = (vm.bed(), vm.spawn(&["-h2", "hold", "64"]).expect("spawned"));
         let resize = |host: &Host, size: &str| {
-            let done = host.shell(&format!("mount -n -o remount,size={size} /tmp"), SOON).expect("runs");
+            let done = host
+                .shell(&format!("mount -n -o remount,size={size} /tmp"), SOON)
+                .expect("runs");
             assert!(done.good(), "{done:?}");
         };
         for (index, step) in [(3, Step::Transfer), (2, Step::Dump)] {
             lives_on(vm, &tid, "h2");
             resize(bed.host(index), "20m");
             let done = vm.migrate_when_ready(&tid, "h3").expect("ends");
-            assert!(!done.good() && done.err.contains("No space left on device"), "{done:?}");
+            assert!(
+                !done.good() && done.err.contains("No space left on device"),
+                "{done:?}"
+            );
             vm.event(
                 SOON,
                 "failed move at that step",
@@ -236,21 +325,40 @@ fn a_full_disk_at_either_end_leaves_the_task_at_the_source() {
 
 #[test]
 fn a_task_that_is_to_be_debugged_stays_and_whoever_would_move_or_write_it_is_told_why() {
-    let Some((bed, _)) = testbed_with_env(2, &[]) else { return };
+    let Some((bed, _)) = testbed_with_env(2, &[]) else {
+        return;
+    };
     // It has not taken hold of the program: nothing is to be seen of it but how the task was spawned.
     let debugger = bed.home().join("debugger");
     replace(&debugger, "#!/bin/sh\nexec \"$@\"\n");
     let env = vec![("PVM_DEBUGGER".to_string(), debugger.display().to_string())];
-    let vm = Vm::start(&bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            env,
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
     vm.program("hold").expect("gcc");
-    let (debugged, other) = (vm.spawn(&["-?", "-h1", "hold", "1"]), vm.spawn(&["-h1", "hold", "1"]));
+    let (debugged, other) = (
+        vm.spawn(&["-?", "-h1", "hold", "1"]),
+        vm.spawn(&["-h1", "hold", "1"]),
+    );
     let (debugged, other) = (debugged.expect("spawned"), other.expect("spawned"));
     lives_on(&vm, &debugged, "h1");
     let why = "it was spawned to be debugged (PvmTaskDebug)";
-    for words in [&["can-migrate", debugged.as_str()][..], &["migrate", &debugged, "h2"], &["checkpoint", &debugged]] {
+    for words in [
+        &["can-migrate", debugged.as_str()][..],
+        &["migrate", &debugged, "h2"],
+        &["checkpoint", &debugged],
+    ] {
         let done = vm.pvm(words).expect("ends");
-        assert!(!done.good() && (done.err.contains(why) || done.out.contains(why)), "{words:?}: {done:?}");
+        assert!(
+            !done.good() && (done.err.contains(why) || done.out.contains(why)),
+            "{words:?}: {done:?}"
+        );
     }
     lives_on(&vm, &debugged, "h1");
     vm.must_migrate(&other, "h2");

@@ -21,14 +21,22 @@ const HOSTS: [&str; 3] = ["h1", "h2", "h3"];
 /// Kernels of tablix2, and how long each searches without improvement.
 const KERNELS: usize = 2;
 const PATIENCE: &str = "finish=400";
-const SCHOOL: School = School { classes: 10, teachers: 13, days: 5, lessons: 6, at_once: 7 };
+const SCHOOL: School = School {
+    classes: 10,
+    teachers: 13,
+    days: 5,
+    lessons: 6,
+    at_once: 7,
+};
 
 fn with_three_hosts(needs: &[&str], test: impl FnOnce(&Vm<'_>)) {
     if let Some(name) = needs.iter().find(|name| find_in_path(name).is_none()) {
         eprintln!("skipped: {name} is missing");
         return;
     }
-    let Some((bed, _)) = testbed(HOSTS.len()) else { return };
+    let Some((bed, _)) = testbed(HOSTS.len()) else {
+        return;
+    };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&HOSTS[1..]).expect("the others join");
     test(&vm);
@@ -42,7 +50,11 @@ fn wait<T>(vm: &Vm<'_>, look: impl FnMut() -> Result<T, String>) -> T {
 /// The tasks of a program.
 fn tids(vm: &Vm<'_>, program: &str) -> Vec<String> {
     let tasks = vm.tasks().sure(vm);
-    tasks.into_iter().filter(|task| task.name.ends_with(program)).map(|task| task.tid).collect()
+    tasks
+        .into_iter()
+        .filter(|task| task.name.ends_with(program))
+        .map(|task| task.tid)
+        .collect()
 }
 
 /// Moves a task to another host.
@@ -65,9 +77,18 @@ impl<'a> Job<'a> {
     fn start(vm: &'a Vm<'a>, program: &'static str, name: &str, rounds: usize) -> Job<'a> {
         let folder = vm.home().join(name);
         fs::create_dir(&folder).expect("made");
-        let words = ["-h2", program, folder.to_str().expect("text"), &rounds.to_string()];
+        let words = [
+            "-h2",
+            program,
+            folder.to_str().expect("text"),
+            &rounds.to_string(),
+        ];
         vm.spawn(&words).sure(vm);
-        Job { vm, program, folder }
+        Job {
+            vm,
+            program,
+            folder,
+        }
     }
 
     fn log(&self) -> Vec<String> {
@@ -79,7 +100,10 @@ impl<'a> Job<'a> {
         let until = self.log().len() + ROUNDS_BETWEEN;
         wait(self.vm, || match self.log().len() {
             rounds if rounds >= until => Ok(()),
-            rounds => Err(format!("{} has come to round {rounds}, not {until}", self.program)),
+            rounds => Err(format!(
+                "{} has come to round {rounds}, not {until}",
+                self.program
+            )),
         });
     }
 
@@ -87,7 +111,13 @@ impl<'a> Job<'a> {
     fn ends(self) -> (Vec<String>, String) {
         let result = wait(self.vm, || {
             let text = fs::read_to_string(self.folder.join("result"));
-            text.map_err(|_| format!("no result of {} after {} rounds", self.program, self.log().len()))
+            text.map_err(|_| {
+                format!(
+                    "no result of {} after {} rounds",
+                    self.program,
+                    self.log().len()
+                )
+            })
         });
         wait(self.vm, || match tids(self.vm, self.program) {
             left if left.is_empty() => Ok(()),
@@ -109,16 +139,30 @@ fn moved_and_undisturbed_are_the_same(vm: &Vm<'_>, program: &'static str) {
     }
     fs::write(job.folder.join("enough"), "").expect("written");
     let moved = job.ends();
-    assert!(moved.0.len() > MOVES * ROUNDS_BETWEEN, "{} rounds", moved.0.len());
+    assert!(
+        moved.0.len() > MOVES * ROUNDS_BETWEEN,
+        "{} rounds",
+        moved.0.len()
+    );
     let undisturbed = Job::start(vm, program, "undisturbed", moved.0.len()).ends();
-    let first = moved.0.iter().zip(&undisturbed.0).find(|(moved, undisturbed)| moved != undisturbed);
+    let first = moved
+        .0
+        .iter()
+        .zip(&undisturbed.0)
+        .find(|(moved, undisturbed)| moved != undisturbed);
     assert_eq!(first, None, "the first round that differs");
     assert!(moved == undisturbed, "{} and {}", moved.1, undisturbed.1);
-    eprintln!("{program}: {} rounds, {MOVES} moves, {}", moved.0.len(), moved.1.trim());
+    eprintln!(
+        "{program}: {} rounds, {MOVES} moves, {}",
+        moved.0.len(),
+        moved.1.trim()
+    );
 }
 
 fn source(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("programs").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("programs")
+        .join(name)
 }
 
 #[test]
@@ -139,8 +183,14 @@ fn fortran_tasks_with_openmp_that_are_moved_come_to_the_result_of_an_undisturbed
         gfortran
             .args(["-O2", "-fopenmp", "-fallow-argument-mismatch", "-o"])
             .arg(vm.home().join("pvm3/bin/LINUX64/waves"));
-        gfortran.arg(source("waves.f90")).arg("-I").arg(prefix.join("include"));
-        gfortran.arg("-L").arg(prefix.join("lib")).args(["-lfpvm3", "-lgpvm3", "-lpvm3"]);
+        gfortran
+            .arg(source("waves.f90"))
+            .arg("-I")
+            .arg(prefix.join("include"));
+        gfortran
+            .arg("-L")
+            .arg(prefix.join("lib"))
+            .args(["-lfpvm3", "-lgpvm3", "-lpvm3"]);
         must(gfortran, LONG).expect("gfortran takes it");
         moved_and_undisturbed_are_the_same(vm, "waves");
     });
@@ -161,12 +211,16 @@ impl Search {
         let mut command = vm.command(vm.bed().host(1), "tablix2");
         command.args(["-n", &KERNELS.to_string(), "-d", "3", "-p", PATIENCE, "-o"]);
         command.arg(folder.join("found_")).arg(&problem);
-        Search { running: Running::start(command, Stdio::null()).expect("it starts"), folder }
+        Search {
+            running: Running::start(command, Stdio::null()).expect("it starts"),
+            folder,
+        }
     }
 
     /// How often its kernels have told of their progress.
     fn reports(&self) -> usize {
-        let out = |text: anyhow::Result<String>| text.unwrap_or_default().matches(" reports ").count();
+        let out =
+            |text: anyhow::Result<String>| text.unwrap_or_default().matches(" reports ").count();
         out(self.running.out_so_far()) + out(self.running.err_so_far())
     }
 
@@ -176,7 +230,10 @@ impl Search {
         wait(vm, || match self.reports() {
             _ if tids(vm, "tablix2_kernel").len() < KERNELS => Ok(false),
             now if now >= until => Ok(true),
-            now => Err(format!("{now} reports, not {until}: {}", self.running.err_so_far().unwrap_or_default())),
+            now => Err(format!(
+                "{now} reports, not {until}: {}",
+                self.running.err_so_far().unwrap_or_default()
+            )),
         })
     }
 
@@ -187,9 +244,14 @@ impl Search {
         let solution = |number: usize| {
             let table = self.folder.join(format!("{number}.csv"));
             let mut command = vm.command(vm.bed().host(1), "tablix2_output");
-            command.arg("-o").arg(&table).arg("csv").arg(self.folder.join(format!("found_result{number}.xml")));
+            command
+                .arg("-o")
+                .arg(&table)
+                .arg("csv")
+                .arg(self.folder.join(format!("found_result{number}.xml")));
             must(command, LONG).expect("tablix2 reads its own result");
-            timetable::check(&fs::read_to_string(table).expect("written")).expect("nobody is needed twice")
+            timetable::check(&fs::read_to_string(table).expect("written"))
+                .expect("nobody is needed twice")
         };
         (0..KERNELS).map(solution).collect()
     }
@@ -202,7 +264,11 @@ fn tablix2_finds_timetables_as_good_when_its_kernels_are_moved_as_when_nobody_di
         let mut kernels = Vec::new();
         wait(vm, || {
             kernels = tids(vm, "tablix2_kernel");
-            if kernels.len() == KERNELS { Ok(()) } else { Err(format!("{kernels:?} are there")) }
+            if kernels.len() == KERNELS {
+                Ok(())
+            } else {
+                Err(format!("{kernels:?} are there"))
+            }
         });
         // How long it searches is chance, so it may be over before the last one.
         let mut moves = 0;
@@ -213,9 +279,17 @@ fn tablix2_finds_timetables_as_good_when_its_kernels_are_moved_as_when_nobody_di
         let moved = search.ends(vm);
         let undisturbed = Search::start(vm, "undisturbed").ends(vm);
         // Each search rolls dice of its own: what is mandatory is the same in all, wishes differ.
-        let lessons = |found: &[Solution]| found.iter().map(|solution| solution.lessons).collect::<Vec<_>>();
+        let lessons = |found: &[Solution]| {
+            found
+                .iter()
+                .map(|solution| solution.lessons)
+                .collect::<Vec<_>>()
+        };
         assert_eq!(lessons(&moved), lessons(&undisturbed));
-        assert_eq!(lessons(&moved), vec![SCHOOL.days * SCHOOL.lessons * SCHOOL.at_once; KERNELS]);
+        assert_eq!(
+            lessons(&moved),
+            vec![SCHOOL.days * SCHOOL.lessons * SCHOOL.at_once; KERNELS]
+        );
         eprintln!("{moves} moves; moved: {moved:?}; undisturbed: {undisturbed:?}");
     });
 }

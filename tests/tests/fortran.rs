@@ -26,8 +26,17 @@ fn build(vm: &Vm, source: &Path, words: &[&str], name: &str) -> PathBuf {
     let prefix = vm.bed().prefix().expect("installed");
     let program = vm.home().join("pvm3/bin/LINUX64").join(name);
     let mut gfortran = Command::new("gfortran");
-    gfortran.args(words).arg("-o").arg(&program).arg(source).arg("-I").arg(prefix.join("include"));
-    gfortran.arg("-L").arg(prefix.join("lib")).args(["-lfpvm3", "-lgpvm3", "-lpvm3"]);
+    gfortran
+        .args(words)
+        .arg("-o")
+        .arg(&program)
+        .arg(source)
+        .arg("-I")
+        .arg(prefix.join("include"));
+    gfortran
+        .arg("-L")
+        .arg(prefix.join("lib"))
+        .args(["-lfpvm3", "-lgpvm3", "-lpvm3"]);
     must(gfortran, LONG).expect("gfortran takes it");
     program
 }
@@ -37,11 +46,18 @@ fn every_kind_of_argument_goes_both_ways() {
     on_one_host(|vm| {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs/calls.f");
         // The header has to be good in both source forms.
-        for (form, name) in [("-ffixed-form", "calls-fixed"), ("-ffree-form", "calls-free")] {
+        for (form, name) in [
+            ("-ffixed-form", "calls-fixed"),
+            ("-ffree-form", "calls-free"),
+        ] {
             let words = [form, "-ffixed-line-length-132", "-fallow-argument-mismatch"];
             let program = build(vm, &source, &words, name);
             let done = run(vm.command(vm.bed().host(1), program), LONG).expect("it ends");
-            assert!(done.good() && done.out.contains("all calls are right"), "{form}: {done:?}\n{}", vm.logs());
+            assert!(
+                done.good() && done.out.contains("all calls are right"),
+                "{form}: {done:?}\n{}",
+                vm.logs()
+            );
         }
     });
 }

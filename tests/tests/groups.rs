@@ -24,9 +24,15 @@ struct Member<'a> {
 impl<'a> Member<'a> {
     fn start(vm: &'a Vm, host: usize, program: &Path) -> Member<'a> {
         let host = vm.bed().host(host);
-        let mut task = Running::start(vm.command(host, program), Stdio::piped()).expect("it starts");
+        let mut task =
+            Running::start(vm.command(host, program), Stdio::piped()).expect("it starts");
         let to = task.take_stdin().expect("piped");
-        let member = Member { host, task, to, asked: 0 };
+        let member = Member {
+            host,
+            task,
+            to,
+            asked: 0,
+        };
         member.line("task t", 0);
         member
     }
@@ -35,15 +41,21 @@ impl<'a> Member<'a> {
     fn line(&self, start: &str, number: usize) -> String {
         let found = eventually(SOON, || {
             let out = self.task.out_so_far().map_err(|error| error.to_string())?;
-            let mut whole = out.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+            let mut whole = out
+                .split_inclusive('\n')
+                .filter(|line| line.ends_with('\n'));
             let line = whole.nth(number).ok_or_else(|| {
-                format!("line {number} ({start}) is missing: {out}{}", self.task.err_so_far().unwrap_or_default())
+                format!(
+                    "line {number} ({start}) is missing: {out}{}",
+                    self.task.err_so_far().unwrap_or_default()
+                )
             })?;
             Ok(line.trim().to_string())
         });
         let line = found.unwrap_or_else(|error| panic!("{error:#}"));
         let rest = line.strip_prefix(start);
-        rest.unwrap_or_else(|| panic!("{start} was expected, not {line}")).to_string()
+        rest.unwrap_or_else(|| panic!("{start} was expected, not {line}"))
+            .to_string()
     }
 
     /// Gives a command; [`Member::result`] waits for what comes of it.
@@ -66,16 +78,25 @@ impl<'a> Member<'a> {
     fn kill(&self) {
         let line = self.line("task t", 0);
         let process = line.rsplit(' ').next().expect("words").to_string();
-        assert!(self.host.shell(&format!("kill -9 {process}"), SOON).expect("runs").good(), "kill -9 {process}");
+        assert!(
+            self.host
+                .shell(&format!("kill -9 {process}"), SOON)
+                .expect("runs")
+                .good(),
+            "kill -9 {process}"
+        );
     }
 }
 
 fn on_hosts(count: usize, test: impl FnOnce(&Vm, &Path)) {
-    let Some((bed, _)) = testbed(count) else { return };
+    let Some((bed, _)) = testbed(count) else {
+        return;
+    };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     let others: Vec<String> = (2..=count).map(|number| format!("h{number}")).collect();
     if count > 1 {
-        vm.add(&others.iter().map(String::as_str).collect::<Vec<_>>()).expect("the others join");
+        vm.add(&others.iter().map(String::as_str).collect::<Vec<_>>())
+            .expect("the others join");
     }
     let program = vm.program("groups").expect("gcc");
     test(&vm, &program);
@@ -84,7 +105,10 @@ fn on_hosts(count: usize, test: impl FnOnce(&Vm, &Path)) {
 
 /// One member on each of these hosts.
 fn members<'a>(vm: &'a Vm, program: &Path, hosts: &[usize]) -> Vec<Member<'a>> {
-    let mut members: Vec<Member> = hosts.iter().map(|host| Member::start(vm, *host, program)).collect();
+    let mut members: Vec<Member> = hosts
+        .iter()
+        .map(|host| Member::start(vm, *host, program))
+        .collect();
     for (instance, member) in members.iter_mut().enumerate() {
         assert_eq!(member.ask("join g"), instance as i32);
     }
@@ -93,9 +117,14 @@ fn members<'a>(vm: &'a Vm, program: &Path, hosts: &[usize]) -> Vec<Member<'a>> {
 
 fn waiting(vm: &Vm, wanted: usize) {
     let look = || {
-        let shown = run(vm.command(vm.bed().host(1), "pvm_gstat"), SOON).map_err(|error| error.to_string())?;
+        let shown = run(vm.command(vm.bed().host(1), "pvm_gstat"), SOON)
+            .map_err(|error| error.to_string())?;
         let reached = format!("barrier_reached {wanted}\n");
-        if shown.out.contains(&reached) { Ok(()) } else { Err(format!("{wanted} do not wait: {shown:?}")) }
+        if shown.out.contains(&reached) {
+            Ok(())
+        } else {
+            Err(format!("{wanted} do not wait: {shown:?}"))
+        }
     };
     eventually(SOON, look).expect("members wait");
 }
@@ -104,9 +133,26 @@ fn waiting(vm: &Vm, wanted: usize) {
 fn members_are_numbered_asked_for_and_let_go_together() {
     on_hosts(2, |vm, program| {
         let mut m = members(vm, program, &[1, 2, 2]);
-        assert_eq!((m[0].ask("join g"), m[0].ask("size g"), m[2].ask("inst g")), (-18, 3, 2));
-        assert_eq!((m[0].ask("tid g 7"), m[0].ask("size nobody"), m[0].ask("barrier g 0")), (-21, -19, -3));
-        assert_eq!((m[1].ask("leave g"), m[1].ask("barrier g 2"), m[1].ask("join g")), (0, -20, 1));
+        assert_eq!(
+            (m[0].ask("join g"), m[0].ask("size g"), m[2].ask("inst g")),
+            (-18, 3, 2)
+        );
+        assert_eq!(
+            (
+                m[0].ask("tid g 7"),
+                m[0].ask("size nobody"),
+                m[0].ask("barrier g 0")
+            ),
+            (-21, -19, -3)
+        );
+        assert_eq!(
+            (
+                m[1].ask("leave g"),
+                m[1].ask("barrier g 2"),
+                m[1].ask("join g")
+            ),
+            (0, -20, 1)
+        );
         // A barrier takes messages in while it waits.
         assert_eq!(m[1].ask("listen 5"), 0);
         let first = m[1].tell("barrier g 3");
@@ -114,7 +160,14 @@ fn members_are_numbered_asked_for_and_let_go_together() {
         assert_eq!(m[0].ask("bcast g 5"), 0);
         assert_eq!((m[2].ask("recv 5"), m[2].ask("barrier g 2")), (0, -3));
         let second = m[2].tell("barrier g 3");
-        assert_eq!((m[0].ask("barrier g 3"), m[1].result(first), m[2].result(second)), (0, 0, 0));
+        assert_eq!(
+            (
+                m[0].ask("barrier g 3"),
+                m[1].result(first),
+                m[2].result(second)
+            ),
+            (0, 0, 0)
+        );
         eventually(SOON, || match m[1].ask("handled") {
             1 => Ok(()),
             other => Err(format!("{other} messages were handled")),
@@ -135,12 +188,22 @@ fn collective_calls_give_the_right_results_for_every_type() {
     on_hosts(2, |vm, program| {
         let mut m = members(vm, program, &[1, 2, 1, 2]);
         for root in [0, 3] {
-            let asked: Vec<_> = m.iter_mut().map(|member| member.tell(&format!("collective g {root}"))).collect();
+            let asked: Vec<_> = m
+                .iter_mut()
+                .map(|member| member.tell(&format!("collective g {root}")))
+                .collect();
             for (member, asked) in m.iter().zip(asked) {
                 assert_eq!(member.result(asked), 0, "root {root}");
             }
         }
-        assert_eq!((m[1].ask("leave g"), m[0].ask("gather g 0"), m[0].ask("gather g 9")), (0, -21, -21));
+        assert_eq!(
+            (
+                m[1].ask("leave g"),
+                m[0].ask("gather g 0"),
+                m[0].ask("gather g 9")
+            ),
+            (0, -21, -21)
+        );
     });
 }
 
@@ -148,7 +211,10 @@ fn collective_calls_give_the_right_results_for_every_type() {
 fn whoever_waits_hears_of_a_member_that_was_killed() {
     on_hosts(2, |vm, program| {
         let mut m = members(vm, program, &[1, 2, 2]);
-        let waits: Vec<_> = m[..2].iter_mut().map(|member| member.tell("barrier g 3")).collect();
+        let waits: Vec<_> = m[..2]
+            .iter_mut()
+            .map(|member| member.tell("barrier g 3"))
+            .collect();
         waiting(vm, 2);
         m[2].kill();
         for (member, asked) in m.iter().zip(waits) {
@@ -173,16 +239,33 @@ fn whoever_waits_hears_of_a_member_that_was_killed() {
 fn a_frozen_group_takes_nobody_in_and_its_members_hear_when_it_breaks() {
     on_hosts(1, |vm, program| {
         let mut m = members(vm, program, &[1, 1, 1]);
-        let first: Vec<_> = m[..2].iter_mut().map(|member| member.tell("freeze g 3")).collect();
+        let first: Vec<_> = m[..2]
+            .iter_mut()
+            .map(|member| member.tell("freeze g 3"))
+            .collect();
         assert_eq!(m[2].ask("freeze g 3"), 3);
         for (member, asked) in m.iter().zip(first) {
             assert_eq!(member.result(asked), 3);
         }
         let mut late = Member::start(vm, 1, program);
-        assert_eq!((late.ask("join g"), m[0].ask("freeze g 3"), late.ask("size g")), (-20, -18, 3));
+        assert_eq!(
+            (
+                late.ask("join g"),
+                m[0].ask("freeze g 3"),
+                late.ask("size g")
+            ),
+            (-20, -18, 3)
+        );
         let waits = m[0].tell("barrier g 3");
         waiting(vm, 1);
-        assert_eq!((m[2].ask("leave g"), m[0].result(waits), m[1].ask("barrier g 3")), (0, -19, -19));
+        assert_eq!(
+            (
+                m[2].ask("leave g"),
+                m[0].result(waits),
+                m[1].ask("barrier g 3")
+            ),
+            (0, -19, -19)
+        );
     });
 }
 
@@ -210,23 +293,45 @@ fn whoever_waits_for_a_message_of_a_member_that_died_is_told() {
 fn a_lost_host_takes_its_members_along_and_the_others_go_on() {
     on_hosts(3, |vm, program| {
         let mut m = members(vm, program, &[1, 2, 3]);
-        let waits: Vec<_> = m[..2].iter_mut().map(|member| member.tell("barrier g 3")).collect();
+        let waits: Vec<_> = m[..2]
+            .iter_mut()
+            .map(|member| member.tell("barrier g 3"))
+            .collect();
         waiting(vm, 2);
         vm.bed().host(3).kill_all();
         for (member, asked) in m.iter().zip(waits) {
             assert_eq!(member.result(asked), -19);
         }
         let waits = m[0].tell("barrier g 2");
-        assert_eq!((m[1].ask("barrier g 2"), m[0].result(waits), m[1].ask("size g")), (0, 0, 2));
+        assert_eq!(
+            (
+                m[1].ask("barrier g 2"),
+                m[0].result(waits),
+                m[1].ask("size g")
+            ),
+            (0, 0, 2)
+        );
     });
 }
 
 #[test]
 fn a_member_that_is_moved_in_a_barrier_goes_on_at_its_new_place() {
     on_hosts(3, |vm, program| {
-        let name = program.file_name().and_then(|name| name.to_str()).expect("a name");
-        let tid =
-            vm.spawn(&["-h2", name, "join g", "barrier g 2", "keep result", "size g", "keep size"]).expect("spawned");
+        let name = program
+            .file_name()
+            .and_then(|name| name.to_str())
+            .expect("a name");
+        let tid = vm
+            .spawn(&[
+                "-h2",
+                name,
+                "join g",
+                "barrier g 2",
+                "keep result",
+                "size g",
+                "keep size",
+            ])
+            .expect("spawned");
         waiting(vm, 1);
         vm.must_migrate(&tid, "h3");
         assert_eq!(vm.host_of(&tid).expect("a task"), "h3");
@@ -239,7 +344,8 @@ fn a_member_that_is_moved_in_a_barrier_goes_on_at_its_new_place() {
 #[test]
 fn groups_are_shown_by_our_programs_and_by_debians() {
     on_hosts(1, |vm, program| {
-        let show = |program: &str| run(vm.command(vm.bed().host(1), program), SOON).expect("it ends");
+        let show =
+            |program: &str| run(vm.command(vm.bed().host(1), program), SOON).expect("it ends");
         assert_eq!(show("pvm_gstat").out, "no groups exist\n");
         let mut m = members(vm, program, &[1, 1]);
         assert_eq!(m[1].ask("join second"), 0);
@@ -247,12 +353,22 @@ fn groups_are_shown_by_our_programs_and_by_debians() {
         waiting(vm, 1);
         let ours = show("pvm_gstat");
         assert!(
-            ours.good() && ours.out.starts_with("group: g, size: 2,  barrier_count 2, barrier_reached 1\n"),
+            ours.good()
+                && ours
+                    .out
+                    .starts_with("group: g, size: 2,  barrier_count 2, barrier_reached 1\n"),
             "{ours:?}"
         );
-        assert!(ours.out.contains("group: second, size: 1,  barrier_count -1, barrier_reached 0\n"), "{ours:?}");
+        assert!(
+            ours.out
+                .contains("group: second, size: 1,  barrier_count -1, barrier_reached 0\n"),
+            "{ours:?}"
+        );
         let dump = show("pvmgroups");
-        assert!(dump.good() && dump.out.starts_with("DUMP 2 groups:\n group: g  size: 2 "), "{dump:?}");
+        assert!(
+            dump.good() && dump.out.starts_with("DUMP 2 groups:\n group: g  size: 2 "),
+            "{dump:?}"
+        );
         for name in ["pvm_gstat", "pvmgroups"] {
             let debians = Path::new("/usr/bin").join(name);
             if !debians.exists() {
@@ -260,9 +376,19 @@ fn groups_are_shown_by_our_programs_and_by_debians() {
                 continue;
             }
             let done = run(vm.command(vm.bed().host(1), debians), SOON).expect("it ends");
-            let text = if name == "pvm_gstat" { done.out.clone() } else { done.err.clone() };
-            assert!(done.good() && text.contains("group: g") && text.contains("group: second"), "{done:?}");
-            assert!(name != "pvm_gstat" || done.out == ours.out, "{done:?} is not {ours:?}");
+            let text = if name == "pvm_gstat" {
+                done.out.clone()
+            } else {
+                done.err.clone()
+            };
+            assert!(
+                done.good() && text.contains("group: g") && text.contains("group: second"),
+                "{done:?}"
+            );
+            assert!(
+                name != "pvm_gstat" || done.out == ours.out,
+                "{done:?} is not {ours:?}"
+            );
         }
         assert_eq!((m[0].ask("barrier g 2"), m[1].result(waits)), (0, 0));
     });
@@ -270,9 +396,19 @@ fn groups_are_shown_by_our_programs_and_by_debians() {
 
 /// Debian's group programs, with their input and a line that they print when all is right.
 const EXAMPLES: [(&str, &[&str], &str, &str); 10] = [
-    ("gexample", &[], "10 4\n", "The product of column 1 is 3.6288e+06"),
+    (
+        "gexample",
+        &[],
+        "10 4\n",
+        "The product of column 1 is 3.6288e+06",
+    ),
     ("fgexample", &[], "", "The 1-Norm is         5050"),
-    ("trsg", &[], "8 4\n", "Test OK: Sum of Squares of first 32 integers is 11440"),
+    (
+        "trsg",
+        &[],
+        "8 4\n",
+        "Test OK: Sum of Squares of first 32 integers is 11440",
+    ),
     // Its sum begins with whatever is on its stack; this line is about the group.
     ("frsg", &[], "8\n4\n", "Test Ok: Received ("),
     ("ge", &["4"], "", "done"),
@@ -285,7 +421,11 @@ const EXAMPLES: [(&str, &[&str], &str, &str); 10] = [
 
 fn examples_where_spawn_looks(bed: &Testbed) {
     for (name, ..) in EXAMPLES.iter().chain(&[("tnb", &[][..], "", "")]) {
-        symlink(Path::new("/usr/bin").join(name), bed.home().join("pvm3/bin/LINUX64").join(name)).expect("a link");
+        symlink(
+            Path::new("/usr/bin").join(name),
+            bed.home().join("pvm3/bin/LINUX64").join(name),
+        )
+        .expect("a link");
     }
 }
 
@@ -295,10 +435,20 @@ fn has_run_right(vm: &Vm, program: &Path, words: &[&str], input: &str, sign: &st
     command.args(words);
     let mut task = Running::start(command, Stdio::piped()).expect("it starts");
     // One that reads nothing may have ended before.
-    let _ = task.take_stdin().expect("piped").write_all(input.as_bytes());
-    let done = task.finish(LONG).unwrap_or_else(|error| panic!("{}: {error:#}\n{}", program.display(), vm.logs()));
+    let _ = task
+        .take_stdin()
+        .expect("piped")
+        .write_all(input.as_bytes());
+    let done = task
+        .finish(LONG)
+        .unwrap_or_else(|error| panic!("{}: {error:#}\n{}", program.display(), vm.logs()));
     let said = done.out.clone() + &done.err;
-    assert!(said.contains(sign), "{}: {done:?}\n{}", program.display(), vm.logs());
+    assert!(
+        said.contains(sign),
+        "{}: {done:?}\n{}",
+        program.display(),
+        vm.logs()
+    );
 }
 
 #[test]
@@ -314,8 +464,13 @@ fn debians_group_programs_run_unmodified() {
             has_run_right(vm, &program, words, input, sign);
         }
         let none_left = || {
-            let shown = run(vm.command(vm.bed().host(1), "pvm_gstat"), SOON).map_err(|error| error.to_string())?;
-            if shown.out == "no groups exist\n" { Ok(()) } else { Err(format!("{shown:?}")) }
+            let shown = run(vm.command(vm.bed().host(1), "pvm_gstat"), SOON)
+                .map_err(|error| error.to_string())?;
+            if shown.out == "no groups exist\n" {
+                Ok(())
+            } else {
+                Err(format!("{shown:?}"))
+            }
         };
         eventually(SOON, none_left).expect("programs that ended are in no group");
     });
@@ -328,20 +483,36 @@ fn programs_with_pvms_own_group_library_and_server_run_as_before() {
         eprintln!("skipped: {} is missing: install pvm", theirs.display());
         return;
     }
-    let Some((bed, prefix)) = testbed(1) else { return };
+    let Some((bed, prefix)) = testbed(1) else {
+        return;
+    };
     let folder = bed.folder().join("their-groups");
     std::fs::create_dir(&folder).expect("a folder");
     symlink(theirs, folder.join("libgpvm3.so.3")).expect("a link");
     symlink(prefix.join("lib/libpvm3.so.3"), folder.join("libpvm3.so.3")).expect("a link");
     symlink("/usr/bin/pvmgs", bed.home().join("pvm3/bin/LINUX64/pvmgs")).expect("a link");
-    let env = ["SEMPA_LIB", "LD_LIBRARY_PATH"].map(|name| (name.to_string(), folder.display().to_string()));
-    let vm = Vm::start(&bed, Settings { env: env.to_vec(), ..Settings::default() }).expect("a virtual machine");
+    let env = ["SEMPA_LIB", "LD_LIBRARY_PATH"]
+        .map(|name| (name.to_string(), folder.display().to_string()));
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            env: env.to_vec(),
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     examples_where_spawn_looks(&bed);
     let (name, words, input, sign) = EXAMPLES[0];
     has_run_right(&vm, &Path::new("/usr/bin").join(name), words, input, sign);
     let shown = run(vm.command(bed.host(1), "/usr/bin/pvm_gstat"), SOON).expect("it ends");
     assert_eq!(shown.out, "no groups exist\n");
-    assert!(vm.tasks().expect("tasks").iter().any(|task| task.name == "pvmgs"), "their server runs");
+    assert!(
+        vm.tasks()
+            .expect("tasks")
+            .iter()
+            .any(|task| task.name == "pvmgs"),
+        "their server runs"
+    );
     vm.halt().expect("halts");
 }
 
@@ -358,7 +529,8 @@ fn a_tracer_is_told_of_group_calls_as_wholes() {
         command.args(["-T".as_ref(), file.as_os_str(), "full".as_ref()]);
         let mut tracer = Running::start(command, Stdio::piped()).expect("it starts");
         let mut to = tracer.take_stdin().expect("piped");
-        to.write_all(b"trace + gather\ntrace + setsbuf\n").expect("it listens");
+        to.write_all(b"trace + gather\ntrace + setsbuf\n")
+            .expect("it listens");
         let ready = || match tracer.out_so_far() {
             Ok(out) if out.contains("* setsbuf") => Ok(()),
             other => Err(format!("not yet: {other:?}")),
@@ -370,14 +542,32 @@ fn a_tracer_is_told_of_group_calls_as_wholes() {
         let told = eventually(SOON, || {
             member.ask("barrier g 1");
             let text = std::fs::read_to_string(&file).map_err(|error| error.to_string())?;
-            if text.contains("\"barrier(1.1)\" {") { Ok(text) } else { Err(text) }
+            if text.contains("\"barrier(1.1)\" {") {
+                Ok(text)
+            } else {
+                Err(text)
+            }
         });
         let told = told.unwrap_or_else(|error| panic!("{error:#}"));
-        for record in ["\"joingroup(0.0)\" {", "\"gather(0.0)\" {", "\"gather(1.1)\" {", "\"barrier(0.0)\" {"] {
-            let line = told.lines().find(|line| line.starts_with(record)).unwrap_or_else(|| panic!("{record}: {told}"));
-            assert!(record.contains("1.1") || line.contains("{ \"g\" }"), "{line}");
+        for record in [
+            "\"joingroup(0.0)\" {",
+            "\"gather(0.0)\" {",
+            "\"gather(1.1)\" {",
+            "\"barrier(0.0)\" {",
+        ] {
+            let line = told
+                .lines()
+                .find(|line| line.starts_with(record))
+                .unwrap_or_else(|| panic!("{record}: {told}"));
+            assert!(
+                record.contains("1.1") || line.contains("{ \"g\" }"),
+                "{line}"
+            );
         }
-        assert!(!told.contains("setsbuf"), "what a gather does inside is no call of the program: {told}");
+        assert!(
+            !told.contains("setsbuf"),
+            "what a gather does inside is no call of the program: {told}"
+        );
     });
 }
 
@@ -386,9 +576,15 @@ fn with_static_library(vm: &Vm) -> PathBuf {
     let prefix = vm.bed().prefix().expect("installed");
     let program = vm.home().join("pvm3/bin/LINUX64/groups-static");
     let mut gcc = Command::new("gcc");
-    gcc.args(["-std=gnu11", "-O2", "-o"]).arg(&program).arg("-I").arg(prefix.join("include"));
+    gcc.args(["-std=gnu11", "-O2", "-o"])
+        .arg(&program)
+        .arg("-I")
+        .arg(prefix.join("include"));
     gcc.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("programs/groups.c"));
-    gcc.arg(prefix.join("lib/libgpvm3.a")).arg("-L").arg(prefix.join("lib")).args(["-lpvm3", "-lm"]);
+    gcc.arg(prefix.join("lib/libgpvm3.a"))
+        .arg("-L")
+        .arg(prefix.join("lib"))
+        .args(["-lpvm3", "-lm"]);
     let done = run(gcc, LONG).expect("gcc");
     assert!(done.good(), "{done:?}");
     program

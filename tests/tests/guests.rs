@@ -18,7 +18,9 @@ const ROUNDS: usize = 20;
 const STAY: u64 = 300_000;
 
 fn now() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .expect("after 1970");
     u64::try_from(since.as_micros()).expect("fits")
 }
 
@@ -32,19 +34,28 @@ fn used(host: &Host, pid: i32) -> u64 {
     let mut command = host.command("cat");
     command.arg(format!("/proc/{pid}/stat"));
     let stat = must(command, SOON).expect("it is there").out;
-    let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 1..].split_whitespace().collect();
+    let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 1..]
+        .split_whitespace()
+        .collect();
     fields[11].parse::<u64>().expect("a number") + fields[12].parse::<u64>().expect("a number")
 }
 
 fn stopped(vm: &Vm, tids: &[String]) -> Vec<String> {
     let tasks = vm.tasks().sure(vm);
-    tasks.into_iter().filter(|t| t.stopped && tids.contains(&t.tid)).map(|t| t.tid).collect()
+    tasks
+        .into_iter()
+        .filter(|t| t.stopped && tids.contains(&t.tid))
+        .map(|t| t.tid)
+        .collect()
 }
 
 /// How many events tell that all guests of a host stand still.
 fn stops(vm: &Vm) -> usize {
     let events = vm.events().expect("events");
-    events.iter().filter(|entry| matches!(entry.kind, EventKind::GuestsStopped { .. })).count()
+    events
+        .iter()
+        .filter(|entry| matches!(entry.kind, EventKind::GuestsStopped { .. }))
+        .count()
 }
 
 fn with_guests(count: usize, test: impl FnOnce(&Vm, &[String])) {
@@ -52,7 +63,9 @@ fn with_guests(count: usize, test: impl FnOnce(&Vm, &[String])) {
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("busy").expect("gcc");
-    let guests: Vec<String> = (0..count).map(|_| vm.spawn(&["-h2", "busy"]).expect("spawned")).collect();
+    let guests: Vec<String> = (0..count)
+        .map(|_| vm.spawn(&["-h2", "busy"]).expect("spawned"))
+        .collect();
     test(&vm, &guests);
     vm.halt().expect("halts");
 }
@@ -64,10 +77,23 @@ fn guests_that_occupy_all_processors_stand_still_by_their_own_clocks_until_they_
         let mut words = Vec::new();
         for round in 0..ROUNDS {
             let said = owner.say(&format!("stop round {round}"));
-            eventually(SOON, || if stops(vm) > round { Ok(()) } else { Err("guests run".to_string()) }).sure(vm);
+            eventually(SOON, || {
+                if stops(vm) > round {
+                    Ok(())
+                } else {
+                    Err("guests run".to_string())
+                }
+            })
+            .sure(vm);
             assert_eq!(stopped(vm, guests).len(), guests.len());
-            eventually(SOON, || if now() > said + STAY { Ok(()) } else { Err("she stays".to_string()) })
-                .expect("time passes");
+            eventually(SOON, || {
+                if now() > said + STAY {
+                    Ok(())
+                } else {
+                    Err("she stays".to_string())
+                }
+            })
+            .expect("time passes");
             words.push((said, owner.say("welcome nobody is there")));
         }
         let mut waits = Vec::new();
@@ -75,14 +101,19 @@ fn guests_that_occupy_all_processors_stand_still_by_their_own_clocks_until_they_
             let gaps = gaps(vm, tid);
             for (said, welcome) in &words {
                 // Whatever its clock did before, from some moment on it stood until guests were welcome.
-                let last = gaps.iter().find(|(from, to)| from < welcome && to >= welcome);
-                let (from, _) = last.unwrap_or_else(|| panic!("{tid} ran between {said} and {welcome}: {gaps:?}"));
+                let last = gaps
+                    .iter()
+                    .find(|(from, to)| from < welcome && to >= welcome);
+                let (from, _) = last
+                    .unwrap_or_else(|| panic!("{tid} ran between {said} and {welcome}: {gaps:?}"));
                 waits.push(from.saturating_sub(*said));
             }
         }
         waits.sort_unstable();
         let (median, worst) = (waits[waits.len() / 2], waits[waits.len() - 1]);
-        eprintln!("word to standing still, by the guests' clocks: median {median} us, worst {worst} us");
+        eprintln!(
+            "word to standing still, by the guests' clocks: median {median} us, worst {worst} us"
+        );
         let events = vm.events().expect("events");
         let took = events.iter().filter_map(|entry| match &entry.kind {
             EventKind::GuestsStopped { took, .. } => Some(took.0),
@@ -90,7 +121,10 @@ fn guests_that_occupy_all_processors_stand_still_by_their_own_clocks_until_they_
         });
         let mut took: Vec<u64> = took.collect();
         took.sort_unstable();
-        eprintln!("word to all seen stopped, by the daemon: median {} us, all {took:?}", took[took.len() / 2]);
+        eprintln!(
+            "word to all seen stopped, by the daemon: median {} us, all {took:?}",
+            took[took.len() / 2]
+        );
     });
 }
 
@@ -98,20 +132,50 @@ fn guests_that_occupy_all_processors_stand_still_by_their_own_clocks_until_they_
 fn guests_stand_still_by_signals_where_there_is_no_freezer() {
     let Some((bed, _)) = testbed(1) else { return };
     let env = vec![("SEMPA_FREEZER".into(), "off".into())];
-    let vm = Vm::start(&bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            env,
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     vm.program("busy").expect("gcc");
-    let guests: Vec<String> = (0..2).map(|_| vm.spawn(&["-h1", "busy"]).expect("spawned")).collect();
+    let guests: Vec<String> = (0..2)
+        .map(|_| vm.spawn(&["-h1", "busy"]).expect("spawned"))
+        .collect();
     let mut owner = Speaker::new(&vm, vm.bed().host(1), SPEAKS);
     let said = owner.say("stop olga is there");
-    eventually(SOON, || if stops(&vm) > 0 { Ok(()) } else { Err("guests run".to_string()) }).sure(&vm);
-    eventually(SOON, || if now() > said + STAY { Ok(()) } else { Err("she stays".to_string()) }).expect("time passes");
+    eventually(SOON, || {
+        if stops(&vm) > 0 {
+            Ok(())
+        } else {
+            Err("guests run".to_string())
+        }
+    })
+    .sure(&vm);
+    eventually(SOON, || {
+        if now() > said + STAY {
+            Ok(())
+        } else {
+            Err("she stays".to_string())
+        }
+    })
+    .expect("time passes");
     let welcome = owner.say("welcome olga has left");
     for tid in &guests {
         let gaps = gaps(&vm, tid);
-        assert!(gaps.iter().any(|(from, to)| *from < welcome && *to >= welcome), "{tid} ran meanwhile: {gaps:?}");
+        assert!(
+            gaps.iter()
+                .any(|(from, to)| *from < welcome && *to >= welcome),
+            "{tid} ran meanwhile: {gaps:?}"
+        );
     }
     let logs = vm.logs();
-    assert!(logs.contains("guests are stopped by signals, not by a freezer: SEMPA_FREEZER=off"), "{logs}");
+    assert!(
+        logs.contains("guests are stopped by signals, not by a freezer: SEMPA_FREEZER=off"),
+        "{logs}"
+    );
     vm.halt().expect("halts");
 }
 
@@ -120,12 +184,29 @@ fn stopped_guests_get_no_processor_time_move_away_without_running_and_go_on_ther
     with_guests(3, |vm, guests| {
         let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);
         owner.say("stop olga is there");
-        eventually(SOON, || if stops(vm) > 0 { Ok(()) } else { Err("guests run".to_string()) }).expect("they stop");
+        eventually(SOON, || {
+            if stops(vm) > 0 {
+                Ok(())
+            } else {
+                Err("guests run".to_string())
+            }
+        })
+        .expect("they stop");
         let stand = now();
-        let pids: Vec<i32> =
-            vm.tasks().expect("tasks").iter().filter(|t| guests.contains(&t.tid)).map(|t| t.pid).collect();
-        let before: Vec<u64> = pids.iter().map(|pid| used(vm.bed().host(2), *pid)).collect();
-        let spawn = vm.pvm(&["spawn", "-h2", "busy"]).expect("the console works");
+        let pids: Vec<i32> = vm
+            .tasks()
+            .expect("tasks")
+            .iter()
+            .filter(|t| guests.contains(&t.tid))
+            .map(|t| t.pid)
+            .collect();
+        let before: Vec<u64> = pids
+            .iter()
+            .map(|pid| used(vm.bed().host(2), *pid))
+            .collect();
+        let spawn = vm
+            .pvm(&["spawn", "-h2", "busy"])
+            .expect("the console works");
         assert!(!spawn.good(), "no guest is started there: {spawn:?}");
         let moved: Vec<(u64, u64)> = guests[..2]
             .iter()
@@ -137,14 +218,20 @@ fn stopped_guests_get_no_processor_time_move_away_without_running_and_go_on_ther
             })
             .collect();
         let back = vm.migrate(&guests[0], "h2").expect("the console works");
-        assert!(!back.good() && back.err.contains("olga is there"), "{back:?}");
+        assert!(
+            !back.good() && back.err.contains("olga is there"),
+            "{back:?}"
+        );
         let here = used(vm.bed().host(2), pids[2]);
         assert_eq!(here, before[2], "it stands still");
         for (tid, (began, ended)) in guests[..2].iter().zip(moved) {
             let gaps = gaps(vm, tid);
             // One gap leads from before everybody stood still to the move: it did not run in between.
             let over = |(from, to): &(u64, u64)| *from <= stand && *to >= began && *to <= ended;
-            assert!(gaps.iter().any(over), "{tid}: {gaps:?}; all stood at {stand}, it moved from {began} to {ended}");
+            assert!(
+                gaps.iter().any(over),
+                "{tid}: {gaps:?}; all stood at {stand}, it moved from {began} to {ended}"
+            );
         }
         owner.say("welcome olga has left");
         for tid in guests {
@@ -158,9 +245,19 @@ fn guests_go_on_when_whoever_spoke_for_the_owner_is_killed() {
     with_guests(2, |vm, guests| {
         let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);
         owner.say("stop olga is there");
-        eventually(SOON, || if stops(vm) > 0 { Ok(()) } else { Err("guests run".to_string()) }).expect("they stop");
+        eventually(SOON, || {
+            if stops(vm) > 0 {
+                Ok(())
+            } else {
+                Err("guests run".to_string())
+            }
+        })
+        .expect("they stop");
         owner.kill();
-        vm.event(SOON, "guests that go on", |entry| matches!(entry.kind, EventKind::GuestsContinued { .. })).sure(vm);
+        vm.event(SOON, "guests that go on", |entry| {
+            matches!(entry.kind, EventKind::GuestsContinued { .. })
+        })
+        .sure(vm);
         for tid in guests {
             gaps(vm, tid);
         }
@@ -173,12 +270,21 @@ fn guests_whose_time_is_over_are_ended_if_the_owner_wants_that() {
     with_guests(2, |vm, guests| {
         let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);
         owner.say("kill 1500 olga wants her machine");
-        vm.event(SOON, "guests that are ended", |entry| matches!(entry.kind, EventKind::GuestsEnded { .. }))
-            .expect("told");
+        vm.event(SOON, "guests that are ended", |entry| {
+            matches!(entry.kind, EventKind::GuestsEnded { .. })
+        })
+        .expect("told");
         eventually(SOON, || {
             let left = vm.tasks().map_err(|error| format!("{error:#}"))?;
-            let left: Vec<_> = left.into_iter().filter(|t| guests.contains(&t.tid)).collect();
-            if left.is_empty() { Ok(()) } else { Err(format!("{left:?}")) }
+            let left: Vec<_> = left
+                .into_iter()
+                .filter(|t| guests.contains(&t.tid))
+                .collect();
+            if left.is_empty() {
+                Ok(())
+            } else {
+                Err(format!("{left:?}"))
+            }
         })
         .expect("they end");
         owner.say("welcome olga has left");

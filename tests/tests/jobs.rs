@@ -17,7 +17,14 @@ fn with_rm(test: impl FnOnce(&Vm)) {
 /// With this resource manager.
 fn with(rm: &str, test: impl FnOnce(&Vm)) {
     let Some((bed, _)) = testbed(2) else { return };
-    let vm = Vm::start(&bed, Settings { rm: Some(rm.into()), ..Settings::default() }).expect("a virtual machine");
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            rm: Some(rm.into()),
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
     test(&vm);
     vm.halt().expect("halts");
@@ -32,22 +39,48 @@ fn a_job_whose_tasks_ignore_the_request_to_end_is_ended_until_nothing_of_it_is_l
         let mut top = Running::start(command, Stdio::null()).expect("it starts");
         let out = eventually(SOON, || {
             let out = top.out_so_far().map_err(|error| format!("{error:#}"))?;
-            if out.ends_with('\n') { Ok(out) } else { Err(format!("{out}\n{}", vm.logs())) }
+            if out.ends_with('\n') {
+                Ok(out)
+            } else {
+                Err(format!("{out}\n{}", vm.logs()))
+            }
         });
-        let tid = out.expect("all are there").trim().strip_prefix("ready ").expect("its tid").to_string();
-        let deaf = || vm.tasks().expect("tasks").into_iter().filter(|task| task.name.ends_with("deaf")).count();
+        let tid = out
+            .expect("all are there")
+            .trim()
+            .strip_prefix("ready ")
+            .expect("its tid")
+            .to_string();
+        let deaf = || {
+            vm.tasks()
+                .expect("tasks")
+                .into_iter()
+                .filter(|task| task.name.ends_with("deaf"))
+                .count()
+        };
         assert_eq!(deaf(), 5);
         let answer = vm.json(&["job", "kill", &tid]).sure(vm);
         let count = |name: &str| answer[0][name].as_u64();
-        assert_eq!((count("asked"), count("left")), (Some(6), Some(0)), "{answer:?}");
+        assert_eq!(
+            (count("asked"), count("left")),
+            (Some(6), Some(0)),
+            "{answer:?}"
+        );
         // All but the one that listens.
         assert_eq!(count("forced"), Some(5), "{answer:?}");
         assert_eq!(deaf(), 0);
-        let status = eventually(SOON, || top.poll().map_err(|e| format!("{e:#}"))?.ok_or("it runs".to_string()));
+        let status = eventually(SOON, || {
+            top.poll()
+                .map_err(|e| format!("{e:#}"))?
+                .ok_or("it runs".to_string())
+        });
         assert!(!status.expect("it was killed").success());
         for host in vm.bed().hosts() {
             let left = host.processes();
-            assert!(left.iter().all(|(_, line)| !line.contains("/deaf")), "{left:?}");
+            assert!(
+                left.iter().all(|(_, line)| !line.contains("/deaf")),
+                "{left:?}"
+            );
         }
     });
 }
@@ -62,17 +95,32 @@ fn a_job_file_starts_what_it_says_where_it_says_and_a_mistake_is_told_with_its_l
         write(
             "program = \"hold\"\narguments = [\"1\"]\ncount = 2\nwants = \"host = h2\"\n[environment]\nCOLOUR = \"blue\"\n",
         );
-        vm.pvm(&["spawn", "--job", &path]).expect("pvm").expect_good("spawn").expect("it is started");
+        vm.pvm(&["spawn", "--job", &path])
+            .expect("pvm")
+            .expect_good("spawn")
+            .expect("it is started");
         let tasks = vm.tasks().expect("tasks");
-        let held: Vec<_> = tasks.iter().filter(|task| task.name.ends_with("hold")).collect();
+        let held: Vec<_> = tasks
+            .iter()
+            .filter(|task| task.name.ends_with("hold"))
+            .collect();
         assert_eq!(held.len(), 2, "{tasks:?}");
         for task in held {
             assert_eq!(task.host.as_deref(), Some("h2"), "{task:?}");
-            vm.pvm(&["kill", &task.tid]).expect("pvm").expect_good("kill").expect("it ends");
+            vm.pvm(&["kill", &task.tid])
+                .expect("pvm")
+                .expect_good("kill")
+                .expect("it ends");
         }
         write("program = \"hold\"\n\ncuont = 2\n");
         let wrong = vm.pvm(&["spawn", "--job", &path]).expect("pvm");
-        assert!(!wrong.good() && wrong.err.contains("job.toml, line 3: unknown field `cuont`"), "{wrong:?}");
+        assert!(
+            !wrong.good()
+                && wrong
+                    .err
+                    .contains("job.toml, line 3: unknown field `cuont`"),
+            "{wrong:?}"
+        );
     });
 }
 
@@ -82,55 +130,95 @@ fn a_spawn_that_waits_is_shown_with_the_jobs_until_it_has_its_place() {
         vm.program("hold").expect("gcc");
         let first = vm.spawn(&["hold", "1"]).expect("spawned");
         let second = vm.start_pvm(&["spawn", "hold", "1"]).expect("it starts");
-        let waiting =
-            || vm.json(&["job", "list"]).map_err(|error| format!("{error:#}")).map(|all| all[0]["waiting"].clone());
+        let waiting = || {
+            vm.json(&["job", "list"])
+                .map_err(|error| format!("{error:#}"))
+                .map(|all| all[0]["waiting"].clone())
+        };
         let one = eventually(SOON, || match waiting()? {
             list if list.as_array().is_some_and(|list| list.len() == 1) => Ok(list[0].clone()),
             other => Err(other.to_string()),
         });
         let one = one.sure(vm);
-        assert_eq!((&one["count"], &one["turn"]), (&1.into(), &1.into()), "{one}");
-        assert_eq!(one["why"], "the user has 1 tasks, and 1 are allowed", "{one}");
+        assert_eq!(
+            (&one["count"], &one["turn"]),
+            (&1.into(), &1.into()),
+            "{one}"
+        );
+        assert_eq!(
+            one["why"], "the user has 1 tasks, and 1 are allowed",
+            "{one}"
+        );
         let text = vm.pvm(&["job", "list"]).expect("pvm").out;
         let last = text.lines().last().unwrap_or_default();
         assert!(last.starts_with("waiting: 1 of hold for job t"), "{text}");
-        assert!(last.ends_with(", number 1 in turn: the user has 1 tasks, and 1 are allowed"), "{text}");
-        vm.pvm(&["kill", &first]).expect("pvm").expect_good("kill").expect("it ends");
+        assert!(
+            last.ends_with(", number 1 in turn: the user has 1 tasks, and 1 are allowed"),
+            "{text}"
+        );
+        vm.pvm(&["kill", &first])
+            .expect("pvm")
+            .expect_good("kill")
+            .expect("it ends");
         assert!(second.finish(SOON).expect("it has its place").good());
         assert_eq!(waiting().expect("told").as_array().map(Vec::len), Some(0));
     });
 }
 
 #[test]
-fn who_follows_the_events_gets_each_as_it_happens_one_value_a_line_until_the_virtual_machine_ends() {
+fn who_follows_the_events_gets_each_as_it_happens_one_value_a_line_until_the_virtual_machine_ends()
+{
     let Some((bed, _)) = testbed(2) else { return };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.program("hold").expect("gcc");
-    let follower = vm.start_pvm(&["events", "--follow", "--json"]).expect("it starts");
+    let follower = vm
+        .start_pvm(&["events", "--follow", "--json"])
+        .expect("it starts");
     let told = || -> Result<Vec<Entry>, String> {
-        let out = follower.out_so_far().map_err(|error| format!("{error:#}"))?;
+        let out = follower
+            .out_so_far()
+            .map_err(|error| format!("{error:#}"))?;
         // The last line may not be whole yet.
         let whole = out.rfind('\n').map_or("", |end| &out[..end]);
-        Ok(whole.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"))).collect())
+        Ok(whole
+            .lines()
+            .map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}")))
+            .collect())
     };
     let seen = |what: &str, is: &dyn Fn(&EventKind) -> bool| {
         let seen = eventually(SOON, || {
             let told = told()?;
-            if told.iter().any(|entry| is(&entry.kind)) { Ok(told) } else { Err(format!("{told:?}")) }
+            if told.iter().any(|entry| is(&entry.kind)) {
+                Ok(told)
+            } else {
+                Err(format!("{told:?}"))
+            }
         });
         seen.unwrap_or_else(|error| panic!("{what}: {error:#}\n{}", vm.logs()))
     };
     // What happened before comes first, then each as it happens.
     let before = seen("the first entry", &|_| true).len();
     vm.add(&["h2"]).expect("it joins");
-    seen("the other host", &|kind| matches!(kind, EventKind::HostAdded { name, .. } if name == "h2"));
+    seen(
+        "the other host",
+        &|kind| matches!(kind, EventKind::HostAdded { name, .. } if name == "h2"),
+    );
     let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
-    vm.pvm(&["kill", &tid]).expect("pvm").expect_good("kill").expect("it ends");
+    vm.pvm(&["kill", &tid])
+        .expect("pvm")
+        .expect_good("kill")
+        .expect("it ends");
     let ended = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { tid: of, .. } if of.to_string() == tid);
     let all = seen("the end of a task", &ended);
     assert!(all.len() > before);
-    assert!(all.windows(2).all(|pair| pair[1].number == pair[0].number + 1), "without gaps: {all:?}");
+    assert!(
+        all.windows(2)
+            .all(|pair| pair[1].number == pair[0].number + 1),
+        "without gaps: {all:?}"
+    );
     vm.halt().expect("halts");
-    let done = follower.finish(SOON).expect("it ends with the virtual machine");
+    let done = follower
+        .finish(SOON)
+        .expect("it ends with the virtual machine");
     assert!(!done.out.is_empty(), "{done:?}");
 }

@@ -19,9 +19,20 @@ const WORD_BYTES: usize = 64 << 10;
 /// The process of the listener, on its host.
 fn listener(vm: &Vm) -> Pid {
     let host = vm.bed().host(3);
-    let is_it = |line: &str| line.split(' ').next().is_some_and(|program| program.ends_with("last_words"));
-    let found: Vec<u32> = host.processes().into_iter().filter(|(_, line)| is_it(line)).map(|(pid, _)| pid).collect();
-    let [pid] = found[..] else { panic!("one listener: {found:?}") };
+    let is_it = |line: &str| {
+        line.split(' ')
+            .next()
+            .is_some_and(|program| program.ends_with("last_words"))
+    };
+    let found: Vec<u32> = host
+        .processes()
+        .into_iter()
+        .filter(|(_, line)| is_it(line))
+        .map(|(pid, _)| pid)
+        .collect();
+    let [pid] = found[..] else {
+        panic!("one listener: {found:?}")
+    };
     Pid::from_raw(pid.cast_signed())
 }
 
@@ -37,12 +48,19 @@ fn a_killed_task_has_said_what_it_had_sent_to_a_listener_who_stood_still() {
     let talker = eventually(SOON, || {
         let out = director.out_so_far().map_err(|error| error.to_string())?;
         let talker = out.lines().find_map(|line| line.strip_prefix("talker "));
-        talker.filter(|_| out.contains("ready\n")).map(String::from).ok_or(out.clone())
+        talker
+            .filter(|_| out.contains("ready\n"))
+            .map(String::from)
+            .ok_or(out.clone())
     })
     .sure(&vm);
     let listener = listener(&vm);
     kill(listener, Signal::SIGSTOP).expect("it is there");
-    director.take_stdin().expect("piped").write_all(b"go\n").expect("it listens");
+    director
+        .take_stdin()
+        .expect("piped")
+        .write_all(b"go\n")
+        .expect("it listens");
     eventually(SOON, || match vm.tasks() {
         Ok(tasks) if tasks.iter().all(|task| task.tid != talker) => Ok(()),
         other => Err(format!("{talker} is still there: {other:?}")),
@@ -50,6 +68,12 @@ fn a_killed_task_has_said_what_it_had_sent_to_a_listener_who_stood_still() {
     .sure(&vm);
     kill(listener, Signal::SIGCONT).expect("it is there");
     let done = director.finish(SOON).sure(&vm);
-    assert!(done.good() && done.out.contains(&format!("heard {WORDS} in order, then the end")), "{done:?}");
+    assert!(
+        done.good()
+            && done
+                .out
+                .contains(&format!("heard {WORDS} in order, then the end")),
+        "{done:?}"
+    );
     vm.halt().expect("halts");
 }

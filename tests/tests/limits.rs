@@ -52,20 +52,41 @@ fn who_waits(vm: &Vm) -> String {
     /// Tasks that are looked at: the first one, and some of those that it has started.
     const SOME: usize = 4;
     let host = vm.bed().host(1);
-    let tasks = host.processes().into_iter().filter(|(_, line)| line.contains("limits ") && !line.contains("nsenter"));
+    let tasks = host
+        .processes()
+        .into_iter()
+        .filter(|(_, line)| line.contains("limits ") && !line.contains("nsenter"));
     let mut text = String::new();
     for (n, (pid, line)) in tasks.enumerate().filter(|(n, _)| *n < SOME) {
         text += &format!("{n}: {pid} {line}\n");
-        for thread in std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten() {
-            let of = |name: &str| std::fs::read_to_string(thread.path().join(name)).unwrap_or_default();
-            text += &format!("  {} {} {}\n", of("comm").trim(), of("wchan"), of("syscall").trim());
+        for thread in std::fs::read_dir(format!("/proc/{pid}/task"))
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
+            let of =
+                |name: &str| std::fs::read_to_string(thread.path().join(name)).unwrap_or_default();
+            text += &format!(
+                "  {} {} {}\n",
+                of("comm").trim(),
+                of("wchan"),
+                of("syscall").trim()
+            );
         }
         // Where the program has got to, if there is somebody to tell it.
         let mut debugger = std::process::Command::new("gdb");
-        debugger.args(["-p", &pid.to_string(), "-batch", "-ex", "thread apply all backtrace 16"]);
+        debugger.args([
+            "-p",
+            &pid.to_string(),
+            "-batch",
+            "-ex",
+            "thread apply all backtrace 16",
+        ]);
         text += &run(debugger, LONG).map(|done| done.out).unwrap_or_default();
     }
-    let sockets = host.shell("ss -xan | awk '$3 > 0 || $4 > 0' | head -40", LONG).map(|done| done.out);
+    let sockets = host
+        .shell("ss -xan | awk '$3 > 0 || $4 > 0' | head -40", LONG)
+        .map(|done| done.out);
     text + &sockets.unwrap_or_default()
 }
 
@@ -104,7 +125,14 @@ fn tasks_that_leave_while_their_daemon_stands_still_again_and_again_have_said_th
     std::thread::scope(|scope| {
         let tasks = scope.spawn(|| good(&vm, &["tasks", "300"]));
         while !tasks.is_finished() {
-            strike(&bed, &[(1, Party::Daemon)], &[], Fault::Stop(STANDS), |_| Ok(())).expect("it is there");
+            strike(
+                &bed,
+                &[(1, Party::Daemon)],
+                &[],
+                Fault::Stop(STANDS),
+                |_| Ok(()),
+            )
+            .expect("it is there");
             std::thread::sleep(RUNS);
         }
         tasks.join().expect("nothing is missing");
@@ -117,7 +145,11 @@ fn leave_room(pid: Pid, more: u32) {
     let open = |fd: &u32| std::fs::symlink_metadata(format!("/proc/{pid}/fd/{fd}")).is_ok();
     let free = (0..).find(|fd| !open(fd)).expect("one of them");
     let mut limit = std::process::Command::new("prlimit");
-    limit.args(["--pid", &pid.to_string(), &format!("--nofile={}:", free + more)]);
+    limit.args([
+        "--pid",
+        &pid.to_string(),
+        &format!("--nofile={}:", free + more),
+    ]);
     let done = run(limit, LONG).expect("util-linux");
     assert!(done.good(), "{}", done.err);
 }
@@ -129,7 +161,12 @@ fn talk_beside(vm: &Vm, folder: &str, more: u32) {
     std::thread::scope(|scope| {
         let talk = scope.spawn(|| good(vm, &["full", folder.to_str().expect("text")]));
         let ready = folder.join("ready");
-        let met = || ready.exists().then_some(()).ok_or("the tasks have not met".to_string());
+        let met = || {
+            ready
+                .exists()
+                .then_some(())
+                .ok_or("the tasks have not met".to_string())
+        };
         eventually(LONG, met).expect("they meet");
         leave_room(daemon_of(vm.bed().host(1)).expect("a daemon"), more);
         std::fs::write(folder.join("go"), "").expect("made");
@@ -155,15 +192,25 @@ fn a_daemon_whose_user_has_too_many_descriptors_on_their_way_loses_no_message() 
     let (near, _far) = UnixStream::pair().expect("a pair");
     let many = [near.as_raw_fd(); ON_THEIR_WAY];
     let rights = [ControlMessage::ScmRights(&many)];
-    sendmsg::<()>(near.as_raw_fd(), &[IoSlice::new(b"x")], &rights, MsgFlags::empty(), None)
-        .expect("nobody takes them");
+    sendmsg::<()>(
+        near.as_raw_fd(),
+        &[IoSlice::new(b"x")],
+        &rights,
+        MsgFlags::empty(),
+        None,
+    )
+    .expect("nobody takes them");
     talk_beside(&vm, "many", 16);
 }
 
 fn free_mebibytes() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    line.and_then(|words| words.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0) / 1024
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"));
+    line.and_then(|words| words.split_whitespace().next()?.parse::<u64>().ok())
+        .unwrap_or(0)
+        / 1024
 }
 
 /// Keeps the other tests that take so much memory waiting, also those of other processes, while it is held; `None`, with a word,
@@ -180,7 +227,9 @@ fn memory(mebibytes: u64) -> Option<File> {
 
 #[test]
 fn a_message_larger_than_four_gibibytes_arrives_whole() {
-    let Some(_turn) = memory(GIANT_NEEDS_MIB) else { return };
+    let Some(_turn) = memory(GIANT_NEEDS_MIB) else {
+        return;
+    };
     let Some((bed, _)) = testbed(1) else { return };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     good(&vm, &["giant", "4352"]);
@@ -189,23 +238,36 @@ fn a_message_larger_than_four_gibibytes_arrives_whole() {
 
 /// Two tasks, this one on h1 and the other one on `host`.
 fn flood(route: &str, host: &str) {
-    let Some(_turn) = memory(FLOOD_NEEDS_MIB) else { return };
+    let Some(_turn) = memory(FLOOD_NEEDS_MIB) else {
+        return;
+    };
     let Some((bed, _)) = testbed(2) else { return };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
     let folder = vm.home().join("flood");
     std::fs::create_dir(&folder).expect("made");
-    good(&vm, &["flood", FLOOD_MIB, route, host, folder.to_str().expect("text")]);
+    good(
+        &vm,
+        &[
+            "flood",
+            FLOOD_MIB,
+            route,
+            host,
+            folder.to_str().expect("text"),
+        ],
+    );
     vm.halt().expect("it ends");
 }
 
 #[test]
-fn two_tasks_of_one_host_that_send_each_other_a_gibibyte_before_they_receive_do_not_block_each_other() {
+fn two_tasks_of_one_host_that_send_each_other_a_gibibyte_before_they_receive_do_not_block_each_other()
+ {
     flood("direct", "h1");
 }
 
 #[test]
-fn two_tasks_with_a_direct_route_that_send_each_other_a_gibibyte_before_they_receive_do_not_block_each_other() {
+fn two_tasks_with_a_direct_route_that_send_each_other_a_gibibyte_before_they_receive_do_not_block_each_other()
+ {
     flood("direct", "h2");
 }
 

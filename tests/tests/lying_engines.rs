@@ -26,7 +26,14 @@ impl<'a> Job<'a> {
         vm.program("ring_job").expect("gcc");
         let folder = vm.home().join("ring");
         fs::create_dir_all(&folder).expect("a folder");
-        let words = ["-h1", "ring_job", &WORKERS.to_string(), "100000000", "2000", folder.to_str().expect("text")];
+        let words = [
+            "-h1",
+            "ring_job",
+            &WORKERS.to_string(),
+            "100000000",
+            "2000",
+            folder.to_str().expect("text"),
+        ];
         let tid = vm.spawn(&words).sure(vm);
         let job = Job { vm, folder, tid };
         job.goes_on();
@@ -35,9 +42,16 @@ impl<'a> Job<'a> {
 
     /// All its tasks are needed for a round.
     fn goes_on(&self) {
-        let lines = || fs::read_to_string(self.folder.join("log")).map_or(0, |log| log.lines().count());
+        let lines =
+            || fs::read_to_string(self.folder.join("log")).map_or(0, |log| log.lines().count());
         let until = lines() + 5;
-        let gone = eventually(LONG, || if lines() >= until { Ok(()) } else { Err(format!("{} rounds", lines())) });
+        let gone = eventually(LONG, || {
+            if lines() >= until {
+                Ok(())
+            } else {
+                Err(format!("{} rounds", lines()))
+            }
+        });
         gone.sure(self.vm);
     }
 
@@ -55,19 +69,35 @@ impl<'a> Job<'a> {
     fn fails(&self, what: &str, words: &[&str]) {
         let sets = sets(self.vm);
         let done = self.checkpoint();
-        assert!(!done.good() && done.err.lines().count() == 1, "{what}: {done:?}\n{}", self.vm.logs());
-        assert!(words.iter().all(|word| done.err.contains(word)), "{what}: {done:?}");
+        assert!(
+            !done.good() && done.err.lines().count() == 1,
+            "{what}: {done:?}\n{}",
+            self.vm.logs()
+        );
+        assert!(
+            words.iter().all(|word| done.err.contains(word)),
+            "{what}: {done:?}"
+        );
         eprintln!("{what}: {}", done.err.trim());
         self.goes_on();
         nothing_new(self.vm, &sets, what);
     }
 
     fn end(&self) {
-        assert!(self.vm.pvm(&["kill", &self.tid]).expect("the console").good());
+        assert!(
+            self.vm
+                .pvm(&["kill", &self.tid])
+                .expect("the console")
+                .good()
+        );
         assert!(self.vm.pvm(&["reset"]).expect("the console").good());
         let ended = eventually(LONG, || {
             let left = self.vm.tasks().map_err(|error| error.to_string())?;
-            if left.iter().any(|task| task.name == "ring_job") { Err(format!("{left:?}")) } else { Ok(()) }
+            if left.iter().any(|task| task.name == "ring_job") {
+                Err(format!("{left:?}"))
+            } else {
+                Ok(())
+            }
         });
         ended.sure(self.vm);
     }
@@ -76,11 +106,19 @@ impl<'a> Job<'a> {
     fn is_not_started(&self, set: &str, what: &str, words: &[&str]) {
         let sets = sets(self.vm);
         let done = self.vm.pvm(&["restart", set]).expect("the console");
-        assert!(!done.good() && done.err.lines().count() == 1, "{what}: {done:?}\n{}", self.vm.logs());
-        assert!(words.iter().all(|word| done.err.contains(word)), "{what}: {done:?}");
+        assert!(
+            !done.good() && done.err.lines().count() == 1,
+            "{what}: {done:?}\n{}",
+            self.vm.logs()
+        );
+        assert!(
+            words.iter().all(|word| done.err.contains(word)),
+            "{what}: {done:?}"
+        );
         eprintln!("{what}: {}", done.err.trim());
         for host in self.vm.bed().hosts() {
-            sempa_tests::testbed::gone(host, "ring_job", LONG).unwrap_or_else(|error| panic!("{what}: {error:#}"));
+            sempa_tests::testbed::gone(host, "ring_job", LONG)
+                .unwrap_or_else(|error| panic!("{what}: {error:#}"));
         }
         nothing_new(self.vm, &sets, what);
     }
@@ -99,7 +137,9 @@ fn store(vm: &Vm<'_>) -> PathBuf {
 /// Everything in the store that is a set, or was to be one.
 fn sets(vm: &Vm<'_>) -> Vec<String> {
     let entries = fs::read_dir(store(vm)).into_iter().flatten().flatten();
-    let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect();
     names.retain(|name| name != "lock");
     names.sort();
     names
@@ -108,22 +148,48 @@ fn sets(vm: &Vm<'_>) -> Vec<String> {
 /// The store is what it was, and no host has images, tokens or an engine.
 fn nothing_new(vm: &Vm<'_>, before: &[String], what: &str) {
     let clean = eventually(LONG, || {
-        let mut left: Vec<String> = sets(vm).into_iter().filter(|name| !before.contains(name)).collect();
+        let mut left: Vec<String> = sets(vm)
+            .into_iter()
+            .filter(|name| !before.contains(name))
+            .collect();
         for host in vm.bed().hosts() {
-            for entry in fs::read_dir(host.path("/tmp/sempa-0/pvm")).into_iter().flatten().flatten() {
+            for entry in fs::read_dir(host.path("/tmp/sempa-0/pvm"))
+                .into_iter()
+                .flatten()
+                .flatten()
+            {
                 let name = entry.file_name().to_string_lossy().into_owned();
-                left.extend(["images-", "resume-"].iter().any(|begin| name.starts_with(begin)).then_some(name));
+                left.extend(
+                    ["images-", "resume-"]
+                        .iter()
+                        .any(|begin| name.starts_with(begin))
+                        .then_some(name),
+                );
             }
             let engine = |line: &String| liar::is_engine(line);
-            left.extend(host.processes().into_iter().map(|(_, line)| line).filter(engine));
+            left.extend(
+                host.processes()
+                    .into_iter()
+                    .map(|(_, line)| line)
+                    .filter(engine),
+            );
         }
-        if left.is_empty() { Ok(()) } else { Err(left.join(", ")) }
+        if left.is_empty() {
+            Ok(())
+        } else {
+            Err(left.join(", "))
+        }
     });
     clean.unwrap_or_else(|error| panic!("{what}: {error:#}\n{}", vm.logs()));
 }
 
-fn with_job(settings: impl Fn(&Testbed) -> Settings, test: impl FnOnce(&Testbed, &Vm<'_>, &Job<'_>)) {
-    let Some((bed, _)) = testbed_with_own_engine(2) else { return };
+fn with_job(
+    settings: impl Fn(&Testbed) -> Settings,
+    test: impl FnOnce(&Testbed, &Vm<'_>, &Job<'_>),
+) {
+    let Some((bed, _)) = testbed_with_own_engine(2) else {
+        return;
+    };
     liar::put(&bed);
     let vm = Vm::start(&bed, settings(&bed)).expect("a virtual machine");
     vm.add(&["h2"]).expect("the other one joins");
@@ -149,9 +215,21 @@ fn engines_that_lie_make_no_checkpoint_and_no_restart_and_harm_nothing() {
                 job.fails(what, &["the job goes on", words]);
                 lie(bed, "h2", "");
             }
-            for kind in ["inventory", "files", "pstree", "core-", "mm-", "fdinfo-", "pagemap-", "pages-"] {
+            for kind in [
+                "inventory",
+                "files",
+                "pstree",
+                "core-",
+                "mm-",
+                "fdinfo-",
+                "pagemap-",
+                "pages-",
+            ] {
                 lie(bed, "h2", &format!("cut {kind}*.img"));
-                job.fails(&format!("{kind} cut"), &["the job goes on", "images: ", kind]);
+                job.fails(
+                    &format!("{kind} cut"),
+                    &["the job goes on", "images: ", kind],
+                );
                 lie(bed, "h2", "");
             }
             job.end();
@@ -171,21 +249,30 @@ fn engines_that_lie_make_no_checkpoint_and_no_restart_and_harm_nothing() {
 const STORE: &str = "/tmp/small";
 
 fn with_small_store(bed: &Testbed) -> Settings {
-    let done =
-        bed.host(1).shell(&format!("mkdir -m 700 {STORE} && mount -t tmpfs -o size=64m,mode=700 none {STORE}"), LONG);
+    let done = bed.host(1).shell(
+        &format!("mkdir -m 700 {STORE} && mount -t tmpfs -o size=64m,mode=700 none {STORE}"),
+        LONG,
+    );
     assert!(done.as_ref().is_ok_and(Done::good), "{done:?}");
     let env = vec![
         ("SEMPA_STORE".to_string(), format!("{STORE}/store")),
         ("SEMPA_STORE_KEY".to_string(), format!("{STORE}/key")),
     ];
-    Settings { env, ..Settings::default() }
+    Settings {
+        env,
+        ..Settings::default()
+    }
 }
 
 /// All files of a folder of h1, with their names.
 fn files(bed: &Testbed, inside: &str) -> Vec<PathBuf> {
     fn below(folder: &Path, found: &mut Vec<PathBuf>) {
         for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-            if entry.path().is_dir() { below(&entry.path(), found) } else { found.push(entry.path()) }
+            if entry.path().is_dir() {
+                below(&entry.path(), found)
+            } else {
+                found.push(entry.path())
+            }
         }
     }
     let mut found = Vec::new();
@@ -198,7 +285,10 @@ fn a_store_that_is_full_or_damaged_says_so_and_what_was_complete_before_can_be_s
     with_job(with_small_store, |bed, vm, job| {
         let good = job.good_checkpoint();
         let room = |size: &str| {
-            let done = bed.host(1).shell(&format!("mount -n -o remount,size={size} {STORE}"), LONG).expect("runs");
+            let done = bed
+                .host(1)
+                .shell(&format!("mount -n -o remount,size={size} {STORE}"), LONG)
+                .expect("runs");
             assert!(done.good(), "{done:?}");
         };
         let in_store = || {
@@ -207,15 +297,28 @@ fn a_store_that_is_full_or_damaged_says_so_and_what_was_complete_before_can_be_s
             names
         };
         let before = in_store();
-        let one_set: u64 =
-            before.iter().filter_map(|path| fs::metadata(path).ok()).map(|meta| meta.blocks() * 512).sum();
+        let one_set: u64 = before
+            .iter()
+            .filter_map(|path| fs::metadata(path).ok())
+            .map(|meta| meta.blocks() * 512)
+            .sum();
         // Full at once, in the middle of the first task, of the others, and just before the end.
         for part in [0.0, 0.05, 0.3, 0.6, 0.9, 0.99] {
-            room(&format!("{}k", (one_set as f64 * (1.0 + part)) as u64 / 1024));
-            job.fails(&format!("room for {part} of a set"), &["the disk is full", "the job goes on"]);
+            room(&format!(
+                "{}k",
+                (one_set as f64 * (1.0 + part)) as u64 / 1024
+            ));
+            job.fails(
+                &format!("room for {part} of a set"),
+                &["the disk is full", "the job goes on"],
+            );
             let left = eventually(LONG, || {
                 let now = in_store();
-                if now == before { Ok(()) } else { Err(format!("{now:?}")) }
+                if now == before {
+                    Ok(())
+                } else {
+                    Err(format!("{now:?}"))
+                }
             });
             left.expect("nothing is left of it");
         }
@@ -228,7 +331,11 @@ fn a_store_that_is_full_or_damaged_says_so_and_what_was_complete_before_can_be_s
             if bytes.is_empty() {
                 continue;
             }
-            let name = path.file_name().expect("a name").to_string_lossy().into_owned();
+            let name = path
+                .file_name()
+                .expect("a name")
+                .to_string_lossy()
+                .into_owned();
             if name == "ended" {
                 // No part of the set: it says since when nobody needs it, and whoever starts it does.
                 fs::write(&path, b"\xffnonsense").expect("written");
@@ -236,9 +343,11 @@ fn a_store_that_is_full_or_damaged_says_so_and_what_was_complete_before_can_be_s
             }
             let mut changed = bytes.clone();
             changed[bytes.len() / 3] ^= 1;
-            for (how, bad) in
-                [("changed", Some(&changed[..])), ("cut", Some(&bytes[..bytes.len() / 2])), ("missing", None)]
-            {
+            for (how, bad) in [
+                ("changed", Some(&changed[..])),
+                ("cut", Some(&bytes[..bytes.len() / 2])),
+                ("missing", None),
+            ] {
                 match bad {
                     Some(bad) => fs::write(&path, bad).expect("written"),
                     None => fs::remove_file(&path).expect("removed"),
@@ -249,7 +358,10 @@ fn a_store_that_is_full_or_damaged_says_so_and_what_was_complete_before_can_be_s
             }
         }
         let listed = vm.pvm(&["checkpoints"]).expect("the console");
-        assert!(listed.out.contains(&good) && listed.out.contains(&newer), "{listed:?}");
+        assert!(
+            listed.out.contains(&good) && listed.out.contains(&newer),
+            "{listed:?}"
+        );
         job.starts_again(&newer);
         job.end();
         job.starts_again(&good);
@@ -270,13 +382,22 @@ fn a_key_that_cannot_be_used_is_named_and_the_job_goes_on() {
         let key = bed.host(1).path(&format!("{STORE}/key"));
         fs::write(&key, "short").expect("written");
         fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).expect("its mode");
-        job.fails("a short key", &["cannot use the key file", "the job goes on"]);
+        job.fails(
+            "a short key",
+            &["cannot use the key file", "the job goes on"],
+        );
         fs::write(&key, [7; 32]).expect("written");
         fs::set_permissions(&key, fs::Permissions::from_mode(0o644)).expect("its mode");
-        job.fails("a key that others can read", &["cannot use the key file", "the job goes on"]);
+        job.fails(
+            "a key that others can read",
+            &["cannot use the key file", "the job goes on"],
+        );
         fs::remove_file(&key).expect("removed");
         fs::create_dir(&key).expect("made");
-        job.fails("a folder for a key", &["cannot use the key file", "the job goes on"]);
+        job.fails(
+            "a folder for a key",
+            &["cannot use the key file", "the job goes on"],
+        );
         fs::remove_dir(&key).expect("removed");
         let set = job.good_checkpoint();
         job.end();

@@ -29,10 +29,21 @@ const ALWAYS: (&str, &str) = ("SEMPA_POST_COPY", "always");
 const NEVER: (&str, &str) = ("SEMPA_POST_COPY", "never");
 /// So slowly, in bytes per second, that memory is on its way for longer than the engine bears with it.
 const SLOWLY: (&str, &str) = ("SEMPA_MOVE_RATE", "1000000");
-const IMAGES: [&str; 8] = ["inventory", "pstree", "files", "core-", "mm-", "fdinfo-", "pagemap-", "pages-"];
+const IMAGES: [&str; 8] = [
+    "inventory",
+    "pstree",
+    "files",
+    "core-",
+    "mm-",
+    "fdinfo-",
+    "pagemap-",
+    "pages-",
+];
 /// What an engine may say that has built nothing, and what is said of it.
-const CLAIMS: [(&str, &str); 2] =
-    [("nothing", "let the task run without asking"), ("nobody", "no descriptor for process 4194304")];
+const CLAIMS: [(&str, &str); 2] = [
+    ("nothing", "let the task run without asking"),
+    ("nobody", "no descriptor for process 4194304"),
+];
 
 fn check<T>(vm: &Vm<'_>, what: &str, done: anyhow::Result<T>) -> T {
     done.unwrap_or_else(|error| panic!("{what}: {error:#}\n{}", vm.logs()))
@@ -40,10 +51,22 @@ fn check<T>(vm: &Vm<'_>, what: &str, done: anyhow::Result<T>) -> T {
 
 /// Hosts h1 to h3 with an engine that lies when it is told to.
 fn with_liars(env: &[(&str, &str)], test: impl FnOnce(&Testbed, &Vm<'_>)) {
-    let Some((bed, _)) = testbed_with_env(3, env) else { return };
+    let Some((bed, _)) = testbed_with_env(3, env) else {
+        return;
+    };
     liar::put(&bed);
-    let env = env.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-    let vm = Vm::start(&bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
+    let env = env
+        .iter()
+        .map(|(name, value)| (name.to_string(), value.to_string()))
+        .collect();
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            env,
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("hold").expect("gcc");
     test(&bed, &vm);
@@ -57,11 +80,21 @@ fn a_task(vm: &Vm<'_>) -> String {
 
 /// The same, with this to hold besides.
 fn a_task_with(vm: &Vm<'_>, more: &[&str]) -> String {
-    let tid = check(vm, "spawn", vm.spawn(&[&["-h2", "hold", MIB], more].concat()));
+    let tid = check(
+        vm,
+        "spawn",
+        vm.spawn(&[&["-h2", "hold", MIB], more].concat()),
+    );
     lives_on(vm, &tid, "h2", "at the beginning");
     let ready = eventually(LONG, || {
-        let asked = vm.pvm(&["can-migrate", &tid, "h3"]).map_err(|error| error.to_string())?;
-        if asked.good() { Ok(()) } else { Err(asked.out + &asked.err) }
+        let asked = vm
+            .pvm(&["can-migrate", &tid, "h3"])
+            .map_err(|error| error.to_string())?;
+        if asked.good() {
+            Ok(())
+        } else {
+            Err(asked.out + &asked.err)
+        }
     });
     check(vm, "the engines work", ready);
     tid
@@ -72,7 +105,11 @@ fn lives_on(vm: &Vm<'_>, tid: &str, host: &str, what: &str) {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
     let done = check(vm, what, must(command, SOON));
-    assert!(done.out.contains("sum GOOD"), "{what}: {done:?}\n{}", vm.logs());
+    assert!(
+        done.out.contains("sum GOOD"),
+        "{what}: {done:?}\n{}",
+        vm.logs()
+    );
     assert_eq!(check(vm, what, vm.host_of(tid)), host, "{what}");
 }
 
@@ -81,16 +118,26 @@ fn nothing_is_left(vm: &Vm<'_>, what: &str) {
     let clean = eventually(LONG, || {
         let mut left = Vec::new();
         for host in vm.bed().hosts() {
-            for entry in fs::read_dir(host.path("/tmp/sempa-0/pvm")).into_iter().flatten().flatten() {
+            for entry in fs::read_dir(host.path("/tmp/sempa-0/pvm"))
+                .into_iter()
+                .flatten()
+                .flatten()
+            {
                 let name = entry.file_name().to_string_lossy().into_owned();
-                let ours = ["images-", "memory-", "resume-", ".tmp-"].iter().any(|begin| name.starts_with(begin));
+                let ours = ["images-", "memory-", "resume-", ".tmp-"]
+                    .iter()
+                    .any(|begin| name.starts_with(begin));
                 left.extend(ours.then(|| format!("{name} on {}", host.name())));
             }
             let lines = host.processes().into_iter().map(|(_, line)| line);
             let copy = |line: &String| host.name() != "h2" && line.contains("LINUX64/hold");
             left.extend(lines.filter(|line| liar::is_engine(line) || copy(line)));
         }
-        if left.is_empty() { Ok(()) } else { Err(left.join(", ")) }
+        if left.is_empty() {
+            Ok(())
+        } else {
+            Err(left.join(", "))
+        }
     });
     check(vm, what, clean);
 }
@@ -98,21 +145,34 @@ fn nothing_is_left(vm: &Vm<'_>, what: &str) {
 fn failures(vm: &Vm<'_>, tid: &str) -> Vec<(Step, String)> {
     let events = check(vm, "events", vm.events());
     let failure = |kind: &EventKind| match kind {
-        EventKind::MoveFailed { tid: of, step, why, .. } if of.to_string() == tid => Some((*step, why.to_string())),
+        EventKind::MoveFailed {
+            tid: of, step, why, ..
+        } if of.to_string() == tid => Some((*step, why.to_string())),
         _ => None,
     };
-    events.iter().filter_map(|entry| failure(&entry.kind)).collect()
+    events
+        .iter()
+        .filter_map(|entry| failure(&entry.kind))
+        .collect()
 }
 
 /// A move from h2 to h3 that has to fail at this step with these words in one sentence; the task goes on at h2, and nothing is left.
 fn fails(vm: &Vm<'_>, tid: &str, step: Step, what: &str, words: &str) {
     let before = failures(vm, tid).len();
     let done = check(vm, what, vm.migrate_when_ready(tid, "h3"));
-    assert!(!done.good() && done.err.lines().count() == 1, "{what}: {done:?}\n{}", vm.logs());
+    assert!(
+        !done.good() && done.err.lines().count() == 1,
+        "{what}: {done:?}\n{}",
+        vm.logs()
+    );
     assert!(done.err.contains(words), "{what}: {done:?}\n{}", vm.logs());
     eprintln!("{what}: {}", done.err.trim());
     let told = failures(vm, tid);
-    assert!(told.len() == before + 1 && told[before].0 == step, "{what}: {told:?}\n{}", vm.logs());
+    assert!(
+        told.len() == before + 1 && told[before].0 == step,
+        "{what}: {told:?}\n{}",
+        vm.logs()
+    );
     lives_on(vm, tid, "h2", what);
     nothing_is_left(vm, what);
 }
@@ -123,7 +183,10 @@ fn lie_fails(vm: &Vm<'_>, tid: &str, (host, word): (&str, &str), step: Step, wor
     lie(vm.bed(), host, word);
     fails(vm, tid, step, &what, words);
     lie(vm.bed(), host, "");
-    assert!(!has_lied(vm.bed(), host).is_empty(), "{what}: nobody has asked it");
+    assert!(
+        !has_lied(vm.bed(), host).is_empty(),
+        "{what}: nobody has asked it"
+    );
 }
 
 #[test]
@@ -134,9 +197,21 @@ fn an_engine_that_lies_at_either_end_of_a_move_leaves_the_task_where_it_was() {
             lie_fails(vm, &tid, ("h2", word), Step::Dump, words);
         }
         for kind in IMAGES {
-            lie_fails(vm, &tid, ("h2", &format!("cut {kind}*.img")), Step::Dump, kind);
+            lie_fails(
+                vm,
+                &tid,
+                ("h2", &format!("cut {kind}*.img")),
+                Step::Dump,
+                kind,
+            );
         }
-        lie_fails(vm, &tid, ("h2", "empty"), Step::Dump, "is missing although the engine said that all was written");
+        lie_fails(
+            vm,
+            &tid,
+            ("h2", "empty"),
+            Step::Dump,
+            "is missing although the engine said that all was written",
+        );
         for (word, words) in LIES.into_iter().chain(CLAIMS) {
             lie_fails(vm, &tid, ("h3", word), Step::Restore, words);
         }
@@ -149,20 +224,35 @@ fn an_engine_that_lies_at_either_end_of_a_move_leaves_the_task_where_it_was() {
 #[test]
 fn an_engine_that_lies_where_memory_is_to_follow_leaves_the_task_where_it_was() {
     with_liars(&[ALWAYS], |_, vm| {
-        let at_source =
-            [("silent", "ended without an answer"), ("garbage", "cannot be read"), ("hang", "not done within")];
+        let at_source = [
+            ("silent", "ended without an answer"),
+            ("garbage", "cannot be read"),
+            ("hang", "not done within"),
+        ];
         let at_source = at_source.into_iter().chain([("cut core-*.img", "core-")]);
-        let at_target = [("silent", "ended without an answer"), ("hang", "not done within")];
+        let at_target = [
+            ("silent", "ended without an answer"),
+            ("hang", "not done within"),
+        ];
         let fetching = [("lazy-silent", ""), ("lazy-garbage", ""), ("lazy-hang", "")];
         let all = at_source.map(|lie| ("h2", Step::Dump, lie));
-        let all = all.chain(at_target.into_iter().chain(fetching).map(|lie| ("h3", Step::Restore, lie)));
+        let all = all.chain(
+            at_target
+                .into_iter()
+                .chain(fetching)
+                .map(|lie| ("h3", Step::Restore, lie)),
+        );
         for (host, step, (word, words)) in all {
             let tid = a_task(vm);
             lie_fails(vm, &tid, (host, word), step, words);
             // What it takes along is all that it has.
             vm.must_migrate(&tid, "h3");
             lives_on(vm, &tid, "h3", "afterwards");
-            for words in [&["kill", &*tid][..], &["delete", "h2", "h3"], &["add", "h2", "h3"]] {
+            for words in [
+                &["kill", &*tid][..],
+                &["delete", "h2", "h3"],
+                &["add", "h2", "h3"],
+            ] {
                 let done = check(vm, word, vm.pvm(words));
                 assert!(done.good(), "{words:?}: {done:?}\n{}", vm.logs());
             }
@@ -176,35 +266,53 @@ fn a_task_whose_dump_is_begun_anew_when_images_of_it_have_left_already_arrives_w
     with_liars(&[("SEMPA_POST_COPY", "never")], |bed, vm| {
         let tid = a_task_with(vm, &["memfd"]);
         // An engine that is done before it is stopped is no such engine.
-        let stalled = [(2, "h2", "h3"), (3, "h3", "h2")].into_iter().cycle().take(6).any(|(source, from, to)| {
-            lie(bed, from, "stall 1048576");
-            vm.must_migrate(&tid, to);
-            lives_on(vm, &tid, to, "afterwards");
-            let log = bed.host(source).path("/tmp/sempa-0/pvm/pvml");
-            let told = eventually(SOON, || {
-                let log = fs::read_to_string(&log).map_err(|error| error.to_string())?;
-                let told =
-                    log.lines().rev().find_map(|line| line.split_once("in vain before that: ").map(|(_, n)| n != "0"));
-                told.ok_or(log)
+        let stalled = [(2, "h2", "h3"), (3, "h3", "h2")]
+            .into_iter()
+            .cycle()
+            .take(6)
+            .any(|(source, from, to)| {
+                lie(bed, from, "stall 1048576");
+                vm.must_migrate(&tid, to);
+                lives_on(vm, &tid, to, "afterwards");
+                let log = bed.host(source).path("/tmp/sempa-0/pvm/pvml");
+                let told = eventually(SOON, || {
+                    let log = fs::read_to_string(&log).map_err(|error| error.to_string())?;
+                    let told = log.lines().rev().find_map(|line| {
+                        line.split_once("in vain before that: ")
+                            .map(|(_, n)| n != "0")
+                    });
+                    told.ok_or(log)
+                });
+                check(vm, "what has left", told)
             });
-            check(vm, "what has left", told)
-        });
         assert!(stalled, "no engine was stopped in time");
     });
 }
 
 /// The source's copy is dead by then: this is the end of a task whose memory does not come.
 #[test]
-fn an_engine_that_says_too_early_that_all_memory_is_there_ends_the_task_before_it_could_find_zeros() {
+fn an_engine_that_says_too_early_that_all_memory_is_there_ends_the_task_before_it_could_find_zeros()
+{
     with_liars(&[ALWAYS, SLOWLY], |bed, vm| {
         let tid = a_task(vm);
         lie(bed, "h3", "lazy-early");
         let done = check(vm, "migrate", vm.migrate_when_ready(&tid, "h3"));
-        assert!(!done.good() && done.err.lines().count() == 1, "{done:?}\n{}", vm.logs());
+        assert!(
+            !done.good() && done.err.lines().count() == 1,
+            "{done:?}\n{}",
+            vm.logs()
+        );
         eprintln!("{}", done.err.trim());
         let told = failures(vm, &tid);
-        assert!(told.len() == 1 && told[0].0 == Step::Arrive, "{told:?}\n{}", vm.logs());
-        assert!(told[0].1.contains("as if all memory were there"), "{told:?}");
+        assert!(
+            told.len() == 1 && told[0].0 == Step::Arrive,
+            "{told:?}\n{}",
+            vm.logs()
+        );
+        assert!(
+            told[0].1.contains("as if all memory were there"),
+            "{told:?}"
+        );
         let gone = eventually(SOON, || match vm.tasks() {
             Ok(tasks) if tasks.iter().all(|task| task.tid != tid) => Ok(()),
             other => Err(format!("{other:?}")),
@@ -217,7 +325,11 @@ fn an_engine_that_says_too_early_that_all_memory_is_there_ends_the_task_before_i
 
 /// The file system of a host's daemon has no room for another page, or has what it had.
 fn fill(host: &Host, full: bool) {
-    let size = if full { "$(df -k --output=used /tmp | tail -1 | tr -d ' ')k" } else { "4g" };
+    let size = if full {
+        "$(df -k --output=used /tmp | tail -1 | tr -d ' ')k"
+    } else {
+        "4g"
+    };
     let done = host.shell(&format!("mount -n -o remount,size={size} /tmp"), SOON);
     assert!(done.as_ref().is_ok_and(Done::good), "{done:?}");
 }
@@ -225,7 +337,9 @@ fn fill(host: &Host, full: bool) {
 /// Each step that there is, so that what is written in each of them, images, records and tokens, meets a full disk.
 #[test]
 fn a_disk_that_is_full_from_whatever_step_on_at_either_end_or_at_the_master_costs_no_task() {
-    let Some((bed, _)) = testbed_with_own_engine(steps::HOSTS) else { return };
+    let Some((bed, _)) = testbed_with_own_engine(steps::HOSTS) else {
+        return;
+    };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     let mut rounds = Rounds::new(&vm).expect("a director");
     for whose in ["source", "target", "master"] {
@@ -243,7 +357,10 @@ fn a_disk_that_is_full_from_whatever_step_on_at_either_end_or_at_the_master_cost
             hosts.iter().for_each(|host| fill(host, false));
             for cell in &ended {
                 let told = failures(&vm, &cell.tid);
-                assert!(told.iter().all(|(_, why)| why.lines().count() == 1), "{what}: {told:?}");
+                assert!(
+                    told.iter().all(|(_, why)| why.lines().count() == 1),
+                    "{what}: {told:?}"
+                );
                 eprintln!("{what}, {:?}: {told:?}", cell.point);
             }
             let alive = check(&vm, &what, rounds.judge_ended(ended, |_| false));
@@ -255,9 +372,19 @@ fn a_disk_that_is_full_from_whatever_step_on_at_either_end_or_at_the_master_cost
 
 #[test]
 fn a_file_that_goes_along_and_has_no_room_at_the_target_leaves_the_task_where_it_was() {
-    let Some((bed, _)) = testbed_with_own_engine(3) else { return };
-    let env = [("SEMPA_FILES", "copy"), ("PVM_EXPORT", "SEMPA_FILES")].map(|(name, value)| (name.into(), value.into()));
-    let vm = Vm::start(&bed, Settings { env: env.into(), ..Settings::default() }).expect("a virtual machine");
+    let Some((bed, _)) = testbed_with_own_engine(3) else {
+        return;
+    };
+    let env = [("SEMPA_FILES", "copy"), ("PVM_EXPORT", "SEMPA_FILES")]
+        .map(|(name, value)| (name.into(), value.into()));
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            env: env.into(),
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("ring_job").expect("gcc");
     let place = |host: usize| bed.host(host).path("/tmp/ring");
@@ -281,7 +408,11 @@ fn a_file_that_goes_along_and_has_no_room_at_the_target_leaves_the_task_where_it
     assert_eq!(check(&vm, "where it is", vm.host_of(&job.tid)), "h2");
     job.go_on(&vm, 20);
     nothing_is_left(&vm, "no room for a file");
-    let left: Vec<_> = fs::read_dir(place(3)).expect("there").flatten().map(|entry| entry.file_name()).collect();
+    let left: Vec<_> = fs::read_dir(place(3))
+        .expect("there")
+        .flatten()
+        .map(|entry| entry.file_name())
+        .collect();
     assert_eq!(left, ["filler"]);
     job.finish(&vm);
     vm.halt().expect("halts");
@@ -293,7 +424,9 @@ fn a_host_whose_control_group_has_no_memory_for_a_task_does_not_take_it_and_says
         eprintln!("skipped: {lack}");
         return;
     }
-    let Some((bed, _)) = testbed_with_own_engine(3) else { return };
+    let Some((bed, _)) = testbed_with_own_engine(3) else {
+        return;
+    };
     // It goes after the testbed: it is empty then.
     let (group, bed) = (limits::MemoryLimit::new(bed.host(3)).expect("a group"), bed);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");

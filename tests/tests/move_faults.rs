@@ -6,8 +6,9 @@
 
 use sempa_tests::needs::testbed_with_own_engine;
 use sempa_tests::steps::{
-    A_MOMENT, A_WHILE, Cell, Fault, HOSTS, Point, Rounds, Share, UNTIL_LOST, VERY_LONG, Whom, is_full, never,
-    nobody_is_left, not_committed, only_source_has_it, only_target_has_it, places, strike,
+    A_MOMENT, A_WHILE, Cell, Fault, HOSTS, Point, Rounds, Share, UNTIL_LOST, VERY_LONG, Whom,
+    is_full, never, nobody_is_left, not_committed, only_source_has_it, only_target_has_it, places,
+    strike,
 };
 use sempa_tests::testbed::gone;
 use sempa_tests::vm::Settings;
@@ -17,7 +18,10 @@ use std::time::Duration;
 const SOON: Duration = Duration::from_secs(60);
 
 fn with_rounds(bed: &Testbed, test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
-    let settings = Settings { rm: Some("pvm-rm".into()), ..Settings::default() };
+    let settings = Settings {
+        rm: Some("pvm-rm".into()),
+        ..Settings::default()
+    };
     let vm = Vm::start(bed, settings).expect("a virtual machine");
     let mut rounds = Rounds::new(&vm).expect("a director");
     test(&vm, &mut rounds);
@@ -25,23 +29,60 @@ fn with_rounds(bed: &Testbed, test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
 
 #[test]
 fn whoever_is_killed_at_whatever_step_the_task_runs_once_or_is_known_to_have_ended() {
-    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
+    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else {
+        return;
+    };
     with_rounds(&bed, |vm, rounds| {
-        strike(rounds, Share::Half, Whom::ResourceManager, Fault::Kill, never);
-        strike(rounds, Share::Half, Whom::SourceTasker, Fault::Kill, not_committed);
-        strike(rounds, Share::Half, Whom::TargetTasker, Fault::Kill, only_target_has_it);
-        strike(rounds, Share::Half, Whom::Source, Fault::Kill, only_source_has_it);
-        strike(rounds, Share::Half, Whom::Target, Fault::Kill, only_target_has_it);
+        strike(
+            rounds,
+            Share::Half,
+            Whom::ResourceManager,
+            Fault::Kill,
+            never,
+        );
+        strike(
+            rounds,
+            Share::Half,
+            Whom::SourceTasker,
+            Fault::Kill,
+            not_committed,
+        );
+        strike(
+            rounds,
+            Share::Half,
+            Whom::TargetTasker,
+            Fault::Kill,
+            only_target_has_it,
+        );
+        strike(
+            rounds,
+            Share::Half,
+            Whom::Source,
+            Fault::Kill,
+            only_source_has_it,
+        );
+        strike(
+            rounds,
+            Share::Half,
+            Whom::Target,
+            Fault::Kill,
+            only_target_has_it,
+        );
         vm.halt().expect("halts");
     });
     for at in places(Share::Half) {
         with_rounds(&bed, |vm, rounds| {
             let cells = rounds.hold(&at).sure(vm);
-            rounds.strike(&cells, Whom::Master, Fault::Kill).expect("killed");
+            rounds
+                .strike(&cells, Whom::Master, Fault::Kill)
+                .expect("killed");
             all_end_with_the_master(rounds, &cells);
         });
     }
-    with_rounds(&bed, |vm, _| vm.halt().expect("the next virtual machine starts and halts"));
+    with_rounds(&bed, |vm, _| {
+        vm.halt()
+            .expect("the next virtual machine starts and halts")
+    });
 }
 
 fn all_end_with_the_master(rounds: &Rounds<'_>, cells: &[Cell]) {
@@ -52,12 +93,20 @@ fn all_end_with_the_master(rounds: &Rounds<'_>, cells: &[Cell]) {
 }
 
 /// All that can be stopped for a while without anybody being lost.
-const ALL: [Whom; 6] =
-    [Whom::Source, Whom::Target, Whom::SourceTasker, Whom::TargetTasker, Whom::ResourceManager, Whom::Master];
+const ALL: [Whom; 6] = [
+    Whom::Source,
+    Whom::Target,
+    Whom::SourceTasker,
+    Whom::TargetTasker,
+    Whom::ResourceManager,
+    Whom::Master,
+];
 
 #[test]
 fn whoever_stands_still_for_a_moment_at_whatever_step_the_move_goes_on_or_the_task_does() {
-    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
+    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else {
+        return;
+    };
     with_rounds(&bed, |vm, rounds| {
         for whom in ALL {
             strike(rounds, Share::Half, whom, Fault::Stop(A_MOMENT), never);
@@ -68,7 +117,9 @@ fn whoever_stands_still_for_a_moment_at_whatever_step_the_move_goes_on_or_the_ta
 
 #[test]
 fn whoever_stands_still_for_a_while_at_whatever_step_the_task_runs_once() {
-    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
+    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else {
+        return;
+    };
     with_rounds(&bed, |vm, rounds| {
         for whom in ALL {
             strike(rounds, Share::Few, whom, Fault::Stop(A_WHILE), never);
@@ -80,8 +131,16 @@ fn whoever_stands_still_for_a_while_at_whatever_step_the_task_runs_once() {
 /// So long that daemons are lost. Those of one round are stopped together.
 #[test]
 fn whoever_stands_still_for_long_at_whatever_step_the_task_runs_once_or_is_known_to_have_ended() {
-    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
-    let parts = [Whom::Source, Whom::SourceTasker, Whom::Target, Whom::TargetTasker, Whom::ResourceManager];
+    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else {
+        return;
+    };
+    let parts = [
+        Whom::Source,
+        Whom::SourceTasker,
+        Whom::Target,
+        Whom::TargetTasker,
+        Whom::ResourceManager,
+    ];
     let may_be_lost = |cell: &Cell, whom: Whom| match whom {
         Whom::Source => only_source_has_it(cell),
         Whom::Target => only_target_has_it(cell),
@@ -92,11 +151,18 @@ fn whoever_stands_still_for_long_at_whatever_step_the_task_runs_once_or_is_known
             for (n, at) in rounds.next(Share::Few).into_iter().enumerate() {
                 let cells = rounds.hold(&at).sure(vm);
                 let mut whom = parts.into_iter().cycle().skip(turn + n);
-                let each: Vec<(&Cell, Whom)> =
-                    cells.iter().map(|cell| (cell, whom.next().expect("a circle"))).collect();
-                let lost: Vec<Point> =
-                    each.iter().filter(|(cell, whom)| may_be_lost(cell, *whom)).map(|(cell, _)| cell.point).collect();
-                rounds.strike_each(&each, Fault::Stop(VERY_LONG)).expect("stopped");
+                let each: Vec<(&Cell, Whom)> = cells
+                    .iter()
+                    .map(|cell| (cell, whom.next().expect("a circle")))
+                    .collect();
+                let lost: Vec<Point> = each
+                    .iter()
+                    .filter(|(cell, whom)| may_be_lost(cell, *whom))
+                    .map(|(cell, _)| cell.point)
+                    .collect();
+                rounds
+                    .strike_each(&each, Fault::Stop(VERY_LONG))
+                    .expect("stopped");
                 drop(each);
                 let alive = rounds.judge(cells, |cell| lost.contains(&cell.point));
                 eprintln!("30 s, {at:?}: {} live on", alive.sure(vm));
@@ -108,7 +174,9 @@ fn whoever_stands_still_for_long_at_whatever_step_the_task_runs_once_or_is_known
     with_rounds(&bed, |vm, rounds| {
         let at = rounds.next(Share::Few).swap_remove(0);
         let cells = rounds.hold(&at).sure(vm);
-        rounds.strike(&cells, Whom::Master, Fault::Stop(VERY_LONG)).expect("stopped");
+        rounds
+            .strike(&cells, Whom::Master, Fault::Stop(VERY_LONG))
+            .expect("stopped");
         all_but_the_master_end(&bed, rounds, &cells);
         vm.halt().expect("halts");
     });
@@ -126,18 +194,46 @@ fn all_but_the_master_end(bed: &Testbed, rounds: &Rounds<'_>, cells: &[Cell]) {
 
 #[test]
 fn whoever_is_cut_off_at_whatever_step_the_task_runs_once_or_is_known_to_have_ended() {
-    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
+    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else {
+        return;
+    };
     with_rounds(&bed, |vm, rounds| {
         for whom in [Whom::Source, Whom::Target, Whom::Master] {
             strike(rounds, Share::Few, whom, Fault::Cut(A_MOMENT), never);
         }
-        strike(rounds, Share::Few, Whom::Source, Fault::Part(A_MOMENT), never);
-        strike(rounds, Share::Half, Whom::Source, Fault::Part(UNTIL_LOST), never);
-        strike(rounds, Share::Half, Whom::Source, Fault::Cut(UNTIL_LOST), only_source_has_it);
-        strike(rounds, Share::Half, Whom::Target, Fault::Cut(UNTIL_LOST), only_target_has_it);
+        strike(
+            rounds,
+            Share::Few,
+            Whom::Source,
+            Fault::Part(A_MOMENT),
+            never,
+        );
+        strike(
+            rounds,
+            Share::Half,
+            Whom::Source,
+            Fault::Part(UNTIL_LOST),
+            never,
+        );
+        strike(
+            rounds,
+            Share::Half,
+            Whom::Source,
+            Fault::Cut(UNTIL_LOST),
+            only_source_has_it,
+        );
+        strike(
+            rounds,
+            Share::Half,
+            Whom::Target,
+            Fault::Cut(UNTIL_LOST),
+            only_target_has_it,
+        );
         let at = rounds.next(Share::Half).swap_remove(0);
         let cells = rounds.hold(&at).sure(vm);
-        rounds.strike(&cells, Whom::Master, Fault::Cut(UNTIL_LOST)).expect("cut off");
+        rounds
+            .strike(&cells, Whom::Master, Fault::Cut(UNTIL_LOST))
+            .expect("cut off");
         all_but_the_master_end(&bed, rounds, &cells);
         vm.halt().expect("halts");
     });

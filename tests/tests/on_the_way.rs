@@ -25,8 +25,16 @@ fn memory_full_of_zeros_does_not_pass_the_network_whether_it_goes_along_or_follo
             let begin = std::time::Instant::now();
             vm.must_migrate(&tid, "h2");
             let (took, bytes) = (begin.elapsed(), left(vm.bed().host(1)) - before);
-            println!("{ways}: {bytes} bytes for {} in {} ms", ZEROS.1, took.as_millis());
-            assert!(bytes < LEAVES_MAX, "{ways}: {bytes} bytes have left for {}", ZEROS.1);
+            println!(
+                "{ways}: {bytes} bytes for {} in {} ms",
+                ZEROS.1,
+                took.as_millis()
+            );
+            assert!(
+                bytes < LEAVES_MAX,
+                "{ways}: {bytes} bytes have left for {}",
+                ZEROS.1
+            );
             is_whole(vm, &tid);
         });
     }
@@ -35,8 +43,16 @@ fn memory_full_of_zeros_does_not_pass_the_network_whether_it_goes_along_or_follo
 /// Folders of images that a host has below this one.
 fn images(host: &Host, top: &str) -> Vec<PathBuf> {
     fn collect(folder: &Path, found: &mut Vec<PathBuf>) {
-        for path in std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()) {
-            let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        for path in std::fs::read_dir(folder)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|entry| entry.path())
+        {
+            let name = path
+                .file_name()
+                .map(|name| name.to_string_lossy().into_owned())
+                .unwrap_or_default();
             match () {
                 () if name.starts_with("images-") => found.push(path),
                 () if name.starts_with("sempa-testbed-") || !path.is_dir() => {}
@@ -52,39 +68,74 @@ fn images(host: &Host, top: &str) -> Vec<PathBuf> {
 #[test]
 fn images_of_a_host_whose_tmp_is_on_a_disk_are_in_memory_and_nothing_is_left_of_them() {
     let is_disk = |path: &Path| {
-        nix::sys::statfs::statfs(path).is_ok_and(|of| of.filesystem_type() != nix::sys::statfs::TMPFS_MAGIC)
+        nix::sys::statfs::statfs(path)
+            .is_ok_and(|of| of.filesystem_type() != nix::sys::statfs::TMPFS_MAGIC)
     };
     if !is_disk(Path::new("/tmp")) {
         return eprintln!("skipped: no folder of a testbed is on a disk here");
     }
-    let on_disk = |bed: &Testbed| (1..=3).for_each(|i| bed.put_tmp_on_disk(i).expect("another /tmp"));
+    let on_disk =
+        |bed: &Testbed| (1..=3).for_each(|i| bed.put_tmp_on_disk(i).expect("another /tmp"));
     with_changed_hosts(3, &[("SEMPA_POST_COPY", "never")], on_disk, |vm| {
         let bed = vm.bed();
-        assert!(is_disk(&bed.host(2).path("/tmp/sempa-0/pvm")), "the daemon has its socket on the disk");
+        assert!(
+            is_disk(&bed.host(2).path("/tmp/sempa-0/pvm")),
+            "the daemon has its socket on the disk"
+        );
         let tid = vm.spawn(&["-h2", "hold", "4"]).expect("spawned");
         is_whole(vm, &tid);
         // At these points the source has all images, and the target.
         for (step, holder) in [("dump", 2), ("transfer", 3)] {
-            std::fs::write(bed.steps().expect("it has some").join(format!("{tid}-{step}")), "").expect("written");
-            let reached = bed.steps().expect("it has some").join(format!("{tid}-{step}.reached"));
+            std::fs::write(
+                bed.steps()
+                    .expect("it has some")
+                    .join(format!("{tid}-{step}")),
+                "",
+            )
+            .expect("written");
+            let reached = bed
+                .steps()
+                .expect("it has some")
+                .join(format!("{tid}-{step}.reached"));
             let mut moving = vm.start_migrate(&tid, "h3").expect("it begins");
-            eventually(SOON, || if reached.exists() { Ok(()) } else { Err(format!("{step} is not reached")) }).sure(vm);
+            eventually(SOON, || {
+                if reached.exists() {
+                    Ok(())
+                } else {
+                    Err(format!("{step} is not reached"))
+                }
+            })
+            .sure(vm);
             let host = bed.host(holder);
             assert_eq!(images(host, "/tmp"), Vec::<PathBuf>::new(), "{step}");
-            assert!(!images(host, "/dev/shm").is_empty(), "{step}: somewhere they must be");
+            assert!(
+                !images(host, "/dev/shm").is_empty(),
+                "{step}: somewhere they must be"
+            );
             // It may be about to stop.
             eventually(SOON, || {
                 for pid in bed.hosts().iter().filter_map(daemon_of) {
                     let _ = kill(pid, Signal::SIGCONT);
                 }
-                moving.poll().map_err(|error| error.to_string())?.map(drop).ok_or("it still moves".into())
+                moving
+                    .poll()
+                    .map_err(|error| error.to_string())?
+                    .map(drop)
+                    .ok_or("it still moves".into())
             })
             .expect("it goes on");
-            moving.finish(SOON).expect("it ends").expect_good("migrate").expect("it has moved");
+            moving
+                .finish(SOON)
+                .expect("it ends")
+                .expect_good("migrate")
+                .expect("it has moved");
             is_whole(vm, &tid);
             vm.must_migrate(&tid, "h2");
         }
-        vm.pvm(&["kill", &tid]).expect("the console runs").expect_good("kill").expect("killed");
+        vm.pvm(&["kill", &tid])
+            .expect("the console runs")
+            .expect_good("kill")
+            .expect("killed");
         for host in bed.hosts() {
             let gone = || match [images(host, "/tmp"), images(host, "/dev/shm")].concat() {
                 left if left.is_empty() => Ok(()),
@@ -101,10 +152,17 @@ fn tasks_and_their_memory_get_by_the_session_to_a_host_that_tcp_does_not_get_to(
         with_hosts(3, &[("SEMPA_POST_COPY", policy)], |vm| {
             let (two, three) = (vm.bed().host(2), vm.bed().host(3));
             // What the second says by TCP to the third is lost: its answers, and where it begins it is told so.
-            let cut = two.shell(&format!("ip rule add pref 1 to {NETWORK}.3 ipproto tcp blackhole"), SOON);
-            cut.and_then(|done| done.expect_good("ip rule")).expect("the kernel has rules for protocols");
+            let cut = two.shell(
+                &format!("ip rule add pref 1 to {NETWORK}.3 ipproto tcp blackhole"),
+                SOON,
+            );
+            cut.and_then(|done| done.expect_good("ip rule"))
+                .expect("the kernel has rules for protocols");
             let by_tcp = format!("timeout 3 bash -c 'echo > /dev/tcp/{NETWORK}.2/22'");
-            assert!(!three.shell(&by_tcp, SOON).expect("bash").good(), "TCP gets through");
+            assert!(
+                !three.shell(&by_tcp, SOON).expect("bash").good(),
+                "TCP gets through"
+            );
             let tid = vm.spawn(&["-h2", "hold", "24"]).expect("spawned");
             is_whole(vm, &tid);
             for host in ["h3", "h2", "h3"] {
@@ -113,7 +171,10 @@ fn tasks_and_their_memory_get_by_the_session_to_a_host_that_tcp_does_not_get_to(
                 is_whole(vm, &tid);
             }
             let log = std::fs::read_to_string(three.path("/tmp/sempa-0/pvm/pvml")).expect("a log");
-            let found = log.lines().filter(|line| line.contains("TCP does not get to")).count();
+            let found = log
+                .lines()
+                .filter(|line| line.contains("TCP does not get to"))
+                .count();
             assert_eq!(found, 1, "it is found out once, and remembered: {log}");
         });
     }
@@ -121,7 +182,11 @@ fn tasks_and_their_memory_get_by_the_session_to_a_host_that_tcp_does_not_get_to(
 
 /// A task on h2 with a file that only h2 has, whose policy is to take it along.
 const CARRIED: &str = "/tmp/carried-along";
-const CARRY: [(&str, &str); 3] = [("PVM_EXPORT", "SEMPA_FILES"), ("SEMPA_FILES", "copy"), ("SEMPA_LEASE_MS", "5000")];
+const CARRY: [(&str, &str); 3] = [
+    ("PVM_EXPORT", "SEMPA_FILES"),
+    ("SEMPA_FILES", "copy"),
+    ("SEMPA_LEASE_MS", "5000"),
+];
 
 /// Moves it to h3, where its file and its copy are there when this returns; nobody has been told of that.
 fn held_when_it_is_built(vm: &Vm, tid: &str) -> Running {
@@ -130,7 +195,14 @@ fn held_when_it_is_built(vm: &Vm, tid: &str) -> Running {
     let _ = std::fs::remove_file(&reached);
     std::fs::write(steps.join(format!("{tid}-restore")), "").expect("written");
     let moving = vm.start_migrate(tid, "h3").expect("it begins");
-    eventually(SOON, || if reached.exists() { Ok(()) } else { Err("it is not built".into()) }).sure(vm);
+    eventually(SOON, || {
+        if reached.exists() {
+            Ok(())
+        } else {
+            Err("it is not built".into())
+        }
+    })
+    .sure(vm);
     assert!(vm.bed().host(3).path(CARRIED).exists());
     moving
 }
@@ -141,16 +213,24 @@ fn has_no_file_and_goes_on(vm: &Vm, tid: &str) {
         for pid in vm.bed().hosts().iter().filter_map(daemon_of) {
             let _ = kill(pid, Signal::SIGCONT);
         }
-        if vm.bed().host(3).path(CARRIED).exists() { Err("it is still there".into()) } else { Ok(()) }
+        if vm.bed().host(3).path(CARRIED).exists() {
+            Err("it is still there".into())
+        } else {
+            Ok(())
+        }
     })
     .sure(vm);
-    assert!(vm.bed().host(2).path(CARRIED).exists(), "the task has its own");
+    assert!(
+        vm.bed().host(2).path(CARRIED).exists(),
+        "the task has its own"
+    );
     is_whole(vm, tid);
     assert_eq!(vm.host_of(tid).expect("it lives"), "h2");
 }
 
 #[test]
-fn files_that_were_carried_along_go_when_their_tasker_or_all_of_its_host_is_killed_before_the_task_runs() {
+fn files_that_were_carried_along_go_when_their_tasker_or_all_of_its_host_is_killed_before_the_task_runs()
+ {
     with_hosts(3, &CARRY, |vm| {
         let tid = vm.spawn(&["-h2", "hold", "1", CARRIED]).expect("spawned");
         is_whole(vm, &tid);
@@ -164,10 +244,17 @@ fn files_that_were_carried_along_go_when_their_tasker_or_all_of_its_host_is_kill
 
         // The next tasker tries its engine first; until then it is said that nothing can be restored there.
         let tried = || {
-            let log =
-                std::fs::read_to_string(three.path("/tmp/sempa-0/pvm/pvml")).map_err(|error| error.to_string())?;
-            let times = log.lines().filter(|line| line.contains("tasks can be moved")).count();
-            if times == 2 { Ok(()) } else { Err(format!("engines were tried {times} times: {log}")) }
+            let log = std::fs::read_to_string(three.path("/tmp/sempa-0/pvm/pvml"))
+                .map_err(|error| error.to_string())?;
+            let times = log
+                .lines()
+                .filter(|line| line.contains("tasks can be moved"))
+                .count();
+            if times == 2 {
+                Ok(())
+            } else {
+                Err(format!("engines were tried {times} times: {log}"))
+            }
         };
         eventually(SOON, tried).expect("another tasker");
         let moving = held_when_it_is_built(vm, &tid);
@@ -175,11 +262,17 @@ fn files_that_were_carried_along_go_when_their_tasker_or_all_of_its_host_is_kill
         kill(daemon_of(three).expect("it has a daemon"), Signal::SIGKILL).expect("killed");
         assert!(!moving.finish(SOON).expect("the console ends").good());
         assert!(three.path(CARRIED).exists(), "nobody is there to remove it");
-        eventually(SOON, || vm.add(&["h3"]).map_err(|error| format!("{error:#}"))).expect("another daemon");
+        eventually(SOON, || {
+            vm.add(&["h3"]).map_err(|error| format!("{error:#}"))
+        })
+        .expect("another daemon");
         has_no_file_and_goes_on(vm, &tid);
 
         vm.must_migrate(&tid, "h3");
-        assert!(three.path(CARRIED).exists(), "and it is carried along all the same");
+        assert!(
+            three.path(CARRIED).exists(),
+            "and it is carried along all the same"
+        );
         is_whole(vm, &tid);
     });
 }

@@ -19,7 +19,14 @@ const PORT_BYTES: usize = 8 << 20;
 #[test]
 fn an_ordinary_user_runs_tasks_and_is_told_why_they_can_neither_move_nor_be_checkpointed() {
     let Some((bed, _)) = testbed(2) else { return };
-    let vm = Vm::start(&bed, Settings { as_alice: true, ..Settings::default() }).expect("a virtual machine");
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            as_alice: true,
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     vm.add(&["h2"]).expect("h2 joins");
     let program = vm.program("hold").expect("gcc");
     let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
@@ -28,65 +35,129 @@ fn an_ordinary_user_runs_tasks_and_is_told_why_they_can_neither_move_nor_be_chec
     let done = must(ask, SOON).sure(&vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
     let refused = vm.migrate(&tid, "h1").expect("ends");
-    assert!(!refused.good() && refused.err.lines().count() == 1, "{refused:?}");
+    assert!(
+        !refused.good() && refused.err.lines().count() == 1,
+        "{refused:?}"
+    );
     assert_eq!(vm.host_of(&tid).expect("alive"), "h2");
-    let entry = vm.event(SOON, "refused move", |entry| matches!(entry.kind, EventKind::MoveFailed { .. })).sure(&vm);
-    let EventKind::MoveFailed { why: Failure::Refused(reasons), .. } = &entry.kind else { panic!("{entry:?}") };
+    let entry = vm
+        .event(SOON, "refused move", |entry| {
+            matches!(entry.kind, EventKind::MoveFailed { .. })
+        })
+        .sure(&vm);
+    let EventKind::MoveFailed {
+        why: Failure::Refused(reasons),
+        ..
+    } = &entry.kind
+    else {
+        panic!("{entry:?}")
+    };
     // What it says that can be done is what works: see tests/tests/engines.rs for the second way.
-    let hint =
-        |why: &str| why.contains("run the daemon as root") && why.contains("SEMPA_ENGINE") && !why.contains("CAP_");
-    assert!(reasons.iter().any(|reason| matches!(reason, Refusal::NoEngine { why, .. } if hint(why))), "{reasons:?}");
+    let hint = |why: &str| {
+        why.contains("run the daemon as root")
+            && why.contains("SEMPA_ENGINE")
+            && !why.contains("CAP_")
+    };
+    assert!(
+        reasons
+            .iter()
+            .any(|reason| matches!(reason, Refusal::NoEngine { why, .. } if hint(why))),
+        "{reasons:?}"
+    );
     let none = vm.pvm(&["checkpoint", &tid]).expect("ends");
     assert!(
-        !none.good() && none.err.contains("cannot dump or restore") && none.err.contains("the job goes on"),
+        !none.good()
+            && none.err.contains("cannot dump or restore")
+            && none.err.contains("the job goes on"),
         "{none:?}"
     );
     let mut ask = vm.command(bed.host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     ask.args(["ask", &tid]);
-    assert!(must(ask, SOON).expect("it answers").out.contains("sum GOOD"));
+    assert!(
+        must(ask, SOON)
+            .expect("it answers")
+            .out
+            .contains("sum GOOD")
+    );
     vm.halt().expect("halts");
 }
 
 /// A set of capabilities of a process.
 fn rights(pid: Pid, name: &str) -> u64 {
-    let status =
-        std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_else(|e| panic!("process {pid}: {e}"));
-    let set = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).expect("a set of that name");
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))
+        .unwrap_or_else(|e| panic!("process {pid}: {e}"));
+    let set = status
+        .lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+        .expect("a set of that name");
     u64::from_str_radix(set.trim(), 16).expect("it is hexadecimal")
 }
 
 #[test]
-fn roots_daemon_and_tasker_keep_only_what_they_need_and_his_tasks_have_all_of_his_rights_also_when_they_have_moved() {
+fn roots_daemon_and_tasker_keep_only_what_they_need_and_his_tasks_have_all_of_his_rights_also_when_they_have_moved()
+ {
     let Some((bed, _)) = testbed(2) else { return };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("h2 joins");
     vm.program("hold").expect("gcc");
     let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
     let task = |host: usize| {
-        let line = |(pid, line): (u32, String)| line.ends_with("/hold 1").then_some(Pid::from_raw(pid.cast_signed()));
-        bed.host(host).processes().into_iter().find_map(line).expect("it runs there")
+        let line = |(pid, line): (u32, String)| {
+            line.ends_with("/hold 1")
+                .then_some(Pid::from_raw(pid.cast_signed()))
+        };
+        bed.host(host)
+            .processes()
+            .into_iter()
+            .find_map(line)
+            .expect("it runs there")
     };
     let all = rights(Pid::this(), "CapBnd");
     let keeps_all = |host: usize| {
         for name in ["CapPrm", "CapEff", "CapBnd"] {
-            assert_eq!(rights(task(host), name), all, "{name} of a task of root on h{host}");
+            assert_eq!(
+                rights(task(host), name),
+                all,
+                "{name} of a task of root on h{host}"
+            );
         }
     };
     // What leads to others' processes, networks, modules, devices, clocks, and to the machine as a whole.
-    let never = [12, 13, 14, 15, 16, 17, 20, 22, 25, 26, 27, 29, 30, 33, 34, 35, 36, 38, 39];
+    let never = [
+        12, 13, 14, 15, 16, 17, 20, 22, 25, 26, 27, 29, 30, 33, 34, 35, 36, 38, 39,
+    ];
     let never = never.iter().fold(0, |set, one| set | 1_u64 << one);
     let of_the_tasker = [19, 21, 40].iter().fold(0, |set, one| set | 1_u64 << one);
     for host in bed.hosts() {
         let daemon = daemon_of(host).expect("a daemon");
         let tasker = process_of(host, Whom::TargetTasker).expect("a tasker");
         for name in ["CapPrm", "CapEff"] {
-            assert_eq!(rights(daemon, name) & (never | of_the_tasker), 0, "{name} of the daemon on {}", host.name());
-            assert_eq!(rights(tasker, name) & never, 0, "{name} of the tasker on {}", host.name());
-            assert_eq!(rights(tasker, name) & of_the_tasker, all & of_the_tasker, "{name} on {}", host.name());
+            assert_eq!(
+                rights(daemon, name) & (never | of_the_tasker),
+                0,
+                "{name} of the daemon on {}",
+                host.name()
+            );
+            assert_eq!(
+                rights(tasker, name) & never,
+                0,
+                "{name} of the tasker on {}",
+                host.name()
+            );
+            assert_eq!(
+                rights(tasker, name) & of_the_tasker,
+                all & of_the_tasker,
+                "{name} on {}",
+                host.name()
+            );
         }
         // What it got by the rights that it has given up since: more than others may have behind a port.
         let ports = host.shell("ss -Huanm", SOON).expect("iproute2").out;
-        assert!(ports.contains(&format!("rb{}", 2 * PORT_BYTES)), "{}: {ports}", host.name());
+        assert!(
+            ports.contains(&format!("rb{}", 2 * PORT_BYTES)),
+            "{}: {ports}",
+            host.name()
+        );
     }
     keeps_all(2);
     vm.must_migrate(&tid, "h1");

@@ -22,7 +22,9 @@ fn start_checkpoint(bed: &Testbed, vm: &Vm<'_>, job: &Job) -> Running {
         has_lied(bed, host);
         lie(bed, host, "wait");
     }
-    let running = vm.start_pvm(&["--json", "checkpoint", &job.tid]).expect("it starts");
+    let running = vm
+        .start_pvm(&["--json", "checkpoint", &job.tid])
+        .expect("it starts");
     for host in HOSTS {
         let waits = || match lies(bed, host) {
             none if none.is_empty() => Err(format!("no engine waits on {host}")),
@@ -36,7 +38,12 @@ fn start_checkpoint(bed: &Testbed, vm: &Vm<'_>, job: &Job) -> Running {
 /// How many tasks of both jobs run on each host.
 fn spread(vm: &Vm<'_>) -> [usize; 2] {
     let tasks = vm.tasks().sure(vm);
-    let is_on = |name: &str| tasks.iter().filter(|t| t.name == "ring_job" && t.host.as_deref() == Some(name)).count();
+    let is_on = |name: &str| {
+        tasks
+            .iter()
+            .filter(|t| t.name == "ring_job" && t.host.as_deref() == Some(name))
+            .count()
+    };
     HOSTS.map(is_on)
 }
 
@@ -46,12 +53,19 @@ fn goes_on_beside(bed: &Testbed, vm: &Vm<'_>, job: &Job, outside: &Job) -> bool 
     let before = job.marks().len();
     outside.go_on(vm, ROUNDS);
     let rounds = job.marks().len() - before;
-    let waits = |host: &Host| host.processes().iter().any(|(_, line)| liar::is_engine(line));
+    let waits = |host: &Host| {
+        host.processes()
+            .iter()
+            .any(|(_, line)| liar::is_engine(line))
+    };
     let held = bed.hosts().iter().all(waits);
     HOSTS.iter().for_each(|host| lie(bed, host, ""));
     let done = checkpoint.finish(LONG).sure(vm);
     if held {
-        assert_eq!(rounds, 0, "all its tasks stand still before the first one is written");
+        assert_eq!(
+            rounds, 0,
+            "all its tasks stand still before the first one is written"
+        );
         assert!(done.good(), "{done:?}\n{}", vm.logs());
         let said: serde_json::Value = serde_json::from_str(done.out.trim()).expect("JSON");
         let written = said["tasks"].as_array().map(Vec::len);
@@ -63,7 +77,9 @@ fn goes_on_beside(bed: &Testbed, vm: &Vm<'_>, job: &Job, outside: &Job) -> bool 
 
 #[test]
 fn tasks_outside_a_job_go_on_talking_on_its_hosts_while_a_checkpoint_of_it_stops_it() {
-    let Some((bed, _)) = testbed_with_own_engine(2) else { return };
+    let Some((bed, _)) = testbed_with_own_engine(2) else {
+        return;
+    };
     liar::put(&bed);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
@@ -73,8 +89,14 @@ fn tasks_outside_a_job_go_on_talking_on_its_hosts_while_a_checkpoint_of_it_stops
     let job = Job::start(&vm, "-h2", 600);
     job.go_on(&vm, 5);
     let of_both = spread(&vm);
-    let share_all = of_outside.iter().zip(&of_both).all(|(one, both)| *one > 1 && both > one);
-    assert!(share_all, "both jobs are on all hosts, and talk on each: {of_outside:?} {of_both:?}");
+    let share_all = of_outside
+        .iter()
+        .zip(&of_both)
+        .all(|(one, both)| *one > 1 && both > one);
+    assert!(
+        share_all,
+        "both jobs are on all hosts, and talk on each: {of_outside:?} {of_both:?}"
+    );
 
     let held = (0..TRIES).any(|_| goes_on_beside(&bed, &vm, &job, &outside));
     assert!(held, "the engines' time was over each time\n{}", vm.logs());

@@ -15,19 +15,39 @@ fn ask(vm: &Vm, tid: &str) -> u64 {
     command.args(["ask", tid]);
     let done = must(command, SOON).sure(vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
-    done.out.split(' ').nth(1).and_then(|count| count.parse().ok()).unwrap_or_else(|| panic!("{done:?}"))
+    done.out
+        .split(' ')
+        .nth(1)
+        .and_then(|count| count.parse().ok())
+        .unwrap_or_else(|| panic!("{done:?}"))
 }
 
 fn with_policy(policy: &str, hosts: usize, test: impl FnOnce(&Vm)) {
-    let Some((bed, _)) = testbed(hosts) else { return };
+    let Some((bed, _)) = testbed(hosts) else {
+        return;
+    };
     let rm = format!("pvm-rm --policy {policy}");
-    let vm = Vm::start(&bed, Settings { rm: Some(rm), ..Settings::default() }).expect("a virtual machine");
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            rm: Some(rm),
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     let others: Vec<&str> = bed.hosts()[1..].iter().map(|host| host.name()).collect();
     vm.add(&others).expect("the others join");
     eventually(SOON, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
-        let watchers = tasks.iter().filter(|task| task.name.ends_with("pvm-load-watcher")).count();
-        if watchers == hosts { Ok(()) } else { Err(format!("{watchers} watchers: {tasks:?}\n{}", vm.logs())) }
+        let watchers = tasks
+            .iter()
+            .filter(|task| task.name.ends_with("pvm-load-watcher"))
+            .count();
+        if watchers == hosts {
+            Ok(())
+        } else {
+            Err(format!("{watchers} watchers: {tasks:?}\n{}", vm.logs()))
+        }
     })
     .expect("a load watcher on every host");
     vm.program("hold").expect("gcc");
@@ -38,28 +58,56 @@ fn with_policy(policy: &str, hosts: usize, test: impl FnOnce(&Vm)) {
 #[test]
 fn guests_leave_when_the_owner_logs_in_and_the_host_is_used_again_after() {
     with_policy("load", 3, |vm| {
-        let guests: Vec<String> = (0..2).map(|_| vm.spawn(&["-h2", "hold", "16"]).expect("spawned")).collect();
+        let guests: Vec<String> = (0..2)
+            .map(|_| vm.spawn(&["-h2", "hold", "16"]).expect("spawned"))
+            .collect();
         let native = vm.spawn(&["-h3", "hold", "1"]).expect("spawned");
         let counts: Vec<u64> = guests.iter().map(|tid| ask(vm, tid)).collect();
         let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
-        vm.event(SOON, "clean host", |entry| matches!(entry.kind, EventKind::HostClean { .. })).sure(vm);
+        vm.event(SOON, "clean host", |entry| {
+            matches!(entry.kind, EventKind::HostClean { .. })
+        })
+        .sure(vm);
         for (tid, count) in guests.iter().zip(counts) {
             assert_ne!(vm.host_of(tid).expect("alive"), "h2");
             assert!(ask(vm, tid) > count, "{tid} has gone on counting");
         }
-        assert_eq!(vm.host_of(&native).expect("alive"), "h3", "nobody else was moved");
-        let left: Vec<_> = vm.bed().host(2).processes().into_iter().filter(|(_, line)| line.contains("hold")).collect();
+        assert_eq!(
+            vm.host_of(&native).expect("alive"),
+            "h3",
+            "nobody else was moved"
+        );
+        let left: Vec<_> = vm
+            .bed()
+            .host(2)
+            .processes()
+            .into_iter()
+            .filter(|(_, line)| line.contains("hold"))
+            .collect();
         assert!(left.is_empty(), "{left:?}");
         login.out().expect("logs out");
-        vm.event(SOON, "absent owner", |entry| matches!(entry.kind, EventKind::OwnerAbsent { .. })).expect("seen");
+        vm.event(SOON, "absent owner", |entry| {
+            matches!(entry.kind, EventKind::OwnerAbsent { .. })
+        })
+        .expect("seen");
         eventually(SOON, || {
-            let tid = vm.spawn(&["hold", "1"]).map_err(|error| format!("{error:#}"))?;
+            let tid = vm
+                .spawn(&["hold", "1"])
+                .map_err(|error| format!("{error:#}"))?;
             let host = vm.host_of(&tid).map_err(|error| format!("{error:#}"))?;
-            if host == "h2" { Ok(()) } else { Err(format!("placed on {host}")) }
+            if host == "h2" {
+                Ok(())
+            } else {
+                Err(format!("placed on {host}"))
+            }
         })
         .expect("h2 is used again");
         for tid in &guests {
-            assert_ne!(vm.host_of(tid).expect("alive"), "h2", "nobody is moved back without need");
+            assert_ne!(
+                vm.host_of(tid).expect("alive"),
+                "h2",
+                "nobody is moved back without need"
+            );
         }
     });
 }
@@ -68,7 +116,10 @@ fn guests_leave_when_the_owner_logs_in_and_the_host_is_used_again_after() {
 fn no_task_is_placed_on_a_host_while_its_owner_is_there() {
     with_policy("load", 2, |vm| {
         let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
-        vm.event(SOON, "present owner", |entry| matches!(entry.kind, EventKind::OwnerPresent { .. })).expect("seen");
+        vm.event(SOON, "present owner", |entry| {
+            matches!(entry.kind, EventKind::OwnerPresent { .. })
+        })
+        .expect("seen");
         for _ in 0..4 {
             let tid = vm.spawn(&["hold", "1"]).expect("spawned");
             assert_eq!(vm.host_of(&tid).expect("alive"), "h1");
@@ -81,12 +132,20 @@ fn no_task_is_placed_on_a_host_while_its_owner_is_there() {
 fn spawns_go_on_when_the_resource_manager_is_killed() {
     with_policy("load", 2, |vm| {
         let processes = vm.bed().host(1).processes();
-        let (rm, _) = processes.iter().find(|(_, line)| line.contains("pvm-rm")).expect("it runs");
+        let (rm, _) = processes
+            .iter()
+            .find(|(_, line)| line.contains("pvm-rm"))
+            .expect("it runs");
         let pid = nix::unistd::Pid::from_raw(rm.cast_signed());
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("it is there");
-        vm.event(SOON, "lost resource manager", |entry| matches!(entry.kind, EventKind::RmGone { .. })).expect("seen");
+        vm.event(SOON, "lost resource manager", |entry| {
+            matches!(entry.kind, EventKind::RmGone { .. })
+        })
+        .expect("seen");
         for _ in 0..3 {
-            let tid = vm.spawn(&["hold", "1"]).expect("spawned without a resource manager");
+            let tid = vm
+                .spawn(&["hold", "1"])
+                .expect("spawned without a resource manager");
             ask(vm, &tid);
         }
     });

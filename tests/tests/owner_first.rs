@@ -22,20 +22,35 @@ const LEASE: (&str, &str) = ("SEMPA_LEASE_MS", "120000");
 const STILL: u64 = 1_000_000;
 
 fn now() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .expect("after 1970");
     u64::try_from(since.as_micros()).expect("fits")
 }
 
 /// Processes of a host that are this program.
 fn processes(host: &Host, program: &str) -> Vec<Pid> {
-    let name = |line: &str| line.split(' ').next().and_then(|path| path.rsplit('/').next()) == Some(program);
+    let name = |line: &str| {
+        line.split(' ')
+            .next()
+            .and_then(|path| path.rsplit('/').next())
+            == Some(program)
+    };
     let found = host.processes().into_iter().filter(|(_, line)| name(line));
-    found.map(|(pid, _)| Pid::from_raw(pid.cast_signed())).collect()
+    found
+        .map(|(pid, _)| Pid::from_raw(pid.cast_signed()))
+        .collect()
 }
 
 fn only(host: &Host, program: &str) -> Pid {
     let found = processes(host, program);
-    assert_eq!(found.len(), 1, "{program} on {}: {:?}", host.name(), host.processes());
+    assert_eq!(
+        found.len(),
+        1,
+        "{program} on {}: {:?}",
+        host.name(),
+        host.processes()
+    );
     found[0]
 }
 
@@ -56,16 +71,33 @@ fn stands_still(host: &Host, pid: i32) -> u64 {
         if ticks != since.0 {
             since = (ticks, at);
         }
-        if at - since.1 >= STILL { Ok(at) } else { Err(format!("it runs: {ticks:?} ticks")) }
+        if at - since.1 >= STILL {
+            Ok(at)
+        } else {
+            Err(format!("it runs: {ticks:?} ticks"))
+        }
     };
     eventually(SOON, look).expect("it stands still")
 }
 
 /// A virtual machine with a resource manager and load watchers, and a guest that computes on h2; with its process there.
 fn with_guest(policy: &str, test: impl FnOnce(&Vm, &str, i32)) {
-    let Some((bed, _)) = testbed_with_env(2, &[LEASE]) else { return };
-    let (rm, env) = (Some("pvm-rm --policy load".to_string()), vec![(LEASE.0.into(), LEASE.1.into())]);
-    let vm = Vm::start(&bed, Settings { rm, env, ..Settings::default() }).expect("a virtual machine");
+    let Some((bed, _)) = testbed_with_env(2, &[LEASE]) else {
+        return;
+    };
+    let (rm, env) = (
+        Some("pvm-rm --policy load".to_string()),
+        vec![(LEASE.0.into(), LEASE.1.into())],
+    );
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            rm,
+            env,
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     let file = vm.home().join(".config/sempa/owner.toml");
     fs::create_dir_all(file.parent().expect("a folder")).expect("the testbed's own home");
     fs::write(&file, policy).expect("the testbed's own home");
@@ -74,7 +106,11 @@ fn with_guest(policy: &str, test: impl FnOnce(&Vm, &str, i32)) {
     vm.program("busy").expect("gcc");
     let guest = vm.spawn(&["-h2", "busy"]).expect("spawned");
     let tasks = vm.tasks().expect("tasks");
-    let pid = tasks.iter().find(|task| task.tid == guest).expect("it is there").pid;
+    let pid = tasks
+        .iter()
+        .find(|task| task.tid == guest)
+        .expect("it is there")
+        .pid;
     test(&vm, &guest, pid);
 }
 
@@ -82,8 +118,14 @@ fn with_guest(policy: &str, test: impl FnOnce(&Vm, &str, i32)) {
 fn watched(vm: &Vm, host: usize, is_so: impl Fn(&serde_json::Value) -> bool) {
     let look = || {
         let value = owner(vm.bed(), host, &["status"]);
-        let one = value["virtual_machines"].as_array().and_then(|all| all.first().cloned());
-        if one.as_ref().is_some_and(&is_so) { Ok(()) } else { Err(value.to_string()) }
+        let one = value["virtual_machines"]
+            .as_array()
+            .and_then(|all| all.first().cloned());
+        if one.as_ref().is_some_and(&is_so) {
+            Ok(())
+        } else {
+            Err(value.to_string())
+        }
     };
     eventually(SOON, look).sure(vm);
 }
@@ -110,12 +152,20 @@ fn is_ended(host: &Host, pid: i32) {
 /// The event log tells that this guest, and no other, was ended for the owner of h2, whose sentence that is; and of its end.
 fn told_as_ended(vm: &Vm, guest: &str) -> String {
     let is_it = |tid: &Tid| tid.to_string() == guest;
-    let ended = vm.event(SOON, "guests that are ended", |entry| matches!(entry.kind, EventKind::GuestsEnded { .. }));
+    let ended = vm.event(SOON, "guests that are ended", |entry| {
+        matches!(entry.kind, EventKind::GuestsEnded { .. })
+    });
     let ended = ended.sure(vm);
-    let EventKind::GuestsEnded { guests, why, .. } = ended.kind else { unreachable!() };
-    assert!(guests.len() == 1 && is_it(&guests[0]) && ended.host.as_deref() == Some("h2"), "{guests:?}");
+    let EventKind::GuestsEnded { guests, why, .. } = ended.kind else {
+        unreachable!()
+    };
+    assert!(
+        guests.len() == 1 && is_it(&guests[0]) && ended.host.as_deref() == Some("h2"),
+        "{guests:?}"
+    );
     let over = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { tid, .. } if is_it(tid));
-    vm.event(SOON, "its end", |entry| over(&entry.kind)).sure(vm);
+    vm.event(SOON, "its end", |entry| over(&entry.kind))
+        .sure(vm);
     let tasks = vm.tasks().sure(vm);
     assert!(tasks.iter().all(|task| task.tid != guest), "{tasks:?}");
     why
@@ -123,29 +173,44 @@ fn told_as_ended(vm: &Vm, guest: &str) -> String {
 
 /// Waits until guests are started on h2 again.
 fn is_used_again(vm: &Vm) {
-    let spawn = || vm.spawn(&["-h2", "busy"]).map_err(|error| format!("{error:#}"));
+    let spawn = || {
+        vm.spawn(&["-h2", "busy"])
+            .map_err(|error| format!("{error:#}"))
+    };
     eventually(SOON, spawn).sure(vm);
 }
 
 fn stopped(vm: &Vm) {
-    vm.event(SOON, "guests that stand still", |entry| matches!(entry.kind, EventKind::GuestsStopped { .. })).sure(vm);
+    vm.event(SOON, "guests that stand still", |entry| {
+        matches!(entry.kind, EventKind::GuestsStopped { .. })
+    })
+    .sure(vm);
 }
 
 fn continued(vm: &Vm) {
-    vm.event(SOON, "guests that go on", |entry| matches!(entry.kind, EventKind::GuestsContinued { .. })).sure(vm);
+    vm.event(SOON, "guests that go on", |entry| {
+        matches!(entry.kind, EventKind::GuestsContinued { .. })
+    })
+    .sure(vm);
 }
 
 /// The master's daemon is stopped, and then the owner of h2 logs in.
 fn logs_in_while_the_master_stands_still(vm: &Vm) -> (Pid, Login) {
     let master = only(vm.bed().host(1), "pvmd");
     kill(master, Signal::SIGSTOP).expect("it is there");
-    (master, Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login"))
+    (
+        master,
+        Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login"),
+    )
 }
 
 /// By its own clock the guest did not run between these times.
 fn assert_still(vm: &Vm, guest: &str, from: u64, to: u64) {
     let gaps = vm.gaps(guest).sure(vm);
-    assert!(gaps.iter().any(|gap| gap.0 <= from && gap.1 >= to), "{guest} ran between {from} and {to}: {gaps:?}");
+    assert!(
+        gaps.iter().any(|gap| gap.0 <= from && gap.1 >= to),
+        "{guest} ran between {from} and {to}: {gaps:?}"
+    );
 }
 
 #[test]
@@ -177,7 +242,10 @@ fn guests_go_on_when_the_owner_has_left_although_the_masters_daemon_does_not_run
         assert_still(vm, guest, still - STILL, end);
         stopped(vm);
         continued(vm);
-        vm.event(SOON, "absent owner", |entry| matches!(entry.kind, EventKind::OwnerAbsent { .. })).sure(vm);
+        vm.event(SOON, "absent owner", |entry| {
+            matches!(entry.kind, EventKind::OwnerAbsent { .. })
+        })
+        .sure(vm);
         assert_eq!(vm.host_of(guest).expect("alive"), "h2");
         vm.halt().expect("halts");
     });
@@ -232,7 +300,11 @@ fn an_owner_who_logs_in_when_the_masters_daemon_has_been_killed_has_his_processo
         runs_on(theirs, pid);
         let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
         stands_still(theirs, pid);
-        assert_eq!(processes(theirs, "pvmd").len(), 1, "its daemon has not given up the master yet");
+        assert_eq!(
+            processes(theirs, "pvmd").len(),
+            1,
+            "its daemon has not given up the master yet"
+        );
         assert!(used(theirs, pid).is_some(), "it was stopped, not ended");
         drop(login);
         vm.bed().hosts().iter().for_each(Host::kill_all);
@@ -240,7 +312,8 @@ fn an_owner_who_logs_in_when_the_masters_daemon_has_been_killed_has_his_processo
 }
 
 #[test]
-fn guests_stand_still_when_the_load_watcher_is_killed_while_the_owner_is_there_with_a_resource_manager_and_without() {
+fn guests_stand_still_when_the_load_watcher_is_killed_while_the_owner_is_there_with_a_resource_manager_and_without()
+ {
     with_guest("leave_after = \"never\"", |vm, guest, pid| {
         let theirs = vm.bed().host(2);
         let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
@@ -251,7 +324,10 @@ fn guests_stand_still_when_the_load_watcher_is_killed_while_the_owner_is_there_w
             if round == 1 {
                 // It is not started again, because somebody wants it to end.
                 kill(only(vm.bed().host(1), "pvm-rm"), Signal::SIGTERM).expect("it is there");
-                vm.event(SOON, "no resource manager", |e| matches!(e.kind, EventKind::RmGone { .. })).expect("seen");
+                vm.event(SOON, "no resource manager", |e| {
+                    matches!(e.kind, EventKind::RmGone { .. })
+                })
+                .expect("seen");
             }
             let dead = only(theirs, "pvm-load-watcher");
             kill(dead, Signal::SIGKILL).expect("it is there");
@@ -272,7 +348,8 @@ fn guests_stand_still_when_the_load_watcher_is_killed_while_the_owner_is_there_w
 }
 
 #[test]
-fn an_owner_who_leaves_within_the_time_that_he_gives_guests_finds_them_continued_and_nothing_moved() {
+fn an_owner_who_leaves_within_the_time_that_he_gives_guests_finds_them_continued_and_nothing_moved()
+{
     with_guest("leave_after = 600", |vm, guest, pid| {
         let theirs = vm.bed().host(2);
         let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
@@ -282,7 +359,10 @@ fn an_owner_who_leaves_within_the_time_that_he_gives_guests_finds_them_continued
         login.out().expect("logs out");
         continued(vm);
         assert_still(vm, guest, still - STILL, end);
-        vm.event(SOON, "absent owner", |entry| matches!(entry.kind, EventKind::OwnerAbsent { .. })).expect("seen");
+        vm.event(SOON, "absent owner", |entry| {
+            matches!(entry.kind, EventKind::OwnerAbsent { .. })
+        })
+        .expect("seen");
         assert_eq!(vm.host_of(guest).expect("alive"), "h2");
         let moved = |text: &str| text.contains(" moved from ") || text.contains(" was told to go ");
         let events = vm.events().expect("events");

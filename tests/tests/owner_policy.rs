@@ -25,7 +25,10 @@ const SOON: Duration = Duration::from_secs(60);
 fn status(vm: &Vm, host: usize, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
     let look = || {
         let value = owner(vm.bed(), host, &["status"]);
-        let mut all = value["virtual_machines"].as_array().cloned().unwrap_or_default();
+        let mut all = value["virtual_machines"]
+            .as_array()
+            .cloned()
+            .unwrap_or_default();
         match all.pop() {
             Some(one) if all.is_empty() && is_so(&one) => Ok(one),
             _ => Err(format!("not {what}: {value}")),
@@ -41,14 +44,24 @@ fn is_free(status: &Value) -> bool {
 
 /// A virtual machine with load watchers on all hosts.
 fn watched(as_alice: bool, hosts: usize, test: impl FnOnce(&Vm)) {
-    let Some((bed, _)) = testbed(hosts) else { return };
+    let Some((bed, _)) = testbed(hosts) else {
+        return;
+    };
     watched_on(&bed, as_alice, test);
 }
 
 /// The same on these hosts.
 fn watched_on(bed: &Testbed, as_alice: bool, test: impl FnOnce(&Vm)) {
     let rm = Some("pvm-rm --policy load".to_string());
-    let vm = Vm::start(bed, Settings { rm, as_alice, ..Settings::default() }).expect("a virtual machine");
+    let vm = Vm::start(
+        bed,
+        Settings {
+            rm,
+            as_alice,
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     let others: Vec<&str> = bed.hosts()[1..].iter().map(|host| host.name()).collect();
     vm.add(&others).expect("the others join");
     vm.program("hold").expect("gcc");
@@ -56,23 +69,37 @@ fn watched_on(bed: &Testbed, as_alice: bool, test: impl FnOnce(&Vm)) {
     test(&vm);
     vm.halt().expect("halts");
     let after = owner(bed, 1, &["status"]);
-    assert_eq!(after["virtual_machines"].as_array().map(Vec::len), Some(0), "{after}");
+    assert_eq!(
+        after["virtual_machines"].as_array().map(Vec::len),
+        Some(0),
+        "{after}"
+    );
 }
 
 fn clean(vm: &Vm) {
-    vm.event(SOON, "clean host", |entry| matches!(entry.kind, EventKind::HostClean { .. })).sure(vm);
+    vm.event(SOON, "clean host", |entry| {
+        matches!(entry.kind, EventKind::HostClean { .. })
+    })
+    .sure(vm);
 }
 
 fn note(vm: &Vm, says: &str) {
-    vm.event(SOON, says, |entry| entry.text.contains(says)).sure(vm);
+    vm.event(SOON, says, |entry| entry.text.contains(says))
+        .sure(vm);
 }
 
 /// Waits until some spawn that names no host is placed there.
 fn used_again(vm: &Vm, wanted: &str) {
     let spawn = || {
-        let tid = vm.spawn(&["hold", "1"]).map_err(|error| format!("{error:#}"))?;
+        let tid = vm
+            .spawn(&["hold", "1"])
+            .map_err(|error| format!("{error:#}"))?;
         let host = vm.host_of(&tid).map_err(|error| format!("{error:#}"))?;
-        if host == wanted { Ok(()) } else { Err(format!("placed on {host}")) }
+        if host == wanted {
+            Ok(())
+        } else {
+            Err(format!("placed on {host}"))
+        }
     };
     eventually(SOON, spawn).sure(vm);
 }
@@ -81,22 +108,42 @@ fn used_again(vm: &Vm, wanted: &str) {
 fn an_owner_says_here_and_guests_leave_and_away_lets_them_in_although_he_is_logged_in() {
     watched(false, 2, |vm| {
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
-        let before = status(vm, 2, "used by one task", |s| s["tasks"].as_array().is_some_and(|t| t.len() == 1));
+        let before = status(vm, 2, "used by one task", |s| {
+            s["tasks"].as_array().is_some_and(|t| t.len() == 1)
+        });
         assert_eq!(
             (&before["owner"], &before["guests"], &before["user"]),
             (&"absent".into(), &"welcome".into(), &"root".into())
         );
         let task = &before["tasks"][0];
-        assert_eq!((task["tid"].as_str(), task["program"].as_str()), (Some(guest.as_str()), Some("hold")), "{before}");
-        assert!(task["since_us"].as_u64().is_some_and(|at| at > 0), "{before}");
+        assert_eq!(
+            (task["tid"].as_str(), task["program"].as_str()),
+            (Some(guest.as_str()), Some("hold")),
+            "{before}"
+        );
+        assert!(
+            task["since_us"].as_u64().is_some_and(|at| at > 0),
+            "{before}"
+        );
 
         let said = owner(vm.bed(), 2, &["here"]);
-        assert_eq!((said["said"].as_str(), said["until_visit"].as_bool()), (Some("here"), Some(true)));
+        assert_eq!(
+            (said["said"].as_str(), said["until_visit"].as_bool()),
+            (Some("here"), Some(true))
+        );
         clean(vm);
         assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
         let here = status(vm, 2, "present", |s| s["owner"] == "present");
-        assert_eq!((&here["confidence"], &here["guests"]), (&100.into(), &"stopped".into()));
-        assert!(here["why"].as_str().is_some_and(|why| why.starts_with("olga said \"here\"")), "{here}");
+        assert_eq!(
+            (&here["confidence"], &here["guests"]),
+            (&100.into(), &"stopped".into())
+        );
+        assert!(
+            here["why"]
+                .as_str()
+                .is_some_and(|why| why.starts_with("olga said \"here\"")),
+            "{here}"
+        );
         let other = vm.spawn(&["hold", "1"]).expect("spawned");
         assert_eq!(vm.host_of(&other).expect("alive"), "h1");
 
@@ -107,7 +154,9 @@ fn an_owner_says_here_and_guests_leave_and_away_lets_them_in_although_he_is_logg
             s["owner"] == "present" && s["why"].as_str().is_some_and(|w| w.contains("logged in"))
         });
         owner(vm.bed(), 2, &["away"]);
-        status(vm, 2, "absent", |s| s["owner"] == "absent" && s["confidence"] == 100);
+        status(vm, 2, "absent", |s| {
+            s["owner"] == "absent" && s["confidence"] == 100
+        });
         used_again(vm, "h2");
         // The word was about this visit.
         let second = ssh::Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
@@ -116,33 +165,63 @@ fn an_owner_says_here_and_guests_leave_and_away_lets_them_in_although_he_is_logg
             login.out().expect("logs out");
         }
         owner(vm.bed(), 2, &["auto"]);
-        assert!(!vm.bed().host(2).path("/var/tmp/sempa-owner-21002.toml").exists(), "nothing is left of the word");
+        assert!(
+            !vm.bed()
+                .host(2)
+                .path("/var/tmp/sempa-owner-21002.toml")
+                .exists(),
+            "nothing is left of the word"
+        );
     });
 }
 
 /// On how many processors a task of a host may run.
 fn processors(vm: &Vm, host: usize, tid: &str) -> usize {
-    let pid = vm.tasks().expect("tasks").iter().find(|task| task.tid == tid).expect("it is there").pid;
+    let pid = vm
+        .tasks()
+        .expect("tasks")
+        .iter()
+        .find(|task| task.tid == tid)
+        .expect("it is there")
+        .pid;
     let mut command = vm.bed().host(host).command("taskset");
     command.args(["-p", &pid.to_string()]);
     let told = run(command, SOON).expect("taskset runs").out;
-    let mask = told.trim().rsplit_once(' ').map(|(_, mask)| mask.to_string()).unwrap_or_default();
-    mask.chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit.count_ones() as usize).sum()
+    let mask = told
+        .trim()
+        .rsplit_once(' ')
+        .map(|(_, mask)| mask.to_string())
+        .unwrap_or_default();
+    mask.chars()
+        .filter_map(|digit| digit.to_digit(16))
+        .map(|digit| digit.count_ones() as usize)
+        .sum()
 }
 
 #[test]
 fn an_owner_limits_guests_and_forbids_hours_and_takes_it_back() {
     watched(false, 2, |vm| {
         owner(vm.bed(), 2, &["limit", "1", "cores"]);
-        status(vm, 2, "limited", |s| s["policy"][0]["name"] == "cores" && s["policy"][0]["from"] == "pvm owner");
+        status(vm, 2, "limited", |s| {
+            s["policy"][0]["name"] == "cores" && s["policy"][0]["from"] == "pvm owner"
+        });
         // Where a second one would be is the load's matter, which others on this machine have a part in.
         let first = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         let others = (0..3).map(|_| vm.spawn(&["hold", "1"]).expect("spawned"));
         let guests: Vec<String> = std::iter::once(first).chain(others).collect();
-        let there: Vec<&String> = guests.iter().filter(|tid| vm.host_of(tid).expect("alive") == "h2").collect();
+        let there: Vec<&String> = guests
+            .iter()
+            .filter(|tid| vm.host_of(tid).expect("alive") == "h2")
+            .collect();
         assert_eq!(there.len(), 1, "as many as the owner allows");
-        let refused = vm.spawn(&["-h2", "hold", "1"]).expect_err("it is full").to_string();
-        assert!(refused.contains("resources") || refused.contains("-27"), "{refused}");
+        let refused = vm
+            .spawn(&["-h2", "hold", "1"])
+            .expect_err("it is full")
+            .to_string();
+        assert!(
+            refused.contains("resources") || refused.contains("-27"),
+            "{refused}"
+        );
         note(vm, "h2: its owner allows one task, and it is there");
         let has = |host: usize, count: usize| {
             eventually(SOON, || match processors(vm, host, there[0]) {
@@ -161,7 +240,10 @@ fn an_owner_limits_guests_and_forbids_hours_and_takes_it_back() {
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
         note(vm, "h2: no guests now (the owner wants no guests always)");
         let why = vm.pvm(&["why", "h2"]).expect("pvm").out;
-        assert!(why.contains("Z h2 takes no guests: the owner wants no guests always\n"), "{why}");
+        assert!(
+            why.contains("Z h2 takes no guests: the owner wants no guests always\n"),
+            "{why}"
+        );
         let now = "now: nothing is placed on h2: no guests now (the owner wants no guests always)";
         assert_eq!(why.lines().last(), Some(now), "{why}");
 
@@ -170,7 +252,12 @@ fn an_owner_limits_guests_and_forbids_hours_and_takes_it_back() {
         note(vm, "h2 takes guests again");
         used_again(vm, "h2");
         let why = vm.pvm(&["why", "h2"]).expect("pvm").out;
-        assert!(why.lines().last().is_some_and(|now| now.starts_with("now: h2 is used")), "{why}");
+        assert!(
+            why.lines()
+                .last()
+                .is_some_and(|now| now.starts_with("now: h2 is used")),
+            "{why}"
+        );
     });
 }
 
@@ -188,8 +275,17 @@ fn a_limit_that_is_taken_back_while_no_load_watcher_runs_leaves_no_guest_confine
         owner(vm.bed(), 2, &["limit", "1", "cores"]);
         has(1);
         let host = vm.bed().host(2);
-        let is = |line: &str| line.split(' ').next().is_some_and(|path| path.ends_with("pvm-load-watcher"));
-        let watcher = host.processes().into_iter().find(|(_, line)| is(line)).map(|(pid, _)| pid).expect("it runs");
+        let is = |line: &str| {
+            line.split(' ')
+                .next()
+                .is_some_and(|path| path.ends_with("pvm-load-watcher"))
+        };
+        let watcher = host
+            .processes()
+            .into_iter()
+            .find(|(_, line)| is(line))
+            .map(|(pid, _)| pid)
+            .expect("it runs");
         let watcher = Pid::from_raw(watcher.cast_signed());
         kill(watcher, Signal::SIGSTOP).expect("it is there");
         fs::remove_file(host.path("/var/tmp/sempa-owner-21002.toml")).expect("the word is there");
@@ -199,10 +295,17 @@ fn a_limit_that_is_taken_back_while_no_load_watcher_runs_leaves_no_guest_confine
 }
 
 #[test]
-fn guests_that_leave_less_memory_than_the_owner_keeps_stop_and_leave_and_are_let_in_again_when_there_is_room() {
-    let Some((bed, _)) = testbed_with_env(2, &[("SEMPA_MEMINFO", "/tmp/meminfo")]) else { return };
+fn guests_that_leave_less_memory_than_the_owner_keeps_stop_and_leave_and_are_let_in_again_when_there_is_room()
+ {
+    let Some((bed, _)) = testbed_with_env(2, &[("SEMPA_MEMINFO", "/tmp/meminfo")]) else {
+        return;
+    };
     let has = |host: usize, gigabytes: u64| {
-        let text = format!("MemTotal: {} kB\nMemAvailable: {} kB\n", 64 << 20, gigabytes << 20);
+        let text = format!(
+            "MemTotal: {} kB\nMemAvailable: {} kB\n",
+            64 << 20,
+            gigabytes << 20
+        );
         fs::write(bed.host(host).path("/tmp/meminfo"), text).expect("the testbed's own folder");
     };
     has(1, 8);
@@ -215,10 +318,16 @@ fn guests_that_leave_less_memory_than_the_owner_keeps_stop_and_leave_and_are_let
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         has(2, 3);
         let stopped = status(vm, 2, "stopped", |s| s["guests"] == "stopped");
-        assert_eq!(stopped["guests_why"], "less memory was free than the 4G that the owner keeps", "{stopped}");
+        assert_eq!(
+            stopped["guests_why"], "less memory was free than the 4G that the owner keeps",
+            "{stopped}"
+        );
         clean(vm);
         assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
-        note(vm, "h2 takes no guests: less memory was free than the 4G that the owner keeps");
+        note(
+            vm,
+            "h2 takes no guests: less memory was free than the 4G that the owner keeps",
+        );
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
         has(2, 5);
         note(vm, "h2 takes guests again");
@@ -230,14 +339,33 @@ fn guests_that_leave_less_memory_than_the_owner_keeps_stop_and_leave_and_are_let
 }
 
 #[test]
-fn an_owner_who_has_typed_nothing_for_long_may_be_away_and_is_back_with_his_first_key_at_a_terminal_or_a_keyboard() {
-    let env = [("SEMPA_UTMP", "/tmp/utmp"), ("SEMPA_TERMINALS", "/tmp/terminals"), ("SEMPA_INTERRUPTS", "/tmp/keys")];
-    let Some((bed, _)) = testbed_with_env(2, &env) else { return };
+fn an_owner_who_has_typed_nothing_for_long_may_be_away_and_is_back_with_his_first_key_at_a_terminal_or_a_keyboard()
+ {
+    let env = [
+        ("SEMPA_UTMP", "/tmp/utmp"),
+        ("SEMPA_TERMINALS", "/tmp/terminals"),
+        ("SEMPA_INTERRUPTS", "/tmp/keys"),
+    ];
+    let Some((bed, _)) = testbed_with_env(2, &env) else {
+        return;
+    };
     let hours_ago = SystemTime::now() - Duration::from_secs(3 * 3600);
     let logged_in = |on: bool| {
         let at = Micros(u64::try_from(since_1970(hours_ago).as_micros()).expect("a time"));
-        let login = Login { user: "olga".into(), line: "pts/7".into(), from: "there".into(), at };
-        let record = utmp::record(if on { utmp::USER_PROCESS } else { utmp::DEAD_PROCESS }, &login);
+        let login = Login {
+            user: "olga".into(),
+            line: "pts/7".into(),
+            from: "there".into(),
+            at,
+        };
+        let record = utmp::record(
+            if on {
+                utmp::USER_PROCESS
+            } else {
+                utmp::DEAD_PROCESS
+            },
+            &login,
+        );
         fs::write(bed.host(2).path("/tmp/utmp"), record).expect("the testbed's own folder");
     };
     let pressed = |keys: u32| {
@@ -248,8 +376,13 @@ fn an_owner_who_has_typed_nothing_for_long_may_be_away_and_is_back_with_his_firs
         fs::create_dir_all(host.path("/tmp/terminals/pts")).expect("the testbed's own folder");
         fs::write(host.path("/tmp/utmp"), "").expect("the testbed's own folder");
     }
-    let terminal = fs::File::create(bed.host(2).path("/tmp/terminals/pts/7")).expect("the testbed's own folder");
-    let typed = |at: SystemTime| terminal.set_times(FileTimes::new().set_accessed(at)).expect("it is ours");
+    let terminal = fs::File::create(bed.host(2).path("/tmp/terminals/pts/7"))
+        .expect("the testbed's own folder");
+    let typed = |at: SystemTime| {
+        terminal
+            .set_times(FileTimes::new().set_accessed(at))
+            .expect("it is ours")
+    };
     typed(hours_ago);
     pressed(100);
     watched_on(&bed, false, |vm| {
@@ -257,8 +390,17 @@ fn an_owner_who_has_typed_nothing_for_long_may_be_away_and_is_back_with_his_firs
         logged_in(true);
         let idle = status(vm, 2, "maybe there", |s| s["owner"] == "maybe");
         assert_eq!(idle["guests"], "welcome", "{idle}");
-        assert!(idle["why"].as_str().is_some_and(|why| why.contains("without input since")), "{idle}");
-        assert_eq!(vm.host_of(&guest).expect("alive"), "h2", "nobody needs the machine");
+        assert!(
+            idle["why"]
+                .as_str()
+                .is_some_and(|why| why.contains("without input since")),
+            "{idle}"
+        );
+        assert_eq!(
+            vm.host_of(&guest).expect("alive"),
+            "h2",
+            "nobody needs the machine"
+        );
         typed(SystemTime::now());
         let back = status(vm, 2, "present", |s| s["owner"] == "present");
         assert_eq!(back["guests"], "stopped", "{back}");
@@ -269,7 +411,10 @@ fn an_owner_who_has_typed_nothing_for_long_may_be_away_and_is_back_with_his_firs
         status(vm, 2, "free", is_free);
         pressed(123);
         let keys = status(vm, 2, "present", |s| s["owner"] == "present");
-        assert_eq!(keys["why"], "somebody uses keyboard or mouse and is not logged in", "{keys}");
+        assert_eq!(
+            keys["why"], "somebody uses keyboard or mouse and is not logged in",
+            "{keys}"
+        );
     });
     for host in bed.hosts() {
         fs::remove_dir_all(host.path("/tmp/terminals")).expect("the testbed's own folder");
@@ -287,25 +432,52 @@ fn a_policy_file_counts_at_once_and_a_wrong_one_is_refused_while_the_old_one_sta
     watched(false, 2, |vm| {
         let file = vm.home().join(".config/sempa/owner.toml");
         fs::create_dir_all(file.parent().expect("a folder")).expect("the testbed's own home");
-        let setting =
-            |s: &Value, value: &str| s["policy"].as_array().is_some_and(|p| p.iter().any(|p| p["value"] == value));
-        fs::write(&file, "leave_after = 3600\n[blocked]\nprograms = [\"no-such-*\"]\n")
-            .expect("the testbed's own home");
-        status(vm, 2, "policy read", |s| setting(s, "3600") && setting(s, "[\"no-such-*\"]"));
+        let setting = |s: &Value, value: &str| {
+            s["policy"]
+                .as_array()
+                .is_some_and(|p| p.iter().any(|p| p["value"] == value))
+        };
+        fs::write(
+            &file,
+            "leave_after = 3600\n[blocked]\nprograms = [\"no-such-*\"]\n",
+        )
+        .expect("the testbed's own home");
+        status(vm, 2, "policy read", |s| {
+            setting(s, "3600") && setting(s, "[\"no-such-*\"]")
+        });
 
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         let login = ssh::Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
         let waits = status(vm, 2, "stopped", |s| s["guests"] == "stopped");
-        assert!(waits["leave_at_us"].as_u64().is_some_and(|at| at > 0), "{waits}");
-        vm.event(SOON, "present owner", |entry| matches!(entry.kind, EventKind::OwnerPresent { .. })).expect("seen");
-        assert_eq!(vm.host_of(&guest).expect("alive"), "h2", "its hour has not passed");
+        assert!(
+            waits["leave_at_us"].as_u64().is_some_and(|at| at > 0),
+            "{waits}"
+        );
+        vm.event(SOON, "present owner", |entry| {
+            matches!(entry.kind, EventKind::OwnerPresent { .. })
+        })
+        .expect("seen");
+        assert_eq!(
+            vm.host_of(&guest).expect("alive"),
+            "h2",
+            "its hour has not passed"
+        );
 
         fs::write(&file, "leave_after = 0\nleaves = 1\n").expect("the testbed's own home");
-        let wrong = status(vm, 2, "refused", |s| s["wrong"].as_array().is_some_and(|w| !w.is_empty()));
+        let wrong = status(vm, 2, "refused", |s| {
+            s["wrong"].as_array().is_some_and(|w| !w.is_empty())
+        });
         let says = wrong["wrong"][0].as_str().unwrap_or_default();
-        assert!(says.contains("owner.toml:2: unknown field `leaves`"), "{wrong}");
+        assert!(
+            says.contains("owner.toml:2: unknown field `leaves`"),
+            "{wrong}"
+        );
         assert!(setting(&wrong, "3600"), "{wrong}");
-        assert_eq!(vm.host_of(&guest).expect("alive"), "h2", "the old policy stays");
+        assert_eq!(
+            vm.host_of(&guest).expect("alive"),
+            "h2",
+            "the old policy stays"
+        );
 
         fs::write(&file, "leave_after = 0\n").expect("the testbed's own home");
         clean(vm);
@@ -321,10 +493,19 @@ fn a_policy_that_is_wrong_from_the_start_lets_no_guest_in_until_it_is_mended() {
     fs::write(&published, "never = [\"always\"]\nleaves = 1\n").expect("the testbed's own file");
     chown(&published, Some(OLGA_UID), None).expect("the testbed's own file");
     watched_on(&bed, false, |vm| {
-        let shut = status(vm, 2, "shut", |s| s["wrong"].as_array().is_some_and(|w| !w.is_empty()));
+        let shut = status(vm, 2, "shut", |s| {
+            s["wrong"].as_array().is_some_and(|w| !w.is_empty())
+        });
         let why = shut["guests_why"].as_str().unwrap_or_default();
-        assert!(why.contains("sempa-owner-21002.policy.toml:2: unknown field `leaves`"), "{shut}");
-        assert_eq!((&shut["guests"], &shut["wrong"][0]), (&"stopped".into(), &shut["guests_why"]), "{shut}");
+        assert!(
+            why.contains("sempa-owner-21002.policy.toml:2: unknown field `leaves`"),
+            "{shut}"
+        );
+        assert_eq!(
+            (&shut["guests"], &shut["wrong"][0]),
+            (&"stopped".into(), &shut["guests_why"]),
+            "{shut}"
+        );
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
         note(vm, "h2 takes no guests: ");
         fs::write(&published, "nice = 1\n").expect("the testbed's own file");
@@ -336,21 +517,45 @@ fn a_policy_that_is_wrong_from_the_start_lets_no_guest_in_until_it_is_mended() {
 
 #[test]
 fn a_load_watcher_that_ends_at_its_start_again_and_again_is_told_of() {
-    let Some((bed, _)) = testbed_with_env(2, &[("SEMPA_GUEST_DEFAULTS", "corse=1")]) else { return };
+    let Some((bed, _)) = testbed_with_env(2, &[("SEMPA_GUEST_DEFAULTS", "corse=1")]) else {
+        return;
+    };
     let rm = Some("pvm-rm --policy load".to_string());
-    let vm = Vm::start(&bed, Settings { rm, ..Settings::default() }).expect("a virtual machine");
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            rm,
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
     // The first host's daemon has what the console gives it.
-    note(&vm, "load watcher of h2 ends at its start, 3 times in a row");
-    let why = || if vm.logs().contains("unknown field `corse`") { Ok(()) } else { Err(vm.logs()) };
+    note(
+        &vm,
+        "load watcher of h2 ends at its start, 3 times in a row",
+    );
+    let why = || {
+        if vm.logs().contains("unknown field `corse`") {
+            Ok(())
+        } else {
+            Err(vm.logs())
+        }
+    };
     eventually(SOON, why).sure(&vm);
     vm.halt().expect("halts");
 }
 
 /// A setting in an owner's status: its value, and where it comes from.
 fn setting(status: &Value, name: &str) -> Option<(String, String)> {
-    let one = status["policy"].as_array()?.iter().find(|one| one["name"] == name)?;
-    Some((one["value"].as_str()?.to_string(), one["from"].as_str()?.to_string()))
+    let one = status["policy"]
+        .as_array()?
+        .iter()
+        .find(|one| one["name"] == name)?;
+    Some((
+        one["value"].as_str()?.to_string(),
+        one["from"].as_str()?.to_string(),
+    ))
 }
 
 /// The nice level of a process of a host.
@@ -358,8 +563,14 @@ fn nice(vm: &Vm, host: usize, pid: i32) -> i32 {
     let mut command = vm.bed().host(host).command("cat");
     command.arg(format!("/proc/{pid}/stat"));
     let stat = run(command, SOON).expect("cat runs").out;
-    let rest = stat.rsplit_once(')').map(|(_, rest)| rest).unwrap_or_default();
-    rest.split_whitespace().nth(16).and_then(|level| level.parse().ok()).unwrap_or_else(|| panic!("{stat:?}"))
+    let rest = stat
+        .rsplit_once(')')
+        .map(|(_, rest)| rest)
+        .unwrap_or_default();
+    rest.split_whitespace()
+        .nth(16)
+        .and_then(|level| level.parse().ok())
+        .unwrap_or_else(|| panic!("{stat:?}"))
 }
 
 #[test]
@@ -371,41 +582,92 @@ fn an_owner_publishes_his_whole_policy_for_a_virtual_machine_of_somebody_else() 
             owner(vm.bed(), 2, &["policy", &file.display().to_string()])
         };
         publish("leave_after = 3600\nnice = 7\n");
-        let read = status(vm, 2, "policy read", |s| setting(s, "leave_after").is_some());
+        let read = status(vm, 2, "policy read", |s| {
+            setting(s, "leave_after").is_some()
+        });
         let from = "/var/tmp/sempa-owner-21002.policy.toml".to_string();
-        assert_eq!(setting(&read, "leave_after"), Some(("3600".into(), from)), "{read}");
+        assert_eq!(
+            setting(&read, "leave_after"),
+            Some(("3600".into(), from)),
+            "{read}"
+        );
 
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         let login = ssh::Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
         let waits = status(vm, 2, "stopped", |s| s["guests"] == "stopped");
-        assert!(waits["leave_at_us"].as_u64().is_some_and(|at| at > 0), "{waits}");
-        vm.event(SOON, "present owner", |entry| matches!(entry.kind, EventKind::OwnerPresent { .. })).expect("seen");
-        assert_eq!(vm.host_of(&guest).expect("alive"), "h2", "its hour has not passed");
+        assert!(
+            waits["leave_at_us"].as_u64().is_some_and(|at| at > 0),
+            "{waits}"
+        );
+        vm.event(SOON, "present owner", |entry| {
+            matches!(entry.kind, EventKind::OwnerPresent { .. })
+        })
+        .expect("seen");
+        assert_eq!(
+            vm.host_of(&guest).expect("alive"),
+            "h2",
+            "its hour has not passed"
+        );
         login.out().expect("logs out");
         status(vm, 2, "free", is_free);
-        let pid = vm.tasks().expect("tasks").iter().find(|task| task.tid == guest).expect("it is there").pid;
-        eventually(SOON, || if nice(vm, 2, pid) >= 7 { Ok(()) } else { Err("not nice yet".into()) })
-            .expect("it is nice");
+        let pid = vm
+            .tasks()
+            .expect("tasks")
+            .iter()
+            .find(|task| task.tid == guest)
+            .expect("it is there")
+            .pid;
+        eventually(SOON, || {
+            if nice(vm, 2, pid) >= 7 {
+                Ok(())
+            } else {
+                Err("not nice yet".into())
+            }
+        })
+        .expect("it is nice");
 
         // A wrong one is refused where it is said, and where it is read.
         fs::write(&file, "leave_after = 1\nleaves = 1\n").expect("the testbed's own home");
         let home = vm.bed().folder().join("olga");
-        let mut command = vm.bed().host(2).command_as(Some(("olga", OLGA_UID, &home)), "pvm");
+        let mut command = vm
+            .bed()
+            .host(2)
+            .command_as(Some(("olga", OLGA_UID, &home)), "pvm");
         command.args(["owner", "policy", "rules.toml"]);
         let refused = run(command, SOON).expect("the console runs");
-        assert!(!refused.good() && refused.err.contains("rules.toml:2: unknown field `leaves`"), "{refused:?}");
-        let published = vm.bed().host(2).path("/var/tmp/sempa-owner-21002.policy.toml");
+        assert!(
+            !refused.good() && refused.err.contains("rules.toml:2: unknown field `leaves`"),
+            "{refused:?}"
+        );
+        let published = vm
+            .bed()
+            .host(2)
+            .path("/var/tmp/sempa-owner-21002.policy.toml");
         fs::write(&published, "nice = 1\n\nnice = 2\n").expect("the testbed's own file");
-        let wrong = status(vm, 2, "refused", |s| s["wrong"].as_array().is_some_and(|w| !w.is_empty()));
+        let wrong = status(vm, 2, "refused", |s| {
+            s["wrong"].as_array().is_some_and(|w| !w.is_empty())
+        });
         let says = wrong["wrong"][0].as_str().unwrap_or_default();
-        assert!(says.contains("sempa-owner-21002.policy.toml:3: duplicate key"), "{wrong}");
-        assert_eq!(setting(&wrong, "nice").map(|(value, _)| value), Some("7".into()), "{wrong}");
+        assert!(
+            says.contains("sempa-owner-21002.policy.toml:3: duplicate key"),
+            "{wrong}"
+        );
+        assert_eq!(
+            setting(&wrong, "nice").map(|(value, _)| value),
+            Some("7".into()),
+            "{wrong}"
+        );
 
         publish("[blocked]\nusers = [\"alice\"]\n");
         let shown = owner(vm.bed(), 2, &["policy"]);
-        assert_eq!(shown["policy"].as_str(), Some("[blocked]\nusers = [\"alice\"]\n"), "{shown}");
+        assert_eq!(
+            shown["policy"].as_str(),
+            Some("[blocked]\nusers = [\"alice\"]\n"),
+            "{shown}"
+        );
         // Where the tasks of an ordinary user may not move they stand still.
-        let blocked = |s: &Value| s["guests"] == "stopped" && s["guests_why"] == "user 21001 is blocked here";
+        let blocked =
+            |s: &Value| s["guests"] == "stopped" && s["guests_why"] == "user 21001 is blocked here";
         status(vm, 2, "blocked", blocked);
         note(vm, "h2 takes no guests: user 21001 is blocked here");
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
@@ -420,7 +682,9 @@ fn an_owner_publishes_his_whole_policy_for_a_virtual_machine_of_somebody_else() 
 fn the_file_of_the_user_of_a_virtual_machine_does_not_override_the_administrators() {
     // Hosts share the /etc of the machine that the test runs on.
     let place = "/var/tmp/the-administrators.toml";
-    let Some((bed, _)) = testbed_with_env(3, &[("SEMPA_ADMIN_POLICY", place)]) else { return };
+    let Some((bed, _)) = testbed_with_env(3, &[("SEMPA_ADMIN_POLICY", place)]) else {
+        return;
+    };
     let admin = |host: usize, text: &str| {
         let file = bed.host(host).path(place);
         fs::write(&file, text).expect("the testbed's own file");
@@ -436,8 +700,16 @@ fn the_file_of_the_user_of_a_virtual_machine_does_not_override_the_administrator
         let own = file.display().to_string();
         let mine = Some(("8".to_string(), own.clone()));
         let both = status(vm, 2, "read", |s| setting(s, "idle_after_min").is_some());
-        assert_eq!(setting(&both, "idle_after_min"), Some(("3".into(), own)), "{both}");
-        assert_eq!(setting(&both, "cores"), Some(("1".into(), place.into())), "{both}");
+        assert_eq!(
+            setting(&both, "idle_after_min"),
+            Some(("3".into(), own)),
+            "{both}"
+        );
+        assert_eq!(
+            setting(&both, "cores"),
+            Some(("1".into(), place.into())),
+            "{both}"
+        );
         status(vm, 3, "hers", |s| setting(s, "cores") == mine);
         admin(2, "cores = 1\nowners = [\"alice\"]\n");
         status(vm, 2, "hers", |s| setting(s, "cores") == mine);
@@ -445,21 +717,35 @@ fn the_file_of_the_user_of_a_virtual_machine_does_not_override_the_administrator
 }
 
 #[test]
-fn owners_need_no_rights_in_the_virtual_machine_of_an_ordinary_user_and_nobody_speaks_for_another() {
+fn owners_need_no_rights_in_the_virtual_machine_of_an_ordinary_user_and_nobody_speaks_for_another()
+{
     watched(true, 2, |vm| {
         // Somebody else's file under olga's name.
         let forged = vm.bed().host(2).path("/var/tmp/sempa-owner-21002.toml");
-        fs::write(&forged, "state = \"here\"\nat_us = 1\nuntil_us = 9999999999999999\n")
-            .expect("the testbed's own folder");
+        fs::write(
+            &forged,
+            "state = \"here\"\nat_us = 1\nuntil_us = 9999999999999999\n",
+        )
+        .expect("the testbed's own folder");
         chown(&forged, Some(OLGA_UID + 7), None).expect("the testbed's own file");
-        let doubted = status(vm, 2, "doubtful", |s| s["wrong"].as_array().is_some_and(|w| !w.is_empty()));
-        assert!(doubted["wrong"][0].as_str().is_some_and(|says| says.contains("not believed")), "{doubted}");
+        let doubted = status(vm, 2, "doubtful", |s| {
+            s["wrong"].as_array().is_some_and(|w| !w.is_empty())
+        });
+        assert!(
+            doubted["wrong"][0]
+                .as_str()
+                .is_some_and(|says| says.contains("not believed")),
+            "{doubted}"
+        );
         assert!(is_free(&doubted) && doubted["user"] == "alice", "{doubted}");
         fs::remove_file(&forged).expect("the testbed's own file");
 
         owner(vm.bed(), 2, &["here", "--for", "1h"]);
         status(vm, 2, "present", |s| s["owner"] == "present");
-        vm.event(SOON, "present owner", |entry| matches!(entry.kind, EventKind::OwnerPresent { .. })).expect("seen");
+        vm.event(SOON, "present owner", |entry| {
+            matches!(entry.kind, EventKind::OwnerPresent { .. })
+        })
+        .expect("seen");
         for _ in 0..3 {
             let tid = vm.spawn(&["hold", "1"]).expect("spawned");
             assert_eq!(vm.host_of(&tid).expect("alive"), "h1");
@@ -480,7 +766,12 @@ fn a_session_of_systemd_is_an_owner_without_any_login_record() {
         clean(vm);
         assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
         let here = status(vm, 2, "present", |s| s["owner"] == "present");
-        assert!(here["why"].as_str().is_some_and(|why| why.starts_with("olga is logged in on tty2")), "{here}");
+        assert!(
+            here["why"]
+                .as_str()
+                .is_some_and(|why| why.starts_with("olga is logged in on tty2")),
+            "{here}"
+        );
         fs::remove_file(folder.join("c1")).expect("the testbed's own file");
         status(vm, 2, "free", is_free);
         used_again(vm, "h2");
@@ -495,33 +786,66 @@ fn logind_is_asked_over_its_bus_and_its_desktops_say_whether_somebody_uses_them(
         return;
     }
     let logind = Logind::start(bed.host(2)).expect("a bus");
-    let desk = |idle, locked| Desk { user: "olga".into(), idle, idle_since: 1_700_000_000_000_000, locked };
+    let desk = |idle, locked| Desk {
+        user: "olga".into(),
+        idle,
+        idle_since: 1_700_000_000_000_000,
+        locked,
+    };
     watched_on(&bed, false, |vm| {
         let says = |s: &Value, what: &str| {
             let sources = s["sources"].as_array().expect("a list");
-            sources.iter().any(|one| one[0] == "screens" && one[1].as_str().is_some_and(|says| says.contains(what)))
+            sources.iter().any(|one| {
+                one[0] == "screens" && one[1].as_str().is_some_and(|says| says.contains(what))
+            })
         };
         status(vm, 2, "asked", |s| says(s, "nobody has one"));
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
-        logind.say(Some(desk(false, false))).expect("the bus is there");
+        logind
+            .say(Some(desk(false, false)))
+            .expect("the bus is there");
         clean(vm);
         assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
-        let here = status(vm, 2, "present", |s| s["owner"] == "present" && says(s, "tty2 in use"));
-        assert!(here["why"].as_str().is_some_and(|why| why.starts_with("olga is logged in on tty2")), "{here}");
+        let here = status(vm, 2, "present", |s| {
+            s["owner"] == "present" && says(s, "tty2 in use")
+        });
+        assert!(
+            here["why"]
+                .as_str()
+                .is_some_and(|why| why.starts_with("olga is logged in on tty2")),
+            "{here}"
+        );
 
-        logind.say(Some(desk(true, false))).expect("the bus is there");
-        let idle = status(vm, 2, "idle", |s| s["owner"] == "maybe" && says(s, "tty2 without input"));
-        assert!(idle["why"].as_str().is_some_and(|why| why.contains("without input since")), "{idle}");
-        logind.say(Some(desk(false, true))).expect("the bus is there");
+        logind
+            .say(Some(desk(true, false)))
+            .expect("the bus is there");
+        let idle = status(vm, 2, "idle", |s| {
+            s["owner"] == "maybe" && says(s, "tty2 without input")
+        });
+        assert!(
+            idle["why"]
+                .as_str()
+                .is_some_and(|why| why.contains("without input since")),
+            "{idle}"
+        );
+        logind
+            .say(Some(desk(false, true)))
+            .expect("the bus is there");
         status(vm, 2, "locked", |s| says(s, "tty2 without input"));
-        logind.say(Some(desk(false, false))).expect("the bus is there");
-        status(vm, 2, "used again", |s| s["owner"] == "present" && says(s, "tty2 in use"));
+        logind
+            .say(Some(desk(false, false)))
+            .expect("the bus is there");
+        status(vm, 2, "used again", |s| {
+            s["owner"] == "present" && says(s, "tty2 in use")
+        });
 
         logind.say(None).expect("the bus is there");
         status(vm, 2, "free", is_free);
         used_again(vm, "h2");
         logind.end().expect("it ends");
-        status(vm, 2, "without logind", |s| says(s, "logind cannot be asked"));
+        status(vm, 2, "without logind", |s| {
+            says(s, "logind cannot be asked")
+        });
     });
 }
 
@@ -531,11 +855,22 @@ fn an_owner_is_told_how_guests_are_stopped_on_his_machine_and_why_not_by_control
     let rm = Some("pvm-rm --policy load".to_string());
     // On h1 only: the other daemon has what the remote shell gives it.
     let env = vec![("SEMPA_FREEZER".to_string(), "off".to_string())];
-    let vm = Vm::start(&bed, Settings { rm, env, ..Settings::default() }).expect("a virtual machine");
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            rm,
+            env,
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
     let first = status(&vm, 1, "known", |s| s["stopped_by"] != "unknown");
     assert_eq!(
-        (first["stopped_by"].as_str(), first["stopped_by_why"].as_str()),
+        (
+            first["stopped_by"].as_str(),
+            first["stopped_by_why"].as_str()
+        ),
         (Some("signals"), Some("SEMPA_FREEZER=off")),
         "{first}"
     );
@@ -543,12 +878,21 @@ fn an_owner_is_told_how_guests_are_stopped_on_his_machine_and_why_not_by_control
     let why = second["stopped_by_why"].as_str().expect("a text");
     match second["stopped_by"].as_str() {
         Some("control groups") => assert_eq!(why, ""),
-        Some("signals") => assert!(!why.is_empty() && !why.contains("SEMPA_FREEZER"), "{second}"),
+        Some("signals") => assert!(
+            !why.is_empty() && !why.contains("SEMPA_FREEZER"),
+            "{second}"
+        ),
         _ => panic!("{second}"),
     }
     let mut shown = bed.host(1).command("pvm");
     shown.arg("owner");
     let shown = run(shown, SOON).expect("the console runs");
-    assert!(shown.out.lines().any(|line| line.trim() == "stopped   by signals: SEMPA_FREEZER=off"), "{shown:?}");
+    assert!(
+        shown
+            .out
+            .lines()
+            .any(|line| line.trim() == "stopped   by signals: SEMPA_FREEZER=off"),
+        "{shown:?}"
+    );
     vm.halt().expect("halts");
 }

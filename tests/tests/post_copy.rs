@@ -6,8 +6,8 @@ use sempa_proto::migration::{Failure, Step};
 use sempa_tests::holders::{is_whole, reached, with_hosts};
 use sempa_tests::needs::testbed_with_env;
 use sempa_tests::steps::{
-    A_MOMENT, A_WHILE, Cell, Edge, Fault, HOSTS, Rounds, Share, UNTIL_LOST, VERY_LONG, Whom, never, only_target_has_it,
-    strike, strike_at,
+    A_MOMENT, A_WHILE, Cell, Edge, Fault, HOSTS, Rounds, Share, UNTIL_LOST, VERY_LONG, Whom, never,
+    only_target_has_it, strike, strike_at,
 };
 use sempa_tests::testbed::gone;
 use sempa_tests::vm::Settings;
@@ -37,10 +37,22 @@ fn a_large_task_leaves_its_memory_behind_is_whole_in_the_end_and_can_go_on_at_on
             is_whole(vm, &tid);
         }
         let events = vm.events().expect("events");
-        let bytes = |kind: &EventKind| if let EventKind::Moved { bytes, .. } = kind { Some(*bytes) } else { None };
-        let moved: Vec<u64> = events.iter().filter_map(|entry| bytes(&entry.kind)).collect();
+        let bytes = |kind: &EventKind| {
+            if let EventKind::Moved { bytes, .. } = kind {
+                Some(*bytes)
+            } else {
+                None
+            }
+        };
+        let moved: Vec<u64> = events
+            .iter()
+            .filter_map(|entry| bytes(&entry.kind))
+            .collect();
         assert_eq!(moved.len(), 3);
-        assert!(moved.iter().all(|bytes| *bytes < IMAGES_MAX), "the memory is not in the images: {moved:?}");
+        assert!(
+            moved.iter().all(|bytes| *bytes < IMAGES_MAX),
+            "the memory is not in the images: {moved:?}"
+        );
         gone(vm.bed().host(1), "lazy-pages", SOON).expect("nothing fetches any more");
     });
 }
@@ -53,13 +65,23 @@ fn an_administrator_can_say_that_memory_never_follows() {
         vm.must_migrate(&tid, "h2");
         is_whole(vm, &tid);
         let took_all = |kind: &EventKind| matches!(kind, EventKind::Moved { bytes, .. } if *bytes > IMAGES_MAX);
-        assert!(vm.events().expect("events").iter().any(|entry| took_all(&entry.kind)), "its images have everything");
+        assert!(
+            vm.events()
+                .expect("events")
+                .iter()
+                .any(|entry| took_all(&entry.kind)),
+            "its images have everything"
+        );
     });
 }
 
 #[test]
 fn a_task_whose_memory_was_on_a_host_that_dies_ends_and_everybody_is_told_why() {
-    let env = [("SEMPA_LEASE_MS", LEASE_MS), ("SEMPA_MOVE_RATE", SLOWLY), NOTHING_AHEAD];
+    let env = [
+        ("SEMPA_LEASE_MS", LEASE_MS),
+        ("SEMPA_MOVE_RATE", SLOWLY),
+        NOTHING_AHEAD,
+    ];
     with_hosts(3, &env, |vm| {
         let tid = vm.spawn(&["-h2", "hold", MIB]).expect("spawned");
         is_whole(vm, &tid);
@@ -67,15 +89,21 @@ fn a_task_whose_memory_was_on_a_host_that_dies_ends_and_everybody_is_told_why() 
         reached(vm, &tid, Step::Run);
         assert_eq!(vm.host_of(&tid).expect("it lives"), "h3");
         let again = vm.migrate(&tid, "h1").expect("the console runs");
-        assert!(!again.good() && again.err.contains("being moved already"), "{again:?}");
+        assert!(
+            !again.good() && again.err.contains("being moved already"),
+            "{again:?}"
+        );
         vm.bed().host(2).kill_all();
         let lost = |kind: &EventKind| match kind {
-            EventKind::MoveFailed { step: Step::Arrive, why: Failure::Images(why), .. } => {
-                why.contains("its memory does not come any more")
-            }
+            EventKind::MoveFailed {
+                step: Step::Arrive,
+                why: Failure::Images(why),
+                ..
+            } => why.contains("its memory does not come any more"),
             _ => false,
         };
-        vm.event(SOON, "the reason", |entry| lost(&entry.kind)).sure(vm);
+        vm.event(SOON, "the reason", |entry| lost(&entry.kind))
+            .sure(vm);
         let done = moving.finish(SOON).expect("the console ends");
         assert!(!done.good(), "{done:?}");
         eventually(SOON, || match vm.tasks() {
@@ -89,20 +117,39 @@ fn a_task_whose_memory_was_on_a_host_that_dies_ends_and_everybody_is_told_why() 
 
 #[test]
 fn a_job_goes_back_to_its_checkpoint_when_the_host_dies_that_had_memory_of_it() {
-    let env = [("SEMPA_LEASE_MS", LEASE_MS), ("SEMPA_MOVE_RATE", SLOWLY), ALWAYS[0], NOTHING_AHEAD];
+    let env = [
+        ("SEMPA_LEASE_MS", LEASE_MS),
+        ("SEMPA_MOVE_RATE", SLOWLY),
+        ALWAYS[0],
+        NOTHING_AHEAD,
+    ];
     with_hosts(3, &env, |vm| {
         // The checkpoint is no faster than the move.
         let tid = vm.spawn(&["-h2", "hold", "16"]).expect("spawned");
         is_whole(vm, &tid);
-        let event =
-            |what: &str, is: &dyn Fn(&EventKind) -> bool| vm.event(SOON, what, |entry| is(&entry.kind)).sure(vm);
-        vm.json(&["checkpoint", "--every", "1h", &tid]).expect("a pace");
-        event("a checkpoint", &|kind| matches!(kind, EventKind::Checkpointed { .. }));
+        let event = |what: &str, is: &dyn Fn(&EventKind) -> bool| {
+            vm.event(SOON, what, |entry| is(&entry.kind)).sure(vm)
+        };
+        vm.json(&["checkpoint", "--every", "1h", &tid])
+            .expect("a pace");
+        event("a checkpoint", &|kind| {
+            matches!(kind, EventKind::Checkpointed { .. })
+        });
         let moving = vm.start_migrate(&tid, "h3").expect("it begins");
         reached(vm, &tid, Step::Run);
         vm.bed().host(2).kill_all();
-        event("its end", &|kind| matches!(kind, EventKind::MoveFailed { step: Step::Arrive, .. }));
-        event("a restart", &|kind| matches!(kind, EventKind::Restarted { .. }));
+        event("its end", &|kind| {
+            matches!(
+                kind,
+                EventKind::MoveFailed {
+                    step: Step::Arrive,
+                    ..
+                }
+            )
+        });
+        event("a restart", &|kind| {
+            matches!(kind, EventKind::Restarted { .. })
+        });
         is_whole(vm, &tid);
         assert!(!moving.finish(SOON).expect("the console ends").good());
     });
@@ -115,8 +162,15 @@ fn a_task_that_ends_while_its_memory_follows_has_moved_and_ended() {
         is_whole(vm, &tid);
         let moving = vm.start_migrate(&tid, "h3").expect("it begins");
         reached(vm, &tid, Step::Run);
-        vm.pvm(&["kill", &tid]).expect("the console runs").expect_good("kill").expect("killed");
-        moving.finish(SOON).expect("the console ends").expect_good("migrate").expect("it had moved");
+        vm.pvm(&["kill", &tid])
+            .expect("the console runs")
+            .expect_good("kill")
+            .expect("killed");
+        moving
+            .finish(SOON)
+            .expect("the console ends")
+            .expect_good("migrate")
+            .expect("it had moved");
         reached(vm, &tid, Step::Arrive);
         for host in [2, 3] {
             gone(vm.bed().host(host), "criu", SOON).expect("nothing is left of the engines");
@@ -140,13 +194,34 @@ fn memory_is_on_its_way(cell: &Cell) -> bool {
 }
 
 #[test]
-fn whoever_is_killed_at_whatever_step_a_task_whose_memory_follows_runs_once_or_is_known_to_have_ended() {
-    let Some((bed, _)) = testbed_with_env(HOSTS, &ALWAYS) else { return };
+fn whoever_is_killed_at_whatever_step_a_task_whose_memory_follows_runs_once_or_is_known_to_have_ended()
+ {
+    let Some((bed, _)) = testbed_with_env(HOSTS, &ALWAYS) else {
+        return;
+    };
     with_rounds(&bed, |vm, all| {
-        strike(all, Share::Half, Whom::SourceTasker, Fault::Kill, not_arrived);
-        strike(all, Share::Half, Whom::TargetTasker, Fault::Kill, only_target_has_it);
+        strike(
+            all,
+            Share::Half,
+            Whom::SourceTasker,
+            Fault::Kill,
+            not_arrived,
+        );
+        strike(
+            all,
+            Share::Half,
+            Whom::TargetTasker,
+            Fault::Kill,
+            only_target_has_it,
+        );
         strike(all, Share::Half, Whom::Source, Fault::Kill, not_arrived);
-        strike(all, Share::Half, Whom::Target, Fault::Kill, only_target_has_it);
+        strike(
+            all,
+            Share::Half,
+            Whom::Target,
+            Fault::Kill,
+            only_target_has_it,
+        );
         strike(all, Share::Few, Whom::ResourceManager, Fault::Kill, never);
         vm.halt().expect("halts");
     });
@@ -154,30 +229,61 @@ fn whoever_is_killed_at_whatever_step_a_task_whose_memory_follows_runs_once_or_i
 
 /// The memory needs some seconds, so that whoever fetches it is still there at each of these places.
 #[test]
-fn when_what_fetches_its_memory_is_killed_or_stands_still_a_task_runs_once_or_is_known_to_have_ended() {
+fn when_what_fetches_its_memory_is_killed_or_stands_still_a_task_runs_once_or_is_known_to_have_ended()
+ {
     let env = [ALWAYS[0], NOTHING_AHEAD, ("WITNESS_MIB", "3")];
-    let Some((bed, _)) = testbed_with_env(HOSTS, &env) else { return };
-    with_rounds_and(&bed, &[ALWAYS[0], NOTHING_AHEAD, ("SEMPA_MOVE_RATE", SLOWLY)], |vm, all| {
-        let late = [Step::Restore, Step::Commit, Step::KillSource, Step::Run].map(|step| (step, Edge::After));
-        for (fault, may_be_lost) in [(Fault::Kill, restored as fn(&Cell) -> bool), (Fault::Stop(A_MOMENT), never)] {
-            for point in late.into_iter().chain([(Step::Commit, Edge::Before)]) {
-                strike_at(all, &[point], Whom::TargetEngine, fault, may_be_lost);
+    let Some((bed, _)) = testbed_with_env(HOSTS, &env) else {
+        return;
+    };
+    with_rounds_and(
+        &bed,
+        &[ALWAYS[0], NOTHING_AHEAD, ("SEMPA_MOVE_RATE", SLOWLY)],
+        |vm, all| {
+            let late = [Step::Restore, Step::Commit, Step::KillSource, Step::Run]
+                .map(|step| (step, Edge::After));
+            for (fault, may_be_lost) in [
+                (Fault::Kill, restored as fn(&Cell) -> bool),
+                (Fault::Stop(A_MOMENT), never),
+            ] {
+                for point in late.into_iter().chain([(Step::Commit, Edge::Before)]) {
+                    strike_at(all, &[point], Whom::TargetEngine, fault, may_be_lost);
+                }
             }
-        }
-        for point in [late[0], late[3]] {
-            strike_at(all, &[point], Whom::TargetEngine, Fault::Stop(A_WHILE), never);
-        }
-        strike_at(all, &[late[1]], Whom::TargetEngine, Fault::Stop(VERY_LONG), restored);
-        assert!(all.engines() > 0, "no engine was met");
-        vm.halt().expect("halts");
-    });
+            for point in [late[0], late[3]] {
+                strike_at(
+                    all,
+                    &[point],
+                    Whom::TargetEngine,
+                    Fault::Stop(A_WHILE),
+                    never,
+                );
+            }
+            strike_at(
+                all,
+                &[late[1]],
+                Whom::TargetEngine,
+                Fault::Stop(VERY_LONG),
+                restored,
+            );
+            assert!(all.engines() > 0, "no engine was met");
+            vm.halt().expect("halts");
+        },
+    );
 }
 
 #[test]
 fn whoever_stands_still_at_whatever_step_a_task_whose_memory_follows_runs_once() {
-    let Some((bed, _)) = testbed_with_env(HOSTS, &ALWAYS) else { return };
-    let whom =
-        [Whom::Source, Whom::Target, Whom::Master, Whom::SourceTasker, Whom::TargetTasker, Whom::ResourceManager];
+    let Some((bed, _)) = testbed_with_env(HOSTS, &ALWAYS) else {
+        return;
+    };
+    let whom = [
+        Whom::Source,
+        Whom::Target,
+        Whom::Master,
+        Whom::SourceTasker,
+        Whom::TargetTasker,
+        Whom::ResourceManager,
+    ];
     with_rounds(&bed, |vm, all| {
         for whom in whom {
             strike(all, Share::Few, whom, Fault::Stop(A_MOMENT), never);
@@ -187,16 +293,37 @@ fn whoever_stands_still_at_whatever_step_a_task_whose_memory_follows_runs_once()
 }
 
 #[test]
-fn whoever_is_cut_off_at_whatever_step_a_task_whose_memory_follows_runs_once_or_is_known_to_have_ended() {
-    let Some((bed, _)) = testbed_with_env(HOSTS, &ALWAYS) else { return };
+fn whoever_is_cut_off_at_whatever_step_a_task_whose_memory_follows_runs_once_or_is_known_to_have_ended()
+ {
+    let Some((bed, _)) = testbed_with_env(HOSTS, &ALWAYS) else {
+        return;
+    };
     with_rounds(&bed, |vm, all| {
         for whom in [Whom::Source, Whom::Target, Whom::Master] {
             strike(all, Share::Few, whom, Fault::Cut(A_MOMENT), never);
         }
         strike(all, Share::Few, Whom::Source, Fault::Part(A_MOMENT), never);
-        strike(all, Share::Few, Whom::Source, Fault::Part(UNTIL_LOST), memory_is_on_its_way);
-        strike(all, Share::Few, Whom::Source, Fault::Cut(UNTIL_LOST), not_arrived);
-        strike(all, Share::Few, Whom::Target, Fault::Cut(UNTIL_LOST), only_target_has_it);
+        strike(
+            all,
+            Share::Few,
+            Whom::Source,
+            Fault::Part(UNTIL_LOST),
+            memory_is_on_its_way,
+        );
+        strike(
+            all,
+            Share::Few,
+            Whom::Source,
+            Fault::Cut(UNTIL_LOST),
+            not_arrived,
+        );
+        strike(
+            all,
+            Share::Few,
+            Whom::Target,
+            Fault::Cut(UNTIL_LOST),
+            only_target_has_it,
+        );
         vm.halt().expect("halts");
     });
 }
@@ -205,9 +332,20 @@ fn with_rounds(bed: &Testbed, test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
     with_rounds_and(bed, &ALWAYS, test);
 }
 
-fn with_rounds_and(bed: &Testbed, more: &[(&str, &str)], test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
-    let env = more.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-    let settings = Settings { rm: Some("pvm-rm".into()), env, ..Settings::default() };
+fn with_rounds_and(
+    bed: &Testbed,
+    more: &[(&str, &str)],
+    test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>),
+) {
+    let env = more
+        .iter()
+        .map(|(name, value)| (name.to_string(), value.to_string()))
+        .collect();
+    let settings = Settings {
+        rm: Some("pvm-rm".into()),
+        env,
+        ..Settings::default()
+    };
     let vm = Vm::start(bed, settings).expect("a virtual machine");
     let mut rounds = Rounds::new(&vm).expect("a director");
     rounds.pre_copies = !more.contains(&NOTHING_AHEAD);

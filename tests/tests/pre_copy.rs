@@ -23,26 +23,42 @@ const BEGUN: u64 = 2 << 20;
 fn went_ahead(vm: &Vm) -> Vec<u64> {
     let events = vm.events().expect("events");
     let bytes = |kind: &EventKind| match kind {
-        EventKind::Moving { step: Step::PreCopy, bytes, .. } => Some(*bytes),
+        EventKind::Moving {
+            step: Step::PreCopy,
+            bytes,
+            ..
+        } => Some(*bytes),
         _ => None,
     };
-    events.iter().filter_map(|entry| bytes(&entry.kind)).collect()
+    events
+        .iter()
+        .filter_map(|entry| bytes(&entry.kind))
+        .collect()
 }
 
 #[test]
 fn a_task_that_writes_while_its_memory_goes_ahead_is_whole_and_most_of_it_passes_once() {
     with_hosts(3, &[SLOW], |vm| {
-        let tid = vm.spawn(&["-h2", "hold", LARGE.0, "writes"]).expect("spawned");
+        let tid = vm
+            .spawn(&["-h2", "hold", LARGE.0, "writes"])
+            .expect("spawned");
         is_whole(vm, &tid);
         for (from, to) in [(2, "h3"), (3, "h1"), (1, "h2")] {
             let before = left(vm.bed().host(from));
             vm.must_migrate(&tid, to);
             let bytes = left(vm.bed().host(from)) - before;
-            assert!(bytes < LARGE.1 + LARGE.1 / 2, "{bytes} bytes have left for {}", LARGE.1);
+            assert!(
+                bytes < LARGE.1 + LARGE.1 / 2,
+                "{bytes} bytes have left for {}",
+                LARGE.1
+            );
             is_whole(vm, &tid);
         }
         let ahead = went_ahead(vm);
-        assert!(ahead.len() == 3 && ahead.iter().all(|bytes| *bytes >= LARGE.1), "{ahead:?}");
+        assert!(
+            ahead.len() == 3 && ahead.iter().all(|bytes| *bytes >= LARGE.1),
+            "{ahead:?}"
+        );
     });
 }
 
@@ -72,8 +88,15 @@ fn nobody_waits_for_memory_that_goes_ahead_of_a_task_that_is_to_stand_still() {
             .expect("suspended");
         reached(vm, &tid, Step::Run);
         assert!(went_ahead(vm)[0] < LARGE.1, "not all of it");
-        vm.pvm(&["kill", &tid]).expect("the console runs").expect_good("kill").expect("killed");
-        moving.finish(SOON).expect("the console ends").expect_good("migrate").expect("it had moved");
+        vm.pvm(&["kill", &tid])
+            .expect("the console runs")
+            .expect_good("kill")
+            .expect("killed");
+        moving
+            .finish(SOON)
+            .expect("the console ends")
+            .expect_good("migrate")
+            .expect("it had moved");
     });
 }
 
@@ -83,12 +106,15 @@ fn a_task_whose_memory_goes_ahead_in_vain_runs_on_where_it_is_and_the_reason_is_
         let strikes: [(&str, &dyn Fn()); 2] = [
             ("the target's tasker", &|| {
                 let tasker = process_of(vm.bed().host(3), Whom::TargetTasker).expect("it is there");
-                nix::sys::signal::kill(tasker, nix::sys::signal::Signal::SIGKILL).expect("it is there");
+                nix::sys::signal::kill(tasker, nix::sys::signal::Signal::SIGKILL)
+                    .expect("it is there");
             }),
             ("the target", &|| vm.bed().host(3).kill_all()),
         ];
         for (whom, strike) in strikes {
-            let tid = vm.spawn(&["-h2", "hold", LARGE.0, "writes"]).expect("spawned");
+            let tid = vm
+                .spawn(&["-h2", "hold", LARGE.0, "writes"])
+                .expect("spawned");
             is_whole(vm, &tid);
             let before = left(vm.bed().host(2));
             let moving = vm.start_migrate(&tid, "h3").expect("it begins");
@@ -107,7 +133,11 @@ fn a_task_whose_memory_goes_ahead_in_vain_runs_on_where_it_is_and_the_reason_is_
         let why: Vec<&Failure> = events
             .iter()
             .filter_map(|entry| match &entry.kind {
-                EventKind::MoveFailed { step: Step::PreCopy, why, .. } => Some(why),
+                EventKind::MoveFailed {
+                    step: Step::PreCopy,
+                    why,
+                    ..
+                } => Some(why),
                 _ => None,
             })
             .collect();

@@ -22,13 +22,22 @@ const SOON: Duration = Duration::from_secs(60);
 const AGAIN_MAX: Duration = Duration::from_secs(2);
 
 fn with_rm(hosts: usize, test: impl FnOnce(&Vm)) {
-    let Some((bed, _)) = testbed(hosts) else { return };
+    let Some((bed, _)) = testbed(hosts) else {
+        return;
+    };
     with_command(&bed, "pvm-rm".into(), test);
 }
 
 fn with_command(bed: &Testbed, rm: String, test: impl FnOnce(&Vm)) {
     let hosts = bed.hosts().len();
-    let vm = Vm::start(bed, Settings { rm: Some(rm), ..Settings::default() }).expect("a virtual machine");
+    let vm = Vm::start(
+        bed,
+        Settings {
+            rm: Some(rm),
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     let others: Vec<&str> = bed.hosts()[1..].iter().map(|host| host.name()).collect();
     vm.add(&others).expect("the others join");
     watchers(&vm, hosts);
@@ -45,9 +54,15 @@ fn with_command(bed: &Testbed, rm: String, test: impl FnOnce(&Vm)) {
 fn watchers(vm: &Vm, hosts: usize) -> Vec<String> {
     eventually(SOON, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
-        let watchers = tasks.iter().filter(|task| task.name.ends_with("pvm-load-watcher") && task.pid > 0);
+        let watchers = tasks
+            .iter()
+            .filter(|task| task.name.ends_with("pvm-load-watcher") && task.pid > 0);
         let tids: Vec<String> = watchers.map(|task| task.tid.clone()).collect();
-        if tids.len() == hosts { Ok(tids) } else { Err(format!("{tids:?}: {tasks:?}\n{}", vm.logs())) }
+        if tids.len() == hosts {
+            Ok(tids)
+        } else {
+            Err(format!("{tids:?}: {tasks:?}\n{}", vm.logs()))
+        }
     })
     .expect("a load watcher on every host")
 }
@@ -55,13 +70,20 @@ fn watchers(vm: &Vm, hosts: usize) -> Vec<String> {
 /// Kills the process on h1 whose command line holds this.
 fn kill(vm: &Vm, what: &str) {
     let processes = vm.bed().host(1).processes();
-    let (pid, _) = processes.iter().find(|(_, line)| line.contains(what)).unwrap_or_else(|| panic!("{processes:?}"));
+    let (pid, _) = processes
+        .iter()
+        .find(|(_, line)| line.contains(what))
+        .unwrap_or_else(|| panic!("{processes:?}"));
     let pid = nix::unistd::Pid::from_raw(pid.cast_signed());
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("it is there");
 }
 
 fn registered(events: &[Entry]) -> Vec<u64> {
-    events.iter().filter(|e| matches!(e.kind, EventKind::RmRegistered { .. })).map(|e| e.at_us).collect()
+    events
+        .iter()
+        .filter(|e| matches!(e.kind, EventKind::RmRegistered { .. }))
+        .map(|e| e.at_us)
+        .collect()
 }
 
 /// Kills the resource manager and waits for the next one; how long that took by the master's clock.
@@ -69,7 +91,11 @@ fn kill_rm(vm: &Vm) -> Duration {
     let before = registered(&vm.events().expect("events")).len();
     kill(vm, "pvm-rm");
     let newest = |events: &[Entry]| {
-        let gone = events.iter().rev().find(|e| matches!(e.kind, EventKind::RmGone { .. })).map(|e| e.at_us)?;
+        let gone = events
+            .iter()
+            .rev()
+            .find(|e| matches!(e.kind, EventKind::RmGone { .. }))
+            .map(|e| e.at_us)?;
         let at = registered(events);
         (at.len() > before).then(|| at.last().copied().unwrap_or(0).saturating_sub(gone))
     };
@@ -90,19 +116,33 @@ fn written_to(vm: &Vm, file: &Path) {
     eventually(SOON, || {
         // Each command is a task, and so something to write.
         vm.events().map_err(|error| format!("{error:#}"))?;
-        let at = file.metadata().and_then(|meta| meta.modified()).map_err(|error| error.to_string())?;
-        if at > now { Ok(()) } else { Err(format!("{} was written before", file.display())) }
+        let at = file
+            .metadata()
+            .and_then(|meta| meta.modified())
+            .map_err(|error| error.to_string())?;
+        if at > now {
+            Ok(())
+        } else {
+            Err(format!("{} was written before", file.display()))
+        }
     })
     .expect("it is written");
 }
 
 fn why(vm: &Vm, subject: &str) -> Value {
-    vm.json(&["why", subject]).expect("an answer").pop().expect("one value")
+    vm.json(&["why", subject])
+        .expect("an answer")
+        .pop()
+        .expect("one value")
 }
 
 fn kinds(answer: &Value) -> Vec<String> {
     let decisions = answer["decisions"].as_array().cloned().unwrap_or_default();
-    let kind = |d: &Value| d["decided"].as_object().and_then(|o| o.keys().next().cloned());
+    let kind = |d: &Value| {
+        d["decided"]
+            .as_object()
+            .and_then(|o| o.keys().next().cloned())
+    };
     decisions.iter().filter_map(kind).collect()
 }
 
@@ -118,13 +158,25 @@ fn a_killed_resource_manager_is_back_within_two_seconds_and_knows_what_it_knew()
         let after = why(vm, &tid);
         assert_eq!(after["task"], before["task"]);
         assert_eq!(kinds(&after), ["Spawn"], "{after}");
-        vm.pvm(&["kill", &tid]).expect("pvm").expect_good("kill").expect("it ends");
+        vm.pvm(&["kill", &tid])
+            .expect("pvm")
+            .expect_good("kill")
+            .expect("it ends");
         let job = before["task"]["job"].as_str().expect("a job").to_string();
         eventually(SOON, || {
-            let status = vm.json(&["job", "status", &job]).map_err(|error| format!("{error:#}"))?;
+            let status = vm
+                .json(&["job", "status", &job])
+                .map_err(|error| format!("{error:#}"))?;
             let tasks = status[0]["tasks"].as_array().cloned().unwrap_or_default();
-            let end = tasks.iter().find(|task| task["tid"] == tid.as_str()).map(|task| task["end"].clone());
-            if end == Some("killed by signal 15".into()) { Ok(()) } else { Err(format!("{end:?}: {status:?}")) }
+            let end = tasks
+                .iter()
+                .find(|task| task["tid"] == tid.as_str())
+                .map(|task| task["end"].clone());
+            if end == Some("killed by signal 15".into()) {
+                Ok(())
+            } else {
+                Err(format!("{end:?}: {status:?}"))
+            }
         })
         .expect("its end is counted");
     });
@@ -132,29 +184,75 @@ fn a_killed_resource_manager_is_back_within_two_seconds_and_knows_what_it_knew()
 
 /// Books as full as they get.
 fn fill_books(folder: &Path) {
-    let shelf = Shelf { dir: folder.to_path_buf(), name: "rm-pvm.redb".into() };
+    let shelf = Shelf {
+        dir: folder.to_path_buf(),
+        name: "rm-pvm.redb".into(),
+    };
     let (mut ledger, notes) = Ledger::open(Some(&shelf), 0, Tid::NONE);
     assert_eq!(notes, Vec::<String>::new());
     let host = |n: u32| HostId::new(1 + (n % 200) as u16).expect("an index");
     let tid = |n: u32| Tid::task(host(n), 10 + n).expect("a task");
     for n in 0..TASKS_MAX as u32 {
-        let (at, top) = (Micros::from_secs(1_700_000_000 + u64::from(n)), n / 100 * 100);
+        let (at, top) = (
+            Micros::from_secs(1_700_000_000 + u64::from(n)),
+            n / 100 * 100,
+        );
         let parent = if n == top { Tid::NONE } else { tid(top) };
-        let started = EventKind::TaskStarted { tid: tid(n), parent, name: "/home/olga/bin/worker".into(), user: 0 };
-        let ended = EventKind::TaskEnded { tid: tid(n), status: 0, used: Usage::default() };
+        let started = EventKind::TaskStarted {
+            tid: tid(n),
+            parent,
+            name: "/home/olga/bin/worker".into(),
+            user: 0,
+        };
+        let ended = EventKind::TaskEnded {
+            tid: tid(n),
+            status: 0,
+            used: Usage::default(),
+        };
         for (i, kind) in [started, ended].into_iter().enumerate() {
-            ledger.books.event(&Event { number: u64::from(2 * n) + 1 + i as u64, at, host: host(n), kind });
+            ledger.books.event(&Event {
+                number: u64::from(2 * n) + 1 + i as u64,
+                at,
+                host: host(n),
+                kind,
+            });
         }
     }
-    let why = Excluded::Other { why: "its owner allows two tasks, and they are there".into() };
-    let not_used: Vec<NotUsed> = (0..8).map(|n| NotUsed { host: format!("host{n}"), why: why.clone() }).collect();
+    let why = Excluded::Other {
+        why: "its owner allows two tasks, and they are there".into(),
+    };
+    let not_used: Vec<NotUsed> = (0..8)
+        .map(|n| NotUsed {
+            host: format!("host{n}"),
+            why: why.clone(),
+        })
+        .collect();
     for n in 0..DECISIONS_MAX as u32 {
         let sentence = "largest share of a processor, 1.97 on host2".to_string();
-        let attempts = vec![Attempt { choice: Choice::Rank, sentence, not_used: not_used.clone() }];
-        let (program, started) = ("worker".to_string(), (0..4).map(|i| (tid(n + i), format!("host{i}"))).collect());
+        let attempts = vec![Attempt {
+            choice: Choice::Rank,
+            sentence,
+            not_used: not_used.clone(),
+        }];
+        let (program, started) = (
+            "worker".to_string(),
+            (0..4).map(|i| (tid(n + i), format!("host{i}"))).collect(),
+        );
         let (by, job, user, count, error, waited) = (tid(n), tid(n), 0, 4, None, Micros(0));
-        let what = Decided::Spawn { program, by, job, user, count, started, error, waited, attempts };
-        ledger.books.decided(Micros::from_secs(1_700_000_000 + u64::from(n)), what);
+        let what = Decided::Spawn {
+            program,
+            by,
+            job,
+            user,
+            count,
+            started,
+            error,
+            waited,
+            attempts,
+        };
+        ledger
+            .books
+            .decided(Micros::from_secs(1_700_000_000 + u64::from(n)), what);
     }
     ledger.close();
 }
@@ -180,8 +278,14 @@ fn a_killed_resource_manager_with_full_books_answers_again_soon_and_spawns_do_no
                 (tid, begun.elapsed())
             });
             let answered = eventually(SOON, || {
-                let done = vm.pvm(&["--json", "why", &tid]).map_err(|error| format!("{error:#}"))?;
-                if done.good() { Ok(begun.elapsed()) } else { Err(done.err) }
+                let done = vm
+                    .pvm(&["--json", "why", &tid])
+                    .map_err(|error| format!("{error:#}"))?;
+                if done.good() {
+                    Ok(begun.elapsed())
+                } else {
+                    Err(done.err)
+                }
             });
             let answered = answered.sure(vm);
             let (other, spawned) = spawner.join().expect("no spawn fails");
@@ -196,7 +300,10 @@ fn a_killed_resource_manager_with_full_books_answers_again_soon_and_spawns_do_no
             assert!(spawned < AGAIN_MAX * 4, "{spawned:?}");
             assert_eq!(kinds(&why(vm, &tid)), ["Spawn"]);
             for tid in [&tid, &other] {
-                vm.pvm(&["kill", tid]).expect("pvm").expect_good("kill").expect("it ends");
+                vm.pvm(&["kill", tid])
+                    .expect("pvm")
+                    .expect_good("kill")
+                    .expect("it ends");
             }
         });
     });
@@ -209,7 +316,9 @@ fn no_spawn_hangs_or_fails_while_resource_managers_are_killed() {
         for round in 0..4 {
             let spawns: Vec<String> = std::thread::scope(|scope| {
                 let spawner = scope.spawn(|| {
-                    (0..6).map(|_| vm.spawn(&["hold", "1"]).expect("spawned whoever places it")).collect::<Vec<_>>()
+                    (0..6)
+                        .map(|_| vm.spawn(&["hold", "1"]).expect("spawned whoever places it"))
+                        .collect::<Vec<_>>()
                 });
                 let span = kill_rm(vm);
                 assert!(span < AGAIN_MAX, "round {round}: {span:?}");
@@ -218,10 +327,18 @@ fn no_spawn_hangs_or_fails_while_resource_managers_are_killed() {
             tids.extend(spawns);
         }
         let tasks = vm.tasks().expect("a list");
-        assert!(tids.iter().all(|tid| tasks.iter().any(|task| task.tid == *tid)), "{tids:?}: {tasks:?}");
+        assert!(
+            tids.iter()
+                .all(|tid| tasks.iter().any(|task| task.tid == *tid)),
+            "{tids:?}: {tasks:?}"
+        );
         let usage = vm.json(&["usage"]).expect("usage");
         let counted = usage[0]["users"][0]["sums"]["tasks"].as_u64().unwrap_or(0);
-        assert!(counted >= tids.len() as u64, "{counted} of {} tasks are counted: {usage:?}", tids.len());
+        assert!(
+            counted >= tids.len() as u64,
+            "{counted} of {} tasks are counted: {usage:?}",
+            tids.len()
+        );
         watchers(vm, 2);
     });
 }
@@ -230,9 +347,19 @@ fn no_spawn_hangs_or_fails_while_resource_managers_are_killed() {
 fn one_by_one(vm: &Vm, program: &Path, count: usize) -> Vec<String> {
     let mut command = vm.command(vm.bed().host(1), program);
     command.arg(count.to_string());
-    let done = run(command, SOON * 2).expect("it ends").expect_good("the spawns").expect("all are started");
-    assert!(done.out.ends_with(&format!("all {count} ended\n")), "{done:?}");
-    done.out.lines().filter(|line| line.starts_with('t')).map(str::to_string).collect()
+    let done = run(command, SOON * 2)
+        .expect("it ends")
+        .expect_good("the spawns")
+        .expect("all are started");
+    assert!(
+        done.out.ends_with(&format!("all {count} ended\n")),
+        "{done:?}"
+    );
+    done.out
+        .lines()
+        .filter(|line| line.starts_with('t'))
+        .map(str::to_string)
+        .collect()
 }
 
 #[test]
@@ -244,11 +371,22 @@ fn who_spawns_one_task_after_the_other_asks_seldom_and_all_of_them_are_explained
         let beforehand = |tid: &String| why(vm, tid).to_string().contains("said beforehand");
         let granted = tids.iter().filter(|tid| beforehand(tid)).count();
         // The first two are asked for; in a slow moment others are, too.
-        assert!((8..=28).contains(&granted), "{granted} of {tids:?}\n{}", vm.logs());
-        let placed = vm.events().expect("events").iter().filter(|e| matches!(e.kind, EventKind::Placed { .. })).count();
+        assert!(
+            (8..=28).contains(&granted),
+            "{granted} of {tids:?}\n{}",
+            vm.logs()
+        );
+        let placed = vm
+            .events()
+            .expect("events")
+            .iter()
+            .filter(|e| matches!(e.kind, EventKind::Placed { .. }))
+            .count();
         assert!(placed >= 30, "{placed}");
-        let hosts: BTreeSet<_> =
-            tids.iter().map(|tid| u32::from_str_radix(&tid[1..], 16).expect("a tid") >> 18).collect();
+        let hosts: BTreeSet<_> = tids
+            .iter()
+            .map(|tid| u32::from_str_radix(&tid[1..], 16).expect("a tid") >> 18)
+            .collect();
         assert!(hosts.len() > 1, "they are spread: {tids:?}");
     });
 }
@@ -273,16 +411,26 @@ fn spawns_one_after_the_other_all_succeed_while_resource_managers_are_killed() {
 fn a_spawn_that_waits_goes_on_waiting_when_the_resource_manager_is_killed() {
     let Some((bed, _)) = testbed(2) else { return };
     let record = bed.home().join("record");
-    let rm = format!("pvm-rm --user-tasks 1 --wait 600 --record {}", record.display());
+    let rm = format!(
+        "pvm-rm --user-tasks 1 --wait 600 --record {}",
+        record.display()
+    );
     with_command(&bed, rm, |vm| {
         let first = vm.spawn(&["hold", "1"]).expect("one is allowed");
         written(vm);
         std::thread::scope(|scope| {
-            let spawner = scope.spawn(|| vm.spawn(&["hold", "23"]).expect("it waits as long as it has to"));
+            let spawner = scope.spawn(|| {
+                vm.spawn(&["hold", "23"])
+                    .expect("it waits as long as it has to")
+            });
             eventually(SOON, || {
                 let bytes = std::fs::read(&record).map_err(|error| error.to_string())?;
                 let asked = bytes.windows(4).filter(|bytes| bytes == b"hold").count();
-                if asked > 1 { Ok(()) } else { Err("it has not asked".to_string()) }
+                if asked > 1 {
+                    Ok(())
+                } else {
+                    Err("it has not asked".to_string())
+                }
             })
             .expect("it asks");
             // What it asks next is answered behind that.
@@ -292,10 +440,19 @@ fn a_spawn_that_waits_goes_on_waiting_when_the_resource_manager_is_killed() {
                 assert!(span < AGAIN_MAX, "{span:?}");
                 why(vm, &first);
             }
-            let holds = || vm.tasks().expect("a list").iter().filter(|task| task.name.ends_with("hold")).count();
+            let holds = || {
+                vm.tasks()
+                    .expect("a list")
+                    .iter()
+                    .filter(|task| task.name.ends_with("hold"))
+                    .count()
+            };
             assert_eq!(holds(), 1, "nobody has started it in spite of the limit");
             assert!(!spawner.is_finished());
-            vm.pvm(&["kill", &first]).expect("pvm").expect_good("kill").expect("it ends");
+            vm.pvm(&["kill", &first])
+                .expect("pvm")
+                .expect_good("kill")
+                .expect("it ends");
             let second = spawner.join().expect("it is started");
             let answer = why(vm, &second);
             assert_eq!(kinds(&answer), ["Spawn"], "{answer}");
@@ -318,7 +475,10 @@ fn with_rm_by_hand(bed: &Testbed) -> (Vm<'_>, Vec<String>) {
 /// Kills a resource manager that nobody starts again.
 fn kill_for_good(vm: &Vm) {
     kill(vm, "pvm-rm");
-    vm.event(SOON, "no resource manager", |entry| matches!(entry.kind, EventKind::RmGone { .. })).expect("it is gone");
+    vm.event(SOON, "no resource manager", |entry| {
+        matches!(entry.kind, EventKind::RmGone { .. })
+    })
+    .expect("it is gone");
 }
 
 #[test]
@@ -328,12 +488,24 @@ fn load_watchers_guard_their_owners_without_a_resource_manager_and_report_to_the
     let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
     kill_for_good(&vm);
     let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
-    vm.event(SOON, "guests that are stopped", |entry| matches!(entry.kind, EventKind::GuestsStopped { .. })).sure(&vm);
-    let is_stopped = |tid: &str| vm.tasks().expect("a list").iter().any(|task| task.tid == tid && task.stopped);
+    vm.event(SOON, "guests that are stopped", |entry| {
+        matches!(entry.kind, EventKind::GuestsStopped { .. })
+    })
+    .sure(&vm);
+    let is_stopped = |tid: &str| {
+        vm.tasks()
+            .expect("a list")
+            .iter()
+            .any(|task| task.tid == tid && task.stopped)
+    };
     assert!(is_stopped(&guest));
     assert_eq!(watchers(&vm, 2), before);
-    vm.spawn(&["-h1", "pvm-rm"]).expect("another resource manager");
-    vm.event(SOON, "clean host", |entry| matches!(entry.kind, EventKind::HostClean { .. })).sure(&vm);
+    vm.spawn(&["-h1", "pvm-rm"])
+        .expect("another resource manager");
+    vm.event(SOON, "clean host", |entry| {
+        matches!(entry.kind, EventKind::HostClean { .. })
+    })
+    .sure(&vm);
     assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
     assert_eq!(watchers(&vm, 2), before, "they report to the next one");
     login.out().expect("logs out");
@@ -346,12 +518,20 @@ fn a_host_keeps_to_what_its_owner_allows_without_a_resource_manager() {
     let (vm, _) = with_rm_by_hand(&bed);
     vm.program("busy").expect("gcc");
     kill_for_good(&vm);
-    let in_turn: Vec<String> = (0..4).map(|_| vm.spawn(&["hold", "1"]).expect("spawned")).collect();
-    let mut hosts: Vec<String> = in_turn.iter().map(|tid| vm.host_of(tid).expect("alive")).collect();
+    let in_turn: Vec<String> = (0..4)
+        .map(|_| vm.spawn(&["hold", "1"]).expect("spawned"))
+        .collect();
+    let mut hosts: Vec<String> = in_turn
+        .iter()
+        .map(|tid| vm.host_of(tid).expect("alive"))
+        .collect();
     hosts.sort();
     assert_eq!(hosts, ["h1", "h1", "h2", "h2"], "daemons place in turn");
     for tid in &in_turn {
-        vm.pvm(&["kill", tid]).expect("pvm").expect_good("kill").expect("it ends");
+        vm.pvm(&["kill", tid])
+            .expect("pvm")
+            .expect_good("kill")
+            .expect("it ends");
     }
     let file = vm.home().join(".config/sempa/owner.toml");
     std::fs::create_dir_all(file.parent().expect("a folder")).expect("the testbed's own home");
@@ -361,23 +541,48 @@ fn a_host_keeps_to_what_its_owner_allows_without_a_resource_manager() {
     let refused = |spawn: &[&str], why: &str| {
         eventually(SOON, || {
             if let Ok(tid) = vm.spawn(spawn) {
-                vm.pvm(&["kill", &tid]).map_err(|error| format!("{error:#}"))?;
+                vm.pvm(&["kill", &tid])
+                    .map_err(|error| format!("{error:#}"))?;
             }
             let events = vm.events().map_err(|error| format!("{error:#}"))?;
-            if events.iter().any(|entry| entry.text.contains(why)) { Ok(()) } else { Err(format!("no {why}")) }
+            if events.iter().any(|entry| entry.text.contains(why)) {
+                Ok(())
+            } else {
+                Err(format!("no {why}"))
+            }
         })
         .sure(&vm);
     };
     refused(&["-h2", "busy"], "its owner lets nobody run busy");
     // The last of those that were started may be about to end.
-    let allowed = || vm.spawn(&["-h2", "hold", "1"]).map_err(|error| format!("{error:#}"));
+    let allowed = || {
+        vm.spawn(&["-h2", "hold", "1"])
+            .map_err(|error| format!("{error:#}"))
+    };
     let guest = eventually(SOON, allowed).sure(&vm);
-    refused(&["-h2", "hold", "1"], "its owner allows one task, and it is there");
-    let others: Vec<String> = (0..3).map(|_| vm.spawn(&["hold", "1"]).expect("there is another host")).collect();
-    assert!(others.iter().all(|tid| vm.host_of(tid).expect("alive") == "h1"), "{}", vm.logs());
+    refused(
+        &["-h2", "hold", "1"],
+        "its owner allows one task, and it is there",
+    );
+    let others: Vec<String> = (0..3)
+        .map(|_| vm.spawn(&["hold", "1"]).expect("there is another host"))
+        .collect();
+    assert!(
+        others
+            .iter()
+            .all(|tid| vm.host_of(tid).expect("alive") == "h1"),
+        "{}",
+        vm.logs()
+    );
     let moved = vm.pvm(&["migrate", &others[0], "h2"]).expect("pvm");
-    assert!(!moved.good() && moved.err.contains("its owner allows one task"), "{moved:?}");
-    vm.pvm(&["kill", &guest]).expect("pvm").expect_good("kill").expect("it ends");
+    assert!(
+        !moved.good() && moved.err.contains("its owner allows one task"),
+        "{moved:?}"
+    );
+    vm.pvm(&["kill", &guest])
+        .expect("pvm")
+        .expect_good("kill")
+        .expect("it ends");
     owner(vm.bed(), 2, &["limit", "none"]);
     vm.halt().expect("halts");
 }
@@ -389,7 +594,11 @@ fn a_load_watcher_that_is_killed_is_started_again() {
         kill(vm, "pvm-load-watcher");
         eventually(SOON, || {
             let now = watchers(vm, 2);
-            if now == before { Err(format!("still {now:?}")) } else { Ok(()) }
+            if now == before {
+                Err(format!("still {now:?}"))
+            } else {
+                Ok(())
+            }
         })
         .expect("another one runs");
     });
@@ -400,35 +609,69 @@ fn a_policy_file_is_followed_and_a_record_is_run_under_another_policy() {
     let Some((bed, _)) = testbed(2) else { return };
     let file = |name: &str| bed.home().join(name);
     std::fs::write(file("rm.toml"), "placing = \"round-robin\"\n").expect("it can be written");
-    let (policy, record) = (file("rm.toml").display().to_string(), file("record").display().to_string());
-    with_command(&bed, format!("pvm-rm --policy {policy} --record {record}"), |vm| {
-        let hosts = |vm: &Vm| {
-            let tids: Vec<String> = (0..4).map(|_| vm.spawn(&["hold", "1"]).expect("spawned")).collect();
-            let mut hosts: Vec<String> = tids.iter().map(|tid| vm.host_of(tid).expect("alive")).collect();
-            hosts.sort();
-            hosts
-        };
-        assert_eq!(hosts(vm), ["h1", "h1", "h2", "h2"]);
-        let note = |text: &str| {
-            let says = |entry: &Entry| matches!(&entry.kind, EventKind::Note { text: told } if told.contains(text));
-            vm.event(SOON, text, says).sure(vm)
-        };
-        std::fs::write(file("rm.toml"), "placing = \"round-robin\"\nuser_task = 6\n").expect("it can be written");
-        note("rm.toml, line 2: unknown field `user_task`");
-        std::fs::write(file("rm.toml"), "placing = \"round-robin\"\nuser_tasks = 6\n").expect("it can be written");
-        note("rm.toml is in force: placing round-robin");
-        let refused = vm.pvm(&["spawn", "-3", "hold", "1"]).expect("pvm");
-        assert!(!refused.good(), "seven tasks are too many: {refused:?}");
-        std::fs::write(file("other.toml"), "placing = \"load\"\n").expect("it can be written");
-        let other = file("other.toml").display().to_string();
-        let both = vm.json(&["replay", &record, "--policy", &other]).expect("a comparison").pop().expect("one value");
-        assert_eq!((&both["recorded"]["spawns"], &both["other"]["spawns"]), (&5.into(), &5.into()), "{both}");
-        assert!(both["other"]["policy"].as_str().is_some_and(|text| text.starts_with("placing load")), "{both}");
-    });
+    let (policy, record) = (
+        file("rm.toml").display().to_string(),
+        file("record").display().to_string(),
+    );
+    with_command(
+        &bed,
+        format!("pvm-rm --policy {policy} --record {record}"),
+        |vm| {
+            let hosts = |vm: &Vm| {
+                let tids: Vec<String> = (0..4)
+                    .map(|_| vm.spawn(&["hold", "1"]).expect("spawned"))
+                    .collect();
+                let mut hosts: Vec<String> = tids
+                    .iter()
+                    .map(|tid| vm.host_of(tid).expect("alive"))
+                    .collect();
+                hosts.sort();
+                hosts
+            };
+            assert_eq!(hosts(vm), ["h1", "h1", "h2", "h2"]);
+            let note = |text: &str| {
+                let says = |entry: &Entry| matches!(&entry.kind, EventKind::Note { text: told } if told.contains(text));
+                vm.event(SOON, text, says).sure(vm)
+            };
+            std::fs::write(
+                file("rm.toml"),
+                "placing = \"round-robin\"\nuser_task = 6\n",
+            )
+            .expect("it can be written");
+            note("rm.toml, line 2: unknown field `user_task`");
+            std::fs::write(
+                file("rm.toml"),
+                "placing = \"round-robin\"\nuser_tasks = 6\n",
+            )
+            .expect("it can be written");
+            note("rm.toml is in force: placing round-robin");
+            let refused = vm.pvm(&["spawn", "-3", "hold", "1"]).expect("pvm");
+            assert!(!refused.good(), "seven tasks are too many: {refused:?}");
+            std::fs::write(file("other.toml"), "placing = \"load\"\n").expect("it can be written");
+            let other = file("other.toml").display().to_string();
+            let both = vm
+                .json(&["replay", &record, "--policy", &other])
+                .expect("a comparison")
+                .pop()
+                .expect("one value");
+            assert_eq!(
+                (&both["recorded"]["spawns"], &both["other"]["spawns"]),
+                (&5.into(), &5.into()),
+                "{both}"
+            );
+            assert!(
+                both["other"]["policy"]
+                    .as_str()
+                    .is_some_and(|text| text.starts_with("placing load")),
+                "{both}"
+            );
+        },
+    );
 }
 
 #[test]
-fn a_killed_resource_manager_whose_policy_file_is_wrong_or_gone_is_back_under_the_policy_that_was_in_force() {
+fn a_killed_resource_manager_whose_policy_file_is_wrong_or_gone_is_back_under_the_policy_that_was_in_force()
+ {
     let Some((bed, _)) = testbed(2) else { return };
     let file = bed.home().join("rm.toml");
     std::fs::write(&file, "user_tasks = 2\n").expect("it can be written");
@@ -439,7 +682,14 @@ fn a_killed_resource_manager_whose_policy_file_is_wrong_or_gone_is_back_under_th
             events.iter().filter(says).count()
         };
         let noted = |text: &str, times: usize| {
-            eventually(SOON, || if notes(text) == times { Ok(()) } else { Err(format!("no {text}")) }).sure(vm);
+            eventually(SOON, || {
+                if notes(text) == times {
+                    Ok(())
+                } else {
+                    Err(format!("no {text}"))
+                }
+            })
+            .sure(vm);
         };
         let limited = || {
             let refused = vm.pvm(&["spawn", "-3", "hold", "1"]).expect("pvm");

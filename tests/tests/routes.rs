@@ -8,8 +8,8 @@ use sempa_tests::dice::Dice;
 use sempa_tests::needs::{testbed, testbed_with_own_engine};
 use sempa_tests::speaker::Speaker;
 use sempa_tests::steps::{
-    A_MOMENT, Cell, Fault, HOSTS, Rounds, Share, UNTIL_LOST, Whom, is_full, never, not_committed, only_source_has_it,
-    only_target_has_it, strike, strike_at,
+    A_MOMENT, Cell, Fault, HOSTS, Rounds, Share, UNTIL_LOST, Whom, is_full, never, not_committed,
+    only_source_has_it, only_target_has_it, strike, strike_at,
 };
 use sempa_tests::vm::Settings;
 use sempa_tests::witnesses::Witnesses;
@@ -27,7 +27,9 @@ fn times(few: usize, all: usize) -> usize {
 }
 
 fn with_hosts(count: usize, test: impl FnOnce(&Vm<'_>, &[&str])) {
-    let Some((bed, _)) = testbed(count) else { return };
+    let Some((bed, _)) = testbed(count) else {
+        return;
+    };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     let names: Vec<&str> = bed.hosts().iter().map(|host| host.name()).collect();
     vm.add(&names[1..]).expect("the others join");
@@ -50,9 +52,16 @@ fn moved_with_routes(vm: &Vm<'_>, hosts: &[&str], to: &[&str], moves: usize) {
     let mut dice = Dice::new(17);
     for number in 0..moves {
         let who = dice.below(WORKERS);
-        let others: Vec<&str> = to.iter().copied().filter(|name| *name != crowd.workers[who].1).collect();
+        let others: Vec<&str> = to
+            .iter()
+            .copied()
+            .filter(|name| *name != crowd.workers[who].1)
+            .collect();
         let host = others[dice.below(others.len())];
-        eprintln!("move {number}: worker {who} from {} to {host}", crowd.workers[who].1);
+        eprintln!(
+            "move {number}: worker {who} from {} to {host}",
+            crowd.workers[who].1
+        );
         crowd.move_one(vm, who, host).sure(vm);
         had = crowd.have_routes(&[who], &had).sure(vm);
     }
@@ -60,8 +69,11 @@ fn moved_with_routes(vm: &Vm<'_>, hosts: &[&str], to: &[&str], moves: usize) {
 }
 
 #[test]
-fn tasks_of_one_host_are_moved_apart_and_together_again_and_their_rings_lose_double_and_reorder_nothing() {
-    with_hosts(2, |vm, hosts| moved_with_routes(vm, &hosts[1..], hosts, times(10, 50)));
+fn tasks_of_one_host_are_moved_apart_and_together_again_and_their_rings_lose_double_and_reorder_nothing()
+ {
+    with_hosts(2, |vm, hosts| {
+        moved_with_routes(vm, &hosts[1..], hosts, times(10, 50))
+    });
 }
 
 /// Several at a time, while routes are being made and end everywhere.
@@ -89,8 +101,12 @@ fn guests_with_rings_and_direct_routes_are_stopped_moved_and_go_on_and_every_mes
         for number in 0..times(4, 16) {
             owner.say(&format!("stop number {number}"));
             let told = |kind: &EventKind| matches!(kind, EventKind::GuestsStopped { why, .. } if *why == format!("number {number}"));
-            vm.event(SOON, "guests that stand still", |entry| told(&entry.kind)).sure(vm);
-            let there: Vec<usize> = EVERYBODY.into_iter().filter(|who| crowd.workers[*who].1 == "h2").collect();
+            vm.event(SOON, "guests that stand still", |entry| told(&entry.kind))
+                .sure(vm);
+            let there: Vec<usize> = EVERYBODY
+                .into_iter()
+                .filter(|who| crowd.workers[*who].1 == "h2")
+                .collect();
             let leaves = there[dice.below(there.len())];
             crowd.move_one(vm, leaves, "h1").sure(vm);
             owner.say("welcome nobody is there");
@@ -115,17 +131,62 @@ fn with_rounds(bed: &Testbed, home: Option<usize>, test: impl FnOnce(&mut Rounds
 type MayBeLost = fn(&Cell) -> bool;
 
 #[test]
-fn a_task_with_a_direct_route_runs_once_or_is_known_to_have_ended_whatever_fails_at_whatever_step() {
-    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
+fn a_task_with_a_direct_route_runs_once_or_is_known_to_have_ended_whatever_fails_at_whatever_step()
+{
+    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else {
+        return;
+    };
     with_rounds(&bed, None, |rounds| {
-        strike(rounds, Share::Few, Whom::TargetTasker, Fault::Kill, only_target_has_it);
-        strike(rounds, Share::Few, Whom::Source, Fault::Kill, only_source_has_it);
+        strike(
+            rounds,
+            Share::Few,
+            Whom::TargetTasker,
+            Fault::Kill,
+            only_target_has_it,
+        );
+        strike(
+            rounds,
+            Share::Few,
+            Whom::Source,
+            Fault::Kill,
+            only_source_has_it,
+        );
         if is_full() {
-            strike(rounds, Share::Few, Whom::SourceTasker, Fault::Kill, not_committed);
-            strike(rounds, Share::Few, Whom::Target, Fault::Kill, only_target_has_it);
-            strike(rounds, Share::Few, Whom::Target, Fault::Stop(A_MOMENT), never);
-            strike(rounds, Share::Few, Whom::Source, Fault::Part(UNTIL_LOST), never);
-            strike(rounds, Share::Few, Whom::Source, Fault::Cut(UNTIL_LOST), only_source_has_it);
+            strike(
+                rounds,
+                Share::Few,
+                Whom::SourceTasker,
+                Fault::Kill,
+                not_committed,
+            );
+            strike(
+                rounds,
+                Share::Few,
+                Whom::Target,
+                Fault::Kill,
+                only_target_has_it,
+            );
+            strike(
+                rounds,
+                Share::Few,
+                Whom::Target,
+                Fault::Stop(A_MOMENT),
+                never,
+            );
+            strike(
+                rounds,
+                Share::Few,
+                Whom::Source,
+                Fault::Part(UNTIL_LOST),
+                never,
+            );
+            strike(
+                rounds,
+                Share::Few,
+                Whom::Source,
+                Fault::Cut(UNTIL_LOST),
+                only_source_has_it,
+            );
         }
     });
 }
@@ -133,7 +194,9 @@ fn a_task_with_a_direct_route_runs_once_or_is_known_to_have_ended_whatever_fails
 /// Whoever is moved leaves the host of its peer, with which it has a ring.
 #[test]
 fn a_task_with_a_ring_runs_once_or_is_known_to_have_ended_whatever_fails_at_whatever_step() {
-    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
+    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else {
+        return;
+    };
     with_rounds(&bed, Some(2), |rounds| {
         let faults: [(Whom, Fault, MayBeLost); 5] = [
             (Whom::TargetTasker, Fault::Kill, only_target_has_it),

@@ -25,8 +25,18 @@ const OF_A_NAMESPACE: u64 = 3;
 fn counts(footprint: &Footprint) -> Vec<(&'static str, [u64; 2])> {
     let count = |kind: usize| {
         let sum = &footprint.kinds[kind];
-        let namespaces = if KINDS[kind] == "taskers" { sum.processes - HOSTS.len() as u64 } else { 0 };
-        (KINDS[kind], [sum.descriptors - OF_A_NAMESPACE * namespaces, sum.threads - namespaces])
+        let namespaces = if KINDS[kind] == "taskers" {
+            sum.processes - HOSTS.len() as u64
+        } else {
+            0
+        };
+        (
+            KINDS[kind],
+            [
+                sum.descriptors - OF_A_NAMESPACE * namespaces,
+                sum.threads - namespaces,
+            ],
+        )
     };
     (0..TASKS).map(count).collect()
 }
@@ -52,7 +62,9 @@ fn moved(vm: &Vm, rounds: &[(usize, usize)], dice: &mut Dice) {
 
 #[test]
 fn twenty_four_moves_of_twelve_talking_tasks_lose_nothing_and_leave_nothing_behind() {
-    let Some((bed, _)) = testbed(HOSTS.len()) else { return };
+    let Some((bed, _)) = testbed(HOSTS.len()) else {
+        return;
+    };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&HOSTS[1..]).expect("the others join");
     let mut dice = Dice::new(5);
@@ -63,11 +75,21 @@ fn twenty_four_moves_of_twelve_talking_tasks_lose_nothing_and_leave_nothing_behi
     let same = eventually(LONG, || {
         let now = Footprint::of(&vm);
         let (before, after) = (counts(&quiet), counts(&now));
-        let grown =
-            before.iter().zip(&after).filter(|((_, before), (_, after))| before.iter().zip(after).any(|(b, a)| a > b));
-        let mut left: Vec<String> = grown.map(|(before, after)| format!("{before:?}, now {after:?}")).collect();
-        left.extend((now.files > quiet.files).then(|| format!("{} files, now {}", quiet.files, now.files)));
-        if left.is_empty() { Ok(()) } else { Err(left.join("; ")) }
+        let grown = before
+            .iter()
+            .zip(&after)
+            .filter(|((_, before), (_, after))| before.iter().zip(after).any(|(b, a)| a > b));
+        let mut left: Vec<String> = grown
+            .map(|(before, after)| format!("{before:?}, now {after:?}"))
+            .collect();
+        left.extend(
+            (now.files > quiet.files).then(|| format!("{} files, now {}", quiet.files, now.files)),
+        );
+        if left.is_empty() {
+            Ok(())
+        } else {
+            Err(left.join("; "))
+        }
     });
     same.unwrap_or_else(|error| panic!("{error:#}"));
     vm.halt().expect("halts");

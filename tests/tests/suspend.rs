@@ -19,7 +19,9 @@ const SOON: Duration = Duration::from_secs(60);
 const STAND: u64 = 1_000_000;
 
 fn now() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .expect("after 1970");
     u64::try_from(since.as_micros()).expect("fits")
 }
 
@@ -33,7 +35,9 @@ fn file(host: &Host, path: &str) -> String {
 /// The state of a process, and the processor time that it has used, in ticks.
 fn stat(host: &Host, pid: i32) -> (String, u64) {
     let stat = file(host, &format!("/proc/{pid}/stat"));
-    let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 1..].split_whitespace().collect();
+    let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 1..]
+        .split_whitespace()
+        .collect();
     let ticks = |at: usize| fields[at].parse::<u64>().expect("a number");
     (fields[0].to_string(), ticks(11) + ticks(12))
 }
@@ -41,20 +45,32 @@ fn stat(host: &Host, pid: i32) -> (String, u64) {
 /// True for a process whose control group is frozen.
 fn is_frozen(host: &Host, pid: i32) -> bool {
     let of = |name: &str| file(host, &format!("/proc/{pid}/{name}")).into_bytes();
-    let Some(group) = cgroup::folder(&of("mountinfo"), &of("cgroup"), None) else { return false };
+    let Some(group) = cgroup::folder(&of("mountinfo"), &of("cgroup"), None) else {
+        return false;
+    };
     let events = group.join("cgroup.events");
     // The group of all processes has no such file, and cannot be frozen.
-    events.exists() && file(host, &events.to_string_lossy()).lines().any(|line| line == "frozen 1")
+    events.exists()
+        && file(host, &events.to_string_lossy())
+            .lines()
+            .any(|line| line == "frozen 1")
 }
 
 fn task(vm: &Vm, tid: &str) -> Task {
     let tasks = vm.tasks().sure(vm);
-    tasks.into_iter().find(|t| t.tid == tid).unwrap_or_else(|| panic!("{tid} is not there\n{}", vm.logs()))
+    tasks
+        .into_iter()
+        .find(|t| t.tid == tid)
+        .unwrap_or_else(|| panic!("{tid} is not there\n{}", vm.logs()))
 }
 
 fn host<'a>(vm: &Vm<'a>, task: &Task) -> &'a Host {
     let name = task.host.as_deref().expect("it is on a host");
-    vm.bed().hosts().iter().find(|host| host.name() == name).expect("one of ours")
+    vm.bed()
+        .hosts()
+        .iter()
+        .find(|host| host.name() == name)
+        .expect("one of ours")
 }
 
 /// Waits until a task stands still, stopped by a signal or frozen; the processor time that it has used.
@@ -64,14 +80,25 @@ fn still(vm: &Vm, tid: &str) -> u64 {
     eventually(SOON, || {
         let stands = is_frozen(host(vm, &task), task.pid);
         let (state, used) = stat(host(vm, &task), task.pid);
-        if stands || state == "T" { Ok(used) } else { Err(format!("{tid} is in state {state} and not frozen")) }
+        if stands || state == "T" {
+            Ok(used)
+        } else {
+            Err(format!("{tid} is in state {state} and not frozen"))
+        }
     })
     .sure(vm)
 }
 
 /// Waits until this span is over.
 fn pass(until: u64) {
-    eventually(SOON, || if now() > until { Ok(()) } else { Err("it is not time".to_string()) }).expect("time passes");
+    eventually(SOON, || {
+        if now() > until {
+            Ok(())
+        } else {
+            Err("it is not time".to_string())
+        }
+    })
+    .expect("time passes");
 }
 
 /// Has a job suspended or resumed; what the resource manager says.
@@ -81,20 +108,35 @@ fn order(vm: &Vm, words: &[&str]) -> Value {
 }
 
 fn tids(value: &Value) -> Vec<String> {
-    let list = value.as_array().expect("a list").iter().map(|tid| tid.as_str().expect("a tid").to_string());
+    let list = value
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|tid| tid.as_str().expect("a tid").to_string());
     list.collect()
 }
 
 /// A virtual machine with a resource manager, and a job of two tasks on h2.
 fn with_job(test: impl FnOnce(&Vm, &[String])) {
     let Some((bed, _)) = testbed(3) else { return };
-    let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm".into()), ..Settings::default() }).expect("a virtual machine");
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            rm: Some("pvm-rm".into()),
+            ..Settings::default()
+        },
+    )
+    .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("busy").expect("gcc");
     let top = vm.spawn(&["-h2", "busy", "1"]).expect("spawned");
     // Whoever answers has connected, and started the other one before.
     vm.gaps(&top).sure(&vm);
-    let all = vm.tasks().expect("tasks").into_iter().filter(|task| task.name == "busy");
+    let all = vm
+        .tasks()
+        .expect("tasks")
+        .into_iter()
+        .filter(|task| task.name == "busy");
     let job: Vec<String> = all.map(|task| task.tid).collect();
     assert!(job.len() == 2 && job.contains(&top), "{job:?}");
     for tid in &job {
@@ -107,11 +149,15 @@ fn with_job(test: impl FnOnce(&Vm, &[String])) {
 /// By its own clock a task stood still from one time to another, and goes on.
 fn assert_stood(vm: &Vm, tid: &str, from: u64, to: u64) {
     let gaps = vm.gaps(tid).sure(vm);
-    assert!(gaps.iter().any(|gap| gap.0 <= from && gap.1 >= to), "{tid}: {gaps:?}; it was still from {from} to {to}");
+    assert!(
+        gaps.iter().any(|gap| gap.0 <= from && gap.1 >= to),
+        "{tid}: {gaps:?}; it was still from {from} to {to}"
+    );
 }
 
 #[test]
-fn tasks_of_a_suspended_job_get_no_processor_time_move_as_they_stand_and_go_on_when_it_is_resumed() {
+fn tasks_of_a_suspended_job_get_no_processor_time_move_as_they_stand_and_go_on_when_it_is_resumed()
+{
     with_job(|vm, job| {
         let answer = order(vm, &["suspend", &job[0]]);
         let mut suspended = tids(&answer["tasks"]);
@@ -122,7 +168,12 @@ fn tasks_of_a_suspended_job_get_no_processor_time_move_as_they_stand_and_go_on_w
         let before: Vec<u64> = job.iter().map(|tid| still(vm, tid)).collect();
         let stand = now();
         let status = order(vm, &["status", &job[0]]);
-        assert!(status["job"]["suspended"]["since_us"].as_u64().is_some_and(|since| since <= stand), "{status}");
+        assert!(
+            status["job"]["suspended"]["since_us"]
+                .as_u64()
+                .is_some_and(|since| since <= stand),
+            "{status}"
+        );
         vm.must_migrate(&job[1], "h3");
         let moved = task(vm, &job[1]);
         assert_eq!(moved.host.as_deref(), Some("h3"));
@@ -139,8 +190,14 @@ fn tasks_of_a_suspended_job_get_no_processor_time_move_as_they_stand_and_go_on_w
         }
         let status = order(vm, &["status", &job[0]]);
         assert!(status["job"]["suspended"].is_null(), "{status}");
-        let stood = status["tasks"].as_array().expect("tasks").iter().find(|t| t["tid"] == job[0].as_str());
-        let stood = stood.and_then(|t| t["suspended_before_us"].as_u64()).expect("it is counted");
+        let stood = status["tasks"]
+            .as_array()
+            .expect("tasks")
+            .iter()
+            .find(|t| t["tid"] == job[0].as_str());
+        let stood = stood
+            .and_then(|t| t["suspended_before_us"].as_u64())
+            .expect("it is counted");
         assert!(stood >= STAND, "{status}");
     });
 }
@@ -150,33 +207,65 @@ fn a_job_stays_suspended_when_the_resource_manager_is_killed_and_the_next_one_re
     with_job(|vm, job| {
         order(vm, &["suspend", &job[0]]);
         let before: Vec<u64> = job.iter().map(|tid| still(vm, tid)).collect();
-        let registered = |entry: &sempa_tests::vm::Entry| matches!(entry.kind, EventKind::RmRegistered { .. });
-        let times = |vm: &Vm| vm.events().expect("events").iter().filter(|e| registered(e)).count();
+        let registered =
+            |entry: &sempa_tests::vm::Entry| matches!(entry.kind, EventKind::RmRegistered { .. });
+        let times = |vm: &Vm| {
+            vm.events()
+                .expect("events")
+                .iter()
+                .filter(|e| registered(e))
+                .count()
+        };
         let first = times(vm);
         let processes = vm.bed().host(1).processes();
-        let (pid, _) = processes.iter().find(|(_, line)| line.contains("pvm-rm")).expect("it runs");
-        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid.cast_signed()), nix::sys::signal::Signal::SIGKILL)
-            .expect("it is there");
-        eventually(SOON, || if times(vm) > first { Ok(()) } else { Err("nobody has registered".to_string()) })
-            .expect("another one");
+        let (pid, _) = processes
+            .iter()
+            .find(|(_, line)| line.contains("pvm-rm"))
+            .expect("it runs");
+        nix::sys::signal::kill(
+            nix::unistd::Pid::from_raw(pid.cast_signed()),
+            nix::sys::signal::Signal::SIGKILL,
+        )
+        .expect("it is there");
+        eventually(SOON, || {
+            if times(vm) > first {
+                Ok(())
+            } else {
+                Err("nobody has registered".to_string())
+            }
+        })
+        .expect("another one");
         let status = order(vm, &["status", &job[1]]);
         assert!(!status["job"]["suspended"].is_null(), "{status}");
-        assert_eq!(job.iter().map(|tid| still(vm, tid)).collect::<Vec<_>>(), before);
+        assert_eq!(
+            job.iter().map(|tid| still(vm, tid)).collect::<Vec<_>>(),
+            before
+        );
         let resume = now();
         let answer = order(vm, &["resume", &job[0]]);
         assert_eq!(tids(&answer["tasks"]).len(), 2, "{answer}");
         for tid in job {
             assert_stood(vm, tid, resume, resume);
-            vm.pvm(&["kill", tid]).expect("pvm").expect_good("kill").expect("it ends");
+            vm.pvm(&["kill", tid])
+                .expect("pvm")
+                .expect_good("kill")
+                .expect("it ends");
         }
         // One alone, which its daemon does without any resource manager, and which ends while it stands still.
         let alone = vm.spawn(&["-h3", "busy"]).expect("spawned");
         order(vm, &["suspend", "--task", &alone]);
         still(vm, &alone);
-        vm.pvm(&["kill", &alone]).expect("pvm").expect_good("kill").expect("it ends");
+        vm.pvm(&["kill", &alone])
+            .expect("pvm")
+            .expect_good("kill")
+            .expect("it ends");
         eventually(SOON, || {
             let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
-            if tasks.iter().all(|t| t.tid != alone) { Ok(()) } else { Err(format!("{tasks:?}")) }
+            if tasks.iter().all(|t| t.tid != alone) {
+                Ok(())
+            } else {
+                Err(format!("{tasks:?}"))
+            }
         })
         .expect("a suspended task can be ended");
     });
@@ -184,7 +273,10 @@ fn a_job_stays_suspended_when_the_resource_manager_is_killed_and_the_next_one_re
 
 /// Has a resource manager that keeps its books in this folder find that a user has taken so much lately.
 fn has_taken(folder: &Path, user: u32, index: f64) {
-    let shelf = Shelf { dir: folder.to_path_buf(), name: "rm-pvm.redb".into() };
+    let shelf = Shelf {
+        dir: folder.to_path_buf(),
+        name: "rm-pvm.redb".into(),
+    };
     let (mut ledger, notes) = Ledger::open(Some(&shelf), user, Tid::NONE);
     assert_eq!(notes, Vec::<String>::new());
     ledger.books.set_indices(Micros(now()), [(user, index)]);
@@ -193,12 +285,19 @@ fn has_taken(folder: &Path, user: u32, index: f64) {
 
 /// Two hosts whose owners allow one task each; h2 serves under the login of alice, and root has taken much.
 fn with_two_users(test: impl FnOnce(&Vm)) {
-    let Some((bed, prefix)) = testbed(2) else { return };
+    let Some((bed, prefix)) = testbed(2) else {
+        return;
+    };
     let state = bed.folder().join("state");
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2 lo=alice"]).expect("it joins");
     vm.program("hold").expect("gcc");
-    programs::compile("hold", &prefix, &bed.folder().join("alice/pvm3/bin/LINUX64")).expect("gcc");
+    programs::compile(
+        "hold",
+        &prefix,
+        &bed.folder().join("alice/pvm3/bin/LINUX64"),
+    )
+    .expect("gcc");
     for host in bed.hosts() {
         let home = bed.folder().join("olga");
         let mut owner = host.command_as(Some(("olga", OLGA_UID, &home)), "pvm");
@@ -211,8 +310,15 @@ fn with_two_users(test: impl FnOnce(&Vm)) {
     let _manager = Running::start(manager, Stdio::null()).expect("it starts");
     eventually(SOON, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
-        let watchers = tasks.iter().filter(|task| task.name.ends_with("pvm-load-watcher") && task.pid > 0).count();
-        if watchers == 2 { Ok(()) } else { Err(format!("{watchers} watchers: {tasks:?}")) }
+        let watchers = tasks
+            .iter()
+            .filter(|task| task.name.ends_with("pvm-load-watcher") && task.pid > 0)
+            .count();
+        if watchers == 2 {
+            Ok(())
+        } else {
+            Err(format!("{watchers} watchers: {tasks:?}"))
+        }
     })
     .sure(&vm);
     test(&vm);
@@ -220,14 +326,23 @@ fn with_two_users(test: impl FnOnce(&Vm)) {
 }
 
 fn why(vm: &Vm, tid: &str) -> String {
-    vm.pvm(&["why", tid]).and_then(|done| done.expect_good("why")).expect("an answer").out
+    vm.pvm(&["why", tid])
+        .and_then(|done| done.expect_good("why"))
+        .expect("an answer")
+        .out
 }
 
 #[test]
-fn who_has_taken_much_stands_still_while_another_user_has_his_place_and_goes_on_when_that_one_has_ended() {
+fn who_has_taken_much_stands_still_while_another_user_has_his_place_and_goes_on_when_that_one_has_ended()
+ {
     with_two_users(|vm| {
-        let farm: Vec<String> = (0..2).map(|_| vm.spawn(&["hold", "1"]).expect("spawned")).collect();
-        let mut places: Vec<String> = farm.iter().map(|tid| vm.host_of(tid).expect("alive")).collect();
+        let farm: Vec<String> = (0..2)
+            .map(|_| vm.spawn(&["hold", "1"]).expect("spawned"))
+            .collect();
+        let mut places: Vec<String> = farm
+            .iter()
+            .map(|tid| vm.host_of(tid).expect("alive"))
+            .collect();
         places.sort();
         assert_eq!(places, ["h1", "h2"], "each host takes one");
 
@@ -235,22 +350,46 @@ fn who_has_taken_much_stands_still_while_another_user_has_his_place_and_goes_on_
         let mut spawn = host.command_as(Some(("alice", ALICE_UID, &home)), "pvm");
         spawn.args(["--json", "spawn", "hold", "1"]);
         let spawn = Running::start(spawn, Stdio::null()).expect("the console runs");
-        let done = spawn.finish(SOON).and_then(|done| done.expect_good("spawn"));
+        let done = spawn
+            .finish(SOON)
+            .and_then(|done| done.expect_good("spawn"));
         let done = done.sure(vm);
         let answer: Value = serde_json::from_str(done.out.trim()).expect("a value");
-        let theirs = answer["results"][0]["tid"].as_str().unwrap_or_else(|| panic!("{answer}")).to_string();
+        let theirs = answer["results"][0]["tid"]
+            .as_str()
+            .unwrap_or_else(|| panic!("{answer}"))
+            .to_string();
 
         let gave_way: Vec<&String> = farm.iter().filter(|tid| task(vm, tid).suspended).collect();
-        let [gave_way] = gave_way[..] else { panic!("{gave_way:?} of {farm:?}\n{}", vm.logs()) };
-        assert_eq!(vm.host_of(&theirs).expect("alive"), vm.host_of(gave_way).expect("alive"));
+        let [gave_way] = gave_way[..] else {
+            panic!("{gave_way:?} of {farm:?}\n{}", vm.logs())
+        };
+        assert_eq!(
+            vm.host_of(&theirs).expect("alive"),
+            vm.host_of(gave_way).expect("alive")
+        );
         let used = still(vm, gave_way);
         let told = why(vm, gave_way);
-        assert!(told.contains(&format!("user {ALICE_UID} waits for a place and has taken less")), "{told}");
+        assert!(
+            told.contains(&format!(
+                "user {ALICE_UID} waits for a place and has taken less"
+            )),
+            "{told}"
+        );
         pass(now() + STAND);
         assert_eq!(still(vm, gave_way), used, "it gets no processor time");
 
-        vm.pvm(&["kill", &theirs]).expect("pvm").expect_good("kill").expect("it ends");
-        let goes_on = || if task(vm, gave_way).suspended { Err("it is suspended".to_string()) } else { Ok(()) };
+        vm.pvm(&["kill", &theirs])
+            .expect("pvm")
+            .expect_good("kill")
+            .expect("it ends");
+        let goes_on = || {
+            if task(vm, gave_way).suspended {
+                Err("it is suspended".to_string())
+            } else {
+                Ok(())
+            }
+        };
         eventually(SOON, goes_on).sure(vm);
         let told = why(vm, gave_way);
         assert!(told.contains("for user 0 again"), "{told}");

@@ -47,19 +47,44 @@ impl Talk {
             if workers.len() == 6 && talking {
                 Ok(workers)
             } else {
-                Err(format!("not all talk yet: {} {}", tail(&out), director.err_so_far().unwrap_or_default()))
+                Err(format!(
+                    "not all talk yet: {} {}",
+                    tail(&out),
+                    director.err_so_far().unwrap_or_default()
+                ))
             }
         });
-        Talk { director, workers: workers.sure(vm) }
+        Talk {
+            director,
+            workers: workers.sure(vm),
+        }
     }
 
     /// Has everybody finish; panics unless nothing was lost, doubled, damaged or out of order.
     fn finish(mut self, vm: &Vm) -> String {
-        self.director.take_stdin().expect("piped").write_all(b"end\n").expect("it listens");
+        self.director
+            .take_stdin()
+            .expect("piped")
+            .write_all(b"end\n")
+            .expect("it listens");
         let done = self.director.finish(LONG).sure(vm);
-        let summary = done.out.lines().filter(|line| !line.starts_with("progress")).collect::<Vec<_>>().join("\n");
-        assert!(done.good(), "{}\n{summary}\n{}\n{}", done.status, done.err, vm.logs());
-        assert!(summary.contains("lost=0 doubled=0 disordered=0 damaged=0"), "{summary}");
+        let summary = done
+            .out
+            .lines()
+            .filter(|line| !line.starts_with("progress"))
+            .collect::<Vec<_>>()
+            .join("\n");
+        assert!(
+            done.good(),
+            "{}\n{summary}\n{}\n{}",
+            done.status,
+            done.err,
+            vm.logs()
+        );
+        assert!(
+            summary.contains("lost=0 doubled=0 disordered=0 damaged=0"),
+            "{summary}"
+        );
         summary
     }
 }
@@ -80,12 +105,27 @@ fn move_and_wait_for_routes(vm: &Vm, talk: &mut Talk) {
     let mut dice = Dice::new(1);
     let all_have = |who: &[usize], least: &dyn Fn((usize, usize)) -> u32| {
         let found = eventually(SOON, || {
-            let now = routes(&talk.director.out_so_far().map_err(|error| error.to_string())?);
-            let pairs =
-                who.iter().flat_map(|one| (0..6).filter(move |other| other != one).map(move |other| (*one, other)));
+            let now = routes(
+                &talk
+                    .director
+                    .out_so_far()
+                    .map_err(|error| error.to_string())?,
+            );
+            let pairs = who.iter().flat_map(|one| {
+                (0..6)
+                    .filter(move |other| other != one)
+                    .map(move |other| (*one, other))
+            });
             let lacks = |pair: &(usize, usize)| now.get(pair).copied().unwrap_or(0) < least(*pair);
-            let missing: Vec<_> = pairs.flat_map(|(a, b)| [(a, b), (b, a)]).filter(lacks).collect();
-            if missing.is_empty() { Ok(now) } else { Err(format!("no route yet: {missing:?} of {now:?}")) }
+            let missing: Vec<_> = pairs
+                .flat_map(|(a, b)| [(a, b), (b, a)])
+                .filter(lacks)
+                .collect();
+            if missing.is_empty() {
+                Ok(now)
+            } else {
+                Err(format!("no route yet: {missing:?} of {now:?}"))
+            }
         });
         found.sure(vm)
     };
@@ -127,7 +167,10 @@ fn nothing_is_lost_doubled_or_out_of_order_through_fifty_random_moves() {
         *host = to.to_string();
         *moved.entry(who).or_default() += 1;
     }
-    assert!((0..3).all(|who| moved.contains_key(&who)), "the three special tasks have moved: {moved:?}");
+    assert!(
+        (0..3).all(|who| moved.contains_key(&who)),
+        "the three special tasks have moved: {moved:?}"
+    );
     for (tid, host) in &talk.workers {
         assert_eq!(&vm.host_of(tid).expect("a task"), host);
     }
@@ -136,7 +179,8 @@ fn nothing_is_lost_doubled_or_out_of_order_through_fifty_random_moves() {
 }
 
 #[test]
-fn direct_routes_lose_double_and_reorder_nothing_when_tasks_are_moved_and_are_there_again_after_it() {
+fn direct_routes_lose_double_and_reorder_nothing_when_tasks_are_moved_and_are_there_again_after_it()
+{
     let Some((bed, _)) = testbed(3) else { return };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
@@ -155,7 +199,13 @@ fn children_that_tasks_fork_disturb_neither_their_direct_routes_nor_their_moves(
     move_and_wait_for_routes(&vm, &mut talk);
     let summary = talk.finish(&vm);
     eprintln!("{summary}");
-    let children = summary.lines().find_map(|line| line.strip_prefix("children: ")?.split(',').next()?.parse().ok());
+    let children = summary.lines().find_map(|line| {
+        line.strip_prefix("children: ")?
+            .split(',')
+            .next()?
+            .parse()
+            .ok()
+    });
     assert!(children.is_some_and(|count: u32| count >= 100), "{summary}");
     vm.halt().expect("halts");
 }
@@ -164,8 +214,15 @@ fn children_that_tasks_fork_disturb_neither_their_direct_routes_nor_their_moves(
 fn belongs(vm: &Vm, tid: &str) {
     eventually(SOON, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
-        let task = tasks.into_iter().find(|task| task.tid == tid).ok_or("it is in no list")?;
-        if task.moving { Err(format!("{task:?}")) } else { Ok(()) }
+        let task = tasks
+            .into_iter()
+            .find(|task| task.tid == tid)
+            .ok_or("it is in no list")?;
+        if task.moving {
+            Err(format!("{task:?}"))
+        } else {
+            Ok(())
+        }
     })
     .sure(vm);
 }
@@ -175,8 +232,10 @@ fn guests_that_are_stopped_moved_and_go_on_while_they_talk_lose_double_and_reord
     let Some((bed, _)) = testbed(3) else { return };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    let mut owners: Vec<Speaker> =
-        vm.bed().hosts()[1..].iter().map(|host| Speaker::new(&vm, host, env!("CARGO_BIN_EXE_owner-speaks"))).collect();
+    let mut owners: Vec<Speaker> = vm.bed().hosts()[1..]
+        .iter()
+        .map(|host| Speaker::new(&vm, host, env!("CARGO_BIN_EXE_owner-speaks")))
+        .collect();
     let mut talk = Talk::start(&vm, &[]);
     let mut dice = Dice::new(11);
     for number in 0..STOPS {
@@ -186,7 +245,10 @@ fn guests_that_are_stopped_moved_and_go_on_while_they_talk_lose_double_and_reord
         owner.say(&format!("stop number {number}"));
         let told = |entry: &sempa_tests::vm::Entry| match &entry.kind {
             EventKind::GuestsStopped { guests, why, .. } => {
-                assert!(*why != format!("number {number}") || guests.len() == theirs.len(), "{guests:?}");
+                assert!(
+                    *why != format!("number {number}") || guests.len() == theirs.len(),
+                    "{guests:?}"
+                );
                 *why == format!("number {number}")
             }
             _ => false,
@@ -195,14 +257,20 @@ fn guests_that_are_stopped_moved_and_go_on_while_they_talk_lose_double_and_reord
         if number % 3 != 0 && !theirs.is_empty() {
             let who = theirs[dice.below(theirs.len())];
             let to = if dice.below(2) == 0 { "h1" } else { other };
-            eprintln!("stop {number}: {} from {place} to {to}", talk.workers[who].0);
+            eprintln!(
+                "stop {number}: {} from {place} to {to}",
+                talk.workers[who].0
+            );
             vm.must_migrate(&talk.workers[who].0, to);
             talk.workers[who].1 = to.to_string();
             belongs(&vm, &talk.workers[who].0);
         }
         owner.say("welcome nobody is there");
         // Those that have left do not come back by themselves.
-        if let Some(away) = (0..6).find(|who| talk.workers[*who].1 == "h1").filter(|_| theirs.len() < 2) {
+        if let Some(away) = (0..6)
+            .find(|who| talk.workers[*who].1 == "h1")
+            .filter(|_| theirs.len() < 2)
+        {
             vm.must_migrate(&talk.workers[away].0, place);
             talk.workers[away].1 = place.to_string();
             belongs(&vm, &talk.workers[away].0);
@@ -222,19 +290,54 @@ fn peers_compute_and_talk_on_while_a_task_is_moved() {
     vm.must_migrate(&tid, "h1");
     let events = vm.events().expect("the log");
     let at = |what: &str, is_it: &dyn Fn(&EventKind) -> bool| {
-        events.iter().find(|entry| is_it(&entry.kind)).unwrap_or_else(|| panic!("no {what}: {events:?}")).at_us
+        events
+            .iter()
+            .find(|entry| is_it(&entry.kind))
+            .unwrap_or_else(|| panic!("no {what}: {events:?}"))
+            .at_us
     };
-    let from = at("stop", &|kind| matches!(kind, EventKind::Moving { step: Step::Stop, .. }));
-    let to = at("restore", &|kind| matches!(kind, EventKind::Moving { step: Step::Restore, .. }));
+    let from = at("stop", &|kind| {
+        matches!(
+            kind,
+            EventKind::Moving {
+                step: Step::Stop,
+                ..
+            }
+        )
+    });
+    let to = at("restore", &|kind| {
+        matches!(
+            kind,
+            EventKind::Moving {
+                step: Step::Restore,
+                ..
+            }
+        )
+    });
     assert!(from < to, "{events:?}");
     let out = eventually(SOON, || {
-        let out = talk.director.out_so_far().map_err(|error| error.to_string())?;
-        let last = out.lines().filter_map(progress).map(|(_, at, _)| at).max().unwrap_or(0);
-        if last > to + 100_000 { Ok(out) } else { Err("no progress after the move".to_string()) }
+        let out = talk
+            .director
+            .out_so_far()
+            .map_err(|error| error.to_string())?;
+        let last = out
+            .lines()
+            .filter_map(progress)
+            .map(|(_, at, _)| at)
+            .max()
+            .unwrap_or(0);
+        if last > to + 100_000 {
+            Ok(out)
+        } else {
+            Err("no progress after the move".to_string())
+        }
     })
     .expect("progress");
     for peer in [0, 1, 3, 4, 5] {
-        let within = out.lines().filter_map(progress).filter(|(who, at, _)| *who == peer && (from..to).contains(at));
+        let within = out
+            .lines()
+            .filter_map(progress)
+            .filter(|(who, at, _)| *who == peer && (from..to).contains(at));
         let counts: Vec<u64> = within.map(|(_, _, count)| count).collect();
         assert!(
             counts.len() >= 2 && counts.last() > counts.first(),
@@ -249,5 +352,9 @@ fn peers_compute_and_talk_on_while_a_task_is_moved() {
 /// (worker, time in microseconds, count) of a line of the director.
 fn progress(line: &str) -> Option<(usize, u64, u64)> {
     let mut words = line.strip_prefix("progress ")?.split(' ');
-    Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?, words.next()?.parse().ok()?))
+    Some((
+        words.next()?.parse().ok()?,
+        words.next()?.parse().ok()?,
+        words.next()?.parse().ok()?,
+    ))
 }

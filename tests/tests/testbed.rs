@@ -20,18 +20,27 @@ macro_rules! testbed_or_return {
 fn hosts_have_names_networks_and_folders_of_their_own() {
     let bed = testbed_or_return!(2);
     for (i, host) in (1..).zip(bed.hosts()) {
-        let name =
-            host.shell("hostname; ls -A /tmp; cat /proc/1/comm", SOON).expect("runs").expect_good("ls").expect("good");
+        let name = host
+            .shell("hostname; ls -A /tmp; cat /proc/1/comm", SOON)
+            .expect("runs")
+            .expect_good("ls")
+            .expect("good");
         assert!(name.out.starts_with(&format!("h{i}\n")), "{name:?}");
         assert!(name.out.ends_with("sempa-host\n"), "{name:?}");
     }
     let far = bed.host(1).shell(
         "ssh -F $CONF h2 hostname"
-            .replace("$CONF", client_config(bed.folder(), "root").to_str().expect("text"))
+            .replace(
+                "$CONF",
+                client_config(bed.folder(), "root").to_str().expect("text"),
+            )
             .as_str(),
         SOON,
     );
-    assert_eq!(far.expect("runs").expect_good("ssh").expect("good").out, "h2\n");
+    assert_eq!(
+        far.expect("runs").expect_good("ssh").expect("good").out,
+        "h2\n"
+    );
 }
 
 #[test]
@@ -42,14 +51,20 @@ fn a_login_with_a_terminal_writes_a_utmp_record_and_a_logout_takes_it_back() {
     let login = Login::new(&bed, "olga", host).expect("a login");
     let seen = utmp::logins(host).expect("readable");
     assert_eq!(seen.len(), 1, "{seen:?}");
-    assert_eq!((seen[0].user.as_str(), seen[0].from.as_str()), ("olga", "10.77.0.254"));
+    assert_eq!(
+        (seen[0].user.as_str(), seen[0].from.as_str()),
+        ("olga", "10.77.0.254")
+    );
     assert!(seen[0].line.starts_with("pts/"), "{seen:?}");
     assert_eq!(utmp::logins(bed.host(1)).expect("readable"), vec![]);
     login.out().expect("logs out");
-    eventually(
-        SOON,
-        || if utmp::logins(host).is_ok_and(|l| l.is_empty()) { Ok(()) } else { Err("record stays".into()) },
-    )
+    eventually(SOON, || {
+        if utmp::logins(host).is_ok_and(|l| l.is_empty()) {
+            Ok(())
+        } else {
+            Err("record stays".into())
+        }
+    })
     .expect("no record");
 }
 
@@ -57,20 +72,42 @@ fn a_login_with_a_terminal_writes_a_utmp_record_and_a_logout_takes_it_back() {
 fn nothing_of_a_testbed_stays_when_it_ends() {
     let bed = testbed_or_return!(1);
     let (folder, init) = (bed.folder().to_path_buf(), bed.host(1).init());
-    let left = bed.host(1).shell("sleep 1000 & setsid sleep 1000 & true", SOON);
+    let left = bed
+        .host(1)
+        .shell("sleep 1000 & setsid sleep 1000 & true", SOON);
     assert!(left.expect("runs").good());
     eventually(SOON, || {
-        let sleeps = bed.host(1).processes().iter().filter(|(_, line)| line == "sleep 1000").count();
-        if sleeps == 2 { Ok(()) } else { Err(format!("{sleeps} processes are left behind")) }
+        let sleeps = bed
+            .host(1)
+            .processes()
+            .iter()
+            .filter(|(_, line)| line == "sleep 1000")
+            .count();
+        if sleeps == 2 {
+            Ok(())
+        } else {
+            Err(format!("{sleeps} processes are left behind"))
+        }
     })
     .expect("they run");
-    let inside: Vec<u32> = bed.host(1).processes().iter().map(|(pid, _)| *pid).collect();
+    let inside: Vec<u32> = bed
+        .host(1)
+        .processes()
+        .iter()
+        .map(|(pid, _)| *pid)
+        .collect();
     drop(bed);
     assert!(!folder.exists());
     for pid in inside.into_iter().chain([init]) {
         let path = format!("/proc/{pid}");
-        eventually(SOON, || if std::path::Path::new(&path).exists() { Err(format!("{path} exists")) } else { Ok(()) })
-            .expect("gone");
+        eventually(SOON, || {
+            if std::path::Path::new(&path).exists() {
+                Err(format!("{path} exists"))
+            } else {
+                Ok(())
+            }
+        })
+        .expect("gone");
     }
 }
 
@@ -88,14 +125,22 @@ fn nothing_of_a_testbed_stays_when_its_process_is_killed() {
         .spawn()
         .expect("it starts");
     let mut line = String::new();
-    BufReader::new(owner.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+    BufReader::new(owner.stdout.take().expect("piped"))
+        .read_line(&mut line)
+        .expect("a line");
     let (folder, host) = line.trim().split_once(' ').expect("folder and hosts");
     let init = host.strip_prefix("h1=").expect("one host");
     assert!(std::path::Path::new(folder).exists());
     owner.kill().expect("killed");
     owner.wait().expect("reaped");
     for path in [folder.to_string(), format!("/proc/{init}")] {
-        let there = || if std::path::Path::new(&path).exists() { Err(format!("{path} exists")) } else { Ok(()) };
+        let there = || {
+            if std::path::Path::new(&path).exists() {
+                Err(format!("{path} exists"))
+            } else {
+                Ok(())
+            }
+        };
         eventually(SOON, there).expect("gone");
     }
 }
@@ -106,6 +151,11 @@ fn two_testbeds_exist_at_once() {
     let second = testbed_or_return!(1);
     assert_ne!(first.folder(), second.folder());
     for bed in [&first, &second] {
-        assert!(bed.desk().shell("ssh -V && getent hosts h1", SOON).expect("runs").good());
+        assert!(
+            bed.desk()
+                .shell("ssh -V && getent hosts h1", SOON)
+                .expect("runs")
+                .good()
+        );
     }
 }

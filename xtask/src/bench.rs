@@ -87,7 +87,11 @@ pub(crate) struct Words {
 pub(crate) fn run(words: &Words) -> Result<bool> {
     if words.what == What::Load {
         setup::everything()?;
-        return bench_load::run(&installed(words)?, words.minutes.unwrap_or(LOAD_MINUTES), &results(words)?);
+        return bench_load::run(
+            &installed(words)?,
+            words.minutes.unwrap_or(LOAD_MINUTES),
+            &results(words)?,
+        );
     }
     if words.what == What::Decide {
         return bench_virtual::decide(&results(words)?);
@@ -112,7 +116,11 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
         if !words.sizes.is_empty() {
             return evict(words);
         }
-        return bench_owners::run(&installed(words)?, words.minutes.unwrap_or(OWNERS_MINUTES), &results(words)?);
+        return bench_owners::run(
+            &installed(words)?,
+            words.minutes.unwrap_or(OWNERS_MINUTES),
+            &results(words)?,
+        );
     }
     let mut good = true;
     if words.what != What::Peers {
@@ -129,7 +137,10 @@ fn installed(words: &Words) -> Result<PathBuf> {
     Ok(match &words.prefix {
         Some(prefix) => {
             // The testbed's hosts have a program of their own. Together with this one: the same features, nothing built twice.
-            if !install::cargo(&["build", "--release", "-p", "xtask", "-p", "sempa-tests"])?.status()?.success() {
+            if !install::cargo(&["build", "--release", "-p", "xtask", "-p", "sempa-tests"])?
+                .status()?
+                .success()
+            {
                 bail!("the build failed");
             }
             prefix.clone()
@@ -146,15 +157,27 @@ fn installed(words: &Words) -> Result<PathBuf> {
 
 /// Where results go: a whole run's to the project.
 fn results(words: &Words) -> Result<PathBuf> {
-    let whole = words.only.is_empty() && words.sizes.is_empty() && words.rate.is_none() && !words.quick;
-    let usual = if whole { setup::project().join("benches/results") } else { install::target()?.join("bench") };
+    let whole =
+        words.only.is_empty() && words.sizes.is_empty() && words.rate.is_none() && !words.quick;
+    let usual = if whole {
+        setup::project().join("benches/results")
+    } else {
+        install::target()?.join("bench")
+    };
     Ok(words.results.clone().unwrap_or(usual))
 }
 
 fn balance(words: &Words) -> Result<bool> {
-    let number = |word: &String| word.parse().with_context(|| format!("{word:?} is not the number of a repetition"));
+    let number = |word: &String| {
+        word.parse()
+            .with_context(|| format!("{word:?} is not the number of a repetition"))
+    };
     let only = words.only.iter().map(number).collect::<Result<_>>()?;
-    let usual = if words.quick { install::target()?.join("bench") } else { setup::project().join("benches/results") };
+    let usual = if words.quick {
+        install::target()?.join("bench")
+    } else {
+        setup::project().join("benches/results")
+    };
     sempa_benches::balanced(&sempa_benches::Balance {
         prefix: installed(words)?,
         own_build: words.prefix.is_none(),
@@ -191,7 +214,11 @@ fn evict(words: &Words) -> Result<bool> {
 
 fn soak(words: &Words) -> Result<bool> {
     setup::everything()?;
-    let usual = if words.quick { install::target()?.join("bench") } else { setup::project().join("benches/results") };
+    let usual = if words.quick {
+        install::target()?.join("bench")
+    } else {
+        setup::project().join("benches/results")
+    };
     sempa_benches::soaked(&sempa_benches::Soak {
         prefix: installed(words)?,
         own_build: words.prefix.is_none(),
@@ -203,12 +230,19 @@ fn soak(words: &Words) -> Result<bool> {
 
 fn managed(words: &Words) -> Result<bool> {
     setup::packages(&PACKAGES)?;
-    sempa_benches::managed(&installed(words)?, words.prefix.is_none(), words.quick, &results(words)?)
+    sempa_benches::managed(
+        &installed(words)?,
+        words.prefix.is_none(),
+        words.quick,
+        &results(words)?,
+    )
 }
 
 /// Single layers. What they print is shown as it comes, and read.
 fn micro(words: &Words) -> Result<bool> {
-    let mut benches = install::cargo(&["bench", "-p", "sempa-benches"])?.stdout(Stdio::piped()).spawn()?;
+    let mut benches = install::cargo(&["bench", "-p", "sempa-benches"])?
+        .stdout(Stdio::piped())
+        .spawn()?;
     let mut printed = String::new();
     for line in BufReader::new(benches.stdout.take().context("no output")?).lines() {
         let line = line?;
@@ -221,7 +255,13 @@ fn micro(words: &Words) -> Result<bool> {
     }
     let usual = setup::project().join("benches/results");
     let results = words.results.as_ref().unwrap_or(&usual);
-    Micro { results, save: words.save, strict: words.strict, share: words.share / 100.0 }.judge(&printed)
+    Micro {
+        results,
+        save: words.save,
+        strict: words.strict,
+        share: words.share / 100.0,
+    }
+    .judge(&printed)
 }
 
 fn peers(words: &Words) -> Result<bool> {

@@ -16,11 +16,36 @@ use std::time::{Duration, Instant};
 /// A row: what it is, the figure's name, SEMPA's own figure, what we allow ourselves.
 const ROWS: [(&str, &str, &str, f64); 6] = [
     ("a sample, every second", "sample_busy_us", "10-170", 12.0),
-    ("a sample, every 5 seconds", "sample_quiet_us", "10-170", 12.0),
-    ("a sample where an owner keeps memory free", "sample_kept_us", "10-170", 12.0),
-    ("is it news, and when to look next", "judge_us", "0.2-0.4", 0.2),
-    ("handing a report over, for who judges", "write_us", "0.6-0.8", 1.0),
-    ("from a login record until it is known", "login_us", "", 5000.0),
+    (
+        "a sample, every 5 seconds",
+        "sample_quiet_us",
+        "10-170",
+        12.0,
+    ),
+    (
+        "a sample where an owner keeps memory free",
+        "sample_kept_us",
+        "10-170",
+        12.0,
+    ),
+    (
+        "is it news, and when to look next",
+        "judge_us",
+        "0.2-0.4",
+        0.2,
+    ),
+    (
+        "handing a report over, for who judges",
+        "write_us",
+        "0.6-0.8",
+        1.0,
+    ),
+    (
+        "from a login record until it is known",
+        "login_us",
+        "",
+        5000.0,
+    ),
 ];
 /// The share of a processor, in percent, that a load watcher may use on a host that does nothing.
 const LIVE_PERCENT_MAX: f64 = 0.01;
@@ -58,25 +83,47 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
         bail!("the measurement failed: {}", out.status);
     }
     let text = String::from_utf8(out.stdout)?;
-    let mut figures: Value = serde_json::from_str(text.trim()).context("the measurement printed something else")?;
+    let mut figures: Value =
+        serde_json::from_str(text.trim()).context("the measurement printed something else")?;
     if let Some(lack) = needs::lacks() {
         bail!("bench load: {lack}");
     }
     let bed = Testbed::new(2, Some(prefix), &[])?;
-    let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm --policy load".to_string()), ..Settings::default() })?;
-    let measured = measure(&vm, Duration::from_secs(60 * minutes)).inspect_err(|_| eprintln!("{}", vm.logs()));
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            rm: Some("pvm-rm --policy load".to_string()),
+            ..Settings::default()
+        },
+    )?;
+    let measured =
+        measure(&vm, Duration::from_secs(60 * minutes)).inspect_err(|_| eprintln!("{}", vm.logs()));
     vm.halt()?;
     let (live, sent) = measured?;
     figures["send_us"] = sent.into();
-    println!("{:38} {:>10} {:>10} {:>10}", "microseconds, median", "ours", "allowed", "SEMPA");
+    println!(
+        "{:38} {:>10} {:>10} {:>10}",
+        "microseconds, median", "ours", "allowed", "SEMPA"
+    );
     let mut good = true;
     for (what, name, sempa, most) in ROWS {
-        let ours = figures[name].as_f64().with_context(|| format!("there is no {name}"))?;
+        let ours = figures[name]
+            .as_f64()
+            .with_context(|| format!("there is no {name}"))?;
         good &= ours <= most;
         println!("{what:38} {ours:10.2} {most:10.1} {sempa:>10}");
     }
-    println!("{:38} {sent:10.2} {:>10} {:>10}", "sending it, when nothing else is due", "", "");
-    let Live { seconds, used_us, percent, busy, quiet } = &live;
+    println!(
+        "{:38} {sent:10.2} {:>10} {:>10}",
+        "sending it, when nothing else is due", "", ""
+    );
+    let Live {
+        seconds,
+        used_us,
+        percent,
+        busy,
+        quiet,
+    } = &live;
     println!(
         "a load watcher at work: {percent:.4} % of a processor ({used_us:.0} us in {seconds:.0} s; the machine was {:.0} % busy)",
         busy * 100.0
@@ -85,7 +132,8 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
     figures["live"] = serde_json::to_value(&live)?;
     fs::create_dir_all(results)?;
     let file = results.join("load.json");
-    fs::write(&file, serde_json::to_vec_pretty(&figures)?).with_context(|| file.display().to_string())?;
+    fs::write(&file, serde_json::to_vec_pretty(&figures)?)
+        .with_context(|| file.display().to_string())?;
     println!("the same as JSON: {}", file.display());
     Ok(good)
 }
@@ -94,26 +142,46 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
 fn measure(vm: &Vm, span: Duration) -> Result<(Live, f64)> {
     vm.add(&["h2"])?;
     let host = vm.bed().host(2);
-    let watcher = eventually(SOON, || watcher(host).ok_or("no load watcher runs".to_string()))?;
+    let watcher = eventually(SOON, || {
+        watcher(host).ok_or("no load watcher runs".to_string())
+    })?;
     std::thread::sleep(SETTLES);
     let (begin, from, busy) = (Instant::now(), used(watcher)?, machine()?);
     std::thread::sleep(span);
     let (seconds, to, after) = (begin.elapsed().as_secs_f64(), used(watcher)?, machine()?);
     let used_us = (to - from) / 1e3;
     let busy = 1.0 - (after.1 - busy.1) / (after.0 - busy.0).max(1.0);
-    let live = Live { seconds, used_us, percent: used_us / seconds / 1e4, busy, quiet: busy <= QUIET };
+    let live = Live {
+        seconds,
+        used_us,
+        percent: used_us / seconds / 1e4,
+        busy,
+        quiet: busy <= QUIET,
+    };
     let program = vm.home().join(SENDER);
-    fs::copy(needs::build_folder()?.join(SENDER), &program).context("the program that sends reports")?;
+    fs::copy(needs::build_folder()?.join(SENDER), &program)
+        .context("the program that sends reports")?;
     let said = must(vm.command(host, program), SOON)?.out;
-    let took: Vec<f64> = said.split_whitespace().map(str::parse).collect::<Result<_, _>>().context(said.clone())?;
+    let took: Vec<f64> = said
+        .split_whitespace()
+        .map(str::parse)
+        .collect::<Result<_, _>>()
+        .context(said.clone())?;
     let median = took.get(took.len() / 2).context("it has sent nothing")?;
     Ok((live, median / 1e3))
 }
 
 /// The load watcher of a host.
 fn watcher(host: &Host) -> Option<u32> {
-    let is = |line: &str| line.split(' ').next().is_some_and(|path| path.ends_with("pvm-load-watcher"));
-    host.processes().into_iter().find(|(_, line)| is(line)).map(|(pid, _)| pid)
+    let is = |line: &str| {
+        line.split(' ')
+            .next()
+            .is_some_and(|path| path.ends_with("pvm-load-watcher"))
+    };
+    host.processes()
+        .into_iter()
+        .find(|(_, line)| is(line))
+        .map(|(pid, _)| pid)
 }
 
 /// Processor time that all threads of a process have used, in nanoseconds.
@@ -121,7 +189,11 @@ fn used(pid: u32) -> Result<f64> {
     let mut sum = 0.0;
     for thread in fs::read_dir(format!("/proc/{pid}/task")).context("the load watcher has ended")? {
         let text = fs::read_to_string(thread?.path().join("schedstat"))?;
-        sum += text.split(' ').next().and_then(|ns| ns.parse::<f64>().ok()).context("schedstat says something else")?;
+        sum += text
+            .split(' ')
+            .next()
+            .and_then(|ns| ns.parse::<f64>().ok())
+            .context("schedstat says something else")?;
     }
     Ok(sum)
 }
@@ -130,6 +202,11 @@ fn used(pid: u32) -> Result<f64> {
 fn machine() -> Result<(f64, f64)> {
     let text = fs::read_to_string("/proc/stat")?;
     let line = text.lines().next().context("/proc/stat is empty")?;
-    let ticks: Vec<f64> = line.split_whitespace().skip(1).take(8).filter_map(|n| n.parse().ok()).collect();
+    let ticks: Vec<f64> = line
+        .split_whitespace()
+        .skip(1)
+        .take(8)
+        .filter_map(|n| n.parse().ok())
+        .collect();
     Ok((ticks.iter().sum(), ticks.iter().skip(3).take(2).sum()))
 }

@@ -47,13 +47,21 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
         anyhow::bail!("bench owners: {lack}");
     }
     let bed = Testbed::new(HOSTS, Some(prefix), &[])?;
-    let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm --policy load".to_string()), ..Settings::default() })?;
-    let outcome = watch(&vm, Duration::from_secs(60 * minutes)).inspect_err(|_| eprintln!("{}", vm.logs()))?;
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            rm: Some("pvm-rm --policy load".to_string()),
+            ..Settings::default()
+        },
+    )?;
+    let outcome = watch(&vm, Duration::from_secs(60 * minutes))
+        .inspect_err(|_| eprintln!("{}", vm.logs()))?;
     vm.halt()?;
     tell(&outcome);
     fs::create_dir_all(results)?;
     let file = results.join("owners.json");
-    fs::write(&file, serde_json::to_vec_pretty(&outcome)?).with_context(|| file.display().to_string())?;
+    fs::write(&file, serde_json::to_vec_pretty(&outcome)?)
+        .with_context(|| file.display().to_string())?;
     say(&format!("the same as JSON: {}", file.display()));
     Ok(outcome.good)
 }
@@ -61,9 +69,22 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
 fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
     let names = hosts_join(vm, say)?;
     vm.program("busy")?;
-    let index_of = |host: &Host| names.iter().find(|(_, name)| **name == host.name()).map(|(index, _)| *index);
-    let hosts: Vec<(u16, &Host)> = vm.bed().hosts().iter().filter_map(|host| Some((index_of(host)?, host))).collect();
-    ensure!(hosts.len() == HOSTS, "not all hosts are in the virtual machine: {names:?}");
+    let index_of = |host: &Host| {
+        names
+            .iter()
+            .find(|(_, name)| **name == host.name())
+            .map(|(index, _)| *index)
+    };
+    let hosts: Vec<(u16, &Host)> = vm
+        .bed()
+        .hosts()
+        .iter()
+        .filter_map(|host| Some((index_of(host)?, host)))
+        .collect();
+    ensure!(
+        hosts.len() == HOSTS,
+        "not all hosts are in the virtual machine: {names:?}"
+    );
     let kernels = Watch::start(&hosts, demo::KERNEL)?;
     let (mut outcome, mut events, mut stays) = (Outcome::default(), BTreeMap::new(), Vec::new());
     let begin = Instant::now();
@@ -76,7 +97,14 @@ fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
         if there.len() < AT_ONCE && !there.contains_key(&index) {
             let (stay, from) = (millis(&mut dice, STAY_MS), now_us());
             let login = Login::new(vm.bed(), "olga", host)?;
-            there.insert(index, There { until: Instant::now() + stay, from, login });
+            there.insert(
+                index,
+                There {
+                    until: Instant::now() + stay,
+                    from,
+                    login,
+                },
+            );
             outcome.visits += 1;
         }
         jobs.go_on(vm, &mut outcome)?;
@@ -89,8 +117,16 @@ fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
     outcome.seconds = begin.elapsed().as_secs();
     note(vm, &mut events)?;
     let (events, seen) = (events.into_values().collect::<Vec<Entry>>(), kernels.end()?);
-    let decisions = names.into_iter().map(|(index, name)| Ok((index, (name.clone(), decisions(vm, &name)?))));
-    outcome.judge(&events, &stays, &decisions.collect::<Result<_>>()?, &clocks, &seen);
+    let decisions = names
+        .into_iter()
+        .map(|(index, name)| Ok((index, (name.clone(), decisions(vm, &name)?))));
+    outcome.judge(
+        &events,
+        &stays,
+        &decisions.collect::<Result<_>>()?,
+        &clocks,
+        &seen,
+    );
     Ok(outcome)
 }
 
@@ -105,7 +141,12 @@ struct Jobs {
 impl Jobs {
     fn start(vm: &Vm, span: Duration) -> Result<Jobs> {
         let units = span.as_secs() * UNITS_PER_SECOND;
-        Ok(Jobs { search: start_search(vm, say)?, farm: start_farm(vm, units)?, units, clocks: Clocks::new() })
+        Ok(Jobs {
+            search: start_search(vm, say)?,
+            farm: start_farm(vm, units)?,
+            units,
+            clocks: Clocks::new(),
+        })
     }
 
     /// What has ended is judged and begins again.
@@ -154,12 +195,16 @@ fn searched(vm: &Vm, search: Running, deadline: Duration, outcome: &mut Outcome)
 /// A farm has ended, or has to: each of its tasks has the right result.
 fn harvested(farm: Running, deadline: Duration, outcome: &mut Outcome, clocks: &mut Clocks) {
     outcome.farms += 1;
-    match farm.finish(deadline).and_then(|done| done.expect_good("the farm")) {
+    match farm
+        .finish(deadline)
+        .and_then(|done| done.expect_good("the farm"))
+    {
         Ok(done) => match read_farm(&done.out, clocks) {
             right if right == WORKERS => outcome.results += right,
-            right => {
-                outcome.reasons.push(format!("{right} of {WORKERS} tasks of a farm had the right result: {}", done.out))
-            }
+            right => outcome.reasons.push(format!(
+                "{right} of {WORKERS} tasks of a farm had the right result: {}",
+                done.out
+            )),
         },
         Err(error) => outcome.reasons.push(format!("{error:#}")),
     }
@@ -176,7 +221,11 @@ fn read_farm(out: &str, clocks: &mut Clocks) -> usize {
                 let clock = clocks.entry(tid.to_string()).or_default();
                 (clock.first, clock.last) = span(from, to).unwrap_or_default();
             }
-            ["gap", tid, from, to] => clocks.entry(tid.to_string()).or_default().gaps.extend(span(from, to)),
+            ["gap", tid, from, to] => clocks
+                .entry(tid.to_string())
+                .or_default()
+                .gaps
+                .extend(span(from, to)),
             ["task", _, "right"] => right += 1,
             _ => {}
         }
@@ -205,12 +254,24 @@ struct There {
 }
 
 /// Logs out whose time is over.
-fn leave(there: &mut BTreeMap<u16, There>, stays: &mut Vec<Stay>, is_over: impl Fn(Instant) -> bool) -> Result<()> {
-    let over: Vec<u16> = there.iter().filter(|(_, there)| is_over(there.until)).map(|(host, _)| *host).collect();
+fn leave(
+    there: &mut BTreeMap<u16, There>,
+    stays: &mut Vec<Stay>,
+    is_over: impl Fn(Instant) -> bool,
+) -> Result<()> {
+    let over: Vec<u16> = there
+        .iter()
+        .filter(|(_, there)| is_over(there.until))
+        .map(|(host, _)| *host)
+        .collect();
     for host in over {
         if let Some(There { from, login, .. }) = there.remove(&host) {
             login.out()?;
-            stays.push(Stay { host, from, to: now_us() });
+            stays.push(Stay {
+                host,
+                from,
+                to: now_us(),
+            });
         }
     }
     Ok(())
@@ -223,15 +284,26 @@ fn note(vm: &Vm, events: &mut BTreeMap<u64, Entry>) -> Result<()> {
 
 /// All that the resource manager remembers to have decided about a host.
 fn decisions(vm: &Vm, host: &str) -> Result<Vec<Decision>> {
-    let mut answer = vm.json(&["why", host])?.pop().context("why prints one value")?;
+    let mut answer = vm
+        .json(&["why", host])?
+        .pop()
+        .context("why prints one value")?;
     Ok(serde_json::from_value(answer["decisions"].take())?)
 }
 
 fn tell(outcome: &Outcome) {
     let ms = |us: Option<&u64>| us.map_or("-".to_string(), |us| format!("{:.1}", *us as f64 / 1e3));
     let line = |what: &str, all: &[u64]| {
-        let share = |percent: usize| ms(all.get((all.len() * percent / 100).min(all.len().saturating_sub(1))));
-        println!("{what:48} {:>6} {:>8} {:>8} {:>8}", all.len(), share(50), share(99), ms(all.last()));
+        let share = |percent: usize| {
+            ms(all.get((all.len() * percent / 100).min(all.len().saturating_sub(1))))
+        };
+        println!(
+            "{what:48} {:>6} {:>8} {:>8} {:>8}",
+            all.len(),
+            share(50),
+            share(99),
+            ms(all.last())
+        );
     };
     println!(
         "{} visits in {} s; {} moves, {} more failed; tablix2 ended {} times by itself with {} timetables, the farm {} times \
@@ -251,29 +323,64 @@ fn tell(outcome: &Outcome) {
     );
     line("its load watcher knows", &outcome.seen_us);
     line("all guests stand still, after its word", &outcome.held_us);
-    line("a worker runs no more, by its own clock", &outcome.stood_still_us);
-    line("a kernel of tablix2 got so much after 50 ms", &outcome.kernels_got_us);
+    line(
+        "a worker runs no more, by its own clock",
+        &outcome.stood_still_us,
+    );
+    line(
+        "a kernel of tablix2 got so much after 50 ms",
+        &outcome.kernels_got_us,
+    );
     line("and its dump, inside of it", &outcome.dumps_got_us);
     line("and the kernel, to end it", &outcome.ends_got_us);
     line("no guest is left on the host", &outcome.clean_us);
     line("the same where there was one", &outcome.cleared_us);
-    line("the same where a guest had nowhere to go", &outcome.nowhere_us);
+    line(
+        "the same where a guest had nowhere to go",
+        &outcome.nowhere_us,
+    );
     if outcome.workers_skipped + outcome.kernels_skipped > 0 {
-        println!("not judged: {} workers, {} kernels", outcome.workers_skipped, outcome.kernels_skipped);
+        println!(
+            "not judged: {} workers, {} kernels",
+            outcome.workers_skipped, outcome.kernels_skipped
+        );
     }
-    for Late { host, clean_us, promised_us, story } in &outcome.late {
-        println!("{host} was clean after {:.1} ms, promised {:.1}:", *clean_us as f64 / 1e3, *promised_us as f64 / 1e3);
+    for Late {
+        host,
+        clean_us,
+        promised_us,
+        story,
+    } in &outcome.late
+    {
+        println!(
+            "{host} was clean after {:.1} ms, promised {:.1}:",
+            *clean_us as f64 / 1e3,
+            *promised_us as f64 / 1e3
+        );
         story.iter().for_each(|line| println!("    {line}"));
     }
-    for RanOn { worker, ran_us, story } in &outcome.ran_on {
+    for RanOn {
+        worker,
+        ran_us,
+        story,
+    } in &outcome.ran_on
+    {
         println!("{worker} ran for {:.1} ms:", *ran_us as f64 / 1e3);
         story.iter().for_each(|line| println!("    {line}"));
     }
     for GotOn { pid, got_us, story } in &outcome.got_on {
-        println!("process {pid} of tablix2 got the processor for {:.1} ms:", *got_us as f64 / 1e3);
+        println!(
+            "process {pid} of tablix2 got the processor for {:.1} ms:",
+            *got_us as f64 / 1e3
+        );
         story.iter().for_each(|line| println!("    {line}"));
     }
-    println!("load: {}", fs::read_to_string("/proc/loadavg").unwrap_or_default().trim());
+    println!(
+        "load: {}",
+        fs::read_to_string("/proc/loadavg")
+            .unwrap_or_default()
+            .trim()
+    );
     for reason in &outcome.reasons {
         println!("NOT GOOD: {reason}");
     }
@@ -289,8 +396,18 @@ mod tests {
         let out = "spawned t40002\nspawned t40003\nwatched t40003 10 400\ngap t40003 100 250\ntask t40003 right\n\
                    watched t40002 12 300\ntask t40002 wrong\nfarm 2\n";
         assert_eq!(read_farm(out, &mut clocks), 1);
-        let told = |tid: &str| (clocks[tid].first, clocks[tid].last, clocks[tid].gaps.clone());
+        let told = |tid: &str| {
+            (
+                clocks[tid].first,
+                clocks[tid].last,
+                clocks[tid].gaps.clone(),
+            )
+        };
         assert_eq!(told("t40003"), (10, 400, vec![(100, 250)]));
-        assert_eq!(told("t40002"), (12, 300, vec![]), "it never stood still, and is a worker all the same");
+        assert_eq!(
+            told("t40002"),
+            (12, 300, vec![]),
+            "it never stood still, and is a worker all the same"
+        );
     }
 }

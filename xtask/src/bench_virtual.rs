@@ -22,8 +22,14 @@ pub(crate) fn decide(results: &Path) -> Result<bool> {
 /// # Errors
 /// The build fails, a measurement is missing, or the results cannot be written.
 pub(crate) fn simulate(results: &Path) -> Result<bool> {
-    let measured =
-        |name: &str| format!("--{name}={}", setup::project().join(format!("benches/results/{name}.json")).display());
+    let measured = |name: &str| {
+        format!(
+            "--{name}={}",
+            setup::project()
+                .join(format!("benches/results/{name}.json"))
+                .display()
+        )
+    };
     let (text, json, good) = run("sim", &[measured("owners"), measured("migrate")])?;
     sempa_benches::simulated(&text, &json, results)?;
     Ok(good)
@@ -37,7 +43,10 @@ fn run(name: &str, words: &[String]) -> Result<(String, PathBuf, bool)> {
         fs::remove_file(&json).with_context(|| json.display().to_string())?;
     }
     let mut command = install::cargo(&["bench", "-q", "-p", "pvm-rm", "--bench", name, "--"])?;
-    command.args(words).arg(format!("--json={}", json.display())).stderr(Stdio::inherit());
+    command
+        .args(words)
+        .arg(format!("--json={}", json.display()))
+        .stderr(Stdio::inherit());
     let done = command.output().context("cargo")?;
     let text = String::from_utf8_lossy(&done.stdout).into_owned();
     print!("{text}");

@@ -27,13 +27,26 @@ pub(crate) fn run(against: &str, chosen: &[String], as_installed: bool) -> Resul
     let runs: Result<Vec<(System, Vec<Outcome>)>> = std::thread::scope(|scope| {
         let workers: Vec<_> = systems
             .iter()
-            .map(|system| (system, scope.spawn(move || conformance::outcomes(*system, chosen))))
+            .map(|system| {
+                (
+                    system,
+                    scope.spawn(move || conformance::outcomes(*system, chosen)),
+                )
+            })
             .collect();
-        let joined = workers.into_iter().map(|(system, worker)| (system, worker.join().expect("no panic in a run")));
-        joined.map(|(system, outcomes)| Ok((*system, outcomes?))).collect()
+        let joined = workers
+            .into_iter()
+            .map(|(system, worker)| (system, worker.join().expect("no panic in a run")));
+        joined
+            .map(|(system, outcomes)| Ok((*system, outcomes?)))
+            .collect()
     });
     let verdict = conformance::judge(&runs?, &conformance::differences()?, chosen.is_empty());
     print!("{}", verdict.text());
-    println!("\n{} sentences, {} differences unexplained", verdict.sentences.len(), verdict.unexplained.len());
+    println!(
+        "\n{} sentences, {} differences unexplained",
+        verdict.sentences.len(),
+        verdict.unexplained.len()
+    );
     Ok(verdict.unexplained.is_empty())
 }

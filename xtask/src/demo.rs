@@ -58,22 +58,37 @@ pub(crate) fn run(json: &Path) -> Result<bool> {
     install::lay_out(&prefix)?;
     let prefix = prefix.canonicalize()?;
     if let Some(lack) = needs::lacks() {
-        println!("demo: {lack}; so there is no login and no move here, only a virtual machine of this one host");
+        println!(
+            "demo: {lack}; so there is no login and no move here, only a virtual machine of this one host"
+        );
         return demo_alone::run(&prefix);
     }
-    say(&format!("making {KERNELS} hosts, each with its own network, files, processes and sshd"));
+    say(&format!(
+        "making {KERNELS} hosts, each with its own network, files, processes and sshd"
+    ));
     let bed = Testbed::new(KERNELS, Some(&prefix), &[])?;
     let rm = "pvm-rm --policy load".to_string();
-    let vm = Vm::start(&bed, Settings { rm: Some(rm), ..Settings::default() })?;
+    let vm = Vm::start(
+        &bed,
+        Settings {
+            rm: Some(rm),
+            ..Settings::default()
+        },
+    )?;
     let outcome = story(&vm).inspect_err(|_| eprintln!("{}", vm.logs()))?;
     if let Some(timeline) = &outcome.timeline {
         timeline.print();
     }
-    let place = if json.is_absolute() { json.to_path_buf() } else { setup::project().join(json) };
+    let place = if json.is_absolute() {
+        json.to_path_buf()
+    } else {
+        setup::project().join(json)
+    };
     if let Some(folder) = place.parent() {
         fs::create_dir_all(folder)?;
     }
-    fs::write(&place, serde_json::to_vec_pretty(&outcome)?).with_context(|| place.display().to_string())?;
+    fs::write(&place, serde_json::to_vec_pretty(&outcome)?)
+        .with_context(|| place.display().to_string())?;
     say(&format!("the same as JSON: {}", place.display()));
     for reason in &outcome.reasons {
         println!("demo: NOT GOOD: {reason}");
@@ -95,7 +110,10 @@ fn story(vm: &Vm) -> Result<Outcome> {
     let started = Instant::now();
     let mut search = start_search(vm, say)?;
     wait_for_guests(vm, &mut search)?;
-    say(&format!("olga logs into {} over ssh, with a terminal", owned.name()));
+    say(&format!(
+        "olga logs into {} over ssh, with a terminal",
+        owned.name()
+    ));
     let login = Login::new(vm.bed(), "olga", owned)?;
     vm.event(
         SOON,
@@ -103,7 +121,10 @@ fn story(vm: &Vm) -> Result<Outcome> {
         |entry| matches!(entry.kind, EventKind::HostClean { host } if host.index() == index),
     )?;
     let mut reasons = guests_on(vm, owned.name())?;
-    say(&format!("{} is clean; olga works, then logs out", owned.name()));
+    say(&format!(
+        "{} is clean; olga works, then logs out",
+        owned.name()
+    ));
     login.out()?;
     vm.event(
         SOON,
@@ -117,7 +138,11 @@ fn story(vm: &Vm) -> Result<Outcome> {
     let done = search.finish(SEARCH_TIME)?;
     let searched = started.elapsed();
     if !done.good() {
-        reasons.push(format!("tablix2 ended with {}: {}", done.status, done.err.trim()));
+        reasons.push(format!(
+            "tablix2 ended with {}: {}",
+            done.status,
+            done.err.trim()
+        ));
     }
     if searched < SEARCH_LEAST {
         reasons.push(format!("tablix2 ran only {:.1} s", searched.as_secs_f64()));
@@ -140,19 +165,30 @@ fn story(vm: &Vm) -> Result<Outcome> {
         done.status,
         solutions.len()
     ));
-    Ok(Outcome { good: reasons.is_empty(), reasons, timeline, search_s: searched.as_secs_f64(), fitness })
+    Ok(Outcome {
+        good: reasons.is_empty(),
+        reasons,
+        timeline,
+        search_s: searched.as_secs_f64(),
+        fitness,
+    })
 }
 
 /// Adds the hosts over ssh and waits for a load watcher on each. The hosts by index.
 pub(crate) fn hosts_join(vm: &Vm, say: fn(&str)) -> Result<BTreeMap<u16, String>> {
     let hosts = vm.bed().hosts();
     let others: Vec<&str> = hosts[1..].iter().map(|host| host.name()).collect();
-    say(&format!("the virtual machine runs on h1; adding {} over ssh", others.join(" ")));
+    say(&format!(
+        "the virtual machine runs on h1; adding {} over ssh",
+        others.join(" ")
+    ));
     vm.add(&others)?;
     eventually(SOON, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
         let watched = |name: &str| {
-            tasks.iter().any(|task| task.name.ends_with("pvm-load-watcher") && task.host.as_deref() == Some(name))
+            tasks.iter().any(|task| {
+                task.name.ends_with("pvm-load-watcher") && task.host.as_deref() == Some(name)
+            })
         };
         match hosts.iter().find(|host| !watched(host.name())) {
             Some(host) => Err(format!("no load watcher on {}", host.name())),
@@ -162,10 +198,17 @@ pub(crate) fn hosts_join(vm: &Vm, say: fn(&str)) -> Result<BTreeMap<u16, String>
     let conf = vm.json(&["conf"])?.pop().context("conf prints one value")?;
     let mut names = BTreeMap::new();
     for host in conf["hosts"].as_array().context("conf lists the hosts")? {
-        let index = host["index"].as_u64().and_then(|index| u16::try_from(index).ok()).context("an index")?;
+        let index = host["index"]
+            .as_u64()
+            .and_then(|index| u16::try_from(index).ok())
+            .context("an index")?;
         names.insert(index, host["name"].as_str().context("a name")?.to_string());
     }
-    ensure!(names.len() == hosts.len(), "{} hosts are in the virtual machine: {names:?}", names.len());
+    ensure!(
+        names.len() == hosts.len(),
+        "{} hosts are in the virtual machine: {names:?}",
+        names.len()
+    );
     say("the resource manager is registered and every host has a load watcher");
     Ok(names)
 }
@@ -173,7 +216,9 @@ pub(crate) fn hosts_join(vm: &Vm, say: fn(&str)) -> Result<BTreeMap<u16, String>
 fn index_of(names: &BTreeMap<u16, String>, number: usize) -> Result<u16> {
     let wanted = format!("h{number}");
     let found = names.iter().find(|(_, name)| **name == wanted);
-    found.map(|(index, _)| *index).with_context(|| format!("{wanted} is not in {names:?}"))
+    found
+        .map(|(index, _)| *index)
+        .with_context(|| format!("{wanted} is not in {names:?}"))
 }
 
 fn work_folder(vm: &Vm) -> PathBuf {
@@ -185,9 +230,14 @@ pub(crate) fn start_search(vm: &Vm, say: fn(&str)) -> Result<Running> {
     fs::create_dir_all(&folder)?;
     let problem = folder.join("school.xml");
     fs::write(&problem, timetable::problem(SCHOOL, 1))?;
-    say(&format!("tablix2 looks for a timetable with {KERNELS} kernels"));
+    say(&format!(
+        "tablix2 looks for a timetable with {KERNELS} kernels"
+    ));
     let mut command = vm.command(vm.bed().host(1), "tablix2");
-    command.args(["-n", &KERNELS.to_string(), "-d", "3", "-p", PATIENCE, "-o"]).arg(folder.join("demo_")).arg(&problem);
+    command
+        .args(["-n", &KERNELS.to_string(), "-d", "3", "-p", PATIENCE, "-o"])
+        .arg(folder.join("demo_"))
+        .arg(&problem);
     Running::start(command, Stdio::null())
 }
 
@@ -196,17 +246,24 @@ fn wait_for_guests(vm: &Vm, search: &mut Running) -> Result<()> {
     let owned = vm.bed().host(OWNED).name();
     eventually(SOON, || {
         if let Ok(Some(status)) = search.poll() {
-            let words = search.err_so_far().unwrap_or_default() + &search.out_so_far().unwrap_or_default();
-            return Ok(Err(format!("tablix2 ended early, {status}: {}", words.trim())));
+            let words =
+                search.err_so_far().unwrap_or_default() + &search.out_so_far().unwrap_or_default();
+            return Ok(Err(format!(
+                "tablix2 ended early, {status}: {}",
+                words.trim()
+            )));
         }
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
-        let there = tasks.iter().any(|task| is_kernel(&task.name) && task.host.as_deref() == Some(owned));
-        let out = search.out_so_far().unwrap_or_default() + &search.err_so_far().unwrap_or_default();
+        let there = tasks
+            .iter()
+            .any(|task| is_kernel(&task.name) && task.host.as_deref() == Some(owned));
+        let out =
+            search.out_so_far().unwrap_or_default() + &search.err_so_far().unwrap_or_default();
         match (there, out.contains(" reports ")) {
             (true, true) => Ok(Ok(())),
-            (there, reports) => {
-                Err(format!("kernel on {owned}: {there}, progress reported: {reports}; tasks: {tasks:?}"))
-            }
+            (there, reports) => Err(format!(
+                "kernel on {owned}: {there}, progress reported: {reports}; tasks: {tasks:?}"
+            )),
         }
     })?
     .map_err(anyhow::Error::msg)
@@ -251,7 +308,9 @@ fn used_again(vm: &Vm, host: &str) -> Result<()> {
             Err(error) => Err(format!("{error:#}")),
         }
     })?;
-    say(&format!("{host} is used again: a new task was placed there"));
+    say(&format!(
+        "{host} is used again: a new task was placed there"
+    ));
     Ok(())
 }
 
@@ -269,7 +328,11 @@ pub(crate) fn solutions(vm: &Vm) -> Result<Vec<Solution>> {
     for number in 0..KERNELS {
         let table = folder.join(format!("demo_{number}.csv"));
         let mut command = vm.command(vm.bed().host(1), "tablix2_output");
-        command.arg("-o").arg(&table).arg("csv").arg(folder.join(format!("demo_result{number}.xml")));
+        command
+            .arg("-o")
+            .arg(&table)
+            .arg("csv")
+            .arg(folder.join(format!("demo_result{number}.xml")));
         must(command, SOON)?;
         let text = fs::read_to_string(&table).with_context(|| table.display().to_string())?;
         solutions.push(timetable::check(&text).with_context(|| format!("result {number}"))?);

@@ -20,10 +20,18 @@ pub(crate) fn run(prefix: &Path) -> Result<bool> {
     let folder = tempfile_folder()?;
     let command = |program: &Path| {
         let mut command = Command::new(program);
-        command.env("PVM_TMP", &folder).env("LD_LIBRARY_PATH", prefix.join("lib")).current_dir(&folder);
+        command
+            .env("PVM_TMP", &folder)
+            .env("LD_LIBRARY_PATH", prefix.join("lib"))
+            .current_dir(&folder);
         // The daemon looks there for what is spawned.
-        command.env("PVM_PATH", "/usr/bin").env("PVM_ALLOW_ROOT", "1");
-        command.env("PATH", format!("{}:/usr/bin:/bin", prefix.join("bin").display()));
+        command
+            .env("PVM_PATH", "/usr/bin")
+            .env("PVM_ALLOW_ROOT", "1");
+        command.env(
+            "PATH",
+            format!("{}:/usr/bin:/bin", prefix.join("bin").display()),
+        );
         command
     };
     let pvm = |words: &[&str]| -> Result<Done> {
@@ -53,13 +61,21 @@ pub(crate) fn run(prefix: &Path) -> Result<bool> {
         bail!("the virtual machine does not halt");
     }
     removed.with_context(|| folder.display().to_string())?;
-    say(if good { "what can be shown on one host held" } else { "NOT GOOD: the example failed" });
+    say(if good {
+        "what can be shown on one host held"
+    } else {
+        "NOT GOOD: the example failed"
+    });
     Ok(good)
 }
 
 fn name_of_this_host(conf: &Done) -> Result<String> {
-    let value: serde_json::Value = serde_json::from_str(conf.out.trim()).context("pvm --json conf")?;
-    Ok(value["hosts"][0]["name"].as_str().context("conf names the hosts")?.to_string())
+    let value: serde_json::Value =
+        serde_json::from_str(conf.out.trim()).context("pvm --json conf")?;
+    Ok(value["hosts"][0]["name"]
+        .as_str()
+        .context("conf names the hosts")?
+        .to_string())
 }
 
 fn tempfile_folder() -> Result<std::path::PathBuf> {

@@ -9,9 +9,24 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Programs, as they are installed.
-const PROGRAMS: [&str; 6] = ["pvm", "pvmd", "pvm-rm", "pvm-load-watcher", "pvm-tasker", "pvm_gstat"];
+const PROGRAMS: [&str; 6] = [
+    "pvm",
+    "pvmd",
+    "pvm-rm",
+    "pvm-load-watcher",
+    "pvm-tasker",
+    "pvm_gstat",
+];
 /// Packages that make the programs and the library.
-const CRATES: [&str; 7] = ["pvm-console", "pvmd", "pvm-rm", "pvm-load-watcher", "pvm-tasker", "pvm3-capi", "gpvm3"];
+const CRATES: [&str; 7] = [
+    "pvm-console",
+    "pvmd",
+    "pvm-rm",
+    "pvm-load-watcher",
+    "pvm-tasker",
+    "pvm3-capi",
+    "gpvm3",
+];
 
 /// The target folder of this build: two above the running program.
 pub(crate) fn target() -> Result<PathBuf> {
@@ -22,11 +37,17 @@ pub(crate) fn target() -> Result<PathBuf> {
 /// Runs cargo in the project with the same target folder as ours.
 pub(crate) fn cargo(words: &[&str]) -> Result<Command> {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command.args(words).current_dir(project()).env("CARGO_TARGET_DIR", target()?);
+    command
+        .args(words)
+        .current_dir(project())
+        .env("CARGO_TARGET_DIR", target()?);
     // What cargo says of this package, whose program this is, would look like a change to the build scripts of others, and
     // everything above them would be built anew, each time.
-    let ours =
-        |name: &OsString| ["CARGO_PKG_", "CARGO_MANIFEST_"].iter().any(|of| name.to_string_lossy().starts_with(of));
+    let ours = |name: &OsString| {
+        ["CARGO_PKG_", "CARGO_MANIFEST_"]
+            .iter()
+            .any(|of| name.to_string_lossy().starts_with(of))
+    };
     for (name, _) in std::env::vars_os().filter(|(name, _)| ours(name)) {
         command.env_remove(name);
     }
@@ -42,7 +63,9 @@ pub(crate) fn build(whole: bool) -> Result<()> {
     if whole {
         command.args(["--workspace", "--all-targets"]);
     } else {
-        command.args(CRATES.iter().flat_map(|name| ["-p", name])).args(["-p", "sempa-tests"]);
+        command
+            .args(CRATES.iter().flat_map(|name| ["-p", name]))
+            .args(["-p", "sempa-tests"]);
     }
     if !command.status().context("cargo")?.success() {
         bail!("the build failed");
@@ -63,13 +86,25 @@ pub(crate) fn lay_out(prefix: &Path) -> Result<()> {
     for name in PROGRAMS {
         put(&built.join(name), &prefix.join("bin").join(name), 0o755)?;
     }
-    put(&built.join("libpvm3.so"), &prefix.join("lib/libpvm3.so.3"), 0o755)?;
+    put(
+        &built.join("libpvm3.so"),
+        &prefix.join("lib/libpvm3.so.3"),
+        0o755,
+    )?;
     link("libpvm3.so.3", &prefix.join("lib/libpvm3.so"))?;
     let capi = project().join("libpvm/capi");
     for header in ["pvm3.h", "pvmproto.h", "pvmtev.h"] {
-        put(&capi.join("include").join(header), &prefix.join("include").join(header), 0o644)?;
+        put(
+            &capi.join("include").join(header),
+            &prefix.join("include").join(header),
+            0o644,
+        )?;
     }
-    put(&built.join("libpvm3.a"), &prefix.join("lib/libpvm3.a"), 0o644)?;
+    put(
+        &built.join("libpvm3.a"),
+        &prefix.join("lib/libpvm3.a"),
+        0o644,
+    )?;
     package_config(prefix, &capi.join("pvm3.pc.in"))?;
     groups_and_fortran(prefix, &built)?;
     manuals(prefix)
@@ -77,32 +112,59 @@ pub(crate) fn lay_out(prefix: &Path) -> Result<()> {
 
 /// The group library with its programs, and what Fortran programs are built with.
 fn groups_and_fortran(prefix: &Path, built: &Path) -> Result<()> {
-    put(&built.join("libgpvm3.so"), &prefix.join("lib/libgpvm3.so.3"), 0o755)?;
+    put(
+        &built.join("libgpvm3.so"),
+        &prefix.join("lib/libgpvm3.so.3"),
+        0o755,
+    )?;
     link("libgpvm3.so.3", &prefix.join("lib/libgpvm3.so"))?;
-    put(&built.join("libgpvm3.a"), &prefix.join("lib/libgpvm3.a"), 0o644)?;
+    put(
+        &built.join("libgpvm3.a"),
+        &prefix.join("lib/libgpvm3.a"),
+        0o644,
+    )?;
     link("pvm_gstat", &prefix.join("bin/pvmgroups"))?;
     package_config(prefix, &project().join("libpvm/group/gpvm3.pc.in"))?;
     replace(&prefix.join("lib/libfpvm3.a"), fpvm3::ARCHIVE, 0o644)?;
-    replace(&prefix.join("include/fpvm3.h"), fpvm3::HEADER.as_bytes(), 0o644)
+    replace(
+        &prefix.join("include/fpvm3.h"),
+        fpvm3::HEADER.as_bytes(),
+        0o644,
+    )
 }
 
 /// A file for pkg-config, made from its form.
 fn package_config(prefix: &Path, form: &Path) -> Result<()> {
     let text = fs::read_to_string(form).with_context(|| form.display().to_string())?;
     let place = std::path::absolute(prefix)?.display().to_string();
-    let text =
-        text.replace("@PREFIX@", &place).replace("@prefix@", &place).replace("@VERSION@", env!("CARGO_PKG_VERSION"));
+    let text = text
+        .replace("@PREFIX@", &place)
+        .replace("@prefix@", &place)
+        .replace("@VERSION@", env!("CARGO_PKG_VERSION"));
     let name = form.file_stem().unwrap_or_default();
-    replace(&prefix.join("lib/pkgconfig").join(name), text.as_bytes(), 0o644)
+    replace(
+        &prefix.join("lib/pkgconfig").join(name),
+        text.as_bytes(),
+        0o644,
+    )
 }
 
 fn manuals(prefix: &Path) -> Result<()> {
-    let Ok(entries) = fs::read_dir(project().join("docs/man")) else { return Ok(()) };
+    let Ok(entries) = fs::read_dir(project().join("docs/man")) else {
+        return Ok(());
+    };
     let pages: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
-    for page in pages.iter().filter(|page| page.extension().is_some_and(|end| end == "1")) {
+    for page in pages
+        .iter()
+        .filter(|page| page.extension().is_some_and(|end| end == "1"))
+    {
         let folder = prefix.join("share/man/man1");
         fs::create_dir_all(&folder)?;
-        put(page, &folder.join(page.file_name().unwrap_or_default()), 0o644)?;
+        put(
+            page,
+            &folder.join(page.file_name().unwrap_or_default()),
+            0o644,
+        )?;
     }
     Ok(())
 }
@@ -130,11 +192,17 @@ fn link(content: &str, place: &Path) -> Result<()> {
     }
     let fresh = beside(place);
     let _ = fs::remove_file(&fresh);
-    symlink(content, &fresh).and_then(|()| fs::rename(&fresh, place)).with_context(|| place.display().to_string())
+    symlink(content, &fresh)
+        .and_then(|()| fs::rename(&fresh, place))
+        .with_context(|| place.display().to_string())
 }
 
 /// A name in the same folder that nobody else uses.
 fn beside(place: &Path) -> PathBuf {
-    let name = place.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let name = place
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned();
     place.with_file_name(format!(".{name}.{}", std::process::id()))
 }

@@ -18,7 +18,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 #[derive(Parser)]
-#[command(about = "Builds, shows, tests and installs Sempa", arg_required_else_help = true)]
+#[command(
+    about = "Builds, shows, tests and installs Sempa",
+    arg_required_else_help = true
+)]
 struct Words {
     #[command(subcommand)]
     command: What,
@@ -71,7 +74,11 @@ fn main() -> ExitCode {
         What::Test { words } => test::run(&words),
         What::Install { prefix } => put_in_place(&prefix),
         What::Criu { prefix } => setup::criu(&prefix).map(|()| true),
-        What::Conformance { against, as_installed, programs } => conformance::run(&against, &programs, as_installed),
+        What::Conformance {
+            against,
+            as_installed,
+            programs,
+        } => conformance::run(&against, &programs, as_installed),
         What::Bench(words) => bench::run(&words),
     };
     match done {
@@ -87,6 +94,9 @@ fn main() -> ExitCode {
 fn put_in_place(prefix: &std::path::Path) -> Result<bool> {
     install::build(false)?;
     install::lay_out(prefix)?;
-    println!("installed under {}: put {0}/bin on PATH and {0}/lib in LD_LIBRARY_PATH", prefix.display());
+    println!(
+        "installed under {}: put {0}/bin on PATH and {0}/lib in LD_LIBRARY_PATH",
+        prefix.display()
+    );
     Ok(true)
 }

@@ -43,7 +43,10 @@ pub(crate) fn is_root() -> bool {
 
 /// The top folder of the project.
 pub(crate) fn project() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new("/")).to_path_buf()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .unwrap_or(Path::new("/"))
+        .to_path_buf()
 }
 
 /// Installs what is missing. Without root it only says what is missing.
@@ -53,7 +56,11 @@ pub(crate) fn project() -> PathBuf {
 pub(crate) fn everything() -> Result<()> {
     packages(&PACKAGES)?;
     // Where there can be no hosts nothing moves either; the caller says so.
-    if needs::lacks().is_none() { criu(Path::new(CRIU_PREFIX)) } else { Ok(()) }
+    if needs::lacks().is_none() {
+        criu(Path::new(CRIU_PREFIX))
+    } else {
+        Ok(())
+    }
 }
 
 /// Installs what is missing of these Debian packages.
@@ -61,12 +68,19 @@ pub(crate) fn everything() -> Result<()> {
 /// # Errors
 /// Root could not install something.
 pub(crate) fn packages(names: &[&'static str]) -> Result<()> {
-    let missing: Vec<&str> = names.iter().copied().filter(|name| !installed(name)).collect();
+    let missing: Vec<&str> = names
+        .iter()
+        .copied()
+        .filter(|name| !installed(name))
+        .collect();
     if missing.is_empty() {
         return Ok(());
     }
     if !is_root() {
-        println!("setup: not installed, and only root can: {}", missing.join(" "));
+        println!(
+            "setup: not installed, and only root can: {}",
+            missing.join(" ")
+        );
         return Ok(());
     }
     println!("setup: installing {}", missing.join(" "));
@@ -91,13 +105,22 @@ fn install(names: &[&str]) -> Result<()> {
 
 fn apt(words: &[&str]) -> Result<()> {
     let mut command = Command::new("apt-get");
-    command.arg("-qq").args(["-o", "Acquire::Retries=3"]).args(words);
-    command.env("DEBIAN_FRONTEND", "noninteractive").stdin(std::process::Stdio::null());
+    command
+        .arg("-qq")
+        .args(["-o", "Acquire::Retries=3"])
+        .args(words);
+    command
+        .env("DEBIAN_FRONTEND", "noninteractive")
+        .stdin(std::process::Stdio::null());
     let done = command.output().context("apt-get (is this Debian?)")?;
     if done.status.success() {
         return Ok(());
     }
-    bail!("apt-get {}: {}", words.join(" "), String::from_utf8_lossy(&done.stderr).trim())
+    bail!(
+        "apt-get {}: {}",
+        words.join(" "),
+        String::from_utf8_lossy(&done.stderr).trim()
+    )
 }
 
 /// Makes sure that there is a CRIU which works on this kernel: the one that the tasker would find, or a new one under
@@ -111,21 +134,42 @@ pub(crate) fn criu(prefix: &Path) -> Result<()> {
         return Ok(());
     }
     let script = project().join("xtask/scripts/install-criu.sh");
-    println!("setup: getting a CRIU for this kernel into {}", prefix.display());
-    let status = Command::new("bash").arg(&script).arg("--prefix").arg(prefix).status()?;
+    println!(
+        "setup: getting a CRIU for this kernel into {}",
+        prefix.display()
+    );
+    let status = Command::new("bash")
+        .arg(&script)
+        .arg("--prefix")
+        .arg(prefix)
+        .status()?;
     match status.code() {
         Some(0) => Ok(()),
-        Some(3) => bail!("CRIU is installed but does not work on this kernel; tasks cannot be moved here"),
-        _ => bail!("{} failed; tasks cannot be moved without CRIU", script.display()),
+        Some(3) => {
+            bail!("CRIU is installed but does not work on this kernel; tasks cannot be moved here")
+        }
+        _ => bail!(
+            "{} failed; tasks cannot be moved without CRIU",
+            script.display()
+        ),
     }
 }
 
 /// `criu check` is the least that must hold; version numbers are no proof, the kernel decides.
 fn works(program: &Path) -> bool {
     let quiet = |word: &str| Command::new(program).arg(word).output();
-    let version = quiet("--version").map(|done| String::from_utf8_lossy(&done.stdout).into_owned()).unwrap_or_default();
-    let number = version.lines().find_map(|line| line.strip_prefix("Version:")).unwrap_or("0").trim().to_string();
-    let mut parts = number.split('.').map(|part| part.parse::<u32>().unwrap_or(0));
+    let version = quiet("--version")
+        .map(|done| String::from_utf8_lossy(&done.stdout).into_owned())
+        .unwrap_or_default();
+    let number = version
+        .lines()
+        .find_map(|line| line.strip_prefix("Version:"))
+        .unwrap_or("0")
+        .trim()
+        .to_string();
+    let mut parts = number
+        .split('.')
+        .map(|part| part.parse::<u32>().unwrap_or(0));
     let known = (parts.next().unwrap_or(0), parts.next().unwrap_or(0)) >= (4, 1);
     known && quiet("check").is_ok_and(|done| done.status.success())
 }

@@ -53,26 +53,58 @@ pub(crate) struct Journey {
 impl Timeline {
     /// The story of the first login on the host with this index, told by the events at or after it. `names` are the
     /// hosts by index.
-    pub(crate) fn of(index: u16, names: &BTreeMap<u16, String>, events: &[Entry]) -> Option<Timeline> {
-        let name = |index: u16| names.get(&index).cloned().unwrap_or_else(|| format!("host {index}"));
+    pub(crate) fn of(
+        index: u16,
+        names: &BTreeMap<u16, String>,
+        events: &[Entry],
+    ) -> Option<Timeline> {
+        let name = |index: u16| {
+            names
+                .get(&index)
+                .cloned()
+                .unwrap_or_else(|| format!("host {index}"))
+        };
         let (since, seen, why) = events.iter().find_map(|entry| match &entry.kind {
-            EventKind::OwnerPresent { host, since, seen, why } if host.index() == index => {
-                Some((since.0, seen.0, why.clone()))
-            }
+            EventKind::OwnerPresent {
+                host,
+                since,
+                seen,
+                why,
+            } if host.index() == index => Some((since.0, seen.0, why.clone())),
             _ => None,
         })?;
         let after = |at_us: u64| Some((at_us as f64 - since as f64) / 1000.0);
-        let mut line =
-            Timeline { host: name(index), login_at_us: since, why, login_seen_ms: after(seen), ..Timeline::default() };
+        let mut line = Timeline {
+            host: name(index),
+            login_at_us: since,
+            why,
+            login_seen_ms: after(seen),
+            ..Timeline::default()
+        };
         let mut journeys: Vec<(u64, Journey)> = Vec::new();
         for entry in events.iter().filter(|entry| entry.at_us >= since) {
             let at = after(entry.at_us);
             match &entry.kind {
-                EventKind::Moving { id, tid, from, to, step, bytes } if from.index() == index => {
+                EventKind::Moving {
+                    id,
+                    tid,
+                    from,
+                    to,
+                    step,
+                    bytes,
+                } if from.index() == index => {
                     let found = journeys.iter().position(|(number, _)| *number == id.0);
                     let at_index = found.unwrap_or_else(|| {
                         let (from, to) = (name(from.index()), name(to.index()));
-                        journeys.push((id.0, Journey { tid: tid.to_string(), from, to, ..Journey::default() }));
+                        journeys.push((
+                            id.0,
+                            Journey {
+                                tid: tid.to_string(),
+                                from,
+                                to,
+                                ..Journey::default()
+                            },
+                        ));
                         journeys.len() - 1
                     });
                     let journey = &mut journeys[at_index].1;
@@ -83,25 +115,48 @@ impl Timeline {
                         _ => {}
                     }
                 }
-                EventKind::Moved { id, from, bytes, frozen, .. } if from.index() == index => {
-                    if let Some((_, journey)) = journeys.iter_mut().find(|(number, _)| *number == id.0) {
+                EventKind::Moved {
+                    id,
+                    from,
+                    bytes,
+                    frozen,
+                    ..
+                } if from.index() == index => {
+                    if let Some((_, journey)) =
+                        journeys.iter_mut().find(|(number, _)| *number == id.0)
+                    {
                         (journey.running_ms, journey.bytes) = (at, *bytes);
                         journey.frozen_ms = Some(frozen.0 as f64 / 1000.0);
                     }
                 }
-                EventKind::GuestsStopped { host, .. } if host.index() == index && line.guests_stopped_ms.is_none() => {
+                EventKind::GuestsStopped { host, .. }
+                    if host.index() == index && line.guests_stopped_ms.is_none() =>
+                {
                     line.guests_stopped_ms = at;
                 }
-                EventKind::MoveFailed { from, .. } if from.index() == index => line.failures.push(entry.text.clone()),
-                EventKind::HostClean { host } if host.index() == index && line.host_clean_ms.is_none() => {
+                EventKind::MoveFailed { from, .. } if from.index() == index => {
+                    line.failures.push(entry.text.clone())
+                }
+                EventKind::HostClean { host }
+                    if host.index() == index && line.host_clean_ms.is_none() =>
+                {
                     line.host_clean_ms = at;
                 }
                 _ => {}
             }
         }
-        line.moves = journeys.into_iter().map(|(_, journey)| journey).filter(|one| one.running_ms.is_some()).collect();
+        line.moves = journeys
+            .into_iter()
+            .map(|(_, journey)| journey)
+            .filter(|one| one.running_ms.is_some())
+            .collect();
         // Without an owner's word on the host itself, each is stopped by its move.
-        let by_moves = || line.moves.iter().filter_map(|one| one.stopped_ms).reduce(f64::max);
+        let by_moves = || {
+            line.moves
+                .iter()
+                .filter_map(|one| one.stopped_ms)
+                .reduce(f64::max)
+        };
         line.guests_stopped_ms = line.guests_stopped_ms.or_else(by_moves);
         Some(line)
     }
@@ -113,9 +168,17 @@ impl Timeline {
             lacks.push(format!("no guest of {} has moved", self.host));
         }
         for journey in &self.moves {
-            let steps = [journey.stopped_ms, journey.dumped_ms, journey.transferred_ms, journey.running_ms];
+            let steps = [
+                journey.stopped_ms,
+                journey.dumped_ms,
+                journey.transferred_ms,
+                journey.running_ms,
+            ];
             if steps.iter().any(Option::is_none) {
-                lacks.push(format!("steps of {} are missing in the event log: {journey:?}", journey.tid));
+                lacks.push(format!(
+                    "steps of {} are missing in the event log: {journey:?}",
+                    journey.tid
+                ));
             }
         }
         if self.host_clean_ms.is_none() {
@@ -126,7 +189,10 @@ impl Timeline {
 
     /// The table for people.
     pub(crate) fn print(&self) {
-        println!("\nWhat happened on {} ({}), in ms since the login:\n", self.host, self.why);
+        println!(
+            "\nWhat happened on {} ({}), in ms since the login:\n",
+            self.host, self.why
+        );
         let row = |at: Option<f64>, what: &str| match at {
             Some(at) => println!("  {at:>9.1}  {what}"),
             None => println!("          -  {what}"),
@@ -137,10 +203,19 @@ impl Timeline {
         for one in &self.moves {
             let way = format!("{} {} -> {}", one.tid, one.from, one.to);
             rows.push((one.stopped_ms, format!("{way}  stopped")));
-            rows.push((one.dumped_ms, format!("{way}  dumped, {:.1} MiB", one.bytes as f64 / 1_048_576.0)));
-            rows.push((one.transferred_ms, format!("{way}  transferred and verified")));
+            rows.push((
+                one.dumped_ms,
+                format!("{way}  dumped, {:.1} MiB", one.bytes as f64 / 1_048_576.0),
+            ));
+            rows.push((
+                one.transferred_ms,
+                format!("{way}  transferred and verified"),
+            ));
             let frozen = one.frozen_ms.unwrap_or_default();
-            rows.push((one.running_ms, format!("{way}  running again, frozen {frozen:.1} ms")));
+            rows.push((
+                one.running_ms,
+                format!("{way}  running again, frozen {frozen:.1} ms"),
+            ));
         }
         rows.push((self.guests_stopped_ms, "all guests stopped".to_string()));
         rows.push((self.host_clean_ms, format!("{} is clean", self.host)));
@@ -162,14 +237,27 @@ mod tests {
     use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
     fn entry(at_us: u64, kind: EventKind) -> Entry {
-        Entry { number: 0, at_us, host: None, text: kind.to_string(), kind }
+        Entry {
+            number: 0,
+            at_us,
+            host: None,
+            text: kind.to_string(),
+            kind,
+        }
     }
 
     #[test]
     fn the_story_of_a_login_is_read_from_the_events() {
         let (h1, h2) = (HostId::MASTER, HostId::new(2).expect("an index"));
         let (id, tid) = (MigrationId(7), Tid::task(h2, 1).expect("a tid"));
-        let step = |step, bytes| EventKind::Moving { id, tid, from: h2, to: h1, step, bytes };
+        let step = |step, bytes| EventKind::Moving {
+            id,
+            tid,
+            from: h2,
+            to: h1,
+            step,
+            bytes,
+        };
         let cause = Cause::Owner { why: "x".into() };
         let events = [
             entry(500, step(Step::Stop, 0)),
@@ -205,14 +293,27 @@ mod tests {
         let line = Timeline::of(2, &names, &events).expect("a login");
         assert_eq!(line.lacks(), Vec::<String>::new());
         assert_eq!(
-            (line.login_seen_ms, line.guests_stopped_ms, line.host_clean_ms),
+            (
+                line.login_seen_ms,
+                line.guests_stopped_ms,
+                line.host_clean_ms
+            ),
             (Some(2.0), Some(10.0), Some(41.0))
         );
         assert_eq!(
-            (line.moves[0].running_ms, line.moves[0].frozen_ms, line.moves[0].bytes),
+            (
+                line.moves[0].running_ms,
+                line.moves[0].frozen_ms,
+                line.moves[0].bytes
+            ),
             (Some(40.0), Some(30.5), 5)
         );
         assert!(Timeline::of(1, &names, &events).is_none());
-        assert!(!Timeline::of(2, &names, &events[..3]).expect("a login").lacks().is_empty());
+        assert!(
+            !Timeline::of(2, &names, &events[..3])
+                .expect("a login")
+                .lacks()
+                .is_empty()
+        );
     }
 }

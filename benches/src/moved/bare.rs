@@ -39,7 +39,11 @@ impl Alone {
         command.arg(mib.to_string()).arg(&notes.0).arg("alone");
         let running = Running::start(command, Stdio::null())?;
         let pid = notes.ready()?;
-        Ok(Alone { notes, running, pid })
+        Ok(Alone {
+            notes,
+            running,
+            pid,
+        })
     }
 
     /// Ends it. If that is not reached, it ends with its host.
@@ -54,7 +58,11 @@ impl Alone {
 /// A command of the engine on a host.
 fn criu(host: &Host, engine: &Path, word: &str, images: &Path) -> Command {
     let mut command = host.command(engine);
-    command.arg(word).arg("-D").arg(images).args(["-o", &log_of(word), "--network-lock", "skip"]);
+    command
+        .arg(word)
+        .arg("-D")
+        .arg(images)
+        .args(["-o", &log_of(word), "--network-lock", "skip"]);
     command
 }
 
@@ -65,13 +73,17 @@ fn log_of(word: &str) -> String {
 
 /// The size of all files of a folder.
 fn bytes(folder: &Path) -> Result<u64> {
-    fs::read_dir(folder)?.map(|entry| Ok(entry?.metadata()?.len())).sum()
+    fs::read_dir(folder)?
+        .map(|entry| Ok(entry?.metadata()?.len()))
+        .sum()
 }
 
 /// What a command of the engine says of its trouble. That it may not raise a limit is none.
 fn errors(images: &Path, word: &str) -> String {
     let log = fs::read_to_string(images.join(log_of(word))).unwrap_or_default();
-    let lines = log.lines().filter(|line| line.contains("Error") && !line.contains("RLIMIT_NOFILE"));
+    let lines = log
+        .lines()
+        .filter(|line| line.contains("Error") && !line.contains("RLIMIT_NOFILE"));
     lines.map(|line| format!("\ncriu {word}: {line}")).collect()
 }
 
@@ -85,7 +97,11 @@ pub(super) struct Bare<'a> {
 impl<'a> Bare<'a> {
     pub(super) fn start(vm: &Vm<'a>, engine: &Path, mib: u32) -> Result<Bare<'a>> {
         let host = vm.bed().host(APART[0]);
-        Ok(Bare { host, engine: engine.to_path_buf(), process: Alone::start(vm, host, mib, "bare")? })
+        Ok(Bare {
+            host,
+            engine: engine.to_path_buf(),
+            process: Alone::start(vm, host, mib, "bare")?,
+        })
     }
 
     pub(super) fn once(&mut self) -> Result<Once> {
@@ -95,7 +111,8 @@ impl<'a> Bare<'a> {
         let mut dump = criu(self.host, &self.engine, "dump", &from);
         dump.args(["-t", &self.process.pid.to_string()]);
         let begin = now_us();
-        let told = |error: Error, which, word| anyhow!("{error:#}{}", errors(&inside.join(which), word));
+        let told =
+            |error: Error, which, word| anyhow!("{error:#}{}", errors(&inside.join(which), word));
         must(dump, STEP_TIME).map_err(|error| told(error, "from", "dump"))?;
         let dumped = now_us();
         let mut copy = self.host.command("cp");
@@ -109,10 +126,22 @@ impl<'a> Bare<'a> {
         let (stood, until) = gap.map_err(|error| told(error, "to", "restore"))?;
         let bytes = bytes(&inside.join("from"))?;
         fs::remove_dir_all(inside)?;
-        let steps = [("dump", begin, dumped), ("copy", dumped, copied), ("restore", copied, until)];
-        let steps = steps.map(|(step, from, to)| (step.to_string(), ms(from, to))).to_vec();
+        let steps = [
+            ("dump", begin, dumped),
+            ("copy", dumped, copied),
+            ("restore", copied, until),
+        ];
+        let steps = steps
+            .map(|(step, from, to)| (step.to_string(), ms(from, to)))
+            .to_vec();
         let total_ms = ms(begin, until);
-        Ok(Once { freeze_ms: ms(stood, until), total_ms, arrived_ms: total_ms, bytes, steps })
+        Ok(Once {
+            freeze_ms: ms(stood, until),
+            total_ms,
+            arrived_ms: total_ms,
+            bytes,
+            steps,
+        })
     }
 
     pub(super) fn end(self) -> Result<()> {
@@ -146,10 +175,23 @@ impl<'a> Followed<'a> {
         let (bed, [other, at]) = (vm.bed(), APART);
         // Bare CRIU's process is on the other host, and every command there takes a number.
         let next = format!("echo {NUMBERS_FROM} > /proc/sys/kernel/ns_last_pid");
-        bed.host(at).shell(&next, STEP_TIME)?.expect_good("the number of the next process")?;
+        bed.host(at)
+            .shell(&next, STEP_TIME)?
+            .expect_good("the number of the next process")?;
         let process = Alone::start(vm, bed.host(at), mib, "followed")?;
-        ensure!(process.pid > i64::from(NUMBERS_FROM), "the process has the number {}", process.pid);
-        Ok(Followed { bed, engine: engine.to_path_buf(), process, at, other, _limit: limit })
+        ensure!(
+            process.pid > i64::from(NUMBERS_FROM),
+            "the process has the number {}",
+            process.pid
+        );
+        Ok(Followed {
+            bed,
+            engine: engine.to_path_buf(),
+            process,
+            at,
+            other,
+            _limit: limit,
+        })
     }
 
     pub(super) fn once(&mut self) -> Result<Once> {
@@ -158,7 +200,10 @@ impl<'a> Followed<'a> {
         fs::create_dir_all(&here)?;
         let once = self.moved(from, to).map_err(|error| {
             let logs = [(&here, "dump"), (&there, "lazy-pages"), (&there, "restore")];
-            anyhow!("{error:#}{}", logs.map(|(images, word)| errors(images, word)).concat())
+            anyhow!(
+                "{error:#}{}",
+                logs.map(|(images, word)| errors(images, word)).concat()
+            )
         })?;
         fs::remove_dir_all(here)?;
         fs::remove_dir_all(there)?;
@@ -171,7 +216,9 @@ impl<'a> Followed<'a> {
         let address = format!("{NETWORK}.{}", self.at);
         let port = ["--port", PORT, "--address", &address];
         let mut dump = criu(from, &self.engine, "dump", images);
-        dump.arg("--lazy-pages").args(port).args(["-t", &self.process.pid.to_string()]);
+        dump.arg("--lazy-pages")
+            .args(port)
+            .args(["-t", &self.process.pid.to_string()]);
         let begin = now_us();
         let dump = ready(dump).context("criu dump")?;
         let dumped = now_us();
@@ -185,7 +232,11 @@ impl<'a> Followed<'a> {
         let served = now_us();
         let mut restore = criu(to, &self.engine, "restore", images);
         restore.arg("--lazy-pages");
-        let mut parts = Parts { dump, pages, restore: Running::start(restore, Stdio::null())? };
+        let mut parts = Parts {
+            dump,
+            pages,
+            restore: Running::start(restore, Stdio::null())?,
+        };
         let (stood, until) = parts.gap(&self.process.notes, dumped)?;
         let bytes = bytes(&to.path(IMAGES))?;
         let restore = parts.arrived()?;
@@ -193,11 +244,24 @@ impl<'a> Followed<'a> {
         // The source is gone, and with it whoever waited for it.
         std::mem::replace(&mut self.process.running, restore).finish(STEP_TIME)?;
         self.process.notes.pairs("gap").map_err(Error::msg)?;
-        let steps =
-            [("dump", begin, dumped), ("copy", dumped, copied), ("serve", copied, served), ("restore", served, until)];
-        let steps = steps.map(|(step, from, to)| (step.to_string(), ms(from, to))).to_vec();
-        let (freeze_ms, total_ms, arrived_ms) = (ms(stood, until), ms(begin, until), ms(begin, arrived));
-        Ok(Once { freeze_ms, total_ms, arrived_ms, bytes, steps })
+        let steps = [
+            ("dump", begin, dumped),
+            ("copy", dumped, copied),
+            ("serve", copied, served),
+            ("restore", served, until),
+        ];
+        let steps = steps
+            .map(|(step, from, to)| (step.to_string(), ms(from, to)))
+            .to_vec();
+        let (freeze_ms, total_ms, arrived_ms) =
+            (ms(stood, until), ms(begin, until), ms(begin, arrived));
+        Ok(Once {
+            freeze_ms,
+            total_ms,
+            arrived_ms,
+            bytes,
+            steps,
+        })
     }
 
     pub(super) fn end(self) -> Result<()> {
@@ -209,12 +273,16 @@ impl Parts {
     /// Waits until the process runs again, or one of these has failed: then it never will.
     fn gap(&mut self, notes: &Notes, at: i64) -> Result<(i64, i64)> {
         eventually(STEP_TIME, || {
-            for (part, word) in
-                [(&mut self.dump, "dump"), (&mut self.pages, "lazy-pages"), (&mut self.restore, "restore")]
-            {
+            for (part, word) in [
+                (&mut self.dump, "dump"),
+                (&mut self.pages, "lazy-pages"),
+                (&mut self.restore, "restore"),
+            ] {
                 match part.poll() {
                     Ok(Some(status)) if !status.success() || word == "restore" => {
-                        return Ok(Err(format!("criu {word} ended before the process ran: {status}")));
+                        return Ok(Err(format!(
+                            "criu {word} ended before the process ran: {status}"
+                        )));
                     }
                     Ok(_) => {}
                     Err(error) => return Ok(Err(format!("criu {word}: {error:#}"))),
@@ -227,7 +295,9 @@ impl Parts {
 
     /// Waits until nothing is missing: nobody has memory to fetch or to hand out any more. Who restored the process, and waits for it.
     fn arrived(self) -> Result<Running> {
-        self.pages.finish(STEP_TIME)?.expect_good("criu lazy-pages")?;
+        self.pages
+            .finish(STEP_TIME)?
+            .expect_good("criu lazy-pages")?;
         self.dump.finish(STEP_TIME)?.expect_good("criu dump")?;
         Ok(self.restore)
     }
@@ -243,7 +313,10 @@ fn ready(mut command: Command) -> Result<Running> {
     std::thread::spawn(move || tell.send(word.read(&mut [0])));
     match told.recv_timeout(STEP_TIME) {
         Ok(Ok(1)) => Ok(running),
-        Ok(_) => bail!("it ended before it was ready: {:?}", running.finish(STEP_TIME)?),
+        Ok(_) => bail!(
+            "it ended before it was ready: {:?}",
+            running.finish(STEP_TIME)?
+        ),
         Err(_) => bail!("it is not ready after {} s", STEP_TIME.as_secs()),
     }
 }
@@ -257,20 +330,28 @@ struct PipeLimit {
 
 impl PipeLimit {
     fn raise() -> Result<PipeLimit> {
-        let before = fs::read_to_string(PIPE_LIMIT).context(PIPE_LIMIT)?.trim().to_string();
+        let before = fs::read_to_string(PIPE_LIMIT)
+            .context(PIPE_LIMIT)?
+            .trim()
+            .to_string();
         if before.parse::<u64>().context(PIPE_LIMIT)? >= PIPE_BYTES {
             return Ok(PipeLimit { before: None });
         }
         fs::write(PIPE_LIMIT, PIPE_BYTES.to_string()).with_context(|| {
             format!("CRIU has memory follow through pipes of {PIPE_BYTES} bytes, and {PIPE_LIMIT} cannot be raised")
         })?;
-        Ok(PipeLimit { before: Some(before) })
+        Ok(PipeLimit {
+            before: Some(before),
+        })
     }
 }
 
 impl Drop for PipeLimit {
     fn drop(&mut self) {
         // It is only a limit: where it cannot be put back, nobody is worse off.
-        let _ = self.before.take().map(|before| fs::write(PIPE_LIMIT, before));
+        let _ = self
+            .before
+            .take()
+            .map(|before| fs::write(PIPE_LIMIT, before));
     }
 }

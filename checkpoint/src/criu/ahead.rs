@@ -18,7 +18,8 @@ pub(super) use carry::{Carrying, start};
 
 use super::precopy::Store;
 use super::words::{
-    ADD, CHANGED, CLOSE, CLOSE_ALL_THE_SAME, FLAGS_SHIFT, Form, GET, GET_CHANGED, Head, PARTING, PRESENT,
+    ADD, CHANGED, CLOSE, CLOSE_ALL_THE_SAME, FLAGS_SHIFT, Form, GET, GET_CHANGED, Head, PARTING,
+    PRESENT,
 };
 use coming::Coming;
 use missing::{Missing, Process};
@@ -225,7 +226,11 @@ impl Ahead {
 
     /// The form in which something is asked for that is missing.
     fn recognise(&self) -> Option<Form> {
-        let misses = |process, address| self.processes.get(&process).is_some_and(|of| of.misses(address).is_some());
+        let misses = |process, address| {
+            self.processes
+                .get(&process)
+                .is_some_and(|of| of.misses(address).is_some())
+        };
         Form::of_question(&self.heard, misses)
     }
 
@@ -234,20 +239,30 @@ impl Ahead {
         let page = self.page;
         let mut in_turn = false;
         if let Some(process) = self.processes.get_mut(&head.process) {
-            in_turn = process.turn(head.address, end, page) && process.misses_all(head.address, end);
+            in_turn =
+                process.turn(head.address, end, page) && process.misses_all(head.address, end);
         }
         if in_turn {
-            self.turns.push_back(Turn { process: head.process, address: head.address, end });
+            self.turns.push_back(Turn {
+                process: head.process,
+                address: head.address,
+                end,
+            });
         }
         let from = match in_turn || self.covered(head.process, head.address, end) {
             true => From::Pieces,
             false => self.ask_for_itself(&head),
         };
-        self.wanted.push_back(Wanted { head, in_turn, from });
+        self.wanted.push_back(Wanted {
+            head,
+            in_turn,
+            from,
+        });
     }
 
     fn end_of(&self, head: &Head) -> u64 {
-        head.address.saturating_add(head.pages.saturating_mul(self.page))
+        head.address
+            .saturating_add(head.pages.saturating_mul(self.page))
     }
 
     /// True if all of this is in pieces that are here or on their way.
@@ -284,7 +299,9 @@ impl Ahead {
 
     /// True if there may be more to answer.
     fn answer_first(&mut self, out: &mut impl Write) -> io::Result<bool> {
-        let (Some(form), Some(first)) = (self.form, self.wanted.front()) else { return Ok(false) };
+        let (Some(form), Some(first)) = (self.form, self.wanted.front()) else {
+            return Ok(false);
+        };
         let (head, in_turn) = (first.head, first.in_turn);
         let mut found: Vec<&[u8]> = Vec::new();
         match &first.from {
@@ -298,7 +315,9 @@ impl Ahead {
                         self.ask_after_all(&head, in_turn, at);
                         return Ok(false);
                     };
-                    let Some(bytes) = &piece.bytes else { return Ok(false) };
+                    let Some(bytes) = &piece.bytes else {
+                        return Ok(false);
+                    };
                     let until = end.min(piece.end);
                     found.push(&bytes[(at - start) as usize..(until - start) as usize]);
                     at = until;
@@ -306,7 +325,11 @@ impl Ahead {
             }
         }
         let bytes: usize = found.iter().map(|part| part.len()).sum();
-        let answer = Head { command: PRESENT << FLAGS_SHIFT | ADD, pages: bytes as u64 / self.page, ..head };
+        let answer = Head {
+            command: PRESENT << FLAGS_SHIFT | ADD,
+            pages: bytes as u64 / self.page,
+            ..head
+        };
         let answer = form.write(&answer);
         found.insert(0, &answer);
         let whole = answer.len() + bytes;
@@ -316,8 +339,11 @@ impl Ahead {
             return Ok(false);
         }
         self.taken = 0;
-        let Some(done) = self.wanted.pop_front() else { return Ok(false) };
-        self.store.had(head.process, head.address, bytes as u64 / self.page);
+        let Some(done) = self.wanted.pop_front() else {
+            return Ok(false);
+        };
+        self.store
+            .had(head.process, head.address, bytes as u64 / self.page);
         if let From::ItsOwn(Some(bytes)) = done.from {
             self.put_by(bytes);
         }
@@ -338,7 +364,11 @@ impl Ahead {
         let (process, end) = (head.process, self.end_of(head));
         let comes = |turn: &Turn| turn.process == process && (turn.address..turn.end).contains(&at);
         if !self.turns.iter().any(comes) {
-            self.turns.push_front(Turn { process, address: at, end });
+            self.turns.push_front(Turn {
+                process,
+                address: at,
+                end,
+            });
         }
     }
 
@@ -366,22 +396,52 @@ impl Ahead {
         let Some(form) = self.form else { return };
         let known = self.store.get(process, address, pages);
         let command = if known.is_some() { GET_CHANGED } else { GET };
-        self.to_other.extend(form.write(&Head { command, pages, address, process }));
-        self.asked.push_back(Asked { process, address, pages, is_piece, at: self.now, known });
+        self.to_other.extend(form.write(&Head {
+            command,
+            pages,
+            address,
+            process,
+        }));
+        self.asked.push_back(Asked {
+            process,
+            address,
+            pages,
+            is_piece,
+            at: self.now,
+            known,
+        });
     }
 
     fn ask_for_itself(&mut self, head: &Head) -> From {
-        let &Head { process, address, pages, .. } = head;
+        let &Head {
+            process,
+            address,
+            pages,
+            ..
+        } = head;
         self.ask(process, address, pages, false);
         From::ItsOwn(None)
     }
 
     /// Asks for a piece of what CRIU has asked for in turn. False if there is none.
     fn ask_in_turn(&mut self) -> bool {
-        while let Some(Turn { process, address, end }) = self.turns.pop_front() {
-            let Some(at) = self.uncovered(process, address, end) else { continue };
-            let Some(until) = self.ask_piece(process, at) else { continue };
-            self.turns.push_front(Turn { process, address: until, end });
+        while let Some(Turn {
+            process,
+            address,
+            end,
+        }) = self.turns.pop_front()
+        {
+            let Some(at) = self.uncovered(process, address, end) else {
+                continue;
+            };
+            let Some(until) = self.ask_piece(process, at) else {
+                continue;
+            };
+            self.turns.push_front(Turn {
+                process,
+                address: until,
+                end,
+            });
             return true;
         }
         false
@@ -391,9 +451,14 @@ impl Ahead {
     fn ask_piece(&mut self, process: u64, address: u64) -> Option<u64> {
         let (_, end) = self.processes.get(&process)?.misses(address)?;
         let end = end.min(address + self.piece_pages * self.page);
-        let next = self.pieces.range((process, address)..).next().filter(|((of, _), _)| *of == process);
+        let next = self
+            .pieces
+            .range((process, address)..)
+            .next()
+            .filter(|((of, _), _)| *of == process);
         let end = next.map_or(end, |((_, start), _)| end.min(*start));
-        self.pieces.insert((process, address), Piece { end, bytes: None });
+        self.pieces
+            .insert((process, address), Piece { end, bytes: None });
         self.ask(process, address, (end - address) / self.page, true);
         Some(end)
     }
@@ -404,16 +469,27 @@ impl Ahead {
         if self.is_plain {
             return;
         }
-        let begun: Vec<(u64, u64)> =
-            self.processes.iter().filter_map(|(number, process)| Some((*number, process.next()?))).collect();
+        let begun: Vec<(u64, u64)> = self
+            .processes
+            .iter()
+            .filter_map(|(number, process)| Some((*number, process.next()?)))
+            .collect();
         for (process, mut address) in begun {
             for _ in 0..AHEAD_MAX {
                 let known = self.piece_at(process, address).map(|(_, piece)| piece.end);
-                if known.is_none() && (self.asked.len() >= UNDER_WAY_MAX || self.pieces.len() >= PIECES_MAX) {
+                if known.is_none()
+                    && (self.asked.len() >= UNDER_WAY_MAX || self.pieces.len() >= PIECES_MAX)
+                {
                     return;
                 }
-                let Some(end) = known.or_else(|| self.ask_piece(process, address)) else { break };
-                match self.processes.get(&process).and_then(|p| p.missing_from(end)) {
+                let Some(end) = known.or_else(|| self.ask_piece(process, address)) else {
+                    break;
+                };
+                match self
+                    .processes
+                    .get(&process)
+                    .and_then(|p| p.missing_from(end))
+                {
                     Some(next) => address = next,
                     None => break,
                 }
@@ -460,27 +536,43 @@ impl Ahead {
 
     fn head_came(&mut self, head: &Head) -> Result<(), String> {
         let unfit = |asked| format!("asked for {asked} the engine at the source says {head:?}");
-        let asked = self.asked.front_mut().ok_or_else(|| unfit("nothing".to_string()))?;
-        let &mut Asked { process, address, pages, .. } = asked;
+        let asked = self
+            .asked
+            .front_mut()
+            .ok_or_else(|| unfit("nothing".to_string()))?;
+        let &mut Asked {
+            process,
+            address,
+            pages,
+            ..
+        } = asked;
         let is_of_it = (head.process, head.address) == (process, address);
         match (&mut asked.known, head.command, head.pages) {
             (Some(known), CHANGED, answered) if is_of_it && answered == pages => {
                 self.coming.expect_marks(std::mem::take(known), pages);
             }
             (None, command, answered)
-                if is_of_it && command == PRESENT << FLAGS_SHIFT | ADD && (1..=pages).contains(&answered) =>
+                if is_of_it
+                    && command == PRESENT << FLAGS_SHIFT | ADD
+                    && (1..=pages).contains(&answered) =>
             {
                 let mut body = self.spare.pop().unwrap_or_default();
                 body.resize((answered * self.page) as usize, 0);
                 self.coming.expect_all(body);
             }
-            _ => return Err(unfit(format!("{pages} pages at {address:#x} of process {process}"))),
+            _ => {
+                return Err(unfit(format!(
+                    "{pages} pages at {address:#x} of process {process}"
+                )));
+            }
         }
         Ok(())
     }
 
     fn body_came(&mut self, body: Vec<u8>) {
-        let Some(asked) = self.asked.pop_front() else { return };
+        let Some(asked) = self.asked.pop_front() else {
+            return;
+        };
         if asked.is_piece {
             self.piece_pages = match self.now.saturating_duration_since(asked.at) {
                 took if took > SLOW => (self.piece_pages / 2).max(PIECE_PAGES_MIN),
@@ -493,8 +585,14 @@ impl Ahead {
             }
         } else {
             let is_its = |wanted: &&mut Wanted| {
-                let Head { process, address, pages, .. } = wanted.head;
-                let is_same = (process, address, pages) == (asked.process, asked.address, asked.pages);
+                let Head {
+                    process,
+                    address,
+                    pages,
+                    ..
+                } = wanted.head;
+                let is_same =
+                    (process, address, pages) == (asked.process, asked.address, asked.pages);
                 is_same && matches!(wanted.from, From::ItsOwn(None))
             };
             if let Some(waits) = self.wanted.iter_mut().find(is_its) {
@@ -506,7 +604,9 @@ impl Ahead {
 
 /// Whether these are the words by which CRIU ends well.
 fn is_leave(words: &[u8]) -> bool {
-    let command = words.first_chunk().map(|command| u32::from_ne_bytes(*command));
+    let command = words
+        .first_chunk()
+        .map(|command| u32::from_ne_bytes(*command));
     matches!(command, Some(CLOSE | CLOSE_ALL_THE_SAME))
 }
 

@@ -46,7 +46,8 @@ impl Kept {
     /// CRIU has closed the one with this inode: its process has all its memory, or is no more. Until this copy is closed as well
     /// the process would wait for somebody to hear of what it does with it.
     pub(super) fn drop_one(&self, inode: u64) {
-        self.all().retain(|fd| fstat(fd).is_ok_and(|of| of.st_ino != inode));
+        self.all()
+            .retain(|fd| fstat(fd).is_ok_and(|of| of.st_ino != inode));
     }
 }
 
@@ -64,23 +65,46 @@ pub(super) struct Arrival {
 }
 
 impl Arrival {
-    pub(super) fn start(criu: &Path, dir: &Path, ask_on: OwnedFd, store: Store) -> Result<Arrival, Failure> {
-        let io =
-            |what: &str, e: io::Error| Failure::Io(format!("cannot fetch memory into {}: {what}: {e}", dir.display()));
+    pub(super) fn start(
+        criu: &Path,
+        dir: &Path,
+        ask_on: OwnedFd,
+        store: Store,
+    ) -> Result<Arrival, Failure> {
+        let io = |what: &str, e: io::Error| {
+            Failure::Io(format!(
+                "cannot fetch memory into {}: {what}: {e}",
+                dir.display()
+            ))
+        };
         let theirs = dir.join(OWN_DIR);
         std::fs::create_dir(&theirs).map_err(|e| io(OWN_DIR, e))?;
         let folder = File::open(dir).map_err(|e| io("its directory", e))?;
         // The path itself may be longer than that of a socket can be.
-        let listener = UnixListener::bind(in_folder(&folder, Path::new(SOCKET))).map_err(|e| io(SOCKET, e))?;
+        let listener =
+            UnixListener::bind(in_folder(&folder, Path::new(SOCKET))).map_err(|e| io(SOCKET, e))?;
         let kept = Kept::default();
         let (carrying, asks, whole) = ahead::start(dir, ask_on, store, kept.clone())?;
         let number = asks.stream().to_string();
         let (images, work) = (dir.as_os_str(), theirs.as_os_str());
-        let arguments =
-            ["lazy-pages".as_ref(), "-D".as_ref(), images, "-W".as_ref(), work, "-o".as_ref(), LOG.as_ref()];
+        let arguments = [
+            "lazy-pages".as_ref(),
+            "-D".as_ref(),
+            images,
+            "-W".as_ref(),
+            work,
+            "-o".as_ref(),
+            LOG.as_ref(),
+        ];
         let more = ["--page-server", "--ps-socket", &number, "-v2"].map(AsRef::as_ref);
         let arguments = arguments.into_iter().chain(more);
-        let program = Program::start(criu, arguments, &theirs, &asks.descriptors(), &asks.variables())?;
+        let program = Program::start(
+            criu,
+            arguments,
+            &theirs,
+            &asks.descriptors(),
+            &asks.variables(),
+        )?;
         let ended = program.end_seen().map_err(|e| io("no descriptor", e))?;
         let passing = std::thread::Builder::new()
             .name("passing".into())
@@ -89,7 +113,14 @@ impl Arrival {
                 move || pass_on(&folder, &listener, &ended, &kept)
             })
             .map_err(|e| io("no thread", e))?;
-        Ok(Arrival { program, passing, kept, carrying, whole, log: theirs.join(LOG) })
+        Ok(Arrival {
+            program,
+            passing,
+            kept,
+            carrying,
+            whole,
+            log: theirs.join(LOG),
+        })
     }
 }
 
@@ -105,12 +136,20 @@ impl Arriving for Arrival {
     fn finish(mut self: Box<Self>, limits: &Limits) -> Result<(), (Failure, Missing)> {
         let ended = self.program.finish(limits, &self.log);
         let broken = |what: &str| Failure::Engine(format!("the thread that {what} has panicked"));
-        let passed = self.passing.join().map_err(|_| broken("passes descriptors on"));
-        let carried = self.carrying.join().unwrap_or_else(|_| Err(broken("fetches memory ahead")));
+        let passed = self
+            .passing
+            .join()
+            .map_err(|_| broken("passes descriptors on"));
+        let carried = self
+            .carrying
+            .join()
+            .unwrap_or_else(|_| Err(broken("fetches memory ahead")));
         let ended = match (ended, &carried) {
             // Whatever meets it now, nothing is missing.
             (Err(_), Ok(true)) if self.whole.is_so() => Ok(()),
-            (Ok(()), Ok(false)) => Err(Failure::Engine("it ended as if all memory were there, and it is not".into())),
+            (Ok(()), Ok(false)) => Err(Failure::Engine(
+                "it ended as if all memory were there, and it is not".into(),
+            )),
             (ended, _) => ended,
         };
         ended.map_err(|why| {
@@ -127,13 +166,18 @@ fn in_folder(folder: &File, name: &Path) -> PathBuf {
 
 /// Lets the restore talk with the one that fetches, until either has ended, and keeps the descriptors that pass.
 fn pass_on(folder: &File, listener: &UnixListener, ended: &OwnedFd, kept: &Kept) {
-    let Some(fetches) = connect(folder, ended) else { return };
+    let Some(fetches) = connect(folder, ended) else {
+        return;
+    };
     if !ready(&[listener.as_fd()], ended) {
         return;
     }
-    let Ok((restore, _)) = listener.accept() else { return };
+    let Ok((restore, _)) = listener.accept() else {
+        return;
+    };
     while ready(&[restore.as_fd(), fetches.as_fd()], ended) {
-        let passed = [(&restore, &fetches), (&fetches, &restore)].map(|(from, to)| pass(from, to, kept));
+        let passed =
+            [(&restore, &fetches), (&fetches, &restore)].map(|(from, to)| pass(from, to, kept));
         if passed.iter().any(|passed| !matches!(passed, Ok(true))) {
             break;
         }
@@ -177,10 +221,20 @@ fn pass(from: &UnixStream, to: &UnixStream, kept: &Kept) -> io::Result<bool> {
     }
     let numbers: Vec<RawFd> = came.iter().map(AsRawFd::as_raw_fd).collect();
     let rights = [ControlMessage::ScmRights(&numbers)];
-    let with = if numbers.is_empty() { &[][..] } else { &rights[..] };
+    let with = if numbers.is_empty() {
+        &[][..]
+    } else {
+        &rights[..]
+    };
     // First: what is closed here may be the last copy.
     kept.all().extend(came);
-    sendmsg::<()>(to.as_raw_fd(), &[IoSlice::new(&bytes[..length])], with, MsgFlags::MSG_NOSIGNAL, None)?;
+    sendmsg::<()>(
+        to.as_raw_fd(),
+        &[IoSlice::new(&bytes[..length])],
+        with,
+        MsgFlags::MSG_NOSIGNAL,
+        None,
+    )?;
     Ok(true)
 }
 

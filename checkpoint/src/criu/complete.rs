@@ -54,7 +54,9 @@ pub(super) fn check(dir: &Path) -> Result<(), Failure> {
     }
     let images = Images { dir, names };
     ALWAYS.iter().try_for_each(|name| images.has(name))?;
-    let of_entries = |name: &&String| name.ends_with(".img") && OF_ENTRIES.iter().any(|begin| name.starts_with(begin));
+    let of_entries = |name: &&String| {
+        name.ends_with(".img") && OF_ENTRIES.iter().any(|begin| name.starts_with(begin))
+    };
     for name in images.names.iter().filter(of_entries) {
         let entries = entries(images.dir, name)?;
         if name == TREE {
@@ -70,7 +72,10 @@ impl Images<'_> {
     fn has(&self, name: &str) -> Result<(), Failure> {
         match self.names.contains(name) {
             true => Ok(()),
-            false => Err(wrong(name, "is missing although the engine said that all was written")),
+            false => Err(wrong(
+                name,
+                "is missing although the engine said that all was written",
+            )),
         }
     }
 
@@ -78,7 +83,9 @@ impl Images<'_> {
     fn check_tree(&self, tree: &[Fields]) -> Result<(), Failure> {
         let mut cores = BTreeSet::new();
         for process in tree {
-            let Some(pid) = first(process, TREE_PID) else { return Err(wrong(TREE, "has a process without a number")) };
+            let Some(pid) = first(process, TREE_PID) else {
+                return Err(wrong(TREE, "has a process without a number"));
+            };
             cores.insert(format!("{CORE}{pid}.img"));
             let own = OF_LIVING.map(|kind| format!("{kind}{pid}.img"));
             if own.iter().any(|name| self.names.contains(name)) {
@@ -88,7 +95,11 @@ impl Images<'_> {
             }
         }
         cores.iter().try_for_each(|name| self.has(name))?;
-        match self.names.iter().find(|name| name.starts_with(CORE) && !cores.contains(*name)) {
+        match self
+            .names
+            .iter()
+            .find(|name| name.starts_with(CORE) && !cores.contains(*name))
+        {
             Some(name) => Err(wrong(TREE, &format!("has nobody whose image is {name}"))),
             None => Ok(()),
         }
@@ -96,19 +107,26 @@ impl Images<'_> {
 
     /// There are as many pages as this map says.
     fn check_pages(&self, name: &str, map: &[Fields]) -> Result<(), Failure> {
-        let Some((head, maps)) = map.split_first() else { return Err(wrong(name, "is empty")) };
-        let Some(id) = first(head, MAP_PAGES_ID) else { return Err(wrong(name, "does not say where its pages are")) };
+        let Some((head, maps)) = map.split_first() else {
+            return Err(wrong(name, "is empty"));
+        };
+        let Some(id) = first(head, MAP_PAGES_ID) else {
+            return Err(wrong(name, "does not say where its pages are"));
+        };
         let present = maps.iter().map(Pages::of).filter(|pages| pages.present);
-        let pages = present.map(|pages| pages.number).fold(0_u64, u64::saturating_add);
+        let pages = present
+            .map(|pages| pages.number)
+            .fold(0_u64, u64::saturating_add);
         let file = format!("pages-{id}.img");
         let wanted = pages.saturating_mul(page_size());
         // Where there are none, there need be no file.
         let found = fs::metadata(self.dir.join(&file)).map_or(0, |meta| meta.len());
         match found == wanted {
             true => Ok(()),
-            false => {
-                Err(wrong(&file, &format!("has {found} bytes, and {name} has {pages} pages in it, {wanted} bytes")))
-            }
+            false => Err(wrong(
+                &file,
+                &format!("has {found} bytes, and {name} has {pages} pages in it, {wanted} bytes"),
+            )),
         }
     }
 }
@@ -120,7 +138,10 @@ mod tests {
 
     /// An entry of fields that are numbers, each smaller than 128.
     fn entry(fields: &[(u8, u8)]) -> Vec<u8> {
-        let message: Vec<u8> = fields.iter().flat_map(|(field, number)| [field << 3, *number]).collect();
+        let message: Vec<u8> = fields
+            .iter()
+            .flat_map(|(field, number)| [field << 3, *number])
+            .collect();
         [&(message.len() as u32).to_le_bytes()[..], &message].concat()
     }
 
@@ -138,22 +159,50 @@ mod tests {
         };
         let plain = || image(&[entry(&[(1, 2)]), entry(&[(3, 4), (5, 6)])]);
         let map = |id, pages: &[(u8, u8)]| {
-            let maps = pages.iter().map(|(flags, pages)| entry(&[(1, 9), (2, 0), (4, *flags), (5, *pages)]));
-            image(&std::iter::once(entry(&[(1, id)])).chain(maps).collect::<Vec<_>>())
+            let maps = pages
+                .iter()
+                .map(|(flags, pages)| entry(&[(1, 9), (2, 0), (4, *flags), (5, *pages)]));
+            image(
+                &std::iter::once(entry(&[(1, id)]))
+                    .chain(maps)
+                    .collect::<Vec<_>>(),
+            )
         };
         let mut images = vec![
-            ("inventory.img", [&[7; KIND_OF_INVENTORY][..], &entry(&[(1, 2)])].concat()),
+            (
+                "inventory.img",
+                [&[7; KIND_OF_INVENTORY][..], &entry(&[(1, 2)])].concat(),
+            ),
             ("files.img", plain()),
-            ("pstree.img", image(&[process(11, &[11, 12]), process(13, &[13]), process(14, &[99])])),
+            (
+                "pstree.img",
+                image(&[
+                    process(11, &[11, 12]),
+                    process(13, &[13]),
+                    process(14, &[99]),
+                ]),
+            ),
             ("pagemap-11.img", map(1, &[(4, 2), (2, 90), (6, 1)])),
-            ("pagemap-13.img", image(&[entry(&[(1, 2)]), entry(&[(1, 9), (2, 1)]), entry(&[(2, 7), (3, 1)])])),
+            (
+                "pagemap-13.img",
+                image(&[
+                    entry(&[(1, 2)]),
+                    entry(&[(1, 9), (2, 1)]),
+                    entry(&[(2, 7), (3, 1)]),
+                ]),
+            ),
             ("pagemap-shmem-5.img", map(3, &[])),
             ("pages-1.img", vec![1; 3 * page]),
             ("pages-2.img", vec![1; page]),
-            ("pipes-data.img", b"in a form that is not looked at".to_vec()),
+            (
+                "pipes-data.img",
+                b"in a form that is not looked at".to_vec(),
+            ),
         ];
-        for name in ["core-11", "core-12", "core-13", "core-14", "mm-11", "mm-13", "ids-11", "ids-13", "fs-11", "fs-13"]
-        {
+        for name in [
+            "core-11", "core-12", "core-13", "core-14", "mm-11", "mm-13", "ids-11", "ids-13",
+            "fs-11", "fs-13",
+        ] {
             images.push((Box::leak(format!("{name}.img").into_boxed_str()), plain()));
         }
         for (name, bytes) in &images {

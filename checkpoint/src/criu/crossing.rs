@@ -18,8 +18,11 @@ use std::time::{Duration, Instant};
 /// Name of the directory.
 const MOUNT_POINT: &str = "proc.crtools";
 /// What CRIU says when the directory is there already, or was taken away while it was about to use it or to put it away.
-const SIGNS: [&str; 3] =
-    ["Can't create a directory (-17)", "mount failed (-2)", "Can't detach mount proc.crtools: -22"];
+const SIGNS: [&str; 3] = [
+    "Can't create a directory (-17)",
+    "mount failed (-2)",
+    "Can't detach mount proc.crtools: -22",
+];
 /// A living one exists for less than a millisecond; one of this age was left behind.
 const LEFT_BEHIND_AGE: Duration = Duration::from_secs(2);
 
@@ -51,7 +54,11 @@ impl Place {
         let about = std::fs::metadata(cwd(root)).ok()?;
         // As CRIU 4.1 and 4.2 were seen to do it: once at first, and once for the control groups of each thread of this process.
         let threads = std::fs::read_dir(format!("/proc/{root}/task")).map_or(1, Iterator::count);
-        Some(Place { root, id: (about.dev(), about.ino()), visits: 1 + threads })
+        Some(Place {
+            root,
+            id: (about.dev(), about.ino()),
+            visits: 1 + threads,
+        })
     }
 
     /// `None`: another one has it, since less than [`TURN_MAX`].
@@ -65,9 +72,17 @@ impl Place {
             taken.insert(self.id, now);
         }
         let seen = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).ok();
-        let watched = |seen: &Inotify| seen.add_watch(cwd(self.root).as_str(), AddWatchFlags::IN_DELETE).is_ok();
+        let watched = |seen: &Inotify| {
+            seen.add_watch(cwd(self.root).as_str(), AddWatchFlags::IN_DELETE)
+                .is_ok()
+        };
         // Unwatched it ends with the dump.
-        Some(Turn { id: self.id, since: now, seen: seen.filter(watched), expected: self.visits })
+        Some(Turn {
+            id: self.id,
+            since: now,
+            seen: seen.filter(watched),
+            expected: self.visits,
+        })
     }
 }
 
@@ -89,9 +104,16 @@ impl Turn {
 
     /// True once CRIU needs the directory no more, or what it does there is not to be seen.
     pub(super) fn is_over(&mut self) -> bool {
-        let events = self.seen.as_ref().and_then(|seen| seen.read_events().ok()).unwrap_or_default();
-        let is_visit = |event: &&InotifyEvent| event.name.as_deref() == Some(OsStr::new(MOUNT_POINT));
-        self.expected = self.expected.saturating_sub(events.iter().filter(is_visit).count());
+        let events = self
+            .seen
+            .as_ref()
+            .and_then(|seen| seen.read_events().ok())
+            .unwrap_or_default();
+        let is_visit =
+            |event: &&InotifyEvent| event.name.as_deref() == Some(OsStr::new(MOUNT_POINT));
+        self.expected = self
+            .expected
+            .saturating_sub(events.iter().filter(is_visit).count());
         let unseen = AddWatchFlags::IN_Q_OVERFLOW | AddWatchFlags::IN_IGNORED;
         self.expected == 0 || events.iter().any(|event| event.mask.intersects(unseen))
     }
@@ -112,7 +134,9 @@ fn cwd(pid: i32) -> String {
 }
 
 pub(super) fn may_try_again(root: i32, failure: &Failure) -> bool {
-    let Failure::Engine(why) = failure else { return false };
+    let Failure::Engine(why) = failure else {
+        return false;
+    };
     let crossed = SIGNS.iter().any(|sign| why.contains(sign));
     if crossed && let Ok(cwd) = std::fs::read_link(cwd(root)) {
         clear(&cwd.join(MOUNT_POINT));
@@ -142,24 +166,42 @@ mod tests {
     #[test]
     fn only_crossing_dumps_are_tried_again() {
         let again = |why: &str| may_try_again(i32::MAX, &Failure::Engine(why.into()));
-        assert!(again("Error (criu/pie/parasite.c:634): Can't create a directory (-17)"));
-        assert!(again("Error (criu/pie/util.c:38): Can't detach mount proc.crtools: -22"));
-        assert!(!again("Error (criu/pie/parasite.c:634): Can't create a directory (-30)"));
+        assert!(again(
+            "Error (criu/pie/parasite.c:634): Can't create a directory (-17)"
+        ));
+        assert!(again(
+            "Error (criu/pie/util.c:38): Can't detach mount proc.crtools: -22"
+        ));
+        assert!(!again(
+            "Error (criu/pie/parasite.c:634): Can't create a directory (-30)"
+        ));
         assert!(!again("Error (criu/sk-unix.c:9): External socket is used"));
         assert!(!may_try_again(i32::MAX, &Failure::Killed { signal: 9 }));
     }
 
     /// A process with this working directory.
     fn process_in(dir: &Path) -> (std::process::Child, Place) {
-        let child = std::process::Command::new("sleep").arg("1000").current_dir(dir).spawn().expect("it starts");
+        let child = std::process::Command::new("sleep")
+            .arg("1000")
+            .current_dir(dir)
+            .spawn()
+            .expect("it starts");
         let place = Place::of(child.id().cast_signed()).expect("it is there");
         (child, place)
     }
 
     #[test]
-    fn of_dumps_in_one_working_directory_the_next_has_its_turn_when_the_one_before_has_made_its_visits() {
-        let (here, elsewhere) = (tempfile::tempdir().expect("dir"), tempfile::tempdir().expect("dir"));
-        let (first, second, other) = (process_in(here.path()), process_in(here.path()), process_in(elsewhere.path()));
+    fn of_dumps_in_one_working_directory_the_next_has_its_turn_when_the_one_before_has_made_its_visits()
+     {
+        let (here, elsewhere) = (
+            tempfile::tempdir().expect("dir"),
+            tempfile::tempdir().expect("dir"),
+        );
+        let (first, second, other) = (
+            process_in(here.path()),
+            process_in(here.path()),
+            process_in(elsewhere.path()),
+        );
         let (now, visit) = (Instant::now(), || {
             std::fs::create_dir(here.path().join(MOUNT_POINT)).expect("dir");
             std::fs::remove_dir(here.path().join(MOUNT_POINT)).expect("dir");
@@ -171,14 +213,23 @@ mod tests {
         std::fs::remove_file(here.path().join("file")).expect("the test's own file");
         assert!(!turn.is_over(), "that is the task's own affair");
         visit();
-        assert!(!turn.is_over() && second.1.take_turn(now).is_none(), "there is another visit");
+        assert!(
+            !turn.is_over() && second.1.take_turn(now).is_none(),
+            "there is another visit"
+        );
         visit();
         assert!(turn.is_over());
         drop(turn);
         let late = second.1.take_turn(now).expect("nobody has it any more");
-        let next = first.1.take_turn(now + TURN_MAX).expect("it has taken too long");
+        let next = first
+            .1
+            .take_turn(now + TURN_MAX)
+            .expect("it has taken too long");
         drop(late);
-        assert!(second.1.take_turn(now + TURN_MAX).is_none(), "it is the next one's");
+        assert!(
+            second.1.take_turn(now + TURN_MAX).is_none(),
+            "it is the next one's"
+        );
         drop(next);
         drop(second.1.take_turn(now).expect("nobody has it any more"));
         for (mut child, _) in [first, second, other] {

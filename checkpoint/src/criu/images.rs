@@ -38,7 +38,10 @@ pub(super) type Fields = Vec<(u32, u64)>;
 /// # Errors
 /// It cannot be read, or is not whole.
 pub(super) fn entries(dir: &Path, name: &str) -> Result<Vec<Fields>, Failure> {
-    Ok(parse(&read(dir, name)?, name)?.into_iter().map(|(fields, _)| fields).collect())
+    Ok(parse(&read(dir, name)?, name)?
+        .into_iter()
+        .map(|(fields, _)| fields)
+        .collect())
 }
 
 fn read(dir: &Path, name: &str) -> Result<Vec<u8>, Failure> {
@@ -47,8 +50,17 @@ fn read(dir: &Path, name: &str) -> Result<Vec<u8>, Failure> {
 
 /// The entries of an image: their fields that are numbers, and they themselves with their length in front.
 fn parse<'a>(file: &'a [u8], name: &str) -> Result<Vec<(Fields, &'a [u8])>, Failure> {
-    let short = || wrong(name, &format!("ends within an entry, at {} bytes", file.len()));
-    let kind = if name == INVENTORY { KIND_OF_INVENTORY } else { KIND };
+    let short = || {
+        wrong(
+            name,
+            &format!("ends within an entry, at {} bytes", file.len()),
+        )
+    };
+    let kind = if name == INVENTORY {
+        KIND_OF_INVENTORY
+    } else {
+        KIND
+    };
     let mut rest = file.get(kind..).ok_or_else(short)?;
     let mut all = Vec::new();
     while !rest.is_empty() {
@@ -64,7 +76,10 @@ fn parse<'a>(file: &'a [u8], name: &str) -> Result<Vec<(Fields, &'a [u8])>, Fail
 }
 
 pub(super) fn first(fields: &Fields, wanted: u32) -> Option<u64> {
-    fields.iter().find(|(field, _)| *field == wanted).map(|(_, number)| *number)
+    fields
+        .iter()
+        .find(|(field, _)| *field == wanted)
+        .map(|(_, number)| *number)
 }
 
 /// The fields of a message that are numbers.
@@ -78,7 +93,12 @@ pub(super) fn numbers(entry: &[u8]) -> protobuf::Result<Fields> {
         UnknownValueRef::Varint(number) => Some((field, number)),
         _ => None,
     };
-    Ok(message.special_fields.unknown_fields().iter().filter_map(number).collect())
+    Ok(message
+        .special_fields
+        .unknown_fields()
+        .iter()
+        .filter_map(number)
+        .collect())
 }
 
 /// Pages that follow each other, of a map of pages.
@@ -116,22 +136,34 @@ impl Pages {
 /// # Errors
 /// It cannot be read, or is not whole.
 pub(super) fn pages_of(dir: &Path, number: u64) -> Result<Vec<Pages>, Failure> {
-    Ok(entries(dir, &map_name(number))?.iter().skip(1).map(Pages::of).collect())
+    Ok(entries(dir, &map_name(number))?
+        .iter()
+        .skip(1)
+        .map(Pages::of)
+        .collect())
 }
 
 /// Notes in the map of a process that the pages in these stretches, of which it says nothing, come when they are asked for.
 ///
 /// # Errors
 /// The map cannot be read or written, or is not whole.
-pub(super) fn note_missing(dir: &Path, number: u64, stretches: &[(u64, u64)]) -> Result<(), Failure> {
+pub(super) fn note_missing(
+    dir: &Path,
+    number: u64,
+    stretches: &[(u64, u64)],
+) -> Result<(), Failure> {
     let name = map_name(number);
     let file = read(dir, &name)?;
     let entries = parse(&file, &name)?;
-    let Some(((_, head), known)) = entries.split_first() else { return Err(wrong(&name, "is empty")) };
+    let Some(((_, head), known)) = entries.split_first() else {
+        return Err(wrong(&name, "is empty"));
+    };
     let mut whole = [&file[..KIND], head].concat();
     let mut known = known.iter().peekable();
     for (address, pages) in stretches.iter().flat_map(|stretch| portions(*stretch)) {
-        while let Some((_, bytes)) = known.next_if(|(fields, _)| Pages::of(fields).address < address) {
+        while let Some((_, bytes)) =
+            known.next_if(|(fields, _)| Pages::of(fields).address < address)
+        {
             whole.extend_from_slice(bytes);
         }
         whole.extend(missing_entry(address, pages));
@@ -148,12 +180,19 @@ fn map_name(number: u64) -> String {
 fn portions((start, end): (u64, u64)) -> impl Iterator<Item = (u64, u64)> {
     let bytes = PORTION_PAGES * page_size();
     let first = std::iter::successors(Some(start), move |at| at.checked_add(bytes));
-    first.take_while(move |at| *at < end).map(move |at| (at, (end - at).min(bytes) / page_size()))
+    first
+        .take_while(move |at| *at < end)
+        .map(move |at| (at, (end - at).min(bytes) / page_size()))
 }
 
 /// An entry of a map. The number of pages is said in both manners.
 fn missing_entry(address: u64, pages: u64) -> Vec<u8> {
-    let fields = [(MAP_ADDRESS, address), (MAP_PAGES_BEFORE, pages), (MAP_FLAGS, LAZY), (MAP_PAGES, pages)];
+    let fields = [
+        (MAP_ADDRESS, address),
+        (MAP_PAGES_BEFORE, pages),
+        (MAP_FLAGS, LAZY),
+        (MAP_PAGES, pages),
+    ];
     let mut message = Vec::new();
     for (field, number) in fields {
         message.push((field << 3) as u8);
@@ -173,7 +212,9 @@ fn varint(out: &mut Vec<u8>, mut number: u64) {
 
 pub(super) fn page_size() -> u64 {
     let known = sysconf(SysconfVar::PAGE_SIZE).ok().flatten();
-    known.and_then(|bytes| u64::try_from(bytes).ok()).expect("the system has pages of some size")
+    known
+        .and_then(|bytes| u64::try_from(bytes).ok())
+        .expect("the system has pages of some size")
 }
 
 pub(super) fn wrong(name: &str, what: &str) -> Failure {
@@ -195,13 +236,35 @@ mod tests {
             }
             [&(message.len() as u32).to_le_bytes()[..], &message].concat()
         };
-        let present = |address, pages| entry(&[(MAP_ADDRESS, address), (MAP_FLAGS, PRESENT), (MAP_PAGES, pages)]);
-        let known = [entry(&[(1, 1)]), present(10 * page, 2), present(5000 * page, 3)].concat();
-        fs::write(dir.path().join("pagemap-2.img"), [&[7; KIND][..], &known].concat()).expect("written");
-        let stretches = [(page, 4 * page), (100 * page, 1100 * page), (6000 * page, 6001 * page)];
+        let present = |address, pages| {
+            entry(&[
+                (MAP_ADDRESS, address),
+                (MAP_FLAGS, PRESENT),
+                (MAP_PAGES, pages),
+            ])
+        };
+        let known = [
+            entry(&[(1, 1)]),
+            present(10 * page, 2),
+            present(5000 * page, 3),
+        ]
+        .concat();
+        fs::write(
+            dir.path().join("pagemap-2.img"),
+            [&[7; KIND][..], &known].concat(),
+        )
+        .expect("written");
+        let stretches = [
+            (page, 4 * page),
+            (100 * page, 1100 * page),
+            (6000 * page, 6001 * page),
+        ];
         note_missing(dir.path(), 2, &stretches).expect("it is whole");
         let all = pages_of(dir.path(), 2).expect("readable");
-        let said: Vec<_> = all.iter().map(|of| (of.address / page, of.number, of.present, of.missing)).collect();
+        let said: Vec<_> = all
+            .iter()
+            .map(|of| (of.address / page, of.number, of.present, of.missing))
+            .collect();
         let expected = [
             (1, 3, false, true),
             (10, 2, true, false),

@@ -25,13 +25,23 @@ enum End {
 fn first_error(log: impl BufRead) -> Option<(String, End)> {
     let mut log = log.take(LOG_BYTES_MAX);
     let mut line = Vec::new();
-    while log.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
+    while log
+        .read_until(b'\n', &mut line)
+        .is_ok_and(|bytes| bytes > 0)
+    {
         let text = String::from_utf8_lossy(&line);
         if let Some(at) = text.find("Error").filter(|_| !text.contains("rlimit")) {
             let text = &text[at..];
             return Some(match time_stamp(text) {
                 Some(next) => (shorten(text[..next].trim()), End::Gap),
-                None => (shorten(text.trim()), if text.ends_with('\n') { End::Whole } else { End::OfLog }),
+                None => (
+                    shorten(text.trim()),
+                    if text.ends_with('\n') {
+                        End::Whole
+                    } else {
+                        End::OfLog
+                    },
+                ),
             });
         }
         line.clear();
@@ -42,19 +52,30 @@ fn first_error(log: impl BufRead) -> Option<(String, End)> {
 /// Where a time stamp like `(00.060959)` begins, with which each line of a log does.
 fn time_stamp(text: &str) -> Option<usize> {
     let is_stamp = |rest: &str| {
-        let inner = rest.strip_prefix('(').and_then(|rest| rest.split_once(')')).map(|(inner, _)| inner);
+        let inner = rest
+            .strip_prefix('(')
+            .and_then(|rest| rest.split_once(')'))
+            .map(|(inner, _)| inner);
         let parts = inner.and_then(|inner| inner.split_once('.'));
-        let digits = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-        parts.is_some_and(|(seconds, micros)| digits(seconds) && digits(micros) && micros.len() == 6)
+        let digits =
+            |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+        parts
+            .is_some_and(|(seconds, micros)| digits(seconds) && digits(micros) && micros.len() == 6)
     };
-    text.match_indices('(').map(|(at, _)| at).find(|at| is_stamp(&text[*at..]))
+    text.match_indices('(')
+        .map(|(at, _)| at)
+        .find(|at| is_stamp(&text[*at..]))
 }
 
 /// What keeps a log from being written to the end of its line, if it still does: one page is more than is left in its last
 /// one.
 fn what_cuts(log: &Path) -> Option<io::Error> {
     const PAGE: [u8; 4096] = [b'\n'; 4096];
-    std::fs::OpenOptions::new().append(true).open(log).and_then(|mut log| log.write_all(&PAGE)).err()
+    std::fs::OpenOptions::new()
+        .append(true)
+        .open(log)
+        .and_then(|mut log| log.write_all(&PAGE))
+        .err()
 }
 
 /// The first error in a log. A log that ends in the middle of the line was cut by its disk, whose own word comes then.
@@ -66,15 +87,22 @@ fn error_in(log: &Path) -> Option<String> {
         // Nothing else cuts what is written to a file, and goes by.
         End::Gap => Some(io::Error::from_raw_os_error(libc::ENOSPC)),
     };
-    Some(why.map_or_else(|| line.clone(), |why| format!("{line}… (the engine's log is cut here: {why})")))
+    Some(why.map_or_else(
+        || line.clone(),
+        |why| format!("{line}… (the engine's log is cut here: {why})"),
+    ))
 }
 
 /// Why an engine failed, from its log, or else from the first line of its standard error.
 pub(super) fn reason(log: &Path, stderr: &Path) -> Option<String> {
     error_in(log).or_else(|| {
         let stderr = std::fs::File::open(stderr).ok()?;
-        let text = BufReader::new(stderr).take(LOG_BYTES_MAX).lines().map_while(Result::ok);
-        text.map(|line| shorten(line.trim())).find(|line| !line.is_empty() && !line.contains("rlimit"))
+        let text = BufReader::new(stderr)
+            .take(LOG_BYTES_MAX)
+            .lines()
+            .map_while(Result::ok);
+        text.map(|line| shorten(line.trim()))
+            .find(|line| !line.is_empty() && !line.contains("rlimit"))
     })
 }
 
@@ -93,15 +121,24 @@ mod tests {
                    (00.010000)      2: Error (criu/sk-unix.c:9): External socket is used\n\
                    (00.020000) Error (criu/cr-dump.c:2): Dumping FAILED.\n";
         let reason = first_error(log.as_bytes()).map(|(line, _)| line);
-        assert_eq!(reason.as_deref(), Some("Error (criu/sk-unix.c:9): External socket is used"));
+        assert_eq!(
+            reason.as_deref(),
+            Some("Error (criu/sk-unix.c:9): External socket is used")
+        );
         assert_eq!(first_error("(00.1) all is well\n".as_bytes()), None);
     }
 
     #[test]
     fn a_line_that_ends_with_its_log_is_told_from_a_whole_one() {
         let log = "(00.000100) Error (criu/page-xfer.c:263): No space left on de";
-        assert_eq!(first_error(log.as_bytes()).map(|(_, end)| end), Some(End::OfLog));
-        assert_eq!(first_error(format!("{log}vice\n").as_bytes()).map(|(_, end)| end), Some(End::Whole));
+        assert_eq!(
+            first_error(log.as_bytes()).map(|(_, end)| end),
+            Some(End::OfLog)
+        );
+        assert_eq!(
+            first_error(format!("{log}vice\n").as_bytes()).map(|(_, end)| end),
+            Some(End::Whole)
+        );
     }
 
     #[test]
@@ -110,11 +147,21 @@ mod tests {
         let text = "(00.060958) Error (criu/page-xfer.c:26(00.060959) ----------------------------------------\n";
         std::fs::write(log.path(), text).expect("written");
         let why = error_in(log.path()).expect("an error");
-        assert!(why.starts_with("Error (criu/page-xfer.c:26… (") && why.contains("No space left on device"), "{why}");
-        for whole in
-            ["Error (criu/x.c:1): size (12.5) of (3)\n", "Error (criu/x.c:1): (.123456) (1.)\n", "Error (1.12345)\n"]
-        {
-            assert_eq!(first_error(whole.as_bytes()).map(|(_, end)| end), Some(End::Whole), "{whole}");
+        assert!(
+            why.starts_with("Error (criu/page-xfer.c:26… (")
+                && why.contains("No space left on device"),
+            "{why}"
+        );
+        for whole in [
+            "Error (criu/x.c:1): size (12.5) of (3)\n",
+            "Error (criu/x.c:1): (.123456) (1.)\n",
+            "Error (1.12345)\n",
+        ] {
+            assert_eq!(
+                first_error(whole.as_bytes()).map(|(_, end)| end),
+                Some(End::Whole),
+                "{whole}"
+            );
         }
     }
 
@@ -124,6 +171,10 @@ mod tests {
         assert!(why.to_string().contains("No space left on device"), "{why}");
         let free = tempfile::NamedTempFile::new().expect("a file");
         std::fs::write(free.path(), "(00.1) Error (criu/x.c:1): cut here").expect("written");
-        assert_eq!(error_in(free.path()).as_deref(), Some("Error (criu/x.c:1): cut here"), "this disk has room");
+        assert_eq!(
+            error_in(free.path()).as_deref(),
+            Some("Error (criu/x.c:1): cut here"),
+            "this disk has room"
+        );
     }
 }

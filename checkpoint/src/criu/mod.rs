@@ -31,7 +31,9 @@ pub use pinned::Pinned;
 pub use precopy::{Hurry, SentAhead, Store};
 pub(crate) use serving::Order;
 
-use crate::engine::{Arriving, Checking, DumpJob, Dumping, Engine, Held, Limits, RestoreJob, Restoring, Serving};
+use crate::engine::{
+    Arriving, Checking, DumpJob, Dumping, Engine, Held, Limits, RestoreJob, Restoring, Serving,
+};
 use nix::fcntl::{FallocateFlags, fallocate};
 use process::{Program, Swrk, Word};
 use sempa_proto::migration::Failure;
@@ -93,7 +95,12 @@ impl Criu {
             .chain(in_path)
             .find(|program| program.is_file())
             .map(|program| Criu { program })
-            .ok_or_else(|| format!("no dump engine in {} or PATH: {HOW_TO_GET}", USUAL_PLACES.join(", ")))
+            .ok_or_else(|| {
+                format!(
+                    "no dump engine in {} or PATH: {HOW_TO_GET}",
+                    USUAL_PLACES.join(", ")
+                )
+            })
     }
 
     /// The program.
@@ -109,29 +116,57 @@ impl Criu {
         variables: &[(&'static str, String)],
         request: impl FnOnce(i32) -> Vec<u8>,
     ) -> Result<Swrk, Failure> {
-        let open = |e: std::io::Error| Failure::Io(format!("cannot open the image directory {}: {e}", dir.display()));
+        let open = |e: std::io::Error| {
+            Failure::Io(format!(
+                "cannot open the image directory {}: {e}",
+                dir.display()
+            ))
+        };
         let images = File::open(dir).map_err(open)?;
         let request = request(images.as_raw_fd());
         let inherit: Vec<BorrowedFd<'_>> = inherit.iter().map(|fd| fd.as_fd()).collect();
-        Swrk::start(&self.program, dir, images, log, &inherit, variables, &request)
+        Swrk::start(
+            &self.program,
+            dir,
+            images,
+            log,
+            &inherit,
+            variables,
+            &request,
+        )
     }
 }
 
 impl Engine for Criu {
     fn probe(&self) -> Result<String, String> {
-        process::version(&self.program)
-            .map_err(|why| format!("the dump engine {} does not run: {why}; {HOW_TO_GET}", self.program.display()))
+        process::version(&self.program).map_err(|why| {
+            format!(
+                "the dump engine {} does not run: {why}; {HOW_TO_GET}",
+                self.program.display()
+            )
+        })
     }
 
     fn start_dump(&self, job: DumpJob) -> Result<Box<dyn Dumping>, Failure> {
         // Without these two a dump is as good, only an engine that is killed may harm the task.
         let before = rescue::Snapshot::take(&job.processes).ok();
         let (relay, ends) = relay::Relay::start(job.pid, &job.processes).ok().unzip();
-        let mut inherit = ends.as_ref().map_or(Vec::new(), |ends| ends.descriptors().to_vec());
+        let mut inherit = ends
+            .as_ref()
+            .map_or(Vec::new(), |ends| ends.descriptors().to_vec());
         let mut variables = ends.as_ref().map_or(Vec::new(), relay::Ends::variables);
         let unknown = |e| Failure::Engine(format!("nobody knows which memory could follow: {e}"));
-        let follows = job.asked_on.as_ref().map(|_| Withheld::of(&job.processes)).transpose().map_err(unknown)?;
-        let list = follows.as_ref().map(Withheld::list).transpose().map_err(unknown)?;
+        let follows = job
+            .asked_on
+            .as_ref()
+            .map(|_| Withheld::of(&job.processes))
+            .transpose()
+            .map_err(unknown)?;
+        let list = follows
+            .as_ref()
+            .map(Withheld::list)
+            .transpose()
+            .map_err(unknown)?;
         inherit.extend(&list);
         variables.extend(list.as_ref().map(relay::withheld));
         let request = |images| options::dump(&job, images, DUMP_LOG);
@@ -139,20 +174,42 @@ impl Engine for Criu {
         swrk.hurry();
         swrk.end_by_itself_within(CALLED_OFF_GRACE);
         let follows = follows.zip(job.asked_on.map(Arc::new));
-        Ok(Box::new(Dump { swrk, relay, dir: job.dir, before, follows, sent: job.sent }))
+        Ok(Box::new(Dump {
+            swrk,
+            relay,
+            dir: job.dir,
+            before,
+            follows,
+            sent: job.sent,
+        }))
     }
 
     fn start_check(&self, dir: &Path) -> Result<Box<dyn Checking>, Failure> {
-        let unknown = |e| Failure::Engine(format!("the kernel does not tell which memory is there: {e}"));
+        let unknown = |e| {
+            Failure::Engine(format!(
+                "the kernel does not tell which memory is there: {e}"
+            ))
+        };
         withheld::possible().map_err(unknown)?;
         let io = |e: std::io::Error| Failure::Io(format!("no descriptor for the engine: {e}"));
         let (loaded, tells) = std::io::pipe().map_err(io)?;
         let (library, tells) = (relay::library().map_err(io)?, OwnedFd::from(tells));
-        let arguments = ["check", "--feature", "uffd-noncoop"].into_iter().map(AsRef::as_ref);
+        let arguments = ["check", "--feature", "uffd-noncoop"]
+            .into_iter()
+            .map(AsRef::as_ref);
         let inherit = [library.as_fd(), tells.as_fd()];
-        let program =
-            Program::start(&self.program, arguments, dir, &inherit, &relay::tells_of_loading(&library, &tells))?;
-        Ok(Box::new(Check { program, log: dir.join(CHECK_LOG), loaded }))
+        let program = Program::start(
+            &self.program,
+            arguments,
+            dir,
+            &inherit,
+            &relay::tells_of_loading(&library, &tells),
+        )?;
+        Ok(Box::new(Check {
+            program,
+            log: dir.join(CHECK_LOG),
+            loaded,
+        }))
     }
 
     fn may_try_again(&self, root: i32, failure: &Failure) -> bool {
@@ -168,7 +225,12 @@ impl Engine for Criu {
         Ok(Box::new(Restore { swrk }))
     }
 
-    fn send_ahead(&self, processes: &[i32], stream: &OwnedFd, hurry: &Hurry) -> Result<SentAhead, Failure> {
+    fn send_ahead(
+        &self,
+        processes: &[i32],
+        stream: &OwnedFd,
+        hurry: &Hurry,
+    ) -> Result<SentAhead, Failure> {
         precopy::send(processes, stream, hurry)
     }
 
@@ -176,8 +238,18 @@ impl Engine for Criu {
         precopy::take(stream, bytes_max)
     }
 
-    fn start_arrival(&self, dir: &Path, ask_on: OwnedFd, ahead: Store) -> Result<Box<dyn Arriving>, Failure> {
-        Ok(Box::new(arrival::Arrival::start(&self.program, dir, ask_on, ahead)?))
+    fn start_arrival(
+        &self,
+        dir: &Path,
+        ask_on: OwnedFd,
+        ahead: Store,
+    ) -> Result<Box<dyn Arriving>, Failure> {
+        Ok(Box::new(arrival::Arrival::start(
+            &self.program,
+            dir,
+            ask_on,
+            ahead,
+        )?))
     }
 }
 
@@ -233,7 +305,10 @@ impl Dumping for Dump {
         self.swrk.pid()
     }
 
-    fn finish(mut self: Box<Self>, limits: &Limits) -> Result<(DumpReport, Option<Box<dyn Serving>>), Failure> {
+    fn finish(
+        mut self: Box<Self>,
+        limits: &Limits,
+    ) -> Result<(DumpReport, Option<Box<dyn Serving>>), Failure> {
         let done = self.wait_for_images(limits);
         if done.is_err() {
             self.swrk.kill();
@@ -249,10 +324,12 @@ impl Dumping for Dump {
             let _ = std::fs::remove_file(self.dir.join(log));
         }
         let report = measure(&self.dir);
-        let report = report.map_err(|e| Failure::Io(format!("cannot read {}: {e}", self.dir.display())))?;
+        let report =
+            report.map_err(|e| Failure::Io(format!("cannot read {}: {e}", self.dir.display())))?;
         let sent = self.sent.take();
-        let serve =
-            |(withheld, asked_on)| Ok(Box::new(serving::Serve::start(withheld, asked_on, sent)?) as Box<dyn Serving>);
+        let serve = |(withheld, asked_on)| {
+            Ok(Box::new(serving::Serve::start(withheld, asked_on, sent)?) as Box<dyn Serving>)
+        };
         Ok((report, self.follows.take().map(serve).transpose()?))
     }
 }
@@ -292,7 +369,10 @@ impl Restoring for Restore {
         loop {
             match self.swrk.hear(limits)? {
                 Word::Notify { script, pid } if script == "post-restore" => {
-                    return Ok(Box::new(HeldTask { swrk: self.swrk, pid }));
+                    return Ok(Box::new(HeldTask {
+                        swrk: self.swrk,
+                        pid,
+                    }));
                 }
                 Word::Notify { .. } => self.swrk.answer(true),
                 Word::Done => {
@@ -333,10 +413,15 @@ mod tests {
 
     #[test]
     fn the_variable_comes_first_and_a_wrong_one_is_told() {
-        let found = Criu::locate(|name| (name == "SEMPA_CRIU").then(|| "/bin/true".into())).expect("it is a file");
+        let found = Criu::locate(|name| (name == "SEMPA_CRIU").then(|| "/bin/true".into()))
+            .expect("it is a file");
         assert_eq!(found.program(), Path::new("/bin/true"));
-        let why = Criu::locate(|name| (name == "SEMPA_CRIU").then(|| "/no/criu".into())).expect_err("it is missing");
-        assert!(why.contains("SEMPA_CRIU=/no/criu") && why.contains("cargo xtask criu"), "{why}");
+        let why = Criu::locate(|name| (name == "SEMPA_CRIU").then(|| "/no/criu".into()))
+            .expect_err("it is missing");
+        assert!(
+            why.contains("SEMPA_CRIU=/no/criu") && why.contains("cargo xtask criu"),
+            "{why}"
+        );
     }
 
     #[test]
@@ -351,8 +436,15 @@ mod tests {
     #[test]
     fn an_engine_that_does_not_work_says_so() {
         for program in ["/bin/false", "/etc/passwd", "/bin/echo"] {
-            let why = Criu { program: program.into() }.probe().expect_err("no engine");
-            assert!(why.contains(program) && why.contains("cargo xtask criu"), "{why}");
+            let why = Criu {
+                program: program.into(),
+            }
+            .probe()
+            .expect_err("no engine");
+            assert!(
+                why.contains(program) && why.contains("cargo xtask criu"),
+                "{why}"
+            );
         }
     }
 }

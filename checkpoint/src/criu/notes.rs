@@ -19,7 +19,9 @@ impl KernelNotes {
     }
 
     fn at(path: PathBuf) -> KernelNotes {
-        KernelNotes { ours: (!path.exists()).then_some(path) }
+        KernelNotes {
+            ours: (!path.exists()).then_some(path),
+        }
     }
 }
 

@@ -34,7 +34,9 @@ fn encode(kind: Criu_req_type, opts: Criu_opts) -> Vec<u8> {
     request.type_ = Some(EnumOrUnknown::new(kind));
     request.opts = MessageField::some(opts);
     request.notify_success = Some(true);
-    request.write_to_bytes().expect("a request is small and has all its fields")
+    request
+        .write_to_bytes()
+        .expect("a request is small and has all its fields")
 }
 
 /// A dump that leaves the task stopped.
@@ -42,7 +44,8 @@ pub(super) fn dump(job: &DumpJob, images: RawFd, log: &str) -> Vec<u8> {
     let mut opts = common(images, log);
     opts.pid = Some(job.pid);
     opts.leave_stopped = Some(true);
-    opts.external.push(format!("pid[{}]:{NAMESPACE_KEY}", job.pid_namespace));
+    opts.external
+        .push(format!("pid[{}]:{NAMESPACE_KEY}", job.pid_namespace));
     encode(Criu_req_type::DUMP, opts)
 }
 
@@ -60,7 +63,10 @@ pub(super) fn restore(job: &RestoreJob, images: RawFd, log: &str, uses_up: bool)
         opts.inherit_fd.push(entry);
     };
     inherit(NAMESPACE_KEY.to_string(), job.pid_namespace.as_raw_fd());
-    inherit(format!("pipe:[{}]", job.outside.output_pipe), job.output.as_raw_fd());
+    inherit(
+        format!("pipe:[{}]", job.outside.output_pipe),
+        job.output.as_raw_fd(),
+    );
     encode(Criu_req_type::RESTORE, opts)
 }
 
@@ -69,5 +75,7 @@ pub(super) fn acknowledgement(success: bool) -> Vec<u8> {
     let mut request = Criu_req::new();
     request.type_ = Some(EnumOrUnknown::new(Criu_req_type::NOTIFY));
     request.notify_success = Some(success);
-    request.write_to_bytes().expect("a request is small and has all its fields")
+    request
+        .write_to_bytes()
+        .expect("a request is small and has all its fields")
 }

@@ -28,16 +28,27 @@ const EFFECTIVE: u32 = 3;
 pub fn belong_to(dir: &Path, user: u32) -> Result<(), Failure> {
     let unreadable = |e| Failure::Io(format!("cannot read {}: {e}", dir.display()));
     for entry in fs::read_dir(dir).map_err(unreadable)? {
-        let name = entry.map_err(unreadable)?.file_name().to_string_lossy().into_owned();
+        let name = entry
+            .map_err(unreadable)?
+            .file_name()
+            .to_string_lossy()
+            .into_owned();
         if !name.starts_with(CORE.0) || !name.ends_with(CORE.1) {
             continue;
         }
         let which = if user == 0 { &[EFFECTIVE][..] } else { &USERS };
         // A process that has ended has no rights.
-        for found in users_in(&dir.join(&name), &name)?.iter().filter(|(field, _)| which.contains(field)) {
+        for found in users_in(&dir.join(&name), &name)?
+            .iter()
+            .filter(|(field, _)| which.contains(field))
+        {
             if found.1 != u64::from(user) {
-                let found = u32::try_from(found.1).map_err(|_| wrong(&name, "names a user that cannot be"))?;
-                return Err(Failure::Refused(vec![Refusal::OtherUser { found, expected: user }]));
+                let found = u32::try_from(found.1)
+                    .map_err(|_| wrong(&name, "names a user that cannot be"))?;
+                return Err(Failure::Refused(vec![Refusal::OtherUser {
+                    found,
+                    expected: user,
+                }]));
             }
         }
     }
@@ -48,20 +59,27 @@ pub fn belong_to(dir: &Path, user: u32) -> Result<(), Failure> {
 fn users_in(path: &Path, name: &str) -> Result<Vec<(u32, u64)>, Failure> {
     let file = File::open(path).map_err(|e| Failure::Io(format!("cannot read {name}: {e}")))?;
     let mut bytes = Vec::new();
-    file.take(ENTRY_BYTES_MAX).read_to_end(&mut bytes).map_err(|e| Failure::Io(format!("cannot read {name}: {e}")))?;
+    file.take(ENTRY_BYTES_MAX)
+        .read_to_end(&mut bytes)
+        .map_err(|e| Failure::Io(format!("cannot read {name}: {e}")))?;
     let entry = bytes.get(KIND..).and_then(|rest| {
         let (length, rest) = rest.split_first_chunk()?;
         rest.get(..u32::from_le_bytes(*length) as usize)
     });
     let entry = entry.ok_or_else(|| wrong(name, "ends within its first entry"))?;
     let damaged = |e: protobuf::Error| wrong(name, &format!("is damaged: {e}"));
-    let Some(thread) = part(entry, CORE_THREAD).map_err(damaged)? else { return Ok(Vec::new()) };
+    let Some(thread) = part(entry, CORE_THREAD).map_err(damaged)? else {
+        return Ok(Vec::new());
+    };
     let Some(credentials) = part(&thread, THREAD_CREDENTIALS).map_err(damaged)? else {
         return Err(wrong(name, "does not say whose it is"));
     };
     let numbers = super::images::numbers(&credentials).map_err(damaged)?;
     // What is left out of a message is nought, and of what is said twice each has to be right.
-    let left_out = USERS.iter().filter(|field| first(&numbers, **field).is_none()).map(|field| (*field, 0));
+    let left_out = USERS
+        .iter()
+        .filter(|field| first(&numbers, **field).is_none())
+        .map(|field| (*field, 0));
     Ok(numbers.iter().copied().chain(left_out).collect())
 }
 
@@ -92,9 +110,24 @@ mod tests {
 
     /// The image of a thread of these users.
     fn core(users: [u64; 4]) -> Vec<u8> {
-        let fields = [(1, users[0]), (2, 9), (3, users[1]), (5, users[2]), (7, users[3])];
-        let credentials: Vec<u8> = fields.iter().flat_map(|(field, value)| number(*field, *value)).collect();
-        image(&[number(1, 5), message(5, &[number(3, 0), message(10, &credentials)].concat())].concat())
+        let fields = [
+            (1, users[0]),
+            (2, 9),
+            (3, users[1]),
+            (5, users[2]),
+            (7, users[3]),
+        ];
+        let credentials: Vec<u8> = fields
+            .iter()
+            .flat_map(|(field, value)| number(*field, *value))
+            .collect();
+        image(
+            &[
+                number(1, 5),
+                message(5, &[number(3, 0), message(10, &credentials)].concat()),
+            ]
+            .concat(),
+        )
     }
 
     fn image(entry: &[u8]) -> Vec<u8> {
@@ -111,20 +144,30 @@ mod tests {
     }
 
     fn other(found: u32, expected: u32) -> Result<(), Failure> {
-        Err(Failure::Refused(vec![Refusal::OtherUser { found, expected }]))
+        Err(Failure::Refused(vec![Refusal::OtherUser {
+            found,
+            expected,
+        }]))
     }
 
     #[test]
     fn a_thread_of_another_user_among_those_of_the_right_one_is_found() {
         assert_eq!(judged(&[core([1000; 4]), core([1000; 4])], 1000), Ok(()));
-        assert_eq!(judged(&[core([1000; 4]), core([1001; 4])], 1000), other(1001, 1000));
+        assert_eq!(
+            judged(&[core([1000; 4]), core([1001; 4])], 1000),
+            other(1001, 1000)
+        );
         for place in 0..4 {
             let mut users = [1000; 4];
             users[place] = 0;
             assert_eq!(judged(&[core(users)], 1000), other(0, 1000), "{place}");
         }
         assert_eq!(judged(&[core([0; 4])], 0), Ok(()));
-        assert_eq!(judged(&[core([1000, 0, 1000, 0])], 0), Ok(()), "it has root's rights");
+        assert_eq!(
+            judged(&[core([1000, 0, 1000, 0])], 0),
+            Ok(()),
+            "it has root's rights"
+        );
         assert_eq!(judged(&[core([0, 1000, 0, 0])], 0), other(1000, 0));
     }
 
@@ -132,16 +175,26 @@ mod tests {
     fn a_process_that_has_ended_is_nobodys_and_what_is_cut_or_says_nothing_is_refused() {
         assert_eq!(judged(&[image(&number(1, 5))], 1000), Ok(()));
         let says_nothing = image(&message(5, &number(3, 0)));
-        assert!(matches!(judged(&[says_nothing], 1000), Err(Failure::Images(_))));
+        assert!(matches!(
+            judged(&[says_nothing], 1000),
+            Err(Failure::Images(_))
+        ));
         let whole = core([1000; 4]);
         for length in 0..whole.len() {
-            assert!(matches!(judged(&[whole[..length].to_vec()], 1000), Err(Failure::Images(_))), "{length}");
+            assert!(
+                matches!(
+                    judged(&[whole[..length].to_vec()], 1000),
+                    Err(Failure::Images(_))
+                ),
+                "{length}"
+            );
         }
     }
 
     #[test]
     fn what_is_said_twice_counts_as_the_engine_reads_it() {
-        let credentials = |user: u64| message(10, &[1, 3, 5, 7].map(|field| number(field, user)).concat());
+        let credentials =
+            |user: u64| message(10, &[1, 3, 5, 7].map(|field| number(field, user)).concat());
         // The engine takes the later one of two numbers.
         let twice = image(&message(5, &[credentials(1000), credentials(0)].concat()));
         assert!(judged(&[twice], 1000).is_err());

@@ -33,7 +33,8 @@ struct Region {
 }
 
 /// The call: it reads and writes a structure of this size, and is number 16 of the calls 'f'.
-const SCAN: libc::c_ulong = 3 << 30 | (size_of::<Scan>() as libc::c_ulong) << 16 | (b'f' as libc::c_ulong) << 8 | 16;
+const SCAN: libc::c_ulong =
+    3 << 30 | (size_of::<Scan>() as libc::c_ulong) << 16 | (b'f' as libc::c_ulong) << 8 | 16;
 const PRESENT: u64 = 1 << 3;
 const SWAPPED: u64 = 1 << 4;
 /// The page of zeros that all processes have in common, where memory was read and never written.
@@ -54,8 +55,16 @@ pub(super) enum Wanted {
 ///
 /// # Errors
 /// The process is gone, or the kernel does not know the call (ENOTTY).
-pub(super) fn present(map: &File, (start, end): (u64, u64), wanted: Wanted) -> io::Result<Vec<(u64, u64)>> {
-    let any_of = if wanted == Wanted::All { PRESENT | SWAPPED } else { PRESENT };
+pub(super) fn present(
+    map: &File,
+    (start, end): (u64, u64),
+    wanted: Wanted,
+) -> io::Result<Vec<(u64, u64)>> {
+    let any_of = if wanted == Wanted::All {
+        PRESENT | SWAPPED
+    } else {
+        PRESENT
+    };
     let mut all: Vec<(u64, u64)> = Vec::new();
     let mut at = start;
     while at < end {
@@ -109,9 +118,24 @@ mod tests {
         let own = File::open("/proc/self/pagemap").expect("everybody may read his own");
         let all = (start, start + (page * pages) as u64);
         let found = present(&own, all, Wanted::InMemory).expect("Linux 6.7");
-        assert_eq!(found, present(&own, all, Wanted::All).expect("Linux 6.7"), "nothing is swapped out");
-        assert_eq!(found.iter().map(|(from, to)| (to - from) / page as u64).sum::<u64>(), 1500 + 50);
-        assert!(found.iter().all(|(from, _)| ((from - start) / page as u64).is_multiple_of(2)), "{found:?}");
+        assert_eq!(
+            found,
+            present(&own, all, Wanted::All).expect("Linux 6.7"),
+            "nothing is swapped out"
+        );
+        assert_eq!(
+            found
+                .iter()
+                .map(|(from, to)| (to - from) / page as u64)
+                .sum::<u64>(),
+            1500 + 50
+        );
+        assert!(
+            found
+                .iter()
+                .all(|(from, _)| ((from - start) / page as u64).is_multiple_of(2)),
+            "{found:?}"
+        );
         assert_eq!(found.len(), 1451);
     }
 
@@ -119,7 +143,10 @@ mod tests {
     fn fresh(bytes: usize) -> &'static mut [u8] {
         // SAFETY: fresh memory of this length that nobody else knows, for as long as the process lives.
         unsafe {
-            let (read_write, own) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+            let (read_write, own) = (
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            );
             let memory = libc::mmap(std::ptr::null_mut(), bytes, read_write, own, -1, 0);
             assert_ne!(memory, libc::MAP_FAILED);
             libc::madvise(memory, bytes, libc::MADV_NOHUGEPAGE);

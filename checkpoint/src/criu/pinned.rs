@@ -34,9 +34,14 @@ impl Pinned {
     /// There is no thread to trace them. Nothing is pinned.
     pub fn threads(tids: Vec<i32>) -> io::Result<Pinned> {
         let ((over, until), (begins, begun)) = (channel(), channel());
-        let tracer = std::thread::Builder::new().name("pins".into()).spawn(move || pin(tids, &begins, &until))?;
+        let tracer = std::thread::Builder::new()
+            .name("pins".into())
+            .spawn(move || pin(tids, &begins, &until))?;
         let in_time = begun.recv_timeout(BEGIN_ALLOWED).is_ok();
-        Ok(Pinned { over: Some(over), tracer: in_time.then_some(tracer) })
+        Ok(Pinned {
+            over: Some(over),
+            tracer: in_time.then_some(tracer),
+        })
     }
 }
 
@@ -54,10 +59,20 @@ fn pin(mut tids: Vec<i32>, begins: &Sender<()>, until: &Receiver<()>) {
     // Who asked may have given up by the time that it is through with one of them.
     let is_over = || until.try_recv() == Err(TryRecvError::Disconnected);
     // Fails for one that has ended, and where others trace.
-    tids.retain(|tid| !is_over() && ptrace::seize(*tid).and_then(|()| ptrace::interrupt(*tid)).is_ok());
+    tids.retain(|tid| {
+        !is_over()
+            && ptrace::seize(*tid)
+                .and_then(|()| ptrace::interrupt(*tid))
+                .is_ok()
+    });
     // Who asked may have waited long enough.
     let _ = begins.send(());
-    let has_ended = |tid: &i32| !matches!(ptrace::hear(*tid), Ok(None | Some(ptrace::News::Stopped(_))));
+    let has_ended = |tid: &i32| {
+        !matches!(
+            ptrace::hear(*tid),
+            Ok(None | Some(ptrace::News::Stopped(_)))
+        )
+    };
     while until.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
         // Then all of them are let go: whoever waits for its end is not to wait for the others.
         if tids.iter().any(has_ended) {
@@ -80,7 +95,10 @@ mod tests {
 
     /// A process that computes, and is stopped.
     fn stopped() -> Child {
-        let child = Command::new("sh").args(["-c", "while :; do :; done"]).spawn().expect("a shell");
+        let child = Command::new("sh")
+            .args(["-c", "while :; do :; done"])
+            .spawn()
+            .expect("a shell");
         tell(&child, Signal::SIGSTOP);
         wait_for(&child, 'T');
         child
@@ -92,7 +110,11 @@ mod tests {
 
     fn wait_for(child: &Child, state: char) {
         let until = Instant::now() + SOON;
-        let is = || Status::of(child.id() as i32)?.field("State").map(|now| now.starts_with(state));
+        let is = || {
+            Status::of(child.id() as i32)?
+                .field("State")
+                .map(|now| now.starts_with(state))
+        };
         while is() != Some(true) {
             assert!(Instant::now() < until, "it does not come to {state}");
             std::thread::yield_now();
@@ -135,7 +157,10 @@ mod tests {
         let mut child = stopped();
         let _pinned = Pinned::threads(vec![child.id() as i32]).expect("a thread");
         child.kill().expect("it is there");
-        assert_eq!(std::os::unix::process::ExitStatusExt::signal(&child.wait().expect("it ends")), Some(9));
+        assert_eq!(
+            std::os::unix::process::ExitStatusExt::signal(&child.wait().expect("it ends")),
+            Some(9)
+        );
     }
 
     #[test]

@@ -28,7 +28,11 @@ fn place(address: u64, page: u64) -> (u64, usize) {
 
 /// Bits for so many pages from this one on.
 fn bits(first: usize, pages: usize) -> u128 {
-    let all = if pages as u64 >= BLOCK_PAGES { u128::MAX } else { (1 << pages) - 1 };
+    let all = if pages as u64 >= BLOCK_PAGES {
+        u128::MAX
+    } else {
+        (1 << pages) - 1
+    };
     all << first
 }
 
@@ -40,6 +44,9 @@ mod tests {
     fn each_page_has_its_place_in_its_block() {
         assert_eq!(place(0, 4096), (0, 0));
         assert_eq!(place(129 * 4096, 4096), (1, 1));
-        assert_eq!([bits(0, 128), bits(127, 1), bits(3, 2)], [u128::MAX, 1 << 127, 0b11000]);
+        assert_eq!(
+            [bits(0, 128), bits(127, 1), bits(3, 2)],
+            [u128::MAX, 1 << 127, 0b11000]
+        );
     }
 }

@@ -73,21 +73,32 @@ impl Swrk {
         variables: &[(&'static str, String)],
         request: &[u8],
     ) -> Result<Swrk, Failure> {
-        let failed =
-            |what: &str, e: &dyn std::fmt::Display| Failure::Engine(format!("cannot start the engine: {what}: {e}"));
-        let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
-            .map_err(|e| failed("socket pair", &e))?;
+        let failed = |what: &str, e: &dyn std::fmt::Display| {
+            Failure::Engine(format!("cannot start the engine: {what}: {e}"))
+        };
+        let (ours, theirs) = socketpair(
+            AddressFamily::Unix,
+            SockType::SeqPacket,
+            None,
+            SockFlag::SOCK_CLOEXEC,
+        )
+        .map_err(|e| failed("socket pair", &e))?;
         let stderr = dir.join(STDERR);
         let errors = File::create(&stderr).map_err(|e| failed("its error file", &e))?;
         let mut keep: Vec<RawFd> = inherit.iter().map(|fd| fd.as_raw_fd()).collect();
         keep.extend([theirs.as_raw_fd(), images.as_raw_fd()]);
         let mut command = Command::new(program);
         command.arg("swrk").arg(theirs.as_raw_fd().to_string());
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors).process_group(0);
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(errors)
+            .process_group(0);
         command.envs(variables.iter().map(|(name, value)| (name, value)));
         // SAFETY: the closure makes bare system calls on numbers that it owns; it neither allocates nor locks.
         unsafe { command.pre_exec(move || prepare_child(&keep)) };
-        let (child, pidfd) = spawn(&mut command).map_err(|e| failed(&program.display().to_string(), &e))?;
+        let (child, pidfd) =
+            spawn(&mut command).map_err(|e| failed(&program.display().to_string(), &e))?;
         let swrk = Swrk {
             child,
             pidfd,
@@ -100,7 +111,8 @@ impl Swrk {
             called_off: None,
             reaped: false,
         };
-        send(swrk.socket.as_raw_fd(), request, MsgFlags::MSG_NOSIGNAL).map_err(|e| failed("request", &e))?;
+        send(swrk.socket.as_raw_fd(), request, MsgFlags::MSG_NOSIGNAL)
+            .map_err(|e| failed("request", &e))?;
         Ok(swrk)
     }
 
@@ -147,18 +159,27 @@ impl Swrk {
             .map_err(|e| Failure::Engine(format!("the engine's answer cannot be read: {e}")))?;
         if answer.type_() == Criu_req_type::NOTIFY {
             let notify = answer.notify.get_or_default();
-            return Ok(Word::Notify { script: notify.script().to_string(), pid: notify.pid() });
+            return Ok(Word::Notify {
+                script: notify.script().to_string(),
+                pid: notify.pid(),
+            });
         }
         // Its error text is also set when all went well; only this field counts.
         match answer.success() {
             true => Ok(Word::Done),
-            false => Err(self.explain(format!("it failed with error number {}", answer.cr_errno()))),
+            false => {
+                Err(self.explain(format!("it failed with error number {}", answer.cr_errno())))
+            }
         }
     }
 
     /// Answers a notification. If it cannot be sent the process is ending, which the next [`hear`](Self::hear) tells.
     pub(super) fn answer(&mut self, success: bool) {
-        let _ = send(self.socket.as_raw_fd(), &options::acknowledgement(success), MsgFlags::MSG_NOSIGNAL);
+        let _ = send(
+            self.socket.as_raw_fd(),
+            &options::acknowledgement(success),
+            MsgFlags::MSG_NOSIGNAL,
+        );
     }
 
     /// Agrees to everything that it says from now on, until its end.
@@ -177,7 +198,8 @@ impl Swrk {
             return ended;
         }
         // What it says at its very end does not count: the work was reported as done.
-        self.reap().map_err(|e| Failure::Engine(format!("cannot wait for the engine: {e}")))?;
+        self.reap()
+            .map_err(|e| Failure::Engine(format!("cannot wait for the engine: {e}")))?;
         self.called_off.map_or(Ok(()), |_| Err(called_off()))
     }
 
@@ -209,15 +231,22 @@ impl Swrk {
             let left = until.saturating_duration_since(Instant::now());
             // Rounded up, so that the last round does not spin.
             let left_ms = left.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
-            match poll(&mut fds, PollTimeout::try_from(left_ms).unwrap_or(PollTimeout::MAX)) {
+            match poll(
+                &mut fds,
+                PollTimeout::try_from(left_ms).unwrap_or(PollTimeout::MAX),
+            ) {
                 Ok(0) if left.is_zero() => {
-                    let allowed = Micros(u64::try_from(limits.allowed.as_micros()).unwrap_or(u64::MAX));
-                    return Err(self.called_off.map_or(Failure::Deadline { allowed }, |_| called_off()));
+                    let allowed =
+                        Micros(u64::try_from(limits.allowed.as_micros()).unwrap_or(u64::MAX));
+                    return Err(self
+                        .called_off
+                        .map_or(Failure::Deadline { allowed }, |_| called_off()));
                 }
                 Ok(0) | Err(Errno::EINTR) => {}
                 Err(e) => return Err(Failure::Engine(format!("cannot wait for the engine: {e}"))),
                 Ok(_) => {
-                    let ready = |index: usize| fds.get(index).is_some_and(|fd| fd.any().unwrap_or(true));
+                    let ready =
+                        |index: usize| fds.get(index).is_some_and(|fd| fd.any().unwrap_or(true));
                     let (ended, second, third) = (ready(0), ready(1), ready(2));
                     let is_cancel = self.called_off.is_none() && second;
                     if ended || third || (second && !is_cancel) {
@@ -287,7 +316,12 @@ fn prepare_child(keep: &[RawFd]) -> io::Result<()> {
             files.rlim_cur = files.rlim_max;
             libc::setrlimit(libc::RLIMIT_NOFILE, &raw const files);
         }
-        libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC);
+        libc::syscall(
+            libc::SYS_close_range,
+            3,
+            u32::MAX,
+            libc::CLOSE_RANGE_CLOEXEC,
+        );
         for &fd in keep {
             if libc::fcntl(fd, libc::F_SETFD, 0) != 0 {
                 return Err(io::Error::last_os_error());
@@ -342,16 +376,27 @@ impl Program {
         inherit: &[BorrowedFd<'_>],
         variables: &[(&'static str, String)],
     ) -> Result<Program, Failure> {
-        let failed = |e: io::Error| Failure::Engine(format!("cannot start the engine: {}: {e}", criu.display()));
+        let failed = |e: io::Error| {
+            Failure::Engine(format!("cannot start the engine: {}: {e}", criu.display()))
+        };
         let keep: Vec<RawFd> = inherit.iter().map(|fd| fd.as_raw_fd()).collect();
         let errors = File::create(dir.join(STDERR)).map_err(failed)?;
         let mut command = Command::new(criu);
-        command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors).process_group(0);
+        command
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(errors)
+            .process_group(0);
         command.envs(variables.iter().map(|(name, value)| (name, value)));
         // SAFETY: as for `Swrk::start`.
         unsafe { command.pre_exec(move || prepare_child(&keep)) };
         let (child, pidfd) = spawn(&mut command).map_err(failed)?;
-        Ok(Program { child, pidfd, reaped: false })
+        Ok(Program {
+            child,
+            pidfd,
+            reaped: false,
+        })
     }
 
     /// Its process number, which is also that of its group.
@@ -370,14 +415,18 @@ impl Program {
     /// Waits for its end, and kills it where that has to be. `log` is its own.
     pub(super) fn finish(&mut self, limits: &Limits, log: &Path) -> Result<(), Failure> {
         let why = wait_for(&self.pidfd, limits, "the engine").err();
-        let status = self.reap().map_err(|e| Failure::Engine(format!("cannot wait for the engine: {e}")))?;
+        let status = self
+            .reap()
+            .map_err(|e| Failure::Engine(format!("cannot wait for the engine: {e}")))?;
         match (why, status.signal()) {
             (Some(why), _) => Err(why),
             (None, Some(signal)) => Err(Failure::Killed { signal }),
             (None, None) if status.success() => Ok(()),
             (None, None) => {
                 let stderr = log.with_file_name(STDERR);
-                Err(Failure::Engine(log::reason(log, &stderr).unwrap_or_else(|| format!("it failed, {status}"))))
+                Err(Failure::Engine(
+                    log::reason(log, &stderr).unwrap_or_else(|| format!("it failed, {status}")),
+                ))
             }
         }
     }
@@ -406,9 +455,13 @@ pub(super) fn wait_for(readable: impl AsFd, limits: &Limits, what: &str) -> Resu
     let until = Instant::now() + limits.allowed;
     loop {
         let left = until.saturating_duration_since(Instant::now());
-        let mut fds = [readable.as_fd(), limits.cancel.fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+        let mut fds =
+            [readable.as_fd(), limits.cancel.fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
         let left_ms = left.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
-        match poll(&mut fds, PollTimeout::try_from(left_ms).unwrap_or(PollTimeout::MAX)) {
+        match poll(
+            &mut fds,
+            PollTimeout::try_from(left_ms).unwrap_or(PollTimeout::MAX),
+        ) {
             Ok(0) if left.is_zero() => {
                 let allowed = Micros(u64::try_from(limits.allowed.as_micros()).unwrap_or(u64::MAX));
                 return Err(Failure::Deadline { allowed });
@@ -424,14 +477,22 @@ pub(super) fn wait_for(readable: impl AsFd, limits: &Limits, what: &str) -> Resu
 /// Kills the process group of a child that leads it, and reaps the child.
 fn reap_group(child: &mut Child) -> io::Result<ExitStatus> {
     // The group cannot be somebody else's: its leader is not reaped yet.
-    let _ = nix::sys::signal::killpg(nix::unistd::Pid::from_raw(child.id() as i32), nix::sys::signal::SIGKILL);
+    let _ = nix::sys::signal::killpg(
+        nix::unistd::Pid::from_raw(child.id() as i32),
+        nix::sys::signal::SIGKILL,
+    );
     child.wait()
 }
 
 /// Runs `criu --version`.
 pub(super) fn version(program: &Path) -> Result<String, String> {
     let mut command = Command::new(program);
-    command.arg("--version").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    command
+        .arg("--version")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .process_group(0);
     // SAFETY: as for `Swrk::start`.
     unsafe { command.pre_exec(|| prepare_child(&[])) };
     let mut child = command.spawn().map_err(|e| e.to_string())?;
@@ -447,13 +508,24 @@ pub(super) fn version(program: &Path) -> Result<String, String> {
     }
     let output = child.wait_with_output().map_err(|e| e.to_string())?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let version = text.lines().find_map(|line| line.strip_prefix("Version:")).map(|v| v.trim().to_string());
+    let version = text
+        .lines()
+        .find_map(|line| line.strip_prefix("Version:"))
+        .map(|v| v.trim().to_string());
     match version {
         Some(version) if output.status.success() => Ok(version),
         _ => {
             let errors = String::from_utf8_lossy(&output.stderr).into_owned();
-            let first = errors.lines().chain(text.lines()).map(str::trim).find(|line| !line.is_empty());
-            Err(format!("{}: {}", output.status, first.unwrap_or("it said nothing")))
+            let first = errors
+                .lines()
+                .chain(text.lines())
+                .map(str::trim)
+                .find(|line| !line.is_empty());
+            Err(format!(
+                "{}: {}",
+                output.status,
+                first.unwrap_or("it said nothing")
+            ))
         }
     }
 }

@@ -67,8 +67,16 @@ impl Attached {
     /// Reads registers, as the kernel lays them out.
     pub(super) fn registers(&self, which: Registers) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0u8; which.bytes()];
-        let mut area = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
-        ask(libc::PTRACE_GETREGSET, self.tid, which.set(), (&raw mut area).cast())?;
+        let mut area = libc::iovec {
+            iov_base: bytes.as_mut_ptr().cast(),
+            iov_len: bytes.len(),
+        };
+        ask(
+            libc::PTRACE_GETREGSET,
+            self.tid,
+            which.set(),
+            (&raw mut area).cast(),
+        )?;
         let length = area.iov_len;
         bytes.truncate(length);
         Ok(bytes)
@@ -77,14 +85,27 @@ impl Attached {
     /// Sets registers.
     pub(super) fn set_registers(&self, which: Registers, registers: &[u8]) -> io::Result<()> {
         let mut bytes = registers.to_vec();
-        let mut area = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
-        ask(libc::PTRACE_SETREGSET, self.tid, which.set(), (&raw mut area).cast())
+        let mut area = libc::iovec {
+            iov_base: bytes.as_mut_ptr().cast(),
+            iov_len: bytes.len(),
+        };
+        ask(
+            libc::PTRACE_SETREGSET,
+            self.tid,
+            which.set(),
+            (&raw mut area).cast(),
+        )
     }
 
     /// The signals that it blocks, signal 1 in the lowest bit.
     pub(super) fn blocked(&self) -> io::Result<u64> {
         let mut mask = 0u64;
-        ask(libc::PTRACE_GETSIGMASK, self.tid, size_of::<u64>(), (&raw mut mask).cast())?;
+        ask(
+            libc::PTRACE_GETSIGMASK,
+            self.tid,
+            size_of::<u64>(),
+            (&raw mut mask).cast(),
+        )?;
         Ok(mask)
     }
 
@@ -92,8 +113,14 @@ impl Attached {
     #[cfg(target_arch = "x86_64")]
     pub(super) fn clear_breakpoint(&self) -> io::Result<()> {
         /// Where the register that switches breakpoints on lies in the kernel's `struct user`.
-        const CONTROL_AT: usize = std::mem::offset_of!(libc::user, u_debugreg) + 7 * size_of::<u64>();
-        ask(libc::PTRACE_POKEUSER, self.tid, CONTROL_AT, std::ptr::null_mut())
+        const CONTROL_AT: usize =
+            std::mem::offset_of!(libc::user, u_debugreg) + 7 * size_of::<u64>();
+        ask(
+            libc::PTRACE_POKEUSER,
+            self.tid,
+            CONTROL_AT,
+            std::ptr::null_mut(),
+        )
     }
 
     /// Takes out the breakpoint that a tracer may have left in the processor's own registers.
@@ -103,8 +130,16 @@ impl Attached {
         const SET: usize = 0x402;
         const BYTES: usize = 24;
         let mut bytes = [0u8; BYTES];
-        let mut area = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
-        ask(libc::PTRACE_SETREGSET, self.tid, SET, (&raw mut area).cast())
+        let mut area = libc::iovec {
+            iov_base: bytes.as_mut_ptr().cast(),
+            iov_len: bytes.len(),
+        };
+        ask(
+            libc::PTRACE_SETREGSET,
+            self.tid,
+            SET,
+            (&raw mut area).cast(),
+        )
     }
 
     /// When it is killed from now on it stands still on its way out, with its memory, until it is let go. Nothing else makes
@@ -116,7 +151,12 @@ impl Attached {
 
     /// Sets the signals that it blocks.
     pub(super) fn set_blocked(&self, mut mask: u64) -> io::Result<()> {
-        ask(libc::PTRACE_SETSIGMASK, self.tid, size_of::<u64>(), (&raw mut mask).cast())
+        ask(
+            libc::PTRACE_SETSIGMASK,
+            self.tid,
+            size_of::<u64>(),
+            (&raw mut mask).cast(),
+        )
     }
 }
 
@@ -144,7 +184,12 @@ pub(super) fn go_on(tid: i32) -> io::Result<()> {
 
 /// Ends the tracing of a thread that stands still and hands it a signal (0: none).
 pub(super) fn let_go(tid: i32, signal: i32) -> io::Result<()> {
-    ask(libc::PTRACE_DETACH, tid, 0, std::ptr::without_provenance_mut(signal as usize))
+    ask(
+        libc::PTRACE_DETACH,
+        tid,
+        0,
+        std::ptr::without_provenance_mut(signal as usize),
+    )
 }
 
 /// Why a traced thread stands still.
@@ -249,7 +294,11 @@ impl Memory {
 
     /// The first bytes of it.
     pub(super) fn bytes(&self, length: usize) -> Vec<u8> {
-        self.0.iter().flat_map(|word| word.to_ne_bytes()).take(length).collect()
+        self.0
+            .iter()
+            .flat_map(|word| word.to_ne_bytes())
+            .take(length)
+            .collect()
     }
 
     fn pointer(&mut self) -> u64 {
@@ -281,13 +330,26 @@ impl Foreign {
         if !self.is_sound() {
             return Err(Errno::EIO.into());
         }
-        let address = self.address.as_mut().map_or_else(Memory::pointer, |value| *value);
-        let mut data = self.data.as_mut().map_or_else(Memory::pointer, |value| *value);
-        let mut vector = libc::iovec { iov_base: data as *mut libc::c_void, iov_len: self.vector.unwrap_or(0) };
+        let address = self
+            .address
+            .as_mut()
+            .map_or_else(Memory::pointer, |value| *value);
+        let mut data = self
+            .data
+            .as_mut()
+            .map_or_else(Memory::pointer, |value| *value);
+        let mut vector = libc::iovec {
+            iov_base: data as *mut libc::c_void,
+            iov_len: self.vector.unwrap_or(0),
+        };
         if self.vector.is_some() {
             data = (&raw mut vector) as u64;
         }
-        let (address, data) = if self.exchanged { (data, address) } else { (address, data) };
+        let (address, data) = if self.exchanged {
+            (data, address)
+        } else {
+            (address, data)
+        };
         // SAFETY: as `is_sound` has seen, where the request takes memory it gets as much as it can use, which lives until
         // the call is over.
         let result = unsafe { libc::syscall(libc::SYS_ptrace, self.request, tid, address, data) };
@@ -329,18 +391,39 @@ impl Foreign {
             // Where the thread's own data is, and the state of its shadow stack: to be read, else to be set.
             const READ: [u64; 3] = [0x1003, 0x1004, 0x5005];
             const SET: [u64; 6] = [0x1001, 0x1002, 0x5001, 0x5002, 0x5003, 0x5004];
-            let known = if has_memory { READ.as_slice() } else { SET.as_slice() };
+            let known = if has_memory {
+                READ.as_slice()
+            } else {
+                SET.as_slice()
+            };
             return self.exchanged && self.address.as_ref().is_ok_and(|what| known.contains(what));
         }
         if self.exchanged {
             return false;
         }
         match self.request {
-            POKE_TEXT..=POKE_USER | CONT | SYSCALL | DETACH | SET_OPTIONS | SEIZE | INTERRUPT | LISTEN => !has_memory,
-            PEEK_TEXT..=PEEK_USER | GET_EVENT | GET_SIGNAL | SET_SIGNAL | GET_MASK | SET_MASK => has_memory,
-            GET_SET | SET_SET => has_memory && self.vector.is_some_and(|length| length <= MEMORY_MAX),
+            POKE_TEXT..=POKE_USER
+            | CONT
+            | SYSCALL
+            | DETACH
+            | SET_OPTIONS
+            | SEIZE
+            | INTERRUPT
+            | LISTEN => !has_memory,
+            PEEK_TEXT..=PEEK_USER | GET_EVENT | GET_SIGNAL | SET_SIGNAL | GET_MASK | SET_MASK => {
+                has_memory
+            }
+            GET_SET | SET_SET => {
+                has_memory && self.vector.is_some_and(|length| length <= MEMORY_MAX)
+            }
             GET_FILTER => has_memory || matches!(self.data, Ok(0)),
-            PEEK_SIGNALS => has_memory && self.address.as_ref().is_err_and(|wanted| signals_fit(&wanted.bytes(16))),
+            PEEK_SIGNALS => {
+                has_memory
+                    && self
+                        .address
+                        .as_ref()
+                        .is_err_and(|wanted| signals_fit(&wanted.bytes(16)))
+            }
             request if LATER.contains(&request) => {
                 has_memory && self.address.as_ref().is_ok_and(|&n| n <= MEMORY_MAX as u64)
             }
@@ -351,6 +434,11 @@ impl Foreign {
 
 /// What is wanted of a queue of signals (first, flags, how many) fits into [`MEMORY_MAX`].
 fn signals_fit(wanted: &[u8]) -> bool {
-    let count = wanted.get(12..16).and_then(|bytes| bytes.try_into().ok()).map_or(u32::MAX, u32::from_ne_bytes);
-    (count as usize).checked_mul(size_of::<libc::siginfo_t>()).is_some_and(|bytes| bytes <= MEMORY_MAX)
+    let count = wanted
+        .get(12..16)
+        .and_then(|bytes| bytes.try_into().ok())
+        .map_or(u32::MAX, u32::from_ne_bytes);
+    (count as usize)
+        .checked_mul(size_of::<libc::siginfo_t>())
+        .is_some_and(|bytes| bytes <= MEMORY_MAX)
 }

@@ -12,7 +12,9 @@ use crate::status::Status;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::socket::{AddressFamily, MsgFlags, Shutdown, SockFlag, SockType, recv, send, shutdown, socketpair};
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, Shutdown, SockFlag, SockType, recv, send, shutdown, socketpair,
+};
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{self, Write};
@@ -57,7 +59,10 @@ impl Ends {
 
     /// What CRIU's environment has to say.
     pub(super) fn variables(&self) -> Vec<(&'static str, String)> {
-        vec![preload(&self.library), ("SEMPA_RELAY", self.socket.as_raw_fd().to_string())]
+        vec![
+            preload(&self.library),
+            ("SEMPA_RELAY", self.socket.as_raw_fd().to_string()),
+        ]
     }
 }
 
@@ -75,11 +80,17 @@ pub(super) fn withheld(list: &OwnedFd) -> (&'static str, String) {
 
 /// What the environment of a CRIU says that is to tell on this descriptor, by a byte, that it has loaded the library.
 pub(super) fn tells_of_loading(library: &OwnedFd, tells: &OwnedFd) -> [(&'static str, String); 2] {
-    [preload(library), ("SEMPA_LOADED", tells.as_raw_fd().to_string())]
+    [
+        preload(library),
+        ("SEMPA_LOADED", tells.as_raw_fd().to_string()),
+    ]
 }
 
 fn preload(library: &OwnedFd) -> (&'static str, String) {
-    ("LD_PRELOAD", format!("/proc/self/fd/{}", library.as_raw_fd()))
+    (
+        "LD_PRELOAD",
+        format!("/proc/self/fd/{}", library.as_raw_fd()),
+    )
 }
 
 /// The library, in memory.
@@ -99,11 +110,27 @@ impl Relay {
     /// When a descriptor or a thread cannot be had.
     pub(super) fn start(root: i32, processes: &[i32]) -> io::Result<(Relay, Ends)> {
         let library = library()?;
-        let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
+        let (ours, theirs) = socketpair(
+            AddressFamily::Unix,
+            SockType::SeqPacket,
+            None,
+            SockFlag::SOCK_CLOEXEC,
+        )?;
         let socket = Arc::new(ours);
         let tracer = Tracer::new(socket.clone(), root, processes.to_vec());
-        let thread = std::thread::Builder::new().name("tracer".into()).spawn(move || tracer.run())?;
-        Ok((Relay { socket, thread: Some(thread) }, Ends { socket: theirs, library }))
+        let thread = std::thread::Builder::new()
+            .name("tracer".into())
+            .spawn(move || tracer.run())?;
+        Ok((
+            Relay {
+                socket,
+                thread: Some(thread),
+            },
+            Ends {
+                socket: theirs,
+                library,
+            },
+        ))
     }
 }
 
@@ -146,8 +173,13 @@ impl Question {
             flags: short(40)?,
             memory: memory.to_vec(),
         };
-        let data_sent = if question.flags & READ != 0 { question.data_bytes } else { 0 };
-        let fits = question.data_bytes <= MEMORY_MAX && question.address_bytes.checked_add(data_sent)? == memory.len();
+        let data_sent = if question.flags & READ != 0 {
+            question.data_bytes
+        } else {
+            0
+        };
+        let fits = question.data_bytes <= MEMORY_MAX
+            && question.address_bytes.checked_add(data_sent)? == memory.len();
         fits.then_some(question)
     }
 
@@ -180,11 +212,17 @@ struct Answer {
 
 impl Answer {
     fn failed(error: &io::Error) -> Answer {
-        Answer { error: error.raw_os_error().unwrap_or(libc::EIO), ..Answer::default() }
+        Answer {
+            error: error.raw_os_error().unwrap_or(libc::EIO),
+            ..Answer::default()
+        }
     }
 
     fn not_meant() -> Answer {
-        Answer { error: NOT_MEANT, ..Answer::default() }
+        Answer {
+            error: NOT_MEANT,
+            ..Answer::default()
+        }
     }
 
     fn write(&self) -> Vec<u8> {
@@ -208,7 +246,13 @@ struct Tracer {
 
 impl Tracer {
     fn new(socket: Arc<OwnedFd>, root: i32, processes: Vec<i32>) -> Tracer {
-        Tracer { socket, root, processes, traced: BTreeSet::new(), turn: None }
+        Tracer {
+            socket,
+            root,
+            processes,
+            traced: BTreeSet::new(),
+            turn: None,
+        }
     }
 
     fn run(mut self) {
@@ -226,16 +270,27 @@ impl Tracer {
                 Some(question) => self.answer(&question),
                 None => Answer::failed(&Errno::EINVAL.into()),
             };
-            if send(self.socket.as_raw_fd(), &answer.write(), MsgFlags::MSG_NOSIGNAL).is_err() {
+            if send(
+                self.socket.as_raw_fd(),
+                &answer.write(),
+                MsgFlags::MSG_NOSIGNAL,
+            )
+            .is_err()
+            {
                 break;
             }
         }
         // CRIU is gone: what it left running is stopped.
-        settle(&self.traced.into_iter().collect::<Vec<i32>>(), SETTLE_ALLOWED);
+        settle(
+            &self.traced.into_iter().collect::<Vec<i32>>(),
+            SETTLE_ALLOWED,
+        );
     }
 
     fn answer(&mut self, question: &Question) -> Answer {
-        let Ok(tid) = i32::try_from(question.pid) else { return Answer::not_meant() };
+        let Ok(tid) = i32::try_from(question.pid) else {
+            return Answer::not_meant();
+        };
         if question.request == WAIT {
             return self.wait(tid, question.address as i32);
         }
@@ -269,7 +324,11 @@ impl Tracer {
             (Err(memory), WRITTEN) => memory.bytes(written.min(question.data_bytes)),
             _ => Vec::new(),
         };
-        Answer { result, data, ..Answer::default() }
+        Answer {
+            result,
+            data,
+            ..Answer::default()
+        }
     }
 
     /// While it is the task's turn others wait for its end. So that is not to be missed.
@@ -291,7 +350,9 @@ impl Tracer {
         if self.turn.is_some() {
             return;
         }
-        let Some(place) = crossing::Place::of(self.root) else { return };
+        let Some(place) = crossing::Place::of(self.root) else {
+            return;
+        };
         let until = Instant::now() + crossing::WAIT_MAX;
         for round in 0u32.. {
             let now = Instant::now();
@@ -317,7 +378,10 @@ impl Tracer {
     /// True for threads of the processes that are dumped.
     fn is_meant(&self, tid: i32) -> bool {
         self.processes.contains(&tid)
-            || self.processes.iter().any(|pid| std::path::Path::new(&format!("/proc/{pid}/task/{tid}")).exists())
+            || self
+                .processes
+                .iter()
+                .any(|pid| std::path::Path::new(&format!("/proc/{pid}/task/{tid}")).exists())
     }
 
     /// Waits for one thread, or a short while for any (-1): whoever asks for any may wait for others besides.
@@ -334,11 +398,19 @@ impl Tracer {
                 match ptrace::hear(tid) {
                     Ok(None) => {}
                     Ok(Some(News::Stopped(status))) => {
-                        return Answer { result: tid.into(), status, ..Answer::default() };
+                        return Answer {
+                            result: tid.into(),
+                            status,
+                            ..Answer::default()
+                        };
                     }
                     Ok(Some(News::Ended(status))) => {
                         self.traced.remove(&tid);
-                        return Answer { result: tid.into(), status, ..Answer::default() };
+                        return Answer {
+                            result: tid.into(),
+                            status,
+                            ..Answer::default()
+                        };
                     }
                     Err(error) => return Answer::failed(&error),
                 }
@@ -391,12 +463,18 @@ fn settled(tid: i32) -> bool {
 
 /// True for a thread whose process is stopped and that has nothing to do before it stands still; also for one that has ended.
 fn stands(tid: i32) -> bool {
-    Status::of(tid).is_none_or(|status| status.field("State").is_some_and(|state| state.starts_with(['T', 'Z', 'X'])))
+    Status::of(tid).is_none_or(|status| {
+        status
+            .field("State")
+            .is_some_and(|state| state.starts_with(['T', 'Z', 'X']))
+    })
 }
 
 /// True if SIGTRAP waits for this very thread and is not blocked.
 fn has_trap_pending(tid: i32) -> bool {
-    let waits = |status: Status| status.signals("SigPnd") & !status.signals("SigBlk") & (1 << (libc::SIGTRAP - 1)) != 0;
+    let waits = |status: Status| {
+        status.signals("SigPnd") & !status.signals("SigBlk") & (1 << (libc::SIGTRAP - 1)) != 0
+    };
     Status::of(tid).is_some_and(waits)
 }
 
@@ -424,7 +502,8 @@ mod tests {
     fn stopped(sleep: &mut Command) -> Child {
         let child = sleep.arg("1000").spawn().expect("it starts");
         let pid = child.id() as i32;
-        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGSTOP).expect("it is there");
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGSTOP)
+            .expect("it is there");
         wait("it is stopped", || stands(pid).then_some(()));
         child
     }
@@ -441,8 +520,13 @@ mod tests {
     fn a_thread_of_which_notes_were_taken_a_moment_ago_halts_whenever_criu_waits_for_it() {
         let mut child = stopped(&mut Command::new("sleep"));
         let pid = child.id() as i32;
-        let (ours, _theirs) =
-            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).expect("descriptors");
+        let (ours, _theirs) = socketpair(
+            AddressFamily::Unix,
+            SockType::SeqPacket,
+            None,
+            SockFlag::SOCK_CLOEXEC,
+        )
+        .expect("descriptors");
         let (socket, processes) = (Arc::new(ours), vec![pid]);
         let mut tracer = Tracer::new(socket, pid, processes);
         let mut ask = |request: libc::c_uint| {
@@ -475,11 +559,22 @@ mod tests {
         let mut child = stopped(Command::new("sleep").current_dir(dir.path()));
         let pid = child.id() as i32;
         // By this clock no turn has ever taken long.
-        let (place, then) = (crossing::Place::of(pid).expect("it is there"), Instant::now());
+        let (place, then) = (
+            crossing::Place::of(pid).expect("it is there"),
+            Instant::now(),
+        );
         let seize = || {
             let (relay, ends) = Relay::start(pid, &[pid]).expect("descriptors");
-            send(ends.socket.as_raw_fd(), &packet(libc::PTRACE_SEIZE, pid), MsgFlags::empty()).expect("it listens");
-            assert!(recv(ends.socket.as_raw_fd(), &mut [0; 64], MsgFlags::empty()).expect("an answer") > 0);
+            send(
+                ends.socket.as_raw_fd(),
+                &packet(libc::PTRACE_SEIZE, pid),
+                MsgFlags::empty(),
+            )
+            .expect("it listens");
+            assert!(
+                recv(ends.socket.as_raw_fd(), &mut [0; 64], MsgFlags::empty()).expect("an answer")
+                    > 0
+            );
             assert!(place.take_turn(then).is_none(), "it is the task's turn");
             (relay, ends)
         };

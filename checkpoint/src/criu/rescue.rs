@@ -57,13 +57,19 @@ impl Snapshot {
     /// When a thread cannot be looked at; nothing was changed.
     pub(super) fn take(pids: &[i32]) -> io::Result<Snapshot> {
         let mut threads_left = THREADS_MAX;
-        let processes = pids.iter().map(|&pid| Process::note(pid, &mut threads_left)).collect::<io::Result<_>>()?;
+        let processes = pids
+            .iter()
+            .map(|&pid| Process::note(pid, &mut threads_left))
+            .collect::<io::Result<_>>()?;
         Ok(Snapshot { processes })
     }
 
     /// Puts back what differs if the engine did not end by itself, and so has not done that.
     pub(super) fn put_back_if(&self, why: &Failure) {
-        if matches!(why, Failure::Killed { .. } | Failure::Deadline { .. } | Failure::CalledOff(_)) {
+        if matches!(
+            why,
+            Failure::Killed { .. } | Failure::Deadline { .. } | Failure::CalledOff(_)
+        ) {
             self.put_back();
         }
     }
@@ -90,16 +96,35 @@ impl Process {
         }
         let mut threads = Vec::new();
         for tid in tids(pid)? {
-            *threads_left = threads_left.checked_sub(1).ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
+            *threads_left = threads_left
+                .checked_sub(1)
+                .ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
             let attached = Attached::to(tid)?;
-            let (general, vector) = (attached.registers(Registers::General)?, attached.registers(Registers::Vector)?);
-            threads.push(Thread { tid, general, vector, blocked: attached.blocked()? });
+            let (general, vector) = (
+                attached.registers(Registers::General)?,
+                attached.registers(Registers::Vector)?,
+            );
+            threads.push(Thread {
+                tid,
+                general,
+                vector,
+                blocked: attached.blocked()?,
+            });
         }
-        Ok(Process { pid, mappings, code, threads })
+        Ok(Process {
+            pid,
+            mappings,
+            code,
+            threads,
+        })
     }
 
     fn place(&self, at: u64) -> Place {
-        if self.code.iter().any(|(start, bytes)| (*start..*start + bytes.len() as u64).contains(&at)) {
+        if self
+            .code
+            .iter()
+            .any(|(start, bytes)| (*start..*start + bytes.len() as u64).contains(&at))
+        {
             return Place::Overwritten;
         }
         match self.mappings.iter().any(|range| range.contains(&at)) {
@@ -110,8 +135,14 @@ impl Process {
 
     fn put_back(&self) {
         for thread in &self.threads {
-            let Ok(attached) = Attached::to(thread.tid) else { continue };
-            let (Ok(now), Ok(blocked)) = (attached.registers(Registers::General), attached.blocked()) else { continue };
+            let Ok(attached) = Attached::to(thread.tid) else {
+                continue;
+            };
+            let (Ok(now), Ok(blocked)) =
+                (attached.registers(Registers::General), attached.blocked())
+            else {
+                continue;
+            };
             // Fails only if the thread was killed meanwhile; likewise below.
             let _ = attached.clear_breakpoint();
             let place = pointer(&now).map_or(Place::OwnCode, |at| self.place(at));
@@ -130,7 +161,13 @@ impl Process {
                 let _ = attached.set_blocked(thread.blocked);
             }
         }
-        let Ok(memory) = File::options().read(true).write(true).open(format!("/proc/{}/mem", self.pid)) else { return };
+        let Ok(memory) = File::options()
+            .read(true)
+            .write(true)
+            .open(format!("/proc/{}/mem", self.pid))
+        else {
+            return;
+        };
         for (address, bytes) in &self.code {
             let mut now = vec![0; bytes.len()];
             if memory.read_exact_at(&mut now, *address).is_ok() && now != *bytes {
@@ -153,7 +190,10 @@ enum Place {
 
 fn tids(pid: i32) -> io::Result<Vec<i32>> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task"))?;
-    Ok(threads.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect())
+    Ok(threads
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .collect())
 }
 
 /// Address ranges of a process, and whether there is code in them.
@@ -172,7 +212,9 @@ fn read_mappings(pid: i32) -> io::Result<Vec<(Range<u64>, bool)>> {
 }
 
 fn pointer(registers: &[u8]) -> Option<u64> {
-    Some(u64::from_ne_bytes(registers.get(POINTER_AT..POINTER_AT + 8)?.try_into().ok()?))
+    Some(u64::from_ne_bytes(
+        registers.get(POINTER_AT..POINTER_AT + 8)?.try_into().ok()?,
+    ))
 }
 
 #[cfg(test)]
@@ -184,9 +226,16 @@ mod tests {
 
     #[test]
     fn what_was_changed_in_a_stopped_process_is_put_back() {
-        let mut child = Command::new("sleep").arg("1000").spawn().expect("it starts");
+        let mut child = Command::new("sleep")
+            .arg("1000")
+            .spawn()
+            .expect("it starts");
         let pid = child.id() as i32;
-        let field = |name: &str| Status::of(pid).and_then(|s| s.field(name).map(str::to_string)).unwrap_or_default();
+        let field = |name: &str| {
+            Status::of(pid)
+                .and_then(|s| s.field(name).map(str::to_string))
+                .unwrap_or_default()
+        };
         let until = Instant::now() + Duration::from_secs(20);
         let wait = |what: &dyn Fn() -> bool| {
             while !what() {
@@ -199,22 +248,31 @@ mod tests {
             std::fs::read_to_string(format!("/proc/{pid}/syscall"))
                 .is_ok_and(|s| s.starts_with(|c: char| c.is_ascii_digit()))
         });
-        wait(&|| std::fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|s| s.contains("libc")));
+        wait(&|| {
+            std::fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|s| s.contains("libc"))
+        });
         wait(&|| field("State").starts_with('S'));
-        let send = |signal| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).expect("kill");
+        let send =
+            |signal| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).expect("kill");
         send(nix::sys::signal::SIGSTOP);
         wait(&|| field("State").starts_with('T'));
         let snapshot = Snapshot::take(&[pid]).expect("it stands still");
         wait(&|| field("State").starts_with('T'));
 
         let (address, code) = snapshot.processes[0].code[0].clone();
-        let memory = File::options().read(true).write(true).open(format!("/proc/{pid}/mem")).expect("mem");
+        let memory = File::options()
+            .read(true)
+            .write(true)
+            .open(format!("/proc/{pid}/mem"))
+            .expect("mem");
         memory.write_all_at(&[0xcc; 8], address).expect("a trap");
         {
             let attached = Attached::to(pid).expect("attach");
             let mut registers = attached.registers(Registers::General).expect("registers");
             registers[POINTER_AT..POINTER_AT + 8].copy_from_slice(&address.to_ne_bytes());
-            attached.set_registers(Registers::General, &registers).expect("set");
+            attached
+                .set_registers(Registers::General, &registers)
+                .expect("set");
             attached.set_blocked(u64::MAX).expect("set");
         }
         snapshot.put_back();

@@ -11,7 +11,8 @@ use super::process::{hurry_thread, wait_for};
 use super::ptrace::Attached;
 use super::withheld::Withheld;
 use super::words::{
-    ADD, CHANGED, CLOSE, CLOSE_ALL_THE_SAME, FLAGS_SHIFT, Form, GET, GET_CHANGED, Head, PRESENT, marks_bytes,
+    ADD, CHANGED, CLOSE, CLOSE_ALL_THE_SAME, FLAGS_SHIFT, Form, GET, GET_CHANGED, Head, PRESENT,
+    marks_bytes,
 };
 use crate::criu::images::page_size;
 use crate::engine::{Limits, Memory, Serving};
@@ -65,7 +66,9 @@ impl Serve {
         asked_on: Arc<OwnedFd>,
         sent: Option<Arc<SentAhead>>,
     ) -> Result<Serve, Failure> {
-        let io = |what: &str, e: io::Error| Failure::Engine(format!("its memory cannot be handed out: {what}: {e}"));
+        let io = |what: &str, e: io::Error| {
+            Failure::Engine(format!("its memory cannot be handed out: {what}: {e}"))
+        };
         let pids: Vec<i32> = withheld.processes.iter().map(|kept| kept.pid).collect();
         let (orders, to_tracer) = sync_channel(ORDERS_MAX);
         let (begun, begins) = sync_channel(1);
@@ -73,22 +76,35 @@ impl Serve {
             .name("keeper".into())
             .spawn(move || trace(&pids, &begun, &to_tracer))
             .map_err(|e| io("no thread", e))?;
-        let memory = Memory { asked_on: asked_on.clone(), orders };
+        let memory = Memory {
+            asked_on: asked_on.clone(),
+            orders,
+        };
         let over = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         let over = Arc::new(over.map_err(|e| io("no descriptor", e.into()))?);
-        let mut serve = Serve { memory, tracer: Some(tracer), handing: None, over };
+        let mut serve = Serve {
+            memory,
+            tracer: Some(tracer),
+            handing: None,
+            over,
+        };
         let traced = begins.recv().unwrap_or_else(|_| Err(Errno::ESRCH.into()));
         traced.map_err(|e| io("a process cannot be traced", e))?;
-        let stream = asked_on.try_clone().map(UnixStream::from).map_err(|e| io("no descriptor", e))?;
+        let stream = asked_on
+            .try_clone()
+            .map(UnixStream::from)
+            .map_err(|e| io("no descriptor", e))?;
         let over = serve.over.clone();
-        let handing = std::thread::Builder::new().name("handing".into()).spawn(move || {
-            hurry_thread();
-            let done = hand_out(&stream, &withheld, sent.as_deref());
-            // The other end is told also when it has asked for what is not there. Only a full counter can fail.
-            let _ = stream.shutdown(std::net::Shutdown::Both);
-            let _ = over.write(1);
-            done
-        });
+        let handing = std::thread::Builder::new()
+            .name("handing".into())
+            .spawn(move || {
+                hurry_thread();
+                let done = hand_out(&stream, &withheld, sent.as_deref());
+                // The other end is told also when it has asked for what is not there. Only a full counter can fail.
+                let _ = stream.shutdown(std::net::Shutdown::Both);
+                let _ = over.write(1);
+                done
+            });
         serve.handing = Some(handing.map_err(|e| io("no thread", e))?);
         Ok(serve)
     }
@@ -97,7 +113,9 @@ impl Serve {
     fn end(&mut self) -> Result<(), Failure> {
         self.memory.withhold();
         let broken = || Failure::Engine("the thread that hands memory out has panicked".into());
-        let handed = self.handing.take().map_or(Ok(()), |handing| handing.join().unwrap_or_else(|_| Err(broken())));
+        let handed = self.handing.take().map_or(Ok(()), |handing| {
+            handing.join().unwrap_or_else(|_| Err(broken()))
+        });
         if let Some(tracer) = self.tracer.take() {
             // It may have ended by itself: without the processes.
             let _ = self.memory.orders.send(Order::End);
@@ -138,14 +156,21 @@ fn trace(pids: &[i32], begun: &SyncSender<io::Result<()>>, orders: &Receiver<Ord
     }
     while let Ok(Order::Stay(answer)) = orders.recv() {
         // One that has ended meanwhile has nothing to keep, which whoever asks for it learns.
-        attached.iter().for_each(|process| drop(process.stay_at_its_end()));
+        attached
+            .iter()
+            .for_each(|process| drop(process.stay_at_its_end()));
         let _ = answer.send(());
     }
 }
 
 /// Answers until the other end has what it wants, or has closed its stream.
-fn hand_out(mut stream: &UnixStream, withheld: &Withheld, sent: Option<&SentAhead>) -> Result<(), Failure> {
-    let failed = |what: &str| Failure::Engine(format!("its memory is not handed out any more: {what}"));
+fn hand_out(
+    mut stream: &UnixStream,
+    withheld: &Withheld,
+    sent: Option<&SentAhead>,
+) -> Result<(), Failure> {
+    let failed =
+        |what: &str| Failure::Engine(format!("its memory is not handed out any more: {what}"));
     let (mut heard, mut form, mut room) = (Vec::new(), None, Vec::new());
     let mut bytes = [0; QUESTIONS_BYTES];
     loop {
@@ -156,12 +181,17 @@ fn hand_out(mut stream: &UnixStream, withheld: &Withheld, sent: Option<&SentAhea
             // It was shut down; likewise below.
             Err(_) => return Ok(()),
         }
-        while let Some(command) = heard.first_chunk().map(|command| u32::from_ne_bytes(*command)) {
+        while let Some(command) = heard
+            .first_chunk()
+            .map(|command| u32::from_ne_bytes(*command))
+        {
             if matches!(command, CLOSE | CLOSE_ALL_THE_SAME) {
                 let _ = stream.write_all(&0_i32.to_ne_bytes());
                 return Ok(());
             }
-            form = form.or_else(|| Form::of_question(&heard, |number, address| withheld.has(number, address)));
+            form = form.or_else(|| {
+                Form::of_question(&heard, |number, address| withheld.has(number, address))
+            });
             let Some(known) = form else {
                 match heard.len() < Form::BYTES_MAX {
                     true => break,
@@ -178,7 +208,11 @@ fn hand_out(mut stream: &UnixStream, withheld: &Withheld, sent: Option<&SentAhea
                 (GET_CHANGED, Some(sent)) if (1..=BLOCK_PAGES).contains(&head.pages) => {
                     answer_changed(stream, (withheld, sent), known, &head, &mut room)
                 }
-                _ => return Err(failed(&format!("it was told something that it does not understand: {head:?}"))),
+                _ => {
+                    return Err(failed(&format!(
+                        "it was told something that it does not understand: {head:?}"
+                    )));
+                }
             };
             match answered {
                 Ok(()) => {}
@@ -191,7 +225,10 @@ fn hand_out(mut stream: &UnixStream, withheld: &Withheld, sent: Option<&SentAhea
 
 /// The other end does not listen any more.
 fn is_closed(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
+    matches!(
+        error.kind(),
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
+    )
 }
 
 /// Answers one question whole.
@@ -206,7 +243,10 @@ fn answer(
     let mut at = asked.address;
     // The head and the first piece go together.
     room.clear();
-    room.extend(form.write(&Head { command: PRESENT << FLAGS_SHIFT | ADD, ..*asked }));
+    room.extend(form.write(&Head {
+        command: PRESENT << FLAGS_SHIFT | ADD,
+        ..*asked
+    }));
     while at < end {
         let (pid, until) = missing_at(withheld, asked.process, at)?;
         let piece = (until.min(end) - at).min(PIECE_BYTES);
@@ -234,14 +274,25 @@ fn answer_changed(
     while at < end {
         let (pid, until) = missing_at(withheld, asked.process, at)?;
         let until = until.min(end);
-        read_memory(pid, at, &mut room[(at - asked.address) as usize..(until - asked.address) as usize])?;
+        read_memory(
+            pid,
+            at,
+            &mut room[(at - asked.address) as usize..(until - asked.address) as usize],
+        )?;
         at = until;
     }
-    let mut words = form.write(&Head { command: CHANGED, ..*asked });
+    let mut words = form.write(&Head {
+        command: CHANGED,
+        ..*asked
+    });
     let marks = words.len();
     words.resize(marks + marks_bytes(asked.pages), 0);
     for (number, content) in room.chunks(page).enumerate() {
-        if !sent.has(asked.process, asked.address + (number * page) as u64, content) {
+        if !sent.has(
+            asked.process,
+            asked.address + (number * page) as u64,
+            content,
+        ) {
             words[marks + number / 8] |= 1 << (number % 8);
             words.extend_from_slice(content);
         }
@@ -250,8 +301,14 @@ fn answer_changed(
 }
 
 fn end_of(asked: &Head) -> io::Result<u64> {
-    let length = asked.pages.checked_mul(page_size()).ok_or(io::ErrorKind::InvalidInput)?;
-    asked.address.checked_add(length).ok_or(io::ErrorKind::InvalidInput.into())
+    let length = asked
+        .pages
+        .checked_mul(page_size())
+        .ok_or(io::ErrorKind::InvalidInput)?;
+    asked
+        .address
+        .checked_add(length)
+        .ok_or(io::ErrorKind::InvalidInput.into())
 }
 
 /// Who keeps this address, and until where.
@@ -273,8 +330,15 @@ fn read_memory(pid: i32, address: u64, into: &mut [u8]) -> io::Result<()> {
 fn read_readable(pid: i32, address: u64, into: &mut [u8]) -> io::Result<()> {
     let mut done = 0;
     while done < into.len() {
-        let from = [RemoteIoVec { base: address as usize + done, len: into.len() - done }];
-        match process_vm_readv(Pid::from_raw(pid), &mut [IoSliceMut::new(&mut into[done..])], &from) {
+        let from = [RemoteIoVec {
+            base: address as usize + done,
+            len: into.len() - done,
+        }];
+        match process_vm_readv(
+            Pid::from_raw(pid),
+            &mut [IoSliceMut::new(&mut into[done..])],
+            &from,
+        ) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(read) => done += read,
             Err(Errno::EINTR) => {}
@@ -301,8 +365,11 @@ mod tests {
     fn holder() -> (Child, u64) {
         let code = "import ctypes, time\nheld = ctypes.create_string_buffer(bytes(range(256)) * 16384)\n\
                     print(ctypes.addressof(held), flush=True)\ntime.sleep(1000)";
-        let mut child =
-            Command::new("python3").args(["-c", code]).stdout(Stdio::piped()).spawn().expect("python3 starts");
+        let mut child = Command::new("python3")
+            .args(["-c", code])
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("python3 starts");
         let mut line = String::new();
         let out = child.stdout.as_mut().expect("a pipe");
         io::BufRead::read_line(&mut io::BufReader::new(out), &mut line).expect("it says where");
@@ -317,12 +384,25 @@ mod tests {
     }
 
     fn ask(mut stream: &UnixStream, process: u64, address: u64, pages: u64) -> Option<Vec<u8>> {
-        let question = Form::Long.write(&Head { command: GET, pages, address, process });
+        let question = Form::Long.write(&Head {
+            command: GET,
+            pages,
+            address,
+            process,
+        });
         stream.write_all(&question).ok()?;
         let mut answer = vec![0; question.len() + (pages * page_size()) as usize];
         stream.read_exact(&mut answer).ok()?;
         let head = Form::Long.read(&answer);
-        assert_eq!(head, Head { command: PRESENT << FLAGS_SHIFT | ADD, pages, address, process });
+        assert_eq!(
+            head,
+            Head {
+                command: PRESENT << FLAGS_SHIFT | ADD,
+                pages,
+                address,
+                process
+            }
+        );
         Some(answer.split_off(question.len()))
     }
 
@@ -349,17 +429,32 @@ mod tests {
         let (stream, asked_on) = pair();
         let serve = Serve::start(withheld, asked_on, None).expect("it can be traced");
         let skipped = (first - address) as usize;
-        let expected: Vec<u8> = (0..=255_u8).cycle().skip(skipped % 256).take(3 * page_size() as usize).collect();
-        assert_eq!(ask(&stream, number, first, 3).as_deref(), Some(&expected[..]), "while it stands still");
+        let expected: Vec<u8> = (0..=255_u8)
+            .cycle()
+            .skip(skipped % 256)
+            .take(3 * page_size() as usize)
+            .collect();
+        assert_eq!(
+            ask(&stream, number, first, 3).as_deref(),
+            Some(&expected[..]),
+            "while it stands still"
+        );
         serve.memory().outlive();
         // Twice: who is on its way out does not hear of more.
         for _ in 0..2 {
             child.kill().expect("it is there");
             wait_for("it stays", || state(pid) == Some('t'));
         }
-        assert_eq!(ask(&stream, number, first, 3).as_deref(), Some(&expected[..]), "when it was killed");
+        assert_eq!(
+            ask(&stream, number, first, 3).as_deref(),
+            Some(&expected[..]),
+            "when it was killed"
+        );
         drop(stream);
-        let limits = Limits { allowed: SOON, cancel: Cancel::new().expect("a descriptor") };
+        let limits = Limits {
+            allowed: SOON,
+            cancel: Cancel::new().expect("a descriptor"),
+        };
         assert_eq!(Box::new(serve).finish(&limits), Ok(()));
         assert!(!child.wait().expect("it ends").success());
     }
@@ -380,25 +475,51 @@ mod tests {
                     })
                 }
             });
-            let sent = send(&[pid], &target, &Hurry::at(Instant::now() + SOON)).expect("it is taken");
+            let sent =
+                send(&[pid], &target, &Hurry::at(Instant::now() + SOON)).expect("it is taken");
             taking.join().expect("no panic").expect("all comes");
             sent
         });
-        let memory = File::options().write(true).open(format!("/proc/{pid}/mem")).expect("it is there");
-        memory.write_all_at(b"new", first + 9 * page_size() + 5).expect("it is stopped");
+        let memory = File::options()
+            .write(true)
+            .open(format!("/proc/{pid}/mem"))
+            .expect("it is there");
+        memory
+            .write_all_at(b"new", first + 9 * page_size() + 5)
+            .expect("it is stopped");
         let withheld = Withheld::of(&[pid]).expect("it is there");
         let number = withheld.processes[0].number;
-        let serve = Serve::start(withheld, asked_on, Some(Arc::new(sent))).expect("it can be traced");
-        let question = Form::Long.write(&Head { command: GET_CHANGED, pages: 12, address: first, process: number });
+        let serve =
+            Serve::start(withheld, asked_on, Some(Arc::new(sent))).expect("it can be traced");
+        let question = Form::Long.write(&Head {
+            command: GET_CHANGED,
+            pages: 12,
+            address: first,
+            process: number,
+        });
         (&stream).write_all(&question).expect("it listens");
         let mut answer = vec![0; question.len() + marks_bytes(12) + page_size() as usize];
         (&stream).read_exact(&mut answer).expect("it answers");
-        assert_eq!(Form::Long.read(&answer), Head { command: CHANGED, pages: 12, address: first, process: number });
+        assert_eq!(
+            Form::Long.read(&answer),
+            Head {
+                command: CHANGED,
+                pages: 12,
+                address: first,
+                process: number
+            }
+        );
         assert_eq!(answer[question.len()..][..2], [0, 0b10]);
         assert_eq!(answer[question.len() + 2..][5..8], *b"new");
-        assert_eq!(ask(&stream, number, first + page_size(), 2).map(|pages| pages.len() as u64), Some(2 * page_size()));
+        assert_eq!(
+            ask(&stream, number, first + page_size(), 2).map(|pages| pages.len() as u64),
+            Some(2 * page_size())
+        );
         drop(stream);
-        let limits = Limits { allowed: SOON, cancel: Cancel::new().expect("a descriptor") };
+        let limits = Limits {
+            allowed: SOON,
+            cancel: Cancel::new().expect("a descriptor"),
+        };
         assert_eq!(Box::new(serve).finish(&limits), Ok(()));
         child.kill().expect("it is there");
         child.wait().expect("it ends");
@@ -409,9 +530,17 @@ mod tests {
         let (mut child, _) = holder();
         let pid = child.id();
         let (stream, asked_on) = pair();
-        let serve = Serve::start(Withheld::of(&[pid as i32]).expect("it is there"), asked_on, None).expect("traced");
+        let serve = Serve::start(
+            Withheld::of(&[pid as i32]).expect("it is there"),
+            asked_on,
+            None,
+        )
+        .expect("traced");
         serve.memory().withhold();
-        let limits = Limits { allowed: SOON, cancel: Cancel::new().expect("a descriptor") };
+        let limits = Limits {
+            allowed: SOON,
+            cancel: Cancel::new().expect("a descriptor"),
+        };
         assert_eq!(Box::new(serve).finish(&limits), Ok(()));
         wait_for("it is stopped", || state(pid) == Some('T'));
         assert_eq!(ask(&stream, 1, 4096, 1), None);
@@ -426,16 +555,32 @@ mod tests {
         let (mut child, address) = holder();
         let withheld = Withheld::of(&[child.id() as i32]).expect("it is there");
         let (number, page) = (withheld.processes[0].number, address & !(page_size() - 1));
-        for (process, address, pages) in
-            [(number + 1, page, 1), (number, page + (1 << 40), 1), (number, page, u64::MAX / 4096)]
-        {
+        for (process, address, pages) in [
+            (number + 1, page, 1),
+            (number, page + (1 << 40), 1),
+            (number, page, u64::MAX / 4096),
+        ] {
             let (stream, asked_on) = pair();
             let serve = Serve::start(withheld.clone(), asked_on, None).expect("it can be traced");
-            let question = Form::Long.write(&Head { command: GET, pages, address, process });
+            let question = Form::Long.write(&Head {
+                command: GET,
+                pages,
+                address,
+                process,
+            });
             (&stream).write_all(&question).expect("it listens");
-            let limits = Limits { allowed: SOON, cancel: Cancel::new().expect("a descriptor") };
-            let why = Box::new(serve).finish(&limits).expect_err("it was asked for nonsense").to_string();
-            assert!(why.contains("its memory is not handed out any more"), "{why}");
+            let limits = Limits {
+                allowed: SOON,
+                cancel: Cancel::new().expect("a descriptor"),
+            };
+            let why = Box::new(serve)
+                .finish(&limits)
+                .expect_err("it was asked for nonsense")
+                .to_string();
+            assert!(
+                why.contains("its memory is not handed out any more"),
+                "{why}"
+            );
         }
         child.kill().expect("it is there");
         child.wait().expect("it ends");
@@ -444,10 +589,14 @@ mod tests {
     #[test]
     fn a_transfer_that_is_called_off_ends() {
         let (_stream, asked_on) = pair();
-        let serve = Serve::start(Withheld::default(), asked_on, None).expect("nothing is to be traced");
+        let serve =
+            Serve::start(Withheld::default(), asked_on, None).expect("nothing is to be traced");
         let cancel = Cancel::new().expect("a descriptor");
         cancel.fire();
-        let done = Box::new(serve).finish(&Limits { allowed: SOON, cancel });
+        let done = Box::new(serve).finish(&Limits {
+            allowed: SOON,
+            cancel,
+        });
         assert!(matches!(done, Err(Failure::CalledOff(_))), "{done:?}");
     }
 }

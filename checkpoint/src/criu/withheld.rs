@@ -55,8 +55,15 @@ impl Withheld {
     /// # Errors
     /// The kernel does not tell, or one of them is gone.
     pub(super) fn of(processes: &[i32]) -> io::Result<Withheld> {
-        let kept = processes.iter().map(|pid| Kept::of(*pid)).filter(|kept| !matches!(kept, Ok(None)));
-        Ok(Withheld { processes: kept.filter_map(Result::transpose).collect::<io::Result<_>>()? })
+        let kept = processes
+            .iter()
+            .map(|pid| Kept::of(*pid))
+            .filter(|kept| !matches!(kept, Ok(None)));
+        Ok(Withheld {
+            processes: kept
+                .filter_map(Result::transpose)
+                .collect::<io::Result<_>>()?,
+        })
     }
 
     /// What CRIU is not to see, as the library reads it: process, from, to, in their order.
@@ -66,9 +73,18 @@ impl Withheld {
     pub(super) fn list(&self) -> io::Result<OwnedFd> {
         let list = memfd_create(c"sempa-withheld", MFdFlags::MFD_CLOEXEC)?;
         let of = |kept: &Kept| -> Vec<[u64; 3]> {
-            kept.areas.iter().map(|(start, end)| [kept.pid.cast_unsigned().into(), *start, *end]).collect()
+            kept.areas
+                .iter()
+                .map(|(start, end)| [kept.pid.cast_unsigned().into(), *start, *end])
+                .collect()
         };
-        let bytes = self.processes.iter().flat_map(of).flatten().flat_map(u64::to_ne_bytes).collect::<Vec<u8>>();
+        let bytes = self
+            .processes
+            .iter()
+            .flat_map(of)
+            .flatten()
+            .flat_map(u64::to_ne_bytes)
+            .collect::<Vec<u8>>();
         File::from(list.try_clone()?).write_all(&bytes)?;
         Ok(list)
     }
@@ -80,9 +96,17 @@ impl Withheld {
     pub(super) fn note_in(&self, dir: &Path) -> Result<(), Failure> {
         for kept in &self.processes {
             for written in pages_of(dir, kept.number)? {
-                let end = written.address.saturating_add(written.number.saturating_mul(page_size()));
-                if kept.areas.iter().any(|(from, to)| written.address < *to && end > *from) {
-                    return Err(Failure::Engine("it has written memory that was to follow the task".into()));
+                let end = written
+                    .address
+                    .saturating_add(written.number.saturating_mul(page_size()));
+                if kept
+                    .areas
+                    .iter()
+                    .any(|(from, to)| written.address < *to && end > *from)
+                {
+                    return Err(Failure::Engine(
+                        "it has written memory that was to follow the task".into(),
+                    ));
                 }
             }
             note_missing(dir, kept.number, &kept.pages)?;
@@ -114,7 +138,12 @@ impl Kept {
             return Ok(None);
         }
         let pages = pages(pid, &areas, Wanted::All)?;
-        Ok(Some(Kept { pid, number, areas, pages }))
+        Ok(Some(Kept {
+            pid,
+            number,
+            areas,
+            pages,
+        }))
     }
 }
 
@@ -124,7 +153,12 @@ fn gone() -> io::Error {
 
 /// The number of a process in its own namespace. `None`: it is gone.
 pub(super) fn number(pid: i32) -> Option<u64> {
-    Status::of(pid)?.field("NSpid")?.split_whitespace().last()?.parse().ok()
+    Status::of(pid)?
+        .field("NSpid")?
+        .split_whitespace()
+        .last()?
+        .parse()
+        .ok()
 }
 
 /// A process's own memory that can follow it.
@@ -133,10 +167,20 @@ pub(super) fn number(pid: i32) -> Option<u64> {
 /// It is gone, or the kernel does not tell.
 pub(super) fn own_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
     let status = Status::of(pid).ok_or_else(gone)?;
-    let some = |name| status.number::<u64>(name).is_some_and(|kilobytes| kilobytes > 0);
+    let some = |name| {
+        status
+            .number::<u64>(name)
+            .is_some_and(|kilobytes| kilobytes > 0)
+    };
     // To tell the flags of mappings the kernel looks at every page, so it is not asked where none can have these.
-    let file = if some("VmLck") || some("HugetlbPages") { "smaps" } else { "maps" };
-    Ok(areas(&std::fs::read_to_string(format!("/proc/{pid}/{file}"))?))
+    let file = if some("VmLck") || some("HugetlbPages") {
+        "smaps"
+    } else {
+        "maps"
+    };
+    Ok(areas(&std::fs::read_to_string(format!(
+        "/proc/{pid}/{file}"
+    ))?))
 }
 
 /// Where pages are in these areas.
@@ -158,7 +202,11 @@ fn areas(maps: &str) -> Vec<(u64, u64)> {
     let mut is_last = false;
     for line in maps.lines() {
         if let Some(flags) = line.strip_prefix("VmFlags:") {
-            if is_last && flags.split_whitespace().any(|flag| NEVER_FOLLOW.contains(&flag)) {
+            if is_last
+                && flags
+                    .split_whitespace()
+                    .any(|flag| NEVER_FOLLOW.contains(&flag))
+            {
                 areas.pop();
             }
         } else if let Some((start, end, rest)) = mapping(line) {
@@ -210,7 +258,17 @@ mod tests {
     #[test]
     fn what_follows_is_the_processs_own() {
         let starts: Vec<u64> = areas(MAPS).iter().map(|(start, _)| *start).collect();
-        assert_eq!(starts, [0x5600_0000, 0x7f20_0000, 0x7f30_0000, 0x7f40_0000, 0x7f50_0000, 0x7fff_0000]);
+        assert_eq!(
+            starts,
+            [
+                0x5600_0000,
+                0x7f20_0000,
+                0x7f30_0000,
+                0x7f40_0000,
+                0x7f50_0000,
+                0x7fff_0000
+            ]
+        );
     }
 
     #[test]
@@ -225,11 +283,28 @@ mod tests {
 
     #[test]
     fn stretches_are_found_by_any_of_their_addresses() {
-        let kept =
-            Kept { pid: 77, number: 2, areas: vec![(0x1000, 0x9000)], pages: vec![(0x1000, 0x3000), (0x5000, 0x6000)] };
-        let withheld = Withheld { processes: vec![kept] };
-        let found = [0xfff, 0x1000, 0x2fff, 0x3000, 0x5000, 0x6000].map(|address| withheld.stretch(2, address));
-        assert_eq!(found, [None, Some((77, 0x3000)), Some((77, 0x3000)), None, Some((77, 0x6000)), None]);
+        let kept = Kept {
+            pid: 77,
+            number: 2,
+            areas: vec![(0x1000, 0x9000)],
+            pages: vec![(0x1000, 0x3000), (0x5000, 0x6000)],
+        };
+        let withheld = Withheld {
+            processes: vec![kept],
+        };
+        let found = [0xfff, 0x1000, 0x2fff, 0x3000, 0x5000, 0x6000]
+            .map(|address| withheld.stretch(2, address));
+        assert_eq!(
+            found,
+            [
+                None,
+                Some((77, 0x3000)),
+                Some((77, 0x3000)),
+                None,
+                Some((77, 0x6000)),
+                None
+            ]
+        );
         assert!(!withheld.has(3, 0x1000));
     }
 
@@ -237,7 +312,10 @@ mod tests {
     fn a_processs_own_memory_is_found_where_it_is() {
         let memory = vec![7_u8; 4 << 20];
         let own = Withheld::of(&[std::process::id() as i32]).expect("it is there");
-        let (start, end) = (memory.as_ptr() as u64 & !(page_size() - 1), memory.as_ptr() as u64 + (4 << 20) - 1);
+        let (start, end) = (
+            memory.as_ptr() as u64 & !(page_size() - 1),
+            memory.as_ptr() as u64 + (4 << 20) - 1,
+        );
         let number = own.processes[0].number;
         assert!(own.has(number, start) && own.has(number, end), "{own:?}");
     }

@@ -41,19 +41,28 @@ impl Form {
     pub(super) fn of_question(heard: &[u8], misses: impl Fn(u64, u64) -> bool) -> Option<Form> {
         [Form::Long, Form::Short].into_iter().find(|form| {
             let head = (heard.len() >= form.bytes()).then(|| form.read(heard));
-            let asks = |head: Head| matches!(head.command, GET | GET_CHANGED) && misses(head.process, head.address);
+            let asks = |head: Head| {
+                matches!(head.command, GET | GET_CHANGED) && misses(head.process, head.address)
+            };
             head.is_some_and(asks)
         })
     }
 
     pub(super) fn read(self, head: &[u8]) -> Head {
-        let short = |at: usize| u32::from_ne_bytes(head[at..at + 4].try_into().expect("four bytes"));
-        let long = |at: usize| u64::from_ne_bytes(head[at..at + 8].try_into().expect("eight bytes"));
+        let short =
+            |at: usize| u32::from_ne_bytes(head[at..at + 4].try_into().expect("four bytes"));
+        let long =
+            |at: usize| u64::from_ne_bytes(head[at..at + 8].try_into().expect("eight bytes"));
         let (pages, rest) = match self {
             Form::Short => (short(4).into(), 8),
             Form::Long => (long(8), 16),
         };
-        Head { command: short(0), pages, address: long(rest), process: long(rest + 8) }
+        Head {
+            command: short(0),
+            pages,
+            address: long(rest),
+            process: long(rest + 8),
+        }
     }
 
     pub(super) fn write(self, head: &Head) -> Vec<u8> {

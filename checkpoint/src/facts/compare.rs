@@ -49,7 +49,11 @@ pub trait Host {
 pub fn compare(facts: &TaskFacts, here: &dyn Host) -> Verdict {
     let mut verdict = Verdict::new();
     let lacks = |wanted: &[String], has: &[String]| -> Vec<String> {
-        wanted.iter().filter(|feature| !has.contains(feature)).cloned().collect()
+        wanted
+            .iter()
+            .filter(|feature| !has.contains(feature))
+            .cloned()
+            .collect()
     };
     // The C library chooses its routines by processor at the start; a missing feature would be a crash later.
     let missing = lacks(&facts.cpu_features, &here.cpu_features());
@@ -59,14 +63,25 @@ pub fn compare(facts: &TaskFacts, here: &dyn Host) -> Verdict {
     // Likewise what it has found the kernel to do.
     let missing = lacks(&facts.kernel_features, &here.kernel_features());
     if !missing.is_empty() {
-        verdict.push(Refusal::KernelFeatures { missing, source: facts.kernel.to_string(), target: here.kernel() });
+        verdict.push(Refusal::KernelFeatures {
+            missing,
+            source: facts.kernel.to_string(),
+            target: here.kernel(),
+        });
     }
-    let (need, have) = (facts.resident_bytes.saturating_add(MEMORY_SLACK_BYTES), here.memory_available_bytes());
+    let (need, have) = (
+        facts.resident_bytes.saturating_add(MEMORY_SLACK_BYTES),
+        here.memory_available_bytes(),
+    );
     let promised = here.memory_promised_bytes();
     if have < need {
         verdict.push(Refusal::Memory { need, have });
     } else if have.saturating_sub(promised) < need {
-        verdict.push(Refusal::MemoryPromised { need, have, promised });
+        verdict.push(Refusal::MemoryPromised {
+            need,
+            have,
+            promised,
+        });
     }
     let need = u64::from(facts.threads);
     if let Some(have) = here.threads_available().filter(|have| *have < need) {
@@ -74,7 +89,10 @@ pub fn compare(facts: &TaskFacts, here: &dyn Host) -> Verdict {
     }
     let wrong = facts.files.iter().filter_map(|file| {
         let why = difference(file, facts.uid, here)?;
-        Some(Refusal::File { path: file.path.clone(), why })
+        Some(Refusal::File {
+            path: file.path.clone(),
+            why,
+        })
     });
     verdict.extend(wrong);
     verdict
@@ -85,22 +103,36 @@ fn difference(file: &FileFact, uid: u32, here: &dyn Host) -> Option<String> {
         Ok(found) => found,
         Err(e) if e.kind() == io::ErrorKind::NotFound && file.must.is_carried() => {
             let why = here.may_not_make(&file.path, uid)?;
-            return Some(format!("it does not exist on the target, and cannot be carried there: {why}"));
+            return Some(format!(
+                "it does not exist on the target, and cannot be carried there: {why}"
+            ));
         }
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Some("it does not exist on the target".into()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            return Some("it does not exist on the target".into());
+        }
         Err(e) => return Some(format!("it cannot be looked at on the target: {e}")),
     };
-    let length = (found.bytes != file.bytes)
-        .then(|| format!("it has {} bytes at the source, {} on the target", file.bytes, found.bytes));
+    let length = (found.bytes != file.bytes).then(|| {
+        format!(
+            "it has {} bytes at the source, {} on the target",
+            file.bytes, found.bytes
+        )
+    });
     match &file.must {
-        FileMatch::Directory => (!found.is_directory).then(|| "it is no directory on the target".into()),
+        FileMatch::Directory => {
+            (!found.is_directory).then(|| "it is no directory on the target".into())
+        }
         FileMatch::ExistsOrCarried | FileMatch::LengthOrCarried if found.is_directory => {
             Some("it is a directory on the target".into())
         }
-        FileMatch::Exists | FileMatch::ExistsOrCarried => length.filter(|_| found.bytes < file.bytes),
+        FileMatch::Exists | FileMatch::ExistsOrCarried => {
+            length.filter(|_| found.bytes < file.bytes)
+        }
         FileMatch::Length | FileMatch::LengthOrCarried => length,
         FileMatch::Content(expected) => length.or_else(|| match here.hash(&file.path) {
-            Ok(hash) => (hash != *expected).then(|| "its content is another one on the target".into()),
+            Ok(hash) => {
+                (hash != *expected).then(|| "its content is another one on the target".into())
+            }
             Err(e) => Some(format!("it cannot be read on the target: {e}")),
         }),
     }
@@ -141,7 +173,8 @@ mod tests {
         }
         fn look(&self, path: &Path) -> io::Result<Found> {
             let file = self.files.get(path.to_str().expect("text"));
-            file.map(|(found, _)| *found).ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))
+            file.map(|(found, _)| *found)
+                .ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))
         }
         fn hash(&self, path: &Path) -> io::Result<String> {
             Ok(self.files[path.to_str().expect("text")].1.to_string())
@@ -152,7 +185,15 @@ mod tests {
     }
 
     fn host() -> Fake {
-        let file = |bytes, hash| (Found { bytes, is_directory: false }, hash);
+        let file = |bytes, hash| {
+            (
+                Found {
+                    bytes,
+                    is_directory: false,
+                },
+                hash,
+            )
+        };
         Fake {
             features: "avx2 fma sse2",
             calls: "clone3 openat2 rseq",
@@ -163,13 +204,26 @@ mod tests {
                 ("/bin/prog", file(100, "aa")),
                 ("/data/in", file(7, "")),
                 ("/data/log", file(9, "")),
-                ("/data", (Found { bytes: 4096, is_directory: true }, "")),
+                (
+                    "/data",
+                    (
+                        Found {
+                            bytes: 4096,
+                            is_directory: true,
+                        },
+                        "",
+                    ),
+                ),
             ]),
         }
     }
 
     fn fact(path: &str, bytes: u64, must: FileMatch) -> FileFact {
-        FileFact { path: path.into(), bytes, must }
+        FileFact {
+            path: path.into(),
+            bytes,
+            must,
+        }
     }
 
     fn facts() -> TaskFacts {
@@ -195,16 +249,40 @@ mod tests {
     #[test]
     fn a_host_with_everything_takes_the_task_whatever_its_kernels_release() {
         assert_eq!(compare(&facts(), &host()), []);
-        assert_eq!(compare(&facts(), &Fake { threads: Some(3), ..host() }), []);
+        assert_eq!(
+            compare(
+                &facts(),
+                &Fake {
+                    threads: Some(3),
+                    ..host()
+                }
+            ),
+            []
+        );
     }
 
     #[test]
     fn a_lesser_processor_or_kernel_and_too_little_room_are_refused_at_once() {
-        let here = Fake { features: "sse2", calls: "openat2 rseq", memory: 50 << 20, threads: Some(2), ..host() };
+        let here = Fake {
+            features: "sse2",
+            calls: "openat2 rseq",
+            memory: 50 << 20,
+            threads: Some(2),
+            ..host()
+        };
         let expected = [
-            Refusal::CpuFeatures { missing: vec!["fma".into()] },
-            Refusal::KernelFeatures { missing: vec!["clone3".into()], source: "6.8".into(), target: "6.1".into() },
-            Refusal::Memory { need: (100 << 20) + MEMORY_SLACK_BYTES, have: 50 << 20 },
+            Refusal::CpuFeatures {
+                missing: vec!["fma".into()],
+            },
+            Refusal::KernelFeatures {
+                missing: vec!["clone3".into()],
+                source: "6.8".into(),
+                target: "6.1".into(),
+            },
+            Refusal::Memory {
+                need: (100 << 20) + MEMORY_SLACK_BYTES,
+                have: 50 << 20,
+            },
             Refusal::Threads { need: 3, have: 2 },
         ];
         assert_eq!(compare(&facts(), &here), expected);
@@ -216,18 +294,35 @@ mod tests {
         let with = |promised| compare(&facts(), &Fake { promised, ..host() });
         assert_eq!(with((1 << 30) - room), []);
         let promised = (1 << 30) - room + 1;
-        assert_eq!(with(promised), [Refusal::MemoryPromised { need: room, have: 1 << 30, promised }]);
-        let small = Fake { memory: 5, promised, ..host() };
+        assert_eq!(
+            with(promised),
+            [Refusal::MemoryPromised {
+                need: room,
+                have: 1 << 30,
+                promised
+            }]
+        );
+        let small = Fake {
+            memory: 5,
+            promised,
+            ..host()
+        };
         assert_eq!(
             compare(&facts(), &small),
-            [Refusal::Memory { need: room, have: 5 }],
+            [Refusal::Memory {
+                need: room,
+                have: 5
+            }],
             "it would not do without them"
         );
     }
 
     #[test]
     fn a_file_that_is_carried_along_may_be_missing_but_is_never_another_one() {
-        let with = |path: &str, bytes, must| TaskFacts { files: vec![fact(path, bytes, must)], ..facts() };
+        let with = |path: &str, bytes, must| TaskFacts {
+            files: vec![fact(path, bytes, must)],
+            ..facts()
+        };
         let say = |facts: &TaskFacts| match &compare(facts, &host())[..] {
             [] => String::new(),
             [Refusal::File { why, .. }] => why.clone(),
@@ -236,26 +331,77 @@ mod tests {
         use FileMatch::{ExistsOrCarried, LengthOrCarried};
         assert_eq!(say(&with("/data/new", 5, LengthOrCarried)), "");
         assert_eq!(say(&with("/data/new", 5, ExistsOrCarried)), "");
-        let there = "it does not exist on the target, and cannot be carried there: its folder: EACCES";
+        let there =
+            "it does not exist on the target, and cannot be carried there: its folder: EACCES";
         assert_eq!(say(&with("/else/new", 5, LengthOrCarried)), there);
-        assert_eq!(say(&TaskFacts { uid: 5, ..with("/data/new", 5, LengthOrCarried) }), there);
+        assert_eq!(
+            say(&TaskFacts {
+                uid: 5,
+                ..with("/data/new", 5, LengthOrCarried)
+            }),
+            there
+        );
         assert_eq!(say(&with("/data/in", 7, LengthOrCarried)), "");
         let length = "it has 6 bytes at the source, 7 on the target";
         assert_eq!(say(&with("/data/in", 6, LengthOrCarried)), length);
-        assert_eq!(say(&with("/data/log", 0, ExistsOrCarried)), "", "it is only appended to");
-        assert_eq!(say(&with("/data/in", 6, ExistsOrCarried)), "", "it has grown since");
-        assert_eq!(say(&with("/data/in", 9, ExistsOrCarried)), "it has 9 bytes at the source, 7 on the target");
-        assert_eq!(say(&with("/data", 4096, LengthOrCarried)), "it is a directory on the target");
+        assert_eq!(
+            say(&with("/data/log", 0, ExistsOrCarried)),
+            "",
+            "it is only appended to"
+        );
+        assert_eq!(
+            say(&with("/data/in", 6, ExistsOrCarried)),
+            "",
+            "it has grown since"
+        );
+        assert_eq!(
+            say(&with("/data/in", 9, ExistsOrCarried)),
+            "it has 9 bytes at the source, 7 on the target"
+        );
+        assert_eq!(
+            say(&with("/data", 4096, LengthOrCarried)),
+            "it is a directory on the target"
+        );
     }
 
     #[test]
     fn every_file_that_is_missing_or_differs_is_named() {
         let mut here = host();
-        here.files.insert("/bin/prog", (Found { bytes: 100, is_directory: false }, "bb"));
-        here.files.insert("/data/in", (Found { bytes: 8, is_directory: false }, ""));
+        here.files.insert(
+            "/bin/prog",
+            (
+                Found {
+                    bytes: 100,
+                    is_directory: false,
+                },
+                "bb",
+            ),
+        );
+        here.files.insert(
+            "/data/in",
+            (
+                Found {
+                    bytes: 8,
+                    is_directory: false,
+                },
+                "",
+            ),
+        );
         here.files.remove("/data/log");
-        here.files.insert("/data", (Found { bytes: 1, is_directory: false }, ""));
-        let wrong = |path: &str, why: &str| Refusal::File { path: path.into(), why: why.into() };
+        here.files.insert(
+            "/data",
+            (
+                Found {
+                    bytes: 1,
+                    is_directory: false,
+                },
+                "",
+            ),
+        );
+        let wrong = |path: &str, why: &str| Refusal::File {
+            path: path.into(),
+            why: why.into(),
+        };
         let expected = [
             wrong("/bin/prog", "its content is another one on the target"),
             wrong("/data/in", "it has 7 bytes at the source, 8 on the target"),

@@ -21,8 +21,15 @@ const SECRETMEM_MAGIC: i64 = 0x5345_434d;
 const CGROUP2_MAGIC: i64 = 0x6367_7270;
 
 /// Anonymous inodes that the engine can carry.
-const CARRIED_ANON: [&str; 7] =
-    ["[eventfd]", "[eventpoll]", "[signalfd]", "[timerfd]", "inotify", "[fanotify]", "[pidfd]"];
+const CARRIED_ANON: [&str; 7] = [
+    "[eventfd]",
+    "[eventpoll]",
+    "[signalfd]",
+    "[timerfd]",
+    "inotify",
+    "[fanotify]",
+    "[pidfd]",
+];
 
 /// What kind of file it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,8 +96,15 @@ pub(super) enum Meaning {
 /// Judges one descriptor.
 pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
     let text = fd.link.to_string_lossy();
-    if let Some(inode) = text.strip_prefix("socket:[").and_then(|rest| rest.strip_suffix(']')?.parse().ok()) {
-        return if is_marked(fd.info) { Meaning::Library(inode) } else { Meaning::Socket(inode) };
+    if let Some(inode) = text
+        .strip_prefix("socket:[")
+        .and_then(|rest| rest.strip_suffix(']')?.parse().ok())
+    {
+        return if is_marked(fd.info) {
+            Meaning::Library(inode)
+        } else {
+            Meaning::Socket(inode)
+        };
     }
     if text.starts_with("pipe:[") {
         return if flags(fd.info) & PACKETS == 0 {
@@ -105,7 +119,11 @@ pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
     }
     if let Some(name) = text.strip_prefix("anon_inode:") {
         let carried = CARRIED_ANON.contains(&name) || name.starts_with("bpf-map");
-        return if carried { Meaning::Travels } else { Meaning::Lost(anonymous(name)) };
+        return if carried {
+            Meaning::Travels
+        } else {
+            Meaning::Lost(anonymous(name))
+        };
     }
     match fd.magic {
         MQUEUE_MAGIC => return Meaning::Lost(format!("the POSIX message queue {text}")),
@@ -122,7 +140,9 @@ pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
     }
     if text.ends_with(" (deleted)") || text.starts_with("/memfd:") {
         return match (fd.kind, fd.names) {
-            (Kind::Regular(_), 1..) => Meaning::Lost(format!("the file {text}, which has another name left")),
+            (Kind::Regular(_), 1..) => {
+                Meaning::Lost(format!("the file {text}, which has another name left"))
+            }
             _ => Meaning::Travels,
         };
     }
@@ -139,7 +159,9 @@ pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
         }
         Kind::Regular(_) if is_written(fd.info) => Meaning::Grows(fd.link.into()),
         Kind::Regular(bytes) => Meaning::SameLength(fd.link.into(), bytes),
-        Kind::Other => Meaning::Lost(format!("{text}, which is neither file, directory, pipe nor socket")),
+        Kind::Other => Meaning::Lost(format!(
+            "{text}, which is neither file, directory, pipe nor socket"
+        )),
     }
 }
 
@@ -159,7 +181,10 @@ pub(super) fn is_written(info: &str) -> bool {
 
 /// True for what lies in the folder of a process under /proc.
 fn names_process(path: &Path) -> bool {
-    let folder = path.strip_prefix("/proc").ok().and_then(|rest| rest.iter().next()?.to_str());
+    let folder = path
+        .strip_prefix("/proc")
+        .ok()
+        .and_then(|rest| rest.iter().next()?.to_str());
     folder.is_some_and(|name| name.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
@@ -168,7 +193,10 @@ fn anonymous(name: &str) -> String {
         "[io_uring]" => "an io_uring ring".into(),
         "[perf_event]" => "a perf event".into(),
         "[userfaultfd]" => "a userfaultfd".into(),
-        other => format!("a descriptor of the kind {}", other.trim_matches(['[', ']'])),
+        other => format!(
+            "a descriptor of the kind {}",
+            other.trim_matches(['[', ']'])
+        ),
     }
 }
 
@@ -188,11 +216,16 @@ fn device(fd: &Descriptor<'_>, major: u64, minor: u64) -> Meaning {
 
 fn flags(info: &str) -> u32 {
     let text = info.lines().find_map(|line| line.strip_prefix("flags:"));
-    text.and_then(|text| u32::from_str_radix(text.trim(), 8).ok()).unwrap_or(0)
+    text.and_then(|text| u32::from_str_radix(text.trim(), 8).ok())
+        .unwrap_or(0)
 }
 
 fn number(info: &str, name: &str) -> Option<u64> {
-    info.lines().find_map(|line| line.strip_prefix(name))?.trim().parse().ok()
+    info.lines()
+        .find_map(|line| line.strip_prefix(name))?
+        .trim()
+        .parse()
+        .ok()
 }
 
 #[cfg(test)]
@@ -200,22 +233,52 @@ mod tests {
     use super::*;
 
     fn judge_as(link: &str, info: &str, kind: Kind, names: u64, magic: i64) -> Meaning {
-        judge(&Descriptor { link: Path::new(link), info, kind, names, magic })
+        judge(&Descriptor {
+            link: Path::new(link),
+            info,
+            kind,
+            names,
+            magic,
+        })
     }
 
     #[test]
     fn files_need_their_length_unless_the_task_writes_to_them() {
         let file = |info: &str| judge_as("/d/f", info, Kind::Regular(5), 1, 0xef53);
-        assert_eq!(file("pos:\t0\nflags:\t0100000\n"), Meaning::SameLength("/d/f".into(), 5));
-        assert_eq!(file("pos:\t0\nflags:\t0100001\n"), Meaning::Grows("/d/f".into()));
-        assert_eq!(file("pos:\t0\nflags:\t0102002\n"), Meaning::Grows("/d/f".into()));
-        assert_eq!(file("pos:\t0\nflags:\t0102001\n"), Meaning::Exists("/d/f".into()));
+        assert_eq!(
+            file("pos:\t0\nflags:\t0100000\n"),
+            Meaning::SameLength("/d/f".into(), 5)
+        );
+        assert_eq!(
+            file("pos:\t0\nflags:\t0100001\n"),
+            Meaning::Grows("/d/f".into())
+        );
+        assert_eq!(
+            file("pos:\t0\nflags:\t0102002\n"),
+            Meaning::Grows("/d/f".into())
+        );
+        assert_eq!(
+            file("pos:\t0\nflags:\t0102001\n"),
+            Meaning::Exists("/d/f".into())
+        );
         let locked = file("flags:\t0100002\nlock:\t1: FLOCK  ADVISORY  WRITE 1 fe:01:5 0 EOF\n");
         assert_eq!(locked, Meaning::Lost("a lock on the file /d/f".into()));
-        assert_eq!(judge_as("/d/f (deleted)", "", Kind::Regular(5), 0, 0xef53), Meaning::Travels);
-        assert!(matches!(judge_as("/d/f (deleted)", "", Kind::Regular(5), 1, 0xef53), Meaning::Lost(_)));
-        assert_eq!(judge_as("/d", "", Kind::Directory, 2, 0xef53), Meaning::Directory("/d".into()));
-        assert_eq!(judge_as("/d/p", "", Kind::Fifo, 1, 0xef53), Meaning::NamedPipe("/d/p".into()));
+        assert_eq!(
+            judge_as("/d/f (deleted)", "", Kind::Regular(5), 0, 0xef53),
+            Meaning::Travels
+        );
+        assert!(matches!(
+            judge_as("/d/f (deleted)", "", Kind::Regular(5), 1, 0xef53),
+            Meaning::Lost(_)
+        ));
+        assert_eq!(
+            judge_as("/d", "", Kind::Directory, 2, 0xef53),
+            Meaning::Directory("/d".into())
+        );
+        assert_eq!(
+            judge_as("/d/p", "", Kind::Fifo, 1, 0xef53),
+            Meaning::NamedPipe("/d/p".into())
+        );
     }
 
     #[test]
@@ -224,43 +287,110 @@ mod tests {
             Meaning::Lost(what) => what,
             other => panic!("{link}: {other:?}"),
         };
-        assert_eq!(lost("anon_inode:[io_uring]", Kind::Other, 0), "an io_uring ring");
-        assert_eq!(lost("anon_inode:[perf_event]", Kind::Other, 0), "a perf event");
-        assert_eq!(lost("anon_inode:[userfaultfd]", Kind::Other, 0), "a userfaultfd");
-        assert_eq!(lost("anon_inode:kvm-vm", Kind::Other, 0), "a descriptor of the kind kvm-vm");
-        assert_eq!(lost("/queue", Kind::Regular(80), MQUEUE_MAGIC), "the POSIX message queue /queue");
+        assert_eq!(
+            lost("anon_inode:[io_uring]", Kind::Other, 0),
+            "an io_uring ring"
+        );
+        assert_eq!(
+            lost("anon_inode:[perf_event]", Kind::Other, 0),
+            "a perf event"
+        );
+        assert_eq!(
+            lost("anon_inode:[userfaultfd]", Kind::Other, 0),
+            "a userfaultfd"
+        );
+        assert_eq!(
+            lost("anon_inode:kvm-vm", Kind::Other, 0),
+            "a descriptor of the kind kvm-vm"
+        );
+        assert_eq!(
+            lost("/queue", Kind::Regular(80), MQUEUE_MAGIC),
+            "the POSIX message queue /queue"
+        );
         let named = "POSIX shared memory (/dev/shm/x), which is in the memory of this host";
         assert_eq!(lost("/dev/shm/x", Kind::Regular(80), 0x0102_1994), named);
-        assert_eq!(lost("/secretmem (deleted)", Kind::Regular(0), SECRETMEM_MAGIC), "secret memory (memfd_secret)");
+        assert_eq!(
+            lost("/secretmem (deleted)", Kind::Regular(0), SECRETMEM_MAGIC),
+            "secret memory (memfd_secret)"
+        );
         let stat = "the file /proc/5/stat, which is about a process";
         assert_eq!(lost("/proc/5/stat", Kind::Regular(0), PROC_MAGIC), stat);
         let with = |link: &str, info: &str| judge_as(link, info, Kind::Other, 1, 0);
         let packets = format!("pos:\t0\nflags:\t0{:o}\n", PACKETS | WRITE_ONLY);
-        assert_eq!(with("pipe:[5]", &packets), Meaning::Lost("a pipe of packets".into()));
+        assert_eq!(
+            with("pipe:[5]", &packets),
+            Meaning::Lost("a pipe of packets".into())
+        );
         let counting = with("anon_inode:[eventfd]", "flags:\t02\neventfd-semaphore: 1\n");
-        assert_eq!(counting, Meaning::Lost("an eventfd that is a semaphore".into()));
-        let gpu = Kind::Character { major: 226, minor: 0 };
+        assert_eq!(
+            counting,
+            Meaning::Lost("an eventfd that is a semaphore".into())
+        );
+        let gpu = Kind::Character {
+            major: 226,
+            minor: 0,
+        };
         assert_eq!(lost("/dev/dri/card0", gpu, 0), "the device /dev/dri/card0");
-        assert_eq!(lost("/dev/tty1", Kind::Character { major: 4, minor: 1 }, 0), "the terminal /dev/tty1");
+        assert_eq!(
+            lost("/dev/tty1", Kind::Character { major: 4, minor: 1 }, 0),
+            "the terminal /dev/tty1"
+        );
     }
 
     #[test]
     fn what_travels_is_let_through() {
-        for link in ["pipe:[5]", "anon_inode:[eventfd]", "anon_inode:inotify", "anon_inode:[pidfd]"] {
-            assert_eq!(judge_as(link, "", Kind::Other, 1, 0), Meaning::Travels, "{link}");
+        for link in [
+            "pipe:[5]",
+            "anon_inode:[eventfd]",
+            "anon_inode:inotify",
+            "anon_inode:[pidfd]",
+        ] {
+            assert_eq!(
+                judge_as(link, "", Kind::Other, 1, 0),
+                Meaning::Travels,
+                "{link}"
+            );
         }
         let null = Kind::Character { major: 1, minor: 3 };
         assert_eq!(judge_as("/dev/null", "", null, 1, 0), Meaning::Travels);
-        assert_eq!(judge_as("/proc/stat", "", Kind::Regular(0), 1, PROC_MAGIC), Meaning::Travels);
-        assert_eq!(judge_as("/proc/sys", "", Kind::Directory, 1, PROC_MAGIC), Meaning::Travels);
-        let count = |kind: u64| format!("flags:\t02\neventfd-count: 2\neventfd-id: 29\neventfd-semaphore: {kind}\n");
-        assert_eq!(judge_as("anon_inode:[eventfd]", &count(0), Kind::Other, 1, 0), Meaning::Travels);
-        let socket = |flags: &str| judge_as("socket:[77]", &format!("pos:\t0\nflags:\t{flags}\n"), Kind::Other, 1, 0);
+        assert_eq!(
+            judge_as("/proc/stat", "", Kind::Regular(0), 1, PROC_MAGIC),
+            Meaning::Travels
+        );
+        assert_eq!(
+            judge_as("/proc/sys", "", Kind::Directory, 1, PROC_MAGIC),
+            Meaning::Travels
+        );
+        let count = |kind: u64| {
+            format!("flags:\t02\neventfd-count: 2\neventfd-id: 29\neventfd-semaphore: {kind}\n")
+        };
+        assert_eq!(
+            judge_as("anon_inode:[eventfd]", &count(0), Kind::Other, 1, 0),
+            Meaning::Travels
+        );
+        let socket = |flags: &str| {
+            judge_as(
+                "socket:[77]",
+                &format!("pos:\t0\nflags:\t{flags}\n"),
+                Kind::Other,
+                1,
+                0,
+            )
+        };
         assert_eq!(socket("02004002"), Meaning::Socket(77));
         assert_eq!(socket("02006002"), Meaning::Library(77));
-        let slave = Kind::Character { major: 136, minor: 4 };
-        assert_eq!(judge_as("/dev/pts/4", "", slave, 1, 0), Meaning::Terminal(4));
+        let slave = Kind::Character {
+            major: 136,
+            minor: 4,
+        };
+        assert_eq!(
+            judge_as("/dev/pts/4", "", slave, 1, 0),
+            Meaning::Terminal(4)
+        );
         let master = Kind::Character { major: 5, minor: 2 };
-        assert_eq!(judge_as("/dev/pts/ptmx", "pos:\t0\ntty-index:\t4\n", master, 1, 0), Meaning::TerminalMaster(4));
+        assert_eq!(
+            judge_as("/dev/pts/ptmx", "pos:\t0\ntty-index:\t4\n", master, 1, 0),
+            Meaning::TerminalMaster(4)
+        );
     }
 }

@@ -43,7 +43,9 @@ impl Policy {
     }
 
     fn read(environment: &[u8]) -> Result<Policy, Refusal> {
-        let value = environment.split(|byte| *byte == 0).find_map(|one| one.strip_prefix(VARIABLE));
+        let value = environment
+            .split(|byte| *byte == 0)
+            .find_map(|one| one.strip_prefix(VARIABLE));
         match value.unwrap_or_default() {
             b"" | b"shared" => Ok(Policy::Shared),
             b"copy" => Ok(Policy::Copy),
@@ -82,17 +84,28 @@ pub fn files_to_carry(root: i32, processes: &[i32]) -> Vec<OpenFile> {
         return Vec::new();
     }
     for pid in processes {
-        let Ok(dir) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { continue };
+        let Ok(dir) = std::fs::read_dir(format!("/proc/{pid}/fd")) else {
+            continue;
+        };
         for entry in dir.flatten() {
             let (through, number) = (entry.path(), entry.file_name());
             let meaning = descriptor(*pid, &through, &number.to_string_lossy());
-            let Ok(Meaning::SameLength(path, _) | Meaning::Grows(path) | Meaning::Exists(path)) = meaning else {
+            let Ok(Meaning::SameLength(path, _) | Meaning::Grows(path) | Meaning::Exists(path)) =
+                meaning
+            else {
                 continue;
             };
-            let Ok(meta) = std::fs::metadata(&through) else { continue };
+            let Ok(meta) = std::fs::metadata(&through) else {
+                continue;
+            };
             if is_own(&meta) {
                 let (mode, gid) = (meta.mode() & 0o7777, meta.gid());
-                files.entry(path.clone()).or_insert(OpenFile { path, through, mode, gid });
+                files.entry(path.clone()).or_insert(OpenFile {
+                    path,
+                    through,
+                    mode,
+                    gid,
+                });
             }
         }
     }
@@ -107,14 +120,19 @@ pub fn files_to_carry(root: i32, processes: &[i32]) -> Vec<OpenFile> {
 pub fn folder_of(path: &Path) -> io::Result<(OwnedFd, OsString)> {
     let wrong = || io::Error::from(io::ErrorKind::InvalidInput);
     let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_RDONLY;
-    let (folder, name) = (path.parent().ok_or_else(wrong)?, path.file_name().ok_or_else(wrong)?);
+    let (folder, name) = (
+        path.parent().ok_or_else(wrong)?,
+        path.file_name().ok_or_else(wrong)?,
+    );
     let mut parts = folder.components();
     if parts.next() != Some(Component::RootDir) {
         return Err(wrong());
     }
     let mut at: OwnedFd = std::fs::File::open("/")?.into();
     for part in parts {
-        let Component::Normal(part) = part else { return Err(wrong()) };
+        let Component::Normal(part) = part else {
+            return Err(wrong());
+        };
         at = openat(&at, part, flags | OFlag::O_PATH, Mode::empty())?;
     }
     Ok((at, OsStr::to_os_string(name)))
@@ -145,11 +163,17 @@ mod tests {
         let read = |environment: &str| Policy::read(environment.as_bytes());
         assert_eq!(read(""), Ok(Policy::Shared));
         assert_eq!(read("A=1\0SEMPA_FILES=\0"), Ok(Policy::Shared));
-        assert_eq!(read("A=SEMPA_FILES=copy\0SEMPA_FILES=shared\0"), Ok(Policy::Shared));
+        assert_eq!(
+            read("A=SEMPA_FILES=copy\0SEMPA_FILES=shared\0"),
+            Ok(Policy::Shared)
+        );
         assert_eq!(read("A=1\0SEMPA_FILES=copy\0"), Ok(Policy::Copy));
         assert_eq!(read("SEMPA_FILES=refuse\0B=2\0"), Ok(Policy::Refuse));
         let wrong = read("SEMPA_FILES=cpoy\0").expect_err("nothing that is known");
-        assert_eq!(wrong.to_string(), "it holds SEMPA_FILES=cpoy, which is none of shared, copy and refuse");
+        assert_eq!(
+            wrong.to_string(),
+            "it holds SEMPA_FILES=cpoy, which is none of shared, copy and refuse"
+        );
     }
 
     #[test]
@@ -167,6 +191,9 @@ mod tests {
         let own = nix::unistd::geteuid().as_raw();
         assert_eq!(may_not_make(&real.join("folder/file"), own), None);
         assert!(may_not_make(&real.join("link/file"), own).is_some());
-        assert!(may_not_make(&real.join("folder/file"), own + 1).is_some_and(|why| why.contains("its user is")));
+        assert!(
+            may_not_make(&real.join("folder/file"), own + 1)
+                .is_some_and(|why| why.contains("its user is"))
+        );
     }
 }

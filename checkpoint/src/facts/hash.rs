@@ -28,7 +28,12 @@ impl HashCache {
     pub fn hash(&self, path: &Path) -> io::Result<String> {
         let mut file = File::open(path)?;
         let key = key(&file.metadata()?);
-        if let Some(known) = self.known.lock().unwrap_or_else(PoisonError::into_inner).get(&key) {
+        if let Some(known) = self
+            .known
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get(&key)
+        {
             return Ok(known.clone());
         }
         let mut hasher = blake3::Hasher::new();
@@ -45,13 +50,19 @@ impl HashCache {
     /// True if nobody has to read this file to know its hash.
     pub fn knows(&self, path: &Path) -> bool {
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        path.metadata().is_ok_and(|meta| known.contains_key(&key(&meta)))
+        path.metadata()
+            .is_ok_and(|meta| known.contains_key(&key(&meta)))
     }
 }
 
 fn key(meta: &Metadata) -> Key {
-    let time = |seconds: i64, nanoseconds: i64| i128::from(seconds) * 1_000_000_000 + i128::from(nanoseconds);
-    let (content, any) = (time(meta.mtime(), meta.mtime_nsec()), time(meta.ctime(), meta.ctime_nsec()));
+    let time = |seconds: i64, nanoseconds: i64| {
+        i128::from(seconds) * 1_000_000_000 + i128::from(nanoseconds)
+    };
+    let (content, any) = (
+        time(meta.mtime(), meta.mtime_nsec()),
+        time(meta.ctime(), meta.ctime_nsec()),
+    );
     (meta.dev(), meta.ino(), meta.len(), content, any)
 }
 
@@ -79,14 +90,24 @@ mod tests {
         let path = dir.path().join("library");
         std::fs::write(&path, "one").expect("write");
         let before = std::fs::metadata(&path).expect("there");
-        let (one, modified) = (cache.hash(&path).expect("hash"), before.modified().expect("a time"));
+        let (one, modified) = (
+            cache.hash(&path).expect("hash"),
+            before.modified().expect("a time"),
+        );
         let changed = |meta: &std::fs::Metadata| (meta.ctime(), meta.ctime_nsec());
         // The kernel's clock for files may not have gone on yet.
         loop {
             std::fs::write(&path, "two").expect("write");
-            File::options().write(true).open(&path).and_then(|file| file.set_modified(modified)).expect("set back");
+            File::options()
+                .write(true)
+                .open(&path)
+                .and_then(|file| file.set_modified(modified))
+                .expect("set back");
             let now = std::fs::metadata(&path).expect("there");
-            assert_eq!((now.len(), now.modified().expect("a time")), (before.len(), modified));
+            assert_eq!(
+                (now.len(), now.modified().expect("a time")),
+                (before.len(), modified)
+            );
             if changed(&now) != changed(&before) {
                 break;
             }

@@ -48,7 +48,10 @@ impl Host for ThisHost {
 
     fn look(&self, path: &Path) -> io::Result<Found> {
         let meta = std::fs::metadata(path)?;
-        Ok(Found { bytes: meta.len(), is_directory: meta.is_dir() })
+        Ok(Found {
+            bytes: meta.len(),
+            is_directory: meta.is_dir(),
+        })
     }
 
     fn hash(&self, path: &Path) -> io::Result<String> {
@@ -68,13 +71,20 @@ pub(super) fn cpu_features() -> Vec<String> {
 
 /// Release of this machine's kernel.
 pub(super) fn release() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_string()
+    std::fs::read_to_string("/proc/sys/kernel/osrelease")
+        .unwrap_or_default()
+        .trim()
+        .to_string()
 }
 
 /// The first processor's features; "flags" on x86, "Features" on ARM.
 fn features(cpuinfo: &str) -> Vec<String> {
-    let line = cpuinfo.lines().find(|line| line.starts_with("flags") || line.starts_with("Features"));
-    let list = line.and_then(|line| line.split_once(':')).map_or("", |(_, list)| list);
+    let line = cpuinfo
+        .lines()
+        .find(|line| line.starts_with("flags") || line.starts_with("Features"));
+    let list = line
+        .and_then(|line| line.split_once(':'))
+        .map_or("", |(_, list)| list);
     let mut features: Vec<String> = list.split_whitespace().map(String::from).collect();
     features.sort_unstable();
     features.dedup();
@@ -89,7 +99,9 @@ pub fn memory_available_bytes() -> u64 {
 }
 
 fn memory_available(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let line = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
     Some(kib * 1024)
 }
@@ -102,7 +114,10 @@ mod tests {
     fn proc_is_read_as_it_is_written() {
         let cpuinfo = "processor\t: 0\nflags\t\t: sse2 fma avx2 fma\nbugs\t\t: none\nprocessor\t: 1\nflags\t\t: sse2\n";
         assert_eq!(features(cpuinfo), ["avx2", "fma", "sse2"]);
-        assert_eq!(memory_available("MemTotal:  10 kB\nMemAvailable:    3 kB\n"), Some(3072));
+        assert_eq!(
+            memory_available("MemTotal:  10 kB\nMemAvailable:    3 kB\n"),
+            Some(3072)
+        );
         assert_eq!(memory_available(""), None);
     }
 
@@ -110,7 +125,15 @@ mod tests {
     fn this_machine_can_be_read() {
         let host = ThisHost::new(Arc::default(), 0);
         assert!(host.memory_available_bytes() > 0);
-        assert!(!host.cpu_features().is_empty() && !host.kernel().is_empty() && !host.kernel_features().is_empty());
-        assert!(host.look(Path::new("/proc")).expect("it exists").is_directory);
+        assert!(
+            !host.cpu_features().is_empty()
+                && !host.kernel().is_empty()
+                && !host.kernel_features().is_empty()
+        );
+        assert!(
+            host.look(Path::new("/proc"))
+                .expect("it exists")
+                .is_directory
+        );
     }
 }

@@ -74,7 +74,10 @@ impl Findings {
         }
         self.named += path.as_os_str().len() as u64 + NAMED_BYTES_EACH;
         if self.named > NAMED_BYTES_MAX {
-            return Err(Refusal::FilesTooMany { files: self.files.len(), limit: NAMED_BYTES_MAX });
+            return Err(Refusal::FilesTooMany {
+                files: self.files.len(),
+                limit: NAMED_BYTES_MAX,
+            });
         }
         self.files.insert(path.into(), (bytes, need));
         Ok(())
@@ -86,7 +89,10 @@ impl Findings {
             // Closed meanwhile.
             return Ok(());
         };
-        let is_program = self.files.get(path).is_some_and(|(_, need)| *need == Need::Content);
+        let is_program = self
+            .files
+            .get(path)
+            .is_some_and(|(_, need)| *need == Need::Content);
         let need = match (self.policy, need) {
             _ if is_program => Need::Content,
             (Policy::Refuse, _) => return Err(Refusal::FilesStay { path: path.into() }),
@@ -100,12 +106,26 @@ impl Findings {
 
     /// What would have to be carried along must not be too much.
     fn measure(&self) -> Result<(), Refusal> {
-        let carried =
-            |need: &Need| matches!(need, Need::ExistsOrCarried | Need::NoShorterOrCarried | Need::LengthOrCarried);
-        let all = self.files.values().filter(|(_, need)| carried(need)).map(|(bytes, _)| *bytes);
-        let (files, bytes) = all.fold((0, 0_u64), |(files, sum), bytes| (files + 1, sum.saturating_add(bytes)));
+        let carried = |need: &Need| {
+            matches!(
+                need,
+                Need::ExistsOrCarried | Need::NoShorterOrCarried | Need::LengthOrCarried
+            )
+        };
+        let all = self
+            .files
+            .values()
+            .filter(|(_, need)| carried(need))
+            .map(|(bytes, _)| *bytes);
+        let (files, bytes) = all.fold((0, 0_u64), |(files, sum), bytes| {
+            (files + 1, sum.saturating_add(bytes))
+        });
         match files > CARRIED_FILES_MAX || bytes > CARRIED_BYTES_MAX {
-            true => Err(Refusal::FilesTooLarge { files, bytes, limit: CARRIED_BYTES_MAX }),
+            true => Err(Refusal::FilesTooLarge {
+                files,
+                bytes,
+                limit: CARRIED_BYTES_MAX,
+            }),
             false => Ok(()),
         }
     }
@@ -120,33 +140,54 @@ fn holds(what: impl Into<String>) -> Refusal {
 ///
 /// # Errors
 /// Why it cannot move at all: what it holds, or that it has ended.
-pub fn inspect(subject: &Subject, engine: String, hashes: &HashCache) -> Result<TaskFacts, Refusal> {
+pub fn inspect(
+    subject: &Subject,
+    engine: String,
+    hashes: &HashCache,
+) -> Result<TaskFacts, Refusal> {
     family(subject)?;
-    let mut findings = Findings { policy: Policy::of(subject.root)?, ..Findings::default() };
+    let mut findings = Findings {
+        policy: Policy::of(subject.root)?,
+        ..Findings::default()
+    };
     for &pid in &subject.processes {
         look_until_settled(pid, subject.root, &mut findings)?;
     }
     connections(subject.root, &findings)?;
     findings.measure()?;
     if let Some(number) = findings.terminals.difference(&findings.masters).next() {
-        return Err(holds(format!("the terminal /dev/pts/{number}, whose other end is elsewhere")));
+        return Err(holds(format!(
+            "the terminal /dev/pts/{number}, whose other end is elsewhere"
+        )));
     }
     if let Some(path) = strangers::pipe_elsewhere(&findings.pipes, &subject.processes) {
-        return Err(holds(format!("the named pipe {}, which another process has open", path.display())));
+        return Err(holds(format!(
+            "the named pipe {}, which another process has open",
+            path.display()
+        )));
     }
     if let Some(what) = sysv::used_by(&subject.processes) {
         return Err(holds(what));
     }
-    let uid = Status::of(subject.root).and_then(|status| status.field("Uid")?.split_whitespace().nth(1)?.parse().ok());
+    let uid = Status::of(subject.root)
+        .and_then(|status| status.field("Uid")?.split_whitespace().nth(1)?.parse().ok());
     Ok(TaskFacts {
         program: Box::default(),
-        resident_bytes: subject.processes.iter().filter_map(|pid| resident_bytes(*pid)).sum(),
+        resident_bytes: subject
+            .processes
+            .iter()
+            .filter_map(|pid| resident_bytes(*pid))
+            .sum(),
         uid: uid.ok_or(Refusal::NoSuchTask)?,
         cpu_features: host::cpu_features(),
         kernel_features: kernel::features(),
         kernel: host::release().into(),
         engine,
-        threads: subject.processes.iter().filter_map(|pid| Status::of(*pid)?.number::<u32>("Threads")).sum(),
+        threads: subject
+            .processes
+            .iter()
+            .filter_map(|pid| Status::of(*pid)?.number::<u32>("Threads"))
+            .sum(),
         files: file_facts(findings.files, hashes)?,
         begin: None,
     })
@@ -158,10 +199,17 @@ const LEARNED_BYTES_MAX: u64 = 128 << 20;
 /// Hashes the program and the libraries of a process, so that whoever looks at its task later need not wait until a disk has read
 /// them. What cannot be read is told then.
 pub fn learn(pid: i32, hashes: &HashCache) {
-    let Ok(text) = std::fs::read(format!("/proc/{pid}/maps")) else { return };
+    let Ok(text) = std::fs::read(format!("/proc/{pid}/maps")) else {
+        return;
+    };
     for mapped in maps::read(&String::from_utf8_lossy(&text)) {
-        let maps::Mapped::Private(path) = mapped else { continue };
-        if path.metadata().is_ok_and(|meta| meta.len() <= LEARNED_BYTES_MAX) {
+        let maps::Mapped::Private(path) = mapped else {
+            continue;
+        };
+        if path
+            .metadata()
+            .is_ok_and(|meta| meta.len() <= LEARNED_BYTES_MAX)
+        {
             let _ = hashes.hash(&path);
         }
     }
@@ -200,8 +248,18 @@ fn look_until_settled(pid: i32, root: i32, findings: &mut Findings) -> Result<()
 /// parent may be gone that was named a moment before: what counts is what is seen twice.
 fn family(subject: &Subject) -> Result<(), Refusal> {
     // Of one that is being reaped the kernel names none.
-    let parent = |pid: i32| Status::of(pid)?.number::<i32>("PPid").filter(|parent| *parent != 0);
-    let look = || subject.processes.iter().filter_map(|&p| Some((p, parent(p)?))).collect::<BTreeMap<i32, i32>>();
+    let parent = |pid: i32| {
+        Status::of(pid)?
+            .number::<i32>("PPid")
+            .filter(|parent| *parent != 0)
+    };
+    let look = || {
+        subject
+            .processes
+            .iter()
+            .filter_map(|&p| Some((p, parent(p)?)))
+            .collect::<BTreeMap<i32, i32>>()
+    };
     let mut parents = look();
     let mut result = tree(subject, &parents);
     for _ in 0..LOOKS {
@@ -228,8 +286,13 @@ fn tree(subject: &Subject, parents: &BTreeMap<i32, i32>) -> Result<(), Refusal> 
         while at != subject.root {
             let Some(&above) = parents.get(&at) else {
                 let status = Status::of(pid);
-                let name = status.as_ref().and_then(|status| status.field("Name")).unwrap_or_default();
-                return Err(holds(format!("a background process ({name}, process {pid}) that is no longer its child")));
+                let name = status
+                    .as_ref()
+                    .and_then(|status| status.field("Name"))
+                    .unwrap_or_default();
+                return Err(holds(format!(
+                    "a background process ({name}, process {pid}) that is no longer its child"
+                )));
             };
             at = above;
         }
@@ -240,19 +303,33 @@ fn tree(subject: &Subject, parents: &BTreeMap<i32, i32>) -> Result<(), Refusal> 
 fn look_at(pid: i32, root: i32, findings: &mut Findings) -> Result<(), Refusal> {
     let threads = threads(pid);
     let status = Status::of(pid);
-    if status.as_ref().and_then(|status| status.field("State")).is_some_and(|state| state.starts_with(['Z', 'X'])) {
+    if status
+        .as_ref()
+        .and_then(|status| status.field("State"))
+        .is_some_and(|state| state.starts_with(['Z', 'X']))
+    {
         // It waits to be reaped, if no thread of it goes on.
-        return if threads.len() > 1 { Err(holds("a main thread that has ended before the others")) } else { Ok(()) };
+        return if threads.len() > 1 {
+            Err(holds("a main thread that has ended before the others"))
+        } else {
+            Ok(())
+        };
     }
     // Our own threads trace for a moment, too.
     let is_ours = |tracer: &str| Path::new("/proc/self/task").join(tracer).exists();
     let traces = |tracer: &str| tracer != "0" && !is_ours(tracer);
-    if threads.into_iter().filter_map(Status::of).any(|status| status.field("TracerPid").is_some_and(traces)) {
+    if threads
+        .into_iter()
+        .filter_map(Status::of)
+        .any(|status| status.field("TracerPid").is_some_and(traces))
+    {
         return Err(holds("a debugger"));
     }
     rights(status.as_ref())?;
     namespaces(pid, root)?;
-    let link = |name: &str| std::fs::read_link(format!("/proc/{pid}/{name}")).map_err(|_| Refusal::NoSuchTask);
+    let link = |name: &str| {
+        std::fs::read_link(format!("/proc/{pid}/{name}")).map_err(|_| Refusal::NoSuchTask)
+    };
     if link("root")? != std::fs::read_link("/proc/self/root").unwrap_or_else(|_| "/".into()) {
         return Err(holds("a root directory of its own"));
     }
@@ -267,10 +344,17 @@ fn look_at(pid: i32, root: i32, findings: &mut Findings) -> Result<(), Refusal> 
 fn rights(status: Option<&Status>) -> Result<(), Refusal> {
     const MAY_MOUNT: u64 = 1 << 21;
     const MAY_LIMIT: u64 = 1 << 24;
-    let (Some(status), Some(own)) = (status, Status::of(std::process::id() as i32)) else { return Ok(()) };
+    let (Some(status), Some(own)) = (status, Status::of(std::process::id() as i32)) else {
+        return Ok(());
+    };
     let may = |status: &Status, what| status.capabilities("CapEff") & what != 0;
     let ids = |of: &Status, name| -> Vec<String> {
-        of.field(name).unwrap_or_default().split_whitespace().take(3).map(String::from).collect()
+        of.field(name)
+            .unwrap_or_default()
+            .split_whitespace()
+            .take(3)
+            .map(String::from)
+            .collect()
     };
     // It makes the process mount something for a moment.
     if may(&own, MAY_MOUNT) && !may(status, MAY_MOUNT) {
@@ -280,28 +364,48 @@ fn rights(status: Option<&Status>) -> Result<(), Refusal> {
         )));
     }
     // It asks for the limits of the process, which the kernel tells only to equals without a further right.
-    let differs = |name| ids(status, name).iter().find(|id| ids(&own, name).first() != Some(id)).cloned();
-    if let (false, Some(id)) = (may(&own, MAY_LIMIT), differs("Uid").or_else(|| differs("Gid"))) {
-        return Err(holds(format!("another user or group ({id}), for which the tasker needs CAP_SYS_RESOURCE")));
+    let differs = |name| {
+        ids(status, name)
+            .iter()
+            .find(|id| ids(&own, name).first() != Some(id))
+            .cloned()
+    };
+    if let (false, Some(id)) = (
+        may(&own, MAY_LIMIT),
+        differs("Uid").or_else(|| differs("Gid")),
+    ) {
+        return Err(holds(format!(
+            "another user or group ({id}), for which the tasker needs CAP_SYS_RESOURCE"
+        )));
     }
     Ok(())
 }
 
 /// Numbers of the threads of a process.
 fn threads(pid: i32) -> Vec<i32> {
-    let dir = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    dir.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+    let dir = std::fs::read_dir(format!("/proc/{pid}/task"))
+        .into_iter()
+        .flatten()
+        .flatten();
+    dir.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .collect()
 }
 
 fn namespaces(pid: i32, root: i32) -> Result<(), Refusal> {
     let link = |of: &str, name: &str| std::fs::read_link(format!("/proc/{of}/ns/{name}")).ok();
     let (own, root) = (pid.to_string(), root.to_string());
-    if let Some((_, what)) = SHARED_NAMESPACES.iter().find(|(name, _)| link(&own, name) != link("self", name)) {
+    if let Some((_, what)) = SHARED_NAMESPACES
+        .iter()
+        .find(|(name, _)| link(&own, name) != link("self", name))
+    {
         return Err(holds(*what));
     }
     // That of the task is not the tasker's; its processes have to be in it, and so have their children.
     let task = link(&root, "pid");
-    if ["pid", "pid_for_children"].iter().any(|name| link(&own, name) != task) {
+    if ["pid", "pid_for_children"]
+        .iter()
+        .any(|name| link(&own, name) != task)
+    {
         return Err(holds("a process-id namespace of its own"));
     }
     Ok(())
@@ -314,9 +418,11 @@ fn working_directory(cwd: &Path, pid: i32) -> Result<(), Refusal> {
     match (cwd.to_string_lossy().ends_with(" (deleted)"), writable) {
         (true, _) => Err(holds("a working directory that was removed")),
         (_, Ok(())) => Ok(()),
-        (_, Err(e)) => {
-            Err(holds(format!("the working directory {}, where the engine cannot write: {}", cwd.display(), e.desc())))
-        }
+        (_, Err(e)) => Err(holds(format!(
+            "the working directory {}, where the engine cannot write: {}",
+            cwd.display(),
+            e.desc()
+        ))),
     }
 }
 
@@ -332,7 +438,9 @@ fn mappings(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
             maps::Mapped::Lost(what) => return Err(holds(what)),
         };
         if !findings.files.contains_key(&path) {
-            let bytes = std::fs::metadata(&path).map(|meta| meta.len()).map_err(|e| unreadable(&path, &e))?;
+            let bytes = std::fs::metadata(&path)
+                .map(|meta| meta.len())
+                .map_err(|e| unreadable(&path, &e))?;
             findings.need(&path, bytes, need)?;
         } else {
             findings.need(&path, 0, need)?;
@@ -345,18 +453,25 @@ fn descriptors(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
     let dir = std::fs::read_dir(format!("/proc/{pid}/fd")).map_err(|_| Refusal::NoSuchTask)?;
     for entry in dir.flatten() {
         // A descriptor may be closed while we look; then it does not matter.
-        let Ok(meaning) = descriptor(pid, &entry.path(), &entry.file_name().to_string_lossy()) else { continue };
+        let Ok(meaning) = descriptor(pid, &entry.path(), &entry.file_name().to_string_lossy())
+        else {
+            continue;
+        };
         match meaning {
             Meaning::Travels => {}
             Meaning::Socket(inode) => drop(findings.sockets.insert(inode)),
             Meaning::Library(inode) => drop(findings.library.insert(inode)),
-            Meaning::SameLength(path, _) => findings.open_file(&path, &entry.path(), Need::Length)?,
+            Meaning::SameLength(path, _) => {
+                findings.open_file(&path, &entry.path(), Need::Length)?
+            }
             Meaning::Grows(path) => findings.open_file(&path, &entry.path(), Need::NoShorter)?,
             Meaning::Exists(path) => findings.open_file(&path, &entry.path(), Need::Exists)?,
             Meaning::NamedPipe(path) => {
                 findings.need(&path, 0, Need::Exists)?;
                 // One that was closed meanwhile does not matter.
-                findings.pipes.extend(strangers::identity(&entry.path()).map(|id| (id, path)));
+                findings
+                    .pipes
+                    .extend(strangers::identity(&entry.path()).map(|id| (id, path)));
             }
             Meaning::Directory(path) => findings.need(&path, 0, Need::Directory)?,
             Meaning::Terminal(number) => drop(findings.terminals.insert(number)),
@@ -371,11 +486,16 @@ fn descriptors(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
 pub fn written_files(processes: &[i32]) -> Vec<(PathBuf, u64)> {
     let mut files = BTreeMap::new();
     for pid in processes {
-        let Ok(dir) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { continue };
+        let Ok(dir) = std::fs::read_dir(format!("/proc/{pid}/fd")) else {
+            continue;
+        };
         for entry in dir.flatten() {
             let (path, number) = (entry.path(), entry.file_name());
-            let Ok(link) = std::fs::read_link(&path) else { continue };
-            let info = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", number.to_string_lossy()));
+            let Ok(link) = std::fs::read_link(&path) else {
+                continue;
+            };
+            let info =
+                std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", number.to_string_lossy()));
             // Of what is no file a look at its length might block, and a file without a name travels.
             if !link.is_absolute() || !info.is_ok_and(|info| is_written(&info)) {
                 continue;
@@ -394,11 +514,17 @@ pub fn written_files(processes: &[i32]) -> Vec<(PathBuf, u64)> {
 /// True if a process has connections of a task's library open. One in which the library has let go has none; nor has a forked
 /// child of it that has got as far as its own program.
 pub fn has_library_sockets(pid: i32) -> bool {
-    let dir = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let dir = std::fs::read_dir(format!("/proc/{pid}/fd"))
+        .into_iter()
+        .flatten()
+        .flatten();
     let is_one = |entry: std::fs::DirEntry| {
         let link = std::fs::read_link(entry.path()).ok()?;
-        let info =
-            std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", entry.file_name().to_string_lossy())).ok()?;
+        let info = std::fs::read_to_string(format!(
+            "/proc/{pid}/fdinfo/{}",
+            entry.file_name().to_string_lossy()
+        ))
+        .ok()?;
         Some(is_of_library(&link, &info))
     };
     dir.filter_map(is_one).any(|is_one| is_one)
@@ -409,20 +535,33 @@ pub(super) fn descriptor(pid: i32, path: &Path, number: &str) -> io::Result<Mean
     let info = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}"))?;
     if !link.is_absolute() {
         // Pipes, sockets and the like need no further look, and cannot block one.
-        return Ok(judge(&Descriptor { link: &link, info: &info, kind: Kind::Other, names: 1, magic: 0 }));
+        return Ok(judge(&Descriptor {
+            link: &link,
+            info: &info,
+            kind: Kind::Other,
+            names: 1,
+            magic: 0,
+        }));
     }
     let meta = std::fs::metadata(path)?;
     let kind = match meta.file_type() {
         t if t.is_file() => Kind::Regular(meta.len()),
         t if t.is_dir() => Kind::Directory,
         t if t.is_fifo() => Kind::Fifo,
-        t if t.is_char_device() => {
-            Kind::Character { major: libc::major(meta.rdev()).into(), minor: libc::minor(meta.rdev()).into() }
-        }
+        t if t.is_char_device() => Kind::Character {
+            major: libc::major(meta.rdev()).into(),
+            minor: libc::minor(meta.rdev()).into(),
+        },
         _ => Kind::Other,
     };
     let magic = nix::sys::statfs::statfs(path)?.filesystem_type().0;
-    Ok(judge(&Descriptor { link: &link, info: &info, kind, names: meta.nlink(), magic }))
+    Ok(judge(&Descriptor {
+        link: &link,
+        info: &info,
+        kind,
+        names: meta.nlink(),
+        magic,
+    }))
 }
 
 fn connections(root: i32, findings: &Findings) -> Result<(), Refusal> {
@@ -447,10 +586,16 @@ fn connections(root: i32, findings: &Findings) -> Result<(), Refusal> {
 }
 
 fn unreadable(path: &Path, error: &io::Error) -> Refusal {
-    Refusal::File { path: path.into(), why: format!("it cannot be read at the source: {error}") }
+    Refusal::File {
+        path: path.into(),
+        why: format!("it cannot be read at the source: {error}"),
+    }
 }
 
-fn file_facts(files: BTreeMap<PathBuf, (u64, Need)>, hashes: &HashCache) -> Result<Vec<FileFact>, Refusal> {
+fn file_facts(
+    files: BTreeMap<PathBuf, (u64, Need)>,
+    hashes: &HashCache,
+) -> Result<Vec<FileFact>, Refusal> {
     files
         .into_iter()
         .map(|(path, (bytes, need))| {
@@ -460,9 +605,15 @@ fn file_facts(files: BTreeMap<PathBuf, (u64, Need)>, hashes: &HashCache) -> Resu
                 Need::ExistsOrCarried | Need::NoShorterOrCarried => FileMatch::ExistsOrCarried,
                 Need::Length => FileMatch::Length,
                 Need::LengthOrCarried => FileMatch::LengthOrCarried,
-                Need::Content => FileMatch::Content(hashes.hash(&path).map_err(|e| unreadable(&path, &e))?),
+                Need::Content => {
+                    FileMatch::Content(hashes.hash(&path).map_err(|e| unreadable(&path, &e))?)
+                }
             };
-            let bytes = if matches!(need, Need::Exists | Need::ExistsOrCarried) { 0 } else { bytes };
+            let bytes = if matches!(need, Need::Exists | Need::ExistsOrCarried) {
+                0
+            } else {
+                bytes
+            };
             Ok(FileFact { path, bytes, must })
         })
         .collect()
@@ -481,45 +632,86 @@ mod tests {
         let long = "x".repeat(4000);
         let path = |n: u64| PathBuf::from(format!("/{n}/{long}"));
         let refused = (0..65_530).find_map(|n| findings.need(&path(n), 1, Need::Content).err());
-        let Some(Refusal::FilesTooMany { files, limit }) = refused else { panic!("{refused:?}") };
-        assert!((limit / 4300..limit / 4000).contains(&(files as u64)), "{files}");
-        assert_eq!(findings.need(&path(0), 1, Need::Content), Ok(()), "what is known is not named again");
+        let Some(Refusal::FilesTooMany { files, limit }) = refused else {
+            panic!("{refused:?}")
+        };
+        assert!(
+            (limit / 4300..limit / 4000).contains(&(files as u64)),
+            "{files}"
+        );
+        assert_eq!(
+            findings.need(&path(0), 1, Need::Content),
+            Ok(()),
+            "what is known is not named again"
+        );
         let mut short = Findings::default();
-        (0..65_530)
-            .for_each(|n| short.need(&PathBuf::from(format!("/data/{n}")), 1, Need::Length).expect("there is room"));
+        (0..65_530).for_each(|n| {
+            short
+                .need(&PathBuf::from(format!("/data/{n}")), 1, Need::Length)
+                .expect("there is room")
+        });
     }
 
     /// What is found of so many files of so many bytes each that are to be carried along.
     fn carried(files: usize, bytes: u64) -> Findings {
         let mut findings = Findings::default();
-        let needs = [Need::ExistsOrCarried, Need::NoShorterOrCarried, Need::LengthOrCarried];
+        let needs = [
+            Need::ExistsOrCarried,
+            Need::NoShorterOrCarried,
+            Need::LengthOrCarried,
+        ];
         for (n, need) in (0..files).zip(needs.into_iter().cycle()) {
-            findings.need(&PathBuf::from(format!("/data/{n}")), bytes, need).expect("there is room");
+            findings
+                .need(&PathBuf::from(format!("/data/{n}")), bytes, need)
+                .expect("there is room");
         }
         findings
     }
 
     #[test]
     fn a_task_moves_with_files_of_a_gibibyte_and_with_1024_of_them_and_not_with_more() {
-        let refused = |files, bytes| Err(Refusal::FilesTooLarge { files, bytes, limit: 1 << 30 });
+        let refused = |files, bytes| {
+            Err(Refusal::FilesTooLarge {
+                files,
+                bytes,
+                limit: 1 << 30,
+            })
+        };
         assert_eq!(carried(1024, 1 << 20).measure(), Ok(()));
         assert_eq!(carried(1025, 0).measure(), refused(1025, 0));
-        assert_eq!(carried(1, (1 << 30) + 1).measure(), refused(1, (1 << 30) + 1));
+        assert_eq!(
+            carried(1, (1 << 30) + 1).measure(),
+            refused(1, (1 << 30) + 1)
+        );
         assert_eq!(carried(3, 1 << 29).measure(), refused(3, 3 << 29));
-        assert_eq!(carried(3, u64::MAX / 2).measure(), refused(3, u64::MAX), "a sum that is too large for any number");
+        assert_eq!(
+            carried(3, u64::MAX / 2).measure(),
+            refused(3, u64::MAX),
+            "a sum that is too large for any number"
+        );
     }
 
     #[test]
     fn files_that_have_to_be_at_the_target_may_be_many_and_large() {
         let mut findings = carried(1024, 1 << 20);
-        let stay = [Need::Directory, Need::Exists, Need::NoShorter, Need::Length, Need::Content];
+        let stay = [
+            Need::Directory,
+            Need::Exists,
+            Need::NoShorter,
+            Need::Length,
+            Need::Content,
+        ];
         for (n, need) in stay.into_iter().enumerate() {
-            findings.need(&PathBuf::from(format!("/lib/{n}")), 1 << 40, need).expect("there is room");
+            findings
+                .need(&PathBuf::from(format!("/lib/{n}")), 1 << 40, need)
+                .expect("there is room");
         }
         assert_eq!(findings.measure(), Ok(()));
         // What a process maps as its program as well is not carried either.
         let mut findings = carried(1, 1 << 40);
-        findings.need(Path::new("/data/0"), 1 << 40, Need::Content).expect("it is known");
+        findings
+            .need(Path::new("/data/0"), 1 << 40, Need::Content)
+            .expect("it is known");
         assert_eq!(findings.measure(), Ok(()));
     }
 
@@ -534,27 +726,53 @@ mod tests {
     }
 
     fn sleeping(command: &mut Command) -> (Running, Subject) {
-        let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+        let child = command
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("it starts");
         let root = child.id() as i32;
         // The caller hears of the start before the new program is mapped.
         let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
-        while !std::fs::read_to_string(format!("/proc/{root}/maps")).is_ok_and(|maps| maps.contains("libc")) {
+        while !std::fs::read_to_string(format!("/proc/{root}/maps"))
+            .is_ok_and(|maps| maps.contains("libc"))
+        {
             assert!(std::time::Instant::now() < until);
             std::thread::yield_now();
         }
-        (Running(child), Subject { root, processes: vec![root] })
+        (
+            Running(child),
+            Subject {
+                root,
+                processes: vec![root],
+            },
+        )
     }
 
     #[test]
     fn a_plain_program_can_be_taken_by_the_host_it_runs_on() {
         let place = std::env::temp_dir().canonicalize().expect("there");
-        let (_child, subject) = sleeping(Command::new("sleep").arg("1000").current_dir(&place).stdin(Stdio::null()));
+        let (_child, subject) = sleeping(
+            Command::new("sleep")
+                .arg("1000")
+                .current_dir(&place)
+                .stdin(Stdio::null()),
+        );
         let hashes = Arc::new(HashCache::default());
         let facts = inspect(&subject, "1".into(), &hashes).expect("nothing is in the way");
         assert_eq!(facts.uid, nix::unistd::geteuid().as_raw());
         assert!(facts.resident_bytes > 0 && !facts.cpu_features.is_empty());
-        let must = |end: &str| facts.files.iter().find(|f| f.path.ends_with(end)).map(|f| f.must.clone());
-        assert_eq!(must(place.to_str().expect("UTF-8")), Some(FileMatch::Directory));
+        let must = |end: &str| {
+            facts
+                .files
+                .iter()
+                .find(|f| f.path.ends_with(end))
+                .map(|f| f.must.clone())
+        };
+        assert_eq!(
+            must(place.to_str().expect("UTF-8")),
+            Some(FileMatch::Directory)
+        );
         assert!(matches!(must("sleep"), Some(FileMatch::Content(_))));
         assert!(matches!(must("libc.so.6"), Some(FileMatch::Content(_))));
         assert_eq!(compare(&facts, &ThisHost::new(hashes, 0)), []);
@@ -566,7 +784,10 @@ mod tests {
         let stdin = std::os::fd::OwnedFd::from(theirs);
         let (_child, subject) = sleeping(Command::new("sleep").arg("1000").stdin(stdin));
         let refused = inspect(&subject, "1".into(), &HashCache::default());
-        assert_eq!(refused, Err(holds("a Unix socket connected to another process")));
+        assert_eq!(
+            refused,
+            Err(holds("a Unix socket connected to another process"))
+        );
         drop(ours);
     }
 
@@ -575,14 +796,26 @@ mod tests {
         let forks = "while :; do (:); done";
         let place = std::env::temp_dir().canonicalize().expect("there");
         let mut shell = Command::new("sh");
-        let (_child, subject) = sleeping(shell.args(["-c", forks]).current_dir(place).stdin(Stdio::null()));
+        let (_child, subject) = sleeping(
+            shell
+                .args(["-c", forks])
+                .current_dir(place)
+                .stdin(Stdio::null()),
+        );
         let (root, hashes) = (subject.root, HashCache::default());
         let mut seen = 0;
         while seen < 3000 {
-            let children = std::fs::read_to_string(format!("/proc/{root}/task/{root}/children")).expect("it forks");
-            let children: Vec<i32> = children.split_whitespace().map(|pid| pid.parse().expect("a number")).collect();
+            let children = std::fs::read_to_string(format!("/proc/{root}/task/{root}/children"))
+                .expect("it forks");
+            let children: Vec<i32> = children
+                .split_whitespace()
+                .map(|pid| pid.parse().expect("a number"))
+                .collect();
             seen += children.len();
-            let subject = Subject { root, processes: [vec![root], children].concat() };
+            let subject = Subject {
+                root,
+                processes: [vec![root], children].concat(),
+            };
             inspect(&subject, "1".into(), &hashes).expect("only the shell counts");
         }
     }
@@ -592,9 +825,15 @@ mod tests {
         let (child, mut subject) = sleeping(Command::new("sleep").arg("1000").stdin(Stdio::null()));
         subject.processes.push(std::process::id() as i32);
         let refused = inspect(&subject, "1".into(), &HashCache::default());
-        assert!(matches!(&refused, Err(Refusal::Holds { what }) if what.contains("background process")), "{refused:?}");
+        assert!(
+            matches!(&refused, Err(Refusal::Holds { what }) if what.contains("background process")),
+            "{refused:?}"
+        );
         drop(child);
         subject.processes.pop();
-        assert_eq!(inspect(&subject, "1".into(), &HashCache::default()), Err(Refusal::NoSuchTask));
+        assert_eq!(
+            inspect(&subject, "1".into(), &HashCache::default()),
+            Err(Refusal::NoSuchTask)
+        );
     }
 }

@@ -12,7 +12,11 @@ struct Probe {
 }
 
 const fn probe(name: &'static str, number: c_long, arguments: [c_long; 6]) -> Probe {
-    Probe { name, number, arguments }
+    Probe {
+        name,
+        number,
+        arguments,
+    }
 }
 
 /// No descriptor, no flag, no process.
@@ -35,7 +39,11 @@ const PROBES: [Probe; 20] = [
     probe("cachestat", CACHESTAT, [NONE, 0, 0, NONE, 0, 0]),
     probe("clone3", libc::SYS_clone3, [0, 0, 0, 0, 0, 0]),
     probe("close_range", libc::SYS_close_range, [1, 0, 0, 0, 0, 0]),
-    probe("copy_file_range", libc::SYS_copy_file_range, [NONE, 0, NONE, 0, 0, 0]),
+    probe(
+        "copy_file_range",
+        libc::SYS_copy_file_range,
+        [NONE, 0, NONE, 0, 0, 0],
+    ),
     probe("epoll_pwait2", EPOLL_PWAIT2, [NONE, 0, 0, 0, 0, 0]),
     probe("faccessat2", libc::SYS_faccessat2, [NONE, 0, 0, NONE, 0, 0]),
     probe("fchmodat2", FCHMODAT2, [NONE, 0, 0, NONE, 0, 0]),
@@ -44,12 +52,20 @@ const PROBES: [Probe; 20] = [
     probe("futex_wake", FUTEX_WAKE, [0, 0, 0, NONE, 0, 0]),
     probe("getrandom", libc::SYS_getrandom, [0, 0, NONE, 0, 0, 0]),
     probe("membarrier", libc::SYS_membarrier, [0, NONE, 0, 0, 0, 0]),
-    probe("memfd_create", libc::SYS_memfd_create, [0, NONE, 0, 0, 0, 0]),
+    probe(
+        "memfd_create",
+        libc::SYS_memfd_create,
+        [0, NONE, 0, 0, 0, 0],
+    ),
     probe("mseal", MSEAL, [1, 0, NONE, 0, 0, 0]),
     probe("openat2", libc::SYS_openat2, [NONE, 0, 0, 0, 0, 0]),
     probe("pidfd_open", libc::SYS_pidfd_open, [NONE, NONE, 0, 0, 0, 0]),
     probe("pkey_alloc", libc::SYS_pkey_alloc, [NONE, NONE, 0, 0, 0, 0]),
-    probe("process_madvise", PROCESS_MADVISE, [NONE, 0, 0, NONE, NONE, 0]),
+    probe(
+        "process_madvise",
+        PROCESS_MADVISE,
+        [NONE, 0, 0, NONE, NONE, 0],
+    ),
     probe("rseq", libc::SYS_rseq, [0, 0, NONE, 0, 0, 0]),
     probe("statx", libc::SYS_statx, [NONE, 0, NONE, NONE, 0, 0]),
 ];
@@ -59,7 +75,10 @@ const TIME_NAMESPACE: (&str, &CStr) = ("time-namespaces", c"/proc/self/ns/time")
 
 /// The names of what this kernel can do, sorted.
 pub(super) fn features() -> Vec<String> {
-    let calls = PROBES.iter().filter(|probe| exists(probe)).map(|probe| probe.name);
+    let calls = PROBES
+        .iter()
+        .filter(|probe| exists(probe))
+        .map(|probe| probe.name);
     let (name, path) = TIME_NAMESPACE;
     let namespaces = nix::sys::stat::lstat(path).is_ok().then_some(name);
     let mut features: Vec<String> = calls.chain(namespaces).map(String::from).collect();
@@ -82,7 +101,12 @@ mod tests {
     #[test]
     fn calls_that_every_kernel_has_are_found_and_one_that_none_has_is_not() {
         let found = features();
-        assert!(["getrandom", "memfd_create", "statx"].iter().all(|name| found.iter().any(|f| f == name)), "{found:?}");
+        assert!(
+            ["getrandom", "memfd_create", "statx"]
+                .iter()
+                .all(|name| found.iter().any(|f| f == name)),
+            "{found:?}"
+        );
         assert!(found.is_sorted());
         assert!(!exists(&probe("no such call", 100_000, [0; 6])));
     }

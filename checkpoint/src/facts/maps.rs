@@ -60,7 +60,11 @@ fn line(line: &str) -> Option<Mapped> {
         return (!harmless).then(|| Mapped::Lost(format!("a mapping of the device {path}")));
     }
     let shared = fields[1].ends_with('s');
-    Some(if shared { Mapped::Shared(path.into()) } else { Mapped::Private(path.into()) })
+    Some(if shared {
+        Mapped::Shared(path.into())
+    } else {
+        Mapped::Private(path.into())
+    })
 }
 
 #[cfg(test)]
@@ -87,7 +91,9 @@ ffff0000-ffff1000 r-xp 00000000 00:00 0                          [vdso]
             Mapped::Private("/usr/bin/a program".into()),
             Mapped::Private("/usr/bin/a program".into()),
             Mapped::Shared("/data/shared table".into()),
-            Mapped::Lost("POSIX shared memory (/dev/shm/table), which is in the memory of this host".into()),
+            Mapped::Lost(
+                "POSIX shared memory (/dev/shm/table), which is in the memory of this host".into(),
+            ),
             Mapped::Lost("System V shared memory".into()),
             Mapped::Lost("an io_uring ring".into()),
             Mapped::Lost("a mapping of the device /dev/dri/card0".into()),

@@ -17,10 +17,21 @@ struct Files {
     given_up: Option<&'static str>,
 }
 
-const MEMORY_V2: Files = Files { limit: "memory.max", used: "memory.current", given_up: Some("inactive_file") };
-const MEMORY_V1: Files =
-    Files { limit: "memory.limit_in_bytes", used: "memory.usage_in_bytes", given_up: Some("total_inactive_file") };
-const THREADS: Files = Files { limit: "pids.max", used: "pids.current", given_up: None };
+const MEMORY_V2: Files = Files {
+    limit: "memory.max",
+    used: "memory.current",
+    given_up: Some("inactive_file"),
+};
+const MEMORY_V1: Files = Files {
+    limit: "memory.limit_in_bytes",
+    used: "memory.usage_in_bytes",
+    given_up: Some("total_inactive_file"),
+};
+const THREADS: Files = Files {
+    limit: "pids.max",
+    used: "pids.current",
+    given_up: None,
+};
 
 /// Bytes of memory that the groups of this process leave, the tightest one; `None`: none limits it.
 pub(super) fn memory() -> Option<u64> {
@@ -56,7 +67,10 @@ pub(crate) fn free_bytes(folder: &Path) -> io::Result<u64> {
 }
 
 fn tightest(hierarchies: [(Option<&str>, &Files); 2]) -> Option<u64> {
-    let (mounts, groups) = (std::fs::read("/proc/self/mountinfo").ok()?, std::fs::read("/proc/self/cgroup").ok()?);
+    let (mounts, groups) = (
+        std::fs::read("/proc/self/mountinfo").ok()?,
+        std::fs::read("/proc/self/cgroup").ok()?,
+    );
     let least = |(controller, files): (Option<&str>, &Files)| {
         let place = folder(&mounts, &groups, controller)?;
         least_left(&place, &mount_point(&mounts, controller)?, files)
@@ -66,20 +80,35 @@ fn tightest(hierarchies: [(Option<&str>, &Files); 2]) -> Option<u64> {
 
 /// What the group in this folder and those around it leave, up to where the hierarchy is mounted.
 fn least_left(place: &Path, root: &Path, files: &Files) -> Option<u64> {
-    let around: Vec<PathBuf> = place.ancestors().take_while(|at| at.starts_with(root)).map(Path::to_path_buf).collect();
+    let around: Vec<PathBuf> = place
+        .ancestors()
+        .take_while(|at| at.starts_with(root))
+        .map(Path::to_path_buf)
+        .collect();
     around.iter().filter_map(|group| left(group, files)).min()
 }
 
 /// What one group leaves.
 fn left(group: &Path, files: &Files) -> Option<u64> {
-    let number = |name: &str| read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
+    let number = |name: &str| {
+        read_to_string(group.join(name))
+            .ok()?
+            .trim()
+            .parse::<u64>()
+            .ok()
+    };
     // "max" is no number; version 1 says nearly all that fits into one.
     let limit = number(files.limit).filter(|limit| *limit < 1 << 60)?;
     let given_up = files.given_up.and_then(|field| {
         let text = read_to_string(group.join("memory.stat")).ok()?;
-        text.lines().find_map(|line| line.strip_prefix(field)?.trim().parse::<u64>().ok())
+        text.lines()
+            .find_map(|line| line.strip_prefix(field)?.trim().parse::<u64>().ok())
     });
-    Some(limit.saturating_add(given_up.unwrap_or(0)).saturating_sub(number(files.used)?))
+    Some(
+        limit
+            .saturating_add(given_up.unwrap_or(0))
+            .saturating_sub(number(files.used)?),
+    )
 }
 
 #[cfg(test)]
@@ -91,7 +120,9 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let (root, inner) = (dir.path().join("root"), dir.path().join("root/inner"));
         std::fs::create_dir_all(&inner).expect("made");
-        let write = |at: &Path, name: &str, text: &str| std::fs::write(at.join(name), text).expect("written");
+        let write = |at: &Path, name: &str, text: &str| {
+            std::fs::write(at.join(name), text).expect("written")
+        };
         write(dir.path(), "memory.max", "1\n");
         write(&root, "memory.max", "1000\n");
         write(&root, "memory.current", "800\n");

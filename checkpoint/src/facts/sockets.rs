@@ -1,7 +1,9 @@
 //! Which of a task's sockets lead to somebody outside it. Those do not survive a move, except the connections of its library,
 //! which closes them before the dump; their mark is looked at before (`descriptors`).
 
-use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket};
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket,
+};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -23,14 +25,25 @@ pub(super) type UnixTable = BTreeMap<u64, UnixSocket>;
 
 /// The first Unix socket of the task (by inode numbers) that is connected to somebody outside, in words.
 pub(super) fn foreign_unix(own: &BTreeSet<u64>, table: &UnixTable) -> Option<String> {
-    let outside = own.iter().find_map(|inode| table.get(inode)?.peer.filter(|peer| !own.contains(peer)))?;
-    let name = table.get(&outside).and_then(|socket| socket.name.as_deref()).filter(|name| !name.is_empty());
-    Some(format!("a Unix socket connected to {}", name.unwrap_or("another process")))
+    let outside = own
+        .iter()
+        .find_map(|inode| table.get(inode)?.peer.filter(|peer| !own.contains(peer)))?;
+    let name = table
+        .get(&outside)
+        .and_then(|socket| socket.name.as_deref())
+        .filter(|name| !name.is_empty());
+    Some(format!(
+        "a Unix socket connected to {}",
+        name.unwrap_or("another process")
+    ))
 }
 
 /// How many of the library's connections lead to a daemon: each task has one. Direct routes are not in this table.
 pub(super) fn daemon_connections(library: &BTreeSet<u64>, table: &UnixTable) -> usize {
-    library.iter().filter(|inode| table.contains_key(inode)).count()
+    library
+        .iter()
+        .filter(|inode| table.contains_key(inode))
+        .count()
 }
 
 /// The first TCP connection of the task in the text of /proc/PID/net/tcp or tcp6, in words. Listening and unconnected
@@ -50,7 +63,11 @@ pub(super) fn tcp_connection(own: &BTreeSet<u64>, table: &str) -> Option<String>
 fn address(text: &str) -> String {
     let parsed = text.split_once(':').and_then(|(host, port)| {
         let port = u16::from_str_radix(port, 16).ok()?;
-        let word = |at: usize| u32::from_str_radix(host.get(at..at + 8)?, 16).ok().map(u32::to_ne_bytes);
+        let word = |at: usize| {
+            u32::from_str_radix(host.get(at..at + 8)?, 16)
+                .ok()
+                .map(u32::to_ne_bytes)
+        };
         match host.len() {
             8 => Some(format!("{}:{port}", std::net::Ipv4Addr::from(word(0)?))),
             32 => {
@@ -69,8 +86,12 @@ fn address(text: &str) -> String {
 /// # Errors
 /// When the kernel has no such interface; the engine would need it too.
 pub(super) fn unix_table() -> io::Result<UnixTable> {
-    let asked =
-        socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, Some(SockProtocol::NetlinkSockDiag))?;
+    let asked = socket(
+        AddressFamily::Netlink,
+        SockType::Raw,
+        SockFlag::SOCK_CLOEXEC,
+        Some(SockProtocol::NetlinkSockDiag),
+    )?;
     send(asked.as_raw_fd(), &request(), MsgFlags::empty())?;
     let mut table = UnixTable::new();
     let mut bytes = vec![0u8; ANSWER_BYTES];
@@ -126,14 +147,24 @@ fn take_socket(message: &[u8], table: &mut UnixTable) {
     const HEAD: usize = 16;
     const NAME: u16 = 0;
     const PEER: u16 = 2;
-    let Some(inode) = u32_at(message, 4) else { return };
+    let Some(inode) = u32_at(message, 4) else {
+        return;
+    };
     let mut socket = UnixSocket::default();
     let mut rest = message.get(HEAD..).unwrap_or(&[]);
     while let (Some(length), Some(kind)) = (u16_at(rest, 0), u16_at(rest, 2)) {
         let length = usize::from(length);
-        let Some(value) = rest.get(4..length) else { break };
+        let Some(value) = rest.get(4..length) else {
+            break;
+        };
         match kind {
-            NAME => socket.name = Some(String::from_utf8_lossy(value).trim_end_matches('\0').to_string()),
+            NAME => {
+                socket.name = Some(
+                    String::from_utf8_lossy(value)
+                        .trim_end_matches('\0')
+                        .to_string(),
+                )
+            }
             PEER => socket.peer = u32_at(value, 0).map(u64::from),
             _ => {}
         }
@@ -157,11 +188,17 @@ mod tests {
     use std::os::unix::net::{UnixListener, UnixStream};
 
     fn connected(peer: u64) -> UnixSocket {
-        UnixSocket { peer: Some(peer), name: None }
+        UnixSocket {
+            peer: Some(peer),
+            name: None,
+        }
     }
 
     fn named(name: &str) -> UnixSocket {
-        UnixSocket { peer: None, name: Some(name.into()) }
+        UnixSocket {
+            peer: None,
+            name: Some(name.into()),
+        }
     }
 
     #[test]
@@ -176,10 +213,23 @@ mod tests {
         ]);
         let foreign = |own: &[u64]| foreign_unix(&own.iter().copied().collect(), &table);
         assert_eq!(foreign(&[1, 2, 4]), None);
-        assert_eq!(foreign(&[4, 5]).as_deref(), Some("a Unix socket connected to /run/other.sock"));
-        assert_eq!(foreign(&[6]).as_deref(), Some("a Unix socket connected to another process"));
-        assert_eq!(foreign(&[1]).as_deref(), Some("a Unix socket connected to another process"));
-        assert_eq!(daemon_connections(&BTreeSet::from([1, 3]), &table), 1, "3 is none of these: a direct route");
+        assert_eq!(
+            foreign(&[4, 5]).as_deref(),
+            Some("a Unix socket connected to /run/other.sock")
+        );
+        assert_eq!(
+            foreign(&[6]).as_deref(),
+            Some("a Unix socket connected to another process")
+        );
+        assert_eq!(
+            foreign(&[1]).as_deref(),
+            Some("a Unix socket connected to another process")
+        );
+        assert_eq!(
+            daemon_connections(&BTreeSet::from([1, 3]), &table),
+            1,
+            "3 is none of these: a direct route"
+        );
         assert_eq!(daemon_connections(&BTreeSet::from([1, 4]), &table), 2);
     }
 
@@ -201,7 +251,11 @@ mod tests {
         let listener = UnixListener::bind(&path).expect("bind");
         let ours = UnixStream::connect(&path).expect("connect");
         let (theirs, _) = listener.accept().expect("accept");
-        let inode = |fd: i32| std::fs::metadata(format!("/proc/self/fd/{fd}")).expect("fd").ino();
+        let inode = |fd: i32| {
+            std::fs::metadata(format!("/proc/self/fd/{fd}"))
+                .expect("fd")
+                .ino()
+        };
         let (ours, theirs) = (inode(ours.as_raw_fd()), inode(theirs.as_raw_fd()));
         let table = unix_table().expect("sock_diag");
         assert_eq!(table[&ours].peer, Some(theirs));

@@ -11,13 +11,18 @@ pub(super) fn identity(path: &Path) -> Option<(u64, u64)> {
 }
 
 /// The first of these pipes that a process other than these has open, as far as we may look into processes.
-pub(super) fn pipe_elsewhere(pipes: &BTreeMap<(u64, u64), PathBuf>, own: &[i32]) -> Option<PathBuf> {
+pub(super) fn pipe_elsewhere(
+    pipes: &BTreeMap<(u64, u64), PathBuf>,
+    own: &[i32],
+) -> Option<PathBuf> {
     if pipes.is_empty() {
         return None;
     }
     let all = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     let numbers = all.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    numbers.filter(|pid| !own.contains(pid)).find_map(|pid| open_in(pid, pipes))
+    numbers
+        .filter(|pid| !own.contains(pid))
+        .find_map(|pid| open_in(pid, pipes))
 }
 
 fn open_in(pid: i32, pipes: &BTreeMap<(u64, u64), PathBuf>) -> Option<PathBuf> {
@@ -25,7 +30,11 @@ fn open_in(pid: i32, pipes: &BTreeMap<(u64, u64), PathBuf>) -> Option<PathBuf> {
     open.flatten().find_map(|entry| {
         // Only what has a path is looked at further: other files could make one wait.
         let is_path = std::fs::read_link(entry.path()).is_ok_and(|link| link.is_absolute());
-        let found = if is_path { identity(&entry.path()) } else { None };
+        let found = if is_path {
+            identity(&entry.path())
+        } else {
+            None
+        };
         pipes.get(&found?).cloned()
     })
 }
@@ -42,7 +51,11 @@ mod tests {
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("fifo");
         let pipes = BTreeMap::from([(identity(&path).expect("it exists"), path.clone())]);
         assert_eq!(pipe_elsewhere(&pipes, &[]), None);
-        let end = std::fs::File::options().read(true).custom_flags(libc::O_NONBLOCK).open(&path).expect("open");
+        let end = std::fs::File::options()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(&path)
+            .expect("open");
         assert_eq!(pipe_elsewhere(&pipes, &[]), Some(path));
         assert_eq!(pipe_elsewhere(&pipes, &[std::process::id() as i32]), None);
         drop(end);

@@ -11,9 +11,12 @@ const SEMAPHORES_MAX: usize = 16_384;
 /// What one of these processes was the last to make or use, in words.
 pub(super) fn used_by(processes: &[i32]) -> Option<String> {
     let own: BTreeSet<i32> = processes.iter().copied().collect();
-    let read = |name: &str| std::fs::read_to_string(format!("/proc/sysvipc/{name}")).unwrap_or_default();
+    let read =
+        |name: &str| std::fs::read_to_string(format!("/proc/sysvipc/{name}")).unwrap_or_default();
     let named = |table: &str, columns: &[&str]| {
-        rows(table, columns).into_iter().any(|row| row.iter().flatten().any(|pid| own.contains(pid)))
+        rows(table, columns)
+            .into_iter()
+            .any(|row| row.iter().flatten().any(|pid| own.contains(pid)))
     };
     if named(&read("shm"), &["cpid", "lpid"]) {
         return Some("System V shared memory".into());
@@ -21,18 +24,30 @@ pub(super) fn used_by(processes: &[i32]) -> Option<String> {
     if named(&read("msg"), &["lspid", "lrpid"]) {
         return Some("a System V message queue".into());
     }
-    let sets = rows(&read("sem"), &["semid", "nsems"]).into_iter().filter_map(|row| Some((row[0]?, row[1]?)));
-    let mut all = sets.flat_map(|(set, count)| (0..count).map(move |number| (set, number))).take(SEMAPHORES_MAX);
-    let is_used = all.any(|(set, number)| last_user(set, number).is_some_and(|pid| own.contains(&pid)));
+    let sets = rows(&read("sem"), &["semid", "nsems"])
+        .into_iter()
+        .filter_map(|row| Some((row[0]?, row[1]?)));
+    let mut all = sets
+        .flat_map(|(set, count)| (0..count).map(move |number| (set, number)))
+        .take(SEMAPHORES_MAX);
+    let is_used =
+        all.any(|(set, number)| last_user(set, number).is_some_and(|pid| own.contains(&pid)));
     is_used.then(|| "System V semaphores".into())
 }
 
 /// These columns of a table with a line of headings.
 fn rows(table: &str, columns: &[&str]) -> Vec<Vec<Option<i32>>> {
-    let mut lines = table.lines().map(|line| line.split_whitespace().collect::<Vec<&str>>());
+    let mut lines = table
+        .lines()
+        .map(|line| line.split_whitespace().collect::<Vec<&str>>());
     let heading = lines.next().unwrap_or_default();
-    let at: Vec<Option<usize>> = columns.iter().map(|name| heading.iter().position(|word| word == name)).collect();
-    lines.map(|line| at.iter().map(|at| line.get((*at)?)?.parse().ok()).collect()).collect()
+    let at: Vec<Option<usize>> = columns
+        .iter()
+        .map(|name| heading.iter().position(|word| word == name))
+        .collect();
+    lines
+        .map(|line| at.iter().map(|at| line.get((*at)?)?.parse().ok()).collect())
+        .collect()
 }
 
 /// The process that was the last to change a semaphore; `None` if nobody was, or we may not know.
@@ -49,7 +64,10 @@ mod tests {
     #[test]
     fn columns_are_found_by_their_headings() {
         let table = "       key      msqid perms lspid lrpid\n         0          7   600    41     0\n  5 8\n";
-        assert_eq!(rows(table, &["msqid", "lspid"]), [[Some(7), Some(41)], [Some(8), None]]);
+        assert_eq!(
+            rows(table, &["msqid", "lspid"]),
+            [[Some(7), Some(41)], [Some(8), None]]
+        );
         assert_eq!(rows(table, &["nobody"]), [[None], [None]]);
         assert!(rows("", &["msqid"]).is_empty());
     }
@@ -63,7 +81,11 @@ mod tests {
         }
         let own = std::process::id() as i32;
         let before = last_user(set, 0);
-        let mut change = libc::sembuf { sem_num: 0, sem_op: 1, sem_flg: 0 };
+        let mut change = libc::sembuf {
+            sem_num: 0,
+            sem_op: 1,
+            sem_flg: 0,
+        };
         // SAFETY: as above.
         let changed = unsafe { libc::semop(set, &raw mut change, 1) };
         let (after, found) = (last_user(set, 0), used_by(&[own]));

@@ -3,7 +3,9 @@
 use super::turns::{Standing, turns};
 use sempa_proto::engine::Engine;
 use sempa_proto::event::EventKind;
-use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step, TaskFacts, Usage};
+use sempa_proto::migration::{
+    Cause, Failure, Move, Order, Parting, Refusal, Report, Step, TaskFacts, Usage,
+};
 use sempa_proto::suspend::{self, Holds};
 use sempa_proto::task::{MoveError, MoveReport};
 use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
@@ -117,7 +119,12 @@ impl Ongoing {
             (None, _) => Some(Standing::Unknown),
             (Some(bytes), Some((since, _))) => {
                 let stands = matches!(self.of.cause, Cause::Owner { .. });
-                Some(Standing::Waits { id: self.of.id, bytes, since: *since, stands })
+                Some(Standing::Waits {
+                    id: self.of.id,
+                    bytes,
+                    since: *since,
+                    stands,
+                })
             }
             // No images leave the host.
             (Some(_), None) if self.engine != Engine::Criu => None,
@@ -135,7 +142,9 @@ impl Ongoing {
             (Step::PreCopy, _) => Micros(self.sized.0 * PRE_COPY_TIMES),
             (Step::Dump | Step::Transfer | Step::Restore, _) => self.sized,
             // The program is asked, and its host says when it has not done so in its time.
-            (Step::Quiesce | Step::Stop, Some((_, wait))) => STEP_TIME + Micros::from_secs(wait.into()),
+            (Step::Quiesce | Step::Stop, Some((_, wait))) => {
+                STEP_TIME + Micros::from_secs(wait.into())
+            }
             _ => STEP_TIME,
         }
     }
@@ -169,13 +178,18 @@ impl Coordinator {
 
     /// True if this task has left this host and its memory has not.
     pub fn has_memory_on(&self, tid: Tid, host: HostId) -> bool {
-        let lacks = |m: &Ongoing| m.of.tid == tid && m.of.from == host && m.memory_follows && m.step >= Step::Commit;
+        let lacks = |m: &Ongoing| {
+            m.of.tid == tid && m.of.from == host && m.memory_follows && m.step >= Step::Commit
+        };
         self.moves.values().any(lacks)
     }
 
     /// When [`Coordinator::wake`] is wanted, if at all.
     pub fn next_wakeup(&self) -> Option<Micros> {
-        let moves = self.moves.values().filter_map(|m| m.deadline.into_iter().chain(m.fenced_at).min());
+        let moves = self
+            .moves
+            .values()
+            .filter_map(|m| m.deadline.into_iter().chain(m.fenced_at).min());
         moves.chain(self.turns_at).min()
     }
 
@@ -209,9 +223,17 @@ impl Coordinator {
             return Err(Refusal::AlreadyMoving(other.id));
         }
         if self.moves.len() >= MOVES_OPEN_MAX {
-            return Err(Refusal::TooManyMoves { limit: MOVES_OPEN_MAX });
+            return Err(Refusal::TooManyMoves {
+                limit: MOVES_OPEN_MAX,
+            });
         }
-        let of = Move { id: self.next_id(), tid, from, to, cause };
+        let of = Move {
+            id: self.next_id(),
+            tid,
+            from,
+            to,
+            cause,
+        };
         self.order(from, &of, Order::Inspect);
         self.moves.insert(
             of.id,
@@ -245,7 +267,12 @@ impl Coordinator {
         let Some(m) = self.moves.get(&id) else { return };
         let step = report.step();
         let sender = match step {
-            Step::Inspect | Step::PreCopy | Step::Quiesce | Step::Stop | Step::Dump | Step::KillSource => m.of.from,
+            Step::Inspect
+            | Step::PreCopy
+            | Step::Quiesce
+            | Step::Stop
+            | Step::Dump
+            | Step::KillSource => m.of.from,
             Step::Prepare | Step::Restore | Step::Run | Step::Arrive => m.of.to,
             Step::Transfer | Step::Commit => host,
         };
@@ -266,22 +293,33 @@ impl Coordinator {
     }
 
     fn step_done(&mut self, now: Micros, id: MigrationId, step: Step, report: Report) {
-        let Some(m) = self.moves.get_mut(&id) else { return };
+        let Some(m) = self.moves.get_mut(&id) else {
+            return;
+        };
         let of = m.of.clone();
         let next = match report {
-            Report::Inspected { facts, suspended, memory_can_follow, can_pre_copy }
-                if m.step == Step::Inspect && m.waits.is_none() =>
-            {
+            Report::Inspected {
+                facts,
+                suspended,
+                memory_can_follow,
+                can_pre_copy,
+            } if m.step == Step::Inspect && m.waits.is_none() => {
                 m.suspended = suspended;
                 let gib = facts.resident_bytes >> 30;
                 m.sized = STEP_TIME + Micros(TIME_PER_GIB.0 * (gib + 1));
                 m.memory_follows = memory_can_follow;
                 let waits = matches!(of.cause, Cause::Owner { .. }) || suspended.any();
                 m.pre_copies = can_pre_copy && memory_can_follow && !waits;
-                (m.resident, m.waits, m.deadline) = (Some(facts.resident_bytes), Some((now, facts)), None);
+                (m.resident, m.waits, m.deadline) =
+                    (Some(facts.resident_bytes), Some((now, facts)), None);
                 return self.log_step(id, step);
             }
-            Report::Prepared { verdict, token, memory_follows, engine } if m.step == Step::Prepare => {
+            Report::Prepared {
+                verdict,
+                token,
+                memory_follows,
+                engine,
+            } if m.step == Step::Prepare => {
                 if !verdict.is_empty() {
                     return self.end_failed(id, Step::Prepare, Failure::Refused(verdict));
                 }
@@ -291,10 +329,28 @@ impl Coordinator {
                 let pre_copies = m.pre_copies;
                 if engine != Engine::Criu {
                     let Move { id, tid, .. } = of;
-                    self.out.push_back(CoordinatorOutput::Event(EventKind::MovesBy { id, tid, engine }));
+                    self.out
+                        .push_back(CoordinatorOutput::Event(EventKind::MovesBy {
+                            id,
+                            tid,
+                            engine,
+                        }));
                 }
-                self.order(of.from, &of, Order::Leave { token, memory_follows, pre_copies, engine });
-                if pre_copies { Step::PreCopy } else { Step::Quiesce }
+                self.order(
+                    of.from,
+                    &of,
+                    Order::Leave {
+                        token,
+                        memory_follows,
+                        pre_copies,
+                        engine,
+                    },
+                );
+                if pre_copies {
+                    Step::PreCopy
+                } else {
+                    Step::Quiesce
+                }
             }
             Report::PreCopied { bytes } if m.step == Step::PreCopy => {
                 m.bytes = bytes;
@@ -310,7 +366,11 @@ impl Coordinator {
             }
             Report::Dumped { bytes } | Report::Received { bytes } if m.step >= Step::PreCopy => {
                 m.bytes = bytes;
-                if step == Step::Dump { Step::Transfer } else { Step::Restore }
+                if step == Step::Dump {
+                    Step::Transfer
+                } else {
+                    Step::Restore
+                }
             }
             Report::Restored if (Step::PreCopy..Step::Commit).contains(&m.step) => {
                 self.out.push_back(CoordinatorOutput::Record(of.clone()));
@@ -344,33 +404,68 @@ impl Coordinator {
 
     /// Tasks whose turn it is leave their hosts.
     fn take_turns(&mut self, now: Micros) {
-        let hosts: BTreeSet<HostId> = self.moves.values().filter(|m| m.waits.is_some()).map(|m| m.of.from).collect();
+        let hosts: BTreeSet<HostId> = self
+            .moves
+            .values()
+            .filter(|m| m.waits.is_some())
+            .map(|m| m.of.from)
+            .collect();
         self.turns_at = None;
         for host in hosts {
             let its = self.moves.values().filter(|m| m.of.from == host);
             let (go, again) = turns(now, &its.filter_map(Ongoing::standing).collect::<Vec<_>>());
             self.turns_at = self.turns_at.into_iter().chain(again).min();
             for id in go {
-                let Some(m) = self.moves.get_mut(&id) else { continue };
-                let Some((_, facts)) = m.waits.take() else { continue };
+                let Some(m) = self.moves.get_mut(&id) else {
+                    continue;
+                };
+                let Some((_, facts)) = m.waits.take() else {
+                    continue;
+                };
                 (m.step, m.deadline) = (Step::Prepare, Some(now + STEP_TIME));
                 let (of, suspended, pre_copies) = (m.of.clone(), m.suspended, m.pre_copies);
                 let (timeline, memory_can_follow) = (None, m.memory_follows);
-                self.order(of.to, &of, Order::Prepare { facts, suspended, timeline, memory_can_follow, pre_copies });
+                self.order(
+                    of.to,
+                    &of,
+                    Order::Prepare {
+                        facts,
+                        suspended,
+                        timeline,
+                        memory_can_follow,
+                        pre_copies,
+                    },
+                );
             }
         }
     }
 
     fn log_step(&mut self, id: MigrationId, step: Step) {
         let m = &self.moves[&id];
-        let bytes = if matches!(step, Step::PreCopy | Step::Dump | Step::Transfer) { m.bytes } else { 0 };
-        let Move { id, tid, from, to, .. } = m.of;
-        self.out.push_back(CoordinatorOutput::Event(EventKind::Moving { id, tid, from, to, step, bytes }));
+        let bytes = if matches!(step, Step::PreCopy | Step::Dump | Step::Transfer) {
+            m.bytes
+        } else {
+            0
+        };
+        let Move {
+            id, tid, from, to, ..
+        } = m.of;
+        self.out
+            .push_back(CoordinatorOutput::Event(EventKind::Moving {
+                id,
+                tid,
+                from,
+                to,
+                step,
+                bytes,
+            }));
     }
 
     /// The commit record is on disk, or could not be written.
     pub fn recorded(&mut self, id: MigrationId, result: Result<(), Failure>) {
-        let Some(m) = self.moves.get_mut(&id).filter(|m| m.step == Step::Commit) else { return };
+        let Some(m) = self.moves.get_mut(&id).filter(|m| m.step == Step::Commit) else {
+            return;
+        };
         match result {
             Ok(()) => {
                 m.locating = true;
@@ -382,7 +477,13 @@ impl Coordinator {
 
     /// Every living daemon knows the new location.
     pub fn located(&mut self, now: Micros, id: MigrationId) {
-        let Some(m) = self.moves.get_mut(&id).filter(|m| m.step == Step::Commit && m.locating) else { return };
+        let Some(m) = self
+            .moves
+            .get_mut(&id)
+            .filter(|m| m.step == Step::Commit && m.locating)
+        else {
+            return;
+        };
         let of = m.of.clone();
         let source_lost = m.fenced_at.is_some();
         self.advance(now, id, Step::Commit, Step::KillSource);
@@ -392,10 +493,15 @@ impl Coordinator {
     }
 
     fn let_run(&mut self, id: MigrationId, used: Usage) {
-        let Some(m) = self.moves.get_mut(&id) else { return };
+        let Some(m) = self.moves.get_mut(&id) else {
+            return;
+        };
         m.step = Step::Run;
         m.fenced_at = None;
-        let parting = Parting { used, suspended: m.suspended };
+        let parting = Parting {
+            used,
+            suspended: m.suspended,
+        };
         let of = m.of.clone();
         self.log_step(id, Step::KillSource);
         self.order(of.to, &of, Order::Run(parting));
@@ -403,23 +509,43 @@ impl Coordinator {
 
     /// Somebody has told one end that the task is to be suspended, or to go on. From the source's inspection on, each end
     /// passes that on before it says that it is done, and carries out what is decided here.
-    pub fn suspend(&mut self, host: HostId, migration: MigrationId, id: RequestId, order: &suspend::Order) {
-        let takes =
-            |m: &&mut Ongoing| m.of.tid == order.tid && (m.of.to == host || m.of.from == host && !m.target_spoke);
+    pub fn suspend(
+        &mut self,
+        host: HostId,
+        migration: MigrationId,
+        id: RequestId,
+        order: &suspend::Order,
+    ) {
+        let takes = |m: &&mut Ongoing| {
+            m.of.tid == order.tid && (m.of.to == host || m.of.from == host && !m.target_spoke)
+        };
         let suspended = self.moves.get_mut(&migration).filter(takes).map(|m| {
             m.target_spoke |= m.of.to == host;
             let before = m.suspended;
             m.suspended = before.after(order);
-            self.out.extend(before.change(m.suspended, order).map(CoordinatorOutput::Event));
+            self.out.extend(
+                before
+                    .change(m.suspended, order)
+                    .map(CoordinatorOutput::Event),
+            );
             m.suspended
         });
-        self.out.push_back(CoordinatorOutput::SuspendDecided { host, migration, id, suspended });
+        self.out.push_back(CoordinatorOutput::SuspendDecided {
+            host,
+            migration,
+            id,
+            suspended,
+        });
     }
 
     /// A host has left or was lost. Its tasks are dead; what that means for other tasks is the daemon's business.
     pub fn host_lost(&mut self, now: Micros, host: HostId) {
-        let concerned: Vec<MigrationId> =
-            self.moves.values().filter(|m| m.of.from == host || m.of.to == host).map(|m| m.of.id).collect();
+        let concerned: Vec<MigrationId> = self
+            .moves
+            .values()
+            .filter(|m| m.of.from == host || m.of.to == host)
+            .map(|m| m.of.id)
+            .collect();
         for id in concerned {
             let m = self.moves.get_mut(&id).expect("just listed");
             if m.of.from == host && matches!(m.step, Step::Commit | Step::KillSource) {
@@ -446,7 +572,11 @@ impl Coordinator {
     /// of them if any does more. True if they were called off: something else is done with these tasks first, as with one that cannot
     /// begin to move for that.
     pub fn give_way(&mut self, tids: &BTreeSet<Tid>) -> bool {
-        let theirs: Vec<&Ongoing> = self.moves.values().filter(|m| tids.contains(&m.of.tid)).collect();
+        let theirs: Vec<&Ongoing> = self
+            .moves
+            .values()
+            .filter(|m| tids.contains(&m.of.tid))
+            .collect();
         let waits = |m: &&Ongoing| m.waits.is_some() && matches!(m.of.cause, Cause::Drain { .. });
         if theirs.is_empty() || !theirs.iter().all(waits) {
             return false;
@@ -474,63 +604,124 @@ impl Coordinator {
     }
 
     fn end_moved(&mut self, now: Micros, id: MigrationId) {
-        let Some(m) = self.moves.remove(&id) else { return };
-        let Ongoing { of, bytes, frozen, engine, .. } = m;
+        let Some(m) = self.moves.remove(&id) else {
+            return;
+        };
+        let Ongoing {
+            of,
+            bytes,
+            frozen,
+            engine,
+            ..
+        } = m;
         let resident = m.resident.filter(|_| engine == Engine::Criu).unwrap_or(0);
-        let after = m.stopped_at.filter(|_| m.memory_follows).map_or(frozen, |at| now.since(at).max(frozen));
+        let after = m
+            .stopped_at
+            .filter(|_| m.memory_follows)
+            .map_or(frozen, |at| now.since(at).max(frozen));
         let whole = m.went_ahead + after;
-        let Move { id, tid, from, to, cause } = of;
-        self.out.push_back(CoordinatorOutput::Event(EventKind::Moving {
+        let Move {
             id,
             tid,
             from,
             to,
-            step: Step::Arrive,
-            bytes: 0,
-        }));
-        let moved = EventKind::Moved { id, tid, from, to, cause, bytes, resident, frozen, whole };
+            cause,
+        } = of;
+        self.out
+            .push_back(CoordinatorOutput::Event(EventKind::Moving {
+                id,
+                tid,
+                from,
+                to,
+                step: Step::Arrive,
+                bytes: 0,
+            }));
+        let moved = EventKind::Moved {
+            id,
+            tid,
+            from,
+            to,
+            cause,
+            bytes,
+            resident,
+            frozen,
+            whole,
+        };
         self.out.push_back(CoordinatorOutput::Event(moved));
-        self.out.push_back(CoordinatorOutput::Ended { id, result: Ok(MoveReport { id, bytes, frozen, engine }) });
+        self.out.push_back(CoordinatorOutput::Ended {
+            id,
+            result: Ok(MoveReport {
+                id,
+                bytes,
+                frozen,
+                engine,
+            }),
+        });
     }
 
     /// As long as the source has not been told to yield, both ends learn that the move is off, and a commit that was begun
     /// is taken back; after that there is no way back.
     fn end_failed(&mut self, id: MigrationId, step: Step, why: Failure) {
-        let Some(m) = self.moves.remove(&id) else { return };
+        let Some(m) = self.moves.remove(&id) else {
+            return;
+        };
         if self.moves.values().any(|other| other.waits.is_some()) {
             // It may be somebody's turn now.
             self.turns_at = Some(Micros(0));
         }
         if m.step <= Step::Commit {
             if m.step == Step::Commit {
-                let back = Move { to: m.of.from, ..m.of.clone() };
+                let back = Move {
+                    to: m.of.from,
+                    ..m.of.clone()
+                };
                 self.out.push_back(CoordinatorOutput::Record(back.clone()));
                 if m.locating {
                     self.out.push_back(CoordinatorOutput::Locate(back));
                 }
             }
             if m.step >= Step::PreCopy {
-                self.order(m.of.from, &m.of, Order::Resume { suspended: m.suspended });
+                self.order(
+                    m.of.from,
+                    &m.of,
+                    Order::Resume {
+                        suspended: m.suspended,
+                    },
+                );
             }
             if m.step >= Step::Prepare {
                 self.order(m.of.to, &m.of, Order::Discard);
             }
         }
-        let Move { id, tid, from, to, cause } = m.of;
-        self.out.push_back(CoordinatorOutput::Event(EventKind::MoveFailed {
+        let Move {
             id,
             tid,
             from,
             to,
             cause,
-            step,
-            why: why.clone(),
-        }));
-        self.out.push_back(CoordinatorOutput::Ended { id, result: Err(MoveError { step, why }) });
+        } = m.of;
+        self.out
+            .push_back(CoordinatorOutput::Event(EventKind::MoveFailed {
+                id,
+                tid,
+                from,
+                to,
+                cause,
+                step,
+                why: why.clone(),
+            }));
+        self.out.push_back(CoordinatorOutput::Ended {
+            id,
+            result: Err(MoveError { step, why }),
+        });
     }
 
     fn order(&mut self, host: HostId, of: &Move, order: Order) {
-        self.out.push_back(CoordinatorOutput::Order { host, of: of.clone(), order });
+        self.out.push_back(CoordinatorOutput::Order {
+            host,
+            of: of.clone(),
+            order,
+        });
     }
 }
 
@@ -546,8 +737,21 @@ mod tests {
         Tid::task(host(2), number as u32).expect("a task")
     }
 
-    fn begin(coordinator: &mut Coordinator, number: usize, from: u16, to: u16) -> Result<MigrationId, Refusal> {
-        coordinator.begin(Micros(0), task(number), host(from), host(to), Cause::Asked { by: HostId::MASTER.tid() })
+    fn begin(
+        coordinator: &mut Coordinator,
+        number: usize,
+        from: u16,
+        to: u16,
+    ) -> Result<MigrationId, Refusal> {
+        coordinator.begin(
+            Micros(0),
+            task(number),
+            host(from),
+            host(to),
+            Cause::Asked {
+                by: HostId::MASTER.tid(),
+            },
+        )
     }
 
     /// How moves have ended.
@@ -556,32 +760,56 @@ mod tests {
             CoordinatorOutput::Ended { id, result } => Some((id, result)),
             _ => None,
         };
-        std::iter::from_fn(|| coordinator.poll()).filter_map(end).collect()
+        std::iter::from_fn(|| coordinator.poll())
+            .filter_map(end)
+            .collect()
     }
 
     #[test]
     fn of_65_moves_at_a_time_the_last_is_refused_until_one_has_ended() {
         let mut coordinator = Coordinator::new();
         let begin = |coordinator: &mut Coordinator, number| begin(coordinator, number, 2, 3);
-        let all: Vec<MigrationId> = (1..=64).map(|n| begin(&mut coordinator, n).expect("there is room")).collect();
-        assert_eq!(begin(&mut coordinator, 65), Err(Refusal::TooManyMoves { limit: 64 }));
-        assert_eq!(begin(&mut coordinator, 64), Err(Refusal::AlreadyMoving(all[63])), "that is the better reason");
+        let all: Vec<MigrationId> = (1..=64)
+            .map(|n| begin(&mut coordinator, n).expect("there is room"))
+            .collect();
+        assert_eq!(
+            begin(&mut coordinator, 65),
+            Err(Refusal::TooManyMoves { limit: 64 })
+        );
+        assert_eq!(
+            begin(&mut coordinator, 64),
+            Err(Refusal::AlreadyMoving(all[63])),
+            "that is the better reason"
+        );
         assert_eq!(coordinator.open(), 64);
         coordinator.call_off(all[0], "nobody wants it");
         assert_eq!(ended(&mut coordinator).len(), 1);
         assert!(begin(&mut coordinator, 65).is_ok());
-        assert_eq!(begin(&mut coordinator, 66), Err(Refusal::TooManyMoves { limit: 64 }));
+        assert_eq!(
+            begin(&mut coordinator, 66),
+            Err(Refusal::TooManyMoves { limit: 64 })
+        );
     }
 
     #[test]
-    fn a_move_that_loses_one_of_its_hosts_before_it_is_committed_fails_with_that_host_and_others_go_on() {
+    fn a_move_that_loses_one_of_its_hosts_before_it_is_committed_fails_with_that_host_and_others_go_on()
+     {
         for lost in [2, 3] {
             let mut coordinator = Coordinator::new();
             let id = begin(&mut coordinator, 1, 2, 3).expect("there is room");
             let other = begin(&mut coordinator, 2, 4, 5).expect("there is room");
             coordinator.host_lost(Micros(1), host(lost));
             let why = Failure::HostLost(host(lost));
-            assert_eq!(ended(&mut coordinator), [(id, Err(MoveError { step: Step::Inspect, why }))]);
+            assert_eq!(
+                ended(&mut coordinator),
+                [(
+                    id,
+                    Err(MoveError {
+                        step: Step::Inspect,
+                        why
+                    })
+                )]
+            );
             assert_eq!(coordinator.of_task(task(2)).map(|of| of.id), Some(other));
         }
     }

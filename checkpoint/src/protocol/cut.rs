@@ -109,7 +109,10 @@ struct Part {
 impl Part {
     /// The seconds that it has to write its own checkpoint, if it does.
     fn writes_itself(&self) -> Option<u32> {
-        self.facts.anew().and_then(|engine| engine.asks()).map(|(_, seconds)| seconds)
+        self.facts
+            .anew()
+            .and_then(|engine| engine.asks())
+            .map(|(_, seconds)| seconds)
     }
 }
 
@@ -129,7 +132,9 @@ struct Cut {
 impl Cut {
     /// All tasks are to be written in the time that follows from how much that is.
     fn allow_for_bytes(&mut self) {
-        let bytes = self.parts.values().fold(0, |sum: u64, part| sum.saturating_add(part.facts.resident_bytes));
+        let bytes = self.parts.values().fold(0, |sum: u64, part| {
+            sum.saturating_add(part.facts.resident_bytes)
+        });
         self.allowed = STEP_TIME + Micros(TIME_PER_GIB.0 * ((bytes >> 30) + 1));
     }
 }
@@ -150,12 +155,19 @@ impl Cuts {
 
     /// When [`Cuts::wake`] is wanted, if at all.
     pub fn next_wakeup(&self) -> Option<Micros> {
-        self.open.values().filter(|cut| cut.stage != Stage::Sealing).map(|cut| cut.deadline).min()
+        self.open
+            .values()
+            .filter(|cut| cut.stage != Stage::Sealing)
+            .map(|cut| cut.deadline)
+            .min()
     }
 
     /// The attempt that this part belongs to.
     pub fn of_part(&self, id: MigrationId) -> Option<CutId> {
-        self.open.iter().find(|(_, cut)| cut.parts.contains_key(&id)).map(|(number, _)| *number)
+        self.open
+            .iter()
+            .find(|(_, cut)| cut.parts.contains_key(&id))
+            .map(|(number, _)| *number)
     }
 
     /// The part of this task that is under way and has it stand still, or will.
@@ -166,15 +178,27 @@ impl Cuts {
 
     /// The part of this task that keeps it where it is, until its images are written, and the attempt that it belongs to.
     pub fn keeps(&self, tid: Tid) -> Option<(CutId, MigrationId)> {
-        let parts =
-            self.open.iter().flat_map(|(number, cut)| cut.parts.iter().map(move |(id, part)| (*number, *id, part)));
+        let parts = self
+            .open
+            .iter()
+            .flat_map(|(number, cut)| cut.parts.iter().map(move |(id, part)| (*number, *id, part)));
         let keeps = |part: &Part| part.of.tid == tid && part.progress < Progress::Written;
-        parts.filter(|(_, _, part)| keeps(part)).map(|(number, id, _)| (number, id)).next()
+        parts
+            .filter(|(_, _, part)| keeps(part))
+            .map(|(number, id, _)| (number, id))
+            .next()
     }
 
     /// A task of it has to leave its host now: all go on, and the checkpoint may be tried again.
     pub fn give_way(&mut self, number: CutId, tid: Tid, why: String) {
-        self.fail(number, CutFailure::Task { tid, step: Step::Dump, why: Failure::CalledOff(why) });
+        self.fail(
+            number,
+            CutFailure::Task {
+                tid,
+                step: Step::Dump,
+                why: Failure::CalledOff(why),
+            },
+        );
     }
 
     /// True while this attempt is under way.
@@ -186,13 +210,34 @@ impl Cuts {
     pub fn begin(&mut self, now: Micros, tasks: &[(MigrationId, Tid, HostId)]) -> CutId {
         self.last += 1;
         let part = |&(id, tid, host): &(MigrationId, Tid, HostId)| {
-            let of = Move { id, tid, from: host, to: HostId::MASTER, cause: Cause::Checkpoint };
-            (id, Part { of, progress: Progress::Begun, facts: TaskFacts::default() })
+            let of = Move {
+                id,
+                tid,
+                from: host,
+                to: HostId::MASTER,
+                cause: Cause::Checkpoint,
+            };
+            (
+                id,
+                Part {
+                    of,
+                    progress: Progress::Begun,
+                    facts: TaskFacts::default(),
+                },
+            )
         };
         let parts: BTreeMap<MigrationId, Part> = tasks.iter().map(part).collect();
         let (deadline, allowed) = (now + STEP_TIME, STEP_TIME);
         let stage = Stage::Inspecting;
-        let cut = Cut { stage, has_room: false, parts, deadline, allowed, still: None, written: None };
+        let cut = Cut {
+            stage,
+            has_room: false,
+            parts,
+            deadline,
+            allowed,
+            still: None,
+            written: None,
+        };
         self.open.insert(self.last, cut);
         self.order(self.last, &Order::Inspect, |_| true);
         self.last
@@ -200,9 +245,15 @@ impl Cuts {
 
     /// Takes a report of a task's host. What does not fit belongs to an attempt that is over.
     pub fn report(&mut self, now: Micros, host: HostId, id: MigrationId, report: Report) {
-        let Some(number) = self.of_part(id) else { return };
-        let Some(cut) = self.open.get_mut(&number) else { return };
-        let Some(part) = cut.parts.get_mut(&id).filter(|part| part.of.from == host) else { return };
+        let Some(number) = self.of_part(id) else {
+            return;
+        };
+        let Some(cut) = self.open.get_mut(&number) else {
+            return;
+        };
+        let Some(part) = cut.parts.get_mut(&id).filter(|part| part.of.from == host) else {
+            return;
+        };
         let tid = part.of.tid;
         match report {
             Report::Inspected { facts, .. } if part.progress == Progress::Begun => {
@@ -234,21 +285,36 @@ impl Cuts {
     /// The images of a part are at the master, or did not arrive.
     pub fn received(&mut self, id: MigrationId, result: Result<(), Failure>) {
         let Some(cut) = self.of_part(id) else { return };
-        let Some(part) = self.open.get(&cut).and_then(|open| open.parts.get(&id)) else { return };
+        let Some(part) = self.open.get(&cut).and_then(|open| open.parts.get(&id)) else {
+            return;
+        };
         let of = part.of.clone();
         match result {
             Ok(()) => self.out.push_back(CutOutput::Keep { cut, of }),
-            Err(why) => self.fail(cut, CutFailure::Task { tid: of.tid, step: Step::Transfer, why }),
+            Err(why) => self.fail(
+                cut,
+                CutFailure::Task {
+                    tid: of.tid,
+                    step: Step::Transfer,
+                    why,
+                },
+            ),
         }
     }
 
     /// A part is in the store, or the store did not take it.
     pub fn kept(&mut self, now: Micros, id: MigrationId, result: Result<(), String>) {
-        let Some(number) = self.of_part(id) else { return };
+        let Some(number) = self.of_part(id) else {
+            return;
+        };
         if let Err(why) = result {
             return self.fail(number, CutFailure::Store(why));
         }
-        if let Some(part) = self.open.get_mut(&number).and_then(|cut| cut.parts.get_mut(&id)) {
+        if let Some(part) = self
+            .open
+            .get_mut(&number)
+            .and_then(|cut| cut.parts.get_mut(&id))
+        {
             part.progress = Progress::Kept;
             self.step(now, number);
         }
@@ -264,18 +330,35 @@ impl Cuts {
         open: &BTreeMap<Tid, Vec<RequestId>>,
         ended: &[Tid],
     ) {
-        let Some(cut) = self.open.get_mut(&number).filter(|cut| cut.stage == Stage::Counting) else { return };
+        let Some(cut) = self
+            .open
+            .get_mut(&number)
+            .filter(|cut| cut.stage == Stage::Counting)
+        else {
+            return;
+        };
         let known = |tid: &Tid| cut.parts.values().any(|part| part.of.tid == *tid);
         let new: Vec<Tid> = tasks.iter().copied().filter(|tid| !known(tid)).collect();
         if !new.is_empty() {
             return self.fail(number, CutFailure::Grew(new));
         }
-        let meets =
-            |part: &&Part| part.writes_itself().is_some() && open.get(&part.of.tid).is_some_and(|of| !of.is_empty());
+        let meets = |part: &&Part| {
+            part.writes_itself().is_some()
+                && open.get(&part.of.tid).is_some_and(|of| !of.is_empty())
+        };
         if let Some(tid) = cut.parts.values().find(meets).map(|part| part.of.tid) {
             // Its next process would not come to the meeting again, and the others would wait for it.
-            let why = Failure::Engine("it has ended while it waited for others, in a barrier for example".into());
-            return self.fail(number, CutFailure::Task { tid, step: Step::Dump, why });
+            let why = Failure::Engine(
+                "it has ended while it waited for others, in a barrier for example".into(),
+            );
+            return self.fail(
+                number,
+                CutFailure::Task {
+                    tid,
+                    step: Step::Dump,
+                    why,
+                },
+            );
         }
         cut.allow_for_bytes();
         (cut.stage, cut.deadline) = (Stage::Writing, now + cut.allowed);
@@ -284,27 +367,51 @@ impl Cuts {
         self.out.extend(parts.into_iter().map(CutOutput::Expect));
         let writes = cut.parts.values().map(|part| {
             let open = open.get(&part.of.tid).cloned().unwrap_or_default();
-            let order = Order::Write { open, ended: ended.to_vec() };
-            CutOutput::Order { host: part.of.from, of: part.of.clone(), order }
+            let order = Order::Write {
+                open,
+                ended: ended.to_vec(),
+            };
+            CutOutput::Order {
+                host: part.of.from,
+                of: part.of.clone(),
+                order,
+            }
         });
         self.out.extend(writes);
     }
 
     /// What the job has could not be found out, or is more than a set takes.
     pub fn not_counted(&mut self, number: CutId, why: CutFailure) {
-        if self.open.get(&number).is_some_and(|cut| cut.stage == Stage::Counting) {
+        if self
+            .open
+            .get(&number)
+            .is_some_and(|cut| cut.stage == Stage::Counting)
+        {
             self.fail(number, why);
         }
     }
 
     /// The set is sealed, or could not be.
     pub fn sealed(&mut self, number: CutId, result: Result<(), String>) {
-        let Some(cut) = self.open.get(&number).filter(|cut| cut.stage == Stage::Sealing) else { return };
+        let Some(cut) = self
+            .open
+            .get(&number)
+            .filter(|cut| cut.stage == Stage::Sealing)
+        else {
+            return;
+        };
         match result {
             Ok(()) => {
-                let stood = cut.still.zip(cut.written).map(|(from, until)| until.since(from)).unwrap_or_default();
+                let stood = cut
+                    .still
+                    .zip(cut.written)
+                    .map(|(from, until)| until.since(from))
+                    .unwrap_or_default();
                 self.open.remove(&number);
-                self.out.push_back(CutOutput::Ended { cut: number, result: Ok(stood) });
+                self.out.push_back(CutOutput::Ended {
+                    cut: number,
+                    result: Ok(stood),
+                });
             }
             Err(why) => self.fail(number, CutFailure::Store(why)),
         }
@@ -326,8 +433,17 @@ impl Cuts {
     /// A host has left or was lost.
     pub fn host_lost(&mut self, host: HostId) {
         // What is kept is kept, wherever it came from.
-        let concerned = |cut: &Cut| cut.parts.values().any(|p| p.of.from == host && p.progress < Progress::Kept);
-        let lost: Vec<CutId> = self.open.iter().filter(|(_, cut)| concerned(cut)).map(|(number, _)| *number).collect();
+        let concerned = |cut: &Cut| {
+            cut.parts
+                .values()
+                .any(|p| p.of.from == host && p.progress < Progress::Kept)
+        };
+        let lost: Vec<CutId> = self
+            .open
+            .iter()
+            .filter(|(_, cut)| concerned(cut))
+            .map(|(number, _)| *number)
+            .collect();
         for number in lost {
             self.fail(number, CutFailure::HostLost(host));
         }
@@ -336,7 +452,10 @@ impl Cuts {
     /// The time of [`Cuts::next_wakeup`] has come.
     pub fn wake(&mut self, now: Micros) {
         // What is being sealed becomes a set or does not: nothing is waited for but the disk.
-        let late = self.open.iter().filter(|(_, cut)| cut.deadline <= now && cut.stage != Stage::Sealing);
+        let late = self
+            .open
+            .iter()
+            .filter(|(_, cut)| cut.deadline <= now && cut.stage != Stage::Sealing);
         let late: Vec<(CutId, Micros)> = late.map(|(number, cut)| (*number, cut.allowed)).collect();
         for (number, allowed) in late {
             self.fail(number, CutFailure::Deadline { allowed });
@@ -345,12 +464,25 @@ impl Cuts {
 
     /// Goes on when all tasks have got as far as this stage wants.
     fn step(&mut self, now: Micros, number: CutId) {
-        let Some(cut) = self.open.get_mut(&number) else { return };
-        let least = cut.parts.values().map(|part| part.progress).min().unwrap_or(Progress::Kept);
-        let ended = |part: &Part| part.writes_itself().is_none() || part.progress >= Progress::Stands;
+        let Some(cut) = self.open.get_mut(&number) else {
+            return;
+        };
+        let least = cut
+            .parts
+            .values()
+            .map(|part| part.progress)
+            .min()
+            .unwrap_or(Progress::Kept);
+        let ended =
+            |part: &Part| part.writes_itself().is_none() || part.progress >= Progress::Stands;
         match cut.stage {
             Stage::Inspecting if least >= Progress::Inspected && cut.has_room => {
-                let longest = cut.parts.values().filter_map(Part::writes_itself).max().unwrap_or_default();
+                let longest = cut
+                    .parts
+                    .values()
+                    .filter_map(Part::writes_itself)
+                    .max()
+                    .unwrap_or_default();
                 // Its library says before where its conversations stand.
                 cut.allowed = STAND_TIME + STAND_TIME + Micros::from_secs(longest.into());
                 (cut.stage, cut.deadline) = (Stage::Ending, now + cut.allowed);
@@ -358,12 +490,14 @@ impl Cuts {
                 self.step(now, number);
             }
             Stage::Ending if cut.parts.values().all(ended) => {
-                (cut.stage, cut.deadline, cut.allowed) = (Stage::Standing, now + STAND_TIME, STAND_TIME);
+                (cut.stage, cut.deadline, cut.allowed) =
+                    (Stage::Standing, now + STAND_TIME, STAND_TIME);
                 self.order(number, &Order::Stand, |part| part.writes_itself().is_none());
                 self.step(now, number);
             }
             Stage::Standing if least >= Progress::Stands => {
-                (cut.stage, cut.deadline, cut.allowed) = (Stage::Counting, now + STEP_TIME, STEP_TIME);
+                (cut.stage, cut.deadline, cut.allowed) =
+                    (Stage::Counting, now + STEP_TIME, STEP_TIME);
                 self.out.push_back(CutOutput::Count(number));
             }
             Stage::Writing if least >= Progress::Kept => {
@@ -377,17 +511,32 @@ impl Cuts {
     }
 
     fn order(&mut self, number: CutId, order: &Order, whom: impl Fn(&Part) -> bool) {
-        let Some(cut) = self.open.get(&number) else { return };
-        let to = |part: &Part| CutOutput::Order { host: part.of.from, of: part.of.clone(), order: order.clone() };
-        self.out.extend(cut.parts.values().filter(|part| whom(part)).map(to));
+        let Some(cut) = self.open.get(&number) else {
+            return;
+        };
+        let to = |part: &Part| CutOutput::Order {
+            host: part.of.from,
+            of: part.of.clone(),
+            order: order.clone(),
+        };
+        self.out
+            .extend(cut.parts.values().filter(|part| whom(part)).map(to));
     }
 
     /// It is off: all tasks go on, those that have been written already do.
     fn fail(&mut self, number: CutId, why: CutFailure) {
         self.order(number, &Order::GoOn, |_| true);
-        let Some(cut) = self.open.remove(&number) else { return };
-        self.out.push_back(CutOutput::Abandon { cut: number, parts: cut.parts.into_keys().collect() });
-        self.out.push_back(CutOutput::Ended { cut: number, result: Err(why) });
+        let Some(cut) = self.open.remove(&number) else {
+            return;
+        };
+        self.out.push_back(CutOutput::Abandon {
+            cut: number,
+            parts: cut.parts.into_keys().collect(),
+        });
+        self.out.push_back(CutOutput::Ended {
+            cut: number,
+            result: Err(why),
+        });
     }
 }
 
@@ -396,12 +545,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_checkpoint_that_loses_the_host_of_one_of_its_tasks_fails_with_that_host_and_others_go_on() {
+    fn a_checkpoint_that_loses_the_host_of_one_of_its_tasks_fails_with_that_host_and_others_go_on()
+    {
         let host = |index| HostId::new(index).expect("an index");
         let task = |index, number| Tid::task(host(index), number).expect("a task");
         let mut cuts = Cuts::default();
-        let number =
-            cuts.begin(Micros(0), &[(MigrationId(1), task(2, 1), host(2)), (MigrationId(2), task(3, 1), host(3))]);
+        let number = cuts.begin(
+            Micros(0),
+            &[
+                (MigrationId(1), task(2, 1), host(2)),
+                (MigrationId(2), task(3, 1), host(3)),
+            ],
+        );
         let other = cuts.begin(Micros(0), &[(MigrationId(3), task(4, 1), host(4))]);
         cuts.host_lost(host(3));
         let end = |output| match output {

@@ -13,7 +13,9 @@
 //! then, all that was built is thrown away.
 
 use sempa_proto::checkpoint::RestartFailure;
-use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Report, Step, TaskFacts, Timeline};
+use sempa_proto::migration::{
+    Cause, Failure, Move, Order, Parting, Report, Step, TaskFacts, Timeline,
+};
 use sempa_proto::suspend::Holds;
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, VecDeque};
@@ -123,12 +125,18 @@ impl Restarts {
 
     /// The attempt that this part belongs to.
     pub fn of_part(&self, id: MigrationId) -> Option<RestartId> {
-        self.open.iter().find(|(_, open)| open.parts.contains_key(&id)).map(|(number, _)| *number)
+        self.open
+            .iter()
+            .find(|(_, open)| open.parts.contains_key(&id))
+            .map(|(number, _)| *number)
     }
 
     /// True while this task is being started again.
     pub fn has(&self, tid: Tid) -> bool {
-        self.open.values().flat_map(|open| open.parts.values()).any(|part| part.of.tid == tid)
+        self.open
+            .values()
+            .flat_map(|open| open.parts.values())
+            .any(|part| part.of.tid == tid)
     }
 
     /// Begins to start these tasks on the timeline that they have in common. `id` gives out numbers.
@@ -144,14 +152,34 @@ impl Restarts {
         for Candidate { tid, facts, hosts } in tasks {
             let mut others: VecDeque<HostId> = hosts.into();
             let to = others.pop_front().unwrap_or(HostId::MASTER);
-            let of = Move { id: id(), tid, from: HostId::MASTER, to, cause: Cause::Restart };
-            parts.insert(of.id, Part { of, progress: Progress::Asked, facts, others });
+            let of = Move {
+                id: id(),
+                tid,
+                from: HostId::MASTER,
+                to,
+                cause: Cause::Restart,
+            };
+            parts.insert(
+                of.id,
+                Part {
+                    of,
+                    progress: Progress::Asked,
+                    facts,
+                    others,
+                },
+            );
         }
         let (deadline, allowed) = (now + STEP_TIME, STEP_TIME);
         for part in parts.values() {
             self.out.push_back(prepare(part, &timeline));
         }
-        let open = Restarting { timeline, stage: Stage::Preparing, parts, deadline, allowed };
+        let open = Restarting {
+            timeline,
+            stage: Stage::Preparing,
+            parts,
+            deadline,
+            allowed,
+        };
         self.open.insert(self.last, open);
         self.last
     }
@@ -165,9 +193,19 @@ impl Restarts {
         report: Report,
         id: impl FnOnce() -> MigrationId,
     ) {
-        let Some(number) = self.of_part(of_part) else { return };
-        let Some(open) = self.open.get_mut(&number) else { return };
-        let Some(part) = open.parts.get_mut(&of_part).filter(|part| part.of.to == host) else { return };
+        let Some(number) = self.of_part(of_part) else {
+            return;
+        };
+        let Some(open) = self.open.get_mut(&number) else {
+            return;
+        };
+        let Some(part) = open
+            .parts
+            .get_mut(&of_part)
+            .filter(|part| part.of.to == host)
+        else {
+            return;
+        };
         match report {
             Report::Prepared { verdict, .. } if part.progress == Progress::Asked => {
                 if verdict.is_empty() {
@@ -176,11 +214,23 @@ impl Restarts {
                     return self.refused(number, of_part, Failure::Refused(verdict), id());
                 }
             }
-            Report::Restored if part.progress == Progress::Prepared => part.progress = Progress::Held,
-            Report::Running if part.progress == Progress::Located => part.progress = Progress::Running,
+            Report::Restored if part.progress == Progress::Prepared => {
+                part.progress = Progress::Held
+            }
+            Report::Running if part.progress == Progress::Located => {
+                part.progress = Progress::Running
+            }
             Report::Failed { step, why } => {
                 let tid = part.of.tid;
-                return self.fail(number, RestartFailure::Task { tid, host, step, why });
+                return self.fail(
+                    number,
+                    RestartFailure::Task {
+                        tid,
+                        host,
+                        step,
+                        why,
+                    },
+                );
             }
             _ => return,
         }
@@ -189,35 +239,70 @@ impl Restarts {
 
     /// A host does not take a task: the next one is asked, under a number of its own.
     fn refused(&mut self, number: RestartId, of_part: MigrationId, why: Failure, id: MigrationId) {
-        let Some(open) = self.open.get_mut(&number) else { return };
-        let Some(mut part) = open.parts.remove(&of_part) else { return };
+        let Some(open) = self.open.get_mut(&number) else {
+            return;
+        };
+        let Some(mut part) = open.parts.remove(&of_part) else {
+            return;
+        };
         let (tid, host) = (part.of.tid, part.of.to);
         match part.others.pop_front() {
             Some(next) => {
-                part.of = Move { id, to: next, ..part.of };
+                part.of = Move {
+                    id,
+                    to: next,
+                    ..part.of
+                };
                 self.out.push_back(prepare(&part, &open.timeline));
                 open.parts.insert(id, part);
             }
             None => {
                 open.parts.insert(of_part, part);
-                self.fail(number, RestartFailure::Task { tid, host, step: Step::Prepare, why });
+                self.fail(
+                    number,
+                    RestartFailure::Task {
+                        tid,
+                        host,
+                        step: Step::Prepare,
+                        why,
+                    },
+                );
             }
         }
     }
 
     /// A part could not be unpacked or sent.
     pub fn not_sent(&mut self, of_part: MigrationId, why: Failure) {
-        let Some(number) = self.of_part(of_part) else { return };
-        if let Some(part) = self.open.get(&number).and_then(|open| open.parts.get(&of_part)) {
+        let Some(number) = self.of_part(of_part) else {
+            return;
+        };
+        if let Some(part) = self
+            .open
+            .get(&number)
+            .and_then(|open| open.parts.get(&of_part))
+        {
             let Move { tid, to: host, .. } = part.of;
-            self.fail(number, RestartFailure::Task { tid, host, step: Step::Transfer, why });
+            self.fail(
+                number,
+                RestartFailure::Task {
+                    tid,
+                    host,
+                    step: Step::Transfer,
+                    why,
+                },
+            );
         }
     }
 
     /// Every living daemon knows the place of this task.
     pub fn located(&mut self, now: Micros, of_part: MigrationId) {
-        let Some(number) = self.of_part(of_part) else { return };
-        let part = self.open.get_mut(&number).and_then(|open| open.parts.get_mut(&of_part));
+        let Some(number) = self.of_part(of_part) else {
+            return;
+        };
+        let part = self
+            .open
+            .get_mut(&number)
+            .and_then(|open| open.parts.get_mut(&of_part));
         if let Some(part) = part.filter(|part| part.progress == Progress::Held) {
             part.progress = Progress::Located;
             self.step(now, number);
@@ -227,7 +312,12 @@ impl Restarts {
     /// A host has left or was lost.
     pub fn host_lost(&mut self, host: HostId) {
         let concerned = |open: &Restarting| open.parts.values().any(|part| part.of.to == host);
-        let lost: Vec<RestartId> = self.open.iter().filter(|(_, o)| concerned(o)).map(|(number, _)| *number).collect();
+        let lost: Vec<RestartId> = self
+            .open
+            .iter()
+            .filter(|(_, o)| concerned(o))
+            .map(|(number, _)| *number)
+            .collect();
         for number in lost {
             self.fail(number, RestartFailure::HostLost(host));
         }
@@ -236,36 +326,59 @@ impl Restarts {
     /// The time of [`Restarts::next_wakeup`] has come.
     pub fn wake(&mut self, now: Micros) {
         let late = self.open.iter().filter(|(_, open)| open.deadline <= now);
-        let late: Vec<(RestartId, Micros)> = late.map(|(number, open)| (*number, open.allowed)).collect();
+        let late: Vec<(RestartId, Micros)> =
+            late.map(|(number, open)| (*number, open.allowed)).collect();
         for (number, allowed) in late {
             self.fail(number, RestartFailure::Deadline { allowed });
         }
     }
 
     fn step(&mut self, now: Micros, number: RestartId) {
-        let Some(open) = self.open.get_mut(&number) else { return };
-        let least = open.parts.values().map(|part| part.progress).min().unwrap_or(Progress::Running);
+        let Some(open) = self.open.get_mut(&number) else {
+            return;
+        };
+        let least = open
+            .parts
+            .values()
+            .map(|part| part.progress)
+            .min()
+            .unwrap_or(Progress::Running);
         let all: Vec<Move> = open.parts.values().map(|part| part.of.clone()).collect();
         match open.stage {
             Stage::Preparing if least >= Progress::Prepared => {
-                let bytes = open.parts.values().fold(0, |sum: u64, part| sum.saturating_add(part.facts.resident_bytes));
+                let bytes = open.parts.values().fold(0, |sum: u64, part| {
+                    sum.saturating_add(part.facts.resident_bytes)
+                });
                 open.allowed = STEP_TIME + Micros(TIME_PER_GIB.0 * ((bytes >> 30) + 1));
                 (open.stage, open.deadline) = (Stage::Building, now + open.allowed);
-                self.out.extend(all.into_iter().map(|of| RestartOutput::Send { restart: number, of }));
+                self.out
+                    .extend(all.into_iter().map(|of| RestartOutput::Send {
+                        restart: number,
+                        of,
+                    }));
             }
             Stage::Building if least >= Progress::Held => {
-                (open.stage, open.deadline, open.allowed) = (Stage::Locating, now + STEP_TIME, STEP_TIME);
+                (open.stage, open.deadline, open.allowed) =
+                    (Stage::Locating, now + STEP_TIME, STEP_TIME);
                 self.out.extend(all.into_iter().map(RestartOutput::Locate));
             }
             Stage::Locating if least >= Progress::Located => {
-                (open.stage, open.deadline, open.allowed) = (Stage::Running, now + STEP_TIME, STEP_TIME);
-                let run = |of: Move| RestartOutput::Order { host: of.to, of, order: Order::Run(Parting::default()) };
+                (open.stage, open.deadline, open.allowed) =
+                    (Stage::Running, now + STEP_TIME, STEP_TIME);
+                let run = |of: Move| RestartOutput::Order {
+                    host: of.to,
+                    of,
+                    order: Order::Run(Parting::default()),
+                };
                 self.out.extend(all.into_iter().map(run));
             }
             Stage::Running if least >= Progress::Running => {
                 let places = all.into_iter().map(|of| (of.tid, of.to)).collect();
                 self.open.remove(&number);
-                self.out.push_back(RestartOutput::Ended { restart: number, result: Ok(places) });
+                self.out.push_back(RestartOutput::Ended {
+                    restart: number,
+                    result: Ok(places),
+                });
             }
             _ => {}
         }
@@ -273,22 +386,41 @@ impl Restarts {
 
     /// All that was built is thrown away. What was told to run already has to be ended by whoever asked for it.
     fn fail(&mut self, number: RestartId, why: RestartFailure) {
-        let Some(open) = self.open.remove(&number) else { return };
+        let Some(open) = self.open.remove(&number) else {
+            return;
+        };
         for Part { of, progress, .. } in open.parts.into_values() {
             // Once all were told to run, none of them can be taken back.
             if open.stage < Stage::Running && progress >= Progress::Asked {
-                self.out.push_back(RestartOutput::Order { host: of.to, of, order: Order::Discard });
+                self.out.push_back(RestartOutput::Order {
+                    host: of.to,
+                    of,
+                    order: Order::Discard,
+                });
             }
         }
-        self.out.push_back(RestartOutput::Ended { restart: number, result: Err(why) });
+        self.out.push_back(RestartOutput::Ended {
+            restart: number,
+            result: Err(why),
+        });
     }
 }
 
 fn prepare(part: &Part, timeline: &Timeline) -> RestartOutput {
     let (facts, suspended) = (part.facts.clone(), Holds::default());
     let timeline = Some(timeline.clone());
-    let order = Order::Prepare { facts, suspended, timeline, memory_can_follow: false, pre_copies: false };
-    RestartOutput::Order { host: part.of.to, of: part.of.clone(), order }
+    let order = Order::Prepare {
+        facts,
+        suspended,
+        timeline,
+        memory_can_follow: false,
+        pre_copies: false,
+    };
+    RestartOutput::Order {
+        host: part.of.to,
+        of: part.of.clone(),
+        order,
+    }
 }
 
 #[cfg(test)]
@@ -302,11 +434,23 @@ mod tests {
         let mut ids = (1..).map(MigrationId);
         let mut begin = |hosts: &[u16]| {
             let task = |index: &u16| Tid::task(host(1), u32::from(*index)).expect("a task");
-            let candidate =
-                |index: &u16| Candidate { tid: task(index), facts: TaskFacts::default(), hosts: vec![host(*index)] };
+            let candidate = |index: &u16| Candidate {
+                tid: task(index),
+                facts: TaskFacts::default(),
+                hosts: vec![host(*index)],
+            };
             let members = hosts.iter().map(|index| (task(index), 0)).collect();
-            let (timeline, tasks) = (Timeline { line: 1, members, same: true }, hosts.iter().map(candidate).collect());
-            restarts.begin(Micros(0), timeline, tasks, || ids.next().expect("there are more"))
+            let (timeline, tasks) = (
+                Timeline {
+                    line: 1,
+                    members,
+                    same: true,
+                },
+                hosts.iter().map(candidate).collect(),
+            );
+            restarts.begin(Micros(0), timeline, tasks, || {
+                ids.next().expect("there are more")
+            })
         };
         let (number, other) = (begin(&[2, 3]), begin(&[4]));
         restarts.host_lost(host(3));
@@ -314,7 +458,9 @@ mod tests {
             RestartOutput::Ended { restart, result } => Some((restart, result)),
             _ => None,
         };
-        let ended: Vec<_> = std::iter::from_fn(|| restarts.poll()).filter_map(end).collect();
+        let ended: Vec<_> = std::iter::from_fn(|| restarts.poll())
+            .filter_map(end)
+            .collect();
         assert_eq!(ended, [(number, Err(RestartFailure::HostLost(host(3))))]);
         assert_eq!(restarts.open.keys().collect::<Vec<_>>(), [&other]);
     }

@@ -1,7 +1,9 @@
 //! The end that a task leaves.
 
 use sempa_proto::engine::Engine;
-use sempa_proto::migration::{Cause, Failure, Move, Order, Refusal, Report, Step, TaskFacts, Usage};
+use sempa_proto::migration::{
+    Cause, Failure, Move, Order, Refusal, Report, Step, TaskFacts, Usage,
+};
 use sempa_proto::suspend::Holds;
 use sempa_proto::tasker::DumpReport;
 use sempa_proto::{RequestId, Tid};
@@ -213,7 +215,10 @@ impl Source {
 
     /// True from the order to let go until the task is back or gone: everything for it has to be kept.
     pub fn holds(&self) -> bool {
-        !matches!(self.state, State::Inspecting | State::Ready | State::PreCopying | State::Done)
+        !matches!(
+            self.state,
+            State::Inspecting | State::Ready | State::PreCopying | State::Done
+        )
     }
 
     /// True from the order to leave until the task is back or gone.
@@ -265,20 +270,34 @@ impl Source {
                 self.go(State::Standing, done);
             }
             (State::Ending, SourceEvent::Stopped(Ok(()))) => {
-                let done = [Report::Quiesced, Report::Stopped, Report::Dumped { bytes: 0 }].map(O::Report);
+                let done = [
+                    Report::Quiesced,
+                    Report::Stopped,
+                    Report::Dumped { bytes: 0 },
+                ]
+                .map(O::Report);
                 self.go(State::Sending, done.into_iter().chain([O::SendRecord]));
             }
             (State::Ending, SourceEvent::Stopped(Err(why))) => self.failed(Step::Quiesce, why),
             (State::Quiescing, SourceEvent::Quiesced) => {
                 self.go(State::Stopping, [O::Report(Report::Quiesced), O::Stop]);
             }
-            (State::Stopping, SourceEvent::Stopped(Ok(()))) if self.keeps => self.go(State::Settling, [O::Settle]),
-            (State::Settling, SourceEvent::Settled) => self.go(State::Standing, [O::Report(Report::Stopped)]),
+            (State::Stopping, SourceEvent::Stopped(Ok(()))) if self.keeps => {
+                self.go(State::Settling, [O::Settle])
+            }
+            (State::Settling, SourceEvent::Settled) => {
+                self.go(State::Standing, [O::Report(Report::Stopped)])
+            }
             (State::Standing, SourceEvent::Order(Order::Write { open, ended })) => {
                 self.go(State::Closing, [O::Close { open, ended }]);
             }
             (State::Closing, SourceEvent::Settled) => match self.engine {
-                Engine::Criu => self.go(State::Dumping, [O::Dump { memory_follows: false }]),
+                Engine::Criu => self.go(
+                    State::Dumping,
+                    [O::Dump {
+                        memory_follows: false,
+                    }],
+                ),
                 _ => self.go(State::Dumping, [O::Collect]),
             },
             (State::Dumping, SourceEvent::Dumped(Ok(dump))) if self.keeps => {
@@ -289,21 +308,48 @@ impl Source {
             (State::Stopping, SourceEvent::Stopped(Ok(()))) => {
                 let memory_follows = self.memory_follows;
                 self.out.push_back(O::Report(Report::Stopped));
-                self.out.extend((memory_follows && !self.pre_copies).then_some(O::LendMemory));
+                self.out
+                    .extend((memory_follows && !self.pre_copies).then_some(O::LendMemory));
                 self.go(State::Dumping, [O::Dump { memory_follows }, O::SendAhead]);
             }
             (State::Dumping, SourceEvent::Dumped(Ok(dump))) => {
-                self.go(State::Sending, [O::Report(Report::Dumped { bytes: dump.bytes }), O::SendImages]);
+                self.go(
+                    State::Sending,
+                    [
+                        O::Report(Report::Dumped { bytes: dump.bytes }),
+                        O::SendImages,
+                    ],
+                );
             }
             (State::Stopping, SourceEvent::Stopped(Err(why))) => self.failed(Step::Stop, why),
-            (State::Closing | State::Dumping, SourceEvent::Dumped(Err(why))) => self.failed(Step::Dump, why),
-            (State::Dumping | State::Sending, SourceEvent::Sent(Err(why))) => self.failed(Step::Transfer, why),
-            (State::Continuing, SourceEvent::Continued) if self.deposited => self.go(State::Waking, [O::WakeHere]),
-            (State::Continuing, SourceEvent::Continued) => self.go(State::Waking, [O::DropImages, O::WakeHere]),
-            (State::Waking, SourceEvent::Reconnected) => self.go(State::Done, [O::Release, O::Done]),
-            (State::Sending, SourceEvent::Order(Order::Yield)) => self.go(State::Killing, [O::KillMoved]),
+            (State::Closing | State::Dumping, SourceEvent::Dumped(Err(why))) => {
+                self.failed(Step::Dump, why)
+            }
+            (State::Dumping | State::Sending, SourceEvent::Sent(Err(why))) => {
+                self.failed(Step::Transfer, why)
+            }
+            (State::Continuing, SourceEvent::Continued) if self.deposited => {
+                self.go(State::Waking, [O::WakeHere])
+            }
+            (State::Continuing, SourceEvent::Continued) => {
+                self.go(State::Waking, [O::DropImages, O::WakeHere])
+            }
+            (State::Waking, SourceEvent::Reconnected) => {
+                self.go(State::Done, [O::Release, O::Done])
+            }
+            (State::Sending, SourceEvent::Order(Order::Yield)) => {
+                self.go(State::Killing, [O::KillMoved])
+            }
             (State::Killing, SourceEvent::Gone(used)) => {
-                self.go(State::Done, [O::Report(Report::SourceGone(used)), O::HandOver, O::DropImages, O::Done]);
+                self.go(
+                    State::Done,
+                    [
+                        O::Report(Report::SourceGone(used)),
+                        O::HandOver,
+                        O::DropImages,
+                        O::Done,
+                    ],
+                );
             }
             _ => {}
         }
@@ -314,20 +360,45 @@ impl Source {
         use SourceOutput as O;
         match (self.state, event) {
             (State::Inspecting, SourceEvent::Inspected(Ok(inspected))) => {
-                let Inspected { facts, suspended, memory_can_follow, can_pre_copy } = inspected;
+                let Inspected {
+                    facts,
+                    suspended,
+                    memory_can_follow,
+                    can_pre_copy,
+                } = inspected;
                 self.engine = facts.anew().unwrap_or_default();
-                let report = Report::Inspected { facts, suspended, memory_can_follow, can_pre_copy };
+                let report = Report::Inspected {
+                    facts,
+                    suspended,
+                    memory_can_follow,
+                    can_pre_copy,
+                };
                 self.go(State::Ready, [O::Report(report)]);
             }
             (State::Inspecting, SourceEvent::Inspected(Err(refusal))) => {
                 let why = Failure::Refused(vec![refusal]);
-                self.go(State::Done, [O::Report(Report::Failed { step: Step::Inspect, why }), O::Done]);
+                self.go(
+                    State::Done,
+                    [
+                        O::Report(Report::Failed {
+                            step: Step::Inspect,
+                            why,
+                        }),
+                        O::Done,
+                    ],
+                );
             }
             (
                 State::Ready,
-                SourceEvent::Order(Order::Leave { token, memory_follows, pre_copies, engine: Engine::Criu }),
+                SourceEvent::Order(Order::Leave {
+                    token,
+                    memory_follows,
+                    pre_copies,
+                    engine: Engine::Criu,
+                }),
             ) => {
-                (self.memory_follows, self.pre_copies, self.token) = (memory_follows, pre_copies, token);
+                (self.memory_follows, self.pre_copies, self.token) =
+                    (memory_follows, pre_copies, token);
                 match pre_copies {
                     true => self.go(State::PreCopying, [O::LendMemory, O::PreCopy]),
                     false => self.quiesce(),
@@ -337,7 +408,9 @@ impl Source {
                 self.out.push_back(O::Report(Report::PreCopied { bytes }));
                 self.quiesce();
             }
-            (State::PreCopying, SourceEvent::PreCopied(Err(why))) => self.failed(Step::PreCopy, why),
+            (State::PreCopying, SourceEvent::PreCopied(Err(why))) => {
+                self.failed(Step::PreCopy, why)
+            }
             (State::Ready, SourceEvent::Order(Order::Leave { engine, .. })) => {
                 self.go(State::Ending, [O::End { engine }]);
             }
@@ -356,12 +429,16 @@ impl Source {
 
     fn quiesce(&mut self) {
         let token = Some(std::mem::take(&mut self.token));
-        self.go(State::Quiescing, [SourceOutput::Hold, SourceOutput::Quiesce { token }]);
+        self.go(
+            State::Quiescing,
+            [SourceOutput::Hold, SourceOutput::Quiesce { token }],
+        );
     }
 
     /// Reports a failure and waits for the coordinator to call the move off: it may be telling the target already.
     fn failed(&mut self, step: Step, why: Failure) {
-        self.out.push_back(SourceOutput::Report(Report::Failed { step, why }));
+        self.out
+            .push_back(SourceOutput::Report(Report::Failed { step, why }));
     }
 
     fn resume(&mut self) {
@@ -393,7 +470,8 @@ impl Source {
     /// Also when nobody has to be told any more: it does no harm then.
     fn end_pre_copy(&mut self) {
         let takes_back = self.pre_copies && !matches!(self.state, State::Killing | State::Done);
-        self.out.extend(takes_back.then_some(SourceOutput::EndPreCopy));
+        self.out
+            .extend(takes_back.then_some(SourceOutput::EndPreCopy));
     }
 
     fn ended(&mut self) {
@@ -417,7 +495,10 @@ impl Source {
             | State::Closing
             | State::Dumping
             | State::Sending => {
-                let report = Report::Failed { step: self.step(), why: Failure::TaskEnded };
+                let report = Report::Failed {
+                    step: self.step(),
+                    why: Failure::TaskEnded,
+                };
                 let release = self.holds();
                 self.go(State::Done, [O::Report(report), O::DropImages]);
                 self.out.extend(release.then_some(O::Release));

@@ -1,7 +1,9 @@
 //! The end that a task moves to.
 
 use sempa_proto::engine::Engine;
-use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Report, Step, TaskFacts, Verdict};
+use sempa_proto::migration::{
+    Cause, Failure, Move, Order, Parting, Report, Step, TaskFacts, Verdict,
+};
 use std::collections::VecDeque;
 use std::path::PathBuf;
 
@@ -101,9 +103,25 @@ pub struct Target {
 
 impl Target {
     /// The coordinator's order [`Order::Prepare`] has come.
-    pub fn new(of: Move, facts: TaskFacts, token: PathBuf, memory_can_follow: bool, pre_copies: bool) -> Target {
-        let (memory_follows, out) = (memory_can_follow, VecDeque::from([TargetOutput::Prepare(facts)]));
-        Target { of, token, memory_follows, pre_copies, state: State::Judging, out }
+    pub fn new(
+        of: Move,
+        facts: TaskFacts,
+        token: PathBuf,
+        memory_can_follow: bool,
+        pre_copies: bool,
+    ) -> Target {
+        let (memory_follows, out) = (
+            memory_can_follow,
+            VecDeque::from([TargetOutput::Prepare(facts)]),
+        );
+        Target {
+            of,
+            token,
+            memory_follows,
+            pre_copies,
+            state: State::Judging,
+            out,
+        }
     }
 
     /// The move.
@@ -136,11 +154,23 @@ impl Target {
         use TargetOutput as O;
         match (self.state, event) {
             (_, TargetEvent::Order(Order::Discard)) => self.discard(),
-            (State::Judging, TargetEvent::Prepared { verdict, memory_can_follow, engine }) => {
+            (
+                State::Judging,
+                TargetEvent::Prepared {
+                    verdict,
+                    memory_can_follow,
+                    engine,
+                },
+            ) => {
                 self.memory_follows &= memory_can_follow && engine == Engine::Criu;
                 self.pre_copies &= self.memory_follows;
                 let (refuses, memory_follows) = (!verdict.is_empty(), self.memory_follows);
-                let report = O::Report(Report::Prepared { verdict, token: self.token.clone(), memory_follows, engine });
+                let report = O::Report(Report::Prepared {
+                    verdict,
+                    token: self.token.clone(),
+                    memory_follows,
+                    engine,
+                });
                 // What comes from the store has images in any case.
                 let has_images = engine == Engine::Criu || self.of.cause == Cause::Restart;
                 match (refuses, has_images) {
@@ -148,18 +178,26 @@ impl Target {
                     // Expect first: the source may be faster than our answer is.
                     (false, true) => {
                         let takes = self.pre_copies.then_some(O::TakePreCopy);
-                        self.go(State::Receiving, [O::ExpectImages].into_iter().chain(takes).chain([report]));
+                        self.go(
+                            State::Receiving,
+                            [O::ExpectImages].into_iter().chain(takes).chain([report]),
+                        );
                     }
                     (false, false) => self.go(State::Receiving, [report]),
                 }
             }
             (State::Receiving, TargetEvent::Received(Ok(bytes))) => {
-                self.go(State::Restoring, [O::Report(Report::Received { bytes }), O::Restore]);
+                self.go(
+                    State::Restoring,
+                    [O::Report(Report::Received { bytes }), O::Restore],
+                );
             }
             (State::Restoring, TargetEvent::Restored(Ok(()))) => {
                 self.go(State::Holding, [O::Report(Report::Restored)]);
             }
-            (State::Holding, TargetEvent::Order(Order::Run(parting))) => self.go(State::Starting, [O::Run(parting)]),
+            (State::Holding, TargetEvent::Order(Order::Run(parting))) => {
+                self.go(State::Starting, [O::Run(parting)])
+            }
             (State::Starting, TargetEvent::Ran(Ok(()))) => {
                 self.go(State::Arriving, [O::WakeHere, O::Report(Report::Running)]);
                 if !self.memory_follows {
@@ -167,19 +205,31 @@ impl Target {
                 }
             }
             (State::Arriving, TargetEvent::Arrived(result)) => {
-                let failed = |why| Report::Failed { step: Step::Arrive, why };
+                let failed = |why| Report::Failed {
+                    step: Step::Arrive,
+                    why,
+                };
                 let report = result.map_or_else(failed, |()| Report::Arrived);
                 self.go(State::Done, [O::Report(report), O::DropImages, O::Done]);
             }
-            (State::Receiving, TargetEvent::PreCopyLost(why)) if self.pre_copies => self.failed(Step::PreCopy, why),
+            (State::Receiving, TargetEvent::PreCopyLost(why)) if self.pre_copies => {
+                self.failed(Step::PreCopy, why)
+            }
             (State::Receiving, TargetEvent::Received(Err(why))) => self.failed(Step::Transfer, why),
-            (State::Restoring | State::Holding, TargetEvent::Restored(Err(why))) => self.failed(Step::Restore, why),
+            (State::Restoring | State::Holding, TargetEvent::Restored(Err(why))) => {
+                self.failed(Step::Restore, why)
+            }
             (State::Starting, TargetEvent::Ran(Err(why))) => {
-                let report = Report::Failed { step: Step::Run, why };
+                let report = Report::Failed {
+                    step: Step::Run,
+                    why,
+                };
                 self.go(State::Discarding, [O::Report(report), O::Discard]);
             }
             // An engine that is being ended may still write there before.
-            (State::Discarding, TargetEvent::Discarded) => self.go(State::Done, [O::DropImages, O::Done]),
+            (State::Discarding, TargetEvent::Discarded) => {
+                self.go(State::Done, [O::DropImages, O::Done])
+            }
             _ => {}
         }
     }
@@ -191,12 +241,18 @@ impl Target {
 
     fn failed(&mut self, step: Step, why: Failure) {
         let report = Report::Failed { step, why };
-        self.go(State::Discarding, [TargetOutput::Report(report), TargetOutput::Discard]);
+        self.go(
+            State::Discarding,
+            [TargetOutput::Report(report), TargetOutput::Discard],
+        );
     }
 
     fn discard(&mut self) {
         // Starting: the coordinator never gives both orders.
-        if matches!(self.state, State::Judging | State::Receiving | State::Restoring | State::Holding) {
+        if matches!(
+            self.state,
+            State::Judging | State::Receiving | State::Restoring | State::Holding
+        ) {
             self.go(State::Discarding, [TargetOutput::Discard]);
         }
     }

@@ -45,13 +45,21 @@ pub(super) fn turns(now: Micros, all: &[Standing]) -> (Vec<MigrationId>, Option<
     for one in all {
         match *one {
             Standing::Unknown => {}
-            Standing::Waits { id, bytes, since, stands } => waiting.push((bytes, id, since, stands)),
+            Standing::Waits {
+                id,
+                bytes,
+                since,
+                stands,
+            } => waiting.push((bytes, id, since, stands)),
             Standing::Leaves { bytes } => leaving.push(bytes),
             Standing::Follows { bytes } => following.push(bytes),
         }
     }
     waiting.sort_unstable();
-    let gathered = waiting.iter().map(|(_, _, since, _)| *since + GATHER_TIME).min();
+    let gathered = waiting
+        .iter()
+        .map(|(_, _, since, _)| *since + GATHER_TIME)
+        .min();
     if let Some(at) = gathered.filter(|at| *at > now && all.contains(&Standing::Unknown)) {
         return (Vec::new(), Some(at));
     }
@@ -75,7 +83,12 @@ mod tests {
     const NOW: Micros = Micros::from_secs(9);
 
     fn waits(id: u64, bytes: u64) -> Standing {
-        Standing::Waits { id: MigrationId(id), bytes, since: NOW, stands: false }
+        Standing::Waits {
+            id: MigrationId(id),
+            bytes,
+            since: NOW,
+            stands: false,
+        }
     }
 
     fn go(all: &[Standing]) -> Vec<u64> {
@@ -86,9 +99,21 @@ mod tests {
     fn the_smallest_go_first_and_four_at_a_time() {
         assert_eq!(go(&[]), [0; 0]);
         assert_eq!(go(&[waits(1, 90)]), [1]);
-        assert_eq!(go(&[waits(1, 90), waits(2, 10), waits(3, 50), waits(4, 70), waits(5, 20)]), [2, 5, 3, 4]);
+        assert_eq!(
+            go(&[
+                waits(1, 90),
+                waits(2, 10),
+                waits(3, 50),
+                waits(4, 70),
+                waits(5, 20)
+            ]),
+            [2, 5, 3, 4]
+        );
         let three = [Standing::Leaves { bytes: 5 }; 3];
-        assert_eq!(go(&[&three[..], &[waits(7, 90), waits(8, 80)]].concat()), [8]);
+        assert_eq!(
+            go(&[&three[..], &[waits(7, 90), waits(8, 80)]].concat()),
+            [8]
+        );
     }
 
     #[test]
@@ -98,26 +123,58 @@ mod tests {
         assert_eq!(go(&[&large[..], &small].concat()), [1, 2, 3, 4]);
         assert_eq!(go(&[&large[..], &[waits(9, 1 << 30)]].concat()), [0; 0]);
         let all = [&large[..], &[Standing::Leaves { bytes: 1 << 10 }; 4]].concat();
-        assert_eq!(go(&[&all[..], &[waits(9, 1)]].concat()), [0; 0], "there is a limit to that, too");
+        assert_eq!(
+            go(&[&all[..], &[waits(9, 1)]].concat()),
+            [0; 0],
+            "there is a limit to that, too"
+        );
     }
 
     #[test]
     fn who_runs_waits_for_memory_that_is_on_the_link_and_who_stands_still_does_not() {
-        let stands = |id, bytes| Standing::Waits { id: MigrationId(id), bytes, since: NOW, stands: true };
+        let stands = |id, bytes| Standing::Waits {
+            id: MigrationId(id),
+            bytes,
+            since: NOW,
+            stands: true,
+        };
         let follow = [Standing::Follows { bytes: 50 }; 4];
-        assert_eq!(go(&[&follow[..], &[waits(1, 90), waits(2, 60), waits(3, 10)]].concat()), [3]);
-        assert_eq!(go(&[&follow[..], &[waits(1, 90), stands(2, 95)]].concat()), [2]);
+        assert_eq!(
+            go(&[&follow[..], &[waits(1, 90), waits(2, 60), waits(3, 10)]].concat()),
+            [3]
+        );
+        assert_eq!(
+            go(&[&follow[..], &[waits(1, 90), stands(2, 95)]].concat()),
+            [2]
+        );
         let three = [&follow[..3], &[waits(1, 90), waits(2, 60)]].concat();
-        assert_eq!(go(&three), [2], "the smaller one has the place that is left");
+        assert_eq!(
+            go(&three),
+            [2],
+            "the smaller one has the place that is left"
+        );
         let many = [Standing::Follows { bytes: 1 }; 20];
-        let all = [stands(1, 9), stands(2, 9), stands(3, 9), stands(4, 9), stands(5, 9)];
-        assert_eq!(go(&[&many[..], &all].concat()), [1, 2, 3, 4], "they wait for each other's images alone");
+        let all = [
+            stands(1, 9),
+            stands(2, 9),
+            stands(3, 9),
+            stands(4, 9),
+            stands(5, 9),
+        ];
+        assert_eq!(
+            go(&[&many[..], &all].concat()),
+            [1, 2, 3, 4],
+            "they wait for each other's images alone"
+        );
     }
 
     #[test]
     fn for_a_moment_it_is_waited_until_all_have_said_how_large_they_are() {
         let all = [Standing::Unknown, waits(1, 90), waits(2, 10)];
         assert_eq!(turns(NOW, &all), (vec![], Some(NOW + GATHER_TIME)));
-        assert_eq!(turns(NOW + GATHER_TIME, &all), (vec![MigrationId(2), MigrationId(1)], None));
+        assert_eq!(
+            turns(NOW + GATHER_TIME, &all),
+            (vec![MigrationId(2), MigrationId(1)], None)
+        );
     }
 }

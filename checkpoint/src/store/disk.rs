@@ -8,7 +8,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// One change that is about to be made.
-#[cfg_attr(not(test), allow(dead_code, reason = "only tests look at what is about to be done"))]
+#[cfg_attr(
+    not(test),
+    allow(dead_code, reason = "only tests look at what is about to be done")
+)]
 #[derive(Debug)]
 pub(super) enum Step<'a> {
     /// A directory is made.
@@ -71,7 +74,12 @@ impl Disk {
     /// A new file for its owner only.
     pub(super) fn make_file(&self, path: &Path) -> io::Result<File> {
         self.0.before(&Step::MakeFile(path))?;
-        OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)
+        OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(path)
     }
 
     /// Puts bytes at the end of a file.

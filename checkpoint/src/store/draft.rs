@@ -38,8 +38,15 @@ pub struct Draft {
 
 impl Draft {
     /// Makes an empty one.
-    pub(super) fn begin(shared: Arc<Shared>, vm: String, job: Tid, now: Micros) -> Result<Draft, StoreError> {
-        Draft::make(shared, vm, (job, now, 1), |there| Ok(SetId::after(there.iter().copied(), job, now)))
+    pub(super) fn begin(
+        shared: Arc<Shared>,
+        vm: String,
+        job: Tid,
+        now: Micros,
+    ) -> Result<Draft, StoreError> {
+        Draft::make(shared, vm, (job, now, 1), |there| {
+            Ok(SetId::after(there.iter().copied(), job, now))
+        })
     }
 
     /// Makes an empty one for what another store has under this name, begun then and of so many bytes there.
@@ -49,9 +56,11 @@ impl Draft {
         id: SetId,
         (made, bytes): (Micros, u64),
     ) -> Result<Draft, StoreError> {
-        Draft::make(shared, vm, (id.job(), made, bytes), |there| match there.contains(&id) {
-            true => Err(StoreError::There(id)),
-            false => Ok(id),
+        Draft::make(shared, vm, (id.job(), made, bytes), |there| {
+            match there.contains(&id) {
+                true => Err(StoreError::There(id)),
+                false => Ok(id),
+            }
         })
     }
 
@@ -78,7 +87,18 @@ impl Draft {
             }
         };
         let (used, parts) = (AtomicU64::new(0), Mutex::new(BTreeMap::new()));
-        Ok(Draft { shared, vm, id, made, dir, lock, room, used, parts, finished: false })
+        Ok(Draft {
+            shared,
+            vm,
+            id,
+            made,
+            dir,
+            lock,
+            room,
+            used,
+            parts,
+            finished: false,
+        })
     }
 
     /// The name that the set will have.
@@ -95,7 +115,9 @@ impl Draft {
     pub fn add(&self, tid: Tid, images: &Path) -> Result<PartInfo, StoreError> {
         self.add_part(tid, |path, charged| {
             let images = Images::of(images)?;
-            self.seal_part(tid, path, charged, images.bytes, |put| images.pour(path, put))
+            self.seal_part(tid, path, charged, images.bytes, |put| {
+                images.pour(path, put)
+            })
         })
     }
 
@@ -112,7 +134,9 @@ impl Draft {
     ) -> Result<PartInfo, StoreError> {
         self.add_part(tid, |path, charged| {
             let wrong = |e| failed(Act::Add, path, e, Some(images_bytes));
-            self.seal_part(tid, path, charged, images_bytes, |put| pour(put).map_err(wrong))
+            self.seal_part(tid, path, charged, images_bytes, |put| {
+                pour(put).map_err(wrong)
+            })
         })
     }
 
@@ -155,10 +179,23 @@ impl Draft {
         let act = Act::Finish;
         if meta.len() > META_BYTES_MAX {
             let (count, max) = (meta.len() as u64, META_BYTES_MAX as u64);
-            return Err(StoreError::TooMany { act, what: "the bytes that describe it", count, max });
+            return Err(StoreError::TooMany {
+                act,
+                what: "the bytes that describe it",
+                count,
+                max,
+            });
         }
-        let parts = std::mem::take(&mut *self.parts()).into_values().flatten().collect();
-        let manifest = Manifest { vm: self.vm.clone(), made: self.made, parts, meta: meta.to_vec() };
+        let parts = std::mem::take(&mut *self.parts())
+            .into_values()
+            .flatten()
+            .collect();
+        let manifest = Manifest {
+            vm: self.vm.clone(),
+            made: self.made,
+            parts,
+            meta: meta.to_vec(),
+        };
         let bytes = self.write_manifest(&manifest)?;
         let info = manifest.info(self.id, bytes);
         self.publish(&info)?;
@@ -177,7 +214,12 @@ impl Draft {
         }
         if parts.len() >= PARTS_MAX {
             let (count, max) = (parts.len() as u64 + 1, PARTS_MAX as u64);
-            return Err(StoreError::TooMany { act: Act::Add, what: "the tasks of the set", count, max });
+            return Err(StoreError::TooMany {
+                act: Act::Add,
+                what: "the tasks of the set",
+                count,
+                max,
+            });
         }
         parts.insert(tid, None);
         Ok(())
@@ -186,7 +228,9 @@ impl Draft {
     /// Counts bytes, unless that would be too many.
     fn charge(&self, bytes: u64) -> bool {
         let enough = |used: u64| used.checked_add(bytes).filter(|used| *used <= self.room);
-        self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, enough).is_ok()
+        self.used
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, enough)
+            .is_ok()
     }
 
     /// Seals what `pour` puts, the stream of images of so many bytes.
@@ -218,11 +262,19 @@ impl Draft {
             sealer.end().map_err(wrong(0))
         };
         let sealed = seal().map_err(|why| match too_large.get() {
-            true => StoreError::TooLarge { tid, bytes_max: self.room },
+            true => StoreError::TooLarge {
+                tid,
+                bytes_max: self.room,
+            },
             false => why,
         })?;
         disk.sync(path, &file).map_err(wrong(0))?;
-        Ok(Part { tid, bytes: sealed.bytes, images_bytes, blake3: sealed.blake3 })
+        Ok(Part {
+            tid,
+            bytes: sealed.bytes,
+            images_bytes,
+            blake3: sealed.blake3,
+        })
     }
 
     /// Writes the manifest and brings all names to the disk; its bytes.
@@ -231,7 +283,9 @@ impl Draft {
         let wrong = |e: std_io::Error| failed(Act::Finish, &path, e, None);
         let file = disk.make_file(&path).map_err(wrong)?;
         let write = |bytes: &[u8]| disk.write(&path, &file, bytes);
-        let sealed = manifest.seal(&self.shared.secret, self.id, write).map_err(wrong)?;
+        let sealed = manifest
+            .seal(&self.shared.secret, self.id, write)
+            .map_err(wrong)?;
         disk.sync(&path, &file).map_err(wrong)?;
         disk.sync_dir(&self.dir).map_err(wrong)?;
         Ok(sealed.bytes)
@@ -245,8 +299,13 @@ impl Draft {
         shared.room(act, &self.vm, self.id.job(), info.bytes)?;
         let place = shared.set_dir(self.id);
         // From now on it may be read, and for that nobody may have it alone.
-        self.lock.relock(FlockArg::LockSharedNonblock).map_err(|e| io(act, &place)(e.into()))?;
-        shared.disk.rename(&self.dir, &place).map_err(io(act, &place))?;
+        self.lock
+            .relock(FlockArg::LockSharedNonblock)
+            .map_err(|e| io(act, &place)(e.into()))?;
+        shared
+            .disk
+            .rename(&self.dir, &place)
+            .map_err(io(act, &place))?;
         if let Err(e) = shared.disk.sync_dir(&shared.dir) {
             // It is complete; if it cannot be made invisible first it is not taken to pieces where it can be seen.
             match shared.retire(act, &place, self.id) {
@@ -271,7 +330,10 @@ impl Drop for Draft {
 
 impl fmt::Debug for Draft {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Draft").field("id", &self.id).field("dir", &self.dir).finish_non_exhaustive()
+        f.debug_struct("Draft")
+            .field("id", &self.id)
+            .field("dir", &self.dir)
+            .finish_non_exhaustive()
     }
 }
 

@@ -17,7 +17,11 @@ const BYTES_MAX: u64 = 21;
 /// When the job of the set in this directory ended, if it did. What cannot be read was not said: then the set stays.
 pub(super) fn read(dir: &Path) -> Option<Micros> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let file = OpenOptions::new().read(true).custom_flags(flags).open(dir.join(ENDED)).ok()?;
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(flags)
+        .open(dir.join(ENDED))
+        .ok()?;
     let mut text = String::new();
     file.take(BYTES_MAX + 1).read_to_string(&mut text).ok()?;
     // Without its end it may be the beginning of another number.

@@ -54,7 +54,9 @@ impl Act {
         match self {
             Act::Open => "no set was read or changed",
             Act::Begin => "no set was begun; those that are there are as they were",
-            Act::Add => "nothing of this task was kept; the sets that are complete are as they were",
+            Act::Add => {
+                "nothing of this task was kept; the sets that are complete are as they were"
+            }
             Act::Finish => "this set was removed; those that were complete before are as they were",
             Act::List | Act::Read => "nothing was changed",
             Act::Mark => "it may be kept longer than it is needed",
@@ -158,7 +160,9 @@ pub enum StoreError {
         bytes_max: u64,
     },
     /// There is something among the images that is no image.
-    #[error("cannot add the images in {path} to a set of checkpoints: {why}; nothing of this task was kept")]
+    #[error(
+        "cannot add the images in {path} to a set of checkpoints: {why}; nothing of this task was kept"
+    )]
     Images {
         /// The directory, or the file in it.
         path: PathBuf,
@@ -166,7 +170,9 @@ pub enum StoreError {
         why: String,
     },
     /// A task was added that is in the set.
-    #[error("cannot add {0} to a set of checkpoints: it is in it already, and what is in it stays as it is")]
+    #[error(
+        "cannot add {0} to a set of checkpoints: it is in it already, and what is in it stays as it is"
+    )]
     Twice(Tid),
     /// More than a set may have.
     #[error("{act}: {what} are {count}, and at most {max} are possible; {means}", means = act.means())]
@@ -181,7 +187,9 @@ pub enum StoreError {
         max: u64,
     },
     /// There is no such set.
-    #[error("there is no complete set of checkpoints {0}: it was removed, or never finished; nothing was changed")]
+    #[error(
+        "there is no complete set of checkpoints {0}: it was removed, or never finished; nothing was changed"
+    )]
     NoSet(SetId),
     /// A copy was to be made of a set that is here.
     #[error(
@@ -198,7 +206,9 @@ pub enum StoreError {
         tid: Tid,
     },
     /// Something in the store that is no set.
-    #[error("{0} is in the checkpoint store and is not the name of a set; it is left alone. Move it elsewhere")]
+    #[error(
+        "{0} is in the checkpoint store and is not the name of a set; it is left alone. Move it elsewhere"
+    )]
     Stranger(PathBuf),
     /// Sealed with another key.
     #[error(
@@ -223,7 +233,9 @@ pub enum StoreError {
         why: String,
     },
     /// Somebody reads the set.
-    #[error("the set of checkpoints {0} is being read, so it was not removed; try again when that has ended")]
+    #[error(
+        "the set of checkpoints {0} is being read, so it was not removed; try again when that has ended"
+    )]
     InUse(SetId),
     /// Another process keeps the store locked.
     #[error("{act}: another process has kept {dir} locked for {seconds} s; {means}", means = act.means())]
@@ -239,9 +251,15 @@ pub enum StoreError {
 
 fn room(missing: Option<u64>, free: Option<u64>) -> String {
     let free = free.map(|free| format!("{free} are free")).into_iter();
-    let missing = missing.map(|missing| format!("up to {missing} bytes were still to be written")).into_iter();
+    let missing = missing
+        .map(|missing| format!("up to {missing} bytes were still to be written"))
+        .into_iter();
     let text = missing.chain(free).collect::<Vec<_>>().join(", ");
-    if text.is_empty() { text } else { format!(" ({text})") }
+    if text.is_empty() {
+        text
+    } else {
+        format!(" ({text})")
+    }
 }
 
 /// Makes an error of what the system said.
@@ -251,10 +269,22 @@ pub(super) fn io(act: Act, path: &Path) -> impl FnOnce(io::Error) -> StoreError 
 
 /// The same where it is known how much was still to be written.
 pub(super) fn failed(act: Act, path: &Path, source: io::Error, missing: Option<u64>) -> StoreError {
-    if !matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
-        return StoreError::Io { act, path: path.to_path_buf(), source };
+    if !matches!(
+        source.kind(),
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
+    ) {
+        return StoreError::Io {
+            act,
+            path: path.to_path_buf(),
+            source,
+        };
     }
     // The file itself may be gone; the file system is that of its directory.
     let free = path.parent().and_then(|dir| free_bytes(dir).ok());
-    StoreError::Full { act, path: path.to_path_buf(), missing, free }
+    StoreError::Full {
+        act,
+        path: path.to_path_buf(),
+        missing,
+        free,
+    }
 }

@@ -36,10 +36,16 @@ impl SetId {
         let second = (now.0 / 1_000_000).min(SECOND_MAX);
         let newest = there.filter(|id| id.job == job).max();
         match newest {
-            Some(newest) if newest.second >= second => {
-                SetId { second: newest.second, count: newest.count.saturating_add(1), job }
-            }
-            _ => SetId { second, count: 1, job },
+            Some(newest) if newest.second >= second => SetId {
+                second: newest.second,
+                count: newest.count.saturating_add(1),
+                job,
+            },
+            _ => SetId {
+                second,
+                count: 1,
+                job,
+            },
         }
     }
 }
@@ -49,7 +55,11 @@ impl fmt::Display for SetId {
         let (year, month, day) = date(self.second / DAY_SECONDS);
         let second = self.second % DAY_SECONDS;
         let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
-        write!(f, "{}-{year:04}{month:02}{day:02}T{hour:02}{minute:02}{second:02}-{}", self.job, self.count)
+        write!(
+            f,
+            "{}-{year:04}{month:02}{day:02}T{hour:02}{minute:02}{second:02}-{}",
+            self.job, self.count
+        )
     }
 }
 
@@ -58,7 +68,9 @@ impl FromStr for SetId {
 
     fn from_str(text: &str) -> Result<SetId, NotASetId> {
         // Only what would be written in the same way: no signs, no leading zeros, no 31st of February.
-        parse(text).filter(|id| id.to_string() == text).ok_or_else(|| NotASetId(text.chars().take(64).collect()))
+        parse(text)
+            .filter(|id| id.to_string() == text)
+            .ok_or_else(|| NotASetId(text.chars().take(64).collect()))
     }
 }
 
@@ -70,7 +82,11 @@ fn parse(text: &str) -> Option<SetId> {
     let number = |text: &str, from: usize, to: usize| text.get(from..to)?.parse::<u64>().ok();
     let days = days(number(day, 0, 4)?, number(day, 4, 6)?, number(day, 6, 8)?)?;
     let second = number(time, 0, 2)? * 3600 + number(time, 2, 4)? * 60 + number(time, 4, 6)?;
-    Some(SetId { second: days * DAY_SECONDS + second, count, job: Tid::from_raw(job as i32) })
+    Some(SetId {
+        second: days * DAY_SECONDS + second,
+        count,
+        job: Tid::from_raw(job as i32),
+    })
 }
 
 /// Year, month and day of a number of days since 1970, in the calendar that counts years from March on, so that the day
@@ -88,7 +104,11 @@ fn date(days: u64) -> (u64, u64, u64) {
 
 /// The other way round; what is no date gives a wrong number or none.
 fn days(year: u64, month: u64, day: u64) -> Option<u64> {
-    let year = if month <= 2 { year.checked_sub(1)? } else { year };
+    let year = if month <= 2 {
+        year.checked_sub(1)?
+    } else {
+        year
+    };
     let month = if month > 2 { month - 3 } else { month + 9 };
     let (era, year) = (year / 400, year % 400);
     let day_of_year = (153 * month + 2) / 5 + day;
@@ -110,7 +130,10 @@ mod tests {
         assert_eq!(first(1_795_356_903).to_string(), "t40001-20261122T141503-1");
         assert_eq!(first(0).to_string(), "t40001-19700101T000000-1");
         assert_eq!(first(951_782_400).to_string(), "t40001-20000229T000000-1");
-        assert_eq!(first(u64::MAX / 1_000_000).to_string(), "t40001-99991231T235959-1");
+        assert_eq!(
+            first(u64::MAX / 1_000_000).to_string(),
+            "t40001-99991231T235959-1"
+        );
     }
 
     #[test]
@@ -164,6 +187,10 @@ mod tests {
         }
         let other = Tid::from_raw(0x40002);
         let id = SetId::after(there.iter().copied(), other, Micros::from_secs(500));
-        assert_eq!(id.to_string(), "t40002-19700101T000820-1", "another job's clock is its own");
+        assert_eq!(
+            id.to_string(),
+            "t40002-19700101T000820-1",
+            "another job's clock is its own"
+        );
     }
 }

@@ -32,7 +32,11 @@ pub(super) struct Part {
 
 impl Part {
     pub(super) fn info(&self) -> PartInfo {
-        PartInfo { tid: self.tid, bytes: self.bytes, images_bytes: self.images_bytes }
+        PartInfo {
+            tid: self.tid,
+            bytes: self.bytes,
+            images_bytes: self.images_bytes,
+        }
     }
 }
 
@@ -50,8 +54,18 @@ impl Manifest {
     /// What is told of the set, when its sealed manifest has so many bytes.
     pub(super) fn info(&self, id: SetId, manifest_bytes: u64) -> SetInfo {
         let parts: Vec<PartInfo> = self.parts.iter().map(Part::info).collect();
-        let bytes = parts.iter().fold(manifest_bytes, |sum, part| sum.saturating_add(part.bytes));
-        SetInfo { id, vm: self.vm.clone(), job: id.job(), made: self.made, bytes, parts, ended: None }
+        let bytes = parts
+            .iter()
+            .fold(manifest_bytes, |sum, part| sum.saturating_add(part.bytes));
+        SetInfo {
+            id,
+            vm: self.vm.clone(),
+            job: id.job(),
+            made: self.made,
+            bytes,
+            parts,
+            ended: None,
+        }
     }
 
     /// Seals it.
@@ -78,7 +92,10 @@ pub(super) fn broken(act: Act, path: &Path, secret: &Secret, why: Broken) -> Sto
     let path = path.to_path_buf();
     match why {
         Broken::Io(source) => StoreError::Io { act, path, source },
-        Broken::OtherKey => StoreError::OtherKey { path, key: secret.path.clone() },
+        Broken::OtherKey => StoreError::OtherKey {
+            path,
+            key: secret.path.clone(),
+        },
         Broken::Changed(why) => StoreError::Changed { path, why },
     }
 }
@@ -86,12 +103,19 @@ pub(super) fn broken(act: Act, path: &Path, secret: &Secret, why: Broken) -> Sto
 /// Opens a file of a set and tells its length.
 pub(super) fn open_file(act: Act, path: &Path) -> Result<(File, u64), StoreError> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let changed = |why: &str| StoreError::Changed { path: PathBuf::from(path), why: why.into() };
-    let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(|e| match e.raw_os_error() {
-        Some(libc::ENOENT) => changed("it is not there"),
-        Some(libc::ELOOP) => changed("it is a symbolic link"),
-        _ => io(act, path)(e),
-    })?;
+    let changed = |why: &str| StoreError::Changed {
+        path: PathBuf::from(path),
+        why: why.into(),
+    };
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(flags)
+        .open(path)
+        .map_err(|e| match e.raw_os_error() {
+            Some(libc::ENOENT) => changed("it is not there"),
+            Some(libc::ELOOP) => changed("it is a symbolic link"),
+            _ => io(act, path)(e),
+        })?;
     let meta = file.metadata().map_err(io(act, path))?;
     if !meta.is_file() {
         return Err(changed("it is no plain file"));
@@ -101,14 +125,25 @@ pub(super) fn open_file(act: Act, path: &Path) -> Result<(File, u64), StoreError
 
 /// Reads and verifies the manifest of the set in this directory, and looks whether all of its parts are there: it, and its
 /// sealed bytes.
-pub(super) fn read(act: Act, dir: &Path, id: SetId, secret: &Secret) -> Result<(Manifest, u64), StoreError> {
+pub(super) fn read(
+    act: Act,
+    dir: &Path,
+    id: SetId,
+    secret: &Secret,
+) -> Result<(Manifest, u64), StoreError> {
     let path = dir.join(MANIFEST);
     let (file, bytes) = open_file(act, &path)?;
-    let changed = |why: String| StoreError::Changed { path: path.clone(), why };
+    let changed = |why: String| StoreError::Changed {
+        path: path.clone(),
+        why,
+    };
     if bytes > MANIFEST_BYTES_MAX {
-        return Err(changed(format!("it has {bytes} bytes, and no manifest has more than {MANIFEST_BYTES_MAX}")));
+        return Err(changed(format!(
+            "it has {bytes} bytes, and no manifest has more than {MANIFEST_BYTES_MAX}"
+        )));
     }
-    let content = content(secret, id, &file, bytes).map_err(|why| broken(act, &path, secret, why))?;
+    let content =
+        content(secret, id, &file, bytes).map_err(|why| broken(act, &path, secret, why))?;
     let manifest: Manifest = match postcard::take_from_bytes(&content) {
         Ok((manifest, [])) => manifest,
         Ok(_) => return Err(changed("there is more in it than belongs there".into())),
@@ -126,7 +161,10 @@ pub(super) fn read(act: Act, dir: &Path, id: SetId, secret: &Secret) -> Result<(
         let path = dir.join(part_name(part.tid));
         let (_, bytes) = open_file(act, &path)?;
         if bytes != part.bytes {
-            return Err(StoreError::Changed { path, why: format!("it has {bytes} bytes, not {}", part.bytes) });
+            return Err(StoreError::Changed {
+                path,
+                why: format!("it has {bytes} bytes, not {}", part.bytes),
+            });
         }
     }
     Ok((manifest, bytes))
@@ -153,11 +191,21 @@ mod tests {
     const JOB: Tid = Tid::from_raw(0x40001);
 
     fn part(tid: i32) -> Part {
-        Part { tid: Tid::from_raw(tid), bytes: 3, images_bytes: 5, blake3: [7; 32] }
+        Part {
+            tid: Tid::from_raw(tid),
+            bytes: 3,
+            images_bytes: 5,
+            blake3: [7; 32],
+        }
     }
 
     fn manifest(parts: Vec<Part>) -> Manifest {
-        Manifest { vm: "vm".into(), made: Micros(5), parts, meta: b"meta".to_vec() }
+        Manifest {
+            vm: "vm".into(),
+            made: Micros(5),
+            parts,
+            meta: b"meta".to_vec(),
+        }
     }
 
     /// Seals this content rightly and reads it as a manifest, in a directory with the part of task 1.
@@ -185,7 +233,10 @@ mod tests {
         let bytes = |manifest: &Manifest| postcard::to_allocvec(manifest).expect("written");
         let good = manifest(vec![part(1)]);
         assert_eq!(as_read(&bytes(&good)).expect("read"), good);
-        let long = Manifest { vm: "v".repeat(VM_BYTES_MAX + 1), ..manifest(vec![]) };
+        let long = Manifest {
+            vm: "v".repeat(VM_BYTES_MAX + 1),
+            ..manifest(vec![])
+        };
         let cases = [
             vec![],
             vec![0xff; 40],
@@ -193,7 +244,10 @@ mod tests {
             [bytes(&good), vec![0]].concat(),
             bytes(&manifest(vec![part(1), part(1)])),
             bytes(&manifest(vec![part(2)])),
-            bytes(&manifest(vec![Part { bytes: 4, ..part(1) }])),
+            bytes(&manifest(vec![Part {
+                bytes: 4,
+                ..part(1)
+            }])),
             bytes(&manifest((1..=PARTS_MAX as i32 + 1).map(part).collect())),
             bytes(&long),
         ];

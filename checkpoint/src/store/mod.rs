@@ -72,7 +72,10 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Limits {
-        Limits { sets_max: SETS_MAX, bytes_max: BYTES_MAX }
+        Limits {
+            sets_max: SETS_MAX,
+            bytes_max: BYTES_MAX,
+        }
     }
 }
 
@@ -123,24 +126,42 @@ impl Store {
         Store::open_on(Disk::new(), dir, key_file, limits)
     }
 
-    fn open_on(disk: Disk, dir: &Path, key_file: &Path, limits: Limits) -> Result<Store, StoreError> {
+    fn open_on(
+        disk: Disk,
+        dir: &Path,
+        key_file: &Path,
+        limits: Limits,
+    ) -> Result<Store, StoreError> {
         let dir = place::directory(dir)?;
         let secret = place::secret(key_file, &dir, &disk)?;
-        let shared = Shared { dir, secret, limits, disk };
+        let shared = Shared {
+            dir,
+            secret,
+            limits,
+            disk,
+        };
         let gone = {
             let _locked = shared.lock(Act::Open)?;
             shared.abandoned(Act::Open)?
         };
         shared.delete(Act::Open, &gone)?;
-        Ok(Store { shared: Arc::new(shared), vm: String::new() })
+        Ok(Store {
+            shared: Arc::new(shared),
+            vm: String::new(),
+        })
     }
 
     /// The same store for a virtual machine of this name. Virtual machines number their jobs each for itself: jobs of the same
     /// number are one job only if this is the same as well. At most [`VM_BYTES_MAX`] bytes of it are used.
     #[must_use]
     pub fn of_vm(&self, vm: &str) -> Store {
-        let whole = (0..=VM_BYTES_MAX.min(vm.len())).rev().find(|end| vm.is_char_boundary(*end));
-        Store { shared: Arc::clone(&self.shared), vm: vm[..whole.unwrap_or(0)].to_string() }
+        let whole = (0..=VM_BYTES_MAX.min(vm.len()))
+            .rev()
+            .find(|end| vm.is_char_boundary(*end));
+        Store {
+            shared: Arc::clone(&self.shared),
+            vm: vm[..whole.unwrap_or(0)].to_string(),
+        }
     }
 
     /// Begins a set. `now` is the time since 1970.
@@ -206,11 +227,17 @@ impl Store {
         let (act, shared) = (Act::Mark, &self.shared);
         let _locked = shared.lock(act)?;
         let (sets, _) = shared.read_all(act)?;
-        let jobs: Vec<(&str, Tid)> =
-            sets.iter().filter(|set| of.contains(&set.id)).map(|set| (&*set.vm, set.job)).collect();
-        let theirs =
-            sets.iter().filter(|set| jobs.contains(&(&*set.vm, set.job)) && set.ended.is_some() != ended.is_some());
-        theirs.map(|set| ended::write(&shared.disk, &shared.set_dir(set.id), ended)).fold(Ok(()), Result::and)
+        let jobs: Vec<(&str, Tid)> = sets
+            .iter()
+            .filter(|set| of.contains(&set.id))
+            .map(|set| (&*set.vm, set.job))
+            .collect();
+        let theirs = sets.iter().filter(|set| {
+            jobs.contains(&(&*set.vm, set.job)) && set.ended.is_some() != ended.is_some()
+        });
+        theirs
+            .map(|set| ended::write(&shared.disk, &shared.set_dir(set.id), ended))
+            .fold(Ok(()), Result::and)
     }
 
     /// Removes the sets of jobs that ended for good [`ENDED_KEPT`] ago, and then as [`Store::sweep`] does.
@@ -231,7 +258,11 @@ impl Store {
         self.remove_superfluous(None, keep)
     }
 
-    fn remove_superfluous(&self, now: Option<Micros>, keep: impl Fn(&SetInfo) -> bool) -> Result<Swept, StoreError> {
+    fn remove_superfluous(
+        &self,
+        now: Option<Micros>,
+        keep: impl Fn(&SetInfo) -> bool,
+    ) -> Result<Swept, StoreError> {
         let (act, shared) = (Act::Sweep, &self.shared);
         let locked = shared.lock(act)?;
         let mut gone = shared.abandoned(act)?;
@@ -249,7 +280,10 @@ impl Store {
                 Err(StoreError::InUse(_)) => continue,
                 Err(why) => return Err(why),
             }
-            total = Total { sets: total.sets - 1, bytes: total.bytes.saturating_sub(set.bytes) };
+            total = Total {
+                sets: total.sets - 1,
+                bytes: total.bytes.saturating_sub(set.bytes),
+            };
             swept.removed.push(set.clone());
         }
         drop(locked);

@@ -38,7 +38,10 @@ pub(super) struct Images {
 }
 
 fn refused(path: &Path, why: impl Into<String>) -> StoreError {
-    StoreError::Images { path: path.to_path_buf(), why: why.into() }
+    StoreError::Images {
+        path: path.to_path_buf(),
+        why: why.into(),
+    }
 }
 
 fn unreadable(path: &Path) -> impl FnOnce(io::Error) -> StoreError {
@@ -49,9 +52,18 @@ fn unreadable(path: &Path) -> impl FnOnce(io::Error) -> StoreError {
 fn plain(path: &Path, meta: &Metadata) -> Result<u64, StoreError> {
     match meta.file_type() {
         kind if kind.is_file() => Ok(meta.len()),
-        kind if kind.is_symlink() => Err(refused(path, "it is a symbolic link, and images are plain files")),
-        kind if kind.is_dir() => Err(refused(path, "it is a directory, and images are plain files")),
-        _ => Err(refused(path, "it is a device, pipe or socket, and images are plain files")),
+        kind if kind.is_symlink() => Err(refused(
+            path,
+            "it is a symbolic link, and images are plain files",
+        )),
+        kind if kind.is_dir() => Err(refused(
+            path,
+            "it is a directory, and images are plain files",
+        )),
+        _ => Err(refused(
+            path,
+            "it is a device, pipe or socket, and images are plain files",
+        )),
     }
 }
 
@@ -61,7 +73,11 @@ impl Images {
         if !dir.symlink_metadata().map_err(unreadable(dir))?.is_dir() {
             return Err(refused(dir, "it is no directory"));
         }
-        let mut images = Images { dir: dir.to_path_buf(), files: Vec::new(), bytes: 0 };
+        let mut images = Images {
+            dir: dir.to_path_buf(),
+            files: Vec::new(),
+            bytes: 0,
+        };
         for entry in dir.read_dir().map_err(unreadable(dir))? {
             let entry = entry.map_err(unreadable(dir))?;
             let path = entry.path();
@@ -71,7 +87,9 @@ impl Images {
             if images.files.len() > FILES_MAX || images.bytes > IMAGES_BYTES_MAX {
                 return Err(refused(
                     dir,
-                    format!("there are more than {FILES_MAX} files or {IMAGES_BYTES_MAX} bytes in it"),
+                    format!(
+                        "there are more than {FILES_MAX} files or {IMAGES_BYTES_MAX} bytes in it"
+                    ),
                 ));
             }
         }
@@ -80,15 +98,27 @@ impl Images {
     }
 
     /// Puts all of them into the stream. `target` is where it goes, for errors.
-    pub(super) fn pour(&self, target: &Path, mut put: impl FnMut(&[u8]) -> io::Result<()>) -> Result<(), StoreError> {
+    pub(super) fn pour(
+        &self,
+        target: &Path,
+        mut put: impl FnMut(&[u8]) -> io::Result<()>,
+    ) -> Result<(), StoreError> {
         let mut left = self.bytes;
         for (name, bytes) in &self.files {
             let path = self.dir.join(name);
             let mut out = |record: &[u8], data: &[u8], left: u64| {
-                put(record).and_then(|()| put(data)).map_err(|e| failed(Act::Add, target, e, Some(left)))
+                put(record)
+                    .and_then(|()| put(data))
+                    .map_err(|e| failed(Act::Add, target, e, Some(left)))
             };
             let length = name.len() as u16;
-            let head = [&[FILE][..], &length.to_le_bytes(), name.as_bytes(), &bytes.to_le_bytes()].concat();
+            let head = [
+                &[FILE][..],
+                &length.to_le_bytes(),
+                name.as_bytes(),
+                &bytes.to_le_bytes(),
+            ]
+            .concat();
             out(&head, &[], left)?;
             let mut file = open_image(&path, *bytes)?;
             let mut piece = vec![0; PIECE_BYTES.min(*bytes as usize)];
@@ -98,8 +128,16 @@ impl Images {
                 file.read_exact(piece).map_err(unreadable(&path))?;
                 for (zeros, run) in runs(piece) {
                     match zeros {
-                        true => out(&[&[ZEROS][..], &(run.len() as u64).to_le_bytes()].concat(), &[], left)?,
-                        false => out(&[&[DATA][..], &(run.len() as u32).to_le_bytes()].concat(), run, left)?,
+                        true => out(
+                            &[&[ZEROS][..], &(run.len() as u64).to_le_bytes()].concat(),
+                            &[],
+                            left,
+                        )?,
+                        false => out(
+                            &[&[DATA][..], &(run.len() as u32).to_le_bytes()].concat(),
+                            run,
+                            left,
+                        )?,
                     }
                     left -= run.len() as u64;
                     file_left -= run.len() as u64;
@@ -109,7 +147,12 @@ impl Images {
                 return Err(refused(&path, "it grew while it was read"));
             }
         }
-        let end = [&[END][..], &(self.files.len() as u32).to_le_bytes(), &self.bytes.to_le_bytes()].concat();
+        let end = [
+            &[END][..],
+            &(self.files.len() as u32).to_le_bytes(),
+            &self.bytes.to_le_bytes(),
+        ]
+        .concat();
         put(&end).map_err(|e| failed(Act::Add, target, e, Some(0)))
     }
 }
@@ -118,9 +161,16 @@ impl Images {
 fn open_image(path: &Path, bytes: u64) -> Result<File, StoreError> {
     // Whatever was put there meanwhile is neither followed nor waited for.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(unreadable(path))?;
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(flags)
+        .open(path)
+        .map_err(unreadable(path))?;
     if plain(path, &file.metadata().map_err(unreadable(path))?)? != bytes {
-        return Err(refused(path, "its length changed while the images were read"));
+        return Err(refused(
+            path,
+            "its length changed while the images were read",
+        ));
     }
     Ok(file)
 }
@@ -131,7 +181,10 @@ fn runs(piece: &[u8]) -> impl Iterator<Item = (bool, &[u8])> {
     let mut rest = piece;
     std::iter::from_fn(move || {
         let first = zeros(rest.chunks(BLOCK_BYTES).next()?);
-        let blocks = rest.chunks(BLOCK_BYTES).take_while(|block| zeros(block) == first).count();
+        let blocks = rest
+            .chunks(BLOCK_BYTES)
+            .take_while(|block| zeros(block) == first)
+            .count();
         let (run, later) = rest.split_at((blocks * BLOCK_BYTES).min(rest.len()));
         rest = later;
         Some((first, run))
@@ -171,13 +224,22 @@ pub(super) fn unpack<R: Read>(stream: &mut Opener<R>, to: &Path) -> Result<u64, 
                 }
             }
             END => {
-                let counts = (u32::from_le_bytes(number(stream)?) as usize, u64::from_le_bytes(number(stream)?));
+                let counts = (
+                    u32::from_le_bytes(number(stream)?) as usize,
+                    u64::from_le_bytes(number(stream)?),
+                );
                 if counts != (files, all) {
-                    return Err(changed(format!("{files} files of {all} bytes are in it, and it says {counts:?}")));
+                    return Err(changed(format!(
+                        "{files} files of {all} bytes are in it, and it says {counts:?}"
+                    )));
                 }
                 return Ok(all);
             }
-            other => return Err(changed(format!("a file or the end was expected, and {other} was found"))),
+            other => {
+                return Err(changed(format!(
+                    "a file or the end was expected, and {other} was found"
+                )));
+            }
         }
     }
 }
@@ -198,7 +260,12 @@ fn unpack_file<R: Read>(stream: &mut Opener<R>, to: &Path, before: u64) -> Resul
     stream.fill(&mut name)?;
     let bytes = u64::from_le_bytes(number(stream)?);
     let path = plain_name(&name).map(|name| to.join(name));
-    let path = path.ok_or_else(|| changed(format!("{:?} is no plain file name", OsStr::from_bytes(&name))))?;
+    let path = path.ok_or_else(|| {
+        changed(format!(
+            "{:?} is no plain file name",
+            OsStr::from_bytes(&name)
+        ))
+    })?;
     if bytes > IMAGES_BYTES_MAX {
         return Err(changed(format!("a file of {bytes} bytes is in it")));
     }
@@ -210,14 +277,19 @@ fn unpack_file<R: Read>(stream: &mut Opener<R>, to: &Path, before: u64) -> Resul
         let run = match kind {
             DATA => u64::from(u32::from_le_bytes(number(stream)?)),
             ZEROS => u64::from_le_bytes(number(stream)?),
-            other => return Err(changed(format!("{left} bytes of a file were expected, and {other} was found"))),
+            other => {
+                return Err(changed(format!(
+                    "{left} bytes of a file were expected, and {other} was found"
+                )));
+            }
         };
         if run == 0 || run > left {
             return Err(changed("the pieces of a file are not as long as the file"));
         }
         if kind == ZEROS {
             // A hole: it reads as zeros. No run is longer than the file, so the sum fits.
-            file.seek(SeekFrom::Current(run as i64)).map_err(|e| stopped(e, left))?;
+            file.seek(SeekFrom::Current(run as i64))
+                .map_err(|e| stopped(e, left))?;
         } else {
             let mut rest = run as usize;
             while rest > 0 {
@@ -237,12 +309,20 @@ fn unpack_file<R: Read>(stream: &mut Opener<R>, to: &Path, before: u64) -> Resul
 }
 
 fn new_file(path: &Path) -> io::Result<File> {
-    OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)
+    OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)
 }
 
 /// A name that leads nowhere else.
 fn plain_name(name: &[u8]) -> Option<OsString> {
-    let plain = !name.is_empty() && !name.contains(&b'/') && !name.contains(&0) && name != b"." && name != b"..";
+    let plain = !name.is_empty()
+        && !name.contains(&b'/')
+        && !name.contains(&0)
+        && name != b"."
+        && name != b"..";
     plain.then(|| OsString::from_vec(name.to_vec()))
 }
 
@@ -275,7 +355,14 @@ mod tests {
 
     fn file(name: &[u8], bytes: u64, content: &[u8]) -> Vec<u8> {
         let length = name.len() as u16;
-        [&[FILE][..], &length.to_le_bytes(), name, &bytes.to_le_bytes(), content].concat()
+        [
+            &[FILE][..],
+            &length.to_le_bytes(),
+            name,
+            &bytes.to_le_bytes(),
+            content,
+        ]
+        .concat()
     }
 
     fn data(bytes: &[u8]) -> Vec<u8> {
@@ -311,20 +398,35 @@ mod tests {
         for stream in streams {
             let dir = tempfile::tempdir().expect("a directory");
             let result = unpacked(&stream, dir.path());
-            assert!(matches!(result, Err(Stopped::Broken(Broken::Changed(_)))), "{stream:?}: {result:?}");
+            assert!(
+                matches!(result, Err(Stopped::Broken(Broken::Changed(_)))),
+                "{stream:?}: {result:?}"
+            );
         }
         for name in [&b""[..], b".", b"..", b"../a", b"/a", b"a/b", b"a\0", &long] {
             let dir = tempfile::tempdir().expect("a directory");
             let result = unpacked(&[file(name, 0, &[]), end(1, 0)].concat(), dir.path());
-            assert!(matches!(result, Err(Stopped::Broken(Broken::Changed(_)))), "{name:?}: {result:?}");
-            assert_eq!(dir.path().read_dir().expect("readable").count(), 0, "{name:?}");
+            assert!(
+                matches!(result, Err(Stopped::Broken(Broken::Changed(_)))),
+                "{name:?}: {result:?}"
+            );
+            assert_eq!(
+                dir.path().read_dir().expect("readable").count(),
+                0,
+                "{name:?}"
+            );
         }
     }
 
     #[test]
     fn two_files_of_one_name_are_not_written_over_each_other() {
         let dir = tempfile::tempdir().expect("a directory");
-        let stream = [file(b"a", 1, &data(b"x")), file(b"a", 1, &data(b"y")), end(2, 2)].concat();
+        let stream = [
+            file(b"a", 1, &data(b"x")),
+            file(b"a", 1, &data(b"y")),
+            end(2, 2),
+        ]
+        .concat();
         assert!(
             matches!(unpacked(&stream, dir.path()), Err(Stopped::Write(_, e, 1)) if e.raw_os_error() == Some(libc::EEXIST))
         );
@@ -334,10 +436,22 @@ mod tests {
     fn runs_of_zeros_are_found_by_blocks() {
         let block = |byte: u8| vec![byte; BLOCK_BYTES];
         let piece = [block(0), block(0), block(1), block(0), vec![0; 5]].concat();
-        let found: Vec<(bool, usize)> = runs(&piece).map(|(zeros, run)| (zeros, run.len())).collect();
-        assert_eq!(found, [(true, 2 * BLOCK_BYTES), (false, BLOCK_BYTES), (true, BLOCK_BYTES + 5)]);
+        let found: Vec<(bool, usize)> = runs(&piece)
+            .map(|(zeros, run)| (zeros, run.len()))
+            .collect();
+        assert_eq!(
+            found,
+            [
+                (true, 2 * BLOCK_BYTES),
+                (false, BLOCK_BYTES),
+                (true, BLOCK_BYTES + 5)
+            ]
+        );
         assert_eq!(runs(&[]).count(), 0);
         let almost = [vec![0; BLOCK_BYTES - 1], vec![1]].concat();
-        assert_eq!(runs(&almost).map(|(zeros, _)| zeros).collect::<Vec<_>>(), [false]);
+        assert_eq!(
+            runs(&almost).map(|(zeros, _)| zeros).collect::<Vec<_>>(),
+            [false]
+        );
     }
 }

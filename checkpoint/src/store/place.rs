@@ -12,7 +12,10 @@ use std::path::{Path, PathBuf};
 fn not_ours_alone(meta: &Metadata) -> Option<String> {
     let me = nix::unistd::geteuid().as_raw();
     if meta.uid() != me {
-        return Some(format!("it belongs to user {}, and this is user {me}", meta.uid()));
+        return Some(format!(
+            "it belongs to user {}, and this is user {me}",
+            meta.uid()
+        ));
     }
     let mode = meta.mode() & 0o7777;
     (mode & 0o077 != 0).then(|| format!("others can read or write it (mode {mode:04o})"))
@@ -20,7 +23,10 @@ fn not_ours_alone(meta: &Metadata) -> Option<String> {
 
 /// The directory, made if it was not there; its real path.
 pub(super) fn directory(dir: &Path) -> Result<PathBuf, StoreError> {
-    let bad = |why: String| StoreError::Place { path: dir.to_path_buf(), why };
+    let bad = |why: String| StoreError::Place {
+        path: dir.to_path_buf(),
+        why,
+    };
     let make = || DirBuilder::new().recursive(true).mode(0o700).create(dir);
     make().map_err(|e| bad(format!("it cannot be made: {e}")))?;
     let real = dir.canonicalize().map_err(|e| bad(e.to_string()))?;
@@ -36,15 +42,25 @@ pub(super) fn directory(dir: &Path) -> Result<PathBuf, StoreError> {
 
 /// The key, made if there was none. `store` is the real path of the directory.
 pub(super) fn secret(path: &Path, store: &Path, disk: &Disk) -> Result<Secret, StoreError> {
-    let bad = |why: String| StoreError::Key { path: path.to_path_buf(), why };
+    let bad = |why: String| StoreError::Key {
+        path: path.to_path_buf(),
+        why,
+    };
     let io_bad = |e: io::Error| bad(e.to_string());
-    let inside = || bad("it would lie in the store, and whoever has the store would have the key".into());
+    let inside =
+        || bad("it would lie in the store, and whoever has the store would have the key".into());
     let absolute = std::path::absolute(path).map_err(io_bad)?;
-    let parent = absolute.parent().ok_or_else(|| bad("it is no file".into()))?;
+    let parent = absolute
+        .parent()
+        .ok_or_else(|| bad("it is no file".into()))?;
     if parent.starts_with(store) {
         return Err(inside());
     }
-    DirBuilder::new().recursive(true).mode(0o700).create(parent).map_err(io_bad)?;
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(parent)
+        .map_err(io_bad)?;
     if parent.canonicalize().map_err(io_bad)?.starts_with(store) {
         return Err(inside());
     }
@@ -79,19 +95,27 @@ fn io_full(path: &Path, e: io::Error) -> StoreError {
 }
 
 fn open(path: &Path) -> io::Result<File> {
-    OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)
+    OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)
 }
 
 /// Makes a key file that is whole from the moment on when it has its name. If somebody else makes one at the same time,
 /// the first one stays.
 fn make(path: &Path, parent: &Path, disk: &Disk) -> io::Result<()> {
     let key = random::<KEY_BYTES>()?;
-    let mut name = path.file_name().ok_or(ErrorKind::InvalidInput)?.to_os_string();
+    let mut name = path
+        .file_name()
+        .ok_or(ErrorKind::InvalidInput)?
+        .to_os_string();
     name.push(format!(".{:016x}.new", u64::from_ne_bytes(random()?)));
     let draft = parent.join(name);
     let file = disk.make_file(&draft)?;
-    let linked =
-        disk.write(&draft, &file, &key).and_then(|()| disk.sync(&draft, &file)).and_then(|()| disk.link(&draft, path));
+    let linked = disk
+        .write(&draft, &file, &key)
+        .and_then(|()| disk.sync(&draft, &file))
+        .and_then(|()| disk.link(&draft, path));
     let removed = disk.remove_file(&draft);
     match linked {
         Err(e) if e.kind() != ErrorKind::AlreadyExists => return Err(e),

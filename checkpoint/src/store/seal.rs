@@ -39,13 +39,22 @@ impl Secret {
     pub(super) fn new(key: [u8; KEY_BYTES], path: &Path) -> io::Result<Secret> {
         let mut name = [0; NAME_BYTES];
         let derived = Salt::new(HKDF_SHA256, &MARK).extract(&key);
-        derived.expand(&[b"name of the key"], NameLength).and_then(|okm| okm.fill(&mut name)).map_err(unspecified)?;
-        Ok(Secret { key, name, path: path.to_path_buf() })
+        derived
+            .expand(&[b"name of the key"], NameLength)
+            .and_then(|okm| okm.fill(&mut name))
+            .map_err(unspecified)?;
+        Ok(Secret {
+            key,
+            name,
+            path: path.to_path_buf(),
+        })
     }
 
     fn file_key(&self, salt: &[u8]) -> io::Result<LessSafeKey> {
         let derived = Salt::new(HKDF_SHA256, salt).extract(&self.key);
-        let okm = derived.expand(&[b"key of a file"], &AES_256_GCM).map_err(unspecified)?;
+        let okm = derived
+            .expand(&[b"key of a file"], &AES_256_GCM)
+            .map_err(unspecified)?;
         Ok(LessSafeKey::new(UnboundKey::from(okm)))
     }
 }
@@ -71,7 +80,9 @@ fn unspecified(_: ring::error::Unspecified) -> io::Error {
 /// Random bytes from the kernel.
 pub(super) fn random<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
-    SystemRandom::new().fill(&mut bytes).map_err(|_| io::Error::other("the kernel gave no random bytes"))?;
+    SystemRandom::new()
+        .fill(&mut bytes)
+        .map_err(|_| io::Error::other("the kernel gave no random bytes"))?;
     Ok(bytes)
 }
 
@@ -164,13 +175,18 @@ impl<F: FnMut(&[u8]) -> io::Result<()>> Sealer<F> {
     /// That was all of it.
     pub(super) fn end(mut self) -> io::Result<Sealed> {
         self.seal(true)?;
-        Ok(Sealed { bytes: self.bytes, blake3: *self.hasher.finalize().as_bytes() })
+        Ok(Sealed {
+            bytes: self.bytes,
+            blake3: *self.hasher.finalize().as_bytes(),
+        })
     }
 
     fn seal(&mut self, last: bool) -> io::Result<()> {
         let mut chunk = std::mem::take(&mut self.chunk);
         let nonce = nonce(self.number, last);
-        self.key.seal_in_place_append_tag(nonce, Aad::from(&self.bound), &mut chunk).map_err(unspecified)?;
+        self.key
+            .seal_in_place_append_tag(nonce, Aad::from(&self.bound), &mut chunk)
+            .map_err(unspecified)?;
         self.number += 1;
         self.out(&chunk)?;
         chunk.clear();
@@ -218,14 +234,23 @@ pub(super) struct Opener<R> {
 
 impl<R: Read> Opener<R> {
     /// Begins to read a file of `bytes` bytes.
-    pub(super) fn new(secret: &Secret, what: What, mut input: R, bytes: u64) -> Result<Opener<R>, Broken> {
+    pub(super) fn new(
+        secret: &Secret,
+        what: What,
+        mut input: R,
+        bytes: u64,
+    ) -> Result<Opener<R>, Broken> {
         let mut head = [0; HEAD_BYTES];
         let Some(left) = bytes.checked_sub(HEAD_BYTES as u64) else {
-            return Err(Broken::Changed(format!("it has {bytes} bytes, which is less than the head of a sealed file")));
+            return Err(Broken::Changed(format!(
+                "it has {bytes} bytes, which is less than the head of a sealed file"
+            )));
         };
         read(&mut input, &mut head)?;
         if head[..MARK.len()] != MARK {
-            return Err(Broken::Changed("it does not begin like a sealed file of this version".into()));
+            return Err(Broken::Changed(
+                "it does not begin like a sealed file of this version".into(),
+            ));
         }
         if head[MARK.len()..][..NAME_BYTES] != secret.name {
             return Err(Broken::OtherKey);
@@ -233,7 +258,16 @@ impl<R: Read> Opener<R> {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&head);
         let key = secret.file_key(&head[HEAD_BYTES - SALT_BYTES..])?;
-        Ok(Opener { input, left, key, bound: what.bind(&head), chunk: Vec::new(), fresh: 0..0, number: 0, hasher })
+        Ok(Opener {
+            input,
+            left,
+            key,
+            bound: what.bind(&head),
+            chunk: Vec::new(),
+            fresh: 0..0,
+            number: 0,
+            hasher,
+        })
     }
 
     /// The next bytes of the content, at most `max`; none at the end.
@@ -263,7 +297,9 @@ impl<R: Read> Opener<R> {
     /// The file has ended and all was given out: its hash.
     pub(super) fn end(mut self) -> Result<[u8; 32], Broken> {
         if !self.next(1)?.is_empty() {
-            return Err(Broken::Changed("there is more in it than belongs there".into()));
+            return Err(Broken::Changed(
+                "there is more in it than belongs there".into(),
+            ));
         }
         Ok(*self.hasher.finalize().as_bytes())
     }
@@ -283,7 +319,12 @@ impl<R: Read> Opener<R> {
         let content = self
             .key
             .open_in_place(nonce, Aad::from(&self.bound), &mut self.chunk)
-            .map_err(|_| Broken::Changed(format!("its piece {} was changed, cut or put there", self.number + 1)))?;
+            .map_err(|_| {
+                Broken::Changed(format!(
+                    "its piece {} was changed, cut or put there",
+                    self.number + 1
+                ))
+            })?;
         self.fresh = 0..content.len();
         self.number += 1;
         Ok(())
@@ -292,7 +333,9 @@ impl<R: Read> Opener<R> {
 
 fn read(input: &mut impl Read, room: &mut [u8]) -> Result<(), Broken> {
     input.read_exact(room).map_err(|e| match e.kind() {
-        io::ErrorKind::UnexpectedEof => Broken::Changed("it became shorter while it was read".into()),
+        io::ErrorKind::UnexpectedEof => {
+            Broken::Changed("it became shorter while it was read".into())
+        }
         _ => Broken::Io(e),
     })
 }
@@ -323,7 +366,13 @@ mod tests {
             sealer.put(piece).expect("sealed");
         }
         let sealed = sealer.end().expect("sealed");
-        assert_eq!(sealed, Sealed { bytes: file.len() as u64, blake3: *blake3::hash(&file).as_bytes() });
+        assert_eq!(
+            sealed,
+            Sealed {
+                bytes: file.len() as u64,
+                blake3: *blake3::hash(&file).as_bytes()
+            }
+        );
         file
     }
 
@@ -347,19 +396,35 @@ mod tests {
 
     #[test]
     fn what_is_sealed_opens_at_every_length_around_whole_chunks() {
-        for bytes in [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES, 2 * CHUNK_BYTES + 7] {
+        for bytes in [
+            0,
+            1,
+            CHUNK_BYTES - 1,
+            CHUNK_BYTES,
+            CHUNK_BYTES + 1,
+            2 * CHUNK_BYTES,
+            2 * CHUNK_BYTES + 7,
+        ] {
             let what = What::Part(id(1), JOB);
             let file = seal(&secret(1), what, &content(bytes));
             let chunks = bytes.div_ceil(CHUNK_BYTES).max(1);
             assert_eq!(file.len(), HEAD_BYTES + bytes + chunks * MAX_TAG_LEN);
-            assert_eq!(open(&secret(1), what, &file).expect("opened"), content(bytes));
+            assert_eq!(
+                open(&secret(1), what, &file).expect("opened"),
+                content(bytes)
+            );
         }
     }
 
     #[test]
     fn a_file_in_the_place_of_another_one_does_not_open() {
         let other = Tid::from_raw(0x40002);
-        let places = [What::Manifest(id(1)), What::Manifest(id(2)), What::Part(id(1), JOB), What::Part(id(1), other)];
+        let places = [
+            What::Manifest(id(1)),
+            What::Manifest(id(2)),
+            What::Part(id(1), JOB),
+            What::Part(id(1), other),
+        ];
         for from in places {
             let file = seal(&secret(1), from, b"content");
             for to in places {
@@ -373,10 +438,16 @@ mod tests {
     fn another_key_is_told_from_a_change() {
         let what = What::Manifest(id(1));
         let mut file = seal(&secret(1), what, b"content");
-        assert!(matches!(open(&secret(2), what, &file), Err(Broken::OtherKey)));
+        assert!(matches!(
+            open(&secret(2), what, &file),
+            Err(Broken::OtherKey)
+        ));
         // Somebody without the key who writes its name on it.
         file[MARK.len()..][..NAME_BYTES].copy_from_slice(&secret(2).name);
-        assert!(matches!(open(&secret(2), what, &file), Err(Broken::Changed(_))));
+        assert!(matches!(
+            open(&secret(2), what, &file),
+            Err(Broken::Changed(_))
+        ));
     }
 
     #[test]
@@ -385,19 +456,55 @@ mod tests {
         let file = seal(&secret(1), what, &content(3 * CHUNK_BYTES));
         let (head, chunks) = file.split_at(HEAD_BYTES);
         let chunks: Vec<&[u8]> = chunks.chunks(CHUNK_BYTES + MAX_TAG_LEN).collect();
-        for order in [&[][..], &[0], &[0, 1], &[2], &[1, 0, 2], &[0, 0, 2], &[0, 1, 1, 2], &[0, 1, 2, 2]] {
-            let changed = [head, &order.iter().map(|at| chunks[*at]).collect::<Vec<_>>().concat()].concat();
-            assert!(matches!(open(&secret(1), what, &changed), Err(Broken::Changed(_))), "{order:?}");
+        for order in [
+            &[][..],
+            &[0],
+            &[0, 1],
+            &[2],
+            &[1, 0, 2],
+            &[0, 0, 2],
+            &[0, 1, 1, 2],
+            &[0, 1, 2, 2],
+        ] {
+            let changed = [
+                head,
+                &order
+                    .iter()
+                    .map(|at| chunks[*at])
+                    .collect::<Vec<_>>()
+                    .concat(),
+            ]
+            .concat();
+            assert!(
+                matches!(open(&secret(1), what, &changed), Err(Broken::Changed(_))),
+                "{order:?}"
+            );
         }
-        for bytes in [0, 1, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + 1, file.len() - 1] {
-            assert!(matches!(open(&secret(1), what, &file[..bytes]), Err(Broken::Changed(_))), "{bytes} bytes");
+        for bytes in [
+            0,
+            1,
+            HEAD_BYTES - 1,
+            HEAD_BYTES,
+            HEAD_BYTES + 1,
+            file.len() - 1,
+        ] {
+            assert!(
+                matches!(
+                    open(&secret(1), what, &file[..bytes]),
+                    Err(Broken::Changed(_))
+                ),
+                "{bytes} bytes"
+            );
         }
     }
 
     #[test]
     fn the_same_content_is_never_sealed_in_the_same_way() {
         let what = What::Manifest(id(1));
-        let (one, other) = (seal(&secret(1), what, b"content"), seal(&secret(1), what, b"content"));
+        let (one, other) = (
+            seal(&secret(1), what, b"content"),
+            seal(&secret(1), what, b"content"),
+        );
         assert_ne!(one[HEAD_BYTES..], other[HEAD_BYTES..]);
     }
 }

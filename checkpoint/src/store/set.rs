@@ -40,8 +40,17 @@ impl Set {
             return Err(StoreError::NoSet(id));
         }
         let (manifest, bytes) = manifest::read(act, &dir, id, &shared.secret)?;
-        let info = SetInfo { ended: ended::read(&dir), ..manifest.info(id, bytes) };
-        Ok(Set { shared, dir, info, manifest, _lock: lock })
+        let info = SetInfo {
+            ended: ended::read(&dir),
+            ..manifest.info(id, bytes)
+        };
+        Ok(Set {
+            shared,
+            dir,
+            info,
+            manifest,
+            _lock: lock,
+        })
     }
 
     /// What the set is.
@@ -61,7 +70,10 @@ impl Set {
     /// The directory is not there, or it was there before and is as it was.
     pub fn unpack(&self, tid: Tid, to: &Path) -> Result<u64, StoreError> {
         let part = self.part(tid)?;
-        DirBuilder::new().mode(0o700).create(to).map_err(io(Act::Unpack, to))?;
+        DirBuilder::new()
+            .mode(0o700)
+            .create(to)
+            .map_err(io(Act::Unpack, to))?;
         let unpacked = self.unpack_part(part, to);
         if unpacked.is_err() {
             // The first error counts, and says what is wrong with the disk if anything is.
@@ -75,7 +87,11 @@ impl Set {
     ///
     /// # Errors
     /// The set is not as it was made, or what `put` says.
-    pub fn pour(&self, tid: Tid, mut put: impl FnMut(&[u8]) -> std::io::Result<()>) -> Result<(), StoreError> {
+    pub fn pour(
+        &self,
+        tid: Tid,
+        mut put: impl FnMut(&[u8]) -> std::io::Result<()>,
+    ) -> Result<(), StoreError> {
         let act = Act::Read;
         self.read_part(act, self.part(tid)?, |opener, path| {
             let broken = |why| manifest::broken(act, path, &self.shared.secret, why);
@@ -90,7 +106,11 @@ impl Set {
 
     fn part(&self, tid: Tid) -> Result<&Part, StoreError> {
         let id = self.info.id;
-        self.manifest.parts.iter().find(|part| part.tid == tid).ok_or(StoreError::NoPart { id, tid })
+        self.manifest
+            .parts
+            .iter()
+            .find(|part| part.tid == tid)
+            .ok_or(StoreError::NoPart { id, tid })
     }
 
     fn unpack_part(&self, part: &Part, to: &Path) -> Result<u64, StoreError> {
@@ -99,11 +119,15 @@ impl Set {
             let broken = |why| manifest::broken(act, path, &self.shared.secret, why);
             let images_bytes = part::unpack(opener, to).map_err(|stopped| match stopped {
                 Stopped::Broken(why) => broken(why),
-                Stopped::Write(file, e, done) => failed(act, &file, e, Some(part.images_bytes.saturating_sub(done))),
+                Stopped::Write(file, e, done) => {
+                    failed(act, &file, e, Some(part.images_bytes.saturating_sub(done)))
+                }
             })?;
             match images_bytes == part.images_bytes {
                 true => Ok(images_bytes),
-                false => Err(broken(Broken::Changed("its images are not as long as the manifest says".into()))),
+                false => Err(broken(Broken::Changed(
+                    "its images are not as long as the manifest says".into(),
+                ))),
             }
         })
     }
@@ -135,6 +159,8 @@ impl Set {
 
 impl fmt::Debug for Set {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Set").field("info", &self.info).finish_non_exhaustive()
+        f.debug_struct("Set")
+            .field("info", &self.info)
+            .finish_non_exhaustive()
     }
 }

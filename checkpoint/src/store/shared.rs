@@ -70,7 +70,11 @@ impl Shared {
                 Err((_, errno)) => return Err(io(act, &path)(errno.into())),
             };
             if Instant::now() >= until {
-                return Err(StoreError::Busy { act, dir: self.dir.clone(), seconds: LOCK_WAIT_MAX.as_secs() });
+                return Err(StoreError::Busy {
+                    act,
+                    dir: self.dir.clone(),
+                    seconds: LOCK_WAIT_MAX.as_secs(),
+                });
             }
             sleep(LOCK_PAUSE);
         }
@@ -80,7 +84,11 @@ impl Shared {
     pub(super) fn entries(&self, act: Act) -> Result<Entries, StoreError> {
         let mut entries = Entries::default();
         for entry in self.dir.read_dir().map_err(io(act, &self.dir))? {
-            let name = entry.map_err(io(act, &self.dir))?.file_name().to_string_lossy().into_owned();
+            let name = entry
+                .map_err(io(act, &self.dir))?
+                .file_name()
+                .to_string_lossy()
+                .into_owned();
             let (place, id) = if let Some(id) = name.strip_prefix(DRAFT) {
                 (&mut entries.drafts, id)
             } else if let Some(id) = name.strip_prefix(GONE) {
@@ -109,7 +117,10 @@ impl Shared {
             let dir = self.set_dir(id);
             match manifest::read(act, &dir, id, &self.secret) {
                 Ok((manifest, bytes)) => {
-                    sets.push(SetInfo { ended: ended::read(&dir), ..manifest.info(id, bytes) });
+                    sets.push(SetInfo {
+                        ended: ended::read(&dir),
+                        ..manifest.info(id, bytes)
+                    });
                 }
                 // Removed at this moment.
                 Err(_) if !is_there(&dir) => {}
@@ -121,13 +132,30 @@ impl Shared {
 
     /// Bytes that a new set of this job may have, if it may have these: the limits are kept with it, once the sets that it
     /// makes superfluous have gone.
-    pub(super) fn room(&self, act: Act, vm: &str, job: Tid, needed: u64) -> Result<u64, StoreError> {
+    pub(super) fn room(
+        &self,
+        act: Act,
+        vm: &str,
+        job: Tid,
+        needed: u64,
+    ) -> Result<u64, StoreError> {
         let (sets, _) = self.read_all(act)?;
         let Total { sets, bytes } = others(&sets, vm, job);
-        let Limits { sets_max, bytes_max } = self.limits;
+        let Limits {
+            sets_max,
+            bytes_max,
+        } = self.limits;
         let room = bytes_max.saturating_sub(bytes);
         if sets >= sets_max || room < needed {
-            return Err(StoreError::NoPlace { act, dir: self.dir.clone(), needed, sets, bytes, sets_max, bytes_max });
+            return Err(StoreError::NoPlace {
+                act,
+                dir: self.dir.clone(),
+                needed,
+                sets,
+                bytes,
+                sets_max,
+                bytes_max,
+            });
         }
         Ok(room)
     }
@@ -159,11 +187,17 @@ impl Shared {
     /// held, so no draft is just between being made and being locked.
     pub(super) fn abandoned(&self, act: Act) -> Result<Vec<PathBuf>, StoreError> {
         let entries = self.entries(act)?;
-        let mut gone: Vec<PathBuf> = entries.gone.into_iter().map(|id| self.gone_dir(id)).collect();
+        let mut gone: Vec<PathBuf> = entries
+            .gone
+            .into_iter()
+            .map(|id| self.gone_dir(id))
+            .collect();
         for id in entries.drafts {
             let dir = self.draft_dir(id);
             let living = match open_lock(&dir.join(LOCK), false) {
-                Ok(file) => Flock::lock(file, FlockArg::LockExclusiveNonblock).err().map(|(_, errno)| errno),
+                Ok(file) => Flock::lock(file, FlockArg::LockExclusiveNonblock)
+                    .err()
+                    .map(|(_, errno)| errno),
                 Err(e) if e.kind() == ErrorKind::NotFound => None,
                 Err(e) => return Err(io(act, &dir)(e)),
             };
@@ -179,7 +213,8 @@ impl Shared {
 
     /// Deletes what was made invisible.
     pub(super) fn delete(&self, act: Act, gone: &[PathBuf]) -> Result<(), StoreError> {
-        gone.iter().try_for_each(|dir| self.disk.remove_tree(dir).map_err(io(act, dir)))
+        gone.iter()
+            .try_for_each(|dir| self.disk.remove_tree(dir).map_err(io(act, dir)))
     }
 }
 
@@ -191,7 +226,13 @@ pub(super) fn is_there(path: &Path) -> bool {
 /// Opens a lock file.
 pub(super) fn open_lock(path: &Path, create: bool) -> std::io::Result<File> {
     let mut options = OpenOptions::new();
-    options.read(true).write(true).create(create).truncate(false).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+    options
+        .read(true)
+        .write(true)
+        .create(create)
+        .truncate(false)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW);
     options.open(path)
 }
 

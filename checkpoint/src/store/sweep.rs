@@ -25,13 +25,19 @@ pub(super) struct Total {
 
 impl Total {
     pub(super) fn of<'a>(sets: impl IntoIterator<Item = &'a SetInfo>) -> Total {
-        let add = |sum: Total, set: &SetInfo| Total { sets: sum.sets + 1, bytes: sum.bytes.saturating_add(set.bytes) };
+        let add = |sum: Total, set: &SetInfo| Total {
+            sets: sum.sets + 1,
+            bytes: sum.bytes.saturating_add(set.bytes),
+        };
         sets.into_iter().fold(Total::default(), add)
     }
 
     /// Sets and bytes above the limits.
     pub(super) fn over(self, limits: &Limits) -> (usize, u64) {
-        (self.sets.saturating_sub(limits.sets_max), self.bytes.saturating_sub(limits.bytes_max))
+        (
+            self.sets.saturating_sub(limits.sets_max),
+            self.bytes.saturating_sub(limits.bytes_max),
+        )
     }
 }
 
@@ -60,8 +66,14 @@ pub(super) fn superfluous(sets: &[SetInfo], keep: impl Fn(&SetInfo) -> bool) -> 
 /// not ended for good.
 pub(super) fn others(sets: &[SetInfo], vm: &str, job: Tid) -> Total {
     let newest = newest(sets);
-    let is_newest = |set: &&SetInfo| set.ended.is_none() && newest.get(&(set.vm.as_str(), set.job)) == Some(&set.id);
-    Total::of(sets.iter().filter(is_newest).filter(|set| set.vm != vm || set.job != job))
+    let is_newest = |set: &&SetInfo| {
+        set.ended.is_none() && newest.get(&(set.vm.as_str(), set.job)) == Some(&set.id)
+    };
+    Total::of(
+        sets.iter()
+            .filter(is_newest)
+            .filter(|set| set.vm != vm || set.job != job),
+    )
 }
 
 #[cfg(test)]
@@ -72,20 +84,44 @@ mod tests {
     fn set(vm: &str, job: i32, second: u64, bytes: u64) -> SetInfo {
         let (job, made) = (Tid::from_raw(job), Micros::from_secs(second));
         let id = SetId::after(std::iter::empty(), job, made);
-        SetInfo { id, vm: vm.into(), job, made, bytes, parts: vec![], ended: None }
+        SetInfo {
+            id,
+            vm: vm.into(),
+            job,
+            made,
+            bytes,
+            parts: vec![],
+            ended: None,
+        }
     }
 
     #[test]
     fn the_newest_set_of_a_job_is_never_superfluous_and_the_oldest_go_first() {
-        let sets = [set("a", 2, 9, 1), set("a", 1, 5, 1), set("a", 1, 3, 1), set("a", 1, 4, 1), set("a", 2, 1, 1)];
-        let seconds = |sets: Vec<&SetInfo>| sets.iter().map(|set| set.made.0 / 1_000_000).collect::<Vec<_>>();
+        let sets = [
+            set("a", 2, 9, 1),
+            set("a", 1, 5, 1),
+            set("a", 1, 3, 1),
+            set("a", 1, 4, 1),
+            set("a", 2, 1, 1),
+        ];
+        let seconds = |sets: Vec<&SetInfo>| {
+            sets.iter()
+                .map(|set| set.made.0 / 1_000_000)
+                .collect::<Vec<_>>()
+        };
         assert_eq!(seconds(superfluous(&sets, |_| false)), [1, 3, 4]);
-        assert_eq!(seconds(superfluous(&sets, |set| set.made == Micros::from_secs(3))), [1, 4]);
+        assert_eq!(
+            seconds(superfluous(&sets, |set| set.made == Micros::from_secs(3))),
+            [1, 4]
+        );
     }
 
     #[test]
     fn sets_of_jobs_that_have_ended_go_first_and_those_of_the_job_that_ended_first_before_all() {
-        let ended = |set: SetInfo, second| SetInfo { ended: Some(Micros::from_secs(second)), ..set };
+        let ended = |set: SetInfo, second| SetInfo {
+            ended: Some(Micros::from_secs(second)),
+            ..set
+        };
         let sets = [
             set("a", 1, 1, 1),
             set("a", 1, 2, 1),
@@ -93,23 +129,48 @@ mod tests {
             ended(set("a", 3, 9, 1), 10),
             ended(set("a", 3, 7, 1), 10),
         ];
-        let seconds = |sets: Vec<&SetInfo>| sets.iter().map(|set| set.made.0 / 1_000_000).collect::<Vec<_>>();
+        let seconds = |sets: Vec<&SetInfo>| {
+            sets.iter()
+                .map(|set| set.made.0 / 1_000_000)
+                .collect::<Vec<_>>()
+        };
         assert_eq!(seconds(superfluous(&sets, |_| false)), [7, 9, 8, 1]);
-        assert_eq!(seconds(superfluous(&sets, |set| set.job == Tid::from_raw(3))), [8, 1]);
-        assert_eq!(others(&sets, "a", Tid::from_raw(9)), Total { sets: 1, bytes: 1 });
+        assert_eq!(
+            seconds(superfluous(&sets, |set| set.job == Tid::from_raw(3))),
+            [8, 1]
+        );
+        assert_eq!(
+            others(&sets, "a", Tid::from_raw(9)),
+            Total { sets: 1, bytes: 1 }
+        );
     }
 
     #[test]
     fn jobs_of_the_same_number_in_two_virtual_machines_are_two_jobs() {
         let sets = [set("a", 1, 3, 10), set("b", 1, 5, 7)];
         assert!(superfluous(&sets, |_| false).is_empty());
-        assert_eq!(others(&sets, "a", Tid::from_raw(1)), Total { sets: 1, bytes: 7 });
+        assert_eq!(
+            others(&sets, "a", Tid::from_raw(1)),
+            Total { sets: 1, bytes: 7 }
+        );
     }
 
     #[test]
     fn what_stays_beside_a_job_is_the_newest_set_of_each_other_one() {
-        let sets = [set("a", 1, 3, 1), set("a", 1, 4, 2), set("a", 2, 1, 4), set("a", 2, 2, 8), set("a", 3, 1, 16)];
-        assert_eq!(others(&sets, "a", Tid::from_raw(1)), Total { sets: 2, bytes: 24 });
-        assert_eq!(others(&sets, "a", Tid::from_raw(9)), Total { sets: 3, bytes: 26 });
+        let sets = [
+            set("a", 1, 3, 1),
+            set("a", 1, 4, 2),
+            set("a", 2, 1, 4),
+            set("a", 2, 2, 8),
+            set("a", 3, 1, 16),
+        ];
+        assert_eq!(
+            others(&sets, "a", Tid::from_raw(1)),
+            Total { sets: 2, bytes: 24 }
+        );
+        assert_eq!(
+            others(&sets, "a", Tid::from_raw(9)),
+            Total { sets: 3, bytes: 26 }
+        );
     }
 }

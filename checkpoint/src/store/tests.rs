@@ -31,7 +31,11 @@ struct Fates {
 
 impl Fates {
     fn new(strike: Option<(usize, Fate)>) -> Arc<Fates> {
-        Arc::new(Fates { strike, steps: Mutex::new(Vec::new()), dead: AtomicBool::new(false) })
+        Arc::new(Fates {
+            strike,
+            steps: Mutex::new(Vec::new()),
+            dead: AtomicBool::new(false),
+        })
     }
 
     fn steps(&self) -> Vec<String> {
@@ -42,7 +46,12 @@ impl Fates {
 impl Watch for Fates {
     fn before(&self, step: &Step<'_>) -> io::Result<()> {
         let mut steps = self.steps.lock().expect("unpoisoned");
-        let name = |path: &Path| path.file_name().expect("a name").to_string_lossy().into_owned();
+        let name = |path: &Path| {
+            path.file_name()
+                .expect("a name")
+                .to_string_lossy()
+                .into_owned()
+        };
         let strike = self.strike.filter(|(at, _)| *at == steps.len());
         steps.push(match step {
             Step::MakeDir(path) => format!("make directory {}", name(path)),
@@ -58,10 +67,14 @@ impl Watch for Fates {
         if self.dead.load(Ordering::Relaxed) {
             return Err(io::Error::other("dead"));
         }
-        let Some((_, fate)) = strike else { return Ok(()) };
+        let Some((_, fate)) = strike else {
+            return Ok(());
+        };
         let takes_room = !matches!(step, Step::RemoveFile(_) | Step::RemoveDir(_));
         match (fate, step) {
-            (Fate::Full, _) if takes_room => return Err(io::Error::from_raw_os_error(libc::ENOSPC)),
+            (Fate::Full, _) if takes_room => {
+                return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+            }
             (Fate::Full, _) => return Ok(()),
             (Fate::TornWrite, Step::Write(_, file, bytes)) => {
                 let mut file: &std::fs::File = file;
@@ -105,7 +118,15 @@ impl Scratch {
     /// Names in the store.
     fn names(&self) -> BTreeSet<String> {
         let entries = self.at("store").read_dir().expect("readable");
-        entries.map(|entry| entry.expect("readable").file_name().into_string().expect("text")).collect()
+        entries
+            .map(|entry| {
+                entry
+                    .expect("readable")
+                    .file_name()
+                    .into_string()
+                    .expect("text")
+            })
+            .collect()
     }
 
     /// All that can be seen is complete; the seconds in which it was made.
@@ -118,7 +139,10 @@ impl Scratch {
             for tid in [JOB, TASK] {
                 let to = self.at("unpacked");
                 set.unpack(tid, &to).expect("unpacked");
-                assert_eq!(std::fs::read(to.join("pages.img")).expect("there"), content());
+                assert_eq!(
+                    std::fs::read(to.join("pages.img")).expect("there"),
+                    content()
+                );
                 assert_eq!(std::fs::read(to.join("core.img")).expect("there"), b"core");
                 assert_eq!(std::fs::read(to.join("empty.img")).expect("there"), b"");
                 std::fs::remove_dir_all(to).expect("removed");
@@ -138,19 +162,32 @@ fn content() -> Vec<u8> {
 /// Two sets are made and the older one is swept away, with something happening at each step. The steps of all that, when
 /// nothing happens.
 fn story(scratch: &Scratch, fates: &Arc<Fates>) -> Result<(), StoreError> {
-    let limits = Limits { sets_max: 1, ..Limits::default() };
+    let limits = Limits {
+        sets_max: 1,
+        ..Limits::default()
+    };
     let store = scratch.open(Disk::watched(Arc::clone(fates) as Arc<dyn Watch>), limits)?;
     scratch.make(&store, 1)?;
     scratch.make(&store, 2)?;
     let swept = store.sweep(|_| false)?;
-    assert_eq!((swept.removed.len(), swept.sets_over, swept.bytes_over), (1, 0, 0));
+    assert_eq!(
+        (swept.removed.len(), swept.sets_over, swept.bytes_over),
+        (1, 0, 0)
+    );
     Ok(())
 }
 
 fn whole_story() -> Vec<String> {
     let (scratch, fates) = (Scratch::new(), Fates::new(None));
     story(&scratch, &fates).expect("nothing happens");
-    assert_eq!(scratch.verify(&scratch.open(Disk::new(), Limits::default()).expect("opened")), [2]);
+    assert_eq!(
+        scratch.verify(
+            &scratch
+                .open(Disk::new(), Limits::default())
+                .expect("opened")
+        ),
+        [2]
+    );
     fates.steps()
 }
 
@@ -162,10 +199,19 @@ fn a_process_that_dies_at_any_step_leaves_complete_sets_and_nothing_else() {
         for (at, step) in steps.iter().enumerate() {
             let (scratch, fates) = (Scratch::new(), Fates::new(Some((at, fate))));
             story(&scratch, &fates).expect_err("it died");
-            let store = scratch.open(Disk::new(), Limits::default()).expect("opened");
+            let store = scratch
+                .open(Disk::new(), Limits::default())
+                .expect("opened");
             let sets = scratch.verify(&store);
-            assert!([&[][..], &[1], &[1, 2], &[2]].contains(&&*sets), "{step}: {sets:?}");
-            assert!(scratch.names().iter().all(|name| !name.starts_with('.')), "{step}: {:?}", scratch.names());
+            assert!(
+                [&[][..], &[1], &[1, 2], &[2]].contains(&&*sets),
+                "{step}: {sets:?}"
+            );
+            assert!(
+                scratch.names().iter().all(|name| !name.starts_with('.')),
+                "{step}: {:?}",
+                scratch.names()
+            );
             seen.insert(sets);
             // And the store goes on.
             scratch.make(&store, 3).expect("made");
@@ -181,20 +227,44 @@ fn a_full_disk_at_any_step_leaves_what_was_complete_and_nothing_else() {
     let mut full = 0;
     for (at, step) in steps.iter().enumerate() {
         let (scratch, fates) = (Scratch::new(), Fates::new(Some((at, Fate::Full))));
-        let Err(why) = story(&scratch, &fates) else { continue };
+        let Err(why) = story(&scratch, &fates) else {
+            continue;
+        };
         full += 1;
-        let StoreError::Full { missing, free, act, .. } = &why else { panic!("{step}: {why}") };
+        let StoreError::Full {
+            missing, free, act, ..
+        } = &why
+        else {
+            panic!("{step}: {why}")
+        };
         assert!(free.is_some(), "{step}");
         assert_eq!(missing.is_some(), *act == Act::Add, "{step}");
         // Without opening it again, which would clear it.
-        let names = if scratch.at("store").is_dir() { scratch.names() } else { BTreeSet::new() };
+        let names = if scratch.at("store").is_dir() {
+            scratch.names()
+        } else {
+            BTreeSet::new()
+        };
         let left = names.iter().filter(|name| name.starts_with('.')).count();
-        assert_eq!(left, usize::from(*act == Act::Sweep && step.starts_with("sync")), "{step}: {names:?}");
-        let keys: Vec<_> = scratch.at("keys").read_dir().map(|entries| entries.collect()).unwrap_or_default();
+        assert_eq!(
+            left,
+            usize::from(*act == Act::Sweep && step.starts_with("sync")),
+            "{step}: {names:?}"
+        );
+        let keys: Vec<_> = scratch
+            .at("keys")
+            .read_dir()
+            .map(|entries| entries.collect())
+            .unwrap_or_default();
         assert!(keys.len() <= 1, "{step}: {keys:?}");
-        let store = scratch.open(Disk::new(), Limits::default()).expect("opened");
+        let store = scratch
+            .open(Disk::new(), Limits::default())
+            .expect("opened");
         let sets = scratch.verify(&store);
-        assert!([&[][..], &[1], &[1, 2], &[2]].contains(&&*sets), "{step}: {sets:?}");
+        assert!(
+            [&[][..], &[1], &[1, 2], &[2]].contains(&&*sets),
+            "{step}: {sets:?}"
+        );
     }
     assert!(full > 20, "{full}");
 }
@@ -202,25 +272,48 @@ fn a_full_disk_at_any_step_leaves_what_was_complete_and_nothing_else() {
 #[test]
 fn a_set_gets_its_name_when_all_of_it_is_on_the_disk() {
     let steps = whole_story();
-    let at = |step: &str| steps.iter().position(|s| s == step).unwrap_or_else(|| panic!("{step} in {steps:?}"));
-    let (name, draft) = ("t40001-19700101T000001-1", ".draft-t40001-19700101T000001-1");
+    let at = |step: &str| {
+        steps
+            .iter()
+            .position(|s| s == step)
+            .unwrap_or_else(|| panic!("{step} in {steps:?}"))
+    };
+    let (name, draft) = (
+        "t40001-19700101T000001-1",
+        ".draft-t40001-19700101T000001-1",
+    );
     let rename = at(&format!("rename {draft} {name}"));
     for file in ["t40001", "t80001", "manifest"] {
-        let last = steps[..rename].iter().rposition(|s| *s == format!("write {file}")).expect("written");
+        let last = steps[..rename]
+            .iter()
+            .rposition(|s| *s == format!("write {file}"))
+            .expect("written");
         assert!(last < at(&format!("sync {file}")), "{file}");
-        assert!(at(&format!("sync {file}")) < at(&format!("sync directory {draft}")), "{file}");
+        assert!(
+            at(&format!("sync {file}")) < at(&format!("sync directory {draft}")),
+            "{file}"
+        );
     }
-    assert!(at("sync t80001") < at("make manifest"), "the manifest comes last");
+    assert!(
+        at("sync t80001") < at("make manifest"),
+        "the manifest comes last"
+    );
     assert!(at(&format!("sync directory {draft}")) < rename);
     assert_eq!(steps[rename + 1], "sync directory store");
     let gone = format!("rename {name} .gone-{name}");
-    assert_eq!(steps[at(&gone) + 1], "sync directory store", "it cannot come back without its files");
+    assert_eq!(
+        steps[at(&gone) + 1],
+        "sync directory store",
+        "it cannot come back without its files"
+    );
 }
 
 #[test]
 fn a_draft_that_is_dropped_leaves_nothing() {
     let scratch = Scratch::new();
-    let store = scratch.open(Disk::new(), Limits::default()).expect("opened");
+    let store = scratch
+        .open(Disk::new(), Limits::default())
+        .expect("opened");
     let draft = store.begin(JOB, Micros(0)).expect("begun");
     draft.add(JOB, &scratch.at("images")).expect("added");
     assert_eq!(scratch.names().len(), 2, "the draft and the lock");
@@ -231,9 +324,13 @@ fn a_draft_that_is_dropped_leaves_nothing() {
 #[test]
 fn a_draft_of_a_living_process_is_not_cleared_away() {
     let scratch = Scratch::new();
-    let store = scratch.open(Disk::new(), Limits::default()).expect("opened");
+    let store = scratch
+        .open(Disk::new(), Limits::default())
+        .expect("opened");
     let draft = store.begin(JOB, Micros(0)).expect("begun");
-    let other = scratch.open(Disk::new(), Limits::default()).expect("opened by another process");
+    let other = scratch
+        .open(Disk::new(), Limits::default())
+        .expect("opened by another process");
     other.sweep(|_| false).expect("swept");
     draft.add(JOB, &scratch.at("images")).expect("added");
     draft.add(TASK, &scratch.at("images")).expect("added");

@@ -10,7 +10,11 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let name = std::env::args_os().next().unwrap_or_default();
-    let name = Path::new(&name).file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let name = Path::new(&name)
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned();
     match asked(std::env::args().nth(1).as_deref(), &name) {
         Ok(text) => match std::io::stdout().write_all(text.as_bytes()) {
             Ok(()) => ExitCode::SUCCESS,
@@ -29,24 +33,43 @@ fn asked(option: Option<&str>, name: &str) -> Result<String, String> {
     match option {
         None => {}
         Some("--version") => return Ok(format!("{name} {}\n", env!("CARGO_PKG_VERSION"))),
-        Some("--help") => return Ok(format!("Usage: {name}\nPrints the groups of the virtual machine.\n")),
-        Some(other) => return Err(format!("{other} is no option; it takes none but --help and --version")),
+        Some("--help") => {
+            return Ok(format!(
+                "Usage: {name}\nPrints the groups of the virtual machine.\n"
+            ));
+        }
+        Some(other) => {
+            return Err(format!(
+                "{other} is no option; it takes none but --help and --version"
+            ));
+        }
     }
     let vm = Vm::enroll().map_err(|error| error.to_string())?;
     let groups = vm.groups().map_err(|error| error.to_string())?;
     // It has nothing to leave but its connection, which ends with the process anyway.
     let _ = vm.exit();
-    Ok(if name == "pvmgroups" { dump(&groups) } else { status(&groups) })
+    Ok(if name == "pvmgroups" {
+        dump(&groups)
+    } else {
+        status(&groups)
+    })
 }
 
 /// Members with their instances.
 fn members(group: &GroupInfo) -> impl Iterator<Item = (usize, Tid)> {
-    group.members.iter().copied().enumerate().filter(|(_, tid)| *tid != Tid::NONE)
+    group
+        .members
+        .iter()
+        .copied()
+        .enumerate()
+        .filter(|(_, tid)| *tid != Tid::NONE)
 }
 
 /// How many are wanted (−1: nobody waits) and how many have come.
 fn progress(meeting: Option<&Meeting>) -> (i64, usize) {
-    meeting.map_or((-1, 0), |meeting| (i64::from(meeting.wanted), meeting.waiting.len()))
+    meeting.map_or((-1, 0), |meeting| {
+        (i64::from(meeting.wanted), meeting.waiting.len())
+    })
 }
 
 // Writing to a string does not fail: hence the results that are dropped below.
@@ -60,14 +83,20 @@ fn status(groups: &[GroupInfo]) -> String {
     for group in groups {
         let (wanted, reached) = progress(group.barrier.as_ref());
         let (name, size) = (String::from_utf8_lossy(&group.name), group.size());
-        let _ = writeln!(out, "group: {name}, size: {size},  barrier_count {wanted}, barrier_reached {reached}\ntids:");
+        let _ = writeln!(
+            out,
+            "group: {name}, size: {size},  barrier_count {wanted}, barrier_reached {reached}\ntids:"
+        );
         for (instance, tid) in members(group) {
             let _ = write!(out, "{instance} {:#x}\t", tid.raw());
         }
         out.push('\n');
         if let Some(barrier) = &group.barrier {
             out.push_str("tids waiting on barrier:\n");
-            barrier.waiting.iter().for_each(|tid| out.push_str(&format!("{:#x}\t", tid.raw())));
+            barrier
+                .waiting
+                .iter()
+                .for_each(|tid| out.push_str(&format!("{:#x}\t", tid.raw())));
             out.push('\n');
         }
     }
@@ -81,15 +110,26 @@ fn dump(groups: &[GroupInfo]) -> String {
         let (wanted, reached) = progress(group.barrier.as_ref());
         let (freezing, frozen) = progress(group.freeze.as_ref());
         let (name, size) = (String::from_utf8_lossy(&group.name), group.size());
-        let _ = writeln!(out, " group: {name}  size: {size} barrier_count: {wanted} barrier_reached {reached}");
-        let _ = writeln!(out, " state: {:?}  sgroup_count: {freezing} sgroup_reached {frozen}", group.state);
+        let _ = writeln!(
+            out,
+            " group: {name}  size: {size} barrier_count: {wanted} barrier_reached {reached}"
+        );
+        let _ = writeln!(
+            out,
+            " state: {:?}  sgroup_count: {freezing} sgroup_reached {frozen}",
+            group.state
+        );
         out.push_str("  Tids: ");
-        members(group).for_each(|(instance, tid)| out.push_str(&format!("({instance},  {:#x}) ", tid.raw())));
+        members(group)
+            .for_each(|(instance, tid)| out.push_str(&format!("({instance},  {:#x}) ", tid.raw())));
         out.push('\n');
         for (what, meeting) in [("barrier", &group.barrier), ("freeze", &group.freeze)] {
             let Some(meeting) = meeting else { continue };
             let _ = write!(out, "  Waiting for the {what}: ");
-            meeting.waiting.iter().for_each(|tid| out.push_str(&format!("{:#x} ", tid.raw())));
+            meeting
+                .waiting
+                .iter()
+                .for_each(|tid| out.push_str(&format!("{:#x} ", tid.raw())));
             out.push('\n');
         }
     }
@@ -107,7 +147,10 @@ mod tests {
             name: b"gg".to_vec(),
             state: GroupState::Dynamic,
             members: vec![Tid::NONE, tid(7), tid(1)],
-            barrier: Some(Meeting { wanted: 3, waiting: vec![tid(1)] }),
+            barrier: Some(Meeting {
+                wanted: 3,
+                waiting: vec![tid(1)],
+            }),
             freeze: None,
         }
     }
@@ -118,14 +161,28 @@ mod tests {
                     tids waiting on barrier:\n0x40001\t\n";
         assert_eq!(status(&[group()]), text);
         assert_eq!(status(&[]), "no groups exist\n");
-        let idle = GroupInfo { barrier: None, ..group() };
-        assert!(status(&[idle]).ends_with("barrier_count -1, barrier_reached 0\ntids:\n1 0x40007\t2 0x40001\t\n"));
+        let idle = GroupInfo {
+            barrier: None,
+            ..group()
+        };
+        assert!(
+            status(&[idle])
+                .ends_with("barrier_count -1, barrier_reached 0\ntids:\n1 0x40007\t2 0x40001\t\n")
+        );
     }
 
     #[test]
     fn the_dump_tells_who_waits_for_what() {
         let text = dump(&[group()]);
-        assert!(text.starts_with("DUMP 1 groups:\n group: gg  size: 2 barrier_count: 3 barrier_reached 1\n"), "{text}");
-        assert!(text.contains("(1,  0x40007) (2,  0x40001)") && text.contains("barrier: 0x40001"), "{text}");
+        assert!(
+            text.starts_with(
+                "DUMP 1 groups:\n group: gg  size: 2 barrier_count: 3 barrier_reached 1\n"
+            ),
+            "{text}"
+        );
+        assert!(
+            text.contains("(1,  0x40007) (2,  0x40001)") && text.contains("barrier: 0x40001"),
+            "{text}"
+        );
     }
 }

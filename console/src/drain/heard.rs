@@ -57,15 +57,22 @@ pub(super) struct Heard {
 impl Heard {
     /// `me` is about to have a host emptied.
     pub(super) fn of(me: Tid) -> Heard {
-        Heard { me, ..Heard::default() }
+        Heard {
+            me,
+            ..Heard::default()
+        }
     }
 
     pub(super) fn listen(&mut self, machine: &impl Machine) -> Result<(), Error> {
         loop {
             let events = machine.events(self.from, EVENTS_AT_ONCE_MAX)?;
-            let Some(last) = events.last() else { return Ok(()) };
+            let Some(last) = events.last() else {
+                return Ok(());
+            };
             self.from = last.number + 1;
-            events.iter().for_each(|event| self.hear(event.at, &event.kind));
+            events
+                .iter()
+                .for_each(|event| self.hear(event.at, &event.kind));
         }
     }
 
@@ -73,13 +80,20 @@ impl Heard {
         self.first.get_or_insert(at);
         match kind {
             EventKind::DrainBegun { host, by, .. } if *by == self.me => {
-                (self.host, self.left, self.sets, self.over) = (Some(*host), 0, BTreeMap::new(), None);
+                (self.host, self.left, self.sets, self.over) =
+                    (Some(*host), 0, BTreeMap::new(), None);
             }
             // The resource manager knows one time for each host, that which was named last.
-            EventKind::DrainBegun { host, by, until: Some(_) } if self.host == Some(*host) => {
+            EventKind::DrainBegun {
+                host,
+                by,
+                until: Some(_),
+            } if self.host == Some(*host) => {
                 self.over.get_or_insert(Over::Later(*by));
             }
-            EventKind::DrainEnded { host, .. } if self.host == Some(*host) => self.over = Some(Over::Ended),
+            EventKind::DrainEnded { host, .. } if self.host == Some(*host) => {
+                self.over = Some(Over::Ended)
+            }
             EventKind::TaskStarted { tid, .. } => drop(self.started.insert(*tid, at)),
             EventKind::TaskEnded { tid, .. } => drop(self.started.remove(tid)),
             EventKind::Checkpointed { set, job, .. } => {
@@ -87,7 +101,14 @@ impl Heard {
                 self.written.insert(*job, at);
             }
             EventKind::Moving { tid, step, .. } => drop(self.steps.insert(*tid, *step)),
-            EventKind::Moved { tid, from, bytes, resident, whole, .. } => {
+            EventKind::Moved {
+                tid,
+                from,
+                bytes,
+                resident,
+                whole,
+                ..
+            } => {
                 self.steps.remove(tid);
                 let bytes = *bytes.max(resident);
                 self.bytes.insert(*tid, bytes);
@@ -105,9 +126,14 @@ impl Heard {
 
     /// What is lost with a job of these tasks if it is lost at this time: how long each has computed since it was written.
     pub(super) fn at_stake(&self, now: Micros, job: Tid, tasks: &[Tid]) -> Micros {
-        let (first, written) = (self.first.unwrap_or(now), self.written.get(&job).copied().unwrap_or_default());
+        let (first, written) = (
+            self.first.unwrap_or(now),
+            self.written.get(&job).copied().unwrap_or_default(),
+        );
         let since = |tid: &Tid| self.started.get(tid).copied().unwrap_or(first).max(written);
-        Micros(tasks.iter().fold(0, |sum: u64, tid| sum.saturating_add(now.since(since(tid)).0)))
+        Micros(tasks.iter().fold(0, |sum: u64, tid| {
+            sum.saturating_add(now.since(since(tid)).0)
+        }))
     }
 
     /// Where a task is that nothing keeps.
@@ -131,7 +157,10 @@ impl Heard {
 
     /// What the way of a task that has left cost.
     pub(super) fn cost(&self, tid: Tid) -> String {
-        self.bytes.get(&tid).map(|bytes| format!(", {}", megabytes(*bytes))).unwrap_or_default()
+        self.bytes
+            .get(&tid)
+            .map(|bytes| format!(", {}", megabytes(*bytes)))
+            .unwrap_or_default()
     }
 }
 
@@ -148,13 +177,29 @@ mod tests {
     #[test]
     fn what_is_told_of_a_task_on_its_way_follows_from_the_log() {
         let (tid, host) = (Tid::from_raw(0x40001), HostId::MASTER);
-        let moving = |step| EventKind::Moving { id: MigrationId(1), tid, from: host, to: host, step, bytes: 0 };
+        let moving = |step| EventKind::Moving {
+            id: MigrationId(1),
+            tid,
+            from: host,
+            to: host,
+            step,
+            bytes: 0,
+        };
         let mut heard = Heard::default();
-        assert_eq!((heard.way(tid).as_str(), heard.cost(tid).as_str()), ("it is on its way", ""));
+        assert_eq!(
+            (heard.way(tid).as_str(), heard.cost(tid).as_str()),
+            ("it is on its way", "")
+        );
         heard.hear(Micros(1), &moving(Step::Inspect));
-        assert_eq!(heard.way(tid), "it waits for its turn; the smallest go first");
+        assert_eq!(
+            heard.way(tid),
+            "it waits for its turn; the smallest go first"
+        );
         heard.hear(Micros(1), &moving(Step::Dump));
-        assert_eq!(heard.way(tid), format!("it is on its way, {} done", Step::Dump));
+        assert_eq!(
+            heard.way(tid),
+            format!("it is on its way, {} done", Step::Dump)
+        );
         let (cause, frozen) = (Cause::Drain { by: tid }, Micros(1));
         heard.hear(
             Micros(1),
@@ -170,14 +215,21 @@ mod tests {
                 whole: frozen,
             },
         );
-        assert_eq!((heard.way(tid).as_str(), heard.cost(tid).as_str()), ("it is on its way", ", 12.3 MB"));
+        assert_eq!(
+            (heard.way(tid).as_str(), heard.cost(tid).as_str()),
+            ("it is on its way", ", 12.3 MB")
+        );
     }
 
     #[test]
     fn what_has_left_and_what_is_in_the_store_counts_from_the_order_to_empty_the_host() {
         let [me, other, job] = [1, 2, 3].map(|n| Tid::from_raw(0x40000 + n));
         let (host, elsewhere, time) = (HostId::new(2).expect("a host"), HostId::MASTER, Micros(1));
-        let begun = |by| EventKind::DrainBegun { host, by, until: None };
+        let begun = |by| EventKind::DrainBegun {
+            host,
+            by,
+            until: None,
+        };
         let written = |set: &str| EventKind::Checkpointed {
             set: set.into(),
             job,
@@ -203,33 +255,78 @@ mod tests {
             (heard.left, heard.sets.get(&job).cloned())
         };
         assert_eq!(hear(&[written("a"), moved(host), begun(me)]), (0, None));
-        assert_eq!(hear(&[moved(host), written("b"), moved(elsewhere), written("c")]), (7, Some("c".into())));
-        assert_eq!(hear(&[begun(other)]), (7, Some("c".into())), "it has no time of its own");
+        assert_eq!(
+            hear(&[moved(host), written("b"), moved(elsewhere), written("c")]),
+            (7, Some("c".into()))
+        );
+        assert_eq!(
+            hear(&[begun(other)]),
+            (7, Some("c".into())),
+            "it has no time of its own"
+        );
     }
 
     #[test]
     fn an_order_is_over_when_it_is_called_off_or_a_later_one_names_a_time() {
         let [me, other] = [1, 2].map(|n| Tid::from_raw(0x40000 + n));
         let (host, elsewhere) = (HostId::new(2).expect("a host"), HostId::MASTER);
-        let begun = |by, host, until: Option<u64>| EventKind::DrainBegun { host, by, until: until.map(Micros) };
+        let begun = |by, host, until: Option<u64>| EventKind::DrainBegun {
+            host,
+            by,
+            until: until.map(Micros),
+        };
         let ended = |host| EventKind::DrainEnded { host, by: other };
         let mut heard = Heard::of(me);
         let mut hear = |kinds: &[EventKind]| {
             kinds.iter().for_each(|kind| heard.hear(Micros(1), kind));
             heard.over
         };
-        assert_eq!(hear(&[begun(other, host, Some(9)), ended(host), begun(me, host, None)]), None, "it was before");
-        assert_eq!(hear(&[begun(other, elsewhere, Some(9)), ended(elsewhere), begun(other, host, None)]), None);
-        assert_eq!(hear(&[begun(other, host, Some(9))]), Some(Over::Later(other)));
-        assert_eq!(hear(&[ended(host), begun(other, host, Some(9))]), Some(Over::Ended), "that comes too late");
+        assert_eq!(
+            hear(&[
+                begun(other, host, Some(9)),
+                ended(host),
+                begun(me, host, None)
+            ]),
+            None,
+            "it was before"
+        );
+        assert_eq!(
+            hear(&[
+                begun(other, elsewhere, Some(9)),
+                ended(elsewhere),
+                begun(other, host, None)
+            ]),
+            None
+        );
+        assert_eq!(
+            hear(&[begun(other, host, Some(9))]),
+            Some(Over::Later(other))
+        );
+        assert_eq!(
+            hear(&[ended(host), begun(other, host, Some(9))]),
+            Some(Over::Ended),
+            "that comes too late"
+        );
     }
 
     #[test]
     fn at_stake_is_what_each_task_has_done_since_its_start_or_the_newest_set() {
         let [job, child, other] = [1, 2, 3].map(|n| Tid::from_raw(0x40000 + n));
-        let start = |tid| EventKind::TaskStarted { tid, parent: Tid::NONE, name: "w".into(), user: 1 };
+        let start = |tid| EventKind::TaskStarted {
+            tid,
+            parent: Tid::NONE,
+            name: "w".into(),
+            user: 1,
+        };
         let (set, tasks, bytes, frozen, parked) = ("a".to_string(), 2, 1, Micros(1), false);
-        let written = EventKind::Checkpointed { set, job, tasks, bytes, frozen, parked };
+        let written = EventKind::Checkpointed {
+            set,
+            job,
+            tasks,
+            bytes,
+            frozen,
+            parked,
+        };
         let mut heard = Heard::default();
         heard.hear(Micros(100), &start(child));
         let stake = |heard: &Heard, tids: &[Tid]| heard.at_stake(Micros(1000), job, tids).0;
@@ -242,8 +339,22 @@ mod tests {
         heard.hear(Micros(400), &written);
         heard.hear(Micros(900), &start(child));
         assert_eq!((stake(&heard, &[job, child]), stake(&heard, &[])), (700, 0));
-        assert_eq!(heard.at_stake(Micros(1000), other, &[other]), Micros(700), "the set is of another job");
-        heard.hear(Micros(950), &EventKind::TaskEnded { tid: other, status: 0, used: Usage::default() });
-        assert!(!heard.started.contains_key(&other) && heard.at_stake(Micros(1), job, &[child]) == Micros(0));
+        assert_eq!(
+            heard.at_stake(Micros(1000), other, &[other]),
+            Micros(700),
+            "the set is of another job"
+        );
+        heard.hear(
+            Micros(950),
+            &EventKind::TaskEnded {
+                tid: other,
+                status: 0,
+                used: Usage::default(),
+            },
+        );
+        assert!(
+            !heard.started.contains_key(&other)
+                && heard.at_stake(Micros(1), job, &[child]) == Micros(0)
+        );
     }
 }

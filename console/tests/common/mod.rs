@@ -36,7 +36,12 @@ pub(crate) fn script(mut command: Command, lines: &str, complaints: bool) -> Str
     let output = tempfile::tempfile().expect("a file");
     let both = || Stdio::from(output.try_clone().expect("a descriptor"));
     let errors = if complaints { both() } else { Stdio::null() };
-    let mut child = command.stdin(Stdio::piped()).stdout(both()).stderr(errors).spawn().expect("it starts");
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(both())
+        .stderr(errors)
+        .spawn()
+        .expect("it starts");
     let mut input = child.stdin.take();
     let mut waiting = lines.split_inclusive('\n').peekable();
     let mut given = 0;
@@ -88,28 +93,53 @@ pub(crate) struct Terminal {
 impl Terminal {
     /// Starts a program at a terminal of 24 lines and 80 columns.
     pub(crate) fn start(mut command: Command) -> Terminal {
-        let size = Winsize { ws_row: 24, ws_col: 80, ws_xpixel: 0, ws_ypixel: 0 };
+        let size = Winsize {
+            ws_row: 24,
+            ws_col: 80,
+            ws_xpixel: 0,
+            ws_ypixel: 0,
+        };
         let OpenptyResult { master, slave } = openpty(&size, None).expect("a terminal");
         let before = tcgetattr(&slave).expect("a terminal");
         let end = || Stdio::from(slave.try_clone().expect("a descriptor"));
         if command.get_envs().all(|(name, _)| name != "TERM") {
             command.env("TERM", "xterm");
         }
-        let child = command.stdin(end()).stdout(end()).stderr(end()).spawn().expect("it starts");
+        let child = command
+            .stdin(end())
+            .stdout(end())
+            .stderr(end())
+            .spawn()
+            .expect("it starts");
         let shown = Arc::new(Mutex::new(Vec::new()));
-        let (screen, mut output) = (shown.clone(), File::from(master.try_clone().expect("a descriptor")));
+        let (screen, mut output) = (
+            shown.clone(),
+            File::from(master.try_clone().expect("a descriptor")),
+        );
         thread::spawn(move || {
             let mut chunk = [0; 4096];
             while let Ok(read @ 1..) = output.read(&mut chunk) {
-                screen.lock().expect("no panic").extend_from_slice(&chunk[..read]);
+                screen
+                    .lock()
+                    .expect("no panic")
+                    .extend_from_slice(&chunk[..read]);
             }
         });
-        Terminal { child, keyboard: File::from(master), slave, shown, seen: 0, before }
+        Terminal {
+            child,
+            keyboard: File::from(master),
+            slave,
+            shown,
+            seen: 0,
+            before,
+        }
     }
 
     /// Types.
     pub(crate) fn keys(&mut self, keys: &str) {
-        self.keyboard.write_all(keys.as_bytes()).expect("a terminal");
+        self.keyboard
+            .write_all(keys.as_bytes())
+            .expect("a terminal");
     }
 
     /// Waits until this is shown, behind all that was waited for before; answers what came before it.
@@ -118,11 +148,20 @@ impl Terminal {
         let found = eventually(PATIENCE, || {
             let shown = self.shown.lock().expect("no panic");
             let new = &shown[self.seen..];
-            match new.windows(text.len()).position(|window| window == text.as_bytes()) {
-                Some(at) => Ok((String::from_utf8_lossy(&new[..at]).into_owned(), self.seen + at + text.len())),
+            match new
+                .windows(text.len())
+                .position(|window| window == text.as_bytes())
+            {
+                Some(at) => Ok((
+                    String::from_utf8_lossy(&new[..at]).into_owned(),
+                    self.seen + at + text.len(),
+                )),
                 None => {
                     let last = &new[new.len().saturating_sub(SHOWN_BYTES)..];
-                    Err(format!("no {text:?}; the last that was shown: {:?}", String::from_utf8_lossy(last)))
+                    Err(format!(
+                        "no {text:?}; the last that was shown: {:?}",
+                        String::from_utf8_lossy(last)
+                    ))
                 }
             }
         });
@@ -136,8 +175,15 @@ impl Terminal {
     pub(crate) fn wait_for_both(&mut self, one: &str, other: &str) {
         let found = eventually(PATIENCE, || {
             let shown = self.shown();
-            let missing: Vec<&str> = [one, other].into_iter().filter(|text| !shown.contains(*text)).collect();
-            if missing.is_empty() { Ok(()) } else { Err(format!("not shown: {missing:?}")) }
+            let missing: Vec<&str> = [one, other]
+                .into_iter()
+                .filter(|text| !shown.contains(*text))
+                .collect();
+            if missing.is_empty() {
+                Ok(())
+            } else {
+                Err(format!("not shown: {missing:?}"))
+            }
         });
         found.unwrap_or_else(|error| panic!("{error:#}"));
     }

@@ -125,7 +125,9 @@ pub(crate) struct DataId {
 }
 
 const _: () = {
-    assert!(size_of::<HostInfo>() == 32 && size_of::<TaskInfo>() == 32 && size_of::<MsgInfo>() == 32);
+    assert!(
+        size_of::<HostInfo>() == 32 && size_of::<TaskInfo>() == 32 && size_of::<MsgInfo>() == 32
+    );
     assert!(size_of::<MboxInfo>() == 40 && size_of::<Tracer>() == 68);
     assert!(size_of::<EventInfo>() == 56 && size_of::<DataId>() == 16);
 };

@@ -9,8 +9,8 @@ use sempa_proto::message::{CTX_BASE, ENC_XDR};
 use sempa_proto::place::Place;
 use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
 use sempa_proto::task::{
-    MailboxClass, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, RmServes, SPAWN_ARCH, SPAWN_HOST, Service,
-    Sink, SpawnRequest, TracerSettings,
+    MailboxClass, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, RmServes, SPAWN_ARCH,
+    SPAWN_HOST, Service, Sink, SpawnRequest, TracerSettings,
 };
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::sync::atomic::Ordering::Relaxed;
@@ -55,7 +55,9 @@ fn failure(reply: &Reply) -> PvmError {
 }
 
 fn task_tid(tid: i32) -> PvmResult<Tid> {
-    Some(Tid::from_raw(tid)).filter(|tid| tid.is_task()).ok_or(PvmError::BadParam)
+    Some(Tid::from_raw(tid))
+        .filter(|tid| tid.is_task())
+        .ok_or(PvmError::BadParam)
 }
 
 /// Starts tasks; answers one result for each, the started ones first.
@@ -75,7 +77,10 @@ pub(crate) fn spawn(
         session::say(&format!("{}\n", error.reason), false);
         error.code
     })?;
-    let count = u32::try_from(count).ok().filter(|n| *n > 0).ok_or(PvmError::BadParam)?;
+    let count = u32::try_from(count)
+        .ok()
+        .filter(|n| *n > 0)
+        .ok_or(PvmError::BadParam)?;
     if count > SPAWN_COUNT_MAX {
         return Err(PvmError::OutOfRes);
     }
@@ -84,10 +89,31 @@ pub(crate) fn spawn(
         return Ok(vec![Err(PvmError::NoHost); count as usize]);
     }
     // A negative tid means that nobody gets it.
-    let sink = |tid: i32, ctx, tag| Sink { tid: Tid::from_raw(tid.max(0)), ctx, tag };
-    let output = sink(pvmctrc.out_tid.load(Relaxed), pvmctrc.out_ctx.load(Relaxed), pvmctrc.out_tag.load(Relaxed));
-    let trace = sink(pvmctrc.trace_tid.load(Relaxed), pvmctrc.trace_ctx.load(Relaxed), pvmctrc.trace_tag.load(Relaxed));
-    let request = SpawnRequest { file, args, flags, place, count, env: env::for_children(), output, trace };
+    let sink = |tid: i32, ctx, tag| Sink {
+        tid: Tid::from_raw(tid.max(0)),
+        ctx,
+        tag,
+    };
+    let output = sink(
+        pvmctrc.out_tid.load(Relaxed),
+        pvmctrc.out_ctx.load(Relaxed),
+        pvmctrc.out_tag.load(Relaxed),
+    );
+    let trace = sink(
+        pvmctrc.trace_tid.load(Relaxed),
+        pvmctrc.trace_ctx.load(Relaxed),
+        pvmctrc.trace_tag.load(Relaxed),
+    );
+    let request = SpawnRequest {
+        file,
+        args,
+        flags,
+        place,
+        count,
+        env: env::for_children(),
+        output,
+        trace,
+    };
     let mut results = rt.spawn(request).map_err(|error| error.code)?;
     // A stable sort: the tids keep their order, the errors go behind them.
     results.sort_by_key(Result::is_err);
@@ -125,7 +151,12 @@ pub(crate) fn config() -> PvmResult<HostTable> {
 /// `NotFound` when there is none.
 pub(crate) fn arch_code(arch: &str) -> PvmResult<i32> {
     let table = config()?;
-    table.hosts.iter().find(|host| host.arch == arch).map(|host| host.dsig).ok_or(PvmError::NotFound)
+    table
+        .hosts
+        .iter()
+        .find(|host| host.arch == arch)
+        .map(|host| host.dsig)
+        .ok_or(PvmError::NotFound)
 }
 
 /// Tasks of all hosts (0), one host, or one task.
@@ -133,11 +164,16 @@ pub(crate) fn arch_code(arch: &str) -> PvmResult<i32> {
 /// # Errors
 /// `NoHost` for an unknown host.
 pub(crate) fn tasks(selector: i32) -> PvmResult<Vec<TaskInfo>> {
-    session::runtime()?.tasks(Tid::from_raw(selector)).map_err(|error| error.code)
+    session::runtime()?
+        .tasks(Tid::from_raw(selector))
+        .map_err(|error| error.code)
 }
 
 fn lines(names: Vec<Vec<u8>>) -> Vec<String> {
-    names.into_iter().map(|name| String::from_utf8_lossy(&name).into_owned()).collect()
+    names
+        .into_iter()
+        .map(|name| String::from_utf8_lossy(&name).into_owned())
+        .collect()
 }
 
 /// Adds hosts, one host-file line each.
@@ -176,7 +212,9 @@ pub(crate) fn host_status(name: String) -> PvmResult<()> {
 /// `NoTask`; `BadParam` for what cannot be a task.
 pub(crate) fn task_status(tid: i32) -> PvmResult<()> {
     let rt = session::runtime()?;
-    done(rt.request(Request::TaskStatus { tid: task_tid(tid)? }))
+    done(rt.request(Request::TaskStatus {
+        tid: task_tid(tid)?,
+    }))
 }
 
 /// Sends a signal; no error when the task has ended already.
@@ -185,7 +223,10 @@ pub(crate) fn task_status(tid: i32) -> PvmResult<()> {
 /// `BadParam` for what cannot be a task.
 pub(crate) fn signal(tid: i32, signal: i32) -> PvmResult<()> {
     let rt = session::runtime()?;
-    match done(rt.request(Request::Signal { tid: task_tid(tid)?, signal })) {
+    match done(rt.request(Request::Signal {
+        tid: task_tid(tid)?,
+        signal,
+    })) {
         Err(PvmError::NoTask) => Ok(()),
         other => other,
     }
@@ -197,7 +238,9 @@ pub(crate) fn signal(tid: i32, signal: i32) -> PvmResult<()> {
 /// `NoHost`, `HostFail`.
 pub(crate) fn host_clock(host: i32) -> PvmResult<u64> {
     let rt = session::runtime()?;
-    match rt.request(Request::HostSync { host: Tid::from_raw(host) }) {
+    match rt.request(Request::HostSync {
+        host: Tid::from_raw(host),
+    }) {
         Reply::Clock(time) => Ok(time.0),
         other => Err(failure(&other)),
     }
@@ -210,7 +253,9 @@ pub(crate) fn host_clock(host: i32) -> PvmResult<u64> {
 /// As the daemon says; that its connection breaks is what halting is.
 pub(crate) fn halt() -> PvmResult<()> {
     let rt = session::runtime()?;
-    let place = Place::of(process::user() as u32, env::get).ok().filter(|_| rt.parent() == Tid::NONE);
+    let place = Place::of(process::user() as u32, env::get)
+        .ok()
+        .filter(|_| rt.parent() == Tid::NONE);
     // The lock holds the number of the daemon's process, and is the last that it removes.
     let holder = || fs::read_to_string(place.as_ref()?.lock()).ok();
     let before = holder();
@@ -266,7 +311,11 @@ pub(crate) fn set_trace(sink: Sink) -> PvmResult<()> {
 /// # Errors
 /// As the daemon says.
 pub(crate) fn reset(kill: bool, name: String, index: Option<i32>) -> PvmResult<()> {
-    let what = if kill { Request::Reset { kill } } else { Request::Mailbox(MailboxRequest::Clean { name, index }) };
+    let what = if kill {
+        Request::Reset { kill }
+    } else {
+        Request::Mailbox(MailboxRequest::Clean { name, index })
+    };
     done(session::runtime()?.request(what))
 }
 
@@ -282,20 +331,35 @@ pub(crate) fn notify(what: i32, tag: i32, count: i32, vals: &[i32]) -> PvmResult
         return Err(PvmError::BadParam);
     }
     let tids: Vec<Tid> = vals.iter().map(|tid| Tid::from_raw(*tid)).collect();
-    let ask = |what| rt.notify(NotifyRequest { what, ctx, tag, cancel }).map_err(|error| error.code);
+    let ask = |what| {
+        rt.notify(NotifyRequest {
+            what,
+            ctx,
+            tag,
+            cancel,
+        })
+        .map_err(|error| error.code)
+    };
     match what & !NOTIFY_CANCEL {
         1 if count < 1 || !tids.iter().all(|tid| tid.is_task()) => Err(PvmError::BadParam),
         1 => {
-            let (own, others): (Vec<Tid>, Vec<Tid>) = tids.into_iter().partition(|tid| *tid == rt.tid());
+            let (own, others): (Vec<Tid>, Vec<Tid>) =
+                tids.into_iter().partition(|tid| *tid == rt.tid());
             own_exit(own.len(), ctx, tag, cancel, &rt);
-            if others.is_empty() { Ok(()) } else { ask(NotifyWhat::TaskExit(others)) }
+            if others.is_empty() {
+                Ok(())
+            } else {
+                ask(NotifyWhat::TaskExit(others))
+            }
         }
         2 if count < 1 => Err(PvmError::BadParam),
         2 => ask(NotifyWhat::HostDelete(tids)),
         3 => ask(NotifyWhat::HostAdd { count }),
         4 => rt.tell_of_routes(ctx, tag, if cancel { 0 } else { count }),
         5 if count < 1 => Err(PvmError::BadParam),
-        5 => tids.iter().try_for_each(|tid| rt.tell_of_route_end(*tid, ctx, tag, cancel)),
+        5 => tids
+            .iter()
+            .try_for_each(|tid| rt.tell_of_route_end(*tid, ctx, tag, cancel)),
         _ => Err(PvmError::BadParam),
     }
 }
@@ -306,7 +370,11 @@ fn own_exit(times: usize, ctx: i32, tag: i32, cancel: bool, rt: &Runtime) {
         let mut session = session::lock();
         if !cancel {
             session.own_exit.push((ctx, tag));
-        } else if let Some(place) = session.own_exit.iter().position(|asked| *asked == (ctx, tag)) {
+        } else if let Some(place) = session
+            .own_exit
+            .iter()
+            .position(|asked| *asked == (ctx, tag))
+        {
             session.own_exit.remove(place);
             drop(session);
             tell_own_exit(rt, ctx, tag);
@@ -319,12 +387,27 @@ pub(crate) fn tell_own_exit(rt: &Runtime, ctx: i32, tag: i32) {
     let mut body = Packer::new(Encoding::Xdr);
     body.int(rt.tid().raw());
     let (src, dst) = (Tid::MY_DAEMON, rt.tid());
-    receive::arrive(rt, Message { src, dst, ctx, tag, wid: 0, enc: ENC_XDR, body: body.finish() });
+    receive::arrive(
+        rt,
+        Message {
+            src,
+            dst,
+            ctx,
+            tag,
+            wid: 0,
+            enc: ENC_XDR,
+            body: body.finish(),
+        },
+    );
 }
 
 /// A name in the mailbox.
 fn class(name: String) -> PvmResult<String> {
-    if name.is_empty() { Err(PvmError::BadParam) } else { Ok(name) }
+    if name.is_empty() {
+        Err(PvmError::BadParam)
+    } else {
+        Ok(name)
+    }
 }
 
 /// Stores a message under a name; answers its index.
@@ -334,7 +417,11 @@ fn class(name: String) -> PvmResult<String> {
 pub(crate) fn put(name: String, message: Message, flags: i32) -> PvmResult<i32> {
     let rt = session::runtime()?;
     let name = class(name)?;
-    match rt.request(Request::Mailbox(MailboxRequest::Put { name, flags, message })) {
+    match rt.request(Request::Mailbox(MailboxRequest::Put {
+        name,
+        flags,
+        message,
+    })) {
         Reply::MailboxIndex(index) => Ok(index),
         other => Err(failure(&other)),
     }
@@ -350,7 +437,11 @@ pub(crate) fn take(name: String, index: i32, flags: i32) -> PvmResult<Message> {
     if index < 0 {
         return Err(PvmError::BadParam);
     }
-    match rt.request(Request::Mailbox(MailboxRequest::Take { name, index, flags })) {
+    match rt.request(Request::Mailbox(MailboxRequest::Take {
+        name,
+        index,
+        flags,
+    })) {
         Reply::Mailbox(message) => Ok(message),
         other => Err(failure(&other)),
     }
@@ -386,7 +477,15 @@ fn int_message(rt: &Runtime, value: i32) -> Message {
     let mut body = Packer::new(Encoding::Xdr);
     body.int(value);
     let me = rt.tid();
-    Message { src: me, dst: me, ctx: CTX_BASE, tag: 0, wid: 0, enc: ENC_XDR, body: body.finish() }
+    Message {
+        src: me,
+        dst: me,
+        ctx: CTX_BASE,
+        tag: 0,
+        wid: 0,
+        enc: ENC_XDR,
+        body: body.finish(),
+    }
 }
 
 /// Stores one int (`pvm_insert`): at a free index for −1, else at that index if it is free.
@@ -403,8 +502,14 @@ pub(crate) fn insert(name: String, index: i32, value: i32) -> PvmResult<i32> {
         return Err(PvmError::BadParam);
     }
     let classes = list(name.clone())?;
-    let taken = classes.iter().any(|c| c.name == name && c.entries.iter().any(|(at, _, _)| *at == index));
-    if taken { Err(PvmError::Denied) } else { put(name, message, MBOX_PERSISTENT | index << MBOX_INDEX_SHIFT) }
+    let taken = classes
+        .iter()
+        .any(|c| c.name == name && c.entries.iter().any(|(at, _, _)| *at == index));
+    if taken {
+        Err(PvmError::Denied)
+    } else {
+        put(name, message, MBOX_PERSISTENT | index << MBOX_INDEX_SHIFT)
+    }
 }
 
 /// Reads one int (`pvm_lookup`): the first entry for −1.
@@ -412,9 +517,15 @@ pub(crate) fn insert(name: String, index: i32, value: i32) -> PvmResult<i32> {
 /// # Errors
 /// `NotFound`; `BadMsg` when the entry is not an int.
 pub(crate) fn lookup(name: String, index: i32) -> PvmResult<i32> {
-    let (index, flags) = if index == -1 { (0, MBOX_FIRST) } else { (index, 0) };
+    let (index, flags) = if index == -1 {
+        (0, MBOX_FIRST)
+    } else {
+        (index, 0)
+    };
     let message = take(name, index, flags)?;
-    libpvm::Vm::unpack(&message).and_then(|mut body| Ok(body.int()?)).map_err(|_| PvmError::BadMsg)
+    libpvm::Vm::unpack(&message)
+        .and_then(|mut body| Ok(body.int()?))
+        .map_err(|_| PvmError::BadMsg)
 }
 
 /// Puts this task's id into a well-known class; answers the index.
@@ -423,7 +534,11 @@ pub(crate) fn lookup(name: String, index: i32) -> PvmResult<i32> {
 /// As [`put`].
 pub(crate) fn put_own_tid(name: &str) -> PvmResult<i32> {
     let rt = session::runtime()?;
-    put(name.to_string(), int_message(&rt, rt.tid().raw()), MBOX_MULTI)
+    put(
+        name.to_string(),
+        int_message(&rt, rt.tid().raw()),
+        MBOX_MULTI,
+    )
 }
 
 /// Tasks that a reset spares.
@@ -432,7 +547,9 @@ pub(crate) fn put_own_tid(name: &str) -> PvmResult<i32> {
 /// As the daemon says.
 pub(crate) fn no_resets() -> PvmResult<Vec<i32>> {
     let classes = list(sempa_proto::sm::NO_RESET_CLASS.to_string())?;
-    let entries = classes.into_iter().filter(|c| c.name == sempa_proto::sm::NO_RESET_CLASS);
+    let entries = classes
+        .into_iter()
+        .filter(|c| c.name == sempa_proto::sm::NO_RESET_CLASS);
     let mut tids = Vec::new();
     for (index, _, _) in entries.flat_map(|c| c.entries) {
         match lookup(sempa_proto::sm::NO_RESET_CLASS.to_string(), index) {
@@ -462,8 +579,13 @@ pub(crate) fn tickle(words: Vec<i32>) -> PvmResult<Vec<i32>> {
 /// `Already` or `Denied` when somebody else is.
 pub(crate) fn register_rm() -> PvmResult<(i32, Option<HostEntry>)> {
     let rt = session::runtime()?;
-    let (previous, master) =
-        rt.register_rm(RmServes { spawn: true, others: true, ends: true }).map_err(|error| error.code)?;
+    let (previous, master) = rt
+        .register_rm(RmServes {
+            spawn: true,
+            others: true,
+            ends: true,
+        })
+        .map_err(|error| error.code)?;
     put_own_tid(sempa_proto::sm::RM_CLASS)?;
     Ok((previous.raw(), master))
 }
@@ -479,7 +601,13 @@ pub(crate) fn serve(service: Service) -> PvmResult<()> {
         Service::Tasker => sempa_proto::sm::TASKER_CLASS,
     };
     let message = int_message(&rt, rt.tid().raw());
-    serving(&rt, rt.request(Request::Serve(service)), class, message, MBOX_MULTI)
+    serving(
+        &rt,
+        rt.request(Request::Serve(service)),
+        class,
+        message,
+        MBOX_MULTI,
+    )
 }
 
 /// Begins or ends to be the tracer.
@@ -488,12 +616,28 @@ pub(crate) fn serve(service: Service) -> PvmResult<()> {
 /// `Already` when somebody else is.
 pub(crate) fn serve_tracer(settings: TracerSettings) -> PvmResult<()> {
     let rt = session::runtime()?;
-    let TracerSettings { trace_ctx, trace_tag, out_ctx, out_tag, mask, buffer, options } = &settings;
+    let TracerSettings {
+        trace_ctx,
+        trace_tag,
+        out_ctx,
+        out_tag,
+        mask,
+        buffer,
+        options,
+    } = &settings;
     let mut body = Packer::new(Encoding::Xdr);
     body.items([rt.tid().raw(), *trace_ctx, *trace_tag, *out_ctx, *out_tag]);
     body.str(mask).items([*buffer, *options]);
     let me = rt.tid();
-    let message = Message { src: me, dst: me, ctx: CTX_BASE, tag: 0, wid: 0, enc: ENC_XDR, body: body.finish() };
+    let message = Message {
+        src: me,
+        dst: me,
+        ctx: CTX_BASE,
+        tag: 0,
+        wid: 0,
+        enc: ENC_XDR,
+        body: body.finish(),
+    };
     let reply = rt.request(Request::ServeTracer(settings));
     serving(&rt, reply, sempa_proto::sm::TRACER_CLASS, message, 0)
 }
@@ -502,7 +646,10 @@ fn serving(rt: &Runtime, reply: Reply, class: &str, message: Message, flags: i32
     match reply {
         Reply::Serving(true) => put(class.to_string(), message, flags).map(drop),
         Reply::Serving(false) => {
-            let entries = list(class.to_string())?.into_iter().filter(|c| c.name == class).flat_map(|c| c.entries);
+            let entries = list(class.to_string())?
+                .into_iter()
+                .filter(|c| c.name == class)
+                .flat_map(|c| c.entries);
             for (index, owner, _) in entries {
                 if owner == rt.tid() {
                     delete(class.to_string(), index)?;

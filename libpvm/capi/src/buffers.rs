@@ -67,7 +67,11 @@ impl Enc {
 
     /// As the receiver of a message sees it: in-place data arrive raw.
     pub(crate) fn sent_word(self) -> i32 {
-        if self == Enc::InPlace { DSIG_X86_64 } else { self.word() }
+        if self == Enc::InPlace {
+            DSIG_X86_64
+        } else {
+            self.word()
+        }
     }
 }
 
@@ -111,8 +115,22 @@ impl Drop for Body {
 impl Buffer {
     /// An empty buffer of the task `src`.
     pub(crate) fn new(enc: Enc, src: i32) -> Buffer {
-        let body = if enc == Enc::InPlace { Body::Pieces(Vec::new()) } else { Body::Open(Vec::new()) };
-        Buffer { enc, body, queued: false, position: 0, ctx: 0, tag: 0, wid: 0, src, dst: 0 }
+        let body = if enc == Enc::InPlace {
+            Body::Pieces(Vec::new())
+        } else {
+            Body::Open(Vec::new())
+        };
+        Buffer {
+            enc,
+            body,
+            queued: false,
+            position: 0,
+            ctx: 0,
+            tag: 0,
+            wid: 0,
+            src,
+            dst: 0,
+        }
     }
 
     /// A buffer that holds an arrived message.
@@ -217,7 +235,9 @@ impl Buffer {
     #[inline]
     pub(crate) fn small(&self) -> Option<&[u8]> {
         match &self.body {
-            Body::Open(bytes) if bytes.len() <= SMALL_BYTES_MAX && self.enc != Enc::Trace => Some(bytes),
+            Body::Open(bytes) if bytes.len() <= SMALL_BYTES_MAX && self.enc != Enc::Trace => {
+                Some(bytes)
+            }
             _ => None,
         }
     }
@@ -230,7 +250,9 @@ impl Buffer {
     /// The memory that was packed into, to be used again, if it is small.
     pub(crate) fn take_small_memory(&mut self) -> Option<Vec<u8>> {
         match &mut self.body {
-            Body::Open(bytes) if (1..=SPARE_BYTES_MAX).contains(&bytes.capacity()) => Some(std::mem::take(bytes)),
+            Body::Open(bytes) if (1..=SPARE_BYTES_MAX).contains(&bytes.capacity()) => {
+                Some(std::mem::take(bytes))
+            }
             _ => None,
         }
     }
@@ -242,7 +264,15 @@ impl Buffer {
     pub(crate) fn message(&mut self, src: Tid, dst: Tid, ctx: i32, tag: i32) -> PvmResult<Message> {
         let body = self.wire()?;
         self.sent(src, dst, ctx, tag);
-        Ok(Message { src, dst, ctx, tag, wid: self.wid, enc: self.enc.sent_word(), body })
+        Ok(Message {
+            src,
+            dst,
+            ctx,
+            tag,
+            wid: self.wid,
+            enc: self.enc.sent_word(),
+            body,
+        })
     }
 }
 
@@ -320,7 +350,10 @@ impl Buffers {
     /// # Errors
     /// `BadParam` for numbers below 1, `NoSuchBuf` for others without a buffer.
     pub(crate) fn get(&self, mid: i32) -> PvmResult<&Buffer> {
-        self.slots.get(Self::slot(mid)?).and_then(Option::as_ref).ok_or(PvmError::NoSuchBuf)
+        self.slots
+            .get(Self::slot(mid)?)
+            .and_then(Option::as_ref)
+            .ok_or(PvmError::NoSuchBuf)
     }
 
     /// A buffer to change.
@@ -328,7 +361,10 @@ impl Buffers {
     /// # Errors
     /// As [`Buffers::get`].
     pub(crate) fn get_mut(&mut self, mid: i32) -> PvmResult<&mut Buffer> {
-        self.slots.get_mut(Self::slot(mid)?).and_then(Option::as_mut).ok_or(PvmError::NoSuchBuf)
+        self.slots
+            .get_mut(Self::slot(mid)?)
+            .and_then(Option::as_mut)
+            .ok_or(PvmError::NoSuchBuf)
     }
 
     /// Takes a buffer out.
@@ -337,7 +373,11 @@ impl Buffers {
     /// As [`Buffers::get`].
     pub(crate) fn remove(&mut self, mid: i32) -> PvmResult<Buffer> {
         let slot = Self::slot(mid)?;
-        let buffer = self.slots.get_mut(slot).and_then(Option::take).ok_or(PvmError::NoSuchBuf)?;
+        let buffer = self
+            .slots
+            .get_mut(slot)
+            .and_then(Option::take)
+            .ok_or(PvmError::NoSuchBuf)?;
         self.free.push(slot);
         Ok(buffer)
     }
@@ -364,12 +404,21 @@ mod tests {
     #[test]
     fn a_buffer_can_be_sent_twice_and_packed_further() {
         let mut buffer = Buffer::new(Enc::Xdr, 0);
-        buffer.open().expect("a packing buffer").extend_from_slice(b"abcd");
+        buffer
+            .open()
+            .expect("a packing buffer")
+            .extend_from_slice(b"abcd");
         let dst = Tid::from_raw(0x40001);
         let first = buffer.message(Tid::NONE, dst, 0, 1).expect("small");
-        buffer.open().expect("still packing").extend_from_slice(b"efgh");
+        buffer
+            .open()
+            .expect("still packing")
+            .extend_from_slice(b"efgh");
         let second = buffer.message(Tid::NONE, dst, 0, 2).expect("small");
-        assert_eq!((&first.body[..], &second.body[..]), (&b"abcd"[..], &b"abcdefgh"[..]));
+        assert_eq!(
+            (&first.body[..], &second.body[..]),
+            (&b"abcd"[..], &b"abcdefgh"[..])
+        );
         assert_eq!((buffer.len(), buffer.tag, buffer.dst), (8, 2, 0x40001));
     }
 
@@ -385,7 +434,9 @@ mod tests {
             body: Bytes::from_static(b"1234"),
         };
         let mut buffer = Buffer::of_message(message);
-        let again = buffer.message(Tid::from_raw(0x40002), Tid::from_raw(0x40003), 0, 4).expect("small");
+        let again = buffer
+            .message(Tid::from_raw(0x40002), Tid::from_raw(0x40003), 0, 4)
+            .expect("small");
         assert_eq!((again.enc, &again.body[..]), (DSIG_X86_64, &b"1234"[..]));
         assert_eq!(buffer.bytes(), b"1234");
     }

@@ -26,8 +26,17 @@ pub(crate) const TC_SETTRCOPT: i32 = BASE + 8;
 pub(crate) const TC_SIBLINGS: i32 = BASE + 11;
 
 /// Tags that the library handles itself, in the order of their handler numbers. Programs print how many there are.
-pub(crate) const TAGS: [i32; 9] =
-    [TC_CONREQ, TC_CONACK, TC_TASKEXIT, TC_NOOP, TC_SETTRACE, TC_SETTRCBUF, TC_SETTRCOPT, TC_SETTMASK, TC_SIBLINGS];
+pub(crate) const TAGS: [i32; 9] = [
+    TC_CONREQ,
+    TC_CONACK,
+    TC_TASKEXIT,
+    TC_NOOP,
+    TC_SETTRACE,
+    TC_SETTRCBUF,
+    TC_SETTRCOPT,
+    TC_SETTMASK,
+    TC_SIBLINGS,
+];
 
 /// Takes a control message. What cannot be read is dropped: nobody waits for an answer.
 pub(crate) fn take(rt: &Runtime, message: &Message) {
@@ -37,8 +46,12 @@ pub(crate) fn take(rt: &Runtime, message: &Message) {
         TC_SIBLINGS => drop(siblings(body)),
         TC_SETTRACE => drop(set_trace(rt, body)),
         TC_SETTMASK => drop(set_mask(body)),
-        TC_SETTRCBUF => drop(set_int(body, |tracer, value| tracer.trace_buf.store(value, Relaxed))),
-        TC_SETTRCOPT => drop(set_int(body, |tracer, value| tracer.trace_opt.store(value, Relaxed))),
+        TC_SETTRCBUF => drop(set_int(body, |tracer, value| {
+            tracer.trace_buf.store(value, Relaxed)
+        })),
+        TC_SETTRCOPT => drop(set_int(body, |tracer, value| {
+            tracer.trace_opt.store(value, Relaxed)
+        })),
         // The links between tasks need none of the others.
         _ => (),
     }
@@ -69,9 +82,17 @@ fn set_trace(rt: &Runtime, mut body: Unpacker) -> PvmResult<()> {
     }
     let mask = body.str()?;
     let [trace_tid, trace_ctx, trace_tag, out_tid, out_ctx, out_tag] = words;
-    let sink = Sink { tid: Tid::from_raw(out_tid), ctx: out_ctx, tag: out_tag };
+    let sink = Sink {
+        tid: Tid::from_raw(out_tid),
+        ctx: out_ctx,
+        tag: out_tag,
+    };
     crate::trace::flush();
-    let trace = Sink { tid: Tid::from_raw(trace_tid.max(0)), ctx: trace_ctx, tag: trace_tag };
+    let trace = Sink {
+        tid: Tid::from_raw(trace_tid.max(0)),
+        ctx: trace_ctx,
+        tag: trace_tag,
+    };
     let before = pvmtrc.out_tid.swap(out_tid, Relaxed);
     pvmtrc.out_ctx.store(out_ctx, Relaxed);
     pvmtrc.out_tag.store(out_tag, Relaxed);
@@ -93,7 +114,8 @@ fn set_trace(rt: &Runtime, mut body: Unpacker) -> PvmResult<()> {
 /// Tells every task of a spawn who the others are.
 pub(crate) fn tell_siblings(rt: &Runtime, tids: &[Tid]) {
     let mut body = Packer::new(Encoding::Xdr);
-    body.int(tids.len() as i32).items(tids.iter().map(|tid| tid.raw()));
+    body.int(tids.len() as i32)
+        .items(tids.iter().map(|tid| tid.raw()));
     let body = body.finish();
     for dst in tids {
         // A task that has ended already needs no siblings.

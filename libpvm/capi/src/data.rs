@@ -117,7 +117,8 @@ pointers! {
 /// The functions that put items into trace records.
 // SAFETY: the name belongs to this library in every PVM program.
 #[unsafe(no_mangle)]
-pub(crate) static pvmtrccodef: AtomicPtr<c_void> = AtomicPtr::new((&raw const TABLE).cast_mut().cast());
+pub(crate) static pvmtrccodef: AtomicPtr<c_void> =
+    AtomicPtr::new((&raw const TABLE).cast_mut().cast());
 
 /// A zero time for PVM's trace macros.
 // SAFETY: the name belongs to this library in every PVM program.
@@ -220,10 +221,18 @@ const fn events() -> [EventInfo; EVENTS.len()] {
 pub(crate) static pvmtevinfo: Table<[EventInfo; EVENTS.len()]> = Table(events());
 
 const fn data_ids() -> [DataId; DATA_IDS.len()] {
-    let mut out = [const { DataId { name: std::ptr::null(), desc: std::ptr::null() } }; DATA_IDS.len()];
+    let mut out = [const {
+        DataId {
+            name: std::ptr::null(),
+            desc: std::ptr::null(),
+        }
+    }; DATA_IDS.len()];
     let mut i = 0;
     while i < DATA_IDS.len() {
-        out[i] = DataId { name: DATA_IDS[i].as_ptr(), desc: DATA_IDS[i].as_ptr() };
+        out[i] = DataId {
+            name: DATA_IDS[i].as_ptr(),
+            desc: DATA_IDS[i].as_ptr(),
+        };
         i += 1;
     }
     out
@@ -244,7 +253,10 @@ mod tests {
         for code in -36..0 {
             match PvmError::from_code(code) {
                 Some(error) => assert_eq!(error_text(code).to_str(), Ok(error.text())),
-                None => assert_eq!(error_text(code).to_str(), Ok(format!("Error {}", -code).as_str())),
+                None => assert_eq!(
+                    error_text(code).to_str(),
+                    Ok(format!("Error {}", -code).as_str())
+                ),
             }
         }
         assert_eq!(error_text(-37), c"Unknown Error");

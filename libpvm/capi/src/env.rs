@@ -11,7 +11,9 @@ const EXPORT: &str = "PVM_EXPORT";
 
 /// A variable of the environment, when it is set and not empty.
 pub(crate) fn get(name: &str) -> Option<String> {
-    std::env::var_os(name).filter(|value| !value.is_empty()).map(|value| value.to_string_lossy().into_owned())
+    std::env::var_os(name)
+        .filter(|value| !value.is_empty())
+        .map(|value| value.to_string_lossy().into_owned())
 }
 
 /// Sets a variable; strings with a NUL are ignored.
@@ -41,23 +43,39 @@ pub(crate) fn number(text: &[u8]) -> i32 {
         _ => (10, text),
     };
     let value = digits_of(digits, base);
-    if negative { value.wrapping_neg() } else { value }
+    if negative {
+        value.wrapping_neg()
+    } else {
+        value
+    }
 }
 
 /// A hexadecimal number, with or without `0x`.
 pub(crate) fn hex(text: &[u8]) -> i32 {
     let text = text.trim_ascii_start();
-    digits_of(text.strip_prefix(b"0x").or(text.strip_prefix(b"0X")).unwrap_or(text), 16)
+    digits_of(
+        text.strip_prefix(b"0x")
+            .or(text.strip_prefix(b"0X"))
+            .unwrap_or(text),
+        16,
+    )
 }
 
 fn digits_of(digits: &[u8], base: u32) -> i32 {
-    let digits = digits.iter().map_while(|byte| char::from(*byte).to_digit(base));
-    digits.fold(0u32, |value, digit| value.wrapping_mul(base).wrapping_add(digit)) as i32
+    let digits = digits
+        .iter()
+        .map_while(|byte| char::from(*byte).to_digit(base));
+    digits.fold(0u32, |value, digit| {
+        value.wrapping_mul(base).wrapping_add(digit)
+    }) as i32
 }
 
 fn exported() -> Vec<String> {
     let list = get(EXPORT).unwrap_or_default();
-    list.split(':').filter(|name| !name.is_empty()).map(str::to_string).collect()
+    list.split(':')
+        .filter(|name| !name.is_empty())
+        .map(str::to_string)
+        .collect()
 }
 
 /// Adds a variable to those sent to spawned tasks.

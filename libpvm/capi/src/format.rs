@@ -65,7 +65,10 @@ pub(crate) struct Format<'a> {
 impl<'a> Format<'a> {
     /// A reader at the beginning.
     pub(crate) fn new(text: &'a [u8]) -> Format<'a> {
-        Format { text, at_start: true }
+        Format {
+            text,
+            at_start: true,
+        }
     }
 
     fn next_byte(&mut self) -> Option<u8> {
@@ -79,10 +82,18 @@ impl<'a> Format<'a> {
             self.text = rest;
             return Some(Number::Argument);
         }
-        let digits = self.text.iter().take_while(|byte| byte.is_ascii_digit()).count();
+        let digits = self
+            .text
+            .iter()
+            .take_while(|byte| byte.is_ascii_digit())
+            .count();
         let (number, rest) = self.text.split_at(digits);
         self.text = rest;
-        let add = |value: i32, digit: &u8| value.saturating_mul(10).saturating_add(i32::from(digit - b'0'));
+        let add = |value: i32, digit: &u8| {
+            value
+                .saturating_mul(10)
+                .saturating_add(i32::from(digit - b'0'))
+        };
         (digits > 0).then(|| Number::Is(number.iter().fold(0, add)))
     }
 
@@ -97,7 +108,12 @@ impl<'a> Format<'a> {
         };
         let (mut long, mut short, mut unsigned) = (false, false, false);
         loop {
-            let kind = match (self.next_byte().ok_or(PvmError::BadParam)?, long, short, unsigned) {
+            let kind = match (
+                self.next_byte().ok_or(PvmError::BadParam)?,
+                long,
+                short,
+                unsigned,
+            ) {
                 (b'l', ..) => {
                     long = true;
                     continue;
@@ -123,7 +139,11 @@ impl<'a> Format<'a> {
                 (b's', ..) => Kind::Text,
                 _ => return Err(PvmError::BadParam),
             };
-            return Ok(Item::Data { kind, count, stride });
+            return Ok(Item::Data {
+                kind,
+                count,
+                stride,
+            });
         }
     }
 
@@ -165,7 +185,11 @@ mod tests {
     }
 
     fn one(kind: Kind) -> PvmResult<Item> {
-        Ok(Item::Data { kind, count: None, stride: None })
+        Ok(Item::Data {
+            kind,
+            count: None,
+            stride: None,
+        })
     }
 
     #[test]
@@ -198,9 +222,21 @@ mod tests {
 
     #[test]
     fn counts_and_strides_are_numbers_or_arguments() {
-        let data = |count, stride| Ok(Item::Data { kind: Kind::Int, count, stride });
-        assert_eq!(items("%10.2d"), [data(Some(Number::Is(10)), Some(Number::Is(2)))]);
-        assert_eq!(items("%*.*d"), [data(Some(Number::Argument), Some(Number::Argument))]);
+        let data = |count, stride| {
+            Ok(Item::Data {
+                kind: Kind::Int,
+                count,
+                stride,
+            })
+        };
+        assert_eq!(
+            items("%10.2d"),
+            [data(Some(Number::Is(10)), Some(Number::Is(2)))]
+        );
+        assert_eq!(
+            items("%*.*d"),
+            [data(Some(Number::Argument), Some(Number::Argument))]
+        );
         assert_eq!(items("%.3d"), [data(None, Some(Number::Is(3)))]);
     }
 

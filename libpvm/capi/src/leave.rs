@@ -60,7 +60,11 @@ fn discard(session: &mut Session) {
     let ctx = pvmmyctx.load(Relaxed);
     let waiting: Vec<i32> = session.arrived.iter().copied().collect();
     for mid in waiting {
-        if session.buffers.get(mid).is_ok_and(|buffer| ctx == -1 || buffer.ctx == ctx) {
+        if session
+            .buffers
+            .get(mid)
+            .is_ok_and(|buffer| ctx == -1 || buffer.ctx == ctx)
+        {
             // It is there: it was found a moment ago under the same lock.
             let _ = session.free(mid);
         }

@@ -38,12 +38,20 @@ impl<T: Copy> Strided<T> {
     /// # Safety
     /// For every `i` below `count`, `first[i * stride]` must be the program's memory for the life of this value; it is
     /// written only when [`Strided::set`] is called.
-    pub(crate) unsafe fn new(first: *const T, count: c_int, stride: c_int) -> PvmResult<Strided<T>> {
+    pub(crate) unsafe fn new(
+        first: *const T,
+        count: c_int,
+        stride: c_int,
+    ) -> PvmResult<Strided<T>> {
         let count = usize::try_from(count).map_err(|_| PvmError::BadParam)?;
         if first.is_null() && count > 0 {
             return Err(PvmError::BadParam);
         }
-        Ok(Strided { first: first.cast_mut(), count, stride: stride as isize })
+        Ok(Strided {
+            first: first.cast_mut(),
+            count,
+            stride: stride as isize,
+        })
     }
 
     /// Elements that lie side by side, more of them than an `int` can say.
@@ -56,19 +64,31 @@ impl<T: Copy> Strided<T> {
     pub(crate) unsafe fn run(first: *const T, count: usize) -> PvmResult<Strided<T>> {
         match first.is_null() && count > 0 {
             true => Err(PvmError::BadParam),
-            false => Ok(Strided { first: first.cast_mut(), count, stride: 1 }),
+            false => Ok(Strided {
+                first: first.cast_mut(),
+                count,
+                stride: 1,
+            }),
         }
     }
 
     /// Elements of a Rust slice, only to be read.
     pub(crate) fn of(values: &[T]) -> Strided<T> {
-        Strided { first: values.as_ptr().cast_mut(), count: values.len(), stride: 1 }
+        Strided {
+            first: values.as_ptr().cast_mut(),
+            count: values.len(),
+            stride: 1,
+        }
     }
 
     /// Elements of a Rust slice that may be set.
     #[cfg(test)]
     pub(crate) fn of_mut(values: &mut [T]) -> Strided<T> {
-        Strided { first: values.as_mut_ptr(), count: values.len(), stride: 1 }
+        Strided {
+            first: values.as_mut_ptr(),
+            count: values.len(),
+            stride: 1,
+        }
     }
 
     /// Number of elements.
@@ -104,12 +124,16 @@ impl<T: Copy> Strided<T> {
         out.reserve(self.count * size);
         if self.stride == 1 && self.count > 0 {
             // SAFETY: the elements lie side by side, so they are one run of `count * size` bytes.
-            out.extend_from_slice(unsafe { std::slice::from_raw_parts(self.first.cast::<u8>(), self.count * size) });
+            out.extend_from_slice(unsafe {
+                std::slice::from_raw_parts(self.first.cast::<u8>(), self.count * size)
+            });
             return;
         }
         for i in 0..self.count {
             // SAFETY: the element is `size` bytes of the program's memory.
-            out.extend_from_slice(unsafe { std::slice::from_raw_parts(self.at(i).cast::<u8>(), size) });
+            out.extend_from_slice(unsafe {
+                std::slice::from_raw_parts(self.at(i).cast::<u8>(), size)
+            });
         }
     }
 
@@ -120,7 +144,13 @@ impl<T: Copy> Strided<T> {
         if self.stride == 1 {
             if whole > 0 {
                 // SAFETY: `whole` elements lie side by side in the program's memory; `bytes` is ours.
-                unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.first.cast::<u8>(), whole * size) };
+                unsafe {
+                    std::ptr::copy_nonoverlapping(
+                        bytes.as_ptr(),
+                        self.first.cast::<u8>(),
+                        whole * size,
+                    )
+                };
             }
             return whole;
         }
@@ -151,7 +181,10 @@ unsafe impl Send for Span {}
 impl Span {
     /// The bytes of an array whose elements lie side by side.
     pub(crate) fn of<T: Copy>(items: &Strided<T>) -> Span {
-        Span { start: items.first.cast(), len: items.count * size_of::<T>() }
+        Span {
+            start: items.first.cast(),
+            len: items.count * size_of::<T>(),
+        }
     }
 
     /// Number of bytes.
@@ -232,13 +265,20 @@ impl<'a> Text<'a> {
 ///
 /// # Safety
 /// `list` is null or an array as described.
-pub(crate) unsafe fn strings(list: *const *const c_char, count: Option<c_int>) -> PvmResult<Vec<Vec<u8>>> {
+pub(crate) unsafe fn strings(
+    list: *const *const c_char,
+    count: Option<c_int>,
+) -> PvmResult<Vec<Vec<u8>>> {
     let wanted = match count {
         Some(count) => usize::try_from(count).map_err(|_| PvmError::BadParam)?,
         None => usize::MAX,
     };
     if list.is_null() {
-        return if count.is_some_and(|n| n > 0) { Err(PvmError::BadParam) } else { Ok(Vec::new()) };
+        return if count.is_some_and(|n| n > 0) {
+            Err(PvmError::BadParam)
+        } else {
+            Ok(Vec::new())
+        };
     }
     let mut out = Vec::new();
     while out.len() < wanted {
@@ -323,8 +363,14 @@ mod tests {
     fn null_and_negative_are_bad_parameters() {
         // SAFETY: nothing is read.
         unsafe {
-            assert_eq!(Strided::<i32>::new(std::ptr::null(), 1, 1).err(), Some(PvmError::BadParam));
-            assert_eq!(Strided::<i32>::new(std::ptr::null(), -1, 1).err(), Some(PvmError::BadParam));
+            assert_eq!(
+                Strided::<i32>::new(std::ptr::null(), 1, 1).err(),
+                Some(PvmError::BadParam)
+            );
+            assert_eq!(
+                Strided::<i32>::new(std::ptr::null(), -1, 1).err(),
+                Some(PvmError::BadParam)
+            );
             assert!(Strided::<i32>::new(std::ptr::null(), 0, 1).is_ok());
             assert_eq!(strings(std::ptr::null(), Some(2)), Err(PvmError::BadParam));
             assert_eq!(strings(std::ptr::null(), None), Ok(Vec::new()));

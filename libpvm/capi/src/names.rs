@@ -45,12 +45,17 @@ pub(crate) fn tag(tag: i32) -> Option<&'static str> {
 }
 
 /// Names of the bits of PVM's debug mask.
-const DEBUG_BITS: [&str; 16] =
-    ["pkt", "msg", "tsk", "slv", "hst", "sel", "net", "mpp", "sch", "app", "wai", "mem", "sem", "lck", "rtg", "mbx"];
+const DEBUG_BITS: [&str; 16] = [
+    "pkt", "msg", "tsk", "slv", "hst", "sel", "net", "mpp", "sch", "app", "wai", "mem", "sem",
+    "lck", "rtg", "mbx",
+];
 
 /// The names of the bits in a debug mask, separated by commas.
 pub(crate) fn debug_bits(mask: i32) -> String {
-    let named = DEBUG_BITS.iter().enumerate().filter(|(bit, _)| mask >> bit & 1 == 1);
+    let named = DEBUG_BITS
+        .iter()
+        .enumerate()
+        .filter(|(bit, _)| mask >> bit & 1 == 1);
     named.map(|(_, name)| *name).collect::<Vec<_>>().join(",")
 }
 
@@ -91,7 +96,10 @@ const ERRORS: [(&str, i32); 32] = [
 
 /// The code of an error's name in the header; `None` for other words.
 pub(crate) fn error_code(name: &str) -> Option<i32> {
-    ERRORS.iter().find(|(known, _)| *known == name).map(|(_, code)| *code)
+    ERRORS
+        .iter()
+        .find(|(known, _)| *known == name)
+        .map(|(_, code)| *code)
 }
 
 #[cfg(test)]
@@ -104,7 +112,13 @@ mod tests {
         assert_eq!(tag(sempa_proto::sm::SM_STTASK), Some("SM_STTASK"));
         assert_eq!(tag(0x8003_0005_u32 as i32), Some("TC_OUTPUT"));
         assert_eq!(tag(0x8003_000c_u32 as i32), Some("TC_SIBLINGS"));
-        assert_eq!((tag(5), tag(-1), tag(0x8004_0012_u32 as i32)), (None, None, None));
-        assert_eq!((error_code("PvmDupHost"), error_code("x")), (Some(-28), None));
+        assert_eq!(
+            (tag(5), tag(-1), tag(0x8004_0012_u32 as i32)),
+            (None, None, None)
+        );
+        assert_eq!(
+            (error_code("PvmDupHost"), error_code("x")),
+            (Some(-28), None)
+        );
     }
 }

@@ -2,8 +2,8 @@
 
 use crate::ask;
 use crate::data::{
-    pvmautoerr, pvmctrc, pvmdebmask, pvmfrgsiz, pvmmytid, pvmnoreset, pvmnoresetindex, pvmrescode, pvmrouteopt,
-    pvmshowtaskid, pvmtrc,
+    pvmautoerr, pvmctrc, pvmdebmask, pvmfrgsiz, pvmmytid, pvmnoreset, pvmnoresetindex, pvmrescode,
+    pvmrouteopt, pvmshowtaskid, pvmtrc,
 };
 use crate::session;
 use sempa_proto::task::Sink;
@@ -52,7 +52,9 @@ fn place(what: i32) -> Option<&'static AtomicI32> {
 /// # Errors
 /// `BadParam` for what is not one.
 pub(crate) fn get(what: i32) -> PvmResult<i32> {
-    place(what).map(|place| place.load(Relaxed)).ok_or(PvmError::BadParam)
+    place(what)
+        .map(|place| place.load(Relaxed))
+        .ok_or(PvmError::BadParam)
 }
 
 /// Sets an option and answers its value before.
@@ -70,7 +72,12 @@ pub(crate) fn set(what: i32, value: i32) -> PvmResult<i32> {
         9 | 17 => (1..=3).contains(&value),
         10 => (FRAGMENT_MIN..=FRAGMENT_MAX).contains(&value),
         4 => sink_good(value, &pvmtrc.out_tid, &pvmtrc.out_tag, &pvmctrc.out_tag),
-        6 => sink_good(value, &pvmtrc.trace_tid, &pvmtrc.trace_tag, &pvmctrc.trace_tag),
+        6 => sink_good(
+            value,
+            &pvmtrc.trace_tid,
+            &pvmtrc.trace_tag,
+            &pvmctrc.trace_tag,
+        ),
         5 => code_good(value, &pvmctrc.out_tid, &pvmtrc.out_tag),
         7 => code_good(value, &pvmctrc.trace_tid, &pvmtrc.trace_tag),
         21 => code_good(value, &pvmctrc.out_tid, &pvmtrc.out_ctx),
@@ -118,7 +125,10 @@ fn code_good(code: i32, tid: &AtomicI32, own_code: &AtomicI32) -> bool {
 /// "Nowhere" and "to nobody, ever" (−1) need no daemon, so a console can ask for them before there is one.
 fn set_own(what: i32, value: i32) -> PvmResult<()> {
     let (own, children) = if what < 14 {
-        ([&pvmtrc.out_tid, &pvmtrc.out_ctx, &pvmtrc.out_tag], [&pvmctrc.out_tid, &pvmctrc.out_ctx, &pvmctrc.out_tag])
+        (
+            [&pvmtrc.out_tid, &pvmtrc.out_ctx, &pvmtrc.out_tag],
+            [&pvmctrc.out_tid, &pvmctrc.out_ctx, &pvmctrc.out_tag],
+        )
     } else {
         (
             [&pvmtrc.trace_tid, &pvmtrc.trace_ctx, &pvmtrc.trace_tag],
@@ -135,13 +145,25 @@ fn set_own(what: i32, value: i32) -> PvmResult<()> {
     }
     let (new_tid, new_tag) = if is_tid { (value, tag) } else { (tid, value) };
     if what < 14 && (new_tid > 0 || tid > 0) {
-        ask::set_output(Sink { tid: Tid::from_raw(new_tid.max(0)), ctx, tag: new_tag })?;
+        ask::set_output(Sink {
+            tid: Tid::from_raw(new_tid.max(0)),
+            ctx,
+            tag: new_tag,
+        })?;
     }
     if what >= 14 && (new_tid > 0 || tid > 0) {
         crate::trace::flush();
-        ask::set_trace(Sink { tid: Tid::from_raw(new_tid.max(0)), ctx, tag: new_tag })?;
+        ask::set_trace(Sink {
+            tid: Tid::from_raw(new_tid.max(0)),
+            ctx,
+            tag: new_tag,
+        })?;
     }
-    for (place, value) in own.iter().chain(&children).zip([new_tid, ctx, new_tag].into_iter().cycle()) {
+    for (place, value) in own
+        .iter()
+        .chain(&children)
+        .zip([new_tid, ctx, new_tag].into_iter().cycle())
+    {
         place.store(value, Relaxed);
     }
     Ok(())
@@ -180,11 +202,19 @@ mod tests {
         assert_eq!(set(10, 4080), Ok(52));
         assert_eq!(
             (get(19), set(19, 1), set(23, 0)),
-            (Err(PvmError::BadParam), Err(PvmError::NotImpl), Err(PvmError::NotImpl))
+            (
+                Err(PvmError::BadParam),
+                Err(PvmError::NotImpl),
+                Err(PvmError::NotImpl)
+            )
         );
         assert_eq!(
             (get(0), get(26), get(-1)),
-            (Err(PvmError::BadParam), Err(PvmError::BadParam), Err(PvmError::BadParam))
+            (
+                Err(PvmError::BadParam),
+                Err(PvmError::BadParam),
+                Err(PvmError::BadParam)
+            )
         );
         assert_eq!(set(4, 0x40001), Err(PvmError::BadParam));
         assert_eq!(set(25, 1), Err(PvmError::BadParam));

@@ -82,7 +82,8 @@ impl Catch {
                 writer.ended = true;
             }
             count => {
-                let bytes = body.bytes(usize::try_from(count).map_err(|_| sempa_proto::PvmError::BadMsg)?)?;
+                let bytes =
+                    body.bytes(usize::try_from(count).map_err(|_| sempa_proto::PvmError::BadMsg)?)?;
                 for byte in bytes {
                     if byte == b'\n' || writer.line.len() >= LINE_BYTES_MAX {
                         line(&std::mem::take(&mut writer.line));
@@ -144,17 +145,31 @@ mod tests {
     }
 
     fn said(catch: &mut Catch, words: &[i32], data: &[u8], show: bool) -> String {
-        String::from_utf8(catch.take(message(words, data), show).expect("a good message")).expect("text")
+        String::from_utf8(
+            catch
+                .take(message(words, data), show)
+                .expect("a good message"),
+        )
+        .expect("text")
     }
 
     #[test]
     fn lines_carry_the_task_and_a_last_line_is_completed() {
         let mut catch = Catch::default();
         assert_eq!(said(&mut catch, &[0x800c2, -1, 0x40001], b"", true), "");
-        assert_eq!(said(&mut catch, &[0x800c2, -2, 0x40001], b"", true), "[t800c2] BEGIN\n");
-        assert_eq!(said(&mut catch, &[0x800c2, 5], b"a\nb\nc", true), "[t800c2] a\n[t800c2] b\n");
+        assert_eq!(
+            said(&mut catch, &[0x800c2, -2, 0x40001], b"", true),
+            "[t800c2] BEGIN\n"
+        );
+        assert_eq!(
+            said(&mut catch, &[0x800c2, 5], b"a\nb\nc", true),
+            "[t800c2] a\n[t800c2] b\n"
+        );
         assert_eq!(said(&mut catch, &[0x800c2, 1], b"d", true), "");
-        assert_eq!(said(&mut catch, &[0x800c2, 0], b"", true), "[t800c2] cd\n[t800c2] EOF\n");
+        assert_eq!(
+            said(&mut catch, &[0x800c2, 0], b"", true),
+            "[t800c2] cd\n[t800c2] EOF\n"
+        );
         assert!(catch.writers.values().all(|writer| writer.ended));
     }
 
@@ -173,7 +188,14 @@ mod tests {
         said(&mut catch, &[0x800c2, 0], b"", true);
         catch.expect(&[Tid::from_raw(0x800c2)]);
         said(&mut catch, &[0x800c2, -1, 0x40001], b"", true);
-        assert!(catch.writers.values().all(|writer| writer.ended), "the end has been seen");
-        assert!(catch.take(message(&[0x800c2, i32::MAX], b""), true).is_err());
+        assert!(
+            catch.writers.values().all(|writer| writer.ended),
+            "the end has been seen"
+        );
+        assert!(
+            catch
+                .take(message(&[0x800c2, i32::MAX], b""), true)
+                .is_err()
+        );
     }
 }

@@ -80,7 +80,11 @@ fn pad(out: &mut Vec<u8>, len: usize) {
 }
 
 fn room(out: &[u8], more: usize) -> PvmResult<()> {
-    if out.len().saturating_add(more) > BODY_BYTES_MAX { Err(PvmError::NoMem) } else { Ok(()) }
+    if out.len().saturating_add(more) > BODY_BYTES_MAX {
+        Err(PvmError::NoMem)
+    } else {
+        Ok(())
+    }
 }
 
 /// In front of the data of one pack call in a user trace event: type and count.
@@ -222,7 +226,9 @@ pub(crate) fn pack_value<T: Wire>(buffer: &mut Buffer, value: T) -> PvmResult<()
 /// # Errors
 /// As [`pack`].
 pub(crate) fn pack_str_value(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
-    let Some(pieces) = buffer.pieces() else { return pack_str(buffer, text) };
+    let Some(pieces) = buffer.pieces() else {
+        return pack_str(buffer, text);
+    };
     let mut bytes = (text.len() as i32 + 1).to_ne_bytes().to_vec();
     bytes.extend_from_slice(text);
     bytes.push(0);
@@ -253,7 +259,11 @@ pub(crate) fn unpack<T: Wire>(buffer: &mut Buffer, items: &Strided<T>) -> PvmRes
         return Ok(());
     }
     readable(buffer)?;
-    let size = if buffer.enc == Enc::Raw { size_of::<T>() } else { T::XDR_BYTES };
+    let size = if buffer.enc == Enc::Raw {
+        size_of::<T>()
+    } else {
+        T::XDR_BYTES
+    };
     let rest = buffer.bytes().get(buffer.position..).unwrap_or_default();
     let whole = (rest.len() / size).min(items.len());
     if buffer.enc == Enc::Raw {
@@ -264,7 +274,11 @@ pub(crate) fn unpack<T: Wire>(buffer: &mut Buffer, items: &Strided<T>) -> PvmRes
         }
     }
     buffer.position += whole * size;
-    if whole < items.len() { Err(PvmError::NoData) } else { Ok(()) }
+    if whole < items.len() {
+        Err(PvmError::NoData)
+    } else {
+        Ok(())
+    }
 }
 
 /// Unpacks bytes with the padding of one call. Bytes of machines with another layout can be read too.
@@ -283,12 +297,22 @@ pub(crate) fn unpack_bytes(buffer: &mut Buffer, items: &Strided<u8>) -> PvmResul
     let got = items.fill_raw(&rest[..rest.len().min(items.len())]);
     let step = if padded { got.next_multiple_of(4) } else { got };
     buffer.position += step.min(rest.len());
-    if got < items.len() { Err(PvmError::NoData) } else { Ok(()) }
+    if got < items.len() {
+        Err(PvmError::NoData)
+    } else {
+        Ok(())
+    }
 }
 
 fn read_int(buffer: &Buffer, position: &mut usize) -> PvmResult<i32> {
-    let word = take(buffer.bytes(), position, 4)?.try_into().expect("four bytes were taken");
-    Ok(if buffer.enc == Enc::Raw { i32::from_ne_bytes(word) } else { i32::from_be_bytes(word) })
+    let word = take(buffer.bytes(), position, 4)?
+        .try_into()
+        .expect("four bytes were taken");
+    Ok(if buffer.enc == Enc::Raw {
+        i32::from_ne_bytes(word)
+    } else {
+        i32::from_be_bytes(word)
+    })
 }
 
 /// Unpacks a string, without its NUL. Nothing is consumed when it is not whole.
@@ -299,7 +323,11 @@ pub(crate) fn unpack_str(buffer: &mut Buffer) -> PvmResult<Vec<u8>> {
     readable(buffer)?;
     let mut position = buffer.position;
     let len = usize::try_from(read_int(buffer, &mut position)?).map_err(|_| PvmError::BadMsg)?;
-    let padded = if buffer.enc == Enc::Raw { len } else { len.next_multiple_of(4) };
+    let padded = if buffer.enc == Enc::Raw {
+        len
+    } else {
+        len.next_multiple_of(4)
+    };
     let text = take(buffer.bytes(), &mut position, padded)?;
     // The C library's search is many times as fast as a loop over bytes.
     let end = CStr::from_bytes_until_nul(&text[..len]).map_or(len, CStr::count_bytes);
@@ -314,8 +342,16 @@ pub(crate) fn unpack_str(buffer: &mut Buffer) -> PvmResult<Vec<u8>> {
 /// As [`pack`]; `NoMem` also for a message whose length the item cannot say.
 pub(crate) fn pack_message(buffer: &mut Buffer, message: &Message) -> PvmResult<()> {
     let len = i32::try_from(message.body.len()).map_err(|_| PvmError::NoMem)?;
-    let words: [i32; HEAD_WORDS] =
-        [len, message.ctx, message.tag, message.wid, message.enc, 0, message.src.raw(), message.dst.raw()];
+    let words: [i32; HEAD_WORDS] = [
+        len,
+        message.ctx,
+        message.tag,
+        message.wid,
+        message.enc,
+        0,
+        message.src.raw(),
+        message.dst.raw(),
+    ];
     for word in words {
         pack_value(buffer, word)?;
     }
@@ -342,8 +378,13 @@ pub(crate) fn unpack_message(buffer: &mut Buffer) -> PvmResult<Message> {
     let len = usize::try_from(len).map_err(|_| PvmError::BadMsg)?;
     let mut body = Vec::new();
     loop {
-        let piece = usize::try_from(read_int(buffer, &mut position)?).map_err(|_| PvmError::BadMsg)?;
-        let padded = if buffer.enc == Enc::Raw { piece } else { piece.next_multiple_of(4) };
+        let piece =
+            usize::try_from(read_int(buffer, &mut position)?).map_err(|_| PvmError::BadMsg)?;
+        let padded = if buffer.enc == Enc::Raw {
+            piece
+        } else {
+            piece.next_multiple_of(4)
+        };
         body.extend_from_slice(&take(buffer.bytes(), &mut position, padded)?[..piece]);
         if body.len() > len || (piece == 0 && body.len() < len) {
             return Err(PvmError::BadMsg);
@@ -354,7 +395,15 @@ pub(crate) fn unpack_message(buffer: &mut Buffer) -> PvmResult<Message> {
     }
     buffer.position = position;
     let (src, dst) = (Tid::from_raw(src), Tid::from_raw(dst));
-    Ok(Message { src, dst, ctx, tag, wid, enc, body: Bytes::from(body) })
+    Ok(Message {
+        src,
+        dst,
+        ctx,
+        tag,
+        wid,
+        enc,
+        body: Bytes::from(body),
+    })
 }
 
 #[cfg(test)]
@@ -370,7 +419,8 @@ mod tests {
     #[test]
     fn sizes_are_those_of_pvm_but_longs_keep_their_64_bits() {
         fn sizes<T: Wire>(value: T) -> [usize; 2] {
-            let len = |enc| packed(enc, |b| pack(b, &Strided::of(&[value; 3])).expect("fits")).len();
+            let len =
+                |enc| packed(enc, |b| pack(b, &Strided::of(&[value; 3])).expect("fits")).len();
             [len(Enc::Xdr), len(Enc::Raw)]
         }
         assert_eq!(sizes(1i16), [12, 6]);
@@ -383,7 +433,12 @@ mod tests {
         assert_eq!(sizes(1f64), [24, 24]);
         assert_eq!(sizes([1f32; 2]), [24, 24]);
         assert_eq!(sizes([1f64; 2]), [48, 48]);
-        let bytes = |enc, n| packed(enc, |b| pack_bytes(b, &Strided::of(&vec![7; n])).expect("fits")).len();
+        let bytes = |enc, n| {
+            packed(enc, |b| {
+                pack_bytes(b, &Strided::of(&vec![7; n])).expect("fits")
+            })
+            .len()
+        };
         assert_eq!((bytes(Enc::Xdr, 5), bytes(Enc::Raw, 5)), (8, 5));
         let text = |enc| packed(enc, |b| pack_str(b, b"hello").expect("fits")).len();
         assert_eq!((text(Enc::Xdr), text(Enc::Raw)), (12, 10));
@@ -394,7 +449,10 @@ mod tests {
         for enc in [Enc::Xdr, Enc::Raw] {
             let mut buffer = packed(enc, |b| pack(b, &Strided::of(&[1i32, 2])).expect("fits"));
             let mut target = [0i32; 4];
-            assert_eq!(unpack(&mut buffer, &Strided::of_mut(&mut target)), Err(PvmError::NoData));
+            assert_eq!(
+                unpack(&mut buffer, &Strided::of_mut(&mut target)),
+                Err(PvmError::NoData)
+            );
             assert_eq!(target, [1, 2, 0, 0]);
         }
     }
@@ -406,7 +464,10 @@ mod tests {
             pack_bytes(b, &Strided::of(b"def")).expect("fits");
         });
         let mut target = [0u8; 6];
-        assert_eq!(unpack_bytes(&mut buffer, &Strided::of_mut(&mut target)), Ok(()));
+        assert_eq!(
+            unpack_bytes(&mut buffer, &Strided::of_mut(&mut target)),
+            Ok(())
+        );
         assert_eq!(&target, b"abc\0de");
     }
 
@@ -422,10 +483,16 @@ mod tests {
             body: Bytes::from_static(b"12345678"),
         };
         let mut buffer = Buffer::of_message(message);
-        assert_eq!(unpack(&mut buffer, &Strided::of_mut(&mut [0i32])), Err(PvmError::BadMsg));
+        assert_eq!(
+            unpack(&mut buffer, &Strided::of_mut(&mut [0i32])),
+            Err(PvmError::BadMsg)
+        );
         assert_eq!(unpack_str(&mut buffer), Err(PvmError::BadMsg));
         let mut bytes = [0u8; 3];
-        assert_eq!(unpack_bytes(&mut buffer, &Strided::of_mut(&mut bytes)), Ok(()));
+        assert_eq!(
+            unpack_bytes(&mut buffer, &Strided::of_mut(&mut bytes)),
+            Ok(())
+        );
         assert_eq!(&bytes, b"123");
     }
 
@@ -463,11 +530,15 @@ mod tests {
 
     #[test]
     fn hostile_lengths_inside_a_message_are_errors() {
-        let mut buffer = packed(Enc::Xdr, |b| pack(b, &Strided::of(&[i32::MAX])).expect("fits"));
+        let mut buffer = packed(Enc::Xdr, |b| {
+            pack(b, &Strided::of(&[i32::MAX])).expect("fits")
+        });
         assert_eq!(unpack_str(&mut buffer), Err(PvmError::NoData));
         let mut buffer = packed(Enc::Xdr, |b| pack(b, &Strided::of(&[-1])).expect("fits"));
         assert_eq!(unpack_str(&mut buffer), Err(PvmError::BadMsg));
-        let mut buffer = packed(Enc::Xdr, |b| pack(b, &Strided::of(&[9, 0, 0, 0, 0, 0, 0, 0, 0])).expect("fits"));
+        let mut buffer = packed(Enc::Xdr, |b| {
+            pack(b, &Strided::of(&[9, 0, 0, 0, 0, 0, 0, 0, 0])).expect("fits")
+        });
         assert_eq!(unpack_message(&mut buffer), Err(PvmError::BadMsg));
     }
 

@@ -28,7 +28,9 @@ pub(crate) fn write_stderr(bytes: &[u8]) {
 
 /// Seconds and microseconds since 1970.
 pub(crate) fn clock() -> (i64, i64) {
-    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    let since = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap_or_default();
     (since.as_secs() as i64, i64::from(since.subsec_micros()))
 }
 

@@ -90,12 +90,18 @@ pub(crate) fn arrive(rt: &Runtime, message: Message) {
     if message.ctx == CTX_TASK_CONTROL {
         return control::take(rt, &message);
     }
-    let filter = Filter { src: message.src.raw(), tag: message.tag, ctx: message.ctx };
+    let filter = Filter {
+        src: message.src.raw(),
+        tag: message.tag,
+        ctx: message.ctx,
+    };
     let mut session = session::lock();
     // At the limit of buffers the program holds millions of messages; there is no call to tell it by.
     match session.handlers.find(&filter) {
         Some(handler) => {
-            let Ok(mid) = session.buffers.add(Buffer::of_message(message)) else { return };
+            let Ok(mid) = session.buffers.add(Buffer::of_message(message)) else {
+                return;
+            };
             drop(session);
             run_handler(handler, mid, filter.ctx);
         }
@@ -107,12 +113,17 @@ pub(crate) fn arrive(rt: &Runtime, message: Message) {
 fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
     let (sbuf, rbuf) = {
         let mut session = session::lock();
-        (std::mem::replace(&mut session.sbuf, 0), std::mem::replace(&mut session.rbuf, mid))
+        (
+            std::mem::replace(&mut session.sbuf, 0),
+            std::mem::replace(&mut session.rbuf, mid),
+        )
     };
     let ctx = pvmmyctx.swap(ctx, Relaxed);
     trace::once("mhf_invoke", || {
         let session = session::lock();
-        let Ok(buffer) = session.buffers.get(mid) else { return Vec::new() };
+        let Ok(buffer) = session.buffers.get(mid) else {
+            return Vec::new();
+        };
         vec![
             int("RST", -1),
             int("RMC", buffer.tag),
@@ -141,12 +152,17 @@ fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
 /// What the library matches by: sender, tag and current context, −1 meaning any.
 fn matches(buffer: &Buffer, tid: i32, tag: i32) -> bool {
     let ctx = pvmmyctx.load(Relaxed);
-    (tid == -1 || tid == buffer.src) && (tag == -1 || tag == buffer.tag) && (ctx == -1 || ctx == buffer.ctx)
+    (tid == -1 || tid == buffer.src)
+        && (tag == -1 || tag == buffer.tag)
+        && (ctx == -1 || ctx == buffer.ctx)
 }
 
 /// The library's matching function, as a program may call it: 1 when the message matches.
 pub(crate) fn default_matcher(mid: i32, tid: i32, tag: i32) -> i32 {
-    session::lock().buffers.get(mid).map_or(0, |buffer| i32::from(matches(buffer, tid, tag)))
+    session::lock()
+        .buffers
+        .get(mid)
+        .map_or(0, |buffer| i32::from(matches(buffer, tid, tag)))
 }
 
 /// The first waiting message that the program's matching function ranks highest.
@@ -175,7 +191,12 @@ fn find(mut session: MutexGuard<'static, Session>, tid: i32, tag: i32) -> Result
             ranked
         }
         None => {
-            let wanted = |mid: &&i32| session.buffers.get(**mid).is_ok_and(|buffer| matches(buffer, tid, tag));
+            let wanted = |mid: &&i32| {
+                session
+                    .buffers
+                    .get(**mid)
+                    .is_ok_and(|buffer| matches(buffer, tid, tag))
+            };
             session.arrived.iter().find(wanted).copied()
         }
     };
@@ -234,7 +255,9 @@ fn wait(tid: i32, tag: i32, patience: Patience, before: fn(&mut Session)) -> Res
             Patience::Endless => None,
         };
         drop(found);
-        let Some(turn) = wait_for_some(&rt, deadline)? else { return Ok((session::lock(), None)) };
+        let Some(turn) = wait_for_some(&rt, deadline)? else {
+            return Ok((session::lock(), None));
+        };
         found = find(take_in(&rt, turn), tid, tag).map_err(Fault::Matcher)?;
     }
     Ok(found)
@@ -252,7 +275,9 @@ fn wait_for_some(rt: &Runtime, deadline: Option<Instant>) -> PvmResult<Option<Tu
         }
         Some(turn)
     };
-    let Some(taken) = rt.inbox_wait(deadline, &mut take)? else { return Ok(None) };
+    let Some(taken) = rt.inbox_wait(deadline, &mut take)? else {
+        return Ok(None);
+    };
     // Another thread is giving messages out. What it has taken may be what this one waits for.
     Ok(Some(taken.unwrap_or_else(|| {
         let mut turn = turn();
@@ -263,7 +288,9 @@ fn wait_for_some(rt: &Runtime, deadline: Option<Instant>) -> PvmResult<Option<Tu
 
 /// Receives: the message becomes the active receive buffer. The one before is freed first, also when none comes.
 pub(crate) fn receive(tid: i32, tag: i32, patience: Patience) -> Result<Option<i32>, Fault> {
-    let (mut session, Some(mid)) = wait(tid, tag, patience, Session::free_rbuf)? else { return Ok(None) };
+    let (mut session, Some(mid)) = wait(tid, tag, patience, Session::free_rbuf)? else {
+        return Ok(None);
+    };
     session.unqueue(mid);
     session.free_rbuf();
     if session.sbuf == mid {
@@ -290,7 +317,10 @@ pub(crate) fn receive_apart(tid: i32, tag: i32) -> Result<Buffer, Fault> {
 ///
 /// # Errors
 /// `SysErr` when the daemon is gone, `NotImpl` inside a handler.
-pub(crate) fn wait_for<R>(rt: &Runtime, mut done: impl FnMut(&mut Session) -> Option<R>) -> PvmResult<R> {
+pub(crate) fn wait_for<R>(
+    rt: &Runtime,
+    mut done: impl FnMut(&mut Session) -> Option<R>,
+) -> PvmResult<R> {
     loop {
         pump(rt);
         if let Some(found) = done(&mut session::lock()) {

@@ -21,8 +21,16 @@ const ROUTE_DIRECT: i32 = 3;
 fn may_send(tid: i32, tag: i32) -> PvmResult<()> {
     let reserved = pvmrescode.load(Relaxed) != 0;
     let tid = Tid::from_raw(tid);
-    let good = if reserved { tid.is_task() || tid.is_daemon() } else { tid.is_task() && tag >= 0 };
-    if good { Ok(()) } else { Err(PvmError::BadParam) }
+    let good = if reserved {
+        tid.is_task() || tid.is_daemon()
+    } else {
+        tid.is_task() && tag >= 0
+    };
+    if good {
+        Ok(())
+    } else {
+        Err(PvmError::BadParam)
+    }
 }
 
 /// Sends the active send buffer (`pvm_send`).
@@ -33,7 +41,10 @@ pub(crate) fn send(tid: i32, tag: i32) -> PvmResult<()> {
     let mut session = session::lock();
     session.enrolled()?;
     if at_once(&mut session, tid, tag) {
-        let attended = session.is_attended().then(|| session.enrolled().cloned()).transpose()?;
+        let attended = session
+            .is_attended()
+            .then(|| session.enrolled().cloned())
+            .transpose()?;
         drop(session);
         if let Some(rt) = attended {
             receive::pump(&rt);
@@ -47,9 +58,21 @@ pub(crate) fn send(tid: i32, tag: i32) -> PvmResult<()> {
 /// Most messages are small, and go by a ring that has room.
 #[inline]
 fn at_once(session: &mut Session, tid: i32, tag: i32) -> bool {
-    let Session { runtime: Some(rt), buffers, sbuf, .. } = session else { return false };
-    let Ok(buffer) = buffers.get_mut(*sbuf) else { return false };
-    let Some(body) = buffer.small() else { return false };
+    let Session {
+        runtime: Some(rt),
+        buffers,
+        sbuf,
+        ..
+    } = session
+    else {
+        return false;
+    };
+    let Ok(buffer) = buffers.get_mut(*sbuf) else {
+        return false;
+    };
+    let Some(body) = buffer.small() else {
+        return false;
+    };
     if may_send(tid, tag).is_err() {
         return false;
     }
@@ -75,7 +98,9 @@ fn send_by_any_way(tid: i32, tag: i32) -> PvmResult<()> {
         }
         may_send(tid, tag)?;
         let ctx = pvmmyctx.load(Relaxed);
-        session.send_buffer()?.message(rt.tid(), Tid::from_raw(tid), ctx, tag)?
+        session
+            .send_buffer()?
+            .message(rt.tid(), Tid::from_raw(tid), ctx, tag)?
     };
     hand_over(&rt, message)
 }
@@ -125,12 +150,18 @@ pub(crate) fn multicast(tids: &[i32], tag: i32) -> PvmResult<()> {
         return Err(PvmError::BadParam);
     }
     let mut seen = std::collections::HashSet::from([rt.tid().raw()]);
-    let others: Vec<Tid> = tids.iter().filter(|tid| seen.insert(**tid)).map(|tid| Tid::from_raw(*tid)).collect();
+    let others: Vec<Tid> = tids
+        .iter()
+        .filter(|tid| seen.insert(**tid))
+        .map(|tid| Tid::from_raw(*tid))
+        .collect();
     let ctx = pvmmyctx.load(Relaxed);
     let message = {
         let mut session = session::lock();
         let buffer = session.send_buffer()?;
-        let Some(last) = others.last() else { return Ok(()) };
+        let Some(last) = others.last() else {
+            return Ok(());
+        };
         buffer.message(rt.tid(), *last, ctx, tag)?
     };
     rt.send_to_many(&message, &others)?;
@@ -156,7 +187,18 @@ pub(crate) fn send_array(tid: i32, tag: i32, items: &Strided<u8>) -> PvmResult<(
     }
     let mut body = Vec::new();
     items.append_raw(&mut body);
-    hand_over(&rt, Message { src: rt.tid(), dst, ctx, tag, wid: 0, enc: DSIG_X86_64, body: Bytes::from(body) })
+    hand_over(
+        &rt,
+        Message {
+            src: rt.tid(),
+            dst,
+            ctx,
+            tag,
+            wid: 0,
+            enc: DSIG_X86_64,
+            body: Bytes::from(body),
+        },
+    )
 }
 
 /// Bytes of one element of a data type of `pvm_psend`.
@@ -182,8 +224,20 @@ pub(crate) fn type_bytes(kind: i32) -> PvmResult<usize> {
 pub(crate) fn copy_of(mid: i32) -> PvmResult<Message> {
     let mut session = session::lock();
     let buffer: &mut Buffer = session.buffers.get_mut(mid)?;
-    let enc = if buffer.enc == Enc::InPlace { DSIG_X86_64 } else { buffer.enc.word() };
+    let enc = if buffer.enc == Enc::InPlace {
+        DSIG_X86_64
+    } else {
+        buffer.enc.word()
+    };
     let body = buffer.wire()?;
     let (src, dst) = (Tid::from_raw(buffer.src), Tid::from_raw(buffer.dst));
-    Ok(Message { src, dst, ctx: buffer.ctx, tag: buffer.tag, wid: buffer.wid, enc, body })
+    Ok(Message {
+        src,
+        dst,
+        ctx: buffer.ctx,
+        tag: buffer.tag,
+        wid: buffer.wid,
+        enc,
+        body,
+    })
 }

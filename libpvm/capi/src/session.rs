@@ -6,8 +6,9 @@
 use crate::abi::EMPTY_MASK;
 use crate::buffers::{Buffer, Buffers, Enc};
 use crate::data::{
-    error_text, pvm_errno, pvm_useruid, pvmautoerr, pvmctrc, pvmdebmask, pvmmyctx, pvmmydsig, pvmmyptid, pvmmytid,
-    pvmmyupid, pvmnoreset, pvmnoresetindex, pvmnsibs, pvmrouteopt, pvmschedtid, pvmtrc,
+    error_text, pvm_errno, pvm_useruid, pvmautoerr, pvmctrc, pvmdebmask, pvmmyctx, pvmmydsig,
+    pvmmyptid, pvmmytid, pvmmyupid, pvmnoreset, pvmnoresetindex, pvmnsibs, pvmrouteopt,
+    pvmschedtid, pvmtrc,
 };
 use crate::env;
 use crate::handlers::Handlers;
@@ -71,8 +72,12 @@ fn read_environment() {
         if let Some(mask) = env::get("PVMTMASK").filter(|mask| mask.len() + 1 == EMPTY_MASK.len()) {
             tracer.set_mask(mask.as_bytes());
         }
-        tracer.trace_buf.store(number("PVMTRCBUF").unwrap_or(0), Relaxed);
-        tracer.trace_opt.store(number("PVMTRCOPT").unwrap_or(0), Relaxed);
+        tracer
+            .trace_buf
+            .store(number("PVMTRCBUF").unwrap_or(0), Relaxed);
+        tracer
+            .trace_opt
+            .store(number("PVMTRCOPT").unwrap_or(0), Relaxed);
     }
 }
 
@@ -107,7 +112,9 @@ impl Session {
 
     /// The message does not wait any more, if it did.
     pub(crate) fn unqueue(&mut self, mid: i32) {
-        let Ok(buffer) = self.buffers.get_mut(mid) else { return };
+        let Ok(buffer) = self.buffers.get_mut(mid) else {
+            return;
+        };
         if std::mem::take(&mut buffer.queued)
             && let Some(place) = self.arrived.iter().position(|waiting| *waiting == mid)
         {
@@ -156,7 +163,10 @@ impl Session {
 
     /// The connection, when there is one that this process made.
     pub(crate) fn connected(&self) -> Option<Runtime> {
-        self.runtime.as_ref().filter(|rt| rt.is_connected()).cloned()
+        self.runtime
+            .as_ref()
+            .filter(|rt| rt.is_connected())
+            .cloned()
     }
 
     /// The connection; enrols the process when it is not a task yet.
@@ -200,7 +210,10 @@ impl Session {
         let (output, trace) = (rt.output(), rt.trace());
         let wanted = rt.tracer();
         for tracer in [&pvmtrc, &pvmctrc] {
-            if let Some(wanted) = wanted.as_ref().filter(|_| tracer.trace_tid.load(Relaxed) >= 0) {
+            if let Some(wanted) = wanted
+                .as_ref()
+                .filter(|_| tracer.trace_tid.load(Relaxed) >= 0)
+            {
                 tracer.set_mask(&wanted.mask);
                 tracer.trace_buf.store(wanted.buffer, Relaxed);
                 tracer.trace_opt.store(wanted.options, Relaxed);
@@ -221,7 +234,13 @@ impl Session {
 
     /// The process is no task any more; its buffers and what has arrived stay.
     pub(crate) fn forget(&mut self) -> Option<Runtime> {
-        for id in [&pvmmytid, &pvmmyptid, &pvmmyupid, &pvmnsibs, &pvmnoresetindex] {
+        for id in [
+            &pvmmytid,
+            &pvmmyptid,
+            &pvmmyupid,
+            &pvmnsibs,
+            &pvmnoresetindex,
+        ] {
             id.store(-1, Relaxed);
         }
         pvmschedtid.store(0, Relaxed);
@@ -285,7 +304,10 @@ pub(crate) fn report(place: &str, code: i32) -> i32 {
     set_errno(code);
     let mode = pvmautoerr.load(Relaxed);
     if mode != 0 {
-        say(&format!("{place}(): {}\n", error_text(code).to_string_lossy()), false);
+        say(
+            &format!("{place}(): {}\n", error_text(code).to_string_lossy()),
+            false,
+        );
     }
     match mode {
         2 => {

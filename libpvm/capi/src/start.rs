@@ -43,7 +43,10 @@ pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
         std::thread::sleep(TRY_EVERY);
     }
     let mut command = Command::new(program());
-    command.args(args.iter().map(|arg| OsStr::from_bytes(arg))).stdin(Stdio::null()).stdout(Stdio::piped());
+    command
+        .args(args.iter().map(|arg| OsStr::from_bytes(arg)))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped());
     // SAFETY: between fork and exec only calls that are safe in a child of a process with threads.
     unsafe { command.pre_exec(set_free) };
     let mut child = command.spawn().map_err(|error| {
@@ -75,7 +78,11 @@ pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
 fn wait_for_line(mut lines: impl Read + std::os::fd::AsRawFd, deadline: Instant) -> PvmResult<()> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        let mut ready = libc::pollfd { fd: lines.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        let mut ready = libc::pollfd {
+            fd: lines.as_raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        };
         // SAFETY: one entry, and the descriptor is open.
         match unsafe { libc::poll(&mut ready, 1, left.as_millis() as i32) } {
             0 => return Err(PvmError::CantStart),
@@ -111,7 +118,9 @@ pub(crate) fn program() -> OsString {
     }
     let beside = library().and_then(|library| {
         let folder = library.parent()?;
-        [folder.join("pvmd"), folder.join("../bin/pvmd")].into_iter().find(|path| path.is_file())
+        [folder.join("pvmd"), folder.join("../bin/pvmd")]
+            .into_iter()
+            .find(|path| path.is_file())
     });
     beside.map_or_else(|| "pvmd".into(), Into::into)
 }
@@ -126,7 +135,10 @@ fn library() -> Option<PathBuf> {
     };
     // SAFETY: the address lies in this library; the name stays as long as the library.
     unsafe {
-        if libc::dladdr(library as fn() -> Option<PathBuf> as *const libc::c_void, &mut info) == 0
+        if libc::dladdr(
+            library as fn() -> Option<PathBuf> as *const libc::c_void,
+            &mut info,
+        ) == 0
             || info.dli_fname.is_null()
         {
             return None;

@@ -9,7 +9,8 @@ use crate::session;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::message::{ENC_TRACE, ENC_XDR};
 use sempa_proto::trace::{
-    EVENT_ENTRY, EVENT_EXIT, Item, USER_EVENT_END, Value, head, int, ints, mask_has, pack_group, pack_record,
+    EVENT_ENTRY, EVENT_EXIT, Item, USER_EVENT_END, Value, head, int, ints, mask_has, pack_group,
+    pack_record,
 };
 use sempa_proto::{Message, Tid};
 use std::cell::Cell;
@@ -43,8 +44,12 @@ struct State {
     sums: BTreeMap<i32, Sum>,
 }
 
-static STATE: Mutex<State> =
-    Mutex::new(State { sink: (0, 0, 0), described: BTreeSet::new(), collected: Vec::new(), sums: BTreeMap::new() });
+static STATE: Mutex<State> = Mutex::new(State {
+    sink: (0, 0, 0),
+    described: BTreeSet::new(),
+    collected: Vec::new(),
+    sums: BTreeMap::new(),
+});
 
 fn state() -> MutexGuard<'static, State> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -110,7 +115,12 @@ fn recorded<R>(
     let began = process::clock();
     let mut entry = Some(entry);
     if let Some(number) = number_if_wanted(event) {
-        record(event, number | EVENT_ENTRY, began, entry.take().map(|entry| entry()).unwrap_or_default());
+        record(
+            event,
+            number | EVENT_ENTRY,
+            began,
+            entry.take().map(|entry| entry()).unwrap_or_default(),
+        );
     }
     inside.set(true);
     let answer = body();
@@ -131,7 +141,9 @@ fn recorded<R>(
 
 /// Events that code outside of this library tells through PVM's own names, as PVM's group library does of its calls.
 pub(crate) mod foreign {
-    use super::{EVENT_ENTRY, EVENT_EXIT, Item, TIME, event_name, has_tracer, process, pvmtrc, record, state};
+    use super::{
+        EVENT_ENTRY, EVENT_EXIT, Item, TIME, event_name, has_tracer, process, pvmtrc, record, state,
+    };
     use sempa_proto::trace::mask_has;
     use std::cell::{Cell, RefCell};
     use std::sync::atomic::Ordering::Relaxed;
@@ -169,9 +181,14 @@ pub(crate) mod foreign {
             BEGAN.set(at);
         } else if pvmtrc.trace_opt.load(Relaxed) == TIME {
             let began = BEGAN.get();
-            state().sums.entry(number).or_default().micros += (at.0 - began.0) * 1_000_000 + at.1 - began.1;
+            state().sums.entry(number).or_default().micros +=
+                (at.0 - began.0) * 1_000_000 + at.1 - began.1;
         }
-        OPEN.set(Some(Open { event: number | which, at, items: Vec::new() }));
+        OPEN.set(Some(Open {
+            event: number | which,
+            at,
+            items: Vec::new(),
+        }));
         true
     }
 
@@ -224,12 +241,18 @@ pub(crate) fn cc(answer: &i32) -> Vec<Item> {
 
 /// An address of the program.
 pub(crate) fn address<T>(name: &'static str, place: *const T) -> Item {
-    Item { name, value: Value::Long(place as i64) }
+    Item {
+        name,
+        value: Value::Long(place as i64),
+    }
 }
 
 /// Texts.
 pub(crate) fn texts(name: &'static str, value: Vec<Vec<u8>>) -> Item {
-    Item { name, value: Value::Texts(value) }
+    Item {
+        name,
+        value: Value::Texts(value),
+    }
 }
 
 /// Nothing but the head.
@@ -240,11 +263,17 @@ pub(crate) fn nothing() -> Vec<Item> {
 fn record(name: &str, event: i32, at: (i64, i64), items: Vec<Item>) {
     let mut state = state();
     if matches!(pvmtrc.trace_opt.load(Relaxed), TIME | COUNT) {
-        state.sums.entry(event & !(EVENT_ENTRY | EVENT_EXIT)).or_default().count += 1;
+        state
+            .sums
+            .entry(event & !(EVENT_ENTRY | EVENT_EXIT))
+            .or_default()
+            .count += 1;
         return;
     }
     state.append(name, event, at, items);
-    let limit = usize::try_from(pvmtrc.trace_buf.load(Relaxed)).unwrap_or(0).min(COLLECTED_BYTES_MAX);
+    let limit = usize::try_from(pvmtrc.trace_buf.load(Relaxed))
+        .unwrap_or(0)
+        .min(COLLECTED_BYTES_MAX);
     if state.collected.len() > limit {
         state.send(limit > 0);
     }
@@ -252,7 +281,8 @@ fn record(name: &str, event: i32, at: (i64, i64), items: Vec<Item>) {
 
 impl State {
     fn append(&mut self, name: &str, event: i32, (seconds, micros): (i64, i64), items: Vec<Item>) {
-        let sink = [&pvmtrc.trace_tid, &pvmtrc.trace_ctx, &pvmtrc.trace_tag].map(|place| place.load(Relaxed));
+        let sink = [&pvmtrc.trace_tid, &pvmtrc.trace_ctx, &pvmtrc.trace_tag]
+            .map(|place| place.load(Relaxed));
         let sink = (sink[0], sink[1], sink[2]);
         if self.sink != sink {
             (self.sink, self.described) = (sink, BTreeSet::new());
@@ -280,7 +310,15 @@ impl State {
 fn tell((tid, ctx, tag): (i32, i32, i32), enc: i32, body: bytes::Bytes) {
     // The lock of the session is free here: records are made before and after a call, never in the middle.
     if let Some(rt) = session::lock().connected() {
-        let message = Message { src: rt.tid(), dst: Tid::from_raw(tid), ctx, tag, wid: 0, enc, body };
+        let message = Message {
+            src: rt.tid(),
+            dst: Tid::from_raw(tid),
+            ctx,
+            tag,
+            wid: 0,
+            enc,
+            body,
+        };
         // A tracer that cannot be told any more misses the record; the program goes on.
         let _ = rt.send(message);
     }
@@ -292,11 +330,24 @@ pub(crate) fn flush() {
     if has_tracer() && !state.sums.is_empty() {
         let timing = pvmtrc.trace_opt.load(Relaxed) == TIME;
         let sums = std::mem::take(&mut state.sums);
-        let names = sums.keys().map(|event| event_name(*event).to_vec()).collect();
+        let names = sums
+            .keys()
+            .map(|event| event_name(*event).to_vec())
+            .collect();
         let mut items = vec![int("VCT", sums.len() as i32), texts("VID", names)];
         if timing {
-            items.push(ints("TGS", sums.values().map(|sum| (sum.micros / 1_000_000) as i32).collect()));
-            items.push(ints("TGU", sums.values().map(|sum| (sum.micros % 1_000_000) as i32).collect()));
+            items.push(ints(
+                "TGS",
+                sums.values()
+                    .map(|sum| (sum.micros / 1_000_000) as i32)
+                    .collect(),
+            ));
+            items.push(ints(
+                "TGU",
+                sums.values()
+                    .map(|sum| (sum.micros % 1_000_000) as i32)
+                    .collect(),
+            ));
         }
         items.push(ints("PRF", sums.values().map(|sum| sum.count).collect()));
         let name = if timing { "timing" } else { "profiling" };
@@ -304,13 +355,16 @@ pub(crate) fn flush() {
         state.append(name, number, process::clock(), items);
     }
     if !state.collected.is_empty() {
-        let group = pvmtrc.trace_buf.load(Relaxed) > 0 && !matches!(pvmtrc.trace_opt.load(Relaxed), TIME | COUNT);
+        let group = pvmtrc.trace_buf.load(Relaxed) > 0
+            && !matches!(pvmtrc.trace_opt.load(Relaxed), TIME | COUNT);
         state.send(group);
     }
 }
 
 fn event_name(number: i32) -> &'static [u8] {
-    let name = usize::try_from(number).ok().and_then(|at| libpvm::trace_events::EVENTS.get(at));
+    let name = usize::try_from(number)
+        .ok()
+        .and_then(|at| libpvm::trace_events::EVENTS.get(at));
     name.map_or(b"?".as_slice(), |name| name.to_bytes())
 }
 
@@ -321,6 +375,7 @@ pub(crate) fn user_event(body: &[u8]) {
     }
     let mut out = Packer::new(Encoding::Xdr);
     out.append_encoded(body).int(USER_EVENT_END);
-    let sink = [&pvmtrc.trace_tid, &pvmtrc.trace_ctx, &pvmtrc.trace_tag].map(|place| place.load(Relaxed));
+    let sink =
+        [&pvmtrc.trace_tid, &pvmtrc.trace_ctx, &pvmtrc.trace_tag].map(|place| place.load(Relaxed));
     tell((sink[0], sink[1], sink[2]), ENC_TRACE, out.finish());
 }

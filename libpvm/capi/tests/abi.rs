@@ -36,8 +36,16 @@ const VARIABLES: &str = "
     pvmtrcsbfsave 4";
 
 fn output(program: &str, args: &[&str], path: &Path) -> String {
-    let done = Command::new(program).args(args).arg(path).output().expect("binutils come with the C compiler");
-    assert!(done.status.success(), "{program}: {}", String::from_utf8_lossy(&done.stderr));
+    let done = Command::new(program)
+        .args(args)
+        .arg(path)
+        .output()
+        .expect("binutils come with the C compiler");
+    assert!(
+        done.status.success(),
+        "{program}: {}",
+        String::from_utf8_lossy(&done.stderr)
+    );
     String::from_utf8_lossy(&done.stdout).into_owned()
 }
 
@@ -48,7 +56,10 @@ fn exported(path: &Path) -> BTreeMap<String, (char, u64)> {
         let words: Vec<&str> = line.split_whitespace().collect();
         if let [_, size, kind, name] = words[..] {
             let kind = kind.chars().next().expect("a letter");
-            names.insert(name.to_string(), (kind, u64::from_str_radix(size, 16).expect("a number")));
+            names.insert(
+                name.to_string(),
+                (kind, u64::from_str_radix(size, 16).expect("a number")),
+            );
         }
     }
     names
@@ -58,11 +69,16 @@ fn exported(path: &Path) -> BTreeMap<String, (char, u64)> {
 fn every_name_of_the_interface_is_exported_with_its_size() {
     let names = exported(&library());
     for name in FUNCTIONS.split_whitespace() {
-        assert!(names.get(name).is_some_and(|(kind, _)| *kind == 'T'), "{name}");
+        assert!(
+            names.get(name).is_some_and(|(kind, _)| *kind == 'T'),
+            "{name}"
+        );
     }
     let words: Vec<&str> = VARIABLES.split_whitespace().collect();
     for pair in words.chunks(2) {
-        let (kind, size) = names.get(pair[0]).unwrap_or_else(|| panic!("{} is missing", pair[0]));
+        let (kind, size) = names
+            .get(pair[0])
+            .unwrap_or_else(|| panic!("{} is missing", pair[0]));
         assert!(matches!(kind, 'D' | 'B' | 'R'), "{} is {kind}", pair[0]);
         assert_eq!(size.to_string(), pair[1], "size of {}", pair[0]);
     }
@@ -88,45 +104,90 @@ fn the_names_and_sizes_are_debians_but_for_the_listed_ones() {
         (Some((a, own)), Some((b, size))) => !is_function(*a) && !is_function(*b) && own == size,
         _ => false,
     };
-    let names: BTreeSet<&str> = ours.keys().chain(theirs.keys()).map(String::as_str).collect();
+    let names: BTreeSet<&str> = ours
+        .keys()
+        .chain(theirs.keys())
+        .map(String::as_str)
+        .collect();
     let differing: BTreeSet<&str> = names.into_iter().filter(|name| !same(name)).collect();
-    let lines = DIFFERENCES.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty());
+    let lines = DIFFERENCES
+        .lines()
+        .filter(|line| !line.starts_with('#') && !line.trim().is_empty());
     let listed: BTreeSet<&str> = lines
         .map(|line| {
-            let (name, reason) = line.split_once(": ").unwrap_or_else(|| panic!("no reason: {line}"));
+            let (name, reason) = line
+                .split_once(": ")
+                .unwrap_or_else(|| panic!("no reason: {line}"));
             assert!(!reason.trim().is_empty(), "no reason: {line}");
             name
         })
         .collect();
-    assert_eq!(differing.difference(&listed).collect::<Vec<_>>(), Vec::<&&str>::new(), "differ and are not listed");
-    assert_eq!(listed.difference(&differing).collect::<Vec<_>>(), Vec::<&&str>::new(), "are listed and do not differ");
+    assert_eq!(
+        differing.difference(&listed).collect::<Vec<_>>(),
+        Vec::<&&str>::new(),
+        "differ and are not listed"
+    );
+    assert_eq!(
+        listed.difference(&differing).collect::<Vec<_>>(),
+        Vec::<&&str>::new(),
+        "are listed and do not differ"
+    );
 }
 
 #[test]
 fn the_library_has_pvms_name_and_needs_only_the_c_library() {
     let dynamic = output("readelf", &["-d", "-W"], &library());
-    assert!(dynamic.contains("Library soname: [libpvm3.so.3]"), "{dynamic}");
+    assert!(
+        dynamic.contains("Library soname: [libpvm3.so.3]"),
+        "{dynamic}"
+    );
     let needed: BTreeSet<&str> = dynamic
         .lines()
         .filter(|line| line.contains("(NEEDED)"))
-        .filter_map(|line| line.split_once('[')?.1.split_once(']').map(|(name, _)| name))
+        .filter_map(|line| {
+            line.split_once('[')?
+                .1
+                .split_once(']')
+                .map(|(name, _)| name)
+        })
         .collect();
-    let allowed = BTreeSet::from(["libc.so.6", "libgcc_s.so.1", "libm.so.6", "ld-linux-x86-64.so.2"]);
+    let allowed = BTreeSet::from([
+        "libc.so.6",
+        "libgcc_s.so.1",
+        "libm.so.6",
+        "ld-linux-x86-64.so.2",
+    ]);
     assert!(needed.is_subset(&allowed), "{needed:?}");
-    assert!(!output("readelf", &["-V", "-W"], &library()).contains("Version definition"), "names carry no version");
+    assert!(
+        !output("readelf", &["-V", "-W"], &library()).contains("Version definition"),
+        "names carry no version"
+    );
 }
 
 /// Programs that link with PVM's library, from Debian's packages.
 fn debian_programs() -> Vec<PathBuf> {
-    let mut programs: Vec<PathBuf> = ["tablix2", "tablix2_kernel", "pvm", "pvmgs", "pvm_gstat", "pvmgroups", "tracer"]
-        .iter()
-        .chain(&["trcsort", "NPpvm"])
-        .map(|name| Path::new("/usr/bin").join(name))
-        .collect();
+    let mut programs: Vec<PathBuf> = [
+        "tablix2",
+        "tablix2_kernel",
+        "pvm",
+        "pvmgs",
+        "pvm_gstat",
+        "pvmgroups",
+        "tracer",
+    ]
+    .iter()
+    .chain(&["trcsort", "NPpvm"])
+    .map(|name| Path::new("/usr/bin").join(name))
+    .collect();
     programs.push("/usr/lib/pvm3/bin/LINUX64/tablix2_kernel".into());
     if let Ok(listed) = Command::new("dpkg").args(["-L", "pvm-examples"]).output() {
         let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
-        programs.extend(listed.lines().filter(|path| path.starts_with("/usr/bin/")).map(PathBuf::from));
+        programs.extend(
+            listed
+                .lines()
+                .filter(|path| path.starts_with("/usr/bin/"))
+                .map(PathBuf::from),
+        );
     }
     programs.retain(|path| path.is_file());
     programs
@@ -155,7 +216,11 @@ fn debians_programs_find_every_name_they_import() {
         for line in output("nm", &["-D", "--undefined-only"], &program).lines() {
             let name = line.split_whitespace().last().unwrap_or_default();
             let name = name.split('@').next().unwrap_or_default();
-            assert!(!is_pvms(name) || have.contains(name), "{} needs {name}", program.display());
+            assert!(
+                !is_pvms(name) || have.contains(name),
+                "{} needs {name}",
+                program.display()
+            );
         }
     }
 }
@@ -173,12 +238,28 @@ fn printed_by_text(text: &str, folder: &Path, warnings: &str) -> String {
     let dir = tempfile::tempdir().expect("a directory");
     let source = dir.path().join("text.c");
     std::fs::write(&source, text).expect("writable");
-    printed_by(&source, &[warnings.as_ref(), "-Werror".as_ref(), "-I".as_ref(), folder.as_os_str()])
+    printed_by(
+        &source,
+        &[
+            warnings.as_ref(),
+            "-Werror".as_ref(),
+            "-I".as_ref(),
+            folder.as_os_str(),
+        ],
+    )
 }
 
 /// Numbers and layouts that a header gives, as text.
 fn facts(header: &Path) -> String {
-    printed_by(&source("facts"), &["-Wall".as_ref(), "-Werror".as_ref(), "-include".as_ref(), header.as_os_str()])
+    printed_by(
+        &source("facts"),
+        &[
+            "-Wall".as_ref(),
+            "-Werror".as_ref(),
+            "-include".as_ref(),
+            header.as_os_str(),
+        ],
+    )
 }
 
 #[test]
@@ -195,14 +276,25 @@ fn the_header_agrees_with_debians_in_every_number_and_layout() {
 fn the_header_can_be_used_from_c_and_from_cpp() {
     for language in ["c", "c++"] {
         let done = cc()
-            .args(["-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-x", language, "-include"])
+            .args([
+                "-Wall",
+                "-Wextra",
+                "-Werror",
+                "-fsyntax-only",
+                "-x",
+                language,
+                "-include",
+            ])
             .arg(include().join("pvm3.h"))
             .arg("/dev/null")
             .output()
             .expect("a C compiler");
         let said = String::from_utf8_lossy(&done.stderr).into_owned();
         // A machine without a C++ compiler says so; that is no fault of the header.
-        assert!(done.status.success() || said.contains("cc1plus"), "{language}: {said}");
+        assert!(
+            done.status.success() || said.contains("cc1plus"),
+            "{language}: {said}"
+        );
     }
 }
 
@@ -215,17 +307,31 @@ fn macros(folder: &Path, header: &str) -> BTreeSet<String> {
             command.args(["-include", header]);
         }
         let text = compiled(command.arg("/dev/null"));
-        let defined = text.lines().filter_map(|line| line.strip_prefix("#define ")?.split_once(' '));
+        let defined = text
+            .lines()
+            .filter_map(|line| line.strip_prefix("#define ")?.split_once(' '));
         // Functions have no value of their own; names with an underscore in front are the header's business.
-        defined.filter(|(name, _)| !name.contains('(') && !name.starts_with('_')).map(|(name, _)| name.into()).collect()
+        defined
+            .filter(|(name, _)| !name.contains('(') && !name.starts_with('_'))
+            .map(|(name, _)| name.into())
+            .collect()
     };
-    names(&["pvm3.h", header]).difference(&names(&["pvm3.h"])).cloned().collect()
+    names(&["pvm3.h", header])
+        .difference(&names(&["pvm3.h"]))
+        .cloned()
+        .collect()
 }
 
 /// The numbers of these macros, as a program compiled with this header prints them.
 fn numbers(folder: &Path, header: &str, names: &BTreeSet<String>) -> String {
-    let lines: Vec<String> = names.iter().map(|n| format!("printf(\"{n} %ld\\n\", (long)({n}));")).collect();
-    let text = format!("#include <pvm3.h>\n#include <{header}>\nint main(void) {{ {} return 0; }}\n", lines.join("\n"));
+    let lines: Vec<String> = names
+        .iter()
+        .map(|n| format!("printf(\"{n} %ld\\n\", (long)({n}));"))
+        .collect();
+    let text = format!(
+        "#include <pvm3.h>\n#include <{header}>\nint main(void) {{ {} return 0; }}\n",
+        lines.join("\n")
+    );
     printed_by_text(&text, folder, "-w")
 }
 
@@ -234,8 +340,19 @@ fn the_headers_of_traces_and_messages_have_debians_numbers() {
     let debian = Path::new("/usr/include");
     // What only PVM's own daemons use: their timers, states, frames, names of their files.
     let inner = |name: &str| {
-        let starts =
-            ["DDMIN", "DDMAX", "DDERR", "DDPING", "DDBAIL", "DDFRAG", "DM_SLCONF_", "FF", "PVMD", "TDFRAG", "TDSOCK"];
+        let starts = [
+            "DDMIN",
+            "DDMAX",
+            "DDERR",
+            "DDPING",
+            "DDBAIL",
+            "DDFRAG",
+            "DM_SLCONF_",
+            "FF",
+            "PVMD",
+            "TDFRAG",
+            "TDSOCK",
+        ];
         starts.iter().any(|start| name.starts_with(start)) || name == "MAXHDR"
     };
     for header in ["pvmtev.h", "pvmproto.h"] {
@@ -244,8 +361,15 @@ fn the_headers_of_traces_and_messages_have_debians_numbers() {
         let own = numbers(&include(), header, &ours);
         assert_eq!(own.lines().count(), ours.len());
         if debian.join(header).exists() {
-            let theirs: BTreeSet<String> = macros(debian, header).into_iter().filter(|name| !inner(name)).collect();
-            assert_eq!(ours.symmetric_difference(&theirs).collect::<Vec<_>>(), Vec::<&String>::new(), "{header}");
+            let theirs: BTreeSet<String> = macros(debian, header)
+                .into_iter()
+                .filter(|name| !inner(name))
+                .collect();
+            assert_eq!(
+                ours.symmetric_difference(&theirs).collect::<Vec<_>>(),
+                Vec::<&String>::new(),
+                "{header}"
+            );
             assert_eq!(own, numbers(debian, header, &ours), "{header}");
         }
     }
@@ -257,5 +381,8 @@ fn the_structures_of_traces_have_debians_layout() {
          TEV_MASK_INIT(m) TEV_MASK_SET(m, 5); TEV_MASK_UNSET(m, 5); TEV_MASK_SET(m, 6); printf(\"%s %d %zu %zu %zu %zu\\n\", m, \
          !!TEV_MASK_CHECK(m, 6), sizeof(struct Pvmtracer), offsetof(struct Pvmtracer, tmask), sizeof(struct Pvmtevinfo), \
          sizeof(struct Pvmtevdid)); return 0; }\n";
-    assert_eq!(printed_by_text(program, &include(), "-Wall"), format!("@D{} 1 68 32 56 16\n", "@".repeat(33)));
+    assert_eq!(
+        printed_by_text(program, &include(), "-Wall"),
+        format!("@D{} 1 68 32 56 16\n", "@".repeat(33))
+    );
 }

@@ -9,7 +9,13 @@ use std::fmt::Write as _;
 use std::process::Command;
 
 /// Calls that may wait for ever, because waiting is what was asked for.
-const MAY_WAIT: [&str; 5] = ["pvm_recv", "pvm_trecv", "pvm_precv", "pvm_recvinfo", "pvm_siblings"];
+const MAY_WAIT: [&str; 5] = [
+    "pvm_recv",
+    "pvm_trecv",
+    "pvm_precv",
+    "pvm_recvinfo",
+    "pvm_siblings",
+];
 /// Functions that end the process, or wait, when called as documented; and those whose arguments begin with a list.
 const NOT_CALLED: [&str; 4] = ["pvm_packf", "pvm_unpackf", "pvmlogprintf", "vpvmlogprintf"];
 /// Numbers that mean nothing: unknown, negative, huge.
@@ -40,16 +46,29 @@ fn functions(header: &str) -> Vec<(String, bool, Vec<String>)> {
     let mut found = Vec::new();
     for statement in header.split(';') {
         let flat = statement.split_whitespace().collect::<Vec<_>>().join(" ");
-        let Some((before, arguments)) = flat.split_once('(') else { continue };
-        let Some(name) = before.rsplit([' ', '*']).next().filter(|name| name.starts_with("pvm")) else { continue };
+        let Some((before, arguments)) = flat.split_once('(') else {
+            continue;
+        };
+        let Some(name) = before
+            .rsplit([' ', '*'])
+            .next()
+            .filter(|name| name.starts_with("pvm"))
+        else {
+            continue;
+        };
         if arguments.contains('{') || before.contains('#') || before.contains("typedef") {
             continue;
         }
         let arguments = arguments.trim_end().strip_suffix(')').unwrap_or(arguments);
-        let list = split(arguments).into_iter().filter(|a| !a.is_empty() && a != "void").collect();
+        let list = split(arguments)
+            .into_iter()
+            .filter(|a| !a.is_empty() && a != "void")
+            .collect();
         found.push((
             name.to_string(),
-            before.strip_suffix(name).is_some_and(|kind| kind.trim_end().ends_with("int")),
+            before
+                .strip_suffix(name)
+                .is_some_and(|kind| kind.trim_end().ends_with("int")),
             list,
         ));
     }
@@ -64,13 +83,24 @@ fn calls(arguments: &[String]) -> Vec<String> {
         let value = |(at, argument): (usize, &String)| {
             let is_text = argument.contains("char *") && !argument.contains("**");
             match () {
-                () if is_text => TEXTS[(round + round / NUMBERS.len() + at) % TEXTS.len()].to_string(),
+                () if is_text => {
+                    TEXTS[(round + round / NUMBERS.len() + at) % TEXTS.len()].to_string()
+                }
                 // Other pointers are null: what they would point to has to be there, in C.
                 () if argument.contains('*') || argument.contains('[') => "(void *)0".to_string(),
-                () => NUMBERS[(round + at * (1 + round / NUMBERS.len())) % NUMBERS.len()].to_string(),
+                () => {
+                    NUMBERS[(round + at * (1 + round / NUMBERS.len())) % NUMBERS.len()].to_string()
+                }
             }
         };
-        lists.push(arguments.iter().enumerate().map(value).collect::<Vec<_>>().join(", "));
+        lists.push(
+            arguments
+                .iter()
+                .enumerate()
+                .map(value)
+                .collect::<Vec<_>>()
+                .join(", "),
+        );
     }
     lists.sort();
     lists.dedup();
@@ -79,7 +109,10 @@ fn calls(arguments: &[String]) -> Vec<String> {
 
 /// Functions that answer text into a buffer take no text: they would write through it.
 fn writes_text(name: &str) -> bool {
-    matches!(name, "pvm_upkstr" | "pvmtmpnam" | "pvm_gettmask" | "pvm_upkbyte" | "pvm_pkbyte" | "pvm_settmask")
+    matches!(
+        name,
+        "pvm_upkstr" | "pvmtmpnam" | "pvm_gettmask" | "pvm_upkbyte" | "pvm_pkbyte" | "pvm_settmask"
+    )
 }
 
 fn program() -> String {
@@ -88,12 +121,24 @@ fn program() -> String {
     let mut call = |name: &str, expression: &str| {
         let waits = i32::from(MAY_WAIT.contains(&name));
         let shown = expression.replace('\\', "\\\\").replace('"', "\\\"");
-        writeln!(calls_text, "    if (child(\"{shown}\", {waits})) finish((long)({expression}));").expect("a string");
+        writeln!(
+            calls_text,
+            "    if (child(\"{shown}\", {waits})) finish((long)({expression}));"
+        )
+        .expect("a string");
         count += 1;
     };
-    let symbols = Command::new("nm").args(["-D", "--defined-only"]).arg(library()).output().expect("binutils");
+    let symbols = Command::new("nm")
+        .args(["-D", "--defined-only"])
+        .arg(library())
+        .output()
+        .expect("binutils");
     let symbols = String::from_utf8_lossy(&symbols.stdout).into_owned();
-    let exported: Vec<&str> = symbols.lines().filter_map(|line| line.split_once(" T ")).map(|(_, name)| name).collect();
+    let exported: Vec<&str> = symbols
+        .lines()
+        .filter_map(|line| line.split_once(" T "))
+        .map(|(_, name)| name)
+        .collect();
     let header = std::fs::read_to_string(include().join("pvm3.h")).expect("the header");
     let mut known = Vec::new();
     for (name, is_int, arguments) in functions(&header) {
@@ -104,11 +149,27 @@ fn program() -> String {
             continue;
         }
         let arguments: Vec<String> = match writes_text(&name) {
-            true => arguments.iter().map(|a| if a.contains("char") { "void *".into() } else { a.clone() }).collect(),
+            true => arguments
+                .iter()
+                .map(|a| {
+                    if a.contains("char") {
+                        "void *".into()
+                    } else {
+                        a.clone()
+                    }
+                })
+                .collect(),
             false => arguments,
         };
         for list in calls(&arguments) {
-            call(&name, &if is_int { format!("{name}({list})") } else { format!("({name}({list}), 0)") });
+            call(
+                &name,
+                &if is_int {
+                    format!("{name}({list})")
+                } else {
+                    format!("({name}({list}), 0)")
+                },
+            );
         }
         known.push(name);
     }
@@ -143,10 +204,15 @@ fn program() -> String {
 fn no_function_breaks_on_arguments_that_mean_nothing() {
     let (daemon, nowhere) = (Daemon::start(), tempfile::tempdir().expect("a directory"));
     let bad = Program::of_text("bad", &program(), &["-w"]);
-    for (what, tmp) in [("with a daemon", daemon.tmp()), ("without a daemon", nowhere.path())] {
+    for (what, tmp) in [
+        ("with a daemon", daemon.tmp()),
+        ("without a daemon", nowhere.path()),
+    ] {
         let mut command = bad.command(tmp);
         // Nobody is to be started: the daemon that a call would start does not exist.
-        command.env("PVM_DPATH", "/nonexistent/pvmd").current_dir(nowhere.path());
+        command
+            .env("PVM_DPATH", "/nonexistent/pvmd")
+            .current_dir(nowhere.path());
         let done = command.output().expect("runs");
         let said = String::from_utf8_lossy(&done.stdout).into_owned();
         assert!(done.status.success(), "{what}:\n{said}");

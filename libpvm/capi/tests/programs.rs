@@ -42,18 +42,36 @@ fn a_missing_daemon_is_said_in_one_line_and_every_error_in_another() {
     let nowhere = tempfile::tempdir().expect("a directory");
     let program = Program::compile("offline", &include());
     let mut command = program.command(nowhere.path());
-    command.arg("lines").stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+        .arg("lines")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     let child = command.spawn().expect("runs");
     let pid = child.id();
     let done = child.wait_with_output().expect("ends");
     assert_eq!(String::from_utf8_lossy(&done.stdout), "-14\n");
     let err = String::from_utf8_lossy(&done.stderr).into_owned();
     let lines: Vec<&str> = err.lines().collect();
-    assert!(lines[0].starts_with(&format!("libpvm [pid{pid}] ")), "{err}");
-    assert!(lines[0].contains(&*nowhere.path().to_string_lossy()), "{err}");
-    assert_eq!(lines[1], format!("libpvm [pid{pid}]: pvm_mytid(): Can't contact local daemon"));
-    assert_eq!(lines[2], format!("libpvm [pid{pid}]: I: Can't contact local daemon"));
-    assert_eq!(lines[3], format!("libpvm [pid{pid}]: pvm_freebuf(): No such buffer"));
+    assert!(
+        lines[0].starts_with(&format!("libpvm [pid{pid}] ")),
+        "{err}"
+    );
+    assert!(
+        lines[0].contains(&*nowhere.path().to_string_lossy()),
+        "{err}"
+    );
+    assert_eq!(
+        lines[1],
+        format!("libpvm [pid{pid}]: pvm_mytid(): Can't contact local daemon")
+    );
+    assert_eq!(
+        lines[2],
+        format!("libpvm [pid{pid}]: I: Can't contact local daemon")
+    );
+    assert_eq!(
+        lines[3],
+        format!("libpvm [pid{pid}]: pvm_freebuf(): No such buffer")
+    );
     assert_eq!(lines.len(), 4, "{err}");
     // PvmAutoErr 2 ends the program with the code.
     assert_eq!(done.status.code(), Some(-16 & 255));
@@ -61,29 +79,48 @@ fn a_missing_daemon_is_said_in_one_line_and_every_error_in_another() {
 
 #[test]
 fn root_without_permission_is_refused_in_one_line() {
-    let root =
-        std::fs::metadata("/proc/self").map(|of| std::os::unix::fs::MetadataExt::uid(&of)).expect("this process");
+    let root = std::fs::metadata("/proc/self")
+        .map(|of| std::os::unix::fs::MetadataExt::uid(&of))
+        .expect("this process");
     if root != 0 {
         eprintln!("not run as root: nothing to refuse");
         return;
     }
     let daemon = Daemon::start();
     let program = Program::compile("alone", &include());
-    let done = program.command(daemon.tmp()).env_remove("PVM_ALLOW_ROOT").output().expect("runs");
+    let done = program
+        .command(daemon.tmp())
+        .env_remove("PVM_ALLOW_ROOT")
+        .output()
+        .expect("runs");
     assert_eq!(done.status.code(), Some(1));
     let out = String::from_utf8_lossy(&done.stdout).into_owned();
-    assert!(out.contains("PVM_ALLOW_ROOT") && out.lines().count() == 1, "{out}");
+    assert!(
+        out.contains("PVM_ALLOW_ROOT") && out.lines().count() == 1,
+        "{out}"
+    );
 }
 
 #[test]
 fn output_of_children_is_printed_line_by_line_until_they_end() {
     let daemon = Daemon::start();
     let program = Program::compile("alone", &include());
-    let done = program.command(daemon.tmp()).arg("catch").output().expect("runs");
+    let done = program
+        .command(daemon.tmp())
+        .arg("catch")
+        .output()
+        .expect("runs");
     must_succeed(&done);
     let out = String::from_utf8_lossy(&done.stdout).into_owned();
-    assert_eq!(out, "[t40002] BEGIN\n[t40002] one\n[t40002] two\n[t40002] EOF\n");
-    let done = program.command(daemon.tmp()).args(["catch", "bare"]).output().expect("runs");
+    assert_eq!(
+        out,
+        "[t40002] BEGIN\n[t40002] one\n[t40002] two\n[t40002] EOF\n"
+    );
+    let done = program
+        .command(daemon.tmp())
+        .args(["catch", "bare"])
+        .output()
+        .expect("runs");
     must_succeed(&done);
     assert_eq!(String::from_utf8_lossy(&done.stdout), "one\ntwo\n");
 }
@@ -92,7 +129,13 @@ fn output_of_children_is_printed_line_by_line_until_they_end() {
 fn a_spawned_task_learns_its_siblings() {
     let daemon = Daemon::with_parent(sempa_proto::Tid::from_raw(0x40009));
     let program = Program::compile("alone", &include());
-    must_succeed(&program.command(daemon.tmp()).arg("siblings").output().expect("runs"));
+    must_succeed(
+        &program
+            .command(daemon.tmp())
+            .arg("siblings")
+            .output()
+            .expect("runs"),
+    );
 }
 
 #[test]
@@ -100,9 +143,19 @@ fn a_program_linked_with_the_static_library_runs_without_the_shared_one() {
     let nowhere = tempfile::tempdir().expect("a directory");
     let program = nowhere.path().join("offline");
     let library = common::library().with_file_name("libpvm3.a");
-    common::link(&common::source("offline"), &include(), &["-Wno-stringop-overread"], &library, &program);
+    common::link(
+        &common::source("offline"),
+        &include(),
+        &["-Wno-stringop-overread"],
+        &library,
+        &program,
+    );
     let mut command = std::process::Command::new(program);
-    command.env("PVM_TMP", nowhere.path()).env("PVM_ALLOW_ROOT", "1").env_remove("PVMSOCK").env_remove("PVM_VMID");
+    command
+        .env("PVM_TMP", nowhere.path())
+        .env("PVM_ALLOW_ROOT", "1")
+        .env_remove("PVMSOCK")
+        .env_remove("PVM_VMID");
     must_succeed(&command.output().expect("runs"));
 }
 

@@ -31,12 +31,20 @@ fn a_hoster_starts_daemons_and_the_master_does_when_it_dies_in_the_middle() {
     let (vm, program) = (Vm::start(), served());
     let mut hoster = vm.play(&program, &["hoster"]);
     hoster.until("serving");
-    let said = vm.play(&program, &["add", "h2", "refused", "h3 so=ms"]).ends_well();
-    assert!(said.contains("added 2\nh2 524288\nrefused -28\nh3 so=ms 1048576\n"), "{said}");
+    let said = vm
+        .play(&program, &["add", "h2", "refused", "h3 so=ms"])
+        .ends_well();
+    assert!(
+        said.contains("added 2\nh2 524288\nrefused -28\nh3 so=ms 1048576\n"),
+        "{said}"
+    );
     hoster.until("order h3 so=ms");
     hoster.kill();
     let said = vm.play(&program, &["add", "h4 so=ms", "h5"]).ends_well();
-    assert!(said.contains("added 1\nh4 so=ms -29\nh5 "), "without a hoster a person would have to be asked: {said}");
+    assert!(
+        said.contains("added 1\nh4 so=ms -29\nh5 "),
+        "without a hoster a person would have to be asked: {said}"
+    );
     let mut deaf = vm.play(&program, &["hoster", "silent"]);
     deaf.until("serving");
     let adding = vm.play(&program, &["add", "h6"]);
@@ -44,7 +52,10 @@ fn a_hoster_starts_daemons_and_the_master_does_when_it_dies_in_the_middle() {
     deaf.kill();
     assert!(adding.ends_well().contains("added 1\n"));
     let said = vm.play_on("h2", &program, &["register"]).ends_well();
-    assert_eq!(said, "hoster -34 tasker 0\n", "a hoster is for the master's host, a tasker for each");
+    assert_eq!(
+        said, "hoster -34 tasker 0\n",
+        "a hoster is for the master's host, a tasker for each"
+    );
 }
 
 #[test]
@@ -53,7 +64,10 @@ fn services_are_given_back_and_had_once() {
     vm.play(&program, &["twice"]).ends_well();
     let mut tasker = vm.play(&program, &["tasker"]);
     tasker.until("serving");
-    assert_eq!(vm.play(&program, &["register"]).ends_well(), "hoster 0 tasker -30\n");
+    assert_eq!(
+        vm.play(&program, &["register"]).ends_well(),
+        "hoster 0 tasker -30\n"
+    );
 }
 
 #[test]
@@ -68,7 +82,11 @@ fn each_host_may_have_a_resource_manager_of_its_own_and_one_may_refuse_another()
         let said = vm.play_on(host, &program, &["spawner", "3"]).ends_well();
         assert_eq!(said.matches(&format!("on {tid}")).count(), 3, "{said}");
     }
-    assert_eq!(vm.play(&program, &["deposed"]).ends_well(), "-8\n", "the one that is there refuses");
+    assert_eq!(
+        vm.play(&program, &["deposed"]).ends_well(),
+        "-8\n",
+        "the one that is there refuses"
+    );
     second.kill();
     first.kill();
     let said = vm.play(&program, &["spawner", "2"]).ends_well();
@@ -83,9 +101,15 @@ fn a_tasker_named_in_the_environment_is_started_with_each_daemon() {
     let begin = std::time::Instant::now();
     loop {
         let said = vm.play(&program, &["spawner", "4"]).ends_well();
-        if ["40000", "80000"].iter().all(|host| said.contains(&format!("by tasker on {host}"))) {
+        if ["40000", "80000"]
+            .iter()
+            .all(|host| said.contains(&format!("by tasker on {host}")))
+        {
             return;
         }
-        assert!(begin.elapsed() < common::vm::DEADLINE, "the taskers do not serve: {said}");
+        assert!(
+            begin.elapsed() < common::vm::DEADLINE,
+            "the taskers do not serve: {said}"
+        );
     }
 }

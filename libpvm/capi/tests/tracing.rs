@@ -20,7 +20,10 @@ fn every_call_of_a_traced_task_is_told_when_it_begins_and_when_it_ends() {
     let mut tracer = traced(&vm, &program, "0", "1");
     tracer.until("exit begins: ");
     let said = tracer.said();
-    assert!(!said.contains("group") && said.contains("123 items\n") && said.contains("newtask: "), "{said}");
+    assert!(
+        !said.contains("group") && said.contains("123 items\n") && said.contains("newtask: "),
+        "{said}"
+    );
     for (line, end) in [
         ("mytid begins:", ""),
         ("mytid ends:", " 262146"),
@@ -35,16 +38,24 @@ fn every_call_of_a_traced_task_is_told_when_it_begins_and_when_it_ends() {
         ("spawn ends:", " 262146 1 262147"),
         ("spntask:", " 262146"),
     ] {
-        let found = said.lines().any(|said| said.starts_with(line) && said.ends_with(end));
+        let found = said
+            .lines()
+            .any(|said| said.starts_with(line) && said.ends_with(end));
         assert!(found, "{line} … {end}: {said}");
     }
-    assert!(said.contains("own event 108 user_defined 1: 3 of type 134\n"), "{said}");
+    assert!(
+        said.contains("own event 108 user_defined 1: 3 of type 134\n"),
+        "{said}"
+    );
     assert!(
         said.contains("output -2\n") && said.contains("output 6\n"),
         "output that nobody collects comes too: {said}"
     );
     // The library's own doings inside a call are no calls.
-    assert!(!said.contains("notify") && !said.contains("putinfo"), "{said}");
+    assert!(
+        !said.contains("notify") && !said.contains("putinfo"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -57,7 +68,10 @@ fn records_are_collected_and_summed_up_when_the_tracer_asks_for_that() {
         let mut tracer = traced(&vm, &program, "0", option);
         tracer.until(line);
         let said = tracer.said();
-        assert!(!said.contains("recv begins") && said.contains("'recv'"), "{said}");
+        assert!(
+            !said.contains("recv begins") && said.contains("'recv'"),
+            "{said}"
+        );
         tracer.kill();
     }
     // Without a tracer nothing changes for the task.

@@ -31,9 +31,17 @@ impl Circle {
         if !members.contains(&me) {
             return Err(PvmError::NotInGroup);
         }
-        let root = usize::try_from(root).ok().and_then(|root| members.get(root)).filter(|tid| **tid != 0);
+        let root = usize::try_from(root)
+            .ok()
+            .and_then(|root| members.get(root))
+            .filter(|tid| **tid != 0);
         let root = *root.ok_or(PvmError::NoInst)?;
-        Ok(Circle { members, me, root, tag })
+        Ok(Circle {
+            members,
+            me,
+            root,
+            tag,
+        })
     }
 
     /// True for the task at the centre.
@@ -46,7 +54,11 @@ impl Circle {
     /// # Errors
     /// `NoInst` when one of the numbers is free: what belongs to it cannot be given to anybody.
     pub(crate) fn without_holes(&self) -> PvmResult<usize> {
-        if self.members.contains(&0) { Err(PvmError::NoInst) } else { Ok(self.members.len()) }
+        if self.members.contains(&0) {
+            Err(PvmError::NoInst)
+        } else {
+            Ok(self.members.len())
+        }
     }
 }
 
@@ -67,7 +79,11 @@ pub(crate) fn gather(circle: &Circle, data: &Data, place: &dyn Fn(usize) -> Data
 }
 
 /// Gives every member its part of the root's elements; `part` gives what an instance gets.
-pub(crate) fn scatter(circle: &Circle, result: &Data, part: &dyn Fn(usize) -> Data) -> PvmResult<()> {
+pub(crate) fn scatter(
+    circle: &Circle,
+    result: &Data,
+    part: &dyn Fn(usize) -> Data,
+) -> PvmResult<()> {
     let aside = Aside::begin();
     if !circle.am_root() {
         return aside.receive(circle.root, circle.tag, result);
@@ -99,7 +115,11 @@ pub(crate) fn reduce(
         return aside.send(circle.root, circle.tag, data);
     }
     let mut done = Ok(());
-    for tid in circle.members.iter().filter(|tid| **tid != circle.me && **tid != 0) {
+    for tid in circle
+        .members
+        .iter()
+        .filter(|tid| **tid != circle.me && **tid != 0)
+    {
         // Also after an error: what a member has sent must not be left for the next call.
         aside.receive(*tid, circle.tag, spare)?;
         done = done.and_then(|()| combine());

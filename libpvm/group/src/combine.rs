@@ -76,7 +76,10 @@ where
     }
 
     fn product(self, other: Self) -> Self {
-        Complex(self.0 * other.0 - self.1 * other.1, self.0 * other.1 + self.1 * other.0)
+        Complex(
+            self.0 * other.0 - self.1 * other.1,
+            self.0 * other.1 + self.1 * other.0,
+        )
     }
 }
 
@@ -89,7 +92,10 @@ unsafe fn each<T: Element>(op: Op, x: *mut c_void, y: *const c_void, count: usiz
     for i in 0..count {
         // SAFETY: element `i` of both arrays.
         unsafe {
-            let combined = x.add(i).read_unaligned().combine(op, y.add(i).read_unaligned());
+            let combined = x
+                .add(i)
+                .read_unaligned()
+                .combine(op, y.add(i).read_unaligned());
             x.add(i).write_unaligned(combined);
         }
     }
@@ -102,7 +108,13 @@ unsafe fn each<T: Element>(op: Op, x: *mut c_void, y: *const c_void, count: usiz
 ///
 /// # Safety
 /// Both arrays have `count` elements of this kind.
-pub(crate) unsafe fn combine(op: Op, kind: Kind, x: *mut c_void, y: *const c_void, count: usize) -> PvmResult<()> {
+pub(crate) unsafe fn combine(
+    op: Op,
+    kind: Kind,
+    x: *mut c_void,
+    y: *const c_void,
+    count: usize,
+) -> PvmResult<()> {
     let each = match kind {
         Kind::Byte if matches!(op, Op::Sum | Op::Product) => return Err(PvmError::BadParam),
         Kind::Byte => each::<i8>,

@@ -32,17 +32,31 @@ pub static pvmgs_tmout: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut())
 /// `group` is null or a string that stays for `'a`.
 unsafe fn name<'a>(group: *const c_char) -> &'a CStr {
     // SAFETY: the caller's contract: null or a string.
-    if group.is_null() { c"" } else { unsafe { CStr::from_ptr(group) } }
+    if group.is_null() {
+        c""
+    } else {
+        unsafe { CStr::from_ptr(group) }
+    }
 }
 
 /// A call whose answer is a number, and whose error is only noted.
 ///
 /// # Safety
 /// `group` is null or a string.
-unsafe fn quietly(call: GroupCall, event: GroupEvent, group: *const c_char, number: c_int) -> c_int {
+unsafe fn quietly(
+    call: GroupCall,
+    event: GroupEvent,
+    group: *const c_char,
+    number: c_int,
+) -> c_int {
     // SAFETY: the caller's contract: null or a string.
     let group = unsafe { name(group) };
-    let ask = || (pvm::number(call, group, number).unwrap_or_else(pvm::note), Vec::new());
+    let ask = || {
+        (
+            pvm::number(call, group, number).unwrap_or_else(pvm::note),
+            Vec::new(),
+        )
+    };
     pvm::traced(event, group, number, ask)
 }
 
@@ -128,7 +142,11 @@ pub unsafe extern "C" fn pvm_bcast(group: *const c_char, tag: c_int) -> c_int {
         let me = pvm::mytid()?;
         let mut members = pvm::list(GroupCall::Members, group)?;
         members.retain(|tid| *tid != 0 && *tid != me);
-        if members.is_empty() { Err(PvmError::NoInst) } else { Ok(members) }
+        if members.is_empty() {
+            Err(PvmError::NoInst)
+        } else {
+            Ok(members)
+        }
     };
     pvm::traced(GroupEvent::Bcast, group, tag, || match others() {
         Ok(others) => (pvm::mcast(&others, tag), others),
@@ -142,7 +160,12 @@ fn together(
     (place, group, tag): (&CStr, &CStr, c_int),
     work: impl FnOnce() -> PvmResult<()>,
 ) -> c_int {
-    let answer = || (work().map_or_else(|error| pvm::report(place, error), |()| 0), Vec::new());
+    let answer = || {
+        (
+            work().map_or_else(|error| pvm::report(place, error), |()| 0),
+            Vec::new(),
+        )
+    };
     pvm::traced(event, group, tag, answer)
 }
 
@@ -203,9 +226,21 @@ pub unsafe extern "C" fn pvm_gather(
     group: *const c_char,
     root: c_int,
 ) -> c_int {
-    let parts = Parts { one: data, all: result, count, kind };
+    let parts = Parts {
+        one: data,
+        all: result,
+        count,
+        kind,
+    };
     // SAFETY: by this function's contract.
-    unsafe { by_instance((GroupEvent::Gather, c"pvm_gather"), (group, root, tag), parts, collect::gather) }
+    unsafe {
+        by_instance(
+            (GroupEvent::Gather, c"pvm_gather"),
+            (group, root, tag),
+            parts,
+            collect::gather,
+        )
+    }
 }
 
 /// Gives every member `count` elements of the root's `data`, by instance.
@@ -223,9 +258,21 @@ pub unsafe extern "C" fn pvm_scatter(
     group: *const c_char,
     root: c_int,
 ) -> c_int {
-    let parts = Parts { one: result, all: data, count, kind };
+    let parts = Parts {
+        one: result,
+        all: data,
+        count,
+        kind,
+    };
     // SAFETY: by this function's contract.
-    unsafe { by_instance((GroupEvent::Scatter, c"pvm_scatter"), (group, root, tag), parts, collect::scatter) }
+    unsafe {
+        by_instance(
+            (GroupEvent::Scatter, c"pvm_scatter"),
+            (group, root, tag),
+            parts,
+            collect::scatter,
+        )
+    }
 }
 
 /// Combines the elements of all members into the root's `data` by a function.
@@ -250,15 +297,29 @@ pub unsafe extern "C" fn pvm_reduce(
         // SAFETY: by this function's contract.
         let data = unsafe { Data::new(data, count, known)? };
         let circle = Circle::of(group, root, tag)?;
-        let words = if circle.am_root() { (count as usize * known.size()).div_ceil(8) } else { 1 };
+        let words = if circle.am_root() {
+            (count as usize * known.size()).div_ceil(8)
+        } else {
+            1
+        };
         let mut memory = vec![0u64; words];
         // SAFETY: as many elements as the root needs; others do not use it.
         let spare = unsafe { Data::new(memory.as_mut_ptr().cast(), count, known)? };
         collect::reduce(&circle, &data, &spare, || {
             let (mut kind, mut count, mut info) = (kind, count, 0);
-            function(&mut kind, data.place(), spare.place(), &mut count, &mut info);
+            function(
+                &mut kind,
+                data.place(),
+                spare.place(),
+                &mut count,
+                &mut info,
+            );
             told = info.min(0);
-            if told == 0 { Ok(()) } else { Err(PvmError::from_code(told).unwrap_or(PvmError::BadParam)) }
+            if told == 0 {
+                Ok(())
+            } else {
+                Err(PvmError::from_code(told).unwrap_or(PvmError::BadParam))
+            }
         })
     };
     let done = together(GroupEvent::Reduce, (c"pvm_reduce", group, tag), reduce);
@@ -270,11 +331,19 @@ pub unsafe extern "C" fn pvm_reduce(
 ///
 /// # Safety
 /// `kind` and `count` lead to one value each, `info` is null or does; both arrays have `*count` elements of this kind.
-unsafe fn predefined(op: Op, kind: *mut c_int, x: *mut c_void, y: *mut c_void, count: *mut c_int, info: *mut c_int) {
+unsafe fn predefined(
+    op: Op,
+    kind: *mut c_int,
+    x: *mut c_void,
+    y: *mut c_void,
+    count: *mut c_int,
+    info: *mut c_int,
+) {
     // SAFETY: the caller's contract: places for one value each.
     let (kind, count) = unsafe { (Kind::try_from(*kind), *count) };
     // SAFETY: the caller's contract: arrays of so many elements.
-    let done = kind.and_then(|kind| unsafe { combine(op, kind, x, y, usize::try_from(count).unwrap_or(0)) });
+    let done = kind
+        .and_then(|kind| unsafe { combine(op, kind, x, y, usize::try_from(count).unwrap_or(0)) });
     if !info.is_null() {
         // SAFETY: the caller's contract: a place for one value.
         unsafe { *info = done.map_or_else(PvmError::code, |()| 0) };

@@ -18,9 +18,15 @@ const NOTIFY_CANCEL: c_int = 256;
 /// `PvmDataDefault`.
 const DATA_DEFAULT: c_int = 0;
 /// How long a member's message may take before it is asked whether the member still lives.
-const PATIENCE: TimeVal = TimeVal { seconds: 1, micros: 0 };
+const PATIENCE: TimeVal = TimeVal {
+    seconds: 1,
+    micros: 0,
+};
 /// How long the answer to a cancelled notification may take. A later one is known by its tag and dropped.
-const CANCEL_TIME: TimeVal = TimeVal { seconds: 5, micros: 0 };
+const CANCEL_TIME: TimeVal = TimeVal {
+    seconds: 5,
+    micros: 0,
+};
 
 /// `struct timeval`.
 #[repr(C)]
@@ -91,14 +97,26 @@ unsafe extern "C" {
 
 /// A number of PVM's as a result: negative ones are codes.
 fn good(answer: c_int) -> PvmResult<c_int> {
-    if answer >= 0 { Ok(answer) } else { Err(PvmError::from_code(answer).unwrap_or(PvmError::SysErr)) }
+    if answer >= 0 {
+        Ok(answer)
+    } else {
+        Err(PvmError::from_code(answer).unwrap_or(PvmError::SysErr))
+    }
 }
 
 /// Asks the group service for a number.
 pub(crate) fn number(call: GroupCall, group: &CStr, number: c_int) -> PvmResult<c_int> {
     let null = std::ptr::null_mut();
     // SAFETY: a string, and no places for a list.
-    good(unsafe { sempa_group_request(call as c_int, group.as_ptr(), number, null, std::ptr::null_mut()) })
+    good(unsafe {
+        sempa_group_request(
+            call as c_int,
+            group.as_ptr(),
+            number,
+            null,
+            std::ptr::null_mut(),
+        )
+    })
 }
 
 /// Asks the group service for a list.
@@ -122,7 +140,12 @@ pub(crate) fn traced<F>(event: GroupEvent, group: &CStr, argument: c_int, body: 
 where
     F: FnOnce() -> (c_int, Vec<c_int>),
 {
-    let mut call = Call { body: Some(body), receivers: Vec::new(), list: std::ptr::null(), count: 0 };
+    let mut call = Call {
+        body: Some(body),
+        receivers: Vec::new(),
+        list: std::ptr::null(),
+        count: 0,
+    };
     let place: *mut Call<F> = &mut call;
     // SAFETY: `run` gets the call that it expects, and nothing else touches it meanwhile; the receivers live as long as it.
     unsafe {
@@ -130,7 +153,15 @@ where
         if event == GroupEvent::Bcast {
             (list, count) = (&raw const (*place).list, &raw const (*place).count);
         }
-        sempa_group_traced(event as c_int, group.as_ptr(), argument, run::<F>, place.cast(), list, count)
+        sempa_group_traced(
+            event as c_int,
+            group.as_ptr(),
+            argument,
+            run::<F>,
+            place.cast(),
+            list,
+            count,
+        )
     }
 }
 
@@ -145,7 +176,9 @@ struct Call<F> {
 extern "C" fn run<F: FnOnce() -> (c_int, Vec<c_int>)>(data: *mut c_void) -> c_int {
     // SAFETY: `traced` passes its own call, to this function alone.
     let call = unsafe { &mut *data.cast::<Call<F>>() };
-    let Some(body) = call.body.take() else { return PvmError::SysErr.code() };
+    let Some(body) = call.body.take() else {
+        return PvmError::SysErr.code();
+    };
     let (answer, receivers) = body();
     call.receivers = receivers;
     (call.list, call.count) = (call.receivers.as_ptr(), call.receivers.len() as c_int);
@@ -249,7 +282,11 @@ impl Data {
     /// `place` is null or `count` elements that stay for the life of this value; they are written only by
     /// [`Data::unpack`] and [`Data::copy_from`].
     pub(crate) unsafe fn new(place: *mut c_void, count: c_int, kind: Kind) -> PvmResult<Data> {
-        if place.is_null() || count <= 0 { Err(PvmError::BadParam) } else { Ok(Data { place, count, kind }) }
+        if place.is_null() || count <= 0 {
+            Err(PvmError::BadParam)
+        } else {
+            Ok(Data { place, count, kind })
+        }
     }
 
     /// Where the elements are.
@@ -264,7 +301,10 @@ impl Data {
     pub(crate) unsafe fn part(&self, instance: usize) -> Data {
         let bytes = self.count as usize * self.kind.size();
         // SAFETY: within the array by this function's contract.
-        Data { place: unsafe { self.place.byte_add(instance * bytes) }, ..*self }
+        Data {
+            place: unsafe { self.place.byte_add(instance * bytes) },
+            ..*self
+        }
     }
 
     /// Copies the same number of elements; the arrays may be the same.
@@ -317,7 +357,12 @@ pub(crate) struct Aside {
 impl Aside {
     /// Begins one.
     pub(crate) fn begin() -> Aside {
-        Aside { sbuf: pvm_setsbuf(0), rbuf: pvm_setrbuf(0), ctx: pvm_setcontext(CTX_GROUPS), matcher: pvm_recvf(None) }
+        Aside {
+            sbuf: pvm_setsbuf(0),
+            rbuf: pvm_setrbuf(0),
+            ctx: pvm_setcontext(CTX_GROUPS),
+            matcher: pvm_recvf(None),
+        }
     }
 
     /// Sends elements to a member.
@@ -326,7 +371,12 @@ impl Aside {
     }
 
     /// Sends words and texts: what `fill` packs.
-    pub(crate) fn message(&self, tid: c_int, tag: c_int, fill: impl FnOnce() -> PvmResult<()>) -> PvmResult<()> {
+    pub(crate) fn message(
+        &self,
+        tid: c_int,
+        tag: c_int,
+        fill: impl FnOnce() -> PvmResult<()>,
+    ) -> PvmResult<()> {
         let mid = good(pvm_mkbuf(DATA_DEFAULT))?;
         pvm_setsbuf(mid);
         let sent = fill().and_then(|()| good(pvm_send(tid, tag)));
@@ -393,7 +443,11 @@ struct Watch {
 impl Watch {
     fn begin(tid: c_int) -> Watch {
         static LAST: AtomicI32 = AtomicI32::new(0);
-        let mut watch = Watch { tid, tag: LAST.fetch_add(1, Relaxed) & c_int::MAX, open: false };
+        let mut watch = Watch {
+            tid,
+            tag: LAST.fetch_add(1, Relaxed) & c_int::MAX,
+            open: false,
+        };
         // If it cannot be asked for, the wait goes on as without it.
         watch.open = watch.in_notes(|| watch.ask(TASK_EXIT)) >= 0;
         watch

@@ -53,14 +53,18 @@ fn groups() -> PvmResult<Vec<Group>> {
     let words = pvm::list(GroupCall::List, c"")?;
     let mut rest = &words[..];
     let mut take = |count: c_int| {
-        let taken = usize::try_from(count).ok().and_then(|count| rest.split_off(..count));
+        let taken = usize::try_from(count)
+            .ok()
+            .and_then(|count| rest.split_off(..count));
         taken.ok_or(PvmError::BadMsg)
     };
     let mut groups = Vec::new();
     for _ in 0..take(1)?[0] {
         let length = take(1)?[0];
         let name: Vec<u8> = take(length)?.iter().map(|byte| *byte as u8).collect();
-        let &[size, members, wanted, waiting] = take(4)? else { return Err(PvmError::BadMsg) };
+        let &[size, members, wanted, waiting] = take(4)? else {
+            return Err(PvmError::BadMsg);
+        };
         groups.push(Group {
             name: CString::new(name).map_err(|_| PvmError::BadMsg)?,
             size,
@@ -107,9 +111,17 @@ extern "C" fn dump(_request: c_int) -> c_int {
             let name = group.name.to_string_lossy();
             let (size, wanted, reached) = (group.size, group.wanted, group.waiting.len());
             // Writing to a string does not fail.
-            let _ = writeln!(text, " group: {name}  size: {size} barrier_count: {wanted} barrier_reached {reached}");
+            let _ = writeln!(
+                text,
+                " group: {name}  size: {size} barrier_count: {wanted} barrier_reached {reached}"
+            );
             text += "  Tids: ";
-            for (instance, tid) in group.members.iter().enumerate().filter(|(_, tid)| **tid >= 0) {
+            for (instance, tid) in group
+                .members
+                .iter()
+                .enumerate()
+                .filter(|(_, tid)| **tid >= 0)
+            {
                 let _ = write!(text, "({instance},  {tid:#x}) ");
             }
             text += "\n";

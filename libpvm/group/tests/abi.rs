@@ -13,44 +13,79 @@ const NAMES: &str = "
 fn built(name: &str) -> PathBuf {
     let test = std::env::current_exe().expect("a test has a path");
     let folders = test.ancestors().skip(1).take(2);
-    let found = folders.map(|folder| folder.join(name)).find(|path| path.is_file());
+    let found = folders
+        .map(|folder| folder.join(name))
+        .find(|path| path.is_file());
     found.unwrap_or_else(|| panic!("cargo builds {name} before these tests"))
 }
 
 fn output(program: &str, args: &[&str], path: &Path) -> String {
-    let done = Command::new(program).args(args).arg(path).output().expect("binutils come with the C compiler");
-    assert!(done.status.success(), "{program}: {}", String::from_utf8_lossy(&done.stderr));
+    let done = Command::new(program)
+        .args(args)
+        .arg(path)
+        .output()
+        .expect("binutils come with the C compiler");
+    assert!(
+        done.status.success(),
+        "{program}: {}",
+        String::from_utf8_lossy(&done.stderr)
+    );
     String::from_utf8_lossy(&done.stdout).into_owned()
 }
 
 /// Last words of the lines of `nm`, without versions.
 fn names(args: &[&str], path: &Path) -> BTreeSet<String> {
     let text = output("nm", args, path);
-    let words = text.lines().filter_map(|line| line.split_whitespace().last());
-    words.map(|word| word.split('@').next().unwrap_or(word).to_string()).collect()
+    let words = text
+        .lines()
+        .filter_map(|line| line.split_whitespace().last());
+    words
+        .map(|word| word.split('@').next().unwrap_or(word).to_string())
+        .collect()
 }
 
 #[test]
 fn the_library_exports_pvms_names_and_no_others() {
     let exported = names(&["-D", "--defined-only"], &built("libgpvm3.so"));
-    assert_eq!(exported, NAMES.split_whitespace().map(String::from).collect());
+    assert_eq!(
+        exported,
+        NAMES.split_whitespace().map(String::from).collect()
+    );
 }
 
 #[test]
 fn whatever_it_takes_from_the_other_library_is_there() {
     let have = names(&["-D", "--defined-only"], &built("libpvm3.so"));
     let wanted = names(&["-D", "--undefined-only"], &built("libgpvm3.so"));
-    let pvms: Vec<&String> =
-        wanted.iter().filter(|name| ["pvm", "lpvm", "sempa"].iter().any(|start| name.starts_with(start))).collect();
+    let pvms: Vec<&String> = wanted
+        .iter()
+        .filter(|name| {
+            ["pvm", "lpvm", "sempa"]
+                .iter()
+                .any(|start| name.starts_with(start))
+        })
+        .collect();
     assert!(pvms.len() > 20, "{pvms:?}");
     assert!(pvms.iter().all(|name| have.contains(*name)), "{pvms:?}");
     // Its own state would be a second connection.
-    assert!(!names(&["--defined-only"], &built("libgpvm3.so")).iter().any(|name| name.contains("Runtime")));
+    assert!(
+        !names(&["--defined-only"], &built("libgpvm3.so"))
+            .iter()
+            .any(|name| name.contains("Runtime"))
+    );
 }
 
 #[test]
 fn the_library_has_pvms_name_and_leaves_the_other_library_to_the_program() {
     let dynamic = output("readelf", &["-d", "-W"], &built("libgpvm3.so"));
-    assert!(dynamic.contains("Library soname: [libgpvm3.so.3]"), "{dynamic}");
-    assert!(!dynamic.lines().any(|line| line.contains("(NEEDED)") && line.contains("pvm3")), "{dynamic}");
+    assert!(
+        dynamic.contains("Library soname: [libgpvm3.so.3]"),
+        "{dynamic}"
+    );
+    assert!(
+        !dynamic
+            .lines()
+            .any(|line| line.contains("(NEEDED)") && line.contains("pvm3")),
+        "{dynamic}"
+    );
 }

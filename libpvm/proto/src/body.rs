@@ -67,7 +67,9 @@ macro_rules! item {
         }
     )*};
 }
-item!(i16 as i32, u16 as u32, i32 as i32, u32 as u32, i64 as i64, u64 as u64, f32 as f32, f64 as f64);
+item!(
+    i16 as i32, u16 as u32, i32 as i32, u32 as u32, i64 as i64, u64 as u64, f32 as f32, f64 as f64
+);
 
 /// Builds a body.
 #[derive(Clone, Debug, Default)]
@@ -79,7 +81,10 @@ pub struct Packer {
 impl Packer {
     /// An empty body in the given encoding.
     pub fn new(encoding: Encoding) -> Packer {
-        Packer { encoding, bytes: Vec::new() }
+        Packer {
+            encoding,
+            bytes: Vec::new(),
+        }
     }
 
     /// The encoding given at the beginning.
@@ -151,7 +156,8 @@ impl Packer {
 
     fn pad(&mut self, len: usize) {
         if self.encoding == Encoding::Xdr {
-            self.bytes.resize(self.bytes.len() + len.next_multiple_of(4) - len, 0);
+            self.bytes
+                .resize(self.bytes.len() + len.next_multiple_of(4) - len, 0);
         }
     }
 
@@ -172,7 +178,11 @@ pub struct Unpacker {
 impl Unpacker {
     /// A reader at the beginning of `bytes`.
     pub fn new(encoding: Encoding, bytes: Bytes) -> Unpacker {
-        Unpacker { encoding, bytes, position: 0 }
+        Unpacker {
+            encoding,
+            bytes,
+            position: 0,
+        }
     }
 
     /// A reader of an XDR body, as all documented daemon messages are.
@@ -304,7 +314,12 @@ mod tests {
     fn what_is_packed_comes_back_in_both_encodings() {
         for encoding in [Encoding::Xdr, Encoding::Raw] {
             let mut p = Packer::new(encoding);
-            p.int(-2).items([-2i64, i64::MAX]).items([1.5f32]).items([-2.5f64]).str(b"text").items([40000u16, 7]);
+            p.int(-2)
+                .items([-2i64, i64::MAX])
+                .items([1.5f32])
+                .items([-2.5f64])
+                .str(b"text")
+                .items([40000u16, 7]);
             let mut u = Unpacker::new(encoding, p.finish());
             assert_eq!(u.int(), Ok(-2));
             assert_eq!(u.item::<i64>(), Ok(-2));
@@ -330,12 +345,21 @@ mod tests {
     fn hostile_lengths_are_errors() {
         let mut p = Packer::new(Encoding::Xdr);
         p.int(-1);
-        assert_eq!(Unpacker::xdr(p.clone().finish()).str(), Err(PvmError::BadMsg));
+        assert_eq!(
+            Unpacker::xdr(p.clone().finish()).str(),
+            Err(PvmError::BadMsg)
+        );
         assert_eq!(Unpacker::xdr(p.finish()).strings(), Err(PvmError::BadMsg));
         let mut p = Packer::new(Encoding::Xdr);
         p.int(i32::MAX);
-        assert_eq!(Unpacker::xdr(p.clone().finish()).str(), Err(PvmError::NoData));
-        assert_eq!(Unpacker::xdr(p.clone().finish()).ints(i32::MAX), Err(PvmError::NoData));
+        assert_eq!(
+            Unpacker::xdr(p.clone().finish()).str(),
+            Err(PvmError::NoData)
+        );
+        assert_eq!(
+            Unpacker::xdr(p.clone().finish()).ints(i32::MAX),
+            Err(PvmError::NoData)
+        );
         assert_eq!(Unpacker::xdr(p.finish()).strings(), Err(PvmError::NoData));
     }
 }

@@ -27,9 +27,19 @@ fn mount_of(mountinfo: &[u8], controller: Option<&str>) -> Option<Mount> {
         let (kind, options) = (*words.get(dash + 1)?, *words.get(dash + 3)?);
         let fits = match controller {
             None => kind == b"cgroup2",
-            Some(name) => kind == b"cgroup" && options.split(|b| *b == b',').any(|option| option == name.as_bytes()),
+            Some(name) => {
+                kind == b"cgroup"
+                    && options
+                        .split(|b| *b == b',')
+                        .any(|option| option == name.as_bytes())
+            }
         };
-        fits.then(|| Some(Mount { root: path(words.get(3)?), point: path(words.get(4)?) }))?
+        fits.then(|| {
+            Some(Mount {
+                root: path(words.get(3)?),
+                point: path(words.get(4)?),
+            })
+        })?
     })
 }
 
@@ -40,7 +50,9 @@ fn group_of(cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
         let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
         let fits = match controller {
             None => controllers.is_empty(),
-            Some(name) => controllers.split(|b| *b == b',').any(|c| c == name.as_bytes()),
+            Some(name) => controllers
+                .split(|b| *b == b',')
+                .any(|c| c == name.as_bytes()),
         };
         fits.then(|| PathBuf::from(OsString::from_vec(path.to_vec())))
     })
@@ -66,18 +78,37 @@ mod tests {
     fn groups_and_mounts_are_found_in_both_versions() {
         let cgroups = b"3:cpuset:/\n2:cpu,cpuacct:/slice/one\n1:name=systemd:/x\n0::/user/two\n";
         assert_eq!(group_of(cgroups, Some("cpu")), Some("/slice/one".into()));
-        assert_eq!(group_of(cgroups, Some("cpuacct")), Some("/slice/one".into()));
+        assert_eq!(
+            group_of(cgroups, Some("cpuacct")),
+            Some("/slice/one".into())
+        );
         assert_eq!(group_of(cgroups, None), Some("/user/two".into()));
         assert_eq!(group_of(cgroups, Some("memory")), None);
-        let mounts = b"30 29 0:26 / /sys/fs/cgroup/cpu rw shared:9 - cgroup cgroup rw,cpu,cpuacct\n\
+        let mounts =
+            b"30 29 0:26 / /sys/fs/cgroup/cpu rw shared:9 - cgroup cgroup rw,cpu,cpuacct\n\
             31 29 0:27 /user /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n";
-        let mount = |root: &str, point: &str| Mount { root: root.into(), point: point.into() };
-        assert_eq!(mount_of(mounts, Some("cpuacct")), Some(mount("/", "/sys/fs/cgroup/cpu")));
-        assert_eq!(mount_of(mounts, None), Some(mount("/user", "/sys/fs/cgroup")));
+        let mount = |root: &str, point: &str| Mount {
+            root: root.into(),
+            point: point.into(),
+        };
+        assert_eq!(
+            mount_of(mounts, Some("cpuacct")),
+            Some(mount("/", "/sys/fs/cgroup/cpu"))
+        );
+        assert_eq!(
+            mount_of(mounts, None),
+            Some(mount("/user", "/sys/fs/cgroup"))
+        );
         let seen = mount_of(mounts, None).expect("just seen");
-        assert_eq!(seen.folder(Path::new("/user/two")), Some("/sys/fs/cgroup/two".into()));
+        assert_eq!(
+            seen.folder(Path::new("/user/two")),
+            Some("/sys/fs/cgroup/two".into())
+        );
         assert_eq!(seen.folder(Path::new("/elsewhere")), None);
-        assert_eq!(folder(mounts, cgroups, None), Some("/sys/fs/cgroup/two".into()));
+        assert_eq!(
+            folder(mounts, cgroups, None),
+            Some("/sys/fs/cgroup/two".into())
+        );
         assert_eq!(folder(mounts, cgroups, Some("memory")), None);
         assert_eq!(mount_point(mounts, None), Some("/sys/fs/cgroup".into()));
     }

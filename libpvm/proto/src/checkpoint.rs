@@ -84,7 +84,9 @@ pub enum Stays {
     #[error("it is in use: a job is being started from it")]
     InUse,
     /// A job would have nothing to go back to.
-    #[error("job {0} goes back to it when a host is lost; 'pvm checkpoint --stop {0}' before, or remove older ones")]
+    #[error(
+        "job {0} goes back to it when a host is lost; 'pvm checkpoint --stop {0}' before, or remove older ones"
+    )]
     Wanted(Tid),
     /// Another virtual machine has made it, which may still need it.
     #[error("the virtual machine {0:?} has made it; remove it there, or say --any if that is gone")]
@@ -152,7 +154,10 @@ impl CutFailure {
         let is_moving = |why: &Failure| matches!(why, Failure::Refused(all) if all.iter().all(|r| matches!(r, Refusal::AlreadyMoving(_) | Refusal::NotConnected | Refusal::NoSuchTask | Refusal::MayEndYet)));
         match self {
             CutFailure::Grew(_) => true,
-            CutFailure::Task { why: TaskEnded | Failure::CalledOff(_), .. } => true,
+            CutFailure::Task {
+                why: TaskEnded | Failure::CalledOff(_),
+                ..
+            } => true,
             CutFailure::Task { why, .. } => is_moving(why),
             _ => false,
         }
@@ -169,18 +174,27 @@ impl CutFailure {
 impl fmt::Display for CutFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            CutFailure::NoSuchJob(tid) => write!(f, "there is no task {tid}, and none that it has spawned"),
-            CutFailure::TooMany { tasks } => {
-                write!(f, "the job has {tasks} tasks, and a checkpoint takes {SET_TASKS_MAX} at most")
+            CutFailure::NoSuchJob(tid) => {
+                write!(f, "there is no task {tid}, and none that it has spawned")
             }
-            CutFailure::UnderWay => f.write_str("another checkpoint or a restart of this job is under way"),
+            CutFailure::TooMany { tasks } => {
+                write!(
+                    f,
+                    "the job has {tasks} tasks, and a checkpoint takes {SET_TASKS_MAX} at most"
+                )
+            }
+            CutFailure::UnderWay => {
+                f.write_str("another checkpoint or a restart of this job is under way")
+            }
             CutFailure::Task { tid, step, why } => write!(f, "{tid}: {step}: {why}"),
             CutFailure::Grew(tids) => {
                 let tids: Vec<String> = tids.iter().map(Tid::to_string).collect();
                 write!(f, "the job has spawned {} meanwhile", tids.join(" "))
             }
             CutFailure::HostLost(host) => write!(f, "{host} was lost"),
-            CutFailure::Deadline { allowed } => write!(f, "not done within {} s", allowed.0 / 1_000_000),
+            CutFailure::Deadline { allowed } => {
+                write!(f, "not done within {} s", allowed.0 / 1_000_000)
+            }
             CutFailure::Store(why) => f.write_str(why),
             CutFailure::Mailbox { bytes } => {
                 write!(
@@ -232,7 +246,12 @@ pub enum RestartFailure {
 /// The first of a list, and how many more there are.
 fn some<T>(list: &[T], name: impl Fn(&T) -> String) -> String {
     const SHOWN: usize = 10;
-    let mut text = list.iter().take(SHOWN).map(name).collect::<Vec<_>>().join(", ");
+    let mut text = list
+        .iter()
+        .take(SHOWN)
+        .map(name)
+        .collect::<Vec<_>>()
+        .join(", ");
     if list.len() > SHOWN {
         text.push_str(&format!(" and {} more", list.len() - SHOWN));
     }
@@ -257,7 +276,10 @@ impl fmt::Display for RestartFailure {
             }
             RestartFailure::Mailbox(entries) => {
                 let entries = some(entries, String::clone);
-                write!(f, "the mailbox has entries of others where the tasks had theirs: {entries}")
+                write!(
+                    f,
+                    "the mailbox has entries of others where the tasks had theirs: {entries}"
+                )
             }
             RestartFailure::Contexts(contexts) => write!(
                 f,
@@ -265,11 +287,22 @@ impl fmt::Display for RestartFailure {
                  a new virtual machine",
                 some(contexts, |ctx| format!("{ctx:#x}"))
             ),
-            RestartFailure::NoHost(name) => write!(f, "there is no host {name} in the virtual machine"),
-            RestartFailure::UnderWay => f.write_str("another restart or a checkpoint of this job is under way"),
-            RestartFailure::Task { tid, host, step, why } => write!(f, "{tid} on {host}: {step}: {why}"),
+            RestartFailure::NoHost(name) => {
+                write!(f, "there is no host {name} in the virtual machine")
+            }
+            RestartFailure::UnderWay => {
+                f.write_str("another restart or a checkpoint of this job is under way")
+            }
+            RestartFailure::Task {
+                tid,
+                host,
+                step,
+                why,
+            } => write!(f, "{tid} on {host}: {step}: {why}"),
             RestartFailure::HostLost(host) => write!(f, "{host} was lost"),
-            RestartFailure::Deadline { allowed } => write!(f, "not done within {} s", allowed.0 / 1_000_000),
+            RestartFailure::Deadline { allowed } => {
+                write!(f, "not done within {} s", allowed.0 / 1_000_000)
+            }
         }
     }
 }

@@ -109,10 +109,14 @@ pub struct StateError(pub String);
 /// # Errors
 /// One is empty, or named twice, or a directory by its name, or there are too many.
 pub fn state_files(text: &str) -> Result<Vec<String>, StateError> {
-    let files: Vec<String> = text.split(':').map(|file| file.trim().to_string()).collect();
+    let files: Vec<String> = text
+        .split(':')
+        .map(|file| file.trim().to_string())
+        .collect();
     let is_file = |file: &String| !file.is_empty() && !file.ends_with('/') && !file.contains('\0');
     let known: BTreeSet<&String> = files.iter().collect();
-    match files.iter().all(is_file) && known.len() == files.len() && files.len() <= STATE_FILES_MAX {
+    match files.iter().all(is_file) && known.len() == files.len() && files.len() <= STATE_FILES_MAX
+    {
         true => Ok(files),
         false => Err(StateError(text.to_string())),
     }
@@ -122,10 +126,16 @@ pub fn state_files(text: &str) -> Result<Vec<String>, StateError> {
 /// program.
 fn said(env: &[Vec<u8>], name: &str) -> Option<String> {
     let of = |entry: &Vec<u8>| {
-        let text = entry.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?.to_vec();
+        let text = entry
+            .strip_prefix(name.as_bytes())?
+            .strip_prefix(b"=")?
+            .to_vec();
         Some(String::from_utf8_lossy(&text).into_owned())
     };
-    env.iter().rev().find_map(of).filter(|text| !text.trim().is_empty())
+    env.iter()
+        .rev()
+        .find_map(of)
+        .filter(|text| !text.trim().is_empty())
 }
 
 impl Engine {
@@ -135,8 +145,15 @@ impl Engine {
     /// The word that is not understood.
     pub fn list(text: &str) -> Result<Vec<Engine>, EngineError> {
         let words = text.split(',').map(str::trim);
-        let list = words.map(Engine::parse).collect::<Result<Vec<Engine>, EngineError>>()?;
-        let twice = |engine: &Engine| list.iter().filter(|other| other.name() == engine.name()).count() > 1;
+        let list = words
+            .map(Engine::parse)
+            .collect::<Result<Vec<Engine>, EngineError>>()?;
+        let twice = |engine: &Engine| {
+            list.iter()
+                .filter(|other| other.name() == engine.name())
+                .count()
+                > 1
+        };
         match list.iter().find(|engine| twice(engine)) {
             Some(engine) => Err(EngineError(format!("{} twice", engine.name()))),
             None => Ok(list),
@@ -148,13 +165,20 @@ impl Engine {
         let mut parts = word.split(':').map(str::trim);
         let mut engine = match parts.next() {
             Some("criu") => Engine::Criu,
-            Some("own") => Engine::Own { asked: Asked::Signal(SIGUSR1), exit: EXIT_AGAIN, wait: OWN_WAIT },
+            Some("own") => Engine::Own {
+                asked: Asked::Signal(SIGUSR1),
+                exit: EXIT_AGAIN,
+                wait: OWN_WAIT,
+            },
             Some("restart") => Engine::Restart { wait: RESTART_WAIT },
             _ => return Err(wrong()),
         };
         let mut said = Vec::new();
         for part in parts {
-            let (name, value) = part.split_once('=').map(|(n, v)| (n.trim(), v.trim())).ok_or_else(wrong)?;
+            let (name, value) = part
+                .split_once('=')
+                .map(|(n, v)| (n.trim(), v.trim()))
+                .ok_or_else(wrong)?;
             // Either says how the program is asked.
             let what = if name == "message" { "signal" } else { name };
             if said.contains(&what) {
@@ -162,14 +186,24 @@ impl Engine {
             }
             said.push(what);
             match (&mut engine, name) {
-                (Engine::Own { asked, .. }, "signal") => *asked = Asked::Signal(signal_named(value).ok_or_else(wrong)?),
+                (Engine::Own { asked, .. }, "signal") => {
+                    *asked = Asked::Signal(signal_named(value).ok_or_else(wrong)?)
+                }
                 (Engine::Own { asked, .. }, "message") => {
-                    let tag = value.parse().ok().filter(|tag| *tag >= 0).ok_or_else(wrong)?;
+                    let tag = value
+                        .parse()
+                        .ok()
+                        .filter(|tag| *tag >= 0)
+                        .ok_or_else(wrong)?;
                     *asked = Asked::Message(tag);
                 }
                 (Engine::Own { exit, .. }, "exit") => *exit = value.parse().map_err(|_| wrong())?,
                 (Engine::Own { wait, .. } | Engine::Restart { wait }, "wait") => {
-                    *wait = value.parse().ok().filter(|wait| (1..=WAIT_MAX).contains(wait)).ok_or_else(wrong)?;
+                    *wait = value
+                        .parse()
+                        .ok()
+                        .filter(|wait| (1..=WAIT_MAX).contains(wait))
+                        .ok_or_else(wrong)?;
                 }
                 _ => return Err(wrong()),
             }
@@ -214,11 +248,15 @@ impl Engine {
 
 fn signal_named(text: &str) -> Option<i32> {
     let name = text.strip_prefix("SIG").unwrap_or(text);
-    let by_name = SIGNALS.iter().find(|(known, _)| *known == name).map(|(_, number)| *number);
+    let by_name = SIGNALS
+        .iter()
+        .find(|(known, _)| *known == name)
+        .map(|(_, number)| *number);
     by_name.or_else(|| {
         let number = text.parse().ok()?;
         // The realtime ones are anybody's, but for the few that the C library keeps for itself.
-        ((35..=64).contains(&number) || SIGNALS.iter().any(|(_, known)| *known == number)).then_some(number)
+        ((35..=64).contains(&number) || SIGNALS.iter().any(|(_, known)| *known == number))
+            .then_some(number)
     })
 }
 
@@ -252,19 +290,37 @@ impl Begin {
     /// Words in its environment that are not understood.
     pub fn of(request: &SpawnRequest) -> Result<Begin, String> {
         let engines = Engine::wanted(&request.env).map_err(|error| error.to_string())?;
-        let state = said(&request.env, STATE_ENV).map(|text| state_files(&text)).transpose();
-        let state = state.map_err(|error| error.to_string())?.unwrap_or_default();
-        Ok(Begin { engines, request: SpawnRequest { count: 1, ..request.clone() }, count: 0, state })
+        let state = said(&request.env, STATE_ENV)
+            .map(|text| state_files(&text))
+            .transpose();
+        let state = state
+            .map_err(|error| error.to_string())?
+            .unwrap_or_default();
+        Ok(Begin {
+            engines,
+            request: SpawnRequest {
+                count: 1,
+                ..request.clone()
+            },
+            count: 0,
+            state,
+        })
     }
 
     /// Its own checkpoint, if that is one of the ways.
     pub fn own(&self) -> Option<Engine> {
-        self.engines.iter().copied().find(|engine| matches!(engine, Engine::Own { .. }))
+        self.engines
+            .iter()
+            .copied()
+            .find(|engine| matches!(engine, Engine::Own { .. }))
     }
 
     /// The files of which its own checkpoint consists, for the task with this tid.
     pub fn state_of(&self, tid: Tid) -> Vec<PathBuf> {
-        self.state.iter().map(|file| file.replace(STATE_TID, &tid.to_string()).into()).collect()
+        self.state
+            .iter()
+            .map(|file| file.replace(STATE_TID, &tid.to_string()).into())
+            .collect()
     }
 
     /// True if its own checkpoint is one of the ways, and CRIU does not come before all others.
@@ -279,12 +335,19 @@ impl Begin {
 
     /// The first way that starts the program again.
     pub fn anew(&self) -> Option<Engine> {
-        self.engines.iter().copied().find(|engine| *engine != Engine::Criu)
+        self.engines
+            .iter()
+            .copied()
+            .find(|engine| *engine != Engine::Criu)
     }
 
     /// The working directory that was asked for.
     pub fn dir(&self) -> Option<&str> {
-        self.request.place.split_once(':').map(|(_, dir)| dir).filter(|dir| !dir.is_empty())
+        self.request
+            .place
+            .split_once(':')
+            .map(|(_, dir)| dir)
+            .filter(|dir| !dir.is_empty())
     }
 }
 
@@ -293,7 +356,11 @@ mod tests {
     use super::*;
 
     const fn own(asked: Asked) -> Engine {
-        Engine::Own { asked, exit: EXIT_AGAIN, wait: OWN_WAIT }
+        Engine::Own {
+            asked,
+            exit: EXIT_AGAIN,
+            wait: OWN_WAIT,
+        }
     }
 
     const OWN: Engine = own(Asked::Signal(SIGUSR1));
@@ -302,9 +369,19 @@ mod tests {
     fn a_list_names_ways_in_order_with_what_is_different() {
         let list = |text| Engine::list(text).expect("good");
         assert_eq!(list("criu"), [Engine::Criu]);
-        assert_eq!(list(" own , restart:wait=9 "), [OWN, Engine::Restart { wait: 9 }]);
-        let other = Engine::Own { asked: Asked::Signal(12), exit: 3, wait: 7 };
-        assert_eq!(list("criu,own:signal=USR2:exit=3:wait=7"), [Engine::Criu, other]);
+        assert_eq!(
+            list(" own , restart:wait=9 "),
+            [OWN, Engine::Restart { wait: 9 }]
+        );
+        let other = Engine::Own {
+            asked: Asked::Signal(12),
+            exit: 3,
+            wait: 7,
+        };
+        assert_eq!(
+            list("criu,own:signal=USR2:exit=3:wait=7"),
+            [Engine::Criu, other]
+        );
         assert_eq!(list("own:wait=7:signal=SIGUSR2:exit=3"), [other]);
         assert_eq!(list("own:signal=40"), [own(Asked::Signal(40))]);
         assert_eq!(list("own:message=0"), [own(Asked::Message(0))]);
@@ -341,25 +418,56 @@ mod tests {
 
     #[test]
     fn the_environment_of_a_spawn_says_it_and_without_a_word_it_is_criu() {
-        let env = |words: &[&str]| words.iter().map(|word| word.as_bytes().to_vec()).collect::<Vec<_>>();
-        assert_eq!(Engine::wanted(&env(&["SEMPA_ENGINES=x", "A=b"])), Ok(vec![Engine::Criu]));
-        assert_eq!(Engine::wanted(&env(&["SEMPA_ENGINE="])), Ok(vec![Engine::Criu]));
-        assert_eq!(Engine::wanted(&env(&["SEMPA_ENGINE=x", "SEMPA_ENGINE=own"])), Ok(vec![OWN]));
+        let env = |words: &[&str]| {
+            words
+                .iter()
+                .map(|word| word.as_bytes().to_vec())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(
+            Engine::wanted(&env(&["SEMPA_ENGINES=x", "A=b"])),
+            Ok(vec![Engine::Criu])
+        );
+        assert_eq!(
+            Engine::wanted(&env(&["SEMPA_ENGINE="])),
+            Ok(vec![Engine::Criu])
+        );
+        assert_eq!(
+            Engine::wanted(&env(&["SEMPA_ENGINE=x", "SEMPA_ENGINE=own"])),
+            Ok(vec![OWN])
+        );
         assert!(Engine::wanted(&env(&["SEMPA_ENGINE=x"])).is_err());
     }
 
     #[test]
     fn the_files_of_a_checkpoint_are_named_each_once_and_may_have_the_tid_in_their_names() {
-        let env =
-            |state: &str| SpawnRequest { env: vec![format!("SEMPA_STATE={state}").into()], ..SpawnRequest::default() };
+        let env = |state: &str| SpawnRequest {
+            env: vec![format!("SEMPA_STATE={state}").into()],
+            ..SpawnRequest::default()
+        };
         let begin = Begin::of(&env("state-{tid}: /data/{tid}/{tid}.log")).expect("good");
         let tid = Tid::from_raw(0x40007);
-        assert_eq!(begin.state_of(tid), [PathBuf::from("state-t40007"), "/data/t40007/t40007.log".into()]);
-        assert_eq!((Begin::of(&env("")).expect("nothing").state, begin.own()), (vec![], None));
-        let many = (0..=STATE_FILES_MAX).map(|n| n.to_string()).collect::<Vec<_>>().join(":");
+        assert_eq!(
+            begin.state_of(tid),
+            [
+                PathBuf::from("state-t40007"),
+                "/data/t40007/t40007.log".into()
+            ]
+        );
+        assert_eq!(
+            (Begin::of(&env("")).expect("nothing").state, begin.own()),
+            (vec![], None)
+        );
+        let many = (0..=STATE_FILES_MAX)
+            .map(|n| n.to_string())
+            .collect::<Vec<_>>()
+            .join(":");
         for text in ["a::b", "a:a", "a:", "dir/", &many] {
             let why = Begin::of(&env(text)).expect_err(text);
-            assert!(why.starts_with("SEMPA_STATE: \"") && why.contains(text), "{why}");
+            assert!(
+                why.starts_with("SEMPA_STATE: \"") && why.contains(text),
+                "{why}"
+            );
         }
         assert!(state_files(&many[2..]).is_ok(), "as many as may be");
     }
@@ -367,6 +475,8 @@ mod tests {
     #[test]
     fn only_the_agreed_end_of_a_program_that_was_asked_begins_it_again() {
         assert!(OWN.goes_on_after(85 << 8) && !OWN.goes_on_after(0) && !OWN.goes_on_after(85));
-        assert!(Engine::Restart { wait: 1 }.goes_on_after(9) && !Engine::Criu.goes_on_after(85 << 8));
+        assert!(
+            Engine::Restart { wait: 1 }.goes_on_after(9) && !Engine::Criu.goes_on_after(85 << 8)
+        );
     }
 }

@@ -106,7 +106,9 @@ impl PvmError {
         match name {
             "HostrNMstr" => Some(PvmError::HosterNotMaster),
             "IPLoopback" => Some(PvmError::IpLoopback),
-            _ => (-36..0).filter_map(PvmError::from_code).find(|error| format!("{error:?}") == name),
+            _ => (-36..0)
+                .filter_map(PvmError::from_code)
+                .find(|error| format!("{error:?}") == name),
         }
     }
 }

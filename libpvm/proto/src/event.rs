@@ -348,10 +348,20 @@ impl EventKind {
         match self {
             // These tell the name already.
             EventKind::HostAdded { .. } | EventKind::HostGone { .. } => self.to_string(),
-            EventKind::Placed { name: program, hosts, why } => {
-                let one = |host: &HostId| name(*host).map_or_else(|| host.index().to_string(), str::to_string);
+            EventKind::Placed {
+                name: program,
+                hosts,
+                why,
+            } => {
+                let one = |host: &HostId| {
+                    name(*host).map_or_else(|| host.index().to_string(), str::to_string)
+                };
                 let hosts: Vec<String> = hosts.iter().map(one).collect();
-                format!("{program} placed on {}: {}", hosts.join(" "), with_names(why, name))
+                format!(
+                    "{program} placed on {}: {}",
+                    hosts.join(" "),
+                    with_names(why, name)
+                )
             }
             _ => with_names(&self.to_string(), name),
         }
@@ -367,7 +377,11 @@ fn with_names<'a>(text: &str, name: impl Fn(HostId) -> Option<&'a str>) -> Strin
         let (before, behind) = (&rest[..at], &rest[at + SIGN.len()..]);
         let digits = behind.bytes().take_while(u8::is_ascii_digit).count();
         let is_word = !before.ends_with(|last: char| last.is_alphanumeric());
-        let host = behind[..digits].parse().ok().and_then(HostId::new).filter(|_| is_word);
+        let host = behind[..digits]
+            .parse()
+            .ok()
+            .and_then(HostId::new)
+            .filter(|_| is_word);
         out.push_str(before);
         match host.and_then(&name) {
             Some(name) => out.push_str(name),
@@ -384,22 +398,44 @@ impl fmt::Display for EventKind {
             EventKind::HostAdded { host, name } => write!(f, "{name} joined as {host}"),
             EventKind::HostRefused { name, why } => write!(f, "{name} was not added: {why}"),
             EventKind::HostFileDone { added, refused } => {
-                write!(f, "the host file is done: hosts that joined {added}, lines that came to nothing {refused}")
+                write!(
+                    f,
+                    "the host file is done: hosts that joined {added}, lines that came to nothing {refused}"
+                )
             }
             EventKind::HostGone { host, name, why } => write!(f, "{name} ({host}) is gone: {why}"),
-            EventKind::TaskStarted { tid, parent, name, .. } => write_start(f, *tid, *parent, name),
+            EventKind::TaskStarted {
+                tid, parent, name, ..
+            } => write_start(f, *tid, *parent, name),
             EventKind::TaskEnded { tid, status, used } => write_end(f, *tid, *status, used),
             EventKind::RmRegistered { tid } => write!(f, "{tid} is the resource manager"),
-            EventKind::RmGone { tid } => write!(f, "resource manager {tid} is gone; spawns are placed round robin"),
+            EventKind::RmGone { tid } => write!(
+                f,
+                "resource manager {tid} is gone; spawns are placed round robin"
+            ),
             EventKind::Placed { name, hosts, why } => {
                 let hosts: Vec<String> = hosts.iter().map(|h| h.index().to_string()).collect();
                 write!(f, "{name} placed on hosts {}: {why}", hosts.join(" "))
             }
-            EventKind::OwnerPresent { host, why, .. } => write!(f, "owner of {host} present: {why}"),
+            EventKind::OwnerPresent { host, why, .. } => {
+                write!(f, "owner of {host} present: {why}")
+            }
             EventKind::OwnerAbsent { host, why } => write!(f, "owner of {host} absent: {why}"),
-            EventKind::HostClean { host } => write!(f, "{host} is clean: no foreign task is left on it"),
-            EventKind::GuestsStopped { host, guests, took, why } => {
-                write!(f, "guests of {host} stopped: {} within {:.1} ms: {why}", tasks(guests), millis(*took))
+            EventKind::HostClean { host } => {
+                write!(f, "{host} is clean: no foreign task is left on it")
+            }
+            EventKind::GuestsStopped {
+                host,
+                guests,
+                took,
+                why,
+            } => {
+                write!(
+                    f,
+                    "guests of {host} stopped: {} within {:.1} ms: {why}",
+                    tasks(guests),
+                    millis(*took)
+                )
             }
             EventKind::GuestsContinued { host, guests, why } => {
                 write!(f, "guests of {host} go on: {}: {why}", tasks(guests))
@@ -408,49 +444,137 @@ impl fmt::Display for EventKind {
                 write!(f, "guests of {host} are ended: {}: {why}", tasks(guests))
             }
             EventKind::MovesBy { id, tid, engine } => write_way(f, *id, *tid, engine),
-            EventKind::Moving { id, tid, from, to, step, bytes } => {
+            EventKind::Moving {
+                id,
+                tid,
+                from,
+                to,
+                step,
+                bytes,
+            } => {
                 write!(f, "{id}: {tid} from {from} to {to}: {step} done")?;
-                if *bytes > 0 { write!(f, ", {bytes} bytes") } else { Ok(()) }
+                if *bytes > 0 {
+                    write!(f, ", {bytes} bytes")
+                } else {
+                    Ok(())
+                }
             }
-            EventKind::Moved { id, tid, from, to, cause, bytes, resident, frozen, whole } => {
+            EventKind::Moved {
+                id,
+                tid,
+                from,
+                to,
+                cause,
+                bytes,
+                resident,
+                frozen,
+                whole,
+            } => {
                 let stood = millis(*frozen);
-                write!(f, "{id}: {tid} moved from {from} to {to} ({cause}): {bytes} bytes, frozen {stood:.1} ms")?;
-                if whole > frozen { write_memory(f, *resident, *whole) } else { Ok(()) }
+                write!(
+                    f,
+                    "{id}: {tid} moved from {from} to {to} ({cause}): {bytes} bytes, frozen {stood:.1} ms"
+                )?;
+                if whole > frozen {
+                    write_memory(f, *resident, *whole)
+                } else {
+                    Ok(())
+                }
             }
-            EventKind::MoveFailed { id, tid, from, to, cause, step, why } => {
-                write!(f, "{id}: {tid} was not moved from {from} to {to} ({cause}): {step} failed: {why}")
+            EventKind::MoveFailed {
+                id,
+                tid,
+                from,
+                to,
+                cause,
+                step,
+                why,
+            } => {
+                write!(
+                    f,
+                    "{id}: {tid} was not moved from {from} to {to} ({cause}): {step} failed: {why}"
+                )
             }
             EventKind::Suspended { tid, cause } => write!(f, "{tid} suspended: {cause}"),
             EventKind::Resumed { tid, cause } => write!(f, "{tid} resumed: {cause}"),
-            EventKind::JobSuspended { job, by } => write!(f, "job {job} suspended: {by} asked for it"),
+            EventKind::JobSuspended { job, by } => {
+                write!(f, "job {job} suspended: {by} asked for it")
+            }
             EventKind::JobResumed { job, by } => write!(f, "job {job} resumed: {by} asked for it"),
             EventKind::DrainBegun { host, by, .. } => {
-                write!(f, "{host} is being emptied, and takes no tasks: {by} asked for it")
+                write!(
+                    f,
+                    "{host} is being emptied, and takes no tasks: {by} asked for it"
+                )
             }
-            EventKind::DrainEnded { host, by } => write!(f, "{host} takes tasks again: {by} asked for it"),
-            EventKind::Checkpointed { set, job, tasks, bytes, frozen, parked } => {
+            EventKind::DrainEnded { host, by } => {
+                write!(f, "{host} takes tasks again: {by} asked for it")
+            }
+            EventKind::Checkpointed {
+                set,
+                job,
+                tasks,
+                bytes,
+                frozen,
+                parked,
+            } => {
                 let frozen = millis(*frozen);
-                write!(f, "checkpoint {set} of job {job}: {tasks} tasks, {bytes} bytes, frozen {frozen:.1} ms")?;
-                if *parked { f.write_str("; it ends, and goes on when there is room") } else { Ok(()) }
+                write!(
+                    f,
+                    "checkpoint {set} of job {job}: {tasks} tasks, {bytes} bytes, frozen {frozen:.1} ms"
+                )?;
+                if *parked {
+                    f.write_str("; it ends, and goes on when there is room")
+                } else {
+                    Ok(())
+                }
             }
-            EventKind::CheckpointFailed { job, why } => write!(f, "no checkpoint of job {job}: {why}"),
-            EventKind::Restarted { set, job, tasks, why } => {
+            EventKind::CheckpointFailed { job, why } => {
+                write!(f, "no checkpoint of job {job}: {why}")
+            }
+            EventKind::Restarted {
+                set,
+                job,
+                tasks,
+                why,
+            } => {
                 write!(f, "job {job} goes on from checkpoint {set} ({why}):")?;
-                tasks.iter().try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
+                tasks
+                    .iter()
+                    .try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
             }
             EventKind::RestartFailed { set, cause, why } => {
                 write!(f, "checkpoint {set} was not started again ({cause}): {why}")
             }
             EventKind::Note { text } => f.write_str(text),
-            EventKind::SetsRemoved { sets, why } => write!(f, "checkpoints removed: {} ({why})", sets.join(" ")),
-            EventKind::SetCopied { set, job, hosts, missing, why } => {
+            EventKind::SetsRemoved { sets, why } => {
+                write!(f, "checkpoints removed: {} ({why})", sets.join(" "))
+            }
+            EventKind::SetCopied {
+                set,
+                job,
+                hosts,
+                missing,
+                why,
+            } => {
                 let hosts: Vec<String> = hosts.iter().map(HostId::to_string).collect();
-                let on = if hosts.is_empty() { "nobody".into() } else { hosts.join(", ") };
+                let on = if hosts.is_empty() {
+                    "nobody".into()
+                } else {
+                    hosts.join(", ")
+                };
                 write!(f, "checkpoint {set} of job {job}: {on} has a copy")?;
-                if *missing == 0 { Ok(()) } else { write!(f, ", {missing} missing: {why}") }
+                if *missing == 0 {
+                    Ok(())
+                } else {
+                    write!(f, ", {missing} missing: {why}")
+                }
             }
             EventKind::TaskerGone { host, why } => {
-                write!(f, "the tasker of {host} has ended ({why}); its tasks are dead")
+                write!(
+                    f,
+                    "the tasker of {host} has ended ({why}); its tasks are dead"
+                )
             }
             EventKind::HostClosed { host, why } => write!(f, "{host} takes no guests: {why}"),
             EventKind::HostOpened { host } => write!(f, "{host} takes guests again"),
@@ -459,28 +583,51 @@ impl fmt::Display for EventKind {
 }
 
 fn write_start(f: &mut fmt::Formatter<'_>, tid: Tid, parent: Tid, name: &str) -> fmt::Result {
-    let name = if name.is_empty() { "from a command line" } else { name };
+    let name = if name.is_empty() {
+        "from a command line"
+    } else {
+        name
+    };
     write!(f, "{tid} started: {name}")?;
-    if parent.is_task() { write!(f, ", child of {parent}") } else { Ok(()) }
+    if parent.is_task() {
+        write!(f, ", child of {parent}")
+    } else {
+        Ok(())
+    }
 }
 
 fn write_end(f: &mut fmt::Formatter<'_>, tid: Tid, status: i32, used: &Usage) -> fmt::Result {
-    let (status, seconds) = (describe_status(status), (used.user + used.system).0 as f64 / 1e6);
+    let (status, seconds) = (
+        describe_status(status),
+        (used.user + used.system).0 as f64 / 1e6,
+    );
     write!(f, "{tid} ended: {status}, {seconds:.2} s of processor time")
 }
 
 /// That a task's memory came behind it.
 fn write_memory(f: &mut fmt::Formatter<'_>, resident: u64, whole: Micros) -> fmt::Result {
-    write!(f, ", its memory of {resident} bytes there after {:.1} ms", millis(whole))
+    write!(
+        f,
+        ", its memory of {resident} bytes there after {:.1} ms",
+        millis(whole)
+    )
 }
 
 /// By which engine a task goes, and what is done with its process.
-fn write_way(f: &mut fmt::Formatter<'_>, id: MigrationId, tid: Tid, engine: &Engine) -> fmt::Result {
+fn write_way(
+    f: &mut fmt::Formatter<'_>,
+    id: MigrationId,
+    tid: Tid,
+    engine: &Engine,
+) -> fmt::Result {
     write!(f, "{id}: {tid} goes by {engine}")?;
     match engine {
         Engine::Criu => Ok(()),
         Engine::Own { asked, exit, wait } => {
-            write!(f, ": it is asked {asked}, and has {wait} s to end with exit status {exit}")
+            write!(
+                f,
+                ": it is asked {asked}, and has {wait} s to end with exit status {exit}"
+            )
         }
         Engine::Restart { wait } => write!(f, ": it is ended, within {wait} s, and started again"),
     }
@@ -493,7 +640,11 @@ fn millis(time: Micros) -> f64 {
 /// Tasks in a sentence.
 fn tasks(tids: &[Tid]) -> String {
     let names: Vec<String> = tids.iter().map(Tid::to_string).collect();
-    if names.is_empty() { "none were there".into() } else { names.join(" ") }
+    if names.is_empty() {
+        "none were there".into()
+    } else {
+        names.join(" ")
+    }
 }
 
 /// A wait status in words.
@@ -519,22 +670,58 @@ mod tests {
     #[test]
     fn sentences_tell_hosts_by_name_wherever_they_stand() {
         let why = "zoe is logged in on host 2".to_string();
-        let present = EventKind::OwnerPresent { host: host(2), since: Micros(0), seen: Micros(0), why };
-        assert_eq!(present.told(name), "owner of leo present: zoe is logged in on leo");
-        let placed = EventKind::Placed { name: "x".into(), hosts: vec![host(1), host(3)], why: "first host 3".into() };
+        let present = EventKind::OwnerPresent {
+            host: host(2),
+            since: Micros(0),
+            seen: Micros(0),
+            why,
+        };
+        assert_eq!(
+            present.told(name),
+            "owner of leo present: zoe is logged in on leo"
+        );
+        let placed = EventKind::Placed {
+            name: "x".into(),
+            hosts: vec![host(1), host(3)],
+            why: "first host 3".into(),
+        };
         assert_eq!(placed.told(name), "x placed on 1 max: first max");
-        let gone = EventKind::HostGone { host: host(2), name: "leo".into(), why: "lost".into() };
+        let gone = EventKind::HostGone {
+            host: host(2),
+            name: "leo".into(),
+            why: "lost".into(),
+        };
         assert_eq!(gone.told(name), "leo (host 2) is gone: lost");
-        let closed = EventKind::HostClosed { host: host(2), why: "the owner wants no guests always".into() };
-        assert_eq!(closed.told(name), "leo takes no guests: the owner wants no guests always");
-        assert_eq!(EventKind::HostOpened { host: host(3) }.told(name), "max takes guests again");
+        let closed = EventKind::HostClosed {
+            host: host(2),
+            why: "the owner wants no guests always".into(),
+        };
+        assert_eq!(
+            closed.told(name),
+            "leo takes no guests: the owner wants no guests always"
+        );
+        assert_eq!(
+            EventKind::HostOpened { host: host(3) }.told(name),
+            "max takes guests again"
+        );
         let unknown = EventKind::HostClean { host: host(1) };
-        assert_eq!(unknown.told(name), "host 1 is clean: no foreign task is left on it");
+        assert_eq!(
+            unknown.told(name),
+            "host 1 is clean: no foreign task is left on it"
+        );
     }
 
     #[test]
     fn what_only_looks_like_a_host_is_left_alone() {
-        for text in ["a ghost 2", "host", "host 5000", "host x", "host 99999999999", "hosts 2 3", "the host  2"] {
+        for text in [
+            "a ghost 2",
+            "host",
+            "host 5000",
+            "host x",
+            "host 99999999999",
+            "hosts 2 3",
+            "the host  2",
+        ] {
             assert_eq!(with_names(text, |_| Some("leo")), text);
         }
         assert_eq!(with_names("host 2, host 3.", name), "leo, max.");

@@ -81,7 +81,10 @@ impl Frame {
     /// [`FrameError::BadBody`] when the frame is of another kind or its bytes are not a `T`.
     pub fn control<T: DeserializeOwned>(&self) -> Result<T, FrameError> {
         if self.kind != FrameKind::Control {
-            return Err(FrameError::BadBody(format!("expected a control frame, got {:?}", self.kind)));
+            return Err(FrameError::BadBody(format!(
+                "expected a control frame, got {:?}",
+                self.kind
+            )));
         }
         from_bytes(&self.body)
     }
@@ -92,9 +95,13 @@ impl Frame {
     /// [`FrameError::BadBody`] when the frame is of another kind or too short.
     pub fn link(&self) -> Result<LinkFrame, FrameError> {
         if self.kind != FrameKind::Link {
-            return Err(FrameError::BadBody(format!("expected a link frame, got {:?}", self.kind)));
+            return Err(FrameError::BadBody(format!(
+                "expected a link frame, got {:?}",
+                self.kind
+            )));
         }
-        LinkFrame::decode(self.body.clone()).ok_or_else(|| FrameError::BadBody("short or unknown link frame".into()))
+        LinkFrame::decode(self.body.clone())
+            .ok_or_else(|| FrameError::BadBody("short or unknown link frame".into()))
     }
 }
 
@@ -129,7 +136,8 @@ pub fn encode_control<T: Serialize>(value: &T) -> Result<Bytes, FrameError> {
 
 /// What stands before a body of `body_len` bytes.
 pub fn frame_head(kind: FrameKind, body_len: usize) -> [u8; FRAME_HEAD_BYTES] {
-    let length = u32::try_from(body_len + 1).expect("callers cut what they send below the frame limit");
+    let length =
+        u32::try_from(body_len + 1).expect("callers cut what they send below the frame limit");
     let mut head = [kind.code(); FRAME_HEAD_BYTES];
     head[..4].copy_from_slice(&length.to_le_bytes());
     head
@@ -138,7 +146,10 @@ pub fn frame_head(kind: FrameKind, body_len: usize) -> [u8; FRAME_HEAD_BYTES] {
 /// A frame whose body is the concatenation of `parts`.
 pub fn encode(kind: FrameKind, parts: &[&[u8]]) -> Bytes {
     let body_len: usize = parts.iter().map(|p| p.len()).sum();
-    assert!(body_len <= FRAME_BYTES_MAX, "callers cut what they send below the frame limit");
+    assert!(
+        body_len <= FRAME_BYTES_MAX,
+        "callers cut what they send below the frame limit"
+    );
     let mut out = BytesMut::with_capacity(FRAME_HEAD_BYTES + body_len);
     out.put_slice(&frame_head(kind, body_len));
     for part in parts {
@@ -168,14 +179,21 @@ impl FrameDecoder {
     pub fn push(&mut self, bytes: &[u8]) {
         if self.buffer.capacity() - self.buffer.len() < bytes.len() {
             // Room for the whole frame at once, so that its beginning is not copied again and again.
-            self.buffer.reserve(self.missing().clamp(ROOM_BYTES_MIN, ROOM_BYTES_MAX).max(bytes.len()));
+            self.buffer.reserve(
+                self.missing()
+                    .clamp(ROOM_BYTES_MIN, ROOM_BYTES_MAX)
+                    .max(bytes.len()),
+            );
         }
         self.buffer.extend_from_slice(bytes);
     }
 
     /// Bytes that the frame at the front still lacks, as far as it has announced them.
     fn missing(&self) -> usize {
-        let announced = self.buffer.first_chunk::<4>().map_or(0, |head| 4 + u32::from_le_bytes(*head) as usize);
+        let announced = self
+            .buffer
+            .first_chunk::<4>()
+            .map_or(0, |head| 4 + u32::from_le_bytes(*head) as usize);
         announced.saturating_sub(self.buffer.len())
     }
 
@@ -189,7 +207,9 @@ impl FrameDecoder {
     /// # Errors
     /// The stream is unusable after an error.
     pub fn next_frame(&mut self) -> Result<Option<Frame>, FrameError> {
-        let Some(head) = self.buffer.first_chunk::<4>() else { return Ok(None) };
+        let Some(head) = self.buffer.first_chunk::<4>() else {
+            return Ok(None);
+        };
         let len = u32::from_le_bytes(*head) as usize;
         if len == 0 || len - 1 > FRAME_BYTES_MAX {
             return Err(FrameError::TooLong(len));
@@ -221,10 +241,13 @@ mod tests {
 
     #[test]
     fn frames_survive_any_cut_of_the_stream() {
-        let stream: Vec<u8> = [encode_control(&(1u32, "one")), encode_control(&(2u32, "two"))]
-            .into_iter()
-            .flat_map(|f| f.expect("small").to_vec())
-            .collect();
+        let stream: Vec<u8> = [
+            encode_control(&(1u32, "one")),
+            encode_control(&(2u32, "two")),
+        ]
+        .into_iter()
+        .flat_map(|f| f.expect("small").to_vec())
+        .collect();
         for cut in 0..=stream.len() {
             let mut decoder = FrameDecoder::new();
             let mut seen = Vec::new();
@@ -243,7 +266,10 @@ mod tests {
     fn an_oversized_frame_is_refused_before_it_is_stored() {
         let mut decoder = FrameDecoder::new();
         decoder.push(&u32::MAX.to_le_bytes());
-        assert_eq!(decoder.next_frame(), Err(FrameError::TooLong(u32::MAX as usize)));
+        assert_eq!(
+            decoder.next_frame(),
+            Err(FrameError::TooLong(u32::MAX as usize))
+        );
     }
 
     #[test]

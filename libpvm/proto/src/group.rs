@@ -161,10 +161,22 @@ impl GroupCall {
         match self {
             GroupCall::Join => GroupRequest::Join { group },
             GroupCall::Leave => GroupRequest::Leave { group },
-            GroupCall::Barrier => GroupRequest::Barrier { group, count: number },
-            GroupCall::Freeze => GroupRequest::Freeze { group, count: number },
-            GroupCall::Instance => GroupRequest::Instance { group, tid: Tid::from_raw(number) },
-            GroupCall::Member => GroupRequest::Member { group, instance: number },
+            GroupCall::Barrier => GroupRequest::Barrier {
+                group,
+                count: number,
+            },
+            GroupCall::Freeze => GroupRequest::Freeze {
+                group,
+                count: number,
+            },
+            GroupCall::Instance => GroupRequest::Instance {
+                group,
+                tid: Tid::from_raw(number),
+            },
+            GroupCall::Member => GroupRequest::Member {
+                group,
+                instance: number,
+            },
             GroupCall::Size => GroupRequest::Size { group },
             GroupCall::Members => GroupRequest::Members { group },
             GroupCall::List => GroupRequest::List,
@@ -176,7 +188,10 @@ impl TryFrom<i32> for GroupCall {
     type Error = PvmError;
 
     fn try_from(code: i32) -> Result<GroupCall, PvmError> {
-        GroupCall::ALL.into_iter().find(|call| *call as i32 == code).ok_or(PvmError::BadParam)
+        GroupCall::ALL
+            .into_iter()
+            .find(|call| *call as i32 == code)
+            .ok_or(PvmError::BadParam)
     }
 }
 
@@ -190,8 +205,18 @@ pub fn list_words(groups: &[GroupInfo]) -> Vec<i32> {
         words.extend(group.name.iter().map(|byte| i32::from(*byte)));
         let waiting: &[Tid] = group.barrier.as_ref().map_or(&[], |b| &b.waiting);
         let wanted = group.barrier.as_ref().map_or(-1, |b| b.wanted as i32);
-        words.extend([group.size() as i32, group.members.len() as i32, wanted, waiting.len() as i32]);
-        words.extend(group.members.iter().map(|tid| if *tid == Tid::NONE { -1 } else { tid.raw() }));
+        words.extend([
+            group.size() as i32,
+            group.members.len() as i32,
+            wanted,
+            waiting.len() as i32,
+        ]);
+        words.extend(
+            group
+                .members
+                .iter()
+                .map(|tid| if *tid == Tid::NONE { -1 } else { tid.raw() }),
+        );
         words.extend(waiting.iter().map(|tid| tid.raw()));
     }
     words
@@ -259,6 +284,9 @@ impl TryFrom<i32> for GroupEvent {
     type Error = PvmError;
 
     fn try_from(code: i32) -> Result<GroupEvent, PvmError> {
-        GroupEvent::ALL.into_iter().find(|event| *event as i32 == code).ok_or(PvmError::BadParam)
+        GroupEvent::ALL
+            .into_iter()
+            .find(|event| *event as i32 == code)
+            .ok_or(PvmError::BadParam)
     }
 }

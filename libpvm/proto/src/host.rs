@@ -11,7 +11,8 @@ use crate::migration::{Move, Order, Refusal, Report, TaskFacts, Verdict};
 use crate::suspend::{self, Holds};
 use crate::table::{HostTable, TaskInfo};
 use crate::task::{
-    LinkMark, RedirectAt, Reply, Request, Restart, RmInfo, Sink, SpawnRequest, Successor, ToTask, TracerInfo,
+    LinkMark, RedirectAt, Reply, Request, Restart, RmInfo, Sink, SpawnRequest, Successor, ToTask,
+    TracerInfo,
 };
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};

@@ -29,7 +29,9 @@ impl HostId {
 
     /// A host index, or `None` outside 1..=4095.
     pub fn new(index: u16) -> Option<HostId> {
-        (1..=Self::INDEX_MAX).contains(&index).then_some(HostId(index))
+        (1..=Self::INDEX_MAX)
+            .contains(&index)
+            .then_some(HostId(index))
     }
 
     /// A host of a simulation, 1..=65535, or `None` for 0. Decisions know hosts by their numbers only, so they can be tried on
@@ -47,7 +49,11 @@ impl HostId {
 
     /// The host's tid as applications see it (`hi_tid`): host part only.
     pub fn tid(self) -> Tid {
-        if self.0 <= Self::INDEX_MAX { Tid(u32::from(self.0) << HOST_SHIFT) } else { Tid::NONE }
+        if self.0 <= Self::INDEX_MAX {
+            Tid(u32::from(self.0) << HOST_SHIFT)
+        } else {
+            Tid::NONE
+        }
     }
 
     /// The address of the host's daemon: host part with bit 31 set.
@@ -76,7 +82,9 @@ impl fmt::Display for HostId {
 }
 
 /// A task identifier with PVM's layout: bit 31 daemon, bit 30 multicast, bits 18-29 host, bits 0-17 local.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
 pub struct Tid(u32);
 
 impl Tid {
@@ -90,7 +98,9 @@ impl Tid {
     /// A task's id from the host of its birth and its local number (1..=262143).
     pub fn task(host: HostId, local: u32) -> Option<Tid> {
         let home = Some(host.tid()).filter(|home| *home != Tid::NONE)?;
-        (1..=LOCAL_MASK).contains(&local).then_some(Tid(home.0 | local))
+        (1..=LOCAL_MASK)
+            .contains(&local)
+            .then_some(Tid(home.0 | local))
     }
 
     /// Any 32 bits, as they come from a program.
@@ -105,7 +115,9 @@ impl Tid {
 
     /// True for the id of a task: neither daemon nor multicast, host and local part present.
     pub fn is_task(self) -> bool {
-        self.0 & (DAEMON_BIT | GROUP_BIT) == 0 && self.0 & HOST_MASK != 0 && self.0 & LOCAL_MASK != 0
+        self.0 & (DAEMON_BIT | GROUP_BIT) == 0
+            && self.0 & HOST_MASK != 0
+            && self.0 & LOCAL_MASK != 0
     }
 
     /// True for the address of a daemon, [`Tid::MY_DAEMON`] included.
@@ -186,7 +198,9 @@ counter! {
 }
 
 /// A point in time or a span in microseconds, as the shell's clock counts them. Pure code only compares and adds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
 pub struct Micros(pub u64);
 
 impl Micros {
@@ -248,16 +262,25 @@ mod tests {
         for index in [1, 2, HostId::INDEX_MAX] {
             let host = HostId::new(index).expect("an index");
             let bytes = postcard::to_allocvec(&host).expect("a host is written");
-            assert_eq!(bytes, postcard::to_allocvec(&index).expect("a number is written"));
+            assert_eq!(
+                bytes,
+                postcard::to_allocvec(&index).expect("a number is written")
+            );
             assert_eq!(postcard::from_bytes::<HostId>(&bytes), Ok(host));
         }
         for index in [0, HostId::INDEX_MAX + 1, 10_000, u16::MAX] {
             let bytes = postcard::to_allocvec(&index).expect("a number is written");
             assert!(postcard::from_bytes::<HostId>(&bytes).is_err(), "{index}");
             let among = postcard::to_allocvec(&[1, index]).expect("numbers are written");
-            assert!(postcard::from_bytes::<[HostId; 2]>(&among).is_err(), "{index}");
+            assert!(
+                postcard::from_bytes::<[HostId; 2]>(&among).is_err(),
+                "{index}"
+            );
             let told = HostId::try_from(index).expect_err("no host").to_string();
-            assert_eq!(told, format!("{index} is no index of a host; those are 1 to 4095"));
+            assert_eq!(
+                told,
+                format!("{index} is no index of a host; those are 1 to 4095")
+            );
         }
     }
 
@@ -266,7 +289,10 @@ mod tests {
         assert_eq!(HostId::simulated(0), None);
         assert_eq!(HostId::simulated(7), HostId::new(7));
         let far = HostId::simulated(10_000).expect("a number");
-        assert_eq!((far.index(), far.tid(), Tid::task(far, 1)), (10_000, Tid::NONE, None));
+        assert_eq!(
+            (far.index(), far.tid(), Tid::task(far, 1)),
+            (10_000, Tid::NONE, None)
+        );
         assert!(far.daemon().home().is_none());
         let bytes = postcard::to_allocvec(&far).expect("it is written");
         assert!(postcard::from_bytes::<HostId>(&bytes).is_err());

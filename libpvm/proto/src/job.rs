@@ -117,12 +117,26 @@ impl JobFile {
     /// # Errors
     /// The first thing that is wrong, with its line.
     pub fn parse(file: &str, text: &str) -> Result<JobFile, JobError> {
-        let wrong = |at: usize, why: String| JobError { file: file.to_string(), line: line_of(text, at), why };
+        let wrong = |at: usize, why: String| JobError {
+            file: file.to_string(),
+            line: line_of(text, at),
+            why,
+        };
         if text.len() > JOB_BYTES_MAX {
-            return Err(wrong(0, format!("the file has {} bytes, and {JOB_BYTES_MAX} are allowed", text.len())));
+            return Err(wrong(
+                0,
+                format!(
+                    "the file has {} bytes, and {JOB_BYTES_MAX} are allowed",
+                    text.len()
+                ),
+            ));
         }
-        let read = toml::from_str::<File>(text)
-            .map_err(|error| wrong(error.span().map_or(0, |span| span.start), error.message().trim().to_string()))?;
+        let read = toml::from_str::<File>(text).map_err(|error| {
+            wrong(
+                error.span().map_or(0, |span| span.start),
+                error.message().trim().to_string(),
+            )
+        })?;
         read.job().map_err(|(span, why)| wrong(span.start, why))
     }
 
@@ -134,19 +148,33 @@ impl JobFile {
     /// Fills in what a request does not say itself.
     pub fn fill(&self, request: &mut SpawnRequest) {
         if request.args.is_empty() {
-            request.args = self.arguments.iter().map(|argument| argument.clone().into_bytes()).collect();
+            request.args = self
+                .arguments
+                .iter()
+                .map(|argument| argument.clone().into_bytes())
+                .collect();
         }
-        let (place, directory) = request.place.split_once(':').map_or((&*request.place, None), |(p, d)| (p, Some(d)));
-        let names = request.flags & (SPAWN_HOST | SPAWN_ARCH | SPAWN_COMPLEMENT) != 0 || !place.is_empty();
+        let (place, directory) = request
+            .place
+            .split_once(':')
+            .map_or((&*request.place, None), |(p, d)| (p, Some(d)));
+        let names =
+            request.flags & (SPAWN_HOST | SPAWN_ARCH | SPAWN_COMPLEMENT) != 0 || !place.is_empty();
         let (flags, place) = match &self.place {
             Some((flags, place)) if !names => (*flags, place.as_str()),
             _ => (0, place),
         };
         let directory = directory.or(self.directory.as_deref());
-        let place = directory.map_or(place.to_string(), |directory| format!("{place}:{directory}"));
+        let place = directory.map_or(place.to_string(), |directory| {
+            format!("{place}:{directory}")
+        });
         (request.flags, request.place) = (request.flags | flags, place);
         for (name, value) in &self.environment {
-            let is_said = |entry: &Vec<u8>| entry.strip_prefix(name.as_bytes()).is_some_and(|v| v.starts_with(b"="));
+            let is_said = |entry: &Vec<u8>| {
+                entry
+                    .strip_prefix(name.as_bytes())
+                    .is_some_and(|v| v.starts_with(b"="))
+            };
             if !request.env.iter().any(is_said) {
                 request.env.push(format!("{name}={value}").into_bytes());
             }
@@ -159,7 +187,10 @@ fn part(text: &Spanned<String>, what: &str) -> Result<String, Wrong> {
     let bad = |c: char| c == ':' || c.is_control();
     let inner = text.get_ref().trim();
     if inner.is_empty() || inner.contains(bad) {
-        return Err((text.span(), format!("{what} must be a text without colons and line ends, and not empty")));
+        return Err((
+            text.span(),
+            format!("{what} must be a text without colons and line ends, and not empty"),
+        ));
     }
     Ok(inner.to_string())
 }
@@ -178,8 +209,14 @@ impl File {
         let mut environment = BTreeMap::new();
         for (name, value) in self.environment {
             let bad = |c: char| c == '=' || c == '\0';
-            if name.get_ref().is_empty() || name.get_ref().contains(bad) || value.get_ref().contains('\0') {
-                return Err((name.span(), format!("{:?} is no name of a variable", name.get_ref())));
+            if name.get_ref().is_empty()
+                || name.get_ref().contains(bad)
+                || value.get_ref().contains('\0')
+            {
+                return Err((
+                    name.span(),
+                    format!("{:?} is no name of a variable", name.get_ref()),
+                ));
             }
             environment.insert(name.into_inner(), value.into_inner());
         }
@@ -196,29 +233,51 @@ impl File {
         }
         if let Some(files) = self.files {
             if !FILES.contains(&files.get_ref().as_str()) {
-                return Err((files.span(), format!("{:?} is none of {}", files.get_ref(), FILES.join(", "))));
+                return Err((
+                    files.span(),
+                    format!("{:?} is none of {}", files.get_ref(), FILES.join(", ")),
+                ));
             }
             environment.insert(FILES_ENV.to_string(), files.into_inner());
         }
         let place = match (self.host, self.arch) {
-            (Some(_), Some(arch)) => return Err((arch.span(), "host and arch exclude each other".to_string())),
+            (Some(_), Some(arch)) => {
+                return Err((arch.span(), "host and arch exclude each other".to_string()));
+            }
             (Some(host), None) => Some((SPAWN_HOST, part(&host, "host")?)),
             (None, Some(arch)) => Some((SPAWN_ARCH, part(&arch, "arch")?)),
             (None, None) => None,
         };
-        if let Some(count) = self.count.as_ref().filter(|count| !(1..=JOB_COUNT_MAX).contains(count.get_ref())) {
+        if let Some(count) = self
+            .count
+            .as_ref()
+            .filter(|count| !(1..=JOB_COUNT_MAX).contains(count.get_ref()))
+        {
             return Err((count.span(), format!("count must be 1 to {JOB_COUNT_MAX}")));
         }
-        let nul = self.arguments.iter().find(|argument| argument.get_ref().contains('\0'));
+        let nul = self
+            .arguments
+            .iter()
+            .find(|argument| argument.get_ref().contains('\0'));
         if let Some(argument) = nul {
             return Err((argument.span(), "an argument has a zero byte".to_string()));
         }
         Ok(JobFile {
-            program: self.program.map(|program| named(program, "program")).transpose()?,
-            arguments: self.arguments.into_iter().map(Spanned::into_inner).collect(),
+            program: self
+                .program
+                .map(|program| named(program, "program"))
+                .transpose()?,
+            arguments: self
+                .arguments
+                .into_iter()
+                .map(Spanned::into_inner)
+                .collect(),
             count: self.count.map(Spanned::into_inner),
             place,
-            directory: self.directory.map(|directory| named(directory, "directory")).transpose()?,
+            directory: self
+                .directory
+                .map(|directory| named(directory, "directory"))
+                .transpose()?,
             environment,
         })
     }
@@ -239,18 +298,31 @@ impl File {
                 Number::Text(text) => text.trim().to_string(),
             };
             let digits = text.trim_end_matches(['s', 'm', 'h']).trim();
-            if text.len() > digits.len() + 2 || !digits.parse::<f64>().is_ok_and(|n| n.is_finite() && n > 0.0) {
-                return Err((work.span(), format!("{text:?} is no time: 600, or \"1.5h\"")));
+            if text.len() > digits.len() + 2
+                || !digits
+                    .parse::<f64>()
+                    .is_ok_and(|n| n.is_finite() && n > 0.0)
+            {
+                return Err((
+                    work.span(),
+                    format!("{text:?} is no time: 600, or \"1.5h\""),
+                ));
             }
             parts.push(format!("work = {text}"));
         }
-        match self.spread.as_ref().map(|spread| (spread.get_ref(), spread.span())) {
+        match self
+            .spread
+            .as_ref()
+            .map(|spread| (spread.get_ref(), spread.span()))
+        {
             None | Some((Spread::Yes(false), _)) => {}
             Some((_, span)) if self.same_host => {
                 return Err((span, "spread and same-host exclude each other".to_string()));
             }
             Some((Spread::Yes(true), _)) => parts.push("spread".to_string()),
-            Some((Spread::Most(0), span)) => return Err((span, "spread must be at least 1".to_string())),
+            Some((Spread::Most(0), span)) => {
+                return Err((span, "spread must be at least 1".to_string()));
+            }
             Some((Spread::Most(most), _)) => parts.push(format!("spread = {most}")),
         }
         parts.extend(self.same_host.then(|| "same-host".to_string()));
@@ -282,43 +354,81 @@ COLOUR = "blue"
 "#;
 
     fn env(request: &SpawnRequest) -> Vec<String> {
-        request.env.iter().map(|entry| String::from_utf8_lossy(entry).into_owned()).collect()
+        request
+            .env
+            .iter()
+            .map(|entry| String::from_utf8_lossy(entry).into_owned())
+            .collect()
     }
 
     #[test]
     fn a_file_says_what_a_spawn_does_not_say_itself() {
         let job = JobFile::parse("job.toml", ALL).expect("nothing is wrong with it");
-        assert_eq!((job.program.as_deref(), job.count), (Some("worker"), Some(8)));
+        assert_eq!(
+            (job.program.as_deref(), job.count),
+            (Some("worker"), Some(8))
+        );
         assert!(job.is_about("worker") && !job.is_about("other"));
-        let mut request = SpawnRequest { file: "worker".into(), ..SpawnRequest::default() };
+        let mut request = SpawnRequest {
+            file: "worker".into(),
+            ..SpawnRequest::default()
+        };
         job.fill(&mut request);
-        assert_eq!((request.args.len(), request.flags, request.place.as_str()), (2, 0, ":/data"));
+        assert_eq!(
+            (request.args.len(), request.flags, request.place.as_str()),
+            (2, 0, ":/data")
+        );
         let wants = "SEMPA_WANTS=memory >= 2G; host != h3|h4; rank = -cores; work = 1.5h; spread = 2; barrier";
         assert_eq!(
             env(&request),
-            ["COLOUR=blue", "SEMPA_ENGINE=criu,restart", "SEMPA_FILES=copy", "SEMPA_STATE=state-{tid}", wants]
+            [
+                "COLOUR=blue",
+                "SEMPA_ENGINE=criu,restart",
+                "SEMPA_FILES=copy",
+                "SEMPA_STATE=state-{tid}",
+                wants
+            ]
         );
-        let own = ["COLOUR=red", "SEMPA_WANTS=", "COLOURS=x"].map(|entry| entry.as_bytes().to_vec());
+        let own =
+            ["COLOUR=red", "SEMPA_WANTS=", "COLOURS=x"].map(|entry| entry.as_bytes().to_vec());
         let (args, place) = (vec![b"-q".to_vec()], "h2:/tmp".to_string());
-        let said = SpawnRequest { args, place, flags: SPAWN_HOST, env: own.to_vec(), ..SpawnRequest::default() };
+        let said = SpawnRequest {
+            args,
+            place,
+            flags: SPAWN_HOST,
+            env: own.to_vec(),
+            ..SpawnRequest::default()
+        };
         let mut request = said.clone();
         job.fill(&mut request);
-        assert_eq!((request.args, request.flags, request.place), (said.args, said.flags, said.place));
+        assert_eq!(
+            (request.args, request.flags, request.place),
+            (said.args, said.flags, said.place)
+        );
         assert_eq!(request.env[..3], own);
         assert_eq!(request.env.len(), 6, "engine, files and state");
     }
 
     #[test]
     fn a_file_may_name_a_host_or_an_architecture_which_a_spawn_may_not_have_named() {
-        for (text, flag, name) in [("host = 'h2'", SPAWN_HOST, "h2"), ("arch = 'LINUX64'", SPAWN_ARCH, "LINUX64")] {
+        for (text, flag, name) in [
+            ("host = 'h2'", SPAWN_HOST, "h2"),
+            ("arch = 'LINUX64'", SPAWN_ARCH, "LINUX64"),
+        ] {
             let job = JobFile::parse("f", text).expect(text);
             assert!(job.is_about("anything"));
             for (place, filled) in [("", name.to_string()), (":/d", format!("{name}:/d"))] {
-                let mut request = SpawnRequest { place: place.into(), ..SpawnRequest::default() };
+                let mut request = SpawnRequest {
+                    place: place.into(),
+                    ..SpawnRequest::default()
+                };
                 job.fill(&mut request);
                 assert_eq!((request.flags, request.place), (flag, filled));
             }
-            let mut request = SpawnRequest { place: "?cores >= 4".into(), ..SpawnRequest::default() };
+            let mut request = SpawnRequest {
+                place: "?cores >= 4".into(),
+                ..SpawnRequest::default()
+            };
             job.fill(&mut request);
             assert_eq!((request.flags, request.place.as_str()), (0, "?cores >= 4"));
         }
@@ -327,28 +437,59 @@ COLOUR = "blue"
     #[test]
     fn what_is_wrong_is_told_with_file_line_and_reason() {
         for (text, said) in [
-            ("program = 'x'\n\ncolour = 1\n", "job.toml, line 3: unknown field `colour`"),
+            (
+                "program = 'x'\n\ncolour = 1\n",
+                "job.toml, line 3: unknown field `colour`",
+            ),
             ("count = 0", "job.toml, line 1: count must be 1 to 65536"),
             ("\ncount = -1", "job.toml, line 2: invalid value"),
-            ("host = 'h2'\narch = 'X'", "job.toml, line 2: host and arch exclude each other"),
+            (
+                "host = 'h2'\narch = 'X'",
+                "job.toml, line 2: host and arch exclude each other",
+            ),
             ("spread = 0", "job.toml, line 1: spread must be at least 1"),
-            ("same-host = true\nspread = true", "job.toml, line 2: spread and same-host exclude each other"),
-            ("wants = 'memory >= 2G:/tmp'", "job.toml, line 1: wants must be a text without colons"),
+            (
+                "same-host = true\nspread = true",
+                "job.toml, line 2: spread and same-host exclude each other",
+            ),
+            (
+                "wants = 'memory >= 2G:/tmp'",
+                "job.toml, line 1: wants must be a text without colons",
+            ),
             ("program = ' '", "job.toml, line 1: program is empty"),
             ("\n\nwork = 'soon'", "job.toml, line 3: \"soon\" is no time"),
             ("work = 0", "job.toml, line 1: \"0\" is no time"),
-            ("files = 'cpoy'", "job.toml, line 1: \"cpoy\" is none of shared, copy, refuse"),
-            ("\nengine = 'steam'", "job.toml, line 2: SEMPA_ENGINE: \"steam\""),
+            (
+                "files = 'cpoy'",
+                "job.toml, line 1: \"cpoy\" is none of shared, copy, refuse",
+            ),
+            (
+                "\nengine = 'steam'",
+                "job.toml, line 2: SEMPA_ENGINE: \"steam\"",
+            ),
             ("state = 'a:a'", "job.toml, line 1: SEMPA_STATE: \"a:a\""),
-            ("[environment]\n'A=B' = ''", "job.toml, line 2: \"A=B\" is no name of a variable"),
+            (
+                "[environment]\n'A=B' = ''",
+                "job.toml, line 2: \"A=B\" is no name of a variable",
+            ),
             ("= 1", "job.toml, line 1: "),
         ] {
-            let error = JobFile::parse("job.toml", text).expect_err(text).to_string();
-            assert!(error.starts_with(said) && error.ends_with("; nothing is started"), "{error}");
+            let error = JobFile::parse("job.toml", text)
+                .expect_err(text)
+                .to_string();
+            assert!(
+                error.starts_with(said) && error.ends_with("; nothing is started"),
+                "{error}"
+            );
             assert!(!error.contains('\n'), "{error:?}");
         }
         let long = "#".repeat(JOB_BYTES_MAX + 1);
-        assert!(JobFile::parse("f", &long).expect_err("too long").why.contains("are allowed"));
+        assert!(
+            JobFile::parse("f", &long)
+                .expect_err("too long")
+                .why
+                .contains("are allowed")
+        );
         assert_eq!(JobFile::parse("f", ""), Ok(JobFile::default()));
     }
 }

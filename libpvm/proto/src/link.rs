@@ -16,8 +16,8 @@ mod frame;
 mod talk;
 
 pub use self::frame::{
-    FrameRef, LINK_HEAD_BYTES, LinkFrame, LinkKind, Payload, SHORT_HEAD_APART, SHORT_HEAD_BYTES, SHORT_HEAD_SPARE,
-    decode_short_head, encode_short_head,
+    FrameRef, LINK_HEAD_BYTES, LinkFrame, LinkKind, Payload, SHORT_HEAD_APART, SHORT_HEAD_BYTES,
+    SHORT_HEAD_SPARE, decode_short_head, encode_short_head,
 };
 pub use self::talk::Talk;
 
@@ -92,7 +92,10 @@ pub enum LinkError {
 /// The body of a message that is kept.
 #[derive(Clone, Debug)]
 enum Body {
-    Small { len: u8, bytes: [u8; SMALL_BYTES_MAX] },
+    Small {
+        len: u8,
+        bytes: [u8; SMALL_BYTES_MAX],
+    },
     Large(Bytes),
 }
 
@@ -102,7 +105,10 @@ impl Body {
     fn copy(body: &[u8]) -> Body {
         let mut bytes = [0; SMALL_BYTES_MAX];
         bytes[..body.len()].copy_from_slice(body);
-        Body::Small { len: body.len() as u8, bytes }
+        Body::Small {
+            len: body.len() as u8,
+            bytes,
+        }
     }
 
     #[inline]
@@ -139,11 +145,20 @@ struct Retained {
 impl Retained {
     #[inline]
     fn new(first_seq: u64, head: &[u8], body: Body) -> Retained {
-        assert!(head.len() <= HEAD_BYTES_MAX, "a message's header has a limit");
+        assert!(
+            head.len() <= HEAD_BYTES_MAX,
+            "a message's header has a limit"
+        );
         let mut kept = [0; HEAD_BYTES_MAX];
         kept[..head.len()].copy_from_slice(head);
         let fragments = fragments_of(head.len() + body.bytes().len());
-        Retained { first_seq, fragments, head: kept, head_len: head.len() as u8, body }
+        Retained {
+            first_seq,
+            fragments,
+            head: kept,
+            head_len: head.len() as u8,
+            body,
+        }
     }
 
     #[inline]
@@ -163,9 +178,16 @@ impl Retained {
     fn fragment(&self, seq: u64) -> (&[u8], &[u8]) {
         let index = usize::try_from(seq - self.first_seq).expect("fragments fit the address space");
         let head = usize::from(self.head_len);
-        let (start, end) = (index * FRAGMENT_BYTES_MAX, ((index + 1) * FRAGMENT_BYTES_MAX).min(self.len()));
+        let (start, end) = (
+            index * FRAGMENT_BYTES_MAX,
+            ((index + 1) * FRAGMENT_BYTES_MAX).min(self.len()),
+        );
         let body = self.body.bytes();
-        if index > 0 { (&[], &body[start - head..end - head]) } else { (self.head(), &body[..end - head]) }
+        if index > 0 {
+            (&[], &body[start - head..end - head])
+        } else {
+            (self.head(), &body[..end - head])
+        }
     }
 }
 
@@ -235,7 +257,11 @@ impl Sender {
     #[inline]
     fn holder(&self, seq: u64) -> usize {
         // Nearly always the newest.
-        let newest = self.retained.back().is_some_and(|m| m.first_seq <= seq).then(|| self.retained.len() - 1);
+        let newest = self
+            .retained
+            .back()
+            .is_some_and(|m| m.first_seq <= seq)
+            .then(|| self.retained.len() - 1);
         newest.unwrap_or_else(|| self.retained.partition_point(|m| m.end_seq() <= seq))
     }
 
@@ -369,7 +395,11 @@ impl Link {
         if self.tx.retained_bytes + head.len() + body.len() > RETAINED_BYTES_MAX {
             return Err(LinkError::Full);
         }
-        let body = if body.len() <= SMALL_BYTES_MAX { Body::copy(&body) } else { Body::Large(body) };
+        let body = if body.len() <= SMALL_BYTES_MAX {
+            Body::copy(&body)
+        } else {
+            Body::Large(body)
+        };
         self.tx.keep(Retained::new(self.tx.end, head, body));
         Ok(())
     }
@@ -379,11 +409,18 @@ impl Link {
     /// when something stands in the way.
     #[inline]
     pub fn send_at_once(&mut self, now: Micros, head: &[u8], body: &[u8]) -> Option<FrameRef<'_>> {
-        let idle = self.tx.next == self.tx.end && !self.tx.probe_wanted && self.rx.answer != Some(true);
-        if !idle || self.gone || self.route.is_none() || body.len() > SMALL_BYTES_MAX || !self.is_open() {
+        let idle =
+            self.tx.next == self.tx.end && !self.tx.probe_wanted && self.rx.answer != Some(true);
+        if !idle
+            || self.gone
+            || self.route.is_none()
+            || body.len() > SMALL_BYTES_MAX
+            || !self.is_open()
+        {
             return None;
         }
-        self.tx.keep(Retained::new(self.tx.end, head, Body::copy(body)));
+        self.tx
+            .keep(Retained::new(self.tx.end, head, Body::copy(body)));
         self.next_data(now)
     }
 
@@ -411,7 +448,9 @@ impl Link {
     pub fn begin_timeline(&mut self, line: u16, together: bool) {
         if !together {
             let fresh = self.tx.fresh;
-            self.tx.retained.retain(|message| message.first_seq >= fresh);
+            self.tx
+                .retained
+                .retain(|message| message.first_seq >= fresh);
             self.tx.retained_bytes = self.tx.retained.iter().map(Retained::len).sum();
             // What has yet to come back was on its way, too; unless that was before the conversation began anew already.
             self.tx.back.take_if(|back| !back.is_anew());
@@ -439,7 +478,12 @@ impl Link {
         tx.number_anew();
         tx.flight.clear();
         (tx.flight_bytes, tx.acked, tx.next, tx.fresh, tx.doubted) = (0, 1, 1, 1, 1);
-        (tx.probe_due, tx.probe_wanted, tx.probe_delay, tx.last_resync) = (None, false, PROBE_DELAY, None);
+        (
+            tx.probe_due,
+            tx.probe_wanted,
+            tx.probe_delay,
+            tx.last_resync,
+        ) = (None, false, PROBE_DELAY, None);
         let rx = &mut self.rx;
         rx.partial.clear();
         (rx.expected, rx.unacked_bytes, rx.unacked_fragments) = (1, 0, 0);
@@ -490,7 +534,12 @@ impl Link {
                 tx.retained.clear();
                 tx.flight.clear();
                 tx.back = None;
-                (tx.retained_bytes, tx.flight_bytes, tx.probe_due, tx.probe_wanted) = (0, 0, None, false);
+                (
+                    tx.retained_bytes,
+                    tx.flight_bytes,
+                    tx.probe_due,
+                    tx.probe_wanted,
+                ) = (0, 0, None, false);
                 (tx.acked, tx.next, tx.fresh) = (tx.end, tx.end, tx.end);
             }
             LinkEvent::Wake => self.handle_wake(now),
@@ -580,7 +629,8 @@ impl Link {
             pool::make_room_for_a_piece(&mut rx.partial, payload.len());
             payload.append_to(&mut rx.partial);
             if last {
-                rx.ready.push_back(pool::seal(std::mem::take(&mut rx.partial)));
+                rx.ready
+                    .push_back(pool::seal(std::mem::take(&mut rx.partial)));
             }
         }
         if rx.unacked_bytes >= ACK_BYTES || rx.unacked_fragments >= ACK_FRAGMENTS {
@@ -616,7 +666,9 @@ impl Link {
             tx.probe_wanted &= is_owed;
         }
         if resync && ack == tx.acked && tx.next > ack {
-            let echo = tx.last_resync.is_some_and(|(seq, at)| seq == ack && now.since(at) < RESYNC_ECHO);
+            let echo = tx
+                .last_resync
+                .is_some_and(|(seq, at)| seq == ack && now.since(at) < RESYNC_ECHO);
             if !echo {
                 tx.last_resync = Some((ack, now));
                 tx.next = ack;
@@ -647,7 +699,9 @@ impl Link {
     pub fn has_frame(&self) -> bool {
         self.route.is_some()
             && !self.gone
-            && (self.rx.answer.is_some() || self.tx.probe_wanted || (self.tx.next < self.tx.end && self.is_open()))
+            && (self.rx.answer.is_some()
+                || self.tx.probe_wanted
+                || (self.tx.next < self.tx.end && self.is_open()))
     }
 
     /// The next frame for the route; it counts as transmitted.
@@ -659,7 +713,8 @@ impl Link {
         }
         if let Some(resync) = self.rx.answer {
             // What only acknowledges travels with data when there are any.
-            let travels = !resync && !self.tx.probe_wanted && self.tx.next < self.tx.end && self.is_open();
+            let travels =
+                !resync && !self.tx.probe_wanted && self.tx.next < self.tx.end && self.is_open();
             if !travels {
                 return Some(self.frame(LinkKind::Ack { resync }, 0));
             }
@@ -677,7 +732,9 @@ impl Link {
     fn is_open(&self) -> bool {
         let tx = &self.tx;
         tx.back.is_none()
-            && (tx.unlimited || (tx.flight_bytes < WINDOW_BYTES_MAX && (tx.flight.len() as u64) < WINDOW_FRAGMENTS_MAX))
+            && (tx.unlimited
+                || (tx.flight_bytes < WINDOW_BYTES_MAX
+                    && (tx.flight.len() as u64) < WINDOW_FRAGMENTS_MAX))
     }
 
     #[inline]
@@ -700,18 +757,34 @@ impl Link {
         let message = &self.tx.retained[index];
         let (head, body) = message.fragment(seq);
         let (src, dst, line, kind) = (self.local, self.peer, self.line, LinkKind::Data { last });
-        Some(FrameRef { src, dst, kind, seq, ack, line, head, body, shared: message.body.shared() })
+        Some(FrameRef {
+            src,
+            dst,
+            kind,
+            seq,
+            ack,
+            line,
+            head,
+            body,
+            shared: message.body.shared(),
+        })
     }
 
     /// The next message, header and body, for a route that can carry it whole: when it comes next, nothing of it has been
     /// transmitted since the last re-sending, and its body has so many bytes at least.
     pub fn next_whole(&self, bytes_min: usize) -> Option<(&[u8], &Bytes)> {
-        let ready = self.route.is_some() && !self.gone && self.rx.answer != Some(true) && !self.tx.probe_wanted;
+        let ready = self.route.is_some()
+            && !self.gone
+            && self.rx.answer != Some(true)
+            && !self.tx.probe_wanted;
         if !ready || self.tx.next >= self.tx.end || !self.is_open() {
             return None;
         }
         let message = &self.tx.retained[self.tx.holder(self.tx.next)];
-        let body = message.body.shared().filter(|body| body.len() >= bytes_min)?;
+        let body = message
+            .body
+            .shared()
+            .filter(|body| body.len() >= bytes_min)?;
         (message.first_seq == self.tx.next).then_some((message.head(), body))
     }
 
@@ -731,7 +804,17 @@ impl Link {
     fn frame(&mut self, kind: LinkKind, seq: u64) -> FrameRef<'_> {
         let ack = self.acknowledge(matches!(kind, LinkKind::Ack { .. }));
         let (src, dst, line) = (self.local, self.peer, self.line);
-        FrameRef { src, dst, kind, seq, ack, line, head: &[], body: &[], shared: None }
+        FrameRef {
+            src,
+            dst,
+            kind,
+            seq,
+            ack,
+            line,
+            head: &[],
+            body: &[],
+            shared: None,
+        }
     }
 
     /// What the next frame acknowledges: all that has arrived. A request to re-send only goes with `answers`.

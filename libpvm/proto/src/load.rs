@@ -50,7 +50,11 @@ pub struct LoadSample {
 impl LoadSample {
     /// Processors that the host's programs may use.
     pub fn processors(&self) -> f32 {
-        if self.share > 0.0 { self.share } else { self.cores.max(1) as f32 }
+        if self.share > 0.0 {
+            self.share
+        } else {
+            self.cores.max(1) as f32
+        }
     }
 }
 
@@ -112,16 +116,25 @@ impl GuestLimits {
     /// The pattern that blocks a program, given by its path or name.
     pub fn blocked(&self, program: &str) -> Option<&str> {
         let name = program.rsplit('/').next().unwrap_or(program);
-        self.programs.iter().map(String::as_str).find(|pattern| fits(pattern, name) || fits(pattern, program))
+        self.programs
+            .iter()
+            .map(String::as_str)
+            .find(|pattern| fits(pattern, name) || fits(pattern, program))
     }
 }
 
 /// True when a name is what the pattern says; `*` stands for anything.
 fn fits(pattern: &str, name: &str) -> bool {
-    let Some((head, mut rest)) = pattern.split_once('*') else { return pattern == name };
-    let Some(mut name) = name.strip_prefix(head) else { return false };
+    let Some((head, mut rest)) = pattern.split_once('*') else {
+        return pattern == name;
+    };
+    let Some(mut name) = name.strip_prefix(head) else {
+        return false;
+    };
     while let Some((part, behind)) = rest.split_once('*') {
-        let Some(at) = name.find(part) else { return false };
+        let Some(at) = name.find(part) else {
+            return false;
+        };
         (name, rest) = (&name[at + part.len()..], behind);
     }
     name.ends_with(rest)
@@ -162,10 +175,16 @@ mod tests {
             programs: programs.iter().map(|p| p.to_string()).collect(),
             ..GuestLimits::default()
         };
-        assert_eq!(limits(&["miner"]).blocked("/home/bob/bin/miner"), Some("miner"));
+        assert_eq!(
+            limits(&["miner"]).blocked("/home/bob/bin/miner"),
+            Some("miner")
+        );
         assert_eq!(limits(&["miner"]).blocked("mine"), None);
         assert_eq!(limits(&["x", "*min*r"]).blocked("examiner"), Some("*min*r"));
-        assert_eq!(limits(&["/home/bob/*"]).blocked("/home/bob/bin/miner"), Some("/home/bob/*"));
+        assert_eq!(
+            limits(&["/home/bob/*"]).blocked("/home/bob/bin/miner"),
+            Some("/home/bob/*")
+        );
         assert_eq!(limits(&["a*a"]).blocked("a"), None, "one letter is not two");
         assert_eq!(limits(&["*"]).blocked("anything"), Some("*"));
         assert_eq!(limits(&[]).blocked("anything"), None);

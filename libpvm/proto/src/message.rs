@@ -71,6 +71,14 @@ impl Message {
         }
         let mut word = || bytes.get_i32_le();
         let (ctx, tag, wid, enc) = (word(), word(), word(), word());
-        Some(Message { src, dst, ctx, tag, wid, enc, body: bytes })
+        Some(Message {
+            src,
+            dst,
+            ctx,
+            tag,
+            wid,
+            enc,
+            body: bytes,
+        })
     }
 }

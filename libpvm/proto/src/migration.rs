@@ -166,7 +166,10 @@ pub enum FileMatch {
 impl FileMatch {
     /// True for a file that is carried along where there is none.
     pub fn is_carried(&self) -> bool {
-        matches!(self, FileMatch::LengthOrCarried | FileMatch::ExistsOrCarried)
+        matches!(
+            self,
+            FileMatch::LengthOrCarried | FileMatch::ExistsOrCarried
+        )
     }
 }
 
@@ -205,7 +208,10 @@ impl TaskFacts {
     /// The signal that asks it for its state, if it is taken by its own checkpoint and asked by one.
     pub fn signal(&self) -> Option<i32> {
         match self.begin.as_ref()?.engines.first()? {
-            Engine::Own { asked: Asked::Signal(signal), .. } => Some(*signal),
+            Engine::Own {
+                asked: Asked::Signal(signal),
+                ..
+            } => Some(*signal),
             _ => None,
         }
     }
@@ -370,30 +376,63 @@ impl fmt::Display for Refusal {
             Refusal::Pinned => f.write_str("it belongs to its host"),
             Refusal::NoEngine { host, why } => write!(f, "{host} cannot dump or restore: {why}"),
             Refusal::Holds { what } => write!(f, "it holds {what}"),
-            Refusal::CpuFeatures { missing } => write!(f, "the target's processor lacks {}", missing.join(" ")),
-            Refusal::KernelFeatures { missing, source, target } => {
-                write!(f, "the target's kernel ({target}, the source's is {source}) lacks {}", missing.join(" "))
+            Refusal::CpuFeatures { missing } => {
+                write!(f, "the target's processor lacks {}", missing.join(" "))
+            }
+            Refusal::KernelFeatures {
+                missing,
+                source,
+                target,
+            } => {
+                write!(
+                    f,
+                    "the target's kernel ({target}, the source's is {source}) lacks {}",
+                    missing.join(" ")
+                )
             }
             Refusal::File { path, why } => write!(f, "{}: {why}", path.display()),
-            Refusal::Memory { need, have } => write!(f, "it needs {need} bytes of memory, the target has {have}"),
+            Refusal::Memory { need, have } => {
+                write!(f, "it needs {need} bytes of memory, the target has {have}")
+            }
             Refusal::Threads { need, have } => {
-                write!(f, "it has {need} threads, and a control group of the target allows {have} more")
+                write!(
+                    f,
+                    "it has {need} threads, and a control group of the target allows {have} more"
+                )
             }
             Refusal::HostLost(host) => write!(f, "{host} does not answer"),
             Refusal::OwnerThere { host, why } => write!(f, "{host} takes no guests now: {why}"),
             Refusal::OwnerLimits { host, why } => write!(f, "{host} does not take it: {why}"),
             Refusal::TooManyMoves { limit } => write!(f, "{limit} moves are under way already"),
             Refusal::FilesStay { path } => {
-                write!(f, "it has {} open, and is not to be moved then (SEMPA_FILES=refuse)", path.display())
+                write!(
+                    f,
+                    "it has {} open, and is not to be moved then (SEMPA_FILES=refuse)",
+                    path.display()
+                )
             }
-            Refusal::FilesTooLarge { files, bytes, limit } => {
-                write!(f, "its {files} open files have {bytes} bytes, and {limit} are carried along at most")
+            Refusal::FilesTooLarge {
+                files,
+                bytes,
+                limit,
+            } => {
+                write!(
+                    f,
+                    "its {files} open files have {bytes} bytes, and {limit} are carried along at most"
+                )
             }
-            Refusal::Suspended => f.write_str("it is suspended, and has to run to write its own checkpoint"),
+            Refusal::Suspended => {
+                f.write_str("it is suspended, and has to run to write its own checkpoint")
+            }
             Refusal::NotMinded { signal } => {
-                write!(f, "it does not handle signal {signal}, or not yet, and would just be ended by it")
+                write!(
+                    f,
+                    "it does not handle signal {signal}, or not yet, and would just be ended by it"
+                )
             }
-            Refusal::MayEndYet => f.write_str("it was asked to write its own checkpoint, and may do so yet"),
+            Refusal::MayEndYet => {
+                f.write_str("it was asked to write its own checkpoint, and may do so yet")
+            }
             Refusal::NotByCriu { engine } => {
                 write!(
                     f,
@@ -404,16 +443,26 @@ impl fmt::Display for Refusal {
                 f,
                 "it writes its own checkpoint, and the environment of its spawn does not say into which files ({STATE_ENV}): for a checkpoint of its job they have to be kept"
             ),
-            Refusal::MemoryPromised { need, have, promised } => write!(
+            Refusal::MemoryPromised {
+                need,
+                have,
+                promised,
+            } => write!(
                 f,
                 "it needs {need} bytes, and of the {have} that the target has {promised} are promised to tasks on their way there: try again when they have arrived"
             ),
             Refusal::OtherUser { found, expected } => {
-                write!(f, "its images are of user {found}, and tasks of user {expected} are built here")
+                write!(
+                    f,
+                    "its images are of user {found}, and tasks of user {expected} are built here"
+                )
             }
             Refusal::Debugged => f.write_str("it was spawned to be debugged (PvmTaskDebug)"),
             Refusal::FilesTooMany { files, limit } => {
-                write!(f, "it has more than {files} files open or mapped, whose names are more than {limit} bytes")
+                write!(
+                    f,
+                    "it has more than {files} files open or mapped, whose names are more than {limit} bytes"
+                )
             }
         }
     }
@@ -440,12 +489,19 @@ pub struct Survey {
 impl Survey {
     /// The nearest host that would take it.
     pub fn nearest(&self) -> Option<HostId> {
-        self.verdicts.iter().find(|(_, verdict)| verdict.is_empty()).map(|(host, _)| *host)
+        self.verdicts
+            .iter()
+            .find(|(_, verdict)| verdict.is_empty())
+            .map(|(host, _)| *host)
     }
 
     /// By which way it would go to this host.
     pub fn engine(&self, host: HostId) -> Engine {
-        self.engines.iter().find(|(other, _)| *other == host).map(|(_, engine)| *engine).unwrap_or_default()
+        self.engines
+            .iter()
+            .find(|(other, _)| *other == host)
+            .map(|(_, engine)| *engine)
+            .unwrap_or_default()
     }
 }
 
@@ -544,7 +600,10 @@ pub struct Timeline {
 impl Timeline {
     /// The timeline of this task at the time of the checkpoint, if it is one of those that begin.
     pub fn before(&self, tid: Tid) -> Option<u16> {
-        self.members.iter().find(|(member, _)| *member == tid).map(|(_, line)| *line)
+        self.members
+            .iter()
+            .find(|(member, _)| *member == tid)
+            .map(|(_, line)| *line)
     }
 }
 

@@ -39,7 +39,11 @@ impl Place {
             ));
         }
         let tmp = set("PVM_TMP").unwrap_or_else(|| "/tmp".to_string());
-        Ok(Place { dir: Path::new(&tmp).join(format!("sempa-{uid}")).join(&vm), vm, images: None })
+        Ok(Place {
+            dir: Path::new(&tmp).join(format!("sempa-{uid}")).join(&vm),
+            vm,
+            images: None,
+        })
     }
 
     /// Name of the virtual machine.
@@ -80,7 +84,10 @@ impl Place {
     /// The same, with images in another directory.
     #[must_use]
     pub fn with_images_in(self, dir: PathBuf) -> Place {
-        Place { images: Some(dir), ..self }
+        Place {
+            images: Some(dir),
+            ..self
+        }
     }
 
     /// The directory in which those of images are.
@@ -111,10 +118,18 @@ mod tests {
     #[test]
     fn the_place_follows_the_environment() {
         let of = |vars: &[(&str, &str)]| {
-            let vars: Vec<(String, String)> = vars.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
-            Place::of(7, move |name| vars.iter().find(|(k, _)| k == name).map(|(_, v)| v.clone()))
+            let vars: Vec<(String, String)> = vars
+                .iter()
+                .map(|(k, v)| (k.to_string(), v.to_string()))
+                .collect();
+            Place::of(7, move |name| {
+                vars.iter().find(|(k, _)| k == name).map(|(_, v)| v.clone())
+            })
         };
-        assert_eq!(of(&[]).expect("good").socket(), Path::new("/tmp/sempa-7/pvm/pvmd.sock"));
+        assert_eq!(
+            of(&[]).expect("good").socket(),
+            Path::new("/tmp/sempa-7/pvm/pvmd.sock")
+        );
         let own = of(&[("PVM_TMP", "/var/x"), ("PVM_VMID", "b")]).expect("good");
         assert_eq!(own.dir(), Path::new("/var/x/sempa-7/b"));
         let id = crate::ids::MigrationId(3);

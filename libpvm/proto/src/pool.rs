@@ -27,8 +27,16 @@ fn pool() -> Option<MutexGuard<'static, Vec<Vec<u8>>>> {
 /// A kept buffer with this capacity, the smallest or the largest of them, or a fresh one.
 fn take(capacity: usize, largest: bool) -> Vec<u8> {
     let kept = pool().and_then(|mut pool| {
-        let fits = pool.iter().map(Vec::capacity).enumerate().filter(|(_, kept)| *kept >= capacity);
-        let best = if largest { fits.max_by_key(|(_, kept)| *kept) } else { fits.min_by_key(|(_, kept)| *kept) };
+        let fits = pool
+            .iter()
+            .map(Vec::capacity)
+            .enumerate()
+            .filter(|(_, kept)| *kept >= capacity);
+        let best = if largest {
+            fits.max_by_key(|(_, kept)| *kept)
+        } else {
+            fits.min_by_key(|(_, kept)| *kept)
+        };
         Some(pool.swap_remove(best?.0))
     });
     kept.unwrap_or_else(|| Vec::with_capacity(capacity))
@@ -42,7 +50,11 @@ pub fn give(mut buffer: Vec<u8>) {
     buffer.clear();
     let Some(mut pool) = pool() else { return };
     if pool.len() >= BUFFERS_MAX {
-        let smallest = pool.iter().map(Vec::capacity).enumerate().min_by_key(|(_, kept)| *kept);
+        let smallest = pool
+            .iter()
+            .map(Vec::capacity)
+            .enumerate()
+            .min_by_key(|(_, kept)| *kept);
         match smallest {
             Some((place, kept)) if kept < buffer.capacity() => drop(pool.swap_remove(place)),
             _ => return,
@@ -74,7 +86,10 @@ fn make(buffer: &mut Vec<u8>, more: usize, growing: bool) {
     }
     // Behind the first piece comes another one.
     let least = if growing { 2 * POOLED_BYTES_MIN } else { 0 };
-    let mut larger = take(wanted.max(buffer.capacity().saturating_mul(2)).max(least), growing);
+    let mut larger = take(
+        wanted.max(buffer.capacity().saturating_mul(2)).max(least),
+        growing,
+    );
     larger.extend_from_slice(buffer);
     give(std::mem::replace(buffer, larger));
 }
@@ -96,7 +111,11 @@ impl Drop for Pooled {
 
 /// A buffer that will not be written to any more.
 pub fn seal(buffer: Vec<u8>) -> Bytes {
-    if buffer.capacity() < POOLED_BYTES_MIN { buffer.into() } else { Bytes::from_owner(Pooled(buffer)) }
+    if buffer.capacity() < POOLED_BYTES_MIN {
+        buffer.into()
+    } else {
+        Bytes::from_owner(Pooled(buffer))
+    }
 }
 
 /// Lets go of all that is kept, so that a dump does not carry it.
@@ -122,7 +141,11 @@ mod tests {
         drop(second);
         let mut again = vec![7; 10];
         make_room(&mut again, 1 << 19);
-        assert_eq!((again.as_ptr(), &again[..]), (place, &[7; 10][..]), "the same memory");
+        assert_eq!(
+            (again.as_ptr(), &again[..]),
+            (place, &[7; 10][..]),
+            "the same memory"
+        );
         for _ in 0..2 * BUFFERS_MAX {
             give(Vec::with_capacity(POOLED_BYTES_MIN));
             give(Vec::with_capacity(10));
@@ -158,7 +181,10 @@ mod tests {
                 seal(buffer).as_ptr()
             })
             .collect();
-        assert!(places.iter().all(|place| *place == places[0]), "the same memory");
+        assert!(
+            places.iter().all(|place| *place == places[0]),
+            "the same memory"
+        );
         assert_eq!(pool().expect("free").len(), 1);
     }
 }

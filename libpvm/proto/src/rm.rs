@@ -189,7 +189,9 @@ pub fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<Option<T>, FrameError
 
 /// The version that an answer of another version names, if it is such an answer.
 pub fn version_of(bytes: &[u8]) -> Option<u16> {
-    bytes.first_chunk::<2>().map(|version| u16::from_le_bytes(*version))
+    bytes
+        .first_chunk::<2>()
+        .map(|version| u16::from_le_bytes(*version))
 }
 
 /// How a task ended.
@@ -229,7 +231,9 @@ pub struct Suspended {
 impl fmt::Display for Suspended {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.cause {
-            suspend::Cause::Asked { by } | suspend::Cause::Job { by } => write!(f, "suspended by {by}"),
+            suspend::Cause::Asked { by } | suspend::Cause::Job { by } => {
+                write!(f, "suspended by {by}")
+            }
             suspend::Cause::Share { why } => write!(f, "gives way: {why}"),
         }
     }
@@ -473,10 +477,16 @@ mod tests {
     #[test]
     fn questions_of_another_version_are_recognised_and_rubbish_is_an_error() {
         let bytes = pack(&Question::Jobs { user: Some(7) }).expect("it can be written");
-        assert_eq!(unpack::<Question>(&bytes), Ok(Some(Question::Jobs { user: Some(7) })));
+        assert_eq!(
+            unpack::<Question>(&bytes),
+            Ok(Some(Question::Jobs { user: Some(7) }))
+        );
         let mut newer = bytes.clone();
         newer[0] = 99;
-        assert_eq!((unpack::<Question>(&newer), version_of(&newer)), (Ok(None), Some(99)));
+        assert_eq!(
+            (unpack::<Question>(&newer), version_of(&newer)),
+            (Ok(None), Some(99))
+        );
         assert!(unpack::<Question>(&bytes[..1]).is_err());
         assert!(unpack::<Question>(&bytes[..2]).is_err());
     }
@@ -484,10 +494,21 @@ mod tests {
     #[test]
     fn a_decision_is_about_its_tasks_and_the_hosts_that_it_used_or_left_out() {
         let (job, tid) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
-        let left_out = NotUsed { host: "h3".into(), why: Excluded::Owner { why: "olga on pts/1".into() } };
-        let not_asked = NotUsed { host: "h4".into(), why: Excluded::NotAsked };
+        let left_out = NotUsed {
+            host: "h3".into(),
+            why: Excluded::Owner {
+                why: "olga on pts/1".into(),
+            },
+        };
+        let not_asked = NotUsed {
+            host: "h4".into(),
+            why: Excluded::NotAsked,
+        };
         let sentence = "largest share of a processor, 1.00 on h2".to_string();
-        let choice = Choice::Load { host: "h2".into(), permille: 1000 };
+        let choice = Choice::Load {
+            host: "h2".into(),
+            permille: 1000,
+        };
         let what = Decided::Spawn {
             program: "worker".into(),
             by: job,
@@ -497,7 +518,11 @@ mod tests {
             started: vec![(tid, "h2".into())],
             error: None,
             waited: Micros::from_millis(1500),
-            attempts: vec![Attempt { choice, sentence, not_used: vec![left_out, not_asked] }],
+            attempts: vec![Attempt {
+                choice,
+                sentence,
+                not_used: vec![left_out, not_asked],
+            }],
         };
         let is_about = |task: Tid| what.is_about(|one| one == task);
         assert!(is_about(tid) && is_about(job) && !is_about(Tid::from_raw(0x40003)));

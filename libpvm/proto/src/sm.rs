@@ -72,7 +72,11 @@ fn pack_sink(out: &mut Packer, sink: Sink) {
 }
 
 fn unpack_sink(from: &mut Unpacker) -> PvmResult<Sink> {
-    Ok(Sink { tid: Tid::from_raw(from.int()?), ctx: from.int()?, tag: from.int()? })
+    Ok(Sink {
+        tid: Tid::from_raw(from.int()?),
+        ctx: from.int()?,
+        tag: from.int()?,
+    })
 }
 
 fn unpack_byte_strings(from: &mut Unpacker) -> PvmResult<Vec<Vec<u8>>> {
@@ -127,7 +131,8 @@ pub struct Grant {
 pub fn pack_grant(grant: &Grant) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     pack_time(&mut out, grant.span);
-    out.int(grant.hosts.len() as i32).items(grant.hosts.iter().map(|host| host.tid().raw()));
+    out.int(grant.hosts.len() as i32)
+        .items(grant.hosts.iter().map(|host| host.tid().raw()));
     out.finish()
 }
 
@@ -141,8 +146,14 @@ pub fn unpack_grant(body: Bytes) -> PvmResult<Grant> {
     if usize::try_from(count).is_ok_and(|count| count > GRANT_HOSTS_MAX) {
         return Err(PvmError::BadMsg);
     }
-    let hosts = from.ints(count)?.into_iter().map(|raw| Tid::from_raw(raw).home().ok_or(PvmError::BadMsg));
-    Ok(Grant { hosts: hosts.collect::<PvmResult<_>>()?, span })
+    let hosts = from
+        .ints(count)?
+        .into_iter()
+        .map(|raw| Tid::from_raw(raw).home().ok_or(PvmError::BadMsg));
+    Ok(Grant {
+        hosts: hosts.collect::<PvmResult<_>>()?,
+        span,
+    })
 }
 
 /// Tasks that were started by a grant, by one request.
@@ -171,12 +182,21 @@ pub fn pack_taken(taken: &Taken) -> Bytes {
 pub fn unpack_taken(body: Bytes) -> PvmResult<Taken> {
     let mut from = Unpacker::xdr(body);
     let (by, count) = (Tid::from_raw(from.int()?), from.int()?);
-    let count = usize::try_from(count).ok().filter(|count| (1..=GRANT_COUNT_MAX).contains(count));
+    let count = usize::try_from(count)
+        .ok()
+        .filter(|count| (1..=GRANT_COUNT_MAX).contains(count));
     let mut task = || {
         let (host, tid) = (Tid::from_raw(from.int()?), Tid::from_raw(from.int()?));
-        Ok((host.home().ok_or(PvmError::BadMsg)?, Some(tid).filter(|tid| tid.is_task()).ok_or(PvmError::BadMsg)?))
+        Ok((
+            host.home().ok_or(PvmError::BadMsg)?,
+            Some(tid)
+                .filter(|tid| tid.is_task())
+                .ok_or(PvmError::BadMsg)?,
+        ))
     };
-    let tasks = (0..count.ok_or(PvmError::BadMsg)?).map(|_| task()).collect::<PvmResult<_>>()?;
+    let tasks = (0..count.ok_or(PvmError::BadMsg)?)
+        .map(|_| task())
+        .collect::<PvmResult<_>>()?;
     if !by.is_task() {
         return Err(PvmError::BadMsg);
     }
@@ -186,7 +206,10 @@ pub fn unpack_taken(body: Bytes) -> PvmResult<Taken> {
 /// Body of a request [`SM_SPAWN`]; `since` when a resource manager that has died had let it wait since then.
 pub fn pack_spawn(request: &SpawnRequest, since: Option<Micros>) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
-    out.str(request.file.as_bytes()).int(request.flags).str(request.place.as_bytes()).int(request.count as i32);
+    out.str(request.file.as_bytes())
+        .int(request.flags)
+        .str(request.place.as_bytes())
+        .int(request.count as i32);
     out.strs(&request.args);
     pack_sink(&mut out, request.output);
     pack_sink(&mut out, request.trace);
@@ -209,15 +232,34 @@ pub fn unpack_spawn(body: Bytes) -> PvmResult<(SpawnRequest, Option<Micros>)> {
     let args = unpack_byte_strings(&mut from)?;
     let (output, trace) = (unpack_sink(&mut from)?, unpack_sink(&mut from)?);
     let env = unpack_byte_strings(&mut from)?;
-    let since = if from.remaining() > 0 { unpack_time(&mut from).ok() } else { None };
-    Ok((SpawnRequest { file, args, flags, place, count, env, output, trace }, since))
+    let since = if from.remaining() > 0 {
+        unpack_time(&mut from).ok()
+    } else {
+        None
+    };
+    Ok((
+        SpawnRequest {
+            file,
+            args,
+            flags,
+            place,
+            count,
+            env,
+            output,
+            trace,
+        },
+        since,
+    ))
 }
 
 /// Body of [`SM_EXEC`]: start these tasks on the daemon's host for `parent`. `first` and `total` are the position of
 /// these tasks in the whole spawn.
 pub fn pack_exec(parent: Tid, request: &SpawnRequest, first: i32, total: i32) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
-    out.int(parent.raw()).str(request.file.as_bytes()).int(request.flags).int(request.count as i32);
+    out.int(parent.raw())
+        .str(request.file.as_bytes())
+        .int(request.flags)
+        .int(request.count as i32);
     out.strs(&request.args);
     pack_sink(&mut out, request.output);
     pack_sink(&mut out, request.trace);
@@ -240,15 +282,35 @@ pub fn unpack_exec(body: Bytes) -> PvmResult<(Tid, SpawnRequest)> {
     let (output, trace) = (unpack_sink(&mut from)?, unpack_sink(&mut from)?);
     let env = unpack_byte_strings(&mut from)?;
     let _position = (from.int()?, from.int()?);
-    let place = if from.remaining() > 0 { from.string().unwrap_or_default() } else { String::new() };
-    Ok((parent, SpawnRequest { file, args, flags, place, count, env, output, trace }))
+    let place = if from.remaining() > 0 {
+        from.string().unwrap_or_default()
+    } else {
+        String::new()
+    };
+    Ok((
+        parent,
+        SpawnRequest {
+            file,
+            args,
+            flags,
+            place,
+            count,
+            env,
+            output,
+            trace,
+        },
+    ))
 }
 
 /// Body of the replies [`SM_SPAWN`] and [`SM_EXECACK`]: a count, then a tid or an error code for each.
 pub fn pack_tids(results: &[Result<Tid, PvmError>]) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     out.int(results.len() as i32);
-    out.items(results.iter().map(|r| r.as_ref().map_or_else(|e| e.code(), |tid| tid.raw())));
+    out.items(
+        results
+            .iter()
+            .map(|r| r.as_ref().map_or_else(|e| e.code(), |tid| tid.raw())),
+    );
     out.finish()
 }
 
@@ -265,7 +327,11 @@ pub fn unpack_tids(body: Bytes) -> PvmResult<Vec<Result<Tid, PvmError>>> {
     let words = from.ints(count)?;
     let tid = |raw: i32| {
         let tid = Tid::from_raw(raw);
-        if tid.is_task() { Ok(tid) } else { Err(PvmError::from_code(raw).unwrap_or(PvmError::BadMsg)) }
+        if tid.is_task() {
+            Ok(tid)
+        } else {
+            Err(PvmError::from_code(raw).unwrap_or(PvmError::BadMsg))
+        }
     };
     Ok(words.into_iter().map(tid).collect())
 }
@@ -308,10 +374,20 @@ pub struct TaskEnd {
 
 /// Body of [`SM_TASKX`].
 pub fn pack_task_end(end: &TaskEnd) -> Bytes {
-    let (seconds, rest) = (|t: Micros| (t.0 / 1_000_000) as i32, |t: Micros| (t.0 % 1_000_000) as i32);
+    let (seconds, rest) = (
+        |t: Micros| (t.0 / 1_000_000) as i32,
+        |t: Micros| (t.0 % 1_000_000) as i32,
+    );
     let Usage { user, system, .. } = end.used;
     let mut out = Packer::new(Encoding::Xdr);
-    out.items([end.tid.raw(), end.status, seconds(user), rest(user), seconds(system), rest(system)]);
+    out.items([
+        end.tid.raw(),
+        end.status,
+        seconds(user),
+        rest(user),
+        seconds(system),
+        rest(system),
+    ]);
     out.finish()
 }
 
@@ -323,11 +399,22 @@ pub fn unpack_task_end(body: Bytes) -> PvmResult<TaskEnd> {
     let mut from = Unpacker::xdr(body);
     let (tid, status) = (Tid::from_raw(from.int()?), from.int()?);
     let mut time = || {
-        let (seconds, micros) = (from.int().unwrap_or(0).max(0) as u64, from.int().unwrap_or(0).max(0) as u64);
+        let (seconds, micros) = (
+            from.int().unwrap_or(0).max(0) as u64,
+            from.int().unwrap_or(0).max(0) as u64,
+        );
         Micros(seconds * 1_000_000 + micros)
     };
     let (user, system) = (time(), time());
-    Ok(TaskEnd { tid, status, used: Usage { user, system, ..Usage::default() } })
+    Ok(TaskEnd {
+        tid,
+        status,
+        used: Usage {
+            user,
+            system,
+            ..Usage::default()
+        },
+    })
 }
 
 /// A daemon for a hoster to start on another host.
@@ -350,9 +437,13 @@ pub fn pack_host_orders(orders: &[HostOrder]) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     out.int(orders.len() as i32);
     for order in orders {
-        out.int(order.host.raw()).str(order.option.as_bytes()).str(order.login.as_bytes());
+        out.int(order.host.raw())
+            .str(order.option.as_bytes())
+            .str(order.login.as_bytes());
         // There is no other command for Windows.
-        out.str(order.command.as_bytes()).str(b"").str(order.vmid.as_bytes());
+        out.str(order.command.as_bytes())
+            .str(b"")
+            .str(order.vmid.as_bytes());
     }
     out.finish()
 }
@@ -367,7 +458,9 @@ pub fn unpack_host_answers(body: Bytes) -> PvmResult<Vec<(Tid, String)>> {
     if count.saturating_mul(8) > from.remaining() {
         return Err(PvmError::NoData);
     }
-    (0..count).map(|_| Ok((Tid::from_raw(from.int()?), from.string()?))).collect()
+    (0..count)
+        .map(|_| Ok((Tid::from_raw(from.int()?), from.string()?)))
+        .collect()
 }
 
 #[cfg(test)]
@@ -382,19 +475,38 @@ mod tests {
             place: ":/var".into(),
             count: 3,
             env: vec![b"PVMCTX=0x0".to_vec()],
-            output: Sink { tid: Tid::from_raw(0x40001), ctx: 5, tag: 6 },
+            output: Sink {
+                tid: Tid::from_raw(0x40001),
+                ctx: 5,
+                tag: 6,
+            },
             trace: Sink::default(),
         }
     }
 
     #[test]
     fn spawn_and_exec_come_back_as_sent() {
-        assert_eq!(unpack_spawn(pack_spawn(&request(), None)), Ok((request(), None)));
+        assert_eq!(
+            unpack_spawn(pack_spawn(&request(), None)),
+            Ok((request(), None))
+        );
         let since = Some(Micros(0x6_1234_8765_4321));
-        assert_eq!(unpack_spawn(pack_spawn(&request(), since)), Ok((request(), since)));
-        assert_eq!((unpack_waits(pack_waits(since)), unpack_waits(pack_waits(None))), (Ok(since), Ok(None)));
+        assert_eq!(
+            unpack_spawn(pack_spawn(&request(), since)),
+            Ok((request(), since))
+        );
+        assert_eq!(
+            (
+                unpack_waits(pack_waits(since)),
+                unpack_waits(pack_waits(None))
+            ),
+            (Ok(since), Ok(None))
+        );
         let parent = Tid::from_raw(0x40002);
-        assert_eq!(unpack_exec(pack_exec(parent, &request(), 0, 3)), Ok((parent, request())));
+        assert_eq!(
+            unpack_exec(pack_exec(parent, &request(), 0, 3)),
+            Ok((parent, request()))
+        );
     }
 
     #[test]
@@ -403,18 +515,38 @@ mod tests {
         let mut place = Packer::new(Encoding::Xdr);
         place.str(request().place.as_bytes());
         let without_place = whole.slice(..whole.len() - place.len());
-        assert_eq!(unpack_exec(without_place.clone()).map(|(_, r)| r.place), Ok(String::new()));
-        assert_eq!(unpack_exec(without_place.slice(..without_place.len() - 4)), Err(PvmError::NoData));
+        assert_eq!(
+            unpack_exec(without_place.clone()).map(|(_, r)| r.place),
+            Ok(String::new())
+        );
+        assert_eq!(
+            unpack_exec(without_place.slice(..without_place.len() - 4)),
+            Err(PvmError::NoData)
+        );
     }
 
     #[test]
     fn the_end_of_a_task_is_read_as_it_was_written_and_without_its_times() {
-        let used = Usage { user: Micros(1_500_000), system: Micros(7), ..Usage::default() };
-        let end = TaskEnd { tid: Tid::from_raw(0x40001), status: 0x100, used };
+        let used = Usage {
+            user: Micros(1_500_000),
+            system: Micros(7),
+            ..Usage::default()
+        };
+        let end = TaskEnd {
+            tid: Tid::from_raw(0x40001),
+            status: 0x100,
+            used,
+        };
         let body = pack_task_end(&end);
         assert_eq!(unpack_task_end(body.clone()), Ok(end));
         let short = unpack_task_end(body.slice(..8));
-        assert_eq!(short, Ok(TaskEnd { used: Usage::default(), ..end }));
+        assert_eq!(
+            short,
+            Ok(TaskEnd {
+                used: Usage::default(),
+                ..end
+            })
+        );
         assert_eq!(unpack_task_end(body.slice(..4)), Err(PvmError::NoData));
     }
 
@@ -427,7 +559,10 @@ mod tests {
         }
         let mut out = Packer::new(Encoding::Xdr);
         out.int(1).int(0x80000).str(b"PvmCantStart");
-        assert_eq!(unpack_host_answers(out.finish()), Ok(vec![(Tid::from_raw(0x80000), "PvmCantStart".into())]));
+        assert_eq!(
+            unpack_host_answers(out.finish()),
+            Ok(vec![(Tid::from_raw(0x80000), "PvmCantStart".into())])
+        );
     }
 
     #[test]

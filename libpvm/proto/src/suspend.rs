@@ -39,9 +39,18 @@ impl Holds {
     pub fn after(self, order: &Order) -> Holds {
         match (&order.cause, order.suspend) {
             // Also when it does not give way any more: a user may have let it go on and suspended it since.
-            (Cause::Share { .. }, suspend) => Holds { gives_way: suspend, ..self },
-            (Cause::Asked { by } | Cause::Job { by }, true) => Holds { asked: Some(*by), ..self },
-            (Cause::Job { .. }, false) => Holds { asked: None, ..self },
+            (Cause::Share { .. }, suspend) => Holds {
+                gives_way: suspend,
+                ..self
+            },
+            (Cause::Asked { by } | Cause::Job { by }, true) => Holds {
+                asked: Some(*by),
+                ..self
+            },
+            (Cause::Job { .. }, false) => Holds {
+                asked: None,
+                ..self
+            },
             (Cause::Asked { .. }, false) => Holds::default(),
         }
     }
@@ -55,7 +64,10 @@ impl Holds {
             (true, false) => Some(EventKind::Resumed { tid, cause }),
             // It gives way no more, and stands still all the same.
             (true, true) if self.gives_way && !after.gives_way => {
-                after.asked.map(|by| EventKind::Suspended { tid, cause: Cause::Asked { by } })
+                after.asked.map(|by| EventKind::Suspended {
+                    tid,
+                    cause: Cause::Asked { by },
+                })
             }
             _ => None,
         }
@@ -113,19 +125,46 @@ mod tests {
     #[test]
     fn a_task_stands_still_while_anybody_wants_it_and_goes_on_at_once_for_who_asks_for_it_alone() {
         let by = Tid::from_raw(0x40001);
-        let (asked, job, share) = (Cause::Asked { by }, Cause::Job { by }, Cause::Share { why: String::new() });
+        let (asked, job, share) = (
+            Cause::Asked { by },
+            Cause::Job { by },
+            Cause::Share { why: String::new() },
+        );
         let after = |words: &[(bool, &Cause)]| {
-            words.iter().fold(Holds::default(), |holds, (suspend, cause)| {
-                holds.after(&Order { tid: by, suspend: *suspend, cause: (*cause).clone() })
-            })
+            words
+                .iter()
+                .fold(Holds::default(), |holds, (suspend, cause)| {
+                    holds.after(&Order {
+                        tid: by,
+                        suspend: *suspend,
+                        cause: (*cause).clone(),
+                    })
+                })
         };
         assert!(after(&[(true, &share), (true, &asked), (false, &share)]).any());
         assert!(after(&[(true, &share), (true, &job), (false, &job)]).any());
         assert!(!after(&[(true, &share), (true, &job), (false, &asked)]).any());
         assert!(!after(&[(true, &share), (true, &job), (false, &job), (false, &share)]).any());
         assert!(!after(&[(true, &job), (false, &job)]).any());
-        let asked_since = [(true, &share), (false, &asked), (true, &asked), (false, &share)];
-        assert_eq!(after(&asked_since), Holds { asked: Some(by), gives_way: false });
-        assert_eq!(after(&[(true, &job), (false, &share)]), Holds { asked: Some(by), gives_way: false });
+        let asked_since = [
+            (true, &share),
+            (false, &asked),
+            (true, &asked),
+            (false, &share),
+        ];
+        assert_eq!(
+            after(&asked_since),
+            Holds {
+                asked: Some(by),
+                gives_way: false
+            }
+        );
+        assert_eq!(
+            after(&[(true, &job), (false, &share)]),
+            Holds {
+                asked: Some(by),
+                gives_way: false
+            }
+        );
     }
 }

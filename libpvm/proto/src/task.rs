@@ -8,10 +8,13 @@
 mod spawn;
 
 pub use self::spawn::{
-    GrantOf, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest,
+    GrantOf, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED,
+    SpawnRequest,
 };
 
-use crate::checkpoint::{CutFailure, Pace, Removed, RestartFailure, RestartReport, SetEntry, SetReport, Unwanted};
+use crate::checkpoint::{
+    CutFailure, Pace, Removed, RestartFailure, RestartReport, SetEntry, SetReport, Unwanted,
+};
 use crate::engine::Engine;
 use crate::error::PvmError;
 use crate::event::{Event, EventKind};
@@ -249,12 +252,20 @@ pub struct TracerInfo {
 impl TracerInfo {
     /// Where trace records go.
     pub fn trace(&self) -> Sink {
-        Sink { tid: self.tid, ctx: self.settings.trace_ctx, tag: self.settings.trace_tag }
+        Sink {
+            tid: self.tid,
+            ctx: self.settings.trace_ctx,
+            tag: self.settings.trace_tag,
+        }
     }
 
     /// Where output goes.
     pub fn output(&self) -> Sink {
-        Sink { tid: self.tid, ctx: self.settings.out_ctx, tag: self.settings.out_tag }
+        Sink {
+            tid: self.tid,
+            ctx: self.settings.out_ctx,
+            tag: self.settings.out_tag,
+        }
     }
 }
 
@@ -727,7 +738,11 @@ impl Redirect {
     /// It is longer than [`REDIRECT_BYTES_MAX`].
     pub fn in_memory(&self) -> Result<Vec<u8>, String> {
         let text = crate::frame::to_bytes(self).map_err(|e| e.to_string())?;
-        let bytes: Vec<u8> = (text.len() as u64).to_ne_bytes().into_iter().chain(text.iter().copied()).collect();
+        let bytes: Vec<u8> = (text.len() as u64)
+            .to_ne_bytes()
+            .into_iter()
+            .chain(text.iter().copied())
+            .collect();
         if bytes.len() > REDIRECT_BYTES_MAX {
             return Err(format!(
                 "the paths of the tokens need {} bytes, {REDIRECT_BYTES_MAX} is the most",

@@ -2,7 +2,10 @@
 
 /// The beginning of a text, as much of it as fits.
 pub fn cut(text: &str, bytes_max: usize) -> &str {
-    let end = (0..=bytes_max.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+    let end = (0..=bytes_max.min(text.len()))
+        .rev()
+        .find(|at| text.is_char_boundary(*at))
+        .unwrap_or(0);
     &text[..end]
 }
 
@@ -21,7 +24,11 @@ pub fn memory_parts(text: &str) -> Option<(&str, u32)> {
         'T' => 40,
         _ => 0,
     };
-    let number = if shift > 0 { &text[..text.len() - last.len_utf8()] } else { text };
+    let number = if shift > 0 {
+        &text[..text.len() - last.len_utf8()]
+    } else {
+        text
+    };
     Some((number.trim(), shift))
 }
 
@@ -38,7 +45,10 @@ mod tests {
 
     #[test]
     fn a_byte_lies_in_the_line_whose_end_comes_next() {
-        assert_eq!([0, 1, 2, 3, 9].map(|at| line_of("a\nb\n", at)), [1, 1, 2, 2, 3]);
+        assert_eq!(
+            [0, 1, 2, 3, 9].map(|at| line_of("a\nb\n", at)),
+            [1, 1, 2, 2, 3]
+        );
     }
 
     #[test]

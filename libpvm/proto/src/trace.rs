@@ -37,15 +37,17 @@ const TEXT: i32 = 12;
 
 /// Short names of the items of records; the number of an item is its position.
 pub const DATA_IDS: [&CStr; 123] = [
-    c"AN", c"AC", c"AS", c"BF", c"CC", c"CN", c"CI", c"CF", c"CD", c"CR", c"CL", c"CDA", c"CDT", c"CDX", c"CDC",
-    c"CGI", c"CRF", c"CXC", c"CXF", c"CXN", c"CXS", c"ERI", c"ERR", c"FDS", c"FP", c"GN", c"GI", c"GT", c"GS", c"GBC",
-    c"HN", c"HNL", c"HNA", c"HPT", c"HA", c"HSP", c"HIS", c"HCS", c"HCU", c"HDS", c"HDU", c"HS", c"INB", c"IMC",
-    c"IST", c"MC", c"MCX", c"MB", c"MNB", c"SRC", c"DST", c"MDL", c"MTS", c"MTU", c"MRF", c"MRB", c"MSB", c"ME",
-    c"MHI", c"AST", c"AMC", c"AML", c"NE", c"NMC", c"NCT", c"NTL", c"NH", c"NA", c"OPT", c"OPV", c"OS", c"PDA", c"PDT",
-    c"PC", c"PSD", c"PSG", c"PF", c"PRF", c"RST", c"RMC", c"RCX", c"SN", c"SE", c"SF", c"SW", c"SC", c"STL", c"SIB",
-    c"TID", c"PT", c"MT", c"TF", c"TN", c"PID", c"TT", c"TW", c"TIS", c"TNT", c"TST", c"TUS", c"TUU", c"TSS", c"TSU",
-    c"TES", c"TA", c"TR", c"TS", c"TU", c"TGS", c"TGU", c"TMW", c"TM", c"TRC", c"TRT", c"TRX", c"TRO", c"TRM", c"TRB",
-    c"TRL", c"VER", c"VCT", c"VID", c"WID",
+    c"AN", c"AC", c"AS", c"BF", c"CC", c"CN", c"CI", c"CF", c"CD", c"CR", c"CL", c"CDA", c"CDT",
+    c"CDX", c"CDC", c"CGI", c"CRF", c"CXC", c"CXF", c"CXN", c"CXS", c"ERI", c"ERR", c"FDS", c"FP",
+    c"GN", c"GI", c"GT", c"GS", c"GBC", c"HN", c"HNL", c"HNA", c"HPT", c"HA", c"HSP", c"HIS",
+    c"HCS", c"HCU", c"HDS", c"HDU", c"HS", c"INB", c"IMC", c"IST", c"MC", c"MCX", c"MB", c"MNB",
+    c"SRC", c"DST", c"MDL", c"MTS", c"MTU", c"MRF", c"MRB", c"MSB", c"ME", c"MHI", c"AST", c"AMC",
+    c"AML", c"NE", c"NMC", c"NCT", c"NTL", c"NH", c"NA", c"OPT", c"OPV", c"OS", c"PDA", c"PDT",
+    c"PC", c"PSD", c"PSG", c"PF", c"PRF", c"RST", c"RMC", c"RCX", c"SN", c"SE", c"SF", c"SW",
+    c"SC", c"STL", c"SIB", c"TID", c"PT", c"MT", c"TF", c"TN", c"PID", c"TT", c"TW", c"TIS",
+    c"TNT", c"TST", c"TUS", c"TUU", c"TSS", c"TSU", c"TES", c"TA", c"TR", c"TS", c"TU", c"TGS",
+    c"TGU", c"TMW", c"TM", c"TRC", c"TRT", c"TRX", c"TRO", c"TRM", c"TRB", c"TRL", c"VER", c"VCT",
+    c"VID", c"WID",
 ];
 
 /// The number of the item with this name.
@@ -53,7 +55,9 @@ pub const DATA_IDS: [&CStr; 123] = [
 /// # Panics
 /// When there is none: names are written in the program.
 pub fn item_number(name: &str) -> i32 {
-    let at = DATA_IDS.iter().position(|known| known.to_bytes() == name.as_bytes());
+    let at = DATA_IDS
+        .iter()
+        .position(|known| known.to_bytes() == name.as_bytes());
     at.unwrap_or_else(|| panic!("{name} is no item of trace records")) as i32
 }
 
@@ -89,17 +93,26 @@ pub struct Item {
 
 /// An item that is a number.
 pub fn int(name: &'static str, value: i32) -> Item {
-    Item { name, value: Value::Int(value) }
+    Item {
+        name,
+        value: Value::Int(value),
+    }
 }
 
 /// An item that is a text.
 pub fn text(name: &'static str, value: impl Into<Vec<u8>>) -> Item {
-    Item { name, value: Value::Text(value.into()) }
+    Item {
+        name,
+        value: Value::Text(value.into()),
+    }
 }
 
 /// An item that is numbers.
 pub fn ints(name: &'static str, value: Vec<i32>) -> Item {
-    Item { name, value: Value::Ints(value) }
+    Item {
+        name,
+        value: Value::Ints(value),
+    }
 }
 
 /// The three items that every record begins with: when, and whose.
@@ -111,7 +124,9 @@ pub fn head(seconds: i32, micros: i32, tid: i32) -> Vec<Item> {
 pub fn pack_item_table(out: &mut Packer) {
     out.int(ITEM_TABLE[0]);
     for (number, name) in DATA_IDS.iter().enumerate() {
-        out.int(number as i32).str(name.to_bytes()).str(name.to_bytes());
+        out.int(number as i32)
+            .str(name.to_bytes())
+            .str(name.to_bytes());
     }
     out.int(ITEM_TABLE[1]);
 }
@@ -168,22 +183,43 @@ mod tests {
         assert_eq!(body.string().as_deref(), Ok("spawn"));
         let mut next = || body.int().expect("an int");
         assert_eq!([next(), next(), next()], [106, 6, 1]);
-        assert_eq!([next(), next(), next(), next(), next(), next()], [107, 6, 2, 88, 6, 0x40001]);
-        assert_eq!([next(), next(), next(), next(), next(), next(), next()], [4, 6, -2, 86, 134, 1, 7]);
+        assert_eq!(
+            [next(), next(), next(), next(), next(), next()],
+            [107, 6, 2, 88, 6, 0x40001]
+        );
+        assert_eq!(
+            [next(), next(), next(), next(), next(), next(), next()],
+            [4, 6, -2, 86, 134, 1, 7]
+        );
         assert_eq!([next(), next()], [84, 12]);
         assert_eq!(body.string().as_deref(), Ok("h2"));
         let mut next = || body.int().expect("an int");
         assert_eq!([next(), next(), next(), next()], [-6, -7, 0x8034, 1]);
-        assert_eq!([next(), next(), next(), next(), next()], [2, 0x40001, -2, 1, 7]);
+        assert_eq!(
+            [next(), next(), next(), next(), next()],
+            [2, 0x40001, -2, 1, 7]
+        );
         assert_eq!(body.string().as_deref(), Ok("h2"));
         assert_eq!((body.int(), body.remaining()), (Ok(-8), 0));
     }
 
     #[test]
     fn items_have_the_numbers_that_tracers_know() {
-        for (name, number) in [("AN", 0), ("CC", 4), ("TS", 106), ("TU", 107), ("TID", 88), ("WID", 122)] {
+        for (name, number) in [
+            ("AN", 0),
+            ("CC", 4),
+            ("TS", 106),
+            ("TU", 107),
+            ("TID", 88),
+            ("WID", 122),
+        ] {
             assert_eq!(item_number(name), number);
         }
-        assert!(mask_has(b"@A", 4) && !mask_has(b"@A", 5) && !mask_has(b"@A", 400) && !mask_has(b"", -1));
+        assert!(
+            mask_has(b"@A", 4)
+                && !mask_has(b"@A", 5)
+                && !mask_has(b"@A", 400)
+                && !mask_has(b"", -1)
+        );
     }
 }

@@ -8,8 +8,8 @@ mod dice;
 use bytes::Bytes;
 use dice::Dice;
 use sempa_proto::link::{
-    FRAGMENT_BYTES_MAX, Link, LinkEvent, LinkFrame, LinkKind, LinkOutput, SMALL_BYTES_MAX, WINDOW_BYTES_MAX,
-    WINDOW_FRAGMENTS_MAX,
+    FRAGMENT_BYTES_MAX, Link, LinkEvent, LinkFrame, LinkKind, LinkOutput, SMALL_BYTES_MAX,
+    WINDOW_BYTES_MAX, WINDOW_FRAGMENTS_MAX,
 };
 use sempa_proto::{Micros, RouteId, Tid};
 use std::collections::BTreeMap;
@@ -24,9 +24,24 @@ struct Weather {
     moves: u64,
 }
 
-const CALM: Weather = Weather { loss: 0, duplication: 0, reordering: 0, moves: 0 };
-const ROUGH: Weather = Weather { loss: 5, duplication: 10, reordering: 10, moves: 4 };
-const STORM: Weather = Weather { loss: 30, duplication: 30, reordering: 60, moves: 4 };
+const CALM: Weather = Weather {
+    loss: 0,
+    duplication: 0,
+    reordering: 0,
+    moves: 0,
+};
+const ROUGH: Weather = Weather {
+    loss: 5,
+    duplication: 10,
+    reordering: 10,
+    moves: 4,
+};
+const STORM: Weather = Weather {
+    loss: 30,
+    duplication: 30,
+    reordering: 60,
+    moves: 4,
+};
 
 struct Network {
     dice: Dice,
@@ -51,14 +66,21 @@ fn message(from: usize, to: usize, number: u64, len: usize) -> (Bytes, Bytes) {
     for word in [from as u64, to as u64, number] {
         head.extend_from_slice(&word.to_le_bytes());
     }
-    let body: Vec<u8> = (0..len).map(|i| (number as usize).wrapping_mul(31).wrapping_add(i * 7) as u8).collect();
+    let body: Vec<u8> = (0..len)
+        .map(|i| (number as usize).wrapping_mul(31).wrapping_add(i * 7) as u8)
+        .collect();
     (head.into(), body.into())
 }
 
 impl Network {
     fn new(seed: u64, tasks: usize, weather: Weather) -> Network {
-        let tids: Vec<Tid> = (1..=tasks as i32).map(|i| Tid::from_raw(0x40000 + i)).collect();
-        let mut links: Vec<Vec<Link>> = tids.iter().map(|a| tids.iter().map(|b| Link::new(*a, *b)).collect()).collect();
+        let tids: Vec<Tid> = (1..=tasks as i32)
+            .map(|i| Tid::from_raw(0x40000 + i))
+            .collect();
+        let mut links: Vec<Vec<Link>> = tids
+            .iter()
+            .map(|a| tids.iter().map(|b| Link::new(*a, *b)).collect())
+            .collect();
         for link in links.iter_mut().flatten() {
             link.handle(Micros(0), LinkEvent::RouteUp(RouteId(0)));
         }
@@ -84,12 +106,16 @@ impl Network {
         self.sent[from][to] += 1;
         let (head, body) = message(from, to, number, len);
         if body.len() <= SMALL_BYTES_MAX && self.dice.roll(2) == 0 {
-            let frame = self.links[from][to].send_at_once(self.now, &head, &body).map(|frame| frame.to_frame());
+            let frame = self.links[from][to]
+                .send_at_once(self.now, &head, &body)
+                .map(|frame| frame.to_frame());
             if let Some(frame) = frame {
                 return self.launch(from, to, frame);
             }
         }
-        self.links[from][to].send(head, body).expect("far below the limit");
+        self.links[from][to]
+            .send(head, body)
+            .expect("far below the limit");
     }
 
     /// A random message: mostly small, sometimes of several fragments.
@@ -128,20 +154,39 @@ impl Network {
             let (src, dst) = (self.tids[a], self.tids[b]);
             let (seq, ack) = self.links[a][b].whole_sent(self.now);
             self.wholes += 1;
-            self.launch(a, b, LinkFrame { src, dst, kind: LinkKind::Data { last: true }, seq, ack, line: 0, payload });
+            self.launch(
+                a,
+                b,
+                LinkFrame {
+                    src,
+                    dst,
+                    kind: LinkKind::Data { last: true },
+                    seq,
+                    ack,
+                    line: 0,
+                    payload,
+                },
+            );
         }
     }
 
     fn check(&mut self, from: usize, to: usize, bytes: Bytes) {
         let number = self.received[from][to];
         let (head, body) = message(from, to, number, bytes.len() - 24);
-        assert_eq!(&bytes[..24], &head[..], "order, and no loss or double, from {from} to {to}");
+        assert_eq!(
+            &bytes[..24],
+            &head[..],
+            "order, and no loss or double, from {from} to {to}"
+        );
         assert!(bytes[24..] == body[..], "content from {from} to {to}");
         self.received[from][to] += 1;
     }
 
     fn launch(&mut self, from: usize, to: usize, frame: LinkFrame) {
-        assert!(self.away[from].is_none(), "a link without a route transmits nothing");
+        assert!(
+            self.away[from].is_none(),
+            "a link without a route transmits nothing"
+        );
         self.transmitted += 1;
         let copies = match self.dice.roll(1000) {
             roll if roll < self.weather.loss => 0,
@@ -149,9 +194,16 @@ impl Network {
             _ => 1,
         };
         for _ in 0..copies {
-            let extra = if self.dice.roll(1000) < self.weather.reordering { self.dice.roll(3000) } else { 0 };
+            let extra = if self.dice.roll(1000) < self.weather.reordering {
+                self.dice.roll(3000)
+            } else {
+                0
+            };
             self.serial += 1;
-            self.air.insert((self.now + Micros(100 + extra), self.serial), (from, to, frame.clone()));
+            self.air.insert(
+                (self.now + Micros(100 + extra), self.serial),
+                (from, to, frame.clone()),
+            );
         }
     }
 
@@ -190,8 +242,15 @@ impl Network {
         }
         let arrival = self.air.keys().next().map(|(at, _)| *at);
         let back = self.away.iter().flatten().min().copied();
-        let timer = self.links.iter().flatten().filter_map(Link::next_wakeup).min();
-        let Some(at) = [arrival, back, timer].into_iter().flatten().min() else { return false };
+        let timer = self
+            .links
+            .iter()
+            .flatten()
+            .filter_map(Link::next_wakeup)
+            .min();
+        let Some(at) = [arrival, back, timer].into_iter().flatten().min() else {
+            return false;
+        };
         self.now = self.now.max(at);
         if arrival == Some(at) {
             let (_, (from, to, frame)) = self.air.pop_first().expect("just seen");
@@ -205,7 +264,11 @@ impl Network {
                 self.pump(to);
             }
         } else if back == Some(at) {
-            let task = self.away.iter().position(|t| *t == Some(at)).expect("just seen");
+            let task = self
+                .away
+                .iter()
+                .position(|t| *t == Some(at))
+                .expect("just seen");
             self.reroute(task);
         } else {
             for a in 0..self.tids.len() {
@@ -231,7 +294,10 @@ impl Network {
             if self.sent == self.received && self.links.iter().flatten().all(Link::is_flushed) {
                 return self.rest();
             }
-            assert!(self.step(), "everything sleeps although messages are missing");
+            assert!(
+                self.step(),
+                "everything sleeps although messages are missing"
+            );
         }
         panic!("the links do not come to rest");
     }
@@ -299,7 +365,11 @@ fn reliable_routes_that_never_break_cost_no_second_transmission() {
     }
     network.settle();
     // Acknowledgements: at least two, at most one for each eighth of the window and delay.
-    assert!((1002..1010).contains(&network.transmitted), "{}", network.transmitted);
+    assert!(
+        (1002..1010).contains(&network.transmitted),
+        "{}",
+        network.transmitted
+    );
 }
 
 #[test]
@@ -308,7 +378,9 @@ fn two_tasks_that_send_a_gigabyte_before_they_receive_do_not_block_each_other() 
     let piece: Bytes = vec![7; 16 << 20].into();
     for (a, b) in [(0, 1), (1, 0)] {
         for _ in 0..64 {
-            network.links[a][b].send(Bytes::new(), piece.clone()).expect("below the limit");
+            network.links[a][b]
+                .send(Bytes::new(), piece.clone())
+                .expect("below the limit");
         }
     }
     let mut delivered = 0;
@@ -326,7 +398,10 @@ fn two_tasks_that_send_a_gigabyte_before_they_receive_do_not_block_each_other() 
             }
         }
         let in_the_air: usize = network.air.values().map(|(.., f)| f.payload.len()).sum();
-        assert!(in_the_air <= 2 * (WINDOW_BYTES_MAX + FRAGMENT_BYTES_MAX), "the window bounds what daemons hold");
+        assert!(
+            in_the_air <= 2 * (WINDOW_BYTES_MAX + FRAGMENT_BYTES_MAX),
+            "the window bounds what daemons hold"
+        );
         if let Some((key, (from, to, frame))) = network.air.pop_first() {
             network.now = network.now.max(key.0);
             network.links[to][from].handle(network.now, LinkEvent::Frame(frame));
@@ -339,7 +414,8 @@ fn the_window_bounds_fragments_as_well_as_bytes() {
     let mut link = Link::new(Tid::from_raw(0x40001), Tid::from_raw(0x40002));
     link.handle(Micros(0), LinkEvent::RouteUp(RouteId(1)));
     for _ in 0..2 * WINDOW_FRAGMENTS_MAX {
-        link.send(Bytes::from_static(b"x"), Bytes::new()).expect("below the limit");
+        link.send(Bytes::from_static(b"x"), Bytes::new())
+            .expect("below the limit");
     }
     let mut sent = 0;
     while link.poll(Micros(0)).is_some() {
@@ -350,7 +426,11 @@ fn the_window_bounds_fragments_as_well_as_bytes() {
     while link.poll(Micros(0)).is_some() {
         sent += 1;
     }
-    assert_eq!(sent, 2 * WINDOW_FRAGMENTS_MAX, "a task that ends hands everything over");
+    assert_eq!(
+        sent,
+        2 * WINDOW_FRAGMENTS_MAX,
+        "a task that ends hands everything over"
+    );
     assert!(link.is_transmitted() && !link.is_flushed());
 }
 
@@ -359,8 +439,12 @@ fn a_question_that_is_answered_before_it_was_asked_is_not_asked_any_more() {
     let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
     let mut link = Link::new(a, b);
     link.handle(Micros(0), LinkEvent::RouteUp(RouteId(1)));
-    link.send(Bytes::from_static(b"x"), Bytes::new()).expect("below the limit");
-    assert!(matches!(link.poll(Micros(0)), Some(LinkOutput::Transmit(_))));
+    link.send(Bytes::from_static(b"x"), Bytes::new())
+        .expect("below the limit");
+    assert!(matches!(
+        link.poll(Micros(0)),
+        Some(LinkOutput::Transmit(_))
+    ));
     // It would ask what has come through, but hears it before.
     link.handle(Micros(1), LinkEvent::RouteUp(RouteId(2)));
     let ack = LinkFrame {
@@ -380,24 +464,47 @@ fn a_question_that_is_answered_before_it_was_asked_is_not_asked_any_more() {
 fn what_is_kept_for_a_task_that_has_ended_is_dropped_and_later_messages_vanish() {
     let mut link = Link::new(Tid::from_raw(0x40001), Tid::from_raw(0x40002));
     link.handle(Micros(0), LinkEvent::RouteUp(RouteId(1)));
-    link.send(Bytes::from_static(b"x"), Bytes::new()).expect("below the limit");
+    link.send(Bytes::from_static(b"x"), Bytes::new())
+        .expect("below the limit");
     link.handle(Micros(1), LinkEvent::PeerGone);
-    link.send(Bytes::from_static(b"y"), Bytes::new()).expect("it vanishes");
+    link.send(Bytes::from_static(b"y"), Bytes::new())
+        .expect("it vanishes");
     assert_eq!(link.poll(Micros(2)), None);
     assert_eq!((link.retained_bytes(), link.next_wakeup()), (0, None));
 }
 
 #[test]
 fn frames_of_somebody_else_and_acknowledgements_of_the_future_are_ignored() {
-    let (a, b, c) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002), Tid::from_raw(0x40003));
+    let (a, b, c) = (
+        Tid::from_raw(0x40001),
+        Tid::from_raw(0x40002),
+        Tid::from_raw(0x40003),
+    );
     let mut link = Link::new(a, b);
     link.handle(Micros(0), LinkEvent::RouteUp(RouteId(1)));
-    link.send(Bytes::from_static(b"x"), Bytes::new()).expect("below the limit");
-    assert!(matches!(link.poll(Micros(0)), Some(LinkOutput::Transmit(_))));
-    let frame =
-        |src, kind, seq, ack| LinkFrame { src, dst: a, kind, seq, ack, line: 0, payload: Bytes::from_static(b"?") };
-    link.handle(Micros(1), LinkEvent::Frame(frame(c, LinkKind::Data { last: true }, 1, 1)));
-    link.handle(Micros(1), LinkEvent::Frame(frame(b, LinkKind::Ack { resync: true }, 0, 99)));
+    link.send(Bytes::from_static(b"x"), Bytes::new())
+        .expect("below the limit");
+    assert!(matches!(
+        link.poll(Micros(0)),
+        Some(LinkOutput::Transmit(_))
+    ));
+    let frame = |src, kind, seq, ack| LinkFrame {
+        src,
+        dst: a,
+        kind,
+        seq,
+        ack,
+        line: 0,
+        payload: Bytes::from_static(b"?"),
+    };
+    link.handle(
+        Micros(1),
+        LinkEvent::Frame(frame(c, LinkKind::Data { last: true }, 1, 1)),
+    );
+    link.handle(
+        Micros(1),
+        LinkEvent::Frame(frame(b, LinkKind::Ack { resync: true }, 0, 99)),
+    );
     assert_eq!(link.poll(Micros(1)), None);
     assert!(!link.is_flushed(), "the message is still kept");
 }

@@ -10,7 +10,9 @@ mod dice;
 
 use bytes::Bytes;
 use dice::Dice;
-use sempa_proto::link::{FRAGMENT_BYTES_MAX, Link, LinkEvent, LinkFrame, LinkKind, LinkOutput, SMALL_BYTES_MAX};
+use sempa_proto::link::{
+    FRAGMENT_BYTES_MAX, Link, LinkEvent, LinkFrame, LinkKind, LinkOutput, SMALL_BYTES_MAX,
+};
 use sempa_proto::{Micros, RouteId, Tid};
 use std::collections::BTreeMap;
 
@@ -29,7 +31,12 @@ struct Task {
 
 impl Task {
     fn new(line: u16) -> Task {
-        Task { line, links: BTreeMap::new(), said: BTreeMap::new(), heard: BTreeMap::new() }
+        Task {
+            line,
+            links: BTreeMap::new(),
+            said: BTreeMap::new(),
+            heard: BTreeMap::new(),
+        }
     }
 }
 
@@ -77,7 +84,11 @@ fn tid(task: usize) -> Tid {
 
 fn body(id: u64, len: usize) -> Bytes {
     let filler = (0..len).map(|i| (id as usize).wrapping_mul(31).wrapping_add(i * 7) as u8);
-    id.to_le_bytes().into_iter().chain(filler).collect::<Vec<u8>>().into()
+    id.to_le_bytes()
+        .into_iter()
+        .chain(filler)
+        .collect::<Vec<u8>>()
+        .into()
 }
 
 impl World {
@@ -87,7 +98,9 @@ impl World {
             seed,
             dice: Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
             now: Micros(0),
-            tasks: (0..MEMBERS + outsiders).map(|task| Task::new(member(task))).collect(),
+            tasks: (0..MEMBERS + outsiders)
+                .map(|task| Task::new(member(task)))
+                .collect(),
             state: vec![State::Runs; MEMBERS + outsiders],
             air: BTreeMap::new(),
             serial: 0,
@@ -137,18 +150,26 @@ impl World {
         }
         let body = body(id, len);
         if body.len() <= SMALL_BYTES_MAX && self.dice.roll(2) == 0 {
-            let frame = self.link(from, to).send_at_once(now, &[], &body).map(|frame| frame.to_frame());
+            let frame = self
+                .link(from, to)
+                .send_at_once(now, &[], &body)
+                .map(|frame| frame.to_frame());
             if let Some(frame) = frame {
                 return self.launch(from, to, frame);
             }
         }
-        self.link(from, to).send([], body).expect("far below the limit");
+        self.link(from, to)
+            .send([], body)
+            .expect("far below the limit");
     }
 
     /// Anybody says something to anybody, mostly little, sometimes in several fragments.
     fn say_something(&mut self) {
         let tasks = self.tasks.len() as u64;
-        let (from, to) = (self.dice.roll(tasks) as usize, self.dice.roll(tasks) as usize);
+        let (from, to) = (
+            self.dice.roll(tasks) as usize,
+            self.dice.roll(tasks) as usize,
+        );
         // Whoever is outside has nothing to do with checkpoints when it talks to others there.
         if World::is_member(from) || World::is_member(to) {
             let len = if self.dice.roll(40) == 0 {
@@ -164,7 +185,10 @@ impl World {
         if self.state[a] != State::Runs {
             return;
         }
-        let (now, peers) = (self.now, self.tasks[a].links.keys().copied().collect::<Vec<usize>>());
+        let (now, peers) = (
+            self.now,
+            self.tasks[a].links.keys().copied().collect::<Vec<usize>>(),
+        );
         for b in peers {
             while let Some(output) = self.link(a, b).poll(now) {
                 match output {
@@ -177,15 +201,27 @@ impl World {
 
     fn hear(&mut self, from: usize, to: usize, bytes: &Bytes) {
         let id = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes"));
-        assert!(*bytes == body(id, bytes.len() - 8), "content (seed {})", self.seed);
+        assert!(
+            *bytes == body(id, bytes.len() - 8),
+            "content (seed {})",
+            self.seed
+        );
         let line = self.link(to, from).line();
         let heard = self.tasks[to].heard.entry(from).or_default();
         let place = heard.len();
         heard.push(id);
         self.delivered += 1;
         if World::is_member(from) && World::is_member(to) {
-            let said = self.tasks[from].said.get(&to).and_then(|said| said.get(place));
-            assert_eq!(Some(&id), said, "from {from} to {to}: all, once, in order (seed {})", self.seed);
+            let said = self.tasks[from]
+                .said
+                .get(&to)
+                .and_then(|said| said.get(place));
+            assert_eq!(
+                Some(&id),
+                said,
+                "from {from} to {to}: all, once, in order (seed {})",
+                self.seed
+            );
             return;
         }
         let pair = self.outside.entry((from, to)).or_default();
@@ -200,40 +236,84 @@ impl World {
         pair.come.push(id);
         // On the timeline of its new life a member says nothing that it does not remember.
         let own = self.tasks[from].line == line && self.state[from] != State::Dead;
-        let said = self.tasks[from].said.get(&to).is_some_and(|said| said.contains(&id));
-        assert!(said || !own, "from {from} to {to}: {id} was never said (seed {})", self.seed);
+        let said = self.tasks[from]
+            .said
+            .get(&to)
+            .is_some_and(|said| said.contains(&id));
+        assert!(
+            said || !own,
+            "from {from} to {to}: {id} was never said (seed {})",
+            self.seed
+        );
     }
 
     // ---- the network
 
     fn launch(&mut self, from: usize, to: usize, frame: LinkFrame) {
-        let copies = if self.dice.roll(1000) < self.bad { self.dice.roll(3) } else { 1 };
+        let copies = if self.dice.roll(1000) < self.bad {
+            self.dice.roll(3)
+        } else {
+            1
+        };
         for _ in 0..copies {
             let late = self.dice.roll(1000) < self.bad;
-            let extra = if late { self.dice.roll(2_000_000) } else { self.dice.roll(200) };
+            let extra = if late {
+                self.dice.roll(2_000_000)
+            } else {
+                self.dice.roll(200)
+            };
             self.serial += 1;
-            self.air.insert((self.now + Micros(100 + extra), self.serial), (from, to, frame.clone()));
+            self.air.insert(
+                (self.now + Micros(100 + extra), self.serial),
+                (from, to, frame.clone()),
+            );
         }
     }
 
     /// Goes to the next thing that happens. False when nothing is left to happen.
     fn step(&mut self) -> bool {
         let arrival = self.air.keys().next().map(|(at, _)| *at);
-        let back = self.state.iter().filter_map(|state| if let State::Still(at) = state { *at } else { None }).min();
-        let live = self.tasks.iter().zip(&self.state).filter(|(_, state)| **state == State::Runs);
-        let timer = live.flat_map(|(task, _)| task.links.values()).filter_map(Link::next_wakeup).min();
-        let Some(at) = [arrival, back, timer].into_iter().flatten().min() else { return false };
+        let back = self
+            .state
+            .iter()
+            .filter_map(|state| {
+                if let State::Still(at) = state {
+                    *at
+                } else {
+                    None
+                }
+            })
+            .min();
+        let live = self
+            .tasks
+            .iter()
+            .zip(&self.state)
+            .filter(|(_, state)| **state == State::Runs);
+        let timer = live
+            .flat_map(|(task, _)| task.links.values())
+            .filter_map(Link::next_wakeup)
+            .min();
+        let Some(at) = [arrival, back, timer].into_iter().flatten().min() else {
+            return false;
+        };
         self.now = self.now.max(at);
         if arrival == Some(at) {
             let (_, (from, to, frame)) = self.air.pop_first().expect("just seen");
             if self.state[to] == State::Runs {
                 let wire = [&frame.encode_head()[..], &frame.payload].concat();
-                let (now, frame) = (self.now, LinkFrame::decode(wire.into()).expect("our own encoding"));
+                let (now, frame) = (
+                    self.now,
+                    LinkFrame::decode(wire.into()).expect("our own encoding"),
+                );
                 self.link(to, from).handle(now, LinkEvent::Frame(frame));
                 self.pump(to);
             }
         } else if back == Some(at) {
-            let task = self.state.iter().position(|state| *state == State::Still(Some(at))).expect("just seen");
+            let task = self
+                .state
+                .iter()
+                .position(|state| *state == State::Still(Some(at)))
+                .expect("just seen");
             self.go_on(task);
         } else {
             self.wake(at);
@@ -244,7 +324,11 @@ impl World {
     fn wake(&mut self, at: Micros) {
         for a in 0..self.tasks.len() {
             if self.state[a] == State::Runs {
-                for link in self.tasks[a].links.values_mut().filter(|l| l.next_wakeup().is_some_and(|t| t <= at)) {
+                for link in self.tasks[a]
+                    .links
+                    .values_mut()
+                    .filter(|l| l.next_wakeup().is_some_and(|t| t <= at))
+                {
                     link.handle(self.now, LinkEvent::Wake);
                 }
                 self.pump(a);
@@ -311,13 +395,24 @@ impl World {
 
     /// All members begin again from a copy, mostly the newest one.
     fn restart(&mut self) {
-        let back = if self.dice.roll(4) == 0 { self.dice.roll(self.sets.len() as u64) as usize } else { 0 };
+        let back = if self.dice.roll(4) == 0 {
+            self.dice.roll(self.sets.len() as u64) as usize
+        } else {
+            0
+        };
         let set = self.sets[self.sets.len() - 1 - back].clone();
         self.line = self.line.wrapping_add(1).max(1);
         self.restarts += 1;
         for (task, copy) in set.into_iter().enumerate() {
-            self.tasks[task] = Task { line: self.line, ..copy };
-            for (peer, link) in self.tasks[task].links.iter_mut().filter(|(_, link)| !link.is_gone()) {
+            self.tasks[task] = Task {
+                line: self.line,
+                ..copy
+            };
+            for (peer, link) in self.tasks[task]
+                .links
+                .iter_mut()
+                .filter(|(_, link)| !link.is_gone())
+            {
                 link.begin_timeline(self.line, World::is_member(*peer));
             }
             self.state[task] = State::Still(None);
@@ -338,9 +433,14 @@ impl World {
         let none = Vec::new();
         let mut pairs = members.filter(|(from, to)| from != to);
         let inside = pairs.all(|(from, to)| {
-            self.tasks[from].said.get(&to).unwrap_or(&none) == self.tasks[to].heard.get(&from).unwrap_or(&none)
+            self.tasks[from].said.get(&to).unwrap_or(&none)
+                == self.tasks[to].heard.get(&from).unwrap_or(&none)
         });
-        inside && self.outside.values().all(|pair| pair.owed.iter().all(|id| pair.come.contains(id)))
+        inside
+            && self
+                .outside
+                .values()
+                .all(|pair| pair.owed.iter().all(|id| pair.come.contains(id)))
     }
 
     fn settle(&mut self) {
@@ -349,7 +449,11 @@ impl World {
             if self.all_heard() {
                 return;
             }
-            assert!(self.step(), "everything sleeps although messages are missing (seed {})", self.seed);
+            assert!(
+                self.step(),
+                "everything sleeps although messages are missing (seed {})",
+                self.seed
+            );
         }
         panic!("the links do not come to rest (seed {})", self.seed);
     }
@@ -368,12 +472,20 @@ impl World {
         // And what is still in the air changes nothing.
         for _ in 0..2_000_000 {
             (0..self.tasks.len()).for_each(|task| self.pump(task));
-            let flushed = self.tasks.iter().flat_map(|task| task.links.values()).all(Link::is_flushed);
+            let flushed = self
+                .tasks
+                .iter()
+                .flat_map(|task| task.links.values())
+                .all(Link::is_flushed);
             if flushed && self.air.is_empty() {
                 assert!(self.all_heard(), "seed {}", self.seed);
                 return;
             }
-            assert!(self.step(), "everything sleeps although something is not acknowledged (seed {})", self.seed);
+            assert!(
+                self.step(),
+                "everything sleeps although something is not acknowledged (seed {})",
+                self.seed
+            );
         }
         panic!("not all is acknowledged (seed {})", self.seed);
     }
@@ -402,13 +514,17 @@ fn live(seed: u64, first_line: u16, bad: u64) -> World {
 }
 
 #[test]
-fn members_hear_what_was_said_in_the_time_that_counts_and_nothing_else_and_others_hear_all_that_is_said_since() {
+fn members_hear_what_was_said_in_the_time_that_counts_and_nothing_else_and_others_hear_all_that_is_said_since()
+ {
     let (mut restarts, mut delivered) = (0, 0);
     for seed in 1..=400 {
         let world = live(seed, 0, 10);
         (restarts, delivered) = (restarts + world.restarts, delivered + world.delivered);
     }
-    assert!(restarts > 500 && delivered > 50_000, "{restarts} restarts, {delivered} messages");
+    assert!(
+        restarts > 500 && delivered > 50_000,
+        "{restarts} restarts, {delivered} messages"
+    );
 }
 
 #[test]
@@ -444,11 +560,22 @@ fn met() -> Link {
 }
 
 fn frame(line: u16, kind: LinkKind, seq: u64, ack: u64) -> LinkFrame {
-    LinkFrame { src: tid(1), dst: tid(0), kind, seq, ack, line, payload: Bytes::new() }
+    LinkFrame {
+        src: tid(1),
+        dst: tid(0),
+        kind,
+        seq,
+        ack,
+        line,
+        payload: Bytes::new(),
+    }
 }
 
 fn data(line: u16, seq: u64, ack: u64) -> LinkFrame {
-    LinkFrame { payload: body(seq, 0), ..frame(line, LinkKind::Data { last: true }, seq, ack) }
+    LinkFrame {
+        payload: body(seq, 0),
+        ..frame(line, LinkKind::Data { last: true }, seq, ack)
+    }
 }
 
 /// What a link hands over, and what it transmits.
@@ -470,16 +597,31 @@ fn a_frame_of_an_earlier_timeline_is_answered_and_not_taken() {
     link.begin_timeline(3, true);
     link.handle(Micros(1), LinkEvent::RouteUp(ROUTE));
     words(&mut link);
-    for late in [data(0, 3, 5), data(2, 3, 5), frame(2, LinkKind::Ack { resync: true }, 0, 3)] {
+    for late in [
+        data(0, 3, 5),
+        data(2, 3, 5),
+        frame(2, LinkKind::Ack { resync: true }, 0, 3),
+    ] {
         link.handle(Micros(2), LinkEvent::Frame(late));
         let (delivered, transmitted) = words(&mut link);
-        assert!(delivered.is_empty() && !link.is_flushed(), "it is of a time that did not happen");
-        let [answer] = &transmitted[..] else { panic!("{transmitted:?}") };
-        assert_eq!((answer.kind, answer.line, answer.ack), (LinkKind::Ack { resync: false }, 3, 3));
+        assert!(
+            delivered.is_empty() && !link.is_flushed(),
+            "it is of a time that did not happen"
+        );
+        let [answer] = &transmitted[..] else {
+            panic!("{transmitted:?}")
+        };
+        assert_eq!(
+            (answer.kind, answer.line, answer.ack),
+            (LinkKind::Ack { resync: false }, 3, 3)
+        );
     }
     link.handle(Micros(2), LinkEvent::Frame(data(3, 3, 5)));
     assert_eq!(words(&mut link).0, [body(3, 0)]);
-    assert!(link.is_flushed(), "the two ends know of each other what they knew");
+    assert!(
+        link.is_flushed(),
+        "the two ends know of each other what they knew"
+    );
 }
 
 #[test]
@@ -494,9 +636,15 @@ fn a_later_timeline_begins_the_conversation_anew_with_what_was_not_acknowledged(
     );
     link.handle(Micros(2), LinkEvent::Frame(data(1, 1, 1)));
     let (delivered, transmitted) = words(&mut link);
-    assert_eq!(delivered, [body(1, 0)], "half a message of the time before is none");
-    let seen: Vec<_> =
-        transmitted.iter().map(|frame| (frame.line, frame.seq, frame.ack, frame.payload.clone())).collect();
+    assert_eq!(
+        delivered,
+        [body(1, 0)],
+        "half a message of the time before is none"
+    );
+    let seen: Vec<_> = transmitted
+        .iter()
+        .map(|frame| (frame.line, frame.seq, frame.ack, frame.payload.clone()))
+        .collect();
     assert_eq!(seen, [(1, 1, 2, body(3, 0)), (1, 2, 2, body(4, 0))]);
     assert_eq!((link.line(), link.sent_end(), link.expected()), (1, 3, 2));
 }
@@ -507,7 +655,10 @@ fn a_peer_that_has_ended_and_begins_again_has_not_ended() {
     link.handle(Micros(1), LinkEvent::PeerGone);
     link.send([], body(9, 0)).expect("it vanishes");
     link.handle(Micros(1), LinkEvent::Frame(data(0, 3, 5)));
-    assert!(link.is_gone(), "what was on its way when it ended says nothing");
+    assert!(
+        link.is_gone(),
+        "what was on its way when it ended says nothing"
+    );
     assert_eq!(words(&mut link), (vec![body(3, 0)], Vec::new()));
     link.handle(Micros(2), LinkEvent::Frame(frame(1, LinkKind::Probe, 1, 1)));
     assert!(!link.is_gone());
@@ -527,7 +678,10 @@ fn who_begins_again_tells_others_what_was_never_on_its_way_and_not_what_they_may
     link.handle(Micros(2), LinkEvent::RouteUp(ROUTE));
     let (delivered, transmitted) = words(&mut link);
     assert!(delivered.is_empty());
-    let seen: Vec<_> = transmitted.iter().map(|frame| (frame.line, frame.seq, frame.payload.clone())).collect();
+    let seen: Vec<_> = transmitted
+        .iter()
+        .map(|frame| (frame.line, frame.seq, frame.payload.clone()))
+        .collect();
     assert_eq!(seen, [(7, 1, body(5, 0)), (7, 2, body(6, 0))]);
     assert_eq!(link.retained_bytes(), 16);
 }

@@ -71,11 +71,17 @@ impl Bell {
             // The sleeper finds this bit, or we find the sleeper.
             fence(Ordering::SeqCst);
         }
-        if self.sleepers.load(Ordering::Relaxed) != 0 && self.sleepers.swap(0, Ordering::SeqCst) != 0 {
+        if self.sleepers.load(Ordering::Relaxed) != 0
+            && self.sleepers.swap(0, Ordering::SeqCst) != 0
+        {
             self.word.fetch_add(1, Ordering::SeqCst);
             return Wake::Sleepers;
         }
-        if (urgent || self.every.load(Ordering::Relaxed) != 0) && self.call_ear() { Wake::Ear } else { Wake::Nobody }
+        if (urgent || self.every.load(Ordering::Relaxed) != 0) && self.call_ear() {
+            Wake::Ear
+        } else {
+            Wake::Nobody
+        }
     }
 
     /// Calls the ear; true when it has to be woken.
@@ -148,8 +154,12 @@ impl Bell {
 
     /// Begins again as another bell that goes on where `old` is.
     pub fn follow(&self, old: &Bell) {
-        self.word.store(old.word.load(Ordering::SeqCst).wrapping_add(1), Ordering::SeqCst);
-        self.every.store(old.every.load(Ordering::SeqCst), Ordering::SeqCst);
+        self.word.store(
+            old.word.load(Ordering::SeqCst).wrapping_add(1),
+            Ordering::SeqCst,
+        );
+        self.every
+            .store(old.every.load(Ordering::SeqCst), Ordering::SeqCst);
         // Whoever sleeps now is woken before this one takes its place; the ear looks at everything.
         self.ear.store(1, Ordering::SeqCst);
     }
@@ -167,7 +177,13 @@ mod tests {
         }
         let slots = |bell: &Bell| -> Vec<usize> {
             let words = std::iter::successors(bell.rung(0), |(index, _)| bell.rung(index + 1));
-            words.flat_map(|(i, bits)| (0..64).filter(move |b| bits >> b & 1 == 1).map(move |b| i * 64 + b)).collect()
+            words
+                .flat_map(|(i, bits)| {
+                    (0..64)
+                        .filter(move |b| bits >> b & 1 == 1)
+                        .map(move |b| i * 64 + b)
+                })
+                .collect()
         };
         assert_eq!(slots(&bell), [0, 63, 64, 4095]);
         bell.hush(63);
@@ -183,7 +199,11 @@ mod tests {
         assert_eq!(bell.ring(5, true), Wake::Sleepers);
         assert_ne!(bell.word().load(Ordering::SeqCst), seen);
         assert_eq!(bell.ring(5, true), Wake::Ear);
-        assert_eq!(bell.ring(5, true), Wake::Nobody, "it has been called already");
+        assert_eq!(
+            bell.ring(5, true),
+            Wake::Nobody,
+            "it has been called already"
+        );
         bell.take_call();
         assert_eq!(bell.ring(5, false), Wake::Nobody);
         bell.call_for_everything(true);

@@ -28,7 +28,12 @@ impl Blocks {
     /// So many bytes, all free.
     pub fn new(bytes: usize) -> Blocks {
         let free = BTreeMap::from([(0, bytes)]);
-        Blocks { free, users: BTreeMap::new(), abandoned: BTreeSet::new(), abandoned_bytes: 0 }
+        Blocks {
+            free,
+            users: BTreeMap::new(),
+            abandoned: BTreeSet::new(),
+            abandoned_bytes: 0,
+        }
     }
 
     /// Takes a part, which has one user then; `None` when none is long enough.
@@ -96,14 +101,20 @@ mod tests {
         let (mut blocks, mut taken) = (Blocks::new(1 << 20), Vec::<(Block, u32)>::new());
         let mut seed = 5u64;
         for _ in 0..20_000 {
-            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            seed = seed
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             let dice = (seed >> 33) as usize;
             match dice % 3 {
                 0 => {
                     if let Some(block) = blocks.take(dice / 3 % 100_000) {
                         let end = |block: &Block| block.offset + block.len;
-                        let apart = |other: &Block| end(other) <= block.offset || end(&block) <= other.offset;
-                        assert!(end(&block) <= 1 << 20 && taken.iter().all(|(other, _)| apart(other)));
+                        let apart = |other: &Block| {
+                            end(other) <= block.offset || end(&block) <= other.offset
+                        };
+                        assert!(
+                            end(&block) <= 1 << 20 && taken.iter().all(|(other, _)| apart(other))
+                        );
                         taken.push((block, 1));
                     }
                 }
@@ -127,7 +138,13 @@ mod tests {
             (0..users).for_each(|_| blocks.give_back(block));
         }
         assert_eq!(blocks.in_use(), 0);
-        assert_eq!(blocks.take(1 << 20), Some(Block { offset: 0, len: 1 << 20 }));
+        assert_eq!(
+            blocks.take(1 << 20),
+            Some(Block {
+                offset: 0,
+                len: 1 << 20
+            })
+        );
         assert_eq!(blocks.take(1), None);
     }
 

@@ -12,7 +12,15 @@ pub fn wait(word: &AtomicU32, value: u32, span: Option<Duration>) {
     });
     let time = time.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     // SAFETY: the word lives at least as long as the borrow, and the kernel only reads it and the time.
-    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, value, time) };
+    unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            libc::FUTEX_WAIT,
+            value,
+            time,
+        )
+    };
 }
 
 /// Wakes all who sleep on the word.

@@ -54,8 +54,12 @@ fn seals() -> SealFlag {
 
 /// Refuses what another task passes off as such memory: a smaller one would end this process when it is touched.
 pub(crate) fn check(fd: BorrowedFd<'_>, bytes: usize, seals: SealFlag) -> io::Result<()> {
-    let unfit =
-        |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("a descriptor for shared memory {what}"));
+    let unfit = |what: &str| {
+        io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("a descriptor for shared memory {what}"),
+        )
+    };
     let has = fcntl(fd, FcntlArg::F_GET_SEALS).map_err(|_| unfit("is none"))?;
     if !SealFlag::from_bits_truncate(has).contains(seals) {
         return Err(unfit("is not sealed"));
@@ -107,7 +111,8 @@ impl Mapping {
 
     fn map(bytes: usize, protection: i32, flags: i32, number: i32) -> io::Result<Mapping> {
         // SAFETY: a fresh mapping at an address of the kernel's choice touches nothing that exists.
-        let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, number, 0) };
+        let start =
+            unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, number, 0) };
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
@@ -125,10 +130,14 @@ impl Mapping {
 /// Puts fresh memory in the place of other memory of the same size, in one step. Whoever uses the place must find the fresh
 /// memory as good.
 pub(crate) fn replace(old: &Mapping, fresh: Mapping) -> io::Result<()> {
-    assert_eq!(old.bytes, fresh.bytes, "one takes the whole place of the other");
+    assert_eq!(
+        old.bytes, fresh.bytes,
+        "one takes the whole place of the other"
+    );
     let fresh = std::mem::ManuallyDrop::new(fresh);
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-    let (from, to): (*mut libc::c_void, *mut libc::c_void) = (fresh.start().cast(), old.start().cast());
+    let (from, to): (*mut libc::c_void, *mut libc::c_void) =
+        (fresh.start().cast(), old.start().cast());
     // SAFETY: both ranges are mappings of this size made by `Mapping`; the old one is replaced in one step by memory that is as
     // good for everything that refers to it, and the fresh one has no other user.
     let moved: *mut libc::c_void = unsafe { libc::mremap(from, old.bytes, old.bytes, flags, to) };
@@ -158,7 +167,10 @@ pub struct Shared {
 impl Shared {
     #[inline]
     fn at(&self, offset: usize, len: usize) -> *mut u8 {
-        assert!(offset <= RING_BYTES && len <= RING_BYTES - offset, "ranges end within the ring");
+        assert!(
+            offset <= RING_BYTES && len <= RING_BYTES - offset,
+            "ranges end within the ring"
+        );
         // SAFETY: the offset was just checked, and the data lies within the mapping by its constants.
         unsafe { self.mapping.start.as_ptr().add(self.data + offset) }
     }
@@ -221,7 +233,10 @@ fn ends(fd: BorrowedFd<'_>, offers: bool) -> io::Result<Ends> {
         data: WORDS_BYTES + number * RING_BYTES,
     };
     let (out, back) = if offers { (0, 1) } else { (1, 0) };
-    Ok(Ends { writer: Writer::new(area(out)), reader: Reader::new(area(back)) })
+    Ok(Ends {
+        writer: Writer::new(area(out)),
+        reader: Reader::new(area(back)),
+    })
 }
 
 /// Makes the memory of a pair: the own ends, and the descriptor for the other task.
@@ -335,7 +350,11 @@ mod tests {
         assert!(b.writer.write([b"to a"]).expect("good"));
         for (end, text) in [(&mut a, "to a"), (&mut b, "to b")] {
             let mut got = Vec::new();
-            end.reader.next_record().expect("good").expect("there").append_to(&mut got);
+            end.reader
+                .next_record()
+                .expect("good")
+                .expect("there")
+                .append_to(&mut got);
             assert_eq!(got, text.as_bytes());
         }
     }
@@ -361,7 +380,9 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let until = Instant::now() + Duration::from_secs(60);
-                while own.word().load(std::sync::atomic::Ordering::SeqCst) == seen && Instant::now() < until {
+                while own.word().load(std::sync::atomic::Ordering::SeqCst) == seen
+                    && Instant::now() < until
+                {
                     futex::wait(own.word(), seen, Some(Duration::from_secs(1)));
                 }
             });

@@ -37,7 +37,11 @@ pub struct Words {
 impl Words {
     /// Words that say that so much was written and read, whether it was or not.
     pub fn at(tail: u64, head: u64) -> Words {
-        Words { tail: Apart(AtomicU64::new(tail)), head: Apart(AtomicU64::new(head)), ..Words::default() }
+        Words {
+            tail: Apart(AtomicU64::new(tail)),
+            head: Apart(AtomicU64::new(head)),
+            ..Words::default()
+        }
     }
 
     /// The reader is done with a message.
@@ -47,7 +51,11 @@ impl Words {
 
     /// What the reader is done with since the last time; the writer may write there again.
     pub fn take_returned(&self) -> u64 {
-        if self.returned.load(Ordering::Relaxed) == 0 { 0 } else { self.returned.swap(0, Ordering::Acquire) }
+        if self.returned.load(Ordering::Relaxed) == 0 {
+            0
+        } else {
+            self.returned.swap(0, Ordering::Acquire)
+        }
     }
 }
 
@@ -107,7 +115,13 @@ impl<A: Area> Writer<A> {
 
     /// The same for a ring that goes back to its beginning after `bytes`, a multiple of 8.
     pub fn with_rewind(area: A, bytes: usize) -> Writer<A> {
-        Writer { area, tail: 0, head: 0, rewind_bytes: bytes as u64, rewind_at: bytes as u64 }
+        Writer {
+            area,
+            tail: 0,
+            head: 0,
+            rewind_bytes: bytes as u64,
+            rewind_at: bytes as u64,
+        }
     }
 
     /// Where the ring lies.
@@ -245,7 +259,13 @@ pub struct Reader<A> {
 impl<A: Area> Reader<A> {
     /// The reading end of an empty ring.
     pub fn new(area: A) -> Reader<A> {
-        Reader { area, head: 0, released: 0, fenced: 0, tail: 0 }
+        Reader {
+            area,
+            head: 0,
+            released: 0,
+            fenced: 0,
+            tail: 0,
+        }
     }
 
     /// Where the ring lies.
@@ -273,7 +293,11 @@ impl<A: Area> Reader<A> {
                 }
             }
             let capacity = self.area.capacity() as u64;
-            let there = self.tail.checked_sub(self.head).filter(|there| *there <= capacity).ok_or(Broken)?;
+            let there = self
+                .tail
+                .checked_sub(self.head)
+                .filter(|there| *there <= capacity)
+                .ok_or(Broken)?;
             if there < RECORD_HEAD_BYTES as u64 || !self.head.is_multiple_of(8) {
                 return Err(Broken);
             }
@@ -298,7 +322,11 @@ impl<A: Area> Reader<A> {
             }
             let at = self.head + RECORD_HEAD_BYTES as u64;
             self.head += record_bytes(len) as u64;
-            return Ok(Some(Record { area: &self.area, at, left: len }));
+            return Ok(Some(Record {
+                area: &self.area,
+                at,
+                left: len,
+            }));
         }
     }
 
@@ -370,7 +398,9 @@ impl<A: Area> Record<'_, A> {
     /// Takes the rest behind what `out` holds.
     #[inline]
     pub fn append_to(&mut self, out: &mut Vec<u8>) {
-        let Some((first, second)) = self.pieces(self.left) else { return };
+        let Some((first, second)) = self.pieces(self.left) else {
+            return;
+        };
         self.area.append(first.0, first.1, out);
         if second > 0 {
             self.area.append(0, second, out);
@@ -416,7 +446,10 @@ mod tests {
     }
 
     fn ring(capacity: usize) -> (Writer<Plain>, Reader<Plain>, Plain) {
-        let area = Plain(Rc::new((Words::default(), RefCell::new(vec![0xaa; capacity]))));
+        let area = Plain(Rc::new((
+            Words::default(),
+            RefCell::new(vec![0xaa; capacity]),
+        )));
         (Writer::new(area.clone()), Reader::new(area.clone()), area)
     }
 
@@ -438,7 +471,10 @@ mod tests {
         let content = |n: u32| vec![n as u8; (n * 37 % 120) as usize];
         while read < 5000 {
             while writer
-                .write([&content(written)[..1.min(content(written).len())], content(written).get(1..).unwrap_or(&[])])
+                .write([
+                    &content(written)[..1.min(content(written).len())],
+                    content(written).get(1..).unwrap_or(&[]),
+                ])
                 .expect("good")
             {
                 written += 1;
@@ -458,7 +494,13 @@ mod tests {
             assert!(writer.write([&n.to_le_bytes(), &[0; 60]]).expect("good"));
             assert_eq!(take_all(&mut reader)[0][..4], n.to_le_bytes());
         }
-        let touched = area.0.1.borrow().iter().rposition(|byte| *byte != 0xaa).expect("something was written");
+        let touched = area
+            .0
+            .1
+            .borrow()
+            .iter()
+            .rposition(|byte| *byte != 0xaa)
+            .expect("something was written");
         assert!(touched < REWIND_BYTES + 128, "{touched}");
     }
 
@@ -478,14 +520,21 @@ mod tests {
     fn garbage_in_the_data_or_the_words_breaks_the_ring_and_nothing_else() {
         let mut seed = 7u64;
         let mut dice = || {
-            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            seed = seed
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             seed >> 33
         };
         for round in 0..20_000 {
             let (mut writer, mut reader, area) = ring(64);
             let _ = writer.write([&[3; 20]]).expect("good");
             match round % 3 {
-                0 => area.0.1.borrow_mut().iter_mut().for_each(|byte| *byte = dice() as u8),
+                0 => area
+                    .0
+                    .1
+                    .borrow_mut()
+                    .iter_mut()
+                    .for_each(|byte| *byte = dice() as u8),
                 1 => area.words().tail.0.store(dice() % 200, Ordering::Relaxed),
                 _ => area.words().head.0.store(dice() % 200, Ordering::Relaxed),
             }

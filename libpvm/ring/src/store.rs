@@ -19,7 +19,9 @@ pub const STORE_BYTES: usize = 64 << 20;
 pub const LOANS_MAX: usize = 64;
 
 const fn seals() -> SealFlag {
-    SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_GROW).union(SealFlag::F_SEAL_FUTURE_WRITE)
+    SealFlag::F_SEAL_SHRINK
+        .union(SealFlag::F_SEAL_GROW)
+        .union(SealFlag::F_SEAL_FUTURE_WRITE)
 }
 
 /// The store of this task.
@@ -37,8 +39,17 @@ impl OwnStore {
     pub fn new() -> io::Result<(OwnStore, OwnedFd)> {
         let fd = make(c"sempa-store", STORE_BYTES)?;
         let mapping = Mapping::new(Some(fd.as_fd()), STORE_BYTES)?;
-        nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_ADD_SEALS(seals() | SealFlag::F_SEAL_SEAL))?;
-        Ok((OwnStore { mapping, blocks: Blocks::new(STORE_BYTES) }, fd))
+        nix::fcntl::fcntl(
+            &fd,
+            nix::fcntl::FcntlArg::F_ADD_SEALS(seals() | SealFlag::F_SEAL_SEAL),
+        )?;
+        Ok((
+            OwnStore {
+                mapping,
+                blocks: Blocks::new(STORE_BYTES),
+            },
+            fd,
+        ))
     }
 
     /// Copies a message into a part of its own, which has one user then; `None` when there is no room.
@@ -48,7 +59,13 @@ impl OwnStore {
         for part in parts {
             assert!(part.len() <= STORE_BYTES - at, "parts end within the store");
             // SAFETY: the range was just checked to be in the mapping, which is writable; it is nobody else's.
-            unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), self.mapping.start().add(at), part.len()) };
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    part.as_ptr(),
+                    self.mapping.start().add(at),
+                    part.len(),
+                )
+            };
             at += part.len();
         }
         Some(block)
@@ -95,7 +112,10 @@ impl PeerStore {
     /// When it is not such memory, or the system has none left.
     pub fn map(fd: BorrowedFd<'_>) -> io::Result<PeerStore> {
         check(fd, STORE_BYTES, seals())?;
-        Ok(PeerStore { mapping: Mapping::to_read(fd, STORE_BYTES)?, lent: Mutex::default() })
+        Ok(PeerStore {
+            mapping: Mapping::to_read(fd, STORE_BYTES)?,
+            lent: Mutex::default(),
+        })
     }
 
     fn lent(&self) -> MutexGuard<'_, Vec<(u8, Block)>> {
@@ -109,7 +129,12 @@ impl PeerStore {
 
     /// Uses a message where it lies; `None` when there is no such place, or another message is in use under this number: a
     /// lender that keeps the rules has not given it away twice.
-    pub fn borrow(self: &Arc<PeerStore>, block: Block, slot: u8, back: &Arc<Returns>) -> Option<Loan> {
+    pub fn borrow(
+        self: &Arc<PeerStore>,
+        block: Block,
+        slot: u8,
+        back: &Arc<Returns>,
+    ) -> Option<Loan> {
         let end = block.offset.checked_add(block.len)?;
         if end > STORE_BYTES || usize::from(slot) >= LOANS_MAX {
             return None;
@@ -120,7 +145,12 @@ impl PeerStore {
         }
         lent.push((slot, block));
         drop(lent);
-        Some(Loan { store: self.clone(), block, slot, back: back.clone() })
+        Some(Loan {
+            store: self.clone(),
+            block,
+            slot,
+            back: back.clone(),
+        })
     }
 
     /// Makes memory of this process of what is in use, at the same address, so that it stays whatever its lender does, and
@@ -159,7 +189,12 @@ impl Returns {
     }
 
     fn give(&self, slot: u8) {
-        if let Some(ring) = self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+        if let Some(ring) = self
+            .0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .as_ref()
+        {
             ring.words().give_back(slot);
         }
     }
@@ -178,7 +213,12 @@ impl AsRef<[u8]> for Loan {
     fn as_ref(&self) -> &[u8] {
         // SAFETY: `borrow` has checked that the range is in the mapping, which lives as long as this. A lender that keeps the
         // rules does not write to it before `drop`; one that does not changes bytes, of which any are good.
-        unsafe { std::slice::from_raw_parts(self.store.mapping.start().add(self.block.offset), self.block.len) }
+        unsafe {
+            std::slice::from_raw_parts(
+                self.store.mapping.start().add(self.block.offset),
+                self.block.len,
+            )
+        }
     }
 }
 
@@ -199,11 +239,21 @@ mod tests {
     use crate::memory::{accept, offer};
 
     /// A store with its reader, and a pair of rings between the two.
-    fn lender() -> (OwnStore, Arc<PeerStore>, crate::memory::Ends, crate::memory::Ends) {
+    fn lender() -> (
+        OwnStore,
+        Arc<PeerStore>,
+        crate::memory::Ends,
+        crate::memory::Ends,
+    ) {
         let (own, fd) = OwnStore::new().expect("made");
         let (ours, rings) = offer().expect("made");
         let theirs = accept(rings.as_fd()).expect("good");
-        (own, Arc::new(PeerStore::map(fd.as_fd()).expect("mapped")), ours, theirs)
+        (
+            own,
+            Arc::new(PeerStore::map(fd.as_fd()).expect("mapped")),
+            ours,
+            theirs,
+        )
     }
 
     #[test]
@@ -212,7 +262,13 @@ mod tests {
         let block = own.put([b"head", &[7; 100_000]]).expect("room");
         let returns = Returns::new(theirs.reader.area());
         let loan = peer.borrow(block, 5, &returns).expect("good");
-        assert_eq!((&loan.as_ref()[..4], loan.as_ref()[4..].iter().all(|b| *b == 7)), (&b"head"[..], true));
+        assert_eq!(
+            (
+                &loan.as_ref()[..4],
+                loan.as_ref()[4..].iter().all(|b| *b == 7)
+            ),
+            (&b"head"[..], true)
+        );
         assert_eq!(ours.writer.take_returned(), 0);
         drop(loan);
         assert_eq!(ours.writer.take_returned(), 1 << 5);
@@ -242,12 +298,20 @@ mod tests {
         assert!(nix::unistd::write(&fd, b"x").is_err());
         let (_, peer, _, theirs) = lender();
         let returns = Returns::new(theirs.reader.area());
-        for (offset, len, slot) in [(STORE_BYTES, 1, 0), (usize::MAX, 2, 0), (1, STORE_BYTES, 0), (0, 1, 64)] {
+        for (offset, len, slot) in [
+            (STORE_BYTES, 1, 0),
+            (usize::MAX, 2, 0),
+            (1, STORE_BYTES, 0),
+            (0, 1, 64),
+        ] {
             assert!(peer.borrow(Block { offset, len }, slot, &returns).is_none());
         }
         let good = Block { offset: 0, len: 10 };
         let loan = peer.borrow(good, 7, &returns).expect("good");
-        assert!(peer.borrow(good, 7, &returns).is_none(), "the number is in use");
+        assert!(
+            peer.borrow(good, 7, &returns).is_none(),
+            "the number is in use"
+        );
         drop(loan);
         assert!(peer.borrow(good, 7, &returns).is_some());
         let (pair, rings) = offer().expect("made");

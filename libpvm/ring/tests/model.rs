@@ -44,12 +44,18 @@ impl Area for Checked {
 
 fn area() -> Checked {
     let bytes = (0..CAPACITY).map(|_| UnsafeCell::new(0)).collect();
-    Checked(Arc::new(Watched { words: Words::default(), bytes }))
+    Checked(Arc::new(Watched {
+        words: Words::default(),
+        bytes,
+    }))
 }
 
 fn read(reader: &mut Reader<Checked>) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
-    reader.next_record().expect("a good ring")?.append_to(&mut bytes);
+    reader
+        .next_record()
+        .expect("a good ring")?
+        .append_to(&mut bytes);
     Some(bytes)
 }
 
@@ -102,7 +108,10 @@ fn a_writer_that_finds_no_room_is_told_of_it_when_there_is_some() {
         });
         let has_room = writer.wants_room(40).expect("a good ring");
         reading.join().expect("read");
-        assert!(has_room || told.load(Ordering::SeqCst) == 1, "nobody would ever wake the writer");
+        assert!(
+            has_room || told.load(Ordering::SeqCst) == 1,
+            "nobody would ever wake the writer"
+        );
     });
 }
 
@@ -128,7 +137,10 @@ fn room_given_back_without_a_fence_starves_no_writer() {
         assert!(writer.write([&[1; 40]]).expect("a good ring"));
         let has_room = writer.wants_room(40).expect("a good ring");
         reading.join().expect("read");
-        assert!(has_room || told.load(Ordering::SeqCst) == 1, "nobody would ever wake the writer");
+        assert!(
+            has_room || told.load(Ordering::SeqCst) == 1,
+            "nobody would ever wake the writer"
+        );
     });
 }
 
@@ -146,7 +158,10 @@ fn nobody_sleeps_through_a_record() {
         let seen = bell.about_to_sleep();
         let found = bell.rung(0).is_some() && read(&mut reader).is_some();
         let woken = writing.join().expect("written");
-        assert!(found || woken || bell.word().load(Ordering::SeqCst) != seen, "it would sleep for ever");
+        assert!(
+            found || woken || bell.word().load(Ordering::SeqCst) != seen,
+            "it would sleep for ever"
+        );
     });
 }
 
@@ -181,7 +196,10 @@ fn a_bit_that_is_taken_back_is_set_again_by_who_writes_afterwards() {
         bell.hush(3);
         let found = read(&mut reader).is_some();
         writing.join().expect("written");
-        assert!(found || bell.rung(0).is_some_and(|(_, bits)| bits >> 3 & 1 == 1), "the record would stay unseen");
+        assert!(
+            found || bell.rung(0).is_some_and(|(_, bits)| bits >> 3 & 1 == 1),
+            "the record would stay unseen"
+        );
     });
 }
 
@@ -208,9 +226,14 @@ fn of_two_writers_in_one_word_neither_is_lost_when_a_bit_is_taken_back() {
         let mut readers = rings.map(Reader::new);
         bell.hush(3);
         let found = read(&mut readers[0]).is_some();
-        writing.into_iter().for_each(|thread| thread.join().expect("written"));
+        writing
+            .into_iter()
+            .for_each(|thread| thread.join().expect("written"));
         let bits = bell.rung(0).map_or(0, |(_, bits)| bits);
-        assert!(found || bits >> 3 & 1 == 1, "the first record would stay unseen");
+        assert!(
+            found || bits >> 3 & 1 == 1,
+            "the first record would stay unseen"
+        );
         assert!(bits >> 5 & 1 == 1, "the second record would stay unseen");
     });
 }
@@ -230,7 +253,10 @@ fn an_ear_that_takes_a_call_finds_what_it_was_called_for_or_is_called_again() {
         bell.take_call();
         let found = bell.rung(0).is_some() && read(&mut reader).is_some();
         writing.join().expect("written");
-        assert!(found || bell.ear().load(Ordering::SeqCst) == 1, "it would sleep for ever");
+        assert!(
+            found || bell.ear().load(Ordering::SeqCst) == 1,
+            "it would sleep for ever"
+        );
     });
 }
 
@@ -284,7 +310,10 @@ fn an_ear_that_takes_a_call_finds_the_end_it_was_called_for_or_is_called_again()
         bell.take_call();
         let closed = writer.is_closed();
         ending.join().expect("ended");
-        assert!(closed || bell.ear().load(Ordering::SeqCst) == 1, "it would write for ever");
+        assert!(
+            closed || bell.ear().load(Ordering::SeqCst) == 1,
+            "it would write for ever"
+        );
     });
 }
 

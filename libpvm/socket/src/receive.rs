@@ -79,7 +79,10 @@ pub fn receive(
     let mut control = [0u64; CONTROL_WORDS];
     let chunk = buffer.chunk_mut();
     let room = chunk.len();
-    let mut part = libc::iovec { iov_base: chunk.as_mut_ptr().cast(), iov_len: room };
+    let mut part = libc::iovec {
+        iov_base: chunk.as_mut_ptr().cast(),
+        iov_len: room,
+    };
     // SAFETY: all-zero bytes are a valid `msghdr`: null pointers and numbers.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = &raw mut part;
@@ -102,7 +105,10 @@ pub fn receive(
         return Ok(Received { bytes, all });
     }
     if came.len() >= WORD_DESCRIPTORS_MAX {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "more descriptors came than one word may have"));
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "more descriptors came than one word may have",
+        ));
     }
     // There was room in the control message, so it was this process that had none.
     passed.0.push_back(None);
@@ -118,14 +124,18 @@ unsafe fn take_descriptors(message: &libc::msghdr, into: &mut Vec<OwnedFd>) {
     let mut head = unsafe { libc::CMSG_FIRSTHDR(message) };
     while !head.is_null() {
         // SAFETY: the macro gave a head inside the buffer, which is aligned for it.
-        let (level, kind, length) = unsafe { ((*head).cmsg_level, (*head).cmsg_type, (*head).cmsg_len) };
+        let (level, kind, length) =
+            unsafe { ((*head).cmsg_level, (*head).cmsg_type, (*head).cmsg_len) };
         if (level, kind) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
             // SAFETY: as above; the length counts the head.
-            let (data, bytes) = unsafe { (libc::CMSG_DATA(head), length - libc::CMSG_LEN(0) as usize) };
+            let (data, bytes) =
+                unsafe { (libc::CMSG_DATA(head), length - libc::CMSG_LEN(0) as usize) };
             for at in 0..bytes / size_of::<RawFd>() {
                 // SAFETY: the kernel wrote whole numbers there, each of a descriptor that it made for us and that nobody
                 // else knows.
-                into.push(unsafe { OwnedFd::from_raw_fd(data.cast::<RawFd>().add(at).read_unaligned()) });
+                into.push(unsafe {
+                    OwnedFd::from_raw_fd(data.cast::<RawFd>().add(at).read_unaligned())
+                });
             }
         }
         // SAFETY: as for the first one.
@@ -142,22 +152,49 @@ mod tests {
 
     fn send(to: &UnixStream, bytes: &[u8], descriptors: &[RawFd]) {
         let rights = [ControlMessage::ScmRights(descriptors)];
-        let rights = if descriptors.is_empty() { &[][..] } else { &rights[..] };
-        sendmsg::<()>(to.as_raw_fd(), &[IoSlice::new(bytes)], rights, MsgFlags::empty(), None).expect("sent");
+        let rights = if descriptors.is_empty() {
+            &[][..]
+        } else {
+            &rights[..]
+        };
+        sendmsg::<()>(
+            to.as_raw_fd(),
+            &[IoSlice::new(bytes)],
+            rights,
+            MsgFlags::empty(),
+            None,
+        )
+        .expect("sent");
     }
 
     #[test]
     fn bytes_come_behind_what_is_there_and_descriptors_in_the_order_sent() {
         let (near, far) = UnixStream::pair().expect("a pair");
-        let files = [tempfile::tempfile().expect("a file"), tempfile::tempfile().expect("a file")];
-        send(&near, b"with", &files.each_ref().map(|file| file.as_raw_fd()));
+        let files = [
+            tempfile::tempfile().expect("a file"),
+            tempfile::tempfile().expect("a file"),
+        ];
+        send(
+            &near,
+            b"with",
+            &files.each_ref().map(|file| file.as_raw_fd()),
+        );
         let (mut buffer, mut descriptors) = (BytesMut::from(&b"held "[..]), Passed::default());
         buffer.reserve(100);
-        let received = receive(&far, &mut buffer, &mut descriptors, MsgFlags::MSG_DONTWAIT).expect("there");
-        assert_eq!(received, Received { bytes: 4, all: false });
+        let received =
+            receive(&far, &mut buffer, &mut descriptors, MsgFlags::MSG_DONTWAIT).expect("there");
+        assert_eq!(
+            received,
+            Received {
+                bytes: 4,
+                all: false
+            }
+        );
         assert_eq!((&buffer[..], descriptors.len()), (&b"held with"[..], 2));
         assert!(matches!(descriptors.take(3), Taken::Missing));
-        let Taken::All(got) = descriptors.take(2) else { panic!("both are here") };
+        let Taken::All(got) = descriptors.take(2) else {
+            panic!("both are here")
+        };
         for (file, got) in files.iter().zip(&got) {
             let number = |fd| nix::sys::stat::fstat(fd).expect("open").st_ino;
             assert_eq!(number(file.as_fd()), number(got.as_fd()));
@@ -170,17 +207,30 @@ mod tests {
         let file = tempfile::tempfile().expect("a file");
         send(&near, b"x", &[file.as_raw_fd(); 40]);
         let (mut buffer, mut descriptors) = (BytesMut::with_capacity(100), Passed::default());
-        let refused = receive(&far, &mut buffer, &mut descriptors, MsgFlags::empty()).map_err(|e| e.kind());
-        assert_eq!((refused, descriptors.len()), (Err(io::ErrorKind::InvalidData), 0));
+        let refused =
+            receive(&far, &mut buffer, &mut descriptors, MsgFlags::empty()).map_err(|e| e.kind());
+        assert_eq!(
+            (refused, descriptors.len()),
+            (Err(io::ErrorKind::InvalidData), 0)
+        );
     }
 
     #[test]
     fn nothing_there_and_the_end_of_the_stream_are_told_apart() {
         let (near, far) = UnixStream::pair().expect("a pair");
         let (mut buffer, mut descriptors) = (BytesMut::with_capacity(100), Passed::default());
-        let mut look = || receive(&far, &mut buffer, &mut descriptors, MsgFlags::MSG_DONTWAIT).map_err(|e| e.kind());
+        let mut look = || {
+            receive(&far, &mut buffer, &mut descriptors, MsgFlags::MSG_DONTWAIT)
+                .map_err(|e| e.kind())
+        };
         assert_eq!(look(), Err(io::ErrorKind::WouldBlock));
         drop(near);
-        assert_eq!(look(), Ok(Received { bytes: 0, all: true }));
+        assert_eq!(
+            look(),
+            Ok(Received {
+                bytes: 0,
+                all: true
+            })
+        );
     }
 }

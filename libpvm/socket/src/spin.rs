@@ -88,15 +88,25 @@ impl Spin {
     pub fn new(reach: Reach) -> Spin {
         // The standard library's count also reads the limits of control groups, which takes as long as all the rest of a
         // task's enrolment.
-        let alone = nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0))
-            .is_ok_and(|set| (0..nix::sched::CpuSet::count()).filter(|cpu| set.is_set(*cpu) == Ok(true)).count() == 1);
-        Spin { alone, ..Spin::with_company(reach) }
+        let alone = nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0)).is_ok_and(|set| {
+            (0..nix::sched::CpuSet::count())
+                .filter(|cpu| set.is_set(*cpu) == Ok(true))
+                .count()
+                == 1
+        });
+        Spin {
+            alone,
+            ..Spin::with_company(reach)
+        }
     }
 
     /// Never awake: whoever answers, or anybody else, needs the processor more.
     #[must_use]
     pub fn never() -> Spin {
-        Spin { alone: true, ..Spin::with_company(Reach::Host) }
+        Spin {
+            alone: true,
+            ..Spin::with_company(Reach::Host)
+        }
     }
 
     /// Nothing learnt, on a machine with more than one processor.
@@ -104,7 +114,16 @@ impl Spin {
     pub fn with_company(reach: Reach) -> Spin {
         let (span, pause) = (reach.longest(), PAUSE_MIN);
         let keeps = PAUSE_MIN;
-        Spin { span, misses: 0, pause, next_pause: pause, keeps: 0, next_keeps: keeps, alone: false, reach }
+        Spin {
+            span,
+            misses: 0,
+            pause,
+            next_pause: pause,
+            keeps: 0,
+            next_keeps: keeps,
+            alone: false,
+            reach,
+        }
     }
 
     /// How long to wait awake now, and no longer than `span`; `None`: not at all.
@@ -151,7 +170,11 @@ impl Spin {
 
     /// News came after so long. Longer than the budget means that this thread was not running meanwhile.
     pub fn ended(&mut self, after: Duration, budget: Duration) {
-        if after <= budget + SPIN_MIN { self.paid_off() } else { self.was_in_vain() }
+        if after <= budget + SPIN_MIN {
+            self.paid_off()
+        } else {
+            self.was_in_vain()
+        }
     }
 
     /// News came after so long, while nobody waited awake.
@@ -197,7 +220,10 @@ mod tests {
             }
         }
         assert!(awake < Duration::from_micros(1000), "{awake:?}");
-        assert!((0..=PAUSE_MAX).any(|_| spin.budget(None, Reach::Host).is_some()), "never tried again");
+        assert!(
+            (0..=PAUSE_MAX).any(|_| spin.budget(None, Reach::Host).is_some()),
+            "never tried again"
+        );
     }
 
     #[test]
@@ -225,14 +251,27 @@ mod tests {
             });
             waits.filter(|gives_way| *gives_way).count()
         };
-        let (beside_work, afterwards) = (slices(Duration::from_millis(3)), slices(Duration::from_micros(5)));
+        let (beside_work, afterwards) = (
+            slices(Duration::from_millis(3)),
+            slices(Duration::from_micros(5)),
+        );
         assert!((1..=20).contains(&beside_work), "{beside_work} times");
-        assert!(afterwards > 10_000 - PAUSE_MAX as usize - 1, "{afterwards} times");
+        assert!(
+            afterwards > 10_000 - PAUSE_MAX as usize - 1,
+            "{afterwards} times"
+        );
     }
 
     #[test]
     fn with_one_processor_nobody_waits_awake() {
-        assert_eq!(Spin { alone: true, ..Spin::new(Reach::Host) }.budget(None, Reach::Host), None);
+        assert_eq!(
+            Spin {
+                alone: true,
+                ..Spin::new(Reach::Host)
+            }
+            .budget(None, Reach::Host),
+            None
+        );
         assert_eq!(Spin::never().budget(None, Reach::Tasks), None);
     }
 
@@ -248,7 +287,8 @@ mod tests {
     /// `waking` more when whoever gives it has to be woken.
     fn awake_in_the_end(reach: Reach, way: u64, waking: u64) -> [bool; 2] {
         let mut both = [Spin::with_company(reach), Spin::with_company(reach)];
-        both.iter_mut().for_each(|spin| (0..8).for_each(|_| spin.was_in_vain()));
+        both.iter_mut()
+            .for_each(|spin| (0..8).for_each(|_| spin.was_in_vain()));
         let mut awake = [false; 2];
         for round in 0..2000 {
             let (i, other) = (round % 2, (round + 1) % 2);

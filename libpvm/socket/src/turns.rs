@@ -26,7 +26,9 @@ pub fn take_short_turns() {
 /// into one short turn, waits for ten milliseconds and more behind programs that compute. Without the right to be more
 /// urgent than others, or where somebody has chosen how urgent this process is, it only takes short turns.
 pub fn come_first() {
-    let Some(mut asked) = attributes() else { return };
+    let Some(mut asked) = attributes() else {
+        return;
+    };
     if asked.sched_nice == 0 {
         asked.sched_nice = FIRST;
         if set(&mut asked) {
@@ -42,10 +44,19 @@ fn attributes() -> Option<libc::sched_attr> {
     let mut attributes = MaybeUninit::<libc::sched_attr>::zeroed();
     let size = size_of::<libc::sched_attr>() as u32;
     // SAFETY: the kernel writes at most `size` bytes, and only into the value, which lives through the call.
-    let known = unsafe { libc::syscall(libc::SYS_sched_getattr, gettid().as_raw(), attributes.as_mut_ptr(), size, 0) };
+    let known = unsafe {
+        libc::syscall(
+            libc::SYS_sched_getattr,
+            gettid().as_raw(),
+            attributes.as_mut_ptr(),
+            size,
+            0,
+        )
+    };
     // SAFETY: it was all zeros before, which is valid for these numbers, and the kernel has written numbers.
     let attributes = unsafe { attributes.assume_init() };
-    (known == 0 && attributes.sched_policy == libc::SCHED_OTHER.cast_unsigned()).then_some(attributes)
+    (known == 0 && attributes.sched_policy == libc::SCHED_OTHER.cast_unsigned())
+        .then_some(attributes)
 }
 
 /// Has this hold for this thread, with short turns, but for none that it starts. False if the kernel refuses.
@@ -54,7 +65,14 @@ fn set(attributes: &mut libc::sched_attr) -> bool {
     attributes.sched_runtime = TURN_NS;
     attributes.sched_flags = libc::SCHED_FLAG_RESET_ON_FORK.cast_unsigned().into();
     // SAFETY: the kernel reads `size` bytes of the value, which lives through the call.
-    unsafe { libc::syscall(libc::SYS_sched_setattr, gettid().as_raw(), &raw const *attributes, 0) == 0 }
+    unsafe {
+        libc::syscall(
+            libc::SYS_sched_setattr,
+            gettid().as_raw(),
+            &raw const *attributes,
+            0,
+        ) == 0
+    }
 }
 
 #[cfg(test)]
@@ -65,15 +83,24 @@ mod tests {
     fn nice() -> i32 {
         let stat = std::fs::read_to_string("/proc/thread-self/stat").expect("this is Linux");
         let behind_name = &stat[stat.rfind(')').expect("a name") + 2..];
-        behind_name.split(' ').nth(16).expect("many numbers").parse().expect("a number")
+        behind_name
+            .split(' ')
+            .nth(16)
+            .expect("many numbers")
+            .parse()
+            .expect("a number")
     }
 
     #[test]
     fn a_thread_that_comes_first_starts_others_that_are_as_urgent_as_usual() {
         let before = nice();
         let status = std::fs::read_to_string("/proc/thread-self/status").expect("this is Linux");
-        let rights = status.lines().find_map(|line| line.strip_prefix("CapEff:")).expect("every process has some");
-        let may_raise = u64::from_str_radix(rights.trim(), 16).expect("hexadecimal") & (1 << 23) != 0;
+        let rights = status
+            .lines()
+            .find_map(|line| line.strip_prefix("CapEff:"))
+            .expect("every process has some");
+        let may_raise =
+            u64::from_str_radix(rights.trim(), 16).expect("hexadecimal") & (1 << 23) != 0;
         let (own, started) = std::thread::spawn(|| {
             come_first();
             (nice(), std::thread::spawn(nice).join().expect("no panic"))
@@ -81,7 +108,14 @@ mod tests {
         .join()
         .expect("no panic");
         assert_eq!(started, before);
-        assert!(own == if may_raise && before == 0 { FIRST } else { before }, "{own}");
+        assert!(
+            own == if may_raise && before == 0 {
+                FIRST
+            } else {
+                before
+            },
+            "{own}"
+        );
     }
 
     #[test]
@@ -90,10 +124,16 @@ mod tests {
         take_short_turns();
         assert_eq!(nice(), before);
         let turn = || std::fs::read_to_string("/proc/thread-self/sched");
-        let of = |text: &str| text.lines().find(|line| line.starts_with("se.slice")).map(str::to_string);
+        let of = |text: &str| {
+            text.lines()
+                .find(|line| line.starts_with("se.slice"))
+                .map(str::to_string)
+        };
         // Not every kernel tells.
         if let Some(own) = turn().ok().as_deref().and_then(of) {
-            let started = std::thread::spawn(move || turn().ok().as_deref().and_then(of)).join().expect("no panic");
+            let started = std::thread::spawn(move || turn().ok().as_deref().and_then(of))
+                .join()
+                .expect("no panic");
             assert_ne!(Some(own), started);
         }
     }

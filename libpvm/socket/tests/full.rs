@@ -14,7 +14,14 @@ const LIMIT: u64 = 128;
 
 fn send(to: &UnixStream, bytes: &[u8], descriptors: &[RawFd]) {
     let rights = [ControlMessage::ScmRights(descriptors)];
-    sendmsg::<()>(to.as_raw_fd(), &[IoSlice::new(bytes)], &rights, MsgFlags::empty(), None).expect("sent");
+    sendmsg::<()>(
+        to.as_raw_fd(),
+        &[IoSlice::new(bytes)],
+        &rights,
+        MsgFlags::empty(),
+        None,
+    )
+    .expect("sent");
 }
 
 #[test]
@@ -29,13 +36,28 @@ fn a_word_for_whose_descriptors_there_is_no_room_is_lost_and_no_other_one_gets_t
     let (mut buffer, mut passed) = (BytesMut::with_capacity(100), Passed::default());
     for room in 0..3 {
         full.truncate(full.len() - usize::from(room > 0));
-        let received = receive(&far, &mut buffer, &mut passed, MsgFlags::MSG_DONTWAIT).expect("there");
-        assert_eq!(received, Received { bytes: 4, all: false }, "it may go on behind them");
+        let received =
+            receive(&far, &mut buffer, &mut passed, MsgFlags::MSG_DONTWAIT).expect("there");
+        assert_eq!(
+            received,
+            Received {
+                bytes: 4,
+                all: false
+            },
+            "it may go on behind them"
+        );
     }
     assert_eq!(&buffer[..], b"nonehalfboth", "no byte of the words is lost");
-    assert_eq!(passed.len(), 4, "two sets that are lost, and two descriptors");
+    assert_eq!(
+        passed.len(),
+        4,
+        "two sets that are lost, and two descriptors"
+    );
     assert!(matches!(passed.take(2), Taken::Lost));
-    assert!(matches!(passed.take(2), Taken::Lost), "also that of which one came");
+    assert!(
+        matches!(passed.take(2), Taken::Lost),
+        "also that of which one came"
+    );
     assert!(matches!(passed.take(2), Taken::All(both) if both.len() == 2));
     assert!(matches!(passed.take(1), Taken::Missing));
 }

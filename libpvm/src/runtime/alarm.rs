@@ -18,13 +18,22 @@ pub(crate) struct Alarm(Own<TimerFd>);
 impl Alarm {
     /// One that is not set.
     pub(super) fn new() -> io::Result<Alarm> {
-        let timer = TimerFd::new(ClockId::CLOCK_MONOTONIC, TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK)?;
+        let timer = TimerFd::new(
+            ClockId::CLOCK_MONOTONIC,
+            TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK,
+        )?;
         Ok(Alarm(Own::fd(timer)))
     }
 
     /// The helper is to wake in a moment. False if it will not.
     pub(super) fn set(&self) -> bool {
-        self.0.get().set(Expiration::OneShot(PUT_OFF.into()), TimerSetTimeFlags::empty()).is_ok()
+        self.0
+            .get()
+            .set(
+                Expiration::OneShot(PUT_OFF.into()),
+                TimerSetTimeFlags::empty(),
+            )
+            .is_ok()
     }
 
     /// It need not any more.

@@ -19,7 +19,11 @@ pub(crate) struct Clock {
 impl Clock {
     /// A clock that starts now.
     pub(crate) fn new() -> Clock {
-        Clock { base: time_of(ClockId::CLOCK_MONOTONIC), offset: Micros(0), last: Micros(0) }
+        Clock {
+            base: time_of(ClockId::CLOCK_MONOTONIC),
+            offset: Micros(0),
+            last: Micros(0),
+        }
     }
 
     /// Now; never earlier than what was answered before.
@@ -29,7 +33,8 @@ impl Clock {
 
     /// Now or a few milliseconds ago, for a fraction of the cost; never earlier than what [`Clock::now`] answered before.
     pub(crate) fn about(&self) -> Micros {
-        self.read(time_of(ClockId::CLOCK_MONOTONIC_COARSE)).max(self.last)
+        self.read(time_of(ClockId::CLOCK_MONOTONIC_COARSE))
+            .max(self.last)
     }
 
     /// As [`Clock::now`], for a process that may have changed hosts since the last look.
@@ -57,7 +62,9 @@ impl Clock {
 }
 
 fn time_of(clock: ClockId) -> Duration {
-    clock_gettime(clock).expect("every kernel has these clocks").into()
+    clock_gettime(clock)
+        .expect("every kernel has these clocks")
+        .into()
 }
 
 #[cfg(test)]
@@ -77,9 +84,15 @@ mod tests {
     fn time_goes_on_when_the_new_host_was_started_later() {
         let mut clock = Clock::new();
         let start = clock.base;
-        assert_eq!(clock.at(start + Duration::from_secs(100)), Micros::from_secs(100));
+        assert_eq!(
+            clock.at(start + Duration::from_secs(100)),
+            Micros::from_secs(100)
+        );
         let younger = start + Duration::from_secs(3);
         assert_eq!(clock.at(younger), Micros::from_secs(100));
-        assert_eq!(clock.at(younger + Duration::from_secs(2)), Micros::from_secs(102));
+        assert_eq!(
+            clock.at(younger + Duration::from_secs(2)),
+            Micros::from_secs(102)
+        );
     }
 }

@@ -54,7 +54,11 @@ impl EnrollOptions {
         })
     }
 
-    fn of(uid: u32, claimed: bool, env: impl Fn(&str) -> Option<String>) -> Result<EnrollOptions, EnrollError> {
+    fn of(
+        uid: u32,
+        claimed: bool,
+        env: impl Fn(&str) -> Option<String>,
+    ) -> Result<EnrollOptions, EnrollError> {
         let set = |name: &str| env(name).filter(|value| !value.is_empty());
         if uid == 0 && env("PVM_ALLOW_ROOT").is_none() {
             return Err(EnrollError::Root);
@@ -63,9 +67,16 @@ impl EnrollOptions {
             Some(path) => PathBuf::from(path),
             None => Place::of(uid, &env).map_err(EnrollError::Place)?.socket(),
         };
-        let epid = set("PVMEPID").and_then(|text| text.trim().parse().ok()).filter(|epid| *epid > 0 && !claimed);
+        let epid = set("PVMEPID")
+            .and_then(|text| text.trim().parse().ok())
+            .filter(|epid| *epid > 0 && !claimed);
         let claim = epid.map_or(Claim::New, |epid| Claim::Spawned { epid });
-        Ok(EnrollOptions { socket, claim, program: program(), at_end: AtEnd::Told })
+        Ok(EnrollOptions {
+            socket,
+            claim,
+            program: program(),
+            at_end: AtEnd::Told,
+        })
     }
 }
 
@@ -82,7 +93,10 @@ pub(crate) fn give_claim_back() {
 /// Last component of argv[0].
 fn program() -> String {
     let argv0 = std::env::args_os().next().unwrap_or_default();
-    let name = Path::new(&argv0).file_name().unwrap_or_default().to_string_lossy();
+    let name = Path::new(&argv0)
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy();
     name.chars().take(PROGRAM_BYTES_MAX / 4).collect()
 }
 
@@ -101,12 +115,20 @@ pub(crate) struct Accepted {
 /// Whether a daemon does its work at this socket, and does not only end while it still takes connections: that is so if it answers
 /// within this time. Nobody becomes a task of it.
 pub fn is_served(path: &Path, within: Duration) -> bool {
-    let silent = |error: &EnrollError| matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. });
-    !greet_within(within, path, Claim::Nobody, "", AtEnd::default()).is_err_and(|error| silent(&error))
+    let silent = |error: &EnrollError| {
+        matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. })
+    };
+    !greet_within(within, path, Claim::Nobody, "", AtEnd::default())
+        .is_err_and(|error| silent(&error))
 }
 
 /// Connects, says hello and waits for the answer.
-pub(crate) fn greet(path: &Path, claim: Claim, program: &str, at_end: AtEnd) -> Result<Accepted, EnrollError> {
+pub(crate) fn greet(
+    path: &Path,
+    claim: Claim,
+    program: &str,
+    at_end: AtEnd,
+) -> Result<Accepted, EnrollError> {
     greet_within(GREETING_MAX, path, claim, program, at_end)
 }
 
@@ -117,34 +139,63 @@ fn greet_within(
     program: &str,
     at_end: AtEnd,
 ) -> Result<Accepted, EnrollError> {
-    let io_error = |source: io::Error| EnrollError::Io { path: path.to_path_buf(), source };
+    let io_error = |source: io::Error| EnrollError::Io {
+        path: path.to_path_buf(),
+        source,
+    };
     let socket = UnixStream::connect(path).map_err(|source| match source.kind() {
-        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
-            EnrollError::NoDaemon { path: path.to_path_buf(), source }
-        }
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => EnrollError::NoDaemon {
+            path: path.to_path_buf(),
+            source,
+        },
         _ => io_error(source),
     })?;
     mark(&socket).map_err(io_error)?;
     sempa_socket::make_room(&socket);
     let socket = Own::fd(socket);
-    let owner = getsockopt(socket.get(), PeerCredentials).map_err(|e| io_error(e.into()))?.uid();
+    let owner = getsockopt(socket.get(), PeerCredentials)
+        .map_err(|e| io_error(e.into()))?
+        .uid();
     // Root's daemon is believed: whoever is root here can do anything to this process anyway.
     if owner != nix::unistd::geteuid().as_raw() && owner != 0 {
-        return Err(EnrollError::Foreign { path: path.to_path_buf(), owner });
+        return Err(EnrollError::Foreign {
+            path: path.to_path_buf(),
+            owner,
+        });
     }
     let pid = i32::try_from(std::process::id()).expect("process numbers are ints");
-    let hello = Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim, pid, program: program.to_string(), at_end };
-    let hello = encode_control(&ToDaemon::Hello(hello)).map_err(|e| io_error(io::Error::other(e)))?;
-    socket.get().set_read_timeout(Some(within)).map_err(io_error)?;
+    let hello = Hello {
+        magic: TASK_MAGIC,
+        version: WIRE_VERSION,
+        claim,
+        pid,
+        program: program.to_string(),
+        at_end,
+    };
+    let hello =
+        encode_control(&ToDaemon::Hello(hello)).map_err(|e| io_error(io::Error::other(e)))?;
+    socket
+        .get()
+        .set_read_timeout(Some(within))
+        .map_err(io_error)?;
     match write_all(socket.get(), hello) {
         // It may have said why before it hung up.
-        Err(e) if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {}
+        Err(e)
+            if matches!(
+                e.kind(),
+                io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
+            ) => {}
         written => written.map_err(io_error)?,
     }
     let (mut decoder, mut passed) = (FrameDecoder::new(), Passed::default());
     let welcome = read_welcome(socket.get(), &mut decoder, &mut passed, path)?;
     socket.get().set_read_timeout(None).map_err(io_error)?;
-    Ok(Accepted { socket: Arc::new(socket), decoder, passed, welcome })
+    Ok(Accepted {
+        socket: Arc::new(socket),
+        decoder,
+        passed,
+        welcome,
+    })
 }
 
 fn write_all(socket: &UnixStream, mut bytes: Bytes) -> io::Result<()> {
@@ -164,8 +215,14 @@ fn read_welcome(
     passed: &mut Passed,
     path: &Path,
 ) -> Result<Welcome, EnrollError> {
-    let version = |why: String| EnrollError::Version { path: path.to_path_buf(), why };
-    let io_error = |source: io::Error| EnrollError::Io { path: path.to_path_buf(), source };
+    let version = |why: String| EnrollError::Version {
+        path: path.to_path_buf(),
+        why,
+    };
+    let io_error = |source: io::Error| EnrollError::Io {
+        path: path.to_path_buf(),
+        source,
+    };
     loop {
         if let Some(frame) = decoder.next_frame().map_err(|e| version(e.to_string()))? {
             return match frame.control::<ToTask>() {
@@ -177,15 +234,24 @@ fn read_welcome(
         }
         decoder.buffer_mut().reserve(WELCOME_BYTES);
         match receive(socket, decoder.buffer_mut(), passed, MsgFlags::empty()) {
-            Ok(Received { bytes: 0, .. }) => return Err(io_error(io::Error::other("it hung up without an answer"))),
+            Ok(Received { bytes: 0, .. }) => {
+                return Err(io_error(io::Error::other("it hung up without an answer")));
+            }
             Err(e) if e.kind() == io::ErrorKind::ConnectionReset => {
                 return Err(io_error(io::Error::other("it hung up without an answer")));
             }
             Ok(_) => {}
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                let seconds = socket.read_timeout().ok().flatten().unwrap_or_default().as_secs();
-                return Err(io_error(io::Error::other(format!("it did not answer within {seconds} s"))));
+                let seconds = socket
+                    .read_timeout()
+                    .ok()
+                    .flatten()
+                    .unwrap_or_default()
+                    .as_secs();
+                return Err(io_error(io::Error::other(format!(
+                    "it did not answer within {seconds} s"
+                ))));
             }
             Err(e) => return Err(io_error(e)),
         }
@@ -198,19 +264,30 @@ mod tests {
 
     fn of(uid: u32, claimed: bool, vars: &[(&str, &str)]) -> Result<EnrollOptions, EnrollError> {
         EnrollOptions::of(uid, claimed, |name| {
-            vars.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string())
+            vars.iter()
+                .find(|(key, _)| *key == name)
+                .map(|(_, value)| value.to_string())
         })
     }
 
     #[test]
     fn the_environment_names_the_daemon_and_the_place_of_a_spawned_process() {
         let plain = of(7, false, &[]).expect("good");
-        assert_eq!((plain.socket, plain.claim), ("/tmp/sempa-7/pvm/pvmd.sock".into(), Claim::New));
+        assert_eq!(
+            (plain.socket, plain.claim),
+            ("/tmp/sempa-7/pvm/pvmd.sock".into(), Claim::New)
+        );
         let spawned = [("PVMSOCK", "/x/y"), ("PVMEPID", "42")];
         let first = of(7, false, &spawned).expect("good");
-        assert_eq!((first.socket, first.claim), ("/x/y".into(), Claim::Spawned { epid: 42 }));
+        assert_eq!(
+            (first.socket, first.claim),
+            ("/x/y".into(), Claim::Spawned { epid: 42 })
+        );
         assert_eq!(of(7, true, &spawned).expect("good").claim, Claim::New);
-        assert_eq!(of(7, false, &[("PVMEPID", "-3")]).expect("good").claim, Claim::New);
+        assert_eq!(
+            of(7, false, &[("PVMEPID", "-3")]).expect("good").claim,
+            Claim::New
+        );
     }
 
     #[test]
@@ -221,7 +298,10 @@ mod tests {
 
     #[test]
     fn a_bad_name_of_the_virtual_machine_is_said_so() {
-        assert!(matches!(of(7, false, &[("PVM_VMID", "../x")]), Err(EnrollError::Place(_))));
+        assert!(matches!(
+            of(7, false, &[("PVM_VMID", "../x")]),
+            Err(EnrollError::Place(_))
+        ));
     }
 
     #[test]
@@ -244,7 +324,9 @@ mod tests {
             })
         };
         assert!(!accept(None), "it hangs up");
-        assert!(accept(Some(ToTask::Refused { reason: "no".into() })));
+        assert!(accept(Some(ToTask::Refused {
+            reason: "no".into()
+        })));
         drop(listener);
         assert!(!is_served(), "nobody listens any more");
     }

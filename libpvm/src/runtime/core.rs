@@ -15,8 +15,12 @@ use sempa_proto::frame::{Frame, FrameKind, encode_control};
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkKind};
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::sm::{SM_GRANT, SM_SPAWN_WAITS};
-use sempa_proto::task::{LinkMark, REQUESTS_OPEN_MAX, Reply, Request, RmInfo, Sink, ToDaemon, ToTask, Welcome};
-use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, PvmResult, RequestId, RouteId, Tid};
+use sempa_proto::task::{
+    LinkMark, REQUESTS_OPEN_MAX, Reply, Request, RmInfo, Sink, ToDaemon, ToTask, Welcome,
+};
+use sempa_proto::{
+    HostId, Message, Micros, MigrationId, PvmError, PvmResult, RequestId, RouteId, Tid,
+};
 use sempa_socket::{Passed, Taken};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::path::PathBuf;
@@ -233,7 +237,11 @@ impl Core {
 
     /// True when the link has fragments that the window, not the outbox, keeps back.
     pub(crate) fn waits_for_window(&self, peer: Tid) -> bool {
-        !self.is_busy.contains(&peer) && self.links.get(&peer).is_some_and(|link| !link.is_transmitted())
+        !self.is_busy.contains(&peer)
+            && self
+                .links
+                .get(&peer)
+                .is_some_and(|link| !link.is_transmitted())
     }
 
     /// True when the link waits for room in the outbox.
@@ -248,13 +256,18 @@ impl Core {
 
     /// True when everything that was sent has been put on the route.
     pub(crate) fn all_transmitted(&self) -> bool {
-        self.links.values().all(|link| link.is_gone() || link.is_transmitted())
+        self.links
+            .values()
+            .all(|link| link.is_gone() || link.is_transmitted())
     }
 
     /// How far each link has sent.
     pub(crate) fn marks(&self) -> Vec<LinkMark> {
         let sent = |link: &&Link| !link.is_gone() && link.sent_end() > 1;
-        let mark = |link: &Link| LinkMark { peer: link.peer(), end: link.sent_end() };
+        let mark = |link: &Link| LinkMark {
+            peer: link.peer(),
+            end: link.sent_end(),
+        };
         self.links.values().filter(sent).map(mark).collect()
     }
 
@@ -274,8 +287,11 @@ impl Core {
     pub(crate) fn send(&mut self, now: Micros, message: Message) -> PvmResult<()> {
         let peer = message.dst;
         self.hear(now, peer);
-        let Some(link) = self.link_to_send(peer) else { return Err(PvmError::OutOfRes) };
-        link.send(message.head(), message.body).map_err(|_| PvmError::OutOfRes)?;
+        let Some(link) = self.link_to_send(peer) else {
+            return Err(PvmError::OutOfRes);
+        };
+        link.send(message.head(), message.body)
+            .map_err(|_| PvmError::OutOfRes)?;
         if let Some(slot) = self.near.slot(peer) {
             self.pump_ring(now, slot);
             return Ok(());
@@ -332,18 +348,29 @@ impl Core {
 
     /// Queues a request.
     pub(crate) fn ask(&mut self, what: Request) -> Result<RequestId, Reply> {
-        let failed = |error: PvmError, reason: &str| Reply::Failed { error, reason: reason.to_string() };
+        let failed = |error: PvmError, reason: &str| Reply::Failed {
+            error,
+            reason: reason.to_string(),
+        };
         if let Phase::Lost(why) = &self.phase {
             return Err(failed(PvmError::SysErr, why));
         }
         if self.requests.len() >= REQUESTS_OPEN_MAX {
-            return Err(failed(PvmError::OutOfRes, "too many requests of this task wait for an answer"));
+            return Err(failed(
+                PvmError::OutOfRes,
+                "too many requests of this task wait for an answer",
+            ));
         }
         let id = self.last_request.next();
-        let frame = encode_control(&ToDaemon::Request { id, what })
-            .map_err(|e| failed(PvmError::OutOfRes, &format!("the request was not sent: {e}")))?;
+        let frame = encode_control(&ToDaemon::Request { id, what }).map_err(|e| {
+            failed(
+                PvmError::OutOfRes,
+                &format!("the request was not sent: {e}"),
+            )
+        })?;
         let kept = frame.clone();
-        self.push_control(kept).map_err(|e| failed(e, "the request was not sent: too much waits for the daemon"))?;
+        self.push_control(kept)
+            .map_err(|e| failed(e, "the request was not sent: too much waits for the daemon"))?;
         self.last_request = id;
         self.requests.insert(id, Open { frame, reply: None });
         Ok(id)
@@ -351,11 +378,20 @@ impl Core {
 
     /// The reply to a request, once it is here, or when it will never come.
     pub(crate) fn take_reply(&mut self, id: RequestId) -> Option<Reply> {
-        if self.requests.get(&id).is_some_and(|open| open.reply.is_some()) {
+        if self
+            .requests
+            .get(&id)
+            .is_some_and(|open| open.reply.is_some())
+        {
             return self.requests.remove(&id)?.reply;
         }
-        let Phase::Lost(why) = &self.phase else { return None };
-        let reply = Reply::Failed { error: PvmError::SysErr, reason: why.clone() };
+        let Phase::Lost(why) = &self.phase else {
+            return None;
+        };
+        let reply = Reply::Failed {
+            error: PvmError::SysErr,
+            reason: why.clone(),
+        };
         self.requests.remove(&id);
         Some(reply)
     }
@@ -366,7 +402,10 @@ impl Core {
             self.end_rings(now);
             for peer in self.end_direct(now) {
                 // What the connection had not delivered dies with this process.
-                self.links.get_mut(&peer).into_iter().for_each(Link::transmit_again);
+                self.links
+                    .get_mut(&peer)
+                    .into_iter()
+                    .for_each(Link::transmit_again);
             }
         }
         self.lifted = true;
@@ -383,7 +422,12 @@ impl Core {
     // ---- what the shell does
 
     /// Takes a frame from the daemon. An error is one sentence: the connection cannot be used any further.
-    pub(crate) fn take_frame(&mut self, now: Micros, frame: Frame, passed: &mut Passed) -> Result<(), String> {
+    pub(crate) fn take_frame(
+        &mut self,
+        now: Micros,
+        frame: Frame,
+        passed: &mut Passed,
+    ) -> Result<(), String> {
         match frame.kind {
             FrameKind::Link => {
                 let frame = frame.link().map_err(|e| e.to_string())?;
@@ -398,7 +442,9 @@ impl Core {
                             self.could_not_take(now, from, &word);
                             return Ok(());
                         }
-                        Taken::Missing => return Err("a word about a route came without its descriptors".into()),
+                        Taken::Missing => {
+                            return Err("a word about a route came without its descriptors".into());
+                        }
                     };
                     self.take_ring_word(now, from, near, &word, descriptors);
                     self.take_direct_word(now, from, near, word);
@@ -413,7 +459,9 @@ impl Core {
     /// Lets links transmit as far as the outbox has room.
     pub(crate) fn pump(&mut self, now: Micros) {
         while self.outbox.backlog() < BACKLOG_BYTES_MAX {
-            let Some(peer) = self.busy.pop_front() else { return };
+            let Some(peer) = self.busy.pop_front() else {
+                return;
+            };
             self.is_busy.remove(&peer);
             self.pump_route(now, peer, 1);
         }
@@ -557,7 +605,10 @@ impl Core {
     /// The link to a peer, made on first use. One to a peer that ended without having said a word is made anew: the
     /// number may have been given to a task since then.
     pub(super) fn link_to_send(&mut self, peer: Tid) -> Option<&mut Link> {
-        let stale = self.links.get(&peer).is_some_and(|link| link.is_gone() && link.expected() == 1);
+        let stale = self
+            .links
+            .get(&peer)
+            .is_some_and(|link| link.is_gone() && link.expected() == 1);
         if stale || !self.links.contains_key(&peer) {
             if self.links.len() >= LINKS_MAX && !stale {
                 return None;
@@ -582,13 +633,23 @@ impl Core {
         // A task that ended without a word may have left acknowledgements on the way; only a first fragment shows that
         // there is a task of this number after all.
         let first = frame.seq == 1 && matches!(frame.kind, LinkKind::Data { .. });
-        let ended = |link: &Link| link.is_gone() && link.expected() == 1 && !link.is_before(frame.line);
+        let ended =
+            |link: &Link| link.is_gone() && link.expected() == 1 && !link.is_before(frame.line);
         if !first && self.links.get(&peer).is_some_and(ended) {
             return;
         }
         self.drain_peer(now, peer);
-        let Some(link) = self.link_to_send(peer) else { return };
-        let LinkFrame { kind, seq, ack, line, payload, .. } = frame;
+        let Some(link) = self.link_to_send(peer) else {
+            return;
+        };
+        let LinkFrame {
+            kind,
+            seq,
+            ack,
+            line,
+            payload,
+            ..
+        } = frame;
         if !link.follow(line) {
             return self.pump_link(now, peer);
         }
@@ -666,7 +727,11 @@ impl Core {
 
     /// Takes a link's frames until it has none, the outbox is full, or `transmissions` were queued.
     fn pump_some(&mut self, now: Micros, peer: Tid, mut transmissions: usize) {
-        while let Some(frame) = self.links.get_mut(&peer).and_then(|link| link.next_frame(now)) {
+        while let Some(frame) = self
+            .links
+            .get_mut(&peer)
+            .and_then(|link| link.next_frame(now))
+        {
             self.outbox.push_link(&frame.to_frame());
             transmissions -= 1;
             if transmissions == 0 || self.outbox.backlog() >= BACKLOG_BYTES_MAX {
@@ -699,8 +764,12 @@ impl Core {
             }
             ToTask::RmChanged { rm } => self.set_rm(rm),
             ToTask::TakeNothing { by } => self.take_nothing(now, by),
-            ToTask::Route { .. } => return Err("a word about a route came on a way without descriptors".into()),
-            ToTask::Quiesce { migration, tokens } => self.quiesce(now, Quiesce { migration, tokens })?,
+            ToTask::Route { .. } => {
+                return Err("a word about a route came on a way without descriptors".into());
+            }
+            ToTask::Quiesce { migration, tokens } => {
+                self.quiesce(now, Quiesce { migration, tokens })?
+            }
         }
         Ok(())
     }
@@ -727,7 +796,9 @@ impl Core {
             return;
         }
         // Remembered also without a link: a notification that waits for this peer's last message must not wait for ever.
-        let Some(link) = self.link_to_send(peer) else { return };
+        let Some(link) = self.link_to_send(peer) else {
+            return;
+        };
         link.handle(now, LinkEvent::PeerGone);
         self.pump_link(now, peer);
         self.gone.push_back(peer);
@@ -761,7 +832,8 @@ impl Core {
             marks: self.marks(),
             redirect_at: super::redirect::open(),
         };
-        self.outbox.push(encode_control(&last).map_err(|e| format!("letting go: {e}"))?);
+        self.outbox
+            .push(encode_control(&last).map_err(|e| format!("letting go: {e}"))?);
         self.phase = Phase::Quiescing(quiesce);
         self.news += 1;
         Ok(())

@@ -21,7 +21,10 @@ const LONG_NAP: Duration = Duration::from_secs(8);
 /// Starts the ear; to be called by a thread with all signals blocked.
 pub(super) fn start(shared: &Arc<Shared>) -> io::Result<JoinHandle<()>> {
     let shared = Arc::clone(shared);
-    std::thread::Builder::new().name("pvm-ear".into()).stack_size(STACK_BYTES).spawn(move || run(&shared))
+    std::thread::Builder::new()
+        .name("pvm-ear".into())
+        .stack_size(STACK_BYTES)
+        .spawn(move || run(&shared))
 }
 
 fn run(shared: &Shared) {
@@ -44,6 +47,10 @@ fn run(shared: &Shared) {
         }
         futex::wait(bell.ear(), 0, Some(nap));
         called = bell.is_called();
-        nap = if called { NAP_MAX } else { (nap * 2).min(LONG_NAP) };
+        nap = if called {
+            NAP_MAX
+        } else {
+            (nap * 2).min(LONG_NAP)
+        };
     }
 }

@@ -181,7 +181,9 @@ impl Direct {
         let Some(set) = self.set() else { return };
         let mut fds: Vec<PollFd<'_>> = Vec::new();
         self.acceptor.watch(&mut fds);
-        self.dialers.values().for_each(|dialer| dialer.watch(&mut fds));
+        self.dialers
+            .values()
+            .for_each(|dialer| dialer.watch(&mut fds));
         for fd in &fds {
             watch(&set, fd.as_fd(), fd.events(), NEGOTIATION);
         }
@@ -231,16 +233,36 @@ impl Core {
     /// A word of another task about a direct route.
     pub(super) fn take_direct_word(&mut self, now: Micros, from: Tid, near: bool, word: RouteWord) {
         let event = match word {
-            RouteWord::DirectOffer { id, mut addresses, fingerprint, line } => {
+            RouteWord::DirectOffer {
+                id,
+                mut addresses,
+                fingerprint,
+                line,
+            } => {
                 self.agree_on_line(now, from, line);
                 addresses.truncate(OFFER_ADDRESSES_MAX);
-                self.direct.asking = Some(Asking { addresses, fingerprint });
-                RouteEvent::Asked { peer: from, id, near }
+                self.direct.asking = Some(Asking {
+                    addresses,
+                    fingerprint,
+                });
+                RouteEvent::Asked {
+                    peer: from,
+                    id,
+                    near,
+                }
             }
-            RouteWord::DirectAccept { id, fingerprint, line } => {
+            RouteWord::DirectAccept {
+                id,
+                fingerprint,
+                line,
+            } => {
                 self.agree_on_line(now, from, line);
                 self.direct.accepting = fingerprint;
-                RouteEvent::Accepted { peer: from, id, near: fingerprint == NOBODY }
+                RouteEvent::Accepted {
+                    peer: from,
+                    id,
+                    near: fingerprint == NOBODY,
+                }
             }
             RouteWord::DirectRefuse { id } => RouteEvent::Refused { peer: from, id },
             _ => return,
@@ -284,7 +306,15 @@ impl Core {
                 }
                 RouteOutput::Accept { to, id } => {
                     let line = self.line_with(to);
-                    self.say(to, RouteWord::DirectAccept { id, fingerprint: NOBODY, line }, Vec::new());
+                    self.say(
+                        to,
+                        RouteWord::DirectAccept {
+                            id,
+                            fingerprint: NOBODY,
+                            line,
+                        },
+                        Vec::new(),
+                    );
                 }
                 RouteOutput::Dial { to, id } => {
                     if !self.dial(now, to, id) {
@@ -292,14 +322,26 @@ impl Core {
                         self.direct.routes.handle(now, RouteEvent::Failed(to));
                     }
                 }
-                RouteOutput::Expect { id } => self.direct.acceptor.accepted(id, self.direct.accepting),
-                RouteOutput::Refuse { to, id } => drop(self.say(to, RouteWord::DirectRefuse { id }, Vec::new())),
+                RouteOutput::Expect { id } => {
+                    self.direct.acceptor.accepted(id, self.direct.accepting)
+                }
+                RouteOutput::Refuse { to, id } => {
+                    drop(self.say(to, RouteWord::DirectRefuse { id }, Vec::new()))
+                }
                 RouteOutput::Close { peer } => self.close_direct(now, peer),
                 RouteOutput::Note { ctx, tag, words } => {
                     let mut body = Packer::new(Encoding::Xdr);
                     body.items(words);
                     let me = self.tid();
-                    self.deliver(Message { src: me, dst: me, ctx, tag, wid: 0, enc: ENC_XDR, body: body.finish() });
+                    self.deliver(Message {
+                        src: me,
+                        dst: me,
+                        ctx,
+                        tag,
+                        wid: 0,
+                        enc: ENC_XDR,
+                        body: body.finish(),
+                    });
                 }
             }
             self.raise_news();
@@ -314,24 +356,55 @@ impl Core {
         if self.direct.ends.len() >= DIRECT_MAX {
             return false;
         }
-        let Ok((port, fingerprint)) = self.direct.acceptor.offer(now, id) else { return false };
+        let Ok((port, fingerprint)) = self.direct.acceptor.offer(now, id) else {
+            return false;
+        };
         self.direct.offered.insert(id, to);
-        let addresses = self.direct.addresses.iter().map(|ip| SocketAddr::new(*ip, port));
+        let addresses = self
+            .direct
+            .addresses
+            .iter()
+            .map(|ip| SocketAddr::new(*ip, port));
         let addresses = addresses.take(OFFER_ADDRESSES_MAX).collect();
         let line = self.line_with(to);
-        self.say(to, RouteWord::DirectOffer { id, addresses, fingerprint, line }, Vec::new())
+        self.say(
+            to,
+            RouteWord::DirectOffer {
+                id,
+                addresses,
+                fingerprint,
+                line,
+            },
+            Vec::new(),
+        )
     }
 
     fn dial(&mut self, now: Micros, to: Tid, id: OfferId) -> bool {
-        let Some(Asking { addresses, fingerprint }) = self.direct.asking.take() else { return false };
+        let Some(Asking {
+            addresses,
+            fingerprint,
+        }) = self.direct.asking.take()
+        else {
+            return false;
+        };
         if self.direct.ends.len() >= DIRECT_MAX {
             return false;
         }
-        let Ok(dialer) = Dialer::new(now, id, &addresses, fingerprint) else { return false };
+        let Ok(dialer) = Dialer::new(now, id, &addresses, fingerprint) else {
+            return false;
+        };
         let fingerprint = dialer.fingerprint();
         self.direct.dialers.insert(to, dialer);
         let line = self.line_with(to);
-        self.say(to, RouteWord::DirectAccept { id, fingerprint, line }, Vec::new())
+        self.say(
+            to,
+            RouteWord::DirectAccept {
+                id,
+                fingerprint,
+                line,
+            },
+            Vec::new(),
+        )
     }
 
     /// Goes on with routes that do not stand yet.
@@ -348,13 +421,15 @@ impl Core {
                 done.push((peer, outcome));
             }
         }
-        self.direct.dialers.retain(|peer, dialer| match dialer.step(now) {
-            Some(outcome) => {
-                done.push((*peer, outcome));
-                false
-            }
-            None => true,
-        });
+        self.direct
+            .dialers
+            .retain(|peer, dialer| match dialer.step(now) {
+                Some(outcome) => {
+                    done.push((*peer, outcome));
+                    false
+                }
+                None => true,
+            });
         let dialers = self.direct.dialers.values().map(Dialer::next_wakeup);
         if let Some(due) = dialers.chain(self.direct.acceptor.next_wakeup()).min() {
             self.wake_at(due);
@@ -369,9 +444,20 @@ impl Core {
     }
 
     fn install_direct(&mut self, now: Micros, peer: Tid, end: DirectEnd) {
-        let Some(set) = self.direct.set() else { return self.route_event(now, RouteEvent::Failed(peer)) };
+        let Some(set) = self.direct.set() else {
+            return self.route_event(now, RouteEvent::Failed(peer));
+        };
         watch(&set, end.as_fd(), PollFlags::POLLIN, mark_of(peer));
-        self.direct.ends.insert(peer, Far { end, blocked: false, unread: false, last_words: None, used: now });
+        self.direct.ends.insert(
+            peer,
+            Far {
+                end,
+                blocked: false,
+                unread: false,
+                last_words: None,
+                used: now,
+            },
+        );
         let look = *self.direct.rest_look.get_or_insert(now + REST_LOOK);
         self.wake_at(look);
         let route = self.next_route();
@@ -402,16 +488,24 @@ impl Core {
 
     /// Takes in what has come by direct routes; true when there was anything.
     pub(crate) fn look_far(&mut self, now: Micros) -> bool {
-        let Some(set) = self.direct.ready.clone() else { return false };
+        let Some(set) = self.direct.ready.clone() else {
+            return false;
+        };
         let mut events = [EpollEvent::empty(); READY_MAX];
-        let ready = set.get().0.wait(&mut events, EpollTimeout::ZERO).unwrap_or(0);
+        let ready = set
+            .get()
+            .0
+            .wait(&mut events, EpollTimeout::ZERO)
+            .unwrap_or(0);
         let (mut found, mut negotiations) = (false, false);
         for event in &events[..ready] {
             if event.data() == NEGOTIATION {
                 negotiations = true;
                 continue;
             }
-            let Ok(raw) = i32::try_from(event.data()) else { continue };
+            let Ok(raw) = i32::try_from(event.data()) else {
+                continue;
+            };
             let peer = Tid::from_raw(raw);
             if event.events().contains(EpollFlags::EPOLLOUT) {
                 self.pump_direct(now, peer);
@@ -430,11 +524,16 @@ impl Core {
             return false;
         }
         let (direct, links) = self.direct_and_links();
-        let (Some(far), Some(link)) = (direct.ends.get_mut(&peer), links.get_mut(&peer)) else { return false };
+        let (Some(far), Some(link)) = (direct.ends.get_mut(&peer), links.get_mut(&peer)) else {
+            return false;
+        };
         let (mut found, mut garbage) = (false, false);
         let ended = far.end.read(&mut |frame| {
             found = true;
-            match frame.split_first_chunk().and_then(|(head, rest)| Some((decode_short_head(*head)?, rest))) {
+            match frame
+                .split_first_chunk()
+                .and_then(|(head, rest)| Some((decode_short_head(*head)?, rest)))
+            {
                 Some(((kind, seq, ack), rest)) => link.take(now, kind, seq, ack, rest),
                 None => garbage = true,
             }
@@ -461,7 +560,12 @@ impl Core {
 
     /// A connection has been read to its end.
     fn end_far(&mut self, now: Micros, peer: Tid) {
-        let gone = self.direct.ends.get(&peer).and_then(|far| far.last_words).is_some_and(|last| last.gone);
+        let gone = self
+            .direct
+            .ends
+            .get(&peer)
+            .and_then(|far| far.last_words)
+            .is_some_and(|last| last.gone);
         self.route_event(now, RouteEvent::Ended(peer));
         self.release_held(peer);
         if gone {
@@ -473,9 +577,15 @@ impl Core {
     /// a while.
     fn hear_out(&mut self, now: Micros, peer: Tid, gone: bool) {
         let direct = &mut self.direct;
-        let Some(far) = direct.ends.get_mut(&peer) else { return };
+        let Some(far) = direct.ends.get_mut(&peer) else {
+            return;
+        };
         let silent_until = now + LAST_WORDS_SILENCE;
-        let fresh = LastWords { silent_until, until: now + LAST_WORDS_WITHIN, gone };
+        let fresh = LastWords {
+            silent_until,
+            until: now + LAST_WORDS_WITHIN,
+            gone,
+        };
         far.last_words.get_or_insert(fresh).gone |= gone;
         if std::mem::take(&mut far.blocked) {
             direct.blocked -= 1;
@@ -491,7 +601,9 @@ impl Core {
     /// Sends what the link has, as far as the socket takes it.
     pub(super) fn pump_direct(&mut self, now: Micros, peer: Tid) {
         let (direct, links) = self.direct_and_links();
-        let (Some(far), Some(link)) = (direct.ends.get_mut(&peer), links.get_mut(&peer)) else { return };
+        let (Some(far), Some(link)) = (direct.ends.get_mut(&peer), links.get_mut(&peer)) else {
+            return;
+        };
         // If the peer has just ended, its kernel would answer by dropping what it has not delivered yet: what it has said is
         // read first. Its window bounds how much that can be.
         if far.last_words.is_some() || far.unread {
@@ -502,7 +614,8 @@ impl Core {
             while far.end.has_room()
                 && let Some(frame) = link.next_frame(now)
             {
-                far.end.push(&[&frame.encode_short_head(), frame.head, frame.body]);
+                far.end
+                    .push(&[&frame.encode_short_head(), frame.head, frame.body]);
                 far.used = now;
             }
             ended |= far.end.flush().is_err();
@@ -513,8 +626,16 @@ impl Core {
         let blocked = far.end.wants_write();
         if blocked != far.blocked && !ended {
             far.blocked = blocked;
-            direct.blocked = if blocked { direct.blocked + 1 } else { direct.blocked - 1 };
-            let wants = if blocked { PollFlags::POLLIN | PollFlags::POLLOUT } else { PollFlags::POLLIN };
+            direct.blocked = if blocked {
+                direct.blocked + 1
+            } else {
+                direct.blocked - 1
+            };
+            let wants = if blocked {
+                PollFlags::POLLIN | PollFlags::POLLOUT
+            } else {
+                PollFlags::POLLIN
+            };
             if let Some(set) = &direct.ready {
                 watch(set, far.end.as_fd(), wants, mark_of(peer));
             }
@@ -537,7 +658,11 @@ impl Core {
         for peer in &peers {
             while self.drain_direct(now, *peer) {}
         }
-        let unheard = self.direct.ends.iter().filter(|(_, far)| far.last_words.is_some_and(|last| last.gone));
+        let unheard = self
+            .direct
+            .ends
+            .iter()
+            .filter(|(_, far)| far.last_words.is_some_and(|last| last.gone));
         let unheard: Vec<Tid> = unheard.map(|(peer, _)| *peer).collect();
         self.route_event(now, RouteEvent::LetGo);
         self.direct.acceptor.close();
@@ -545,7 +670,9 @@ impl Core {
         self.direct.dialers.clear();
         self.direct.ready = None;
         self.direct.blocked = 0;
-        unheard.into_iter().for_each(|peer| self.peer_gone(now, peer));
+        unheard
+            .into_iter()
+            .for_each(|peer| self.peer_gone(now, peer));
         peers
     }
 
@@ -569,7 +696,11 @@ impl Core {
     pub(super) fn wake_far(&mut self, now: Micros) {
         // Before anything is written because its time has come: this task may have stood still for long.
         self.look_far(now);
-        let heard_out = self.direct.ends.iter().filter(|(_, far)| far.last_words.is_some());
+        let heard_out = self
+            .direct
+            .ends
+            .iter()
+            .filter(|(_, far)| far.last_words.is_some());
         for peer in heard_out.map(|(peer, _)| *peer).collect::<Vec<Tid>>() {
             // This task may have stood still itself.
             while self.drain_direct(now, peer) {}
@@ -587,7 +718,11 @@ impl Core {
     fn let_rest(&mut self, now: Micros) {
         let direct = &mut self.direct;
         if direct.rest_look.is_some_and(|due| due <= now) {
-            for far in direct.ends.values_mut().filter(|far| now.since(far.used) >= REST_AFTER) {
+            for far in direct
+                .ends
+                .values_mut()
+                .filter(|far| now.since(far.used) >= REST_AFTER)
+            {
                 far.end.rest();
             }
             direct.rest_look = (!direct.ends.is_empty()).then(|| now + REST_LOOK);
@@ -600,7 +735,11 @@ impl Core {
     /// Bytes of memory for what comes and goes by direct routes.
     #[cfg(test)]
     pub(super) fn direct_buffer_bytes(&self) -> usize {
-        self.direct.ends.values().map(|far| far.end.buffer_bytes()).sum()
+        self.direct
+            .ends
+            .values()
+            .map(|far| far.end.buffer_bytes())
+            .sum()
     }
 }
 

@@ -18,9 +18,16 @@ impl Runtime {
     pub fn group_request(&self, request: GroupRequest, arrived: Option<&mut dyn FnMut()>) -> Reply {
         self.0.grouped.store(true, Relaxed);
         let what = Request::Group(request);
-        let Some(arrived) = arrived else { return self.request(what) };
-        let lost = || Reply::Failed { error: PvmError::SysErr, reason: self.why_lost() };
-        let Some(mut state) = self.lock() else { return lost() };
+        let Some(arrived) = arrived else {
+            return self.request(what);
+        };
+        let lost = || Reply::Failed {
+            error: PvmError::SysErr,
+            reason: self.why_lost(),
+        };
+        let Some(mut state) = self.lock() else {
+            return lost();
+        };
         let id = match state.core.ask(what) {
             Ok(id) => id,
             Err(refused) => return refused,

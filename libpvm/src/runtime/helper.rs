@@ -53,7 +53,9 @@ struct LastWord(Arc<Shared>);
 impl Drop for LastWord {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.lock().lose("the runtime's helper thread has failed; this is an error in the library");
+            self.0
+                .lock()
+                .lose("the runtime's helper thread has failed; this is an error in the library");
         }
     }
 }
@@ -87,8 +89,17 @@ fn run(shared: &Arc<Shared>, program: &str) {
             listener = ear::start(shared).ok();
         }
         match next {
-            Next::Sleep { socket, read, far, alarm, span } => {
-                let (socket, far) = (socket.as_ref().map(|s| s.get()), far.as_ref().map(|far| far.get()));
+            Next::Sleep {
+                socket,
+                read,
+                far,
+                alarm,
+                span,
+            } => {
+                let (socket, far) = (
+                    socket.as_ref().map(|s| s.get()),
+                    far.as_ref().map(|far| far.get()),
+                );
                 doze(shared, socket, read, (far, alarm.as_deref()), span);
             }
             Next::Await(quiesce) => await_token(shared, quiesce, program),
@@ -130,7 +141,12 @@ fn decide(state: &mut State, shared: &Shared) -> Next {
     let until = state.core.earliest();
     let far = state.core.direct.to_watch(now);
     let alarm = state.alarm.clone();
-    state.sleep = Sleep::On { write, until, far: far.is_some(), alarm: alarm.is_some() };
+    state.sleep = Sleep::On {
+        write,
+        until,
+        far: far.is_some(),
+        alarm: alarm.is_some(),
+    };
     let mut span = until.map(|until| Duration::from_micros(until.since(now).0));
     if far.is_none() && state.core.direct.is_open() {
         // Another thread looks; when it stops it may not say so.
@@ -138,7 +154,13 @@ fn decide(state: &mut State, shared: &Shared) -> Next {
         span = Some(span.map_or(soon, |span| span.min(soon)));
     }
     // Behind the order to let go nothing comes that has to be read now.
-    Next::Sleep { socket: socket.filter(|_| write), read: state.core.is_connected(), far, alarm, span }
+    Next::Sleep {
+        socket: socket.filter(|_| write),
+        read: state.core.is_connected(),
+        far,
+        alarm,
+        span,
+    }
 }
 
 fn doze(
@@ -182,7 +204,11 @@ fn await_token(shared: &Shared, mut quiesce: Quiesce, program: &str) {
             // Keeps the clock's last reading close to the moment at which the process is frozen.
             let _ = shared.lock().clock.now_after_a_move();
         }
-        if let Some(token) = quiesce.tokens.iter().find_map(|path| read_token(path, &quiesce)) {
+        if let Some(token) = quiesce
+            .tokens
+            .iter()
+            .find_map(|path| read_token(path, &quiesce))
+        {
             return resume(shared, &quiesce, &token, program);
         }
         std::thread::sleep(TOKEN_PAUSE);
@@ -202,14 +228,20 @@ fn read_token(path: &Path, quiesce: &Quiesce) -> Option<ResumeToken> {
 
 fn resume(shared: &Shared, quiesce: &Quiesce, token: &ResumeToken, program: &str) {
     let deadline = Instant::now() + RESUME_MAX;
-    let claim = Claim::Resume { tid: shared.me, migration: quiesce.migration };
+    let claim = Claim::Resume {
+        tid: shared.me,
+        migration: quiesce.migration,
+    };
     loop {
         // What moves was started by a tasker and ends with it, so the default does for `at_end`.
         match greet(&token.socket, claim.clone(), program, AtEnd::default()) {
             Ok(accepted) if accepted.welcome.tid == shared.me => return adopt(shared, accepted),
             Ok(accepted) => {
                 let tid = accepted.welcome.tid;
-                return shared.lock().lose(&format!("after the move the daemon took {} for {tid}", shared.me));
+                return shared.lock().lose(&format!(
+                    "after the move the daemon took {} for {tid}",
+                    shared.me
+                ));
             }
             Err(EnrollError::NoDaemon { .. } | EnrollError::Io { .. })
                 if Instant::now() < deadline && !shared.is_stopped() =>
@@ -225,7 +257,12 @@ fn adopt(shared: &Shared, accepted: Accepted) {
     let mut state = shared.lock();
     let now: Micros = state.clock.now_after_a_move();
     state.core.resume(now, &accepted.welcome);
-    if let Err(e) = state.adopt(accepted.socket, accepted.decoder, accepted.passed, &shared.seats) {
+    if let Err(e) = state.adopt(
+        accepted.socket,
+        accepted.decoder,
+        accepted.passed,
+        &shared.seats,
+    ) {
         state.lose(&format!("going on after the move: {e}"));
     }
 }

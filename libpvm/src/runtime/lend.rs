@@ -7,7 +7,9 @@ use super::core::Core;
 use super::near::{Near, Ring, Slot};
 use super::process::Own;
 use bytes::Bytes;
-use sempa_proto::link::{Link, LinkKind, SHORT_HEAD_APART, SHORT_HEAD_BYTES, SHORT_HEAD_SPARE, encode_short_head};
+use sempa_proto::link::{
+    Link, LinkKind, SHORT_HEAD_APART, SHORT_HEAD_BYTES, SHORT_HEAD_SPARE, encode_short_head,
+};
 use sempa_proto::route::{OfferId, RouteWord};
 use sempa_proto::{Message, Micros, PvmError, PvmResult, Tid};
 use sempa_ring::blocks::Block;
@@ -76,7 +78,12 @@ pub(super) struct Loans {
 
 impl Loans {
     pub(super) fn new(ends: &Ends) -> Loans {
-        Loans { lent: Vec::new(), offered: None, theirs: None, returns: Returns::new(ends.reader.area()) }
+        Loans {
+            lent: Vec::new(),
+            offered: None,
+            theirs: None,
+            returns: Returns::new(ends.reader.area()),
+        }
     }
 }
 
@@ -106,9 +113,16 @@ impl Ring {
             *word = u64::from_le_bytes(record.take().ok_or(Broken)?);
         }
         let [id, offset, len, slot] = words;
-        let (_, store) = loans.theirs.as_ref().filter(|(theirs, _)| theirs.0 == id).ok_or(Broken)?;
+        let (_, store) = loans
+            .theirs
+            .as_ref()
+            .filter(|(theirs, _)| theirs.0 == id)
+            .ok_or(Broken)?;
         let number = |word| usize::try_from(word).map_err(|_| Broken);
-        let block = Block { offset: number(offset)?, len: number(len)? };
+        let block = Block {
+            offset: number(offset)?,
+            len: number(len)?,
+        };
         let slot = u8::try_from(slot).map_err(|_| Broken)?;
         let loan = store.borrow(block, slot, &loans.returns).ok_or(Broken)?;
         link.take_whole(now, seq, ack, Bytes::from_owner(Borrowed(Own::new(loan))));
@@ -121,7 +135,9 @@ impl Ring {
         while returned != 0 {
             let slot = returned.trailing_zeros() as usize;
             returned &= returned - 1;
-            let Some((id, block)) = self.loans.lent.get_mut(slot).and_then(Option::take) else { continue };
+            let Some((id, block)) = self.loans.lent.get_mut(slot).and_then(Option::take) else {
+                continue;
+            };
             if let Some(store) = store.as_deref_mut().filter(|store| store.id == id) {
                 store.own.get_mut().give_back(block);
             }
@@ -145,7 +161,11 @@ impl Lending {
         let block = own.put([head, body])?;
         if self.to_many && one_copy.is_none() {
             own.share(block);
-            *one_copy = Some(OneCopy { head: head.to_vec(), body: body.clone(), block });
+            *one_copy = Some(OneCopy {
+                head: head.to_vec(),
+                body: body.clone(),
+                block,
+            });
         }
         Some(block)
     }
@@ -155,9 +175,17 @@ impl Near {
     /// Lends the next message of a link instead of copying it; false when it has to be copied, or is none for that.
     pub(super) fn lend(&mut self, now: Micros, slot: usize, link: &mut Link) -> bool {
         let Near { slots, lending, .. } = self;
-        let Some(Slot::Ring(ring)) = slots.get_mut(slot) else { return false };
-        let bytes_min = if lending.to_many { LEND_TO_MANY_BYTES_MIN } else { LEND_BYTES_MIN };
-        let Some((head, body)) = link.next_whole(bytes_min) else { return false };
+        let Some(Slot::Ring(ring)) = slots.get_mut(slot) else {
+            return false;
+        };
+        let bytes_min = if lending.to_many {
+            LEND_TO_MANY_BYTES_MIN
+        } else {
+            LEND_BYTES_MIN
+        };
+        let Some((head, body)) = link.next_whole(bytes_min) else {
+            return false;
+        };
         let ring = ring.get_mut();
         ring.collect(lending.store.as_mut());
         let id = lending.store.as_ref().map(|store| store.id);
@@ -170,8 +198,12 @@ impl Near {
         if place >= LOANS_MAX {
             return false;
         }
-        let Some(block) = lending.copy(head, body) else { return false };
-        let Some(store) = &mut lending.store else { return false };
+        let Some(block) = lending.copy(head, body) else {
+            return false;
+        };
+        let Some(store) = &mut lending.store else {
+            return false;
+        };
         store.used = now;
         if place == lent.len() {
             lent.push(None);
@@ -181,7 +213,12 @@ impl Near {
         let mut short = encode_short_head(LinkKind::Data { last: true }, seq, ack);
         short[0] |= SHORT_HEAD_APART;
         short[SHORT_HEAD_SPARE] = ring.our_processor();
-        let words = [store.id.0, block.offset as u64, block.len as u64, place as u64];
+        let words = [
+            store.id.0,
+            block.offset as u64,
+            block.len as u64,
+            place as u64,
+        ];
         let mut record = [0; SHORT_HEAD_BYTES + PLACE_WORDS * 8];
         record[..SHORT_HEAD_BYTES].copy_from_slice(&short);
         for (to, word) in record[SHORT_HEAD_BYTES..].chunks_exact_mut(8).zip(words) {
@@ -195,9 +232,13 @@ impl Near {
     /// How many messages are lent to a task.
     #[cfg(test)]
     pub(super) fn lent_to(&mut self, peer: Tid) -> usize {
-        let Some(slot) = self.slot(peer) else { return 0 };
+        let Some(slot) = self.slot(peer) else {
+            return 0;
+        };
         let Near { slots, lending, .. } = self;
-        let Some(Slot::Ring(ring)) = slots.get_mut(slot) else { return 0 };
+        let Some(Slot::Ring(ring)) = slots.get_mut(slot) else {
+            return 0;
+        };
         ring.get_mut().collect(lending.store.as_mut());
         ring.get().loans.lent.iter().flatten().count()
     }
@@ -205,13 +246,20 @@ impl Near {
     /// How many stores of others there are with messages in use, or that are known to.
     #[cfg(test)]
     pub(super) fn stores_borrowed(&self) -> usize {
-        self.lending.borrowed.iter().filter(|(_, store)| store.strong_count() > 0).count()
+        self.lending
+            .borrowed
+            .iter()
+            .filter(|(_, store)| store.strong_count() > 0)
+            .count()
     }
 
     /// Uses a message of a task's store and never lets go of it.
     #[cfg(test)]
     pub(super) fn hold_a_loan(&mut self, lender: Tid) {
-        let Some(Slot::Ring(ring)) = self.slot(lender).and_then(|slot| self.slots.get_mut(slot)) else { return };
+        let Some(Slot::Ring(ring)) = self.slot(lender).and_then(|slot| self.slots.get_mut(slot))
+        else {
+            return;
+        };
         let loans = &ring.get().loans;
         if let Some((_, store)) = &loans.theirs {
             std::mem::forget(store.borrow(Block { offset: 0, len: 1 }, 0, &loans.returns));
@@ -227,14 +275,19 @@ impl Near {
     /// How many places of the store are in use.
     #[cfg(test)]
     pub(super) fn places_lent(&self) -> usize {
-        self.lending.store.as_ref().map_or(0, |store| store.own.get().in_use())
+        self.lending
+            .store
+            .as_ref()
+            .map_or(0, |store| store.own.get().in_use())
     }
 
     /// A ring has ended: what is lent over it will never come back, what is borrowed need not go back.
     pub(super) fn end_loans(&mut self, ring: &mut Ring) {
         ring.collect(self.lending.store.as_mut());
         ring.loans.returns.end();
-        let Some(store) = &mut self.lending.store else { return };
+        let Some(store) = &mut self.lending.store else {
+            return;
+        };
         for (id, block) in ring.loans.lent.drain(..).flatten() {
             if id == store.id {
                 store.own.get_mut().abandon(block);
@@ -252,7 +305,9 @@ impl Near {
                 ring.get_mut().collect(self.lending.store.as_mut());
             }
         }
-        let idle = |store: &Store| store.own.get().in_use() == 0 && now.since(store.used) >= STORE_IDLE_MAX;
+        let idle = |store: &Store| {
+            store.own.get().in_use() == 0 && now.since(store.used) >= STORE_IDLE_MAX
+        };
         if self.lending.store.as_ref().is_some_and(idle) {
             self.lending.store = None;
         }
@@ -265,7 +320,12 @@ impl Near {
 
     /// Makes own memory of all messages that lie in stores of others. Where there is none left, they stay where they are.
     pub(super) fn keep_borrowed(&mut self) {
-        for store in self.lending.borrowed.drain(..).filter_map(|(_, store)| store.upgrade()) {
+        for store in self
+            .lending
+            .borrowed
+            .drain(..)
+            .filter_map(|(_, store)| store.upgrade())
+        {
             // What could not be kept is still there to be read.
             let _ = store.keep();
         }
@@ -275,16 +335,29 @@ impl Near {
 impl Core {
     /// Queues the same message for several tasks; those on this host read one copy of it. The first one that it cannot be sent
     /// to ends that.
-    pub(crate) fn send_to_many(&mut self, now: Micros, message: &Message, to: &[Tid]) -> PvmResult<()> {
+    pub(crate) fn send_to_many(
+        &mut self,
+        now: Micros,
+        message: &Message,
+        to: &[Tid],
+    ) -> PvmResult<()> {
         self.near.lending.to_many = true;
         let me = self.tid();
         let sent = to.iter().try_for_each(|dst| {
-            let message = Message { src: me, dst: *dst, ..message.clone() };
+            let message = Message {
+                src: me,
+                dst: *dst,
+                ..message.clone()
+            };
             if *dst == me {
                 self.deliver(message);
                 return Ok(());
             }
-            if dst.is_task() { self.send(now, message) } else { Err(PvmError::BadParam) }
+            if dst.is_task() {
+                self.send(now, message)
+            } else {
+                Err(PvmError::BadParam)
+            }
         });
         self.went_to_many();
         sent
@@ -314,12 +387,21 @@ impl Core {
             };
             near.lending.last_id += 1;
             let id = OfferId(near.lending.last_id);
-            near.lending.store =
-                Some(Store { own: Own::new(own), id, fd: Arc::new(Own::fd(fd)), used: now, one_copy: None });
+            near.lending.store = Some(Store {
+                own: Own::new(own),
+                id,
+                fd: Arc::new(Own::fd(fd)),
+                used: now,
+                one_copy: None,
+            });
         }
-        let Some(Store { id, fd, .. }) = &near.lending.store else { return };
+        let Some(Store { id, fd, .. }) = &near.lending.store else {
+            return;
+        };
         let (id, fd) = (*id, fd.clone());
-        let Some(Slot::Ring(ring)) = near.slots.get_mut(slot) else { return };
+        let Some(Slot::Ring(ring)) = near.slots.get_mut(slot) else {
+            return;
+        };
         let ring = ring.get_mut();
         if ring.loans.offered.is_some_and(|(offered, _)| offered == id) {
             return;
@@ -330,22 +412,45 @@ impl Core {
     }
 
     /// A word of another task about stores.
-    pub(super) fn take_store_word(&mut self, now: Micros, from: Tid, word: &RouteWord, descriptors: &[OwnedFd]) {
+    pub(super) fn take_store_word(
+        &mut self,
+        now: Micros,
+        from: Tid,
+        word: &RouteWord,
+        descriptors: &[OwnedFd],
+    ) {
         // Records that were written before the word do not know of it.
         self.drain_peer(now, from);
-        let Some(slot) = self.near.slot(from) else { return };
+        let Some(slot) = self.near.slot(from) else {
+            return;
+        };
         let Near { slots, lending, .. } = &mut self.near;
-        let Some(Slot::Ring(ring)) = slots.get_mut(slot) else { return };
+        let Some(Slot::Ring(ring)) = slots.get_mut(slot) else {
+            return;
+        };
         let loans = &mut ring.get_mut().loans;
         match *word {
             RouteWord::StoreOffer { id } => {
                 // The one before stays only as long as messages of it are in use.
                 loans.theirs = None;
-                lending.borrowed.retain(|(_, store)| store.strong_count() > 0);
-                if lending.borrowed.iter().filter(|(lender, _)| *lender == from).count() >= STORES_OF_ONE_MAX {
+                lending
+                    .borrowed
+                    .retain(|(_, store)| store.strong_count() > 0);
+                if lending
+                    .borrowed
+                    .iter()
+                    .filter(|(lender, _)| *lender == from)
+                    .count()
+                    >= STORES_OF_ONE_MAX
+                {
                     return;
                 }
-                let Some(store) = descriptors.first().and_then(|fd| PeerStore::map(fd.as_fd()).ok()) else { return };
+                let Some(store) = descriptors
+                    .first()
+                    .and_then(|fd| PeerStore::map(fd.as_fd()).ok())
+                else {
+                    return;
+                };
                 let store = Arc::new(store);
                 lending.borrowed.push((from, Arc::downgrade(&store)));
                 loans.theirs = Some((id, store));
@@ -366,7 +471,12 @@ impl Core {
     /// the fork they become memory of the process. Rings they came by end, and come back when they are needed.
     pub(crate) fn prepare_for_fork(&mut self, now: Micros) {
         for slot in 0..self.near.slots.len() {
-            let used = |ring: &Ring| ring.loans.theirs.as_ref().is_some_and(|(_, store)| store.is_used());
+            let used = |ring: &Ring| {
+                ring.loans
+                    .theirs
+                    .as_ref()
+                    .is_some_and(|(_, store)| store.is_used())
+            };
             let peer = match &self.near.slots[slot] {
                 Slot::Ring(ring) if used(ring.get()) => ring.get().peer,
                 _ => continue,
@@ -377,7 +487,11 @@ impl Core {
         }
         let borrowed = &mut self.near.lending.borrowed;
         borrowed.retain(|(_, store)| store.strong_count() > 0);
-        for store in borrowed.iter().filter_map(|(_, store)| store.upgrade()).filter(|store| store.is_used()) {
+        for store in borrowed
+            .iter()
+            .filter_map(|(_, store)| store.upgrade())
+            .filter(|store| store.is_used())
+        {
             // As in `keep_borrowed`.
             let _ = store.keep();
         }

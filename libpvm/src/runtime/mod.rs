@@ -59,7 +59,10 @@ const LONG_READING_BYTES_MIN: usize = 256 << 10;
 /// # Errors
 /// See [`EnrollError`].
 pub fn enroll(at_end: AtEnd) -> Result<Runtime, EnrollError> {
-    let mut options = EnrollOptions { at_end, ..EnrollOptions::from_env()? };
+    let mut options = EnrollOptions {
+        at_end,
+        ..EnrollOptions::from_env()?
+    };
     let claim = matches!(options.claim, Claim::Spawned { .. }).then(connect::take_claim);
     if claim == Some(false) {
         options.claim = Claim::New;
@@ -102,7 +105,11 @@ impl Handle {
     /// Ends the helper, which closes the socket.
     fn stop(&self) {
         self.shared.stop();
-        let helper = self.helper.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let helper = self
+            .helper
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         if let Some(thread) = helper.and_then(Own::into_inner) {
             // A helper that failed has said so to everybody who waited.
             let _ = thread.join();
@@ -138,10 +145,18 @@ impl Runtime {
     /// See [`EnrollError`].
     pub fn connect(options: EnrollOptions) -> Result<Runtime, EnrollError> {
         process::install_hooks();
-        let EnrollOptions { socket: path, claim, program, at_end } = options;
+        let EnrollOptions {
+            socket: path,
+            claim,
+            program,
+            at_end,
+        } = options;
         let accepted = connect::greet(&path, claim, &program, at_end)?;
         let welcome = accepted.welcome.clone();
-        let io_error = |source| EnrollError::Io { path: path.clone(), source };
+        let io_error = |source| EnrollError::Io {
+            path: path.clone(),
+            source,
+        };
         let shared = Arc::new(Shared::new(accepted).map_err(io_error)?);
         let helper = helper::start(&shared, program).map_err(io_error)?;
         process::add_exit_hook(FlushAtExit(Arc::downgrade(&shared)));
@@ -182,12 +197,14 @@ impl Runtime {
 
     /// Where this task's output goes, as the daemon said at the welcome.
     pub fn output(&self) -> Sink {
-        self.look(|core| core.output()).unwrap_or(self.0.welcome.output)
+        self.look(|core| core.output())
+            .unwrap_or(self.0.welcome.output)
     }
 
     /// Where this task's trace records go, as the daemon said at the welcome.
     pub fn trace(&self) -> Sink {
-        self.look(|core| core.trace()).unwrap_or(self.0.welcome.trace)
+        self.look(|core| core.trace())
+            .unwrap_or(self.0.welcome.trace)
     }
 
     /// What the tracer wants, when the trace goes to it because nothing else was asked for.
@@ -220,7 +237,10 @@ impl Runtime {
     /// A fresh wait id, positive.
     pub fn next_wid(&self) -> i32 {
         let next = |wid: i32| Some(if wid == i32::MAX { 1 } else { wid + 1 });
-        let before = self.0.last_wid.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next);
+        let before = self
+            .0
+            .last_wid
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, next);
         next(before.unwrap_or(0)).unwrap_or(1)
     }
 
@@ -244,7 +264,13 @@ impl Runtime {
     /// Sends a message of at most [`SMALL_BYTES_MAX`](sempa_proto::link::SMALL_BYTES_MAX) bytes, if that needs nothing but
     /// memory shared with its receiver; false, and nothing was sent, otherwise: [`Runtime::send`] sends it then.
     /// `direct`: only if it has been agreed with the receiver whether there is a direct route.
-    pub fn send_at_once(&self, dst: Tid, head: [u8; MESSAGE_HEAD_BYTES], body: &[u8], direct: bool) -> bool {
+    pub fn send_at_once(
+        &self,
+        dst: Tid,
+        head: [u8; MESSAGE_HEAD_BYTES],
+        body: &[u8],
+        direct: bool,
+    ) -> bool {
         !self.0.shared.is_foreign() && self.0.shared.send_at_once(dst, &head, body, direct)
     }
 
@@ -333,10 +359,16 @@ impl Runtime {
     /// # Errors
     /// `OutOfRes` when too much is watched already, `SysErr` in a forked child.
     pub fn tell_of_routes(&self, ctx: i32, tag: i32, count: i32) -> PvmResult<()> {
-        let fd = if count == 0 { -1 } else { self.ready_fd().unwrap_or(-1) };
+        let fd = if count == 0 {
+            -1
+        } else {
+            self.ready_fd().unwrap_or(-1)
+        };
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
         let now = state.now();
-        state.core.watch_routes(now, |routes| routes.watch_new(ctx, tag, count, fd))
+        state
+            .core
+            .watch_routes(now, |routes| routes.watch_new(ctx, tag, count, fd))
     }
 
     /// Tells of the end of the direct route to `peer` by a message `int tid, int -1` from this task itself, at once if
@@ -373,13 +405,17 @@ impl Runtime {
                 state.wait_written(None);
                 continue;
             }
-            if peer.is_some_and(|peer| state.core.direct.is_blocked(peer)) && std::mem::take(&mut patient) {
+            if peer.is_some_and(|peer| state.core.direct.is_blocked(peer))
+                && std::mem::take(&mut patient)
+            {
                 state.wait_written(Some(SOCKET_PATIENCE));
                 continue;
             }
             if let Some(peer) = peer.filter(|_| out.is_none()) {
                 let now = state.now();
-                if state.core.waits_for_room(peer) && state.core.outbox.backlog() < BACKLOG_BYTES_MAX {
+                if state.core.waits_for_room(peer)
+                    && state.core.outbox.backlog() < BACKLOG_BYTES_MAX
+                {
                     state.core.pump(now);
                     continue;
                 }
@@ -406,7 +442,10 @@ impl Runtime {
     /// good the answer is [`Reply::Failed`] with `SysErr`.
     pub fn request(&self, what: Request) -> Reply {
         let Some(mut state) = self.lock() else {
-            return Reply::Failed { error: PvmError::SysErr, reason: self.why_lost() };
+            return Reply::Failed {
+                error: PvmError::SysErr,
+                reason: self.why_lost(),
+            };
         };
         let id = match state.core.ask(what) {
             Ok(id) => id,
@@ -505,7 +544,10 @@ impl Runtime {
     /// `SysErr` when the daemon was gone already.
     pub fn exit(&self) -> PvmResult<()> {
         self.leave_groups();
-        if self.lock().is_some_and(|mut state| state.core.begin_to_end()) {
+        if self
+            .lock()
+            .is_some_and(|mut state| state.core.begin_to_end())
+        {
             self.request(Request::LastWords);
         }
         let marks = self.hand_over();

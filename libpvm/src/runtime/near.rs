@@ -13,8 +13,8 @@ use super::process::Own;
 use bytes::Bytes;
 use rustc_hash::FxHashMap;
 use sempa_proto::link::{
-    ACK_FRAGMENTS, FRAGMENT_BYTES_MAX, Link, LinkKind, Payload, SHORT_HEAD_APART, SHORT_HEAD_BYTES, SHORT_HEAD_SPARE,
-    decode_short_head,
+    ACK_FRAGMENTS, FRAGMENT_BYTES_MAX, Link, LinkKind, Payload, SHORT_HEAD_APART, SHORT_HEAD_BYTES,
+    SHORT_HEAD_SPARE, decode_short_head,
 };
 use sempa_proto::message::MESSAGE_HEAD_BYTES;
 use sempa_proto::route::OfferId;
@@ -53,7 +53,9 @@ const NO_PROCESSOR: u8 = u8::MAX;
 
 /// The processor that this thread is on, as far as a byte tells; a hint.
 fn processor() -> u8 {
-    nix::sched::sched_getcpu().map_or(NO_PROCESSOR, |number| (number % usize::from(NO_PROCESSOR)) as u8)
+    nix::sched::sched_getcpu().map_or(NO_PROCESSOR, |number| {
+        (number % usize::from(NO_PROCESSOR)) as u8
+    })
 }
 
 /// A ring in use.
@@ -114,13 +116,18 @@ impl Ring {
 
     /// A look has found nothing, here as in `others - 1` before it; true when it was one too many.
     fn is_quiet(&mut self, others: usize) -> bool {
-        self.quiet = if others > QUIET_MIN { self.quiet.saturating_add(1) } else { 0 };
+        self.quiet = if others > QUIET_MIN {
+            self.quiet.saturating_add(1)
+        } else {
+            0
+        };
         self.quiet >= QUIET_LOOKS
     }
 
     /// Gives the next record to the link; how many bytes it had, 0 when there is none.
     fn take_record(&mut self, now: Micros, link: &mut Link) -> Result<usize, Broken> {
-        let Some((bytes, processor)) = take_record(&mut self.ends.reader, &self.loans, now, link)? else {
+        let Some((bytes, processor)) = take_record(&mut self.ends.reader, &self.loans, now, link)?
+        else {
             return Ok(0);
         };
         self.processor = processor;
@@ -135,13 +142,16 @@ fn take_record(
     now: Micros,
     link: &mut Link,
 ) -> Result<Option<(usize, u8)>, Broken> {
-    let Some(mut record) = reader.next_record()? else { return Ok(None) };
+    let Some(mut record) = reader.next_record()? else {
+        return Ok(None);
+    };
     let bytes = record.len();
     let head = read_head(&mut record)?;
     let (kind, seq, ack) = decode_short_head(head).ok_or(Broken)?;
     let processor = head[SHORT_HEAD_SPARE];
     if head[0] & SHORT_HEAD_APART != 0 {
-        return Ring::borrow(loans, record, now, (seq, ack), link).map(|more| Some((bytes + more, processor)));
+        return Ring::borrow(loans, record, now, (seq, ack), link)
+            .map(|more| Some((bytes + more, processor)));
     }
     link.take(now, kind, seq, ack, InRing(record));
     Ok(Some((bytes, processor)))
@@ -153,14 +163,22 @@ enum Standing {
     /// So many messages went to it.
     Sent(u32),
     /// An offer is on its way; nothing is transmitted until the answer.
-    Offered { id: OfferId, slot: usize, ends: Own<Ends>, until: Micros },
+    Offered {
+        id: OfferId,
+        slot: usize,
+        ends: Own<Ends>,
+        until: Micros,
+    },
     /// It does not want one, or cannot.
     Refused { until: Micros },
 }
 
 /// What a slot of the bell is for.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "a ring is used with every message, and most slots hold one")]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "a ring is used with every message, and most slots hold one"
+)]
 pub(super) enum Slot {
     Free,
     Reserved,
@@ -198,7 +216,11 @@ pub(crate) struct Near {
 impl Near {
     /// Rings with this bell.
     pub(crate) fn new(bell: Arc<Own<OwnBell>>) -> Near {
-        Near { bell: Some(bell), heard_from: NO_PROCESSOR, ..Near::default() }
+        Near {
+            bell: Some(bell),
+            heard_from: NO_PROCESSOR,
+            ..Near::default()
+        }
     }
 
     /// True when somebody has to listen for calls of peers.
@@ -233,10 +255,12 @@ impl Near {
 
     /// To whom an offer is on its way, and until when the answer is waited for.
     fn offered(&self) -> impl Iterator<Item = (Tid, Micros)> {
-        self.standing.iter().filter_map(|(peer, standing)| match standing {
-            Standing::Offered { until, .. } => Some((*peer, *until)),
-            Standing::Sent(_) | Standing::Refused { .. } => None,
-        })
+        self.standing
+            .iter()
+            .filter_map(|(peer, standing)| match standing {
+                Standing::Offered { until, .. } => Some((*peer, *until)),
+                Standing::Sent(_) | Standing::Refused { .. } => None,
+            })
     }
 
     pub(super) fn slot(&self, peer: Tid) -> Option<usize> {
@@ -245,7 +269,14 @@ impl Near {
 
     /// True when a ring that was rung for is to be looked at: it has something, at a glance, or has had nothing for long.
     pub(crate) fn has_something(&mut self) -> bool {
-        let Near { bell: Some(bell), slots, .. } = self else { return false };
+        let Near {
+            bell: Some(bell),
+            slots,
+            ..
+        } = self
+        else {
+            return false;
+        };
         let (mut from, mut others) = (0, 0);
         while let Some((index, mut bits)) = bell.get().rung(from) {
             from = index + 1;
@@ -276,7 +307,9 @@ impl Near {
     /// How many rings a look looks at.
     #[cfg(test)]
     pub(super) fn rung(&self) -> usize {
-        let Some(bell) = self.bell.as_ref().map(|bell| bell.get()) else { return 0 };
+        let Some(bell) = self.bell.as_ref().map(|bell| bell.get()) else {
+            return 0;
+        };
         let words = std::iter::successors(bell.rung(0), |(index, _)| bell.rung(index + 1));
         words.map(|(_, bits)| bits.count_ones() as usize).sum()
     }
@@ -327,7 +360,9 @@ impl Near {
     /// there are such.
     pub(crate) fn put_off(&mut self) -> bool {
         let here = processor();
-        let late = self.wakes.extract_if(.., |call| call.wake == Wake::Sleepers && call.processor == here);
+        let late = self.wakes.extract_if(.., |call| {
+            call.wake == Wake::Sleepers && call.processor == here
+        });
         self.put_off.extend(late);
         self.not_yet = !self.put_off.is_empty();
         self.not_yet
@@ -344,7 +379,11 @@ impl Near {
     }
 
     fn free_slot(&mut self) -> Option<usize> {
-        if let Some(free) = self.slots.iter().position(|slot| matches!(slot, Slot::Free)) {
+        if let Some(free) = self
+            .slots
+            .iter()
+            .position(|slot| matches!(slot, Slot::Free))
+        {
             return Some(free);
         }
         (self.slots.len() < SLOTS_MAX).then(|| {
@@ -414,7 +453,11 @@ impl Payload for InRing<'_> {
 /// The header of a record.
 fn read_head(record: &mut Record<'_, Shared>) -> Result<[u8; SHORT_HEAD_BYTES], Broken> {
     let head = record.take().ok_or(Broken)?;
-    if record.len() > FRAGMENT_BYTES_MAX { Err(Broken) } else { Ok(head) }
+    if record.len() > FRAGMENT_BYTES_MAX {
+        Err(Broken)
+    } else {
+        Ok(head)
+    }
 }
 
 impl Core {
@@ -432,7 +475,12 @@ impl Core {
 
     fn look_with(&mut self, now: Micros, before_sleep: bool) -> bool {
         let (mut found, mut from, mut others) = (false, 0, 0);
-        while let Some((index, mut bits)) = self.near.bell.as_ref().and_then(|bell| bell.get().rung(from)) {
+        while let Some((index, mut bits)) = self
+            .near
+            .bell
+            .as_ref()
+            .and_then(|bell| bell.get().rung(from))
+        {
             from = index + 1;
             while bits != 0 {
                 let slot = index * 64 + bits.trailing_zeros() as usize;
@@ -466,9 +514,13 @@ impl Core {
             return false;
         }
         let (near, links) = self.near_and_links();
-        let Some(ring) = near.ring(slot) else { return false };
+        let Some(ring) = near.ring(slot) else {
+            return false;
+        };
         let peer = ring.peer;
-        let Some(link) = links.get_mut(&peer) else { return false };
+        let Some(link) = links.get_mut(&peer) else {
+            return false;
+        };
         // Looked at first: what was written before the end is there then.
         let closed = ring.ends.reader.is_closed();
         let (mut read, mut starved) = (0, false);
@@ -487,11 +539,17 @@ impl Core {
         let ended = broken || (closed && !found);
         if found {
             near.heard_from = ring.processor;
-            let Some(ring) = near.ring(slot) else { return false };
+            let Some(ring) = near.ring(slot) else {
+                return false;
+            };
             (ring.used, ring.quiet) = (now, 0);
             if starved && ring.bell.get().call_ear() {
                 let (bell, processor) = (ring.bell.clone(), ring.processor);
-                near.wakes.push(Call { bell, wake: Wake::Ear, processor });
+                near.wakes.push(Call {
+                    bell,
+                    wake: Wake::Ear,
+                    processor,
+                });
             }
             let answers = links.get(&peer).is_some_and(|link| link.has_frame());
             let news = self.news();
@@ -515,7 +573,10 @@ impl Core {
 
     /// A sender that is far ahead of this task reads what it has acknowledged.
     pub(super) fn hear(&mut self, now: Micros, peer: Tid) {
-        if self.link_mut(peer).is_some_and(|link| link.in_flight() >= HEAR_FRAGMENTS) {
+        if self
+            .link_mut(peer)
+            .is_some_and(|link| link.in_flight() >= HEAR_FRAGMENTS)
+        {
             self.drain_peer(now, peer);
         }
     }
@@ -541,8 +602,12 @@ impl Core {
     /// Writes what the link has for its ring, as far as there is room.
     pub(super) fn pump_ring(&mut self, now: Micros, slot: usize) {
         let (near, links) = self.near_and_links();
-        let Some(peer) = near.ring(slot).map(|ring| ring.peer) else { return };
-        let Some(link) = links.get_mut(&peer) else { return };
+        let Some(peer) = near.ring(slot).map(|ring| ring.peer) else {
+            return;
+        };
+        let Some(link) = links.get_mut(&peer) else {
+            return;
+        };
         let (mut wrote, mut urgent, mut broken, mut spoke) = (0u32, false, false, false);
         while !broken && link.has_frame() {
             let Some(ring) = near.ring(slot) else { return };
@@ -564,7 +629,11 @@ impl Core {
             spoke |= matches!(frame.kind, LinkKind::Data { .. });
             let mut head = frame.encode_short_head();
             head[SHORT_HEAD_SPARE] = ring.our_processor();
-            broken = ring.ends.writer.write([&head, frame.head, frame.body]).is_err();
+            broken = ring
+                .ends
+                .writer
+                .write([&head, frame.head, frame.body])
+                .is_err();
             wrote += 1;
             if wrote == 1 && !link.is_transmitted() {
                 // The reader copies the first pieces of a large message while the next are written.
@@ -583,7 +652,11 @@ impl Core {
             let wake = ring.bell.get().ring(ring.theirs, urgent);
             if wake != Wake::Nobody {
                 let (bell, processor) = (ring.bell.clone(), ring.processor);
-                near.wakes.push(Call { bell, wake, processor });
+                near.wakes.push(Call {
+                    bell,
+                    wake,
+                    processor,
+                });
             }
         }
         let ends_now = near.ring(slot).is_some_and(|ring| {
@@ -607,7 +680,13 @@ impl Core {
     /// Sends a small message by a ring that has room, when nothing else waits for that task: whom to wake afterwards. `None`,
     /// and nothing was sent, when something stands in the way.
     #[inline]
-    pub(super) fn send_near(&mut self, now: Micros, peer: Tid, head: &[u8], body: &[u8]) -> Option<Wakes> {
+    pub(super) fn send_near(
+        &mut self,
+        now: Micros,
+        peer: Tid,
+        head: &[u8],
+        body: &[u8],
+    ) -> Option<Wakes> {
         if !self.is_connected() || self.is_lifted() {
             return None;
         }
@@ -615,7 +694,11 @@ impl Core {
         let slot = near.slot(peer)?;
         near.spoke_last = Some(peer);
         let ring = near.ring(slot)?;
-        let has_room = ring.ends.writer.has_room(SHORT_HEAD_BYTES + head.len() + body.len()) == Ok(true);
+        let has_room = ring
+            .ends
+            .writer
+            .has_room(SHORT_HEAD_BYTES + head.len() + body.len())
+            == Ok(true);
         if !has_room || ring.ends.writer.is_closed() {
             return None;
         }
@@ -631,7 +714,15 @@ impl Core {
         ring.used = now;
         let wake = ring.bell.get().ring(ring.theirs, false);
         let (bell, processor) = (&ring.bell, ring.processor);
-        let wakes = if wake == Wake::Nobody { Vec::new() } else { vec![Call { bell: bell.clone(), wake, processor }] };
+        let wakes = if wake == Wake::Nobody {
+            Vec::new()
+        } else {
+            vec![Call {
+                bell: bell.clone(),
+                wake,
+                processor,
+            }]
+        };
         if let Some(due) = link.next_wakeup() {
             self.wake_at(due);
         }
@@ -647,10 +738,19 @@ impl Core {
 
     /// Writes to one ring what there is room for; true when something was written or the ring is no more.
     pub(crate) fn pump_one_ring(&mut self, now: Micros, peer: Tid) -> bool {
-        let Some(slot) = self.near.slot(peer) else { return true };
+        let Some(slot) = self.near.slot(peer) else {
+            return true;
+        };
         let (near, links) = self.near_and_links();
-        let has_room = near.ring(slot).is_some_and(|ring| ring.ends.writer.has_room(RECORD_BYTES_MAX) == Ok(true));
-        if !has_room && links.contains_key(&peer) && !near.ring(slot).is_some_and(|ring| ring.ends.writer.is_closed()) {
+        let has_room = near
+            .ring(slot)
+            .is_some_and(|ring| ring.ends.writer.has_room(RECORD_BYTES_MAX) == Ok(true));
+        if !has_room
+            && links.contains_key(&peer)
+            && !near
+                .ring(slot)
+                .is_some_and(|ring| ring.ends.writer.is_closed())
+        {
             // What it sends meanwhile, it may be waiting with the same.
             self.drain(now, slot);
             return false;

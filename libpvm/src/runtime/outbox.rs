@@ -80,9 +80,13 @@ impl Outbox {
         let (mut slices, mut at) = (Vec::new(), self.written);
         let mut attached = self.attached.iter();
         let here = self.attached.front().filter(|(start, _)| *start == at);
-        let descriptors = here.map(|(_, fds)| fds.iter().map(|fd| fd.get().as_raw_fd()).collect()).unwrap_or_default();
+        let descriptors = here
+            .map(|(_, fds)| fds.iter().map(|fd| fd.get().as_raw_fd()).collect())
+            .unwrap_or_default();
         // They belong to the first byte of their piece, so a write ends in front of it.
-        let end = attached.find(|(start, _)| *start > at).map(|(start, _)| *start);
+        let end = attached
+            .find(|(start, _)| *start > at)
+            .map(|(start, _)| *start);
         for piece in self.pieces.iter().take(PIECES_MAX) {
             if Some(at) == end {
                 break;
@@ -96,11 +100,18 @@ impl Outbox {
     /// Notes that so many bytes have been written.
     pub(crate) fn advance(&mut self, mut bytes: usize) {
         self.written += bytes as u64;
-        while self.attached.front().is_some_and(|(start, _)| *start < self.written) {
+        while self
+            .attached
+            .front()
+            .is_some_and(|(start, _)| *start < self.written)
+        {
             self.attached.pop_front();
         }
         while bytes > 0 {
-            let piece = self.pieces.front_mut().expect("no more is written than was queued");
+            let piece = self
+                .pieces
+                .front_mut()
+                .expect("no more is written than was queued");
             if piece.len() > bytes {
                 piece.advance(bytes);
                 return;
@@ -134,13 +145,21 @@ mod tests {
     #[test]
     fn a_word_that_cannot_go_is_left_out_with_its_descriptors_and_what_follows_goes() {
         let mut outbox = Outbox::default();
-        let file = Arc::new(Own::fd(OwnedFd::from(std::fs::File::open("/dev/null").expect("there is one"))));
+        let file = Arc::new(Own::fd(OwnedFd::from(
+            std::fs::File::open("/dev/null").expect("there is one"),
+        )));
         outbox.push(Bytes::from_static(b"before"));
         outbox.push_with(Bytes::from_static(b"word"), vec![file.clone()]);
         outbox.push_with(Bytes::from_static(b"another"), vec![file]);
         let next = |outbox: &Outbox| {
             let (slices, descriptors) = outbox.slices();
-            (slices.iter().flat_map(|slice| slice.to_vec()).collect::<Vec<u8>>(), descriptors.len())
+            (
+                slices
+                    .iter()
+                    .flat_map(|slice| slice.to_vec())
+                    .collect::<Vec<u8>>(),
+                descriptors.len(),
+            )
         };
         assert_eq!(next(&outbox), (b"before".to_vec(), 0));
         outbox.advance(6);
@@ -175,7 +194,12 @@ mod tests {
             }
             assert_eq!((outbox.backlog(), outbox.written()), (0, outbox.queued()));
             for len in sizes {
-                let got = decoder.next_frame().expect("good").expect("there").link().expect("a link frame");
+                let got = decoder
+                    .next_frame()
+                    .expect("good")
+                    .expect("there")
+                    .link()
+                    .expect("a link frame");
                 assert_eq!(got, frame(len));
             }
         }

@@ -54,7 +54,9 @@ pub(crate) trait ExitHook: Send {
 
 /// Adds a hook; hooks run once, in no particular order.
 pub(crate) fn add_exit_hook(hook: impl ExitHook + 'static) {
-    let mut hooks = exit_hooks().lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let mut hooks = exit_hooks()
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner());
     hooks.retain(|hook| !hook.is_done());
     hooks.push(Box::new(hook));
 }
@@ -96,7 +98,10 @@ extern "C" fn before_fork() {
 pub(crate) fn mark(socket: impl AsFd) -> io::Result<()> {
     let fd = socket.as_fd();
     let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);
-    fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::from_bits_retain(LIBRARY_SOCKET_FLAG)))?;
+    fcntl(
+        fd,
+        FcntlArg::F_SETFL(flags | OFlag::from_bits_retain(LIBRARY_SOCKET_FLAG)),
+    )?;
     Ok(())
 }
 
@@ -125,22 +130,34 @@ pub(crate) struct Own<T> {
 impl<T> Own<T> {
     /// Owns something that needs no closing at a fork.
     pub(crate) fn new(value: T) -> Own<T> {
-        Own { value: Some(value), generation: generation(), place: None }
+        Own {
+            value: Some(value),
+            generation: generation(),
+            place: None,
+        }
     }
 
     /// Takes it out; `None` in a forked child.
     pub(crate) fn into_inner(mut self) -> Option<T> {
-        if self.generation == generation() { self.value.take() } else { None }
+        if self.generation == generation() {
+            self.value.take()
+        } else {
+            None
+        }
     }
 
     /// The thing itself, to change it.
     pub(crate) fn get_mut(&mut self) -> &mut T {
-        self.value.as_mut().expect("only `into_inner` and `drop` take it out")
+        self.value
+            .as_mut()
+            .expect("only `into_inner` and `drop` take it out")
     }
 
     /// The thing itself.
     pub(crate) fn get(&self) -> &T {
-        self.value.as_ref().expect("only `into_inner` and `drop` take it out")
+        self.value
+            .as_ref()
+            .expect("only `into_inner` and `drop` take it out")
     }
 }
 
@@ -148,9 +165,17 @@ impl<T: AsFd> Own<T> {
     /// Owns a descriptor, which a fork closes in the child.
     pub(crate) fn fd(value: T) -> Own<T> {
         let fd = value.as_fd().as_raw_fd();
-        let claim = |place: &AtomicI32| place.compare_exchange(NO_FD, fd, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        let claim = |place: &AtomicI32| {
+            place
+                .compare_exchange(NO_FD, fd, Ordering::Relaxed, Ordering::Relaxed)
+                .is_ok()
+        };
         let place = FORK_FDS.iter().position(claim);
-        Own { value: Some(value), generation: generation(), place }
+        Own {
+            value: Some(value),
+            generation: generation(),
+            place,
+        }
     }
 }
 

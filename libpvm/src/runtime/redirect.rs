@@ -15,16 +15,25 @@ static PLACE: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
 /// Where it is, empty.
 pub(super) fn open() -> RedirectAt {
     PLACE[0].store(0, Ordering::Release);
-    RedirectAt { pid: std::process::id().cast_signed(), at: PLACE.as_ptr().addr() as u64 }
+    RedirectAt {
+        pid: std::process::id().cast_signed(),
+        at: PLACE.as_ptr().addr() as u64,
+    }
 }
 
 /// What has been written there, if anything that can be read.
 pub(super) fn take() -> Option<Redirect> {
-    let length = usize::try_from(PLACE[0].swap(0, Ordering::AcqRel)).ok().filter(|length| *length > 0)?;
+    let length = usize::try_from(PLACE[0].swap(0, Ordering::AcqRel))
+        .ok()
+        .filter(|length| *length > 0)?;
     if length > REDIRECT_BYTES_MAX - 8 {
         return None;
     }
-    let mut bytes: Vec<u8> = PLACE[1..].iter().take(length.div_ceil(8)).flat_map(word).collect();
+    let mut bytes: Vec<u8> = PLACE[1..]
+        .iter()
+        .take(length.div_ceil(8))
+        .flat_map(word)
+        .collect();
     bytes.truncate(length);
     from_bytes(&bytes).ok()
 }
@@ -49,8 +58,14 @@ mod tests {
 
     #[test]
     fn what_is_written_there_is_taken_once_and_nonsense_is_nothing() {
-        let tokens = vec!["/tmp/a/resume-7".into(), "/var/tmp/some/where/else/resume-7".into()];
-        let redirect = Redirect { migration: MigrationId(7), tokens };
+        let tokens = vec![
+            "/tmp/a/resume-7".into(),
+            "/var/tmp/some/where/else/resume-7".into(),
+        ];
+        let redirect = Redirect {
+            migration: MigrationId(7),
+            tokens,
+        };
         write(&redirect.in_memory().expect("it fits"));
         assert_eq!(take(), Some(redirect));
         assert_eq!(take(), None);
@@ -58,7 +73,10 @@ mod tests {
         assert_eq!(take(), None);
         write(&[&3u64.to_ne_bytes()[..], &[0xff; 8]].concat());
         assert_eq!(take(), None);
-        let long = Redirect { migration: MigrationId(7), tokens: vec!["x".repeat(REDIRECT_BYTES_MAX).into()] };
+        let long = Redirect {
+            migration: MigrationId(7),
+            tokens: vec!["x".repeat(REDIRECT_BYTES_MAX).into()],
+        };
         assert!(long.in_memory().is_err());
     }
 }

@@ -99,13 +99,29 @@ pub(crate) struct Routes {
 impl Routes {
     /// None yet.
     pub(crate) fn new(me: Tid) -> Routes {
-        let (peers, watches, ends, out) = (FxHashMap::default(), Vec::new(), Vec::new(), VecDeque::new());
-        Routes { me, willing: true, last: 0, peers, watches, ends, out }
+        let (peers, watches, ends, out) = (
+            FxHashMap::default(),
+            Vec::new(),
+            Vec::new(),
+            VecDeque::new(),
+        );
+        Routes {
+            me,
+            willing: true,
+            last: 0,
+            peers,
+            watches,
+            ends,
+            out,
+        }
     }
 
     /// True when a message need not wait for an answer: there is a route, or there will be none.
     pub(crate) fn is_settled(&self, peer: Tid) -> bool {
-        matches!(self.peers.get(&peer), Some(Standing::Up | Standing::Refused))
+        matches!(
+            self.peers.get(&peer),
+            Some(Standing::Up | Standing::Refused)
+        )
     }
 
     /// When [`RouteEvent::Wake`] is wanted.
@@ -127,12 +143,18 @@ impl Routes {
     /// # Errors
     /// `OutOfRes` when as many are watched as can be.
     pub(crate) fn watch_new(&mut self, ctx: i32, tag: i32, count: i32, fd: i32) -> PvmResult<()> {
-        self.watches.retain(|watch| (watch.ctx, watch.tag) != (ctx, tag));
+        self.watches
+            .retain(|watch| (watch.ctx, watch.tag) != (ctx, tag));
         if self.watches.len() >= WATCHES_MAX {
             return Err(PvmError::OutOfRes);
         }
         if count != 0 {
-            self.watches.push(Watch { ctx, tag, left: count, fd });
+            self.watches.push(Watch {
+                ctx,
+                tag,
+                left: count,
+                fd,
+            });
         }
         Ok(())
     }
@@ -154,7 +176,11 @@ impl Routes {
 
     /// Forgets what [`Routes::watch_end`] was asked for.
     pub(crate) fn unwatch_end(&mut self, peer: Tid, ctx: i32, tag: i32) {
-        if let Some(at) = self.ends.iter().position(|asked| *asked == (peer, ctx, tag)) {
+        if let Some(at) = self
+            .ends
+            .iter()
+            .position(|asked| *asked == (peer, ctx, tag))
+        {
             self.ends.remove(at);
         }
     }
@@ -175,13 +201,17 @@ impl Routes {
                 _ => {}
             },
             RouteEvent::Refused { peer, id } => {
-                if matches!(self.peers.get(&peer), Some(Standing::Asking { id: open, .. }) if *open == id) {
+                if matches!(self.peers.get(&peer), Some(Standing::Asking { id: open, .. }) if *open == id)
+                {
                     self.drop_attempt(peer);
                     self.peers.insert(peer, Standing::Refused);
                 }
             }
             RouteEvent::Stands(peer) => {
-                if matches!(self.peers.get(&peer), Some(Standing::Asking { .. } | Standing::Dialling { .. })) {
+                if matches!(
+                    self.peers.get(&peer),
+                    Some(Standing::Asking { .. } | Standing::Dialling { .. })
+                ) {
                     self.up(peer);
                 }
             }
@@ -199,7 +229,11 @@ impl Routes {
             RouteEvent::LetGo => self.let_go(),
             RouteEvent::Wake => {
                 let late = |(peer, standing): (&Tid, &Standing)| match standing {
-                    Standing::Asking { until, .. } | Standing::Dialling { until } if *until <= now => Some(*peer),
+                    Standing::Asking { until, .. } | Standing::Dialling { until }
+                        if *until <= now =>
+                    {
+                        Some(*peer)
+                    }
                     _ => None,
                 };
                 let late: Vec<Tid> = self.peers.iter().filter_map(late).collect();
@@ -217,7 +251,13 @@ impl Routes {
         }
         self.last += 1;
         let id = OfferId(self.last);
-        self.peers.insert(peer, Standing::Asking { id, until: now + ANSWER_WITHIN });
+        self.peers.insert(
+            peer,
+            Standing::Asking {
+                id,
+                until: now + ANSWER_WITHIN,
+            },
+        );
         self.out.push_back(RouteOutput::Offer { to: peer, id });
     }
 
@@ -237,7 +277,12 @@ impl Routes {
             self.out.push_back(RouteOutput::Accept { to: peer, id });
             self.up(peer);
         } else {
-            self.peers.insert(peer, Standing::Dialling { until: now + ANSWER_WITHIN });
+            self.peers.insert(
+                peer,
+                Standing::Dialling {
+                    until: now + ANSWER_WITHIN,
+                },
+            );
             self.out.push_back(RouteOutput::Dial { to: peer, id });
         }
     }
@@ -245,7 +290,9 @@ impl Routes {
     /// Nothing is under way to this task any more.
     fn drop_attempt(&mut self, peer: Tid) {
         match self.peers.get(&peer) {
-            Some(Standing::Asking { id, .. }) => self.out.push_back(RouteOutput::Withdraw { id: *id }),
+            Some(Standing::Asking { id, .. }) => {
+                self.out.push_back(RouteOutput::Withdraw { id: *id })
+            }
             Some(Standing::Dialling { .. }) => self.out.push_back(RouteOutput::Close { peer }),
             Some(Standing::Up | Standing::Refused) | None => return,
         }
@@ -254,7 +301,10 @@ impl Routes {
 
     /// There will be no route: asking again with every message would make each of them wait.
     fn failed(&mut self, peer: Tid) {
-        if matches!(self.peers.get(&peer), Some(Standing::Asking { .. } | Standing::Dialling { .. })) {
+        if matches!(
+            self.peers.get(&peer),
+            Some(Standing::Asking { .. } | Standing::Dialling { .. })
+        ) {
             self.drop_attempt(peer);
             self.peers.insert(peer, Standing::Refused);
         }
@@ -267,7 +317,11 @@ impl Routes {
                 watch.left -= 1;
             }
             let Watch { ctx, tag, fd, .. } = *watch;
-            self.out.push_back(RouteOutput::Note { ctx, tag, words: [peer.raw(), fd] });
+            self.out.push_back(RouteOutput::Note {
+                ctx,
+                tag,
+                words: [peer.raw(), fd],
+            });
         }
         self.watches.retain(|watch| watch.left != 0);
     }
@@ -282,7 +336,11 @@ impl Routes {
 
     fn tell_of_end(&mut self, peer: Tid) {
         for (_, ctx, tag) in self.ends.extract_if(.., |(watched, ..)| *watched == peer) {
-            self.out.push_back(RouteOutput::Note { ctx, tag, words: [peer.raw(), -1] });
+            self.out.push_back(RouteOutput::Note {
+                ctx,
+                tag,
+                words: [peer.raw(), -1],
+            });
         }
     }
 
@@ -325,11 +383,22 @@ mod tests {
         for routes in [&mut a, &mut b] {
             routes.watch_new(7, 4, -1, 9).expect("room");
         }
-        assert_eq!(at(&mut a, RouteEvent::Wanted(B)), [RouteOutput::Offer { to: B, id: ID }]);
+        assert_eq!(
+            at(&mut a, RouteEvent::Wanted(B)),
+            [RouteOutput::Offer { to: B, id: ID }]
+        );
         assert!(!a.is_settled(B));
-        let asked = RouteEvent::Asked { peer: A, id: ID, near: false };
+        let asked = RouteEvent::Asked {
+            peer: A,
+            id: ID,
+            near: false,
+        };
         assert_eq!(at(&mut b, asked), [RouteOutput::Dial { to: A, id: ID }]);
-        let accepted = RouteEvent::Accepted { peer: B, id: ID, near: false };
+        let accepted = RouteEvent::Accepted {
+            peer: B,
+            id: ID,
+            near: false,
+        };
         assert_eq!(at(&mut a, accepted), [RouteOutput::Expect { id: ID }]);
         assert_eq!(at(&mut a, RouteEvent::Stands(B)), [note(4, [B.raw(), 9])]);
         assert_eq!(at(&mut b, RouteEvent::Stands(A)), [note(4, [A.raw(), 9])]);
@@ -348,15 +417,26 @@ mod tests {
     #[test]
     fn on_one_host_the_answer_is_the_route() {
         let mut b = Routes::new(B);
-        let asked = RouteEvent::Asked { peer: A, id: ID, near: true };
+        let asked = RouteEvent::Asked {
+            peer: A,
+            id: ID,
+            near: true,
+        };
         assert_eq!(at(&mut b, asked), [RouteOutput::Accept { to: A, id: ID }]);
         assert!(b.is_settled(A));
         let mut a = Routes::new(A);
         at(&mut a, RouteEvent::Wanted(B));
-        let accepted = RouteEvent::Accepted { peer: B, id: ID, near: true };
+        let accepted = RouteEvent::Accepted {
+            peer: B,
+            id: ID,
+            near: true,
+        };
         assert_eq!(at(&mut a, accepted), [RouteOutput::Withdraw { id: ID }]);
         assert!(a.is_settled(B));
-        assert_eq!(at(&mut a, RouteEvent::Moved(B)), [RouteOutput::Close { peer: B }]);
+        assert_eq!(
+            at(&mut a, RouteEvent::Moved(B)),
+            [RouteOutput::Close { peer: B }]
+        );
         assert!(!a.is_settled(B));
     }
 
@@ -364,23 +444,52 @@ mod tests {
     fn who_refused_is_not_asked_again_until_it_asks_itself() {
         let mut a = Routes::new(A);
         at(&mut a, RouteEvent::Wanted(B));
-        assert_eq!(at(&mut a, RouteEvent::Refused { peer: B, id: OfferId(9) }), []);
-        assert_eq!(at(&mut a, RouteEvent::Refused { peer: B, id: ID }), [RouteOutput::Withdraw { id: ID }]);
+        assert_eq!(
+            at(
+                &mut a,
+                RouteEvent::Refused {
+                    peer: B,
+                    id: OfferId(9)
+                }
+            ),
+            []
+        );
+        assert_eq!(
+            at(&mut a, RouteEvent::Refused { peer: B, id: ID }),
+            [RouteOutput::Withdraw { id: ID }]
+        );
         assert!(a.is_settled(B));
         assert_eq!(at(&mut a, RouteEvent::Wanted(B)), []);
         assert_eq!(at(&mut a, RouteEvent::Moved(B)), []);
         assert!(a.is_settled(B));
-        let asked = RouteEvent::Asked { peer: B, id: OfferId(3), near: false };
-        assert_eq!(at(&mut a, asked), [RouteOutput::Dial { to: B, id: OfferId(3) }]);
+        let asked = RouteEvent::Asked {
+            peer: B,
+            id: OfferId(3),
+            near: false,
+        };
+        assert_eq!(
+            at(&mut a, asked),
+            [RouteOutput::Dial {
+                to: B,
+                id: OfferId(3)
+            }]
+        );
     }
 
     #[test]
     fn a_program_that_wants_none_refuses() {
         let mut b = Routes::new(B);
         b.willing = false;
-        let asked = RouteEvent::Asked { peer: A, id: ID, near: true };
+        let asked = RouteEvent::Asked {
+            peer: A,
+            id: ID,
+            near: true,
+        };
         assert_eq!(at(&mut b, asked), [RouteOutput::Refuse { to: A, id: ID }]);
-        assert_eq!(at(&mut b, RouteEvent::Wanted(A)), [RouteOutput::Offer { to: A, id: ID }]);
+        assert_eq!(
+            at(&mut b, RouteEvent::Wanted(A)),
+            [RouteOutput::Offer { to: A, id: ID }]
+        );
     }
 
     #[test]
@@ -388,9 +497,29 @@ mod tests {
         let (mut a, mut b) = (Routes::new(A), Routes::new(B));
         at(&mut a, RouteEvent::Wanted(B));
         at(&mut b, RouteEvent::Wanted(A));
-        assert_eq!(at(&mut a, RouteEvent::Asked { peer: B, id: ID, near: false }), []);
-        let asked = RouteEvent::Asked { peer: A, id: ID, near: false };
-        assert_eq!(at(&mut b, asked), [RouteOutput::Withdraw { id: ID }, RouteOutput::Dial { to: A, id: ID }]);
+        assert_eq!(
+            at(
+                &mut a,
+                RouteEvent::Asked {
+                    peer: B,
+                    id: ID,
+                    near: false
+                }
+            ),
+            []
+        );
+        let asked = RouteEvent::Asked {
+            peer: A,
+            id: ID,
+            near: false,
+        };
+        assert_eq!(
+            at(&mut b, asked),
+            [
+                RouteOutput::Withdraw { id: ID },
+                RouteOutput::Dial { to: A, id: ID }
+            ]
+        );
     }
 
     #[test]
@@ -402,7 +531,17 @@ mod tests {
         assert_eq!(all(&mut a), [RouteOutput::Withdraw { id: ID }]);
         assert!(a.is_settled(B));
         // An answer that comes later means nothing.
-        assert_eq!(at(&mut a, RouteEvent::Accepted { peer: B, id: ID, near: true }), []);
+        assert_eq!(
+            at(
+                &mut a,
+                RouteEvent::Accepted {
+                    peer: B,
+                    id: ID,
+                    near: true
+                }
+            ),
+            []
+        );
         assert_eq!(at(&mut a, RouteEvent::Stands(B)), []);
     }
 
@@ -412,9 +551,18 @@ mod tests {
         a.watch_end(B, 7, 5).expect("room");
         a.watch_end(B, 7, 6).expect("room");
         a.unwatch_end(B, 7, 6);
-        assert_eq!(at(&mut a, RouteEvent::Ended(B)), [RouteOutput::Close { peer: B }, note(5, [B.raw(), -1])]);
+        assert_eq!(
+            at(&mut a, RouteEvent::Ended(B)),
+            [RouteOutput::Close { peer: B }, note(5, [B.raw(), -1])]
+        );
         assert_eq!(at(&mut a, RouteEvent::Ended(B)), []);
-        assert_eq!(at(&mut a, RouteEvent::Wanted(B)), [RouteOutput::Offer { to: B, id: OfferId(2) }]);
+        assert_eq!(
+            at(&mut a, RouteEvent::Wanted(B)),
+            [RouteOutput::Offer {
+                to: B,
+                id: OfferId(2)
+            }]
+        );
         // There is none yet: the watch is answered at once.
         a.watch_end(B, 7, 5).expect("room");
         assert_eq!(all(&mut a), [note(5, [B.raw(), -1])]);
@@ -424,9 +572,19 @@ mod tests {
     fn a_peer_that_asks_again_has_lost_its_end() {
         let (_, mut b) = two();
         b.watch_end(A, 7, 5).expect("room");
-        let asked = RouteEvent::Asked { peer: A, id: OfferId(2), near: false };
-        let expected =
-            [RouteOutput::Close { peer: A }, note(5, [A.raw(), -1]), RouteOutput::Dial { to: A, id: OfferId(2) }];
+        let asked = RouteEvent::Asked {
+            peer: A,
+            id: OfferId(2),
+            near: false,
+        };
+        let expected = [
+            RouteOutput::Close { peer: A },
+            note(5, [A.raw(), -1]),
+            RouteOutput::Dial {
+                to: A,
+                id: OfferId(2),
+            },
+        ];
         assert_eq!(at(&mut b, asked), expected);
     }
 
@@ -437,7 +595,17 @@ mod tests {
         a.watch_new(7, 5, -1, 9).expect("room");
         a.watch_new(7, 5, 0, 9).expect("room");
         let tids = [0x80001, 0x80002, 0x80003].map(Tid::from_raw);
-        let told = tids.map(|peer| at(&mut a, RouteEvent::Asked { peer, id: ID, near: true }).len());
+        let told = tids.map(|peer| {
+            at(
+                &mut a,
+                RouteEvent::Asked {
+                    peer,
+                    id: ID,
+                    near: true,
+                },
+            )
+            .len()
+        });
         assert_eq!(told, [2, 2, 1], "the answer, and twice a note");
         for tag in 0..WATCHES_MAX as i32 {
             a.watch_new(7, 100 + tag, 1, 9).expect("room");
@@ -451,10 +619,14 @@ mod tests {
         at(&mut a, RouteEvent::Wanted(Tid::from_raw(0x80009)));
         let out = at(&mut a, RouteEvent::LetGo);
         assert!(
-            out.contains(&RouteOutput::Close { peer: B }) && out.contains(&RouteOutput::Withdraw { id: OfferId(2) })
+            out.contains(&RouteOutput::Close { peer: B })
+                && out.contains(&RouteOutput::Withdraw { id: OfferId(2) })
         );
         assert_eq!(a.next_wakeup(), None);
-        assert_eq!(at(&mut b, RouteEvent::Gone(A)), [RouteOutput::Close { peer: A }]);
+        assert_eq!(
+            at(&mut b, RouteEvent::Gone(A)),
+            [RouteOutput::Close { peer: A }]
+        );
         assert_eq!(at(&mut b, RouteEvent::Gone(A)), []);
     }
 }

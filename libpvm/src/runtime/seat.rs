@@ -37,9 +37,18 @@ impl Seats {
     /// Places without a socket.
     pub(crate) fn new() -> io::Result<Seats> {
         let set = || Ok::<_, io::Error>(Own::fd(Set(Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?)));
-        let kick = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let seats = Seats { front: set()?, back: set()?, kick: Own::fd(kick) };
-        seats.front.get().0.add(seats.kick.get(), EpollEvent::new(EpollFlags::EPOLLIN, KICK))?;
+        let kick =
+            EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let seats = Seats {
+            front: set()?,
+            back: set()?,
+            kick: Own::fd(kick),
+        };
+        seats
+            .front
+            .get()
+            .0
+            .add(seats.kick.get(), EpollEvent::new(EpollFlags::EPOLLIN, KICK))?;
         Ok(seats)
     }
 

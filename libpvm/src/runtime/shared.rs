@@ -146,12 +146,22 @@ impl Drop for Held<'_> {
 impl<'a> Held<'a> {
     fn new(shared: &'a Shared, state: MutexGuard<'a, State>) -> Held<'a> {
         let (news, out, phase) = Held::seen(&state);
-        Held { shared, state: Some(state), news, out, phase }
+        Held {
+            shared,
+            state: Some(state),
+            news,
+            out,
+            phase,
+        }
     }
 
     fn seen(state: &State) -> (u64, (u64, u64), bool) {
         let core = &state.core;
-        (core.news(), (core.outbox.written(), core.route_news()), core.is_connected())
+        (
+            core.news(),
+            (core.outbox.written(), core.route_news()),
+            core.is_connected(),
+        )
     }
 
     /// Whom the changes made under this lock concern: threads that wait for news, threads that wait for writing, the helper.
@@ -161,11 +171,21 @@ impl<'a> Held<'a> {
         let written = self.awaiting_writes > 0 && (out != self.out || changed);
         let arrived = self.awaiting_news > 0 && news != self.news;
         let seated = self.seated && (news != self.news || changed || !self.can_sit());
-        Concerned { arrived, seated, written, helper: self.helper_is_needed() }
+        Concerned {
+            arrived,
+            seated,
+            written,
+            helper: self.helper_is_needed(),
+        }
     }
 
     fn tell(shared: &Shared, concerned: Concerned, wakes: Wakes) {
-        let Concerned { arrived, seated, written, helper } = concerned;
+        let Concerned {
+            arrived,
+            seated,
+            written,
+            helper,
+        } = concerned;
         wakes.wake();
         if seated {
             shared.seats.kick();
@@ -184,12 +204,18 @@ impl<'a> Held<'a> {
 
     /// Puts the sign up while something can be received, or the connection is gone, and takes it down otherwise.
     fn show(&mut self) {
-        let Some(sign) = self.shared.sign.get() else { return };
+        let Some(sign) = self.shared.sign.get() else {
+            return;
+        };
         let up = !self.core.inbox.is_empty() || self.core.lost().is_some();
         if up != self.sign_is_up {
             self.sign_is_up = up;
             // The counter is 0 or 1, and only changed under the lock.
-            let _ = if up { sign.get().write(1).map(drop) } else { sign.get().read().map(drop) };
+            let _ = if up {
+                sign.get().write(1).map(drop)
+            } else {
+                sign.get().read().map(drop)
+            };
         }
     }
 
@@ -211,8 +237,14 @@ impl<'a> Held<'a> {
         if self.core.near.is_empty() && self.core.direct.is_empty() {
             return false;
         }
-        let reach = if self.core.direct.is_empty() { Reach::Host } else { Reach::Tasks };
-        let Some(budget) = self.spin.budget(span, reach) else { return false };
+        let reach = if self.core.direct.is_empty() {
+            Reach::Host
+        } else {
+            Reach::Tasks
+        };
+        let Some(budget) = self.spin.budget(span, reach) else {
+            return false;
+        };
         if self.core.near.has_put_off() {
             self.take_wakes().wake();
         }
@@ -360,8 +392,11 @@ impl<'a> Held<'a> {
         Held::tell(self.shared, concerned, wakes);
         let mut state = self.state.take().expect("taken only on release");
         state.awaiting_writes += 1;
-        let (mut state, _) =
-            self.shared.written.wait_timeout(state, nap(span)).unwrap_or_else(|poisoned| poisoned.into_inner());
+        let (mut state, _) = self
+            .shared
+            .written
+            .wait_timeout(state, nap(span))
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
         state.awaiting_writes -= 1;
         (self.news, self.out, self.phase) = Held::seen(&state);
         self.state = Some(state);
@@ -387,7 +422,9 @@ fn nap(span: Option<Duration>) -> Duration {
 impl State {
     /// True when all that a thread may wait for comes by the daemon's socket, from other threads, or through the ear.
     fn can_sit(&self) -> bool {
-        self.core.is_connected() && self.core.direct.is_empty() && (self.core.near.is_empty() || self.has_ear)
+        self.core.is_connected()
+            && self.core.direct.is_empty()
+            && (self.core.near.is_empty() || self.has_ear)
     }
 
     /// True while a thread sleeps on the bell, or is about to.
@@ -398,11 +435,21 @@ impl State {
 
     /// True when the helper sleeps through something that has come up.
     fn helper_is_needed(&self) -> bool {
-        let Sleep::On { write, until, far, alarm } = self.sleep else { return false };
+        let Sleep::On {
+            write,
+            until,
+            far,
+            alarm,
+        } = self.sleep
+        else {
+            return false;
+        };
         let core = &self.core;
         let closing = !core.is_connected();
         let unwritten = !core.outbox.is_empty() && !write;
-        let earlier = core.earliest().is_some_and(|due| until.is_none_or(|until| due < until));
+        let earlier = core
+            .earliest()
+            .is_some_and(|due| until.is_none_or(|until| due < until));
         let deaf = core.near.is_shared() && !self.has_ear;
         let unwatched = core.direct.must_be_watched() && !far;
         let unheard = self.alarm.is_some() && !alarm;
@@ -468,13 +515,19 @@ impl State {
             let (slices, descriptors) = self.core.outbox.slices();
             let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
             let rights = [ControlMessage::ScmRights(&descriptors)];
-            let control = if descriptors.is_empty() { &[][..] } else { &rights[..] };
+            let control = if descriptors.is_empty() {
+                &[][..]
+            } else {
+                &rights[..]
+            };
             match sendmsg::<()>(fd, &slices, control, flags, None) {
                 Ok(n) => self.core.outbox.advance(n),
                 Err(nix::Error::EINTR) => {}
                 Err(nix::Error::EAGAIN) => return,
                 // Of this user's; the word comes to nothing, and the daemon carries what would have gone by its route.
-                Err(nix::Error::ETOOMANYREFS) if !descriptors.is_empty() => self.core.outbox.skip_word(),
+                Err(nix::Error::ETOOMANYREFS) if !descriptors.is_empty() => {
+                    self.core.outbox.skip_word()
+                }
                 Err(e) => {
                     // What the daemon said before it closed is still worth reading.
                     self.read_all();
@@ -499,7 +552,9 @@ impl State {
     }
 
     fn read_all(&mut self) {
-        let Some(socket) = self.socket.clone() else { return };
+        let Some(socket) = self.socket.clone() else {
+            return;
+        };
         self.read_at = self.now();
         self.unread = false;
         let mut total = 0;
@@ -510,8 +565,15 @@ impl State {
             if !fresh && buffer.capacity() - buffer.len() < READ_BYTES / 4 {
                 buffer.reserve(READ_BYTES);
             }
-            match receive(socket.get(), buffer, &mut self.passed, MsgFlags::MSG_DONTWAIT) {
-                Ok(Received { bytes: 0, .. }) => return self.lose("the daemon closed the connection"),
+            match receive(
+                socket.get(),
+                buffer,
+                &mut self.passed,
+                MsgFlags::MSG_DONTWAIT,
+            ) {
+                Ok(Received { bytes: 0, .. }) => {
+                    return self.lose("the daemon closed the connection");
+                }
                 Ok(Received { bytes, all }) => {
                     total += bytes;
                     self.take_frames();
@@ -534,12 +596,16 @@ impl State {
         loop {
             let taken = match self.decoder.next_frame() {
                 Ok(Some(frame)) => self.core.take_frame(now, frame, &mut self.passed),
-                Ok(None) if self.passed.len() > DESCRIPTORS_MAX => Err("descriptors that nothing belongs to".into()),
+                Ok(None) if self.passed.len() > DESCRIPTORS_MAX => {
+                    Err("descriptors that nothing belongs to".into())
+                }
                 Ok(None) => return,
                 Err(e) => Err(e.to_string()),
             };
             if let Err(why) = taken {
-                return self.lose(&format!("the daemon said something that cannot be understood: {why}"));
+                return self.lose(&format!(
+                    "the daemon said something that cannot be understood: {why}"
+                ));
             }
         }
     }
@@ -578,8 +644,14 @@ impl State {
 impl Shared {
     /// The state of a task that has just been accepted.
     pub(crate) fn new(accepted: Accepted) -> io::Result<Shared> {
-        let bell = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let Accepted { socket, decoder, passed, welcome } = accepted;
+        let bell =
+            EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let Accepted {
+            socket,
+            decoder,
+            passed,
+            welcome,
+        } = accepted;
         let listening = Arc::new(Own::new(OwnBell::new()?));
         let mut core = Core::new(&welcome);
         core.near = Near::new(listening.clone());
@@ -631,12 +703,23 @@ impl Shared {
     /// See [`Core::send_at_once`]; false also when another thread has the lock. Such a send changes nothing that [`Held`]
     /// would have to tell of but what the helper sleeps through.
     pub(crate) fn send_at_once(&self, peer: Tid, head: &[u8], body: &[u8], direct: bool) -> bool {
-        let Ok(mut state) = self.state.try_lock() else { return false };
+        let Ok(mut state) = self.state.try_lock() else {
+            return false;
+        };
         let now = state.clock.about();
-        let Some(wakes) = state.core.send_at_once(now, peer, head, body, direct) else { return false };
+        let Some(wakes) = state.core.send_at_once(now, peer, head, body, direct) else {
+            return false;
+        };
         let helper = state.helper_is_needed();
         drop(state);
-        Held::tell(self, Concerned { helper, ..Concerned::default() }, wakes);
+        Held::tell(
+            self,
+            Concerned {
+                helper,
+                ..Concerned::default()
+            },
+            wakes,
+        );
         true
     }
 
@@ -652,7 +735,10 @@ impl Shared {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => {
                 self.wanted.fetch_add(1, Ordering::Relaxed);
-                let state = self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                let state = self
+                    .state
+                    .lock()
+                    .unwrap_or_else(|poisoned| poisoned.into_inner());
                 self.wanted.fetch_sub(1, Ordering::Relaxed);
                 state
             }
@@ -664,7 +750,9 @@ impl Shared {
         loop {
             match self.state.try_lock() {
                 Ok(state) => return Some(Held::new(self, state)),
-                Err(TryLockError::Poisoned(poisoned)) => return Some(Held::new(self, poisoned.into_inner())),
+                Err(TryLockError::Poisoned(poisoned)) => {
+                    return Some(Held::new(self, poisoned.into_inner()));
+                }
                 Err(TryLockError::WouldBlock) if Instant::now() >= deadline => return None,
                 Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(1)),
             }
@@ -680,14 +768,21 @@ impl Shared {
     /// A descriptor that is readable while something can be received.
     pub(crate) fn sign_fd(&self) -> io::Result<RawFd> {
         if self.sign.get().is_none() {
-            let fresh = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+            let fresh =
+                EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
             // Another thread may have been faster; its sign counts then.
             let _ = self.sign.set(Own::fd(fresh));
         }
         let held = self.lock();
         self.listening.get().call_for_everything(true);
         drop(held);
-        Ok(self.sign.get().expect("just made").get().as_fd().as_raw_fd())
+        Ok(self
+            .sign
+            .get()
+            .expect("just made")
+            .get()
+            .as_fd()
+            .as_raw_fd())
     }
 
     /// The sign, once somebody has asked for it.
@@ -738,9 +833,13 @@ impl Shared {
 
     /// Hands everything that was sent to the daemon as far as that is possible until the deadline: the process ends.
     pub(crate) fn flush_until(&self, deadline: Instant) {
-        let Some(mut state) = self.lock_until(deadline) else { return };
+        let Some(mut state) = self.lock_until(deadline) else {
+            return;
+        };
         let asks = state.core.begin_to_end();
-        let mut words = asks.then(|| state.core.ask(Request::LastWords).ok()).flatten();
+        let mut words = asks
+            .then(|| state.core.ask(Request::LastWords).ok())
+            .flatten();
         loop {
             let now = state.now();
             words = words.filter(|id| state.core.take_reply(*id).is_none());

@@ -71,7 +71,10 @@ pub(super) struct Asks {
 impl Asks {
     /// What is open, for the log.
     pub(super) fn lines(&self) -> Vec<String> {
-        self.open.iter().map(|(id, p)| format!("{id} to {}: {:?}", p.host, p.asker)).collect()
+        self.open
+            .iter()
+            .map(|(id, p)| format!("{id} to {}: {:?}", p.host, p.asker))
+            .collect()
     }
 }
 
@@ -95,7 +98,15 @@ impl Machine {
         }
         self.asks.last = self.asks.last.next();
         let id = self.asks.last;
-        self.asks.open.insert(id, Pending { host, question: question.clone(), asker, hops });
+        self.asks.open.insert(
+            id,
+            Pending {
+                host,
+                question: question.clone(),
+                asker,
+                hops,
+            },
+        );
         if host == self.config.host {
             self.question(Back { host, id }, question);
         } else {
@@ -108,7 +119,13 @@ impl Machine {
         if back.host == self.config.host {
             self.answered(back.host, back.id, answer);
         } else {
-            self.tell_host(back.host, HostMsg::Answer { id: back.id, answer });
+            self.tell_host(
+                back.host,
+                HostMsg::Answer {
+                    id: back.id,
+                    answer,
+                },
+            );
         }
     }
 
@@ -120,10 +137,16 @@ impl Machine {
             return self.answer(back, Answer::Elsewhere(host));
         }
         let reply = match question {
-            Question::Exec { parent, request } => return self.queue_exec(parent, request, ExecBack::Answer(back)),
+            Question::Exec { parent, request } => {
+                return self.queue_exec(parent, request, ExecBack::Answer(back));
+            }
             Question::Watch { tid, watcher } => {
                 let gone = !self.is_alive(tid);
-                let after = if gone { self.tasks.dead_mark(tid, watcher) } else { None };
+                let after = if gone {
+                    self.tasks.dead_mark(tid, watcher)
+                } else {
+                    None
+                };
                 return self.answer(back, Answer::Watched { gone, after });
             }
             Question::Tasks { only } => Reply::Tasks(self.list_tasks(only)),
@@ -139,8 +162,18 @@ impl Machine {
             Question::Facts { tid } => return self.facts_wanted(back, tid),
             Question::Verdict { facts } => return self.verdict_wanted(back, facts),
             Question::Count => {
-                let contexts = self.contexts.iter().map(|(ctx, owner)| (*ctx, *owner)).collect();
-                return self.answer(back, Answer::Count { tasks: self.list_tasks(None), contexts });
+                let contexts = self
+                    .contexts
+                    .iter()
+                    .map(|(ctx, owner)| (*ctx, *owner))
+                    .collect();
+                return self.answer(
+                    back,
+                    Answer::Count {
+                        tasks: self.list_tasks(None),
+                        contexts,
+                    },
+                );
             }
             Question::HoldContexts(contexts) => {
                 self.hold_contexts(contexts);
@@ -192,20 +225,31 @@ impl Machine {
 
     /// An answer came.
     pub(super) fn answered(&mut self, from: HostId, id: RequestId, answer: Answer) {
-        let Some(pending) = self.asks.open.remove(&id) else { return };
+        let Some(pending) = self.asks.open.remove(&id) else {
+            return;
+        };
         if pending.host != from {
-            self.log(format!("{from} answered a question that was put to {}; the answer was dropped", pending.host));
+            self.log(format!(
+                "{from} answered a question that was put to {}; the answer was dropped",
+                pending.host
+            ));
             self.asks.open.insert(id, pending);
             return;
         }
         match (answer, pending.asker) {
-            (Answer::Elsewhere(host), asker) => self.ask_on(host, pending.question, asker, pending.hops + 1),
+            (Answer::Elsewhere(host), asker) => {
+                self.ask_on(host, pending.question, asker, pending.hops + 1)
+            }
             (Answer::Reply(reply), Asker::Task { tid, id }) => self.reply(tid, id, reply),
-            (Answer::Reply(Reply::Tasks(tasks)), Asker::Gather(gather)) => self.gathered(gather, tasks),
+            (Answer::Reply(Reply::Tasks(tasks)), Asker::Gather(gather)) => {
+                self.gathered(gather, tasks)
+            }
             (Answer::Count { tasks, contexts }, Asker::Count { count, .. }) => {
                 self.counted(count, Ok(Counted::new(tasks, contexts)));
             }
-            (Answer::Reply(reply), Asker::Copy { migration }) => self.copy_answered(migration, Some(reply)),
+            (Answer::Reply(reply), Asker::Copy { migration }) => {
+                self.copy_answered(migration, Some(reply))
+            }
             (_, Asker::Nobody) => {}
             (Answer::Reply(Reply::Spawned(results)), Asker::Spawn { spawn, part }) => {
                 self.part_spawned(spawn, part, Ok(results));
@@ -220,12 +264,16 @@ impl Machine {
                     self.member_ended(tid);
                 }
             }
-            (Answer::Facts(result), Asker::Facts(survey)) => self.facts_answered(survey, from, Some(result)),
+            (Answer::Facts(result), Asker::Facts(survey)) => {
+                self.facts_answered(survey, from, Some(result))
+            }
             (Answer::Verdict(verdict, engine), Asker::Verdict { survey, host }) => {
                 self.verdict_answered(survey, host, Some((verdict, engine)));
             }
             (_, asker) => {
-                self.log(format!("{from} gave an answer that does not fit its question"));
+                self.log(format!(
+                    "{from} gave an answer that does not fit its question"
+                ));
                 self.unanswered(pending.question, asker);
             }
         }
@@ -238,7 +286,9 @@ impl Machine {
                 let reply = match question {
                     Question::Tasks { .. } => Reply::Tasks(Vec::new()),
                     Question::Signal { .. } => Reply::Done,
-                    Question::TaskStatus { tid } | Question::Suspend(Order { tid, .. }) => no_task(tid),
+                    Question::TaskStatus { tid } | Question::Suspend(Order { tid, .. }) => {
+                        no_task(tid)
+                    }
                     Question::FreeContext { ctx, .. } => no_context(ctx),
                     _ => Reply::Failed {
                         error: PvmError::HostFail,
@@ -268,7 +318,13 @@ impl Machine {
     pub(super) fn fail_asks(&mut self, host: HostId) {
         let in_table = self.table.get(host).is_some();
         let lost = |p: &Pending| p.host == host && !(in_table && p.asker.is_patient());
-        let lost: Vec<RequestId> = self.asks.open.iter().filter(|(_, p)| lost(p)).map(|(id, _)| *id).collect();
+        let lost: Vec<RequestId> = self
+            .asks
+            .open
+            .iter()
+            .filter(|(_, p)| lost(p))
+            .map(|(id, _)| *id)
+            .collect();
         for id in lost {
             if let Some(pending) = self.asks.open.remove(&id) {
                 self.unanswered(pending.question, pending.asker);
@@ -305,9 +361,15 @@ fn task_of(question: &Question) -> Option<Tid> {
 }
 
 pub(super) fn no_task(tid: Tid) -> Reply {
-    Reply::Failed { error: PvmError::NoTask, reason: format!("there is no task {tid}") }
+    Reply::Failed {
+        error: PvmError::NoTask,
+        reason: format!("there is no task {tid}"),
+    }
 }
 
 fn no_context(ctx: i32) -> Reply {
-    Reply::Failed { error: PvmError::NotFound, reason: format!("context {ctx:#x} does not belong to this task") }
+    Reply::Failed {
+        error: PvmError::NotFound,
+        reason: format!("context {ctx:#x} does not belong to this task"),
+    }
 }

@@ -24,8 +24,8 @@ use super::tasks::Task;
 use super::{Machine, Output, Timer};
 use checkpoint::protocol::{CutId, CutOutput, Cuts, RestartId, Restarts, SourceEvent};
 use sempa_proto::checkpoint::{
-    CutFailure, Pace, PartMeta, PartRecord, RestartFailure, SET_TASKS_MAX, SET_VERSION, SavedEntry, SavedGroup,
-    SetMeta, SetReport,
+    CutFailure, Pace, PartMeta, PartRecord, RestartFailure, SET_TASKS_MAX, SET_VERSION, SavedEntry,
+    SavedGroup, SetMeta, SetReport,
 };
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Held, Question};
@@ -73,7 +73,12 @@ enum Doing {
     Cutting(CutId),
     /// What is left of it is being ended, to go back to its newest set, when this host is gone and not before this time; so
     /// many looks so far.
-    Ending { lost: Option<HostId>, not_before: Micros, why: String, looks: u32 },
+    Ending {
+        lost: Option<HostId>,
+        not_before: Micros,
+        why: String,
+        looks: u32,
+    },
     /// Its checkpoint is complete, and it is being ended; so many looks so far.
     Leaving { report: SetReport, looks: u32 },
     /// It is started again.
@@ -223,7 +228,11 @@ pub(super) struct Keeping {
 impl Keeping {
     /// When [`super::Event::Wake`] is wanted, if at all.
     pub(super) fn next_wakeup(&self) -> Option<Micros> {
-        self.cuts.next_wakeup().into_iter().chain(self.restarts.next_wakeup()).min()
+        self.cuts
+            .next_wakeup()
+            .into_iter()
+            .chain(self.restarts.next_wakeup())
+            .min()
     }
 
     /// This virtual machine exists since then.
@@ -238,17 +247,29 @@ impl Keeping {
         if self.jobs.len() < JOBS_MAX || self.jobs.contains_key(&job) {
             return true;
         }
-        let idle = |entry: &Job| entry.pace.is_none() && entry.doing == Doing::Nothing && !entry.is_wanted();
-        let idle = self.jobs.iter().find(|(_, entry)| idle(entry)).map(|(tid, _)| *tid);
+        let idle = |entry: &Job| {
+            entry.pace.is_none() && entry.doing == Doing::Nothing && !entry.is_wanted()
+        };
+        let idle = self
+            .jobs
+            .iter()
+            .find(|(_, entry)| idle(entry))
+            .map(|(tid, _)| *tid);
         idle.is_some_and(|idle| self.jobs.remove(&idle).is_some())
     }
 
     fn job_of_cut(&self, cut: CutId) -> Option<Tid> {
-        self.jobs.iter().find(|(_, job)| job.doing == Doing::Cutting(cut)).map(|(tid, _)| *tid)
+        self.jobs
+            .iter()
+            .find(|(_, job)| job.doing == Doing::Cutting(cut))
+            .map(|(tid, _)| *tid)
     }
 
     fn wanted_of(&self, restart: RestartId) -> Option<u64> {
-        self.wanted.iter().find(|(_, wanted)| wanted.begun == Some(restart)).map(|(number, _)| *number)
+        self.wanted
+            .iter()
+            .find(|(_, wanted)| wanted.begun == Some(restart))
+            .map(|(number, _)| *number)
     }
 }
 
@@ -257,7 +278,12 @@ impl Machine {
     pub(super) fn spared_on(&self, host: HostId) -> u32 {
         // Where there are checkpoints each host knows of it: contexts may come from hosts that have no tasks in them.
         let least = u32::from(!self.config.spared.is_empty());
-        self.config.spared.get(&host).copied().unwrap_or_default().max(least)
+        self.config
+            .spared
+            .get(&host)
+            .copied()
+            .unwrap_or_default()
+            .max(least)
     }
 
     fn keeping(&mut self) -> Option<&mut Keeping> {
@@ -275,9 +301,12 @@ impl Machine {
         end: bool,
         wait: bool,
     ) {
-        let Some(keeping) = self.keeping() else { return };
+        let Some(keeping) = self.keeping() else {
+            return;
+        };
         if !keeping.has_room_for(job) {
-            let reason = format!("{JOBS_MAX} jobs are checkpointed again and again already, the limit");
+            let reason =
+                format!("{JOBS_MAX} jobs are checkpointed again and again already, the limit");
             return self.fail(tid, id, PvmError::OutOfRes, reason);
         }
         let entry = keeping.jobs.entry(job).or_default();
@@ -296,10 +325,15 @@ impl Machine {
         let begins = match entry.doing {
             Doing::Nothing => true,
             Doing::Counting => false,
-            Doing::Cutting(_) | Doing::Ending { .. } | Doing::Leaving { .. } | Doing::Restarting => {
+            Doing::Cutting(_)
+            | Doing::Ending { .. }
+            | Doing::Leaving { .. }
+            | Doing::Restarting => {
                 return match wait {
                     true => self.reply(tid, id, Reply::Checkpointed(Err(CutFailure::UnderWay))),
-                    false => self.fail(tid, id, PvmError::Already, CutFailure::UnderWay.to_string()),
+                    false => {
+                        self.fail(tid, id, PvmError::Already, CutFailure::UnderWay.to_string())
+                    }
                 };
             }
         };
@@ -329,19 +363,40 @@ impl Machine {
     /// Asks all hosts for their tasks.
     fn count(&mut self, purpose: Purpose) {
         let hosts: Vec<HostId> = self.table.hosts.iter().map(|host| host.id).collect();
-        let Some(keeping) = self.keeping() else { return };
+        let Some(keeping) = self.keeping() else {
+            return;
+        };
         keeping.last_count += 1;
         let number = keeping.last_count;
-        keeping.counts.insert(number, Count { purpose, missing: hosts.len(), found: Counted::default(), mute: None });
+        keeping.counts.insert(
+            number,
+            Count {
+                purpose,
+                missing: hosts.len(),
+                found: Counted::default(),
+                mute: None,
+            },
+        );
         for host in hosts {
-            self.ask(host, Question::Count, Asker::Count { count: number, host });
+            self.ask(
+                host,
+                Question::Count,
+                Asker::Count {
+                    count: number,
+                    host,
+                },
+            );
         }
     }
 
     /// One host has named what it has, or is lost.
     pub(super) fn counted(&mut self, number: u64, found: Result<Counted, HostId>) {
-        let Some(keeping) = self.keeping() else { return };
-        let Some(count) = keeping.counts.get_mut(&number) else { return };
+        let Some(keeping) = self.keeping() else {
+            return;
+        };
+        let Some(count) = keeping.counts.get_mut(&number) else {
+            return;
+        };
         match found {
             Ok(found) => {
                 count.found.tasks.extend(found.tasks);
@@ -353,7 +408,15 @@ impl Machine {
         if count.missing > 0 {
             return;
         }
-        let Some(Count { purpose, found, mute, .. }) = keeping.counts.remove(&number) else { return };
+        let Some(Count {
+            purpose,
+            found,
+            mute,
+            ..
+        }) = keeping.counts.remove(&number)
+        else {
+            return;
+        };
         match (purpose, mute) {
             (Purpose::Begin(job), None) => self.begin_cut(job, &found.tasks),
             // A set without the tasks of that host would be none of the job.
@@ -377,7 +440,10 @@ impl Machine {
     }
 
     fn not_counted(&mut self, job: Tid, host: HostId) {
-        let counting = self.keeping().and_then(|k| k.jobs.get(&job)).is_some_and(|job| job.doing == Doing::Counting);
+        let counting = self
+            .keeping()
+            .and_then(|k| k.jobs.get(&job))
+            .is_some_and(|job| job.doing == Doing::Counting);
         if counting {
             self.cut_over(job, Err(CutFailure::HostLost(host)));
         }
@@ -396,10 +462,22 @@ impl Machine {
 
     fn begin_cut(&mut self, job: Tid, tasks: &[TaskInfo]) {
         let (now, lease) = (self.now, self.config.lease);
-        let Some(master) = self.master.as_deref_mut() else { return };
+        let Some(master) = self.master.as_deref_mut() else {
+            return;
+        };
         let keeping = &mut master.keeping;
-        let Some(entry) = keeping.jobs.get_mut(&job).filter(|entry| entry.doing == Doing::Counting) else { return };
-        if let Some(until) = entry.fallen.unknown_until(now, lease).filter(|_| !entry.is_wanted() && !entry.drains) {
+        let Some(entry) = keeping
+            .jobs
+            .get_mut(&job)
+            .filter(|entry| entry.doing == Doing::Counting)
+        else {
+            return;
+        };
+        if let Some(until) = entry
+            .fallen
+            .unknown_until(now, lease)
+            .filter(|_| !entry.is_wanted() && !entry.drains)
+        {
             // A set without those who were lost would be none of the job.
             entry.doing = Doing::Nothing;
             return self.schedule(job, until.since(now));
@@ -417,13 +495,30 @@ impl Machine {
             let tids = all.iter().map(|task| task.tid).collect();
             entry.drains |= coordinator.give_way(&tids);
         }
-        let other = |tid: Tid| coordinator.of_task(tid).or_else(|| cuts.of_task(tid)).map(|of| of.id);
-        let moving = all.iter().find_map(|task| Some((task.tid, other(task.tid)?)));
+        let other = |tid: Tid| {
+            coordinator
+                .of_task(tid)
+                .or_else(|| cuts.of_task(tid))
+                .map(|of| of.id)
+        };
+        let moving = all
+            .iter()
+            .find_map(|task| Some((task.tid, other(task.tid)?)));
         if let Some((tid, id)) = moving {
             let why = Failure::Refused(vec![sempa_proto::migration::Refusal::AlreadyMoving(id)]);
-            return self.cut_over(job, Err(CutFailure::Task { tid, step: Step::Inspect, why }));
+            return self.cut_over(
+                job,
+                Err(CutFailure::Task {
+                    tid,
+                    step: Step::Inspect,
+                    why,
+                }),
+            );
         }
-        let parts: Vec<_> = all.iter().map(|task| (coordinator.next_id(), task.tid, task.host)).collect();
+        let parts: Vec<_> = all
+            .iter()
+            .map(|task| (coordinator.next_id(), task.tid, task.host))
+            .collect();
         let cut = keeping.cuts.begin(now, &parts);
         if let Some(entry) = keeping.jobs.get_mut(&job) {
             entry.doing = Doing::Cutting(cut);
@@ -434,7 +529,9 @@ impl Machine {
     /// The store has room for it, or not.
     pub(super) fn set_begun(&mut self, cut: CutId, result: Result<(), String>) {
         let now = self.now;
-        let Some(keeping) = self.keeping() else { return };
+        let Some(keeping) = self.keeping() else {
+            return;
+        };
         if keeping.cuts.is_open(cut) {
             keeping.cuts.room(now, cut, result);
         } else {
@@ -444,11 +541,20 @@ impl Machine {
 
     fn verify_cut(&mut self, cut: CutId, found: Counted) {
         let now = self.now;
-        let Some(master) = self.master.as_deref_mut() else { return };
+        let Some(master) = self.master.as_deref_mut() else {
+            return;
+        };
         let keeping = &mut master.keeping;
-        let Some(job) = keeping.job_of_cut(cut) else { return };
-        let Some(entry) = keeping.jobs.get_mut(&job) else { return };
-        let tids: Vec<Tid> = members(job, &mut entry.members, &found.tasks).iter().map(|task| task.tid).collect();
+        let Some(job) = keeping.job_of_cut(cut) else {
+            return;
+        };
+        let Some(entry) = keeping.jobs.get_mut(&job) else {
+            return;
+        };
+        let tids: Vec<Tid> = members(job, &mut entry.members, &found.tasks)
+            .iter()
+            .map(|task| task.tid)
+            .collect();
         let mut ended = entry.ended.clone();
         if entry.newest.is_none() {
             // Who belonged to it before it was looked at nobody knows.
@@ -464,8 +570,20 @@ impl Machine {
         // While all stand still nobody enters a group, or leaves one, and nobody comes to a meeting.
         let groups = master.groups.saved(&tids);
         let members: BTreeSet<Tid> = tids.iter().copied().collect();
-        let contexts = found.contexts.into_iter().filter(|(_, owner)| members.contains(owner)).collect();
-        keeping.contents.insert(cut, Contents { groups, mailbox, contexts, ..Contents::default() });
+        let contexts = found
+            .contexts
+            .into_iter()
+            .filter(|(_, owner)| members.contains(owner))
+            .collect();
+        keeping.contents.insert(
+            cut,
+            Contents {
+                groups,
+                mailbox,
+                contexts,
+                ..Contents::default()
+            },
+        );
         let mut open = BTreeMap::<Tid, Vec<RequestId>>::new();
         for (tid, id) in master.groups.open().chain(master.mailbox.open()) {
             open.entry(tid).or_default().push(id);
@@ -493,9 +611,16 @@ impl Machine {
             CutOutput::Order { host, of, order } => self.order_move(host, of, order),
             CutOutput::Count(cut) => self.count(Purpose::Verify(cut)),
             CutOutput::Expect(of) if of.from == me => {}
-            CutOutput::Expect(of) => self.out.push_back(Output::ExpectImages { migration: of.id, from: of.from }),
+            CutOutput::Expect(of) => self.out.push_back(Output::ExpectImages {
+                migration: of.id,
+                from: of.from,
+            }),
             CutOutput::Keep { cut, of } => {
-                self.out.push_back(Output::KeepPart { cut, migration: of.id, tid: of.tid });
+                self.out.push_back(Output::KeepPart {
+                    cut,
+                    migration: of.id,
+                    tid: of.tid,
+                });
             }
             CutOutput::Seal { cut, parts } => self.seal(cut, parts),
             CutOutput::Abandon { cut, parts } => {
@@ -509,51 +634,124 @@ impl Machine {
     }
 
     fn seal(&mut self, cut: CutId, parts: Vec<(Tid, HostId, TaskFacts)>) {
-        let name = |host: HostId| self.table.get(host).map(|entry| entry.name.clone()).unwrap_or_default();
-        let Some(lines) = self.master.as_ref().map(|master| &master.keeping.lines) else { return };
-        let line = |tid: Tid| lines.get(&tid).copied().unwrap_or_default();
-        let part = |(tid, host, facts)| PartMeta { tid, host: name(host), facts, line: line(tid) };
-        let parts: Vec<PartMeta> = parts.into_iter().map(part).collect();
-        let Some(master) = self.master.as_deref_mut() else { return };
-        let Some(job) = master.keeping.job_of_cut(cut) else {
-            return master.keeping.cuts.sealed(cut, Err("the job goes back to an earlier one".into()));
+        let name = |host: HostId| {
+            self.table
+                .get(host)
+                .map(|entry| entry.name.clone())
+                .unwrap_or_default()
         };
-        let Keeping { line, founded: vm, .. } = master.keeping;
+        let Some(lines) = self.master.as_ref().map(|master| &master.keeping.lines) else {
+            return;
+        };
+        let line = |tid: Tid| lines.get(&tid).copied().unwrap_or_default();
+        let part = |(tid, host, facts)| PartMeta {
+            tid,
+            host: name(host),
+            facts,
+            line: line(tid),
+        };
+        let parts: Vec<PartMeta> = parts.into_iter().map(part).collect();
+        let Some(master) = self.master.as_deref_mut() else {
+            return;
+        };
+        let Some(job) = master.keeping.job_of_cut(cut) else {
+            return master
+                .keeping
+                .cuts
+                .sealed(cut, Err("the job goes back to an earlier one".into()));
+        };
+        let Keeping {
+            line, founded: vm, ..
+        } = master.keeping;
         let members = parts.iter().map(|part| part.tid).collect();
-        let own = parts.iter().filter(|part| part.facts.anew().is_some()).map(|part| part.tid).collect();
+        let own = parts
+            .iter()
+            .filter(|part| part.facts.anew().is_some())
+            .map(|part| part.tid)
+            .collect();
         // The rest goes into the set.
-        let kept = Contents { members, own, ..Contents::default() };
-        let known = master.keeping.contents.insert(cut, kept).unwrap_or_default();
-        let Contents { groups, mailbox, contexts, .. } = known;
+        let kept = Contents {
+            members,
+            own,
+            ..Contents::default()
+        };
+        let known = master
+            .keeping
+            .contents
+            .insert(cut, kept)
+            .unwrap_or_default();
+        let Contents {
+            groups,
+            mailbox,
+            contexts,
+            ..
+        } = known;
         let pace = master.keeping.jobs.get(&job).and_then(|entry| entry.pace);
         let (version, wire) = (SET_VERSION, WIRE_VERSION);
-        let meta = SetMeta { version, wire, vm, job, line, parts, groups, mailbox, contexts, pace };
+        let meta = SetMeta {
+            version,
+            wire,
+            vm,
+            job,
+            line,
+            parts,
+            groups,
+            mailbox,
+            contexts,
+            pace,
+        };
         let keep = master.keeping.needed();
-        self.out.push_back(Output::SealSet { cut, meta: Box::new(meta), keep });
+        self.out.push_back(Output::SealSet {
+            cut,
+            meta: Box::new(meta),
+            keep,
+        });
     }
 
     /// The set is complete, or is not.
     pub(super) fn set_sealed(&mut self, cut: CutId, mut result: Result<(String, u64), String>) {
-        let Some(keeping) = self.master.as_deref_mut().map(|master| &mut master.keeping) else { return };
+        let Some(keeping) = self.master.as_deref_mut().map(|master| &mut master.keeping) else {
+            return;
+        };
         if let Ok((set, _)) = &result
             && keeping.job_of_cut(cut).is_none()
         {
             // It was told as failed, and its job goes back to an earlier one: files are as they were then.
-            self.out.push_back(Output::DropSets { sets: vec![set.clone()] });
+            self.out.push_back(Output::DropSets {
+                sets: vec![set.clone()],
+            });
             result = Err("its checkpoint was over before".into());
         }
         let contents = keeping.contents.get_mut(&cut);
-        let result = result.map(|sealed| contents.map_or((), |contents| contents.sealed = Some(sealed)));
+        let result =
+            result.map(|sealed| contents.map_or((), |contents| contents.sealed = Some(sealed)));
         keeping.cuts.sealed(cut, result);
     }
 
     fn cut_ended(&mut self, cut: CutId, result: Result<Micros, CutFailure>) {
-        let Some(keeping) = self.keeping() else { return };
-        let Contents { members: tasks, own, sealed, .. } = keeping.contents.remove(&cut).unwrap_or_default();
-        let Some(job) = keeping.job_of_cut(cut) else { return };
+        let Some(keeping) = self.keeping() else {
+            return;
+        };
+        let Contents {
+            members: tasks,
+            own,
+            sealed,
+            ..
+        } = keeping.contents.remove(&cut).unwrap_or_default();
+        let Some(job) = keeping.job_of_cut(cut) else {
+            return;
+        };
         let result = result.and_then(|frozen| {
-            let (set, bytes) = sealed.ok_or_else(|| CutFailure::Store("the set was lost".into()))?;
-            Ok(SetReport { set, job, tasks, bytes, frozen, own })
+            let (set, bytes) =
+                sealed.ok_or_else(|| CutFailure::Store("the set was lost".into()))?;
+            Ok(SetReport {
+                set,
+                job,
+                tasks,
+                bytes,
+                frozen,
+                own,
+            })
         });
         self.cut_over(job, result);
     }
@@ -561,12 +759,28 @@ impl Machine {
     /// A checkpoint of a job has ended, or did not begin.
     fn cut_over(&mut self, job: Tid, result: Result<SetReport, CutFailure>) {
         let (now, lease) = (self.now, self.config.lease);
-        let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else { return };
+        let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else {
+            return;
+        };
         entry.doing = Doing::Nothing;
         entry.tries += 1;
-        let unknown_until = entry.fallen.unknown_until(now, lease).filter(|_| entry.pace.is_some());
-        if let Some(why) = result.as_ref().err().filter(|why| why.may_try_again() && entry.tries < TRIES_MAX) {
-            return self.schedule(job, if why.is_being_written() { WRITING_PAUSE } else { TRY_PAUSE });
+        let unknown_until = entry
+            .fallen
+            .unknown_until(now, lease)
+            .filter(|_| entry.pace.is_some());
+        if let Some(why) = result
+            .as_ref()
+            .err()
+            .filter(|why| why.may_try_again() && entry.tries < TRIES_MAX)
+        {
+            return self.schedule(
+                job,
+                if why.is_being_written() {
+                    WRITING_PAUSE
+                } else {
+                    TRY_PAUSE
+                },
+            );
         }
         (entry.tries, entry.drains) = (0, false);
         if result.is_ok() {
@@ -576,9 +790,19 @@ impl Machine {
         let ends = std::mem::take(&mut entry.ends) && result.is_ok();
         if let (Ok(report), true) = (&result, ends) {
             // Who waits is told when it has ended.
-            (entry.doing, entry.pace) = (Doing::Leaving { report: report.clone(), looks: 0 }, None);
+            (entry.doing, entry.pace) = (
+                Doing::Leaving {
+                    report: report.clone(),
+                    looks: 0,
+                },
+                None,
+            );
         }
-        let waiters = if ends { Vec::new() } else { std::mem::take(&mut entry.waiters) };
+        let waiters = if ends {
+            Vec::new()
+        } else {
+            std::mem::take(&mut entry.waiters)
+        };
         if let Ok(report) = &result {
             entry.newest = Some(report.set.clone());
             let ended = std::mem::take(&mut entry.ended);
@@ -586,7 +810,9 @@ impl Machine {
             entry.fallen.forget_all_but(&report.tasks);
         } else if entry.doing == Doing::Nothing && entry.is_quiet() {
             let quiet = job;
-            self.keeping().into_iter().for_each(|keeping| keeping.quiet.push(quiet));
+            self.keeping()
+                .into_iter()
+                .for_each(|keeping| keeping.quiet.push(quiet));
         }
         if let (Err(CutFailure::NoSuchJob(_)), Some(until)) = (&result, unknown_until) {
             self.schedule(job, until.since(now));
@@ -600,7 +826,13 @@ impl Machine {
             self.count(Purpose::Gone(job));
         }
         self.record(match &result {
-            Ok(SetReport { set, tasks, bytes, frozen, .. }) => EventKind::Checkpointed {
+            Ok(SetReport {
+                set,
+                tasks,
+                bytes,
+                frozen,
+                ..
+            }) => EventKind::Checkpointed {
                 set: set.clone(),
                 job,
                 tasks: u32::try_from(tasks.len()).unwrap_or(u32::MAX),
@@ -608,7 +840,10 @@ impl Machine {
                 frozen: *frozen,
                 parked,
             },
-            Err(why) => EventKind::CheckpointFailed { job, why: why.to_string() },
+            Err(why) => EventKind::CheckpointFailed {
+                job,
+                why: why.to_string(),
+            },
         });
         for (tid, id) in waiters {
             self.reply(tid, id, Reply::Checkpointed(result.clone()));
@@ -620,8 +855,12 @@ impl Machine {
 
     /// When the next checkpoint of a job is made, if it is made by itself, now that one has ended well or not.
     fn schedule_next(&mut self, job: Tid, good: bool) {
-        let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else { return };
-        let (took, Some(pace)) = (entry.took, entry.pace) else { return };
+        let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else {
+            return;
+        };
+        let (took, Some(pace)) = (entry.took, entry.pace) else {
+            return;
+        };
         let pause = pause(pace, good.then_some(took));
         let mut late = None;
         if let Pace::Loss(bound) | Pace::Every(bound) = pace
@@ -651,7 +890,13 @@ impl Machine {
     /// The time has come for the next checkpoint of a job, or for another try, or for a look at what is left of it.
     pub(super) fn job_due(&mut self, job: Tid) {
         let now = self.now;
-        let Some(entry) = self.keeping().and_then(|k| k.jobs.get(&job)).filter(|job| job.due <= now) else { return };
+        let Some(entry) = self
+            .keeping()
+            .and_then(|k| k.jobs.get(&job))
+            .filter(|job| job.due <= now)
+        else {
+            return;
+        };
         match entry.doing {
             Doing::Nothing if entry.pace.is_some() || entry.is_wanted() => self.begin_count(job),
             Doing::Ending { .. } | Doing::Leaving { .. } => self.count(Purpose::Gone(job)),
@@ -664,7 +909,9 @@ impl Machine {
     /// A task stands still for a checkpoint: waits until what it has asked for is answered. With `open` all others of its job
     /// stand still as well, and nothing but these may be open.
     pub(super) fn settle(&mut self, id: MigrationId, tid: Tid, open: Option<Vec<RequestId>>) {
-        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
         task.closing = open.map(|open| open.into_iter().collect());
         task.settling = Some(id);
         self.moves.settled.extend(task.take_settled());
@@ -673,7 +920,10 @@ impl Machine {
     /// It has all answers. What is known of it now is of the same moment as the memory of all; a moment later others go on.
     pub(super) fn part_settled(&mut self, id: MigrationId) {
         let tid = self.moves.sources.get(&id).map(|source| source.of().tid);
-        if let Some(task) = tid.and_then(|tid| self.tasks.get(tid)).filter(|task| task.closing.is_some()) {
+        if let Some(task) = tid
+            .and_then(|tid| self.tasks.get(tid))
+            .filter(|task| task.closing.is_some())
+        {
             if let Err(why) = self.has_heard_the_dead(task) {
                 return self.source_event(id, SourceEvent::Dumped(Err(why)));
             }
@@ -703,18 +953,35 @@ impl Machine {
             // gone on and said more by now.
             Held::Link(_) => *place < left,
         };
-        let waiting = task.inbox.queue.iter().enumerate().filter(keeps).map(|(_, held)| held.clone()).collect();
-        PartRecord { version: SET_VERSION, record: self.record_of(task), waiting }
+        let waiting = task
+            .inbox
+            .queue
+            .iter()
+            .enumerate()
+            .filter(keeps)
+            .map(|(_, held)| held.clone())
+            .collect();
+        PartRecord {
+            version: SET_VERSION,
+            record: self.record_of(task),
+            waiting,
+        }
     }
 
     /// A task has been written and goes on, or is about to be started again: its images go to the store.
     pub(super) fn deposit(&mut self, id: MigrationId) {
-        let Some(record) = self.moves.parts.remove(&id) else { return };
+        let Some(record) = self.moves.parts.remove(&id) else {
+            return;
+        };
         let to = self.master.is_none().then_some(HostId::MASTER);
         if to.is_some() {
             self.moves.deposits.insert(id);
         }
-        self.out.push_back(Output::Deposit { migration: id, record, to });
+        self.out.push_back(Output::Deposit {
+            migration: id,
+            record,
+            to,
+        });
     }
 
     /// The images of a part have left for the master, or could not.
@@ -722,7 +989,13 @@ impl Machine {
         if self.moves.deposits.remove(&id) {
             self.out.push_back(Output::DropImages { migration: id });
             if let Err(why) = result {
-                self.report(id, Report::Failed { step: Step::Transfer, why });
+                self.report(
+                    id,
+                    Report::Failed {
+                        step: Step::Transfer,
+                        why,
+                    },
+                );
             }
         }
     }
@@ -731,7 +1004,9 @@ impl Machine {
 
     /// True for the images of a part of a checkpoint that is under way.
     pub(super) fn is_part_of_cut(&self, id: MigrationId) -> bool {
-        self.master.as_ref().is_some_and(|master| master.keeping.cuts.of_part(id).is_some())
+        self.master
+            .as_ref()
+            .is_some_and(|master| master.keeping.cuts.of_part(id).is_some())
     }
 
     /// The images of a part are here, or did not arrive.
@@ -758,7 +1033,9 @@ fn pause(pace: Pace, took: Option<Micros>) -> Micros {
         // long again.
         (Pace::Loss(bound), Some(took)) => bound.since(Micros(took.0.saturating_mul(5) / 2)),
         // The same, but no job spends all its time on checkpoints for it.
-        (Pace::Every(every), Some(took)) => pause(Pace::Loss(every), Some(took)).max(Micros(every.0 / 2)),
+        (Pace::Every(every), Some(took)) => {
+            pause(Pace::Loss(every), Some(took)).max(Micros(every.0 / 2))
+        }
         (Pace::Every(every), None) => every,
         // Each moment without one may be lost.
         (Pace::Loss(_) | Pace::Never, _) => TRY_PAUSE,
@@ -779,15 +1056,21 @@ fn members(job: Tid, known: &mut BTreeSet<Tid>, tasks: &[TaskInfo]) -> Vec<TaskI
     known.insert(job);
     loop {
         let before = known.len();
-        let children = tasks.iter().filter(|task| known.contains(&task.parent)).map(|task| task.tid);
+        let children = tasks
+            .iter()
+            .filter(|task| known.contains(&task.parent))
+            .map(|task| task.tid);
         let children: Vec<Tid> = children.collect();
         known.extend(children);
         if known.len() == before {
             break;
         }
     }
-    let mut all: Vec<TaskInfo> =
-        tasks.iter().filter(|task| known.contains(&task.tid) && task.flags & TASK_SERVES == 0).cloned().collect();
+    let mut all: Vec<TaskInfo> = tasks
+        .iter()
+        .filter(|task| known.contains(&task.tid) && task.flags & TASK_SERVES == 0)
+        .cloned()
+        .collect();
     // In the moment of a move both ends may know the task.
     all.sort_by_key(|task| (task.tid, task.moving));
     all.dedup_by_key(|task| task.tid);

@@ -38,7 +38,11 @@ struct Block {
 
 impl Block {
     fn new(first: u64) -> Block {
-        Block { first, bytes: Vec::with_capacity(BLOCK_BYTES), ends: Vec::with_capacity(BLOCK_ENTRIES) }
+        Block {
+            first,
+            bytes: Vec::with_capacity(BLOCK_BYTES),
+            ends: Vec::with_capacity(BLOCK_ENTRIES),
+        }
     }
 
     fn push(&mut self, entry: &[u8]) {
@@ -66,9 +70,14 @@ impl EventLog {
     /// Entries from a number on, oldest first.
     pub(super) fn since(&self, from: u64, limit: u32) -> Vec<Event> {
         let from = from.max(self.oldest());
-        let numbers = from..=self.last.min(from.saturating_add(u64::from(limit.min(EVENTS_PER_REPLY_MAX))) - 1);
+        let numbers = from..=self
+            .last
+            .min(from.saturating_add(u64::from(limit.min(EVENTS_PER_REPLY_MAX))) - 1);
         let event = |packed| from_bytes(packed).expect("it was packed here");
-        numbers.filter_map(|number| self.packed(number)).map(event).collect()
+        numbers
+            .filter_map(|number| self.packed(number))
+            .map(event)
+            .collect()
     }
 
     /// The number of the oldest entry.
@@ -79,8 +88,13 @@ impl EventLog {
 
     /// An entry as it travels.
     fn packed(&self, number: u64) -> Option<&[u8]> {
-        let block = self.kept.partition_point(|block| block.first <= number).checked_sub(1)?;
-        self.kept[block].entry(number).filter(|_| number >= self.oldest())
+        let block = self
+            .kept
+            .partition_point(|block| block.first <= number)
+            .checked_sub(1)?;
+        self.kept[block]
+            .entry(number)
+            .filter(|_| number >= self.oldest())
     }
 
     /// The task gets nothing more.
@@ -94,13 +108,31 @@ impl EventLog {
     }
 
     /// The number that the entry has got, and how it travels.
-    fn append(&mut self, host: HostId, at: Micros, kind: EventKind) -> Result<(u64, Bytes), String> {
+    fn append(
+        &mut self,
+        host: HostId,
+        at: Micros,
+        kind: EventKind,
+    ) -> Result<(u64, Bytes), String> {
         let number = self.last + 1;
-        let packed = to_bytes(&Event { number, at, host, kind }).map_err(|why| why.to_string())?;
+        let packed = to_bytes(&Event {
+            number,
+            at,
+            host,
+            kind,
+        })
+        .map_err(|why| why.to_string())?;
         if packed.len() > EVENT_BYTES_MAX {
-            return Err(format!("it has {} bytes, {EVENT_BYTES_MAX} at most", packed.len()));
+            return Err(format!(
+                "it has {} bytes, {EVENT_BYTES_MAX} at most",
+                packed.len()
+            ));
         }
-        if self.kept.back().is_none_or(|block| block.bytes.len() + packed.len() > BLOCK_BYTES) {
+        if self
+            .kept
+            .back()
+            .is_none_or(|block| block.bytes.len() + packed.len() > BLOCK_BYTES)
+        {
             self.kept.push_back(Block::new(number));
         }
         self.kept.back_mut().expect("there is one").push(&packed);
@@ -113,7 +145,11 @@ impl EventLog {
     /// Blocks of which nothing is kept any more.
     fn throw_away(&mut self) {
         let oldest = self.oldest();
-        while self.kept.get(1).is_some_and(|next| next.first <= oldest || self.bytes > EVENTS_BYTES_MAX) {
+        while self
+            .kept
+            .get(1)
+            .is_some_and(|next| next.first <= oldest || self.bytes > EVENTS_BYTES_MAX)
+        {
             let gone = self.kept.pop_front().expect("there are two");
             self.bytes -= gone.bytes.len();
         }
@@ -147,12 +183,18 @@ impl Machine {
             _ => {}
         }
         let now = self.now;
-        let Some(master) = &mut self.master else { return };
+        let Some(master) = &mut self.master else {
+            return;
+        };
         master.keeping.happened(now, host, &kind, by_itself);
         let news = super::news::is_news(&kind);
         let (number, body) = match master.events.append(host, at, kind) {
             Ok(entry) => entry,
-            Err(why) => return self.log(format!("an entry for the event log from host {host} is left out: {why}")),
+            Err(why) => {
+                return self.log(format!(
+                    "an entry for the event log from host {host} is left out: {why}"
+                ));
+            }
         };
         for dst in master.events.followers() {
             if news && self.hears_later(dst) {
@@ -171,13 +213,26 @@ impl Machine {
 
     fn to_follower(&self, dst: Tid, body: Bytes) -> Option<ToTask> {
         let (ctx, tag) = *self.master.as_ref()?.events.subscribers.get(&dst)?;
-        let message = Message { src: self.source_for(dst), dst, ctx, tag, wid: 0, enc: DSIG_X86_64, body };
-        Some(ToTask::Deliver { message, after: None })
+        let message = Message {
+            src: self.source_for(dst),
+            dst,
+            ctx,
+            tag,
+            wid: 0,
+            enc: DSIG_X86_64,
+            body,
+        };
+        Some(ToTask::Deliver {
+            message,
+            after: None,
+        })
     }
 
     /// Master: this task wants every new event.
     pub(super) fn subscribe(&mut self, tid: Tid, id: RequestId, ctx: i32, tag: i32) {
-        let Some(master) = &mut self.master else { return };
+        let Some(master) = &mut self.master else {
+            return;
+        };
         let subscribers = &mut master.events.subscribers;
         if subscribers.len() >= SUBSCRIBERS_MAX && !subscribers.contains_key(&tid) {
             let reason = format!("{SUBSCRIBERS_MAX} tasks follow the event log already");
@@ -193,11 +248,16 @@ mod tests {
     use super::*;
 
     fn said(text: &str) -> EventKind {
-        EventKind::Note { text: text.to_string() }
+        EventKind::Note {
+            text: text.to_string(),
+        }
     }
 
     fn numbers(log: &EventLog, from: u64, limit: u32) -> Vec<u64> {
-        log.since(from, limit).iter().map(|event| event.number).collect()
+        log.since(from, limit)
+            .iter()
+            .map(|event| event.number)
+            .collect()
     }
 
     #[test]
@@ -207,7 +267,9 @@ mod tests {
         let all = EVENTS_MAX as u64 + 10_000;
         for number in 1..=all {
             let at = Micros::from_secs(number);
-            let (given, body) = log.append(HostId::MASTER, at, said(&number.to_string())).expect("it is short");
+            let (given, body) = log
+                .append(HostId::MASTER, at, said(&number.to_string()))
+                .expect("it is short");
             assert_eq!((given, log.packed(number)), (number, Some(&body[..])));
         }
         let oldest = all - EVENTS_MAX as u64 + 1;
@@ -217,27 +279,51 @@ mod tests {
         assert_eq!(log.since(0, u32::MAX).len(), EVENTS_PER_REPLY_MAX as usize);
         for event in log.since(oldest + 700, 3000) {
             let (number, at, kind) = (event.number, event.at, event.kind);
-            assert_eq!((at, kind), (Micros::from_secs(number), said(&number.to_string())));
+            assert_eq!(
+                (at, kind),
+                (Micros::from_secs(number), said(&number.to_string()))
+            );
         }
-        assert_eq!((log.packed(oldest - 1), log.packed(all + 1), log.packed(0)), (None, None, None));
+        assert_eq!(
+            (log.packed(oldest - 1), log.packed(all + 1), log.packed(0)),
+            (None, None, None)
+        );
         let kept: usize = log.kept.iter().map(|block| block.ends.len()).sum();
         let of_oldest = log.kept[0].ends.len();
-        assert!((EVENTS_MAX..EVENTS_MAX + of_oldest).contains(&kept), "{kept} entries are kept");
+        assert!(
+            (EVENTS_MAX..EVENTS_MAX + of_oldest).contains(&kept),
+            "{kept} entries are kept"
+        );
     }
 
     #[test]
-    fn long_entries_are_kept_up_to_so_many_bytes_and_one_that_is_too_long_is_refused_and_has_no_number() {
+    fn long_entries_are_kept_up_to_so_many_bytes_and_one_that_is_too_long_is_refused_and_has_no_number()
+     {
         let mut log = EventLog::default();
-        let (long, too_long) = ("x".repeat(EVENT_BYTES_MAX - 100), "x".repeat(EVENT_BYTES_MAX + 1));
+        let (long, too_long) = (
+            "x".repeat(EVENT_BYTES_MAX - 100),
+            "x".repeat(EVENT_BYTES_MAX + 1),
+        );
         let fit = (EVENTS_BYTES_MAX / long.len()) as u64;
         for number in 1..=fit + 20 {
-            let given = log.append(HostId::MASTER, Micros(0), said(&long)).map(|(given, _)| given);
+            let given = log
+                .append(HostId::MASTER, Micros(0), said(&long))
+                .map(|(given, _)| given);
             assert_eq!(given, Ok(number));
-            assert!(log.append(HostId::MASTER, Micros(0), said(&too_long)).is_err());
+            assert!(
+                log.append(HostId::MASTER, Micros(0), said(&too_long))
+                    .is_err()
+            );
         }
         let kept = numbers(&log, 0, u32::MAX);
         assert!(log.bytes <= EVENTS_BYTES_MAX, "{} bytes", log.bytes);
-        assert!(kept.len() as u64 >= fit - 1 && kept.last() == Some(&(fit + 20)), "{kept:?}");
-        assert!(to_bytes(&log.since(0, u32::MAX)).is_ok(), "all that is kept fits a frame");
+        assert!(
+            kept.len() as u64 >= fit - 1 && kept.last() == Some(&(fit + 20)),
+            "{kept:?}"
+        );
+        assert!(
+            to_bytes(&log.since(0, u32::MAX)).is_ok(),
+            "all that is kept fits a frame"
+        );
     }
 }

@@ -41,7 +41,10 @@ struct Waiters {
 
 impl Waiters {
     fn info(&self) -> Meeting {
-        Meeting { wanted: self.wanted as u32, waiting: self.waiting.keys().copied().collect() }
+        Meeting {
+            wanted: self.wanted as u32,
+            waiting: self.waiting.keys().copied().collect(),
+        }
     }
 }
 
@@ -86,7 +89,9 @@ impl Group {
 
     /// A member less. A frozen group keeps the number of its instances and is broken from then on.
     fn remove(&mut self, tid: Tid) {
-        let Some(instance) = self.instances.remove(&tid) else { return };
+        let Some(instance) = self.instances.remove(&tid) else {
+            return;
+        };
         self.members[instance] = Tid::NONE;
         self.free.insert(instance);
         if self.state != GroupState::Dynamic {
@@ -101,7 +106,11 @@ impl Group {
 
     /// Number of members; of a frozen group as it was frozen.
     fn size(&self) -> usize {
-        if self.state == GroupState::Dynamic { self.instances.len() } else { self.frozen }
+        if self.state == GroupState::Dynamic {
+            self.instances.len()
+        } else {
+            self.frozen
+        }
     }
 
     fn info(&self, name: &Name) -> GroupInfo {
@@ -148,23 +157,42 @@ impl Groups {
 
     /// Requests that wait for other members.
     pub(super) fn open(&self) -> impl Iterator<Item = (Tid, RequestId)> {
-        let meetings = self.groups.values().flat_map(|group| [&group.barrier, &group.freeze]).flatten();
+        let meetings = self
+            .groups
+            .values()
+            .flat_map(|group| [&group.barrier, &group.freeze])
+            .flatten();
         meetings.flat_map(|meeting| meeting.waiting.iter().map(|(tid, id)| (*tid, *id)))
     }
 
     /// Those of the groups that exist already: nobody can be in them at his old place.
     pub(super) fn taken(&self, saved: &[SavedGroup]) -> Vec<String> {
-        let taken = saved.iter().filter(|group| self.groups.contains_key(&group.name[..]));
+        let taken = saved
+            .iter()
+            .filter(|group| self.groups.contains_key(&group.name[..]));
         taken.map(|group| shown(&group.name)).collect()
     }
 
     /// Makes groups as they were saved. One that exists meanwhile is left alone.
     pub(super) fn restore(&mut self, saved: &[SavedGroup]) {
-        for SavedGroup { name, state, frozen, members } in saved {
+        for SavedGroup {
+            name,
+            state,
+            frozen,
+            members,
+        } in saved
+        {
             let count = members.iter().filter(|tid| **tid != Tid::NONE).count();
-            let fits = self.memberships + count <= MEMBERSHIPS_MAX && !self.groups.contains_key(&name[..]);
-            let Some(name) = fits.then(|| self.found(name).ok()).flatten() else { continue };
-            let mut group = Group { state: *state, frozen: *frozen as usize, ..Group::default() };
+            let fits =
+                self.memberships + count <= MEMBERSHIPS_MAX && !self.groups.contains_key(&name[..]);
+            let Some(name) = fits.then(|| self.found(name).ok()).flatten() else {
+                continue;
+            };
+            let mut group = Group {
+                state: *state,
+                frozen: *frozen as usize,
+                ..Group::default()
+            };
             for (instance, tid) in members.iter().enumerate() {
                 group.members.push(*tid);
                 if *tid == Tid::NONE {
@@ -192,13 +220,23 @@ impl Groups {
                 self.leave_all(tid, None);
                 Ok(GroupReply::Number(0))
             }
-            GroupRequest::Barrier { group, count } => return self.meet(Kind::Barrier, (tid, id), &group, count),
-            GroupRequest::Freeze { group, count } => return self.meet(Kind::Freeze, (tid, id), &group, count),
+            GroupRequest::Barrier { group, count } => {
+                return self.meet(Kind::Barrier, (tid, id), &group, count);
+            }
+            GroupRequest::Freeze { group, count } => {
+                return self.meet(Kind::Freeze, (tid, id), &group, count);
+            }
             GroupRequest::Instance { group, tid } => self.instance(tid, &group),
             GroupRequest::Member { group, instance } => self.member(instance, &group),
-            GroupRequest::Size { group } => self.get(&group).map(|(_, g)| GroupReply::Number(g.size() as i32)),
-            GroupRequest::Members { group } => self.get(&group).map(|(_, g)| GroupReply::Members(g.members.clone())),
-            GroupRequest::List => Ok(GroupReply::Groups(self.groups.iter().map(|(name, g)| g.info(name)).collect())),
+            GroupRequest::Size { group } => self
+                .get(&group)
+                .map(|(_, g)| GroupReply::Number(g.size() as i32)),
+            GroupRequest::Members { group } => self
+                .get(&group)
+                .map(|(_, g)| GroupReply::Members(g.members.clone())),
+            GroupRequest::List => Ok(GroupReply::Groups(
+                self.groups.iter().map(|(name, g)| g.info(name)).collect(),
+            )),
         };
         self.answer(tid, id, result);
     }
@@ -210,7 +248,10 @@ impl Groups {
 
     /// A task has ended without having left its groups.
     pub(super) fn ended(&mut self, tid: Tid) {
-        self.leave_all(tid, Some(&format!("{tid}, a member of the group, has ended")));
+        self.leave_all(
+            tid,
+            Some(&format!("{tid}, a member of the group, has ended")),
+        );
     }
 
     fn answer(&mut self, tid: Tid, id: RequestId, result: Result<GroupReply, Failed>) {
@@ -222,7 +263,10 @@ impl Groups {
             if name.is_empty() {
                 (PvmError::NullGroup, "a group needs a name".to_string())
             } else {
-                (PvmError::NoGroup, format!("there is no group {}", shown(name)))
+                (
+                    PvmError::NoGroup,
+                    format!("there is no group {}", shown(name)),
+                )
             }
         })
     }
@@ -235,14 +279,23 @@ impl Groups {
         };
         if let Some((_, group)) = &known {
             if group.state != GroupState::Dynamic {
-                return Err((PvmError::NotInGroup, format!("group {} is frozen: nobody can join", shown(name))));
+                return Err((
+                    PvmError::NotInGroup,
+                    format!("group {} is frozen: nobody can join", shown(name)),
+                ));
             }
             if group.instances.contains_key(&tid) {
-                return Err((PvmError::DupGroup, format!("{tid} is in group {} already", shown(name))));
+                return Err((
+                    PvmError::DupGroup,
+                    format!("{tid} is in group {} already", shown(name)),
+                ));
             }
         }
         if self.memberships >= MEMBERSHIPS_MAX {
-            return Err((PvmError::OutOfRes, format!("all groups together have {MEMBERSHIPS_MAX} members at most")));
+            return Err((
+                PvmError::OutOfRes,
+                format!("all groups together have {MEMBERSHIPS_MAX} members at most"),
+            ));
         }
         let name = match known {
             Some((name, _)) => name,
@@ -257,10 +310,14 @@ impl Groups {
     /// The name of a group that does not exist yet, if there is room for it.
     fn found(&mut self, name: &[u8]) -> Result<Name, Failed> {
         if name.len() > NAME_BYTES_MAX {
-            return Err((PvmError::OutOfRes, format!("the name of a group has {NAME_BYTES_MAX} bytes at most")));
+            return Err((
+                PvmError::OutOfRes,
+                format!("the name of a group has {NAME_BYTES_MAX} bytes at most"),
+            ));
         }
         if self.names_bytes + name.len() > NAMES_BYTES_MAX {
-            let reason = format!("the names of all groups together have {NAMES_BYTES_MAX} bytes at most");
+            let reason =
+                format!("the names of all groups together have {NAMES_BYTES_MAX} bytes at most");
             return Err((PvmError::OutOfRes, reason));
         }
         self.names_bytes += name.len();
@@ -285,7 +342,9 @@ impl Groups {
 
     /// A member less; `ended` tells how it came to its end if it has not left in good order.
     fn remove(&mut self, tid: Tid, name: &Name, ended: Option<&str>) {
-        let Some(group) = self.groups.get_mut(name) else { return };
+        let Some(group) = self.groups.get_mut(name) else {
+            return;
+        };
         group.remove(tid);
         self.memberships -= 1;
         if let Some(names) = self.of.get_mut(&tid) {
@@ -297,7 +356,11 @@ impl Groups {
         for kind in [Kind::Barrier, Kind::Freeze] {
             self.member_less(tid, name, kind, ended);
         }
-        if self.groups.get(name).is_some_and(|group| group.instances.is_empty()) {
+        if self
+            .groups
+            .get(name)
+            .is_some_and(|group| group.instances.is_empty())
+        {
             self.groups.remove(name);
             self.names_bytes -= name.len();
         }
@@ -305,9 +368,13 @@ impl Groups {
 
     /// What a member less means for those who wait.
     fn member_less(&mut self, tid: Tid, name: &Name, kind: Kind, ended: Option<&str>) {
-        let Some(group) = self.groups.get_mut(name) else { return };
+        let Some(group) = self.groups.get_mut(name) else {
+            return;
+        };
         let (broken, left) = (group.state == GroupState::Broken, group.instances.len());
-        let Some(meeting) = group.meeting(kind) else { return };
+        let Some(meeting) = group.meeting(kind) else {
+            return;
+        };
         let own = meeting.waiting.remove(&tid);
         if meeting.all && ended.is_none() {
             meeting.wanted = meeting.wanted.min(left);
@@ -318,8 +385,14 @@ impl Groups {
             self.answer(tid, id, Err(not_in(tid, name)));
         }
         if broken || (ended.is_some() && left < wanted) {
-            let what = ended.map_or_else(|| format!("{tid} has left the frozen group"), str::to_string);
-            let reason = format!("group {}: {what}; {left} are left of the {wanted} that were wanted", shown(name));
+            let what = ended.map_or_else(
+                || format!("{tid} has left the frozen group"),
+                str::to_string,
+            );
+            let reason = format!(
+                "group {}: {what}; {left} are left of the {wanted} that were wanted",
+                shown(name)
+            );
             self.close(name, kind, &Err((PvmError::NoGroup, reason)));
         } else {
             self.close_if_complete(name, kind);
@@ -330,7 +403,9 @@ impl Groups {
     /// Nobody waits any more, so the next one may want another number.
     fn forget_if_empty(&mut self, name: &Name, kind: Kind) {
         if let Some(group) = self.groups.get_mut(name) {
-            group.meeting(kind).take_if(|meeting| meeting.waiting.is_empty());
+            group
+                .meeting(kind)
+                .take_if(|meeting| meeting.waiting.is_empty());
         }
     }
 
@@ -342,9 +417,16 @@ impl Groups {
 
     fn member(&self, instance: i32, name: &[u8]) -> Result<GroupReply, Failed> {
         let (name, group) = self.get(name)?;
-        let member = usize::try_from(instance).ok().and_then(|i| group.members.get(i)).filter(|tid| **tid != Tid::NONE);
-        let tid =
-            member.ok_or_else(|| (PvmError::NoInst, format!("group {} has no instance {instance}", shown(name))))?;
+        let member = usize::try_from(instance)
+            .ok()
+            .and_then(|i| group.members.get(i))
+            .filter(|tid| **tid != Tid::NONE);
+        let tid = member.ok_or_else(|| {
+            (
+                PvmError::NoInst,
+                format!("group {} has no instance {instance}", shown(name)),
+            )
+        })?;
         Ok(GroupReply::Number(tid.raw()))
     }
 
@@ -356,7 +438,13 @@ impl Groups {
         }
     }
 
-    fn enter(&mut self, kind: Kind, (tid, id): (Tid, RequestId), name: &[u8], count: i32) -> Result<Name, Failed> {
+    fn enter(
+        &mut self,
+        kind: Kind,
+        (tid, id): (Tid, RequestId),
+        name: &[u8],
+        count: i32,
+    ) -> Result<Name, Failed> {
         let (name, group) = self.get(name)?;
         let name = name.clone();
         if !group.instances.contains_key(&tid) {
@@ -364,33 +452,66 @@ impl Groups {
         }
         match (kind, group.state) {
             (Kind::Freeze, GroupState::Static | GroupState::Broken) => {
-                return Err((PvmError::DupGroup, format!("group {} is frozen already", shown(&name))));
+                return Err((
+                    PvmError::DupGroup,
+                    format!("group {} is frozen already", shown(&name)),
+                ));
             }
             (Kind::Barrier, GroupState::Broken) => {
-                return Err((PvmError::NoGroup, format!("a member of the frozen group {} is missing", shown(&name))));
+                return Err((
+                    PvmError::NoGroup,
+                    format!("a member of the frozen group {} is missing", shown(&name)),
+                ));
             }
             _ => {}
         }
         let all = kind == Kind::Barrier && count == ALL_MEMBERS;
         let size = group.instances.len();
-        let wanted = if all { Some(size) } else { usize::try_from(count).ok().filter(|count| *count > 0) };
-        let mismatch = |reason: String| (PvmError::Mismatch, format!("group {}: {reason}", shown(&name)));
+        let wanted = if all {
+            Some(size)
+        } else {
+            usize::try_from(count).ok().filter(|count| *count > 0)
+        };
+        let mismatch = |reason: String| {
+            (
+                PvmError::Mismatch,
+                format!("group {}: {reason}", shown(&name)),
+            )
+        };
         let wanted = wanted.ok_or_else(|| mismatch(format!("{count} members cannot meet")))?;
         let group = self.groups.get_mut(&name).expect("just found");
-        let meeting = group.meeting(kind).get_or_insert(Waiters { wanted, all, waiting: BTreeMap::new() });
+        let meeting = group.meeting(kind).get_or_insert(Waiters {
+            wanted,
+            all,
+            waiting: BTreeMap::new(),
+        });
         if meeting.waiting.contains_key(&tid) {
-            return Err((PvmError::Already, format!("{tid} waits in group {} already", shown(&name))));
+            return Err((
+                PvmError::Already,
+                format!("{tid} waits in group {} already", shown(&name)),
+            ));
         }
         if meeting.wanted != wanted && !(all && meeting.all) {
-            return Err(mismatch(format!("{} members are waited for, not {wanted}", meeting.wanted)));
+            return Err(mismatch(format!(
+                "{} members are waited for, not {wanted}",
+                meeting.wanted
+            )));
         }
         meeting.waiting.insert(tid, id);
         Ok(name)
     }
 
     fn close_if_complete(&mut self, name: &Name, kind: Kind) {
-        let Some(group) = self.groups.get_mut(name) else { return };
-        let Some(meeting) = group.meeting(kind).as_ref().filter(|m| m.waiting.len() >= m.wanted) else { return };
+        let Some(group) = self.groups.get_mut(name) else {
+            return;
+        };
+        let Some(meeting) = group
+            .meeting(kind)
+            .as_ref()
+            .filter(|m| m.waiting.len() >= m.wanted)
+        else {
+            return;
+        };
         let number = match kind {
             Kind::Barrier => 0,
             Kind::Freeze => meeting.wanted as i32,
@@ -403,7 +524,13 @@ impl Groups {
 
     /// Answers everybody who waits.
     fn close(&mut self, name: &Name, kind: Kind, result: &Result<GroupReply, Failed>) {
-        let Some(meeting) = self.groups.get_mut(name).and_then(|group| group.meeting(kind).take()) else { return };
+        let Some(meeting) = self
+            .groups
+            .get_mut(name)
+            .and_then(|group| group.meeting(kind).take())
+        else {
+            return;
+        };
         for (tid, id) in meeting.waiting {
             self.answer(tid, id, result.clone());
         }
@@ -415,31 +542,44 @@ fn shown(name: &[u8]) -> String {
 }
 
 fn not_in(tid: Tid, name: &[u8]) -> Failed {
-    (PvmError::NotInGroup, format!("{tid} is not in group {}", shown(name)))
+    (
+        PvmError::NotInGroup,
+        format!("{tid} is not in group {}", shown(name)),
+    )
 }
 
 impl Machine {
     /// Master: a task's request to the group service.
     pub(super) fn group_request(&mut self, tid: Tid, id: RequestId, request: GroupRequest) {
-        let Some(master) = &mut self.master else { return };
+        let Some(master) = &mut self.master else {
+            return;
+        };
         let joins = matches!(request, GroupRequest::Join { .. });
         master.groups.handle(tid, id, request);
         self.answer_groups();
         if joins {
             // The word of its end comes on another channel and may have overtaken the request.
-            self.ask_about(tid, Question::Watch { tid, watcher: tid }, Asker::Member { tid });
+            self.ask_about(
+                tid,
+                Question::Watch { tid, watcher: tid },
+                Asker::Member { tid },
+            );
         }
     }
 
     /// Master: a task has ended.
     pub(super) fn member_ended(&mut self, tid: Tid) {
-        let Some(master) = &mut self.master else { return };
+        let Some(master) = &mut self.master else {
+            return;
+        };
         master.groups.ended(tid);
         self.answer_groups();
     }
 
     fn answer_groups(&mut self) {
-        while let Some(Answer { tid, id, result }) = self.master.as_mut().and_then(|m| m.groups.poll()) {
+        while let Some(Answer { tid, id, result }) =
+            self.master.as_mut().and_then(|m| m.groups.poll())
+        {
             match result {
                 Ok(reply) => self.reply(tid, id, Reply::Group(reply)),
                 Err((error, reason)) => self.fail(tid, id, error, reason),

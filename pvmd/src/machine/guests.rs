@@ -113,15 +113,28 @@ impl Task {
 
     /// True if its library let go, or is to, by this number.
     pub(super) fn waits_for(&self, id: MigrationId) -> bool {
-        self.still.as_ref().is_some_and(|still| still.ids.contains(&id))
+        self.still
+            .as_ref()
+            .is_some_and(|still| still.ids.contains(&id))
     }
 }
 
 impl Machine {
     /// When the time is over that a task of this host has for letting go before it stands still; `None` if it need not.
     fn still_by(&self, task: &Task) -> Option<Micros> {
-        let owner = self.hosting.stopped.as_ref().filter(|_| task.is_guest()).map(|said| said.at + LET_GO_TIME);
-        owner.into_iter().chain(task.suspended.map(|suspended| suspended.since + SUSPEND_TIME)).min()
+        let owner = self
+            .hosting
+            .stopped
+            .as_ref()
+            .filter(|_| task.is_guest())
+            .map(|said| said.at + LET_GO_TIME);
+        owner
+            .into_iter()
+            .chain(
+                task.suspended
+                    .map(|suspended| suspended.since + SUSPEND_TIME),
+            )
+            .min()
     }
 
     /// True if a task that is here, or on its way, has to stand still.
@@ -130,7 +143,8 @@ impl Machine {
             Some(task) => self.still_by(task).is_some(),
             None => {
                 let arrival = self.moves.arrivals.get(&tid);
-                arrival.is_some_and(|arrival| self.hosting.is_stopped() || arrival.suspended.is_some())
+                arrival
+                    .is_some_and(|arrival| self.hosting.is_stopped() || arrival.suspended.is_some())
             }
         }
     }
@@ -139,7 +153,11 @@ impl Machine {
 
     /// A load watcher, or the user by a program of his, says what guests may do here.
     pub(super) fn guests_word(&mut self, by: Tid, id: RequestId, mut word: GuestsWord) {
-        if self.tasks.get(by).is_some_and(|task| task.spawned() && !task.servant) {
+        if self
+            .tasks
+            .get(by)
+            .is_some_and(|task| task.spawned() && !task.servant)
+        {
             let reason = "only a load watcher that the resource manager has started, or a program from a command line, \
                           may say what guests may do on this host";
             return self.fail(by, id, PvmError::Denied, reason);
@@ -151,7 +169,10 @@ impl Machine {
 
     /// This counts now.
     pub(super) fn take_word(&mut self, by: Tid, word: GuestsWord) {
-        let watches = self.tasks.get(by).is_some_and(|task| task.servant && is_watcher(&task.name));
+        let watches = self
+            .tasks
+            .get(by)
+            .is_some_and(|task| task.servant && is_watcher(&task.name));
         self.hosting.speakers.spoke(by, &word, watches);
         match word.guests {
             Guests::Welcome => self.guests_go_on(&word.why),
@@ -171,13 +192,31 @@ impl Machine {
     fn stop_guests(&mut self, by: Tid, word: GuestsWord) {
         self.log(format!("guests are stopped: {}", word.why));
         let why = word.why.clone();
-        let here: Vec<Tid> = self.tasks.live.values().filter(|t| t.is_guest()).map(|t| t.tid).collect();
+        let here: Vec<Tid> = self
+            .tasks
+            .live
+            .values()
+            .filter(|t| t.is_guest())
+            .map(|t| t.tid)
+            .collect();
         // Those that have just come are not quite here.
-        let coming = self.moves.arrivals.values().filter(|a| a.run_ordered && !a.held);
+        let coming = self
+            .moves
+            .arrivals
+            .values()
+            .filter(|a| a.run_ordered && !a.held);
         let coming: Vec<Tid> = coming.map(|a| a.tid).collect();
         let guests = [&here[..], &coming].concat();
         let running = guests.iter().copied().collect();
-        self.hosting.stopped = Some(Said { by, word, at: self.now, guests, running, told: false, ending: false });
+        self.hosting.stopped = Some(Said {
+            by,
+            word,
+            at: self.now,
+            guests,
+            running,
+            told: false,
+            ending: false,
+        });
         for tid in here {
             self.hold_guest(tid);
         }
@@ -190,20 +229,39 @@ impl Machine {
     }
 
     fn guests_go_on(&mut self, why: &str) {
-        let Some(said) = self.hosting.stopped.take() else { return };
+        let Some(said) = self.hosting.stopped.take() else {
+            return;
+        };
         self.log(format!("guests go on: {why}"));
-        let goes_on = |t: &&Task| (t.still.is_some() || t.ending.is_some()) && t.suspended.is_none();
-        let still: Vec<Tid> = self.tasks.live.values().filter(goes_on).map(|t| t.tid).collect();
+        let goes_on =
+            |t: &&Task| (t.still.is_some() || t.ending.is_some()) && t.suspended.is_none();
+        let still: Vec<Tid> = self
+            .tasks
+            .live
+            .values()
+            .filter(goes_on)
+            .map(|t| t.tid)
+            .collect();
         for tid in still {
             self.free_guest(tid);
         }
-        let held = self.moves.arrivals.values().filter(|a| a.held && a.suspended.is_none());
+        let held = self
+            .moves
+            .arrivals
+            .values()
+            .filter(|a| a.held && a.suspended.is_none());
         for tid in held.map(|a| a.tid).collect::<Vec<Tid>>() {
             self.free_arrival(tid);
         }
         let guests = said.guests.into_iter();
-        let guests = guests.filter(|tid| self.tasks.get(*tid).is_some_and(|t| t.suspended.is_none())).collect();
-        self.record(EventKind::GuestsContinued { host: self.config.host, guests, why: why.to_string() });
+        let guests = guests
+            .filter(|tid| self.tasks.get(*tid).is_some_and(|t| t.suspended.is_none()))
+            .collect();
+        self.record(EventKind::GuestsContinued {
+            host: self.config.host,
+            guests,
+            why: why.to_string(),
+        });
     }
 
     /// The tasker says that nothing of a guest runs any more.
@@ -220,22 +278,39 @@ impl Machine {
 
     fn guests_step(&mut self) {
         let (host, now) = (self.config.host, self.now);
-        let is_there = |tid: &Tid| self.tasks.get(*tid).is_some() || self.moves.arrivals.contains_key(tid);
+        let is_there =
+            |tid: &Tid| self.tasks.get(*tid).is_some() || self.moves.arrivals.contains_key(tid);
         if let Some(said) = &mut self.hosting.stopped {
             said.running.retain(is_there);
         }
-        let Some(said) = self.hosting.stopped.as_mut().filter(|said| said.running.is_empty() && !said.told) else {
+        let Some(said) = self
+            .hosting
+            .stopped
+            .as_mut()
+            .filter(|said| said.running.is_empty() && !said.told)
+        else {
             return;
         };
         said.told = true;
-        let (guests, took, why) = (said.guests.clone(), now.since(said.at), said.word.why.clone());
-        self.record(EventKind::GuestsStopped { host, guests, took, why });
+        let (guests, took, why) = (
+            said.guests.clone(),
+            now.since(said.at),
+            said.word.why.clone(),
+        );
+        self.record(EventKind::GuestsStopped {
+            host,
+            guests,
+            took,
+            why,
+        });
     }
 
     /// A task is not a guest here any more: it has ended, or moved away.
     pub(super) fn guest_gone(&mut self, task: &Task) {
         for id in task.still.iter().flat_map(|still| &still.ids) {
-            self.out.push_back(Output::RemoveToken { path: self.config.place.token(*id) });
+            self.out.push_back(Output::RemoveToken {
+                path: self.config.place.token(*id),
+            });
         }
         self.guest_is_still(task.tid);
         self.guests_step();
@@ -247,26 +322,55 @@ impl Machine {
     pub(super) fn guests_leave(&mut self) {
         let unix = self.unix;
         let due = |said: &&mut Said| match said.word.guests {
-            Guests::Stopped { leave_at: Some(at), then: Leave::Kill } => at <= unix && !said.ending,
+            Guests::Stopped {
+                leave_at: Some(at),
+                then: Leave::Kill,
+            } => at <= unix && !said.ending,
             _ => false,
         };
-        let Some(said) = self.hosting.stopped.as_mut().filter(due) else { return };
+        let Some(said) = self.hosting.stopped.as_mut().filter(due) else {
+            return;
+        };
         said.ending = true;
         let why = said.word.why.clone();
-        let guests: Vec<Tid> = self.tasks.live.values().filter(|t| t.is_guest()).map(|t| t.tid).collect();
+        let guests: Vec<Tid> = self
+            .tasks
+            .live
+            .values()
+            .filter(|t| t.is_guest())
+            .map(|t| t.tid)
+            .collect();
         for tid in guests.iter().copied() {
             if !self.signal_away(tid, SIGTERM) {
-                self.tell_tasker(ToTasker::Signal { tid, signal: SIGTERM });
+                self.tell_tasker(ToTasker::Signal {
+                    tid,
+                    signal: SIGTERM,
+                });
             }
         }
         self.timer(END_TIME, Timer::GuestsEnd);
-        self.record(EventKind::GuestsEnded { host: self.config.host, guests, why });
+        self.record(EventKind::GuestsEnded {
+            host: self.config.host,
+            guests,
+            why,
+        });
     }
 
     /// Guests that were asked to end have had their time.
     pub(super) fn guests_end(&mut self) {
-        if self.hosting.stopped.as_ref().is_some_and(|said| said.ending) {
-            let left: Vec<Tid> = self.tasks.live.values().filter(|t| t.is_guest()).map(|t| t.tid).collect();
+        if self
+            .hosting
+            .stopped
+            .as_ref()
+            .is_some_and(|said| said.ending)
+        {
+            let left: Vec<Tid> = self
+                .tasks
+                .live
+                .values()
+                .filter(|t| t.is_guest())
+                .map(|t| t.tid)
+                .collect();
             for tid in left {
                 if !self.signal_away(tid, SIGKILL) {
                     self.tell_tasker(ToTasker::Kill { tid });
@@ -279,54 +383,91 @@ impl Machine {
 
     /// Has a task let go and stop that has to stand still.
     pub(super) fn hold_guest(&mut self, tid: Tid) {
-        if let Some(ending) = self.tasks.get_mut(tid).and_then(|task| task.ending.as_mut()) {
+        if let Some(ending) = self
+            .tasks
+            .get_mut(tid)
+            .and_then(|task| task.ending.as_mut())
+        {
             ending.stood = true;
         }
         // One that is asked to end needs its time for that. What becomes of it then stands still.
         if self.tasks.get(tid).is_some_and(Task::is_ending) {
             return;
         }
-        let leaving = self.source_of(tid).map(|source| (source.of().id, source.is_waking()));
-        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let leaving = self
+            .source_of(tid)
+            .map(|source| (source.of().id, source.is_waking()));
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
         match (&task.still, leaving) {
             // It was told before, and has not come back since.
             (Some(_), _) => {}
-            (None, Some((id, waking))) => task.still = Some(Still { ids: vec![id], pending: None, waking }),
+            (None, Some((id, waking))) => {
+                task.still = Some(Still {
+                    ids: vec![id],
+                    pending: None,
+                    waking,
+                })
+            }
             (None, None) => {
                 task.still = Some(Still::default());
                 self.ask_guest(tid, None);
             }
         }
-        let Some(task) = self.tasks.get(tid) else { return };
-        let lets_go = task.conn().is_some() || task.still.as_ref().is_some_and(|still| still.waking);
+        let Some(task) = self.tasks.get(tid) else {
+            return;
+        };
+        let lets_go =
+            task.conn().is_some() || task.still.as_ref().is_some_and(|still| still.waking);
         self.hold_in_time(tid, lets_go);
     }
 
     /// Has a task stopped that has to stand still: at once, or, if it is letting go, when its time for that is over.
     fn hold_in_time(&mut self, tid: Tid, lets_go: bool) {
-        let by = self.tasks.get(tid).filter(|_| lets_go).and_then(|task| self.still_by(task));
+        let by = self
+            .tasks
+            .get(tid)
+            .filter(|_| lets_go)
+            .and_then(|task| self.still_by(task));
         let left = by.map(|by| by.since(self.now));
-        self.tell_tasker(ToTasker::Hold { tid, after: left.unwrap_or_default() });
+        self.tell_tasker(ToTasker::Hold {
+            tid,
+            after: left.unwrap_or_default(),
+        });
     }
 
     /// Tells the library of a guest to let go, for this move if one waits for it.
     fn ask_guest(&mut self, tid: Tid, waiting: Option<(MigrationId, Vec<PathBuf>)>) {
         let (migration, tokens) = waiting.unwrap_or_else(|| {
             self.hosting.last += 1;
-            let id = MigrationId(STOP_BIT | u64::from(self.config.host.index()) << 40 | self.hosting.last);
+            let id = MigrationId(
+                STOP_BIT | u64::from(self.config.host.index()) << 40 | self.hosting.last,
+            );
             (id, vec![self.config.place.token(id)])
         });
-        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
         let Some(conn) = task.conn() else { return };
         task.hold = true;
-        task.still = Some(Still { ids: vec![migration], pending: None, waking: false });
-        self.out.push_back(Output::ToTask { conn, message: ToTask::Quiesce { migration, tokens } });
+        task.still = Some(Still {
+            ids: vec![migration],
+            pending: None,
+            waking: false,
+        });
+        self.out.push_back(Output::ToTask {
+            conn,
+            message: ToTask::Quiesce { migration, tokens },
+        });
     }
 
     /// A task that stood still goes on.
     pub(super) fn free_guest(&mut self, tid: Tid) {
         let moving = self.source_of(tid).is_some();
-        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
         let Some(still) = &mut task.still else {
             if task.ending.is_some() {
                 // It ran for some time only, to end.
@@ -347,7 +488,9 @@ impl Machine {
 
     /// A task on its way here that was to stand still goes on.
     pub(super) fn free_arrival(&mut self, tid: Tid) {
-        let Some(arrival) = self.moves.arrivals.get_mut(&tid) else { return };
+        let Some(arrival) = self.moves.arrivals.get_mut(&tid) else {
+            return;
+        };
         if let Some(migration) = arrival.free() {
             self.write_token(migration);
         }
@@ -356,7 +499,12 @@ impl Machine {
 
     /// A task on its way here that may run already has to stand still.
     pub(super) fn hold_arrival(&mut self, tid: Tid, after: Micros) {
-        if let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.run_ordered && !a.held) {
+        if let Some(arrival) = self
+            .moves
+            .arrivals
+            .get_mut(&tid)
+            .filter(|a| a.run_ordered && !a.held)
+        {
             arrival.held = true;
             self.tell_tasker(ToTasker::Hold { tid, after });
         }
@@ -364,7 +512,10 @@ impl Machine {
 
     /// The move of this task that has it, if there is one.
     fn source_of(&self, tid: Tid) -> Option<&Source> {
-        self.moves.sources.values().find(|source| source.of().tid == tid && source.holds())
+        self.moves
+            .sources
+            .values()
+            .find(|source| source.of().tid == tid && source.holds())
     }
 
     /// A process connects as a task that was spawned here: while guests have to stand still it lets go at once.
@@ -378,10 +529,16 @@ impl Machine {
     pub(super) fn guest_came_back(&mut self, tid: Tid) {
         let stopped = self.has_to_stand(tid);
         let ending = self.tasks.get(tid).is_some_and(Task::is_ending);
-        let Some(task) = self.tasks.get_mut(tid) else { return };
-        let Some(still) = task.still.take() else { return };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
+        let Some(still) = task.still.take() else {
+            return;
+        };
         for id in &still.ids {
-            self.out.push_back(Output::RemoveToken { path: self.config.place.token(*id) });
+            self.out.push_back(Output::RemoveToken {
+                path: self.config.place.token(*id),
+            });
         }
         if ending {
             return self.ask_to_part(tid);
@@ -404,11 +561,17 @@ impl Machine {
 
     /// A task that has come from another host is one of this host's now.
     pub(super) fn guest_arrived(&mut self, tid: Tid, waits_for: Option<MigrationId>) {
-        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
         match waits_for {
             Some(id) => {
                 task.hold = true;
-                task.still = Some(Still { ids: vec![id], pending: None, waking: false });
+                task.still = Some(Still {
+                    ids: vec![id],
+                    pending: None,
+                    waking: false,
+                });
             }
             None if self.has_to_stand(tid) => self.hold_guest(tid),
             None => {}
@@ -417,7 +580,9 @@ impl Machine {
 
     /// A program is asked to end: a library that has let go comes back, so that it can say its last words.
     pub(super) fn wake_to_end(&mut self, tid: Tid) {
-        let Some(still) = self.tasks.get_mut(tid).and_then(|task| task.still.as_mut()) else { return };
+        let Some(still) = self.tasks.get_mut(tid).and_then(|task| task.still.as_mut()) else {
+            return;
+        };
         still.waking |= !still.ids.is_empty();
         let ids = still.ids.clone();
         ids.into_iter().for_each(|id| self.write_token(id));
@@ -428,7 +593,9 @@ impl Machine {
         self.guest_is_still(tid);
         let still = self.tasks.get_mut(tid).and_then(|task| task.still.take());
         for id in still.into_iter().flat_map(|still| still.ids) {
-            self.out.push_back(Output::RemoveToken { path: self.config.place.token(id) });
+            self.out.push_back(Output::RemoveToken {
+                path: self.config.place.token(id),
+            });
         }
         self.guests_step();
     }
@@ -452,8 +619,16 @@ impl Machine {
 
     /// The library of a guest has let go.
     pub(super) fn guest_let_go(&mut self, tid: Tid) {
-        if self.has_to_stand(tid) && self.tasks.get(tid).is_some_and(|t| t.still.is_some() && !t.is_ending()) {
-            self.tell_tasker(ToTasker::Hold { tid, after: Micros::default() });
+        if self.has_to_stand(tid)
+            && self
+                .tasks
+                .get(tid)
+                .is_some_and(|t| t.still.is_some() && !t.is_ending())
+        {
+            self.tell_tasker(ToTasker::Hold {
+                tid,
+                after: Micros::default(),
+            });
             // A move may have waited for that.
             self.settled(tid);
         }
@@ -462,8 +637,12 @@ impl Machine {
     /// A move wants the library to let go. True if it was told to before, to stand still: then this does the rest.
     pub(super) fn quiesce_guest(&mut self, id: MigrationId, tid: Tid, tokens: &[PathBuf]) -> bool {
         let stopped = self.has_to_stand(tid);
-        let Some(task) = self.tasks.get_mut(tid) else { return false };
-        let Some(still) = &mut task.still else { return false };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return false;
+        };
+        let Some(still) = &mut task.still else {
+            return false;
+        };
         still.pending = Some((id, tokens.to_vec()));
         if task.has_let_go() {
             self.source_event(id, SourceEvent::Quiesced);
@@ -476,7 +655,11 @@ impl Machine {
     /// Lets a guest run for the moment that its library needs.
     pub(super) fn ease(&mut self, tid: Tid) {
         if self.has_to_stand(tid) {
-            self.tell_tasker(ToTasker::Ease { tid, alone: ALONE_TIME, after: EASE_TIME });
+            self.tell_tasker(ToTasker::Ease {
+                tid,
+                alone: ALONE_TIME,
+                after: EASE_TIME,
+            });
         }
     }
 
@@ -485,22 +668,33 @@ impl Machine {
         let redirection = self.tasks.get(tid).and_then(|task| {
             let (migration, tokens) = task.still.as_ref()?.pending.clone()?;
             let bytes = Redirect { migration, tokens }.in_memory();
-            Some(bytes.map(|bytes| Redirection { place: task.redirect_at, bytes }))
+            Some(bytes.map(|bytes| Redirection {
+                place: task.redirect_at,
+                bytes,
+            }))
         });
         match redirection.transpose() {
-            Ok(redirection) => self.tell_tasker(ToTasker::Stop { migration: id, tid, redirection }),
+            Ok(redirection) => self.tell_tasker(ToTasker::Stop {
+                migration: id,
+                tid,
+                redirection,
+            }),
             Err(why) => self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why)))),
         }
     }
 
     /// The tasker has stopped a task for a move, or could not.
     pub(super) fn stopped_for_move(&mut self, id: MigrationId, result: &Result<(), Failure>) {
-        let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else { return };
+        let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else {
+            return;
+        };
         if result.is_ok() {
             // Whom a move has stopped before his time was over is not told of otherwise.
             self.guest_held(tid);
         }
-        let Some(still) = self.tasks.get_mut(tid).and_then(|task| task.still.as_mut()) else { return };
+        let Some(still) = self.tasks.get_mut(tid).and_then(|task| task.still.as_mut()) else {
+            return;
+        };
         if still.pending.take_if(|(of, _)| *of == id).is_some() {
             if result.is_ok() {
                 still.ids.clear();
@@ -513,11 +707,18 @@ impl Machine {
     /// before: now, or when it need not stand still any more.
     pub(super) fn wake_guest(&mut self, id: MigrationId, tid: Tid) -> bool {
         let stopped = self.has_to_stand(tid);
-        let Some(task) = self.tasks.get_mut(tid) else { return false };
-        let Some(still) = &mut task.still else { return false };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return false;
+        };
+        let Some(still) = &mut task.still else {
+            return false;
+        };
         still.pending = None;
         if stopped {
-            self.tell_tasker(ToTasker::Hold { tid, after: Micros::default() });
+            self.tell_tasker(ToTasker::Hold {
+                tid,
+                after: Micros::default(),
+            });
             // Nothing is left to do for the move.
             self.source_event(id, SourceEvent::Reconnected);
         } else {
@@ -540,30 +741,56 @@ impl Machine {
     pub(super) fn places_for(&self, tid: Tid, program: &str) -> Result<usize, Refusal> {
         let host = self.config.host;
         match &self.hosting.stopped {
-            Some(said) => Err(Refusal::OwnerThere { host, why: said.word.why.clone() }),
-            None => self.places_left(tid, program).map_err(|why| Refusal::OwnerLimits { host, why }),
+            Some(said) => Err(Refusal::OwnerThere {
+                host,
+                why: said.word.why.clone(),
+            }),
+            None => self
+                .places_left(tid, program)
+                .map_err(|why| Refusal::OwnerLimits { host, why }),
         }
     }
 
     /// The same while guests are welcome. Tasks that leave and those that are suspended need no processor.
     fn places_left(&self, tid: Tid, program: &str) -> Result<usize, String> {
-        if let Some(pattern) = self.hosting.speakers.limits().find_map(|limits| limits.blocked(program)) {
+        if let Some(pattern) = self
+            .hosting
+            .speakers
+            .limits()
+            .find_map(|limits| limits.blocked(program))
+        {
             return Err(format!("its owner lets nobody run {pattern}"));
         }
-        let Some(most) = self.hosting.speakers.limits().filter_map(|limits| limits.cores).min() else {
+        let Some(most) = self
+            .hosting
+            .speakers
+            .limits()
+            .filter_map(|limits| limits.cores)
+            .min()
+        else {
             return Ok(usize::MAX);
         };
         // One that is written for a checkpoint does not leave.
         let leaves = |source: &&Source| source.holds() && source.of().cause != Cause::Checkpoint;
-        let leaving: BTreeSet<Tid> = self.moves.sources.values().filter(leaves).map(|source| source.of().tid).collect();
+        let leaving: BTreeSet<Tid> = self
+            .moves
+            .sources
+            .values()
+            .filter(leaves)
+            .map(|source| source.of().tid)
+            .collect();
         let works = |task: &&Task| {
-            let counts = task.tid != tid && task.is_guest() && !task.pinned && task.suspended.is_none();
+            let counts =
+                task.tid != tid && task.is_guest() && !task.pinned && task.suspended.is_none();
             counts && !leaving.contains(&task.tid)
         };
         let comes = |arrival: &&Arrival| arrival.tid != tid && arrival.suspended.is_none();
         let here = self.tasks.live.values().filter(works).count();
         let coming = self.moves.arrivals.values().filter(comes).count();
-        match usize::try_from(most).unwrap_or(usize::MAX).saturating_sub(here + coming) {
+        match usize::try_from(most)
+            .unwrap_or(usize::MAX)
+            .saturating_sub(here + coming)
+        {
             0 => Err(match most {
                 0 => "its owner allows no tasks".to_string(),
                 1 => "its owner allows one task, and it is there".to_string(),
@@ -576,7 +803,13 @@ impl Machine {
     /// Writes the token that wakes the library that let go by this number.
     pub(super) fn write_token(&mut self, migration: MigrationId) {
         let place = &self.config.place;
-        let token = ResumeToken { migration, socket: place.socket() };
-        self.out.push_back(Output::WriteToken { path: place.token(migration), token });
+        let token = ResumeToken {
+            migration,
+            socket: place.socket(),
+        };
+        self.out.push_back(Output::WriteToken {
+            path: place.token(migration),
+            token,
+        });
     }
 }

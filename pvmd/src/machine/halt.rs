@@ -33,7 +33,11 @@ pub(super) struct Stop {
 impl Machine {
     /// Somebody outside wants this daemon to end; that of the master is that of the virtual machine.
     pub(super) fn stop_asked(&mut self, why: &str) {
-        if self.master.is_some() { self.halt(why) } else { self.end_by_order(why) }
+        if self.master.is_some() {
+            self.halt(why)
+        } else {
+            self.end_by_order(why)
+        }
     }
 
     /// Master: ends the virtual machine.
@@ -47,7 +51,12 @@ impl Machine {
             waiting.extend(master.hosts.outside());
         }
         for host in &waiting {
-            self.tell_host(*host, HostMsg::Halt { why: why.to_string() });
+            self.tell_host(
+                *host,
+                HostMsg::Halt {
+                    why: why.to_string(),
+                },
+            );
         }
         self.abandon_starts();
         self.begin_stop(why, waiting);
@@ -62,11 +71,19 @@ impl Machine {
     }
 
     fn begin_stop(&mut self, why: &str, waiting: BTreeSet<HostId>) {
-        self.stop = Some(Stop { why: why.to_string(), waiting, said: false, over: false });
+        self.stop = Some(Stop {
+            why: why.to_string(),
+            waiting,
+            said: false,
+            over: false,
+        });
         self.timer(GRACE_TIME, Timer::Grace);
         self.timer(STOP_TIME, Timer::Stop);
         for tid in self.processes() {
-            self.tell_tasker(ToTasker::Signal { tid, signal: SIGTERM });
+            self.tell_tasker(ToTasker::Signal {
+                tid,
+                signal: SIGTERM,
+            });
         }
         self.signal_others();
         self.stop_step();
@@ -74,16 +91,31 @@ impl Machine {
 
     /// Asks the tasks to end that are no processes of ours, but for those that want to be told by their calls.
     fn signal_others(&mut self) {
-        let wants = |t: &&Task| !t.spawned() && (t.by_tasker.is_some() || t.at_end == AtEnd::Signalled);
-        let conns: Vec<_> = self.tasks.live.values().filter(wants).filter_map(Task::conn).collect();
+        let wants =
+            |t: &&Task| !t.spawned() && (t.by_tasker.is_some() || t.at_end == AtEnd::Signalled);
+        let conns: Vec<_> = self
+            .tasks
+            .live
+            .values()
+            .filter(wants)
+            .filter_map(Task::conn)
+            .collect();
         for conn in conns {
-            self.out.push_back(Output::Signal { conn, signal: SIGTERM });
+            self.out.push_back(Output::Signal {
+                conn,
+                signal: SIGTERM,
+            });
         }
     }
 
     /// Tasks here that have a process of ours.
     fn processes(&self) -> Vec<Tid> {
-        self.tasks.live.values().filter(|t| t.spawned() && t.exited.is_none() && !t.is_away()).map(|t| t.tid).collect()
+        self.tasks
+            .live
+            .values()
+            .filter(|t| t.spawned() && t.exited.is_none() && !t.is_away())
+            .map(|t| t.tid)
+            .collect()
     }
 
     /// The time of grace is over.
@@ -170,7 +202,12 @@ impl Machine {
         for conn in self.conns.ids() {
             self.out.push_back(Output::CloseTask { conn });
         }
-        self.stop = Some(Stop { why: why.to_string(), waiting: BTreeSet::new(), said: true, over: true });
+        self.stop = Some(Stop {
+            why: why.to_string(),
+            waiting: BTreeSet::new(),
+            said: true,
+            over: true,
+        });
         self.out.push_back(Output::Shutdown);
     }
 }

@@ -101,12 +101,22 @@ impl HandedOver {
 impl Machine {
     /// True for the number of a program that is started again here.
     pub(super) fn is_beginning(&self, epid: i32) -> bool {
-        self.moves.arrivals.values().any(|arrival| arrival.epid == Some(epid))
+        self.moves
+            .arrivals
+            .values()
+            .any(|arrival| arrival.epid == Some(epid))
     }
 
     /// The program of a task on its way here, that was started again, has connected.
     pub(super) fn comes_anew(&mut self, conn: ConnId, epid: i32) {
-        let Some(arrival) = self.moves.arrivals.values_mut().find(|arrival| arrival.epid == Some(epid)) else { return };
+        let Some(arrival) = self
+            .moves
+            .arrivals
+            .values_mut()
+            .find(|arrival| arrival.epid == Some(epid))
+        else {
+            return;
+        };
         // Whoever else knows the number is too late.
         arrival.epid = None;
         arrival.conn = Some(conn);
@@ -117,7 +127,12 @@ impl Machine {
 
     /// A library comes back after it let go.
     pub(super) fn resume(&mut self, conn: ConnId, tid: Tid, migration: MigrationId) {
-        if let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration && a.located) {
+        if let Some(arrival) = self
+            .moves
+            .arrivals
+            .get_mut(&tid)
+            .filter(|a| a.migration == migration && a.located)
+        {
             if let Some(older) = arrival.conn.replace(conn) {
                 self.conns.retire(older);
                 self.out.push_back(Output::CloseTask { conn: older });
@@ -125,8 +140,13 @@ impl Machine {
             self.conns.park(conn, tid);
             return self.arrival_step(tid);
         }
-        let moving = self.moves.sources.get(&migration).is_some_and(|s| s.of().tid == tid);
-        let may = |t: &&mut Task| (moving || t.waits_for(migration)) && t.hold && t.phase != Phase::Left;
+        let moving = self
+            .moves
+            .sources
+            .get(&migration)
+            .is_some_and(|s| s.of().tid == tid);
+        let may =
+            |t: &&mut Task| (moving || t.waits_for(migration)) && t.hold && t.phase != Phase::Left;
         let Some(task) = self.tasks.get_mut(tid).filter(may) else {
             return self.refuse(conn, format!("{tid} is not waited for here ({migration})"));
         };
@@ -143,7 +163,10 @@ impl Machine {
     pub(super) fn located_order(&mut self, location: Location) {
         let Location { tid, epoch, .. } = location;
         if epoch <= self.epoch {
-            return self.log(format!("a place of {tid} of epoch {epoch} is older than {}; it was refused", self.epoch));
+            return self.log(format!(
+                "a place of {tid} of epoch {epoch} is older than {}; it was refused",
+                self.epoch
+            ));
         }
         self.epoch = epoch;
         self.apply_location(location);
@@ -151,7 +174,12 @@ impl Machine {
     }
 
     pub(super) fn apply_location(&mut self, location: Location) {
-        let Location { tid, host, from, epoch } = location;
+        let Location {
+            tid,
+            host,
+            from,
+            epoch,
+        } = location;
         if !self.locations.set(location) {
             return;
         }
@@ -165,9 +193,15 @@ impl Machine {
         if host == me {
             if self.tasks.get(tid).is_none() {
                 let arrival = self.moves.arrivals.entry(tid);
-                arrival.or_insert_with(|| Arrival::new(tid, MigrationId(0), from)).located = true;
+                arrival
+                    .or_insert_with(|| Arrival::new(tid, MigrationId(0), from))
+                    .located = true;
             }
-        } else if self.moves.arrivals.get(&tid).is_some_and(|a| a.located && (!a.ran || a.lost))
+        } else if self
+            .moves
+            .arrivals
+            .get(&tid)
+            .is_some_and(|a| a.located && (!a.ran || a.lost))
             && let Some(mut arrival) = self.moves.arrivals.remove(&tid)
         {
             // The commit was taken back.
@@ -185,7 +219,10 @@ impl Machine {
                 task.awaiting = others;
             }
         } else if from != host && self.table.get(from).is_some() {
-            self.out.push_back(Output::Carry { host: from, carried: Carried::Passed { dst: tid, epoch } });
+            self.out.push_back(Output::Carry {
+                host: from,
+                carried: Carried::Passed { dst: tid, epoch },
+            });
         }
         self.tell_peers_of_move(tid);
     }
@@ -193,15 +230,25 @@ impl Machine {
     pub(super) fn send_record(&mut self, of: &Move, complete: bool) {
         if let Some(task) = self.tasks.get(of.tid) {
             let record = Box::new(self.record_of(task));
-            let carried = Carried::Record { dst: of.tid, migration: of.id, record, complete };
-            self.out.push_back(Output::Carry { host: of.to, carried });
+            let carried = Carried::Record {
+                dst: of.tid,
+                migration: of.id,
+                record,
+                complete,
+            };
+            self.out.push_back(Output::Carry {
+                host: of.to,
+                carried,
+            });
         }
     }
 
     pub(super) fn hand_task_over(&mut self, of: &Move) {
         let (dst, migration, to) = (of.tid, of.id, of.to);
         self.send_record(of, true);
-        let Some(mut task) = self.tasks.live.remove(&dst) else { return };
+        let Some(mut task) = self.tasks.live.remove(&dst) else {
+            return;
+        };
         self.remember_handing(of, Box::new(self.record_of(&task)));
         self.guest_gone(&task);
         for held in task.inbox.drain() {
@@ -209,9 +256,19 @@ impl Machine {
         }
         let epoch = self.locations.epoch(dst);
         // A host that joined later never had another place in mind.
-        let open = |host: &HostId| self.table.get(*host).is_some() && !task.passed.contains(&(epoch, *host));
+        let open = |host: &HostId| {
+            self.table.get(*host).is_some() && !task.passed.contains(&(epoch, *host))
+        };
         let awaiting = task.awaiting.iter().copied().filter(open).collect();
-        self.moves.departed.insert(dst, Departed { migration, to, epoch, awaiting });
+        self.moves.departed.insert(
+            dst,
+            Departed {
+                migration,
+                to,
+                epoch,
+                awaiting,
+            },
+        );
         self.departed_step(dst);
         // A daemon that is ending may have waited for this task only.
         self.stop_step();
@@ -219,8 +276,17 @@ impl Machine {
 
     fn remember_handing(&mut self, of: &Move, record: Box<TaskRecord>) {
         let (now, until) = (self.now, Some(self.handing_doubtful_until()));
-        self.moves.handed_over.retain(|_, handed| handed.counts(now));
-        let handed = HandedOver { to: of.to, migration: of.id, record, items: Vec::new(), all: false, until };
+        self.moves
+            .handed_over
+            .retain(|_, handed| handed.counts(now));
+        let handed = HandedOver {
+            to: of.to,
+            migration: of.id,
+            record,
+            items: Vec::new(),
+            all: false,
+            until,
+        };
         self.moves.handed_over.insert(of.tid, handed);
     }
 
@@ -232,20 +298,37 @@ impl Machine {
     /// Hands over what waits for a task that has left.
     pub(super) fn hand_on(&mut self, dst: Tid, to: HostId, migration: MigrationId, held: Held) {
         let until = self.handing_doubtful_until();
-        let remembered = self.moves.handed_over.get_mut(&dst).filter(|handed| handed.migration == migration);
+        let remembered = self
+            .moves
+            .handed_over
+            .get_mut(&dst)
+            .filter(|handed| handed.migration == migration);
         // Frames of links are sent again, but for those of a process that has ended.
-        let remembered = remembered.filter(|handed| matches!(held, Held::Item(_)) || handed.record.successor.is_some());
+        let remembered = remembered
+            .filter(|handed| matches!(held, Held::Item(_)) || handed.record.successor.is_some());
         if let Some(handed) = remembered {
             handed.items.push(held.clone());
             handed.until = handed.until.map(|_| until);
         }
-        self.out.push_back(Output::Carry { host: to, carried: Carried::Handed { dst, migration, held } });
+        self.out.push_back(Output::Carry {
+            host: to,
+            carried: Carried::Handed {
+                dst,
+                migration,
+                held,
+            },
+        });
     }
 
     /// The session with another daemon has broken, which lives: what was on its way there may be lost.
     pub(super) fn handing_broke(&mut self, host: HostId) {
         let now = self.now;
-        for handed in self.moves.handed_over.values_mut().filter(|handed| handed.to == host && handed.counts(now)) {
+        for handed in self
+            .moves
+            .handed_over
+            .values_mut()
+            .filter(|handed| handed.to == host && handed.counts(now))
+        {
             handed.until = None;
         }
     }
@@ -263,17 +346,35 @@ impl Machine {
             handed.until = until;
             let (dst, migration, record) = (*dst, handed.migration, handed.record.clone());
             let mut say = |carried| self.out.push_back(Output::Carry { host, carried });
-            say(Carried::Record { dst, migration, record, complete: true });
+            say(Carried::Record {
+                dst,
+                migration,
+                record,
+                complete: true,
+            });
             for held in handed.items.iter().cloned() {
-                say(Carried::Handed { dst, migration, held });
+                say(Carried::Handed {
+                    dst,
+                    migration,
+                    held,
+                });
             }
             if handed.all {
                 say(Carried::HandedAll { dst, migration });
             }
         }
-        for Location { tid, host: to, from, epoch } in self.locations.all() {
+        for Location {
+            tid,
+            host: to,
+            from,
+            epoch,
+        } in self.locations.all()
+        {
             if from == host && to != host {
-                self.out.push_back(Output::Carry { host, carried: Carried::Passed { dst: tid, epoch } });
+                self.out.push_back(Output::Carry {
+                    host,
+                    carried: Carried::Passed { dst: tid, epoch },
+                });
             }
         }
     }
@@ -292,12 +393,23 @@ impl Machine {
     }
 
     fn departed_step(&mut self, dst: Tid) {
-        if self.moves.departed.get(&dst).is_some_and(|d| d.awaiting.is_empty())
+        if self
+            .moves
+            .departed
+            .get(&dst)
+            .is_some_and(|d| d.awaiting.is_empty())
             && let Some(Departed { migration, to, .. }) = self.moves.departed.remove(&dst)
         {
-            self.out.push_back(Output::Carry { host: to, carried: Carried::HandedAll { dst, migration } });
+            self.out.push_back(Output::Carry {
+                host: to,
+                carried: Carried::HandedAll { dst, migration },
+            });
             let until = self.handing_doubtful_until();
-            let handed = self.moves.handed_over.get_mut(&dst).filter(|handed| handed.migration == migration);
+            let handed = self
+                .moves
+                .handed_over
+                .get_mut(&dst)
+                .filter(|handed| handed.migration == migration);
             if let Some(handed) = handed {
                 (handed.all, handed.until) = (true, handed.until.map(|_| until));
             }
@@ -305,8 +417,21 @@ impl Machine {
     }
 
     /// The record of a task on its way here.
-    pub(super) fn record_came(&mut self, tid: Tid, migration: MigrationId, record: TaskRecord, complete: bool) {
-        let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration) else { return };
+    pub(super) fn record_came(
+        &mut self,
+        tid: Tid,
+        migration: MigrationId,
+        record: TaskRecord,
+        complete: bool,
+    ) {
+        let Some(arrival) = self
+            .moves
+            .arrivals
+            .get_mut(&tid)
+            .filter(|a| a.migration == migration)
+        else {
+            return;
+        };
         let begins = arrival.anew && arrival.record.is_none();
         if complete {
             // Said again, everything behind it will be, too.
@@ -325,15 +450,27 @@ impl Machine {
 
     /// Something that waited at the source.
     pub(super) fn handed(&mut self, tid: Tid, migration: MigrationId, held: Held) {
-        match self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration) {
+        match self
+            .moves
+            .arrivals
+            .get_mut(&tid)
+            .filter(|a| a.migration == migration)
+        {
             Some(arrival) => arrival.handed.push(held),
-            None => self.log(format!("something was handed over for {tid}, which is not on its way here; dropped")),
+            None => self.log(format!(
+                "something was handed over for {tid}, which is not on its way here; dropped"
+            )),
         }
     }
 
     /// Nothing more waits at the source.
     pub(super) fn handed_all(&mut self, tid: Tid, migration: MigrationId) {
-        if let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration) {
+        if let Some(arrival) = self
+            .moves
+            .arrivals
+            .get_mut(&tid)
+            .filter(|a| a.migration == migration)
+        {
             arrival.all_handed = true;
         }
         self.arrival_step(tid);
@@ -342,37 +479,60 @@ impl Machine {
     /// A task on its way here becomes a task of this host when all is there: its record, what waited for it, its
     /// process, and its library, unless it has ended meanwhile.
     pub(super) fn arrival_step(&mut self, tid: Tid) {
-        let Some(arrival) = self.moves.arrivals.get_mut(&tid) else { return };
+        let Some(arrival) = self.moves.arrivals.get_mut(&tid) else {
+            return;
+        };
         if arrival.ran && arrival.exited.is_none() {
             // A program that is just beginning would be ended by any signal that it has prepared for no more than that.
             let anew = arrival.anew;
             let counts = |signal: &i32| !anew || DEADLY.contains(signal);
-            for signal in std::mem::take(&mut arrival.signals).into_iter().filter(counts) {
-                self.out.push_back(Output::ToTasker(ToTasker::Signal { tid, signal }));
+            for signal in std::mem::take(&mut arrival.signals)
+                .into_iter()
+                .filter(counts)
+            {
+                self.out
+                    .push_back(Output::ToTasker(ToTasker::Signal { tid, signal }));
             }
         }
         let here = arrival.located && arrival.complete && arrival.all_handed && arrival.ran;
         if !here || (arrival.conn.is_none() && arrival.exited.is_none() && !arrival.waits) {
             return;
         }
-        let Some(mut arrival) = self.moves.arrivals.remove(&tid) else { return };
+        let Some(mut arrival) = self.moves.arrivals.remove(&tid) else {
+            return;
+        };
         if !arrival.waits {
-            self.out.push_back(Output::RemoveToken { path: self.config.place.token(arrival.migration) });
+            self.out.push_back(Output::RemoveToken {
+                path: self.config.place.token(arrival.migration),
+            });
         }
-        let Some(record) = arrival.record.take() else { return };
+        let Some(record) = arrival.record.take() else {
+            return;
+        };
         let (hosts, epoch) = (record.hosts.clone(), record.epoch);
         let mut task = Task::from_record(record);
         (task.pid, task.suspended) = (arrival.pid, arrival.suspended);
         if arrival.anew {
-            (task.phase, task.epid, task.returning) = (Phase::Expected, arrival.epid, arrival.conn.is_none());
+            (task.phase, task.epid, task.returning) =
+                (Phase::Expected, arrival.epid, arrival.conn.is_none());
         }
-        for held in arrival.handed.drain().into_iter().chain(arrival.own.drain()) {
+        for held in arrival
+            .handed
+            .drain()
+            .into_iter()
+            .chain(arrival.own.drain())
+        {
             task.inbox.push(held);
         }
         if task.restart.is_some() {
             // To everybody else it begins.
             let (parent, name, user) = (task.parent, task.name.clone(), self.config.uid);
-            self.record(EventKind::TaskStarted { tid, parent, name, user });
+            self.record(EventKind::TaskStarted {
+                tid,
+                parent,
+                name,
+                user,
+            });
         }
         self.tasks.insert(task);
         if let Some(conn) = arrival.conn {
@@ -406,14 +566,21 @@ impl Machine {
             }
             self.departed_step(tid);
         }
-        let orphans: Vec<Tid> =
-            self.moves.arrivals.values().filter(|a| a.from == host && a.located).map(|a| a.tid).collect();
+        let orphans: Vec<Tid> = self
+            .moves
+            .arrivals
+            .values()
+            .filter(|a| a.from == host && a.located)
+            .map(|a| a.tid)
+            .collect();
         for tid in orphans {
             if let Some(arrival) = self.moves.arrivals.get_mut(&tid) {
                 // What was kept at the source is lost with it: links send again (what a process has left that is no more has come
                 // with its record), the rest is the loss of that host.
                 (arrival.complete, arrival.all_handed) = (true, true);
-                arrival.record.get_or_insert_with(|| Arrival::bare_record(tid));
+                arrival
+                    .record
+                    .get_or_insert_with(|| Arrival::bare_record(tid));
             }
             self.arrival_step(tid);
         }

@@ -61,7 +61,11 @@ impl Options {
 enum Line {
     Nothing,
     Defaults(Options),
-    Host { name: String, options: Options, start: bool },
+    Host {
+        name: String,
+        options: Options,
+        start: bool,
+    },
 }
 
 /// The host file: what it says about hosts, for now and for later.
@@ -73,14 +77,22 @@ pub(super) struct HostFile {
 
 impl HostFile {
     /// Reads the lines. Also returns the hosts to start now, and the lines that were not understood, with the reason.
-    pub(super) fn read(lines: &[String], own_name: &str) -> (HostFile, Vec<String>, Vec<(String, String)>) {
+    pub(super) fn read(
+        lines: &[String],
+        own_name: &str,
+    ) -> (HostFile, Vec<String>, Vec<(String, String)>) {
         let (mut file, mut start_now, mut ignored) = (HostFile::default(), Vec::new(), Vec::new());
         for line in lines {
             match parse(line) {
                 Ok(Line::Nothing) => {}
                 Ok(Line::Defaults(options)) => file.defaults = options,
-                Ok(Line::Host { name, options, start }) => {
-                    file.known.insert(name.clone(), options.over(&file.defaults));
+                Ok(Line::Host {
+                    name,
+                    options,
+                    start,
+                }) => {
+                    file.known
+                        .insert(name.clone(), options.over(&file.defaults));
                     if start && name != own_name {
                         start_now.push(name);
                     }
@@ -106,7 +118,9 @@ impl HostFile {
                 let options = options.over(self.options(&name));
                 Ok(options.plan(name, id))
             }
-            Line::Nothing | Line::Defaults(_) => Err((PvmError::BadParam, format!("{line:?} names no host"))),
+            Line::Nothing | Line::Defaults(_) => {
+                Err((PvmError::BadParam, format!("{line:?} names no host")))
+            }
         }
     }
 }
@@ -114,7 +128,9 @@ impl HostFile {
 /// What the host file says about the master itself: its own line, or the defaults.
 pub(crate) fn own_plan(lines: &[String], own_name: &str) -> HostPlan {
     let (file, ..) = HostFile::read(lines, own_name);
-    file.options(own_name).clone().plan(own_name.to_string(), HostId::MASTER)
+    file.options(own_name)
+        .clone()
+        .plan(own_name.to_string(), HostId::MASTER)
 }
 
 fn parse(line: &str) -> Result<Line, Refused> {
@@ -122,8 +138,14 @@ fn parse(line: &str) -> Result<Line, Refused> {
     if line.len() > LINE_BYTES_MAX {
         return Err(bad(format!("it is longer than {LINE_BYTES_MAX} bytes")));
     }
-    let mut words = line.split('#').next().unwrap_or_default().split_whitespace();
-    let Some(first) = words.next() else { return Ok(Line::Nothing) };
+    let mut words = line
+        .split('#')
+        .next()
+        .unwrap_or_default()
+        .split_whitespace();
+    let Some(first) = words.next() else {
+        return Ok(Line::Nothing);
+    };
     let mut options = Options::default();
     // A prefix may stand alone before the name.
     let (prefix, mut name) = match first.chars().next() {
@@ -140,24 +162,42 @@ fn parse(line: &str) -> Result<Line, Refused> {
         let (key, value) = word.split_once('=').unwrap_or((word, ""));
         let value = value.to_string();
         match key {
-            "lo" if value.starts_with('-') => return Err(bad(format!("{value:?} is not a login name"))),
-            "ip" if value.starts_with('-') => return Err(bad(format!("{value:?} is not an address"))),
+            "lo" if value.starts_with('-') => {
+                return Err(bad(format!("{value:?} is not a login name")));
+            }
+            "ip" if value.starts_with('-') => {
+                return Err(bad(format!("{value:?} is not an address")));
+            }
             "lo" => options.login = Some(value),
             "dx" => options.command = Some(value),
             "ep" => options.search_path = Some(value),
             "wd" => options.work_dir = Some(value),
             "ip" => options.contact = Some(value),
-            "sp" => options.speed = Some(value.parse().map_err(|_| bad(format!("sp={value} is not a number")))?),
+            "sp" => {
+                options.speed = Some(
+                    value
+                        .parse()
+                        .map_err(|_| bad(format!("sp={value} is not a number")))?,
+                )
+            }
             "bx" => options.debugger = Some(value),
             "so" => options.start_option = Some(value),
             // All hosts share the name of the virtual machine.
             "id" => {}
-            _ => return Err(bad(format!("{word:?} is no host option; there are lo= dx= ep= wd= sp= ip= so= bx= id="))),
+            _ => {
+                return Err(bad(format!(
+                    "{word:?} is no host option; there are lo= dx= ep= wd= sp= ip= so= bx= id="
+                )));
+            }
         }
     }
     Ok(match prefix {
         Some('*') => Line::Defaults(options),
-        prefix => Line::Host { name, options, start: prefix != Some('&') },
+        prefix => Line::Host {
+            name,
+            options,
+            start: prefix != Some('&'),
+        },
     })
 }
 
@@ -171,14 +211,28 @@ mod tests {
 
     #[test]
     fn a_line_overrides_the_file_and_the_file_overrides_the_defaults() {
-        let lines =
-            ["# all", "* dx=/opt/pvmd sp=500", "h1", "&h2 lo=anna sp=700", "$h3", "h4 zz=1", ""].map(String::from);
+        let lines = [
+            "# all",
+            "* dx=/opt/pvmd sp=500",
+            "h1",
+            "&h2 lo=anna sp=700",
+            "$h3",
+            "h4 zz=1",
+            "",
+        ]
+        .map(String::from);
         let (file, start, ignored) = HostFile::read(&lines, "h1");
         assert_eq!(start, ["h3"]);
         assert_eq!(ignored.len(), 1);
         let h2 = plan(&file, "h2 wd=/tmp ip=10.0.0.2 # comment").expect("good");
-        assert_eq!((h2.login.as_deref(), h2.speed, h2.contact.as_str()), (Some("anna"), 700, "10.0.0.2"));
-        assert_eq!((h2.command.as_deref(), h2.work_dir.as_deref()), (Some("/opt/pvmd"), Some("/tmp")));
+        assert_eq!(
+            (h2.login.as_deref(), h2.speed, h2.contact.as_str()),
+            (Some("anna"), 700, "10.0.0.2")
+        );
+        assert_eq!(
+            (h2.command.as_deref(), h2.work_dir.as_deref()),
+            (Some("/opt/pvmd"), Some("/tmp"))
+        );
         assert_eq!(plan(&file, "h9").expect("good").speed, 500);
     }
 
@@ -186,19 +240,50 @@ mod tests {
     fn the_masters_own_line_or_else_the_last_defaults_are_for_the_master() {
         let lines = ["* wd=/a ep=/e", "h1 wd=/b ip=10.0.0.1 bx=/d", "* wd=/c"].map(String::from);
         let own = own_plan(&lines, "h1");
-        assert_eq!((own.work_dir.as_deref(), own.search_path.as_deref()), (Some("/b"), Some("/e")));
-        assert_eq!((own.debugger.as_deref(), own.contact.as_str()), (Some("/d"), "10.0.0.1"));
+        assert_eq!(
+            (own.work_dir.as_deref(), own.search_path.as_deref()),
+            (Some("/b"), Some("/e"))
+        );
+        assert_eq!(
+            (own.debugger.as_deref(), own.contact.as_str()),
+            (Some("/d"), "10.0.0.1")
+        );
         let own = own_plan(&lines, "h2");
-        assert_eq!((own.work_dir.as_deref(), own.search_path, own.contact.as_str()), (Some("/c"), None, "h2"));
+        assert_eq!(
+            (
+                own.work_dir.as_deref(),
+                own.search_path,
+                own.contact.as_str()
+            ),
+            (Some("/c"), None, "h2")
+        );
     }
 
     #[test]
     fn lines_that_name_no_host_or_try_to_be_options_of_ssh_are_refused() {
         let file = HostFile::default();
-        for line in ["", "#x", "* sp=1", "-oProxyCommand=x", "h lo=-l", "h ip=-x", "h sp=fast", "h foo", "&", "a=b"] {
-            assert_eq!(plan(&file, line).map_err(|e| e.0), Err(PvmError::BadParam), "{line}");
+        for line in [
+            "",
+            "#x",
+            "* sp=1",
+            "-oProxyCommand=x",
+            "h lo=-l",
+            "h ip=-x",
+            "h sp=fast",
+            "h foo",
+            "&",
+            "a=b",
+        ] {
+            assert_eq!(
+                plan(&file, line).map_err(|e| e.0),
+                Err(PvmError::BadParam),
+                "{line}"
+            );
         }
         let told = plan(&file, "h so=pw bx=/opt/gdb").expect("good");
-        assert_eq!((told.start_option.as_deref(), told.debugger.as_deref()), (Some("pw"), Some("/opt/gdb")));
+        assert_eq!(
+            (told.start_option.as_deref(), told.debugger.as_deref()),
+            (Some("pw"), Some("/opt/gdb"))
+        );
     }
 }

@@ -128,37 +128,76 @@ pub(super) struct Hosts {
 impl Hosts {
     /// The master is host 1.
     pub(super) fn new(file: HostFile, begin: Option<HostFileBegin>) -> Hosts {
-        Hosts { file, begin, last_index: HostId::MASTER.index(), ..Hosts::default() }
+        Hosts {
+            file,
+            begin,
+            last_index: HostId::MASTER.index(),
+            ..Hosts::default()
+        }
     }
 
     /// Daemons that have a session, or soon will, but are not in the table in force.
     pub(super) fn outside(&self) -> Vec<HostId> {
-        let starting = self.starting.values().filter(|s| s.connected).map(|s| s.plan.id);
-        let ready = self.adds.values().flat_map(|a| a.ready.iter()).chain(&self.wanted_add);
-        let changing = self.change.iter().filter(|c| !c.committed).flat_map(|c| c.add.iter());
-        starting.chain(ready.chain(changing).map(|j| j.entry.id)).chain(self.leaving.iter().copied()).collect()
+        let starting = self
+            .starting
+            .values()
+            .filter(|s| s.connected)
+            .map(|s| s.plan.id);
+        let ready = self
+            .adds
+            .values()
+            .flat_map(|a| a.ready.iter())
+            .chain(&self.wanted_add);
+        let changing = self
+            .change
+            .iter()
+            .filter(|c| !c.committed)
+            .flat_map(|c| c.add.iter());
+        starting
+            .chain(ready.chain(changing).map(|j| j.entry.id))
+            .chain(self.leaving.iter().copied())
+            .collect()
     }
 
     /// New hosts of a change that has not been committed: they have to hear of moves as well.
     pub(super) fn joining(&self) -> Vec<HostId> {
-        self.change.iter().filter(|c| !c.committed).flat_map(|c| c.add.iter().map(|j| j.entry.id)).collect()
+        self.change
+            .iter()
+            .filter(|c| !c.committed)
+            .flat_map(|c| c.add.iter().map(|j| j.entry.id))
+            .collect()
     }
 
     fn is_named(&self, name: &str) -> bool {
-        let joining = self.adds.values().flat_map(|a| a.ready.iter()).chain(&self.wanted_add);
+        let joining = self
+            .adds
+            .values()
+            .flat_map(|a| a.ready.iter())
+            .chain(&self.wanted_add);
         let changing = self.change.iter().flat_map(|c| c.add.iter());
-        self.starting.values().any(|s| s.plan.name == name) || joining.chain(changing).any(|j| j.entry.name == name)
+        self.starting.values().any(|s| s.plan.name == name)
+            || joining.chain(changing).any(|j| j.entry.name == name)
     }
 }
 
 impl Machine {
     fn hosts(&mut self) -> &mut Hosts {
-        &mut self.master.as_mut().expect("only the master changes the host table").hosts
+        &mut self
+            .master
+            .as_mut()
+            .expect("only the master changes the host table")
+            .hosts
     }
 
     /// Master: tells which lines of the host file were not understood, and starts the hosts of the others.
     pub(super) fn begin_host_file(&mut self) {
-        let Some(begin) = self.master.as_mut().and_then(|master| master.hosts.begin.take()) else { return };
+        let Some(begin) = self
+            .master
+            .as_mut()
+            .and_then(|master| master.hosts.begin.take())
+        else {
+            return;
+        };
         let refused = begin.ignored.len() as u32;
         for (line, why) in begin.ignored {
             self.log(format!("the host file's line {line:?} was ignored: {why}"));
@@ -174,15 +213,26 @@ impl Machine {
         hosts.last_job += 1;
         let number = hosts.last_job;
         let full = hosts.adds.len() >= ADDS_OPEN_MAX;
-        let job =
-            AddJob { wanting, names: lines.to_vec(), slots: vec![None; lines.len()], starting: 0, ready: Vec::new() };
+        let job = AddJob {
+            wanting,
+            names: lines.to_vec(),
+            slots: vec![None; lines.len()],
+            starting: 0,
+            ready: Vec::new(),
+        };
         hosts.adds.insert(number, job);
         let mut plans = Vec::new();
         for (slot, line) in lines.iter().enumerate() {
             let planned = if stopping {
-                Err((PvmError::DSysErr, "the virtual machine is being halted".to_string()))
+                Err((
+                    PvmError::DSysErr,
+                    "the virtual machine is being halted".to_string(),
+                ))
             } else if full {
-                Err((PvmError::OutOfRes, format!("{ADDS_OPEN_MAX} requests to add hosts are open already")))
+                Err((
+                    PvmError::OutOfRes,
+                    format!("{ADDS_OPEN_MAX} requests to add hosts are open already"),
+                ))
             } else {
                 self.plan_host(line)
             };
@@ -198,17 +248,26 @@ impl Machine {
     /// What an open attempt is to start, while nothing has come of it.
     pub(super) fn plan_of(&self, start: StartId) -> Option<HostPlan> {
         let starting = &self.master.as_ref()?.hosts.starting;
-        starting.get(&start).filter(|s| s.started.is_none()).map(|s| s.plan.clone())
+        starting
+            .get(&start)
+            .filter(|s| s.started.is_none())
+            .map(|s| s.plan.clone())
     }
 
     fn plan_host(&mut self, line: &str) -> Result<HostPlan, (PvmError, String)> {
         let index = self.hosts().last_index + 1;
         let Some(id) = HostId::new(index) else {
-            return Err((PvmError::OutOfRes, format!("{HOSTS_MAX} hosts have been added; that is all a tid can name")));
+            return Err((
+                PvmError::OutOfRes,
+                format!("{HOSTS_MAX} hosts have been added; that is all a tid can name"),
+            ));
         };
         let plan = self.hosts().file.plan(line, id)?;
         if self.table.by_name(&plan.name).is_some() || self.hosts().is_named(&plan.name) {
-            return Err((PvmError::DupHost, format!("{} is in the virtual machine already", plan.name)));
+            return Err((
+                PvmError::DupHost,
+                format!("{} is in the virtual machine already", plan.name),
+            ));
         }
         self.hosts().last_index = index;
         Ok(plan)
@@ -217,8 +276,16 @@ impl Machine {
     fn start_host(&mut self, job: u64, slot: usize, plan: HostPlan) -> (StartId, HostPlan) {
         let now = self.now;
         let hosts = self.hosts();
-        let before = hosts.starting.values().filter(|s| s.plan.by_hand() && s.started.is_none()).count() as u64;
-        let time = if plan.by_hand() { Micros(HAND_TIME.0 * (before + 1)) } else { START_TIME };
+        let before = hosts
+            .starting
+            .values()
+            .filter(|s| s.plan.by_hand() && s.started.is_none())
+            .count() as u64;
+        let time = if plan.by_hand() {
+            Micros(HAND_TIME.0 * (before + 1))
+        } else {
+            START_TIME
+        };
         let until = now + time;
         hosts.last_start += 1;
         let start = StartId(hosts.last_start);
@@ -226,22 +293,38 @@ impl Machine {
             add.starting += 1;
             add.names[slot] = plan.name.clone();
         }
-        let attempt = Starting { job, slot, plan: plan.clone(), started: None, connected: false, until };
+        let attempt = Starting {
+            job,
+            slot,
+            plan: plan.clone(),
+            started: None,
+            connected: false,
+            until,
+        };
         hosts.starting.insert(start, attempt);
         self.timer(time, Timer::Start(start));
         (start, plan)
     }
 
     fn slot_failed(&mut self, job: u64, slot: usize, error: PvmError, reason: String) {
-        let Some(add) = self.hosts().adds.get_mut(&job) else { return };
+        let Some(add) = self.hosts().adds.get_mut(&job) else {
+            return;
+        };
         let name = add.names[slot].clone();
-        add.slots[slot] = Some(AddedHost { result: Err(error), reason: reason.clone() });
+        add.slots[slot] = Some(AddedHost {
+            result: Err(error),
+            reason: reason.clone(),
+        });
         self.log(format!("{name} was not added: {reason}"));
         self.record(EventKind::HostRefused { name, why: reason });
     }
 
     /// An attempt to start a daemon has ended.
-    pub(super) fn host_started(&mut self, start: StartId, result: Result<StartedHost, (PvmError, String)>) {
+    pub(super) fn host_started(
+        &mut self,
+        start: StartId,
+        result: Result<StartedHost, (PvmError, String)>,
+    ) {
         if self.master.is_none() {
             return;
         }
@@ -266,24 +349,43 @@ impl Machine {
             return self.tell_host(host, HostMsg::Shutdown);
         }
         self.tell_of_tracer(host);
-        let Some(master) = &mut self.master else { return };
-        let start = master.hosts.starting.iter_mut().find(|(_, s)| s.plan.id == host);
+        let Some(master) = &mut self.master else {
+            return;
+        };
+        let start = master
+            .hosts
+            .starting
+            .iter_mut()
+            .find(|(_, s)| s.plan.id == host);
         if let Some((start, s)) = start {
             s.connected = true;
             let start = *start;
             self.start_step(start);
         } else if self.table.get(host).is_none() && !self.hosts().outside().contains(&host) {
-            self.log(format!("{host} connected, but nobody wants it in; its session was ended"));
+            self.log(format!(
+                "{host} connected, but nobody wants it in; its session was ended"
+            ));
             self.out.push_back(Output::Forget { host });
         }
     }
 
     fn start_step(&mut self, start: StartId) {
         let hosts = self.hosts();
-        if !hosts.starting.get(&start).is_some_and(|s| s.connected && s.started.is_some()) {
+        if !hosts
+            .starting
+            .get(&start)
+            .is_some_and(|s| s.connected && s.started.is_some())
+        {
             return;
         }
-        let Some(Starting { job, slot, plan, started: Some(started), .. }) = hosts.starting.remove(&start) else {
+        let Some(Starting {
+            job,
+            slot,
+            plan,
+            started: Some(started),
+            ..
+        }) = hosts.starting.remove(&start)
+        else {
             return;
         };
         let entry = HostEntry {
@@ -303,7 +405,9 @@ impl Machine {
 
     /// An attempt came to nothing.
     fn start_over(&mut self, start: StartId, error: PvmError, reason: String) {
-        let Some(s) = self.hosts().starting.remove(&start) else { return };
+        let Some(s) = self.hosts().starting.remove(&start) else {
+            return;
+        };
         if s.connected {
             self.out.push_back(Output::Forget { host: s.plan.id });
         }
@@ -316,8 +420,13 @@ impl Machine {
 
     /// Time is up for an attempt.
     pub(super) fn start_deadline(&mut self, start: StartId) {
-        let attempt = self.master.as_ref().and_then(|m| m.hosts.starting.get(&start));
-        let Some(s) = attempt.filter(|s| s.until <= self.now) else { return };
+        let attempt = self
+            .master
+            .as_ref()
+            .and_then(|m| m.hosts.starting.get(&start));
+        let Some(s) = attempt.filter(|s| s.until <= self.now) else {
+            return;
+        };
         let (name, seconds) = (s.plan.name.clone(), |time: Micros| time.0 / 1_000_000);
         let reason = if s.started.is_some() {
             let seconds = seconds(CONNECT_TIME);
@@ -328,7 +437,10 @@ impl Machine {
         } else if s.plan.by_hand() {
             format!("nobody has started the daemon on {name} by hand in time")
         } else {
-            format!("the daemon on {name} did not start within {} s", seconds(START_TIME))
+            format!(
+                "the daemon on {name} did not start within {} s",
+                seconds(START_TIME)
+            )
         };
         self.out.push_back(Output::AbandonStart { start });
         self.start_over(start, PvmError::CantStart, reason);
@@ -337,8 +449,11 @@ impl Machine {
     /// Goes on with a request to add hosts.
     fn add_step(&mut self, job: u64) {
         let hosts = self.hosts();
-        let others = hosts.begin.is_some() || hosts.adds.keys().next().is_some_and(|first| *first != job);
-        let Some(add) = hosts.adds.get_mut(&job).filter(|add| add.starting == 0) else { return };
+        let others =
+            hosts.begin.is_some() || hosts.adds.keys().next().is_some_and(|first| *first != job);
+        let Some(add) = hosts.adds.get_mut(&job).filter(|add| add.starting == 0) else {
+            return;
+        };
         if others && add.slots.is_empty() && matches!(add.wanting, Wanting::Task { .. }) {
             // A request for no host is answered when those before it have been.
             return;
@@ -351,7 +466,9 @@ impl Machine {
         if add.slots.iter().any(Option::is_none) {
             return;
         }
-        let Some(AddJob { wanting, slots, .. }) = hosts.adds.remove(&job) else { return };
+        let Some(AddJob { wanting, slots, .. }) = hosts.adds.remove(&job) else {
+            return;
+        };
         let added: Vec<AddedHost> = slots.into_iter().flatten().collect();
         match wanting {
             Wanting::Task { tid, id } => self.reply(tid, id, Reply::HostsAdded(added)),
@@ -359,10 +476,18 @@ impl Machine {
             Wanting::HostFile { refused } => {
                 let joined = added.iter().filter(|added| added.result.is_ok()).count() as u32;
                 let refused = refused + added.len() as u32 - joined;
-                self.record(EventKind::HostFileDone { added: joined, refused });
+                self.record(EventKind::HostFileDone {
+                    added: joined,
+                    refused,
+                });
             }
         }
-        let waits = self.hosts().adds.first_key_value().filter(|(_, add)| add.slots.is_empty()).map(|(job, _)| *job);
+        let waits = self
+            .hosts()
+            .adds
+            .first_key_value()
+            .filter(|(_, add)| add.slots.is_empty())
+            .map(|(job, _)| *job);
         if let Some(job) = waits {
             self.add_step(job);
         }
@@ -374,7 +499,11 @@ impl Machine {
         let mut results = Vec::new();
         for (n, name) in names.iter().enumerate() {
             // Whoever asks, a dot is the daemon that deletes hosts.
-            let named = if name == "." { Some(HostId::MASTER) } else { self.table.by_name(name).map(|h| h.id) };
+            let named = if name == "." {
+                Some(HostId::MASTER)
+            } else {
+                self.table.by_name(name).map(|h| h.id)
+            };
             results.push(match named {
                 None => Err(PvmError::NoHost),
                 Some(HostId::MASTER) => Err(PvmError::BadParam),
@@ -389,14 +518,26 @@ impl Machine {
             self.jobs_lost_host(*host);
             self.want_out(*host, format!("deleted by {tid}"), true);
         }
-        self.hosts().dels.push(DelJob { tid, id, results, open });
+        self.hosts().dels.push(DelJob {
+            tid,
+            id,
+            results,
+            open,
+        });
         self.delete_step();
         self.try_change();
     }
 
     fn delete_step(&mut self) {
-        let done: Vec<DelJob> = self.hosts().dels.extract_if(.., |d| d.open.is_empty()).collect();
-        for DelJob { tid, id, results, .. } in done {
+        let done: Vec<DelJob> = self
+            .hosts()
+            .dels
+            .extract_if(.., |d| d.open.is_empty())
+            .collect();
+        for DelJob {
+            tid, id, results, ..
+        } in done
+        {
             self.reply(tid, id, Reply::HostsDeleted(results));
         }
     }
@@ -404,8 +545,17 @@ impl Machine {
     /// The next change takes this host out of the table.
     fn want_out(&mut self, host: HostId, why: String, dismiss: bool) {
         let hosts = self.hosts();
-        let under_way = hosts.change.iter_mut().filter(|c| !c.committed).flat_map(|c| c.remove.iter_mut());
-        match hosts.wanted_remove.iter_mut().chain(under_way).find(|r| r.host == host) {
+        let under_way = hosts
+            .change
+            .iter_mut()
+            .filter(|c| !c.committed)
+            .flat_map(|c| c.remove.iter_mut());
+        match hosts
+            .wanted_remove
+            .iter_mut()
+            .chain(under_way)
+            .find(|r| r.host == host)
+        {
             Some(removal) => removal.dismiss &= dismiss,
             None => hosts.wanted_remove.push(Removal { host, why, dismiss }),
         }
@@ -414,23 +564,55 @@ impl Machine {
     /// Begins the next change if one is wanted and none is under way.
     fn try_change(&mut self) {
         let hosts = self.hosts();
-        if hosts.change.is_some() || (hosts.wanted_add.is_empty() && hosts.wanted_remove.is_empty()) {
+        if hosts.change.is_some() || (hosts.wanted_add.is_empty() && hosts.wanted_remove.is_empty())
+        {
             return;
         }
-        let (add, mut remove) = (std::mem::take(&mut hosts.wanted_add), std::mem::take(&mut hosts.wanted_remove));
+        let (add, mut remove) = (
+            std::mem::take(&mut hosts.wanted_add),
+            std::mem::take(&mut hosts.wanted_remove),
+        );
         remove.retain(|r| self.table.get(r.host).is_some());
-        let mut table = HostTable { epoch: self.next_epoch(), hosts: self.table.hosts.clone() };
-        table.hosts.retain(|h| !remove.iter().any(|r| r.host == h.id));
+        let mut table = HostTable {
+            epoch: self.next_epoch(),
+            hosts: self.table.hosts.clone(),
+        };
+        table
+            .hosts
+            .retain(|h| !remove.iter().any(|r| r.host == h.id));
         table.hosts.extend(add.iter().map(|j| j.entry.clone()));
         table.hosts.sort_by_key(|h| h.id);
-        let waiting: BTreeSet<HostId> = table.hosts.iter().map(|h| h.id).filter(|id| *id != HostId::MASTER).collect();
+        let waiting: BTreeSet<HostId> = table
+            .hosts
+            .iter()
+            .map(|h| h.id)
+            .filter(|id| *id != HostId::MASTER)
+            .collect();
         for host in &waiting {
             let new = add.iter().any(|j| j.entry.id == *host);
-            let locations = if new { self.locations.all() } else { Vec::new() };
+            let locations = if new {
+                self.locations.all()
+            } else {
+                Vec::new()
+            };
             let spared = self.spared_on(*host);
-            self.tell_host(*host, HostMsg::Prepare { table: table.clone(), locations, rm: self.rm.wide, spared });
+            self.tell_host(
+                *host,
+                HostMsg::Prepare {
+                    table: table.clone(),
+                    locations,
+                    rm: self.rm.wide,
+                    spared,
+                },
+            );
         }
-        self.hosts().change = Some(Change { table, add, remove, committed: false, waiting });
+        self.hosts().change = Some(Change {
+            table,
+            add,
+            remove,
+            committed: false,
+            waiting,
+        });
         self.change_step();
     }
 
@@ -442,8 +624,14 @@ impl Machine {
 
     /// A host has said that it understood, or that the table is in force there.
     pub(super) fn change_heard(&mut self, host: HostId, epoch: Epoch, committed: bool) {
-        let Some(master) = &mut self.master else { return };
-        let change = master.hosts.change.as_mut().filter(|c| c.table.epoch == epoch && c.committed == committed);
+        let Some(master) = &mut self.master else {
+            return;
+        };
+        let change = master
+            .hosts
+            .change
+            .as_mut()
+            .filter(|c| c.table.epoch == epoch && c.committed == committed);
         if change.is_some_and(|c| c.waiting.remove(&host)) {
             self.change_step();
         }
@@ -451,23 +639,46 @@ impl Machine {
 
     /// Goes on with the change under way when no word is missing.
     fn change_step(&mut self) {
-        let Some(change) = self.hosts().change.as_mut().filter(|c| c.waiting.is_empty()) else { return };
+        let Some(change) = self
+            .hosts()
+            .change
+            .as_mut()
+            .filter(|c| c.waiting.is_empty())
+        else {
+            return;
+        };
         if change.committed {
             return self.change_done();
         }
         change.committed = true;
         let (table, remove) = (change.table.clone(), change.remove.clone());
-        change.waiting = table.hosts.iter().map(|h| h.id).filter(|id| *id != HostId::MASTER).collect();
+        change.waiting = table
+            .hosts
+            .iter()
+            .map(|h| h.id)
+            .filter(|id| *id != HostId::MASTER)
+            .collect();
         let (waiting, epoch) = (change.waiting.clone(), table.epoch);
         for host in waiting {
             self.tell_host(host, HostMsg::Commit { epoch });
         }
-        let names: BTreeMap<HostId, String> = self.table.hosts.iter().map(|h| (h.id, h.name.clone())).collect();
-        self.hosts().leaving.extend(remove.iter().filter(|r| r.dismiss).map(|r| r.host));
+        let names: BTreeMap<HostId, String> = self
+            .table
+            .hosts
+            .iter()
+            .map(|h| (h.id, h.name.clone()))
+            .collect();
+        self.hosts()
+            .leaving
+            .extend(remove.iter().filter(|r| r.dismiss).map(|r| r.host));
         self.apply_table(table);
         for Removal { host, why, dismiss } in remove {
             let name = names.get(&host).cloned().unwrap_or_default();
-            self.record(EventKind::HostGone { host, name, why: why.clone() });
+            self.record(EventKind::HostGone {
+                host,
+                name,
+                why: why.clone(),
+            });
             self.tell_rm_of_host(host);
             if dismiss {
                 self.tell_host(host, HostMsg::Halt { why });
@@ -480,15 +691,23 @@ impl Machine {
     }
 
     fn change_done(&mut self) {
-        let Some(change) = self.hosts().change.take() else { return };
+        let Some(change) = self.hosts().change.take() else {
+            return;
+        };
         if !change.add.is_empty() {
             self.jobs_got_hosts();
         }
         for Joining { job, slot, entry } in change.add {
             self.tell_of_ends(entry.id);
-            self.record(EventKind::HostAdded { host: entry.id, name: entry.name.clone() });
+            self.record(EventKind::HostAdded {
+                host: entry.id,
+                name: entry.name.clone(),
+            });
             if let Some(add) = self.hosts().adds.get_mut(&job) {
-                add.slots[slot] = Some(AddedHost { result: Ok(entry), reason: String::new() });
+                add.slots[slot] = Some(AddedHost {
+                    result: Ok(entry),
+                    reason: String::new(),
+                });
             }
             self.add_step(job);
         }
@@ -498,7 +717,9 @@ impl Machine {
     /// True for a deleted host that is not gone yet. It is gone when its session has ended, which is the last that a daemon
     /// does: a new one may be started in its place then.
     pub(super) fn is_leaving(&self, host: HostId) -> bool {
-        self.master.as_ref().is_some_and(|master| master.hosts.leaving.contains(&host))
+        self.master
+            .as_ref()
+            .is_some_and(|master| master.hosts.leaving.contains(&host))
     }
 
     /// A host that was to go is gone.
@@ -514,7 +735,9 @@ impl Machine {
     /// Time is up for a deleted host.
     pub(super) fn dismissed_deadline(&mut self, host: HostId) {
         if self.is_leaving(host) {
-            self.log(format!("{host} did not end in time; it ends by itself when it hears nothing from here"));
+            self.log(format!(
+                "{host} did not end in time; it ends by itself when it hears nothing from here"
+            ));
             self.host_finished(host);
         }
     }
@@ -524,10 +747,19 @@ impl Machine {
         if self.is_leaving(host) {
             return self.host_finished(host);
         }
-        let start = self.hosts().starting.iter().find(|(_, s)| s.plan.id == host).map(|(start, _)| *start);
+        let start = self
+            .hosts()
+            .starting
+            .iter()
+            .find(|(_, s)| s.plan.id == host)
+            .map(|(start, _)| *start);
         if let Some(start) = start {
             self.out.push_back(Output::AbandonStart { start });
-            return self.start_over(start, PvmError::CantStart, format!("its daemon was lost: {why}"));
+            return self.start_over(
+                start,
+                PvmError::CantStart,
+                format!("its daemon was lost: {why}"),
+            );
         }
         self.drop_joining(host, why);
         if let Some(change) = &mut self.hosts().change {
@@ -553,11 +785,19 @@ impl Machine {
     fn drop_joining(&mut self, host: HostId, why: &str) {
         let hosts = self.hosts();
         let waiting = hosts.wanted_add.extract_if(.., |j| j.entry.id == host);
-        let ready = hosts.adds.values_mut().flat_map(|a| a.ready.extract_if(.., |j| j.entry.id == host));
+        let ready = hosts
+            .adds
+            .values_mut()
+            .flat_map(|a| a.ready.extract_if(.., |j| j.entry.id == host));
         let dropped: Vec<Joining> = waiting.chain(ready).collect();
         for Joining { job, slot, .. } in dropped {
             self.out.push_back(Output::Forget { host });
-            self.slot_failed(job, slot, PvmError::CantStart, format!("its daemon was lost: {why}"));
+            self.slot_failed(
+                job,
+                slot,
+                PvmError::CantStart,
+                format!("its daemon was lost: {why}"),
+            );
             self.add_step(job);
         }
     }

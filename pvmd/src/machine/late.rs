@@ -52,7 +52,9 @@ impl Machine {
         for duty in std::mem::take(&mut self.late.duties) {
             match duty {
                 Duty::Record(at, kind) => self.record_at(at, kind),
-                Duty::Tell { rm, wid, taken } => self.send_made(rm, 0, SM_GRANT_TAKEN, wid, pack_taken(&taken)),
+                Duty::Tell { rm, wid, taken } => {
+                    self.send_made(rm, 0, SM_GRANT_TAKEN, wid, pack_taken(&taken))
+                }
             }
         }
     }

@@ -69,7 +69,10 @@ impl Machine {
     pub(super) fn task_connected(&mut self, conn: ConnId, pid: i32) {
         if self.conns.all.len() >= CONNECTIONS_MAX {
             self.conns.all.insert(conn, Conn::Retired);
-            return self.refuse(conn, format!("{CONNECTIONS_MAX} connections are open already; end some tasks"));
+            return self.refuse(
+                conn,
+                format!("{CONNECTIONS_MAX} connections are open already; end some tasks"),
+            );
         }
         self.conns.all.insert(conn, Conn::Fresh { pid });
     }
@@ -89,7 +92,9 @@ impl Machine {
     fn task_says(&mut self, conn: ConnId, tid: Tid, message: ToDaemon) {
         match message {
             ToDaemon::Hello(_) => {
-                self.log(format!("{tid} said twice who it is; its connection was closed"));
+                self.log(format!(
+                    "{tid} said twice who it is; its connection was closed"
+                ));
                 self.out.push_back(Output::CloseTask { conn });
                 self.conns.retire(conn);
                 self.detach(tid);
@@ -99,13 +104,22 @@ impl Machine {
                 message.src = tid;
                 self.message_to_daemon(message);
             }
-            ToDaemon::Quiesced { migration, marks, redirect_at } => {
+            ToDaemon::Quiesced {
+                migration,
+                marks,
+                redirect_at,
+            } => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.redirect_at = redirect_at;
                 }
                 self.task_quiesced(tid, migration, marks);
             }
-            ToDaemon::Parting { by, line, talks, later } => self.parts(tid, by, (line, talks, later)),
+            ToDaemon::Parting {
+                by,
+                line,
+                talks,
+                later,
+            } => self.parts(tid, by, (line, talks, later)),
             ToDaemon::TakesNothing { by } => self.ask_to_end(tid, by),
             ToDaemon::TakesAgain { by } => self.takes_again(tid, by),
             ToDaemon::Route { to, word } => self.task_route(conn, to, word, Descriptors::default()),
@@ -123,7 +137,13 @@ impl Machine {
         }
         match state {
             Some(Conn::Task(tid)) => {
-                let Some(task) = self.tasks.get_mut(tid).filter(|t| t.phase == Phase::Connected(conn)) else { return };
+                let Some(task) = self
+                    .tasks
+                    .get_mut(tid)
+                    .filter(|t| t.phase == Phase::Connected(conn))
+                else {
+                    return;
+                };
                 if std::mem::take(&mut task.quiesced) {
                     task.phase = Phase::Detached;
                     self.guest_let_go(tid);
@@ -139,7 +159,12 @@ impl Machine {
                 }
             }
             Some(Conn::Parked(tid)) => {
-                if let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.conn == Some(conn)) {
+                if let Some(arrival) = self
+                    .moves
+                    .arrivals
+                    .get_mut(&tid)
+                    .filter(|a| a.conn == Some(conn))
+                {
                     arrival.conn = None;
                 }
             }
@@ -149,7 +174,10 @@ impl Machine {
 
     pub(super) fn refuse(&mut self, conn: ConnId, reason: String) {
         self.conns.retire(conn);
-        self.out.push_back(Output::ToTask { conn, message: ToTask::Refused { reason } });
+        self.out.push_back(Output::ToTask {
+            conn,
+            message: ToTask::Refused { reason },
+        });
         self.out.push_back(Output::CloseTask { conn });
     }
 
@@ -171,10 +199,15 @@ impl Machine {
             return self.refuse(conn, "the virtual machine is being halted".into());
         }
         if self.table.hosts.is_empty() {
-            return self.refuse(conn, "this host is still joining the virtual machine; try again in a moment".into());
+            return self.refuse(
+                conn,
+                "this host is still joining the virtual machine; try again in a moment".into(),
+            );
         }
         match hello.claim {
-            Claim::Spawned { epid } if self.tasks.expected.contains_key(&epid) => self.bind_spawned(conn, pid, epid),
+            Claim::Spawned { epid } if self.tasks.expected.contains_key(&epid) => {
+                self.bind_spawned(conn, pid, epid)
+            }
             Claim::Spawned { epid } if self.is_beginning(epid) => self.comes_anew(conn, epid),
             // The number of a task that is connected or has left, or of another virtual machine, claims nothing.
             Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello),
@@ -197,15 +230,24 @@ impl Machine {
         self.tasks.insert(task);
         self.log(format!("{tid} is process {pid} ({})", hello.program));
         let user = self.config.uid;
-        self.record(EventKind::TaskStarted { tid, parent: Tid::NONE, name: String::new(), user });
+        self.record(EventKind::TaskStarted {
+            tid,
+            parent: Tid::NONE,
+            name: String::new(),
+            user,
+        });
         self.welcome(conn, tid);
         self.tell_rm_of_newcomer(tid);
     }
 
     /// A process that we started.
     fn bind_spawned(&mut self, conn: ConnId, pid: i32, epid: i32) {
-        let Some(tid) = self.tasks.expected.remove(&epid) else { return };
-        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(tid) = self.tasks.expected.remove(&epid) else {
+            return;
+        };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
         task.phase = Phase::Connected(conn);
         task.flags |= TASK_CONNECTED;
         // Its tasker's word may come later than its own.
@@ -224,7 +266,9 @@ impl Machine {
         let rm = self.rm.current();
         let mut addresses: Vec<_> = self.config.addresses.iter().map(SocketAddr::ip).collect();
         addresses.dedup();
-        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
         task.phase = Phase::Connected(conn);
         task.rm = task.rm.or(rm.map(|rm| rm.tid));
         let (restart, successor) = (task.restart.take(), task.successor.take());
@@ -238,17 +282,29 @@ impl Machine {
             trace: task.trace,
             dsig: self.config.dsig,
             spawned: task.spawned(),
-            tracer: self.servers.tracer.as_ref().filter(|t| t.trace() == task.trace).map(|t| t.settings.clone()),
+            tracer: self
+                .servers
+                .tracer
+                .as_ref()
+                .filter(|t| t.trace() == task.trace)
+                .map(|t| t.settings.clone()),
             restart,
             successor,
         };
-        self.out.push_back(Output::ToTask { conn, message: ToTask::Welcome(welcome) });
+        self.out.push_back(Output::ToTask {
+            conn,
+            message: ToTask::Welcome(welcome),
+        });
     }
 
     /// Hands over what waited, in order.
     pub(super) fn open_inbox(&mut self, tid: Tid) {
-        let Some(task) = self.tasks.get_mut(tid) else { return };
-        let Some(conn) = task.conn().filter(|_| !task.hold) else { return };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
+        let Some(conn) = task.conn().filter(|_| !task.hold) else {
+            return;
+        };
         let waited = task.inbox.drain();
         for held in &waited {
             if let sempa_proto::host::Held::Item(ToTask::Reply { id, .. }) = held {

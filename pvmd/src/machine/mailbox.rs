@@ -52,10 +52,16 @@ pub(super) struct Mailbox {
 impl Mailbox {
     fn put(&mut self, owner: Tid, name: &str, flags: i32, message: Message) -> Result<i32, Failed> {
         if name.is_empty() || name.len() > NAME_BYTES_MAX {
-            return Err((PvmError::BadParam, format!("a mailbox class needs a name of 1 to {NAME_BYTES_MAX} bytes")));
+            return Err((
+                PvmError::BadParam,
+                format!("a mailbox class needs a name of 1 to {NAME_BYTES_MAX} bytes"),
+            ));
         }
-        if self.entries >= ENTRIES_MAX || self.stored_bytes + message.body.len() > STORED_BYTES_MAX {
-            let limits = format!("the mailbox holds {ENTRIES_MAX} entries and {STORED_BYTES_MAX} bytes at most");
+        if self.entries >= ENTRIES_MAX || self.stored_bytes + message.body.len() > STORED_BYTES_MAX
+        {
+            let limits = format!(
+                "the mailbox holds {ENTRIES_MAX} entries and {STORED_BYTES_MAX} bytes at most"
+            );
             return Err((PvmError::OutOfRes, limits));
         }
         let class = self.classes.entry(name.to_string()).or_default();
@@ -73,7 +79,14 @@ impl Mailbox {
         }
         self.entries += 1;
         self.stored_bytes += message.body.len();
-        if let Some(old) = class.insert(index, Entry { owner, flags, message }) {
+        if let Some(old) = class.insert(
+            index,
+            Entry {
+                owner,
+                flags,
+                message,
+            },
+        ) {
             self.entries -= 1;
             self.stored_bytes -= old.message.body.len();
         }
@@ -93,12 +106,16 @@ impl Mailbox {
         if index < 0 {
             return Err((PvmError::BadParam, "a mailbox index is not negative".into()));
         }
-        let Some(found) = self.find(name, index, flags) else { return Err(nothing(name, index)) };
+        let Some(found) = self.find(name, index, flags) else {
+            return Err(nothing(name, index));
+        };
         if flags & READ_AND_DELETE != 0 {
             return self.remove(tid, name, found).map(|entry| entry.message);
         }
         let entry = self.classes.get(name).and_then(|class| class.get(&found));
-        entry.map(|e| e.message.clone()).ok_or_else(|| nothing(name, index))
+        entry
+            .map(|e| e.message.clone())
+            .ok_or_else(|| nothing(name, index))
     }
 
     /// Removes an entry, if this task may.
@@ -106,10 +123,16 @@ impl Mailbox {
         if index < 0 {
             return Err((PvmError::BadParam, "a mailbox index is not negative".into()));
         }
-        let class = self.classes.get_mut(name).ok_or_else(|| nothing(name, index))?;
+        let class = self
+            .classes
+            .get_mut(name)
+            .ok_or_else(|| nothing(name, index))?;
         let entry = class.get(&index).ok_or_else(|| nothing(name, index))?;
         if entry.owner != tid && entry.flags & OVERWRITABLE == 0 {
-            return Err((PvmError::Denied, format!("entry {index} of {name} belongs to {}", entry.owner)));
+            return Err((
+                PvmError::Denied,
+                format!("entry {index} of {name} belongs to {}", entry.owner),
+            ));
         }
         let entry = class.remove(&index).expect("just found");
         self.entries -= 1;
@@ -121,11 +144,17 @@ impl Mailbox {
     }
 
     fn list(&self, pattern: &str) -> Vec<MailboxClass> {
-        let shown = self.classes.iter().filter(|(name, _)| matches_pattern(name, pattern));
+        let shown = self
+            .classes
+            .iter()
+            .filter(|(name, _)| matches_pattern(name, pattern));
         shown
             .map(|(name, class)| MailboxClass {
                 name: name.clone(),
-                entries: class.iter().map(|(index, e)| (*index, e.owner, e.flags)).collect(),
+                entries: class
+                    .iter()
+                    .map(|(index, e)| (*index, e.owner, e.flags))
+                    .collect(),
             })
             .collect()
     }
@@ -133,7 +162,9 @@ impl Mailbox {
     /// The entries, for the log.
     pub(super) fn lines(&self) -> Vec<String> {
         let class = |(name, entries): (&String, &BTreeMap<i32, Entry>)| {
-            let entry = |(index, e): (&i32, &Entry)| format!("{name} {index} owner {} flags {:#x}", e.owner, e.flags);
+            let entry = |(index, e): (&i32, &Entry)| {
+                format!("{name} {index} owner {} flags {:#x}", e.owner, e.flags)
+            };
             entries.iter().map(entry).collect::<Vec<_>>()
         };
         self.classes.iter().flat_map(class).collect()
@@ -141,12 +172,18 @@ impl Mailbox {
 
     /// Owners of the entries of one class.
     pub(super) fn owners(&self, name: &str) -> Vec<Tid> {
-        self.classes.get(name).map(|class| class.values().map(|e| e.owner).collect()).unwrap_or_default()
+        self.classes
+            .get(name)
+            .map(|class| class.values().map(|e| e.owner).collect())
+            .unwrap_or_default()
     }
 
     /// All tasks that own something or wait for something.
     pub(super) fn concerned(&self) -> Vec<Tid> {
-        let owners = self.classes.values().flat_map(|class| class.values().map(|e| e.owner));
+        let owners = self
+            .classes
+            .values()
+            .flat_map(|class| class.values().map(|e| e.owner));
         owners.chain(self.waiting.iter().map(|w| w.tid)).collect()
     }
 
@@ -158,10 +195,17 @@ impl Mailbox {
     /// What these tasks have stored, for a checkpoint of them; bytes of it if that is too much.
     pub(super) fn saved(&self, tasks: &[Tid]) -> Result<Vec<SavedEntry>, usize> {
         let tasks: BTreeSet<Tid> = tasks.iter().copied().collect();
-        let all =
-            self.classes.iter().flat_map(|(name, class)| class.iter().map(move |(index, entry)| (name, index, entry)));
-        let owned: Vec<_> = all.filter(|(.., entry)| tasks.contains(&entry.owner)).collect();
-        let bytes = owned.iter().map(|(name, _, entry)| name.len() + entry.message.body.len()).sum();
+        let all = self
+            .classes
+            .iter()
+            .flat_map(|(name, class)| class.iter().map(move |(index, entry)| (name, index, entry)));
+        let owned: Vec<_> = all
+            .filter(|(.., entry)| tasks.contains(&entry.owner))
+            .collect();
+        let bytes = owned
+            .iter()
+            .map(|(name, _, entry)| name.len() + entry.message.body.len())
+            .sum();
         if bytes > SAVED_MAILBOX_BYTES_MAX {
             return Err(bytes);
         }
@@ -178,11 +222,16 @@ impl Mailbox {
     /// Those of the entries in whose place somebody else has one. What is left of the tasks themselves belongs to nobody.
     pub(super) fn taken(&self, saved: &[SavedEntry]) -> Vec<String> {
         let taken = saved.iter().filter(|entry| self.is_taken(entry));
-        taken.map(|entry| format!("{} {}", entry.name, entry.index)).collect()
+        taken
+            .map(|entry| format!("{} {}", entry.name, entry.index))
+            .collect()
     }
 
     fn is_taken(&self, entry: &SavedEntry) -> bool {
-        let there = self.classes.get(&entry.name).and_then(|class| class.get(&entry.index));
+        let there = self
+            .classes
+            .get(&entry.name)
+            .and_then(|class| class.get(&entry.index));
         there.is_some_and(|there| there.owner != Tid::NONE && there.owner != entry.owner)
     }
 
@@ -198,10 +247,23 @@ impl Mailbox {
             if self.is_taken(&entry) {
                 continue;
             }
-            let SavedEntry { name, index, owner, flags, message } = entry;
+            let SavedEntry {
+                name,
+                index,
+                owner,
+                flags,
+                message,
+            } = entry;
             self.entries += 1;
             self.stored_bytes += message.body.len();
-            if let Some(old) = self.classes.entry(name).or_default().insert(index, Entry { owner, flags, message }) {
+            if let Some(old) = self.classes.entry(name).or_default().insert(
+                index,
+                Entry {
+                    owner,
+                    flags,
+                    message,
+                },
+            ) {
                 self.entries -= 1;
                 self.stored_bytes -= old.message.body.len();
             }
@@ -256,23 +318,41 @@ pub(super) fn waits(flags: i32) -> bool {
 impl Machine {
     /// Master: a task's operation on the mailbox.
     pub(super) fn mailbox_request(&mut self, tid: Tid, id: RequestId, request: MailboxRequest) {
-        let Some(master) = &mut self.master else { return };
+        let Some(master) = &mut self.master else {
+            return;
+        };
         let mailbox = &mut master.mailbox;
         let mut stored = false;
         let reply = match request {
-            MailboxRequest::Put { name, flags, message } => {
+            MailboxRequest::Put {
+                name,
+                flags,
+                message,
+            } => {
                 let put = mailbox.put(tid, &name, flags, message);
                 stored = put.is_ok();
                 put.map(Reply::MailboxIndex)
             }
-            MailboxRequest::Take { name, index, flags } => match mailbox.take(tid, &name, index, flags) {
-                Err((PvmError::NotFound, _)) if flags & WAIT != 0 && mailbox.waiting.len() < WAITING_MAX => {
-                    mailbox.waiting.push(Waiting { tid, id, name, index, flags });
-                    return;
+            MailboxRequest::Take { name, index, flags } => {
+                match mailbox.take(tid, &name, index, flags) {
+                    Err((PvmError::NotFound, _))
+                        if flags & WAIT != 0 && mailbox.waiting.len() < WAITING_MAX =>
+                    {
+                        mailbox.waiting.push(Waiting {
+                            tid,
+                            id,
+                            name,
+                            index,
+                            flags,
+                        });
+                        return;
+                    }
+                    taken => taken.map(Reply::Mailbox),
                 }
-                taken => taken.map(Reply::Mailbox),
-            },
-            MailboxRequest::Delete { name, index } => mailbox.remove(tid, &name, index).map(|_| Reply::Done),
+            }
+            MailboxRequest::Delete { name, index } => {
+                mailbox.remove(tid, &name, index).map(|_| Reply::Done)
+            }
             MailboxRequest::Clean { name, index } => {
                 mailbox.clean(&name, index);
                 Ok(Reply::Done)
@@ -290,7 +370,9 @@ impl Machine {
 
     /// Master: entries of tasks that are started again.
     pub(super) fn restore_mailbox(&mut self, saved: Vec<SavedEntry>) {
-        let Some(master) = &mut self.master else { return };
+        let Some(master) = &mut self.master else {
+            return;
+        };
         master.mailbox.restore(saved);
         self.serve_waiting();
     }
@@ -318,7 +400,10 @@ impl Machine {
 }
 
 fn nothing(name: &str, index: i32) -> Failed {
-    (PvmError::NotFound, format!("the mailbox has no entry {index} of {name}"))
+    (
+        PvmError::NotFound,
+        format!("the mailbox has no entry {index} of {name}"),
+    )
 }
 
 /// PVM's matching: `*` stands for anything, and the parts between have to occur in this order, anywhere.
@@ -340,7 +425,15 @@ mod tests {
 
     fn message(text: &'static str) -> Message {
         let (src, dst) = (Tid::NONE, Tid::NONE);
-        Message { src, dst, ctx: 0, tag: 0, wid: 0, enc: 0, body: Bytes::from_static(text.as_bytes()) }
+        Message {
+            src,
+            dst,
+            ctx: 0,
+            tag: 0,
+            wid: 0,
+            enc: 0,
+            body: Bytes::from_static(text.as_bytes()),
+        }
     }
 
     #[test]
@@ -348,14 +441,26 @@ mod tests {
         let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         let mut m = Mailbox::default();
         assert_eq!(m.put(a, "x", 0, message("1")), Ok(0));
-        assert_eq!(m.put(b, "x", 0, message("2")).map_err(|e| e.0), Err(PvmError::Denied));
+        assert_eq!(
+            m.put(b, "x", 0, message("2")).map_err(|e| e.0),
+            Err(PvmError::Denied)
+        );
         assert_eq!(m.put(a, "x", OVERWRITABLE, message("3")), Ok(0));
         assert_eq!(m.put(b, "x", 0, message("4")), Ok(0));
         assert_eq!(m.take(a, "x", 0, 0), Ok(message("4")));
         assert_eq!(m.put(a, "x", MULTI_INSTANCE, message("5")), Ok(1));
-        assert_eq!(m.put(a, "x", MULTI_INSTANCE | (7 << DIRECT_SHIFT), message("6")), Ok(7));
-        assert_eq!(m.take(a, "x", 2, FIRST_AVAILABLE | READ_AND_DELETE), Ok(message("6")));
-        assert_eq!(m.take(a, "x", 7, 0).map_err(|e| e.0), Err(PvmError::NotFound));
+        assert_eq!(
+            m.put(a, "x", MULTI_INSTANCE | (7 << DIRECT_SHIFT), message("6")),
+            Ok(7)
+        );
+        assert_eq!(
+            m.take(a, "x", 2, FIRST_AVAILABLE | READ_AND_DELETE),
+            Ok(message("6"))
+        );
+        assert_eq!(
+            m.take(a, "x", 7, 0).map_err(|e| e.0),
+            Err(PvmError::NotFound)
+        );
         assert_eq!((m.entries, m.stored_bytes), (2, 2));
     }
 
@@ -366,8 +471,17 @@ mod tests {
         m.put(a, "x", 0, message("1")).expect("free");
         m.put(a, "y", PERSISTENT, message("2")).expect("free");
         m.owner_gone(a);
-        assert_eq!(m.list("").iter().map(|c| c.name.as_str()).collect::<Vec<_>>(), ["y"]);
-        assert_eq!(m.remove(a, "y", 0).map(|_| ()).map_err(|e| e.0), Err(PvmError::Denied));
+        assert_eq!(
+            m.list("")
+                .iter()
+                .map(|c| c.name.as_str())
+                .collect::<Vec<_>>(),
+            ["y"]
+        );
+        assert_eq!(
+            m.remove(a, "y", 0).map(|_| ()).map_err(|e| e.0),
+            Err(PvmError::Denied)
+        );
         m.reset(None);
         assert_eq!((m.list("").len(), m.entries, m.stored_bytes), (0, 0, 0));
     }
@@ -377,22 +491,42 @@ mod tests {
         let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         let mut m = Mailbox::default();
         m.put(a, "x", PERSISTENT, message("1")).expect("free");
-        m.put(a, "y", MULTI_INSTANCE | (7 << DIRECT_SHIFT), message("2")).expect("free");
+        m.put(a, "y", MULTI_INSTANCE | (7 << DIRECT_SHIFT), message("2"))
+            .expect("free");
         m.put(b, "y", MULTI_INSTANCE, message("3")).expect("free");
         let saved = m.saved(&[a]).expect("little");
-        assert_eq!(saved.iter().map(|e| (e.name.as_str(), e.index)).collect::<Vec<_>>(), [("x", 0), ("y", 7)]);
+        assert_eq!(
+            saved
+                .iter()
+                .map(|e| (e.name.as_str(), e.index))
+                .collect::<Vec<_>>(),
+            [("x", 0), ("y", 7)]
+        );
         m.put(a, "x", 0, message("later")).expect("its own");
         m.owner_gone(a);
         assert_eq!(m.taken(&saved), [""; 0]);
         m.restore(saved.clone());
-        assert_eq!((m.take(b, "x", 0, 0), m.take(b, "y", 7, 0)), (Ok(message("1")), Ok(message("2"))));
+        assert_eq!(
+            (m.take(b, "x", 0, 0), m.take(b, "y", 7, 0)),
+            (Ok(message("1")), Ok(message("2")))
+        );
         assert_eq!((m.entries, m.stored_bytes), (3, 3));
         m.owner_gone(a);
-        m.put(b, "y", 7 << DIRECT_SHIFT, message("4")).expect("free");
+        m.put(b, "y", 7 << DIRECT_SHIFT, message("4"))
+            .expect("free");
         assert_eq!(m.taken(&saved), ["y 7"]);
         m.restore(saved);
         assert_eq!(m.take(a, "y", 7, 0), Ok(message("4")));
-        m.put(a, "z", 0, Message { body: Bytes::from(vec![0; SAVED_MAILBOX_BYTES_MAX]), ..message("") }).expect("free");
+        m.put(
+            a,
+            "z",
+            0,
+            Message {
+                body: Bytes::from(vec![0; SAVED_MAILBOX_BYTES_MAX]),
+                ..message("")
+            },
+        )
+        .expect("free");
         assert_eq!(m.saved(&[a]), Err(SAVED_MAILBOX_BYTES_MAX + 3));
     }
 
@@ -401,12 +535,17 @@ mod tests {
         let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         let mut m = Mailbox::default();
         for name in ["x", "y", "z"] {
-            m.put(a, name, PERSISTENT | MULTI_INSTANCE, message("1")).expect("free");
-            m.put(a, name, PERSISTENT | MULTI_INSTANCE, message("2")).expect("free");
+            m.put(a, name, PERSISTENT | MULTI_INSTANCE, message("1"))
+                .expect("free");
+            m.put(a, name, PERSISTENT | MULTI_INSTANCE, message("2"))
+                .expect("free");
         }
-        m.put(b, "x", PERSISTENT | MULTI_INSTANCE, message("3")).expect("free");
+        m.put(b, "x", PERSISTENT | MULTI_INSTANCE, message("3"))
+            .expect("free");
         m.owner_gone(a);
-        let left = |m: &Mailbox| -> Vec<usize> { m.list("").iter().map(|class| class.entries.len()).collect() };
+        let left = |m: &Mailbox| -> Vec<usize> {
+            m.list("").iter().map(|class| class.entries.len()).collect()
+        };
         m.clean("x", Some(1));
         assert_eq!(left(&m), [2, 2, 2]);
         m.clean("y", None);
@@ -417,7 +556,11 @@ mod tests {
 
     #[test]
     fn patterns_match_as_in_pvm() {
-        assert!(matches_pattern("OW", "O") && matches_pattern("OW", "") && matches_pattern("pvmgs", "p*gs"));
+        assert!(
+            matches_pattern("OW", "O")
+                && matches_pattern("OW", "")
+                && matches_pattern("pvmgs", "p*gs")
+        );
         assert!(!matches_pattern("OW", "X") && !matches_pattern("abc", "c*a"));
     }
 }

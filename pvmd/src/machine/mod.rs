@@ -249,9 +249,15 @@ impl Machine {
     fn found(&mut self) {
         let lines = std::mem::take(&mut self.config.hostfile);
         let (file, start, ignored) = hostfile::HostFile::read(&lines, &self.config.name);
-        let speed = file.options(&self.config.name).speed.unwrap_or(self.config.speed);
+        let speed = file
+            .options(&self.config.name)
+            .speed
+            .unwrap_or(self.config.speed);
         let begin = (!lines.is_empty()).then_some(hosts::HostFileBegin { start, ignored });
-        self.master = Some(Box::new(Master { hosts: hosts::Hosts::new(file, begin), ..Master::default() }));
+        self.master = Some(Box::new(Master {
+            hosts: hosts::Hosts::new(file, begin),
+            ..Master::default()
+        }));
         let own = self.spared_on(self.config.host);
         self.tasks.spare(own);
         let config = &self.config;
@@ -263,7 +269,10 @@ impl Machine {
             dsig: config.dsig,
             addresses: config.addresses.clone(),
         };
-        self.table = HostTable { epoch: self.next_epoch(), hosts: vec![entry] };
+        self.table = HostTable {
+            epoch: self.next_epoch(),
+            hosts: vec![entry],
+        };
     }
 
     /// Takes an event. `now` is monotonic.
@@ -281,7 +290,9 @@ impl Machine {
             if self.pump_moves() || self.begin_again(world) {
                 continue;
             }
-            let Some(job) = self.execs.pop_front() else { break };
+            let Some(job) = self.execs.pop_front() else {
+                break;
+            };
             self.exec(world, job);
         }
     }
@@ -290,7 +301,12 @@ impl Machine {
         match event {
             Event::TaskConnected { conn, pid } => self.task_connected(conn, pid),
             Event::TaskControl { conn, message } => self.task_control(conn, message),
-            Event::TaskRoute { conn, to, word, descriptors } => self.task_route(conn, to, word, descriptors),
+            Event::TaskRoute {
+                conn,
+                to,
+                word,
+                descriptors,
+            } => self.task_route(conn, to, word, descriptors),
             Event::TaskLink { conn, frame } => self.link_from_task(conn, frame),
             Event::TaskClosed { conn, garbage } => self.task_closed(conn, garbage),
             Event::HostConnected { host } => self.host_connected(host),
@@ -333,7 +349,9 @@ impl Machine {
             Event::ImagesReceived { migration, result } => {
                 self.target_event(migration, TargetEvent::Received(result));
             }
-            Event::MemoryLost { migration, why } => self.tell_tasker(ToTasker::MemoryLost { migration, why }),
+            Event::MemoryLost { migration, why } => {
+                self.tell_tasker(ToTasker::MemoryLost { migration, why })
+            }
             Event::MoveRecorded { migration, result } => self.move_recorded(migration, result),
             Event::Stranger { text } => {
                 self.log(text.clone());
@@ -348,14 +366,19 @@ impl Machine {
         match message {
             FromTasker::Ready(capabilities) => {
                 // It says so again when it finds out more about its engine.
-                let is_new = std::mem::replace(&mut self.tasker_gone, false) || self.freezer.is_none();
+                let is_new =
+                    std::mem::replace(&mut self.tasker_gone, false) || self.freezer.is_none();
                 match &capabilities.engine {
                     Ok(version) => self.log(format!("tasks can be moved: engine {version}")),
                     Err(why) => self.log(format!("tasks cannot be moved: {why}")),
                 }
                 match &capabilities.freezer {
-                    Ok(()) => self.log("guests are stopped by the freezer of control groups".into()),
-                    Err(why) => self.log(format!("guests are stopped by signals, not by a freezer: {why}")),
+                    Ok(()) => {
+                        self.log("guests are stopped by the freezer of control groups".into())
+                    }
+                    Err(why) => self.log(format!(
+                        "guests are stopped by signals, not by a freezer: {why}"
+                    )),
                 }
                 self.freezer = Some(capabilities.freezer);
                 // A slave takes tasks when it has been taken in itself.
@@ -384,10 +407,20 @@ impl Machine {
     fn tasker_ended(&mut self, why: &str) {
         self.tasker_gone = true;
         if self.stop.is_none() {
-            self.log(format!("the tasker has ended ({why}); its tasks on this host are dead"));
-            self.record(EventKind::TaskerGone { host: self.config.host, why: why.to_string() });
+            self.log(format!(
+                "the tasker has ended ({why}); its tasks on this host are dead"
+            ));
+            self.record(EventKind::TaskerGone {
+                host: self.config.host,
+                why: why.to_string(),
+            });
         }
-        let dead = self.tasks.live.values().filter(|t| t.spawned()).map(|t| (t.tid, t.used_before));
+        let dead = self
+            .tasks
+            .live
+            .values()
+            .filter(|t| t.spawned())
+            .map(|t| (t.tid, t.used_before));
         for (tid, used) in dead.collect::<Vec<_>>() {
             self.end_task(tid, 9, used);
         }
@@ -398,7 +431,8 @@ impl Machine {
 
     fn timer(&mut self, after: Micros, timer: Timer) {
         self.last_timer += 1;
-        self.timers.insert((self.now + after, self.last_timer), timer);
+        self.timers
+            .insert((self.now + after, self.last_timer), timer);
     }
 
     fn run_timers(&mut self) {
@@ -428,8 +462,15 @@ impl Machine {
             }
         }
         let now = self.now;
-        let Some(master) = &mut self.master else { return };
-        if master.directing.coordinator.next_wakeup().is_some_and(|at| at <= now) {
+        let Some(master) = &mut self.master else {
+            return;
+        };
+        if master
+            .directing
+            .coordinator
+            .next_wakeup()
+            .is_some_and(|at| at <= now)
+        {
             master.directing.coordinator.wake(now);
         }
         master.keeping.cuts.wake(now);
@@ -443,10 +484,18 @@ impl Machine {
 
     /// When [`Event::Wake`] is wanted, if at all.
     pub fn next_wakeup(&self) -> Option<Micros> {
-        let moves = self.master.as_ref().and_then(|m| m.directing.coordinator.next_wakeup());
+        let moves = self
+            .master
+            .as_ref()
+            .and_then(|m| m.directing.coordinator.next_wakeup());
         let timer = self.timers.keys().next().map(|(at, _)| *at);
         let keeping = self.master.as_ref().and_then(|m| m.keeping.next_wakeup());
-        timer.into_iter().chain(moves).chain(keeping).chain(self.late.due()).min()
+        timer
+            .into_iter()
+            .chain(moves)
+            .chain(keeping)
+            .chain(self.late.due())
+            .min()
     }
 
     /// The host table in force; empty before a slave has been taken in.

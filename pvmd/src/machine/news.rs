@@ -51,20 +51,31 @@ pub(super) struct News {
 
 /// True for events of tasks that come and go.
 pub(super) fn is_news(kind: &EventKind) -> bool {
-    matches!(kind, EventKind::Placed { .. } | EventKind::TaskStarted { .. } | EventKind::TaskEnded { .. })
+    matches!(
+        kind,
+        EventKind::Placed { .. } | EventKind::TaskStarted { .. } | EventKind::TaskEnded { .. }
+    )
 }
 
 /// How many places of a grant were taken, by a daemon's word for its giver.
 fn taken_places(item: &ToTask) -> Option<usize> {
-    let ToTask::Deliver { message, .. } = item else { return None };
+    let ToTask::Deliver { message, .. } = item else {
+        return None;
+    };
     let is_taken = message.tag == SM_GRANT_TAKEN && message.src.is_daemon();
-    is_taken.then(|| unpack_taken(message.body.clone()).ok()).flatten().map(|taken| taken.tasks.len())
+    is_taken
+        .then(|| unpack_taken(message.body.clone()).ok())
+        .flatten()
+        .map(|taken| taken.tasks.len())
 }
 
 impl Machine {
     /// True while grants of this task, which runs here, are being used.
     pub(super) fn hears_later(&self, dst: Tid) -> bool {
-        self.news.taking.is_some_and(|(rm, until)| rm == dst && self.now < until) && self.tasks.get(dst).is_some()
+        self.news
+            .taking
+            .is_some_and(|(rm, until)| rm == dst && self.now < until)
+            && self.tasks.get(dst).is_some()
     }
 
     /// An entry of the log is told in its time.

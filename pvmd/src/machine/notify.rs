@@ -23,7 +23,12 @@ const LAST_WORDS_TIME: Micros = Micros::from_secs(30);
 impl Machine {
     /// `pvm_notify`.
     pub(super) fn notify_request(&mut self, tid: Tid, id: RequestId, request: NotifyRequest) {
-        let NotifyRequest { what, ctx, tag, cancel } = request;
+        let NotifyRequest {
+            what,
+            ctx,
+            tag,
+            cancel,
+        } = request;
         let watch = |kind: WatchKind| Watch { kind, ctx, tag };
         let watches: Vec<Watch> = match what {
             NotifyWhat::TaskExit(tids) => {
@@ -31,16 +36,28 @@ impl Machine {
                     let reason = format!("{other} is not the id of a task");
                     return self.fail(tid, id, PvmError::BadParam, reason);
                 }
-                tids.into_iter().map(|t| watch(WatchKind::TaskExit(t))).collect()
+                tids.into_iter()
+                    .map(|t| watch(WatchKind::TaskExit(t)))
+                    .collect()
             }
-            NotifyWhat::HostDelete(hosts) => hosts.into_iter().map(|h| watch(WatchKind::HostDelete(h))).collect(),
+            NotifyWhat::HostDelete(hosts) => hosts
+                .into_iter()
+                .map(|h| watch(WatchKind::HostDelete(h)))
+                .collect(),
             NotifyWhat::HostAdd { count } => {
-                self.watch_hosts(tid, watch(WatchKind::HostAdd { count: if cancel { 0 } else { count } }));
+                self.watch_hosts(
+                    tid,
+                    watch(WatchKind::HostAdd {
+                        count: if cancel { 0 } else { count },
+                    }),
+                );
                 return self.reply(tid, id, Reply::Done);
             }
         };
         if cancel {
-            watches.iter().for_each(|watch| self.cancel_watch(tid, watch));
+            watches
+                .iter()
+                .for_each(|watch| self.cancel_watch(tid, watch));
             return self.reply(tid, id, Reply::Done);
         }
         let open = self.tasks.get(tid).map_or(0, |t| t.watches.len());
@@ -55,8 +72,12 @@ impl Machine {
     }
 
     fn watch_hosts(&mut self, tid: Tid, watch: Watch) {
-        let Some(task) = self.tasks.get_mut(tid) else { return };
-        let same = |w: &Watch| matches!(w.kind, WatchKind::HostAdd { .. }) && (w.ctx, w.tag) == (watch.ctx, watch.tag);
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
+        let same = |w: &Watch| {
+            matches!(w.kind, WatchKind::HostAdd { .. }) && (w.ctx, w.tag) == (watch.ctx, watch.tag)
+        };
         task.watches.retain(|w| !same(w));
         if watch.kind != (WatchKind::HostAdd { count: 0 }) {
             task.watches.push(watch);
@@ -64,15 +85,21 @@ impl Machine {
     }
 
     fn cancel_watch(&mut self, tid: Tid, watch: &Watch) {
-        let Some(task) = self.tasks.get_mut(tid) else { return };
-        let Some(at) = task.watches.iter().position(|w| w == watch) else { return };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
+        let Some(at) = task.watches.iter().position(|w| w == watch) else {
+            return;
+        };
         task.watches.remove(at);
         self.fire(tid, watch);
     }
 
     fn add_watch(&mut self, tid: Tid, watch: Watch) {
         match watch.kind {
-            WatchKind::HostDelete(host) if host.home().is_none_or(|h| self.table.get(h).is_none()) => {
+            WatchKind::HostDelete(host)
+                if host.home().is_none_or(|h| self.table.get(h).is_none()) =>
+            {
                 return self.fire(tid, &watch);
             }
             // Kept first: the end of the task may overtake the answer.
@@ -90,14 +117,23 @@ impl Machine {
         if let WatchKind::TaskExit(tid) = watch.kind
             && tid != watcher
         {
-            self.ask_about(tid, Question::Watch { tid, watcher }, Asker::Watch { watcher });
+            self.ask_about(
+                tid,
+                Question::Watch { tid, watcher },
+                Asker::Watch { watcher },
+            );
         }
     }
 
     /// A task that is waited for turned out to be gone.
     pub(super) fn watched_is_gone(&mut self, watcher: Tid, tid: Tid, after: Option<LinkMark>) {
-        let Some(task) = self.tasks.get_mut(watcher) else { return };
-        let fired: Vec<Watch> = task.watches.extract_if(.., |w| w.kind == WatchKind::TaskExit(tid)).collect();
+        let Some(task) = self.tasks.get_mut(watcher) else {
+            return;
+        };
+        let fired: Vec<Watch> = task
+            .watches
+            .extract_if(.., |w| w.kind == WatchKind::TaskExit(tid))
+            .collect();
         for watch in fired {
             self.send_exit_note(watcher, tid, &watch, after);
         }
@@ -106,15 +142,26 @@ impl Machine {
     /// A task has ended somewhere.
     pub(super) fn notify_task_exit(&mut self, tid: Tid, marks: &[LinkMark]) {
         let waits = |w: &Watch| w.kind == WatchKind::TaskExit(tid);
-        let watchers: Vec<Tid> =
-            self.tasks.live.values().filter(|t| t.watches.iter().any(waits)).map(|t| t.tid).collect();
+        let watchers: Vec<Tid> = self
+            .tasks
+            .live
+            .values()
+            .filter(|t| t.watches.iter().any(waits))
+            .map(|t| t.tid)
+            .collect();
         for watcher in watchers {
             self.watched_is_gone(watcher, tid, mark_of(tid, marks, watcher));
         }
     }
 
     /// Tells that a task has ended, behind its last message.
-    pub(super) fn send_exit_note(&mut self, watcher: Tid, tid: Tid, watch: &Watch, after: Option<LinkMark>) {
+    pub(super) fn send_exit_note(
+        &mut self,
+        watcher: Tid,
+        tid: Tid,
+        watch: &Watch,
+        after: Option<LinkMark>,
+    ) {
         self.send_behind(note(watcher, watch, ints(&[tid.raw()])), tid, after);
     }
 
@@ -123,7 +170,13 @@ impl Machine {
         let watcher = message.dst;
         // What the two said to each other on a route of their own, no daemon has seen: the receiver's library knows.
         let after = after.unwrap_or(LinkMark { peer: dead, end: 1 });
-        self.deliver(watcher, ToTask::Deliver { message, after: Some(after) });
+        self.deliver(
+            watcher,
+            ToTask::Deliver {
+                message,
+                after: Some(after),
+            },
+        );
         self.timer(LAST_WORDS_TIME, Timer::LastWords { watcher, dead });
     }
 
@@ -133,19 +186,29 @@ impl Machine {
     }
 
     fn fire(&mut self, watcher: Tid, watch: &Watch) {
-        let (WatchKind::TaskExit(who) | WatchKind::HostDelete(who)) = watch.kind else { return };
+        let (WatchKind::TaskExit(who) | WatchKind::HostDelete(who)) = watch.kind else {
+            return;
+        };
         self.send_note(watcher, watch, ints(&[who.raw()]));
     }
 
     fn send_note(&mut self, dst: Tid, watch: &Watch, body: Bytes) {
-        self.deliver(dst, ToTask::Deliver { message: note(dst, watch, body), after: None });
+        self.deliver(
+            dst,
+            ToTask::Deliver {
+                message: note(dst, watch, body),
+                after: None,
+            },
+        );
     }
 
     /// A host has left: first its own notifications, then those of the tasks that ran there.
     pub(super) fn notify_host_gone(&mut self, host: HostId) {
         let tids: Vec<Tid> = self.tasks.live.keys().copied().collect();
         for watcher in &tids {
-            let Some(task) = self.tasks.get_mut(*watcher) else { continue };
+            let Some(task) = self.tasks.get_mut(*watcher) else {
+                continue;
+            };
             let lost = |w: &mut Watch| matches!(w.kind, WatchKind::HostDelete(h) if h.home() == Some(host));
             let fired: Vec<Watch> = task.watches.extract_if(.., lost).collect();
             for watch in fired {
@@ -157,7 +220,10 @@ impl Machine {
                 .tasks
                 .get(watcher)
                 .map(|t| {
-                    t.watches.iter().filter_map(|w| exit_of(w).filter(|d| self.location(*d) == Some(host))).collect()
+                    t.watches
+                        .iter()
+                        .filter_map(|w| exit_of(w).filter(|d| self.location(*d) == Some(host)))
+                        .collect()
                 })
                 .unwrap_or_default();
             for tid in dead {
@@ -175,7 +241,9 @@ impl Machine {
     }
 
     fn notify_task_of_hosts(&mut self, tid: Tid, added: &[HostId]) {
-        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
         let mut fired = Vec::new();
         for watch in &mut task.watches {
             if let WatchKind::HostAdd { count } = &mut watch.kind {
@@ -185,7 +253,8 @@ impl Machine {
                 fired.push(watch.clone());
             }
         }
-        task.watches.retain(|w| w.kind != WatchKind::HostAdd { count: 0 });
+        task.watches
+            .retain(|w| w.kind != WatchKind::HostAdd { count: 0 });
         let mut words = vec![added.len() as i32];
         words.extend(added.iter().map(|h| h.tid().raw()));
         for watch in fired {
@@ -195,17 +264,25 @@ impl Machine {
 
     /// A task has come from another host with its notifications: what happened on the way is told now.
     pub(super) fn recheck_watches(&mut self, tid: Tid, known: &[HostId], epoch: Epoch) {
-        let Some(task) = self.tasks.get(tid) else { return };
+        let Some(task) = self.tasks.get(tid) else {
+            return;
+        };
         for watch in task.watches.clone() {
             match watch.kind {
-                WatchKind::HostDelete(host) if host.home().is_none_or(|h| self.table.get(h).is_none()) => {
+                WatchKind::HostDelete(host)
+                    if host.home().is_none_or(|h| self.table.get(h).is_none()) =>
+                {
                     self.cancel_watch(tid, &watch);
                 }
                 _ => self.check_watch(tid, &watch),
             }
         }
         if self.table.epoch > epoch {
-            let added: Vec<HostId> = self.other_hosts().into_iter().filter(|h| !known.contains(h)).collect();
+            let added: Vec<HostId> = self
+                .other_hosts()
+                .into_iter()
+                .filter(|h| !known.contains(h))
+                .collect();
             if !added.is_empty() {
                 self.notify_task_of_hosts(tid, &added);
             }
@@ -227,7 +304,15 @@ fn note(dst: Tid, watch: &Watch, body: Bytes) -> Message {
 
 /// A message of this daemon to a task, in this context and with this tag.
 pub(super) fn daemons_message(dst: Tid, (ctx, tag): (i32, i32), body: Bytes) -> Message {
-    Message { src: Tid::MY_DAEMON, dst, ctx, tag, wid: 0, enc: ENC_XDR, body }
+    Message {
+        src: Tid::MY_DAEMON,
+        dst,
+        ctx,
+        tag,
+        wid: 0,
+        enc: ENC_XDR,
+        body,
+    }
 }
 
 pub(super) fn ints(words: &[i32]) -> Bytes {

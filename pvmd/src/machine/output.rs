@@ -19,18 +19,36 @@ impl Machine {
     /// The daemon's address as `dst` knows it: its own daemon has none.
     pub(super) fn source_for(&self, dst: Tid) -> Tid {
         let me = self.config.host;
-        if self.location(dst) == Some(me) { Tid::MY_DAEMON } else { me.daemon() }
+        if self.location(dst) == Some(me) {
+            Tid::MY_DAEMON
+        } else {
+            me.daemon()
+        }
     }
 
     /// Sends a message made by this daemon, in the default encoding.
     pub(super) fn send_made(&mut self, dst: Tid, ctx: i32, tag: i32, wid: i32, body: Bytes) {
         let message = self.made(dst, ctx, tag, wid, body);
-        self.deliver(dst, ToTask::Deliver { message, after: None });
+        self.deliver(
+            dst,
+            ToTask::Deliver {
+                message,
+                after: None,
+            },
+        );
     }
 
     /// A message made by this daemon, in the default encoding.
     pub(super) fn made(&self, dst: Tid, ctx: i32, tag: i32, wid: i32, body: Bytes) -> Message {
-        Message { src: self.source_for(dst), dst, ctx, tag, wid, enc: ENC_XDR, body }
+        Message {
+            src: self.source_for(dst),
+            dst,
+            ctx,
+            tag,
+            wid,
+            enc: ENC_XDR,
+            body,
+        }
     }
 
     fn collect(&mut self, sink: Sink, body: Bytes) {
@@ -65,11 +83,23 @@ impl Machine {
 
     /// A task wrote something.
     pub(super) fn task_output(&mut self, tid: Tid, bytes: Vec<u8>) {
-        let arriving = self.moves.arrivals.get(&tid).and_then(|a| a.record.as_ref()).map(|r| r.output);
-        let sink = self.tasks.get(tid).map(|t| t.output).or(arriving).unwrap_or_default();
+        let arriving = self
+            .moves
+            .arrivals
+            .get(&tid)
+            .and_then(|a| a.record.as_ref())
+            .map(|r| r.output);
+        let sink = self
+            .tasks
+            .get(tid)
+            .map(|t| t.output)
+            .or(arriving)
+            .unwrap_or_default();
         if sink.tid.is_task() {
             let mut body = Packer::new(Encoding::Xdr);
-            body.int(tid.raw()).int(i32::try_from(bytes.len()).unwrap_or(i32::MAX)).bytes(&bytes);
+            body.int(tid.raw())
+                .int(i32::try_from(bytes.len()).unwrap_or(i32::MAX))
+                .bytes(&bytes);
             self.collect(sink, body.finish());
         } else {
             self.log_output(tid, bytes.into());

@@ -28,7 +28,9 @@ impl Pairs {
     fn have_room(&self, a: Tid, b: Tid) -> bool {
         let partners = |tid| self.partners.get(&tid);
         partners(a).is_some_and(|p| p.contains(&b))
-            || [a, b].into_iter().all(|tid| partners(tid).is_none_or(|p| p.len() < PARTNERS_MAX))
+            || [a, b]
+                .into_iter()
+                .all(|tid| partners(tid).is_none_or(|p| p.len() < PARTNERS_MAX))
     }
 
     /// The two share rings, or will if the offer is accepted: who offers has to hear of the other one's end either way.
@@ -80,26 +82,56 @@ impl Pairs {
 impl Machine {
     /// A task's word to another one. One without descriptors finds its way as any item does; one with descriptors goes
     /// to a task that is here and listens, or comes to nothing.
-    pub(super) fn task_route(&mut self, conn: ConnId, to: Tid, word: RouteWord, descriptors: Descriptors) {
-        let Some(from) = self.conns.task(conn) else { return };
+    pub(super) fn task_route(
+        &mut self,
+        conn: ConnId,
+        to: Tid,
+        word: RouteWord,
+        descriptors: Descriptors,
+    ) {
+        let Some(from) = self.conns.task(conn) else {
+            return;
+        };
         if let RouteWord::DirectOffer { addresses, .. } = &word
             && addresses.len() > OFFER_ADDRESSES_MAX
         {
-            return self.log(format!("{from} offered {} addresses for a route; it was dropped", addresses.len()));
+            return self.log(format!(
+                "{from} offered {} addresses for a route; it was dropped",
+                addresses.len()
+            ));
         }
         if let RouteWord::DirectAccept { .. } | RouteWord::DirectRefuse { .. } = word {
             self.pairs.answered(from, to);
         }
         if word.descriptors() == 0 && descriptors.count() == 0 {
-            return self.deliver(to, ToTask::Route { from, near: false, word });
+            return self.deliver(
+                to,
+                ToTask::Route {
+                    from,
+                    near: false,
+                    word,
+                },
+            );
         }
-        let listens = self.tasks.get(to).filter(|t| to != from && !t.hold).and_then(Task::conn);
+        let listens = self
+            .tasks
+            .get(to)
+            .filter(|t| to != from && !t.hold)
+            .and_then(Task::conn);
         let complete = word.descriptors() == descriptors.count();
         match listens.filter(|_| complete && self.pairs.have_room(from, to)) {
             Some(conn) => {
                 self.pairs.join(from, to);
-                let message = ToTask::Route { from, near: true, word };
-                self.out.push_back(Output::RouteToTask { conn, message, descriptors });
+                let message = ToTask::Route {
+                    from,
+                    near: true,
+                    word,
+                };
+                self.out.push_back(Output::RouteToTask {
+                    conn,
+                    message,
+                    descriptors,
+                });
             }
             None => self.word_came_to_nothing(from, to, &word),
         }
@@ -109,7 +141,14 @@ impl Machine {
     fn word_came_to_nothing(&mut self, from: Tid, to: Tid, word: &RouteWord) {
         match *word {
             RouteWord::RingOffer { id, .. } => {
-                self.deliver(from, ToTask::Route { from: to, near: false, word: RouteWord::RingRefuse { id } });
+                self.deliver(
+                    from,
+                    ToTask::Route {
+                        from: to,
+                        near: false,
+                        word: RouteWord::RingRefuse { id },
+                    },
+                );
             }
             // It is a help, no more.
             RouteWord::StoreOffer { .. } => {}
@@ -144,7 +183,9 @@ impl Machine {
 /// The task that gets to know when this cannot be handed over any more because its receiver has ended.
 pub(super) fn sender_of(held: &Held) -> Option<Tid> {
     match held {
-        Held::Link(frame) => sempa_proto::link::LinkFrame::decode(frame.clone()).map(|frame| frame.src),
+        Held::Link(frame) => {
+            sempa_proto::link::LinkFrame::decode(frame.clone()).map(|frame| frame.src)
+        }
         Held::Item(ToTask::Route { from, .. }) => Some(*from),
         Held::Item(_) => None,
     }

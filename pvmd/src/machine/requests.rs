@@ -36,7 +36,9 @@ pub(super) struct Gathers {
 impl Machine {
     /// A task's request.
     pub(super) fn request(&mut self, tid: Tid, id: RequestId, what: Request) {
-        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
         if task.requests.len() >= REQUESTS_OPEN_MAX {
             let reason = format!("{REQUESTS_OPEN_MAX} requests wait for their replies already");
             return self.fail(tid, id, PvmError::OutOfRes, reason);
@@ -54,24 +56,50 @@ impl Machine {
             Request::Spawn(request) => self.spawn(tid, id, request, None),
             Request::SpawnGranted { request, grant } => self.spawn_granted(tid, id, request, grant),
             Request::HostStatus { name } => {
-                let host = if name == "." { Some(me) } else { self.table.by_name(&name).map(|h| h.id) };
+                let host = if name == "." {
+                    Some(me)
+                } else {
+                    self.table.by_name(&name).map(|h| h.id)
+                };
                 match host {
                     Some(host) => self.ask(host, Question::Ping, Asker::Task { tid, id }),
                     None => self.fail(tid, id, PvmError::NoHost, no_host(&name)),
                 }
             }
-            Request::TaskStatus { tid: other } if !other.is_task() => self.not_a_task(tid, id, other),
+            Request::TaskStatus { tid: other } if !other.is_task() => {
+                self.not_a_task(tid, id, other)
+            }
             Request::TaskStatus { tid: other } => {
-                self.ask_about(other, Question::TaskStatus { tid: other }, Asker::Task { tid, id });
+                self.ask_about(
+                    other,
+                    Question::TaskStatus { tid: other },
+                    Asker::Task { tid, id },
+                );
             }
-            Request::Signal { tid: other, .. } if !other.is_task() => self.not_a_task(tid, id, other),
+            Request::Signal { tid: other, .. } if !other.is_task() => {
+                self.not_a_task(tid, id, other)
+            }
             Request::Signal { tid: other, signal } => {
-                self.ask_about(other, Question::Signal { tid: other, signal }, Asker::Task { tid, id });
+                self.ask_about(
+                    other,
+                    Question::Signal { tid: other, signal },
+                    Asker::Task { tid, id },
+                );
             }
-            Request::Suspend { tid: other, .. } if !other.is_task() => self.not_a_task(tid, id, other),
-            Request::Suspend { tid: other, suspend, cause } => {
+            Request::Suspend { tid: other, .. } if !other.is_task() => {
+                self.not_a_task(tid, id, other)
+            }
+            Request::Suspend {
+                tid: other,
+                suspend,
+                cause,
+            } => {
                 let cause = cause.unwrap_or(Cause::Asked { by: tid }).cut();
-                let order = Order { tid: other, suspend, cause };
+                let order = Order {
+                    tid: other,
+                    suspend,
+                    cause,
+                };
                 self.ask_about(other, Question::Suspend(order), Asker::Task { tid, id });
             }
             Request::CanMigrate { tid: of, to } => self.can_migrate(tid, id, of, to.as_deref()),
@@ -80,12 +108,18 @@ impl Machine {
             Request::NewContext => self.new_context(tid, id),
             Request::FreeContext { ctx } => {
                 let host = self.holder_of(ctx);
-                self.ask(host, Question::FreeContext { owner: tid, ctx }, Asker::Task { tid, id });
+                self.ask(
+                    host,
+                    Question::FreeContext { owner: tid, ctx },
+                    Asker::Task { tid, id },
+                );
             }
-            Request::HostSync { host } => match host.home().filter(|host| self.table.get(*host).is_some()) {
-                Some(host) => self.ask(host, Question::Clock, Asker::Task { tid, id }),
-                None => self.fail(tid, id, PvmError::NoHost, no_host(&host.to_string())),
-            },
+            Request::HostSync { host } => {
+                match host.home().filter(|host| self.table.get(*host).is_some()) {
+                    Some(host) => self.ask(host, Question::Clock, Asker::Task { tid, id }),
+                    None => self.fail(tid, id, PvmError::NoHost, no_host(&host.to_string())),
+                }
+            }
             Request::SetOutput(sink) => self.set_output(tid, id, sink),
             Request::SetTrace(sink) => {
                 if let Some(task) = self.tasks.get_mut(tid) {
@@ -113,17 +147,33 @@ impl Machine {
     /// A request that only the master can serve, from any task.
     pub(super) fn master_request(&mut self, tid: Tid, id: RequestId, what: Request) {
         match what {
-            Request::AddHosts { lines } => self.add_hosts(&lines, super::hosts::Wanting::Task { tid, id }),
+            Request::AddHosts { lines } => {
+                self.add_hosts(&lines, super::hosts::Wanting::Task { tid, id })
+            }
             Request::DelHosts { names } => self.delete_hosts(tid, id, &names),
             Request::Mailbox(request) => self.mailbox_request(tid, id, request),
             Request::Group(request) => self.group_request(tid, id, request),
-            Request::Checkpoint { job, pace, end, wait } => self.checkpoint_wanted((tid, id), job, pace, end, wait),
+            Request::Checkpoint {
+                job,
+                pace,
+                end,
+                wait,
+            } => self.checkpoint_wanted((tid, id), job, pace, end, wait),
             Request::Sets => self.out.push_back(Output::ListSets { tid, id }),
             Request::Restart { set, on, wait } => self.restart_wanted((tid, id), set, on, wait),
             Request::RemoveSets { which, any } => self.sets_unwanted(tid, id, which, any),
-            Request::Migrate { tid: task, to, cause, wait } => self.begin_move(tid, id, task, &to, cause, wait),
+            Request::Migrate {
+                tid: task,
+                to,
+                cause,
+                wait,
+            } => self.begin_move(tid, id, task, &to, cause, wait),
             Request::Events { from, limit } => {
-                let events = self.master.as_ref().map(|m| m.events.since(from, limit)).unwrap_or_default();
+                let events = self
+                    .master
+                    .as_ref()
+                    .map(|m| m.events.since(from, limit))
+                    .unwrap_or_default();
                 self.reply(tid, id, Reply::Events(events));
             }
             Request::Subscribe { ctx, tag } => self.subscribe(tid, id, ctx, tag),
@@ -138,23 +188,41 @@ impl Machine {
                 self.reply(tid, id, Reply::Done);
                 self.halt(&format!("{tid} asked for it"));
             }
-            _ => self.fail(tid, id, PvmError::NotImpl, "the master does not serve this request"),
+            _ => self.fail(
+                tid,
+                id,
+                PvmError::NotImpl,
+                "the master does not serve this request",
+            ),
         }
     }
 
     fn list(&mut self, tid: Tid, id: RequestId, selector: Tid) {
-        let hosts: Vec<HostId> = match self.location(selector).filter(|host| self.table.get(*host).is_some()) {
+        let hosts: Vec<HostId> = match self
+            .location(selector)
+            .filter(|host| self.table.get(*host).is_some())
+        {
             None if selector == Tid::NONE => self.table.hosts.iter().map(|h| h.id).collect(),
             None => return self.fail(tid, id, PvmError::NoHost, no_host(&selector.to_string())),
             Some(_) if selector.local() != 0 => {
-                let question = Question::Tasks { only: Some(selector) };
+                let question = Question::Tasks {
+                    only: Some(selector),
+                };
                 return self.ask_about(selector, question, Asker::Task { tid, id });
             }
             Some(host) => vec![host],
         };
         self.gathers.last += 1;
         let gather = self.gathers.last;
-        self.gathers.open.insert(gather, Gather { tid, id, missing: hosts.len(), tasks: Vec::new() });
+        self.gathers.open.insert(
+            gather,
+            Gather {
+                tid,
+                id,
+                missing: hosts.len(),
+                tasks: Vec::new(),
+            },
+        );
         for host in hosts {
             self.ask(host, Question::Tasks { only: None }, Asker::Gather(gather));
         }
@@ -162,13 +230,20 @@ impl Machine {
 
     /// One host has named its tasks, or is lost.
     pub(super) fn gathered(&mut self, number: u64, tasks: Vec<TaskInfo>) {
-        let Some(gather) = self.gathers.open.get_mut(&number) else { return };
+        let Some(gather) = self.gathers.open.get_mut(&number) else {
+            return;
+        };
         gather.tasks.extend(tasks);
         gather.missing -= 1;
         if gather.missing > 0 {
             return;
         }
-        let Some(Gather { tid, id, mut tasks, .. }) = self.gathers.open.remove(&number) else { return };
+        let Some(Gather {
+            tid, id, mut tasks, ..
+        }) = self.gathers.open.remove(&number)
+        else {
+            return;
+        };
         // In the moment of a move both ends may know the task.
         tasks.sort_by_key(|t| (t.tid, t.moving));
         tasks.dedup_by_key(|t| t.tid);
@@ -178,15 +253,25 @@ impl Machine {
 
     fn new_context(&mut self, tid: Tid, id: RequestId) {
         if self.contexts.len() as u32 >= CONTEXTS_MAX {
-            return self.fail(tid, id, PvmError::OutOfRes, "all contexts of this host are in use");
+            return self.fail(
+                tid,
+                id,
+                PvmError::OutOfRes,
+                "all contexts of this host are in use",
+            );
         }
         let base = self.config.host.tid().raw();
         if self.last_context == 0 && self.tasks.are_spared() {
             // Not where another virtual machine began: a job may come from there with contexts in use.
-            self.last_context = (self.unix.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32 % CONTEXTS_MAX;
+            self.last_context =
+                (self.unix.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32 % CONTEXTS_MAX;
         }
         loop {
-            self.last_context = if self.last_context >= CONTEXTS_MAX { 1 } else { self.last_context + 1 };
+            self.last_context = if self.last_context >= CONTEXTS_MAX {
+                1
+            } else {
+                self.last_context + 1
+            };
             let ctx = base | self.last_context as i32;
             if let std::collections::btree_map::Entry::Vacant(free) = self.contexts.entry(ctx) {
                 free.insert(tid);
@@ -198,7 +283,10 @@ impl Machine {
     /// The host that knows to whom a context belongs: the one that gave it out, or the master, if a job has brought it here
     /// from where there was such a host.
     pub(super) fn holder_of(&self, ctx: i32) -> HostId {
-        Tid::from_raw(ctx).home().filter(|host| self.table.get(*host).is_some()).unwrap_or(HostId::MASTER)
+        Tid::from_raw(ctx)
+            .home()
+            .filter(|host| self.table.get(*host).is_some())
+            .unwrap_or(HostId::MASTER)
     }
 
     /// These contexts belong to tasks again that are started from a checkpoint.
@@ -212,7 +300,9 @@ impl Machine {
 
     /// A task changes where its own output goes: the old collector sees its end, the new one its beginning.
     fn set_output(&mut self, tid: Tid, id: RequestId, sink: Sink) {
-        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
         let old = std::mem::replace(&mut task.output, sink);
         let parent = task.parent;
         if old != sink {
@@ -224,12 +314,19 @@ impl Machine {
     }
 
     fn not_a_task(&mut self, tid: Tid, id: RequestId, other: Tid) {
-        self.fail(tid, id, PvmError::BadParam, format!("{other} is not the id of a task"));
+        self.fail(
+            tid,
+            id,
+            PvmError::BadParam,
+            format!("{other} is not the id of a task"),
+        );
     }
 
     /// Master: `reset`. Tasks that asked not to be reset, resource managers and watchers are spared.
     fn reset(&mut self, tid: Tid, id: RequestId, kill: bool) {
-        let Some(master) = &mut self.master else { return };
+        let Some(master) = &mut self.master else {
+            return;
+        };
         let mut spare = master.mailbox.owners(sempa_proto::sm::NO_RESET_CLASS);
         spare.push(tid);
         spare.extend(self.rm.current().map(|rm| rm.tid));
@@ -237,7 +334,12 @@ impl Machine {
         if kill {
             master.keeping.reset(&spare);
             for host in self.other_hosts() {
-                self.tell_host(host, HostMsg::EndTasks { spare: spare.clone() });
+                self.tell_host(
+                    host,
+                    HostMsg::EndTasks {
+                        spare: spare.clone(),
+                    },
+                );
             }
             self.end_tasks(&spare);
         }
@@ -255,7 +357,10 @@ impl Machine {
             .collect();
         for tid in ending {
             if !self.signal_away(tid, SIGTERM) {
-                self.tell_tasker(ToTasker::Signal { tid, signal: SIGTERM });
+                self.tell_tasker(ToTasker::Signal {
+                    tid,
+                    signal: SIGTERM,
+                });
             }
         }
     }

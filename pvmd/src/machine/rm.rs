@@ -9,11 +9,13 @@ use sempa_proto::event::{EventKind, describe_status};
 use sempa_proto::host::HostMsg;
 use sempa_proto::migration::Usage;
 use sempa_proto::sm::{
-    SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_STHOSTACK, SM_TASKX, TaskEnd, pack_task_end,
-    pack_tids, unpack_exec,
+    SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_STHOSTACK, SM_TASKX, TaskEnd,
+    pack_task_end, pack_tids, unpack_exec,
 };
 use sempa_proto::table::{AddedHost, TASK_RM};
-use sempa_proto::task::{LinkMark, Reply, RmInfo, RmServes, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest, ToTask};
+use sempa_proto::task::{
+    LinkMark, Reply, RmInfo, RmServes, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest, ToTask,
+};
 use sempa_proto::{HostId, Message, Micros, RequestId, Tid};
 use std::collections::VecDeque;
 
@@ -69,7 +71,10 @@ impl RmState {
     }
 
     fn known(&self, tid: Tid) -> Option<RmInfo> {
-        [self.own, self.wide, self.masters].into_iter().flatten().find(|rm| rm.tid == tid)
+        [self.own, self.wide, self.masters]
+            .into_iter()
+            .flatten()
+            .find(|rm| rm.tid == tid)
     }
 }
 
@@ -103,8 +108,15 @@ impl Machine {
     }
 
     fn rm_came_or_went(&mut self) {
-        let (serves, now) = (self.rm.current().is_some() || self.rm.masters.is_some(), self.now);
-        self.rm.none_since = if serves { None } else { self.rm.none_since.or(Some(now)) };
+        let (serves, now) = (
+            self.rm.current().is_some() || self.rm.masters.is_some(),
+            self.now,
+        );
+        self.rm.none_since = if serves {
+            None
+        } else {
+            self.rm.none_since.or(Some(now))
+        };
         self.go_on_without_rm();
     }
 
@@ -128,9 +140,19 @@ impl Machine {
         if !death && rm.is_some_and(|rm| rm.serves.others) {
             return;
         }
-        let tasks: Vec<Tid> = self.tasks.live.keys().copied().filter(|tid| Some(*tid) != rm.map(|rm| rm.tid)).collect();
+        let tasks: Vec<Tid> = self
+            .tasks
+            .live
+            .keys()
+            .copied()
+            .filter(|tid| Some(*tid) != rm.map(|rm| rm.tid))
+            .collect();
         for tid in tasks {
-            if let Some(task) = self.tasks.get_mut(tid).filter(|t| t.conn().is_some() || t.hold) {
+            if let Some(task) = self
+                .tasks
+                .get_mut(tid)
+                .filter(|t| t.conn().is_some() || t.hold)
+            {
                 task.rm = task.rm.or(rm.map(|rm| rm.tid));
                 self.deliver(tid, ToTask::RmChanged { rm });
             }
@@ -165,10 +187,23 @@ impl Machine {
     }
 
     /// Tells a resource manager that wants to know that one of its tasks has ended, behind the task's last message to it.
-    pub(super) fn tell_rm_of_end(&mut self, task: &Task, marks: &[LinkMark], status: i32, used: Usage) {
-        let wants = |rm: &Tid| *rm != task.tid && self.rm.known(*rm).is_some_and(|rm| rm.serves.ends);
-        let Some(rm) = task.rm.filter(wants) else { return };
-        let body = pack_task_end(&TaskEnd { tid: task.tid, status, used });
+    pub(super) fn tell_rm_of_end(
+        &mut self,
+        task: &Task,
+        marks: &[LinkMark],
+        status: i32,
+        used: Usage,
+    ) {
+        let wants =
+            |rm: &Tid| *rm != task.tid && self.rm.known(*rm).is_some_and(|rm| rm.serves.ends);
+        let Some(rm) = task.rm.filter(wants) else {
+            return;
+        };
+        let body = pack_task_end(&TaskEnd {
+            tid: task.tid,
+            status,
+            used,
+        });
         let message = self.made(rm, 0, SM_TASKX, 0, body);
         self.send_behind(message, task.tid, mark_of(task.tid, marks, rm));
     }
@@ -191,43 +226,69 @@ impl Machine {
 
     /// A task's message to a daemon's address.
     pub(super) fn message_to_daemon(&mut self, message: Message) {
-        let host =
-            if message.dst == Tid::MY_DAEMON { Some(self.config.host) } else { super::requests::host_of(message.dst) };
+        let host = if message.dst == Tid::MY_DAEMON {
+            Some(self.config.host)
+        } else {
+            super::requests::host_of(message.dst)
+        };
         match host.filter(|_| message.dst.is_daemon()) {
             Some(host) if host == self.config.host => self.daemon_message(message),
-            Some(host) if self.table.get(host).is_some() => self.tell_host(host, HostMsg::Message(message)),
-            _ => self.log(format!("{} sent a message to {}, where no daemon is; dropped", message.src, message.dst)),
+            Some(host) if self.table.get(host).is_some() => {
+                self.tell_host(host, HostMsg::Message(message))
+            }
+            _ => self.log(format!(
+                "{} sent a message to {}, where no daemon is; dropped",
+                message.src, message.dst
+            )),
         }
     }
 
     /// A message to this daemon. Only resource managers and the tasks that work for it have something to say.
     pub(super) fn daemon_message(&mut self, message: Message) {
-        let Message { src, tag, wid, body, .. } = message;
+        let Message {
+            src,
+            tag,
+            wid,
+            body,
+            ..
+        } = message;
         let server_says = match tag {
             SM_TASKX => Some(self.task_end_heard(src, body.clone())),
             SM_STHOSTACK => Some(self.hosts_heard(src, wid, body.clone())),
             _ => None,
         };
         if let Some(understood) = server_says {
-            return understood
-                .unwrap_or_else(|error| self.log(format!("a message {tag:#x} of {src} cannot be read: {error}")));
+            return understood.unwrap_or_else(|error| {
+                self.log(format!(
+                    "a message {tag:#x} of {src} cannot be read: {error}"
+                ))
+            });
         }
         if !matches!(tag, SM_EXEC | SM_ADD | SM_HANDOFF) {
-            return self.log(format!("{src} sent a message with tag {tag:#x} to this daemon; nobody here reads it"));
+            return self.log(format!(
+                "{src} sent a message with tag {tag:#x} to this daemon; nobody here reads it"
+            ));
         }
         if !self.rm.obeys(src) {
-            return self
-                .log(format!("{src} is not the resource manager of this daemon; its message {tag:#x} was dropped"));
+            return self.log(format!(
+                "{src} is not the resource manager of this daemon; its message {tag:#x} was dropped"
+            ));
         }
         let understood = match tag {
             SM_EXEC => unpack_exec(body).map(|(parent, request)| {
                 self.queue_exec(parent, request, ExecBack::Rm { rm: src, wid });
             }),
-            SM_ADD => Unpacker::xdr(body).strings().map(|lines| self.rm_adds(src, wid, &lines)),
-            _ => Unpacker::xdr(body).int().map(|tid| self.hand_off(src, Tid::from_raw(tid))),
+            SM_ADD => Unpacker::xdr(body)
+                .strings()
+                .map(|lines| self.rm_adds(src, wid, &lines)),
+            _ => Unpacker::xdr(body)
+                .int()
+                .map(|tid| self.hand_off(src, Tid::from_raw(tid))),
         };
         if let Err(error) = understood {
-            self.log(format!("a message {tag:#x} of resource manager {src} cannot be read: {error}"));
+            self.log(format!(
+                "a message {tag:#x} of resource manager {src} cannot be read: {error}"
+            ));
             let mut body = Packer::new(Encoding::Xdr);
             body.int(error.code());
             match tag {
@@ -249,7 +310,9 @@ impl Machine {
 
     fn rm_adds(&mut self, rm: Tid, wid: i32, lines: &[String]) {
         if self.master.is_none() {
-            return self.log(format!("{rm} wants to add hosts, which only the master can; its message was dropped"));
+            return self.log(format!(
+                "{rm} wants to add hosts, which only the master can; its message was dropped"
+            ));
         }
         self.add_hosts(lines, Wanting::Rm { rm, wid });
     }
@@ -260,9 +323,12 @@ impl Machine {
         body.int(added.len() as i32).int(0);
         for host in added {
             match &host.result {
-                Ok(e) => {
-                    body.int(e.id.tid().raw()).str(e.name.as_bytes()).str(e.arch.as_bytes()).int(e.speed).int(e.dsig)
-                }
+                Ok(e) => body
+                    .int(e.id.tid().raw())
+                    .str(e.name.as_bytes())
+                    .str(e.arch.as_bytes())
+                    .int(e.speed)
+                    .int(e.dsig),
                 Err(error) => body.int(error.code()).str(b"").str(b"").int(0).int(0),
             };
         }
@@ -294,8 +360,14 @@ impl Machine {
     /// A task has ended. If it is the resource manager that this daemon started, and it has not ended by its own or
     /// somebody's will, it is started again; not for ever, should it die again and again.
     pub(super) fn rm_command_ended(&mut self, task: &Task, status: i32) {
-        let command = self.config.rm_command.as_ref().filter(|words| words.first() == Some(&task.name));
-        let Some(words) = command.cloned() else { return };
+        let command = self
+            .config
+            .rm_command
+            .as_ref()
+            .filter(|words| words.first() == Some(&task.name));
+        let Some(words) = command.cloned() else {
+            return;
+        };
         if self.stop.is_some() || task.parent.is_task() || !task.pinned {
             return;
         }

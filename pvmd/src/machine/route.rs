@@ -35,7 +35,11 @@ impl Locations {
 
     /// Takes a newer place; false when ours is as new or newer.
     pub(super) fn set(&mut self, location: Location) -> bool {
-        if self.by_tid.get(&location.tid).is_some_and(|known| known.epoch >= location.epoch) {
+        if self
+            .by_tid
+            .get(&location.tid)
+            .is_some_and(|known| known.epoch >= location.epoch)
+        {
             return false;
         }
         if let Some(old) = self.by_tid.insert(location.tid, location) {
@@ -102,7 +106,9 @@ impl Machine {
 
     /// An item for a task, wherever it runs. If the task has ended, a daemon's vanishes, and who sent a word is told.
     pub(super) fn deliver(&mut self, dst: Tid, item: ToTask) {
-        let Some(item) = self.unless_news(dst, item) else { return };
+        let Some(item) = self.unless_news(dst, item) else {
+            return;
+        };
         let held = Held::Item(item);
         let sender = super::pairs::sender_of(&held);
         if !self.route(dst, held)
@@ -118,8 +124,21 @@ impl Machine {
     }
 
     /// The answer to a request that failed.
-    pub(super) fn fail(&mut self, tid: Tid, id: RequestId, error: PvmError, reason: impl Into<String>) {
-        self.reply(tid, id, Reply::Failed { error, reason: reason.into() });
+    pub(super) fn fail(
+        &mut self,
+        tid: Tid,
+        id: RequestId,
+        error: PvmError,
+        reason: impl Into<String>,
+    ) {
+        self.reply(
+            tid,
+            id,
+            Reply::Failed {
+                error,
+                reason: reason.into(),
+            },
+        );
     }
 
     /// A link frame on its way; its sender learns when its peer is gone.
@@ -131,15 +150,22 @@ impl Machine {
 
     /// A link frame from a task here, which may speak for itself only.
     pub(super) fn link_from_task(&mut self, conn: super::ConnId, bytes: Bytes) {
-        let Some(tid) = self.conns.task(conn) else { return };
+        let Some(tid) = self.conns.task(conn) else {
+            return;
+        };
         let Some(frame) = LinkFrame::decode(bytes.clone()) else {
-            return self.log(format!("{tid} sent a link frame that cannot be read; it was dropped"));
+            return self.log(format!(
+                "{tid} sent a link frame that cannot be read; it was dropped"
+            ));
         };
         if self.is_half(tid, &frame, &bytes) {
             return;
         }
         if frame.src != tid {
-            return self.log(format!("{tid} sent a link frame in the name of {}; it was dropped", frame.src));
+            return self.log(format!(
+                "{tid} sent a link frame in the name of {}; it was dropped",
+                frame.src
+            ));
         }
         self.said(tid, &frame, bytes);
     }
@@ -149,13 +175,24 @@ impl Machine {
         match carried {
             Carried::Link(bytes) => match LinkFrame::decode(bytes.clone()) {
                 Some(frame) => self.forward_link(frame.src, frame.dst, bytes),
-                None => self.log(format!("{host} carried a link frame that cannot be read; it was dropped")),
+                None => self.log(format!(
+                    "{host} carried a link frame that cannot be read; it was dropped"
+                )),
             },
             Carried::Item { dst, item } => self.deliver(dst, item),
             Carried::Ended { dst, marks } => self.task_ended_somewhere(dst, &marks),
             Carried::Passed { dst, epoch } => self.passed(host, dst, epoch),
-            Carried::Record { dst, migration, record, complete } => self.record_came(dst, migration, *record, complete),
-            Carried::Handed { dst, migration, held } => self.handed(dst, migration, held),
+            Carried::Record {
+                dst,
+                migration,
+                record,
+                complete,
+            } => self.record_came(dst, migration, *record, complete),
+            Carried::Handed {
+                dst,
+                migration,
+                held,
+            } => self.handed(dst, migration, held),
             Carried::HandedAll { dst, migration } => self.handed_all(dst, migration),
         }
     }
@@ -167,13 +204,22 @@ impl Machine {
 
     /// All hosts of the table but this one.
     pub(super) fn other_hosts(&self) -> Vec<HostId> {
-        self.table.hosts.iter().map(|h| h.id).filter(|id| *id != self.config.host).collect()
+        self.table
+            .hosts
+            .iter()
+            .map(|h| h.id)
+            .filter(|id| *id != self.config.host)
+            .collect()
     }
 
     /// Tells the tasks here that have sent something to this one, or share rings with it, that it runs elsewhere now.
     pub(super) fn tell_peers_of_move(&mut self, tid: Tid) {
         let mut peers = self.pairs.take(tid);
-        let senders = self.tasks.live.values().filter(|t| t.tid != tid && t.marks.contains_key(&tid));
+        let senders = self
+            .tasks
+            .live
+            .values()
+            .filter(|t| t.tid != tid && t.marks.contains_key(&tid));
         peers.extend(senders.map(|t| t.tid));
         for peer in peers {
             self.deliver(peer, ToTask::PeerMoved { tid });

@@ -11,7 +11,8 @@ use super::{Machine, Output, StartId};
 use crate::machine::io::{HostPlan, StartOrder};
 use sempa_proto::host::HostMsg;
 use sempa_proto::sm::{
-    HostOrder, SM_STHOST, SM_STTASK, TaskOrder, pack_host_orders, pack_task_order, unpack_host_answers, unpack_task_end,
+    HostOrder, SM_STHOST, SM_STTASK, TaskOrder, pack_host_orders, pack_task_order,
+    unpack_host_answers, unpack_task_end,
 };
 use sempa_proto::table::{TASK_HOSTER, TASK_TASKER, TASK_TRACER};
 use sempa_proto::task::{Reply, Service, Sink, TracerInfo, TracerSettings};
@@ -68,14 +69,22 @@ impl Machine {
         };
         *place = begins.then_some(tid);
         self.set_flag(tid, flag, begins);
-        let what = if begins { "serves this daemon from now on" } else { "does not serve this daemon any more" };
+        let what = if begins {
+            "serves this daemon from now on"
+        } else {
+            "does not serve this daemon any more"
+        };
         self.note(format!("{tid} {what} ({service:?})"));
         self.reply(tid, id, Reply::Serving(begins));
     }
 
     fn set_flag(&mut self, tid: Tid, flag: i32, on: bool) {
         if let Some(task) = self.tasks.get_mut(tid) {
-            task.flags = if on { task.flags | flag } else { task.flags & !flag };
+            task.flags = if on {
+                task.flags | flag
+            } else {
+                task.flags & !flag
+            };
         }
     }
 
@@ -94,7 +103,12 @@ impl Machine {
 
     fn announce_tracer(&mut self, tracer: Option<TracerInfo>) {
         for host in self.other_hosts() {
-            self.tell_host(host, HostMsg::Tracer { tracer: tracer.clone() });
+            self.tell_host(
+                host,
+                HostMsg::Tracer {
+                    tracer: tracer.clone(),
+                },
+            );
         }
         self.set_tracer(tracer);
     }
@@ -119,7 +133,9 @@ impl Machine {
 
     /// Where output and trace of a task go when its spawner named nothing.
     pub(super) fn default_sinks(&self, output: &mut Sink, trace: &mut Sink) {
-        let Some(tracer) = &self.servers.tracer else { return };
+        let Some(tracer) = &self.servers.tracer else {
+            return;
+        };
         if !output.tid.is_task() {
             *output = tracer.output();
         }
@@ -135,20 +151,32 @@ impl Machine {
             if *place == Some(tid) {
                 *place = None;
                 self.set_flag(tid, flag, false);
-                self.note(format!("{tid} is gone; this daemon does its work again ({service:?})"));
+                self.note(format!(
+                    "{tid} is gone; this daemon does its work again ({service:?})"
+                ));
             }
         }
         if self.servers.starters.remove(&tid) {
-            let theirs: Vec<Tid> =
-                self.tasks.live.values().filter(|t| t.by_tasker == Some(tid)).map(|t| t.tid).collect();
+            let theirs: Vec<Tid> = self
+                .tasks
+                .live
+                .values()
+                .filter(|t| t.by_tasker == Some(tid))
+                .map(|t| t.tid)
+                .collect();
             for task in theirs {
                 self.end_task(task, 9, Default::default());
             }
         }
-        let (lost, kept) = std::mem::take(&mut self.servers.orders).into_iter().partition(|(_, o)| o.hoster == tid);
+        let (lost, kept) = std::mem::take(&mut self.servers.orders)
+            .into_iter()
+            .partition(|(_, o)| o.hoster == tid);
         let lost: BTreeMap<i32, HostOrders> = lost;
         self.servers.orders = kept;
-        for start in lost.into_values().flat_map(|orders| orders.starts.into_values()) {
+        for start in lost
+            .into_values()
+            .flat_map(|orders| orders.starts.into_values())
+        {
             self.start_by_daemon(start);
         }
         if self.master.is_some() && self.servers.tracer.as_ref().is_some_and(|t| t.tid == tid) {
@@ -166,7 +194,13 @@ impl Machine {
     /// What a tasker adds to its own environment for a task.
     pub(super) fn tasker_environment(&self, job: &ExecJob, epid: i32) -> Vec<Vec<u8>> {
         let mut env = vec![format!("PVMEPID={epid}").into_bytes()];
-        env.extend(job.request().env.iter().filter(|entry| !entry.starts_with(b"PVMEPID=")).cloned());
+        env.extend(
+            job.request()
+                .env
+                .iter()
+                .filter(|entry| !entry.starts_with(b"PVMEPID="))
+                .cloned(),
+        );
         env.extend(self.own_environment(job.request()));
         env
     }
@@ -175,8 +209,13 @@ impl Machine {
     pub(super) fn task_end_heard(&mut self, src: Tid, body: bytes::Bytes) -> PvmResult<()> {
         let end = unpack_task_end(body)?;
         match self.tasks.get(end.tid) {
-            Some(task) if task.by_tasker == Some(src) => self.process_exited(end.tid, end.status, end.used),
-            Some(_) => self.log(format!("{src} told the end of {}, which it has not started; dropped", end.tid)),
+            Some(task) if task.by_tasker == Some(src) => {
+                self.process_exited(end.tid, end.status, end.used)
+            }
+            Some(_) => self.log(format!(
+                "{src} told the end of {}, which it has not started; dropped",
+                end.tid
+            )),
             // It disconnected before, and ended by that.
             None => {}
         }
@@ -215,15 +254,29 @@ impl Machine {
     /// The shell has made starts ready for the hoster.
     pub(super) fn hosts_prepared(&mut self, orders: Vec<(StartId, Result<StartOrder, Refused>)>) {
         let Some(hoster) = self.servers.hoster else {
-            return orders.into_iter().for_each(|(start, _)| self.start_by_daemon(start));
+            return orders
+                .into_iter()
+                .for_each(|(start, _)| self.start_by_daemon(start));
         };
         let (mut list, mut starts) = (Vec::new(), BTreeMap::new());
         for (start, order) in orders {
-            let Some(plan) = self.plan_of(start) else { continue };
+            let Some(plan) = self.plan_of(start) else {
+                continue;
+            };
             match order {
-                Ok(StartOrder { login, command, secret }) => {
+                Ok(StartOrder {
+                    login,
+                    command,
+                    secret,
+                }) => {
                     let (host, option) = (plan.id.tid(), plan.start_option.unwrap_or_default());
-                    list.push(HostOrder { host, option, login, command, vmid: secret });
+                    list.push(HostOrder {
+                        host,
+                        option,
+                        login,
+                        command,
+                        vmid: secret,
+                    });
                     starts.insert(host, start);
                 }
                 Err(refused) => self.host_started(start, Err(refused)),
@@ -232,7 +285,9 @@ impl Machine {
         if !list.is_empty() {
             self.servers.last_wid = self.servers.last_wid.wrapping_add(1).max(1);
             let wid = self.servers.last_wid;
-            self.servers.orders.insert(wid, HostOrders { hoster, starts });
+            self.servers
+                .orders
+                .insert(wid, HostOrders { hoster, starts });
             self.send_made(hoster, 0, SM_STHOST, wid, pack_host_orders(&list));
         }
     }
@@ -240,12 +295,21 @@ impl Machine {
     /// A hoster answers.
     pub(super) fn hosts_heard(&mut self, src: Tid, wid: i32, body: bytes::Bytes) -> PvmResult<()> {
         let answers = unpack_host_answers(body)?;
-        let Some(orders) = self.servers.orders.get_mut(&wid).filter(|o| o.hoster == src) else {
-            self.log(format!("{src} answered an order to start daemons that it was not given; dropped"));
+        let Some(orders) = self
+            .servers
+            .orders
+            .get_mut(&wid)
+            .filter(|o| o.hoster == src)
+        else {
+            self.log(format!(
+                "{src} answered an order to start daemons that it was not given; dropped"
+            ));
             return Ok(());
         };
-        let heard: Vec<(StartId, String)> =
-            answers.into_iter().filter_map(|(host, line)| Some((orders.starts.remove(&host)?, line))).collect();
+        let heard: Vec<(StartId, String)> = answers
+            .into_iter()
+            .filter_map(|(host, line)| Some((orders.starts.remove(&host)?, line)))
+            .collect();
         if orders.starts.is_empty() {
             self.servers.orders.remove(&wid);
         }

@@ -12,7 +12,8 @@ use sempa_proto::owner::NO_GUESTS;
 use sempa_proto::sm::{GRANT_COUNT_MAX, SM_EXECACK, Taken, TaskOrder, pack_tids};
 use sempa_proto::table::TASK_FORKED;
 use sempa_proto::task::{
-    GrantOf, Reply, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest,
+    GrantOf, Reply, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT,
+    SPAWN_PINNED, SpawnRequest,
 };
 use sempa_proto::tasker::{StartTask, ToTasker};
 use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
@@ -106,13 +107,29 @@ fn split_place(place: &str) -> (&str, Option<&str>) {
 
 impl Machine {
     /// A task's spawn that goes where the resource manager has said beforehand.
-    pub(super) fn spawn_granted(&mut self, tid: Tid, id: RequestId, request: SpawnRequest, grant: GrantOf) {
+    pub(super) fn spawn_granted(
+        &mut self,
+        tid: Tid,
+        id: RequestId,
+        request: SpawnRequest,
+        grant: GrantOf,
+    ) {
         let reason = if self.rm.current().is_none_or(|rm| rm.tid != grant.rm) {
-            format!("{} is not the resource manager any more; what it has said does not hold", grant.rm)
+            format!(
+                "{} is not the resource manager any more; what it has said does not hold",
+                grant.rm
+            )
         } else if request.count as usize != grant.hosts.len() {
-            format!("places were given for {} tasks, not for {}", grant.hosts.len(), request.count)
+            format!(
+                "places were given for {} tasks, not for {}",
+                grant.hosts.len(),
+                request.count
+            )
         } else if grant.hosts.len() > GRANT_COUNT_MAX {
-            format!("no places are given for {} tasks in one request; {GRANT_COUNT_MAX} is the most", request.count)
+            format!(
+                "no places are given for {} tasks in one request; {GRANT_COUNT_MAX} is the most",
+                request.count
+            )
         } else {
             return self.spawn(tid, id, request, Some(grant));
         };
@@ -120,12 +137,26 @@ impl Machine {
     }
 
     /// A task's spawn, placed round robin if no place is given.
-    pub(super) fn spawn(&mut self, tid: Tid, id: RequestId, request: SpawnRequest, grant: Option<GrantOf>) {
+    pub(super) fn spawn(
+        &mut self,
+        tid: Tid,
+        id: RequestId,
+        request: SpawnRequest,
+        grant: Option<GrantOf>,
+    ) {
         if request.count == 0 {
-            return self.fail(tid, id, PvmError::BadParam, "a spawn has to ask for one task at least");
+            return self.fail(
+                tid,
+                id,
+                PvmError::BadParam,
+                "a spawn has to ask for one task at least",
+            );
         }
         if request.count > SPAWN_COUNT_MAX {
-            let reason = format!("{} tasks were asked for in one spawn; {SPAWN_COUNT_MAX} is the most", request.count);
+            let reason = format!(
+                "{} tasks were asked for in one spawn; {SPAWN_COUNT_MAX} is the most",
+                request.count
+            );
             return self.fail(tid, id, PvmError::OutOfRes, reason);
         }
         if let Err(why) = engines::begin_of(&request) {
@@ -163,19 +194,34 @@ impl Machine {
         };
         let complement = request.flags & SPAWN_COMPLEMENT != 0;
         // The complement of no choice is no host at all, as in PVM.
-        self.table.hosts.iter().filter(|h| chosen(h) != complement).map(|h| h.id).collect()
+        self.table
+            .hosts
+            .iter()
+            .filter(|h| chosen(h) != complement)
+            .map(|h| h.id)
+            .collect()
     }
 
     /// Gives these tasks of a spawn to hosts, in blocks, or where the resource manager has said. With no host to give them to, they
     /// failed with `none`.
     fn assign(&mut self, number: u64, indices: Vec<usize>, none: PvmError) {
-        let Some(spawn) = self.spawns.open.get(&number) else { return };
+        let Some(spawn) = self.spawns.open.get(&number) else {
+            return;
+        };
         if let Some(grant) = &spawn.grant {
             let mut blocks: BTreeMap<HostId, Vec<usize>> = BTreeMap::new();
-            indices.iter().for_each(|index| blocks.entry(grant.hosts[*index]).or_default().push(*index));
-            let (there, gone): (Blocks, Blocks) =
-                blocks.into_iter().partition(|(host, _)| self.table.get(*host).is_some());
-            return self.ask_hosts(number, there, gone.into_iter().flat_map(|(_, block)| block), none);
+            indices
+                .iter()
+                .for_each(|index| blocks.entry(grant.hosts[*index]).or_default().push(*index));
+            let (there, gone): (Blocks, Blocks) = blocks
+                .into_iter()
+                .partition(|(host, _)| self.table.get(*host).is_some());
+            return self.ask_hosts(
+                number,
+                there,
+                gone.into_iter().flat_map(|(_, block)| block),
+                none,
+            );
         }
         let mut hosts = self.candidates(&spawn.request);
         hosts.retain(|host| !spawn.lost.contains(host));
@@ -193,35 +239,73 @@ impl Machine {
         let (each, more) = (indices.len() / hosts.len(), indices.len() % hosts.len());
         let mut rest = indices.into_iter();
         let mut block = |n: usize| rest.by_ref().take(each + usize::from(n < more)).collect();
-        let blocks = hosts.into_iter().enumerate().map(|(n, host)| (host, block(n))).collect();
+        let blocks = hosts
+            .into_iter()
+            .enumerate()
+            .map(|(n, host)| (host, block(n)))
+            .collect();
         self.ask_hosts(number, blocks, [], none);
     }
 
     /// Asks each host for its tasks of a spawn; those without a host have failed.
-    fn ask_hosts(&mut self, number: u64, blocks: Blocks, failed: impl IntoIterator<Item = usize>, error: PvmError) {
-        let Some(spawn) = self.spawns.open.get_mut(&number) else { return };
+    fn ask_hosts(
+        &mut self,
+        number: u64,
+        blocks: Blocks,
+        failed: impl IntoIterator<Item = usize>,
+        error: PvmError,
+    ) {
+        let Some(spawn) = self.spawns.open.get_mut(&number) else {
+            return;
+        };
         for index in failed {
             spawn.results[index] = Some(Err(error));
         }
         let mut questions = Vec::new();
         for (host, block) in blocks {
             spawn.last_part += 1;
-            let request = SpawnRequest { count: block.len() as u32, ..spawn.request.clone() };
-            questions.push((host, spawn.last_part, Question::Exec { parent: spawn.tid, request }));
+            let request = SpawnRequest {
+                count: block.len() as u32,
+                ..spawn.request.clone()
+            };
+            questions.push((
+                host,
+                spawn.last_part,
+                Question::Exec {
+                    parent: spawn.tid,
+                    request,
+                },
+            ));
             spawn.parts.insert(spawn.last_part, (host, block));
         }
         if questions.is_empty() {
             return self.spawn_step(number);
         }
         for (host, part, question) in questions {
-            self.ask(host, question, Asker::Spawn { spawn: number, part });
+            self.ask(
+                host,
+                question,
+                Asker::Spawn {
+                    spawn: number,
+                    part,
+                },
+            );
         }
     }
 
     /// One host has started its part, or is lost.
-    pub(super) fn part_spawned(&mut self, number: u64, part: u64, results: Result<Started, PvmError>) {
-        let Some(spawn) = self.spawns.open.get_mut(&number) else { return };
-        let Some((host, block)) = spawn.parts.remove(&part) else { return };
+    pub(super) fn part_spawned(
+        &mut self,
+        number: u64,
+        part: u64,
+        results: Result<Started, PvmError>,
+    ) {
+        let Some(spawn) = self.spawns.open.get_mut(&number) else {
+            return;
+        };
+        let Some((host, block)) = spawn.parts.remove(&part) else {
+            return;
+        };
         // For another place the resource manager is asked.
         let anywhere = spawn.grant.is_none() && !spawn.request.is_bound();
         let started = match results {
@@ -248,10 +332,25 @@ impl Machine {
 
     /// Replies when all parts are there.
     fn spawn_step(&mut self, number: u64) {
-        if self.spawns.open.get(&number).is_none_or(|s| !s.parts.is_empty() || s.results.contains(&None)) {
+        if self
+            .spawns
+            .open
+            .get(&number)
+            .is_none_or(|s| !s.parts.is_empty() || s.results.contains(&None))
+        {
             return;
         }
-        let Some(Spawn { tid, id, request, results, grant, .. }) = self.spawns.open.remove(&number) else { return };
+        let Some(Spawn {
+            tid,
+            id,
+            request,
+            results,
+            grant,
+            ..
+        }) = self.spawns.open.remove(&number)
+        else {
+            return;
+        };
         let results: Started = results.into_iter().flatten().collect();
         let (mut output, mut trace) = (request.output, request.trace);
         self.default_sinks(&mut output, &mut trace);
@@ -261,22 +360,37 @@ impl Machine {
             self.trace_spawn(trace, *child, parent);
         }
         let granted = grant.map(|GrantOf { rm, wid, hosts }| {
-            let tasks = hosts.into_iter().zip(&results).filter_map(|(host, result)| Some((host, (*result).ok()?)));
+            let tasks = hosts
+                .into_iter()
+                .zip(&results)
+                .filter_map(|(host, result)| Some((host, (*result).ok()?)));
             (rm, wid, tasks.collect::<Vec<_>>())
         });
         self.reply(tid, id, Reply::Spawned(results));
         if let Some((rm, wid, tasks)) = granted.filter(|(_, _, tasks)| !tasks.is_empty()) {
             let hosts = tasks.iter().map(|(host, _)| *host).collect();
-            self.after_answers(Duty::Tell { rm, wid, taken: Taken { by: tid, tasks } });
+            self.after_answers(Duty::Tell {
+                rm,
+                wid,
+                taken: Taken { by: tid, tasks },
+            });
             // Why just there, the resource manager knows.
             let why = "the resource manager has said so beforehand".to_string();
-            self.record_after_answers(EventKind::Placed { name: request.file, hosts, why });
+            self.record_after_answers(EventKind::Placed {
+                name: request.file,
+                hosts,
+                why,
+            });
         }
     }
 
     /// Starts tasks here, at the end of this event.
     pub(super) fn queue_exec(&mut self, parent: Tid, request: SpawnRequest, back: ExecBack) {
-        self.execs.push_back(ExecJob { parent, request, back });
+        self.execs.push_back(ExecJob {
+            parent,
+            request,
+            back,
+        });
     }
 
     /// Starts tasks here.
@@ -309,7 +423,9 @@ impl Machine {
                 };
                 let begin = begin.unwrap_or_default();
                 let start = |n| match (n as usize) < places {
-                    true => self.start_one(world, &job, n, (base.clone(), begin.clone()), &mut orders),
+                    true => {
+                        self.start_one(world, &job, n, (base.clone(), begin.clone()), &mut orders)
+                    }
                     false => Err(NO_GUESTS),
                 };
                 (0..count).map(start).collect()
@@ -322,14 +438,18 @@ impl Machine {
             self.note_not_started(format!("{} not started: {refusal}", job.request.file));
         }
         match job.back {
-            ExecBack::Answer(back) => self.answer(back, Answer::Reply(Reply::Spawned(started.clone()))),
+            ExecBack::Answer(back) => {
+                self.answer(back, Answer::Reply(Reply::Spawned(started.clone())))
+            }
             ExecBack::Rm { rm, wid } => self.send_made(rm, 0, SM_EXECACK, wid, pack_tids(&started)),
             ExecBack::Startup => {
                 let file = &job.request.file;
                 if let Some(Err(error)) = started.first().filter(|_| is_watcher(file)) {
                     self.no_watcher(*error);
                 } else if let Some(Err(error)) = started.first() {
-                    let text = format!("{file} could not be started: {error}; this daemon does its work itself");
+                    let text = format!(
+                        "{file} could not be started: {error}; this daemon does its work itself"
+                    );
                     self.note(text);
                 }
             }
@@ -339,7 +459,12 @@ impl Machine {
         orders.into_iter().for_each(|order| self.tell_tasker(order));
         let (parent, user) = (parent_of(job.parent, job.request.flags), self.config.uid);
         for tid in started.into_iter().flatten() {
-            self.record_after_answers(EventKind::TaskStarted { tid, parent, name: job.request.file.clone(), user });
+            self.record_after_answers(EventKind::TaskStarted {
+                tid,
+                parent,
+                name: job.request.file.clone(),
+                user,
+            });
         }
     }
 
@@ -354,7 +479,10 @@ impl Machine {
     /// Who asks again and again does not fill the log.
     fn note_not_started(&mut self, text: String) {
         let said = &self.spawns.not_started;
-        if said.as_ref().is_none_or(|(at, before)| *before != text || self.now.since(*at) >= NOT_STARTED_PAUSE) {
+        if said
+            .as_ref()
+            .is_none_or(|(at, before)| *before != text || self.now.since(*at) >= NOT_STARTED_PAUSE)
+        {
             self.spawns.not_started = Some((self.now, text.clone()));
             self.note(text);
         }
@@ -368,7 +496,10 @@ impl Machine {
         (mut start, begin): (StartTask, Option<Box<Begin>>),
         orders: &mut Vec<ToTasker>,
     ) -> Result<Tid, PvmError> {
-        let tid = self.tasks.allocate(self.config.host).ok_or(PvmError::OutOfRes)?;
+        let tid = self
+            .tasks
+            .allocate(self.config.host)
+            .ok_or(PvmError::OutOfRes)?;
         let mut epid = world.secret();
         while self.tasks.expected.contains_key(&epid) {
             epid = world.secret();
@@ -385,7 +516,10 @@ impl Machine {
         task.begin = begin;
         (task.output, task.trace) = (request.output, request.trace);
         // What the daemon needs for itself it starts itself.
-        let tasker = self.servers.tasker().filter(|_| !matches!(job.back, ExecBack::Startup));
+        let tasker = self
+            .servers
+            .tasker()
+            .filter(|_| !matches!(job.back, ExecBack::Startup));
         task.by_tasker = tasker;
         task.flags = if tasker.is_some() { 0 } else { TASK_FORKED };
         let by_rm = match job.back {
@@ -435,18 +569,37 @@ impl Machine {
     pub(super) fn environment(&self, world: &dyn World, request: &SpawnRequest) -> Vec<Vec<u8>> {
         let own = self.own_environment(request);
         let name = |entry: &[u8]| entry.iter().position(|b| *b == b'=').unwrap_or(entry.len());
-        let all: Vec<Vec<u8>> = world.base_env().into_iter().chain(request.env.iter().cloned()).chain(own).collect();
-        let last: HashMap<&[u8], usize> = all.iter().enumerate().map(|(n, entry)| (&entry[..name(entry)], n)).collect();
+        let all: Vec<Vec<u8>> = world
+            .base_env()
+            .into_iter()
+            .chain(request.env.iter().cloned())
+            .chain(own)
+            .collect();
+        let last: HashMap<&[u8], usize> = all
+            .iter()
+            .enumerate()
+            .map(|(n, entry)| (&entry[..name(entry)], n))
+            .collect();
         let is_last = |n: usize, entry: &[u8]| last.get(&entry[..name(entry)]) == Some(&n);
-        let keep: Vec<bool> =
-            all.iter().enumerate().map(|(n, entry)| is_last(n, entry) && &entry[..name(entry)] != STALE_NAME).collect();
-        all.into_iter().zip(keep).filter_map(|(entry, keep)| keep.then_some(entry)).collect()
+        let keep: Vec<bool> = all
+            .iter()
+            .enumerate()
+            .map(|(n, entry)| is_last(n, entry) && &entry[..name(entry)] != STALE_NAME)
+            .collect();
+        all.into_iter()
+            .zip(keep)
+            .filter_map(|(entry, keep)| keep.then_some(entry))
+            .collect()
     }
 
     /// The tasker could not make the process: to everybody else it is a task that ended at once.
     pub(super) fn start_failed(&mut self, tid: Tid, why: &str) {
         self.note(format!("{tid} could not be started: {why}"));
-        let used = self.tasks.get(tid).map(|task| task.used_before).unwrap_or_default();
+        let used = self
+            .tasks
+            .get(tid)
+            .map(|task| task.used_before)
+            .unwrap_or_default();
         self.end_task(tid, 0x100, used);
     }
 }
@@ -456,7 +609,11 @@ const STALE_NAME: &[u8] = b"PVMEPID";
 
 /// What a child is told about its parent.
 fn parent_of(parent: Tid, flags: i32) -> Tid {
-    if flags & SPAWN_NO_PARENT != 0 { Tid::from_raw(PvmError::ParentNotSet.code()) } else { parent }
+    if flags & SPAWN_NO_PARENT != 0 {
+        Tid::from_raw(PvmError::ParentNotSet.code())
+    } else {
+        parent
+    }
 }
 
 /// The program and its arguments; with a debugger in front when one is asked for.
@@ -472,8 +629,14 @@ pub(super) fn find_program(
     if request.flags & SPAWN_DEBUG == 0 {
         return Ok((path, argv));
     }
-    let named = world.base_env().into_iter().find_map(|e| e.strip_prefix(b"PVM_DEBUGGER=").map(<[u8]>::to_vec));
-    let debugger = named.map_or_else(|| DEBUGGER.to_string(), |d| String::from_utf8_lossy(&d).into_owned());
+    let named = world
+        .base_env()
+        .into_iter()
+        .find_map(|e| e.strip_prefix(b"PVM_DEBUGGER=").map(<[u8]>::to_vec));
+    let debugger = named.map_or_else(
+        || DEBUGGER.to_string(),
+        |d| String::from_utf8_lossy(&d).into_owned(),
+    );
     let debugger = world.find_program(&debugger, None)?;
     argv.insert(0, bytes(&debugger));
     Ok((debugger, argv))

@@ -41,7 +41,10 @@ impl Speakers {
 
     /// What each of them lets guests have. All of it counts: who says nothing of it takes nothing back.
     pub(super) fn limits(&self) -> impl Iterator<Item = &GuestLimits> {
-        self.words.values().map(|word| &word.limits).chain(self.left.iter().map(|(_, limits)| limits))
+        self.words
+            .values()
+            .map(|word| &word.limits)
+            .chain(self.left.iter().map(|(_, limits)| limits))
     }
 }
 
@@ -54,7 +57,9 @@ impl Machine {
 
     /// A task has ended that may have spoken for the owner.
     pub(super) fn speaker_gone(&mut self, tid: Tid) {
-        let Some(word) = self.hosting.speakers.words.remove(&tid) else { return };
+        let Some(word) = self.hosting.speakers.words.remove(&tid) else {
+            return;
+        };
         if word.limits != GuestLimits::default() {
             self.hosting.speakers.left = Some((tid, word.limits));
         }
@@ -67,12 +72,19 @@ impl Machine {
             return self.take_word(by, word);
         }
         let seconds = SPEAKER_TIME.0 / 1_000_000;
-        self.log(format!("{tid}, which spoke for the owner, has ended; its last word counts for {seconds} s"));
+        self.log(format!(
+            "{tid}, which spoke for the owner, has ended; its last word counts for {seconds} s"
+        ));
     }
 
     /// The last word of a speaker has counted long enough, unless another load watcher is to speak.
     pub(super) fn speaker_time_over(&mut self, tid: Tid) {
-        let has_left_limits = self.hosting.speakers.left.as_ref().is_some_and(|(by, _)| *by == tid);
+        let has_left_limits = self
+            .hosting
+            .speakers
+            .left
+            .as_ref()
+            .is_some_and(|(by, _)| *by == tid);
         let stops_guests = self.hosting.is_by(tid);
         if !has_left_limits && !stops_guests {
             return;
@@ -85,7 +97,14 @@ impl Machine {
         }
         if stops_guests {
             let why = format!("{tid}, which spoke for the owner, has ended");
-            self.take_word(tid, GuestsWord { guests: Guests::Welcome, why, limits: GuestLimits::default() });
+            self.take_word(
+                tid,
+                GuestsWord {
+                    guests: Guests::Welcome,
+                    why,
+                    limits: GuestLimits::default(),
+                },
+            );
             self.hosting.speakers.words.remove(&tid);
         }
     }
@@ -113,12 +132,20 @@ impl Machine {
             return;
         }
         if !std::mem::replace(&mut self.hosting.speakers.told, true) {
-            let text = format!("the load watcher of {} has died, and this daemon starts another one", self.config.name);
+            let text = format!(
+                "the load watcher of {} has died, and this daemon starts another one",
+                self.config.name
+            );
             self.note(text);
         }
         let mut words = vec![WATCHER_PROGRAM.to_string()];
         if let Some(rm) = self.rm.current() {
-            words.extend(["--report-to".to_string(), rm.tid.to_string(), "--ctx".into(), CTX_RM.to_string()]);
+            words.extend([
+                "--report-to".to_string(),
+                rm.tid.to_string(),
+                "--ctx".into(),
+                CTX_RM.to_string(),
+            ]);
         }
         self.start_command(words);
         self.timer(SPEAKER_TIME, Timer::Watcher);
@@ -127,7 +154,11 @@ impl Machine {
     /// A load watcher could not be started.
     pub(super) fn no_watcher(&mut self, error: PvmError) {
         if !std::mem::replace(&mut self.hosting.speakers.told_failure, true) {
-            let stay = if self.hosting.is_stopped() { "guests stay stopped, and " } else { "" };
+            let stay = if self.hosting.is_stopped() {
+                "guests stay stopped, and "
+            } else {
+                ""
+            };
             let (name, seconds) = (&self.config.name, SPEAKER_TIME.0 / 1_000_000);
             let text = format!(
                 "{WATCHER_PROGRAM} could not be started on {name}: {error}; its owner is not guarded; {stay}it is tried \

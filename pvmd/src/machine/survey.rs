@@ -64,18 +64,27 @@ impl Machine {
     /// A task wants to know which hosts would take another one, or whether this one would.
     pub(super) fn can_migrate(&mut self, by: Tid, id: RequestId, of: Tid, to: Option<&str>) {
         if self.surveys.open.len() >= SURVEYS_MAX {
-            let reason = format!("{SURVEYS_MAX} such questions wait for their answers already; ask again later");
+            let reason = format!(
+                "{SURVEYS_MAX} such questions wait for their answers already; ask again later"
+            );
             return self.fail(by, id, PvmError::OutOfRes, reason);
         }
         let named = match to.map(|name| self.host_named(name)) {
             Some(None) => {
-                let reason = format!("{of} cannot move to {}: {}", to.unwrap_or_default(), Refusal::NoSuchHost);
+                let reason = format!(
+                    "{of} cannot move to {}: {}",
+                    to.unwrap_or_default(),
+                    Refusal::NoSuchHost
+                );
                 return self.fail(by, id, PvmError::NoHost, reason);
             }
             Some(Some(host)) => BTreeSet::from([host]),
             None => self.table.hosts.iter().map(|host| host.id).collect(),
         };
-        let Some(from) = self.location(of).filter(|host| of.is_task() && self.table.get(*host).is_some()) else {
+        let Some(from) = self
+            .location(of)
+            .filter(|host| of.is_task() && self.table.get(*host).is_some())
+        else {
             return self.reply(by, id, Reply::Survey(Err(Refusal::NoSuchTask)));
         };
         self.surveys.last += 1;
@@ -96,8 +105,15 @@ impl Machine {
     }
 
     /// What the task is, or why it cannot move at all; `None`: nobody is there to say.
-    pub(super) fn facts_answered(&mut self, number: u64, from: HostId, result: Option<Result<TaskFacts, Refusal>>) {
-        let Some(open) = self.surveys.open.get_mut(&number) else { return };
+    pub(super) fn facts_answered(
+        &mut self,
+        number: u64,
+        from: HostId,
+        result: Option<Result<TaskFacts, Refusal>>,
+    ) {
+        let Some(open) = self.surveys.open.get_mut(&number) else {
+            return;
+        };
         let facts = match result.unwrap_or(Err(Refusal::HostLost(open.from))) {
             Ok(facts) => facts,
             Err(refusal) => return self.survey_over(number, Err(refusal)),
@@ -109,17 +125,35 @@ impl Machine {
             return self.survey_ended(number);
         }
         for host in hosts {
-            let question = Question::Verdict { facts: facts.clone() };
-            self.ask(host, question, Asker::Verdict { survey: number, host });
+            let question = Question::Verdict {
+                facts: facts.clone(),
+            };
+            self.ask(
+                host,
+                question,
+                Asker::Verdict {
+                    survey: number,
+                    host,
+                },
+            );
         }
     }
 
     /// What a host has against it; `None`: it is lost.
-    pub(super) fn verdict_answered(&mut self, number: u64, host: HostId, answer: Option<(Verdict, Engine)>) {
-        let Some(open) = self.surveys.open.get_mut(&number) else { return };
+    pub(super) fn verdict_answered(
+        &mut self,
+        number: u64,
+        host: HostId,
+        answer: Option<(Verdict, Engine)>,
+    ) {
+        let Some(open) = self.surveys.open.get_mut(&number) else {
+            return;
+        };
         if open.missing.remove(&host) {
-            let (verdict, engine) = answer.unwrap_or_else(|| (vec![Refusal::HostLost(host)], Engine::Criu));
-            open.engines.extend(verdict.is_empty().then_some((host, engine)));
+            let (verdict, engine) =
+                answer.unwrap_or_else(|| (vec![Refusal::HostLost(host)], Engine::Criu));
+            open.engines
+                .extend(verdict.is_empty().then_some((host, engine)));
             open.verdicts.insert(host, verdict);
         }
         if open.missing.is_empty() {
@@ -129,7 +163,9 @@ impl Machine {
 
     /// Who has not answered by now does not.
     pub(super) fn survey_deadline(&mut self, number: u64) {
-        let Some(open) = self.surveys.open.get_mut(&number) else { return };
+        let Some(open) = self.surveys.open.get_mut(&number) else {
+            return;
+        };
         if open.verdicts.is_empty() && open.missing.contains(&open.from) {
             let from = open.from;
             return self.survey_over(number, Err(Refusal::HostLost(from)));
@@ -141,14 +177,30 @@ impl Machine {
     }
 
     fn survey_ended(&mut self, number: u64) {
-        let Some(open) = self.surveys.open.get_mut(&number) else { return };
+        let Some(open) = self.surveys.open.get_mut(&number) else {
+            return;
+        };
         let (tid, from, resident_bytes) = (open.of, open.from, open.resident_bytes);
-        let mut verdicts: Vec<(HostId, Verdict)> = std::mem::take(&mut open.verdicts).into_iter().collect();
+        let mut verdicts: Vec<(HostId, Verdict)> =
+            std::mem::take(&mut open.verdicts).into_iter().collect();
         let engines = std::mem::take(&mut open.engines);
-        let zone = |host: HostId| self.table.get(host).map(sempa_proto::table::HostEntry::zone);
+        let zone = |host: HostId| {
+            self.table
+                .get(host)
+                .map(sempa_proto::table::HostEntry::zone)
+        };
         let here = zone(from);
         verdicts.sort_by_key(|(host, _)| (zone(*host) != here, *host));
-        self.survey_over(number, Ok(Survey { tid, from, resident_bytes, verdicts, engines }));
+        self.survey_over(
+            number,
+            Ok(Survey {
+                tid,
+                from,
+                resident_bytes,
+                verdicts,
+                engines,
+            }),
+        );
     }
 
     fn survey_over(&mut self, number: u64, result: Result<Survey, Refusal>) {
@@ -161,8 +213,14 @@ impl Machine {
 
     /// Somebody wants to know what a task of this host is.
     pub(super) fn facts_wanted(&mut self, back: Back, tid: Tid) {
-        let moving = self.moves.sources.values().find(|source| source.of().tid == tid && source.leaves());
-        let refusal = moving.map(|source| Refusal::AlreadyMoving(source.of().id)).or_else(|| self.cannot_move(tid));
+        let moving = self
+            .moves
+            .sources
+            .values()
+            .find(|source| source.of().tid == tid && source.leaves());
+        let refusal = moving
+            .map(|source| Refusal::AlreadyMoving(source.of().id))
+            .or_else(|| self.cannot_move(tid));
         if let Some(refusal) = refusal {
             return self.answer(back, Answer::Facts(Err(refusal)));
         }
@@ -174,22 +232,41 @@ impl Machine {
     }
 
     /// What a task of this host is, with its program, which its owner may have something against elsewhere.
-    pub(super) fn with_program(&self, tid: Tid, result: Result<TaskFacts, Refusal>) -> Result<TaskFacts, Refusal> {
-        let program = self.tasks.get(tid).map(|task| task.name.as_str().into()).unwrap_or_default();
+    pub(super) fn with_program(
+        &self,
+        tid: Tid,
+        result: Result<TaskFacts, Refusal>,
+    ) -> Result<TaskFacts, Refusal> {
+        let program = self
+            .tasks
+            .get(tid)
+            .map(|task| task.name.as_str().into())
+            .unwrap_or_default();
         result.map(|facts| TaskFacts { program, ..facts })
     }
 
     /// Somebody wants to know whether this host would take such a task.
     pub(super) fn verdict_wanted(&mut self, back: Back, facts: TaskFacts) {
-        let known: Verdict = self.no_guest(Tid::NONE, &facts.program).into_iter().chain(self.no_tasker()).collect();
+        let known: Verdict = self
+            .no_guest(Tid::NONE, &facts.program)
+            .into_iter()
+            .chain(self.no_tasker())
+            .collect();
         if self.tasker_gone {
             return self.verdict_known(back, known, Engine::Criu);
         }
-        self.beginnings.push_back(Job::JudgeQuestion(back, known, facts));
+        self.beginnings
+            .push_back(Job::JudgeQuestion(back, known, facts));
     }
 
     /// The tasker has to say what it has against CRIU.
-    pub(super) fn ask_verdict(&mut self, back: Back, known: Verdict, other: Other, facts: TaskFacts) {
+    pub(super) fn ask_verdict(
+        &mut self,
+        back: Back,
+        known: Verdict,
+        other: Other,
+        facts: TaskFacts,
+    ) {
         let question = self.surveys.ask(Asked::Verdict(back, known, other));
         self.tell_tasker(ToTasker::Judge { question, facts });
     }
@@ -211,7 +288,10 @@ impl Machine {
     /// The tasker has compared a task with this host.
     pub(super) fn task_judged(&mut self, question: RequestId, verdict: Verdict) {
         if let Some(Asked::Verdict(back, mut known, other)) = self.surveys.asked.remove(&question) {
-            let verdict = verdict.into_iter().map(|refusal| self.named(refusal)).collect();
+            let verdict = verdict
+                .into_iter()
+                .map(|refusal| self.named(refusal))
+                .collect();
             let (verdict, engine) = choose(verdict, other);
             known.extend(verdict);
             self.verdict_known(back, known, engine);
@@ -220,7 +300,9 @@ impl Machine {
 
     /// The tasker has ended and answers no more.
     pub(super) fn surveys_tasker_gone(&mut self) {
-        let Some(refusal) = self.no_tasker() else { return };
+        let Some(refusal) = self.no_tasker() else {
+            return;
+        };
         for asked in std::mem::take(&mut self.surveys.asked).into_values() {
             match asked {
                 Asked::Facts(back, _) => self.answer(back, Answer::Facts(Err(refusal.clone()))),

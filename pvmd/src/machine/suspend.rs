@@ -38,7 +38,10 @@ pub(super) struct Suspended {
 impl Suspended {
     /// What becomes of it when this holds.
     pub(super) fn from(before: Option<Suspended>, now: Micros, holds: Holds) -> Option<Suspended> {
-        holds.any().then_some(Suspended { since: before.map_or(now, |before| before.since), holds })
+        holds.any().then_some(Suspended {
+            since: before.map_or(now, |before| before.since),
+            holds,
+        })
     }
 }
 
@@ -66,30 +69,70 @@ impl Machine {
             return self.answer(back, Answer::Reply(reply));
         };
         if self.suspending.passed_on.len() >= PASSED_ON_MAX {
-            let reason = format!("{PASSED_ON_MAX} orders to suspend tasks that move wait already; nothing has changed");
-            return self.answer(back, Answer::Reply(Reply::Failed { error: PvmError::OutOfRes, reason }));
+            let reason = format!(
+                "{PASSED_ON_MAX} orders to suspend tasks that move wait already; nothing has changed"
+            );
+            return self.answer(
+                back,
+                Answer::Reply(Reply::Failed {
+                    error: PvmError::OutOfRes,
+                    reason,
+                }),
+            );
         }
         self.suspending.last = self.suspending.last.next();
         let id = self.suspending.last;
-        self.suspending.passed_on.insert(id, PassedOn { migration, back, order: order.clone() });
+        self.suspending.passed_on.insert(
+            id,
+            PassedOn {
+                migration,
+                back,
+                order: order.clone(),
+            },
+        );
         if self.master.is_some() {
             self.coordinate_suspend(self.config.host, migration, id, &order);
         } else {
-            self.tell_host(HostId::MASTER, HostMsg::SuspendMoving { migration, id, order });
+            self.tell_host(
+                HostId::MASTER,
+                HostMsg::SuspendMoving {
+                    migration,
+                    id,
+                    order,
+                },
+            );
         }
     }
 
     /// The move whose coordinator keeps the order for a task; none when this daemon does.
     fn suspended_by_coordinator(&self, tid: Tid) -> Option<MigrationId> {
-        let source = self.moves.sources.values().find(|s| s.of().tid == tid && s.is_decided_elsewhere());
+        let source = self
+            .moves
+            .sources
+            .values()
+            .find(|s| s.of().tid == tid && s.is_decided_elsewhere());
         let arrival = || self.moves.arrivals.get(&tid)?.decided_by();
         // What was said before counts before what is said now.
-        let passed_on = || self.suspending.passed_on.values().find(|p| p.order.tid == tid).map(|p| p.migration);
-        source.map(|source| source.of().id).or_else(arrival).or_else(passed_on)
+        let passed_on = || {
+            self.suspending
+                .passed_on
+                .values()
+                .find(|p| p.order.tid == tid)
+                .map(|p| p.migration)
+        };
+        source
+            .map(|source| source.of().id)
+            .or_else(arrival)
+            .or_else(passed_on)
     }
 
     /// The coordinator has decided, or does not for this end any more.
-    pub(super) fn suspend_decided(&mut self, migration: MigrationId, id: RequestId, suspended: Option<Holds>) {
+    pub(super) fn suspend_decided(
+        &mut self,
+        migration: MigrationId,
+        id: RequestId,
+        suspended: Option<Holds>,
+    ) {
         if let Some(holds) = suspended {
             if let Some(PassedOn { back, order, .. }) = self.suspending.passed_on.remove(&id) {
                 self.hold_as(order.tid, holds);
@@ -98,9 +141,13 @@ impl Machine {
             return;
         }
         // A source that has never held anything was not told the end of its move.
-        self.moves.sources.retain(|id, source| *id != migration || source.holds());
+        self.moves
+            .sources
+            .retain(|id, source| *id != migration || source.holds());
         let all = std::mem::take(&mut self.suspending.passed_on);
-        let (over, open) = all.into_iter().partition(|(_, passed)| passed.migration == migration);
+        let (over, open) = all
+            .into_iter()
+            .partition(|(_, passed)| passed.migration == migration);
         self.suspending.passed_on = open;
         let over: BTreeMap<RequestId, PassedOn> = over;
         for PassedOn { back, order, .. } in over.into_values() {
@@ -119,7 +166,9 @@ impl Machine {
         let tid = order.tid;
         match (self.tasks.get(tid), self.moves.arrivals.get(&tid)) {
             (Some(task), _) if task.exited.is_some() => return no_task(tid),
-            (Some(task), _) if !task.spawned() || task.serves() => return no_guest(order, task.spawned()),
+            (Some(task), _) if !task.spawned() || task.serves() => {
+                return no_guest(order, task.spawned());
+            }
             (None, Some(arrival)) if arrival.is_lost() => return no_task(tid),
             (None, None) => return no_task(tid),
             _ => {}
@@ -137,9 +186,15 @@ impl Machine {
     pub(super) fn holds_of(&self, tid: Tid) -> Holds {
         let suspended = match self.tasks.get(tid) {
             Some(task) => task.suspended,
-            None => self.moves.arrivals.get(&tid).and_then(|arrival| arrival.suspended),
+            None => self
+                .moves
+                .arrivals
+                .get(&tid)
+                .and_then(|arrival| arrival.suspended),
         };
-        suspended.map(|suspended| suspended.holds).unwrap_or_default()
+        suspended
+            .map(|suspended| suspended.holds)
+            .unwrap_or_default()
     }
 
     /// Has a task that is here stand still for these from now on, or go on if there is nobody.
@@ -153,7 +208,12 @@ impl Machine {
                 (true, false) if welcome => self.free_guest(tid),
                 _ => {}
             }
-        } else if let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|arrival| arrival.run_ordered) {
+        } else if let Some(arrival) = self
+            .moves
+            .arrivals
+            .get_mut(&tid)
+            .filter(|arrival| arrival.run_ordered)
+        {
             let before = arrival.suspended;
             arrival.suspended = Suspended::from(before, now, holds);
             match (before.is_some(), holds.any()) {
@@ -170,11 +230,26 @@ impl Machine {
     /// Tasks that give way go on if there has been no resource manager for long; else that is looked at again in time. One that
     /// is changing hosts is looked at where it comes to rest.
     pub(super) fn go_on_without_rm(&mut self) {
-        let Some(since) = self.rm.none_since() else { return };
-        let here = self.tasks.live.values().map(|task| (task.tid, task.suspended));
-        let coming = self.moves.arrivals.values().filter(|a| a.run_ordered).map(|a| (a.tid, a.suspended));
+        let Some(since) = self.rm.none_since() else {
+            return;
+        };
+        let here = self
+            .tasks
+            .live
+            .values()
+            .map(|task| (task.tid, task.suspended));
+        let coming = self
+            .moves
+            .arrivals
+            .values()
+            .filter(|a| a.run_ordered)
+            .map(|a| (a.tid, a.suspended));
         let gives_way = |suspended: Option<Suspended>| suspended.is_some_and(|s| s.holds.gives_way);
-        let all: Vec<Tid> = here.chain(coming).filter(|(_, s)| gives_way(*s)).map(|(tid, _)| tid).collect();
+        let all: Vec<Tid> = here
+            .chain(coming)
+            .filter(|(_, s)| gives_way(*s))
+            .map(|(tid, _)| tid)
+            .collect();
         if all.is_empty() {
             return;
         }
@@ -183,10 +258,17 @@ impl Machine {
         if left > Micros(0) {
             return self.timer(left, Timer::NoRm);
         }
-        let why = format!("no resource manager has served this host for {} s", patience.0 / 1_000_000);
+        let why = format!(
+            "no resource manager has served this host for {} s",
+            patience.0 / 1_000_000
+        );
         for tid in all {
             if self.suspended_by_coordinator(tid).is_none() {
-                self.suspend_here(&Order { tid, suspend: false, cause: Cause::Share { why: why.clone() } });
+                self.suspend_here(&Order {
+                    tid,
+                    suspend: false,
+                    cause: Cause::Share { why: why.clone() },
+                });
             }
         }
     }
@@ -200,5 +282,8 @@ fn no_guest(order: &Order, spawned: bool) -> Reply {
     } else {
         "no daemon has started it; whoever did can stop it with its shell's means"
     };
-    Reply::Failed { error: PvmError::Denied, reason: format!("{tid} was not {what}: {why}") }
+    Reply::Failed {
+        error: PvmError::Denied,
+        reason: format!("{tid} was not {what}: {why}"),
+    }
 }

@@ -24,34 +24,57 @@ impl Machine {
                 if host == HostId::MASTER {
                     self.master_orders(message);
                 } else {
-                    self.log(format!("{host} gave an order that only the master gives; it was ignored"));
+                    self.log(format!(
+                        "{host} gave an order that only the master gives; it was ignored"
+                    ));
                 }
             }
             HostMsg::Prepared { epoch } => self.change_heard(host, epoch, false),
             HostMsg::Committed { epoch } => self.change_heard(host, epoch, true),
             HostMsg::LocatedAck { tid, epoch } => self.located_heard(host, tid, epoch),
             HostMsg::Leaving { why } => self.host_leaving(host, &why),
-            HostMsg::Request { tid, id, what } if self.master.is_some() => self.master_request(tid, id, what),
-            HostMsg::Request { tid, .. } => {
-                self.log(format!("{host} sent a request of {tid} for the master here; it was dropped"));
+            HostMsg::Request { tid, id, what } if self.master.is_some() => {
+                self.master_request(tid, id, what)
             }
-            HostMsg::Ask { id, question } => self.question(super::asks::Back { host, id }, question),
+            HostMsg::Request { tid, .. } => {
+                self.log(format!(
+                    "{host} sent a request of {tid} for the master here; it was dropped"
+                ));
+            }
+            HostMsg::Ask { id, question } => {
+                self.question(super::asks::Back { host, id }, question)
+            }
             HostMsg::Answer { id, answer } => self.answered(host, id, answer),
             HostMsg::Message(message) => self.daemon_message(message),
             HostMsg::Event { at, kind } => self.append_event(host, at, kind),
-            HostMsg::TaskOutput { tid, bytes } if self.master.is_some() => self.log_output(tid, bytes),
+            HostMsg::TaskOutput { tid, bytes } if self.master.is_some() => {
+                self.log_output(tid, bytes)
+            }
             HostMsg::TaskOutput { .. } => {}
             HostMsg::Left { tid } => self.task_left(tid),
             HostMsg::Report { migration, report } => self.move_reported(host, migration, report),
-            HostMsg::SuspendMoving { migration, id, order } => self.coordinate_suspend(host, migration, id, &order),
-            HostMsg::CopyKept { migration, set, result } => self.copy_kept(host, migration, set, result),
+            HostMsg::SuspendMoving {
+                migration,
+                id,
+                order,
+            } => self.coordinate_suspend(host, migration, id, &order),
+            HostMsg::CopyKept {
+                migration,
+                set,
+                result,
+            } => self.copy_kept(host, migration, set, result),
             HostMsg::ToldToEnd { tid, signal } => self.told_to_end(tid, signal),
         }
     }
 
     fn master_orders(&mut self, message: HostMsg) {
         match message {
-            HostMsg::Prepare { table, locations, rm, spared } => self.prepare(table, locations, rm, spared),
+            HostMsg::Prepare {
+                table,
+                locations,
+                rm,
+                spared,
+            } => self.prepare(table, locations, rm, spared),
             HostMsg::Commit { epoch } => self.commit(epoch),
             HostMsg::Located(location) => self.located_order(location),
             HostMsg::Halt { why } => self.end_by_order(&why),
@@ -61,7 +84,11 @@ impl Machine {
             HostMsg::Tracer { tracer } => self.set_tracer(tracer),
             HostMsg::EndTasks { spare } => self.end_tasks(&spare),
             HostMsg::Order { of, order } => self.move_order(of, order),
-            HostMsg::SuspendDecided { migration, id, suspended } => self.suspend_decided(migration, id, suspended),
+            HostMsg::SuspendDecided {
+                migration,
+                id,
+                suspended,
+            } => self.suspend_decided(migration, id, suspended),
             _ => {}
         }
     }
@@ -72,11 +99,20 @@ impl Machine {
             self.epoch = epoch;
             return true;
         }
-        self.log(format!("{what} of epoch {epoch} is older than {}; it was refused", self.epoch));
+        self.log(format!(
+            "{what} of epoch {epoch} is older than {}; it was refused",
+            self.epoch
+        ));
         false
     }
 
-    fn prepare(&mut self, table: HostTable, locations: Vec<Location>, rm: Option<RmInfo>, spared: u32) {
+    fn prepare(
+        &mut self,
+        table: HostTable,
+        locations: Vec<Location>,
+        rm: Option<RmInfo>,
+        spared: u32,
+    ) {
         let epoch = table.epoch;
         if !self.is_news(epoch, "a host table") {
             return;
@@ -99,15 +135,28 @@ impl Machine {
                 self.apply_table(table);
                 self.tell_host(HostId::MASTER, HostMsg::Committed { epoch });
             }
-            None => self.log(format!("the host table of epoch {epoch} was not prepared here; it was refused")),
+            None => self.log(format!(
+                "the host table of epoch {epoch} was not prepared here; it was refused"
+            )),
         }
     }
 
     /// This table is in force from now on.
     pub(super) fn apply_table(&mut self, table: HostTable) {
         let old = std::mem::replace(&mut self.table, table);
-        let gone: Vec<HostId> = old.hosts.iter().map(|h| h.id).filter(|id| self.table.get(*id).is_none()).collect();
-        let new: Vec<HostEntry> = self.table.hosts.iter().filter(|h| old.get(h.id).is_none()).cloned().collect();
+        let gone: Vec<HostId> = old
+            .hosts
+            .iter()
+            .map(|h| h.id)
+            .filter(|id| self.table.get(*id).is_none())
+            .collect();
+        let new: Vec<HostEntry> = self
+            .table
+            .hosts
+            .iter()
+            .filter(|h| old.get(h.id).is_none())
+            .cloned()
+            .collect();
         for host in gone {
             self.host_gone(host);
         }
@@ -116,7 +165,10 @@ impl Machine {
             // The younger one calls. The session with the master stands before anything else.
             if entry.id < self.config.host && entry.id != HostId::MASTER {
                 let addresses = entry.addresses.clone();
-                self.out.push_back(Output::Connect { host: entry.id, addresses });
+                self.out.push_back(Output::Connect {
+                    host: entry.id,
+                    addresses,
+                });
             }
         }
         if joined {
@@ -144,7 +196,10 @@ impl Machine {
             concerned.extend(master.groups.members());
             concerned.sort_unstable();
             concerned.dedup();
-            let dead: Vec<Tid> = concerned.into_iter().filter(|tid| self.location(*tid) == Some(host)).collect();
+            let dead: Vec<Tid> = concerned
+                .into_iter()
+                .filter(|tid| self.location(*tid) == Some(host))
+                .collect();
             for tid in dead {
                 self.task_left(tid);
             }

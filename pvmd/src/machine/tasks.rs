@@ -237,12 +237,19 @@ impl Task {
 
     /// True when everything that it has asked for is answered, but for meetings that may stay open.
     pub(super) fn is_settled(&self) -> bool {
-        self.awaits.is_empty() && self.requests.is_subset(self.closing.as_ref().unwrap_or(&self.meetings))
+        self.awaits.is_empty()
+            && self
+                .requests
+                .is_subset(self.closing.as_ref().unwrap_or(&self.meetings))
     }
 
     /// What waited for that, if it is so now.
     pub(super) fn take_settled(&mut self) -> Option<MigrationId> {
-        if self.is_settled() { self.settling.take() } else { None }
+        if self.is_settled() {
+            self.settling.take()
+        } else {
+            None
+        }
     }
 
     /// A request has its answer.
@@ -261,7 +268,10 @@ impl Task {
 
     /// All marks.
     pub(super) fn link_marks(&self) -> Vec<LinkMark> {
-        self.marks.iter().map(|(&peer, &end)| LinkMark { peer, end }).collect()
+        self.marks
+            .iter()
+            .map(|(&peer, &end)| LinkMark { peer, end })
+            .collect()
     }
 }
 
@@ -333,7 +343,10 @@ impl Tasks {
 
 /// The mark by which `watcher` knows that it has everything from `dead`.
 pub(super) fn mark_of(dead: Tid, marks: &[LinkMark], watcher: Tid) -> Option<LinkMark> {
-    marks.iter().find(|m| m.peer == watcher).map(|m| LinkMark { peer: dead, end: m.end })
+    marks.iter().find(|m| m.peer == watcher).map(|m| LinkMark {
+        peer: dead,
+        end: m.end,
+    })
 }
 
 impl Machine {
@@ -354,12 +367,23 @@ impl Machine {
         let wanted = |tid: Tid| only.is_none_or(|only| only == tid);
         let here = self.tasks.live.values().filter(|t| wanted(t.tid)).map(|t| {
             let source = self.moves.sources.values().find(|s| s.of().tid == t.tid);
-            let moving = source.is_some_and(Source::leaves) || (t.hold && (t.still.is_none() || source.is_some()));
+            let moving = source.is_some_and(Source::leaves)
+                || (t.hold && (t.still.is_none() || source.is_some()));
             info(t, moving, t.still.is_some(), t.suspended.is_some())
         });
-        let coming = self.moves.arrivals.values().filter(|a| a.located && wanted(a.tid));
-        let coming = coming
-            .filter_map(|a| Some(info(&Task::from_record(a.record.clone()?), true, a.held, a.suspended.is_some())));
+        let coming = self
+            .moves
+            .arrivals
+            .values()
+            .filter(|a| a.located && wanted(a.tid));
+        let coming = coming.filter_map(|a| {
+            Some(info(
+                &Task::from_record(a.record.clone()?),
+                true,
+                a.held,
+                a.suspended.is_some(),
+            ))
+        });
         here.chain(coming).collect()
     }
 
@@ -389,7 +413,9 @@ impl Machine {
 
     /// The task asks to leave (`pvm_exit`).
     pub(super) fn leave(&mut self, tid: Tid, id: RequestId, marks: Vec<LinkMark>) {
-        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
         task.mark(marks);
         match task.ending {
             // It was asked to end, to begin again, and takes leave before it does.
@@ -400,9 +426,14 @@ impl Machine {
             _ => {}
         }
         self.asked_no_more(tid);
-        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
         task.parting = None;
-        let own: Vec<Watch> = task.watches.extract_if(.., |w| w.kind == WatchKind::TaskExit(tid)).collect();
+        let own: Vec<Watch> = task
+            .watches
+            .extract_if(.., |w| w.kind == WatchKind::TaskExit(tid))
+            .collect();
         for watch in own {
             self.send_exit_note(tid, tid, &watch, None);
         }
@@ -413,7 +444,9 @@ impl Machine {
     /// The task's connection counts no more: it has left, or its socket closed. A task from a command line ends by
     /// that; a spawned one when its process has ended.
     pub(super) fn detach(&mut self, tid: Tid) {
-        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
         if let Some((status, used)) = task.exited {
             return self.end_task(tid, status, used);
         }
@@ -445,7 +478,9 @@ impl Machine {
             arrival.exited = Some((status, used));
             return self.arrival_step(tid);
         }
-        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
         let used = used.plus(task.used_before);
         task.exited = Some((status, used));
         let epid = task.epid;
@@ -460,7 +495,9 @@ impl Machine {
     /// process has written waits to be taken. That is not to be lost, so its end is waited for, and made to come.
     pub(super) fn drain_over(&mut self, tid: Tid, epid: Option<i32>) {
         // Its next process is another matter.
-        let Some(task) = self.tasks.get(tid).filter(|task| task.epid == epid) else { return };
+        let Some(task) = self.tasks.get(tid).filter(|task| task.epid == epid) else {
+            return;
+        };
         match (task.exited, task.conn()) {
             (Some(_), Some(conn)) => self.out.push_back(Output::HearOut { conn }),
             (Some((status, used)), None) => self.end_task(tid, status, used),
@@ -473,7 +510,9 @@ impl Machine {
         if self.comes_again(tid, status, used) || self.defer_end(tid, status, used) {
             return;
         }
-        let Some(mut task) = self.tasks.live.remove(&tid) else { return };
+        let Some(mut task) = self.tasks.live.remove(&tid) else {
+            return;
+        };
         self.tasks.expected.retain(|_, expected| *expected != tid);
         if let Some(conn) = task.conn() {
             self.conns.retire(conn);
@@ -493,7 +532,10 @@ impl Machine {
         self.tasks.bury(tid, marks.clone());
         if self.stop.is_none() {
             for host in self.other_hosts() {
-                let carried = Carried::Ended { dst: tid, marks: marks.clone() };
+                let carried = Carried::Ended {
+                    dst: tid,
+                    marks: marks.clone(),
+                };
                 self.out.push_back(Output::Carry { host, carried });
             }
         }
@@ -526,7 +568,11 @@ impl Machine {
 
     /// What will never be taken: those that sent it need not keep anything for this task.
     pub(super) fn return_to_senders(&mut self, tid: Tid, held: VecDeque<Held>) {
-        let senders: BTreeSet<Tid> = held.iter().filter_map(sender_of).filter(|src| *src != tid).collect();
+        let senders: BTreeSet<Tid> = held
+            .iter()
+            .filter_map(sender_of)
+            .filter(|src| *src != tid)
+            .collect();
         for src in senders {
             self.deliver(src, ToTask::PeerGone { tid });
         }

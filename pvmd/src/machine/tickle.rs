@@ -32,7 +32,11 @@ impl Machine {
                 vec![]
             }
             4 => {
-                let lines = self.master.as_ref().map(|m| m.mailbox.lines()).unwrap_or_default();
+                let lines = self
+                    .master
+                    .as_ref()
+                    .map(|m| m.mailbox.lines())
+                    .unwrap_or_default();
                 self.log_list("mailbox", lines);
                 vec![]
             }
@@ -59,14 +63,19 @@ impl Machine {
     }
 
     fn list_hosts(&mut self) {
-        let line = |h: &sempa_proto::table::HostEntry| format!("{:x} {} {} {}", h.id.tid(), h.name, h.arch, h.speed);
+        let line = |h: &sempa_proto::table::HostEntry| {
+            format!("{:x} {} {} {}", h.id.tid(), h.name, h.arch, h.speed)
+        };
         let lines = self.table.hosts.iter().map(line).collect();
         self.log_list("hosts", lines);
     }
 
     fn list_all_tasks(&mut self) {
         let line = |t: &super::tasks::Task| {
-            format!("{} parent {} process {} flags {:#x} {}", t.tid, t.parent, t.pid, t.flags, t.name)
+            format!(
+                "{} parent {} process {} flags {:#x} {}",
+                t.tid, t.parent, t.pid, t.flags, t.name
+            )
         };
         let lines = self.tasks.live.values().map(line).collect();
         self.log_list("tasks", lines);
@@ -85,7 +94,9 @@ impl Machine {
     /// A host that the asker takes for dead is treated as lost. Only the master can say so.
     fn take_for_lost(&mut self, tid: Tid, host: Tid) -> bool {
         let host = super::requests::host_of(host).filter(|host| *host != HostId::MASTER);
-        let Some(host) = host.filter(|host| self.master.is_some() && self.table.get(*host).is_some()) else {
+        let Some(host) =
+            host.filter(|host| self.master.is_some() && self.table.get(*host).is_some())
+        else {
             return false;
         };
         self.host_lost(host, &format!("{tid} says so"));

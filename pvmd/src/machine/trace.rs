@@ -7,7 +7,9 @@ use sempa_proto::Tid;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::migration::Usage;
 use sempa_proto::task::Sink;
-use sempa_proto::trace::{END_TASK, Item, NEW_TASK, SPAWN_TASK, head, int, pack_item_table, pack_record, text};
+use sempa_proto::trace::{
+    END_TASK, Item, NEW_TASK, SPAWN_TASK, head, int, pack_item_table, pack_record, text,
+};
 use std::collections::{BTreeSet, VecDeque};
 
 /// Tracers that are remembered to have the table of items; one that is forgotten gets it again.
@@ -42,7 +44,11 @@ impl Machine {
             return;
         }
         self.tell_items(sink);
-        let mut all = head((self.unix.0 / 1_000_000) as i32, (self.unix.0 % 1_000_000) as i32, of.raw());
+        let mut all = head(
+            (self.unix.0 / 1_000_000) as i32,
+            (self.unix.0 % 1_000_000) as i32,
+            of.raw(),
+        );
         all.extend(items);
         let mut body = Packer::new(Encoding::Xdr);
         // Every record describes itself: few are made here.
@@ -54,8 +60,16 @@ impl Machine {
     pub(super) fn trace_new_task(&mut self, task: &Task) {
         // PVM says −1 where nothing is known, and a dash for a nameless task.
         let or_none = |n: i32| if n == 0 { -1 } else { n };
-        let name = if task.name.is_empty() { "-" } else { task.name.as_str() };
-        let items = vec![int("PT", or_none(task.parent.raw())), int("TF", task.flags), text("TN", name)];
+        let name = if task.name.is_empty() {
+            "-"
+        } else {
+            task.name.as_str()
+        };
+        let items = vec![
+            int("PT", or_none(task.parent.raw())),
+            int("TF", task.flags),
+            text("TN", name),
+        ];
         self.trace(task.trace, task.tid, NEW_TASK, items);
     }
 
@@ -66,7 +80,10 @@ impl Machine {
 
     /// A task has ended.
     pub(super) fn trace_end(&mut self, task: &Task, status: i32, used: Usage) {
-        let (seconds, rest) = (|t: u64| (t / 1_000_000) as i32, |t: u64| (t % 1_000_000) as i32);
+        let (seconds, rest) = (
+            |t: u64| (t / 1_000_000) as i32,
+            |t: u64| (t % 1_000_000) as i32,
+        );
         let items = vec![
             int("TST", status),
             int("TUS", seconds(used.user.0)),

@@ -10,15 +10,32 @@ pub(crate) const ADDRESSES_MAX: usize = 5;
 ///
 /// # Errors
 /// One sentence when `announced` holds something that is no address.
-pub(crate) fn listening(announced: Option<&str>, preferred: &[IpAddr], port: u16) -> Result<Vec<SocketAddr>, String> {
+pub(crate) fn listening(
+    announced: Option<&str>,
+    preferred: &[IpAddr],
+    port: u16,
+) -> Result<Vec<SocketAddr>, String> {
     if let Some(list) = announced {
-        let parse =
-            |word: &str| word.parse::<IpAddr>().map_err(|_| format!("SEMPA_ADDRESS: {word:?} is not an IP address"));
-        let words = list.split(',').map(str::trim).filter(|word| !word.is_empty());
+        let parse = |word: &str| {
+            word.parse::<IpAddr>()
+                .map_err(|_| format!("SEMPA_ADDRESS: {word:?} is not an IP address"))
+        };
+        let words = list
+            .split(',')
+            .map(str::trim)
+            .filter(|word| !word.is_empty());
         let ips = words.map(parse).collect::<Result<Vec<_>, _>>()?;
-        return Ok(ips.into_iter().map(|ip| SocketAddr::new(ip, port)).take(ADDRESSES_MAX).collect());
+        return Ok(ips
+            .into_iter()
+            .map(|ip| SocketAddr::new(ip, port))
+            .take(ADDRESSES_MAX)
+            .collect());
     }
-    let mut ips: Vec<IpAddr> = preferred.iter().copied().filter(|ip| !ip.is_loopback()).collect();
+    let mut ips: Vec<IpAddr> = preferred
+        .iter()
+        .copied()
+        .filter(|ip| !ip.is_loopback())
+        .collect();
     let own = interfaces();
     // IPv4 first: it is what hosts of a lab can reach each other by most often.
     for wanted in [IpAddr::is_ipv4 as fn(&IpAddr) -> bool, IpAddr::is_ipv6] {
@@ -32,12 +49,17 @@ pub(crate) fn listening(announced: Option<&str>, preferred: &[IpAddr], port: u16
         ips.push(IpAddr::from([127, 0, 0, 1]));
     }
     ips.truncate(ADDRESSES_MAX);
-    Ok(ips.into_iter().map(|ip| SocketAddr::new(ip, port)).collect())
+    Ok(ips
+        .into_iter()
+        .map(|ip| SocketAddr::new(ip, port))
+        .collect())
 }
 
 /// Addresses of all interfaces that are up, without link-local ones (they mean nothing without an interface).
 fn interfaces() -> Vec<IpAddr> {
-    let Ok(all) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
+    let Ok(all) = nix::ifaddrs::getifaddrs() else {
+        return Vec::new();
+    };
     let up = nix::net::if_::InterfaceFlags::IFF_UP;
     all.filter(|i| i.flags.contains(up))
         .filter_map(|i| i.address)
@@ -54,7 +76,9 @@ fn interfaces() -> Vec<IpAddr> {
 
 /// The addresses of a name; empty when it has none.
 pub(crate) fn resolve(name: &str) -> Vec<IpAddr> {
-    let Ok(found) = (name, 0).to_socket_addrs() else { return Vec::new() };
+    let Ok(found) = (name, 0).to_socket_addrs() else {
+        return Vec::new();
+    };
     found.map(|a| a.ip()).collect()
 }
 
@@ -62,7 +86,9 @@ pub(crate) fn resolve(name: &str) -> Vec<IpAddr> {
 /// client port, server address, server port; sshd(8)).
 pub(crate) fn ssh_session(variable: Option<&str>) -> Option<(IpAddr, IpAddr)> {
     let words: Vec<&str> = variable?.split_whitespace().collect();
-    let [client, _, server, _] = words[..] else { return None };
+    let [client, _, server, _] = words[..] else {
+        return None;
+    };
     // A scope (`%eth0`) belongs to the other end's view of a link-local address.
     Some((client.parse().ok()?, server.parse().ok()?))
 }
@@ -73,8 +99,12 @@ mod tests {
 
     #[test]
     fn announced_addresses_replace_all_others() {
-        let got = listening(Some("127.0.0.1, ::1"), &[IpAddr::from([10, 0, 0, 9])], 7).expect("addresses");
-        assert_eq!(got, ["127.0.0.1:7", "[::1]:7"].map(|a| a.parse().expect("an address")));
+        let got = listening(Some("127.0.0.1, ::1"), &[IpAddr::from([10, 0, 0, 9])], 7)
+            .expect("addresses");
+        assert_eq!(
+            got,
+            ["127.0.0.1:7", "[::1]:7"].map(|a| a.parse().expect("an address"))
+        );
         assert!(listening(Some("nowhere"), &[], 7).is_err());
         let own = listening(None, &[IpAddr::from([10, 0, 0, 9])], 7).expect("addresses");
         assert_eq!(own[0], "10.0.0.9:7".parse().expect("an address"));
@@ -83,7 +113,10 @@ mod tests {
     #[test]
     fn an_ssh_session_tells_both_addresses() {
         let both = ssh_session(Some("10.77.0.1 40112 10.77.0.2 22")).expect("two addresses");
-        assert_eq!(both, (IpAddr::from([10, 77, 0, 1]), IpAddr::from([10, 77, 0, 2])));
+        assert_eq!(
+            both,
+            (IpAddr::from([10, 77, 0, 1]), IpAddr::from([10, 77, 0, 2]))
+        );
         assert_eq!(ssh_session(Some("fe80::1%eth0 1 fe80::2%eth0 22")), None);
         assert_eq!(ssh_session(None), None);
     }

@@ -58,8 +58,14 @@ impl Bootstrap {
     /// # Errors
     /// One sentence when it is not hexadecimal.
     pub(crate) fn identity(&self) -> Result<Identity, String> {
-        let part = |text: &str| from_hex(text).ok_or("the master's line holds a broken certificate".to_string());
-        Ok(Identity { authority: part(&self.authority)?, certificate: part(&self.certificate)?, key: part(&self.key)? })
+        let part = |text: &str| {
+            from_hex(text).ok_or("the master's line holds a broken certificate".to_string())
+        };
+        Ok(Identity {
+            authority: part(&self.authority)?,
+            certificate: part(&self.certificate)?,
+            key: part(&self.key)?,
+        })
     }
 
     /// The line, newline included.
@@ -85,8 +91,14 @@ impl Bootstrap {
         };
         let version: Version = serde_json::from_str(line).map_err(bad)?;
         if version.ddpro != DDPRO {
-            let text = format!("the master speaks version {}, this daemon {DDPRO}: install one version", version.ddpro);
-            return Err(Refusal { error: PvmError::BadVersion, text });
+            let text = format!(
+                "the master speaks version {}, this daemon {DDPRO}: install one version",
+                version.ddpro
+            );
+            return Err(Refusal {
+                error: PvmError::BadVersion,
+                text,
+            });
         }
         serde_json::from_str(line).map_err(bad)
     }
@@ -117,11 +129,16 @@ pub(crate) fn reply_line(reply: &Result<Ready, Refusal>) -> String {
     match reply {
         Ok(ready) => {
             let ip = match ready.addresses.first() {
-                Some(SocketAddr::V4(v4)) => format!("{:08x}:{:04x}", u32::from(*v4.ip()), v4.port()),
+                Some(SocketAddr::V4(v4)) => {
+                    format!("{:08x}:{:04x}", u32::from(*v4.ip()), v4.port())
+                }
                 Some(SocketAddr::V6(v6)) => format!("00000000:{:04x}", v6.port()),
                 None => "00000000:0000".into(),
             };
-            let mut line = format!("ddpro<{DDPRO}> arch<{}> ip<{ip}> mtu<4080> dsig<{}>", ready.arch, ready.dsig);
+            let mut line = format!(
+                "ddpro<{DDPRO}> arch<{}> ip<{ip}> mtu<4080> dsig<{}>",
+                ready.arch, ready.dsig
+            );
             let mut list = String::new();
             for address in &ready.addresses {
                 let word = address.to_string();
@@ -134,7 +151,11 @@ pub(crate) fn reply_line(reply: &Result<Ready, Refusal>) -> String {
             line.push_str(&format!(" sempa<{list}>"));
             line
         }
-        Err(refusal) => format!("{ERROR_MARK} {} {}", refusal.error.code(), refusal.text.replace('\n', " / ")),
+        Err(refusal) => format!(
+            "{ERROR_MARK} {} {}",
+            refusal.error.code(),
+            refusal.text.replace('\n', " / ")
+        ),
     }
 }
 
@@ -142,8 +163,15 @@ pub(crate) fn reply_line(reply: &Result<Ready, Refusal>) -> String {
 pub(crate) fn parse_reply(line: &str) -> Option<Result<Ready, Refusal>> {
     if let Some(rest) = line.strip_prefix(ERROR_MARK) {
         let (code, text) = rest.trim().split_once(' ')?;
-        let error = code.parse().ok().and_then(PvmError::from_code).unwrap_or(PvmError::CantStart);
-        return Some(Err(Refusal { error, text: text.to_string() }));
+        let error = code
+            .parse()
+            .ok()
+            .and_then(PvmError::from_code)
+            .unwrap_or(PvmError::CantStart);
+        return Some(Err(Refusal {
+            error,
+            text: text.to_string(),
+        }));
     }
     if !line.starts_with("ddpro<") {
         return None;
@@ -153,16 +181,30 @@ pub(crate) fn parse_reply(line: &str) -> Option<Result<Ready, Refusal>> {
         line[start..].split_once('>').map(|(value, _)| value)
     };
     let ready = || {
-        let addresses = field("sempa")?.split(',').filter_map(|a| a.parse().ok()).collect();
-        Some(Ready { arch: field("arch")?.to_string(), dsig: field("dsig")?.parse().ok()?, addresses })
+        let addresses = field("sempa")?
+            .split(',')
+            .filter_map(|a| a.parse().ok())
+            .collect();
+        Some(Ready {
+            arch: field("arch")?.to_string(),
+            dsig: field("dsig")?.parse().ok()?,
+            addresses,
+        })
     };
     let version = field("ddpro").unwrap_or_default();
     if version != DDPRO.to_string() {
-        let text =
-            format!("the daemon there is of version {version}, this one of version {DDPRO}: install one version");
-        return Some(Err(Refusal { error: PvmError::BadVersion, text }));
+        let text = format!(
+            "the daemon there is of version {version}, this one of version {DDPRO}: install one version"
+        );
+        return Some(Err(Refusal {
+            error: PvmError::BadVersion,
+            text,
+        }));
     }
-    let broken = || Refusal { error: PvmError::CantStart, text: format!("the daemon there answered {line:?}") };
+    let broken = || Refusal {
+        error: PvmError::CantStart,
+        text: format!("the daemon there answered {line:?}"),
+    };
     Some(ready().ok_or_else(broken))
 }
 
@@ -170,7 +212,10 @@ pub(crate) fn parse_reply(line: &str) -> Option<Result<Ready, Refusal>> {
 pub(crate) fn host_of(bootstrap: &Bootstrap) -> Result<HostId, Refusal> {
     HostId::new(bootstrap.host).ok_or_else(|| Refusal {
         error: PvmError::BadParam,
-        text: format!("the master gave host index {}, which does not exist", bootstrap.host),
+        text: format!(
+            "the master gave host index {}, which does not exist",
+            bootstrap.host
+        ),
     })
 }
 
@@ -183,7 +228,10 @@ fn from_hex(text: &str) -> Option<Vec<u8>> {
     if !text.len().is_multiple_of(2) || !text.is_ascii() {
         return None;
     }
-    (0..text.len()).step_by(2).map(|i| u8::from_str_radix(&text[i..i + 2], 16).ok()).collect()
+    (0..text.len())
+        .step_by(2)
+        .map(|i| u8::from_str_radix(&text[i..i + 2], 16).ok())
+        .collect()
 }
 
 #[cfg(test)]
@@ -214,7 +262,10 @@ mod tests {
         let again = Bootstrap::parse(line.trim_end()).unwrap_or_else(|r| panic!("{}", r.text));
         assert!(again == bootstrap && again.identity().expect("hexadecimal").authority == [1, 255]);
         let other = line.replacen(&DDPRO.to_string(), "9999", 1);
-        assert_eq!(Bootstrap::parse(&other).err().map(|r| r.error), Some(PvmError::BadVersion));
+        assert_eq!(
+            Bootstrap::parse(&other).err().map(|r| r.error),
+            Some(PvmError::BadVersion)
+        );
 
         let ready = Ready {
             arch: "LINUX64".into(),
@@ -222,20 +273,40 @@ mod tests {
             addresses: vec!["10.0.0.2:77".parse().expect("an address")],
         };
         let line = reply_line(&Ok(ready.clone()));
-        let begin = format!("ddpro<{DDPRO}> arch<LINUX64> ip<0a000002:004d> mtu<4080> dsig<4230209>");
+        let begin =
+            format!("ddpro<{DDPRO}> arch<LINUX64> ip<0a000002:004d> mtu<4080> dsig<4230209>");
         assert!(line.starts_with(&begin), "{line}");
         assert_eq!(parse_reply(&line), Some(Ok(ready)));
-        let refusal = Refusal { error: PvmError::DupHost, text: "one runs here".into() };
-        assert_eq!(parse_reply(&reply_line(&Err(refusal.clone()))), Some(Err(refusal)));
+        let refusal = Refusal {
+            error: PvmError::DupHost,
+            text: "one runs here".into(),
+        };
+        assert_eq!(
+            parse_reply(&reply_line(&Err(refusal.clone()))),
+            Some(Err(refusal))
+        );
     }
 
     #[test]
     fn other_lines_are_not_taken_for_an_answer() {
         assert_eq!(parse_reply("Welcome to this machine"), None);
-        let old = parse_reply("ddpro<2316> arch<LINUX64> ip<0a4e0002:9c2a> mtu<4080> dsig<4230209>");
-        assert_eq!(old.and_then(Result::err).map(|r| r.error), Some(PvmError::BadVersion));
-        let many = vec!["[2001:db8:1111:2222:3333:4444:5555:6666]:65535".parse().expect("an address"); 9];
-        let line = reply_line(&Ok(Ready { arch: "LINUX64".into(), dsig: 4230209, addresses: many }));
+        let old =
+            parse_reply("ddpro<2316> arch<LINUX64> ip<0a4e0002:9c2a> mtu<4080> dsig<4230209>");
+        assert_eq!(
+            old.and_then(Result::err).map(|r| r.error),
+            Some(PvmError::BadVersion)
+        );
+        let many = vec![
+            "[2001:db8:1111:2222:3333:4444:5555:6666]:65535"
+                .parse()
+                .expect("an address");
+            9
+        ];
+        let line = reply_line(&Ok(Ready {
+            arch: "LINUX64".into(),
+            dsig: 4230209,
+            addresses: many,
+        }));
         assert!(line.len() <= REPLY_BYTES_MAX);
     }
 }

@@ -94,7 +94,10 @@ impl Keys {
 
     fn from_bytes(bytes: &[u8; 2 * KEY_BYTES]) -> io::Result<Keys> {
         let (out, back) = bytes.split_at(KEY_BYTES);
-        Ok(Keys { out: Key::new(out)?, back: Key::new(back)? })
+        Ok(Keys {
+            out: Key::new(out)?,
+            back: Key::new(back)?,
+        })
     }
 
     /// What the end that listens seals with, and what it opens with.
@@ -122,8 +125,12 @@ pub(super) struct Key {
 
 impl Key {
     fn new(bytes: &[u8]) -> io::Result<Key> {
-        let key = UnboundKey::new(&AES_256_GCM, bytes).map_err(|_| io::Error::other("a key of the wrong length"))?;
-        Ok(Key { key: LessSafeKey::new(key), records: 0 })
+        let key = UnboundKey::new(&AES_256_GCM, bytes)
+            .map_err(|_| io::Error::other("a key of the wrong length"))?;
+        Ok(Key {
+            key: LessSafeKey::new(key),
+            records: 0,
+        })
     }
 
     /// Never the same twice: it is the number of the record.
@@ -137,13 +144,20 @@ impl Key {
     /// Makes a record of what stands between the room for head and tag.
     fn seal(&mut self, record: &mut [u8]) -> io::Result<()> {
         let content = record.len() - HEAD_BYTES - TAG_BYTES;
-        let head = u32::try_from(content).map_err(io::Error::other)?.to_le_bytes();
+        let head = u32::try_from(content)
+            .map_err(io::Error::other)?
+            .to_le_bytes();
         let (front, back) = record.split_at_mut(HEAD_BYTES);
         front.copy_from_slice(&head);
         let (content, tag) = back.split_at_mut(content);
         let nonce = self.nonce();
-        let made = self.key.seal_in_place_separate_tag(nonce, Aad::from(head), content);
-        tag.copy_from_slice(made.map_err(|_| io::Error::other("the cipher failed"))?.as_ref());
+        let made = self
+            .key
+            .seal_in_place_separate_tag(nonce, Aad::from(head), content);
+        tag.copy_from_slice(
+            made.map_err(|_| io::Error::other("the cipher failed"))?
+                .as_ref(),
+        );
         Ok(())
     }
 
@@ -169,7 +183,11 @@ pub(super) struct Outgoing<W> {
 
 impl<W: Write> Outgoing<W> {
     pub(super) fn new(to: W, key: Key) -> Outgoing<W> {
-        Outgoing { to, key, room: vec![0; HEAD_BYTES + CONTENT_BYTES_MAX + TAG_BYTES] }
+        Outgoing {
+            to,
+            key,
+            room: vec![0; HEAD_BYTES + CONTENT_BYTES_MAX + TAG_BYTES],
+        }
     }
 
     /// Sends a record of `length` bytes that `fill` puts there.
@@ -181,10 +199,16 @@ impl<W: Write> Outgoing<W> {
         length: usize,
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<io::Result<()>, E> {
-        assert!(length <= CONTENT_BYTES_MAX, "whoever sends cuts what it sends");
+        assert!(
+            length <= CONTENT_BYTES_MAX,
+            "whoever sends cuts what it sends"
+        );
         let record = &mut self.room[..HEAD_BYTES + length + TAG_BYTES];
         fill(&mut record[HEAD_BYTES..HEAD_BYTES + length])?;
-        Ok(self.key.seal(record).and_then(|()| self.to.write_all(record)))
+        Ok(self
+            .key
+            .seal(record)
+            .and_then(|()| self.to.write_all(record)))
     }
 
     /// Sends a record of `front` and behind that `length` bytes that `fill` puts there, runs of zeros among them only counted
@@ -201,13 +225,20 @@ impl<W: Write> Outgoing<W> {
     ) -> Result<io::Result<usize>, E> {
         let begin = HEAD_BYTES + front.len();
         let end = begin + zeros::HEAD_BYTES + length;
-        assert!(end - HEAD_BYTES <= CONTENT_BYTES_MAX, "whoever sends cuts what it sends");
+        assert!(
+            end - HEAD_BYTES <= CONTENT_BYTES_MAX,
+            "whoever sends cuts what it sends"
+        );
         self.room[HEAD_BYTES..begin].copy_from_slice(front);
         fill(&mut self.room[begin + zeros::HEAD_BYTES..end])?;
         let packed = zeros::pack(&mut self.room[begin..end]);
         let record = &mut self.room[..begin + packed + TAG_BYTES];
         leaves(record.len());
-        Ok(self.key.seal(record).and_then(|()| self.to.write_all(record)).map(|()| record.len()))
+        Ok(self
+            .key
+            .seal(record)
+            .and_then(|()| self.to.write_all(record))
+            .map(|()| record.len()))
     }
 
     /// Sends an empty record: whoever can do that has the keys.
@@ -226,7 +257,11 @@ pub(super) struct Incoming<R> {
 
 impl<R: Read> Incoming<R> {
     pub(super) fn new(from: R, key: Key) -> Incoming<R> {
-        Incoming { from, key, room: vec![0; CONTENT_BYTES_MAX + TAG_BYTES] }
+        Incoming {
+            from,
+            key,
+            room: vec![0; CONTENT_BYTES_MAX + TAG_BYTES],
+        }
     }
 
     /// The content of the next record.
@@ -259,9 +294,17 @@ pub(super) enum Line {
 pub(super) type Ends = (Outgoing<Line>, Incoming<Line>, Line);
 
 /// An end of a stream, with what it seals and opens with.
-pub(super) fn over_stream(out: quinn::SendStream, back: quinn::RecvStream, (seals, opens): (Key, Key)) -> Ends {
+pub(super) fn over_stream(
+    out: quinn::SendStream,
+    back: quinn::RecvStream,
+    (seals, opens): (Key, Key),
+) -> Ends {
     let line = Line::Stream(Arc::new(Stream::new(out, back)));
-    (Outgoing::new(line.clone(), seals), Incoming::new(line.clone(), opens), line)
+    (
+        Outgoing::new(line.clone(), seals),
+        Incoming::new(line.clone(), opens),
+        line,
+    )
 }
 
 impl Line {
@@ -311,9 +354,10 @@ impl Write for Line {
 /// The kernel's word for a deadline is "try again".
 fn waited(e: io::Error) -> io::Error {
     match e.kind() {
-        ErrorKind::WouldBlock | ErrorKind::TimedOut => {
-            io::Error::new(ErrorKind::TimedOut, format!("nothing went on for {} s", SILENCE_MAX.as_secs()))
-        }
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => io::Error::new(
+            ErrorKind::TimedOut,
+            format!("nothing went on for {} s", SILENCE_MAX.as_secs()),
+        ),
         _ => e,
     }
 }
@@ -332,8 +376,13 @@ impl Listener {
             Err(_) => TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).await?,
         };
         let mut salt = [0; SALT_BYTES];
-        SystemRandom::new().fill(&mut salt).map_err(|_| io::Error::other("the kernel gave no random bytes"))?;
-        let offer = Offer { port: socket.local_addr()?.port(), salt };
+        SystemRandom::new()
+            .fill(&mut salt)
+            .map_err(|_| io::Error::other("the kernel gave no random bytes"))?;
+        let offer = Offer {
+            port: socket.local_addr()?.port(),
+            salt,
+        };
         Ok(Listener { socket, offer })
     }
 
@@ -363,14 +412,25 @@ impl Listener {
                 }
             }
         };
-        let late = |_| io::Error::new(ErrorKind::TimedOut, "it did not connect to the TCP port that it was told");
+        let late = |_| {
+            io::Error::new(
+                ErrorKind::TimedOut,
+                "it did not connect to the TCP port that it was told",
+            )
+        };
         let line = Line::new(timeout(CONNECT_WITHIN, accepted).await.map_err(late)??)?;
-        Ok((Outgoing::new(line.clone(), keys.out), Incoming::new(line.clone(), keys.back), line))
+        Ok((
+            Outgoing::new(line.clone(), keys.out),
+            Incoming::new(line.clone(), keys.back),
+            line,
+        ))
     }
 }
 
 /// What somebody says first.
-async fn first_record(mut stream: TcpStream) -> io::Result<(TcpStream, [u8; HEAD_BYTES + TAG_BYTES])> {
+async fn first_record(
+    mut stream: TcpStream,
+) -> io::Result<(TcpStream, [u8; HEAD_BYTES + TAG_BYTES])> {
     let mut record = [0; HEAD_BYTES + TAG_BYTES];
     stream.read_exact(&mut record).await?;
     Ok((stream, record))
@@ -386,11 +446,28 @@ pub(super) struct Unreached {
 
 /// Connects to the one who sends.
 pub(super) async fn connect(to: IpAddr, offer: &Offer, keys: Keys) -> Result<Ends, Unreached> {
-    let blocked = |why| Unreached { why, is_blocked: true };
-    let failed = |why| Unreached { why, is_blocked: false };
+    let blocked = |why| Unreached {
+        why,
+        is_blocked: true,
+    };
+    let failed = |why| Unreached {
+        why,
+        is_blocked: false,
+    };
     let connecting = TcpStream::connect(SocketAddr::new(to.to_canonical(), offer.port));
-    let late = |_| blocked(io::Error::new(ErrorKind::TimedOut, "no answer from its TCP port"));
-    let line = Line::new(timeout(REACHED_WITHIN, connecting).await.map_err(late)?.map_err(blocked)?).map_err(failed)?;
+    let late = |_| {
+        blocked(io::Error::new(
+            ErrorKind::TimedOut,
+            "no answer from its TCP port",
+        ))
+    };
+    let line = Line::new(
+        timeout(REACHED_WITHIN, connecting)
+            .await
+            .map_err(late)?
+            .map_err(blocked)?,
+    )
+    .map_err(failed)?;
     let (seals, opens) = keys.of_who_connects();
     let mut out = Outgoing::new(line.clone(), seals);
     out.prove().map_err(failed)?;
@@ -409,14 +486,25 @@ mod tests {
         let to = IpAddr::from(Ipv4Addr::LOCALHOST);
         let accepting = tokio::spawn(listener.accept(Keys::for_test(1)));
         let mut strangers = Vec::new();
-        for said in [&b""[..], b"what is here?", &[0; HEAD_BYTES + TAG_BYTES], &[255; 1000]] {
-            let mut stranger = TcpStream::connect((to, offer.port)).await.expect("somebody listens");
+        for said in [
+            &b""[..],
+            b"what is here?",
+            &[0; HEAD_BYTES + TAG_BYTES],
+            &[255; 1000],
+        ] {
+            let mut stranger = TcpStream::connect((to, offer.port))
+                .await
+                .expect("somebody listens");
             stranger.write_all(said).await.expect("there is room");
             strangers.push(stranger);
         }
         // The keys of another transfer, and those of this one.
-        let other = connect(to, &offer, Keys::for_test(2)).await.expect("somebody listens");
-        let (_, mut incoming, line) = connect(to, &offer, Keys::for_test(1)).await.expect("somebody listens");
+        let other = connect(to, &offer, Keys::for_test(2))
+            .await
+            .expect("somebody listens");
+        let (_, mut incoming, line) = connect(to, &offer, Keys::for_test(1))
+            .await
+            .expect("somebody listens");
         let (mut out, _, _) = accepting.await.expect("no panic").expect("it has the keys");
         let sent = out.send(5, |room| {
             room.copy_from_slice(b"words");
@@ -424,7 +512,8 @@ mod tests {
         });
         let Ok(sent) = sent;
         sent.expect("it listens");
-        let heard = tokio::task::spawn_blocking(move || incoming.next().expect("a record").to_vec());
+        let heard =
+            tokio::task::spawn_blocking(move || incoming.next().expect("a record").to_vec());
         assert_eq!(heard.await.expect("no panic"), b"words");
         drop((other, line));
     }
@@ -435,9 +524,13 @@ mod tests {
         let offer = listener.offer().clone();
         let accepting = tokio::spawn(listener.accept(Keys::for_test(1)));
         let to = IpAddr::from(Ipv4Addr::LOCALHOST);
-        let (mut full, mut incoming, line) = connect(to, &offer, Keys::for_test(1)).await.expect("somebody listens");
+        let (mut full, mut incoming, line) = connect(to, &offer, Keys::for_test(1))
+            .await
+            .expect("somebody listens");
         let (_silent, _deaf, _) = accepting.await.expect("no panic").expect("it has the keys");
-        let reads = tokio::task::spawn_blocking(move || incoming.next().map(<[u8]>::len).map_err(|e| e.kind()));
+        let reads = tokio::task::spawn_blocking(move || {
+            incoming.next().map(<[u8]>::len).map_err(|e| e.kind())
+        });
         let writes = tokio::task::spawn_blocking(move || {
             loop {
                 let Ok(sent) = full.send(CONTENT_BYTES_MAX, |_| Ok::<(), Infallible>(()));
@@ -447,8 +540,15 @@ mod tests {
             }
         });
         line.cut();
-        let ended = async { (reads.await.expect("no panic"), writes.await.expect("no panic")) };
-        let (read, ()) = timeout(Duration::from_secs(30), ended).await.expect("both have ended");
+        let ended = async {
+            (
+                reads.await.expect("no panic"),
+                writes.await.expect("no panic"),
+            )
+        };
+        let (read, ()) = timeout(Duration::from_secs(30), ended)
+            .await
+            .expect("both have ended");
         assert!(read.is_err());
     }
 }

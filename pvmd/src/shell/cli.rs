@@ -37,10 +37,20 @@ struct Arguments {
     #[arg(short = 'f', long = "foreground")]
     foreground: bool,
     /// Serve a master that has started this program through a remote shell; its instructions come over standard input.
-    #[arg(short = 's', visible_short_alias = 'S', long = "slave", conflicts_with = "hostfile")]
+    #[arg(
+        short = 's',
+        visible_short_alias = 'S',
+        long = "slave",
+        conflicts_with = "hostfile"
+    )]
     slave: bool,
     /// With -s: fetch the instructions there, with the secret from standard input (for hosters, and by hand: so=ms).
-    #[arg(short = 'j', long = "join", value_name = "ADDRESS,…", requires = "slave")]
+    #[arg(
+        short = 'j',
+        long = "join",
+        value_name = "ADDRESS,…",
+        requires = "slave"
+    )]
     join: Option<String>,
     /// File with hosts to add at once, one on each line (`PVMHOSTFILE` if not given).
     hostfile: Option<PathBuf>,
@@ -84,14 +94,21 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
     }
     let uid = getuid().as_raw();
     let place = Place::of(uid, place_variable).map_err(anyhow::Error::msg)?;
-    let hostfile = arguments.hostfile.or_else(|| variable("PVMHOSTFILE").map(PathBuf::from));
+    let hostfile = arguments
+        .hostfile
+        .or_else(|| variable("PVMHOSTFILE").map(PathBuf::from));
     let hostfile = hostfile.map_or(Ok(Vec::new()), |path| read_hostfile(&path))?;
-    let own = gethostname().context("cannot find this host's name")?.to_string_lossy().into_owned();
+    let own = gethostname()
+        .context("cannot find this host's name")?
+        .to_string_lossy()
+        .into_owned();
     let mut preferred = Vec::new();
     if let Some(name) = &arguments.name {
         preferred = address::resolve(name);
         if preferred.is_empty() {
-            bail!("-n{name}: this name has no address; give one that other hosts can reach this host by");
+            bail!(
+                "-n{name}: this name has no address; give one that other hosts can reach this host by"
+            );
         }
     }
     let name = arguments.name.unwrap_or(own);
@@ -142,7 +159,9 @@ pub(crate) fn place_variable(name: &str) -> Option<String> {
 }
 
 fn lease() -> anyhow::Result<Duration> {
-    let Some(text) = variable("SEMPA_LEASE_MS") else { return Ok(LEASE) };
+    let Some(text) = variable("SEMPA_LEASE_MS") else {
+        return Ok(LEASE);
+    };
     match text.parse() {
         Ok(ms) if LEASE_MS.contains(&ms) => Ok(Duration::from_millis(ms)),
         _ => bail!(
@@ -157,7 +176,10 @@ fn read_hostfile(path: &Path) -> anyhow::Result<Vec<String>> {
     let what = || format!("cannot read the host file {}", path.display());
     let meta = std::fs::metadata(path).with_context(what)?;
     if !meta.is_file() || meta.len() > HOSTFILE_BYTES_MAX {
-        bail!("{}: it is not a file of at most {HOSTFILE_BYTES_MAX} bytes", what());
+        bail!(
+            "{}: it is not a file of at most {HOSTFILE_BYTES_MAX} bytes",
+            what()
+        );
     }
     let text = std::fs::read_to_string(path).with_context(what)?;
     Ok(text.lines().map(str::to_string).collect())
@@ -172,8 +194,13 @@ mod tests {
         let got = Arguments::try_parse_from(["pvmd", "-d0x1f", "-nh1", "hosts"]).expect("as PVM");
         assert_eq!((got.debug, got.name.as_deref()), (Some(31), Some("h1")));
         assert_eq!(got.hostfile, Some(PathBuf::from("hosts")));
-        assert!(Arguments::try_parse_from(["pvmd", "-s", "-f"]).is_ok_and(|a| a.slave && a.foreground));
-        assert!(Arguments::try_parse_from(["pvmd", "-S", "--join", "10.0.0.1:9"]).is_ok_and(|a| a.slave));
+        assert!(
+            Arguments::try_parse_from(["pvmd", "-s", "-f"]).is_ok_and(|a| a.slave && a.foreground)
+        );
+        assert!(
+            Arguments::try_parse_from(["pvmd", "-S", "--join", "10.0.0.1:9"])
+                .is_ok_and(|a| a.slave)
+        );
         assert!(Arguments::try_parse_from(["pvmd", "one", "two"]).is_err());
         assert_eq!(parse_mask("017"), Ok(15));
     }

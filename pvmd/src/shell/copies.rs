@@ -31,12 +31,28 @@ enum Mark {
 }
 
 /// Sends a set. Pieces leave at this rate at most.
-pub(super) fn send_set<W: Write>(set: &Set, mut out: Outgoing<W>, rate: &Rate) -> Result<Sent, Failure> {
+pub(super) fn send_set<W: Write>(
+    set: &Set,
+    mut out: Outgoing<W>,
+    rate: &Rate,
+) -> Result<Sent, Failure> {
     let info = set.info();
     let mut sent = Sent::default();
-    send_mark(&mut out, &Mark::Set { made: info.made, bytes: info.bytes })?;
+    send_mark(
+        &mut out,
+        &Mark::Set {
+            made: info.made,
+            bytes: info.bytes,
+        },
+    )?;
     for part in &info.parts {
-        send_mark(&mut out, &Mark::Part { tid: part.tid, images_bytes: part.images_bytes })?;
+        send_mark(
+            &mut out,
+            &Mark::Part {
+                tid: part.tid,
+                images_bytes: part.images_bytes,
+            },
+        )?;
         let mut bytes = 0;
         let poured = set.pour(part.tid, |content| {
             bytes += content.len() as u64;
@@ -49,7 +65,12 @@ pub(super) fn send_set<W: Write>(set: &Set, mut out: Outgoing<W>, rate: &Rate) -
     let meta = set.meta();
     send_mark(&mut out, &Mark::Meta)?;
     send_pieces(&mut out, rate, meta).map_err(not_taken)?;
-    send_mark(&mut out, &Mark::End { bytes: meta.len() as u64 })?;
+    send_mark(
+        &mut out,
+        &Mark::End {
+            bytes: meta.len() as u64,
+        },
+    )?;
     sent.bytes += meta.len() as u64;
     sent.left = sent.bytes;
     Ok(sent)
@@ -125,7 +146,10 @@ fn next<R: Read>(incoming: &mut Incoming<R>) -> io::Result<Said<'_>> {
 }
 
 /// Hands on the pieces up to the end mark; their bytes.
-fn take_pieces<R: Read>(incoming: &mut Incoming<R>, put: &mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<u64> {
+fn take_pieces<R: Read>(
+    incoming: &mut Incoming<R>,
+    put: &mut dyn FnMut(&[u8]) -> io::Result<()>,
+) -> io::Result<u64> {
     let mut came = 0;
     loop {
         match next(incoming)? {
@@ -155,7 +179,9 @@ mod tests {
     fn store(dir: &Path, name: &str) -> Store {
         let place = dir.join(name);
         std::fs::create_dir(&place).expect("made");
-        Store::open(&place.join("store"), &place.join("key"), Limits::default()).expect("opened").of_vm("pvm")
+        Store::open(&place.join("store"), &place.join("key"), Limits::default())
+            .expect("opened")
+            .of_vm("pvm")
     }
 
     /// A set of two tasks, and its name.
@@ -164,7 +190,9 @@ mod tests {
         for tid in [0x40001, 0x80001] {
             let images = dir.join(format!("images-{tid}"));
             std::fs::create_dir(&images).expect("made");
-            let content: Vec<u8> = (0..900_000).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+            let content: Vec<u8> = (0..900_000)
+                .map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 24) as u8)
+                .collect();
             std::fs::write(images.join("pages-1.img"), content).expect("written");
             std::fs::write(images.join("zeros"), [0; 50_000]).expect("written");
             draft.add(Tid::from_raw(tid), &images).expect("added");
@@ -175,52 +203,90 @@ mod tests {
     fn sent(store: &Store, id: SetId) -> Vec<u8> {
         let mut bytes = Vec::new();
         let out = Outgoing::new(&mut bytes, Keys::for_test(1).of_who_listens().0);
-        let sent = send_set(&store.open_set(&id).expect("there"), out, &Rate::default()).expect("sent");
-        assert!(sent.bytes > 2 * 900_000 + 600_000 && sent.bytes < 2_450_000, "zeros are not sent: {sent:?}");
+        let sent =
+            send_set(&store.open_set(&id).expect("there"), out, &Rate::default()).expect("sent");
+        assert!(
+            sent.bytes > 2 * 900_000 + 600_000 && sent.bytes < 2_450_000,
+            "zeros are not sent: {sent:?}"
+        );
         bytes
     }
 
     fn received(bytes: &[u8], into: &Store, id: SetId) -> Result<u64, Failure> {
         let mut incoming = Incoming::new(bytes, Keys::for_test(1).of_who_connects().1);
-        receive_set(&mut incoming, |made, bytes| into.begin_copy(id, made, bytes))
+        receive_set(&mut incoming, |made, bytes| {
+            into.begin_copy(id, made, bytes)
+        })
     }
 
     #[test]
     fn a_set_that_was_sent_is_in_the_other_store_as_it_was() {
         let scratch = tempfile::tempdir().expect("a directory");
-        let (here, there) = (store(scratch.path(), "here"), store(scratch.path(), "there"));
+        let (here, there) = (
+            store(scratch.path(), "here"),
+            store(scratch.path(), "there"),
+        );
         let id = made(scratch.path(), &here);
         received(&sent(&here, id), &there, id).expect("received");
-        let (from, to) = (here.open_set(&id).expect("there"), there.open_set(&id).expect("there"));
-        assert_eq!((from.meta(), &from.info().vm, from.info().made), (to.meta(), &to.info().vm, to.info().made));
+        let (from, to) = (
+            here.open_set(&id).expect("there"),
+            there.open_set(&id).expect("there"),
+        );
+        assert_eq!(
+            (from.meta(), &from.info().vm, from.info().made),
+            (to.meta(), &to.info().vm, to.info().made)
+        );
         for tid in from.info().parts.iter().map(|part| part.tid) {
             let unpacked = scratch.path().join(format!("unpacked-{tid}"));
             to.unpack(tid, &unpacked).expect("unpacked");
             for file in ["pages-1.img", "zeros"] {
-                let was =
-                    std::fs::read(scratch.path().join(format!("images-{}", tid.raw())).join(file)).expect("there");
-                assert!(std::fs::read(unpacked.join(file)).expect("there") == was, "{tid}: {file}");
+                let was = std::fs::read(
+                    scratch
+                        .path()
+                        .join(format!("images-{}", tid.raw()))
+                        .join(file),
+                )
+                .expect("there");
+                assert!(
+                    std::fs::read(unpacked.join(file)).expect("there") == was,
+                    "{tid}: {file}"
+                );
             }
         }
         let again = received(&sent(&here, id), &there, id).expect_err("it is there");
-        assert!(again.to_string().contains("is in this store already"), "{again}");
+        assert!(
+            again.to_string().contains("is in this store already"),
+            "{again}"
+        );
     }
 
     #[test]
     fn whatever_is_missing_or_changed_of_what_comes_nothing_is_seen_of_it() {
         let scratch = tempfile::tempdir().expect("a directory");
-        let (here, there) = (store(scratch.path(), "here"), store(scratch.path(), "there"));
+        let (here, there) = (
+            store(scratch.path(), "here"),
+            store(scratch.path(), "there"),
+        );
         let id = made(scratch.path(), &here);
         let whole = sent(&here, id);
         for cut in [0, 1, 30, 5_000, whole.len() / 2, whole.len() - 1] {
             let failed = received(&whole[..cut], &there, id).expect_err("not all of it");
-            assert!(failed.to_string().contains("in the middle"), "{cut}: {failed}");
+            assert!(
+                failed.to_string().contains("in the middle"),
+                "{cut}: {failed}"
+            );
             let mut changed = whole.clone();
             changed[cut] ^= 1;
             received(&changed, &there, id).expect_err("not what was sent");
         }
         assert_eq!(there.list().expect("listed").0, []);
-        assert_eq!(std::fs::read_dir(scratch.path().join("there/store")).expect("there").count(), 1, "its lock");
+        assert_eq!(
+            std::fs::read_dir(scratch.path().join("there/store"))
+                .expect("there")
+                .count(),
+            1,
+            "its lock"
+        );
         received(&whole, &there, id).expect("it may be sent again");
     }
 }

@@ -19,7 +19,9 @@ use super::start::{Starter, StarterSettings};
 use super::states::States;
 use super::sys::{FilesLimit, raise_files_limit};
 use super::tasker::Tasker;
-use super::world::{ARCH, DSIG, DaemonWorld, WorldSettings, library_folder, programs_folder, unix_time};
+use super::world::{
+    ARCH, DSIG, DaemonWorld, WorldSettings, library_folder, programs_folder, unix_time,
+};
 use super::{address, local};
 use crate::machine::{Machine, MachineConfig};
 use anyhow::Context;
@@ -98,14 +100,20 @@ pub(crate) fn variable(name: &str) -> Option<String> {
 ///
 /// # Errors
 /// When it cannot be set up; nothing is left behind then.
-pub(crate) fn run(setup: Setup, announce: impl FnOnce(Standing) -> anyhow::Result<()>) -> anyhow::Result<()> {
+pub(crate) fn run(
+    setup: Setup,
+    announce: impl FnOnce(Standing) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
     // With all rights: root may use any port, and may have larger buffers behind it than others.
     let port = variable("PVMNETSOCKPORT").and_then(|v| v.parse().ok());
-    let socket = bind_udp(port.unwrap_or(0)).context("cannot open a UDP port for the other daemons")?;
+    let socket =
+        bind_udp(port.unwrap_or(0)).context("cannot open a UDP port for the other daemons")?;
     // Before there are other threads. What it starts as root has by its own start what root has.
     rights::keep_only(rights::set(&NEEDED)).context("cannot give up rights")?;
     let log_path = variable("SEMPA_LOG").map_or_else(|| setup.place.place().log(), PathBuf::from);
-    let bytes_max = variable("PVMDLOGMAX").and_then(|v| v.parse().ok()).unwrap_or(log::LOG_BYTES_MAX);
+    let bytes_max = variable("PVMDLOGMAX")
+        .and_then(|v| v.parse().ok())
+        .unwrap_or(log::LOG_BYTES_MAX);
     let (log, log_thread) = log::open(&log_path, setup.host, bytes_max)
         .with_context(|| format!("cannot write the log {}", log_path.display()))?;
     heap::keep_in_places(HEAP_PLACES);
@@ -131,24 +139,55 @@ async fn assemble_and_run(
     announce: impl FnOnce(Standing) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     let start = Instant::now();
-    let Setup { place: held, host, name, speed, world, lease, preferred, role } = setup;
+    let Setup {
+        place: held,
+        host,
+        name,
+        speed,
+        world,
+        lease,
+        preferred,
+        role,
+    } = setup;
     let (place, uid) = (held.place().clone(), nix::unistd::getuid().as_raw());
     let (inputs, queue) = mpsc::channel(INPUTS_WAITING_MAX);
     let files_limit = raise_files_limit().context("cannot ask for more open files")?;
     let signals = catch_signals()?;
-    let Begin { hostfile, masters, identity, authority } = Begin::of(role, &place, host)?;
+    let Begin {
+        hostfile,
+        masters,
+        identity,
+        authority,
+    } = Begin::of(role, &place, host)?;
     let is_master = authority.is_some();
-    let mut net = Net::start(socket, &identity, (place.vm(), host), lease, inputs.clone(), log.clone())?;
-    let rate = Arc::new(Rate::of(variable("SEMPA_MOVE_RATE").as_deref()).map_err(anyhow::Error::msg)?);
-    let addresses = address::listening(variable("SEMPA_ADDRESS").as_deref(), &preferred, net.port()?);
+    let mut net = Net::start(
+        socket,
+        &identity,
+        (place.vm(), host),
+        lease,
+        inputs.clone(),
+        log.clone(),
+    )?;
+    let rate =
+        Arc::new(Rate::of(variable("SEMPA_MOVE_RATE").as_deref()).map_err(anyhow::Error::msg)?);
+    let addresses = address::listening(
+        variable("SEMPA_ADDRESS").as_deref(),
+        &preferred,
+        net.port()?,
+    );
     let addresses = addresses.map_err(anyhow::Error::msg)?;
     let listener = local::bind(&place.socket())
         .with_context(|| format!("cannot listen for tasks at {}", place.socket().display()))?;
     let programs = programs_folder().context("cannot find the folder of this program")?;
-    let starter =
-        authority.map(|authority| starter_settings(authority, &place, &addresses, lease, &programs, files_limit));
+    let starter = authority.map(|authority| {
+        starter_settings(authority, &place, &addresses, lease, &programs, files_limit)
+    });
     let whereabouts = Whereabouts::of(variable);
-    let spared = if is_master { spared(&whereabouts, place.vm(), &log) } else { BTreeMap::new() };
+    let spared = if is_master {
+        spared(&whereabouts, place.vm(), &log)
+    } else {
+        BTreeMap::new()
+    };
     let config = MachineConfig {
         host,
         name: name.clone(),
@@ -159,12 +198,19 @@ async fn assemble_and_run(
         speed,
         uid,
         lease: Micros(u64::try_from(lease.as_micros()).unwrap_or(u64::MAX)),
-        rm_command: if is_master { command_of("PVM_RM")? } else { None },
+        rm_command: if is_master {
+            command_of("PVM_RM")?
+        } else {
+            None
+        },
         server_commands: server_commands(is_master)?,
         place: place.clone(),
         hostfile,
         spared,
-        copies: whereabouts.as_ref().map(|at| at.copies().clone()).unwrap_or_default(),
+        copies: whereabouts
+            .as_ref()
+            .map(|at| at.copies().clone())
+            .unwrap_or_default(),
     };
     introduce(&name, &addresses, &held, &log);
     tokio::spawn(local::serve(listener, uid, inputs.clone(), log.clone()));
@@ -177,9 +223,26 @@ async fn assemble_and_run(
         world: DaemonWorld::new(world, &place, uid),
         inputs: queue,
         net,
-        tasker: Tasker::new(programs.join("pvm-tasker"), files_limit, inputs.clone(), log.clone()),
-        images: Images::new(place.clone(), inputs.clone(), log.clone(), rate.clone(), detours.clone()),
-        memory: Memory::new(place.clone(), inputs.clone(), log.clone(), rate, detours.clone()),
+        tasker: Tasker::new(
+            programs.join("pvm-tasker"),
+            files_limit,
+            inputs.clone(),
+            log.clone(),
+        ),
+        images: Images::new(
+            place.clone(),
+            inputs.clone(),
+            log.clone(),
+            rate.clone(),
+            detours.clone(),
+        ),
+        memory: Memory::new(
+            place.clone(),
+            inputs.clone(),
+            log.clone(),
+            rate,
+            detours.clone(),
+        ),
         detours,
         starter: Starter::new(starter, inputs.clone(), log.clone()),
         states: States::new(place.clone(), inputs.clone()),
@@ -189,11 +252,16 @@ async fn assemble_and_run(
         log: log.clone(),
         place: held,
     };
-    announce(Standing { socket: place.socket(), addresses })?;
+    announce(Standing {
+        socket: place.socket(),
+        addresses,
+    })?;
     log.line("ready");
     drop(log);
     // As a task beside those that serve the streams: what waits in `block_on` is woken by way of the kernel.
-    tokio::spawn(Driver::new(parts, start, is_master).run(signals)).await.context("the daemon's loop has failed")?;
+    tokio::spawn(Driver::new(parts, start, is_master).run(signals))
+        .await
+        .context("the daemon's loop has failed")?;
     Ok(())
 }
 
@@ -226,9 +294,19 @@ impl Begin {
             Role::Master { hostfile } => {
                 let authority = Authority::new(place.vm())?;
                 let identity = authority.admit(host)?;
-                Begin { hostfile, masters: Vec::new(), identity, authority: Some(Arc::new(authority)) }
+                Begin {
+                    hostfile,
+                    masters: Vec::new(),
+                    identity,
+                    authority: Some(Arc::new(authority)),
+                }
             }
-            Role::Slave { identity, masters } => Begin { hostfile: Vec::new(), masters, identity, authority: None },
+            Role::Slave { identity, masters } => Begin {
+                hostfile: Vec::new(),
+                masters,
+                identity,
+                authority: None,
+            },
         })
     }
 }
@@ -237,9 +315,14 @@ impl Begin {
 fn introduce(name: &str, addresses: &[SocketAddr], held: &HeldPlace, log: &Log) {
     let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
     let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
-    log.line(format!("{name} ({}) {ARCH} sempa {version}, process {pid}", listed.join(" ")));
+    log.line(format!(
+        "{name} ({}) {ARCH} sempa {version}, process {pid}",
+        listed.join(" ")
+    ));
     if let Some(pid) = held.predecessor() {
-        log.line(format!("an earlier daemon (process {pid}) ended without cleaning up; its files were removed"));
+        log.line(format!(
+            "an earlier daemon (process {pid}) ended without cleaning up; its files were removed"
+        ));
     }
     if let Some(why) = held.on_disk() {
         log.line(format!(
@@ -275,7 +358,11 @@ fn starter_settings(
 
 /// `PVM_TASKER`, and on the master `PVM_TRACER` and `PVM_HOSTER`, in PVM's order.
 fn server_commands(is_master: bool) -> anyhow::Result<Vec<Vec<String>>> {
-    let names: &[&str] = if is_master { &["PVM_TASKER", "PVM_TRACER", "PVM_HOSTER"] } else { &["PVM_TASKER"] };
+    let names: &[&str] = if is_master {
+        &["PVM_TASKER", "PVM_TRACER", "PVM_HOSTER"]
+    } else {
+        &["PVM_TASKER"]
+    };
     let mut commands = Vec::new();
     for name in names {
         commands.extend(command_of(name)?);
@@ -285,16 +372,21 @@ fn server_commands(is_master: bool) -> anyhow::Result<Vec<Vec<String>>> {
 
 /// The command in a variable, split into words.
 fn command_of(name: &str) -> anyhow::Result<Option<Vec<String>>> {
-    let Some(command) = variable(name) else { return Ok(None) };
-    let words =
-        shell_words::split(&command).with_context(|| format!("{name}={command:?} cannot be split into words"))?;
+    let Some(command) = variable(name) else {
+        return Ok(None);
+    };
+    let words = shell_words::split(&command)
+        .with_context(|| format!("{name}={command:?} cannot be split into words"))?;
     Ok(Some(words).filter(|words| !words.is_empty()))
 }
 
 /// Turns signals that ask for an end into reasons.
 fn catch_signals() -> anyhow::Result<mpsc::Receiver<String>> {
     let (sender, receiver) = mpsc::channel(8);
-    let mut kinds = vec![("SIGTERM", SignalKind::terminate()), ("SIGINT", SignalKind::interrupt())];
+    let mut kinds = vec![
+        ("SIGTERM", SignalKind::terminate()),
+        ("SIGINT", SignalKind::interrupt()),
+    ];
     if !is_ignored(nix::libc::SIGHUP) {
         kinds.push(("SIGHUP", SignalKind::hangup()));
     }

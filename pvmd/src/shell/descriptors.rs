@@ -32,7 +32,10 @@ pub(crate) struct Incoming {
 
 impl Incoming {
     /// The next frame, `None` at the end of the stream, or why the bytes are none.
-    pub(crate) async fn next_frame(&mut self, socket: &LocalSocket) -> Result<Option<Frame>, String> {
+    pub(crate) async fn next_frame(
+        &mut self,
+        socket: &LocalSocket,
+    ) -> Result<Option<Frame>, String> {
         loop {
             if let Some(frame) = self.decoder.next_frame().map_err(|e| e.to_string())? {
                 return Ok(Some(frame));
@@ -61,7 +64,10 @@ impl Incoming {
         match self.passed.take(announced) {
             Taken::All(all) => Ok(Descriptors::new(all)),
             Taken::Lost => Ok(Descriptors::default()),
-            Taken::Missing => Err(format!("a word announced {announced} descriptors and {} came", self.passed.len())),
+            Taken::Missing => Err(format!(
+                "a word announced {announced} descriptors and {} came",
+                self.passed.len()
+            )),
         }
     }
 }
@@ -69,14 +75,26 @@ impl Incoming {
 /// Writes the beginning of a frame with its descriptors, waiting until the socket takes some of it; says how much it took. It
 /// takes all of a frame that comes to nothing because too many descriptors of this user are on their way: what offers or
 /// accepts a route is forgotten by both sides when no answer comes, and the daemons go on carrying their messages.
-pub(crate) async fn send_with(socket: &LocalSocket, frame: &[u8], descriptors: &Descriptors) -> io::Result<usize> {
-    let raw: Vec<RawFd> = descriptors.iter().map(|fd: BorrowedFd<'_>| fd.as_raw_fd()).collect();
+pub(crate) async fn send_with(
+    socket: &LocalSocket,
+    frame: &[u8],
+    descriptors: &Descriptors,
+) -> io::Result<usize> {
+    let raw: Vec<RawFd> = descriptors
+        .iter()
+        .map(|fd: BorrowedFd<'_>| fd.as_raw_fd())
+        .collect();
     let control = [ControlMessage::ScmRights(&raw)];
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
-    let send =
-        |socket: &UnixStream| match sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(frame)], &control, flags, None) {
-            Err(Errno::ETOOMANYREFS) => Ok(frame.len()),
-            sent => Ok(sent?),
-        };
+    let send = |socket: &UnixStream| match sendmsg::<()>(
+        socket.as_raw_fd(),
+        &[IoSlice::new(frame)],
+        &control,
+        flags,
+        None,
+    ) {
+        Err(Errno::ETOOMANYREFS) => Ok(frame.len()),
+        sent => Ok(sent?),
+    };
     socket.write_with(send).await
 }

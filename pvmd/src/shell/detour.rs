@@ -66,7 +66,10 @@ impl Drop for Turn {
 impl Detours {
     /// Nothing is known.
     pub(crate) fn new(log: Log) -> Detours {
-        Detours { known: Arc::default(), log }
+        Detours {
+            known: Arc::default(),
+            log,
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Known> {
@@ -77,11 +80,21 @@ impl Detours {
     pub(super) fn expect(&self, from: HostId, migration: MigrationId, what: What) -> Turn {
         let (tell, streams) = oneshot::channel();
         self.lock().waiting.insert((migration, what), (from, tell));
-        Turn { detours: self.clone(), what: (migration, what), streams }
+        Turn {
+            detours: self.clone(),
+            what: (migration, what),
+            streams,
+        }
     }
 
     /// A host has opened a stream of its session.
-    pub(crate) fn arrived(&self, from: HostId, migration: MigrationId, what: What, streams: Streams) {
+    pub(crate) fn arrived(
+        &self,
+        from: HostId,
+        migration: MigrationId,
+        what: What,
+        streams: Streams,
+    ) {
         let mut known = self.lock();
         match known.waiting.remove(&(migration, what)) {
             Some((host, tell)) if host == from => {
@@ -89,9 +102,13 @@ impl Detours {
                 let _ = tell.send(streams);
             }
             other => {
-                known.waiting.extend(other.map(|waits| ((migration, what), waits)));
+                known
+                    .waiting
+                    .extend(other.map(|waits| ((migration, what), waits)));
                 drop(known);
-                self.log.line(format!("refused a stream of {from} for {what:?} of {migration}: nobody expects it"));
+                self.log.line(format!(
+                    "refused a stream of {from} for {what:?} of {migration}: nobody expects it"
+                ));
             }
         }
     }
@@ -125,13 +142,19 @@ impl Detours {
         }
         let keys = Keys::of(session, migration, offer, Route::Session)?;
         let taken = async {
-            let (out, mut back) =
-                both_ways(pair, session, Purpose::Detour(migration, what)).await.map_err(io::Error::other)?;
+            let (out, mut back) = both_ways(pair, session, Purpose::Detour(migration, what))
+                .await
+                .map_err(io::Error::other)?;
             let mut said = TAKEN;
             back.read_exact(&mut said).await.map_err(io::Error::other)?;
             Ok::<_, io::Error>((out, back))
         };
-        let late = |_| io::Error::new(ErrorKind::TimedOut, "it did not take a stream of the session");
+        let late = |_| {
+            io::Error::new(
+                ErrorKind::TimedOut,
+                "it did not take a stream of the session",
+            )
+        };
         let taken = timeout(TAKEN_WITHIN, taken).await.map_err(late).flatten();
         // Whoever does not want to be reached any more is not reached by TCP either, and what was wrong then is that.
         let (out, back) = taken.map_err(|e| match &blocked {

@@ -95,7 +95,17 @@ impl Driver {
     pub(crate) fn new(parts: Parts, start: Instant, is_master: bool) -> Driver {
         let master_until = (!is_master).then(|| Instant::now() + MASTER_WITHIN);
         let (tasks, vigil) = (HashMap::new(), Vigil::new());
-        Driver { parts, is_master, tasks, start, vigil, gave_back: start, master_until, stop_at: None, done: false }
+        Driver {
+            parts,
+            is_master,
+            tasks,
+            start,
+            vigil,
+            gave_back: start,
+            master_until,
+            stop_at: None,
+            done: false,
+        }
     }
 
     fn now(&self) -> Micros {
@@ -165,7 +175,9 @@ impl Driver {
     fn take_some(&mut self, first: Input) {
         self.take(first);
         for _ in 1..INPUTS_AT_ONCE {
-            let Ok(input) = self.parts.inputs.try_recv() else { return };
+            let Ok(input) = self.parts.inputs.try_recv() else {
+                return;
+            };
             self.take(input);
             if self.done {
                 return;
@@ -179,16 +191,32 @@ impl Driver {
                 let (conn, pid) = (line.conn, line.pid);
                 let progress = line.outbox.progress();
                 let since = Instant::now();
-                self.tasks.insert(conn, Connected { line, progress, since, dismissed: false });
+                self.tasks.insert(
+                    conn,
+                    Connected {
+                        line,
+                        progress,
+                        since,
+                        dismissed: false,
+                    },
+                );
                 self.feed(Event::TaskConnected { conn, pid });
             }
             Input::Event(event) => self.take_event(event),
-            Input::Net(NetInput::Control { host, number, message }) => {
+            Input::Net(NetInput::Control {
+                host,
+                number,
+                message,
+            }) => {
                 if self.parts.net.is_current(host, number) {
                     self.feed(Event::HostControl { host, message });
                 }
             }
-            Input::Net(NetInput::Data { host, number, parcel }) => {
+            Input::Net(NetInput::Data {
+                host,
+                number,
+                parcel,
+            }) => {
                 self.parts.net.take_data(host, number, parcel);
                 while let Some(carried) = self.parts.net.carried(host, number) {
                     self.vigil.heard(&carried, Instant::now());
@@ -197,7 +225,12 @@ impl Driver {
             }
             Input::Net(NetInput::Images(announced)) => self.parts.images.arrived(announced),
             Input::Net(NetInput::Memory(announced)) => self.parts.memory.arrived(announced),
-            Input::Net(NetInput::Detour { host, migration, what, streams }) => {
+            Input::Net(NetInput::Detour {
+                host,
+                migration,
+                what,
+                streams,
+            }) => {
                 self.parts.detours.arrived(host, migration, what, streams);
             }
             Input::Net(input) => {
@@ -219,9 +252,9 @@ impl Driver {
     fn take_event(&mut self, event: Event) {
         let unheard = match &event {
             // After its dismissal a task is heard no more, except for its end.
-            Event::TaskControl { conn, .. } | Event::TaskRoute { conn, .. } | Event::TaskLink { conn, .. } => {
-                self.tasks.get(conn).is_none_or(|t| t.dismissed)
-            }
+            Event::TaskControl { conn, .. }
+            | Event::TaskRoute { conn, .. }
+            | Event::TaskLink { conn, .. } => self.tasks.get(conn).is_none_or(|t| t.dismissed),
             Event::TaskClosed { conn, .. } => self.tasks.remove(conn).is_none(),
             Event::TaskerGone { why } => {
                 self.parts.log.line(why);
@@ -258,7 +291,11 @@ impl Driver {
     fn carry_out(&mut self, output: Output) {
         match output {
             Output::ToTask { conn, message } => self.tell(conn, &message, Parcel::Sure),
-            Output::RouteToTask { conn, message, descriptors } => {
+            Output::RouteToTask {
+                conn,
+                message,
+                descriptors,
+            } => {
                 self.tell(conn, &message, |frame| Parcel::With(frame, descriptors));
             }
             Output::LinkToTask { conn, frame } => self.hand_over(conn, frame),
@@ -292,51 +329,106 @@ impl Driver {
                     self.handle(Event::Tasker(answer));
                 }
             }
-            Output::SendAhead { migration, to } => self.parts.images.send_ahead(migration, to, &mut self.parts.net),
-            Output::SendImages { migration, to } => self.parts.images.send(migration, to, &mut self.parts.net),
+            Output::SendAhead { migration, to } => {
+                self.parts
+                    .images
+                    .send_ahead(migration, to, &mut self.parts.net)
+            }
+            Output::SendImages { migration, to } => {
+                self.parts.images.send(migration, to, &mut self.parts.net)
+            }
             Output::ExpectImages { migration, from } => {
                 self.parts.place.see_to_images();
                 self.parts.images.expect(migration, from);
             }
-            Output::LendMemory { migration, to } => self.parts.memory.lend(migration, to, &mut self.parts.net),
+            Output::LendMemory { migration, to } => {
+                self.parts.memory.lend(migration, to, &mut self.parts.net)
+            }
             Output::ExpectMemory { migration, from } => self.parts.memory.expect(migration, from),
             Output::DropImages { migration } => {
                 drop(self.parts.images.drop_images(migration));
                 self.parts.memory.give_up_unused(migration);
                 self.parts.states.drop_staged(migration);
             }
-            Output::Deposit { migration, record, to } => {
-                self.parts.images.complete(migration, to, &mut self.parts.net, write_part(record));
+            Output::Deposit {
+                migration,
+                record,
+                to,
+            } => {
+                self.parts
+                    .images
+                    .complete(migration, to, &mut self.parts.net, write_part(record));
             }
-            Output::SendPart { restart, migration, tid, to } => {
+            Output::SendPart {
+                restart,
+                migration,
+                tid,
+                to,
+            } => {
                 self.parts.place.see_to_images();
                 let complete = self.parts.sets.unpack(restart, tid);
-                self.parts.images.complete(migration, to, &mut self.parts.net, complete);
+                self.parts
+                    .images
+                    .complete(migration, to, &mut self.parts.net, complete);
             }
-            Output::CollectState { migration, files, dir } => {
+            Output::CollectState {
+                migration,
+                files,
+                dir,
+            } => {
                 self.parts.place.see_to_images();
                 self.parts.states.collect(migration, files, dir);
             }
-            Output::StageState { migration, files, dir } => self.parts.states.stage(migration, files, dir),
+            Output::StageState {
+                migration,
+                files,
+                dir,
+            } => self.parts.states.stage(migration, files, dir),
             Output::NameState { migration } => self.parts.states.name(migration),
             Output::ReadPart { migration } => self.parts.sets.read_part(migration),
-            Output::BeginSet { cut, job } => self.parts.sets.begin(cut, job, self.parts.world.unix_time()),
-            Output::KeepPart { cut, migration, tid } => self.parts.sets.keep(cut, migration, tid),
-            Output::SealSet { cut, meta, keep } => self.parts.sets.seal(cut, &meta, keep, self.parts.world.unix_time()),
+            Output::BeginSet { cut, job } => {
+                self.parts
+                    .sets
+                    .begin(cut, job, self.parts.world.unix_time())
+            }
+            Output::KeepPart {
+                cut,
+                migration,
+                tid,
+            } => self.parts.sets.keep(cut, migration, tid),
+            Output::SealSet { cut, meta, keep } => {
+                self.parts
+                    .sets
+                    .seal(cut, &meta, keep, self.parts.world.unix_time())
+            }
             Output::AbandonSet { cut } => self.parts.sets.abandon(cut),
             Output::OpenSet { restart, set } => self.parts.sets.open(restart, set),
             Output::CloseSet { restart } => self.parts.sets.close(restart),
             Output::MarkSets { sets, ended, keep } => {
-                self.parts.sets.mark(sets, ended.then(|| self.parts.world.unix_time()), keep);
+                self.parts
+                    .sets
+                    .mark(sets, ended.then(|| self.parts.world.unix_time()), keep);
             }
-            Output::RemoveSets { tid, id, which, any, stay } => {
+            Output::RemoveSets {
+                tid,
+                id,
+                which,
+                any,
+                stay,
+            } => {
                 self.parts.sets.remove((tid, id), which, any, stay);
             }
             Output::SendCopy { migration, set, to } => {
                 let copy = self.parts.sets.send_copy(set);
-                self.parts.images.send_copy(migration, to, &mut self.parts.net, copy);
+                self.parts
+                    .images
+                    .send_copy(migration, to, &mut self.parts.net, copy);
             }
-            Output::ExpectCopy { migration, from, set } => {
+            Output::ExpectCopy {
+                migration,
+                from,
+                set,
+            } => {
                 let take = self.parts.sets.take_copy(set, self.parts.world.unix_time());
                 self.parts.images.expect_with(migration, from, take);
             }
@@ -346,9 +438,13 @@ impl Driver {
             }
             Output::DropSets { sets } => self.parts.sets.discard(sets, None),
             Output::ListSets { tid, id } => self.parts.sets.list(tid, id),
-            Output::WriteToken { path, token } => self.parts.moves.write_token(&path, &token, &self.parts.log),
+            Output::WriteToken { path, token } => {
+                self.parts.moves.write_token(&path, &token, &self.parts.log)
+            }
             Output::RemoveToken { path } => self.parts.moves.remove_token(&path),
-            Output::RecordMove { migration, tid, to } => self.parts.moves.record(migration, tid, to),
+            Output::RecordMove { migration, tid, to } => {
+                self.parts.moves.record(migration, tid, to)
+            }
             Output::StepBegins { tid, step } => self.parts.halts.at(tid, Edge::Before, step),
             Output::StepEnded { tid, step } => self.parts.halts.at(tid, Edge::After, step),
             Output::Log { text } => self.parts.log.line(text),
@@ -371,27 +467,42 @@ impl Driver {
     }
 
     fn tell(&mut self, conn: ConnId, message: &ToTask, parcel: impl FnOnce(Bytes) -> Parcel) {
-        let Some(task) = self.tasks.get_mut(&conn) else { return };
+        let Some(task) = self.tasks.get_mut(&conn) else {
+            return;
+        };
         match encode_control(message) {
             Ok(frame) => drop(task.line.outbox.put(parcel(frame))),
-            Err(e) => self.parts.log.line(format!("a message to process {} could not be sent: {e}", task.line.pid)),
+            Err(e) => self.parts.log.line(format!(
+                "a message to process {} could not be sent: {e}",
+                task.line.pid
+            )),
         }
     }
 
     /// Sends a signal to the process that made a connection.
     fn signal(&mut self, conn: ConnId, signal: i32) {
-        let Some(TaskLine { pid, process, .. }) = self.tasks.get(&conn).map(|task| &task.line) else { return };
+        let Some(TaskLine { pid, process, .. }) = self.tasks.get(&conn).map(|task| &task.line)
+        else {
+            return;
+        };
         let sent = match process {
             Ok(process) => signal_process(process.as_fd(), signal),
-            Err(e) => Err(std::io::Error::new(e.kind(), format!("it is out of reach: {e}"))),
+            Err(e) => Err(std::io::Error::new(
+                e.kind(),
+                format!("it is out of reach: {e}"),
+            )),
         };
         if let Err(e) = sent {
-            self.parts.log.line(format!("signal {signal} could not be sent to process {pid}: {e}"));
+            self.parts.log.line(format!(
+                "signal {signal} could not be sent to process {pid}: {e}"
+            ));
         }
     }
 
     fn dismiss(&mut self, conn: ConnId) {
-        let Some(task) = self.tasks.get_mut(&conn) else { return };
+        let Some(task) = self.tasks.get_mut(&conn) else {
+            return;
+        };
         if std::mem::replace(&mut task.dismissed, true) {
             return;
         }
@@ -411,7 +522,8 @@ impl Driver {
     fn look_after(&mut self) {
         for task in self.tasks.values_mut() {
             let progress = task.line.outbox.progress();
-            if progress != task.progress || task.line.outbox.sure_bytes() <= TASK_CONTROL_BYTES_MAX {
+            if progress != task.progress || task.line.outbox.sure_bytes() <= TASK_CONTROL_BYTES_MAX
+            {
                 (task.progress, task.since) = (progress, Instant::now());
             } else if task.since.elapsed() > TASK_SILENCE_MAX {
                 let why = format!(
@@ -427,11 +539,21 @@ impl Driver {
             heap::give_back_freed();
             self.gave_back = Instant::now();
         }
-        if self.master_until.take_if(|until| *until < Instant::now()).is_some() {
-            self.stop(format!("no session with the master within {} s", MASTER_WITHIN.as_secs()));
+        if self
+            .master_until
+            .take_if(|until| *until < Instant::now())
+            .is_some()
+        {
+            self.stop(format!(
+                "no session with the master within {} s",
+                MASTER_WITHIN.as_secs()
+            ));
         }
         if self.stop_at.is_some_and(|at| at < Instant::now()) {
-            self.parts.log.line(format!("could not end in order within {} s: ending as it is", STOP_WITHIN.as_secs()));
+            self.parts.log.line(format!(
+                "could not end in order within {} s: ending as it is",
+                STOP_WITHIN.as_secs()
+            ));
             self.done = true;
         }
     }
@@ -442,9 +564,24 @@ impl Driver {
         let conns: Vec<ConnId> = self.tasks.keys().copied().collect();
         conns.into_iter().for_each(|conn| self.dismiss(conn));
         let had_slaves = self.is_master && self.parts.net.has_sessions();
-        self.farewell(|driver| driver.tasks.is_empty() && !(driver.is_master && driver.parts.net.has_sessions())).await;
-        let Driver { parts, is_master, .. } = self;
-        let Parts { mut net, mut tasker, mut inputs, log, place, images, starter, moves, .. } = parts;
+        self.farewell(|driver| {
+            driver.tasks.is_empty() && !(driver.is_master && driver.parts.net.has_sessions())
+        })
+        .await;
+        let Driver {
+            parts, is_master, ..
+        } = self;
+        let Parts {
+            mut net,
+            mut tasker,
+            mut inputs,
+            log,
+            place,
+            images,
+            starter,
+            moves,
+            ..
+        } = parts;
         if had_slaves {
             tokio::time::sleep(2 * LAST_STEPS).await;
         }
@@ -455,7 +592,12 @@ impl Driver {
         log.line("ended");
         drop(place);
         net.begin_leaving();
-        net.close(if is_master { FAREWELL_WITHIN } else { LAST_STEPS }).await;
+        net.close(if is_master {
+            FAREWELL_WITHIN
+        } else {
+            LAST_STEPS
+        })
+        .await;
         drain.abort();
     }
 
@@ -469,7 +611,9 @@ impl Driver {
             };
             match input {
                 Some(Input::Net(input)) => drop(self.parts.net.take(input)),
-                Some(Input::Event(Event::TaskClosed { conn, .. })) => drop(self.tasks.remove(&conn)),
+                Some(Input::Event(Event::TaskClosed { conn, .. })) => {
+                    drop(self.tasks.remove(&conn))
+                }
                 Some(_) => {}
                 None => return,
             }

@@ -31,7 +31,9 @@ pub(crate) struct Halts {
 impl Halts {
     /// None, unless the environment names a folder.
     pub(crate) fn from_environment() -> Halts {
-        Halts { folder: variable(FOLDER).map(PathBuf::from) }
+        Halts {
+            folder: variable(FOLDER).map(PathBuf::from),
+        }
     }
 
     /// Has this process stop, if somebody wants that here, until it is told to go on. It tells by the name of the file, which
@@ -42,7 +44,10 @@ impl Halts {
             Edge::Before => "before-",
             Edge::After => "",
         };
-        if let Ok(mut places) = OpenOptions::new().append(true).open(folder.join(format!("{tid}-places"))) {
+        if let Ok(mut places) = OpenOptions::new()
+            .append(true)
+            .open(folder.join(format!("{tid}-places")))
+        {
             // The test that reads them misses a line.
             let _ = places.write_all(format!("{edge}{step}\n").as_bytes());
         }

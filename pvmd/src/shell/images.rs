@@ -92,9 +92,24 @@ pub(crate) struct Images {
 
 impl Images {
     /// No transfers, in this place. No more than `rate` leaves this host.
-    pub(crate) fn new(place: Place, inputs: Inputs, log: Log, rate: Arc<Rate>, detours: Detours) -> Images {
+    pub(crate) fn new(
+        place: Place,
+        inputs: Inputs,
+        log: Log,
+        rate: Arc<Rate>,
+        detours: Detours,
+    ) -> Images {
         let (expected, transfers) = (HashMap::new(), HashMap::new());
-        Images { place, inputs, log, rate, detours, expected, transfers, give_back: 0 }
+        Images {
+            place,
+            inputs,
+            log,
+            rate,
+            detours,
+            expected,
+            transfers,
+            give_back: 0,
+        }
     }
 
     /// Asked from time to time: whether freed memory is to be given back now. It is between transfers, [`GIVE_BACKS`] times.
@@ -116,7 +131,11 @@ impl Images {
 
     /// Sends the images of a move, or what of them was not sent ahead; [`Event::ImagesSent`] tells the end.
     pub(crate) fn send(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
-        match self.transfers.get_mut(&migration).and_then(|transfer| transfer.ahead.take()) {
+        match self
+            .transfers
+            .get_mut(&migration)
+            .and_then(|transfer| transfer.ahead.take())
+        {
             Some(progress) => progress.turn(State::Complete),
             None => self.start(migration, to, net, State::Complete, |_| Ok(())),
         }
@@ -149,7 +168,9 @@ impl Images {
         self.start_work(migration, to, net, state, move |came, progress, rate| {
             complete(&dir)?;
             let (out, back) = came()?;
-            Sender::new(&dir, out, rate).send(progress).map(|sent| (sent, back))
+            Sender::new(&dir, out, rate)
+                .send(progress)
+                .map(|sent| (sent, back))
         });
     }
 
@@ -174,7 +195,9 @@ impl Images {
         to: HostId,
         net: &mut Net,
         state: State,
-        work: impl FnOnce(Came, &Progress, &Rate) -> Result<(Sent, Incoming<Line>), Failure> + Send + 'static,
+        work: impl FnOnce(Came, &Progress, &Rate) -> Result<(Sent, Incoming<Line>), Failure>
+        + Send
+        + 'static,
     ) {
         let progress = Arc::new(Progress::default());
         progress.turn(state);
@@ -184,34 +207,56 @@ impl Images {
         let disk = tokio::task::spawn_blocking(move || {
             let _hurry = Hurry::begin();
             let came: Came = Box::new(move || {
-                came.blocking_recv().map_err(|_| Failure::CalledOff("the transfer was broken off".into()))
+                came.blocking_recv()
+                    .map_err(|_| Failure::CalledOff("the transfer was broken off".into()))
             });
             let _ = tell.send(work(came, &of_thread, &rate).and_then(|(sent, mut back)| {
-                let taken = back.next().map_err(|e| Failure::Images(format!("the target did not take them: {e}")));
+                let taken = back
+                    .next()
+                    .map_err(|e| Failure::Images(format!("the target did not take them: {e}")));
                 taken.map(|_| sent)
             }));
         });
         let bulk = net.bulk_soon(to);
         let (inputs, log, detours) = (self.inputs.clone(), self.log.clone(), self.detours.clone());
         let ahead = (state == State::Growing).then(|| progress.clone());
-        let hold = Hold { progress: Some(progress), line: None };
+        let hold = Hold {
+            progress: Some(progress),
+            line: None,
+        };
         let stream = tokio::spawn(async move {
             let begin = Instant::now();
             let result = match bulk.session().await {
                 Err(why) => Err(why),
                 Ok(session) => send_over(session, &detours, migration, way, told, hold).await,
             };
-            if let Ok(Sent { bytes, ahead, left, in_vain }) = &result {
+            if let Ok(Sent {
+                bytes,
+                ahead,
+                left,
+                in_vain,
+            }) = &result
+            {
                 let took = begin.elapsed().as_millis();
                 log.line(format!(
                     "{migration}: {bytes} bytes of images sent to {to} in {took} ms, {ahead} of them while they were written; {left} bytes left without the zeros; in vain before that: {in_vain}"
                 ));
             }
             let result = result.map(|sent| sent.bytes);
-            let _ = inputs.send(Input::Event(Event::ImagesSent { migration, result })).await;
+            let _ = inputs
+                .send(Input::Event(Event::ImagesSent { migration, result }))
+                .await;
         });
         let here = Arc::default();
-        self.begin(migration, Transfer { stream: Some(stream.abort_handle()), disk, ahead, here });
+        self.begin(
+            migration,
+            Transfer {
+                stream: Some(stream.abort_handle()),
+                disk,
+                ahead,
+                here,
+            },
+        );
     }
 
     fn complete_here(
@@ -224,7 +269,15 @@ impl Images {
             let result = complete(&dir).map(|()| 0);
             let _ = inputs.blocking_send(Input::Event(Event::ImagesReceived { migration, result }));
         });
-        self.begin(migration, Transfer { stream: None, disk, ahead: None, here: Arc::default() });
+        self.begin(
+            migration,
+            Transfer {
+                stream: None,
+                disk,
+                ahead: None,
+                here: Arc::default(),
+            },
+        );
     }
 
     /// From now on the images of this move are taken from this host.
@@ -246,17 +299,30 @@ impl Images {
     /// True if they are expected from this host.
     #[cfg(test)]
     pub(crate) fn expects(&self, migration: MigrationId, from: HostId) -> bool {
-        self.expected.get(&migration).is_some_and(|(expected, _)| *expected == from)
+        self.expected
+            .get(&migration)
+            .is_some_and(|(expected, _)| *expected == from)
     }
 
     /// Takes the announcement of images if they are expected; [`Event::ImagesReceived`] tells the end.
-    pub(crate) fn arrived(&mut self, Announced { pair, migration, session, mut stream, decoder }: Announced) {
+    pub(crate) fn arrived(
+        &mut self,
+        Announced {
+            pair,
+            migration,
+            session,
+            mut stream,
+            decoder,
+        }: Announced,
+    ) {
         let from = pair.host;
         let take = match self.expected.entry(migration) {
             Entry::Occupied(expected) if expected.get().0 == from => expected.remove().1,
             // Whoever else announces them does not take the place of the one who has them.
             _ => {
-                self.log.line(format!("refused images of {migration} from {from}: nobody expects them"));
+                self.log.line(format!(
+                    "refused images of {migration} from {from}: nobody expects them"
+                ));
                 let _ = stream.stop(STREAM_REFUSED);
                 return;
             }
@@ -265,9 +331,13 @@ impl Images {
         let (tell, told) = oneshot::channel();
         let disk = tokio::task::spawn_blocking(move || {
             let _hurry = Hurry::begin();
-            let Ok((mut out, mut incoming)) = came.blocking_recv() else { return };
+            let Ok((mut out, mut incoming)) = came.blocking_recv() else {
+                return;
+            };
             let received = take(&mut incoming).and_then(|bytes| {
-                let unsaid = |e| Failure::Images(format!("the source does not hear that they are here: {e}"));
+                let unsaid = |e| {
+                    Failure::Images(format!("the source does not hear that they are here: {e}"))
+                };
                 out.prove().map(|()| bytes).map_err(unsaid)
             });
             let _ = tell.send(received);
@@ -278,14 +348,25 @@ impl Images {
         let task = tokio::spawn(async move {
             let mut hold = Hold::default();
             let session = (&pair, &session);
-            let result = receive_over(session, &detours, migration, (&mut stream, decoder), way, told, &mut hold).await;
+            let result = receive_over(
+                session,
+                &detours,
+                migration,
+                (&mut stream, decoder),
+                way,
+                told,
+                &mut hold,
+            )
+            .await;
             let result = result.map_err(|failure| match failure {
                 Failure::Images(why) => Failure::Images(format!("from {from}: {why}")),
                 other => other,
             });
             let failed = result.is_err();
             is_here.store(!failed, Ordering::Release);
-            let _ = inputs.send(Input::Event(Event::ImagesReceived { migration, result })).await;
+            let _ = inputs
+                .send(Input::Event(Event::ImagesReceived { migration, result }))
+                .await;
             if !failed {
                 // It ends when the source has heard that all is here; to give it up before would be a refusal.
                 let _ = stream.read_chunk(1, true).await;
@@ -296,7 +377,15 @@ impl Images {
                 let _ = stream.stop(STREAM_REFUSED);
             }
         });
-        self.begin(migration, Transfer { stream: Some(task.abort_handle()), disk, ahead: None, here });
+        self.begin(
+            migration,
+            Transfer {
+                stream: Some(task.abort_handle()),
+                disk,
+                ahead: None,
+                here,
+            },
+        );
     }
 
     /// Breaks off what is under way and removes the images; ends when nothing is written any more.
@@ -305,7 +394,10 @@ impl Images {
         let transfer = self.transfers.remove(&migration);
         let dir = self.place.images(migration);
         tokio::spawn(async move {
-            if let Some(Transfer { stream, disk, here, .. }) = transfer {
+            if let Some(Transfer {
+                stream, disk, here, ..
+            }) = transfer
+            {
                 // What is here may be of no use any more before the source has heard that it is.
                 if let Some(stream) = stream.filter(|_| !here.load(Ordering::Acquire)) {
                     stream.abort();
@@ -354,12 +446,20 @@ async fn send_over(
         }
     }
     .await;
-    let _ = if result.is_ok() { stream.finish() } else { stream.reset(STREAM_REFUSED) };
+    let _ = if result.is_ok() {
+        stream.finish()
+    } else {
+        stream.reset(STREAM_REFUSED)
+    };
     result
 }
 
 fn outcome<T>(told: Result<Result<T, Failure>, oneshot::error::RecvError>) -> Result<T, Failure> {
-    told.unwrap_or_else(|_| Err(Failure::Images("the thread that works on them ended".into())))
+    told.unwrap_or_else(|_| {
+        Err(Failure::Images(
+            "the thread that works on them ended".into(),
+        ))
+    })
 }
 
 /// Waits until the target wants no more, or is lost.
@@ -381,10 +481,18 @@ async fn receive_over(
     hold: &mut Hold,
 ) -> Result<u64, Failure> {
     let failed = |why: &dyn std::fmt::Display| Failure::Images(why.to_string());
-    let frame = read_frame(stream, &mut decoder).await.map_err(|why| failed(&why))?;
-    let offer: Offer = frame.ok_or_else(|| failed(&"nothing was announced"))?.control().map_err(|e| failed(&e))?;
-    let connected = detours.reach(session, (migration, What::Images), &offer).await;
-    let (out, incoming, line) = connected.map_err(|e| failed(&format!("no connection to it: {e}")))?;
+    let frame = read_frame(stream, &mut decoder)
+        .await
+        .map_err(|why| failed(&why))?;
+    let offer: Offer = frame
+        .ok_or_else(|| failed(&"nothing was announced"))?
+        .control()
+        .map_err(|e| failed(&e))?;
+    let connected = detours
+        .reach(session, (migration, What::Images), &offer)
+        .await;
+    let (out, incoming, line) =
+        connected.map_err(|e| failed(&format!("no connection to it: {e}")))?;
     hold.line = Some(line);
     let _ = way.send((out, incoming));
     tokio::select! {

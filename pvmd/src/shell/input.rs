@@ -38,7 +38,10 @@ const LINES_PER_MINUTE_MAX: u64 = 20;
 impl LineLimit {
     /// A limit with nothing used of it.
     pub(crate) fn new() -> LineLimit {
-        LineLimit { start: Instant::now(), state: AtomicU64::new(0) }
+        LineLimit {
+            start: Instant::now(),
+            state: AtomicU64::new(0),
+        }
     }
 
     /// True if a line may be written now.
@@ -46,9 +49,15 @@ impl LineLimit {
         let minute = self.start.elapsed().as_secs() / 60;
         let pack = |minute: u64, lines: u64| minute << 16 | lines;
         let update = |state: u64| {
-            let lines = if state >> 16 == minute { state & 0xffff } else { 0 };
+            let lines = if state >> 16 == minute {
+                state & 0xffff
+            } else {
+                0
+            };
             (lines < LINES_PER_MINUTE_MAX).then(|| pack(minute, lines + 1))
         };
-        self.state.fetch_update(Ordering::Relaxed, Ordering::Relaxed, update).is_ok()
+        self.state
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, update)
+            .is_ok()
     }
 }

@@ -29,7 +29,9 @@ impl Secret {
     /// A new one.
     pub(crate) fn new() -> Secret {
         let mut bytes = [0; SECRET_BYTES];
-        SystemRandom::new().fill(&mut bytes).expect("the kernel gives random numbers");
+        SystemRandom::new()
+            .fill(&mut bytes)
+            .expect("the kernel gives random numbers");
         Secret(bytes)
     }
 
@@ -51,7 +53,9 @@ impl Secret {
     }
 
     fn key(&self) -> LessSafeKey {
-        LessSafeKey::new(UnboundKey::new(&CHACHA20_POLY1305, &self.0).expect("the key has its length"))
+        LessSafeKey::new(
+            UnboundKey::new(&CHACHA20_POLY1305, &self.0).expect("the key has its length"),
+        )
     }
 
     /// A key seals one line only, so its nonce need not differ from anything.
@@ -62,20 +66,29 @@ impl Secret {
     /// The line, sealed.
     pub(crate) fn seal(&self, line: &str) -> Vec<u8> {
         let mut bytes = line.as_bytes().to_vec();
-        self.key().seal_in_place_append_tag(Self::nonce(), Aad::empty(), &mut bytes).expect("it is short");
+        self.key()
+            .seal_in_place_append_tag(Self::nonce(), Aad::empty(), &mut bytes)
+            .expect("it is short");
         bytes
     }
 
     /// The line in what [`Secret::seal`] made; `None` for anything else.
     pub(crate) fn open(&self, mut bytes: Vec<u8>) -> Option<String> {
-        let line = self.key().open_in_place(Self::nonce(), Aad::empty(), &mut bytes).ok()?;
+        let line = self
+            .key()
+            .open_in_place(Self::nonce(), Aad::empty(), &mut bytes)
+            .ok()?;
         String::from_utf8(line.to_vec()).ok()
     }
 }
 
 /// Where a new daemon finds the sealed line: our addresses, with this port.
 pub(crate) fn addresses(own: &[SocketAddr], port: u16) -> String {
-    let list: Vec<String> = own.iter().take(ADDRESSES_MAX).map(|a| SocketAddr::new(a.ip(), port).to_string()).collect();
+    let list: Vec<String> = own
+        .iter()
+        .take(ADDRESSES_MAX)
+        .map(|a| SocketAddr::new(a.ip(), port).to_string())
+        .collect();
     list.join(",")
 }
 
@@ -105,11 +118,16 @@ pub(crate) async fn give(listener: TcpListener, sealed: Vec<u8>) {
 /// What to answer when no address has it.
 pub(crate) fn fetch(list: &str, secret: &Secret) -> Result<String, Refusal> {
     let mut last = format!("{list:?} names no address");
-    for address in list.split(',').filter_map(|word| word.parse::<SocketAddr>().ok()) {
+    for address in list
+        .split(',')
+        .filter_map(|word| word.parse::<SocketAddr>().ok())
+    {
         let mut sealed = Vec::new();
         let read = TcpStream::connect_timeout(&address, DIAL_WITHIN).and_then(|stream| {
             stream.set_read_timeout(Some(DIAL_WITHIN))?;
-            stream.take(BOOTSTRAP_BYTES_MAX as u64).read_to_end(&mut sealed)
+            stream
+                .take(BOOTSTRAP_BYTES_MAX as u64)
+                .read_to_end(&mut sealed)
         });
         match read.map(|_| secret.open(sealed)) {
             Ok(Some(line)) => return Ok(line),
@@ -117,9 +135,13 @@ pub(crate) fn fetch(list: &str, secret: &Secret) -> Result<String, Refusal> {
             Err(e) => last = format!("{address}: {e}"),
         }
     }
-    let text =
-        format!("cannot fetch the master's instructions ({last}); is its TCP way open, and the hoster new enough?");
-    Err(Refusal { error: PvmError::CantStart, text })
+    let text = format!(
+        "cannot fetch the master's instructions ({last}); is its TCP way open, and the hoster new enough?"
+    );
+    Err(Refusal {
+        error: PvmError::CantStart,
+        text,
+    })
 }
 
 #[cfg(test)]

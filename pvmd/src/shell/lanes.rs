@@ -75,7 +75,11 @@ pub(crate) fn ends_of(body: &[u8]) -> Option<Ends> {
     if LinkFrame::kind_of(head).is_none() || head[2..4] != [0, 0] {
         return None;
     }
-    let tid = |at: usize| head[at..].first_chunk().map(|raw| Tid::from_raw(i32::from_le_bytes(*raw)));
+    let tid = |at: usize| {
+        head[at..]
+            .first_chunk()
+            .map(|raw| Tid::from_raw(i32::from_le_bytes(*raw)))
+    };
     Some((tid(4)?, tid(8)?))
 }
 
@@ -85,7 +89,11 @@ pub(crate) enum Way {
     /// Down the main stream.
     Main,
     /// Down this lane, which is opened for it when it is new, behind so many parcels of the main stream if that has to be said.
-    Lane { lane: LaneId, new: bool, behind: Option<u64> },
+    Lane {
+        lane: LaneId,
+        new: bool,
+        behind: Option<u64>,
+    },
 }
 
 #[derive(Debug)]
@@ -122,12 +130,23 @@ impl Fork {
         let out = self.lanes.entry(ends).or_insert_with(|| {
             *last += 1;
             // What the pair has said before went down the main stream, or a lane that a word there has ended.
-            Out { lane: LaneId(*last), frames: 0, fenced: 0, behind: main, told: 0, used: now }
+            Out {
+                lane: LaneId(*last),
+                frames: 0,
+                fenced: 0,
+                behind: main,
+                told: 0,
+                used: now,
+            }
         });
         out.used = now;
         let behind = (out.behind > out.told).then_some(out.behind);
         out.told = out.behind;
-        Way::Lane { lane: out.lane, new, behind }
+        Way::Lane {
+            lane: out.lane,
+            new,
+            behind,
+        }
     }
 
     fn deserves(&mut self, ends: Ends) -> bool {
@@ -178,7 +197,10 @@ impl Fork {
             }
             if out.frames > out.fenced {
                 out.fenced = out.frames;
-                marks.push(Mark { lane: out.lane, frames: out.frames });
+                marks.push(Mark {
+                    lane: out.lane,
+                    frames: out.frames,
+                });
             }
             concerned.push(out);
         }
@@ -196,7 +218,12 @@ impl Fork {
             None => now.duration_since(out.used) >= IDLE,
         };
         let closed = self.lanes.extract_if(|ends, out| over(ends, out));
-        closed.map(|(_, out)| Mark { lane: out.lane, frames: out.frames }).collect()
+        closed
+            .map(|(_, out)| Mark {
+                lane: out.lane,
+                frames: out.frames,
+            })
+            .collect()
     }
 }
 
@@ -222,7 +249,13 @@ pub(crate) struct Join<T> {
 
 impl<T> Default for Join<T> {
     fn default() -> Join<T> {
-        Join { main: 0, held: VecDeque::new(), lanes: FxHashMap::default(), waiting: 0, out: VecDeque::new() }
+        Join {
+            main: 0,
+            held: VecDeque::new(),
+            lanes: FxHashMap::default(),
+            waiting: 0,
+            out: VecDeque::new(),
+        }
     }
 }
 
@@ -280,12 +313,17 @@ impl<T> Join<T> {
     /// Passes a parcel of the main stream, or gives it back.
     fn pass(&mut self, parcel: Main<T>) -> Option<Main<T>> {
         let lanes = &self.lanes;
-        let reached = |mark: &Mark| lanes.get(&mark.lane).map_or(0, |lane| lane.frames) >= mark.frames;
+        let reached =
+            |mark: &Mark| lanes.get(&mark.lane).map_or(0, |lane| lane.frames) >= mark.frames;
         match parcel {
             Main::After(marks) if !marks.iter().all(reached) => return Some(Main::After(marks)),
             Main::End(mark) if !reached(&mark) => return Some(Main::End(mark)),
             Main::End(mark) => {
-                if self.lanes.remove(&mark.lane).is_some_and(|lane| !lane.held.is_empty()) {
+                if self
+                    .lanes
+                    .remove(&mark.lane)
+                    .is_some_and(|lane| !lane.held.is_empty())
+                {
                     self.waiting -= 1;
                 }
             }
@@ -322,7 +360,10 @@ impl<T> Join<T> {
 
 impl<T> In<T> {
     fn new() -> In<T> {
-        In { frames: 0, held: VecDeque::new() }
+        In {
+            frames: 0,
+            held: VecDeque::new(),
+        }
     }
 }
 
@@ -422,11 +463,19 @@ mod tests {
         fn arrive(&mut self, stream: usize, count: usize) {
             for _ in 0..count {
                 if stream == 0 {
-                    let Some(parcel) = self.main.pop_front() else { break };
+                    let Some(parcel) = self.main.pop_front() else {
+                        break;
+                    };
                     self.join.take_main(parcel);
                 } else {
-                    let Some((lane, stream)) = self.lanes.iter_mut().nth((stream - 1) % TASKS as usize) else { break };
-                    let Some(parcel) = stream.pop_front() else { break };
+                    let Some((lane, stream)) =
+                        self.lanes.iter_mut().nth((stream - 1) % TASKS as usize)
+                    else {
+                        break;
+                    };
+                    let Some(parcel) = stream.pop_front() else {
+                        break;
+                    };
                     self.join.take_lane(*lane, parcel);
                 }
                 self.came.extend(std::iter::from_fn(|| self.join.next()));
@@ -437,10 +486,31 @@ mod tests {
             match act {
                 Act::Frame(src, dst) => self.frame((task(src), task(dst)), *now),
                 Act::Item(n) => {
-                    self.word(&Carried::Item { dst: task(n), item: ToTask::PeerGone { tid: task(0) } }, task(n), *now);
+                    self.word(
+                        &Carried::Item {
+                            dst: task(n),
+                            item: ToTask::PeerGone { tid: task(0) },
+                        },
+                        task(n),
+                        *now,
+                    );
                 }
-                Act::Passed(n) => self.word(&Carried::Passed { dst: task(n), epoch: Epoch(1) }, task(n), *now),
-                Act::Ended(n) => self.word(&Carried::Ended { dst: task(n), marks: Vec::new() }, task(n), *now),
+                Act::Passed(n) => self.word(
+                    &Carried::Passed {
+                        dst: task(n),
+                        epoch: Epoch(1),
+                    },
+                    task(n),
+                    *now,
+                ),
+                Act::Ended(n) => self.word(
+                    &Carried::Ended {
+                        dst: task(n),
+                        marks: Vec::new(),
+                    },
+                    task(n),
+                    *now,
+                ),
                 Act::Pause => {
                     *now += IDLE;
                     self.close(*now, None);
@@ -454,7 +524,8 @@ mod tests {
             self.arrive(0, usize::MAX);
             let lanes: Vec<LaneId> = self.lanes.keys().rev().copied().collect();
             for lane in lanes {
-                for parcel in std::mem::take(self.lanes.get_mut(&lane).expect("it is in the list")) {
+                for parcel in std::mem::take(self.lanes.get_mut(&lane).expect("it is in the list"))
+                {
                     self.join.take_lane(lane, parcel);
                     self.came.extend(std::iter::from_fn(|| self.join.next()));
                 }
@@ -466,8 +537,12 @@ mod tests {
             match (self.sent[a], self.sent[b]) {
                 (Sent::Frame(one), Sent::Frame(other)) => one == other,
                 (Sent::Word(..), Sent::Word(..)) => true,
-                (Sent::Frame((src, dst)), Sent::Word(task, ended)) => dst == task || (ended && src == task),
-                (Sent::Word(task, ended), Sent::Frame((src, dst))) => dst == task || (ended && src == task),
+                (Sent::Frame((src, dst)), Sent::Word(task, ended)) => {
+                    dst == task || (ended && src == task)
+                }
+                (Sent::Word(task, ended), Sent::Frame((src, dst))) => {
+                    dst == task || (ended && src == task)
+                }
             }
         }
 
@@ -479,7 +554,12 @@ mod tests {
             for b in 0..self.sent.len() {
                 assert!(place[b].is_some(), "{b} never came: {:?}", self.sent[b]);
                 for a in (0..b).filter(|a| self.are_bound(*a, b)) {
-                    assert!(place[a] < place[b], "{a} {:?} came behind {b} {:?}", self.sent[a], self.sent[b]);
+                    assert!(
+                        place[a] < place[b],
+                        "{a} {:?} came behind {b} {:?}",
+                        self.sent[a],
+                        self.sent[b]
+                    );
                 }
             }
         }
@@ -524,10 +604,18 @@ mod tests {
         assert_eq!(session.came.len(), came, "another pair's frames wait");
         session.act(Act::Item(2), &mut now);
         session.arrive(0, usize::MAX);
-        assert_eq!(session.came.len(), came + 1, "a word for another task waits");
+        assert_eq!(
+            session.came.len(),
+            came + 1,
+            "a word for another task waits"
+        );
         session.act(Act::Item(1), &mut now);
         session.arrive(0, usize::MAX);
-        assert_eq!(session.came.len(), came + 1, "a word has overtaken what it is behind");
+        assert_eq!(
+            session.came.len(),
+            came + 1,
+            "a word has overtaken what it is behind"
+        );
         session.finish();
         session.check();
     }
@@ -536,8 +624,14 @@ mod tests {
     fn lanes_are_bounded_and_given_back_without_use_or_at_the_end_of_a_task() {
         let (mut fork, now) = (Fork::default(), Instant::now());
         let ends = |n: usize| (task(n as i32), task(-1));
-        let is_lane = |fork: &mut Fork, n| (0..=FRAMES_BEFORE).map(|_| fork.way(ends(n), now)).any(|w| w != Way::Main);
-        let lanes = (0..2 * LANES_MAX).filter(|n| is_lane(&mut fork, *n)).count();
+        let is_lane = |fork: &mut Fork, n| {
+            (0..=FRAMES_BEFORE)
+                .map(|_| fork.way(ends(n), now))
+                .any(|w| w != Way::Main)
+        };
+        let lanes = (0..2 * LANES_MAX)
+            .filter(|n| is_lane(&mut fork, *n))
+            .count();
         assert_eq!(lanes, LANES_MAX);
         assert_eq!(fork.close(now, Some(task(0))).len(), 1);
         assert!(is_lane(&mut fork, 2 * LANES_MAX));
@@ -553,7 +647,15 @@ mod tests {
     fn the_ends_of_a_frame_are_read_where_its_header_has_them() {
         use sempa_proto::link::{LinkFrame, LinkKind};
         let (src, dst) = (task(1), task(2));
-        let frame = LinkFrame { src, dst, kind: LinkKind::Probe, seq: 7, ack: 9, line: 0, payload: Bytes::new() };
+        let frame = LinkFrame {
+            src,
+            dst,
+            kind: LinkKind::Probe,
+            seq: 7,
+            ack: 9,
+            line: 0,
+            payload: Bytes::new(),
+        };
         assert_eq!(ends_of(&frame.encode_head()), Some((src, dst)));
         assert_eq!(ends_of(&frame.encode_head()[1..]), None);
         assert_eq!(ends_of(&[1; LINK_HEAD_BYTES]), None);

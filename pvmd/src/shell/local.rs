@@ -75,10 +75,20 @@ struct Door {
 
 /// Accepts tasks for ever.
 pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: Inputs, log: Log) {
-    let door = Arc::new(Door { uid, inputs, log, strangers: LineLimit::new(), next: AtomicU64::new(1) });
+    let door = Arc::new(Door {
+        uid,
+        inputs,
+        log,
+        strangers: LineLimit::new(),
+        next: AtomicU64::new(1),
+    });
     let waiting = Arc::new(Semaphore::new(HELLOS_WAITING_MAX));
     loop {
-        let permit = waiting.clone().acquire_owned().await.expect("the semaphore is never closed");
+        let permit = waiting
+            .clone()
+            .acquire_owned()
+            .await
+            .expect("the semaphore is never closed");
         match listener.accept().await {
             Ok((stream, _)) => {
                 let door = door.clone();
@@ -93,7 +103,9 @@ pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: Inputs, log:
             Err(e) => {
                 // Out of descriptors, most likely: others will close theirs.
                 if door.strangers.allows() {
-                    door.log.line(format!("cannot accept a task's connection: {e}; trying again"));
+                    door.log.line(format!(
+                        "cannot accept a task's connection: {e}; trying again"
+                    ));
                 }
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
@@ -117,9 +129,18 @@ impl Door {
         // Taken at once: the process can end at any time, and its number be used again.
         let process = peer_process(stream.as_fd(), pid);
         let socket = Arc::new(LocalSocket::new(stream.into_std().ok()?).ok()?);
-        let mut line = Line { pid, process, socket, incoming: Incoming::default() };
+        let mut line = Line {
+            pid,
+            process,
+            socket,
+            incoming: Incoming::default(),
+        };
         let refusal = if peer.uid() != self.uid {
-            format!("this daemon serves user {} only, and you are user {}", self.uid, peer.uid())
+            format!(
+                "this daemon serves user {} only, and you are user {}",
+                self.uid,
+                peer.uid()
+            )
         } else {
             match timeout(HELLO_WITHIN, line.incoming.next_frame(&line.socket)).await {
                 Ok(Ok(Some(frame))) => match check_hello(&frame) {
@@ -132,11 +153,18 @@ impl Door {
             }
         };
         if self.strangers.allows() {
-            self.log.line(format!("refused process {pid} of user {} on the tasks' socket: {refusal}", peer.uid()));
+            self.log.line(format!(
+                "refused process {pid} of user {} on the tasks' socket: {refusal}",
+                peer.uid()
+            ));
         }
         if let Ok(frame) = encode_control(&ToTask::Refused { reason: refusal }) {
             // The stranger may be gone or not reading; it had its chance.
-            let _ = timeout(Duration::from_secs(1), line.socket.write_all(&mut [IoSlice::new(&frame)])).await;
+            let _ = timeout(
+                Duration::from_secs(1),
+                line.socket.write_all(&mut [IoSlice::new(&frame)]),
+            )
+            .await;
         }
         None
     }
@@ -146,9 +174,24 @@ impl Door {
         let conn = ConnId(self.next.fetch_add(1, Ordering::Relaxed));
         let (outbox, queue) = outbox(LINK_BYTES_MAX);
         let (cut, mut is_cut) = watch::channel(None);
-        let Line { pid, process, socket, mut incoming } = line;
-        let up = Input::TaskUp(TaskLine { conn, pid, process, socket: socket.clone(), outbox, cut });
-        let first = Input::Event(Event::TaskControl { conn, message: hello });
+        let Line {
+            pid,
+            process,
+            socket,
+            mut incoming,
+        } = line;
+        let up = Input::TaskUp(TaskLine {
+            conn,
+            pid,
+            process,
+            socket: socket.clone(),
+            outbox,
+            cut,
+        });
+        let first = Input::Event(Event::TaskControl {
+            conn,
+            message: hello,
+        });
         if self.inputs.send(up).await.is_err() || self.inputs.send(first).await.is_err() {
             return;
         }
@@ -173,13 +216,22 @@ impl Door {
         if let Some(why) = &garbage
             && self.strangers.allows()
         {
-            self.log.line(format!("closed the connection of process {pid}: {why}"));
+            self.log
+                .line(format!("closed the connection of process {pid}: {why}"));
         }
-        let _ = self.inputs.send(Input::Event(Event::TaskClosed { conn, garbage })).await;
+        let _ = self
+            .inputs
+            .send(Input::Event(Event::TaskClosed { conn, garbage }))
+            .await;
     }
 
     /// Hands on what a task says until its stream ends (`None`) or cannot be understood (the reason).
-    async fn forward(&self, conn: ConnId, socket: &LocalSocket, incoming: &mut Incoming) -> Option<String> {
+    async fn forward(
+        &self,
+        conn: ConnId,
+        socket: &LocalSocket,
+        incoming: &mut Incoming,
+    ) -> Option<String> {
         loop {
             let frame = match incoming.next_frame(socket).await {
                 Ok(Some(frame)) => frame,
@@ -188,18 +240,31 @@ impl Door {
             };
             let event = match frame.kind {
                 FrameKind::Control => match frame.control::<ToDaemon>() {
-                    Ok(ToDaemon::Route { to, word }) => match incoming.descriptors(word.descriptors()) {
-                        Ok(descriptors) => Event::TaskRoute { conn, to, word, descriptors },
-                        Err(e) => return Some(e),
-                    },
+                    Ok(ToDaemon::Route { to, word }) => {
+                        match incoming.descriptors(word.descriptors()) {
+                            Ok(descriptors) => Event::TaskRoute {
+                                conn,
+                                to,
+                                word,
+                                descriptors,
+                            },
+                            Err(e) => return Some(e),
+                        }
+                    }
                     Ok(message) => Event::TaskControl { conn, message },
                     Err(e) => return Some(e.to_string()),
                 },
                 FrameKind::Link => match frame.link() {
                     Ok(link) if link.payload.len() > FRAGMENT_BYTES_MAX => {
-                        return Some(format!("a fragment of {} bytes is over the limit", link.payload.len()));
+                        return Some(format!(
+                            "a fragment of {} bytes is over the limit",
+                            link.payload.len()
+                        ));
                     }
-                    Ok(_) => Event::TaskLink { conn, frame: frame.body },
+                    Ok(_) => Event::TaskLink {
+                        conn,
+                        frame: frame.body,
+                    },
                     Err(e) => return Some(e.to_string()),
                 },
                 FrameKind::Image => return Some("a task does not send images".into()),
@@ -226,7 +291,9 @@ async fn cut_reason(cut: &mut watch::Receiver<Option<String>>) -> String {
 
 fn check_hello(frame: &Frame) -> Result<ToDaemon, String> {
     match frame.control::<ToDaemon>() {
-        Ok(ToDaemon::Hello(hello)) if hello.magic != TASK_MAGIC => Err("the first frame is not a task's hello".into()),
+        Ok(ToDaemon::Hello(hello)) if hello.magic != TASK_MAGIC => {
+            Err("the first frame is not a task's hello".into())
+        }
         Ok(ToDaemon::Hello(hello)) if hello.version != WIRE_VERSION => Err(format!(
             "the task's library speaks version {}, this daemon {WIRE_VERSION}: use the library installed with it",
             hello.version
@@ -245,7 +312,9 @@ pub(crate) async fn write_frames(socket: Arc<LocalSocket>, mut queue: OutboxRead
         if queue.take(&mut batch, WRITE_FRAMES_MAX).await == 0 {
             return true;
         }
-        let end = batch.iter().position(|parcel| matches!(parcel, Parcel::End));
+        let end = batch
+            .iter()
+            .position(|parcel| matches!(parcel, Parcel::End));
         let written = write_batch(&socket, &batch[..end.unwrap_or(batch.len())]).await;
         batch.iter().for_each(|parcel| queue.done(parcel));
         if written.is_err() {
@@ -260,11 +329,16 @@ pub(crate) async fn write_frames(socket: Arc<LocalSocket>, mut queue: OutboxRead
 
 async fn write_batch(socket: &LocalSocket, batch: &[Parcel]) -> std::io::Result<()> {
     let mut rest = batch;
-    while let Some(at) = rest.iter().position(|parcel| matches!(parcel, Parcel::With(..))) {
+    while let Some(at) = rest
+        .iter()
+        .position(|parcel| matches!(parcel, Parcel::With(..)))
+    {
         write_plain(socket, &rest[..at]).await?;
         if let Parcel::With(frame, descriptors) = &rest[at] {
             let begun = send_with(socket, frame, descriptors).await?;
-            socket.write_all(&mut [IoSlice::new(&frame[begun..])]).await?;
+            socket
+                .write_all(&mut [IoSlice::new(&frame[begun..])])
+                .await?;
         }
         rest = &rest[at + 1..];
     }

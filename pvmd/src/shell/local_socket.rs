@@ -36,7 +36,11 @@ impl LocalSocket {
     ///
     /// # Errors
     /// As there.
-    pub(crate) async fn read(&self, buffer: &mut BytesMut, passed: &mut Passed) -> io::Result<usize> {
+    pub(crate) async fn read(
+        &self,
+        buffer: &mut BytesMut,
+        passed: &mut Passed,
+    ) -> io::Result<usize> {
         loop {
             let mut ready = self.0.readable().await?;
             match receive(self.socket(), buffer, passed, MsgFlags::MSG_DONTWAIT) {
@@ -57,7 +61,10 @@ impl LocalSocket {
     ///
     /// # Errors
     /// What it says, but for the lack of room.
-    pub(crate) async fn write_with<T>(&self, mut write: impl FnMut(&UnixStream) -> io::Result<T>) -> io::Result<T> {
+    pub(crate) async fn write_with<T>(
+        &self,
+        mut write: impl FnMut(&UnixStream) -> io::Result<T>,
+    ) -> io::Result<T> {
         let mut room = None;
         loop {
             match write(self.socket()) {
@@ -80,7 +87,9 @@ impl LocalSocket {
     pub(crate) async fn write_all(&self, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
         IoSlice::advance_slices(&mut slices, 0);
         while !slices.is_empty() {
-            let written = self.write_with(|mut socket| socket.write_vectored(slices)).await?;
+            let written = self
+                .write_with(|mut socket| socket.write_vectored(slices))
+                .await?;
             if written == 0 {
                 return Err(ErrorKind::WriteZero.into());
             }
@@ -115,7 +124,9 @@ mod tests {
 
     fn pair() -> (LocalSocket, UnixStream) {
         let (ours, theirs) = UnixStream::pair().expect("a pair");
-        theirs.set_read_timeout(Some(Duration::from_secs(10))).expect("a time");
+        theirs
+            .set_read_timeout(Some(Duration::from_secs(10)))
+            .expect("a time");
         (LocalSocket::new(ours).expect("watched"), theirs)
     }
 
@@ -137,7 +148,13 @@ mod tests {
             assert_eq!(read(&socket, round).await.0, vec![round as u8; round]);
         }
         drop(theirs);
-        assert_eq!(socket.read(&mut BytesMut::with_capacity(ROOM), &mut Passed::default()).await.expect("an end"), 0);
+        assert_eq!(
+            socket
+                .read(&mut BytesMut::with_capacity(ROOM), &mut Passed::default())
+                .await
+                .expect("an end"),
+            0
+        );
     }
 
     #[tokio::test]
@@ -147,10 +164,14 @@ mod tests {
         for _ in 0..3 {
             let rights = [ControlMessage::ScmRights(&fds)];
             let with = [IoSlice::new(b"with")];
-            sendmsg::<()>(theirs.as_raw_fd(), &with, &rights, MsgFlags::empty(), None).expect("room");
+            sendmsg::<()>(theirs.as_raw_fd(), &with, &rights, MsgFlags::empty(), None)
+                .expect("room");
         }
         theirs.write_all(b"without").expect("room");
-        assert_eq!(read(&socket, 19).await, (b"withwithwithwithout"[..].into(), 3));
+        assert_eq!(
+            read(&socket, 19).await,
+            (b"withwithwithwithout"[..].into(), 3)
+        );
     }
 
     #[tokio::test]
@@ -165,7 +186,10 @@ mod tests {
         let (first, second) = sent.split_at(ALL / 3);
         let mut slices = [&b""[..], first, b"", second].map(IoSlice::new);
         socket.write_all(&mut slices).await.expect("open");
-        assert!(reader.await.expect("no panic").expect("all of it") == sent, "bytes are lost or out of order");
+        assert!(
+            reader.await.expect("no panic").expect("all of it") == sent,
+            "bytes are lost or out of order"
+        );
     }
 
     #[tokio::test]
@@ -176,10 +200,19 @@ mod tests {
         drop(theirs);
         let mut all = read(&socket, ROOM).await.0;
         socket.hear_out();
-        assert!((&held).write(b"more").is_err(), "what others write is not for us");
+        assert!(
+            (&held).write(b"more").is_err(),
+            "what others write is not for us"
+        );
         all.unsplit(read(&socket, 5 * ROOM - all.len()).await.0);
         assert_eq!(all, vec![7; 5 * ROOM]);
-        assert_eq!(socket.read(&mut all, &mut Passed::default()).await.expect("an end"), 0);
+        assert_eq!(
+            socket
+                .read(&mut all, &mut Passed::default())
+                .await
+                .expect("an end"),
+            0
+        );
     }
 
     #[tokio::test]
@@ -188,7 +221,10 @@ mod tests {
         let socket = std::sync::Arc::new(socket);
         let reader = socket.clone();
         let end = tokio::spawn(async move {
-            reader.read(&mut BytesMut::with_capacity(ROOM), &mut Passed::default()).await.map_err(|e| e.kind())
+            reader
+                .read(&mut BytesMut::with_capacity(ROOM), &mut Passed::default())
+                .await
+                .map_err(|e| e.kind())
         });
         // It waits from here on.
         tokio::task::yield_now().await;

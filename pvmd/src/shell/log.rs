@@ -47,10 +47,18 @@ impl LogThread {
 /// # Errors
 /// When the file cannot be opened; the daemon must not run without one.
 pub(crate) fn open(path: &Path, host: HostId, bytes_max: u64) -> std::io::Result<(Log, LogThread)> {
-    let file = OpenOptions::new().append(true).create(true).mode(0o600).open(path)?;
+    let file = OpenOptions::new()
+        .append(true)
+        .create(true)
+        .mode(0o600)
+        .open(path)?;
     let (lines, receiver) = sync_channel(LINES_WAITING_MAX);
     let dropped = Arc::new(AtomicU64::new(0));
-    let log = Log { lines, dropped: dropped.clone(), host };
+    let log = Log {
+        lines,
+        dropped: dropped.clone(),
+        host,
+    };
     let thread = std::thread::Builder::new()
         .name("log".into())
         .spawn(move || write_lines(file, &receiver, &dropped, bytes_max))?;
@@ -67,7 +75,9 @@ fn write_lines(mut file: File, lines: &Receiver<Vec<u8>>, dropped: &AtomicU64, b
         let missed = dropped.swap(0, Ordering::Relaxed);
         let mut text = line;
         if missed > 0 {
-            text.extend_from_slice(format!("*** {missed} lines were not written in time\n").as_bytes());
+            text.extend_from_slice(
+                format!("*** {missed} lines were not written in time\n").as_bytes(),
+            );
         }
         written += text.len() as u64;
         full = written >= bytes_max;
@@ -82,7 +92,14 @@ fn write_lines(mut file: File, lines: &Receiver<Vec<u8>>, dropped: &AtomicU64, b
 impl Log {
     /// One line of the daemon's own.
     pub(crate) fn line(&self, text: impl AsRef<str>) {
-        self.put(format!("{} {}\n", self.head(), text.as_ref().trim_end().replace('\n', " / ")).into_bytes());
+        self.put(
+            format!(
+                "{} {}\n",
+                self.head(),
+                text.as_ref().trim_end().replace('\n', " / ")
+            )
+            .into_bytes(),
+        );
     }
 
     /// Output of a task that nobody collects; every line gets the task's id, a partial one its own newline.
@@ -97,9 +114,15 @@ impl Log {
     }
 
     fn head(&self) -> String {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default()
+            .as_secs();
         let (month, day, hour, minute, second) = local_time(i64::try_from(now).unwrap_or(0));
-        format!("[{}] {month:02}/{day:02} {hour:02}:{minute:02}:{second:02}", self.host.daemon())
+        format!(
+            "[{}] {month:02}/{day:02} {hour:02}:{minute:02}:{second:02}",
+            self.host.daemon()
+        )
     }
 
     fn put(&self, line: Vec<u8>) {
@@ -127,8 +150,14 @@ mod tests {
         let text = std::fs::read_to_string(&path).expect("written");
         std::fs::remove_file(&path).expect("ours");
         let lines: Vec<&str> = text.lines().collect();
-        assert!(lines[0].starts_with("[t80040000] ") && lines[0].ends_with(" ready"), "{text}");
-        assert!(lines[1].ends_with("[t40002] one") && lines[2].ends_with("[t40002] two"), "{text}");
+        assert!(
+            lines[0].starts_with("[t80040000] ") && lines[0].ends_with(" ready"),
+            "{text}"
+        );
+        assert!(
+            lines[1].ends_with("[t40002] one") && lines[2].ends_with("[t40002] two"),
+            "{text}"
+        );
         assert_eq!(lines.last(), Some(&"*** logging truncated"));
         assert!(text.len() < 300);
     }

@@ -26,7 +26,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 const ANSWER_BYTES_MAX: usize = 4096;
 
 fn cant(text: String) -> Refusal {
-    Refusal { error: PvmError::CantStart, text }
+    Refusal {
+        error: PvmError::CantStart,
+        text,
+    }
 }
 
 /// Refuses when nobody can be asked.
@@ -40,8 +43,9 @@ pub(crate) fn can_ask() -> Result<(), Refusal> {
         }
         "it runs in the background of its terminal"
     } else {
-        let kind =
-            fstat(stdin()).map_or(SFlag::empty(), |stat| SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT);
+        let kind = fstat(stdin()).map_or(SFlag::empty(), |stat| {
+            SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT
+        });
         if [SFlag::S_IFIFO, SFlag::S_IFSOCK].contains(&kind) {
             return Ok(());
         }
@@ -68,7 +72,11 @@ pub(crate) async fn ask(order: &StartOrder) -> Result<Ready, Refusal> {
     while let Some(bytes) = typed()? {
         drop(bytes);
     }
-    let StartOrder { login, command, secret } = order;
+    let StartOrder {
+        login,
+        command,
+        secret,
+    } = order;
     say(format!(
         "*** Manual startup ***\nLogin to \"{login}\" and type:\n{command}\n\
          It asks for a secret, which is good for this once:\n{secret}\nType response: "
@@ -79,10 +87,15 @@ pub(crate) async fn ask(order: &StartOrder) -> Result<Ready, Refusal> {
     given_up.open = false;
     let result = match answer {
         Ok(Ok(line)) => parse_reply(&line).unwrap_or_else(|| {
-            Err(cant(format!("{line:?} is not the line that a daemon answers with, which begins with ddpro<")))
+            Err(cant(format!(
+                "{line:?} is not the line that a daemon answers with, which begins with ddpro<"
+            )))
         }),
         Ok(Err(refusal)) => Err(refusal),
-        Err(_) => Err(cant(format!("nobody typed an answer within {} s", ANSWER_WITHIN.as_secs()))),
+        Err(_) => Err(cant(format!(
+            "nobody typed an answer within {} s",
+            ANSWER_WITHIN.as_secs()
+        ))),
     };
     say(match &result {
         Ok(_) => "Thanks\n".to_string(),
@@ -136,7 +149,9 @@ async fn answer_line() -> Result<String, Refusal> {
                 }
             }
             if bytes.len() > ANSWER_BYTES_MAX {
-                return Err(cant(format!("the answer is longer than {ANSWER_BYTES_MAX} bytes")));
+                return Err(cant(format!(
+                    "the answer is longer than {ANSWER_BYTES_MAX} bytes"
+                )));
             }
         }
         sleep(LOOK_EVERY).await;
@@ -146,7 +161,11 @@ async fn answer_line() -> Result<String, Refusal> {
 /// What can be read at once; `None` if that is nothing.
 fn typed() -> Result<Option<Vec<u8>>, Refusal> {
     let stdin = stdin();
-    let ended = |why: &str| cant(format!("the master's standard input has ended ({why}), so that nobody can answer"));
+    let ended = |why: &str| {
+        cant(format!(
+            "the master's standard input has ended ({why}), so that nobody can answer"
+        ))
+    };
     let mut ends = [PollFd::new(stdin.as_fd(), PollFlags::POLLIN)];
     let waits = poll(&mut ends, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
     if !waits || stdin.is_terminal() && !in_foreground() {
@@ -171,7 +190,9 @@ fn typed() -> Result<Option<Vec<u8>>, Refusal> {
 pub(crate) fn read_secret() -> std::io::Result<String> {
     let _hidden = stdin().is_terminal().then(Hidden::begin);
     let mut line = String::new();
-    BufReader::new(stdin()).take(BOOTSTRAP_BYTES_MAX as u64).read_line(&mut line)?;
+    BufReader::new(stdin())
+        .take(BOOTSTRAP_BYTES_MAX as u64)
+        .read_line(&mut line)?;
     let line = line.trim();
     Ok(line.strip_prefix("PVM_VMID=").unwrap_or(line).to_string())
 }
@@ -184,10 +205,15 @@ impl Hidden {
         let before = tcgetattr(stdin()).ok();
         if let Some(mut quiet) = before.clone() {
             // An interrupt would leave the terminal silent.
-            quiet.local_flags.remove(LocalFlags::ECHO | LocalFlags::ISIG);
+            quiet
+                .local_flags
+                .remove(LocalFlags::ECHO | LocalFlags::ISIG);
             let _ = tcsetattr(stdin(), SetArg::TCSANOW, &quiet);
         }
-        let _ = write!(stderr(), "Secret that the master shows (hidden; an empty one ends this): ");
+        let _ = write!(
+            stderr(),
+            "Secret that the master shows (hidden; an empty one ends this): "
+        );
         Hidden(before)
     }
 }

@@ -61,18 +61,36 @@ pub(crate) struct Memory {
 
 impl Memory {
     /// No ways yet. No more than `rate` leaves this host.
-    pub(crate) fn new(place: Place, inputs: Inputs, log: Log, rate: Arc<Rate>, detours: Detours) -> Memory {
-        Memory { place, inputs, log, rate, detours, expected: HashMap::new(), ways: HashMap::new() }
+    pub(crate) fn new(
+        place: Place,
+        inputs: Inputs,
+        log: Log,
+        rate: Arc<Rate>,
+        detours: Detours,
+    ) -> Memory {
+        Memory {
+            place,
+            inputs,
+            log,
+            rate,
+            detours,
+            expected: HashMap::new(),
+            ways: HashMap::new(),
+        }
     }
 
     /// Source: brings what the tasker hands out to the target.
     pub(crate) fn lend(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
-        let Some(tasker) = self.listen(migration) else { return };
+        let Some(tasker) = self.listen(migration) else {
+            return;
+        };
         let session = net.bulk_soon(to);
         let (line, of_task) = (Arc::<Mutex<Option<Line>>>::default(), self.rate.clone());
         let (known, log, detours) = (line.clone(), self.log.clone(), self.detours.clone());
         let task = tokio::spawn(async move {
-            let failed = |why: &dyn std::fmt::Display| format!("{migration}: no way for its memory to {to}: {why}");
+            let failed = |why: &dyn std::fmt::Display| {
+                format!("{migration}: no way for its memory to {to}: {why}")
+            };
             let opened = async {
                 let (pair, session) = session.session().await.map_err(|e| failed(&e))?;
                 let listener = Listener::open().await.map_err(|e| failed(&e))?;
@@ -83,10 +101,14 @@ impl Memory {
                 stream.write_chunk(offer).await.map_err(|e| failed(&e))?;
                 // The target reads one frame and no more.
                 let _ = stream.finish();
-                turn.accept(&session, migration, listener).await.map_err(|e| failed(&e))
+                turn.accept(&session, migration, listener)
+                    .await
+                    .map_err(|e| failed(&e))
             };
             let (engine, opened) = tokio::join!(tasker.accept(), opened);
-            let ends = engine.map_err(|e| failed(&e)).and_then(|(engine, _)| Ok((blocking(engine)?, opened?)));
+            let ends = engine
+                .map_err(|e| failed(&e))
+                .and_then(|(engine, _)| Ok((blocking(engine)?, opened?)));
             match ends {
                 Ok((engine, (out, incoming, line))) => {
                     *lock(&known) = Some(line.clone());
@@ -97,7 +119,14 @@ impl Memory {
                 Err(why) => log.line(why),
             }
         });
-        self.keep(migration, Way { other: to, task, line });
+        self.keep(
+            migration,
+            Way {
+                other: to,
+                task,
+                line,
+            },
+        );
     }
 
     /// Target: from now on the tasker may ask; the answers come from this host.
@@ -110,20 +139,33 @@ impl Memory {
     /// Target: takes the announcement of memory if it is expected.
     pub(crate) fn arrived(&mut self, mut announced: Announced) {
         let (from, migration) = (announced.pair.host, announced.migration);
-        let Some((_, tasker)) = self.expected.remove(&migration).filter(|(host, _)| *host == from) else {
-            return self.log.line(format!("refused memory of {migration} from {from}: nobody expects it"));
+        let Some((_, tasker)) = self
+            .expected
+            .remove(&migration)
+            .filter(|(host, _)| *host == from)
+        else {
+            return self.log.line(format!(
+                "refused memory of {migration} from {from}: nobody expects it"
+            ));
         };
         let line = Arc::<Mutex<Option<Line>>>::default();
         let (known, log, inputs) = (line.clone(), self.log.clone(), self.inputs.clone());
         let detours = self.detours.clone();
         let task = tokio::spawn(async move {
-            let failed = |why: &dyn std::fmt::Display| format!("{migration}: no way to its memory on {from}: {why}");
+            let failed = |why: &dyn std::fmt::Display| {
+                format!("{migration}: no way to its memory on {from}: {why}")
+            };
             let opened = async {
-                let frame = read_frame(&mut announced.stream, &mut announced.decoder).await.map_err(|e| failed(&e))?;
+                let frame = read_frame(&mut announced.stream, &mut announced.decoder)
+                    .await
+                    .map_err(|e| failed(&e))?;
                 let frame = frame.ok_or_else(|| failed(&"nothing was announced"))?;
                 let offer: Offer = frame.control().map_err(|e| failed(&e))?;
                 let session = (&announced.pair, &announced.session);
-                detours.reach(session, (migration, What::Memory), &offer).await.map_err(|e| failed(&e))
+                detours
+                    .reach(session, (migration, What::Memory), &offer)
+                    .await
+                    .map_err(|e| failed(&e))
             };
             let ends = match opened.await {
                 Ok(opened) => {
@@ -137,7 +179,8 @@ impl Memory {
                     *lock(&known) = Some(line.clone());
                     let lost = move |why| {
                         // The loop may have ended: then nobody has to be told.
-                        let _ = inputs.blocking_send(Input::Event(Event::MemoryLost { migration, why }));
+                        let _ = inputs
+                            .blocking_send(Input::Event(Event::MemoryLost { migration, why }));
                     };
                     fetch_over(engine, out, incoming, line, lost).await;
                     *lock(&known) = None;
@@ -145,13 +188,24 @@ impl Memory {
                 Err(why) => log.line(why),
             }
         });
-        self.keep(migration, Way { other: from, task, line });
+        self.keep(
+            migration,
+            Way {
+                other: from,
+                task,
+                line,
+            },
+        );
     }
 
     /// The move is over here, or off: what nobody has begun to use is not needed any more.
     pub(crate) fn give_up_unused(&mut self, migration: MigrationId) {
         self.expected.remove(&migration);
-        if let Some(way) = self.ways.get(&migration).filter(|way| lock(&way.line).is_none()) {
+        if let Some(way) = self
+            .ways
+            .get(&migration)
+            .filter(|way| lock(&way.line).is_none())
+        {
             way.task.abort();
         }
         remove_any(&self.place.memory_way(migration));
@@ -171,7 +225,14 @@ impl Memory {
         let path = self.place.memory_way(migration);
         remove_any(&path);
         let listener = UnixListener::bind(&path);
-        listener.map_err(|e| self.log.line(format!("{migration}: no way for its memory: {}: {e}", path.display()))).ok()
+        listener
+            .map_err(|e| {
+                self.log.line(format!(
+                    "{migration}: no way for its memory: {}: {e}",
+                    path.display()
+                ))
+            })
+            .ok()
     }
 
     fn keep(&mut self, migration: MigrationId, way: Way) {
@@ -194,8 +255,16 @@ fn blocking(engine: tokio::net::UnixStream) -> Result<UnixStream, String> {
 }
 
 /// Source: until either end has closed.
-async fn lend_over(engine: UnixStream, out: Outgoing<Line>, incoming: Incoming<Line>, line: Line, rate: Arc<Rate>) {
-    let Ok(asked) = engine.try_clone() else { return line.cut() };
+async fn lend_over(
+    engine: UnixStream,
+    out: Outgoing<Line>,
+    incoming: Incoming<Line>,
+    line: Line,
+    rate: Arc<Rate>,
+) {
+    let Ok(asked) = engine.try_clone() else {
+        return line.cut();
+    };
     let closed = Arc::new(AtomicBool::new(false));
     let has_closed = closed.clone();
     let answers = spawn_blocking(move || {
@@ -226,7 +295,9 @@ async fn fetch_over(
     line: Line,
     lost: impl FnOnce(String) + Send + 'static,
 ) {
-    let Ok(answered) = engine.try_clone() else { return line.cut() };
+    let Ok(answered) = engine.try_clone() else {
+        return line.cut();
+    };
     let closed = Arc::new(AtomicBool::new(false));
     let has_closed = closed.clone();
     let questions = spawn_blocking(move || {
@@ -278,7 +349,9 @@ fn heard(engine: &mut UnixStream, bytes: &mut [u8]) -> Option<usize> {
         match engine.read(bytes) {
             Ok(0) => return None,
             Ok(length) => return Some(length),
-            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => return Some(0),
+            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                return Some(0);
+            }
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(_) => return None,
         }
@@ -288,7 +361,10 @@ fn heard(engine: &mut UnixStream, bytes: &mut [u8]) -> Option<usize> {
 /// Brings what comes from the other host to an engine; why it ended.
 fn to_engine(mut incoming: Incoming<Line>, mut engine: &UnixStream) -> std::io::Error {
     loop {
-        if let Err(why) = incoming.next().and_then(|packed| unpack(packed, &mut engine)) {
+        if let Err(why) = incoming
+            .next()
+            .and_then(|packed| unpack(packed, &mut engine))
+        {
             return why;
         }
     }
@@ -297,7 +373,9 @@ fn to_engine(mut incoming: Incoming<Line>, mut engine: &UnixStream) -> std::io::
 /// Writes what was packed.
 fn unpack(packed: &[u8], to: &mut impl Write) -> std::io::Result<()> {
     for part in zeros::parts(packed) {
-        match part.map_err(|_| std::io::Error::new(ErrorKind::InvalidData, "a piece came that is not whole"))? {
+        match part.map_err(|_| {
+            std::io::Error::new(ErrorKind::InvalidData, "a piece came that is not whole")
+        })? {
             Part::Bytes(bytes) => to.write_all(bytes)?,
             Part::Zeros(mut count) => {
                 while count > 0 {

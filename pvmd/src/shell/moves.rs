@@ -39,7 +39,12 @@ type Late = Arc<Mutex<BTreeMap<PathBuf, Vec<u8>>>>;
 impl Moves {
     /// For this place; nothing is written yet.
     pub(crate) fn new(place: &Place, inputs: Inputs) -> Moves {
-        Moves { record: place.moves(), inputs, turn: Arc::default(), late: Late::default() }
+        Moves {
+            record: place.moves(),
+            inputs,
+            turn: Arc::default(),
+            late: Late::default(),
+        }
     }
 
     /// Appends one committed move and syncs it; [`Event::MoveRecorded`] tells the end.
@@ -49,8 +54,9 @@ impl Moves {
         tokio::task::spawn_blocking(move || {
             let result = {
                 let _turn = turn.lock().unwrap_or_else(|e| e.into_inner());
-                append(&path, &line, RECORD_BYTES_MAX)
-                    .map_err(|e| Failure::Io(format!("cannot record the move in {}: {e}", path.display())))
+                append(&path, &line, RECORD_BYTES_MAX).map_err(|e| {
+                    Failure::Io(format!("cannot record the move in {}: {e}", path.display()))
+                })
             };
             let _ = inputs.blocking_send(Input::Event(Event::MoveRecorded { migration, result }));
         });
@@ -65,7 +71,11 @@ impl Moves {
             Err(e) => return log.line(format!("cannot wake the task of {}: {e}", token.migration)),
         };
         if let Err(e) = replace(path, &bytes) {
-            log.line(format!("cannot wake the task of {} yet: {}: {e}", token.migration, path.display()));
+            log.line(format!(
+                "cannot wake the task of {} yet: {}: {e}",
+                token.migration,
+                path.display()
+            ));
             lock(&self.late).insert(path.to_path_buf(), bytes);
             tokio::spawn(write_late(self.late.clone(), path.to_path_buf()));
         }
@@ -101,7 +111,11 @@ fn append(path: &Path, line: &str, bytes_max: u64) -> std::io::Result<()> {
     if std::fs::metadata(path).is_ok_and(|meta| meta.len() + line.len() as u64 > bytes_max) {
         std::fs::rename(path, path.with_extension("before"))?;
     }
-    let mut file = OpenOptions::new().append(true).create(true).mode(0o600).open(path)?;
+    let mut file = OpenOptions::new()
+        .append(true)
+        .create(true)
+        .mode(0o600)
+        .open(path)?;
     file.write_all(line.as_bytes())?;
     file.sync_data()
 }
@@ -111,7 +125,11 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let temporary = path.with_file_name(format!(".tmp-{name}"));
     // A left-over of a failed attempt would be in the way of O_EXCL.
     let _ = std::fs::remove_file(&temporary);
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&temporary)?;
     file.write_all(bytes)?;
     drop(file);
     std::fs::rename(&temporary, path)
@@ -132,10 +150,22 @@ mod tests {
         let (before, now) = (read(&path.with_extension("before")), read(&path));
         assert!(before.len() <= 400 && now.len() <= 400);
         let both = before + &now;
-        let numbers: Vec<&str> = both.lines().map(|line| line.split(' ').next().expect("a word")).collect();
+        let numbers: Vec<&str> = both
+            .lines()
+            .map(|line| line.split(' ').next().expect("a word"))
+            .collect();
         assert_eq!(numbers.last(), Some(&"m999"));
-        assert_eq!(numbers.len(), numbers.iter().collect::<std::collections::BTreeSet<_>>().len());
+        assert_eq!(
+            numbers.len(),
+            numbers
+                .iter()
+                .collect::<std::collections::BTreeSet<_>>()
+                .len()
+        );
         assert!(numbers.len() > 20, "{numbers:?}");
-        assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 2);
+        assert_eq!(
+            std::fs::read_dir(folder.path()).expect("a folder").count(),
+            2
+        );
     }
 }

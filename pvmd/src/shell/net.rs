@@ -10,14 +10,15 @@ use super::outbox::{LINK_BYTES_MAX, Outbox, Parcel, outbox};
 use super::pki::{Identity, host_name, host_named};
 use super::port::PortRuntime;
 use super::session::{
-    self, CLOSE_DUPLICATE, CLOSE_FORGOTTEN, CLOSE_LEAVING, CLOSE_SILENT, Channels, DataParcel, Pair, describe,
+    self, CLOSE_DUPLICATE, CLOSE_FORGOTTEN, CLOSE_LEAVING, CLOSE_SILENT, Channels, DataParcel,
+    Pair, describe,
 };
 use crate::machine::Event;
 use bytes::Bytes;
 use quinn::congestion::CubicConfig;
 use quinn::{
-    ClientConfig, Connection, Endpoint, EndpointConfig, Incoming, MtuDiscoveryConfig, ServerConfig, TransportConfig,
-    VarInt,
+    ClientConfig, Connection, Endpoint, EndpointConfig, Incoming, MtuDiscoveryConfig, ServerConfig,
+    TransportConfig, VarInt,
 };
 use rustc_hash::FxHashMap;
 use rustls::pki_types::CertificateDer;
@@ -81,21 +82,45 @@ const SOCKET_BUFFER_BYTES: usize = 8 << 20;
 #[derive(Debug)]
 pub(crate) enum NetInput {
     /// A connection has passed the handshake.
-    Arrived { host: HostId, connection: Connection },
+    Arrived {
+        host: HostId,
+        connection: Connection,
+    },
     /// A session stands.
-    Up { host: HostId, number: u64, channels: Channels },
+    Up {
+        host: HostId,
+        number: u64,
+        channels: Channels,
+    },
     /// A control message.
-    Control { host: HostId, number: u64, message: HostMsg },
+    Control {
+        host: HostId,
+        number: u64,
+        message: HostMsg,
+    },
     /// A parcel of the data channel, in the order of its stream.
-    Data { host: HostId, number: u64, parcel: DataParcel },
+    Data {
+        host: HostId,
+        number: u64,
+        parcel: DataParcel,
+    },
     /// The beginning of an image transfer.
     Images(Announced),
     /// Memory that is to follow a task can be had.
     Memory(Announced),
     /// A stream of the session for what could not be had by TCP.
-    Detour { host: HostId, migration: MigrationId, what: What, streams: (quinn::SendStream, quinn::RecvStream) },
+    Detour {
+        host: HostId,
+        migration: MigrationId,
+        what: What,
+        streams: (quinn::SendStream, quinn::RecvStream),
+    },
     /// A session has ended, or never came to stand.
-    Down { host: HostId, number: u64, why: String },
+    Down {
+        host: HostId,
+        number: u64,
+        why: String,
+    },
     /// A round of dialling has ended with a connection (which has arrived) or will not.
     DialEnded { host: HostId },
 }
@@ -148,12 +173,23 @@ struct Session {
 impl Session {
     fn new(number: u64, connection: Connection, channels: Option<Channels>) -> Session {
         let (fork, join) = (Fork::default(), Join::default());
-        Session { number, connection, channels, fork, lanes: FxHashMap::default(), join }
+        Session {
+            number,
+            connection,
+            channels,
+            fork,
+            lanes: FxHashMap::default(),
+            join,
+        }
     }
 
     /// Puts something on the main stream of the data channel.
     fn put_data(&mut self, parcel: Parcel) {
-        if self.channels.as_ref().is_some_and(|channels| channels.data.put(parcel)) {
+        if self
+            .channels
+            .as_ref()
+            .is_some_and(|channels| channels.data.put(parcel))
+        {
             self.fork.sent_main();
         }
     }
@@ -161,15 +197,26 @@ impl Session {
     /// Sends a link frame on its way; `pair` is for a lane that has to be opened.
     fn put_link(&mut self, pair: impl FnOnce(u64) -> Pair, body: Bytes) {
         let way = ends_of(&body).map(|ends| (ends, self.fork.way(ends, Instant::now())));
-        let Some((ends, Way::Lane { lane, new, behind })) = way else { return self.put_data(Parcel::Link(body)) };
+        let Some((ends, Way::Lane { lane, new, behind })) = way else {
+            return self.put_data(Parcel::Link(body));
+        };
         if new {
             let (fill, queue) = outbox(LINK_BYTES_MAX);
-            tokio::spawn(session::run_lane(pair(self.number), self.connection.clone(), lane, queue));
+            tokio::spawn(session::run_lane(
+                pair(self.number),
+                self.connection.clone(),
+                lane,
+                queue,
+            ));
             self.lanes.insert(lane, fill);
         }
-        let Some(queue) = self.lanes.get(&lane) else { return };
+        let Some(queue) = self.lanes.get(&lane) else {
+            return;
+        };
         if let Some(words) = behind {
-            queue.put(Parcel::Sure(encode_control(&Lane::<()>::Behind(words)).expect("one number")));
+            queue.put(Parcel::Sure(
+                encode_control(&Lane::<()>::Behind(words)).expect("one number"),
+            ));
         }
         if queue.put(Parcel::Link(body)) {
             self.fork.sent(ends);
@@ -179,7 +226,9 @@ impl Session {
     /// Sends a word behind all that it has to be behind.
     fn put_word(&mut self, word: &Carried, frame: Bytes) {
         if let Some(marks) = self.fork.fence(word) {
-            self.put_data(Parcel::Sure(encode_control(&Main::<()>::After(marks)).expect("a fence is short")));
+            self.put_data(Parcel::Sure(
+                encode_control(&Main::<()>::After(marks)).expect("a fence is short"),
+            ));
         }
         self.put_data(Parcel::Sure(frame));
         if let Carried::Ended { dst, .. } = word {
@@ -193,16 +242,23 @@ impl Session {
             if let Some(lane) = self.lanes.remove(&mark.lane) {
                 lane.put(Parcel::End);
             }
-            self.put_data(Parcel::Sure(encode_control(&Main::<()>::End(mark)).expect("two numbers")));
+            self.put_data(Parcel::Sure(
+                encode_control(&Main::<()>::End(mark)).expect("two numbers"),
+            ));
         }
     }
 
     /// Has all streams end after what was put there before.
     fn end(&self) {
-        let Some(channels) = &self.channels else { return };
-        self.lanes.values().chain([&channels.data, &channels.control]).for_each(|queue| {
-            queue.put(Parcel::End);
-        });
+        let Some(channels) = &self.channels else {
+            return;
+        };
+        self.lanes
+            .values()
+            .chain([&channels.data, &channels.control])
+            .for_each(|queue| {
+                queue.put(Parcel::End);
+            });
     }
 }
 
@@ -232,7 +288,12 @@ impl Soon {
     /// # Errors
     /// It did not come.
     pub(crate) async fn session(self) -> Result<(Pair, Connection), Failure> {
-        let silent = || Failure::Images(format!("this host and {} do not hear each other", self.host));
+        let silent = || {
+            Failure::Images(format!(
+                "this host and {} do not hear each other",
+                self.host
+            ))
+        };
         let told = tokio::time::timeout(SESSION_WAIT, self.told).await;
         told.ok().and_then(Result::ok).ok_or_else(silent)
     }
@@ -293,7 +354,9 @@ impl Net {
     ) -> anyhow::Result<Net> {
         let transport = transport(lease)?;
         let mut server = ServerConfig::with_crypto(Arc::new(identity.server()?));
-        server.transport_config(transport.clone()).max_incoming(HANDSHAKES_MAX);
+        server
+            .transport_config(transport.clone())
+            .max_incoming(HANDSHAKES_MAX);
         let mut client = ClientConfig::new(Arc::new(identity.client()?));
         client.transport_config(transport);
         let mut config = EndpointConfig::default();
@@ -302,7 +365,17 @@ impl Net {
         let endpoint = Endpoint::new(config, Some(server), socket, runtime)?;
         tokio::spawn(accept(endpoint.clone(), vm.to_string(), inputs.clone()));
         let (vm, peers) = (vm.to_string(), HashMap::new());
-        Ok(Net { endpoint, client, vm, me, lease, inputs, log, peers, next_session: 1 })
+        Ok(Net {
+            endpoint,
+            client,
+            vm,
+            me,
+            lease,
+            inputs,
+            log,
+            peers,
+            next_session: 1,
+        })
     }
 
     /// The port, for announcing it.
@@ -335,14 +408,21 @@ impl Net {
         if let Some(session) = peer.session.take() {
             end_session(session);
         }
-        *peer = Peer { forgotten: true, ..Peer::default() };
+        *peer = Peer {
+            forgotten: true,
+            ..Peer::default()
+        };
     }
 
     /// Sends a control message, now or when a session stands.
     pub(crate) fn send(&mut self, host: HostId, message: &HostMsg) {
         let frame = match encode_control(message) {
             Ok(frame) => frame,
-            Err(e) => return self.log.line(format!("a message to {host} could not be sent: {e}")),
+            Err(e) => {
+                return self
+                    .log
+                    .line(format!("a message to {host} could not be sent: {e}"));
+            }
         };
         let Some(peer) = self.known(host) else { return };
         let Some(channels) = peer.session.as_ref().and_then(|s| s.channels.as_ref()) else {
@@ -358,7 +438,9 @@ impl Net {
             let (vm, me, lease) = (&self.vm, self.me, self.lease);
             let peer = self.peers.entry(host).or_default();
             match peer.session.as_mut().filter(|s| s.channels.is_some()) {
-                Some(session) => session.put_link(|number| pair_of(vm, me, lease, host, number), body),
+                Some(session) => {
+                    session.put_link(|number| pair_of(vm, me, lease, host, number), body)
+                }
                 None if peer.forgotten => {}
                 None => self.keep(host, false, Parcel::Link(body)),
             }
@@ -366,7 +448,11 @@ impl Net {
         }
         let frame = match encode_control(&Main::Item(&carried)) {
             Ok(frame) => frame,
-            Err(e) => return self.log.line(format!("an item for a task on {host} could not be sent: {e}")),
+            Err(e) => {
+                return self.log.line(format!(
+                    "an item for a task on {host} could not be sent: {e}"
+                ));
+            }
         };
         let Some(peer) = self.known(host) else { return };
         match peer.session.as_mut().filter(|s| s.channels.is_some()) {
@@ -384,8 +470,13 @@ impl Net {
     /// Gives up the session with a host that takes nothing.
     fn give_up_if_stuck(&mut self, host: HostId) {
         let session = self.peers.get(&host).and_then(|peer| peer.session.as_ref());
-        let Some(channels) = session.and_then(|s| s.channels.as_ref()) else { return };
-        let most = channels.control.sure_bytes().max(channels.data.sure_bytes());
+        let Some(channels) = session.and_then(|s| s.channels.as_ref()) else {
+            return;
+        };
+        let most = channels
+            .control
+            .sure_bytes()
+            .max(channels.data.sure_bytes());
         if most > UNSENT_BYTES_MAX && channels.connection.close_reason().is_none() {
             self.log
                 .line(format!("{host} takes nothing and {UNSENT_BYTES_MAX} bytes wait for it: giving its session up"));
@@ -407,7 +498,9 @@ impl Net {
             (&mut peer.waiting_link_bytes, LINK_BYTES_MAX)
         };
         if *waiting + len > most {
-            self.log.line(format!("{host} has no session and {most} bytes wait for it: one more is dropped"));
+            self.log.line(format!(
+                "{host} has no session and {most} bytes wait for it: one more is dropped"
+            ));
             return;
         }
         *waiting += len;
@@ -444,14 +537,21 @@ impl Net {
 
     /// True if this is the session that counts.
     pub(crate) fn is_current(&self, host: HostId, number: u64) -> bool {
-        self.peers.get(&host).and_then(|p| p.session.as_ref()).is_some_and(|s| s.number == number)
+        self.peers
+            .get(&host)
+            .and_then(|p| p.session.as_ref())
+            .is_some_and(|s| s.number == number)
     }
 
     /// Takes what a session or dialler reports; control messages, carried things and images are the loop's own.
     pub(crate) fn take(&mut self, input: NetInput) -> Vec<NetNews> {
         match input {
             NetInput::Arrived { host, connection } => self.arrived(host, connection),
-            NetInput::Up { host, number, channels } => return self.up(host, number, channels),
+            NetInput::Up {
+                host,
+                number,
+                channels,
+            } => return self.up(host, number, channels),
             NetInput::Down { host, number, why } => return self.down(host, number, why),
             NetInput::DialEnded { host } => {
                 if let Some(peer) = self.peers.get_mut(&host) {
@@ -517,7 +617,10 @@ impl Net {
         (peer.waiting_bytes, peer.waiting_link_bytes) = (0, 0);
         peer.session = Some(session);
         let transfers = std::mem::take(&mut peer.transfers);
-        for (transfer, bulk) in transfers.into_iter().zip(std::iter::from_fn(|| self.bulk(host))) {
+        for (transfer, bulk) in transfers
+            .into_iter()
+            .zip(std::iter::from_fn(|| self.bulk(host)))
+        {
             // Who waited may have given up.
             let _ = transfer.send(bulk);
         }
@@ -527,19 +630,33 @@ impl Net {
     }
 
     fn down(&mut self, host: HostId, number: u64, why: String) -> Vec<NetNews> {
-        let Some(peer) = self.peers.get_mut(&host) else { return Vec::new() };
-        let Some(session) = peer.session.take_if(|s| s.number == number) else { return Vec::new() };
+        let Some(peer) = self.peers.get_mut(&host) else {
+            return Vec::new();
+        };
+        let Some(session) = peer.session.take_if(|s| s.number == number) else {
+            return Vec::new();
+        };
         let stood = session.channels.is_some();
-        let verb = if stood { "ended" } else { "did not come to stand" };
+        let verb = if stood {
+            "ended"
+        } else {
+            "did not come to stand"
+        };
         self.log.line(format!("session with {host} {verb}: {why}"));
         // A slave that its master does not want any more is not to go on dialling it.
         let expelled = host == HostId::MASTER && is_forgotten(&session.connection);
-        if stood || expelled { vec![NetNews::Lost(host, why)] } else { Vec::new() }
+        if stood || expelled {
+            vec![NetNews::Lost(host, why)]
+        } else {
+            Vec::new()
+        }
     }
 
     /// Takes a parcel of the data channel of the session that counts; what its turn has come for is [`Net::carried`].
     pub(crate) fn take_data(&mut self, host: HostId, number: u64, parcel: DataParcel) {
-        let Some(session) = self.current(host, number) else { return };
+        let Some(session) = self.current(host, number) else {
+            return;
+        };
         match parcel {
             DataParcel::Main(parcel) => session.join.take_main(parcel),
             DataParcel::Lane(lane, parcel) => session.join.take_lane(lane, parcel),
@@ -552,19 +669,37 @@ impl Net {
     }
 
     fn current(&mut self, host: HostId, number: u64) -> Option<&mut Session> {
-        self.peers.get_mut(&host)?.session.as_mut().filter(|s| s.number == number)
+        self.peers
+            .get_mut(&host)?
+            .session
+            .as_mut()
+            .filter(|s| s.number == number)
     }
 
     /// Dials again where a session is wanted and none stands, and ends lanes without use. Called now and then.
     pub(crate) fn tick(&mut self) {
-        self.peers.values_mut().filter_map(|peer| peer.session.as_mut()).for_each(|session| session.close_lanes(None));
-        let wanted: Vec<HostId> = self.peers.iter().filter(|(_, p)| p.wanted).map(|(host, _)| *host).collect();
+        self.peers
+            .values_mut()
+            .filter_map(|peer| peer.session.as_mut())
+            .for_each(|session| session.close_lanes(None));
+        let wanted: Vec<HostId> = self
+            .peers
+            .iter()
+            .filter(|(_, p)| p.wanted)
+            .map(|(host, _)| *host)
+            .collect();
         wanted.into_iter().for_each(|host| self.dial(host));
     }
 
     fn dial(&mut self, host: HostId) {
-        let grace = if self.me > host { Duration::ZERO } else { DIAL_GRACE };
-        let Some(peer) = self.peers.get_mut(&host) else { return };
+        let grace = if self.me > host {
+            Duration::ZERO
+        } else {
+            DIAL_GRACE
+        };
+        let Some(peer) = self.peers.get_mut(&host) else {
+            return;
+        };
         if peer.session.is_some() || peer.dialler.is_some() || peer.addresses.is_empty() {
             return;
         }
@@ -580,7 +715,9 @@ impl Net {
         let task = tokio::spawn(async move {
             sleep(grace).await;
             let connection = dialler.until_connected().await;
-            let _ = inputs.send(Input::Net(NetInput::Arrived { host, connection })).await;
+            let _ = inputs
+                .send(Input::Net(NetInput::Arrived { host, connection }))
+                .await;
             // The session needs a moment to come to stand before dialling again makes sense.
             sleep(DIAL_GRACE).await;
             let _ = inputs.send(Input::Net(NetInput::DialEnded { host })).await;
@@ -626,8 +763,18 @@ impl Net {
 fn pair_of(vm: &str, me: HostId, lease: Duration, host: HostId, number: u64) -> Pair {
     // A slave gives its master up before the master gives up the slave: when the master counts a host's tasks as
     // dead, they are.
-    let lease = if host == HostId::MASTER { lease * 4 / 5 } else { lease };
-    Pair { vm: vm.to_string(), me, host, number, lease }
+    let lease = if host == HostId::MASTER {
+        lease * 4 / 5
+    } else {
+        lease
+    };
+    Pair {
+        vm: vm.to_string(),
+        me,
+        host,
+        number,
+        lease,
+    }
 }
 
 /// True if the other end has closed the connection because it does not count this host in.
@@ -658,7 +805,9 @@ async fn accept(endpoint: Endpoint, vm: String, inputs: Inputs) {
             let from = incoming.remote_address();
             match shake_hands(incoming, &vm).await {
                 Ok((host, connection)) => {
-                    let _ = inputs.send(Input::Net(NetInput::Arrived { host, connection })).await;
+                    let _ = inputs
+                        .send(Input::Net(NetInput::Arrived { host, connection }))
+                        .await;
                 }
                 Err(why) if limit.allows() => {
                     let text = format!("refused a connection from {from}: {why}");
@@ -687,7 +836,10 @@ async fn shake_hands(incoming: Incoming, vm: &str) -> Result<(HostId, Connection
 
 /// The host that the peer's verified certificate names.
 fn identity(connection: &Connection, vm: &str) -> Option<HostId> {
-    let chain = connection.peer_identity()?.downcast::<Vec<CertificateDer<'static>>>().ok()?;
+    let chain = connection
+        .peer_identity()?
+        .downcast::<Vec<CertificateDer<'static>>>()
+        .ok()?;
     host_named(chain.first()?, vm)
 }
 
@@ -710,7 +862,8 @@ impl Dialler {
             match self.round().await {
                 Ok(connection) => return connection,
                 Err(why) if !told => {
-                    self.log.line(format!("cannot reach {} yet: {why}", self.host));
+                    self.log
+                        .line(format!("cannot reach {} yet: {why}", self.host));
                     told = true;
                 }
                 Err(_) => {}
@@ -724,15 +877,23 @@ impl Dialler {
     async fn round(&self) -> Result<Connection, String> {
         let mut tries = JoinSet::new();
         for (n, address) in self.addresses.iter().copied().enumerate() {
-            let (endpoint, client, name) = (self.endpoint.clone(), self.client.clone(), self.name.clone());
+            let (endpoint, client, name) = (
+                self.endpoint.clone(),
+                self.client.clone(),
+                self.name.clone(),
+            );
             tries.spawn(async move {
                 sleep(DIAL_STAGGER * u32::try_from(n).unwrap_or(0)).await;
-                let connecting =
-                    endpoint.connect_with(client, address, &name).map_err(|e| format!("{address}: {e}"))?;
+                let connecting = endpoint
+                    .connect_with(client, address, &name)
+                    .map_err(|e| format!("{address}: {e}"))?;
                 match timeout(DIAL_WITHIN, connecting).await {
                     Ok(Ok(connection)) => Ok(connection),
                     Ok(Err(e)) => Err(format!("{address}: {}", describe(&e))),
-                    Err(_) => Err(format!("{address}: no answer within {} s", DIAL_WITHIN.as_secs())),
+                    Err(_) => Err(format!(
+                        "{address}: no answer within {} s",
+                        DIAL_WITHIN.as_secs()
+                    )),
                 }
             });
         }

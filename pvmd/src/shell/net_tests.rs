@@ -56,13 +56,21 @@ impl Daemon {
     fn start(test: &str, me: u16, identity: &Identity, lease: Duration) -> Daemon {
         let dir = scratch(&format!("{test}-{me}"));
         let tmp = dir.to_string_lossy().into_owned();
-        let place = Place::of(0, |name| (name == "PVM_TMP").then(|| tmp.clone())).expect("a good name");
+        let place =
+            Place::of(0, |name| (name == "PVM_TMP").then(|| tmp.clone())).expect("a good name");
         std::fs::create_dir_all(place.dir()).expect("writable");
         let (log, _) = log::open(&dir.join("log"), host(me), log::LOG_BYTES_MAX).expect("writable");
         let (sender, inputs) = mpsc::channel(INPUTS_WAITING_MAX);
         let socket = bind_udp(0).expect("a port");
-        let net =
-            Net::start(socket, identity, ("pvm", host(me)), lease, sender.clone(), Log::clone(&log)).expect("TLS");
+        let net = Net::start(
+            socket,
+            identity,
+            ("pvm", host(me)),
+            lease,
+            sender.clone(),
+            Log::clone(&log),
+        )
+        .expect("TLS");
         let detours = Detours::new(log.clone());
         Daemon {
             net,
@@ -86,18 +94,31 @@ impl Daemon {
             if let Some(carried) = self.net.carried(host, number) {
                 return Seen::Carried(carried);
             }
-            let input = self.inputs.recv().await.expect("the net holds the other end");
+            let input = self
+                .inputs
+                .recv()
+                .await
+                .expect("the net holds the other end");
             match input {
                 Input::Event(event) => return Seen::Event(event),
                 Input::Net(NetInput::Control { message, .. }) => return Seen::Control(message),
-                Input::Net(NetInput::Data { host, number, parcel }) => {
+                Input::Net(NetInput::Data {
+                    host,
+                    number,
+                    parcel,
+                }) => {
                     self.net.take_data(host, number, parcel);
                     self.carried = (host, number);
                 }
                 Input::Net(NetInput::Images(announced)) => {
                     self.images.arrived(announced);
                 }
-                Input::Net(NetInput::Detour { host, migration, what, streams }) => {
+                Input::Net(NetInput::Detour {
+                    host,
+                    migration,
+                    what,
+                    streams,
+                }) => {
                     self.detours.arrived(host, migration, what, streams);
                 }
                 Input::Net(input) => {
@@ -116,7 +137,10 @@ impl Daemon {
             match timeout(DEADLINE, self.next()).await {
                 Ok(Seen::News(NetNews::Connected(host))) if host == other => return,
                 Ok(Seen::Event(Event::Stranger { .. })) => {}
-                seen => panic!("{} waited for a session with {other}, saw {seen:?}", self.me),
+                seen => panic!(
+                    "{} waited for a session with {other}, saw {seen:?}",
+                    self.me
+                ),
             }
         }
     }
@@ -148,14 +172,26 @@ async fn two(test: &str, lease: Duration) -> (Daemon, Daemon) {
 }
 
 fn committed(epoch: u64) -> HostMsg {
-    HostMsg::Committed { epoch: Epoch(epoch) }
+    HostMsg::Committed {
+        epoch: Epoch(epoch),
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_is_lost_of_what_was_said_to_a_host_before_its_session_stood() {
     let authority = Authority::new("pvm").expect("a key");
-    let mut one = Daemon::start("early", 1, &authority.admit(host(1)).expect("a key"), Duration::from_secs(10));
-    let mut two = Daemon::start("early", 2, &authority.admit(host(2)).expect("a key"), Duration::from_secs(10));
+    let mut one = Daemon::start(
+        "early",
+        1,
+        &authority.admit(host(1)).expect("a key"),
+        Duration::from_secs(10),
+    );
+    let mut two = Daemon::start(
+        "early",
+        2,
+        &authority.admit(host(2)).expect("a key"),
+        Duration::from_secs(10),
+    );
     // More than the windows of many links.
     let (frame, count) = (Bytes::from(vec![7; 64 << 10]), 1600);
     for _ in 0..count {
@@ -177,7 +213,8 @@ async fn two_hosts_that_dial_each_other_have_one_session_and_talk_in_order() {
     let (mut one, mut two) = two("talk", Duration::from_secs(10)).await;
     for n in 0..2000 {
         one.net.send(two.me, &committed(n));
-        two.net.carry(one.me, Carried::Link(Bytes::from(vec![n as u8; 5000])));
+        two.net
+            .carry(one.me, Carried::Link(Bytes::from(vec![n as u8; 5000])));
     }
     for n in 0..2000 {
         match timeout(DEADLINE, two.next()).await.expect("in time") {
@@ -193,9 +230,20 @@ async fn two_hosts_that_dial_each_other_have_one_session_and_talk_in_order() {
 
 /// A frame from one task of host 1 to one of host 2.
 fn frame(src: u32, dst: u32, seq: u64, bytes: usize) -> Bytes {
-    let (src, dst) = (Tid::task(host(1), src).expect("a task"), Tid::task(host(2), dst).expect("a task"));
+    let (src, dst) = (
+        Tid::task(host(1), src).expect("a task"),
+        Tid::task(host(2), dst).expect("a task"),
+    );
     let kind = LinkKind::Data { last: true };
-    let frame = LinkFrame { src, dst, kind, seq, ack: 1, line: 0, payload: Bytes::new() };
+    let frame = LinkFrame {
+        src,
+        dst,
+        kind,
+        seq,
+        ack: 1,
+        line: 0,
+        payload: Bytes::new(),
+    };
     [&frame.encode_head()[..], &vec![7; bytes]].concat().into()
 }
 
@@ -225,7 +273,8 @@ async fn a_pair_with_much_to_say_does_not_delay_another_pair() {
         next_frame(&mut two).await;
     }
     for seq in 0..MUCH {
-        one.net.carry(two.me, Carried::Link(frame(1, 1, seq, 60 << 10)));
+        one.net
+            .carry(two.me, Carried::Link(frame(1, 1, seq, 60 << 10)));
     }
     one.net.carry(two.me, Carried::Link(frame(2, 2, BEFORE, 8)));
     let (mut behind, mut much) = (0, 0);
@@ -238,7 +287,10 @@ async fn a_pair_with_much_to_say_does_not_delay_another_pair() {
             much += 1;
         }
     }
-    assert!(behind > 0, "the one frame came behind all {MUCH} that another pair had said before");
+    assert!(
+        behind > 0,
+        "the one frame came behind all {MUCH} that another pair had said before"
+    );
 }
 
 // On one thread, as the daemon is: all is said before the first of it leaves.
@@ -251,23 +303,39 @@ async fn a_word_of_one_pair_does_not_wait_for_a_hundred_pairs_that_stream() {
     let (mut one, mut two) = two("hundred", Duration::from_secs(10)).await;
     let last = STREAMING + 1;
     for seq in 0..BEFORE {
-        (1..=last).for_each(|pair| one.net.carry(two.me, Carried::Link(frame(pair, pair, seq, 8))));
+        (1..=last).for_each(|pair| {
+            one.net
+                .carry(two.me, Carried::Link(frame(pair, pair, seq, 8)))
+        });
     }
     for _ in 0..BEFORE * u64::from(last) {
         next_frame(&mut two).await;
     }
     for seq in BEFORE..BEFORE + MUCH {
-        (1..last).for_each(|pair| one.net.carry(two.me, Carried::Link(frame(pair, pair, seq, 60 << 10))));
+        (1..last).for_each(|pair| {
+            one.net
+                .carry(two.me, Carried::Link(frame(pair, pair, seq, 60 << 10)))
+        });
     }
     let begun = Instant::now();
-    one.net.carry(two.me, Carried::Link(frame(last, last, BEFORE, 8)));
-    let (src, all) = (Tid::task(host(1), last).expect("a task"), MUCH * u64::from(STREAMING));
+    one.net
+        .carry(two.me, Carried::Link(frame(last, last, BEFORE, 8)));
+    let (src, all) = (
+        Tid::task(host(1), last).expect("a task"),
+        MUCH * u64::from(STREAMING),
+    );
     let mut before = 0;
     while next_frame(&mut two).await.0.0 != src {
         before += 1;
     }
-    println!("{before} of {all} frames came before the word, which took {} ms", begun.elapsed().as_millis());
-    assert!(before < all / 2, "{before} of {all} frames of others came before the word");
+    println!(
+        "{before} of {all} frames came before the word, which took {} ms",
+        begun.elapsed().as_millis()
+    );
+    assert!(
+        before < all / 2,
+        "{before} of {all} frames of others came before the word"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -277,9 +345,17 @@ async fn words_stay_behind_the_frames_of_their_task_and_frames_behind_the_words(
     let dst = Tid::task(host(2), 1).expect("a task");
     for seq in 0..ROUNDS {
         // Large ones are long on their way; the words are small.
-        one.net.carry(two.me, Carried::Link(frame(1, 1, 2 * seq, 50_000)));
-        one.net.carry(two.me, Carried::Passed { dst, epoch: Epoch(seq) });
-        one.net.carry(two.me, Carried::Link(frame(1, 1, 2 * seq + 1, 8)));
+        one.net
+            .carry(two.me, Carried::Link(frame(1, 1, 2 * seq, 50_000)));
+        one.net.carry(
+            two.me,
+            Carried::Passed {
+                dst,
+                epoch: Epoch(seq),
+            },
+        );
+        one.net
+            .carry(two.me, Carried::Link(frame(1, 1, 2 * seq + 1, 8)));
     }
     for seq in 0..ROUNDS {
         assert_eq!(next_frame(&mut two).await.1, 2 * seq);
@@ -301,12 +377,19 @@ async fn more_pairs_than_there_are_lanes_and_their_ends_lose_nothing() {
         let first = generation * PAIRS + 1;
         for seq in 0..EACH {
             for pair in first..first + PAIRS {
-                one.net.carry(two.me, Carried::Link(frame(pair, pair, seq, 500)));
+                one.net
+                    .carry(two.me, Carried::Link(frame(pair, pair, seq, 500)));
             }
         }
         for pair in first..first + PAIRS {
             let dst = Tid::task(host(1), pair).expect("a task");
-            one.net.carry(two.me, Carried::Ended { dst, marks: Vec::new() });
+            one.net.carry(
+                two.me,
+                Carried::Ended {
+                    dst,
+                    marks: Vec::new(),
+                },
+            );
         }
     }
     let mut seen = HashMap::new();
@@ -318,7 +401,9 @@ async fn more_pairs_than_there_are_lanes_and_their_ends_lose_nothing() {
                 assert_eq!(frame.seq, *count, "{}", frame.src);
                 *count += 1;
             }
-            Ok(Seen::Carried(Carried::Ended { dst, .. })) => assert_eq!(seen.get(&dst), Some(&EACH), "{dst} ended"),
+            Ok(Seen::Carried(Carried::Ended { dst, .. })) => {
+                assert_eq!(seen.get(&dst), Some(&EACH), "{dst} ended")
+            }
             other => panic!("after {} tasks: {other:?}", seen.len()),
         }
     }
@@ -334,12 +419,17 @@ async fn what_is_sent_before_there_is_a_session_waits_for_it() {
     // Only the lower index knows where the other one is.
     one.net.connect(two.me, vec![two.address()]);
     tokio::join!(one.connected(host(2)), two.connected(host(1)));
-    assert!(matches!(timeout(DEADLINE, two.next()).await, Ok(Seen::Control(m)) if m == committed(7)));
+    assert!(
+        matches!(timeout(DEADLINE, two.next()).await, Ok(Seen::Control(m)) if m == committed(7))
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_certificate_of_another_virtual_machine_is_refused_in_the_handshake() {
-    let (ours, theirs) = (Authority::new("pvm").expect("a key"), Authority::new("pvm").expect("a key"));
+    let (ours, theirs) = (
+        Authority::new("pvm").expect("a key"),
+        Authority::new("pvm").expect("a key"),
+    );
     let lease = Duration::from_secs(10);
     let mut one = Daemon::start("foreign", 1, &ours.admit(host(1)).expect("a key"), lease);
     let mut stranger = Daemon::start("foreign", 2, &theirs.admit(host(2)).expect("a key"), lease);
@@ -400,8 +490,16 @@ impl ServerCertVerifier for Careless {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_client_that_believes_every_daemon_is_not_believed() {
-    let (ours, theirs) = (Authority::new("pvm").expect("a key"), Authority::new("pvm").expect("a key"));
-    let mut one = Daemon::start("careless", 1, &ours.admit(host(1)).expect("a key"), Duration::from_secs(10));
+    let (ours, theirs) = (
+        Authority::new("pvm").expect("a key"),
+        Authority::new("pvm").expect("a key"),
+    );
+    let mut one = Daemon::start(
+        "careless",
+        1,
+        &ours.admit(host(1)).expect("a key"),
+        Duration::from_secs(10),
+    );
     for identity in [Some(theirs.admit(host(2)).expect("a key")), None] {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let tls = rustls::ClientConfig::builder_with_provider(provider.clone())
@@ -419,9 +517,13 @@ async fn a_client_that_believes_every_daemon_is_not_believed() {
             None => tls.with_no_client_auth(),
         };
         tls.alpn_protocols = vec![super::pki::ALPN.to_vec()];
-        let client = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(tls).expect("TLS 1.3")));
-        let endpoint = quinn::Endpoint::client(SocketAddr::from(([127, 0, 0, 1], 0))).expect("a port");
-        let connecting = endpoint.connect_with(client, one.address(), "h1.vpvmv.sempa").expect("an address");
+        let client =
+            quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(tls).expect("TLS 1.3")));
+        let endpoint =
+            quinn::Endpoint::client(SocketAddr::from(([127, 0, 0, 1], 0))).expect("a port");
+        let connecting = endpoint
+            .connect_with(client, one.address(), "h1.vpvmv.sempa")
+            .expect("an address");
         let ended = async {
             match connecting.await {
                 Ok(connection) => connection.closed().await,
@@ -429,10 +531,16 @@ async fn a_client_that_believes_every_daemon_is_not_believed() {
             }
         };
         let ended = timeout(DEADLINE, ended).await.expect("in time");
-        assert!(matches!(ended, quinn::ConnectionError::ConnectionClosed(_)), "{ended:?}");
+        assert!(
+            matches!(ended, quinn::ConnectionError::ConnectionClosed(_)),
+            "{ended:?}"
+        );
         match timeout(DEADLINE, one.next()).await.expect("in time") {
             Seen::Event(Event::Stranger { text }) => {
-                assert!(text.contains("no certificate of this virtual machine"), "{text}");
+                assert!(
+                    text.contains("no certificate of this virtual machine"),
+                    "{text}"
+                );
             }
             seen => panic!("{seen:?}"),
         }
@@ -444,11 +552,17 @@ async fn a_silent_host_is_lost_after_the_lease_and_a_forgotten_one_stays_out() {
     let lease = Duration::from_millis(1000);
     let (mut one, mut two) = two("lease", lease).await;
     let quiet = timeout(lease * 2, one.next()).await;
-    assert!(quiet.is_err(), "keep-alives hold an idle session: {quiet:?}");
+    assert!(
+        quiet.is_err(),
+        "keep-alives hold an idle session: {quiet:?}"
+    );
     let Daemon { net, .. } = &mut two;
     net.silence();
     match timeout(DEADLINE, one.next()).await.expect("in time") {
-        Seen::News(NetNews::Lost(lost, why)) => assert!(lost == host(2) && why.contains("nothing was heard"), "{why}"),
+        Seen::News(NetNews::Lost(lost, why)) => assert!(
+            lost == host(2) && why.contains("nothing was heard"),
+            "{why}"
+        ),
         seen => panic!("{seen:?}"),
     }
     one.net.forget(host(2));
@@ -461,7 +575,13 @@ async fn are_refused(one: &mut Daemon, two: &mut Daemon, migration: MigrationId)
         seen = one.next() => seen,
         seen = two.next() => panic!("the target told of it: {seen:?}"),
     };
-    assert!(matches!(&refused, Seen::Event(Event::ImagesSent { result: Err(_), .. })), "{refused:?}");
+    assert!(
+        matches!(
+            &refused,
+            Seen::Event(Event::ImagesSent { result: Err(_), .. })
+        ),
+        "{refused:?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -486,16 +606,23 @@ async fn images_travel_and_only_where_they_are_expected() {
     let begin = std::time::Instant::now();
     let Daemon { images, net, .. } = &mut one;
     images.send(migration, host(2), net);
-    let (sent, received) = tokio::join!(timeout(DEADLINE, one.next()), timeout(DEADLINE, two.next()));
+    let (sent, received) =
+        tokio::join!(timeout(DEADLINE, one.next()), timeout(DEADLINE, two.next()));
     let rate = content.len() as f64 / begin.elapsed().as_secs_f64() / 1e6;
     println!("{rate:.0} MB/s");
     let bytes = content.len() as u64 + 4;
-    assert!(matches!(&sent, Ok(Seen::Event(Event::ImagesSent { result: Ok(n), .. })) if *n == bytes), "{sent:?}");
+    assert!(
+        matches!(&sent, Ok(Seen::Event(Event::ImagesSent { result: Ok(n), .. })) if *n == bytes),
+        "{sent:?}"
+    );
     assert!(
         matches!(&received, Ok(Seen::Event(Event::ImagesReceived { result: Ok(n), .. })) if *n == bytes),
         "{received:?}"
     );
-    assert_eq!(std::fs::read(two.images_dir(migration).join("pages-1.img")).expect("there"), content);
+    assert_eq!(
+        std::fs::read(two.images_dir(migration).join("pages-1.img")).expect("there"),
+        content
+    );
 
     two.images.drop_images(migration);
     two.gone(migration).await;
@@ -523,12 +650,18 @@ async fn images_take_a_stream_of_the_session_to_a_host_that_tcp_does_not_get_to(
             }
         }
         let bytes = content.len() as u64;
-        assert!(matches!(&sent, Some(Seen::Event(Event::ImagesSent { result: Ok(n), .. })) if *n == bytes), "{sent:?}");
+        assert!(
+            matches!(&sent, Some(Seen::Event(Event::ImagesSent { result: Ok(n), .. })) if *n == bytes),
+            "{sent:?}"
+        );
         assert!(
             matches!(&received, Some(Seen::Event(Event::ImagesReceived { result: Ok(n), .. })) if *n == bytes),
             "{received:?}"
         );
-        assert_eq!(std::fs::read(two.images_dir(migration).join("pages-1.img")).expect("there"), content);
+        assert_eq!(
+            std::fs::read(two.images_dir(migration).join("pages-1.img")).expect("there"),
+            content
+        );
         two.images.drop_images(migration);
         one.images.drop_images(migration);
         two.gone(migration).await;
@@ -538,7 +671,12 @@ async fn images_take_a_stream_of_the_session_to_a_host_that_tcp_does_not_get_to(
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_for_what_nobody_expects_is_not_taken_and_hurts_nobody() {
     let (mut one, mut two) = two("uninvited", Duration::from_secs(10)).await;
-    let (pair, session) = two.net.bulk_soon(host(1)).session().await.expect("it stands");
+    let (pair, session) = two
+        .net
+        .bulk_soon(host(1))
+        .session()
+        .await
+        .expect("it stands");
     for what in [What::Images, What::Memory] {
         let purpose = Purpose::Detour(MigrationId(70), what);
         let (_out, mut back) = both_ways(&pair, &session, purpose).await.expect("a stream");
@@ -549,14 +687,27 @@ async fn a_stream_for_what_nobody_expects_is_not_taken_and_hurts_nobody() {
         }
     }
     two.net.send(one.me, &committed(3));
-    assert!(matches!(timeout(DEADLINE, one.next()).await, Ok(Seen::Control(m)) if m == committed(3)));
+    assert!(
+        matches!(timeout(DEADLINE, one.next()).await, Ok(Seen::Control(m)) if m == committed(3))
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn images_wait_for_a_session_that_is_about_to_stand_and_for_none_with_a_host_that_nobody_knows() {
+async fn images_wait_for_a_session_that_is_about_to_stand_and_for_none_with_a_host_that_nobody_knows()
+ {
     let authority = Authority::new("pvm").expect("a key");
-    let mut one = Daemon::start("soon", 1, &authority.admit(host(1)).expect("a key"), Duration::from_secs(10));
-    let mut two = Daemon::start("soon", 2, &authority.admit(host(2)).expect("a key"), Duration::from_secs(10));
+    let mut one = Daemon::start(
+        "soon",
+        1,
+        &authority.admit(host(1)).expect("a key"),
+        Duration::from_secs(10),
+    );
+    let mut two = Daemon::start(
+        "soon",
+        2,
+        &authority.admit(host(2)).expect("a key"),
+        Duration::from_secs(10),
+    );
     let migration = MigrationId(6);
     let from = one.images_dir(migration);
     std::fs::create_dir(&from).expect("writable");
@@ -564,7 +715,13 @@ async fn images_wait_for_a_session_that_is_about_to_stand_and_for_none_with_a_ho
     let Daemon { images, net, .. } = &mut one;
     images.send(migration, host(2), net);
     let refused = timeout(DEADLINE, one.next()).await.expect("in time");
-    assert!(matches!(&refused, Seen::Event(Event::ImagesSent { result: Err(_), .. })), "{refused:?}");
+    assert!(
+        matches!(
+            &refused,
+            Seen::Event(Event::ImagesSent { result: Err(_), .. })
+        ),
+        "{refused:?}"
+    );
 
     two.images.expect(migration, host(1));
     let address = two.address();
@@ -573,9 +730,22 @@ async fn images_wait_for_a_session_that_is_about_to_stand_and_for_none_with_a_ho
     images.send(migration, host(2), net);
     two.net.connect(one.me, vec![one.address()]);
     tokio::join!(one.connected(host(2)), two.connected(host(1)));
-    let (sent, received) = tokio::join!(timeout(DEADLINE, one.next()), timeout(DEADLINE, two.next()));
-    assert!(matches!(&sent, Ok(Seen::Event(Event::ImagesSent { result: Ok(4), .. }))), "{sent:?}");
-    assert!(matches!(&received, Ok(Seen::Event(Event::ImagesReceived { result: Ok(4), .. }))), "{received:?}");
+    let (sent, received) =
+        tokio::join!(timeout(DEADLINE, one.next()), timeout(DEADLINE, two.next()));
+    assert!(
+        matches!(
+            &sent,
+            Ok(Seen::Event(Event::ImagesSent { result: Ok(4), .. }))
+        ),
+        "{sent:?}"
+    );
+    assert!(
+        matches!(
+            &received,
+            Ok(Seen::Event(Event::ImagesReceived { result: Ok(4), .. }))
+        ),
+        "{received:?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -590,10 +760,19 @@ async fn images_that_are_of_no_use_any_more_the_moment_they_are_here_were_sent_a
         let Daemon { images, net, .. } = &mut one;
         images.send(migration, host(2), net);
         let received = timeout(DEADLINE, two.next()).await.expect("in time");
-        assert!(matches!(&received, Seen::Event(Event::ImagesReceived { result: Ok(4), .. })), "{received:?}");
+        assert!(
+            matches!(
+                &received,
+                Seen::Event(Event::ImagesReceived { result: Ok(4), .. })
+            ),
+            "{received:?}"
+        );
         two.images.drop_images(migration);
         let sent = timeout(DEADLINE, one.next()).await.expect("in time");
-        assert!(matches!(&sent, Seen::Event(Event::ImagesSent { result: Ok(4), .. })), "{number}: {sent:?}");
+        assert!(
+            matches!(&sent, Seen::Event(Event::ImagesSent { result: Ok(4), .. })),
+            "{number}: {sent:?}"
+        );
         one.images.drop_images(migration);
     }
 }
@@ -616,14 +795,23 @@ async fn images_that_are_still_being_written_are_on_their_way_and_either_end_may
                 let _ = timeout(Duration::from_millis(10), two.next()).await;
             }
         };
-        timeout(DEADLINE, arrives).await.expect("what is there is sent");
-        let (gives_up, other) = if target_gives_up { (&mut two, &mut one) } else { (&mut one, &mut two) };
+        timeout(DEADLINE, arrives)
+            .await
+            .expect("what is there is sent");
+        let (gives_up, other) = if target_gives_up {
+            (&mut two, &mut one)
+        } else {
+            (&mut one, &mut two)
+        };
         gives_up.images.drop_images(migration);
         gives_up.gone(migration).await;
         let told = timeout(DEADLINE, other.next()).await;
         let failed = matches!(
             &told,
-            Ok(Seen::Event(Event::ImagesSent { result: Err(_), .. } | Event::ImagesReceived { result: Err(_), .. }))
+            Ok(Seen::Event(
+                Event::ImagesSent { result: Err(_), .. }
+                    | Event::ImagesReceived { result: Err(_), .. }
+            ))
         );
         assert!(failed, "{told:?}");
         other.images.drop_images(migration);
@@ -639,10 +827,14 @@ impl Daemon {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
-        timeout(DEADLINE, gone).await.expect("the images are removed");
+        timeout(DEADLINE, gone)
+            .await
+            .expect("the images are removed");
     }
 
     fn images_dir(&self, migration: MigrationId) -> PathBuf {
-        self.dir.join("sempa-0/pvm").join(format!("images-{}", migration.0))
+        self.dir
+            .join("sempa-0/pvm")
+            .join(format!("images-{}", migration.0))
     }
 }

@@ -65,7 +65,17 @@ pub(crate) struct OutboxReader {
 pub(crate) fn outbox(link_bytes_max: usize) -> (Outbox, OutboxReader) {
     let (sender, receiver) = mpsc::unbounded_channel();
     let counters = Arc::new(Counters::default());
-    (Outbox { queue: sender, counters: counters.clone(), link_bytes_max }, OutboxReader { queue: receiver, counters })
+    (
+        Outbox {
+            queue: sender,
+            counters: counters.clone(),
+            link_bytes_max,
+        },
+        OutboxReader {
+            queue: receiver,
+            counters,
+        },
+    )
 }
 
 impl Outbox {
@@ -73,11 +83,15 @@ impl Outbox {
     pub(crate) fn put(&self, parcel: Parcel) -> bool {
         let len = parcel.len();
         match &parcel {
-            Parcel::Link(_) if self.counters.link_bytes.load(Ordering::Relaxed) + len > self.link_bytes_max => {
+            Parcel::Link(_)
+                if self.counters.link_bytes.load(Ordering::Relaxed) + len > self.link_bytes_max =>
+            {
                 return false;
             }
             Parcel::Link(_) => self.counters.link_bytes.fetch_add(len, Ordering::Relaxed),
-            Parcel::Sure(_) | Parcel::With(..) => self.counters.sure_bytes.fetch_add(len, Ordering::Relaxed),
+            Parcel::Sure(_) | Parcel::With(..) => {
+                self.counters.sure_bytes.fetch_add(len, Ordering::Relaxed)
+            }
             Parcel::End => 0,
         };
         // A failed send means that the stream has ended; its reader reports that.
@@ -105,10 +119,14 @@ impl OutboxReader {
     /// Notes that a parcel has been written (or will never be).
     pub(crate) fn done(&self, parcel: &Parcel) {
         match parcel {
-            Parcel::Link(bytes) => self.counters.link_bytes.fetch_sub(bytes.len(), Ordering::Relaxed),
-            Parcel::Sure(bytes) | Parcel::With(bytes, _) => {
-                self.counters.sure_bytes.fetch_sub(bytes.len(), Ordering::Relaxed)
-            }
+            Parcel::Link(bytes) => self
+                .counters
+                .link_bytes
+                .fetch_sub(bytes.len(), Ordering::Relaxed),
+            Parcel::Sure(bytes) | Parcel::With(bytes, _) => self
+                .counters
+                .sure_bytes
+                .fetch_sub(bytes.len(), Ordering::Relaxed),
             Parcel::End => 0,
         };
         self.counters.sent.fetch_add(1, Ordering::Relaxed);
@@ -131,7 +149,8 @@ impl Heads {
                     if self.room.capacity() < FRAME_HEAD_BYTES {
                         self.room.reserve(HEADS * FRAME_HEAD_BYTES);
                     }
-                    self.room.put_slice(&frame_head(FrameKind::Link, body.len()));
+                    self.room
+                        .put_slice(&frame_head(FrameKind::Link, body.len()));
                     chunks.extend([self.room.split().freeze(), body.clone()]);
                 }
                 Parcel::End => {}

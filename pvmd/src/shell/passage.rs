@@ -32,7 +32,14 @@ impl Default for Sending {
     fn default() -> Sending {
         let (fill, queue) = outbox(LINK_BYTES_MAX);
         let (fork, heads, batch, chunks) = Default::default();
-        Sending { fork, fill, queue, batch, heads, chunks }
+        Sending {
+            fork,
+            fill,
+            queue,
+            batch,
+            heads,
+            chunks,
+        }
     }
 }
 

@@ -6,8 +6,8 @@
 
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose,
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
+    Issuer, KeyPair, KeyUsagePurpose,
 };
 use rustls::RootCertStore;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
@@ -50,8 +50,16 @@ pub(crate) struct Identity {
 /// The name in a host's certificate. Virtual machine names may hold characters that DNS names may not; which virtual
 /// machine it is, the authority's key says, so mapping them loses nothing.
 pub(crate) fn host_name(host: HostId, vm: &str) -> String {
-    let label: String =
-        vm.chars().map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' }).collect();
+    let label: String = vm
+        .chars()
+        .map(|c| {
+            if c.is_ascii_alphanumeric() {
+                c.to_ascii_lowercase()
+            } else {
+                '-'
+            }
+        })
+        .collect();
     format!("h{}.v{label}v.sempa", host.index())
 }
 
@@ -67,7 +75,11 @@ impl Authority {
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         let key = KeyPair::generate().map_err(failed)?;
         let certificate = params.self_signed(&key).map_err(failed)?.der().to_vec();
-        Ok(Authority { issuer: Issuer::new(params, key), certificate, vm: vm.to_string() })
+        Ok(Authority {
+            issuer: Issuer::new(params, key),
+            certificate,
+            vm: vm.to_string(),
+        })
     }
 
     /// A certificate and key for a host.
@@ -79,7 +91,10 @@ impl Authority {
         params.distinguished_name = name_of(&host_name(host, &self.vm));
         params.use_authority_key_identifier_extension = true;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        params.extended_key_usages = vec![
+            ExtendedKeyUsagePurpose::ServerAuth,
+            ExtendedKeyUsagePurpose::ClientAuth,
+        ];
         let key = KeyPair::generate().map_err(failed)?;
         let certificate = params.signed_by(&key, &self.issuer).map_err(failed)?;
         Ok(Identity {
@@ -97,11 +112,26 @@ fn name_of(common: &str) -> DistinguishedName {
 }
 
 impl Identity {
-    fn parts(&self) -> Result<(Arc<RootCertStore>, Vec<CertificateDer<'static>>, PrivateKeyDer<'static>), PkiError> {
+    fn parts(
+        &self,
+    ) -> Result<
+        (
+            Arc<RootCertStore>,
+            Vec<CertificateDer<'static>>,
+            PrivateKeyDer<'static>,
+        ),
+        PkiError,
+    > {
         let mut roots = RootCertStore::empty();
-        roots.add(CertificateDer::from(self.authority.clone())).map_err(failed)?;
+        roots
+            .add(CertificateDer::from(self.authority.clone()))
+            .map_err(failed)?;
         let chain = vec![CertificateDer::from(self.certificate.clone())];
-        Ok((Arc::new(roots), chain, PrivatePkcs8KeyDer::from(self.key.clone()).into()))
+        Ok((
+            Arc::new(roots),
+            chain,
+            PrivatePkcs8KeyDer::from(self.key.clone()).into(),
+        ))
     }
 
     /// TLS for accepting: only peers with a certificate of this virtual machine.
@@ -111,7 +141,9 @@ impl Identity {
     pub(crate) fn server(&self) -> Result<QuicServerConfig, PkiError> {
         let (roots, chain, key) = self.parts()?;
         let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider.clone()).build().map_err(failed)?;
+        let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider.clone())
+            .build()
+            .map_err(failed)?;
         let mut tls = rustls::ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(failed)?
@@ -130,12 +162,14 @@ impl Identity {
     /// When the certificates do not fit together.
     pub(crate) fn client(&self) -> Result<QuicClientConfig, PkiError> {
         let (roots, chain, key) = self.parts()?;
-        let mut tls = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
-            .with_protocol_versions(&[&rustls::version::TLS13])
-            .map_err(failed)?
-            .with_root_certificates(roots)
-            .with_client_auth_cert(chain, key)
-            .map_err(failed)?;
+        let mut tls = rustls::ClientConfig::builder_with_provider(Arc::new(
+            rustls::crypto::ring::default_provider(),
+        ))
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .map_err(failed)?
+        .with_root_certificates(roots)
+        .with_client_auth_cert(chain, key)
+        .map_err(failed)?;
         tls.alpn_protocols = vec![ALPN.to_vec()];
         QuicClientConfig::try_from(tls).map_err(failed)
     }
@@ -146,7 +180,9 @@ pub(crate) fn host_named(certificate: &[u8], vm: &str) -> Option<HostId> {
     let (_, parsed) = X509Certificate::from_der(certificate).ok()?;
     let names = parsed.subject_alternative_name().ok()??;
     names.value.general_names.iter().find_map(|name| {
-        let GeneralName::DNSName(name) = name else { return None };
+        let GeneralName::DNSName(name) = name else {
+            return None;
+        };
         let index = name.strip_prefix('h')?.split('.').next()?.parse().ok()?;
         let host = HostId::new(index)?;
         (host_name(host, vm) == *name).then_some(host)

@@ -101,7 +101,12 @@ impl HeldPlace {
         HeldPlace::take_with(place, uid, keep_log, Path::new(IN_MEMORY))
     }
 
-    fn take_with(place: Place, uid: u32, keep_log: bool, memory: &Path) -> Result<HeldPlace, PlaceError> {
+    fn take_with(
+        place: Place,
+        uid: u32,
+        keep_log: bool,
+        memory: &Path,
+    ) -> Result<HeldPlace, PlaceError> {
         let (mut last, mut attempts) = (None, 0);
         let until = Instant::now() + UNHEARD_MAX;
         while attempts < LOCK_ATTEMPTS_MAX {
@@ -114,25 +119,39 @@ impl HeldPlace {
                     attempts = 0;
                 }
                 Ok(Some((lock, predecessor))) => {
-                    let keep =
-                        File::open(place.dir()).ok().and_then(|d| Flock::lock(d, FlockArg::LockSharedNonblock).ok());
+                    let keep = File::open(place.dir())
+                        .ok()
+                        .and_then(|d| Flock::lock(d, FlockArg::LockSharedNonblock).ok());
                     let (place, images, on_disk) = match images_in_memory(&place, uid, memory) {
                         Ok(None) => (place, None, None),
                         Ok(Some((dir, lock))) => (place.with_images_in(dir), Some(lock), None),
                         Err(why) => (place, None, Some(why)),
                     };
-                    let held = HeldPlace { place, _lock: lock, _keep: keep, predecessor, keep_log, images, on_disk };
+                    let held = HeldPlace {
+                        place,
+                        _lock: lock,
+                        _keep: keep,
+                        predecessor,
+                        keep_log,
+                        images,
+                        on_disk,
+                    };
                     held.remove_stale();
                     return Ok(held);
                 }
                 Ok(None) => {}
-                Err(PlaceError::Io { source, act, path }) if source.kind() == ErrorKind::NotFound => {
+                Err(PlaceError::Io { source, act, path })
+                    if source.kind() == ErrorKind::NotFound =>
+                {
                     last = Some(PlaceError::Io { source, act, path });
                 }
                 Err(e) => return Err(e),
             }
         }
-        Err(last.unwrap_or_else(|| PlaceError::Running { vm: place.vm().to_string(), pid: "?".into() }))
+        Err(last.unwrap_or_else(|| PlaceError::Running {
+            vm: place.vm().to_string(),
+            pid: "?".into(),
+        }))
     }
 
     /// The directory and the names in it.
@@ -177,8 +196,15 @@ impl HeldPlace {
     fn remove_stale(&self) {
         self.undo_carried();
         for entry in self.entries() {
-            let name = entry.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            if entry != self.place.lock() && entry != self.place.log() && is_ours(&self.place, &entry, &name) {
+            let name = entry
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
+            if entry != self.place.lock()
+                && entry != self.place.log()
+                && is_ours(&self.place, &entry, &name)
+            {
                 remove_any(&entry);
             }
         }
@@ -189,7 +215,11 @@ impl Drop for HeldPlace {
     fn drop(&mut self) {
         self.undo_carried();
         for entry in self.entries() {
-            let name = entry.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let name = entry
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
             let wanted = self.keep_log && entry == self.place.log();
             let ours = is_ours(&self.place, &entry, &name) || name.starts_with(STATE_FILE);
             if !wanted && entry != self.place.lock() && ours {
@@ -218,19 +248,33 @@ fn remove_with_root(dir: &Path) {
 ///
 /// # Errors
 /// Why there is none although there should be.
-fn images_in_memory(place: &Place, uid: u32, memory: &Path) -> Result<Option<(PathBuf, Flock<File>)>, String> {
+fn images_in_memory(
+    place: &Place,
+    uid: u32,
+    memory: &Path,
+) -> Result<Option<(PathBuf, Flock<File>)>, String> {
     if is_in_memory(place.dir()) {
         return Ok(None);
     }
     if !is_in_memory(memory) {
-        return Err(format!("{} is no file system in memory either", memory.display()));
+        return Err(format!(
+            "{} is no file system in memory either",
+            memory.display()
+        ));
     }
     // Virtual machines of one name may have their places under several PVM_TMP.
     let hash = digest(&SHA256, place.dir().as_os_str().as_bytes());
-    let mark: String = hash.as_ref()[..MARK_BYTES].iter().map(|byte| format!("{byte:02x}")).collect();
-    let dir = memory.join(format!("sempa-{uid}")).join(format!("{}-{mark}", place.vm()));
+    let mark: String = hash.as_ref()[..MARK_BYTES]
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect();
+    let dir = memory
+        .join(format!("sempa-{uid}"))
+        .join(format!("{}-{mark}", place.vm()));
     for _ in 0..LOCK_ATTEMPTS_MAX {
-        let lock = private(&dir, uid).map_err(|e| e.to_string()).and_then(|()| lock_dir(&dir));
+        let lock = private(&dir, uid)
+            .map_err(|e| e.to_string())
+            .and_then(|()| lock_dir(&dir));
         match lock {
             // Another one may just have removed it.
             Ok(None) => {}
@@ -256,27 +300,46 @@ fn lock_dir(dir: &Path) -> Result<Option<Flock<File>>, String> {
     let open = File::open(dir).map_err(|e| format!("cannot open {}: {e}", dir.display()))?;
     let lock = Flock::lock(open, FlockArg::LockExclusiveNonblock)
         .map_err(|(_, e)| format!("cannot lock {}: {e}", dir.display()))?;
-    let same = fs::symlink_metadata(dir).ok().map(|m| m.ino()) == lock.metadata().ok().map(|m| m.ino());
+    let same =
+        fs::symlink_metadata(dir).ok().map(|m| m.ino()) == lock.metadata().ok().map(|m| m.ino());
     Ok(same.then_some(lock))
 }
 
 /// True for the names that daemons and libraries give to files here; anything else is not ours to remove.
 fn is_ours(place: &Place, path: &Path, name: &str) -> bool {
     let moves = place.moves();
-    [place.socket(), moves.with_extension("before"), moves, place.log(), place.ssh_settings()].iter().any(|p| p == path)
+    [
+        place.socket(),
+        moves.with_extension("before"),
+        moves,
+        place.log(),
+        place.ssh_settings(),
+    ]
+    .iter()
+    .any(|p| p == path)
         || name == CONFINED_FILE
-        || ["images-", "memory-", "resume-", ".tmp-"].iter().any(|prefix| name.starts_with(prefix))
+        || ["images-", "memory-", "resume-", ".tmp-"]
+            .iter()
+            .any(|prefix| name.starts_with(prefix))
 }
 
 fn entries(dir: &Path) -> Vec<PathBuf> {
-    let Ok(read) = fs::read_dir(dir) else { return Vec::new() };
+    let Ok(read) = fs::read_dir(dir) else {
+        return Vec::new();
+    };
     read.flatten().map(|e| e.path()).collect()
 }
 
 /// Removes a file, a socket or a whole directory; what cannot be removed stays.
 pub(crate) fn remove_any(path: &Path) {
-    let Ok(meta) = fs::symlink_metadata(path) else { return };
-    let _ = if meta.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    let Ok(meta) = fs::symlink_metadata(path) else {
+        return;
+    };
+    let _ = if meta.is_dir() {
+        fs::remove_dir_all(path)
+    } else {
+        fs::remove_file(path)
+    };
 }
 
 /// Removes the images of a move. An engine that is just being killed may still make files there: then they are removed again.
@@ -295,7 +358,9 @@ fn make_private(place: &Place, uid: u32) -> Result<(), PlaceError> {
 }
 
 fn private(dir: &Path, uid: u32) -> Result<(), PlaceError> {
-    let root = dir.parent().expect("a place is always a directory in a root");
+    let root = dir
+        .parent()
+        .expect("a place is always a directory in a root");
     for path in [root, dir] {
         match DirBuilder::new().mode(0o700).create(path) {
             Ok(()) => {}
@@ -307,7 +372,12 @@ fn private(dir: &Path, uid: u32) -> Result<(), PlaceError> {
             // Another daemon has just removed it; the caller tries again.
             Err(e) => return Err(failed("look at", path)(e)),
         };
-        let bad = |what: String| Err(PlaceError::Unsafe { path: path.to_path_buf(), what });
+        let bad = |what: String| {
+            Err(PlaceError::Unsafe {
+                path: path.to_path_buf(),
+                what,
+            })
+        };
         if meta.file_type().is_symlink() {
             return bad("it is a symbolic link".into());
         }
@@ -318,7 +388,10 @@ fn private(dir: &Path, uid: u32) -> Result<(), PlaceError> {
             return bad(format!("it belongs to user {}", meta.uid()));
         }
         if meta.mode() & 0o077 != 0 {
-            return bad(format!("others can enter it (mode {:04o})", meta.mode() & 0o7777));
+            return bad(format!(
+                "others can enter it (mode {:04o})",
+                meta.mode() & 0o7777
+            ));
         }
     }
     Ok(())
@@ -347,11 +420,15 @@ fn lock_file(place: &Place) -> Result<Option<Locked>, PlaceError> {
         Ok(lock) => lock,
         Err((_, nix::errno::Errno::EWOULDBLOCK)) => {
             let pid = before.unwrap_or_else(|| "?".into());
-            return Err(PlaceError::Running { vm: place.vm().to_string(), pid });
+            return Err(PlaceError::Running {
+                vm: place.vm().to_string(),
+                pid,
+            });
         }
         Err((_, errno)) => return Err(failed("lock", &path)(errno.into())),
     };
-    let same = fs::symlink_metadata(&path).ok().map(|m| m.ino()) == lock.metadata().ok().map(|m| m.ino());
+    let same =
+        fs::symlink_metadata(&path).ok().map(|m| m.ino()) == lock.metadata().ok().map(|m| m.ino());
     if !same {
         return Ok(None);
     }
@@ -419,9 +496,17 @@ mod tests {
         let scratch = Scratch::new();
         let held = HeldPlace::take(scratch.place(), uid(), false).expect("free");
         let _ear = std::os::unix::net::UnixListener::bind(scratch.place().socket()).expect("bound");
-        let text = HeldPlace::take(scratch.place(), uid(), false).expect_err("held").to_string();
-        assert!(text.contains("named pvm of this user is running already"), "{text}");
-        assert!(text.contains(&format!("process {}", std::process::id())) && text.contains("PVM_VMID"), "{text}");
+        let text = HeldPlace::take(scratch.place(), uid(), false)
+            .expect_err("held")
+            .to_string();
+        assert!(
+            text.contains("named pvm of this user is running already"),
+            "{text}"
+        );
+        assert!(
+            text.contains(&format!("process {}", std::process::id())) && text.contains("PVM_VMID"),
+            "{text}"
+        );
         drop(held);
     }
 
@@ -457,7 +542,10 @@ mod tests {
 
     /// A directory on a disk, and one in memory; none where there is no disk to be found.
     fn disk_and_memory() -> Option<(Scratch, Scratch)> {
-        let (disk, memory) = (Scratch::under(&std::env::current_dir().ok()?), Scratch::under(Path::new(IN_MEMORY)));
+        let (disk, memory) = (
+            Scratch::under(&std::env::current_dir().ok()?),
+            Scratch::under(Path::new(IN_MEMORY)),
+        );
         if is_in_memory(&disk.0) || !is_in_memory(&memory.0) {
             eprintln!("skipped: no disk, or no memory");
             return None;
@@ -469,18 +557,32 @@ mod tests {
 
     #[test]
     fn images_of_a_place_on_a_disk_are_in_memory_and_go_with_the_place_or_with_the_next_daemon() {
-        let Some((disk, memory)) = disk_and_memory() else { return };
+        let Some((disk, memory)) = disk_and_memory() else {
+            return;
+        };
         let take = |place| HeldPlace::take_with(place, uid(), false, &memory.0).expect("free");
         let held = take(disk.place());
-        let (own, images) = (held.place().all_images().to_path_buf(), held.place().images(MOVE));
-        assert!(images.starts_with(&memory.0) && held.on_disk().is_none(), "{images:?}");
+        let (own, images) = (
+            held.place().all_images().to_path_buf(),
+            held.place().images(MOVE),
+        );
+        assert!(
+            images.starts_with(&memory.0) && held.on_disk().is_none(),
+            "{images:?}"
+        );
         assert_eq!(fs::metadata(&own).expect("there").mode() & 0o777, 0o700);
         fs::create_dir(&images).expect("writable");
         assert!(lock_dir(&own).is_err(), "nobody else takes it");
         fs::create_dir(disk.0.join("x")).expect("writable");
         let tmp = disk.0.join("x").to_string_lossy().into_owned();
-        let other = take(Place::of(uid(), |name| (name == "PVM_TMP").then(|| tmp.clone())).expect("a good name"));
-        assert_ne!(other.place().all_images(), own, "a place of the same name elsewhere has another one");
+        let other = take(
+            Place::of(uid(), |name| (name == "PVM_TMP").then(|| tmp.clone())).expect("a good name"),
+        );
+        assert_ne!(
+            other.place().all_images(),
+            own,
+            "a place of the same name elsewhere has another one"
+        );
         drop((held, other));
         assert_eq!(entries(&memory.0), Vec::<PathBuf>::new());
         // What a killed one leaves.
@@ -494,10 +596,15 @@ mod tests {
 
     #[test]
     fn a_place_without_memory_says_that_images_get_onto_a_disk() {
-        let Some((disk, _)) = disk_and_memory() else { return };
+        let Some((disk, _)) = disk_and_memory() else {
+            return;
+        };
         let held = HeldPlace::take_with(disk.place(), uid(), false, &disk.0).expect("free");
         assert!(held.place().images(MOVE).starts_with(&disk.0));
-        assert!(held.on_disk().is_some_and(|why| why.contains("no file system in memory")));
+        assert!(
+            held.on_disk()
+                .is_some_and(|why| why.contains("no file system in memory"))
+        );
     }
 
     #[test]
@@ -506,11 +613,15 @@ mod tests {
         let place = scratch.place();
         make_private(&place, uid()).expect("fresh");
         fs::set_permissions(place.dir(), fs::Permissions::from_mode(0o755)).expect("ours");
-        let text = HeldPlace::take(place.clone(), uid(), false).expect_err("open to others").to_string();
+        let text = HeldPlace::take(place.clone(), uid(), false)
+            .expect_err("open to others")
+            .to_string();
         assert!(text.contains("others can enter it (mode 0755)"), "{text}");
         fs::remove_dir(place.dir()).expect("empty");
         std::os::unix::fs::symlink("/", place.dir()).expect("writable");
-        let text = HeldPlace::take(place, uid(), false).expect_err("a link").to_string();
+        let text = HeldPlace::take(place, uid(), false)
+            .expect_err("a link")
+            .to_string();
         assert!(text.contains("symbolic link"), "{text}");
     }
 }

@@ -85,7 +85,14 @@ struct Gathered {
 impl Gathered {
     fn new() -> Gathered {
         let to = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
-        Gathered { bytes: Vec::new(), segment: 1, to, ecn: None, from: None, flusher: false }
+        Gathered {
+            bytes: Vec::new(),
+            segment: 1,
+            to,
+            ecn: None,
+            from: None,
+            flusher: false,
+        }
     }
 
     /// True if this may follow in the same call.
@@ -97,7 +104,8 @@ impl Gathered {
         // Only the last may be shorter than the others.
         let is_even = self.bytes.len().is_multiple_of(self.segment);
         fits && is_even
-            && (transmit.destination, transmit.ecn, transmit.src_ip) == (self.to, self.ecn, self.from)
+            && (transmit.destination, transmit.ecn, transmit.src_ip)
+                == (self.to, self.ecn, self.from)
             && self.has_room(transmit.contents.len(), segments_max)
     }
 
@@ -121,7 +129,14 @@ impl Port {
         let state = UdpSocketState::new((&socket).into())?;
         let socket = watch(socket, Interest::READABLE)?;
         let (gathered, blocked) = (Mutex::new(Gathered::new()), AtomicBool::new(false));
-        Ok(Port { shared: Arc::new(Shared { socket, state, gathered, blocked }) })
+        Ok(Port {
+            shared: Arc::new(Shared {
+                socket,
+                state,
+                gathered,
+                blocked,
+            }),
+        })
     }
 }
 
@@ -163,12 +178,16 @@ impl Shared {
             self.flush(&mut gathered)?;
         }
         let length = transmit.contents.len();
-        let more_follows = transmit.segment_size.is_some_and(|s| length.is_multiple_of(s) && length >= RUN * s);
+        let more_follows = transmit
+            .segment_size
+            .is_some_and(|s| length.is_multiple_of(s) && length >= RUN * s);
         if gathered.bytes.is_empty() && !more_follows {
             return self.send_now(transmit);
         }
         gathered.add(transmit);
-        if more_follows && gathered.has_room(length, segments_max) || self.flush(&mut gathered).is_err() {
+        if more_follows && gathered.has_room(length, segments_max)
+            || self.flush(&mut gathered).is_err()
+        {
             // The library must not wait with what comes next, or what is gathered might stay for ever.
             if !std::mem::replace(&mut gathered.flusher, true) {
                 tokio::spawn(flush_soon(self.clone()));
@@ -193,7 +212,10 @@ async fn flush_soon(port: Arc<Shared>) {
             before = now;
         }
         if port.blocked.load(Ordering::Relaxed) {
-            let mut writable = Writable { port: port.clone(), watch: None };
+            let mut writable = Writable {
+                port: port.clone(),
+                watch: None,
+            };
             // After an error of the socket the next attempt tells.
             let _ = poll_fn(|cx| Pin::new(&mut writable).poll_writable(cx)).await;
         }
@@ -215,7 +237,10 @@ async fn after_the_others() {
 
 impl AsyncUdpSocket for Port {
     fn create_io_poller(self: Arc<Self>) -> Pin<Box<dyn UdpPoller>> {
-        Box::pin(Writable { port: self.shared.clone(), watch: None })
+        Box::pin(Writable {
+            port: self.shared.clone(),
+            watch: None,
+        })
     }
 
     fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
@@ -232,7 +257,11 @@ impl AsyncUdpSocket for Port {
         let room = RECEIVE_MAX.min(bufs.len());
         loop {
             let mut ready = ready!(socket.poll_read_ready(cx))?;
-            match state.recv(socket.get_ref().into(), &mut bufs[..room], &mut meta[..room]) {
+            match state.recv(
+                socket.get_ref().into(),
+                &mut bufs[..room],
+                &mut meta[..room],
+            ) {
                 Ok(count) => {
                     if count < room {
                         // There was no more, and what comes from now on is announced again.
@@ -261,7 +290,10 @@ impl AsyncUdpSocket for Port {
     fn max_receive_segments(&self) -> usize {
         // The kernel joins no more than it can put into one datagram. Room for more would be megabytes, cleared at every
         // start of a daemon.
-        self.shared.state.gro_segments().min(JOINED_BYTES_MAX.div_ceil(usize::from(DATAGRAM_BYTES_MAX)))
+        self.shared
+            .state
+            .gro_segments()
+            .min(JOINED_BYTES_MAX.div_ceil(usize::from(DATAGRAM_BYTES_MAX)))
     }
 }
 
@@ -307,8 +339,13 @@ mod tests {
     fn pair() -> (Port, UdpSocket) {
         let any = (Ipv4Addr::LOCALHOST, 0);
         let receiver = UdpSocket::bind(any).expect("a socket");
-        receiver.set_read_timeout(Some(Duration::from_secs(10))).expect("a time");
-        (Port::new(UdpSocket::bind(any).expect("a socket")).expect("a port"), receiver)
+        receiver
+            .set_read_timeout(Some(Duration::from_secs(10)))
+            .expect("a time");
+        (
+            Port::new(UdpSocket::bind(any).expect("a socket")).expect("a port"),
+            receiver,
+        )
     }
 
     /// Has the port send datagrams together, each filled with its number.
@@ -320,14 +357,24 @@ mod tests {
         }
         let segment_size = (lengths.len() > 1).then_some(lengths[0]);
         let destination = to.local_addr().expect("an address");
-        let transmit = Transmit { destination, ecn: None, contents: &contents, segment_size, src_ip: None };
-        port.try_send(&transmit).expect("the kernel takes a few datagrams");
+        let transmit = Transmit {
+            destination,
+            ecn: None,
+            contents: &contents,
+            segment_size,
+            src_ip: None,
+        };
+        port.try_send(&transmit)
+            .expect("the kernel takes a few datagrams");
     }
 
     fn receive(receiver: &UdpSocket) -> (usize, u8) {
         let mut room = [0; 2 * SEGMENT];
         let length = receiver.recv(&mut room).expect("a datagram");
-        assert!(room[..length].iter().all(|byte| *byte == room[0]), "one datagram holds another one's bytes");
+        assert!(
+            room[..length].iter().all(|byte| *byte == room[0]),
+            "one datagram holds another one's bytes"
+        );
         (length, room[0])
     }
 
@@ -335,10 +382,20 @@ mod tests {
     async fn datagrams_arrive_one_by_one_and_in_order_however_they_were_gathered() {
         let (port, receiver) = pair();
         let run = [SEGMENT; RUN];
-        let sent: [&[usize]; 9] =
-            [&[70], &run, &run, &run, &[SEGMENT, SEGMENT, 30], &run, &[2 * SEGMENT - 1], &run, &[SEGMENT]];
+        let sent: [&[usize]; 9] = [
+            &[70],
+            &run,
+            &run,
+            &run,
+            &[SEGMENT, SEGMENT, 30],
+            &run,
+            &[2 * SEGMENT - 1],
+            &run,
+            &[SEGMENT],
+        ];
         let mut next = 0;
-        sent.iter().for_each(|lengths| send(&port, &receiver, lengths, &mut next));
+        sent.iter()
+            .for_each(|lengths| send(&port, &receiver, lengths, &mut next));
         for (number, length) in sent.concat().into_iter().enumerate() {
             assert_eq!(receive(&receiver), (length, number as u8));
         }
@@ -349,21 +406,35 @@ mod tests {
         let (run, short) = ([1; 3 * SEGMENT], [2; 30]);
         let transmit = |contents, segment_size| {
             let destination = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
-            Transmit { destination, ecn: None, contents, segment_size, src_ip: None }
+            Transmit {
+                destination,
+                ecn: None,
+                contents,
+                segment_size,
+                src_ip: None,
+            }
         };
         let mut gathered = Gathered::new();
         gathered.add(&transmit(&run, Some(SEGMENT)));
-        assert!(gathered.takes(&transmit(&run, Some(SEGMENT)), 64) && gathered.takes(&transmit(&short, None), 64));
+        assert!(
+            gathered.takes(&transmit(&run, Some(SEGMENT)), 64)
+                && gathered.takes(&transmit(&short, None), 64)
+        );
         // The kernel takes nothing now, so it stays.
         gathered.add(&transmit(&short, None));
-        assert!(!gathered.takes(&transmit(&run, Some(SEGMENT)), 64) && !gathered.takes(&transmit(&short, None), 64));
+        assert!(
+            !gathered.takes(&transmit(&run, Some(SEGMENT)), 64)
+                && !gathered.takes(&transmit(&short, None), 64)
+        );
     }
 
     #[tokio::test]
     async fn a_run_that_nothing_follows_leaves_by_itself() {
         let (port, receiver) = pair();
         send(&port, &receiver, &[SEGMENT; RUN], &mut 0);
-        let read = tokio::task::spawn_blocking(move || std::array::from_fn::<_, RUN, _>(|_| receive(&receiver)));
+        let read = tokio::task::spawn_blocking(move || {
+            std::array::from_fn::<_, RUN, _>(|_| receive(&receiver))
+        });
         let expected = std::array::from_fn(|number| (SEGMENT, number as u8));
         assert_eq!(read.await.expect("all of them"), expected);
     }
@@ -375,7 +446,9 @@ mod tests {
         let mut poller = Arc::new(port).create_io_poller();
         for _ in 0..2 {
             shared.blocked.store(true, Ordering::Relaxed);
-            poll_fn(|cx| poller.as_mut().poll_writable(cx)).await.expect("a socket");
+            poll_fn(|cx| poller.as_mut().poll_writable(cx))
+                .await
+                .expect("a socket");
             assert!(!shared.blocked.load(Ordering::Relaxed));
         }
         send(&Port { shared }, &receiver, &[70], &mut 0);
@@ -394,9 +467,12 @@ mod tests {
             }
             let mut seen = 0;
             while seen <= round {
-                let mut bufs: Vec<IoSliceMut<'_>> = room.chunks_mut(64 << 10).map(IoSliceMut::new).collect();
+                let mut bufs: Vec<IoSliceMut<'_>> =
+                    room.chunks_mut(64 << 10).map(IoSliceMut::new).collect();
                 let mut meta = [RecvMeta::default(); RECEIVE_MAX];
-                let count = poll_fn(|cx| port.poll_recv(cx, &mut bufs, &mut meta)).await.expect("datagrams");
+                let count = poll_fn(|cx| port.poll_recv(cx, &mut bufs, &mut meta))
+                    .await
+                    .expect("datagrams");
                 seen += meta[..count].iter().map(|m| m.len).sum::<usize>();
             }
             assert_eq!(seen, round + 1);

@@ -22,10 +22,17 @@ impl Rate {
     /// # Errors
     /// One sentence when that is not a rate.
     pub(crate) fn of(text: Option<&str>) -> Result<Rate, String> {
-        let Some(text) = text else { return Ok(Rate::default()) };
+        let Some(text) = text else {
+            return Ok(Rate::default());
+        };
         match text.parse() {
-            Ok(limit) if limit >= RATE_MIN => Ok(Rate { limit: Some(limit), next: Mutex::default() }),
-            _ => Err(format!("SEMPA_MOVE_RATE={text:?} is not a number of bytes per second from {RATE_MIN} on")),
+            Ok(limit) if limit >= RATE_MIN => Ok(Rate {
+                limit: Some(limit),
+                next: Mutex::default(),
+            }),
+            _ => Err(format!(
+                "SEMPA_MOVE_RATE={text:?} is not a number of bytes per second from {RATE_MIN} on"
+            )),
         }
     }
 
@@ -39,7 +46,9 @@ impl Rate {
 
     /// How long to wait until so many bytes may leave.
     fn pause(&self, bytes: usize, now: Instant) -> Duration {
-        let Some(limit) = self.limit else { return Duration::ZERO };
+        let Some(limit) = self.limit else {
+            return Duration::ZERO;
+        };
         let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
         let turn = next.map_or(now, |next| next.max(now));
         *next = Some(turn + Duration::from_secs_f64(bytes as f64 / limit as f64));
@@ -58,16 +67,25 @@ mod tests {
         let pauses: Vec<Duration> = (0..4).map(|_| rate.pause(250_000, begin)).collect();
         assert_eq!(pauses, [0, 250, 500, 750].map(Duration::from_millis));
         let late = begin + Duration::from_secs(60);
-        assert_eq!([rate.pause(500_000, late), rate.pause(1, late)], [0, 500].map(Duration::from_millis));
+        assert_eq!(
+            [rate.pause(500_000, late), rate.pause(1, late)],
+            [0, 500].map(Duration::from_millis)
+        );
     }
 
     #[test]
     fn without_a_limit_nobody_waits_and_a_wrong_one_is_told() {
         let none = Rate::of(None).expect("no rate");
-        assert_eq!((0..9).map(|_| none.pause(usize::MAX, Instant::now())).max(), Some(Duration::ZERO));
+        assert_eq!(
+            (0..9).map(|_| none.pause(usize::MAX, Instant::now())).max(),
+            Some(Duration::ZERO)
+        );
         for wrong in ["fast", "0", "999999", "-1", "1e9"] {
             let why = Rate::of(Some(wrong)).expect_err("no rate");
-            assert!(why.contains("SEMPA_MOVE_RATE") && why.contains(wrong), "{why}");
+            assert!(
+                why.contains("SEMPA_MOVE_RATE") && why.contains(wrong),
+                "{why}"
+            );
         }
     }
 }

@@ -114,7 +114,11 @@ pub(crate) async fn run(pair: Pair, connection: Connection, inputs: Inputs) {
         Err(_) => "no hello came in time".to_string(),
     };
     connection.close(CLOSE_GARBAGE, b"");
-    let down = NetInput::Down { host: pair.host, number: pair.number, why };
+    let down = NetInput::Down {
+        host: pair.host,
+        number: pair.number,
+        why,
+    };
     let _ = inputs.send(Input::Net(down)).await;
 }
 
@@ -131,11 +135,19 @@ impl Pair {
         if self.me > self.host {
             let (control_out, data_out) = self.say_hello(connection).await?;
             let control_in = self.hear_hello(connection).await?;
-            Ok(Streams { control_out, data_out, control_in })
+            Ok(Streams {
+                control_out,
+                data_out,
+                control_in,
+            })
         } else {
             let control_in = self.hear_hello(connection).await?;
             let (control_out, data_out) = self.say_hello(connection).await?;
-            Ok(Streams { control_out, data_out, control_in })
+            Ok(Streams {
+                control_out,
+                data_out,
+                control_in,
+            })
         }
     }
 
@@ -146,7 +158,12 @@ impl Pair {
     }
 
     /// Opens a stream and says what it is for. Streams of higher priority go first.
-    async fn stream(&self, connection: &Connection, purpose: Purpose, priority: i32) -> Result<SendStream, String> {
+    async fn stream(
+        &self,
+        connection: &Connection,
+        purpose: Purpose,
+        priority: i32,
+    ) -> Result<SendStream, String> {
         let mut stream = connection.open_uni().await.map_err(|e| e.to_string())?;
         let _ = stream.set_priority(priority);
         self.say_purpose(&mut stream, purpose).await?;
@@ -166,7 +183,10 @@ impl Pair {
         stream.write_chunk(frame).await.map_err(|e| e.to_string())
     }
 
-    async fn hear_hello(&self, connection: &Connection) -> Result<(RecvStream, FrameDecoder), String> {
+    async fn hear_hello(
+        &self,
+        connection: &Connection,
+    ) -> Result<(RecvStream, FrameDecoder), String> {
         let mut stream = connection.accept_uni().await.map_err(|e| describe(&e))?;
         let mut decoder = FrameDecoder::new();
         match self.purpose(&mut stream, &mut decoder).await? {
@@ -176,14 +196,26 @@ impl Pair {
     }
 
     /// Reads the first frame of a stream and checks that it is meant for this session.
-    async fn purpose(&self, stream: &mut RecvStream, decoder: &mut FrameDecoder) -> Result<Purpose, String> {
-        let frame = read_frame(stream, decoder).await?.ok_or("a stream ended before its hello")?;
+    async fn purpose(
+        &self,
+        stream: &mut RecvStream,
+        decoder: &mut FrameDecoder,
+    ) -> Result<Purpose, String> {
+        let frame = read_frame(stream, decoder)
+            .await?
+            .ok_or("a stream ended before its hello")?;
         let hello: StreamHello = frame.control().map_err(|e| e.to_string())?;
         if hello.magic != MAGIC || hello.version != WIRE_VERSION {
-            return Err(format!("it speaks version {}, this daemon {WIRE_VERSION}", hello.version));
+            return Err(format!(
+                "it speaks version {}, this daemon {WIRE_VERSION}",
+                hello.version
+            ));
         }
         if (hello.from, hello.to, &hello.vm) != (self.host, self.me, &self.vm) {
-            return Err(format!("it took {} of {} for {} of {}", self.me, self.vm, hello.to, hello.vm));
+            return Err(format!(
+                "it took {} of {} for {} of {}",
+                self.me, self.vm, hello.to, hello.vm
+            ));
         }
         Ok(hello.purpose)
     }
@@ -192,8 +224,16 @@ impl Pair {
     async fn serve(&self, connection: &Connection, streams: Streams, inputs: &Inputs) -> String {
         let (control, control_queue) = outbox(0);
         let (data, data_queue) = outbox(LINK_BYTES_MAX);
-        let channels = Channels { control, data, connection: connection.clone() };
-        let up = NetInput::Up { host: self.host, number: self.number, channels };
+        let channels = Channels {
+            control,
+            data,
+            connection: connection.clone(),
+        };
+        let up = NetInput::Up {
+            host: self.host,
+            number: self.number,
+            channels,
+        };
         if inputs.send(Input::Net(up)).await.is_err() {
             return "this daemon ends".into();
         }
@@ -229,8 +269,14 @@ impl Pair {
                 }
                 Err(why) => return why,
             };
-            let Ok(message) = message else { return "it sent a control message that cannot be understood".into() };
-            let input = NetInput::Control { host: self.host, number: self.number, message };
+            let Ok(message) = message else {
+                return "it sent a control message that cannot be understood".into();
+            };
+            let input = NetInput::Control {
+                host: self.host,
+                number: self.number,
+                message,
+            };
             if inputs.send(Input::Net(input)).await.is_err() {
                 return "this daemon ends".into();
             }
@@ -257,14 +303,32 @@ impl Pair {
             match purpose {
                 Ok(Ok(Purpose::Data)) if !has_data => {
                     has_data = true;
-                    readers.spawn(read_data(self.clone(), None, stream, decoder, inputs.clone()));
+                    readers.spawn(read_data(
+                        self.clone(),
+                        None,
+                        stream,
+                        decoder,
+                        inputs.clone(),
+                    ));
                 }
                 Ok(Ok(Purpose::Lane(lane))) => {
-                    readers.spawn(read_data(self.clone(), Some(lane), stream, decoder, inputs.clone()));
+                    readers.spawn(read_data(
+                        self.clone(),
+                        Some(lane),
+                        stream,
+                        decoder,
+                        inputs.clone(),
+                    ));
                 }
                 Ok(Ok(purpose @ (Purpose::Images(migration) | Purpose::Memory(migration)))) => {
                     let (pair, session) = (self.clone(), connection.clone());
-                    let announced = Announced { pair, migration, session, stream, decoder };
+                    let announced = Announced {
+                        pair,
+                        migration,
+                        session,
+                        stream,
+                        decoder,
+                    };
                     let input = match purpose {
                         Purpose::Memory(_) => NetInput::Memory(announced),
                         _ => NetInput::Images(announced),
@@ -284,7 +348,9 @@ impl Pair {
     async fn accept_detours(&self, connection: &Connection, inputs: &Inputs) -> String {
         loop {
             // The control stream's reader knows more.
-            let Ok((out, mut back)) = connection.accept_bi().await else { std::future::pending().await };
+            let Ok((out, mut back)) = connection.accept_bi().await else {
+                std::future::pending().await
+            };
             let mut decoder = FrameDecoder::new();
             let purpose = match timeout(HELLO_WITHIN, self.purpose(&mut back, &mut decoder)).await {
                 Ok(Ok(purpose)) => purpose,
@@ -298,7 +364,12 @@ impl Pair {
             if !decoder.is_empty() {
                 return "it said more on a stream than was to be said".into();
             }
-            let detour = NetInput::Detour { host: self.host, migration, what, streams: (out, back) };
+            let detour = NetInput::Detour {
+                host: self.host,
+                migration,
+                what,
+                streams: (out, back),
+            };
             if inputs.send(Input::Net(detour)).await.is_err() {
                 return "this daemon ends".into();
             }
@@ -308,13 +379,20 @@ impl Pair {
     /// Ends when nothing that the peer has authenticated came for the lease. Counts steps, not time, so that a pause of
     /// this whole process is not blamed on the peer.
     async fn watch_lease(&self, connection: &Connection) -> String {
-        let mut steps = interval_at(next_step(self.lease / LEASE_STEPS), self.lease / LEASE_STEPS);
+        let mut steps = interval_at(
+            next_step(self.lease / LEASE_STEPS),
+            self.lease / LEASE_STEPS,
+        );
         steps.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut heard, mut silent) = (0, 0);
         loop {
             steps.tick().await;
             let frames = connection.stats().frame_rx;
-            let now = frames.acks + frames.ping + frames.stream + frames.max_data + frames.max_stream_data;
+            let now = frames.acks
+                + frames.ping
+                + frames.stream
+                + frames.max_data
+                + frames.max_stream_data;
             silent = if now == heard { silent + 1 } else { 0 };
             heard = now;
             if silent >= LEASE_STEPS {
@@ -347,36 +425,58 @@ async fn read_data(
 ) -> Result<(), String> {
     loop {
         // What is to be said about the end, the control stream says.
-        let Ok(Some(frame)) = read_frame(&mut stream, &mut decoder).await else { return Ok(()) };
+        let Ok(Some(frame)) = read_frame(&mut stream, &mut decoder).await else {
+            return Ok(());
+        };
         let parcel = match lane {
             None => DataParcel::Main(main_parcel(frame)?),
             Some(lane) => DataParcel::Lane(lane, lane_parcel(frame)?),
         };
-        let input = NetInput::Data { host: pair.host, number: pair.number, parcel };
-        inputs.send(Input::Net(input)).await.map_err(|_| "this daemon ends".to_string())?;
+        let input = NetInput::Data {
+            host: pair.host,
+            number: pair.number,
+            parcel,
+        };
+        inputs
+            .send(Input::Net(input))
+            .await
+            .map_err(|_| "this daemon ends".to_string())?;
     }
 }
 
 fn main_parcel(frame: Frame) -> Result<Main<Carried>, String> {
     match frame {
-        Frame { kind: FrameKind::Link, body } => Ok(Main::Item(Carried::Link(body))),
+        Frame {
+            kind: FrameKind::Link,
+            body,
+        } => Ok(Main::Item(Carried::Link(body))),
         frame => frame.control().map_err(|e| e.to_string()),
     }
 }
 
 pub(super) fn lane_parcel(frame: Frame) -> Result<Lane<Carried>, String> {
     match frame {
-        Frame { kind: FrameKind::Link, body } => Ok(Lane::Item(Carried::Link(body))),
+        Frame {
+            kind: FrameKind::Link,
+            body,
+        } => Ok(Lane::Item(Carried::Link(body))),
         frame => match frame.control::<Lane<()>>() {
             Ok(Lane::Behind(words)) => Ok(Lane::Behind(words)),
-            Ok(Lane::Item(())) => Err("it sent something on a lane that does not belong there".into()),
+            Ok(Lane::Item(())) => {
+                Err("it sent something on a lane that does not belong there".into())
+            }
             Err(e) => Err(e.to_string()),
         },
     }
 }
 
 /// Serves a lane from its opening to its end.
-pub(crate) async fn run_lane(pair: Pair, connection: Connection, lane: LaneId, queue: OutboxReader) {
+pub(crate) async fn run_lane(
+    pair: Pair,
+    connection: Connection,
+    lane: LaneId,
+    queue: OutboxReader,
+) {
     // Without a stream the session is at its end, which others report.
     if let Ok(stream) = pair.stream(&connection, Purpose::Lane(lane), 1).await {
         write_stream(stream, queue).await;
@@ -436,7 +536,10 @@ pub(crate) async fn both_ways(
 }
 
 /// The next frame, `None` at the end of the stream, or why there is none.
-pub(crate) async fn read_frame(stream: &mut RecvStream, decoder: &mut FrameDecoder) -> Result<Option<Frame>, String> {
+pub(crate) async fn read_frame(
+    stream: &mut RecvStream,
+    decoder: &mut FrameDecoder,
+) -> Result<Option<Frame>, String> {
     loop {
         if let Some(frame) = decoder.next_frame().map_err(|e| e.to_string())? {
             return Ok(Some(frame));
@@ -464,14 +567,21 @@ pub(crate) fn describe(e: &quinn::ConnectionError) -> String {
             code => format!("it closed the session with code {code}"),
         },
         quinn::ConnectionError::TransportError(e) if is_tls(e.code) => {
-            format!("it has no certificate of this virtual machine ({})", e.reason)
+            format!(
+                "it has no certificate of this virtual machine ({})",
+                e.reason
+            )
         }
         quinn::ConnectionError::ConnectionClosed(close) if is_tls(close.error_code) => {
             let reason = String::from_utf8_lossy(&close.reason);
-            format!("it belongs to another virtual machine: it does not take the certificate of this host ({reason})")
+            format!(
+                "it belongs to another virtual machine: it does not take the certificate of this host ({reason})"
+            )
         }
         quinn::ConnectionError::TimedOut => "nothing was heard of it".into(),
-        quinn::ConnectionError::Reset => "its daemon does not know the session (was it restarted?)".into(),
+        quinn::ConnectionError::Reset => {
+            "its daemon does not know the session (was it restarted?)".into()
+        }
         quinn::ConnectionError::LocallyClosed => "this host closed the session".into(),
         e => e.to_string(),
     }

@@ -52,21 +52,37 @@ impl Whereabouts {
     /// One sentence, when nothing says where, or a limit is none.
     pub(crate) fn of(env: impl Fn(&str) -> Option<String>) -> Result<Whereabouts, String> {
         let under = |name: &str, below: &str| {
-            let set = env(name).filter(|dir| dir.starts_with('/')).map(PathBuf::from);
-            set.or_else(|| Some(PathBuf::from(env("HOME").filter(|home| home.starts_with('/'))?).join(below)))
+            let set = env(name)
+                .filter(|dir| dir.starts_with('/'))
+                .map(PathBuf::from);
+            set.or_else(|| {
+                Some(PathBuf::from(env("HOME").filter(|home| home.starts_with('/'))?).join(below))
+            })
         };
         let own = |variable: &str, dir: Option<PathBuf>, name: &str| {
-            let path = env(variable).map(PathBuf::from).or_else(|| Some(dir?.join("sempa").join(name)));
+            let path = env(variable)
+                .map(PathBuf::from)
+                .or_else(|| Some(dir?.join("sempa").join(name)));
             path.filter(|path| path.is_absolute()).ok_or_else(|| {
-                format!("there is no place for checkpoints: set {variable} to an absolute path, or HOME")
+                format!(
+                    "there is no place for checkpoints: set {variable} to an absolute path, or HOME"
+                )
             })
         };
         let (limits, copies) = (limits(&env)?, copies(&env)?);
         Ok(Whereabouts {
             limits,
             copies,
-            dir: own("SEMPA_STORE", under("XDG_STATE_HOME", ".local/state"), "checkpoints")?,
-            key: own("SEMPA_STORE_KEY", under("XDG_CONFIG_HOME", ".config"), "store.key")?,
+            dir: own(
+                "SEMPA_STORE",
+                under("XDG_STATE_HOME", ".local/state"),
+                "checkpoints",
+            )?,
+            key: own(
+                "SEMPA_STORE_KEY",
+                under("XDG_CONFIG_HOME", ".config"),
+                "store.key",
+            )?,
         })
     }
 
@@ -84,7 +100,11 @@ impl Whereabouts {
     ///
     /// # Errors
     /// It cannot be read.
-    pub(crate) fn spared(&self, vm: &str, now: Micros) -> Result<BTreeMap<HostId, u32>, StoreError> {
+    pub(crate) fn spared(
+        &self,
+        vm: &str,
+        now: Micros,
+    ) -> Result<BTreeMap<HostId, u32>, StoreError> {
         let mut spared = BTreeMap::new();
         // Looking must not make one.
         if !self.dir.is_dir() {
@@ -107,7 +127,10 @@ impl Whereabouts {
 fn limits(env: impl Fn(&str) -> Option<String>) -> Result<Limits, String> {
     let mut limits = Limits::default();
     if let Some(text) = env("SEMPA_STORE_SETS") {
-        let sets = text.parse().ok().filter(|sets| (1..=SETS_MAX).contains(sets));
+        let sets = text
+            .parse()
+            .ok()
+            .filter(|sets| (1..=SETS_MAX).contains(sets));
         limits.sets_max = sets.ok_or_else(|| {
             format!("SEMPA_STORE_SETS={text:?} is no number of sets from 1 to {SETS_MAX}: no checkpoint is written before it is")
         })?;
@@ -125,16 +148,27 @@ fn limits(env: impl Fn(&str) -> Option<String>) -> Result<Limits, String> {
 const HOST_NAME_MAX: usize = 64;
 
 fn copies(env: impl Fn(&str) -> Option<String>) -> Result<Copies, String> {
-    let Some(text) = env("SEMPA_STORE_COPIES") else { return Ok(Copies::default()) };
-    let names: Vec<String> = text.split(',').map(|name| name.trim().to_string()).collect();
+    let Some(text) = env("SEMPA_STORE_COPIES") else {
+        return Ok(Copies::default());
+    };
+    let names: Vec<String> = text
+        .split(',')
+        .map(|name| name.trim().to_string())
+        .collect();
     let plain = |name: &String| {
         (1..=HOST_NAME_MAX).contains(&name.len())
-            && name.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
+            && name
+                .chars()
+                .all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
     };
     let different: BTreeSet<&String> = names.iter().collect();
     match text.trim().parse() {
         Ok(number) if number <= COPIES_MAX => Ok(Copies::Number(number)),
-        Err(_) if names.iter().all(plain) && different.len() == names.len() && names.len() <= COPIES_MAX => {
+        Err(_)
+            if names.iter().all(plain)
+                && different.len() == names.len()
+                && names.len() <= COPIES_MAX =>
+        {
             Ok(Copies::Hosts(names))
         }
         _ => Err(format!(
@@ -163,9 +197,23 @@ fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Sets {
     /// Nothing is opened before it is needed.
-    pub(crate) fn new(place: Place, whereabouts: Result<Whereabouts, String>, inputs: Inputs, log: Log) -> Sets {
+    pub(crate) fn new(
+        place: Place,
+        whereabouts: Result<Whereabouts, String>,
+        inputs: Inputs,
+        log: Log,
+    ) -> Sets {
         let (store, drafts, open, marks) = Default::default();
-        Sets { place, whereabouts, inputs, log, store, drafts, open, marks }
+        Sets {
+            place,
+            whereabouts,
+            inputs,
+            log,
+            store,
+            drafts,
+            open,
+            marks,
+        }
     }
 
     /// False when no store has been made so far: looking must not make one.
@@ -187,7 +235,11 @@ impl Sets {
     }
 
     /// The same, when something else is over.
-    fn aside_after(&self, after: Option<JoinHandle<()>>, work: impl FnOnce(Result<Store, String>) + Send + 'static) {
+    fn aside_after(
+        &self,
+        after: Option<JoinHandle<()>>,
+        work: impl FnOnce(Result<Store, String>) + Send + 'static,
+    ) {
         let open = self.opening();
         let work = move || work(open());
         match after {
@@ -208,7 +260,9 @@ impl Sets {
             let mut store = lock(&store);
             match &*store {
                 Some(store) => Ok(store.clone()),
-                None => Ok(store.insert(at.open(&vm).map_err(|e| e.to_string())?).clone()),
+                None => Ok(store
+                    .insert(at.open(&vm).map_err(|e| e.to_string())?)
+                    .clone()),
             }
         }
     }
@@ -220,9 +274,13 @@ impl Sets {
     ) -> impl FnOnce(Outgoing<Line>, &Rate) -> Result<Sent, Failure> + Send + 'static {
         let open = self.opening();
         move |out, rate| {
-            let id: SetId = name.parse().map_err(|e: NotASetId| Failure::Io(e.to_string()))?;
+            let id: SetId = name
+                .parse()
+                .map_err(|e: NotASetId| Failure::Io(e.to_string()))?;
             let store = open().map_err(Failure::Io)?;
-            let set = store.open_set(&id).map_err(|e| Failure::Io(e.to_string()))?;
+            let set = store
+                .open_set(&id)
+                .map_err(|e| Failure::Io(e.to_string()))?;
             send_set(&set, out, rate)
         }
     }
@@ -235,7 +293,9 @@ impl Sets {
     ) -> impl FnOnce(&mut Incoming<Line>) -> Result<u64, Failure> + Send + 'static {
         let (open, inputs, log) = (self.opening(), self.inputs.clone(), self.log.clone());
         move |incoming| {
-            let id: SetId = name.parse().map_err(|e: NotASetId| Failure::Io(e.to_string()))?;
+            let id: SetId = name
+                .parse()
+                .map_err(|e: NotASetId| Failure::Io(e.to_string()))?;
             let store = open().map_err(Failure::Io)?;
             let bytes = receive_set(incoming, |made, bytes| store.begin_copy(id, made, bytes))?;
             unwanted::tidy(Ok(store), now, &[], &inputs, &log);
@@ -262,23 +322,30 @@ impl Sets {
         self.work(move |_| {
             let draft = lock(&drafts).get(&cut).cloned();
             let added = draft.ok_or("the set was given up".to_string());
-            let result = added.and_then(|draft| draft.add(tid, &dir).map(drop).map_err(|e| e.to_string()));
+            let result =
+                added.and_then(|draft| draft.add(tid, &dir).map(drop).map_err(|e| e.to_string()));
             Event::PartKept { migration, result }
         });
     }
 
     /// Completes a set; [`Event::SetSealed`].
     pub(crate) fn seal(&self, cut: CutId, meta: &SetMeta, keep: Vec<String>, now: Micros) {
-        let (drafts, log, meta) = (self.drafts.clone(), self.log.clone(), to_bytes(meta).map_err(|e| e.to_string()));
+        let (drafts, log, meta) = (
+            self.drafts.clone(),
+            self.log.clone(),
+            to_bytes(meta).map_err(|e| e.to_string()),
+        );
         let inputs = self.inputs.clone();
         self.work(move |store| {
             let draft = lock(&drafts).remove(&cut).and_then(Arc::into_inner);
-            let result = draft.ok_or("the set was given up".to_string()).and_then(|draft| {
-                let info = draft.finish(&meta?).map_err(|e| e.to_string())?;
-                // The set is there, whatever becomes of this; the limits are kept when the next one is begun.
-                unwanted::tidy(store, now, &keep, &inputs, &log);
-                Ok((info.id.to_string(), info.bytes))
-            });
+            let result = draft
+                .ok_or("the set was given up".to_string())
+                .and_then(|draft| {
+                    let info = draft.finish(&meta?).map_err(|e| e.to_string())?;
+                    // The set is there, whatever becomes of this; the limits are kept when the next one is begun.
+                    unwanted::tidy(store, now, &keep, &inputs, &log);
+                    Ok((info.id.to_string(), info.bytes))
+                });
             Event::SetSealed { cut, result }
         });
     }
@@ -296,7 +363,8 @@ impl Sets {
             let result = store.and_then(|store| {
                 let id: SetId = name.parse().map_err(|e: NotASetId| e.to_string())?;
                 let set = store.open_set(&id).map_err(|e| e.to_string())?;
-                let meta: SetMeta = from_bytes(set.meta()).map_err(|e| format!("{name} cannot be read: {e}"))?;
+                let meta: SetMeta =
+                    from_bytes(set.meta()).map_err(|e| format!("{name} cannot be read: {e}"))?;
                 lock(&open).insert(restart, Arc::new(set));
                 Ok(meta)
             });
@@ -305,11 +373,17 @@ impl Sets {
     }
 
     /// What unpacks a part of an open set into the directory that it is given.
-    pub(crate) fn unpack(&self, restart: u64, tid: Tid) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
+    pub(crate) fn unpack(
+        &self,
+        restart: u64,
+        tid: Tid,
+    ) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
         let set = lock(&self.open).get(&restart).cloned();
         move |dir| {
             let set = set.ok_or_else(|| Failure::Images("the set is not open any more".into()))?;
-            set.unpack(tid, dir).map(drop).map_err(|e| Failure::Images(e.to_string()))
+            set.unpack(tid, dir)
+                .map(drop)
+                .map_err(|e| Failure::Images(e.to_string()))
         }
     }
 
@@ -321,7 +395,11 @@ impl Sets {
     /// What there is; [`Event::SetsListed`].
     pub(crate) fn list(&self, tid: Tid, id: RequestId) {
         if !self.is_there() {
-            let event = Event::SetsListed { tid, id, result: Ok(Vec::new()) };
+            let event = Event::SetsListed {
+                tid,
+                id,
+                result: Ok(Vec::new()),
+            };
             let inputs = self.inputs.clone();
             tokio::spawn(async move { inputs.send(Input::Event(event)).await });
             return;
@@ -357,7 +435,10 @@ impl Sets {
 
     /// Reads what lies beside the images of a part; [`Event::PartRead`].
     pub(crate) fn read_part(&self, migration: MigrationId) {
-        let (path, inputs) = (self.place.images(migration).join(PART_FILE), self.inputs.clone());
+        let (path, inputs) = (
+            self.place.images(migration).join(PART_FILE),
+            self.inputs.clone(),
+        );
         tokio::task::spawn_blocking(move || {
             let result = read_part(&path);
             let _ = inputs.blocking_send(Input::Event(Event::PartRead { migration, result }));
@@ -369,16 +450,22 @@ fn read_part(path: &Path) -> Result<PartRecord, Failure> {
     let bad = |why: String| Failure::Images(format!("{}: {why}", path.display()));
     let meta = std::fs::symlink_metadata(path).map_err(|e| bad(e.to_string()))?;
     if !meta.is_file() || meta.len() > PART_BYTES_MAX {
-        return Err(bad(format!("a file of at most {PART_BYTES_MAX} bytes was expected")));
+        return Err(bad(format!(
+            "a file of at most {PART_BYTES_MAX} bytes was expected"
+        )));
     }
-    from_bytes(&std::fs::read(path).map_err(|e| bad(e.to_string()))?).map_err(|e| bad(e.to_string()))
+    from_bytes(&std::fs::read(path).map_err(|e| bad(e.to_string()))?)
+        .map_err(|e| bad(e.to_string()))
 }
 
 /// What puts this beside the images.
-pub(crate) fn write_part(record: Box<PartRecord>) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
+pub(crate) fn write_part(
+    record: Box<PartRecord>,
+) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
     move |dir| {
         let path = dir.join(PART_FILE);
-        let failed = |e: std::io::Error| Failure::Io(format!("cannot write {}: {e}", path.display()));
+        let failed =
+            |e: std::io::Error| Failure::Io(format!("cannot write {}: {e}", path.display()));
         let bytes = postcard::to_stdvec(&*record).map_err(|e| failed(std::io::Error::other(e)))?;
         if bytes.len() as u64 > PART_BYTES_MAX {
             let why = format!(
@@ -387,8 +474,12 @@ pub(crate) fn write_part(record: Box<PartRecord>) -> impl FnOnce(&Path) -> Resul
             );
             return Err(Failure::Images(why));
         }
-        let mut file =
-            std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(failed)?;
+        let mut file = std::fs::OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&path)
+            .map_err(failed)?;
         file.write_all(&bytes).map_err(failed)
     }
 }
@@ -398,7 +489,11 @@ mod tests {
     use super::*;
 
     fn of(vars: &[(&str, &str)]) -> Result<(String, String), String> {
-        let env = |name: &str| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string());
+        let env = |name: &str| {
+            vars.iter()
+                .find(|(key, _)| *key == name)
+                .map(|(_, value)| value.to_string())
+        };
         let at = Whereabouts::of(env)?;
         Ok((at.dir.display().to_string(), at.key.display().to_string()))
     }
@@ -406,10 +501,16 @@ mod tests {
     #[test]
     fn the_store_is_where_the_environment_says_or_among_the_users_own_files() {
         let home = ("HOME", "/home/x");
-        let own = ("/home/x/.local/state/sempa/checkpoints".into(), "/home/x/.config/sempa/store.key".into());
+        let own = (
+            "/home/x/.local/state/sempa/checkpoints".into(),
+            "/home/x/.config/sempa/store.key".into(),
+        );
         assert_eq!(of(&[home]), Ok(own));
         let xdg = of(&[home, ("XDG_STATE_HOME", "/s"), ("XDG_CONFIG_HOME", "/c")]);
-        assert_eq!(xdg, Ok(("/s/sempa/checkpoints".into(), "/c/sempa/store.key".into())));
+        assert_eq!(
+            xdg,
+            Ok(("/s/sempa/checkpoints".into(), "/c/sempa/store.key".into()))
+        );
         let said = of(&[("SEMPA_STORE", "/shared/sets"), ("SEMPA_STORE_KEY", "/k")]);
         assert_eq!(said, Ok(("/shared/sets".into(), "/k".into())));
         assert!(of(&[]).is_err_and(|why| why.contains("SEMPA_STORE")));
@@ -422,7 +523,10 @@ mod tests {
         Whereabouts::of(|name| match name {
             "SEMPA_STORE" => Some(store.display().to_string()),
             "SEMPA_STORE_KEY" => Some(key.display().to_string()),
-            other => more.iter().find(|(key, _)| *key == other).map(|(_, value)| value.to_string()),
+            other => more
+                .iter()
+                .find(|(key, _)| *key == other)
+                .map(|(_, value)| value.to_string()),
         })
     }
 
@@ -432,27 +536,53 @@ mod tests {
         let images = dir.path().join("images");
         std::fs::create_dir(&images).expect("made");
         std::fs::write(images.join("core-1.img"), [7; 1000]).expect("written");
-        let at = whereabouts(dir.path(), &[("SEMPA_STORE_SETS", "2"), ("SEMPA_STORE_BYTES", "1000000")]).expect("good");
-        assert_eq!(at.limits, Limits { sets_max: 2, bytes_max: 1_000_000 });
+        let at = whereabouts(
+            dir.path(),
+            &[("SEMPA_STORE_SETS", "2"), ("SEMPA_STORE_BYTES", "1000000")],
+        )
+        .expect("good");
+        assert_eq!(
+            at.limits,
+            Limits {
+                sets_max: 2,
+                bytes_max: 1_000_000
+            }
+        );
         let store = at.open("pvm").expect("a store");
         let tid = Tid::task(HostId::MASTER, 1).expect("in range");
         for second in 1..=4 {
             let draft = store.begin(tid, Micros(second * 1_000_000)).expect("room");
             draft.add(tid, &images).expect("added");
             draft.finish(b"").expect("complete");
-            store.tidy(Micros(second * 1_000_000), |_| false).expect("tidied");
+            store
+                .tidy(Micros(second * 1_000_000), |_| false)
+                .expect("tidied");
         }
-        let made: Vec<Micros> = store.list().expect("listed").0.iter().map(|set| set.made).collect();
-        assert_eq!((made.len(), made.iter().min()), (2, Some(&Micros(3_000_000))));
+        let made: Vec<Micros> = store
+            .list()
+            .expect("listed")
+            .0
+            .iter()
+            .map(|set| set.made)
+            .collect();
+        assert_eq!(
+            (made.len(), made.iter().min()),
+            (2, Some(&Micros(3_000_000)))
+        );
     }
 
     #[test]
     fn without_a_word_the_limits_are_the_usual_ones_and_a_wrong_one_is_told() {
         let dir = Path::new("/nowhere");
         let usual = whereabouts(dir, &[]).expect("good");
-        assert_eq!((usual.limits, usual.copies), (Limits::default(), Copies::Number(0)));
-        let wrong =
-            [("SEMPA_STORE_SETS", ["0", "-1", "many", "4097"]), ("SEMPA_STORE_BYTES", ["0", "999999", "-1", "1G"])];
+        assert_eq!(
+            (usual.limits, usual.copies),
+            (Limits::default(), Copies::Number(0))
+        );
+        let wrong = [
+            ("SEMPA_STORE_SETS", ["0", "-1", "many", "4097"]),
+            ("SEMPA_STORE_BYTES", ["0", "999999", "-1", "1G"]),
+        ];
         let long = "h,".repeat(17);
         let copies = [("SEMPA_STORE_COPIES", ["17", "-1,", "h2,,h3", &*long])];
         for (name, values) in wrong.into_iter().chain(copies) {
@@ -466,10 +596,14 @@ mod tests {
     #[test]
     fn sets_are_copied_to_as_many_hosts_or_to_those_that_the_environment_says() {
         let dir = Path::new("/nowhere");
-        let copies = |text: &str| whereabouts(dir, &[("SEMPA_STORE_COPIES", text)]).map(|at| at.copies);
+        let copies =
+            |text: &str| whereabouts(dir, &[("SEMPA_STORE_COPIES", text)]).map(|at| at.copies);
         assert_eq!(copies("2"), Ok(Copies::Number(2)));
         assert_eq!(copies("0"), Ok(Copies::Number(0)));
-        assert_eq!(copies("h2, h3.lab"), Ok(Copies::Hosts(vec!["h2".into(), "h3.lab".into()])));
+        assert_eq!(
+            copies("h2, h3.lab"),
+            Ok(Copies::Hosts(vec!["h2".into(), "h3.lab".into()]))
+        );
         assert!(copies("h2,h2").is_err() && copies("").is_err() && copies("h 2").is_err());
     }
 }

@@ -46,7 +46,10 @@ pub(crate) fn run(foreground: bool, join: Option<&str>) -> i32 {
 }
 
 fn cannot(act: &str, e: impl std::fmt::Display) -> Refusal {
-    Refusal { error: PvmError::CantStart, text: format!("cannot {act}: {e}") }
+    Refusal {
+        error: PvmError::CantStart,
+        text: format!("cannot {act}: {e}"),
+    }
 }
 
 /// Prints an answer; the exit status that goes with it.
@@ -73,7 +76,10 @@ fn in_background(bootstrap: &Bootstrap, mut writer: PipeWriter) -> i32 {
         0
     };
     let detached = setsid().map_err(std::io::Error::from).and_then(|_| {
-        let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
+        let null = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open("/dev/null")?;
         dup2_stdin(&null)?;
         dup2_stdout(&null)?;
         dup2_stderr(&null)?;
@@ -90,9 +96,14 @@ fn read_bootstrap() -> Result<Bootstrap, Refusal> {
     let mut input = BufReader::new(std::io::stdin()).take(BOOTSTRAP_BYTES_MAX as u64);
     loop {
         let mut line = String::new();
-        let read = input.read_line(&mut line).map_err(|e| cannot("read standard input", e))?;
+        let read = input
+            .read_line(&mut line)
+            .map_err(|e| cannot("read standard input", e))?;
         if read == 0 {
-            return Err(cannot("start", "pvmd -s is for masters: standard input brought no line of one"));
+            return Err(cannot(
+                "start",
+                "pvmd -s is for masters: standard input brought no line of one",
+            ));
         }
         if !line.starts_with("PVM_VMID=") {
             return Bootstrap::parse(line.trim_end());
@@ -103,7 +114,8 @@ fn read_bootstrap() -> Result<Bootstrap, Refusal> {
 /// The master's line from where it waits, opened with the secret that a hoster or a person has put on standard input.
 fn fetch_bootstrap(masters: &str) -> Result<Bootstrap, Refusal> {
     let text = manual::read_secret().map_err(|e| cannot("read standard input", e))?;
-    let secret = Secret::parse(&text).ok_or_else(|| cannot("start", "standard input brought no secret of a master"))?;
+    let secret = Secret::parse(&text)
+        .ok_or_else(|| cannot("start", "standard input brought no secret of a master"))?;
     Bootstrap::parse(join::fetch(masters, &secret)?.trim_end())
 }
 
@@ -118,7 +130,11 @@ fn serve(bootstrap: &Bootstrap, answer: &mut dyn FnMut(&str) -> i32) -> i32 {
     };
     let mut answered = false;
     let ended = daemon::run(setup, |standing| {
-        let ready = Ready { arch: ARCH.into(), dsig: DSIG, addresses: standing.addresses };
+        let ready = Ready {
+            arch: ARCH.into(),
+            dsig: DSIG,
+            addresses: standing.addresses,
+        };
         answer(&reply_line(&Ok(ready)));
         answered = true;
         Ok(())
@@ -127,7 +143,10 @@ fn serve(bootstrap: &Bootstrap, answer: &mut dyn FnMut(&str) -> i32) -> i32 {
         Ok(()) => 0,
         Err(e) => {
             if !answered {
-                answer(&reply_line(&Err(Refusal { error: PvmError::CantStart, text: format!("{e:#}") })));
+                answer(&reply_line(&Err(Refusal {
+                    error: PvmError::CantStart,
+                    text: format!("{e:#}"),
+                })));
             }
             1
         }
@@ -137,17 +156,39 @@ fn serve(bootstrap: &Bootstrap, answer: &mut dyn FnMut(&str) -> i32) -> i32 {
 fn set_up(bootstrap: &Bootstrap) -> Result<Setup, Refusal> {
     let uid = getuid().as_raw();
     if let Some(text) = allows_root(bootstrap.allow_root) {
-        return Err(Refusal { error: PvmError::Denied, text });
+        return Err(Refusal {
+            error: PvmError::Denied,
+            text,
+        });
     }
     let host = host_of(bootstrap)?;
-    let identity = bootstrap.identity().map_err(|text| Refusal { error: PvmError::CantStart, text })?;
+    let identity = bootstrap.identity().map_err(|text| Refusal {
+        error: PvmError::CantStart,
+        text,
+    })?;
     let vm = bootstrap.vm.clone();
-    let place = Place::of(uid, |name| if name == "PVM_VMID" { Some(vm.clone()) } else { place_variable(name) })
-        .map_err(|text| Refusal { error: PvmError::CantStart, text })?;
+    let place = Place::of(uid, |name| {
+        if name == "PVM_VMID" {
+            Some(vm.clone())
+        } else {
+            place_variable(name)
+        }
+    })
+    .map_err(|text| Refusal {
+        error: PvmError::CantStart,
+        text,
+    })?;
     let keep_log = variable("SEMPA_LOG").is_some_and(|log| place.log() == *log);
     let place = HeldPlace::take(place, uid, keep_log).map_err(|e| {
-        let error = if matches!(e, PlaceError::Running { .. }) { PvmError::DupHost } else { PvmError::CantStart };
-        Refusal { error, text: e.to_string() }
+        let error = if matches!(e, PlaceError::Running { .. }) {
+            PvmError::DupHost
+        } else {
+            PvmError::CantStart
+        };
+        Refusal {
+            error,
+            text: e.to_string(),
+        }
     })?;
     let ssh = ssh_session(variable("SSH_CONNECTION").as_deref());
     let mut masters = bootstrap.masters.clone();

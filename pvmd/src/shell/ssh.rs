@@ -46,12 +46,18 @@ pub(crate) struct Ssh {
 impl Ssh {
     /// Nothing is written or run before the first call.
     pub(crate) fn new(settings: PathBuf) -> Ssh {
-        Ssh { settings, usable: OnceCell::new() }
+        Ssh {
+            settings,
+            usable: OnceCell::new(),
+        }
     }
 
     /// The words before the name of a host. The first host decides for all how ssh is called.
     pub(crate) async fn words(&self, contact: &str, login: Option<&str>, log: &Log) -> Vec<String> {
-        let usable = *self.usable.get_or_init(|| self.try_out(contact, login, log)).await;
+        let usable = *self
+            .usable
+            .get_or_init(|| self.try_out(contact, login, log))
+            .await;
         let mut words = vec![SSH.to_string()];
         if usable {
             words.extend(["-F".to_string(), self.settings.display().to_string()]);
@@ -63,11 +69,19 @@ impl Ssh {
     /// Writes our settings and looks whether they do what they are for, and nothing else.
     async fn try_out(&self, contact: &str, login: Option<&str>, log: &Log) -> bool {
         if let Err(e) = write(&self.settings) {
-            log.line(format!("ssh is used as it is: cannot write {}: {e}", self.settings.display()));
+            log.line(format!(
+                "ssh is used as it is: cannot write {}: {e}",
+                self.settings.display()
+            ));
             return false;
         }
-        let (theirs, ours) = tokio::join!(effect(None, contact, login), effect(Some(&self.settings), contact, login));
-        let usable = theirs.zip(ours).is_some_and(|(theirs, ours)| only_quicker(&theirs, &ours));
+        let (theirs, ours) = tokio::join!(
+            effect(None, contact, login),
+            effect(Some(&self.settings), contact, login)
+        );
+        let usable = theirs
+            .zip(ours)
+            .is_some_and(|(theirs, ours)| only_quicker(&theirs, &ours));
         if usable {
             log.line(format!("ssh is to agree on its keys by {QUICK}"));
         } else {
@@ -78,7 +92,11 @@ impl Ssh {
 }
 
 fn write(place: &Path) -> std::io::Result<()> {
-    let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(place)?;
+    let mut file = std::fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(place)?;
     let includes = THEIRS.map(|theirs| format!("Include {theirs}\n")).concat();
     file.write_all(format!("{includes}KexAlgorithms ^{QUICK}\n").as_bytes())
 }
@@ -93,7 +111,10 @@ async fn effect(settings: Option<&Path>, contact: &str, login: Option<&str>) -> 
         command.args(["-l", user]);
     }
     command.args(NO_QUESTIONS).args(["-G", contact]);
-    command.stdin(Stdio::null()).stderr(Stdio::null()).kill_on_drop(true);
+    command
+        .stdin(Stdio::null())
+        .stderr(Stdio::null())
+        .kill_on_drop(true);
     let done = timeout(ANSWER_WITHIN, command.output()).await.ok()?.ok()?;
     (done.status.success()).then(|| String::from_utf8_lossy(&done.stdout).into_owned())
 }
@@ -101,10 +122,15 @@ async fn effect(settings: Option<&Path>, contact: &str, login: Option<&str>) -> 
 /// True when theirs begins with the slow agreement, ours with the quick one, and all else is the same.
 fn only_quicker(theirs: &str, ours: &str) -> bool {
     let first = |text: &str, wanted: &str| {
-        text.lines().filter_map(|line| line.strip_prefix(AGREEMENTS)).any(|list| list.starts_with(wanted))
+        text.lines()
+            .filter_map(|line| line.strip_prefix(AGREEMENTS))
+            .any(|list| list.starts_with(wanted))
     };
     let others = |text: &str| -> Vec<String> {
-        text.lines().filter(|line| !line.starts_with(AGREEMENTS)).map(String::from).collect()
+        text.lines()
+            .filter(|line| !line.starts_with(AGREEMENTS))
+            .map(String::from)
+            .collect()
     };
     first(theirs, SLOW) && first(ours, QUICK) && others(theirs) == others(ours)
 }
@@ -113,8 +139,10 @@ fn only_quicker(theirs: &str, ours: &str) -> bool {
 mod tests {
     use super::*;
 
-    const THEIRS: &str = "host h2\nport 22\nkexalgorithms sntrup761x25519-sha512,curve25519-sha256\nuser root\n";
-    const OURS: &str = "host h2\nport 22\nkexalgorithms curve25519-sha256,sntrup761x25519-sha512\nuser root\n";
+    const THEIRS: &str =
+        "host h2\nport 22\nkexalgorithms sntrup761x25519-sha512,curve25519-sha256\nuser root\n";
+    const OURS: &str =
+        "host h2\nport 22\nkexalgorithms curve25519-sha256,sntrup761x25519-sha512\nuser root\n";
 
     #[test]
     fn settings_that_only_change_the_agreement_are_used() {

@@ -81,19 +81,37 @@ impl Starter {
     pub(crate) fn new(settings: Option<StarterSettings>, inputs: Inputs, log: Log) -> Starter {
         let turns = Arc::new(Semaphore::new(STARTS_AT_ONCE_MAX));
         let terminal = Arc::new(Mutex::new(()));
-        Starter { settings: settings.map(Arc::new), turns, terminal, inputs, log, running: HashMap::new() }
+        Starter {
+            settings: settings.map(Arc::new),
+            turns,
+            terminal,
+            inputs,
+            log,
+            running: HashMap::new(),
+        }
     }
 
     /// Starts a daemon; [`Event::HostStarted`] tells the end.
     pub(crate) fn start(&mut self, start: StartId, plan: HostPlan) {
         self.running.retain(|_, task| !task.is_finished());
-        let (settings, turns, terminal) = (self.settings.clone(), self.turns.clone(), self.terminal.clone());
+        let (settings, turns, terminal) = (
+            self.settings.clone(),
+            self.turns.clone(),
+            self.terminal.clone(),
+        );
         let (inputs, log) = (self.inputs.clone(), self.log.clone());
         let task = tokio::spawn(async move {
             let result = match settings {
-                None => Err((PvmError::NotImpl, "only the master starts daemons".to_string())),
+                None => Err((
+                    PvmError::NotImpl,
+                    "only the master starts daemons".to_string(),
+                )),
                 Some(settings) => {
-                    let attempt = Attempt { settings: &settings, plan: &plan, log: &log };
+                    let attempt = Attempt {
+                        settings: &settings,
+                        plan: &plan,
+                        log: &log,
+                    };
                     let ready = if plan.by_hand() {
                         attempt.by_hand(&terminal).await
                     } else {
@@ -103,9 +121,14 @@ impl Starter {
                     ready.map_err(|refusal| (refusal.error, attempt.explain(&refusal)))
                 }
             };
-            let result =
-                result.map(|ready| StartedHost { arch: ready.arch, dsig: ready.dsig, addresses: ready.addresses });
-            let _ = inputs.send(Input::Event(Event::HostStarted { start, result })).await;
+            let result = result.map(|ready| StartedHost {
+                arch: ready.arch,
+                dsig: ready.dsig,
+                addresses: ready.addresses,
+            });
+            let _ = inputs
+                .send(Input::Event(Event::HostStarted { start, result }))
+                .await;
         });
         self.running.insert(start, task.abort_handle());
     }
@@ -113,7 +136,8 @@ impl Starter {
     /// Makes starts ready for a hoster; [`Event::HostsPrepared`] brings the orders. The certificates wait here until the
     /// attempts are over.
     pub(crate) fn prepare(&mut self, plans: Vec<(StartId, HostPlan)>) {
-        let (settings, inputs, log) = (self.settings.clone(), self.inputs.clone(), self.log.clone());
+        let (settings, inputs, log) =
+            (self.settings.clone(), self.inputs.clone(), self.log.clone());
         let (tell, ready) = tokio::sync::mpsc::unbounded_channel();
         let count = plans.len();
         for (start, plan) in plans {
@@ -121,17 +145,28 @@ impl Starter {
             let task = tokio::spawn(async move {
                 let refuse = |text: String| (PvmError::CantStart, text);
                 let Some(settings) = settings else {
-                    let _ = tell.send((start, Err(refuse("only the master starts daemons".into()))));
+                    let _ =
+                        tell.send((start, Err(refuse("only the master starts daemons".into()))));
                     return;
                 };
-                let attempt = Attempt { settings: &settings, plan: &plan, log: &log };
+                let attempt = Attempt {
+                    settings: &settings,
+                    plan: &plan,
+                    log: &log,
+                };
                 let offered = attempt.offer().await;
-                let sealed = offered.map_err(|text| refuse(format!("cannot start a daemon on {}: {text}", plan.name)));
+                let sealed = offered.map_err(|text| {
+                    refuse(format!("cannot start a daemon on {}: {text}", plan.name))
+                });
                 match sealed {
                     Ok((order, listener, sealed)) => {
                         let _ = tell.send((start, Ok(order)));
                         // The machine gives the attempt up before that, or has no use for it any more.
-                        let within = if plan.by_hand() { OFFER_BY_HAND_WITHIN } else { OFFER_WITHIN };
+                        let within = if plan.by_hand() {
+                            OFFER_BY_HAND_WITHIN
+                        } else {
+                            OFFER_WITHIN
+                        };
                         let _ = timeout(within, join::give(listener, sealed)).await;
                     }
                     Err(refused) => drop(tell.send((start, Err(refused)))),
@@ -147,7 +182,9 @@ impl Starter {
             {
                 orders.push(order);
             }
-            let _ = inputs.send(Input::Event(Event::HostsPrepared { orders })).await;
+            let _ = inputs
+                .send(Input::Event(Event::HostsPrepared { orders }))
+                .await;
         });
     }
 
@@ -157,10 +194,17 @@ impl Starter {
         let line = line.trim_end();
         let result = parse_reply(line).unwrap_or_else(|| {
             let error = PvmError::from_name(line).unwrap_or(PvmError::CantStart);
-            Err(Refusal { error, text: format!("the hoster says {line:?}") })
+            Err(Refusal {
+                error,
+                text: format!("the hoster says {line:?}"),
+            })
         });
         let result = result
-            .map(|ready| StartedHost { arch: ready.arch, dsig: ready.dsig, addresses: ready.addresses })
+            .map(|ready| StartedHost {
+                arch: ready.arch,
+                dsig: ready.dsig,
+                addresses: ready.addresses,
+            })
             .map_err(|refusal| (refusal.error, refusal.text));
         Event::HostStarted { start, result }
     }
@@ -182,11 +226,17 @@ struct Attempt<'a> {
 
 impl Attempt<'_> {
     fn explain(&self, refusal: &Refusal) -> String {
-        format!("cannot start a daemon on {}: {}", self.plan.name, refusal.text)
+        format!(
+            "cannot start a daemon on {}: {}",
+            self.plan.name, refusal.text
+        )
     }
 
     async fn run(&self) -> Result<Ready, Refusal> {
-        let cant = |text: String| Refusal { error: PvmError::CantStart, text };
+        let cant = |text: String| Refusal {
+            error: PvmError::CantStart,
+            text,
+        };
         let words = self.words().await.map_err(cant)?;
         let line = self.bootstrap().map_err(cant)?.line();
         let mut command = Command::new(&words[0]);
@@ -199,7 +249,10 @@ impl Attempt<'_> {
             .kill_on_drop(true)
             .spawn()
             .map_err(|e| {
-                cant(format!("the remote shell {} cannot be run: {e}; set PVM_RSH to one that can", words[0]))
+                cant(format!(
+                    "the remote shell {} cannot be run: {e}; set PVM_RSH to one that can",
+                    words[0]
+                ))
             })?;
         match timeout(START_WITHIN, self.talk(&mut child, &line)).await {
             Ok(Ok(ready)) => {
@@ -208,13 +261,19 @@ impl Attempt<'_> {
                 Ok(ready)
             }
             Ok(Err(refusal)) => Err(refusal),
-            Err(_) => Err(cant(format!("giving up after {} s without an answer", START_WITHIN.as_secs()))),
+            Err(_) => Err(cant(format!(
+                "giving up after {} s without an answer",
+                START_WITHIN.as_secs()
+            ))),
         }
     }
 
     /// Has somebody at the master's terminal start the daemon.
     async fn by_hand(&self, terminal: &Mutex<()>) -> Result<Ready, Refusal> {
-        let cant = |text: String| Refusal { error: PvmError::CantStart, text };
+        let cant = |text: String| Refusal {
+            error: PvmError::CantStart,
+            text,
+        };
         manual::can_ask()?;
         let _turn = terminal.lock().await;
         let (order, listener, sealed) = self.offer().await.map_err(cant)?;
@@ -228,24 +287,51 @@ impl Attempt<'_> {
     async fn offer(&self) -> Result<(StartOrder, TcpListener, Vec<u8>), String> {
         let secret = Secret::new();
         let sealed = secret.seal(&self.bootstrap()?.line());
-        let listener = join::listen().await.map_err(|e| format!("cannot open a TCP port for it: {e}"))?;
-        let port = listener.local_addr().map_err(|e| format!("cannot open a TCP port for it: {e}"))?.port();
-        let option = format!(" --join {}", join::addresses(&self.settings.addresses, port));
+        let listener = join::listen()
+            .await
+            .map_err(|e| format!("cannot open a TCP port for it: {e}"))?;
+        let port = listener
+            .local_addr()
+            .map_err(|e| format!("cannot open a TCP port for it: {e}"))?
+            .port();
+        let option = format!(
+            " --join {}",
+            join::addresses(&self.settings.addresses, port)
+        );
         let contact = &self.plan.contact;
-        let login = self.plan.login.as_ref().map_or_else(|| contact.clone(), |user| format!("{user}@{contact}"));
-        Ok((StartOrder { login, command: self.command(&option), secret: secret.text() }, listener, sealed))
+        let login = self
+            .plan
+            .login
+            .as_ref()
+            .map_or_else(|| contact.clone(), |user| format!("{user}@{contact}"));
+        Ok((
+            StartOrder {
+                login,
+                command: self.command(&option),
+                secret: secret.text(),
+            },
+            listener,
+            sealed,
+        ))
     }
 
     /// The whole command line.
     async fn words(&self) -> Result<Vec<String>, String> {
         if self.plan.contact.starts_with('-') || self.plan.contact.is_empty() {
-            return Err(format!("{:?} cannot be the name of a host", self.plan.contact));
+            return Err(format!(
+                "{:?} cannot be the name of a host",
+                self.plan.contact
+            ));
         }
         let mut words = match &self.settings.remote_shell {
-            Some(shell) => {
-                shell_words::split(shell).map_err(|e| format!("PVM_RSH={shell:?} cannot be split into words: {e}"))?
+            Some(shell) => shell_words::split(shell)
+                .map_err(|e| format!("PVM_RSH={shell:?} cannot be split into words: {e}"))?,
+            None => {
+                self.settings
+                    .ssh
+                    .words(&self.plan.contact, self.plan.login.as_deref(), self.log)
+                    .await
             }
-            None => self.settings.ssh.words(&self.plan.contact, self.plan.login.as_deref(), self.log).await,
         };
         if words.is_empty() {
             return Err("PVM_RSH is empty: unset it or set it to a remote shell".into());
@@ -263,7 +349,12 @@ impl Attempt<'_> {
     fn command(&self, more: &str) -> String {
         let by_hand = self.plan.by_hand();
         let slave = if by_hand { "-S" } else { "-s" };
-        if let Some(command) = self.plan.command.as_ref().or(self.settings.command.as_ref()) {
+        if let Some(command) = self
+            .plan
+            .command
+            .as_ref()
+            .or(self.settings.command.as_ref())
+        {
             return format!("{command} {slave}{more}");
         }
         let program = self.settings.program.to_string_lossy();
@@ -271,12 +362,18 @@ impl Attempt<'_> {
         if by_hand {
             return format!("{program} {slave}{more}");
         }
-        let script = format!("if [ -x {program} ]; then exec {program} -s{more}; else exec pvmd -s{more}; fi");
+        let script = format!(
+            "if [ -x {program} ]; then exec {program} -s{more}; else exec pvmd -s{more}; fi"
+        );
         format!("sh -c {}", shell_words::quote(&script))
     }
 
     fn bootstrap(&self) -> Result<Bootstrap, String> {
-        let identity = self.settings.authority.admit(self.plan.id).map_err(|e| e.to_string())?;
+        let identity = self
+            .settings
+            .authority
+            .admit(self.plan.id)
+            .map_err(|e| e.to_string())?;
         Ok(Bootstrap {
             ddpro: Bootstrap::VERSION,
             vm: self.settings.vm.clone(),
@@ -286,7 +383,11 @@ impl Attempt<'_> {
             certificate: to_hex(&identity.certificate),
             key: to_hex(&identity.key),
             masters: self.settings.addresses.clone(),
-            library: self.settings.library.as_ref().map(|l| l.to_string_lossy().into_owned()),
+            library: self
+                .settings
+                .library
+                .as_ref()
+                .map(|l| l.to_string_lossy().into_owned()),
             search_path: self.plan.search_path.clone(),
             work_dir: self.plan.work_dir.clone(),
             speed: self.plan.speed,
@@ -313,7 +414,8 @@ impl Attempt<'_> {
                 if let Some(reply) = parse_reply(line.trim_end()) {
                     return Some(reply);
                 }
-                self.log.line(format!("stdout@{}: {}", self.plan.name, line.trim_end()));
+                self.log
+                    .line(format!("stdout@{}: {}", self.plan.name, line.trim_end()));
             }
             None
         };
@@ -356,19 +458,40 @@ impl Attempt<'_> {
     /// What went wrong, from what the remote shell said and its exit status.
     fn reason(&self, said: &VecDeque<String>, status: Option<i32>) -> Refusal {
         let last = said.back().map_or("it said nothing", String::as_str);
-        let unknown =
-            ["could not resolve hostname", "name or service not known", "unknown host", "no address associated"];
-        let any = |words: &[&str]| said.iter().any(|l| words.iter().any(|w| l.to_ascii_lowercase().contains(w)));
+        let unknown = [
+            "could not resolve hostname",
+            "name or service not known",
+            "unknown host",
+            "no address associated",
+        ];
+        let any = |words: &[&str]| {
+            said.iter()
+                .any(|l| words.iter().any(|w| l.to_ascii_lowercase().contains(w)))
+        };
         let (error, meaning) = if any(&unknown) {
-            (PvmError::NoHost, "the host is unknown: check its name, or give its address with ip=")
+            (
+                PvmError::NoHost,
+                "the host is unknown: check its name, or give its address with ip=",
+            )
         } else if status == Some(127) || any(&["not found", "no such file"]) {
-            (PvmError::CantStart, "pvmd was not found there: install it, or name it with dx= or PVM_DPATH")
+            (
+                PvmError::CantStart,
+                "pvmd was not found there: install it, or name it with dx= or PVM_DPATH",
+            )
         } else if status == Some(255) {
-            (PvmError::CantStart, "the remote shell did not get there: try it by hand, or set PVM_RSH")
+            (
+                PvmError::CantStart,
+                "the remote shell did not get there: try it by hand, or set PVM_RSH",
+            )
         } else {
             (PvmError::CantStart, "the daemon there did not come up")
         };
         let status = status.map_or("a signal".to_string(), |code| format!("status {code}"));
-        Refusal { error, text: format!("{meaning} (the remote shell ended with {status}; its last words: {last})") }
+        Refusal {
+            error,
+            text: format!(
+                "{meaning} (the remote shell ended with {status}; its last words: {last})"
+            ),
+        }
     }
 }

@@ -36,7 +36,12 @@ fn io(error: &StateError) -> Failure {
 impl States {
     /// Nothing is under way.
     pub(crate) fn new(place: Place, inputs: Inputs) -> States {
-        States { place, inputs, staged: All::default(), room: Arc::default() }
+        States {
+            place,
+            inputs,
+            staged: All::default(),
+            room: Arc::default(),
+        }
     }
 
     fn work(&self, work: impl FnOnce() -> Event + Send + 'static) {
@@ -53,7 +58,9 @@ impl States {
         let _ = DirBuilder::new().mode(0o700).create(&images);
         self.work(move || {
             let collected = state::collect(&files, &dir, &images, &room);
-            let result = collected.map(|(files, bytes)| DumpReport { bytes, files }).map_err(|e| io(&e));
+            let result = collected
+                .map(|(files, bytes)| DumpReport { bytes, files })
+                .map_err(|e| io(&e));
             Event::StateCollected { migration, result }
         });
     }
@@ -63,11 +70,15 @@ impl States {
         let (images, staged) = (self.place.images(migration), self.staged.clone());
         lock(&staged).insert(migration, None);
         self.work(move || {
-            let result = state::stage(&files, &dir, &images).map_err(|e| io(&e)).map(|all| {
-                // If it was given up meanwhile, what was staged goes with it.
-                let mut staged = lock(&staged);
-                staged.entry(migration).and_modify(|place| *place = Some(all));
-            });
+            let result = state::stage(&files, &dir, &images)
+                .map_err(|e| io(&e))
+                .map(|all| {
+                    // If it was given up meanwhile, what was staged goes with it.
+                    let mut staged = lock(&staged);
+                    staged
+                        .entry(migration)
+                        .and_modify(|place| *place = Some(all));
+                });
             Event::StateStaged { migration, result }
         });
     }
@@ -77,7 +88,9 @@ impl States {
         let all = lock(&self.staged).remove(&migration).flatten();
         self.work(move || {
             let gone = || Failure::CalledOff("it was given up".into());
-            let result = all.ok_or_else(gone).and_then(|all| all.name().map_err(|e| io(&e)));
+            let result = all
+                .ok_or_else(gone)
+                .and_then(|all| all.name().map_err(|e| io(&e)));
             Event::StateNamed { migration, result }
         });
     }

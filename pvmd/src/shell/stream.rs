@@ -22,7 +22,12 @@ impl Stream {
     /// Of these two halves; for use by threads of the runtime that calls.
     pub(super) fn new(out: SendStream, back: RecvStream) -> Stream {
         let (out, back) = (Mutex::new(out), Mutex::new(back));
-        Stream { out, back, cut: watch::Sender::new(false), runtime: Handle::current() }
+        Stream {
+            out,
+            back,
+            cut: watch::Sender::new(false),
+            runtime: Handle::current(),
+        }
     }
 
     /// As [`io::Read::read`].

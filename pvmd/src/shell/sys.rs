@@ -57,7 +57,11 @@ pub(crate) fn pass_descriptor(command: &mut Command, fd: RawFd) {
     let hand_over = move || {
         // SAFETY: fcntl is async-signal-safe and only touches a flag in the child's own descriptor table.
         let done = unsafe { libc::fcntl(fd, libc::F_SETFD, 0) };
-        if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+        if done < 0 {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(())
+        }
     };
     // SAFETY: the closure allocates nothing and calls async-signal-safe functions only.
     unsafe { command.pre_exec(hand_over) };
@@ -72,7 +76,10 @@ pub(crate) struct FilesLimit(libc::rlimit);
 pub(crate) fn raise_files_limit() -> nix::Result<FilesLimit> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
-    Ok(FilesLimit(libc::rlimit { rlim_cur: soft, rlim_max: hard }))
+    Ok(FilesLimit(libc::rlimit {
+        rlim_cur: soft,
+        rlim_max: hard,
+    }))
 }
 
 impl FilesLimit {
@@ -82,7 +89,11 @@ impl FilesLimit {
         let give = move || {
             // SAFETY: setrlimit is async-signal-safe and reads from a value that the closure owns.
             let done = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
-            if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+            if done < 0 {
+                Err(io::Error::last_os_error())
+            } else {
+                Ok(())
+            }
         };
         // SAFETY: the closure allocates nothing and calls async-signal-safe functions only.
         unsafe { command.pre_exec(give) };
@@ -100,13 +111,26 @@ pub(crate) fn peer_process(connection: BorrowedFd<'_>, pid: i32) -> io::Result<O
     let socket = connection.as_raw_fd();
     let place = (&raw mut fd).cast();
     // SAFETY: the kernel writes at most `size` bytes to `place`, which lives through the call.
-    if unsafe { libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERPIDFD, place, &raw mut size) } == 0 {
+    if unsafe {
+        libc::getsockopt(
+            socket,
+            libc::SOL_SOCKET,
+            libc::SO_PEERPIDFD,
+            place,
+            &raw mut size,
+        )
+    } == 0
+    {
         // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
         return Ok(unsafe { OwnedFd::from_raw_fd(fd) });
     }
     let error = io::Error::last_os_error();
     // Kernels before 6.5 do not know the question.
-    if error.raw_os_error() == Some(libc::ENOPROTOOPT) { process_behind(connection, pid) } else { Err(error) }
+    if error.raw_os_error() == Some(libc::ENOPROTOOPT) {
+        process_behind(connection, pid)
+    } else {
+        Err(error)
+    }
 }
 
 /// The same by the number alone: the number is still that process's as long as the connection stands.
@@ -121,7 +145,11 @@ fn process_behind(connection: BorrowedFd<'_>, pid: i32) -> io::Result<OwnedFd> {
     let process = unsafe { OwnedFd::from_raw_fd(fd) };
     let mut ends = [PollFd::new(connection, PollFlags::empty())];
     poll(&mut ends, PollTimeout::ZERO)?;
-    if ends[0].any().unwrap_or(true) { Err(io::ErrorKind::ConnectionReset.into()) } else { Ok(process) }
+    if ends[0].any().unwrap_or(true) {
+        Err(io::ErrorKind::ConnectionReset.into())
+    } else {
+        Ok(process)
+    }
 }
 
 /// Sends a signal to the process of a descriptor.
@@ -131,8 +159,20 @@ fn process_behind(connection: BorrowedFd<'_>, pid: i32) -> io::Result<OwnedFd> {
 pub(crate) fn signal_process(process: BorrowedFd<'_>, signal: i32) -> io::Result<()> {
     let none = std::ptr::null::<libc::siginfo_t>();
     // SAFETY: the call takes numbers and a null pointer, which stands for an ordinary signal.
-    let done = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, process.as_raw_fd(), signal, none, 0) };
-    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    let done = unsafe {
+        libc::syscall(
+            libc::SYS_pidfd_send_signal,
+            process.as_raw_fd(),
+            signal,
+            none,
+            0,
+        )
+    };
+    if done < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
 }
 
 /// What was written to a local socket and not yet read at the other end, at least one for each byte; 0 also where nobody can tell.
@@ -140,7 +180,11 @@ pub(crate) fn unread(socket: &UnixStream) -> usize {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the kernel writes one int to the place, which lives through the call.
     let done = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
-    if done == 0 { usize::try_from(bytes).unwrap_or(0) } else { 0 }
+    if done == 0 {
+        usize::try_from(bytes).unwrap_or(0)
+    } else {
+        0
+    }
 }
 
 /// Has the runtime watch a socket for reading only, or for writing only.
@@ -210,14 +254,20 @@ mod tests {
         let path = dir.path().join("s");
         let listener = UnixListener::bind(&path).expect("a socket");
         let child = Command::new(std::env::current_exe().expect("a path"))
-            .args(["--exact", "shell::sys::tests::calls_and_waits", "--nocapture"])
+            .args([
+                "--exact",
+                "shell::sys::tests::calls_and_waits",
+                "--nocapture",
+            ])
             .env(CALL, &path)
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .spawn()
             .expect("a process");
         let (connection, _) = listener.accept().expect("it connects");
-        let pid = getsockopt(&connection, PeerCredentials).expect("its number").pid();
+        let pid = getsockopt(&connection, PeerCredentials)
+            .expect("its number")
+            .pid();
         (child, connection, pid)
     }
 
@@ -245,7 +295,10 @@ mod tests {
             let (mut child, connection, pid) = caller();
             let process = way(connection.as_fd(), pid).expect("it lives");
             signal_process(process.as_fd(), libc::SIGTERM).expect("it lives");
-            assert_eq!(child.wait().expect("our child").signal(), Some(libc::SIGTERM));
+            assert_eq!(
+                child.wait().expect("our child").signal(),
+                Some(libc::SIGTERM)
+            );
         }
     }
 
@@ -260,7 +313,8 @@ mod tests {
             assert_eq!(sent.raw_os_error(), Some(libc::ESRCH));
             // By now the number may be anybody's: here it is this test's, which does not end.
             let own = i32::try_from(std::process::id()).expect("process numbers are ints");
-            let found = way(connection.as_fd(), own).and_then(|process| signal_process(process.as_fd(), libc::SIGTERM));
+            let found = way(connection.as_fd(), own)
+                .and_then(|process| signal_process(process.as_fd(), libc::SIGTERM));
             found.expect_err("whoever has the number now did not make the connection");
         }
     }

@@ -47,8 +47,20 @@ struct Running {
 
 impl Tasker {
     /// No process yet; `program` is the tasker's path, `files_limit` what it and its tasks begin with.
-    pub(crate) fn new(program: PathBuf, files_limit: FilesLimit, inputs: Inputs, log: Log) -> Tasker {
-        Tasker { program, files_limit, inputs, log, running: None, starts: Vec::new() }
+    pub(crate) fn new(
+        program: PathBuf,
+        files_limit: FilesLimit,
+        inputs: Inputs,
+        log: Log,
+    ) -> Tasker {
+        Tasker {
+            program,
+            files_limit,
+            inputs,
+            log,
+            running: None,
+            starts: Vec::new(),
+        }
     }
 
     /// Starts the process unless it runs or died too often lately.
@@ -61,10 +73,15 @@ impl Tasker {
         }
         self.starts.retain(|at| at.elapsed() < STARTS_PERIOD);
         if self.starts.len() >= STARTS_MAX {
-            return Err(format!("{} ended {STARTS_MAX} times within a minute", self.program.display()));
+            return Err(format!(
+                "{} ended {STARTS_MAX} times within a minute",
+                self.program.display()
+            ));
         }
         self.starts.push(Instant::now());
-        let (socket, child) = self.spawn().map_err(|e| format!("cannot start {}: {e}", self.program.display()))?;
+        let (socket, child) = self
+            .spawn()
+            .map_err(|e| format!("cannot start {}: {e}", self.program.display()))?;
         let (outbox, queue) = outbox(0);
         tokio::spawn(write_frames(socket.clone(), queue));
         let (inputs, log) = (self.inputs.clone(), self.log.clone());
@@ -80,7 +97,10 @@ impl Tasker {
         let (ours, theirs) = UnixStream::pair()?;
         let mut command = std::process::Command::new(&self.program);
         command.arg(theirs.as_raw_fd().to_string());
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped());
         // A Ctrl-C at the master's terminal is for the master alone; it ends the tasks in order.
         command.process_group(0);
         pass_descriptor(&mut command, theirs.as_raw_fd());
@@ -103,7 +123,9 @@ impl Tasker {
         let failed = |why: String| match message {
             ToTasker::Start(task) => Some(FromTasker::StartFailed { tid: task.tid, why }),
             // With the tasker all is gone that it had built.
-            ToTasker::Discard { migration } => Some(FromTasker::Discarded { migration: *migration }),
+            ToTasker::Discard { migration } => Some(FromTasker::Discarded {
+                migration: *migration,
+            }),
             _ => None,
         };
         if self.running.is_none()
@@ -123,7 +145,9 @@ impl Tasker {
 
     /// Has the process end with all its tasks, and waits for it.
     pub(crate) async fn end(&mut self) {
-        let Some(Running { outbox, serving }) = self.running.take() else { return };
+        let Some(Running { outbox, serving }) = self.running.take() else {
+            return;
+        };
         outbox.put(Parcel::End);
         drop(outbox);
         let _ = timeout(END_WITHIN + Duration::from_secs(2), serving).await;
@@ -149,7 +173,11 @@ async fn serve(socket: Arc<LocalSocket>, mut child: Child, inputs: &Inputs, log:
         };
         match message {
             Ok(message) => {
-                if inputs.send(Input::Event(Event::Tasker(message))).await.is_err() {
+                if inputs
+                    .send(Input::Event(Event::Tasker(message)))
+                    .await
+                    .is_err()
+                {
                     break None;
                 }
             }
@@ -168,7 +196,9 @@ async fn serve(socket: Arc<LocalSocket>, mut child: Child, inputs: &Inputs, log:
         }
     };
     match said {
-        Some(why) => format!("the tasker said something that cannot be understood ({why}); {ended}"),
+        Some(why) => {
+            format!("the tasker said something that cannot be understood ({why}); {ended}")
+        }
         None => format!("the tasker is gone: {ended}"),
     }
 }

@@ -47,7 +47,10 @@ enum Mark {
 }
 
 /// Sends a record that stands between pieces.
-pub(super) fn send_mark<W: Write>(out: &mut Outgoing<W>, mark: &impl Serialize) -> Result<(), Failure> {
+pub(super) fn send_mark<W: Write>(
+    out: &mut Outgoing<W>,
+    mark: &impl Serialize,
+) -> Result<(), Failure> {
     let bytes = to_bytes(mark).map_err(|e| Failure::Images(e.to_string()))?;
     let sent = out.send(1 + bytes.len(), |room| {
         room[0] = MARK;

@@ -24,7 +24,10 @@ pub(crate) struct Vigil {
 impl Vigil {
     /// None is kept.
     pub(crate) fn new() -> Vigil {
-        Vigil { spin: Spin::new(Reach::Daemons), open: None }
+        Vigil {
+            spin: Spin::new(Reach::Daemons),
+            open: None,
+        }
     }
 
     /// This has been sent to another host.
@@ -50,7 +53,9 @@ impl Vigil {
 
     /// True as long as an answer is to be waited for awake.
     pub(crate) fn lasts(&mut self, now: Instant) -> bool {
-        let Some((since, Some(budget))) = self.open else { return false };
+        let Some((since, Some(budget))) = self.open else {
+            return false;
+        };
         if now.duration_since(since) <= budget {
             return true;
         }
@@ -62,8 +67,11 @@ impl Vigil {
 
 /// True for what a task says in a few words; not for what the links of tasks have to say to each other.
 fn is_small_data(carried: &Carried) -> bool {
-    let Carried::Link(body) = carried else { return false };
-    body.len() <= QUESTION_BYTES_MAX && matches!(LinkFrame::kind_of(body), Some(LinkKind::Data { .. }))
+    let Carried::Link(body) = carried else {
+        return false;
+    };
+    body.len() <= QUESTION_BYTES_MAX
+        && matches!(LinkFrame::kind_of(body), Some(LinkKind::Data { .. }))
 }
 
 #[cfg(test)]
@@ -77,7 +85,16 @@ mod tests {
 
     fn frame(kind: LinkKind, bytes: usize) -> Carried {
         let (src, dst) = (Tid::from_raw(0x40001), Tid::from_raw(0x80001));
-        let head = LinkFrame { src, dst, kind, seq: 1, ack: 1, line: 0, payload: Bytes::new() }.encode_head();
+        let head = LinkFrame {
+            src,
+            dst,
+            kind,
+            seq: 1,
+            ack: 1,
+            line: 0,
+            payload: Bytes::new(),
+        }
+        .encode_head();
         Carried::Link([&head[..], &vec![0; bytes]].concat().into())
     }
 
@@ -87,7 +104,13 @@ mod tests {
 
     /// A vigil on a machine with more than one processor, wherever this test runs; and a time.
     fn vigil() -> (Vigil, Instant) {
-        (Vigil { spin: Spin::with_company(Reach::Daemons), open: None }, Instant::now())
+        (
+            Vigil {
+                spin: Spin::with_company(Reach::Daemons),
+                open: None,
+            },
+            Instant::now(),
+        )
     }
 
     #[test]
@@ -105,7 +128,10 @@ mod tests {
     #[test]
     fn what_links_say_to_each_other_and_parts_of_transfers_keep_nobody_awake() {
         let (mut vigil, now) = vigil();
-        for other in [frame(LinkKind::Ack { resync: false }, 0), frame(LinkKind::Data { last: false }, 64 << 10)] {
+        for other in [
+            frame(LinkKind::Ack { resync: false }, 0),
+            frame(LinkKind::Data { last: false }, 64 << 10),
+        ] {
             vigil.sent(&other, now);
             assert!(!vigil.lasts(now));
             vigil.sent(&question(), now);
@@ -122,7 +148,11 @@ mod tests {
         for round in 0..100_000 {
             let now = begin + Duration::from_millis(round);
             vigil.sent(&question(), now);
-            awake += (0..50).map(|look| now + look * LOOK).take_while(|now| vigil.lasts(*now)).count() as u32 * LOOK;
+            awake += (0..50)
+                .map(|look| now + look * LOOK)
+                .take_while(|now| vigil.lasts(*now))
+                .count() as u32
+                * LOOK;
         }
         assert!(awake < Duration::from_millis(300), "{awake:?} of 100 s");
     }

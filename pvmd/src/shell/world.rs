@@ -51,7 +51,9 @@ const SESSION_VARIABLES: [&str; 21] = [
 
 /// The time of day.
 pub(crate) fn unix_time() -> Micros {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
     Micros(u64::try_from(now.as_micros()).unwrap_or(u64::MAX))
 }
 
@@ -81,22 +83,50 @@ impl DaemonWorld {
     pub(crate) fn new(settings: WorldSettings, place: &Place, uid: u32) -> DaemonWorld {
         let own: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
         let programs = programs_folder();
-        let library =
-            library_folder(programs.as_deref(), own.get(OsStr::new("SEMPA_LIB")), settings.library.as_deref());
+        let library = library_folder(
+            programs.as_deref(),
+            own.get(OsStr::new("SEMPA_LIB")),
+            settings.library.as_deref(),
+        );
         let mut env = task_environment(own, library.as_deref(), place, uid);
         if let Some(debugger) = &settings.debugger {
-            let expanded = expand(debugger, |name| env.get(OsStr::new(name)).map(|v| v.to_string_lossy().into_owned()));
-            env.entry("PVM_DEBUGGER".into()).or_insert_with(|| expanded.into());
+            let expanded = expand(debugger, |name| {
+                env.get(OsStr::new(name))
+                    .map(|v| v.to_string_lossy().into_owned())
+            });
+            env.entry("PVM_DEBUGGER".into())
+                .or_insert_with(|| expanded.into());
         }
-        let var = |name: &str| env.get(OsStr::new(name)).map(|v| v.to_string_lossy().into_owned());
-        let search = settings.search_path.or_else(|| var("PVM_PATH")).unwrap_or_else(|| SEARCH_PATH.into());
-        let mut search: Vec<PathBuf> =
-            expand(&search, var).split(':').filter(|dir| !dir.is_empty()).map(PathBuf::from).collect();
+        let var = |name: &str| {
+            env.get(OsStr::new(name))
+                .map(|v| v.to_string_lossy().into_owned())
+        };
+        let search = settings
+            .search_path
+            .or_else(|| var("PVM_PATH"))
+            .unwrap_or_else(|| SEARCH_PATH.into());
+        let mut search: Vec<PathBuf> = expand(&search, var)
+            .split(':')
+            .filter(|dir| !dir.is_empty())
+            .map(PathBuf::from)
+            .collect();
         search.extend(programs);
-        let home = || var("HOME").filter(|h| !h.is_empty()).unwrap_or_else(|| "/".into());
-        let work_dir = settings.work_dir.or_else(|| var("PVM_WD")).map_or_else(home, |dir| expand(&dir, var));
+        let home = || {
+            var("HOME")
+                .filter(|h| !h.is_empty())
+                .unwrap_or_else(|| "/".into())
+        };
+        let work_dir = settings
+            .work_dir
+            .or_else(|| var("PVM_WD"))
+            .map_or_else(home, |dir| expand(&dir, var));
         let random = rustls::crypto::ring::default_provider().secure_random;
-        DaemonWorld { search, work_dir: PathBuf::from(work_dir), env, random }
+        DaemonWorld {
+            search,
+            work_dir: PathBuf::from(work_dir),
+            env,
+            random,
+        }
     }
 }
 
@@ -106,13 +136,26 @@ pub(crate) fn programs_folder() -> Option<PathBuf> {
 }
 
 /// Where our library is: `SEMPA_LIB`, `lib` beside the programs' folder, that folder itself, or where the master has it.
-pub(crate) fn library_folder(programs: Option<&Path>, set: Option<&OsString>, master: Option<&str>) -> Option<PathBuf> {
+pub(crate) fn library_folder(
+    programs: Option<&Path>,
+    set: Option<&OsString>,
+    master: Option<&str>,
+) -> Option<PathBuf> {
     if let Some(set) = set.filter(|s| !s.is_empty()) {
         return Some(PathBuf::from(set));
     }
-    let beside = programs.and_then(Path::parent).map(|prefix| prefix.join("lib"));
-    let candidates = [beside, programs.map(Path::to_path_buf), master.map(PathBuf::from)];
-    candidates.into_iter().flatten().find(|dir| dir.join(LIBRARY).exists())
+    let beside = programs
+        .and_then(Path::parent)
+        .map(|prefix| prefix.join("lib"));
+    let candidates = [
+        beside,
+        programs.map(Path::to_path_buf),
+        master.map(PathBuf::from),
+    ];
+    candidates
+        .into_iter()
+        .flatten()
+        .find(|dir| dir.join(LIBRARY).exists())
 }
 
 fn task_environment(
@@ -133,9 +176,12 @@ fn task_environment(
     if uid == 0 {
         set("PVM_ALLOW_ROOT", "1".into());
     }
-    env.entry("PVM_ROOT".into()).or_insert_with(|| PVM_ROOT.into());
+    env.entry("PVM_ROOT".into())
+        .or_insert_with(|| PVM_ROOT.into());
     if let Some(library) = library {
-        let before = env.get(OsStr::new("LD_LIBRARY_PATH")).filter(|v| !v.is_empty());
+        let before = env
+            .get(OsStr::new("LD_LIBRARY_PATH"))
+            .filter(|v| !v.is_empty());
         let mut path = library.as_os_str().to_os_string();
         if let Some(before) = before {
             path.push(":");
@@ -187,13 +233,20 @@ impl World for DaemonWorld {
         let found = if name.contains('/') {
             Some(self.work_dir(dir).join(name)).filter(|path| is_program(path))
         } else {
-            self.search.iter().map(|folder| self.work_dir.join(folder).join(name)).find(|path| is_program(path))
+            self.search
+                .iter()
+                .map(|folder| self.work_dir.join(folder).join(name))
+                .find(|path| is_program(path))
         };
         found.ok_or(PvmError::NoFile)
     }
 
     fn work_dir(&self, dir: Option<&str>) -> PathBuf {
-        let own = if can_enter(&self.work_dir) { &self.work_dir } else { Path::new("/") };
+        let own = if can_enter(&self.work_dir) {
+            &self.work_dir
+        } else {
+            Path::new("/")
+        };
         match dir.filter(|d| !d.is_empty()).map(|d| own.join(d)) {
             Some(dir) if can_enter(&dir) => dir,
             _ => own.to_path_buf(),
@@ -217,7 +270,9 @@ impl World for DaemonWorld {
     fn secret(&mut self) -> i32 {
         let mut bytes = [0; 4];
         // Without random numbers TLS would have failed long before.
-        self.random.fill(&mut bytes).expect("the kernel gives random numbers");
+        self.random
+            .fill(&mut bytes)
+            .expect("the kernel gives random numbers");
         (i32::from_le_bytes(bytes) & i32::MAX).max(1)
     }
 }
@@ -228,7 +283,10 @@ mod tests {
 
     fn world() -> DaemonWorld {
         let place = Place::of(7, |_| None).expect("a good name");
-        let settings = WorldSettings { search_path: Some("/nowhere:/bin".into()), ..WorldSettings::default() };
+        let settings = WorldSettings {
+            search_path: Some("/nowhere:/bin".into()),
+            ..WorldSettings::default()
+        };
         DaemonWorld::new(settings, &place, 7)
     }
 
@@ -242,26 +300,54 @@ mod tests {
     fn programs_are_found_along_the_path_or_as_named() {
         let world = world();
         assert_eq!(world.find_program("sh", None), Ok(PathBuf::from("/bin/sh")));
-        assert_eq!(world.find_program("./sh", Some("/bin")), Ok(PathBuf::from("/bin/./sh")));
-        assert_eq!(world.find_program("/bin/sh", None), Ok(PathBuf::from("/bin/sh")));
+        assert_eq!(
+            world.find_program("./sh", Some("/bin")),
+            Ok(PathBuf::from("/bin/./sh"))
+        );
+        assert_eq!(
+            world.find_program("/bin/sh", None),
+            Ok(PathBuf::from("/bin/sh"))
+        );
         for bad in ["no-such-program", "/etc/passwd", "/bin", "", "sh\0"] {
-            assert_eq!(world.find_program(bad, None), Err(PvmError::NoFile), "{bad}");
+            assert_eq!(
+                world.find_program(bad, None),
+                Err(PvmError::NoFile),
+                "{bad}"
+            );
         }
     }
 
     #[test]
     fn tasks_get_the_daemons_environment_without_its_session() {
-        let own = [("SSH_TTY", "x"), ("EDITOR", "vi"), ("LD_LIBRARY_PATH", "/b"), ("PVMEPID", "3")];
-        let own = own.map(|(n, v)| (OsString::from(n), OsString::from(v))).into_iter().collect();
+        let own = [
+            ("SSH_TTY", "x"),
+            ("EDITOR", "vi"),
+            ("LD_LIBRARY_PATH", "/b"),
+            ("PVMEPID", "3"),
+        ];
+        let own = own
+            .map(|(n, v)| (OsString::from(n), OsString::from(v)))
+            .into_iter()
+            .collect();
         let place = Place::of(7, |_| None).expect("a good name");
         let env = task_environment(own, Some(Path::new("/a")), &place, 7);
-        let get = |name: &str| env.get(OsStr::new(name)).map(|v| v.to_string_lossy().into_owned());
-        assert_eq!((get("SSH_TTY"), get("PVMEPID"), get("EDITOR")), (None, None, Some("vi".into())));
+        let get = |name: &str| {
+            env.get(OsStr::new(name))
+                .map(|v| v.to_string_lossy().into_owned())
+        };
+        assert_eq!(
+            (get("SSH_TTY"), get("PVMEPID"), get("EDITOR")),
+            (None, None, Some("vi".into()))
+        );
         assert_eq!(get("LD_LIBRARY_PATH"), Some("/a:/b".into()));
         assert_eq!(get("PVMSOCK"), Some("/tmp/sempa-7/pvm/pvmd.sock".into()));
-        assert_eq!((get("PVM_ARCH"), get("PVM_ALLOW_ROOT")), (Some("LINUX64".into()), None));
+        assert_eq!(
+            (get("PVM_ARCH"), get("PVM_ALLOW_ROOT")),
+            (Some("LINUX64".into()), None)
+        );
         let named = |vm: &str| {
-            let place = Place::of(7, |name| (name == "PVM_VMID").then(|| vm.to_string())).expect("a good name");
+            let place = Place::of(7, |name| (name == "PVM_VMID").then(|| vm.to_string()))
+                .expect("a good name");
             task_environment(BTreeMap::new(), None, &place, 7).remove(OsStr::new("PVM_VMID"))
         };
         assert_eq!((named("pvm"), named("b")), (None, Some("b".into())));

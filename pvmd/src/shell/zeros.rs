@@ -39,10 +39,14 @@ impl Part<'_> {
 /// Packs what lies in `room` behind the first [`HEAD_BYTES`], where it lies; how many bytes it has become, with these.
 pub(super) fn pack(room: &mut [u8]) -> usize {
     let end = room.len();
-    assert!(end <= HEAD_BYTES + PLAIN_BYTES_MAX, "whoever packs cuts what is packed");
+    assert!(
+        end <= HEAD_BYTES + PLAIN_BYTES_MAX,
+        "whoever packs cuts what is packed"
+    );
     let (mut from, mut packed) = (HEAD_BYTES, 0);
     while from < end {
-        let (zeros, after) = next_run(&room[from..]).map_or((end, end), |(begin, after)| (from + begin, from + after));
+        let (zeros, after) = next_run(&room[from..])
+            .map_or((end, end), |(begin, after)| (from + begin, from + after));
         if zeros > from {
             // What was packed before has become shorter than it was: there is room for the head.
             put_head(room, packed, zeros - from, 0);
@@ -71,7 +75,11 @@ fn next_run(bytes: &[u8]) -> Option<(usize, usize)> {
         if at < looked_at || !is_zero(&block[..GLANCE_BYTES]) || !is_zero(block) {
             continue;
         }
-        let before = bytes[looked_at..at].iter().rev().take_while(|byte| **byte == 0).count();
+        let before = bytes[looked_at..at]
+            .iter()
+            .rev()
+            .take_while(|byte| **byte == 0)
+            .count();
         let after = at + leading_zeros(&bytes[at..]);
         if after - (at - before) >= RUN_BYTES_MIN {
             return Some((at - before, after));
@@ -86,8 +94,16 @@ fn is_zero(bytes: &[u8]) -> bool {
 }
 
 fn leading_zeros(bytes: &[u8]) -> usize {
-    let blocks = bytes.chunks_exact(BLOCK_BYTES).take_while(|block| is_zero(block)).count() * BLOCK_BYTES;
-    blocks + bytes[blocks..].iter().take_while(|byte| **byte == 0).count()
+    let blocks = bytes
+        .chunks_exact(BLOCK_BYTES)
+        .take_while(|block| is_zero(block))
+        .count()
+        * BLOCK_BYTES;
+    blocks
+        + bytes[blocks..]
+            .iter()
+            .take_while(|byte| **byte == 0)
+            .count()
 }
 
 /// The parts of what was packed; what was not packed so ends with an error.
@@ -144,15 +160,27 @@ mod tests {
 
     /// The lengths of all runs of zeros, counted byte by byte.
     fn runs(plain: &[u8]) -> Vec<usize> {
-        plain.split(|byte| *byte != 0).map(<[u8]>::len).filter(|run| *run >= RUN_BYTES_MIN).collect()
+        plain
+            .split(|byte| *byte != 0)
+            .map(<[u8]>::len)
+            .filter(|run| *run >= RUN_BYTES_MIN)
+            .collect()
     }
 
     /// Stretches of zeros and of something else, of lengths around those that matter.
     fn mixtures() -> impl Strategy<Value = Vec<u8>> {
-        let near = prop_oneof![0..4usize, 120..136usize, 250..262usize, 380..390usize, 4090..4100usize];
+        let near = prop_oneof![
+            0..4usize,
+            120..136usize,
+            250..262usize,
+            380..390usize,
+            4090..4100usize
+        ];
         let stretch = (any::<bool>(), near, 1..=255u8);
         proptest::collection::vec(stretch, 0..24).prop_map(|all| {
-            all.iter().flat_map(|(zeros, length, byte)| vec![if *zeros { 0 } else { *byte }; *length]).collect()
+            all.iter()
+                .flat_map(|(zeros, length, byte)| vec![if *zeros { 0 } else { *byte }; *length])
+                .collect()
         })
     }
 
@@ -179,8 +207,14 @@ mod tests {
     fn zeros_alone_become_one_head_and_nothing_becomes_nothing() {
         assert_eq!(packed(&[0; 1 << 18]).len(), HEAD_BYTES);
         assert_eq!(packed(&[]), b"");
-        assert_eq!(packed(&[0; RUN_BYTES_MIN - 1]).len(), HEAD_BYTES + RUN_BYTES_MIN - 1);
-        assert_eq!(parts(&packed(&[0; 1 << 18])).next(), Some(Ok(Part::Zeros(1 << 18))));
+        assert_eq!(
+            packed(&[0; RUN_BYTES_MIN - 1]).len(),
+            HEAD_BYTES + RUN_BYTES_MIN - 1
+        );
+        assert_eq!(
+            parts(&packed(&[0; 1 << 18])).next(),
+            Some(Ok(Part::Zeros(1 << 18)))
+        );
     }
 
     #[test]
@@ -188,7 +222,10 @@ mod tests {
         let zeros = |count: usize| (count as u32 | ZEROS).to_le_bytes();
         assert!(unpacked(&zeros(PLAIN_BYTES_MAX)).is_ok());
         assert_eq!(unpacked(&zeros(PLAIN_BYTES_MAX + 1)), Err(Malformed));
-        assert_eq!(unpacked(&[zeros(PLAIN_BYTES_MAX), zeros(1)].concat()), Err(Malformed));
+        assert_eq!(
+            unpacked(&[zeros(PLAIN_BYTES_MAX), zeros(1)].concat()),
+            Err(Malformed)
+        );
     }
 
     #[test]
@@ -196,7 +233,11 @@ mod tests {
         let packed = packed(&[&[7; 300][..], &[0; 300], &[7; 300]].concat());
         let ends = [0, HEAD_BYTES + 300, 2 * HEAD_BYTES + 300, packed.len()];
         for cut in 0..=packed.len() {
-            assert_eq!(unpacked(&packed[..cut]).is_ok(), ends.contains(&cut), "{cut}");
+            assert_eq!(
+                unpacked(&packed[..cut]).is_ok(),
+                ends.contains(&cut),
+                "{cut}"
+            );
         }
     }
 }

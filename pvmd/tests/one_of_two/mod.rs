@@ -42,7 +42,14 @@ pub(crate) struct Daemon {
 
 fn entry(id: HostId) -> HostEntry {
     let (name, arch) = (format!("h{}", id.index()), "LINUX64".to_string());
-    HostEntry { id, name, arch, speed: 1000, dsig: DSIG_X86_64, addresses: Vec::new() }
+    HostEntry {
+        id,
+        name,
+        arch,
+        speed: 1000,
+        dsig: DSIG_X86_64,
+        addresses: Vec::new(),
+    }
 }
 
 /// A task of the other host.
@@ -51,9 +58,23 @@ pub(crate) fn elsewhere() -> Tid {
 }
 
 /// A frame as it comes out of a socket: a part of what was read with others.
-pub(crate) fn frame(buffer: &mut BytesMut, ends: (Tid, Tid), kind: LinkKind, seq: u64, payload: &[u8]) -> Bytes {
+pub(crate) fn frame(
+    buffer: &mut BytesMut,
+    ends: (Tid, Tid),
+    kind: LinkKind,
+    seq: u64,
+    payload: &[u8],
+) -> Bytes {
     let (src, dst) = ends;
-    let head = LinkFrame { src, dst, kind, seq, ack: 1, line: 0, payload: Bytes::new() };
+    let head = LinkFrame {
+        src,
+        dst,
+        kind,
+        seq,
+        ack: 1,
+        line: 0,
+        payload: Bytes::new(),
+    };
     buffer.put_slice(&head.encode_head());
     buffer.put_slice(payload);
     buffer.split().freeze()
@@ -80,12 +101,26 @@ impl Daemon {
             spared: BTreeMap::new(),
             copies: Copies::default(),
         };
-        let mut daemon = Daemon { machine: Machine::new(config, Micros(1)), tids: Vec::new() };
+        let mut daemon = Daemon {
+            machine: Machine::new(config, Micros(1)),
+            tids: Vec::new(),
+        };
         let epoch = Epoch(1);
-        let table = HostTable { epoch, hosts: vec![entry(HostId::MASTER), entry(me)] };
-        let prepare = HostMsg::Prepare { table, locations: Vec::new(), rm: None, spared: 0 };
+        let table = HostTable {
+            epoch,
+            hosts: vec![entry(HostId::MASTER), entry(me)],
+        };
+        let prepare = HostMsg::Prepare {
+            table,
+            locations: Vec::new(),
+            rm: None,
+            spared: 0,
+        };
         for message in [prepare, HostMsg::Commit { epoch }] {
-            daemon.handle(Event::HostControl { host: HostId::MASTER, message });
+            daemon.handle(Event::HostControl {
+                host: HostId::MASTER,
+                message,
+            });
         }
         (0..tasks).for_each(|number| daemon.enrol(number));
         daemon
@@ -101,11 +136,25 @@ impl Daemon {
         let (conn, pid) = (Daemon::conn(number), 100 + number as i32);
         self.handle(Event::TaskConnected { conn, pid });
         let (magic, version, claim) = (TASK_MAGIC, WIRE_VERSION, Claim::New);
-        let hello = Hello { magic, version, claim, pid, program: "task".to_string(), at_end: AtEnd::default() };
-        self.handle(Event::TaskControl { conn, message: ToDaemon::Hello(hello) });
+        let hello = Hello {
+            magic,
+            version,
+            claim,
+            pid,
+            program: "task".to_string(),
+            at_end: AtEnd::default(),
+        };
+        self.handle(Event::TaskControl {
+            conn,
+            message: ToDaemon::Hello(hello),
+        });
         let mut tid = None;
         while let Some(output) = self.poll() {
-            if let Output::ToTask { message: ToTask::Welcome(welcome), .. } = output {
+            if let Output::ToTask {
+                message: ToTask::Welcome(welcome),
+                ..
+            } = output
+            {
                 tid = Some(welcome.tid);
             }
         }

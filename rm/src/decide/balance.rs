@@ -75,7 +75,12 @@ impl fmt::Display for ShiftWhy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let per = |n: u64| n as f64 / 1e3;
         let seconds = |span: Micros| span.0 as f64 / 1e6;
-        write!(f, "{:.2} of a processor instead of {:.2}", per(self.gets), per(self.has))?;
+        write!(
+            f,
+            "{:.2} of a processor instead of {:.2}",
+            per(self.gets),
+            per(self.has)
+        )?;
         let (gain, cost) = (seconds(self.gain), seconds(self.cost));
         if let Some(sooner) = self.sooner {
             let sooner = seconds(sooner);
@@ -84,7 +89,11 @@ impl fmt::Display for ShiftWhy {
                 " has its job end {sooner:.1} s sooner, saves its tasks {gain:.1} s and costs {cost:.1} s"
             );
         }
-        let of = if self.barrier { "its job, whose tasks wait for each other," } else { "tasks" };
+        let of = if self.barrier {
+            "its job, whose tasks wait for each other,"
+        } else {
+            "tasks"
+        };
         write!(f, " saves {of} {gain:.1} s and costs {cost:.1} s")
     }
 }
@@ -160,21 +169,28 @@ impl Place<'_> {
 
     /// Seconds that its tasks take all together.
     fn flow(&self, foreign: f64) -> f64 {
-        self.machine(foreign).flow(self.left.len(), self.left.iter().copied())
+        self.machine(foreign)
+            .flow(self.left.len(), self.left.iter().copied())
     }
 
     /// The same without one that has so much left.
     fn flow_without(&self, foreign: f64, gone: f64) -> f64 {
-        let Some(at) = self.left.iter().position(|left| *left == gone) else { return self.flow(foreign) };
+        let Some(at) = self.left.iter().position(|left| *left == gone) else {
+            return self.flow(foreign);
+        };
         let left = self.left[..at].iter().chain(&self.left[at + 1..]);
-        self.machine(foreign).flow(self.left.len() - 1, left.copied())
+        self.machine(foreign)
+            .flow(self.left.len() - 1, left.copied())
     }
 
     /// The same with one more.
     fn flow_with(&self, foreign: f64, more: f64) -> f64 {
-        let (before, after) = self.left.split_at(self.left.partition_point(|left| *left < more));
+        let (before, after) = self
+            .left
+            .split_at(self.left.partition_point(|left| *left < more));
         let left = before.iter().chain([&more]).chain(after);
-        self.machine(foreign).flow(self.left.len() + 1, left.copied())
+        self.machine(foreign)
+            .flow(self.left.len() + 1, left.copied())
     }
 
     /// Its tasks are others than before.
@@ -228,14 +244,23 @@ fn expected(snapshot: &Snapshot, task: &TaskView) -> Expected {
     let told = task.wants.as_ref().and_then(|wants| wants.work);
     // A little beyond what its program said it is still near its end; much beyond, that word is worth nothing.
     match told.filter(|work| task.done.0 < work.0.saturating_mul(5) / 4) {
-        Some(work) => Expected { left: seconds(Micros(work.0.saturating_sub(task.done.0))), told: true },
-        None => Expected { left: seconds(snapshot.estimates.left(&task.name, task.done)), told: false },
+        Some(work) => Expected {
+            left: seconds(Micros(work.0.saturating_sub(task.done.0))),
+            told: true,
+        },
+        None => Expected {
+            left: seconds(snapshot.estimates.left(&task.name, task.done)),
+            told: false,
+        },
     }
 }
 
 /// Moves of a task for the sake of the load that still count.
 fn recent_shifts(now: Micros, task: &TaskView) -> usize {
-    task.shifts.iter().filter(|at| now.since(**at) < SHIFTS_SPAN).count()
+    task.shifts
+        .iter()
+        .filter(|at| now.since(**at) < SHIFTS_SPAN)
+        .count()
 }
 
 /// Until when a task rests from its start and its moves.
@@ -252,14 +277,20 @@ fn rested(now: Micros, task: &TaskView, after_move: Micros, after_shift: Micros)
     let rest = Micros(after_shift.0 << recent_shifts(now, task).saturating_sub(1).min(SHIFTS_MAX));
     let after_moves = task.moves.iter().map(|at| *at + after_move);
     let after_shifts = task.shifts.iter().map(|at| *at + rest);
-    after_moves.chain(after_shifts).fold(task.since + REST, Micros::max)
+    after_moves
+        .chain(after_shifts)
+        .fold(task.since + REST, Micros::max)
 }
 
 /// Moves for the sake of the load that a task may still make; 0 for one that stays where it is.
 pub(super) fn shifts_left(now: Micros, task: &TaskView) -> usize {
     let together = task.wants.as_ref().map_or(Together::Any, |w| w.together);
     let stays = !task.computes() || task.named || together != Together::Any;
-    if stays { 0 } else { SHIFTS_MAX.saturating_sub(recent_shifts(now, task)) }
+    if stays {
+        0
+    } else {
+        SHIFTS_MAX.saturating_sub(recent_shifts(now, task))
+    }
 }
 
 /// True when the task may move for the sake of the load now.
@@ -274,14 +305,19 @@ fn may_shift_to_empty(now: Micros, task: &TaskView) -> bool {
 
 /// The same but for its rest.
 fn could_shift(now: Micros, task: &TaskView) -> bool {
-    task.moving.is_none() && task.held.as_ref().is_none_or(|held| held.at <= now) && shifts_left(now, task) > 0
+    task.moving.is_none()
+        && task.held.as_ref().is_none_or(|held| held.at <= now)
+        && shifts_left(now, task) > 0
 }
 
 /// True for a host whose load is known and whose owner has been away for some time.
 fn may_give_or_take(now: Micros, host: &HostView) -> bool {
     host.fresh_sample(now).is_some()
         && match host.owner {
-            Owner::Present { .. } | Owner::Closed { .. } | Owner::Drained { .. } | Owner::Unknown => false,
+            Owner::Present { .. }
+            | Owner::Closed { .. }
+            | Owner::Drained { .. }
+            | Owner::Unknown => false,
             // Load that is not ours is weighed as such; somebody who is idle may be back at any moment.
             Owner::Maybe { idle, .. } => !idle,
             Owner::Absent { left } => left.is_none_or(|left| now.since(left) >= OWNER_AWAY_MIN),
@@ -293,40 +329,82 @@ impl<'a> Plan<'a> {
     fn new(snapshot: &'a Snapshot, fixed: BTreeSet<Tid>) -> Plan<'a> {
         let index = snapshot.hosts.index(snapshot.now);
         let known = |id: HostId| {
-            let host = snapshot.host(id).filter(|h| may_give_or_take(snapshot.now, h))?;
+            let host = snapshot
+                .host(id)
+                .filter(|h| may_give_or_take(snapshot.now, h))?;
             Some((host, index.load(id)?))
         };
         let sources = index.slowest().filter_map(known).take(SOURCES_MAX);
         let targets = index.best().filter_map(known).take(TARGETS_MAX);
-        let hosts: BTreeMap<HostId, (&HostView, Load)> =
-            sources.chain(targets).map(|(host, load)| (host.id, (host, load))).collect();
-        let tasks = hosts.values().flat_map(|(host, _)| &host.tasks).filter(|task| task.computes());
-        let expected: BTreeMap<Tid, Expected> = tasks.map(|task| (task.tid, expected(snapshot, task))).collect();
+        let hosts: BTreeMap<HostId, (&HostView, Load)> = sources
+            .chain(targets)
+            .map(|(host, load)| (host.id, (host, load)))
+            .collect();
+        let tasks = hosts
+            .values()
+            .flat_map(|(host, _)| &host.tasks)
+            .filter(|task| task.computes());
+        let expected: BTreeMap<Tid, Expected> = tasks
+            .map(|task| (task.tid, expected(snapshot, task)))
+            .collect();
         let place = |(host, load): &(&'a HostView, Load)| {
             let now = f64::from(super::load::foreign(host, snapshot.now));
-            let seen = host.foreign_mean.map(|mean| (f64::from(mean.threads), f64::from(mean.spread)));
+            let seen = host
+                .foreign_mean
+                .map(|mean| (f64::from(mean.threads), f64::from(mean.spread)));
             let (mean, spread) = seen.unwrap_or((now, 0.0));
             let foreign = (now.min(mean - spread).max(0.0), now.max(mean + spread));
             let (left, flows) = (Vec::new(), (0.0, 0.0));
-            (host.id, Place { host, load: *load, foreign, foreign_mean: mean, left, flows, has: 0.0, gets: 0.0 })
+            (
+                host.id,
+                Place {
+                    host,
+                    load: *load,
+                    foreign,
+                    foreign_mean: mean,
+                    left,
+                    flows,
+                    has: 0.0,
+                    gets: 0.0,
+                },
+            )
         };
         let mut places: BTreeMap<HostId, Place<'_>> = hosts.values().map(place).collect();
         for (host, _) in hosts.values() {
             for task in host.tasks.iter().filter(|task| task.computes()) {
                 let at = task.moving.flatten().unwrap_or(host.id);
-                places.get_mut(&at).into_iter().for_each(|place| place.left.push(expected[&task.tid].left));
+                places
+                    .get_mut(&at)
+                    .into_iter()
+                    .for_each(|place| place.left.push(expected[&task.tid].left));
             }
         }
         for place in places.values_mut() {
             place.left.sort_unstable_by(f64::total_cmp);
             place.count_again();
         }
-        let (told, moved, shifts, peers) = (BTreeSet::new(), BTreeMap::new(), Vec::new(), RefCell::default());
-        Plan { snapshot, places, expected, told, fixed, moved, shifts, peers }
+        let (told, moved, shifts, peers) = (
+            BTreeSet::new(),
+            BTreeMap::new(),
+            Vec::new(),
+            RefCell::default(),
+        );
+        Plan {
+            snapshot,
+            places,
+            expected,
+            told,
+            fixed,
+            moved,
+            shifts,
+            peers,
+        }
     }
 
     pub(super) fn left(&self, task: Tid) -> f64 {
-        self.expected.get(&task).map_or(0.0, |expected| expected.left)
+        self.expected
+            .get(&task)
+            .map_or(0.0, |expected| expected.left)
     }
 
     /// What a move of this task saves, and what it costs, if it is worth it; before that, by how much. `left_behind`: the
@@ -351,16 +429,34 @@ impl<'a> Plan<'a> {
         let waits = |rate: f64, near: f64| 1e3 * mover.left / rate.max(1.0) * (1.0 / near - 1.0);
         let reckoned = now - left_behind() - to.flow_with(to.foreign.1, mover.left);
         let reckoned = reckoned + waits(has, near) - waits(gets, far);
-        let told = self.expected.get(&mover.task.tid).is_some_and(|expected| expected.told);
+        let told = self
+            .expected
+            .get(&mover.task.tid)
+            .is_some_and(|expected| expected.told);
         let gain = worth(reckoned, self.snapshot.trust(told));
-        let cost = self.snapshot.cost(mover.task, from.host, to.host, slowness(has, gets));
+        let cost = self
+            .snapshot
+            .cost(mover.task, from.host, to.host, slowness(has, gets));
         if gain < self.snapshot.costs.margin() * seconds(cost) + seconds(GAIN_MIN) {
             return None;
         }
         let (gain, reckoned, left) = (micros(gain), micros(reckoned), micros(mover.left));
         let (has, gets) = (has as u64, gets as u64);
-        let why = ShiftWhy { has, gets, gain, cost, barrier: false, sooner: None, left, told, reckoned };
-        Some((seconds(gain) - self.snapshot.costs.margin() * seconds(cost), why))
+        let why = ShiftWhy {
+            has,
+            gets,
+            gain,
+            cost,
+            barrier: false,
+            sooner: None,
+            left,
+            told,
+            reckoned,
+        };
+        Some((
+            seconds(gain) - self.snapshot.costs.margin() * seconds(cost),
+            why,
+        ))
     }
 
     /// What a share of a processor is worth to a task where it is, and where it may go.
@@ -370,7 +466,9 @@ impl<'a> Plan<'a> {
         }
         let mut peers = self.peers.borrow_mut();
         let of_peers = || self.snapshot.zones_of_peers(from.host.id, mover.task);
-        let zones = peers.entry((from.host.id, mover.task.job)).or_insert_with(of_peers);
+        let zones = peers
+            .entry((from.host.id, mover.task.job))
+            .or_insert_with(of_peers);
         let worth = |zone| f64::from(self.snapshot.permille(zone, zones)) / 1e3;
         (worth(from.host.zone), worth(to.host.zone))
     }
@@ -382,48 +480,100 @@ impl<'a> Plan<'a> {
         let of_place = |place: &Place<'a>| {
             let from = place.host.id;
             let may_go = |t: &&TaskView| {
-                let may = if is_one_empty { may_shift_to_empty } else { may_shift };
+                let may = if is_one_empty {
+                    may_shift_to_empty
+                } else {
+                    may_shift
+                };
                 may(now, t) && !self.moved.contains_key(&t.tid) && !self.fixed.contains(&t.job)
             };
             let tasks = place.host.tasks.iter().filter(may_go).take(TASKS_MAX);
             tasks
-                .map(move |task| Mover { task, from, left: self.left(task.tid), rested: rests_until(now, task) <= now })
+                .map(move |task| Mover {
+                    task,
+                    from,
+                    left: self.left(task.tid),
+                    rested: rests_until(now, task) <= now,
+                })
                 .collect::<Vec<_>>()
         };
-        self.places.values().filter(|p| p.load.own > 0).flat_map(of_place).collect()
+        self.places
+            .values()
+            .filter(|p| p.load.own > 0)
+            .flat_map(of_place)
+            .collect()
     }
 
     /// Moves that are worth their cost: all, or those from and to these hosts.
     fn offer(&self, movers: &[Mover<'_>], offers: &mut Vec<Offer>, only: Option<[HostId; 2]>) {
         let all: Vec<&Place<'_>> = self.places.values().collect();
         let some: Vec<&Place<'_>> = only.iter().flatten().map(|id| &self.places[id]).collect();
-        for (i, mover) in movers.iter().enumerate().filter(|(_, mover)| !self.moved.contains_key(&mover.task.tid)) {
+        for (i, mover) in movers
+            .iter()
+            .enumerate()
+            .filter(|(_, mover)| !self.moved.contains_key(&mover.task.tid))
+        {
             let from = &self.places[&mover.from];
-            let to = if only.is_none_or(|only| only.contains(&mover.from)) { &all } else { &some };
+            let to = if only.is_none_or(|only| only.contains(&mover.from)) {
+                &all
+            } else {
+                &some
+            };
             // The same wherever it goes, and asked for only where it gets more.
             let left_behind = LazyCell::new(|| from.flow_without(from.foreign.0, mover.left));
             for to in to.iter().filter(|to| to.host.id != mover.from) {
                 let judged = self.judge(mover, from, to, || *left_behind);
-                offers.extend(judged.map(|(net, why)| Offer { net, mover: i, to: to.host.id, why, delays: false }));
+                offers.extend(judged.map(|(net, why)| Offer {
+                    net,
+                    mover: i,
+                    to: to.host.id,
+                    why,
+                    delays: false,
+                }));
             }
         }
     }
 
     /// The one move that saves most, of those against which nothing speaks.
-    fn best(&self, movers: &[Mover<'_>], offers: &mut Vec<Offer>, farm: Option<&mut Farm<'a>>) -> Option<Shift> {
+    fn best(
+        &self,
+        movers: &[Mover<'_>],
+        offers: &mut Vec<Offer>,
+        farm: Option<&mut Farm<'a>>,
+    ) -> Option<Shift> {
         let mut farm = farm;
         offers.iter_mut().for_each(|offer| offer.delays = false);
         loop {
-            let order = |a: &Offer, b: &Offer| a.net.total_cmp(&b.net).then((b.mover, b.to).cmp(&(a.mover, a.to)));
+            let order = |a: &Offer, b: &Offer| {
+                a.net
+                    .total_cmp(&b.net)
+                    .then((b.mover, b.to).cmp(&(a.mover, a.to)))
+            };
             let known = offers.iter().enumerate().filter(|(_, offer)| !offer.delays);
             let at = known.max_by(|a, b| order(a.1, b.1)).map(|(at, _)| at)?;
             let (Mover { task, from, .. }, to) = (&movers[offers[at].mover], offers[at].to);
-            if unfit(self.snapshot, self.places[&to].host, self.places[from].host, task, true).is_some() {
+            if unfit(
+                self.snapshot,
+                self.places[&to].host,
+                self.places[from].host,
+                task,
+                true,
+            )
+            .is_some()
+            {
                 offers.swap_remove(at);
-            } else if farm.as_mut().is_some_and(|farm| self.delays(farm, task, to)) {
+            } else if farm
+                .as_mut()
+                .is_some_and(|farm| self.delays(farm, task, to))
+            {
                 offers[at].delays = true;
             } else {
-                return Some(Shift { tid: task.tid, from: *from, to, why: offers.swap_remove(at).why });
+                return Some(Shift {
+                    tid: task.tid,
+                    from: *from,
+                    to,
+                    why: offers.swap_remove(at).why,
+                });
             }
         }
     }
@@ -434,10 +584,15 @@ impl<'a> Plan<'a> {
         }
         let left = self.left(shift.tid);
         for (id, one_more) in [(shift.from, false), (shift.to, true)] {
-            let place = self.places.get_mut(&id).expect("moves are between places of the plan");
+            let place = self
+                .places
+                .get_mut(&id)
+                .expect("moves are between places of the plan");
             if one_more {
                 place.load.own += 1;
-                place.left.insert(place.left.partition_point(|l| *l < left), left);
+                place
+                    .left
+                    .insert(place.left.partition_point(|l| *l < left), left);
             } else {
                 place.load.own -= 1;
                 if let Some(at) = place.left.iter().position(|l| *l == left) {
@@ -451,20 +606,28 @@ impl<'a> Plan<'a> {
     }
 
     fn task(&self, shift: &Shift) -> Option<&'a TaskView> {
-        self.snapshot.host(shift.from)?.tasks.iter().find(|t| t.tid == shift.tid)
+        self.snapshot
+            .host(shift.from)?
+            .tasks
+            .iter()
+            .find(|t| t.tid == shift.tid)
     }
 
     fn fill(&mut self, mut farm: Option<Farm<'a>>, room: usize) {
         let (movers, mut offers) = (self.movers(), Vec::new());
         self.offer(&movers, &mut offers, None);
         while self.shifts.len() < room {
-            let Some(shift) = self.best(&movers, &mut offers, farm.as_mut()) else { break };
+            let Some(shift) = self.best(&movers, &mut offers, farm.as_mut()) else {
+                break;
+            };
             let (tid, touched) = (shift.tid, [shift.from, shift.to]);
             self.take(shift, farm.as_mut());
             // Only what these two hosts have part in has changed.
             offers.retain(|offer| {
                 let mover = &movers[offer.mover];
-                mover.task.tid != tid && !touched.contains(&mover.from) && !touched.contains(&offer.to)
+                mover.task.tid != tid
+                    && !touched.contains(&mover.from)
+                    && !touched.contains(&offer.to)
             });
             self.offer(&movers, &mut offers, Some(touched));
         }
@@ -475,14 +638,22 @@ impl<'a> Plan<'a> {
         let index = self.snapshot.hosts.index(self.snapshot.now);
         let (mut before, mut after, mut count, mut longest) = (f64::MAX, f64::MAX, 0, 0.0_f64);
         let went: BTreeMap<Tid, HostId> = self.shifts.iter().map(|s| (s.tid, s.to)).collect();
-        for (id, load) in index.hosts_of(job).filter_map(|id| Some((id, index.load(id)?))) {
+        for (id, load) in index
+            .hosts_of(job)
+            .filter_map(|id| Some((id, index.load(id)?)))
+        {
             let Some(place) = self.places.get(&id) else {
                 // What is on hosts outside the plan stays there.
                 (before, after) = (before.min(load.rate()), after.min(load.rate()));
                 count += index.computing(id, job);
                 continue;
             };
-            for task in place.host.tasks.iter().filter(|t| t.job == job && t.computes()) {
+            for task in place
+                .host
+                .tasks
+                .iter()
+                .filter(|t| t.job == job && t.computes())
+            {
                 let to = went.get(&task.tid).and_then(|to| self.places.get(to));
                 let rate = |there: &Place<'_>| there.rate(there.load.own, there.foreign.1);
                 before = before.min(place.rate(load.own, place.foreign.0));
@@ -497,7 +668,10 @@ impl<'a> Plan<'a> {
     fn judge_barriers(&mut self) -> BTreeSet<Tid> {
         let mut costs = BTreeMap::<Tid, (f64, Vec<usize>)>::new();
         for (i, shift) in self.shifts.iter().enumerate() {
-            let job = self.task(shift).map(|t| t.job).filter(|job| self.snapshot.barriers.contains(job));
+            let job = self
+                .task(shift)
+                .map(|t| t.job)
+                .filter(|job| self.snapshot.barriers.contains(job));
             if let Some(job) = job {
                 let entry = costs.entry(job).or_default();
                 entry.0 += seconds(shift.why.cost);

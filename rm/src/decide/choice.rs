@@ -28,7 +28,12 @@ pub trait Choice {
     ///
     /// # Errors
     /// Why there is none; the tasks are not placed.
-    fn choose(&self, request: &SpawnRequest, offers: &[Offer<'_>], count: usize) -> Result<Vec<usize>, String>;
+    fn choose(
+        &self,
+        request: &SpawnRequest,
+        offers: &[Offer<'_>],
+        count: usize,
+    ) -> Result<Vec<usize>, String>;
 }
 
 /// The name of a choice, as a policy has it.
@@ -52,7 +57,11 @@ impl ChoiceName {
 
     /// It as a text.
     pub fn as_str(&self) -> &str {
-        let end = self.0.iter().position(|byte| *byte == 0).unwrap_or(CHOICE_NAME_MAX);
+        let end = self
+            .0
+            .iter()
+            .position(|byte| *byte == 0)
+            .unwrap_or(CHOICE_NAME_MAX);
         std::str::from_utf8(&self.0[..end]).unwrap_or_default()
     }
 }
@@ -65,7 +74,9 @@ impl fmt::Debug for ChoiceName {
 
 /// A policy that names somebody who is not there.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("the policy has places chosen by {name:?}, and {there}: use load or round-robin, or a pvm-rm that has it")]
+#[error(
+    "the policy has places chosen by {name:?}, and {there}: use load or round-robin, or a pvm-rm that has it"
+)]
 pub struct NoSuchChoice {
     /// The name.
     pub name: String,
@@ -88,21 +99,34 @@ impl Choices {
     /// # Errors
     /// It names somebody who is not there.
     pub fn of(&self, policy: Policy) -> Result<Option<&dyn Choice>, NoSuchChoice> {
-        let Policy::Choice(name) = policy else { return Ok(None) };
+        let Policy::Choice(name) = policy else {
+            return Ok(None);
+        };
         let found = self.0.iter().find(|choice| choice.name() == name.as_str());
-        found.map(|choice| Some(&**choice)).ok_or_else(|| NoSuchChoice {
-            name: name.as_str().to_string(),
-            there: match self.0.is_empty() {
-                true => "this resource manager has nobody who chooses".to_string(),
-                false => format!("there are {}", self.0.iter().map(|c| c.name()).collect::<Vec<_>>().join(", ")),
-            },
-        })
+        found
+            .map(|choice| Some(&**choice))
+            .ok_or_else(|| NoSuchChoice {
+                name: name.as_str().to_string(),
+                there: match self.0.is_empty() {
+                    true => "this resource manager has nobody who chooses".to_string(),
+                    false => format!(
+                        "there are {}",
+                        self.0
+                            .iter()
+                            .map(|c| c.name())
+                            .collect::<Vec<_>>()
+                            .join(", ")
+                    ),
+                },
+            })
     }
 }
 
 impl fmt::Debug for Choices {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.0.iter().map(|choice| choice.name())).finish()
+        f.debug_list()
+            .entries(self.0.iter().map(|choice| choice.name()))
+            .finish()
     }
 }
 
@@ -112,15 +136,32 @@ mod tests {
 
     #[test]
     fn names_are_short_words_and_who_is_not_there_is_said_with_who_is() {
-        assert_eq!(ChoiceName::new("slurm-2_x").map(|name| name.as_str().to_string()), Some("slurm-2_x".into()));
+        assert_eq!(
+            ChoiceName::new("slurm-2_x").map(|name| name.as_str().to_string()),
+            Some("slurm-2_x".into())
+        );
         for name in ["", "a b", "x:y", &"x".repeat(CHOICE_NAME_MAX + 1)] {
             assert_eq!(ChoiceName::new(name), None, "{name:?}");
         }
         let longest = "x".repeat(CHOICE_NAME_MAX);
-        assert_eq!(ChoiceName::new(&longest).expect("it fits").as_str(), longest);
+        assert_eq!(
+            ChoiceName::new(&longest).expect("it fits").as_str(),
+            longest
+        );
         let policy = Policy::Choice(ChoiceName::new("slurm").expect("a name"));
-        let error = Choices::default().of(policy).map(|_| ()).expect_err("nobody is there").to_string();
-        assert!(error.contains("chosen by \"slurm\", and this resource manager has nobody who chooses"), "{error}");
-        assert!(Choices::default().of(Policy::Load).is_ok_and(|choice| choice.is_none()));
+        let error = Choices::default()
+            .of(policy)
+            .map(|_| ())
+            .expect_err("nobody is there")
+            .to_string();
+        assert!(
+            error.contains("chosen by \"slurm\", and this resource manager has nobody who chooses"),
+            "{error}"
+        );
+        assert!(
+            Choices::default()
+                .of(Policy::Load)
+                .is_ok_and(|choice| choice.is_none())
+        );
     }
 }

@@ -44,16 +44,31 @@ impl Excluded {
 
     /// Those that are worth a word, and how many more of them are not listed.
     pub(super) fn told(&self) -> (Vec<&(HostId, Reason)>, usize) {
-        (self.iter().filter(|(_, why)| !is_untold(why)).collect(), self.more)
+        (
+            self.iter().filter(|(_, why)| !is_untold(why)).collect(),
+            self.more,
+        )
     }
 
     /// The same for a decision in which this host has no part. It is in here with a reason that is worth a word, and the
     /// hosts were looked at by rising id.
     pub(super) fn without(&self, host: HostId) -> Excluded {
         let may_be = self.first.last().is_some_and(|(last, _)| host <= *last);
-        let listed = may_be && self.first.binary_search_by_key(&host, |(id, _)| *id).is_ok();
-        let more = if listed { self.more } else { self.more.saturating_sub(1) };
-        Excluded { first: self.first.clone(), except: Some(host), more }
+        let listed = may_be
+            && self
+                .first
+                .binary_search_by_key(&host, |(id, _)| *id)
+                .is_ok();
+        let more = if listed {
+            self.more
+        } else {
+            self.more.saturating_sub(1)
+        };
+        Excluded {
+            first: self.first.clone(),
+            except: Some(host),
+            more,
+        }
     }
 }
 
@@ -68,7 +83,11 @@ impl Eq for Excluded {}
 impl fmt::Debug for Excluded {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self.iter()).finish()?;
-        if self.more > 0 { write!(f, " and {} more", self.more) } else { Ok(()) }
+        if self.more > 0 {
+            write!(f, " and {} more", self.more)
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -95,7 +114,9 @@ fn may_pass(why: &Reason<&str>) -> bool {
         | Reason::Declined
         | Reason::Kept
         | Reason::Memory { .. } => true,
-        Reason::Unmet { condition, .. } => matches!(condition.name, Name::Figure(Figure::Memory | Figure::Free)),
+        Reason::Unmet { condition, .. } => {
+            matches!(condition.name, Name::Figure(Figure::Memory | Figure::Free))
+        }
         _ => false,
     }
 }
@@ -121,7 +142,11 @@ impl Excluding {
         self.no_answer |= why == Reason::NoAnswer;
         let untold = is_untold(&why);
         self.asked_for |= !untold && !matches!(why, Reason::OtherArch { .. });
-        let count = if untold { &mut self.untold } else { &mut self.told };
+        let count = if untold {
+            &mut self.untold
+        } else {
+            &mut self.told
+        };
         *count += 1;
         if *count <= EXCLUDED_HOSTS_MAX {
             self.first.push((host, why.own()));
@@ -135,6 +160,10 @@ impl Excluding {
 
     pub(super) fn done(self) -> Excluded {
         let more = self.told.saturating_sub(EXCLUDED_HOSTS_MAX);
-        Excluded { first: Arc::new(self.first), except: None, more }
+        Excluded {
+            first: Arc::new(self.first),
+            except: None,
+            more,
+        }
     }
 }

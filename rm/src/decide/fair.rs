@@ -32,7 +32,11 @@ pub struct UpDown {
 
 impl Default for UpDown {
     fn default() -> UpDown {
-        UpDown { up: 1.0, down: 4.0, kept: 0.5 }
+        UpDown {
+            up: 1.0,
+            down: 4.0,
+            kept: 0.5,
+        }
     }
 }
 
@@ -69,8 +73,12 @@ pub enum Limited {
 impl fmt::Display for Limited {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Limited::User { has, most } => write!(f, "the user has {has} tasks, and {most} are allowed"),
-            Limited::Job { has, most } => write!(f, "the job has {has} tasks, and {most} are allowed"),
+            Limited::User { has, most } => {
+                write!(f, "the user has {has} tasks, and {most} are allowed")
+            }
+            Limited::Job { has, most } => {
+                write!(f, "the job has {has} tasks, and {most} are allowed")
+            }
             Limited::Queue => write!(f, "{WAITING_MAX} requests wait already"),
         }
     }
@@ -79,9 +87,13 @@ impl fmt::Display for Limited {
 impl Limits {
     /// Whether so many more tasks are allowed.
     pub fn allow(&self, user_has: u32, job_has: u32, more: u32) -> Result<(), Limited> {
-        let over = |has: u32, most: Option<u32>| most.filter(|most| has.saturating_add(more) > *most);
+        let over =
+            |has: u32, most: Option<u32>| most.filter(|most| has.saturating_add(more) > *most);
         if let Some(most) = over(user_has, self.user_tasks) {
-            return Err(Limited::User { has: user_has, most });
+            return Err(Limited::User {
+                has: user_has,
+                most,
+            });
         }
         match over(job_has, self.job_tasks) {
             Some(most) => Err(Limited::Job { has: job_has, most }),
@@ -92,7 +104,10 @@ impl Limits {
     /// Whether so many tasks would be allowed if the user and the job had no others. If not, it is no use to wait.
     pub fn could_allow(&self, user_has: u32, job_has: u32, more: u32) -> Result<(), Limited> {
         self.allow(0, 0, more).map_err(|limited| match limited {
-            Limited::User { most, .. } => Limited::User { has: user_has, most },
+            Limited::User { most, .. } => Limited::User {
+                has: user_has,
+                most,
+            },
             Limited::Job { most, .. } => Limited::Job { has: job_has, most },
             Limited::Queue => Limited::Queue,
         })
@@ -145,17 +160,28 @@ pub struct Fair {
 impl Fair {
     /// Nobody holds or wants anything.
     pub fn new(rules: UpDown) -> Fair {
-        Fair { rules, ..Fair::default() }
+        Fair {
+            rules,
+            ..Fair::default()
+        }
     }
 
     fn user(&mut self, now: Micros, user: u32) -> &mut User {
         let rules = self.rules;
         if self.users.len() >= USERS_MAX && !self.users.contains_key(&user) {
-            let idle = self.users.iter().filter(|(_, u)| u.held == 0 && u.waiting == 0);
-            let least = idle.min_by(|(_, a), (_, b)| a.index.abs().total_cmp(&b.index.abs())).map(|(id, _)| *id);
+            let idle = self
+                .users
+                .iter()
+                .filter(|(_, u)| u.held == 0 && u.waiting == 0);
+            let least = idle
+                .min_by(|(_, a), (_, b)| a.index.abs().total_cmp(&b.index.abs()))
+                .map(|(id, _)| *id);
             least.map(|id| self.users.remove(&id));
         }
-        let entry = self.users.entry(user).or_insert(User { at: now, ..User::default() });
+        let entry = self.users.entry(user).or_insert(User {
+            at: now,
+            ..User::default()
+        });
         (entry.index, entry.at) = (entry.index_at(&rules, now), now.max(entry.at));
         entry
     }
@@ -179,7 +205,9 @@ impl Fair {
 
     /// The user's index; the lower one goes first.
     pub fn index(&self, now: Micros, user: u32) -> f64 {
-        self.users.get(&user).map_or(0.0, |u| u.index_at(&self.rules, now))
+        self.users
+            .get(&user)
+            .map_or(0.0, |u| u.index_at(&self.rules, now))
     }
 
     /// A request waits.
@@ -190,7 +218,13 @@ impl Fair {
         if self.waiting >= WAITING_MAX {
             return Err(Limited::Queue);
         }
-        if self.queue.entry(request.user).or_default().insert(request.number, request).is_none() {
+        if self
+            .queue
+            .entry(request.user)
+            .or_default()
+            .insert(request.number, request)
+            .is_none()
+        {
             self.waiting += 1;
             self.user(now, request.user).waiting += 1;
         }
@@ -219,7 +253,10 @@ impl Fair {
     pub fn queue(&self, now: Micros) -> Vec<Waiting> {
         let with_index = |(user, queue): (&u32, &BTreeMap<u64, Waiting>)| {
             let index = self.index(now, *user);
-            queue.values().map(|request| (index, *request)).collect::<Vec<_>>()
+            queue
+                .values()
+                .map(|request| (index, *request))
+                .collect::<Vec<_>>()
         };
         let mut all: Vec<(f64, Waiting)> = self.queue.iter().flat_map(with_index).collect();
         all.sort_by(|(a, x), (b, y)| a.total_cmp(b).then(x.number.cmp(&y.number)));
@@ -254,7 +291,10 @@ impl Fair {
     /// request goes first.
     pub fn turns(&self, now: Micros) -> Vec<(f64, Waiting)> {
         let first = |(user, queue): (&u32, &BTreeMap<u64, Waiting>)| {
-            queue.values().next().map(|request| (self.index(now, *user), *request))
+            queue
+                .values()
+                .next()
+                .map(|request| (self.index(now, *user), *request))
         };
         let mut turns: Vec<_> = self.queue.iter().filter_map(first).collect();
         turns.sort_by(|(a, x), (b, y)| a.total_cmp(b).then(x.number.cmp(&y.number)));
@@ -265,7 +305,10 @@ impl Fair {
     /// user's own by far (see [`GIVE_WAY_MARGIN`]).
     pub fn give_way(&self, now: Micros, user: u32) -> Vec<u32> {
         let own = self.index(now, user);
-        let holders = self.users.iter().filter(|(id, u)| **id != user && u.held > 0);
+        let holders = self
+            .users
+            .iter()
+            .filter(|(id, u)| **id != user && u.held > 0);
         let mut above: Vec<_> = holders.map(|(id, _)| (self.index(now, *id), *id)).collect();
         above.retain(|(index, _)| *index >= own + own.max(0.0) + GIVE_WAY_MARGIN);
         above.sort_by(|(a, x), (b, y)| b.total_cmp(a).then(x.cmp(y)));
@@ -282,11 +325,19 @@ mod tests {
     }
 
     fn request(number: u64, user: u32, since: Micros) -> Waiting {
-        Waiting { number, user, job: Tid::NONE, since }
+        Waiting {
+            number,
+            user,
+            job: Tid::NONE,
+            since,
+        }
     }
 
     fn order(fair: &Fair, now: Micros) -> Vec<u64> {
-        fair.turns(now).into_iter().map(|(_, request)| request.number).collect()
+        fair.turns(now)
+            .into_iter()
+            .map(|(_, request)| request.number)
+            .collect()
     }
 
     #[test]
@@ -308,14 +359,23 @@ mod tests {
         let mut fair = Fair::new(UpDown::default());
         fair.takes(hour(0), 1, 100);
         for (number, user) in [(1, 1), (2, 1), (3, 2), (4, 3), (5, 2)] {
-            fair.wait(hour(10), request(number, user, hour(10))).expect("room");
+            fair.wait(hour(10), request(number, user, hour(10)))
+                .expect("room");
         }
         assert_eq!(order(&fair, hour(10)), [3, 4, 1], "one of each user");
         assert_eq!(fair.leave(hour(10), 2, 3).map(|r| r.number), Some(3));
         assert_eq!(order(&fair, hour(10)), [4, 5, 1]);
         fair.takes(hour(10), 2, 1);
-        assert_eq!(order(&fair, hour(11)), [4, 5, 1], "two waits while it holds one");
-        assert_eq!(fair.give_way(hour(11), 3), [1], "nobody else has taken much");
+        assert_eq!(
+            order(&fair, hour(11)),
+            [4, 5, 1],
+            "two waits while it holds one"
+        );
+        assert_eq!(
+            fair.give_way(hour(11), 3),
+            [1],
+            "nobody else has taken much"
+        );
         assert_eq!(fair.give_way(hour(11), 1), [], "two has taken less");
         assert_eq!(fair.waiting(), 4);
         assert_eq!(fair.leave(hour(11), 2, 99), None);
@@ -326,7 +386,8 @@ mod tests {
         let mut fair = Fair::new(UpDown::default());
         fair.takes(hour(0), 1, 100);
         for (number, user) in [(1, 1), (2, 2), (3, 1), (4, 3), (5, 2), (6, 4)] {
-            fair.wait(hour(1), request(number, user, hour(1))).expect("room");
+            fair.wait(hour(1), request(number, user, hour(1)))
+                .expect("room");
         }
         let mut one_by_one = fair.clone();
         let mut expected = Vec::new();
@@ -334,7 +395,11 @@ mod tests {
             one_by_one.leave(hour(2), first.user, first.number);
             expected.push(first.number);
         }
-        let taken: Vec<u64> = fair.take_waiting(hour(2)).iter().map(|r| r.number).collect();
+        let taken: Vec<u64> = fair
+            .take_waiting(hour(2))
+            .iter()
+            .map(|r| r.number)
+            .collect();
         assert_eq!((taken, fair.waiting()), (expected, 0));
     }
 
@@ -347,24 +412,43 @@ mod tests {
 
     #[test]
     fn limits_say_what_there_is_and_what_is_allowed() {
-        let limits = Limits { user_tasks: Some(10), job_tasks: Some(4) };
+        let limits = Limits {
+            user_tasks: Some(10),
+            job_tasks: Some(4),
+        };
         assert_eq!(limits.allow(6, 0, 4), Ok(()));
-        assert_eq!(limits.allow(7, 0, 4), Err(Limited::User { has: 7, most: 10 }));
+        assert_eq!(
+            limits.allow(7, 0, 4),
+            Err(Limited::User { has: 7, most: 10 })
+        );
         let job = limits.allow(0, 2, 3).expect_err("too many");
         assert_eq!(job.to_string(), "the job has 2 tasks, and 4 are allowed");
-        assert_eq!(Limits::default().allow(u32::MAX, u32::MAX, u32::MAX), Ok(()));
+        assert_eq!(
+            Limits::default().allow(u32::MAX, u32::MAX, u32::MAX),
+            Ok(())
+        );
         assert_eq!(limits.could_allow(10, 4, 4), Ok(()), "later");
-        assert_eq!(limits.could_allow(10, 2, 5), Err(Limited::Job { has: 2, most: 4 }));
-        assert_eq!(limits.could_allow(3, 2, 11), Err(Limited::User { has: 3, most: 10 }));
+        assert_eq!(
+            limits.could_allow(10, 2, 5),
+            Err(Limited::Job { has: 2, most: 4 })
+        );
+        assert_eq!(
+            limits.could_allow(3, 2, 11),
+            Err(Limited::User { has: 3, most: 10 })
+        );
     }
 
     #[test]
     fn the_queue_has_an_end() {
         let mut fair = Fair::new(UpDown::default());
         for number in 0..WAITING_MAX as u64 {
-            fair.wait(hour(0), request(number, (number % 7) as u32, hour(0))).expect("room");
+            fair.wait(hour(0), request(number, (number % 7) as u32, hour(0)))
+                .expect("room");
         }
-        assert_eq!(fair.wait(hour(0), request(u64::MAX, 1, hour(0))), Err(Limited::Queue));
+        assert_eq!(
+            fair.wait(hour(0), request(u64::MAX, 1, hour(0))),
+            Err(Limited::Queue)
+        );
         assert_eq!(fair.waiting(), WAITING_MAX);
     }
 }

@@ -131,8 +131,19 @@ pub(super) struct Future {
 impl Future {
     /// As it is now.
     pub(super) fn of(machines: Vec<Machine>, pieces: Vec<Piece>) -> Future {
-        let queue = Queue { first: NONE, last: NONE, tasks: 0, done: 0.0, since: 0.0, rate: 0.0 };
-        let mut rested: Vec<f64> = pieces.iter().map(|piece| piece.rests).filter(|rests| *rests > 0.0).collect();
+        let queue = Queue {
+            first: NONE,
+            last: NONE,
+            tasks: 0,
+            done: 0.0,
+            since: 0.0,
+            rate: 0.0,
+        };
+        let mut rested: Vec<f64> = pieces
+            .iter()
+            .map(|piece| piece.rests)
+            .filter(|rests| *rests > 0.0)
+            .collect();
         rested.sort_unstable_by(|a, b| b.total_cmp(a));
         let none = vec![0.0; machines.len()];
         let mut future = Future {
@@ -168,13 +179,17 @@ impl Future {
         self.next.clone_from(&other.next);
         self.ended.clone_from(&other.ended);
         self.rested.clone_from(&other.rested);
-        (self.tasks, self.counted, self.gap, self.declined) = (other.tasks, other.counted, other.gap, other.declined);
+        (self.tasks, self.counted, self.gap, self.declined) =
+            (other.tasks, other.counted, other.gap, other.declined);
         (self.cost, self.now, self.outcome) = (other.cost, other.now, other.outcome);
     }
 
     /// The end asked for is that of these tasks, whose moves cost them so many seconds.
     pub(super) fn ask(&mut self, counts: impl Fn(usize) -> bool, cost: f64) {
-        self.pieces.iter_mut().enumerate().for_each(|(i, piece)| piece.counts = counts(i));
+        self.pieces
+            .iter_mut()
+            .enumerate()
+            .for_each(|(i, piece)| piece.counts = counts(i));
         self.counted = self.pieces.iter().filter(|piece| piece.counts).count();
         (self.cost, self.declined) = (cost, NO_GAP);
     }
@@ -212,10 +227,17 @@ impl Future {
 
     /// Lets time pass until all tasks have ended, unless it is seen before that it will not do: what comes of it is in no
     /// number less than what is asked about.
-    pub(super) fn outcome_unless(&mut self, will_not_do: impl Fn(Outcome) -> bool) -> Option<Outcome> {
+    pub(super) fn outcome_unless(
+        &mut self,
+        will_not_do: impl Fn(Outcome) -> bool,
+    ) -> Option<Outcome> {
         while self.tasks > 0 {
             self.pass();
-            let end = if self.counted > 0 { self.now } else { self.outcome.end };
+            let end = if self.counted > 0 {
+                self.now
+            } else {
+                self.outcome.end
+            };
             let others = self.outcome.others + (self.tasks - self.counted) as f64 * self.now;
             if will_not_do(Outcome { end, others }) {
                 return None;
@@ -251,7 +273,8 @@ impl Future {
         self.settle(host);
         let queue = &mut self.queues[host];
         let first = queue.first;
-        (queue.first, queue.tasks, self.tasks) = (self.next[first], queue.tasks - 1, self.tasks - 1);
+        (queue.first, queue.tasks, self.tasks) =
+            (self.next[first], queue.tasks - 1, self.tasks - 1);
         if queue.first == NONE {
             queue.last = NONE;
         }
@@ -289,9 +312,12 @@ impl Future {
                 continue;
             }
             // Where the longest one gains nothing, the others do not either.
-            let Some(longest) = self.longest_of(host) else { continue };
+            let Some(longest) = self.longest_of(host) else {
+                continue;
+            };
             let queue = &self.queues[host];
-            let left = self.pieces[longest].left - (queue.done + (self.now - queue.since) * queue.rate);
+            let left =
+                self.pieces[longest].left - (queue.done + (self.now - queue.since) * queue.rate);
             let ends = self.now + left / queue.rate;
             if ends > self.now + left / gets + self.cost && ends > latest {
                 (latest, mover) = (ends, Some(longest));
@@ -323,7 +349,8 @@ impl Future {
         let piece = &mut self.pieces[i];
         piece.go(to, work, self.now);
         let rests = piece.rests;
-        self.rested.insert(self.rested.partition_point(|other| *other > rests), rests);
+        self.rested
+            .insert(self.rested.partition_point(|other| *other > rests), rests);
         self.put(i);
     }
 
@@ -391,8 +418,13 @@ impl Future {
         let never = (f64::INFINITY, f64::INFINITY, f64::INFINITY);
         (self.ends[host], self.lasts[host], self.wants[host]) = match self.pieces.get(queue.first) {
             Some(first) => {
-                let ends = |piece: &Piece| self.now + (piece.left - queue.done).max(0.0) / queue.rate;
-                (ends(first), ends(&self.pieces[queue.last]), queue.rate * FASTER)
+                let ends =
+                    |piece: &Piece| self.now + (piece.left - queue.done).max(0.0) / queue.rate;
+                (
+                    ends(first),
+                    ends(&self.pieces[queue.last]),
+                    queue.rate * FASTER,
+                )
             }
             None => never,
         };
@@ -419,26 +451,47 @@ mod tests {
     fn outcome(machines: &[Machine], pieces: &[Piece], cost: f64) -> Outcome {
         let mut future = Future::of(machines.to_vec(), pieces.to_vec());
         future.ask(|i| pieces[i].counts, cost);
-        future.outcome_unless(|_| false).expect("whatever comes will do")
+        future
+            .outcome_unless(|_| false)
+            .expect("whatever comes will do")
     }
 
     fn end(machines: &[Machine], pieces: &[Piece], cost: f64) -> f64 {
         outcome(machines, pieces, cost).end
     }
 
-    const ORDINARY: Machine = Machine { processors: 1.0, speed: 1.0, foreign: 0.0 };
+    const ORDINARY: Machine = Machine {
+        processors: 1.0,
+        speed: 1.0,
+        foreign: 0.0,
+    };
 
     fn piece(at: usize, left: f64) -> Piece {
-        Piece { at, left, moves: 4, rests: 0.0, counts: true }
+        Piece {
+            at,
+            left,
+            moves: 4,
+            rests: 0.0,
+            counts: true,
+        }
     }
 
     #[test]
     fn tasks_share_a_processor_until_each_has_ended() {
-        assert_eq!(end(&[ORDINARY], &[piece(0, 10.0), piece(0, 30.0)], 1.0), 40.0);
+        assert_eq!(
+            end(&[ORDINARY], &[piece(0, 10.0), piece(0, 30.0)], 1.0),
+            40.0
+        );
         assert_eq!(ORDINARY.flow(2, [10.0, 30.0].into_iter()), 20.0 + 40.0);
-        let two = Machine { processors: 2.0, ..ORDINARY };
+        let two = Machine {
+            processors: 2.0,
+            ..ORDINARY
+        };
         assert_eq!(end(&[two], &[piece(0, 10.0), piece(0, 30.0)], 1.0), 30.0);
-        let beside = Machine { foreign: 1.0, ..ORDINARY };
+        let beside = Machine {
+            foreign: 1.0,
+            ..ORDINARY
+        };
         assert_eq!(end(&[beside], &[piece(0, 10.0)], 1.0), 20.0);
     }
 
@@ -449,13 +502,22 @@ mod tests {
         let stays = both.map(|piece| Piece { moves: 0, ..piece });
         assert_eq!(end(&[ORDINARY, ORDINARY], &stays, 1.0), 20.0);
         // A faster processor that gets free in time is waited for.
-        let fast = Machine { speed: 2.0, ..ORDINARY };
-        assert_eq!(end(&[ORDINARY, fast], &[piece(0, 40.0), piece(1, 20.0)], 0.0), 10.0 + 15.0);
+        let fast = Machine {
+            speed: 2.0,
+            ..ORDINARY
+        };
+        assert_eq!(
+            end(&[ORDINARY, fast], &[piece(0, 40.0), piece(1, 20.0)], 0.0),
+            10.0 + 15.0
+        );
     }
 
     #[test]
     fn a_task_that_rests_or_stays_is_not_moved_before_its_time() {
-        let resting = Piece { rests: 5.0, ..piece(0, 10.0) };
+        let resting = Piece {
+            rests: 5.0,
+            ..piece(0, 10.0)
+        };
         // Five seconds of sharing, then the other half of the work beside an idle host.
         let both = end(&[ORDINARY, ORDINARY], &[resting, resting], 0.0);
         assert!((both - 12.5).abs() < 0.01, "{both}");
@@ -464,13 +526,25 @@ mod tests {
             piece.go(1, 3.0, 0.0);
             piece
         };
-        assert_eq!((moved.at, moved.left, moved.moves, moved.rests), (1, 13.0, 3, SHIFT_REST.0 as f64 / 1e6));
+        assert_eq!(
+            (moved.at, moved.left, moved.moves, moved.rests),
+            (1, 13.0, 3, SHIFT_REST.0 as f64 / 1e6)
+        );
     }
 
     #[test]
     fn a_better_offer_is_taken_although_the_one_before_it_was_not() {
         // Nobody leaves half a processor for one that is slower still. One that is four times as fast gets free after ten seconds.
-        let (slow, fast) = (Machine { speed: 0.45, ..ORDINARY }, Machine { speed: 4.0, ..ORDINARY });
+        let (slow, fast) = (
+            Machine {
+                speed: 0.45,
+                ..ORDINARY
+            },
+            Machine {
+                speed: 4.0,
+                ..ORDINARY
+            },
+        );
         let shared = [piece(0, 30.0), piece(0, 30.0), piece(1, 40.0)];
         let end = end(&[ORDINARY, fast, slow], &shared, 12.0);
         // One of the two goes there, and the other one has 25 left for itself; together they would need 60.
@@ -481,8 +555,14 @@ mod tests {
     fn the_greatest_of_any_number_of_numbers_is_found_wherever_it_is() {
         for count in 0..=9 {
             for at in 0..count {
-                let list: Vec<f64> = (0..count).map(|i| if i == at { 7.0 } else { i as f64 - 20.0 }).collect();
-                assert_eq!((greatest(&list, |x| x), -greatest(&list, |x| x - 14.0)), (7.0, 7.0), "{list:?}");
+                let list: Vec<f64> = (0..count)
+                    .map(|i| if i == at { 7.0 } else { i as f64 - 20.0 })
+                    .collect();
+                assert_eq!(
+                    (greatest(&list, |x| x), -greatest(&list, |x| x - 14.0)),
+                    (7.0, 7.0),
+                    "{list:?}"
+                );
             }
         }
         assert_eq!(greatest(&[], |x| x), f64::NEG_INFINITY);
@@ -490,8 +570,17 @@ mod tests {
 
     #[test]
     fn tasks_of_others_take_time_and_their_ends_do_not_count() {
-        let other = Piece { counts: false, ..piece(0, 50.0) };
+        let other = Piece {
+            counts: false,
+            ..piece(0, 50.0)
+        };
         let outcome = outcome(&[ORDINARY], &[piece(0, 10.0), other], 1.0);
-        assert_eq!(outcome, Outcome { end: 20.0, others: 60.0 });
+        assert_eq!(
+            outcome,
+            Outcome {
+                end: 20.0,
+                others: 60.0
+            }
+        );
     }
 }

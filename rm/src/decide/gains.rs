@@ -62,14 +62,18 @@ pub(super) struct Gains {
 impl Gains {
     /// What a reckoned gain is worth.
     pub(super) fn trust(&self, now: Micros, told: bool) -> f64 {
-        let learned = (self.rate.mean * self.work[usize::from(told)].mean).clamp(*TRUST.start(), *TRUST.end());
+        let learned = (self.rate.mean * self.work[usize::from(told)].mean)
+            .clamp(*TRUST.start(), *TRUST.end());
         let age = now.since(self.heard).0 as f64 / TRUST_HALF.0 as f64;
         learned.powf(0.5_f64.powf(age))
     }
 
     /// The same on a clock that begins now.
     pub(super) fn on_new_clock(self) -> Gains {
-        Gains { heard: Micros::default(), ..self }
+        Gains {
+            heard: Micros::default(),
+            ..self
+        }
     }
 
     /// Rises with all that is learned.
@@ -78,7 +82,9 @@ impl Gains {
     }
 
     pub(super) fn is_sound(&self) -> bool {
-        [self.rate, self.work[0], self.work[1]].iter().all(|ratio| ratio.mean.is_finite())
+        [self.rate, self.work[0], self.work[1]]
+            .iter()
+            .all(|ratio| ratio.mean.is_finite())
     }
 
     pub(super) fn rate_came(&mut self, now: Micros, ratio: f64) {
@@ -153,7 +159,13 @@ impl Promise {
     fn outcome(&self, tid: Tid, arrived: &Arrived, work: f64) -> Outcome {
         let saved = self.reckoned.0 as f64 * self.rate.unwrap_or(1.0) * work;
         let came = (Micros(saved as u64), arrived.cost);
-        Outcome { tid, from: self.from, to: self.to, expected: (self.gain, self.cost), came }
+        Outcome {
+            tid,
+            from: self.from,
+            to: self.to,
+            expected: (self.gain, self.cost),
+            came,
+        }
     }
 }
 
@@ -167,7 +179,19 @@ impl Promises {
         }
         let (from, to, told) = (shift.from, shift.to, why.told);
         let (reckoned, gain, cost) = (why.reckoned, why.gain, why.cost);
-        let promise = Promise { from, to, has, gets, left, told, reckoned, gain, cost, arrived: None, rate: None };
+        let promise = Promise {
+            from,
+            to,
+            has,
+            gets,
+            left,
+            told,
+            reckoned,
+            gain,
+            cost,
+            arrived: None,
+            rate: None,
+        };
         self.open.insert(shift.tid, promise);
     }
 
@@ -193,9 +217,17 @@ impl Promises {
     }
 
     /// The task runs, and has done so much. Answers what came of its move when that is known.
-    pub fn look(&mut self, now: Micros, tid: Tid, done: Micros, estimates: &mut Estimates) -> Option<Outcome> {
+    pub fn look(
+        &mut self,
+        now: Micros,
+        tid: Tid,
+        done: Micros,
+        estimates: &mut Estimates,
+    ) -> Option<Outcome> {
         let promise = self.open.get_mut(&tid)?;
-        let arrived = promise.arrived.filter(|arrived| now.since(arrived.at) >= LOOK_AFTER)?;
+        let arrived = promise
+            .arrived
+            .filter(|arrived| now.since(arrived.at) >= LOOK_AFTER)?;
         let work = done.since(arrived.done).0 as f64 / 1e6;
         if promise.rate.is_none() {
             let rate = promise.rate(work, now.since(arrived.at).0 as f64 / 1e6);
@@ -212,10 +244,19 @@ impl Promises {
     }
 
     /// The task has ended when it had done so much. Answers what came of its move.
-    pub fn ended(&mut self, now: Micros, tid: Tid, done: Micros, estimates: &mut Estimates) -> Option<Outcome> {
+    pub fn ended(
+        &mut self,
+        now: Micros,
+        tid: Tid,
+        done: Micros,
+        estimates: &mut Estimates,
+    ) -> Option<Outcome> {
         let mut promise = self.open.remove(&tid)?;
         let arrived = promise.arrived?;
-        let (work, span) = (done.since(arrived.done).0 as f64 / 1e6, now.since(arrived.at));
+        let (work, span) = (
+            done.since(arrived.done).0 as f64 / 1e6,
+            now.since(arrived.at),
+        );
         if promise.rate.is_none() && span >= RATE_AFTER {
             let rate = promise.rate(work, span.0 as f64 / 1e6);
             promise.rate = Some(rate);
@@ -256,14 +297,24 @@ mod tests {
             told: false,
             reckoned,
         };
-        Shift { tid: tid(), from: host(1), to: host(2), why }
+        Shift {
+            tid: tid(),
+            from: host(1),
+            to: host(2),
+            why,
+        }
     }
 
     /// What comes of such a move if the task does so many thousandths of a second's work in each second, and so many seconds of it.
     fn follow(estimates: &mut Estimates, at: u64, rate: u64, work: u64) -> Option<Outcome> {
         let (mut promises, at) = (Promises::default(), Micros::from_secs(at));
         promises.made(&shift(100));
-        promises.arrived(at, tid(), host(2), (Micros::from_secs(7), Micros::from_secs(2)));
+        promises.arrived(
+            at,
+            tid(),
+            host(2),
+            (Micros::from_secs(7), Micros::from_secs(2)),
+        );
         let span = Micros(work * 1_000_000 * 1000 / rate);
         let done = |span: Micros| Micros(7_000_000 + span.0 * rate / 1000);
         if span > LOOK_AFTER {
@@ -278,7 +329,10 @@ mod tests {
         let mut estimates = Estimates::default();
         let outcome = follow(&mut estimates, 0, 1000, 100).expect("it has ended");
         let seconds = |pair: (Micros, Micros)| (pair.0.0 / 1_000_000, pair.1.0 / 1_000_000);
-        assert_eq!((seconds(outcome.expected), seconds(outcome.came)), ((100, 1), (100, 2)));
+        assert_eq!(
+            (seconds(outcome.expected), seconds(outcome.came)),
+            ((100, 1), (100, 2))
+        );
         assert!((estimates.trust(Micros::from_secs(100), false) - 1.0).abs() < 0.001);
     }
 
@@ -291,11 +345,22 @@ mod tests {
             }
             let now = Micros::from_secs(60_000);
             let trust = estimates.trust(now, false);
-            assert!((0.28..0.40).contains(&trust), "a third of what was expected came: {trust}");
+            assert!(
+                (0.28..0.40).contains(&trust),
+                "a third of what was expected came: {trust}"
+            );
             let later = |n: u64| estimates.trust(now + Micros(n * TRUST_HALF.0), false);
-            assert!(later(1) > trust && later(4) > 0.9 && later(4) < 1.0, "{} {}", later(1), later(4));
+            assert!(
+                later(1) > trust && later(4) > 0.9 && later(4) < 1.0,
+                "{} {}",
+                later(1),
+                later(4)
+            );
             let kept = Estimates::recall(estimates.lessons());
-            assert!((kept.trust(Micros(0), false) - trust).abs() < 0.05, "it outlives its keeper");
+            assert!(
+                (kept.trust(Micros(0), false) - trust).abs() < 0.05,
+                "it outlives its keeper"
+            );
         }
     }
 
@@ -303,14 +368,28 @@ mod tests {
     fn a_task_that_goes_on_elsewhere_or_gets_less_for_the_sake_of_others_teaches_nothing() {
         let (mut promises, mut estimates) = (Promises::default(), Estimates::default());
         let far = Micros::from_secs(1000);
-        promises.made(&Shift { why: ShiftWhy { gets: 400, ..shift(9).why }, ..shift(9) });
+        promises.made(&Shift {
+            why: ShiftWhy {
+                gets: 400,
+                ..shift(9).why
+            },
+            ..shift(9)
+        });
         assert!(promises.tasks().is_empty());
         promises.made(&shift(9));
-        assert_eq!(promises.ended(far, tid(), far, &mut estimates), None, "it never arrived");
+        assert_eq!(
+            promises.ended(far, tid(), far, &mut estimates),
+            None,
+            "it never arrived"
+        );
         promises.made(&shift(9));
         promises.arrived(Micros(0), tid(), host(2), (Micros(0), Micros(0)));
         promises.arrived(Micros(1), tid(), host(3), (Micros(0), Micros(0)));
-        assert_eq!(promises.ended(far, tid(), far, &mut estimates), None, "an owner came");
+        assert_eq!(
+            promises.ended(far, tid(), far, &mut estimates),
+            None,
+            "an owner came"
+        );
         assert_eq!(estimates.trust(far, false), 1.0);
     }
 

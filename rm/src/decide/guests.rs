@@ -43,7 +43,9 @@ pub(super) struct Guests {
 impl Guests {
     /// By rising host, and in the order of its tasks, with the place there.
     pub(super) fn iter(&self) -> impl Iterator<Item = (HostId, usize, Guest)> {
-        self.all.iter().map(|((host, at), guest)| (*host, *at, *guest))
+        self.all
+            .iter()
+            .map(|((host, at), guest)| (*host, *at, *guest))
     }
 
     /// Numbers of kinds are below this.
@@ -53,11 +55,24 @@ impl Guests {
 
     /// Takes in the guests of a host whose owner is there, and of which none are known.
     pub(super) fn learn(&mut self, host: &HostView) {
-        let leave_now = matches!(host.owner, Owner::Drained { .. }) || host.terms.leaving == Leaving::Now;
-        for (at, task) in host.tasks.iter().enumerate().filter(|(_, task)| task.is_settled_guest()) {
+        let leave_now =
+            matches!(host.owner, Owner::Drained { .. }) || host.terms.leaving == Leaving::Now;
+        for (at, task) in host
+            .tasks
+            .iter()
+            .enumerate()
+            .filter(|(_, task)| task.is_settled_guest())
+        {
             let is_plain = leave_now && task.held.is_none() && task.refused.is_empty();
             let kind = self.number(host, task);
-            self.all.insert((host.id, at), Guest { tid: task.tid, kind, is_plain });
+            self.all.insert(
+                (host.id, at),
+                Guest {
+                    tid: task.tid,
+                    kind,
+                    is_plain,
+                },
+            );
         }
     }
 
@@ -65,9 +80,17 @@ impl Guests {
     fn number(&mut self, host: &HostView, task: &TaskView) -> usize {
         let size = (task.bytes > HEADROOM_BYTES).then(|| task.bytes.ilog2());
         let (user, program) = (task.user, task.name.clone());
-        let kind = Kind { arch: host.arch.as_str().into(), user, program, size };
+        let kind = Kind {
+            arch: host.arch.as_str().into(),
+            user,
+            program,
+            size,
+        };
         if let Some(number) = self.numbers.get(&kind) {
-            self.kinds[*number].as_mut().expect("a kind has its number as long as there are guests of it").1 += 1;
+            self.kinds[*number]
+                .as_mut()
+                .expect("a kind has its number as long as there are guests of it")
+                .1 += 1;
             return *number;
         }
         let number = self.free.pop().unwrap_or(self.kinds.len());
@@ -81,14 +104,21 @@ impl Guests {
 
     /// Forgets the guests of a host.
     pub(super) fn forget(&mut self, host: HostId) {
-        while let Some((key, guest)) = self.all.range((host, 0)..=(host, usize::MAX)).next().map(|(k, g)| (*k, *g)) {
+        while let Some((key, guest)) = self
+            .all
+            .range((host, 0)..=(host, usize::MAX))
+            .next()
+            .map(|(k, g)| (*k, *g))
+        {
             self.all.remove(&key);
             self.leaves(guest.kind);
         }
     }
 
     fn leaves(&mut self, number: usize) {
-        let (kind, guests) = self.kinds[number].as_mut().expect("there was a guest of this kind");
+        let (kind, guests) = self.kinds[number]
+            .as_mut()
+            .expect("there was a guest of this kind");
         *guests -= 1;
         if *guests == 0 {
             self.numbers.remove(kind);
@@ -121,7 +151,9 @@ mod tests {
             cores: 1,
             sample: None,
             foreign_mean: None,
-            owner: Owner::Present { why: "at the keyboard".into() },
+            owner: Owner::Present {
+                why: "at the keyboard".into(),
+            },
             promised: 0,
             terms: Terms::default(),
             no_moves: None,
@@ -131,17 +163,27 @@ mod tests {
     }
 
     #[test]
-    fn guests_of_one_kind_have_its_number_and_a_kind_without_guests_leaves_its_own_to_the_next_one() {
+    fn guests_of_one_kind_have_its_number_and_a_kind_without_guests_leaves_its_own_to_the_next_one()
+    {
         let (mut guests, names) = (Guests::default(), ["a", "b", "a"]);
         guests.learn(&host(1, &names));
         guests.learn(&host(2, &["b"]));
-        let kinds = |guests: &Guests| guests.iter().map(|(.., guest)| guest.kind).collect::<Vec<_>>();
+        let kinds = |guests: &Guests| {
+            guests
+                .iter()
+                .map(|(.., guest)| guest.kind)
+                .collect::<Vec<_>>()
+        };
         assert_eq!((kinds(&guests), guests.kinds()), (vec![0, 1, 0, 1], 2));
         guests.forget(HostId::new(1).expect("a host"));
         assert_eq!(kinds(&guests), [1]);
         guests.learn(&host(3, &["c", "d", "b"]));
         assert_eq!((kinds(&guests), guests.kinds()), (vec![1, 0, 2, 1], 3));
         (2..4).for_each(|index| guests.forget(HostId::new(index).expect("a host")));
-        assert!(guests.all.is_empty() && guests.numbers.is_empty() && guests.kinds.iter().all(Option::is_none));
+        assert!(
+            guests.all.is_empty()
+                && guests.numbers.is_empty()
+                && guests.kinds.iter().all(Option::is_none)
+        );
     }
 }

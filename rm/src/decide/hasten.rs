@@ -1,7 +1,9 @@
 //! Moves that make a whole job end sooner: where the work of its tasks is known, those that would end last go where they end
 //! sooner, or others make room for them. Each move is weighed by letting time pass with it and without ([`super::farm`]).
 
-use super::balance::{GAIN_MIN, Plan, Shift, ShiftWhy, may_shift, micros, rests_until, seconds, shifts_left, worth};
+use super::balance::{
+    GAIN_MIN, Plan, Shift, ShiftWhy, may_shift, micros, rests_until, seconds, shifts_left, worth,
+};
 use super::farm::{Future, Machine, Outcome, Piece};
 use super::moves::unfit;
 use super::{Snapshot, TaskView, slowness};
@@ -53,7 +55,12 @@ impl Farm<'_> {
     /// Asks for the end of this job; what comes of it without a move.
     fn ask(&mut self, job: Tid, snapshot: &Snapshot) -> Outcome {
         // Of the moves that come later only this much is known.
-        let all: f64 = self.start.machines().iter().map(|machine| machine.processors * machine.speed).sum();
+        let all: f64 = self
+            .start
+            .machines()
+            .iter()
+            .map(|machine| machine.processors * machine.speed)
+            .sum();
         let share = 1e3 * all / self.tasks.len().max(1) as f64;
         let of_job = self.tasks.iter().filter(|task| task.job == job);
         let estimates = &snapshot.estimates;
@@ -65,17 +72,31 @@ impl Farm<'_> {
             let ends = self.tried([]).ends().to_vec();
             self.ends = Some((cost, ends));
         }
-        let ends = self.ends.iter().flat_map(|(_, ends)| ends).zip(self.start.pieces());
-        ends.fold(Outcome::default(), |sum, (ends, piece)| match piece.counts {
-            true => Outcome { end: sum.end.max(*ends), ..sum },
-            false => Outcome { others: sum.others + ends, ..sum },
+        let ends = self
+            .ends
+            .iter()
+            .flat_map(|(_, ends)| ends)
+            .zip(self.start.pieces());
+        ends.fold(Outcome::default(), |sum, (ends, piece)| {
+            match piece.counts {
+                true => Outcome {
+                    end: sum.end.max(*ends),
+                    ..sum
+                },
+                false => Outcome {
+                    others: sum.others + ends,
+                    ..sum
+                },
+            }
         })
     }
 
     /// The future with these moves.
     fn tried(&mut self, moves: impl IntoIterator<Item = (usize, usize)>) -> &mut Future {
         self.tried.become_like(&self.start);
-        moves.into_iter().for_each(|(task, to)| self.tried.go(task, to));
+        moves
+            .into_iter()
+            .for_each(|(task, to)| self.tried.go(task, to));
         &mut self.tried
     }
 
@@ -83,7 +104,9 @@ impl Farm<'_> {
     pub(super) fn take(&mut self, task: Tid, to: HostId) {
         let i = self.tasks.iter().position(|t| t.tid == task);
         let to = self.hosts.iter().position(|host| *host == to);
-        i.zip(to).into_iter().for_each(|(i, to)| self.start.has_gone(i, to));
+        i.zip(to)
+            .into_iter()
+            .for_each(|(i, to)| self.start.has_gone(i, to));
         self.ends = None;
     }
 }
@@ -96,29 +119,58 @@ impl<'a> Plan<'a> {
             return None;
         }
         let hosts: Vec<HostId> = self.places.keys().copied().collect();
-        let machines: Vec<Machine> = self.places.values().map(|place| place.machine(place.foreign_mean)).collect();
+        let machines: Vec<Machine> = self
+            .places
+            .values()
+            .map(|place| place.machine(place.foreign_mean))
+            .collect();
         let now = self.snapshot.now;
         let (mut pieces, mut tasks) = (Vec::new(), Vec::new());
         for place in self.places.values() {
             for task in place.host.tasks.iter().filter(|task| task.computes()) {
                 let at = task.moving.flatten().unwrap_or(place.host.id);
-                let Ok(at) = hosts.binary_search(&at) else { continue };
-                let moves = if self.fixed.contains(&task.job) { 0 } else { shifts_left(now, task) };
+                let Ok(at) = hosts.binary_search(&at) else {
+                    continue;
+                };
+                let moves = if self.fixed.contains(&task.job) {
+                    0
+                } else {
+                    shifts_left(now, task)
+                };
                 let rests = seconds(rests_until(now, task).since(now));
-                pieces.push(Piece { at, left: self.left(task.tid), moves, rests, counts: false });
+                pieces.push(Piece {
+                    at,
+                    left: self.left(task.tid),
+                    moves,
+                    rests,
+                    counts: false,
+                });
                 tasks.push(task);
             }
         }
         let few = pieces.len() <= TASKS_MAX;
         let (start, tried) = (Future::of(machines, pieces), Future::default());
-        few.then_some(Farm { hosts, tasks, start, ends: None, tried })
+        few.then_some(Farm {
+            hosts,
+            tasks,
+            start,
+            ends: None,
+            tried,
+        })
     }
 
     /// Jobs that have all their work told.
     fn told_jobs(&self) -> BTreeSet<Tid> {
-        let tasks = || self.places.values().flat_map(|p| &p.host.tasks).filter(|t| t.computes());
-        let untold: BTreeSet<Tid> =
-            tasks().filter(|t| !self.expected.get(&t.tid).is_some_and(|e| e.told)).map(|t| t.job).collect();
+        let tasks = || {
+            self.places
+                .values()
+                .flat_map(|p| &p.host.tasks)
+                .filter(|t| t.computes())
+        };
+        let untold: BTreeSet<Tid> = tasks()
+            .filter(|t| !self.expected.get(&t.tid).is_some_and(|e| e.told))
+            .map(|t| t.job)
+            .collect();
         let fits = |job: &Tid| !untold.contains(job) && !self.snapshot.barriers.contains(job);
         tasks().map(|t| t.job).filter(fits).collect()
     }
@@ -129,7 +181,9 @@ impl<'a> Plan<'a> {
             return false;
         }
         let i = farm.tasks.iter().position(|t| t.tid == task.tid);
-        let (Some(i), Ok(to)) = (i, farm.hosts.binary_search(&to)) else { return false };
+        let (Some(i), Ok(to)) = (i, farm.hosts.binary_search(&to)) else {
+            return false;
+        };
         if farm.tried.steps() >= ALL_STEPS_MAX {
             return true;
         }
@@ -145,8 +199,12 @@ impl<'a> Plan<'a> {
             let done = farm.tried.steps();
             let most = done + STEPS_MAX.saturating_sub(done) / (jobs.len() - i);
             while self.shifts.len() + 2 <= room {
-                let Some(shifts) = self.hasten_once(farm, *job, most) else { break };
-                shifts.into_iter().for_each(|shift| self.take(shift, Some(&mut *farm)));
+                let Some(shifts) = self.hasten_once(farm, *job, most) else {
+                    break;
+                };
+                shifts
+                    .into_iter()
+                    .for_each(|shift| self.take(shift, Some(&mut *farm)));
             }
         }
     }
@@ -166,15 +224,24 @@ impl<'a> Plan<'a> {
             let cost: f64 = step.moves().map(|(i, to)| self.cost(farm, i, to)).sum();
             let most = best.map(|(most, ..)| most);
             // Each task of the job has waited for its end; tasks of other jobs that it joins lose.
-            let gain = |after: Outcome| count * (before.end - after.end) + before.others - after.others;
+            let gain =
+                |after: Outcome| count * (before.end - after.end) + before.others - after.others;
             let is_best = |after: Outcome| {
                 let net = worth(gain(after), trust) - margin * cost;
-                let pays = net >= seconds(GAIN_MIN) && before.end - after.end >= SOONER * before.end;
+                let pays =
+                    net >= seconds(GAIN_MIN) && before.end - after.end >= SOONER * before.end;
                 pays && most.is_none_or(|most| net > most)
             };
-            let after = farm.tried(step.moves()).outcome_unless(|after| !is_best(after));
+            let after = farm
+                .tried(step.moves())
+                .outcome_unless(|after| !is_best(after));
             let Some(after) = after else { continue };
-            best = Some((worth(gain(after), trust) - margin * cost, step, (gain(after), cost), before.end - after.end));
+            best = Some((
+                worth(gain(after), trust) - margin * cost,
+                step,
+                (gain(after), cost),
+                before.end - after.end,
+            ));
         }
         best.map(|(_, step, weighed, sooner)| self.shifts_of(farm, &step, weighed, sooner))
     }
@@ -184,7 +251,10 @@ impl<'a> Plan<'a> {
         let (from, to) = (farm.hosts[farm.start.pieces()[i].at], farm.hosts[to]);
         let (has, gets) = self.rates(from, to);
         let (source, target) = (self.places[&from].host, self.places[&to].host);
-        seconds(self.snapshot.cost(farm.tasks[i], source, target, slowness(has, gets)))
+        seconds(
+            self.snapshot
+                .cost(farm.tasks[i], source, target, slowness(has, gets)),
+        )
     }
 
     /// What a task has on one host and would get on the other, in thousandths of an ordinary processor.
@@ -192,7 +262,13 @@ impl<'a> Plan<'a> {
         (self.places[&from].has, self.places[&to].gets)
     }
 
-    fn shifts_of(&self, farm: &Farm<'_>, step: &Step, (gain, cost): (f64, f64), sooner: f64) -> Vec<Shift> {
+    fn shifts_of(
+        &self,
+        farm: &Farm<'_>,
+        step: &Step,
+        (gain, cost): (f64, f64),
+        sooner: f64,
+    ) -> Vec<Shift> {
         let shift = |(i, to): (usize, usize)| {
             let (from, to) = (farm.hosts[farm.start.pieces()[i].at], farm.hosts[to]);
             let (has, gets) = self.rates(from, to);
@@ -200,8 +276,23 @@ impl<'a> Plan<'a> {
             let (reckoned, cost, sooner) = (micros(gain), micros(cost), Some(micros(sooner)));
             let (left, told) = (micros(farm.start.pieces()[i].left), true);
             let gain = micros(worth(gain, self.snapshot.trust(told)));
-            let why = ShiftWhy { has, gets, gain, cost, barrier: false, sooner, left, told, reckoned };
-            Shift { tid: farm.tasks[i].tid, from, to, why }
+            let why = ShiftWhy {
+                has,
+                gets,
+                gain,
+                cost,
+                barrier: false,
+                sooner,
+                left,
+                told,
+                reckoned,
+            };
+            Shift {
+                tid: farm.tasks[i].tid,
+                from,
+                to,
+                why,
+            }
         };
         step.moves().map(shift).collect()
     }
@@ -211,16 +302,25 @@ impl<'a> Plan<'a> {
     fn steps(&self, farm: &Farm<'_>, job: Tid) -> Vec<Step> {
         let pieces = farm.start.pieces();
         let mut on = vec![Vec::new(); farm.hosts.len()];
-        pieces.iter().enumerate().for_each(|(i, piece)| on[piece.at].push(i));
+        pieces
+            .iter()
+            .enumerate()
+            .for_each(|(i, piece)| on[piece.at].push(i));
         let of_job = |i: &usize| farm.tasks[*i].job == job;
         let ends = |i: usize| {
             let piece = pieces[i];
             // Those that are shorter take their share until they end.
-            let before: f64 = on[piece.at].iter().map(|other| pieces[*other].left.min(piece.left)).sum();
+            let before: f64 = on[piece.at]
+                .iter()
+                .map(|other| pieces[*other].left.min(piece.left))
+                .sum();
             let machine = farm.start.machines()[piece.at];
-            (before / (machine.speed * machine.processors).max(1e-9)).max(piece.left / machine.speed.max(1e-9))
+            (before / (machine.speed * machine.processors).max(1e-9))
+                .max(piece.left / machine.speed.max(1e-9))
         };
-        let ends: Vec<f64> = (0..pieces.len()).map(|i| if of_job(&i) { ends(i) } else { 0.0 }).collect();
+        let ends: Vec<f64> = (0..pieces.len())
+            .map(|i| if of_job(&i) { ends(i) } else { 0.0 })
+            .collect();
         let now = self.snapshot.now;
         let free = |i: &usize| {
             let task = farm.tasks[*i];
@@ -231,7 +331,11 @@ impl<'a> Plan<'a> {
         last.truncate(LAST_MAX);
         let mut movers = last.clone();
         let beside = |i: &usize| last.iter().any(|l| pieces[*l].at == pieces[*i].at);
-        movers.extend((0..pieces.len()).filter(|i| !last.contains(i)).filter(beside));
+        movers.extend(
+            (0..pieces.len())
+                .filter(|i| !last.contains(i))
+                .filter(beside),
+        );
         let steady = |at: usize| {
             let (least, most) = self.places[&farm.hosts[at]].foreign;
             most - least <= UNSTEADY
@@ -239,18 +343,32 @@ impl<'a> Plan<'a> {
         let steady: Vec<bool> = (0..farm.hosts.len()).map(steady).collect();
         let goes = |i: usize, to: usize| to != pieces[i].at && steady[to] && steady[pieces[i].at];
         // Until it ends if everybody else stays and shares with it all the time.
-        let there = |i: usize, to: usize, tasks: usize| pieces[i].left / farm.start.machines()[to].rate(tasks);
+        let there = |i: usize, to: usize, tasks: usize| {
+            pieces[i].left / farm.start.machines()[to].rate(tasks)
+        };
         let mut steps = Vec::new();
         for i in movers.into_iter().filter(free) {
             for to in (0..farm.hosts.len()).filter(|to| goes(i, *to)) {
-                steps.push((ends[i] - there(i, to, on[to].len() + 1), Step { first: (i, to), other: None }));
+                steps.push((
+                    ends[i] - there(i, to, on[to].len() + 1),
+                    Step {
+                        first: (i, to),
+                        other: None,
+                    },
+                ));
                 if !last.iter().take(EXCHANGES_MAX).any(|l| *l == i) {
                     continue;
                 }
                 let from = pieces[i].at;
                 for o in on[to].iter().copied().filter(|o| free(o) && goes(*o, from)) {
                     let later = there(i, to, on[to].len()).max(there(o, from, on[from].len()));
-                    steps.push((ends[i] - later, Step { first: (i, to), other: Some((o, from)) }));
+                    steps.push((
+                        ends[i] - later,
+                        Step {
+                            first: (i, to),
+                            other: Some((o, from)),
+                        },
+                    ));
                 }
             }
         }
@@ -263,6 +381,7 @@ impl<'a> Plan<'a> {
     fn fits(&self, farm: &Farm<'_>, step: &Step) -> bool {
         let host = |at: usize| self.places[&farm.hosts[at]].host;
         let from = |i: usize| host(farm.start.pieces()[i].at);
-        step.moves().all(|(i, to)| unfit(self.snapshot, host(to), from(i), farm.tasks[i], true).is_none())
+        step.moves()
+            .all(|(i, to)| unfit(self.snapshot, host(to), from(i), farm.tasks[i], true).is_none())
     }
 }

@@ -65,10 +65,15 @@ pub(super) struct Index {
 }
 
 /// All items of lists that begin with their greatest, the greatest first.
-pub(super) fn merged<T: Ord, L: Iterator<Item = T>>(lists: impl Iterator<Item = L>) -> impl Iterator<Item = T> {
+pub(super) fn merged<T: Ord, L: Iterator<Item = T>>(
+    lists: impl Iterator<Item = L>,
+) -> impl Iterator<Item = T> {
     let mut lists: Vec<L> = lists.collect();
-    let mut first: BinaryHeap<(T, usize)> =
-        lists.iter_mut().enumerate().filter_map(|(i, list)| Some((list.next()?, i))).collect();
+    let mut first: BinaryHeap<(T, usize)> = lists
+        .iter_mut()
+        .enumerate()
+        .filter_map(|(i, list)| Some((list.next()?, i)))
+        .collect();
     std::iter::from_fn(move || {
         let mut top = first.peek_mut()?;
         let i = top.1;
@@ -99,7 +104,10 @@ impl Index {
     /// Hosts with computing tasks of this job, by rising id.
     pub(super) fn hosts_of(&self, job: Tid) -> impl Iterator<Item = HostId> {
         let all = (job, HostId::MASTER)..;
-        self.jobs.range(all).take_while(move |(of, _)| *of == job).map(|(_, host)| *host)
+        self.jobs
+            .range(all)
+            .take_while(move |(of, _)| *of == job)
+            .map(|(_, host)| *host)
     }
 
     /// How many tasks of a job compute on a host.
@@ -111,7 +119,10 @@ impl Index {
     /// Tasks of this user that can make room for others, with their hosts; those first that began last.
     pub(super) fn settled(&self, user: u32) -> impl Iterator<Item = (Tid, HostId)> {
         let all = (user, Reverse(Micros(u64::MAX)), Tid::NONE, HostId::MASTER)..;
-        self.settled.range(all).take_while(move |(of, ..)| *of == user).map(|(.., tid, host)| (*tid, *host))
+        self.settled
+            .range(all)
+            .take_while(move |(of, ..)| *of == user)
+            .map(|(.., tid, host)| (*tid, *host))
     }
 
     /// Hosts with tasks that stand still and are not on their way, by rising id.
@@ -170,12 +181,18 @@ impl Index {
         self.with_owner.remove(&id);
         self.guests.forget(id);
         self.suspended.remove(&id);
-        let entry = self.entries.get_mut(usize::from(id.index())).and_then(Option::take);
-        let Some(entry) = entry else { return Vec::new() };
+        let entry = self
+            .entries
+            .get_mut(usize::from(id.index()))
+            .and_then(Option::take);
+        let Some(entry) = entry else {
+            return Vec::new();
+        };
         for task in &entry.tasks {
             self.jobs.remove(&(task.job, id));
             if task.settled {
-                self.settled.remove(&(task.user, Reverse(task.since), task.tid, id));
+                self.settled
+                    .remove(&(task.user, Reverse(task.since), task.tid, id));
             }
         }
         if entry.ranked {
@@ -186,7 +203,10 @@ impl Index {
         }
         self.under_way -= entry.under_way;
         for to in &entry.leaving {
-            let left = self.arriving.get_mut(to).expect("counted when it was put in");
+            let left = self
+                .arriving
+                .get_mut(to)
+                .expect("counted when it was put in");
             *left -= 1;
             if *left == 0 {
                 self.arriving.remove(to);
@@ -209,9 +229,15 @@ impl Index {
         }
         let under_way = host.tasks.iter().filter(|t| t.moving.is_some()).count();
         self.under_way += under_way;
-        let expires = host.fresh_sample(now).map(|s| s.at + SAMPLE_AGE_MAX + Micros(1));
+        let expires = host
+            .fresh_sample(now)
+            .map(|s| s.at + SAMPLE_AGE_MAX + Micros(1));
         self.expiry.extend(expires.map(|at| (at, host.id)));
-        let load = Load::of(host, now, staying + self.arriving.get(&host.id).copied().unwrap_or(0));
+        let load = Load::of(
+            host,
+            now,
+            staying + self.arriving.get(&host.id).copied().unwrap_or(0),
+        );
         let ranked = !host.owner.is_present();
         if ranked {
             self.rank(host.zone, &load);
@@ -225,29 +251,67 @@ impl Index {
         if self.entries.len() <= at {
             self.entries.resize_with(at + 1, || None);
         }
-        self.entries[at] = Some(Box::new(Entry { load, staying, zone, ranked, expires, leaving, under_way, tasks }));
+        self.entries[at] = Some(Box::new(Entry {
+            load,
+            staying,
+            zone,
+            ranked,
+            expires,
+            leaving,
+            under_way,
+            tasks,
+        }));
         to
     }
 
     fn learn_tasks(&mut self, host: &HostView) -> Vec<Known> {
-        if host.tasks.iter().any(|task| task.suspended && task.moving.is_none()) {
+        if host
+            .tasks
+            .iter()
+            .any(|task| task.suspended && task.moving.is_none())
+        {
             self.suspended.insert(host.id);
         }
         let known = |task: &TaskView| {
-            let TaskView { tid, user, job, since, .. } = *task;
-            Known { tid, user, job, since, settled: task.moving.is_none() && host.owner.keeps_out().is_none() }
+            let TaskView {
+                tid,
+                user,
+                job,
+                since,
+                ..
+            } = *task;
+            Known {
+                tid,
+                user,
+                job,
+                since,
+                settled: task.moving.is_none() && host.owner.keeps_out().is_none(),
+            }
         };
-        let tasks: Vec<Known> = host.tasks.iter().filter(|task| task.computes()).map(known).collect();
-        self.jobs.extend(tasks.iter().map(|task| (task.job, host.id)));
+        let tasks: Vec<Known> = host
+            .tasks
+            .iter()
+            .filter(|task| task.computes())
+            .map(known)
+            .collect();
+        self.jobs
+            .extend(tasks.iter().map(|task| (task.job, host.id)));
         let settled = tasks.iter().filter(|task| task.settled);
-        self.settled.extend(settled.map(|task| (task.user, Reverse(task.since), task.tid, host.id)));
+        self.settled
+            .extend(settled.map(|task| (task.user, Reverse(task.since), task.tid, host.id)));
         tasks
     }
 
     /// Counts the tasks on their way to a host anew.
     fn recount(&mut self, id: HostId) {
         let arriving = self.arriving.get(&id).copied().unwrap_or(0);
-        let Some(entry) = self.entries.get_mut(usize::from(id.index())).and_then(Option::as_mut) else { return };
+        let Some(entry) = self
+            .entries
+            .get_mut(usize::from(id.index()))
+            .and_then(Option::as_mut)
+        else {
+            return;
+        };
         let (before, ranked, zone) = (entry.load, entry.ranked, entry.zone);
         entry.load.own = entry.staying + arriving;
         let after = entry.load;
@@ -322,7 +386,13 @@ impl Hosts {
 
     /// Ranks what was changed, and what has got too old by `now`.
     pub fn refresh(&mut self, now: Micros) {
-        while let Some((at, id)) = self.index.expiry.first().copied().filter(|(at, _)| *at <= now) {
+        while let Some((at, id)) = self
+            .index
+            .expiry
+            .first()
+            .copied()
+            .filter(|(at, _)| *at <= now)
+        {
             self.index.expiry.remove(&(at, id));
             self.marked.insert(id);
         }
@@ -337,7 +407,9 @@ impl Hosts {
             return Cow::Borrowed(&self.index);
         }
         let mut index = Index::default();
-        self.list.iter().for_each(|host| index.rank_again(&self.list, host.id, now));
+        self.list
+            .iter()
+            .for_each(|host| index.rank_again(&self.list, host.id, now));
         Cow::Owned(index)
     }
 }

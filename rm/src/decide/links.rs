@@ -25,7 +25,10 @@ impl Way {
     /// Between these two.
     pub fn between(a: &HostView, b: &HostView) -> Way {
         let zones = (a.zone.min(b.zone), a.zone.max(b.zone));
-        Way { hosts: (a.id.min(b.id), a.id.max(b.id)), zones }
+        Way {
+            hosts: (a.id.min(b.id), a.id.max(b.id)),
+            zones,
+        }
     }
 }
 
@@ -40,9 +43,19 @@ struct Speed {
 
 impl Speed {
     fn and(before: Option<Speed>, log: f64, heard: u64) -> Speed {
-        let Speed { moves, log: mean, .. } = before.unwrap_or(Speed { moves: 0, log, heard });
+        let Speed {
+            moves, log: mean, ..
+        } = before.unwrap_or(Speed {
+            moves: 0,
+            log,
+            heard,
+        });
         let weight = NEWEST.max(1.0 / (f64::from(moves) + 1.0));
-        Speed { moves: moves.saturating_add(1), log: mean + weight * (log - mean), heard }
+        Speed {
+            moves: moves.saturating_add(1),
+            log: mean + weight * (log - mean),
+            heard,
+        }
     }
 }
 
@@ -58,7 +71,9 @@ pub(super) struct Links {
 impl Links {
     /// So many bytes have gone this way in so many seconds.
     pub(super) fn carried(&mut self, way: Option<Way>, bytes: u64, seconds: f64) {
-        let log = (bytes as f64 / seconds.max(1e-6)).clamp(*SPEEDS.start(), *SPEEDS.end()).ln();
+        let log = (bytes as f64 / seconds.max(1e-6))
+            .clamp(*SPEEDS.start(), *SPEEDS.end())
+            .ln();
         self.heard += 1;
         if let Some(way) = way {
             learn(&mut self.hosts, way.hosts, log, self.heard);
@@ -79,7 +94,9 @@ impl Links {
     pub(super) fn beside_within(&self, zone: u32, peers: &BTreeSet<u32>) -> Option<f64> {
         let log = |a: u32, b: u32| self.zones.get(&(a.min(b), a.max(b))).map(|speed| speed.log);
         let within = |a: u32, b: u32| log(a, a).into_iter().chain(log(b, b)).reduce(f64::max);
-        let beside = peers.iter().filter_map(|peer| Some((log(zone, *peer)? - within(zone, *peer)?).exp()));
+        let beside = peers
+            .iter()
+            .filter_map(|peer| Some((log(zone, *peer)? - within(zone, *peer)?).exp()));
         beside.reduce(f64::max)
     }
 
@@ -90,7 +107,11 @@ impl Links {
 
     /// False for what nobody has learned.
     pub(super) fn is_sound(&self) -> bool {
-        let all = self.hosts.values().chain(self.zones.values()).chain(&self.all);
+        let all = self
+            .hosts
+            .values()
+            .chain(self.zones.values())
+            .chain(&self.all);
         let few = self.hosts.len() <= PAIRS_MAX && self.zones.len() <= PAIRS_MAX;
         few && all.map(|speed| speed.log).all(f64::is_finite)
     }
@@ -100,7 +121,10 @@ fn learn<K: Copy + Ord + Hash>(all: &mut BTreeMap<K, Speed>, key: K, log: f64, h
     let speed = Speed::and(all.get(&key).copied(), log, heard);
     all.insert(key, speed);
     if all.len() > PAIRS_MAX {
-        let oldest = all.iter().min_by_key(|(_, speed)| speed.heard).map(|(key, _)| *key);
+        let oldest = all
+            .iter()
+            .min_by_key(|(_, speed)| speed.heard)
+            .map(|(key, _)| *key);
         all.remove(&oldest.expect("more than the limit"));
     }
 }
@@ -111,7 +135,10 @@ mod tests {
 
     fn way(a: u16, b: u16, zones: (u32, u32)) -> Option<Way> {
         let host = |n| HostId::new(n).expect("an index");
-        Some(Way { hosts: (host(a), host(b)), zones })
+        Some(Way {
+            hosts: (host(a), host(b)),
+            zones,
+        })
     }
 
     #[test]
@@ -129,7 +156,11 @@ mod tests {
         near(&links, way(2, 3, (0, 7)), 10.0);
         near(&links, way(4, 5, (0, 0)), 1000.0);
         // Of a way that nobody has gone only the others are known.
-        near(&links, way(6, 7, (8, 8)), links.bytes_per_second(None) / 1e6);
+        near(
+            &links,
+            way(6, 7, (8, 8)),
+            links.bytes_per_second(None) / 1e6,
+        );
         links.forget_hosts();
         near(&links, way(1, 2, (0, 0)), 1000.0);
     }
@@ -140,6 +171,10 @@ mod tests {
         for n in 0..=PAIRS_MAX as u32 {
             links.carried(way(1, 2, (n, n)), 1 << 30, 1.0);
         }
-        assert!(links.is_sound() && links.zones.len() == PAIRS_MAX && !links.zones.contains_key(&(0, 0)));
+        assert!(
+            links.is_sound()
+                && links.zones.len() == PAIRS_MAX
+                && !links.zones.contains_key(&(0, 0))
+        );
     }
 }

@@ -70,17 +70,31 @@ impl Load {
         let limits = &host.terms.limits;
         let room = match available {
             0 => u32::MAX,
-            bytes => u32::try_from(bytes.saturating_sub(limits.memory_free) / HEADROOM_BYTES).unwrap_or(u32::MAX),
+            bytes => u32::try_from(bytes.saturating_sub(limits.memory_free) / HEADROOM_BYTES)
+                .unwrap_or(u32::MAX),
         };
-        let capacity = fresh.filter(|s| s.sample.share > 0.0).map_or(u64::from(host.cores.max(1)) * 1000, |limited| {
-            // Anybody may have written the number.
-            (f64::from(limited.sample.share) * 1000.0).clamp(1.0, f64::from(u32::MAX)) as u64
-        });
+        let capacity = fresh.filter(|s| s.sample.share > 0.0).map_or(
+            u64::from(host.cores.max(1)) * 1000,
+            |limited| {
+                // Anybody may have written the number.
+                (f64::from(limited.sample.share) * 1000.0).clamp(1.0, f64::from(u32::MAX)) as u64
+            },
+        );
         let speed = u64::try_from(host.speed).unwrap_or(0).max(1);
         let foreign = foreign(host, now).round() as u32;
         let more = fresh.map_or(0.0, |s| demand(s).more).round() as u32;
         let (calm, most) = (host.owner.is_calm(), limits.cores.unwrap_or(u32::MAX));
-        Load { host: host.id, capacity, speed, own, foreign, more, room, calm, most }
+        Load {
+            host: host.id,
+            capacity,
+            speed,
+            own,
+            foreign,
+            more,
+            room,
+            calm,
+            most,
+        }
     }
 
     /// Tasks that the host's owner still allows.
@@ -91,7 +105,14 @@ impl Load {
     pub(super) fn share(&self) -> Share {
         let reserve = self.capacity * self.speed / 1000 / (self.threads() + 1);
         let (own, host) = (Reverse(self.own), Reverse(self.host));
-        Share { calm: self.calm, roomy: self.room > 0, usable: reserve.min(self.speed), reserve, own, host }
+        Share {
+            calm: self.calm,
+            roomy: self.room > 0,
+            usable: reserve.min(self.speed),
+            reserve,
+            own,
+            host,
+        }
     }
 
     /// What each of our tasks gets now, in thousandths of an ordinary processor.
@@ -116,13 +137,22 @@ impl Load {
 }
 
 /// Why the host's owner allows no more tasks there, or not one that has so many bytes of memory already.
-pub(super) fn full(host: &HostView, now: Micros, bytes: u64, load: impl Fn() -> Load) -> Option<Reason<&str>> {
+pub(super) fn full(
+    host: &HostView,
+    now: Micros,
+    bytes: u64,
+    load: impl Fn() -> Load,
+) -> Option<Reason<&str>> {
     let limits = &host.terms.limits;
     if let Some(most) = limits.cores.filter(|_| load().left() == 0) {
         return Some(Reason::Cores { most });
     }
-    let (keeps, has) = (limits.memory_free, host.fresh_sample(now)?.sample.available_bytes);
-    (keeps > 0 && has < keeps.saturating_add(bytes.max(HEADROOM_BYTES))).then_some(Reason::Memory { keeps, has })
+    let (keeps, has) = (
+        limits.memory_free,
+        host.fresh_sample(now)?.sample.available_bytes,
+    );
+    (keeps > 0 && has < keeps.saturating_add(bytes.max(HEADROOM_BYTES)))
+        .then_some(Reason::Memory { keeps, has })
 }
 
 /// Demand for processors that is not ours, in threads. 0 when the sample is missing or too old.
@@ -153,7 +183,12 @@ pub struct ForeignMean {
 impl ForeignMean {
     /// The first sample has this demand.
     pub fn first(now: Micros, demand: f32) -> ForeignMean {
-        ForeignMean { threads: demand, spread: 0.0, seen: FIRST_SPAN, last: (now, demand) }
+        ForeignMean {
+            threads: demand,
+            spread: 0.0,
+            seen: FIRST_SPAN,
+            last: (now, demand),
+        }
     }
 
     /// Another one has come.
@@ -165,7 +200,12 @@ impl ForeignMean {
         let weight = fades.max(span / seen.0 as f32);
         let threads = self.threads + weight * (before - self.threads);
         let spread = self.spread + weight * ((before - threads).abs() - self.spread);
-        ForeignMean { threads, spread, seen, last: (now, demand) }
+        ForeignMean {
+            threads,
+            spread,
+            seen,
+            last: (now, demand),
+        }
     }
 }
 
@@ -193,11 +233,21 @@ fn demand(sampled: &Sampled) -> Demand {
     };
     let own = sampled.own as f32;
     let Some(ours) = sample.ours.filter(|ours| ours.is_finite()) else {
-        return Demand { foreign: (demand - own).max(0.0), more: 0.0 };
+        return Demand {
+            foreign: (demand - own).max(0.0),
+            more: 0.0,
+        };
     };
     // Whoever uses a half of what is used is taken for a half of those who want some.
-    let foreign = if used > 0.0 { (1.0 - ours / used).clamp(0.0, 1.0) * demand } else { 0.0 };
-    Demand { foreign, more: (demand - foreign - own).max(0.0) }
+    let foreign = if used > 0.0 {
+        (1.0 - ours / used).clamp(0.0, 1.0) * demand
+    } else {
+        0.0
+    };
+    Demand {
+        foreign,
+        more: (demand - foreign - own).max(0.0),
+    }
 }
 
 /// Demand for processors that is not ours, in threads, as a sample has it: measured demand less the part of our tasks, by what
@@ -217,7 +267,12 @@ pub(super) struct Near {
 
 impl Near {
     fn of(share: Share, permille: u32) -> Near {
-        Near { calm: share.calm, roomy: share.roomy, usable: share.usable * u64::from(permille), share }
+        Near {
+            calm: share.calm,
+            roomy: share.roomy,
+            usable: share.usable * u64::from(permille),
+            share,
+        }
     }
 }
 
@@ -234,11 +289,20 @@ impl<'a> Loads<'a> {
     /// The load as the snapshot has it; tasks on their way count at their target.
     pub(super) fn of(snapshot: &'a Snapshot) -> Loads<'a> {
         let index = snapshot.hosts.index(snapshot.now);
-        Loads { index, snapshot, changed: BTreeMap::new(), over: BTreeSet::new() }
+        Loads {
+            index,
+            snapshot,
+            changed: BTreeMap::new(),
+            over: BTreeSet::new(),
+        }
     }
 
     pub(super) fn load(&self, host: HostId) -> Load {
-        let of_index = || self.index.load(host).expect("loads are made from the snapshot's hosts");
+        let of_index = || {
+            self.index
+                .load(host)
+                .expect("loads are made from the snapshot's hosts")
+        };
         self.changed.get(&host).copied().unwrap_or_else(of_index)
     }
 
@@ -250,13 +314,20 @@ impl<'a> Loads<'a> {
     /// One more task goes to a host of the snapshot. Answers what the next one would get there.
     pub(super) fn add(&mut self, host: HostId) -> Share {
         let before = self.load(host);
-        let after = Load { own: before.own + 1, room: before.room.saturating_sub(1), ..before };
+        let after = Load {
+            own: before.own + 1,
+            room: before.room.saturating_sub(1),
+            ..before
+        };
         self.change(host, after)
     }
 
     /// So many tasks fewer compute on a host of the snapshot, or more again.
     pub(super) fn put(&mut self, host: HostId, own: u32) {
-        let after = Load { own, ..self.load(host) };
+        let after = Load {
+            own,
+            ..self.load(host)
+        };
         self.change(host, after);
     }
 
@@ -272,7 +343,9 @@ impl<'a> Loads<'a> {
 
     /// How much a host counts for a task whose peers are in these zones, in thousandths.
     pub(super) fn permille(&self, host: HostId, peers: &BTreeSet<u32>) -> u32 {
-        self.index.zone(host).map_or(1000, |zone| self.snapshot.permille(zone, peers))
+        self.index
+            .zone(host)
+            .map_or(1000, |zone| self.snapshot.permille(zone, peers))
     }
 
     pub(super) fn near(&self, share: Share, peers: &BTreeSet<u32>) -> Near {
@@ -283,7 +356,10 @@ impl<'a> Loads<'a> {
     pub(super) fn best(&self, peers: &BTreeSet<u32>) -> impl Iterator<Item = Near> {
         let lists = self.index.zones().map(|(zone, shares)| {
             let permille = self.snapshot.permille(*zone, peers);
-            let unchanged = shares.iter().rev().filter(|s| !self.changed.contains_key(&s.host()));
+            let unchanged = shares
+                .iter()
+                .rev()
+                .filter(|s| !self.changed.contains_key(&s.host()));
             unchanged.map(move |s| Near::of(*s, permille))
         });
         let mut lists = merged(lists).peekable();
@@ -299,15 +375,26 @@ impl<'a> Loads<'a> {
 
 /// Names of those hosts whose samples are missing or too old, with their age, for the decision's sentence.
 pub(super) fn unknown(snapshot: &Snapshot, among: impl Iterator<Item = HostId>) -> Vec<String> {
-    let old = |host: &HostView| Some(format!("{} ({})", host.name, why_unknown(host, snapshot.now)?));
-    among.filter_map(|id| snapshot.host(id)).filter_map(old).collect()
+    let old = |host: &HostView| {
+        Some(format!(
+            "{} ({})",
+            host.name,
+            why_unknown(host, snapshot.now)?
+        ))
+    };
+    among
+        .filter_map(|id| snapshot.host(id))
+        .filter_map(old)
+        .collect()
 }
 
 /// Why nobody knows the load of a host, if that is so.
 pub(super) fn why_unknown(host: &HostView, now: Micros) -> Option<String> {
     match &host.sample {
         None => Some("no sample".into()),
-        Some(s) if now.since(s.at) > SAMPLE_AGE_MAX => Some(format!("sample {} s old", now.since(s.at).0 / 1_000_000)),
+        Some(s) if now.since(s.at) > SAMPLE_AGE_MAX => {
+            Some(format!("sample {} s old", now.since(s.at).0 / 1_000_000))
+        }
         Some(_) => None,
     }
 }
@@ -319,15 +406,30 @@ mod tests {
 
     /// Of a host with two processors.
     fn sampled(busy: f32, queue: u32, ours: Option<f32>, own: u32) -> Sampled {
-        let sample = LoadSample { cores: 2, busy, running: queue, load1: queue as f32, ours, ..LoadSample::default() };
-        Sampled { sample, at: Micros(0), own }
+        let sample = LoadSample {
+            cores: 2,
+            busy,
+            running: queue,
+            load1: queue as f32,
+            ours,
+            ..LoadSample::default()
+        };
+        Sampled {
+            sample,
+            at: Micros(0),
+            own,
+        }
     }
 
     #[test]
     fn a_guest_that_does_nothing_hides_nobody() {
         // An owner's process, and a task of ours that waits.
         assert_eq!(foreign_demand(&sampled(0.5, 1, Some(0.0), 1)), 1.0);
-        assert_eq!(foreign_demand(&sampled(0.5, 1, None, 1)), 0.0, "nobody has measured it");
+        assert_eq!(
+            foreign_demand(&sampled(0.5, 1, None, 1)),
+            0.0,
+            "nobody has measured it"
+        );
         // Two of the owner's at full load, and five that wait.
         assert_eq!(foreign_demand(&sampled(1.0, 2, Some(0.0), 5)), 2.0);
     }
@@ -335,12 +437,27 @@ mod tests {
     #[test]
     fn the_threads_of_a_guest_are_not_somebody_elses_and_take_room_all_the_same() {
         let eight = sampled(1.0, 8, Some(2.0), 1);
-        assert_eq!(demand(&eight), Demand { foreign: 0.0, more: 7.0 });
+        assert_eq!(
+            demand(&eight),
+            Demand {
+                foreign: 0.0,
+                more: 7.0
+            }
+        );
         // Beside two processes of the owner's.
         let Demand { foreign, more } = demand(&sampled(1.0, 10, Some(1.6), 1));
-        assert!((foreign - 2.0).abs() < 0.01 && (more - 7.0).abs() < 0.01, "{foreign} {more}");
+        assert!(
+            (foreign - 2.0).abs() < 0.01 && (more - 7.0).abs() < 0.01,
+            "{foreign} {more}"
+        );
         // It needs less than a processor.
-        assert_eq!(demand(&sampled(0.25, 0, Some(0.5), 1)), Demand { foreign: 0.0, more: 0.0 });
+        assert_eq!(
+            demand(&sampled(0.25, 0, Some(0.5), 1)),
+            Demand {
+                foreign: 0.0,
+                more: 0.0
+            }
+        );
     }
 
     #[test]
@@ -348,7 +465,10 @@ mod tests {
         for ours in [f32::NAN, f32::INFINITY, -3.0, 1e30] {
             for busy in [0.0, 0.3, 1.0] {
                 let Demand { foreign, more } = demand(&sampled(busy, 3, Some(ours), 2));
-                assert!(foreign >= 0.0 && more >= 0.0 && foreign.is_finite() && more.is_finite(), "{ours} {busy}");
+                assert!(
+                    foreign >= 0.0 && more >= 0.0 && foreign.is_finite() && more.is_finite(),
+                    "{ours} {busy}"
+                );
             }
         }
     }

@@ -27,7 +27,8 @@ mod share;
 mod wants;
 
 pub use balance::{
-    MARGIN, OWNER_AWAY_MIN, REST, SHIFT_REST, SHIFT_REST_TO_EMPTY, SHIFTS_MAX, SHIFTS_SPAN, Shift, ShiftWhy, balance,
+    MARGIN, OWNER_AWAY_MIN, REST, SHIFT_REST, SHIFT_REST_TO_EMPTY, SHIFTS_MAX, SHIFTS_SPAN, Shift,
+    ShiftWhy, balance,
 };
 pub use choice::{CHOICE_NAME_MAX, Choice, ChoiceName, Choices, NoSuchChoice, Offer};
 pub use excluded::{EXCLUDED_HOSTS_MAX, Excluded};
@@ -36,13 +37,19 @@ pub use gains::{Outcome, PROMISES_MAX, Promises, TRUST, TRUST_HALF};
 pub use index::Hosts;
 pub use links::{PAIRS_MAX, Way};
 pub use load::{ForeignMean, Share, foreign_demand};
-pub use moves::{MOVES_AT_ONCE_MAX, MoveDecision, Moves, SETTLE, Stay, StayReason, moves, room_ever, room_for};
-pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, left_out, place, place_by, used_but};
+pub use moves::{
+    MOVES_AT_ONCE_MAX, MoveDecision, Moves, SETTLE, Stay, StayReason, moves, room_ever, room_for,
+};
+pub use place::{
+    Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, left_out, place, place_by, used_but,
+};
 pub use predict::{Estimates, Journey, LEFT_MAX, Lessons, PROGRAMS_MAX, slowness};
 pub use reason::Reason;
 pub use reserve::{RESERVE_AFTER, reserve};
 pub use share::{Again, GIVING_MAX, GivesWay, give_way, go_on};
-pub use wants::{Condition, Figure, Has, Name, Op, Rank, Together, WANTS_BYTES_MAX, WANTS_ENV, Wants, WantsError};
+pub use wants::{
+    Condition, Figure, Has, Name, Op, Rank, Together, WANTS_BYTES_MAX, WANTS_ENV, Wants, WantsError,
+};
 
 use sempa_proto::load::{GuestLimits, LoadSample};
 use sempa_proto::{HostId, Micros, Tid};
@@ -94,7 +101,10 @@ pub struct Costs {
 
 impl Default for Costs {
     fn default() -> Costs {
-        Costs { far_permille: 900, margin_percent: (MARGIN * 100.0) as u32 }
+        Costs {
+            far_permille: 900,
+            margin_percent: (MARGIN * 100.0) as u32,
+        }
     }
 }
 
@@ -168,12 +178,16 @@ pub struct HostView {
 impl HostView {
     /// Memory that can still be had, as far as anybody knows.
     pub fn available_bytes(&self) -> Option<u64> {
-        self.sample.as_ref().map(|s| s.sample.available_bytes.saturating_sub(self.promised))
+        self.sample
+            .as_ref()
+            .map(|s| s.sample.available_bytes.saturating_sub(self.promised))
     }
 
     /// The sample, if it is not older than [`SAMPLE_AGE_MAX`].
     pub fn fresh_sample(&self, now: Micros) -> Option<&Sampled> {
-        self.sample.as_ref().filter(|s| now.since(s.at) <= SAMPLE_AGE_MAX)
+        self.sample
+            .as_ref()
+            .filter(|s| now.since(s.at) <= SAMPLE_AGE_MAX)
     }
 }
 
@@ -226,7 +240,10 @@ pub enum Owner {
 impl Owner {
     /// True when guests are not wanted: somebody uses the machine, its owner wants none at this time, or it is emptied.
     pub fn is_present(&self) -> bool {
-        matches!(self, Owner::Present { .. } | Owner::Closed { .. } | Owner::Drained { .. })
+        matches!(
+            self,
+            Owner::Present { .. } | Owner::Closed { .. } | Owner::Drained { .. }
+        )
     }
 
     /// False where somebody is logged in and idle: new tasks go there only when there is no other place. Load that is not ours
@@ -277,7 +294,9 @@ impl Terms {
         if self.limits.users.contains(&user) {
             return Some(Reason::User { user });
         }
-        self.limits.blocked(program).map(|pattern| Reason::Program { pattern })
+        self.limits
+            .blocked(program)
+            .map(|pattern| Reason::Program { pattern })
     }
 }
 
@@ -365,8 +384,17 @@ impl Snapshot {
     /// Of these hosts, with nothing learned and the rotation of round robin at its beginning.
     pub fn new(now: Micros, policy: Policy, mut hosts: Hosts) -> Snapshot {
         hosts.refresh(now);
-        let (costs, estimates, barriers) = (Costs::default(), Estimates::default(), BTreeSet::new());
-        Snapshot { now, policy, rotation: HostId::MASTER, costs, estimates, barriers, hosts }
+        let (costs, estimates, barriers) =
+            (Costs::default(), Estimates::default(), BTreeSet::new());
+        Snapshot {
+            now,
+            policy,
+            rotation: HostId::MASTER,
+            costs,
+            estimates,
+            barriers,
+            hosts,
+        }
     }
 
     /// The host with this index.
@@ -376,32 +404,50 @@ impl Snapshot {
 
     /// What each of our tasks on a host gets now, in thousandths of an ordinary processor.
     pub fn rate(&self, id: HostId) -> f64 {
-        self.hosts.index(self.now).load(id).map_or(0.0, |load| load.rate())
+        self.hosts
+            .index(self.now)
+            .load(id)
+            .map_or(0.0, |load| load.rate())
     }
 
     /// How slow the hosts of a move are for its own work, as they are now.
     pub fn slowness(&self, from: HostId, to: HostId) -> f64 {
         // A host of which nothing is known counts as an ordinary one.
-        let rate = |id| Some(self.rate(id)).filter(|rate| *rate > 0.0).unwrap_or(1e3);
+        let rate = |id| {
+            Some(self.rate(id))
+                .filter(|rate| *rate > 0.0)
+                .unwrap_or(1e3)
+        };
         slowness(rate(from), rate(to))
     }
 
     /// What a move costs this task between these hosts, of that [`slowness`].
     pub fn cost(&self, task: &TaskView, from: &HostView, to: &HostView, slowness: f64) -> Micros {
         let bytes = self.estimates.bytes(&task.name, task.bytes);
-        self.estimates.cost(bytes, slowness, Some(Way::between(from, to)))
+        self.estimates
+            .cost(bytes, slowness, Some(Way::between(from, to)))
     }
 
     /// The hosts of those with whom a task of this job will talk: whoever spawns it, and the tasks that the job has.
     pub fn peers_of(&self, caller: HostId, job: Tid) -> Vec<HostId> {
         let index = self.hosts.index(self.now);
-        std::iter::once(caller).chain(index.hosts_of(job).filter(|id| *id != caller).take(PEERS_MAX)).collect()
+        std::iter::once(caller)
+            .chain(
+                index
+                    .hosts_of(job)
+                    .filter(|id| *id != caller)
+                    .take(PEERS_MAX),
+            )
+            .collect()
     }
 
     /// The zones of those with whom a task talks: the tasks of its job on other hosts. Empty for one that is alone there.
     fn zones_of_peers(&self, from: HostId, task: &TaskView) -> BTreeSet<u32> {
         let index = self.hosts.index(self.now);
-        let others = index.hosts_of(task.job).filter(|id| *id != from).take(PEERS_MAX);
+        let others = index
+            .hosts_of(task.job)
+            .filter(|id| *id != from)
+            .take(PEERS_MAX);
         others.filter_map(|id| index.zone(id)).collect()
     }
 
@@ -421,7 +467,8 @@ impl Snapshot {
 
     /// Name of a host, or its number when it is not known.
     pub fn name(&self, id: HostId) -> String {
-        self.host(id).map_or_else(|| id.to_string(), |h| h.name.clone())
+        self.host(id)
+            .map_or_else(|| id.to_string(), |h| h.name.clone())
     }
 
     /// "h1: reason; h2: reason; memory >= 2G excludes h3 (1.0G), h4 (512.0M); and 7 more".
@@ -439,7 +486,11 @@ impl Snapshot {
                 None => unmet.push((condition, vec![host])),
             }
         }
-        parts.extend(unmet.into_iter().map(|(condition, hosts)| format!("{condition} excludes {}", hosts.join(", "))));
+        parts.extend(
+            unmet
+                .into_iter()
+                .map(|(condition, hosts)| format!("{condition} excludes {}", hosts.join(", "))),
+        );
         let more = told.len().saturating_sub(TOLD_HOSTS_MAX) + more;
         parts.extend((more > 0).then(|| format!("and {more} more")));
         parts.join("; ")

@@ -100,10 +100,16 @@ impl Stay {
 
     /// True when the owner wants the task's job checkpointed and ended instead.
     pub fn parks(&self, snapshot: &Snapshot) -> bool {
-        let wants = |host: &HostView| host.terms.parks && !matches!(host.owner, Owner::Drained { .. });
+        let wants =
+            |host: &HostView| host.terms.parks && !matches!(host.owner, Owner::Drained { .. });
         // A host that has refused a task is asked again, first after a moment.
-        let passes = self.again.is_some_and(|again| again.since(snapshot.now) <= PATIENCE);
-        let nowhere = matches!(self.why, StayReason::NoHost { .. } | StayReason::Held { .. });
+        let passes = self
+            .again
+            .is_some_and(|again| again.since(snapshot.now) <= PATIENCE);
+        let nowhere = matches!(
+            self.why,
+            StayReason::NoHost { .. } | StayReason::Held { .. }
+        );
         nowhere && !passes && snapshot.host(self.host).is_some_and(wants)
     }
 
@@ -125,7 +131,11 @@ impl Stay {
             true => "it is to be emptied",
             false => "its owner is there",
         };
-        format!("{} stays on {name} although {although}: {}", self.tid, self.reason(snapshot))
+        format!(
+            "{} stays on {name} although {although}: {}",
+            self.tid,
+            self.reason(snapshot)
+        )
     }
 }
 
@@ -150,9 +160,19 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
     let index = snapshot.hosts.index(snapshot.now);
     let (loads, under_way) = (Loads::of(snapshot), index.under_way());
     let places = (0..index.guests().kinds()).map(|_| None).collect();
-    let mut moving = Moving { snapshot, loads, under_way, places, out: Moves::default() };
+    let mut moving = Moving {
+        snapshot,
+        loads,
+        under_way,
+        places,
+        out: Moves::default(),
+    };
     for (host, at, guest) in index.guests().iter() {
-        match guest.is_plain.then(|| moving.as_others(guest, host)).flatten() {
+        match guest
+            .is_plain
+            .then(|| moving.as_others(guest, host))
+            .flatten()
+        {
             Some(stay) => moving.out.stay.push(stay),
             None => moving.look(host, at, guest),
         }
@@ -183,9 +203,12 @@ impl Moving<'_> {
         match self.places[guest.kind].as_ref()? {
             Place::Nowhere(nowhere) => Some(nowhere.stay(guest.tid, host)),
             // A move that ends makes room, and is an event; no need to look again by time.
-            Place::Somewhere if self.under_way >= MOVES_AT_ONCE_MAX => {
-                Some(Stay { tid: guest.tid, host, why: StayReason::Turn, again: None })
-            }
+            Place::Somewhere if self.under_way >= MOVES_AT_ONCE_MAX => Some(Stay {
+                tid: guest.tid,
+                host,
+                why: StayReason::Turn,
+                again: None,
+            }),
             Place::Somewhere => None,
         }
     }
@@ -193,9 +216,18 @@ impl Moving<'_> {
     /// Decides for the guest at this place of its host's list.
     fn look(&mut self, host: HostId, at: usize, guest: Guest) {
         let (snapshot, now) = (self.snapshot, self.snapshot.now);
-        let Some(host) = snapshot.host(host) else { return };
-        let Some(task) = host.tasks.get(at) else { return };
-        let stay = |(why, again)| Stay { tid: task.tid, host: host.id, why, again };
+        let Some(host) = snapshot.host(host) else {
+            return;
+        };
+        let Some(task) = host.tasks.get(at) else {
+            return;
+        };
+        let stay = |(why, again)| Stay {
+            tid: task.tid,
+            host: host.id,
+            why,
+            again,
+        };
         // What some host has refused is the task's own affair.
         let refused = task.refused.iter().any(|(_, until)| until.at > now);
         let as_others = || self.as_others(guest, host.id).filter(|_| !refused);
@@ -225,9 +257,20 @@ impl Moving<'_> {
 
     fn go(&mut self, host: &HostView, task: &TaskView, to: &HostView) {
         let share = self.loads.share(to.id).usable as f64 / 1e3;
-        let why = format!("{} goes to {}, share of a processor {share:.2}", task.tid, to.name);
-        let Some(cause) = cause(&host.owner) else { return };
-        self.out.go.push(MoveDecision { tid: task.tid, from: host.id, to: to.id, cause, why });
+        let why = format!(
+            "{} goes to {}, share of a processor {share:.2}",
+            task.tid, to.name
+        );
+        let Some(cause) = cause(&host.owner) else {
+            return;
+        };
+        self.out.go.push(MoveDecision {
+            tid: task.tid,
+            from: host.id,
+            to: to.id,
+            cause,
+            why,
+        });
         self.under_way += 1;
         self.loads.add(to.id);
     }
@@ -246,7 +289,12 @@ fn waits(now: Micros, host: &HostView, task: &TaskView) -> Option<(StayReason, O
         Leaving::Now | Leaving::At(_) => {}
     }
     let held = task.held.as_ref().filter(|held| held.at > now)?;
-    Some((StayReason::Held { why: held.why.clone() }, Some(held.at)))
+    Some((
+        StayReason::Held {
+            why: held.why.clone(),
+        },
+        Some(held.at),
+    ))
 }
 
 /// Places for so many tasks of these users and programs that begin again together, as many on a host as its owner allows, in
@@ -258,8 +306,16 @@ pub fn room_for(
     kept_for: Option<&[(u32, String)]>,
 ) -> Option<Vec<HostId>> {
     let index = snapshot.hosts.index(snapshot.now);
-    let load = |host: &HostView| index.load(host.id).expect("the index has the snapshot's hosts");
-    let moves = |host: &HostView| host.no_moves.as_ref().is_none_or(|no| no.at <= snapshot.now);
+    let load = |host: &HostView| {
+        index
+            .load(host.id)
+            .expect("the index has the snapshot's hosts")
+    };
+    let moves = |host: &HostView| {
+        host.no_moves
+            .as_ref()
+            .is_none_or(|no| no.at <= snapshot.now)
+    };
     let is_kept = |host: &HostView| kept_for.is_some_and(|kinds| lets_in(host, kinds));
     let open = snapshot.hosts.into_iter().filter(|host| {
         host.owner.keeps_out().is_none()
@@ -286,12 +342,20 @@ pub fn room_for(
 
 /// True when so many tasks of these users and programs would find room if no owner and no other task were there.
 pub fn room_ever(snapshot: &Snapshot, tasks: u32, kinds: &[(u32, String)]) -> bool {
-    let hosts = snapshot.hosts.into_iter().filter(|host| lets_in(host, kinds));
-    hosts.map(|host| u64::from(host.terms.limits.cores.unwrap_or(u32::MAX))).sum::<u64>() >= u64::from(tasks)
+    let hosts = snapshot
+        .hosts
+        .into_iter()
+        .filter(|host| lets_in(host, kinds));
+    hosts
+        .map(|host| u64::from(host.terms.limits.cores.unwrap_or(u32::MAX)))
+        .sum::<u64>()
+        >= u64::from(tasks)
 }
 
 fn lets_in(host: &HostView, kinds: &[(u32, String)]) -> bool {
-    kinds.iter().all(|(user, program)| host.terms.blocks(*user, program).is_none())
+    kinds
+        .iter()
+        .all(|(user, program)| host.terms.blocks(*user, program).is_none())
 }
 
 /// Why tasks leave the host of this owner, if they do.
@@ -306,11 +370,19 @@ fn cause(owner: &Owner) -> Option<Cause> {
 /// The best host for a task that must leave; one near the others of its job counts for more. Looks at the best hosts first, and
 /// at no more than it must. Requirements of
 /// its spawn come before a host's rest, but where no host meets them it goes all the same: the owner comes first.
-fn target<'a>(snapshot: &'a Snapshot, loads: &Loads<'_>, from: &HostView, task: &TaskView) -> Option<&'a HostView> {
+fn target<'a>(
+    snapshot: &'a Snapshot,
+    loads: &Loads<'_>,
+    from: &HostView,
+    task: &TaskView,
+) -> Option<&'a HostView> {
     let mut others = [None; 3];
     for near in loads.best(&snapshot.zones_of_peers(from.id, task)) {
         let host = snapshot.host(near.share.host())?;
-        if host.id == from.id || unfit(snapshot, host, from, task, false).is_some() || loads.load(host.id).left() == 0 {
+        if host.id == from.id
+            || unfit(snapshot, host, from, task, false).is_some()
+            || loads.load(host.id).left() == 0
+        {
             continue;
         }
         let settling = matches!(host.owner, Owner::Absent { left: Some(at) } if snapshot.now.since(at) < SETTLE);
@@ -335,21 +407,38 @@ impl Nowhere {
     fn of(snapshot: &Snapshot, from: &HostView, task: &TaskView) -> Nowhere {
         let (mut excluded, mut again) = (Excluding::default(), None::<Micros>);
         for host in &snapshot.hosts {
-            let Some((why, until)) = unfit(snapshot, host, from, task, false) else { continue };
+            let Some((why, until)) = unfit(snapshot, host, from, task, false) else {
+                continue;
+            };
             excluded.add(host.id, why);
             again = again.into_iter().chain(until).min();
         }
-        Nowhere { excluded: excluded.done(), again }
+        Nowhere {
+            excluded: excluded.done(),
+            again,
+        }
     }
 
     /// So it is for a task of the same kind. The host where it is is in here, too, because of its owner.
     fn stay(&self, tid: Tid, host: HostId) -> Stay {
-        let why = StayReason::NoHost { excluded: self.excluded.without(host) };
-        Stay { tid, host, why, again: self.again }
+        let why = StayReason::NoHost {
+            excluded: self.excluded.without(host),
+        };
+        Stay {
+            tid,
+            host,
+            why,
+            again: self.again,
+        }
     }
 }
 
-fn unmet<'a>(host: &'a HostView, now: Micros, load: impl Fn() -> Load, task: &TaskView) -> Option<Reason<&'a str>> {
+fn unmet<'a>(
+    host: &'a HostView,
+    now: Micros,
+    load: impl Fn() -> Load,
+    task: &TaskView,
+) -> Option<Reason<&'a str>> {
     let (condition, has) = task.wants.as_ref()?.unmet(host, now, load)?;
     Some(Reason::Unmet { condition, has })
 }
@@ -369,7 +458,13 @@ pub(super) fn unfit<'a>(
     if let Some(why) = host.terms.blocks(task.user, &task.name) {
         return Some((why, None));
     }
-    let load = || snapshot.hosts.index(now).load(host.id).expect("the index has the snapshot's hosts");
+    let load = || {
+        snapshot
+            .hosts
+            .index(now)
+            .load(host.id)
+            .expect("the index has the snapshot's hosts")
+    };
     if let Some(why) = full(host, now, task.bytes, load) {
         return Some((why, None));
     }
@@ -379,7 +474,10 @@ pub(super) fn unfit<'a>(
     if let Some(no) = host.no_moves.as_ref().filter(|no| no.at > now) {
         return Some((Reason::NoMoves { why: &no.why }, Some(no.at)));
     }
-    let refused = task.refused.iter().find(|(id, until)| *id == host.id && until.at > now);
+    let refused = task
+        .refused
+        .iter()
+        .find(|(id, until)| *id == host.id && until.at > now);
     if let Some((_, until)) = refused {
         return Some((Reason::Refused { why: &until.why }, Some(until.at)));
     }

@@ -39,7 +39,16 @@ pub struct Ask<'a> {
 impl<'a> Ask<'a> {
     /// For so many tasks of a request, with no host near to anybody, and none left out.
     pub fn of(user: u32, request: &'a SpawnRequest, count: u32, caller: HostId) -> Ask<'a> {
-        Ask { user, request, count, caller, peers: &[], without: &[], declined: &[], kept: &[] }
+        Ask {
+            user,
+            request,
+            count,
+            caller,
+            peers: &[],
+            without: &[],
+            declined: &[],
+            kept: &[],
+        }
     }
 }
 
@@ -102,10 +111,19 @@ impl fmt::Display for Why {
             Why::InTurn { hosts: 1 } => f.write_str("in turn over one host"),
             Why::InTurn { hosts } => write!(f, "in turn over {hosts} hosts"),
             Why::Load { host, usable } => {
-                write!(f, "largest share of a processor, {:.2} on {host}", *usable as f64 / 1e3)
+                write!(
+                    f,
+                    "largest share of a processor, {:.2} on {host}",
+                    *usable as f64 / 1e3
+                )
             }
             Why::Rank { rank, host } => {
-                write!(f, "{} {}, first {host}", if rank.least { "least" } else { "most" }, rank.by)
+                write!(
+                    f,
+                    "{} {}, first {host}",
+                    if rank.least { "least" } else { "most" },
+                    rank.by
+                )
             }
             Why::SameHost { host } => write!(f, "all on one host, and {host} gives them most"),
             Why::Chosen { by } => write!(f, "chosen by {by}"),
@@ -164,7 +182,11 @@ pub(super) fn not_asked<'a>(ask: &Ask<'_>, host: &'a HostView) -> Option<Reason<
     let (flags, name) = (ask.request.flags, named(&ask.request.place));
     let complement = flags & SPAWN_COMPLEMENT != 0;
     let chosen = if flags & SPAWN_HOST != 0 {
-        if name == "." { host.id == ask.caller } else { host.name == name }
+        if name == "." {
+            host.id == ask.caller
+        } else {
+            host.name == name
+        }
     } else if flags & SPAWN_ARCH != 0 {
         host.arch == name
     } else {
@@ -200,7 +222,10 @@ pub(super) fn not_fit<'a>(
     }
     let blocks = || host.terms.blocks(ask.user, &ask.request.file);
     // Also where a spawn names it: the host's own daemon starts no guest beside its owner.
-    host.owner.keeps_out().or_else(blocks).or_else(|| full(host, now, 0, load))
+    host.owner
+        .keeps_out()
+        .or_else(blocks)
+        .or_else(|| full(host, now, 0, load))
 }
 
 /// Why a host is not used whoever asks.
@@ -212,14 +237,26 @@ pub fn left_out(snapshot: &Snapshot, id: HostId) -> Option<Reason> {
 
 /// What there is to say of a host that is used all the same.
 pub fn used_but(snapshot: &Snapshot, id: HostId) -> Vec<String> {
-    let Some(host) = snapshot.host(id) else { return Vec::new() };
+    let Some(host) = snapshot.host(id) else {
+        return Vec::new();
+    };
     let mut all = Vec::new();
     if let Owner::Maybe { why, idle: true } = &host.owner {
-        all.push(format!("tasks go to others first, because its owner may be there ({why})"));
+        all.push(format!(
+            "tasks go to others first, because its owner may be there ({why})"
+        ));
     }
     let limits = &host.terms.limits;
-    let programs = limits.programs.iter().map(|pattern| Reason::Program { pattern: pattern.as_str() }.to_string());
-    let users = limits.users.iter().map(|user| Reason::<&str>::User { user: *user }.to_string());
+    let programs = limits.programs.iter().map(|pattern| {
+        Reason::Program {
+            pattern: pattern.as_str(),
+        }
+        .to_string()
+    });
+    let users = limits
+        .users
+        .iter()
+        .map(|user| Reason::<&str>::User { user: *user }.to_string());
     all.extend(programs.chain(users));
     let unknown = why_unknown(host, snapshot.now).filter(|_| snapshot.policy == Policy::Load);
     all.extend(unknown.map(|why| format!("its load is not known ({why})")));
@@ -237,6 +274,12 @@ pub fn place(snapshot: &Snapshot, ask: &Ask<'_>) -> Placement {
 pub fn place_by(snapshot: &Snapshot, ask: &Ask<'_>, choice: Option<&dyn Choice>) -> Placement {
     match Wants::of(ask.request) {
         Ok(wants) => Placing::new(snapshot, ask, wants).decide(choice),
-        Err(error) => nowhere(snapshot, ask, PvmError::BadParam, Why::NotUnderstood(error), Excluded::default()),
+        Err(error) => nowhere(
+            snapshot,
+            ask,
+            PvmError::BadParam,
+            Why::NotUnderstood(error),
+            Excluded::default(),
+        ),
     }
 }

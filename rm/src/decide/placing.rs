@@ -14,9 +14,21 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 const UNFIT_MAX: usize = 256;
 
 /// No task gets a place.
-pub(super) fn nowhere(snapshot: &Snapshot, ask: &Ask<'_>, error: PvmError, why: Why, excluded: Excluded) -> Placement {
+pub(super) fn nowhere(
+    snapshot: &Snapshot,
+    ask: &Ask<'_>,
+    error: PvmError,
+    why: Why,
+    excluded: Excluded,
+) -> Placement {
     let hosts = vec![Err(error); ask.count as usize];
-    Placement { hosts, why, excluded, unknown: Vec::new(), rotation: snapshot.rotation }
+    Placement {
+        hosts,
+        why,
+        excluded,
+        unknown: Vec::new(),
+        rotation: snapshot.rotation,
+    }
 }
 
 /// What is needed throughout one decision.
@@ -32,14 +44,29 @@ pub(super) struct Placing<'a> {
 
 impl<'a> Placing<'a> {
     pub(super) fn new(snapshot: &'a Snapshot, ask: &'a Ask<'a>, wants: Wants) -> Placing<'a> {
-        let zones = ask.peers.iter().filter_map(|id| snapshot.host(*id)).map(|h| h.zone).collect();
-        Placing { snapshot, ask, wants, loads: Loads::of(snapshot), zones, excluded: Excluding::default() }
+        let zones = ask
+            .peers
+            .iter()
+            .filter_map(|id| snapshot.host(*id))
+            .map(|h| h.zone)
+            .collect();
+        Placing {
+            snapshot,
+            ask,
+            wants,
+            loads: Loads::of(snapshot),
+            zones,
+            excluded: Excluding::default(),
+        }
     }
 
     /// Decides.
     pub(super) fn decide(mut self, choice: Option<&dyn Choice>) -> Placement {
-        let plain = choice.is_none() && self.wants.rank.is_none() && self.wants.together != Together::SameHost;
-        let by_load = plain && self.snapshot.policy == Policy::Load && !self.ask.request.names_host();
+        let plain = choice.is_none()
+            && self.wants.rank.is_none()
+            && self.wants.together != Together::SameHost;
+        let by_load =
+            plain && self.snapshot.policy == Policy::Load && !self.ask.request.names_host();
         if by_load && self.snapshot.hosts.len() > EXPLAINED_HOSTS_MAX {
             let quick = self.by_load(None);
             if let Some((hosts, looked_at)) = quick.filter(|(hosts, _)| !hosts.is_empty()) {
@@ -55,12 +82,15 @@ impl<'a> Placing<'a> {
 
     fn exclusion<'h>(&self, host: &'h HostView) -> Option<Reason<&'h str>> {
         let load = || self.loads.load(host.id);
-        not_asked(self.ask, host).or_else(|| not_fit(self.ask, &self.wants, host, self.snapshot.now, load))
+        not_asked(self.ask, host)
+            .or_else(|| not_fit(self.ask, &self.wants, host, self.snapshot.now, load))
     }
 
     /// How many tasks of this spawn a host can take.
     fn capacity(&self, host: &HostView) -> u32 {
-        self.wants.capacity(host, self.snapshot.now).min(self.loads.load(host.id).left())
+        self.wants
+            .capacity(host, self.snapshot.now)
+            .min(self.loads.load(host.id).left())
     }
 
     /// Looks at every host first.
@@ -79,29 +109,58 @@ impl<'a> Placing<'a> {
         let mut rotation = snapshot.rotation;
         let (hosts, why) = if let Some(choice) = choice {
             match self.chosen(choice, &fit) {
-                Ok(hosts) => (hosts, Why::Chosen { by: choice.name().to_string() }),
+                Ok(hosts) => (
+                    hosts,
+                    Why::Chosen {
+                        by: choice.name().to_string(),
+                    },
+                ),
                 Err(why) => {
-                    let why = Why::NotChosen { by: choice.name().to_string(), why };
-                    return nowhere(snapshot, self.ask, PvmError::OutOfRes, why, self.excluded.done());
+                    let why = Why::NotChosen {
+                        by: choice.name().to_string(),
+                        why,
+                    };
+                    return nowhere(
+                        snapshot,
+                        self.ask,
+                        PvmError::OutOfRes,
+                        why,
+                        self.excluded.done(),
+                    );
                 }
             }
         } else if self.wants.together == Together::SameHost {
-            let Some(host) = self.same_host(&fit) else { return self.none() };
-            (vec![host.id; self.ask.count as usize], Why::SameHost { host: host.name.clone() })
+            let Some(host) = self.same_host(&fit) else {
+                return self.none();
+            };
+            (
+                vec![host.id; self.ask.count as usize],
+                Why::SameHost {
+                    host: host.name.clone(),
+                },
+            )
         } else if let Some(rank) = self.wants.rank {
             let hosts = self.ranked(rank, &fit);
-            let host = hosts.first().map(|id| snapshot.name(*id)).unwrap_or_default();
+            let host = hosts
+                .first()
+                .map(|id| snapshot.name(*id))
+                .unwrap_or_default();
             (hosts, Why::Rank { rank, host })
         } else if by_load {
             let already = std::mem::take(&mut self.excluded);
-            let hosts = self.by_load(Some(&fit)).map(|(hosts, _)| hosts).unwrap_or_default();
+            let hosts = self
+                .by_load(Some(&fit))
+                .map(|(hosts, _)| hosts)
+                .unwrap_or_default();
             self.excluded = already;
             let why = self.why_load(hosts.first());
             (hosts, why)
         } else {
             // Where somebody seems to be only what the others have no room for.
-            let (calm, others): (Vec<_>, Vec<_>) =
-                fit.iter().copied().partition(|host: &&HostView| host.owner.is_calm());
+            let (calm, others): (Vec<_>, Vec<_>) = fit
+                .iter()
+                .copied()
+                .partition(|host: &&HostView| host.owner.is_calm());
             let mut hosts = self.in_turn(&calm, self.ask.count as usize);
             let left = self.ask.count as usize - hosts.len();
             hosts.extend(self.in_turn(&others, left));
@@ -109,14 +168,27 @@ impl<'a> Placing<'a> {
                 rotation = hosts.last().copied().unwrap_or(rotation);
             }
             let among = if left == 0 { calm.len() } else { fit.len() };
-            let asked = Why::Asked { host: named(&self.ask.request.place).to_string() };
-            (hosts, if self.ask.request.names_host() { asked } else { Why::InTurn { hosts: among } })
+            let asked = Why::Asked {
+                host: named(&self.ask.request.place).to_string(),
+            };
+            (
+                hosts,
+                if self.ask.request.names_host() {
+                    asked
+                } else {
+                    Why::InTurn { hosts: among }
+                },
+            )
         };
         if hosts.is_empty() {
             return self.none();
         }
         let of_load = snapshot.policy == Policy::Load && !self.ask.request.names_host();
-        let unknown = if of_load { unknown(snapshot, fit.iter().map(|h| h.id)) } else { Vec::new() };
+        let unknown = if of_load {
+            unknown(snapshot, fit.iter().map(|h| h.id))
+        } else {
+            Vec::new()
+        };
         self.done(hosts, unknown, why, rotation)
     }
 
@@ -139,13 +211,27 @@ impl<'a> Placing<'a> {
         self.excluded.count() < self.snapshot.hosts.len()
     }
 
-    fn done(self, mut hosts: Vec<HostId>, unknown: Vec<String>, why: Why, rotation: HostId) -> Placement {
+    fn done(
+        self,
+        mut hosts: Vec<HostId>,
+        unknown: Vec<String>,
+        why: Why,
+        rotation: HostId,
+    ) -> Placement {
         let count = self.ask.count as usize;
         hosts.truncate(count);
         let missing = count - hosts.len();
         let placed = hosts.into_iter().map(Ok);
-        let hosts = placed.chain(std::iter::repeat_n(Err(PvmError::OutOfRes), missing)).collect();
-        Placement { hosts, why, excluded: self.excluded.done(), unknown, rotation }
+        let hosts = placed
+            .chain(std::iter::repeat_n(Err(PvmError::OutOfRes), missing))
+            .collect();
+        Placement {
+            hosts,
+            why,
+            excluded: self.excluded.done(),
+            unknown,
+            rotation,
+        }
     }
 
     fn why_load(&self, first: Option<&HostId>) -> Why {
@@ -158,14 +244,25 @@ impl<'a> Placing<'a> {
     /// Some of the hosts that are not used because of their owners.
     fn add_owners(&mut self) {
         let index = self.snapshot.hosts.index(self.snapshot.now);
-        let owned = index.with_owner().iter().take(EXPLAINED_HOSTS_MAX).filter_map(|id| self.snapshot.host(*id));
-        let reasons: Vec<_> = owned.filter_map(|host| Some((host.id, self.exclusion(host)?))).collect();
-        reasons.into_iter().for_each(|(host, why)| self.excluded.add(host, why));
+        let owned = index
+            .with_owner()
+            .iter()
+            .take(EXPLAINED_HOSTS_MAX)
+            .filter_map(|id| self.snapshot.host(*id));
+        let reasons: Vec<_> = owned
+            .filter_map(|host| Some((host.id, self.exclusion(host)?)))
+            .collect();
+        reasons
+            .into_iter()
+            .for_each(|(host, why)| self.excluded.add(host, why));
     }
 
     /// PVM's way: each host gets a consecutive run of tasks, the first host is the one behind the last one used.
     fn in_turn(&self, fit: &[&HostView], count: usize) -> Vec<HostId> {
-        let start = fit.iter().position(|h| h.id > self.snapshot.rotation).unwrap_or(0);
+        let start = fit
+            .iter()
+            .position(|h| h.id > self.snapshot.rotation)
+            .unwrap_or(0);
         let order: Vec<&HostView> = fit[start..].iter().chain(&fit[..start]).copied().collect();
         let mut room: Vec<usize> = order.iter().map(|h| self.capacity(h) as usize).collect();
         let mut hosts = Vec::with_capacity(count);
@@ -191,19 +288,27 @@ impl<'a> Placing<'a> {
         let untouched = Loads::of(self.snapshot);
         let near = |host: &&HostView| untouched.near(untouched.share(host.id), &self.zones);
         let mut some: BinaryHeap<Near> = fit.into_iter().flatten().map(near).collect();
-        let all = fit.is_none().then(|| untouched.best(&self.zones)).into_iter().flatten();
+        let all = fit
+            .is_none()
+            .then(|| untouched.best(&self.zones))
+            .into_iter()
+            .flatten();
         let mut best = all.chain(std::iter::from_fn(|| some.pop())).peekable();
         while hosts.len() < count {
             // Everything that may be better than the best of those already looked at.
             while let Some(near) = best.next_if(|near| heap.peek().is_none_or(|top| near > top)) {
-                let Some(host) = self.snapshot.host(near.share.host()) else { continue };
+                let Some(host) = self.snapshot.host(near.share.host()) else {
+                    continue;
+                };
                 let exclusion = self.exclusion(host);
                 unfit += usize::from(exclusion.is_some());
                 if unfit > UNFIT_MAX {
                     return None;
                 }
                 match exclusion {
-                    Some(why) if self.excluded.count() < EXPLAINED_HOSTS_MAX => self.excluded.add(host.id, why),
+                    Some(why) if self.excluded.count() < EXPLAINED_HOSTS_MAX => {
+                        self.excluded.add(host.id, why)
+                    }
                     Some(_) => {}
                     None => {
                         looked_at.push(host.id);
@@ -214,7 +319,9 @@ impl<'a> Placing<'a> {
             }
             let Some(near) = heap.pop() else { break };
             let host = near.share.host();
-            let Some(left) = room.get_mut(&host).filter(|left| **left > 0) else { continue };
+            let Some(left) = room.get_mut(&host).filter(|left| **left > 0) else {
+                continue;
+            };
             *left -= 1;
             hosts.push(host);
             let next = self.loads.add(host);
@@ -231,7 +338,10 @@ impl<'a> Placing<'a> {
         let room = fit.iter().filter(|h| self.capacity(h) >= count);
         let last = |h: &HostView| {
             let load = self.loads.load(h.id);
-            let last = Load { own: load.own + count.saturating_sub(1), ..load };
+            let last = Load {
+                own: load.own + count.saturating_sub(1),
+                ..load
+            };
             self.loads.near(last.share(), &self.zones)
         };
         room.max_by_key(|h| last(h)).copied()
@@ -246,16 +356,24 @@ impl<'a> Placing<'a> {
             (!h.owner.is_calm(), Reverse(order), h.id)
         };
         // The best first; those behind the last one that gets a task are never put in order.
-        let mut behind: BinaryHeap<_> = fit.iter().enumerate().map(|(i, host)| Reverse((key(host), i))).collect();
+        let mut behind: BinaryHeap<_> = fit
+            .iter()
+            .enumerate()
+            .map(|(i, host)| Reverse((key(host), i)))
+            .collect();
         let count = self.ask.count as usize;
         let (mut hosts, mut before) = (Vec::with_capacity(count), Vec::new());
         while hosts.len() < count {
-            let Some(Reverse((_, i))) = behind.pop() else { break };
+            let Some(Reverse((_, i))) = behind.pop() else {
+                break;
+            };
             let room = self.capacity(fit[i]);
             before.push((fit[i], room - fill(&mut hosts, fit[i], room, count)));
         }
         while hosts.len() < count && before.iter().any(|(_, room)| *room > 0) {
-            before.iter_mut().for_each(|(host, room)| *room -= fill(&mut hosts, host, *room, count));
+            before
+                .iter_mut()
+                .for_each(|(host, room)| *room -= fill(&mut hosts, host, *room, count));
         }
         hosts
     }
@@ -266,13 +384,21 @@ impl<'a> Placing<'a> {
         let offers: Vec<Offer<'_>> = fit
             .iter()
             .map(|host| (*host, offer(host)))
-            .map(|(host, (share, capacity))| Offer { host, share, capacity })
+            .map(|(host, (share, capacity))| Offer {
+                host,
+                share,
+                capacity,
+            })
             .collect();
         let chosen = choice.choose(self.ask.request, &offers, self.ask.count as usize)?;
         let mut room: Vec<u32> = offers.iter().map(|o| o.capacity).collect();
         for i in &chosen {
-            let room = room.get_mut(*i).ok_or_else(|| format!("place {i} was not offered"))?;
-            *room = room.checked_sub(1).ok_or_else(|| format!("{} has no more room", offers[*i].host.name))?;
+            let room = room
+                .get_mut(*i)
+                .ok_or_else(|| format!("place {i} was not offered"))?;
+            *room = room
+                .checked_sub(1)
+                .ok_or_else(|| format!("{} has no more room", offers[*i].host.name))?;
         }
         Ok(chosen.into_iter().map(|i| offers[i].host.id).collect())
     }
@@ -281,7 +407,10 @@ impl<'a> Placing<'a> {
 /// A host gets a task for each of its processors, as far as it has room and tasks are left. Answers how many that would be.
 fn fill(hosts: &mut Vec<HostId>, host: &HostView, room: u32, count: usize) -> u32 {
     let share = host.cores.max(1).min(room);
-    hosts.extend(std::iter::repeat_n(host.id, (share as usize).min(count - hosts.len())));
+    hosts.extend(std::iter::repeat_n(
+        host.id,
+        (share as usize).min(count - hosts.len()),
+    ));
     share
 }
 
@@ -309,7 +438,11 @@ impl<'a> Places<'a> {
     /// Those of [`Wants::of`].
     pub(super) fn of(snapshot: &'a Snapshot, ask: &'a Ask<'a>) -> Result<Places<'a>, WantsError> {
         let placing = Placing::new(snapshot, ask, Wants::of(ask.request)?);
-        let mut places = Places { placing, count: u64::from(ask.count), room: Room::default() };
+        let mut places = Places {
+            placing,
+            count: u64::from(ask.count),
+            room: Room::default(),
+        };
         for host in &snapshot.hosts {
             places.add(places.room_on(host));
         }
@@ -348,8 +481,14 @@ impl<'a> Places<'a> {
 
     /// So many tasks on this host stand still if more tasks of the spawn get places then. Answers whether they do.
     pub(super) fn gain_without(&mut self, id: HostId, several: u32) -> bool {
-        let Some(host) = self.placing.snapshot.host(id) else { return false };
-        let (tasks, before, own) = (self.tasks(), self.room_on(host), self.placing.loads.load(id).own);
+        let Some(host) = self.placing.snapshot.host(id) else {
+            return false;
+        };
+        let (tasks, before, own) = (
+            self.tasks(),
+            self.room_on(host),
+            self.placing.loads.load(id).own,
+        );
         self.placing.loads.put(id, own.saturating_sub(several));
         let after = self.room_on(host);
         self.sub(before);

@@ -104,7 +104,10 @@ pub struct Estimates {
 
 /// The kind of freeze that tasks of so many bytes have.
 fn kind(bytes: u64) -> usize {
-    SIZES.iter().position(|limit| bytes < *limit).unwrap_or(SIZES.len())
+    SIZES
+        .iter()
+        .position(|limit| bytes < *limit)
+        .unwrap_or(SIZES.len())
 }
 
 fn seconds(span: Micros) -> f64 {
@@ -118,13 +121,24 @@ fn micros(seconds: f64) -> Micros {
 impl Estimates {
     /// As it was kept.
     pub fn recall(lessons: Lessons) -> Estimates {
-        let mut estimates = Estimates { moves: lessons.moves, ..Estimates::default() };
-        for (program, count, mean_log, bytes_log) in
-            lessons.lives.into_iter().take(PROGRAMS_MAX).filter(|l| l.2.is_finite())
+        let mut estimates = Estimates {
+            moves: lessons.moves,
+            ..Estimates::default()
+        };
+        for (program, count, mean_log, bytes_log) in lessons
+            .lives
+            .into_iter()
+            .take(PROGRAMS_MAX)
+            .filter(|l| l.2.is_finite())
         {
             estimates.heard += 1;
             let bytes_log = bytes_log.filter(|log| log.is_finite());
-            let lives = Lives { count, mean_log, bytes_log, heard: estimates.heard };
+            let lives = Lives {
+                count,
+                mean_log,
+                bytes_log,
+                heard: estimates.heard,
+            };
             estimates.lives.insert(Arc::from(program), lives);
         }
         if lessons.freezes.iter().all(|f| f.bias.is_finite()) {
@@ -143,10 +157,23 @@ impl Estimates {
     pub fn lessons(&self) -> Lessons {
         let mut programs: Vec<(&Arc<str>, &Lives)> = self.lives.iter().collect();
         programs.sort_by_key(|(_, lives)| lives.heard);
-        let lives =
-            programs.into_iter().map(|(name, l)| (name.to_string(), l.count, l.mean_log, l.bytes_log)).collect();
-        let Estimates { freezes, gains, moves, .. } = *self;
-        Lessons { lives, freezes, links: self.links.clone(), gains: gains.on_new_clock(), moves }
+        let lives = programs
+            .into_iter()
+            .map(|(name, l)| (name.to_string(), l.count, l.mean_log, l.bytes_log))
+            .collect();
+        let Estimates {
+            freezes,
+            gains,
+            moves,
+            ..
+        } = *self;
+        Lessons {
+            lives,
+            freezes,
+            links: self.links.clone(),
+            gains: gains.on_new_clock(),
+            moves,
+        }
     }
 
     /// A number that changes with everything that is learned.
@@ -178,10 +205,19 @@ impl Estimates {
     fn program(&mut self, program: &Arc<str>) -> &mut Lives {
         self.heard += 1;
         if !self.lives.contains_key(program) && self.lives.len() >= PROGRAMS_MAX {
-            let oldest = self.lives.iter().min_by_key(|(_, lives)| lives.heard).map(|(name, _)| name.clone());
+            let oldest = self
+                .lives
+                .iter()
+                .min_by_key(|(_, lives)| lives.heard)
+                .map(|(name, _)| name.clone());
             self.lives.remove(&oldest.expect("there are many"));
         }
-        let fresh = Lives { count: 0, mean_log: 0.0, bytes_log: None, heard: 0 };
+        let fresh = Lives {
+            count: 0,
+            mean_log: 0.0,
+            bytes_log: None,
+            heard: 0,
+        };
         let lives = self.lives.entry(program.clone()).or_insert(fresh);
         lives.heard = self.heard;
         lives
@@ -200,7 +236,11 @@ impl Estimates {
     pub fn sized(&mut self, program: &Arc<str>, bytes: u64) {
         if bytes > 0 {
             let (log, lives) = ((bytes as f64).ln(), self.program(program));
-            lives.bytes_log = Some(lives.bytes_log.map_or(log, |mean| mean + NEWEST * (log - mean)));
+            lives.bytes_log = Some(
+                lives
+                    .bytes_log
+                    .map_or(log, |mean| mean + NEWEST * (log - mean)),
+            );
         }
     }
 
@@ -208,12 +248,23 @@ impl Estimates {
     /// of its program.
     pub fn bytes(&self, program: &str, bytes: u64) -> u64 {
         let usual = || self.lives.get(program).and_then(|lives| lives.bytes_log);
-        if bytes > 0 { bytes } else { usual().map_or(BYTES_UNKNOWN, |log| log.exp() as u64) }
+        if bytes > 0 {
+            bytes
+        } else {
+            usual().map_or(BYTES_UNKNOWN, |log| log.exp() as u64)
+        }
     }
 
     /// A move has ended.
     pub fn moved(&mut self, journey: &Journey) {
-        let Journey { way, slowness, images, resident, frozen, whole } = *journey;
+        let Journey {
+            way,
+            slowness,
+            images,
+            resident,
+            frozen,
+            whole,
+        } = *journey;
         if resident == 0 {
             return;
         }
@@ -221,12 +272,17 @@ impl Estimates {
         if whole > frozen {
             self.froze(resident, slowness, seconds(frozen));
             if resident >= MEASURED_MIN {
-                self.links.carried(way, resident, seconds(whole.since(frozen)));
+                self.links
+                    .carried(way, resident, seconds(whole.since(frozen)));
             }
         } else if images >= MEASURED_MIN {
             // All went while it stood still: what that took beyond the freeze was the link.
             let frozen = seconds(frozen);
-            self.links.carried(way, images, (frozen - self.freeze(resident, slowness)).max(frozen / 10.0));
+            self.links.carried(
+                way,
+                images,
+                (frozen - self.freeze(resident, slowness)).max(frozen / 10.0),
+            );
         } else {
             let carried = images as f64 / self.links.bytes_per_second(way);
             self.froze(resident, slowness, seconds(frozen) - carried);
@@ -245,7 +301,11 @@ impl Estimates {
     /// How much work a task of this program has left when it has done so much. Where nothing was seen, as much again: half
     /// of the processes that have run for some time run for that time again (Harchol-Balter and Downey, 1996).
     pub fn left(&self, program: &str, done: Micros) -> Micros {
-        let usual = self.lives.get(program).filter(|l| l.count >= LIVES_MIN).map(|l| micros(l.mean_log.exp()));
+        let usual = self
+            .lives
+            .get(program)
+            .filter(|l| l.count >= LIVES_MIN)
+            .map(|l| micros(l.mean_log.exp()));
         let left = match usual {
             Some(usual) if done < usual => Micros(usual.0 - done.0).max(Micros(done.0 / 2)),
             // It has outlived the others; how long is anybody's guess.
@@ -258,7 +318,10 @@ impl Estimates {
     /// Seconds that a task of so many bytes stands still, its transfer aside. Where no task of its size has moved, as smaller
     /// ones do; what large ones do says nothing of it.
     fn freeze(&self, bytes: u64, slowness: f64) -> f64 {
-        let known = self.freezes[..=kind(bytes)].iter().rev().find(|freezes| freezes.moves > 0);
+        let known = self.freezes[..=kind(bytes)]
+            .iter()
+            .rev()
+            .find(|freezes| freezes.moves > 0);
         expected_freeze(bytes, slowness) * known.map_or(1.0, |freezes| freezes.bias.exp())
     }
 
@@ -313,7 +376,14 @@ mod tests {
 
     /// A move whose memory went with the images.
     fn at_once(bytes: u64, frozen: Micros, slowness: f64) -> Journey {
-        Journey { way: None, slowness, images: bytes, resident: bytes, frozen, whole: frozen }
+        Journey {
+            way: None,
+            slowness,
+            images: bytes,
+            resident: bytes,
+            frozen,
+            whole: frozen,
+        }
     }
 
     #[test]
@@ -333,18 +403,31 @@ mod tests {
     }
 
     #[test]
-    fn a_large_task_whose_memory_follows_leaves_the_cost_of_a_small_one_as_it_was_and_is_not_nearly_free() {
+    fn a_large_task_whose_memory_follows_leaves_the_cost_of_a_small_one_as_it_was_and_is_not_nearly_free()
+     {
         let mut estimates = Estimates::default();
         let small = estimates.cost(1 << 20, 1.0, None);
         let (resident, frozen) = (2 << 30, Micros::from_millis(900));
-        let followed =
-            Journey { way: None, slowness: 1.0, images: 200_000, resident, frozen, whole: Micros::from_secs(12) };
+        let followed = Journey {
+            way: None,
+            slowness: 1.0,
+            images: 200_000,
+            resident,
+            frozen,
+            whole: Micros::from_secs(12),
+        };
         for _ in 0..30 {
             estimates.moved(&followed);
         }
-        assert!(estimates.cost(1 << 20, 1.0, None).0.abs_diff(small.0) < 15_000, "{small:?}");
+        assert!(
+            estimates.cost(1 << 20, 1.0, None).0.abs_diff(small.0) < 15_000,
+            "{small:?}"
+        );
         let large = seconds(estimates.cost(resident, 1.0, None));
-        assert!((14.0..15.0).contains(&large), "what it took, and warming up: {large}");
+        assert!(
+            (14.0..15.0).contains(&large),
+            "what it took, and warming up: {large}"
+        );
         // The other way round a small one does tell something of large ones, until these have moved.
         let mut estimates = Estimates::default();
         let large = estimates.cost(resident, 1.0, None);
@@ -360,25 +443,48 @@ mod tests {
         estimates.sized(&program, 1 << 30);
         let usual = estimates.bytes("worker", 0);
         assert!(usual.abs_diff(1 << 30) < 1 << 10, "{usual}");
-        assert_eq!((estimates.bytes("worker", 7), estimates.bytes("other", 0)), (7, BYTES_UNKNOWN));
-        assert_eq!(estimates.left("worker", Micros::from_secs(9)), Micros::from_secs(9), "no life was seen");
+        assert_eq!(
+            (estimates.bytes("worker", 7), estimates.bytes("other", 0)),
+            (7, BYTES_UNKNOWN)
+        );
+        assert_eq!(
+            estimates.left("worker", Micros::from_secs(9)),
+            Micros::from_secs(9),
+            "no life was seen"
+        );
     }
 
     #[test]
     fn a_move_by_the_programs_own_means_teaches_nothing_of_others() {
         let mut estimates = Estimates::default();
         let before = estimates.cost(1 << 20, 1.0, None);
-        estimates.moved(&Journey { resident: 0, ..at_once(1 << 20, Micros::from_secs(30), 1.0) });
+        estimates.moved(&Journey {
+            resident: 0,
+            ..at_once(1 << 20, Micros::from_secs(30), 1.0)
+        });
         assert_eq!(estimates.cost(1 << 20, 1.0, None), before);
     }
 
     #[test]
     fn a_move_between_slow_hosts_costs_more_and_teaches_nothing_false_about_others() {
-        assert_eq!((slowness(1000.0, 4000.0), slowness(100.0, 500.0), slowness(0.0, 0.0)), (1.0, 6.0, SLOW_MAX));
+        assert_eq!(
+            (
+                slowness(1000.0, 4000.0),
+                slowness(100.0, 500.0),
+                slowness(0.0, 0.0)
+            ),
+            (1.0, 6.0, SLOW_MAX)
+        );
         let mut estimates = Estimates::default();
-        let (ordinary, slow) = (estimates.cost(1 << 20, 1.0, None), estimates.cost(1 << 20, 20.0, None));
+        let (ordinary, slow) = (
+            estimates.cost(1 << 20, 1.0, None),
+            estimates.cost(1 << 20, 20.0, None),
+        );
         let more = 19.0 * expected_freeze(1 << 20, 1.0);
-        assert!((seconds(slow) - seconds(ordinary) - more).abs() < 1e-5, "{slow:?} {ordinary:?}");
+        assert!(
+            (seconds(slow) - seconds(ordinary) - more).abs() < 1e-5,
+            "{slow:?} {ordinary:?}"
+        );
         for _ in 0..20 {
             let carried = f64::from(1 << 20) / estimates.links.bytes_per_second(None);
             let as_expected = micros(expected_freeze(1 << 20, 20.0) + carried);
@@ -400,7 +506,10 @@ mod tests {
         let (done, bytes) = (Micros::from_secs(30), 1 << 20);
         assert_eq!(again.left("worker", done), estimates.left("worker", done));
         assert_eq!(again.bytes("worker", 0), estimates.bytes("worker", 0));
-        assert_eq!(again.cost(bytes, 1.0, None), estimates.cost(bytes, 1.0, None));
+        assert_eq!(
+            again.cost(bytes, 1.0, None),
+            estimates.cost(bytes, 1.0, None)
+        );
         assert_eq!(again.lessons(), estimates.lessons());
     }
 

@@ -92,9 +92,14 @@ impl Reason<&str> {
             Reason::Drained { by } => Reason::Drained { by },
             Reason::Cores { most } => Reason::Cores { most },
             Reason::Memory { keeps, has } => Reason::Memory { keeps, has },
-            Reason::Program { pattern } => Reason::Program { pattern: pattern.into() },
+            Reason::Program { pattern } => Reason::Program {
+                pattern: pattern.into(),
+            },
             Reason::User { user } => Reason::User { user },
-            Reason::Unmet { condition, has } => Reason::Unmet { condition, has: has.own() },
+            Reason::Unmet { condition, has } => Reason::Unmet {
+                condition,
+                has: has.own(),
+            },
             Reason::Kept => Reason::Kept,
             Reason::NoAnswer => Reason::NoAnswer,
             Reason::Declined => Reason::Declined,
@@ -115,7 +120,9 @@ impl<S: fmt::Display + fmt::Debug> fmt::Display for Reason<S> {
             Reason::Drained { by } => write!(f, "it is being emptied ({by} asked for it)"),
             Reason::Cores { most: 0 } => f.write_str("its owner allows no tasks"),
             Reason::Cores { most: 1 } => f.write_str("its owner allows one task, and it is there"),
-            Reason::Cores { most } => write!(f, "its owner allows {most} tasks, and they are there"),
+            Reason::Cores { most } => {
+                write!(f, "its owner allows {most} tasks, and they are there")
+            }
             Reason::Memory { keeps, has } => {
                 let (has, keeps) = (Figure::Memory.text(*has), Figure::Memory.text(*keeps));
                 write!(f, "{has} of memory are free, and its owner keeps {keeps}")

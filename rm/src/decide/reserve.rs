@@ -11,7 +11,8 @@ pub const RESERVE_AFTER: Micros = Micros::from_secs(120);
 
 /// Tasks of a spawn that a host takes when nobody else is there; 0 where it never takes one, or its owner is there now.
 fn takes(snapshot: &Snapshot, ask: &Ask<'_>, wants: &Wants, host: &HostView) -> u64 {
-    let closed = host.owner.keeps_out().is_some() || host.terms.blocks(ask.user, &ask.request.file).is_some();
+    let closed = host.owner.keeps_out().is_some()
+        || host.terms.blocks(ask.user, &ask.request.file).is_some();
     if closed
         || not_asked(ask, host).is_some()
         || ask.without.contains(&host.id)
@@ -19,7 +20,10 @@ fn takes(snapshot: &Snapshot, ask: &Ask<'_>, wants: &Wants, host: &HostView) -> 
     {
         return 0;
     }
-    let cores = host.fresh_sample(snapshot.now).map_or(host.cores, |sampled| sampled.sample.cores).max(1);
+    let cores = host
+        .fresh_sample(snapshot.now)
+        .map_or(host.cores, |sampled| sampled.sample.cores)
+        .max(1);
     let most = host.terms.limits.cores.unwrap_or(cores);
     match wants.together {
         Together::Spread(spread) => u64::from(most.min(spread)),
@@ -30,9 +34,15 @@ fn takes(snapshot: &Snapshot, ask: &Ask<'_>, wants: &Wants, host: &HostView) -> 
 /// Hosts that together take all tasks of a spawn when those that are there have ended; those of `before` first, then those that
 /// are nearly empty. None if it could never be enough.
 pub fn reserve(snapshot: &Snapshot, ask: &Ask<'_>, before: &[HostId]) -> Vec<HostId> {
-    let Ok(wants) = Wants::of(ask.request) else { return Vec::new() };
+    let Ok(wants) = Wants::of(ask.request) else {
+        return Vec::new();
+    };
     let count = u64::from(ask.count);
-    let least = if wants.together == Together::SameHost { count } else { 1 };
+    let least = if wants.together == Together::SameHost {
+        count
+    } else {
+        1
+    };
     let mut hosts: Vec<(Reverse<bool>, usize, HostId, u64)> = (snapshot.hosts.iter())
         .map(|host| (host, takes(snapshot, ask, &wants, host)))
         .filter(|(_, takes)| *takes >= least)

@@ -45,8 +45,15 @@ pub fn give_way(snapshot: &Snapshot, fair: &Fair, ask: &Ask<'_>) -> Vec<GivesWay
     if users.is_empty() {
         return Vec::new();
     }
-    let Ok(places) = Places::of(snapshot, ask) else { return Vec::new() };
-    let mut giving = Giving { places, looked_at: 0, together: BTreeMap::new(), out: Vec::new() };
+    let Ok(places) = Places::of(snapshot, ask) else {
+        return Vec::new();
+    };
+    let mut giving = Giving {
+        places,
+        looked_at: 0,
+        together: BTreeMap::new(),
+        out: Vec::new(),
+    };
     let index = snapshot.hosts.index(now);
     for user in users {
         let why = format!(
@@ -72,7 +79,11 @@ struct Giving<'a> {
 
 impl Giving<'_> {
     /// Tasks of which each makes room alone; answers the others.
-    fn one_each(&mut self, tasks: impl Iterator<Item = (Tid, HostId)>, why: &str) -> Vec<(Tid, HostId)> {
+    fn one_each(
+        &mut self,
+        tasks: impl Iterator<Item = (Tid, HostId)>,
+        why: &str,
+    ) -> Vec<(Tid, HostId)> {
         let mut left = Vec::new();
         for (tid, host) in tasks {
             if self.is_over() {
@@ -80,7 +91,10 @@ impl Giving<'_> {
             }
             self.looked_at += 1;
             if self.places.gain_without(host, 1) {
-                self.out.push(GivesWay { tid, why: why.to_string() });
+                self.out.push(GivesWay {
+                    tid,
+                    why: why.to_string(),
+                });
             } else {
                 left.push((tid, host));
             }
@@ -95,7 +109,10 @@ impl Giving<'_> {
                 break;
             }
             let together = self.together.entry(host).or_default();
-            together.push(GivesWay { tid, why: why.to_string() });
+            together.push(GivesWay {
+                tid,
+                why: why.to_string(),
+            });
             if self.places.gain_without(host, together.len() as u32) {
                 self.out.append(together);
             }
@@ -123,23 +140,41 @@ pub fn go_on(
     let index = snapshot.hosts.index(now);
     let hosts = index.suspended().iter().filter_map(|id| snapshot.host(*id));
     let all = hosts.flat_map(|host| host.tasks.iter().map(move |task| (host, task)));
-    let rested = |tid: &Tid| gave_way.get(tid).copied().filter(|since| now.since(*since) >= STAND_MIN);
+    let rested = |tid: &Tid| {
+        gave_way
+            .get(tid)
+            .copied()
+            .filter(|since| now.since(*since) >= STAND_MIN)
+    };
     let ready = all.filter(|(_, task)| task.suspended && task.moving.is_none());
-    let mut ready: Vec<_> = ready.filter_map(|(host, task)| Some((rested(&task.tid)?, host, task))).collect();
+    let mut ready: Vec<_> = ready
+        .filter_map(|(host, task)| Some((rested(&task.tid)?, host, task)))
+        .collect();
     ready.sort_by_key(|(since, _, task)| (*since, task.tid));
-    let mut rooms = Rooms { snapshot, index: &index, busy, taken: BTreeMap::new() };
+    let mut rooms = Rooms {
+        snapshot,
+        index: &index,
+        busy,
+        taken: BTreeMap::new(),
+    };
     let mut out = Vec::new();
     // So nobody goes to where another one has stood and goes on himself.
     for (moves, slowly) in [(false, false), (true, false), (false, true), (true, true)] {
         ready.retain(|(since, host, task)| {
             let to = match (moves, slowly) {
                 (false, false) => rooms.stays(host, has_free),
-                (false, true) => rooms.stays(host, |load| is_left_one(load) || !has_come(host, task, *since)),
+                (false, true) => rooms.stays(host, |load| {
+                    is_left_one(load) || !has_come(host, task, *since)
+                }),
                 (true, _) => rooms.other(host, task, slowly),
             };
             let Some(to) = to else { return true };
             *rooms.taken.entry(to).or_default() += 1;
-            out.push((task.tid, host.id, if moves { Again::At(to) } else { Again::Here }));
+            out.push((
+                task.tid,
+                host.id,
+                if moves { Again::At(to) } else { Again::Here },
+            ));
             false
         });
     }
@@ -165,7 +200,9 @@ impl Rooms<'_> {
 
     /// The host of a task, if it may go on there.
     fn stays(&self, host: &HostView, enough: impl Fn(Load) -> bool) -> Option<HostId> {
-        let load = self.load(host.id).filter(|_| host.owner.keeps_out().is_none());
+        let load = self
+            .load(host.id)
+            .filter(|_| host.owner.keeps_out().is_none());
         load.is_some_and(enough).then_some(host.id)
     }
 
@@ -176,10 +213,14 @@ impl Rooms<'_> {
             return None;
         }
         let fits = |id: &HostId| {
-            let fresh = |other: &&HostView| other.id != host.id && other.fresh_sample(now).is_some();
-            let Some(other) = self.snapshot.host(*id).filter(fresh) else { return false };
+            let fresh =
+                |other: &&HostView| other.id != host.id && other.fresh_sample(now).is_some();
+            let Some(other) = self.snapshot.host(*id).filter(fresh) else {
+                return false;
+            };
             let enough = if slowly { is_left_one } else { has_free };
-            unfit(self.snapshot, other, host, task, true).is_none() && self.load(*id).is_some_and(enough)
+            unfit(self.snapshot, other, host, task, true).is_none()
+                && self.load(*id).is_some_and(enough)
         };
         self.index.best().take(GIVING_MAX).find(fits)
     }
@@ -198,5 +239,7 @@ fn is_left_one(load: Load) -> bool {
 /// Another user's task has begun since this one gave way: the one that it made room for, or one that came after that.
 fn has_come(host: &HostView, task: &TaskView, since: Micros) -> bool {
     let stays = |other: &TaskView| other.computes() && other.moving.is_none();
-    host.tasks.iter().any(|other| stays(other) && other.user != task.user && other.since >= since)
+    host.tasks
+        .iter()
+        .any(|other| stays(other) && other.user != task.user && other.since >= since)
 }

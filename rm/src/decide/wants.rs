@@ -170,9 +170,16 @@ impl Figure {
     pub(super) fn text(self, value: u64) -> String {
         match self {
             Figure::Memory => {
-                let units = [(1_u64 << 40, "T"), (1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")];
+                let units = [
+                    (1_u64 << 40, "T"),
+                    (1 << 30, "G"),
+                    (1 << 20, "M"),
+                    (1 << 10, "K"),
+                ];
                 let unit = units.iter().find(|(size, _)| value >= *size);
-                unit.map_or(value.to_string(), |(size, name)| format!("{:.1}{name}", value as f64 / *size as f64))
+                unit.map_or(value.to_string(), |(size, name)| {
+                    format!("{:.1}{name}", value as f64 / *size as f64)
+                })
             }
             Figure::Free => format!("{:.2}", value as f64 / 100.0),
             Figure::Cores | Figure::Speed => value.to_string(),
@@ -183,12 +190,18 @@ impl Figure {
         match self {
             Figure::Memory => {
                 let (digits, shift) = memory_parts(text)?;
-                let value: f64 = digits.parse().ok().filter(|v: &f64| v.is_finite() && *v >= 0.0)?;
+                let value: f64 = digits
+                    .parse()
+                    .ok()
+                    .filter(|v: &f64| v.is_finite() && *v >= 0.0)?;
                 let bytes = value * (1_u64 << shift) as f64;
                 (bytes < u64::MAX as f64).then_some(bytes as u64)
             }
             Figure::Free => {
-                let value: f64 = text.parse().ok().filter(|v: &f64| v.is_finite() && (0.0..1e9).contains(v))?;
+                let value: f64 = text
+                    .parse()
+                    .ok()
+                    .filter(|v: &f64| v.is_finite() && (0.0..1e9).contains(v))?;
                 Some((value * 100.0).round() as u64)
             }
             Figure::Cores | Figure::Speed => text.parse().ok(),
@@ -220,8 +233,14 @@ impl fmt::Display for Name {
 
 impl Op {
     /// The longer ones first, because the shorter ones are their beginnings.
-    const ALL: [(&'static str, Op); 6] =
-        [("!=", Op::IsNot), (">=", Op::AtLeast), ("<=", Op::AtMost), ("=", Op::Is), (">", Op::Above), ("<", Op::Below)];
+    const ALL: [(&'static str, Op); 6] = [
+        ("!=", Op::IsNot),
+        (">=", Op::AtLeast),
+        ("<=", Op::AtMost),
+        ("=", Op::Is),
+        (">", Op::Above),
+        ("<", Op::Below),
+    ];
 
     fn has_order(self) -> bool {
         !matches!(self, Op::Is | Op::IsNot)
@@ -241,7 +260,12 @@ impl Op {
 
 impl fmt::Display for Op {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(Op::ALL.iter().find(|(_, op)| op == self).map_or("", |(text, _)| text))
+        f.write_str(
+            Op::ALL
+                .iter()
+                .find(|(_, op)| op == self)
+                .map_or("", |(text, _)| text),
+        )
     }
 }
 
@@ -288,8 +312,18 @@ impl<S: fmt::Display> fmt::Display for Has<S> {
 }
 
 /// What a host has instead of what a condition asks for; `None` where the condition holds.
-fn lacks<'a>(condition: &Condition, host: &'a HostView, now: Micros, load: impl Fn() -> Load) -> Option<Has<&'a str>> {
-    let Condition { name, op, values, numbers } = condition;
+fn lacks<'a>(
+    condition: &Condition,
+    host: &'a HostView,
+    now: Micros,
+    load: impl Fn() -> Load,
+) -> Option<Has<&'a str>> {
+    let Condition {
+        name,
+        op,
+        values,
+        numbers,
+    } = condition;
     let text = |has: &'a String| (!op.holds(has, values)).then_some(Has::Text(has.as_str()));
     match name {
         Name::Host => text(&host.name),
@@ -312,7 +346,10 @@ fn lacks<'a>(condition: &Condition, host: &'a HostView, now: Micros, load: impl 
 impl Condition {
     fn parse(part: &str) -> Result<Condition, WantsError> {
         let found = part.char_indices().find_map(|(at, _)| {
-            Op::ALL.iter().find(|(text, _)| part[at..].starts_with(text)).map(|(text, op)| (at, at + text.len(), *op))
+            Op::ALL
+                .iter()
+                .find(|(text, _)| part[at..].starts_with(text))
+                .map(|(text, op)| (at, at + text.len(), *op))
         });
         let wrong = || WantsError::Part(part.to_string());
         let (end, begin, op) = found.ok_or_else(wrong)?;
@@ -327,25 +364,40 @@ impl Condition {
         }
         let number = |figure: Figure| {
             let one = |v: &String| {
-                figure.number(v).ok_or_else(|| WantsError::Number { name: name.to_string(), value: v.clone() })
+                figure.number(v).ok_or_else(|| WantsError::Number {
+                    name: name.to_string(),
+                    value: v.clone(),
+                })
             };
-            values.iter().map(one).collect::<Result<Vec<u64>, WantsError>>()
+            values
+                .iter()
+                .map(one)
+                .collect::<Result<Vec<u64>, WantsError>>()
         };
         let (name, numbers) = match (name, Figure::named(name)) {
-            ("host" | "arch", _) if op.has_order() => return Err(WantsError::NoOrder(name.to_string())),
+            ("host" | "arch", _) if op.has_order() => {
+                return Err(WantsError::NoOrder(name.to_string()));
+            }
             ("host", _) => (Name::Host, Vec::new()),
             ("arch", _) => (Name::Arch, Vec::new()),
             (_, Some(figure)) => (Name::Figure(figure), number(figure)?),
             (label, None) => (Name::Label(label.to_string()), Vec::new()),
         };
-        Ok(Condition { name, op, values, numbers })
+        Ok(Condition {
+            name,
+            op,
+            values,
+            numbers,
+        })
     }
 }
 
 /// A span of time as people write it: seconds, or with `m` or `h` behind them.
 fn work(text: &str) -> Option<Micros> {
     let units = [("h", 3600.0), ("m", 60.0), ("s", 1.0)];
-    let unit = units.iter().find_map(|(name, seconds)| Some((text.strip_suffix(name)?, *seconds)));
+    let unit = units
+        .iter()
+        .find_map(|(name, seconds)| Some((text.strip_suffix(name)?, *seconds)));
     let (digits, seconds) = unit.unwrap_or((text, 1.0));
     let span = digits.trim().parse::<f64>().ok()? * seconds;
     (span.is_finite() && span > 0.0).then(|| Micros((span * 1e6) as u64).min(LEFT_MAX))
@@ -361,9 +413,15 @@ impl Wants {
             return Err(WantsError::TooLong);
         }
         let mut wants = Wants::default();
-        for part in text.split([';', ',']).map(str::trim).filter(|p| !p.is_empty()) {
+        for part in text
+            .split([';', ','])
+            .map(str::trim)
+            .filter(|p| !p.is_empty())
+        {
             let wrong = || WantsError::Part(part.to_string());
-            let (word, value) = part.split_once('=').map_or((part, None), |(w, v)| (w.trim(), Some(v.trim())));
+            let (word, value) = part
+                .split_once('=')
+                .map_or((part, None), |(w, v)| (w.trim(), Some(v.trim())));
             match (word, value) {
                 ("barrier", None) => wants.barrier = true,
                 ("same-host", None) => wants.together = Together::SameHost,
@@ -374,8 +432,13 @@ impl Wants {
                     wants.together = Together::Spread(most);
                 }
                 ("rank", Some(by)) => {
-                    let (least, by) = by.strip_prefix('-').map_or((false, by), |by| (true, by.trim()));
-                    wants.rank = Some(Rank { by: Figure::named(by).ok_or_else(wrong)?, least });
+                    let (least, by) = by
+                        .strip_prefix('-')
+                        .map_or((false, by), |by| (true, by.trim()));
+                    wants.rank = Some(Rank {
+                        by: Figure::named(by).ok_or_else(wrong)?,
+                        least,
+                    });
                 }
                 _ => wants.conditions.push(Arc::new(Condition::parse(part)?)),
             }
@@ -390,12 +453,23 @@ impl Wants {
     pub fn of(request: &SpawnRequest) -> Result<Wants, WantsError> {
         let of_env = |entry: &Vec<u8>| {
             let text = std::str::from_utf8(entry).ok()?;
-            text.strip_prefix(WANTS_ENV)?.strip_prefix('=').map(Wants::parse)
+            text.strip_prefix(WANTS_ENV)?
+                .strip_prefix('=')
+                .map(Wants::parse)
         };
         // Of two entries the later one counts, as for the program.
-        let mut wants = request.env.iter().rev().find_map(of_env).transpose()?.unwrap_or_default();
+        let mut wants = request
+            .env
+            .iter()
+            .rev()
+            .find_map(of_env)
+            .transpose()?
+            .unwrap_or_default();
         let place = request.place.split(':').next().unwrap_or_default();
-        if let Some(text) = place.strip_prefix('?').filter(|_| request.flags & (SPAWN_HOST | SPAWN_ARCH) == 0) {
+        if let Some(text) = place
+            .strip_prefix('?')
+            .filter(|_| request.flags & (SPAWN_HOST | SPAWN_ARCH) == 0)
+        {
             let more = Wants::parse(text)?;
             wants.conditions.extend(more.conditions);
             wants.rank = more.rank.or(wants.rank);
@@ -415,20 +489,32 @@ impl Wants {
         now: Micros,
         load: impl Fn() -> Load,
     ) -> Option<(Arc<Condition>, Has<&'a str>)> {
-        self.conditions.iter().find_map(|c| Some((c.clone(), lacks(c, host, now, &load)?)))
+        self.conditions
+            .iter()
+            .find_map(|c| Some((c.clone(), lacks(c, host, now, &load)?)))
     }
 
     /// True for a host that will not meet the conditions, whoever leaves it.
     pub(super) fn is_never_met(&self, host: &HostView, now: Micros) -> bool {
-        let passes = |c: &&Arc<Condition>| !matches!(c.name, Name::Figure(Figure::Memory | Figure::Free));
+        let passes =
+            |c: &&Arc<Condition>| !matches!(c.name, Name::Figure(Figure::Memory | Figure::Free));
         let no_load = || unreachable!("only free processors depend on the load");
-        self.conditions.iter().filter(passes).any(|c| lacks(c, host, now, no_load).is_some())
+        self.conditions
+            .iter()
+            .filter(passes)
+            .any(|c| lacks(c, host, now, no_load).is_some())
     }
 
     /// Bytes that each task needs, if the spawn says so.
     pub fn memory(&self) -> Option<u64> {
-        let wanted = self.conditions.iter().filter(|c| c.name == Name::Figure(Figure::Memory));
-        wanted.filter(|c| matches!(c.op, Op::AtLeast | Op::Above)).filter_map(|c| c.numbers.first().copied()).max()
+        let wanted = self
+            .conditions
+            .iter()
+            .filter(|c| c.name == Name::Figure(Figure::Memory));
+        wanted
+            .filter(|c| matches!(c.op, Op::AtLeast | Op::Above))
+            .filter_map(|c| c.numbers.first().copied())
+            .max()
     }
 
     /// How many tasks of this spawn a host can take at `now`.
@@ -437,8 +523,14 @@ impl Wants {
             Together::Spread(most) => most,
             Together::Any | Together::SameHost => u32::MAX,
         };
-        let available = host.fresh_sample(now).and_then(|_| host.available_bytes()).unwrap_or(0);
-        let by_memory = self.memory().and_then(|bytes| available.checked_div(bytes)).unwrap_or(u64::MAX);
+        let available = host
+            .fresh_sample(now)
+            .and_then(|_| host.available_bytes())
+            .unwrap_or(0);
+        let by_memory = self
+            .memory()
+            .and_then(|bytes| available.checked_div(bytes))
+            .unwrap_or(u64::MAX);
         spread.min(u32::try_from(by_memory).unwrap_or(u32::MAX))
     }
 }
@@ -454,18 +546,44 @@ mod tests {
             Wants::parse(" memory >= 1.5G ,arch=LINUX64|LINUX; host != h3 | h4;disk = ssd; spread=2; rank = -speed")
                 .expect("good");
         let told: Vec<String> = wants.conditions.iter().map(|c| c.to_string()).collect();
-        assert_eq!(told, ["memory >= 1.5G", "arch = LINUX64|LINUX", "host != h3|h4", "disk = ssd"]);
+        assert_eq!(
+            told,
+            [
+                "memory >= 1.5G",
+                "arch = LINUX64|LINUX",
+                "host != h3|h4",
+                "disk = ssd"
+            ]
+        );
         assert_eq!(wants.conditions[0].numbers, [3 << 29]);
         assert_eq!(wants.conditions[3].name, Name::Label("disk".into()));
-        assert_eq!((wants.together, wants.rank), (Together::Spread(2), Some(Rank { by: Figure::Speed, least: true })));
-        assert_eq!(Wants::parse(" ;, ").expect("nothing is asked"), Wants::default());
+        assert_eq!(
+            (wants.together, wants.rank),
+            (
+                Together::Spread(2),
+                Some(Rank {
+                    by: Figure::Speed,
+                    least: true
+                })
+            )
+        );
+        assert_eq!(
+            Wants::parse(" ;, ").expect("nothing is asked"),
+            Wants::default()
+        );
         let work = |text: &str| Wants::parse(text).expect("good").work;
         assert_eq!(
             (work("work = 90"), work("spread; work=1.5 m")),
             (Some(Micros::from_secs(90)), Some(Micros::from_secs(90)))
         );
-        assert_eq!((work("work = 1000h"), work("barrier")), (Some(LEFT_MAX), None));
-        assert_eq!(Wants::parse("free>=0.5").expect("good").conditions[0].numbers, [50]);
+        assert_eq!(
+            (work("work = 1000h"), work("barrier")),
+            (Some(LEFT_MAX), None)
+        );
+        assert_eq!(
+            Wants::parse("free>=0.5").expect("good").conditions[0].numbers,
+            [50]
+        );
     }
 
     #[test]
@@ -500,9 +618,27 @@ mod tests {
         };
         let both = Wants::of(&request(0, "?memory >= 1G; rank = memory:/tmp")).expect("good");
         assert_eq!(both.conditions.len(), 2);
-        assert_eq!(both.rank, Some(Rank { by: Figure::Memory, least: false }));
-        for (flags, place) in [(SPAWN_HOST, "?memory >= 1G"), (SPAWN_ARCH, "?x"), (0, "anything"), (0, "")] {
-            assert_eq!(Wants::of(&request(flags, place)).expect("good").conditions.len(), 1, "{place}");
+        assert_eq!(
+            both.rank,
+            Some(Rank {
+                by: Figure::Memory,
+                least: false
+            })
+        );
+        for (flags, place) in [
+            (SPAWN_HOST, "?memory >= 1G"),
+            (SPAWN_ARCH, "?x"),
+            (0, "anything"),
+            (0, ""),
+        ] {
+            assert_eq!(
+                Wants::of(&request(flags, place))
+                    .expect("good")
+                    .conditions
+                    .len(),
+                1,
+                "{place}"
+            );
         }
     }
 

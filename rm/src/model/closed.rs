@@ -25,20 +25,31 @@ impl Model {
     pub fn newly_clean(&mut self) -> Vec<HostId> {
         // Those that are on their way to a host are guests there already.
         let tasks = &self.tasks;
-        self.moving.retain(|tid| tasks.get(tid).is_some_and(|task| task.moving.is_some()));
+        self.moving
+            .retain(|tid| tasks.get(tid).is_some_and(|task| task.moving.is_some()));
         let mut clean = Vec::new();
         for id in std::mem::take(&mut self.maybe_clean) {
-            let Some(host) = self.hosts.get(&id).filter(|host| host.is_closed()) else { continue };
+            let Some(host) = self.hosts.get(&id).filter(|host| host.is_closed()) else {
+                continue;
+            };
             let is_guest = |task: &Task| !task.pinned;
             let comes = |tid: &Tid| {
-                let to = self.tasks.get(tid).filter(|task| is_guest(task)).and_then(|task| task.moving);
+                let to = self
+                    .tasks
+                    .get(tid)
+                    .filter(|task| is_guest(task))
+                    .and_then(|task| task.moving);
                 to.is_some_and(|going| going.to == Some(id))
             };
-            let is_clean = !self.tasks_on(id).any(|(_, task)| is_guest(task)) && !self.moving.iter().any(comes);
+            let is_clean = !self.tasks_on(id).any(|(_, task)| is_guest(task))
+                && !self.moving.iter().any(comes);
             if is_clean && !host.clean_told {
                 clean.push(id);
             }
-            self.hosts.get_mut(&id).into_iter().for_each(|host| host.clean_told = is_clean);
+            self.hosts
+                .get_mut(&id)
+                .into_iter()
+                .for_each(|host| host.clean_told = is_clean);
         }
         clean
     }
@@ -50,13 +61,18 @@ impl Model {
         }
         for tid in self.on.get(&id).into_iter().flatten() {
             // What was said of it was said of something else.
-            self.tasks.get_mut(tid).into_iter().for_each(|task| task.told = None);
+            self.tasks
+                .get_mut(tid)
+                .into_iter()
+                .for_each(|task| task.told = None);
         }
     }
 
     /// Hosts that are emptied, and who asked for it.
     pub fn drained(&self) -> impl Iterator<Item = (HostId, Tid)> {
-        self.hosts.iter().filter_map(|(id, host)| Some((*id, host.drained?)))
+        self.hosts
+            .iter()
+            .filter_map(|(id, host)| Some((*id, host.drained?)))
     }
 
     /// Whether a host is emptied.
@@ -74,7 +90,9 @@ impl Model {
         let (mut news, snapshot) = (Vec::new(), &self.view);
         for stay in moves.stay.iter().filter(|stay| stay.is_news(snapshot.now)) {
             let kind = Some(std::mem::discriminant(&stay.why));
-            let Some(task) = self.tasks.get_mut(&stay.tid).filter(|t| t.told != kind) else { continue };
+            let Some(task) = self.tasks.get_mut(&stay.tid).filter(|t| t.told != kind) else {
+                continue;
+            };
             task.told = kind;
             news.push(stay);
         }

@@ -19,13 +19,19 @@ impl Model {
         task.named |= matches!(cause, Cause::Asked { .. });
         if matches!(cause, Cause::Load { .. }) {
             task.shifts.push_back(now);
-            while task.shifts.front().is_some_and(|at| now.since(*at) > SHIFTS_SPAN) {
+            while task
+                .shifts
+                .front()
+                .is_some_and(|at| now.since(*at) > SHIFTS_SPAN)
+            {
                 task.shifts.pop_front();
             }
         }
         if !matches!(cause, Cause::Asked { .. }) {
             task.moves.push_back(now);
-            while task.moves.len() > MOVES_MAX || task.moves.front().is_some_and(|at| now.since(*at) > REST) {
+            while task.moves.len() > MOVES_MAX
+                || task.moves.front().is_some_and(|at| now.since(*at) > REST)
+            {
                 task.moves.pop_front();
             }
         }
@@ -34,7 +40,10 @@ impl Model {
     /// A move that we asked for has begun.
     pub fn move_begun(&mut self, now: Micros, tid: Tid, to: HostId) {
         if let Some(task) = self.edit(tid) {
-            task.moving = Some(Going { to: Some(to), at: now });
+            task.moving = Some(Going {
+                to: Some(to),
+                at: now,
+            });
         }
     }
 
@@ -46,7 +55,9 @@ impl Model {
         };
         match refused.code {
             PvmError::NoTask => self.task_ended(tid),
-            PvmError::NoHost | PvmError::HostFail => self.target_failed(now, tid, to, REFUSED_MIN, &refused.reason),
+            PvmError::NoHost | PvmError::HostFail => {
+                self.target_failed(now, tid, to, REFUSED_MIN, &refused.reason)
+            }
             PvmError::Already => self.hold(tid, now + NOT_YET, &refused.reason),
             PvmError::OutOfRes => self.hold(tid, now + REFUSED_MIN, &refused.reason),
             PvmError::NotImpl | PvmError::SysErr | PvmError::DSysErr => {
@@ -69,8 +80,12 @@ impl Model {
             Failure::Refused(reasons) if reasons.is_empty() => {
                 self.target_failed(now, tid, to, REFUSED_MIN, "it refused without a reason");
             }
-            Failure::Refused(reasons) => reasons.iter().for_each(|r| self.refused(now, tid, from, to, r)),
-            Failure::HostLost(host) if *host == from => self.hold(tid, now + REFUSED_MIN, &why.to_string()),
+            Failure::Refused(reasons) => reasons
+                .iter()
+                .for_each(|r| self.refused(now, tid, from, to, r)),
+            Failure::HostLost(host) if *host == from => {
+                self.hold(tid, now + REFUSED_MIN, &why.to_string())
+            }
             other => self.target_failed(now, tid, to, REFUSED_MIN, &other.to_string()),
         }
     }
@@ -103,9 +118,16 @@ impl Model {
             | Refusal::FilesTooMany { .. } => {
                 self.hold(tid, now + REFUSED_MAX, &text);
             }
-            Refusal::NoEngine { host, .. } if *host == from => self.hold(tid, now + REFUSED_MAX, &text),
+            Refusal::NoEngine { host, .. } if *host == from => {
+                self.hold(tid, now + REFUSED_MAX, &text)
+            }
             Refusal::NoEngine { host, .. } => match self.edit_host(*host) {
-                Some(host) => host.no_moves = Some(Until { at: now + REFUSED_MAX, why: text }),
+                Some(host) => {
+                    host.no_moves = Some(Until {
+                        at: now + REFUSED_MAX,
+                        why: text,
+                    })
+                }
                 None => self.target_failed(now, tid, to, REFUSED_MAX, &text),
             },
             Refusal::HostLost(host) if *host == from => self.hold(tid, now + REFUSED_MIN, &text),
@@ -128,7 +150,10 @@ impl Model {
 
     pub(super) fn hold(&mut self, tid: Tid, until: Micros, why: &str) {
         if let Some(task) = self.edit(tid) {
-            task.held = Some(Until { at: until, why: why.to_string() });
+            task.held = Some(Until {
+                at: until,
+                why: why.to_string(),
+            });
         }
     }
 
@@ -141,6 +166,15 @@ impl Model {
             None => 0,
         };
         let span = Micros((first.0 << tries.min(10)).min(REFUSED_MAX.0));
-        task.refused.insert(to, (Until { at: now + span, why: why.to_string() }, tries));
+        task.refused.insert(
+            to,
+            (
+                Until {
+                    at: now + span,
+                    why: why.to_string(),
+                },
+                tries,
+            ),
+        );
     }
 }

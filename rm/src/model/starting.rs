@@ -9,6 +9,7 @@ impl Model {
     pub fn set_starting(&mut self, starting: BTreeMap<HostId, u32>) {
         let before = std::mem::replace(&mut self.starting, starting);
         let all = before.keys().chain(self.starting.keys());
-        self.touched.extend(all.filter(|id| before.get(id) != self.starting.get(id)));
+        self.touched
+            .extend(all.filter(|id| before.get(id) != self.starting.get(id)));
     }
 }

@@ -17,9 +17,15 @@ impl Model {
     pub fn account(&mut self, now: Micros) {
         let span = now.since(self.accounted).0 as f64;
         self.accounted = now;
-        let busy: Vec<HostId> = self.on.iter().filter(|(_, tids)| !tids.is_empty()).map(|(id, _)| *id).collect();
+        let busy: Vec<HostId> = self
+            .on
+            .iter()
+            .filter(|(_, tids)| !tids.is_empty())
+            .map(|(id, _)| *id)
+            .collect();
         let snapshot = self.snapshot(now);
-        let rates: BTreeMap<HostId, f64> = busy.into_iter().map(|id| (id, snapshot.rate(id))).collect();
+        let rates: BTreeMap<HostId, f64> =
+            busy.into_iter().map(|id| (id, snapshot.rate(id))).collect();
         for task in self.tasks.values_mut().filter(|t| t.is_load()) {
             let share = span.min(now.since(task.since).0 as f64);
             let rate = rates.get(&task.host).copied().unwrap_or(0.0);
@@ -45,7 +51,8 @@ impl Model {
             match self.tasks.get(&tid) {
                 Some(task) => {
                     let (now, estimates) = (self.accounted, &mut self.view.estimates);
-                    self.outcomes.extend(self.promises.look(now, tid, task.done, estimates));
+                    self.outcomes
+                        .extend(self.promises.look(now, tid, task.done, estimates));
                 }
                 None => self.promises.dropped(tid),
             }
@@ -54,7 +61,14 @@ impl Model {
 
     /// One of them has ended.
     pub(super) fn promise_ended(&mut self, tid: Tid) {
-        let Some(done) = self.tasks.get(&tid).map(|task| task.done) else { return };
-        self.outcomes.extend(self.promises.ended(self.accounted, tid, done, &mut self.view.estimates));
+        let Some(done) = self.tasks.get(&tid).map(|task| task.done) else {
+            return;
+        };
+        self.outcomes.extend(self.promises.ended(
+            self.accounted,
+            tid,
+            done,
+            &mut self.view.estimates,
+        ));
     }
 }

@@ -81,7 +81,13 @@ pub struct OfUser {
 
 impl OfUser {
     fn of(waits_s: Vec<f64>, runs_s: Vec<f64>, unanswered: u64) -> OfUser {
-        let mean = |list: &[f64]| if list.is_empty() { 0.0 } else { list.iter().sum::<f64>() / list.len() as f64 };
+        let mean = |list: &[f64]| {
+            if list.is_empty() {
+                0.0
+            } else {
+                list.iter().sum::<f64>() / list.len() as f64
+            }
+        };
         OfUser {
             answered: waits_s.len() as u64,
             unanswered,
@@ -105,7 +111,10 @@ pub struct Under {
 
 impl From<Conduct> for Under {
     fn from(conduct: Conduct) -> Under {
-        Under { conduct, changes: false }
+        Under {
+            conduct,
+            changes: false,
+        }
     }
 }
 
@@ -119,7 +128,10 @@ fn policies(entries: &[Entry]) -> impl Iterator<Item = Conduct> {
 /// The policy that was in force when the record began, and those that came later.
 pub fn recorded_policy(entries: &[Entry]) -> Under {
     let conduct = policies(entries).next().unwrap_or_default();
-    Under { conduct, changes: policies(entries).any(|later| later != conduct) }
+    Under {
+        conduct,
+        changes: policies(entries).any(|later| later != conduct),
+    }
 }
 
 /// What the administrator said of hosts; nothing in records that were made before that was written down.
@@ -128,15 +140,32 @@ fn recorded_labels(entries: &[Entry]) -> Labels {
         Input::Labels(labels) => Some(labels),
         _ => None,
     });
-    labels.into_iter().flatten().map(|(host, of_host)| (host.clone(), Arc::new(of_host.clone()))).collect()
+    labels
+        .into_iter()
+        .flatten()
+        .map(|(host, of_host)| (host.clone(), Arc::new(of_host.clone())))
+        .collect()
 }
 
 /// A policy as the text of a policy file, over a command line that limits nothing.
 fn as_file(conduct: &Conduct) -> String {
-    let Conduct { placing, balance, margin, rules, give_way } = conduct;
+    let Conduct {
+        placing,
+        balance,
+        margin,
+        rules,
+        give_way,
+    } = conduct;
     let mut out = format!("placing = \"{placing}\"\nbalance = {balance}\nmargin = {margin:?}\n");
-    let _ = writeln!(out, "wait_s = {}\ngive_way = {give_way}", rules.wait.0 / 1_000_000);
-    for (name, limit) in [("user_tasks", rules.limits.user_tasks), ("job_tasks", rules.limits.job_tasks)] {
+    let _ = writeln!(
+        out,
+        "wait_s = {}\ngive_way = {give_way}",
+        rules.wait.0 / 1_000_000
+    );
+    for (name, limit) in [
+        ("user_tasks", rules.limits.user_tasks),
+        ("job_tasks", rules.limits.job_tasks),
+    ] {
         let _ = limit.map(|limit| writeln!(out, "{name} = {limit}"));
     }
     out
@@ -149,7 +178,12 @@ fn as_file(conduct: &Conduct) -> String {
 pub fn run(entries: &[Entry], under: impl Into<Under>) -> Result<Figures, ServiceError> {
     let Under { conduct, changes } = under.into();
     let world = World::new(entries, changes);
-    let options = Options { conduct, watchers: true, labels: recorded_labels(entries), ..Options::default() };
+    let options = Options {
+        conduct,
+        watchers: true,
+        labels: recorded_labels(entries),
+        ..Options::default()
+    };
     let mut service = Service::start(world.clone(), options)?;
     match service.run() {
         Err(ServiceError::Stopped(_)) => {}
@@ -157,7 +191,10 @@ pub fn run(entries: &[Entry], under: impl Into<Under>) -> Result<Figures, Servic
         Ok(never) => match never {},
     }
     let later = if changes { "; later as recorded" } else { "" };
-    Ok(Figures { policy: format!("{conduct}{later}"), ..world.figures() })
+    Ok(Figures {
+        policy: format!("{conduct}{later}"),
+        ..world.figures()
+    })
 }
 
 /// Two runs side by side.
@@ -175,31 +212,57 @@ pub fn table(columns: [(&str, &Figures); 2]) -> String {
     row("tasks started", &|f| f.started.to_string());
     row("tasks refused", &|f| f.refused.to_string());
     row("moves because of owners", &|f| f.moves_owner.to_string());
-    row("moves for the sake of the load", &|f| f.moves_load.to_string());
+    row("moves for the sake of the load", &|f| {
+        f.moves_load.to_string()
+    });
     row("jobs parked because of owners", &|f| f.parked.to_string());
     row("tasks that did all their work", &|f| f.finished.to_string());
     row("tasks lost with their hosts", &|f| f.lost.to_string());
-    row("waited for a place, mean, s", &|f| format!("{:.2}", f.waited_mean_s));
-    row("waited for a place, longest, s", &|f| format!("{:.2}", f.waited_most_s));
-    row("from start to end, mean, s", &|f| format!("{:.2}", f.run_mean_s));
-    row("last end, s after the beginning", &|f| format!("{:.2}", f.last_end_s));
-    row("stood still, all tasks together, s", &|f| format!("{:.2}", f.stood_still_s));
-    let hosts: std::collections::BTreeSet<&String> = a.placed.keys().chain(b.placed.keys()).collect();
+    row("waited for a place, mean, s", &|f| {
+        format!("{:.2}", f.waited_mean_s)
+    });
+    row("waited for a place, longest, s", &|f| {
+        format!("{:.2}", f.waited_most_s)
+    });
+    row("from start to end, mean, s", &|f| {
+        format!("{:.2}", f.run_mean_s)
+    });
+    row("last end, s after the beginning", &|f| {
+        format!("{:.2}", f.last_end_s)
+    });
+    row("stood still, all tasks together, s", &|f| {
+        format!("{:.2}", f.stood_still_s)
+    });
+    let hosts: std::collections::BTreeSet<&String> =
+        a.placed.keys().chain(b.placed.keys()).collect();
     for host in hosts {
-        row(&format!("tasks started on {host}"), &|f| f.placed.get(host).copied().unwrap_or(0).to_string());
+        row(&format!("tasks started on {host}"), &|f| {
+            f.placed.get(host).copied().unwrap_or(0).to_string()
+        });
     }
-    let users: std::collections::BTreeSet<u32> = a.users.keys().chain(b.users.keys()).copied().collect();
+    let users: std::collections::BTreeSet<u32> =
+        a.users.keys().chain(b.users.keys()).copied().collect();
     for user in users.iter().filter(|_| users.len() > 1) {
-        let of = |f: &Figures, cell: fn(&OfUser) -> f64| format!("{:.2}", f.users.get(user).map_or(0.0, cell));
-        row(&format!("user {user} waited, mean, s"), &|f| of(f, |u| u.waited_mean_s));
-        row(&format!("user {user} waited, longest, s"), &|f| of(f, |u| u.waited_most_s));
+        let of = |f: &Figures, cell: fn(&OfUser) -> f64| {
+            format!("{:.2}", f.users.get(user).map_or(0.0, cell))
+        };
+        row(&format!("user {user} waited, mean, s"), &|f| {
+            of(f, |u| u.waited_mean_s)
+        });
+        row(&format!("user {user} waited, longest, s"), &|f| {
+            of(f, |u| u.waited_most_s)
+        });
     }
     out
 }
 
 /// How long a record is.
 pub fn span(entries: &[Entry]) -> Micros {
-    entries.iter().map(|entry| entry.at).max().unwrap_or_default()
+    entries
+        .iter()
+        .map(|entry| entry.at)
+        .max()
+        .unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -210,11 +273,26 @@ mod tests {
 
     #[test]
     fn a_policy_reads_the_same_from_the_file_that_says_it() {
-        let limits = Limits { user_tasks: Some(7), job_tasks: None };
-        let rules = Rules { wait: Micros::from_secs(90), limits };
-        let other = Conduct { placing: Policy::RoundRobin, balance: true, margin: 2.0, rules, give_way: false };
+        let limits = Limits {
+            user_tasks: Some(7),
+            job_tasks: None,
+        };
+        let rules = Rules {
+            wait: Micros::from_secs(90),
+            limits,
+        };
+        let other = Conduct {
+            placing: Policy::RoundRobin,
+            balance: true,
+            margin: 2.0,
+            rules,
+            give_way: false,
+        };
         for conduct in [Conduct::default(), other] {
-            assert_eq!(Conduct::default().with_file("f", as_file(&conduct)), Ok(conduct));
+            assert_eq!(
+                Conduct::default().with_file("f", as_file(&conduct)),
+                Ok(conduct)
+            );
         }
     }
 }

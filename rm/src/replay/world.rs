@@ -144,27 +144,41 @@ fn recorded_tasks(entries: &[Entry]) -> HashMap<(Tid, i32), Vec<Tid>> {
 fn recorded_work(entries: &[Entry]) -> HashMap<(Tid, i32), VecDeque<Work>> {
     let mut all = HashMap::<(Tid, i32), VecDeque<Work>>::new();
     // Numbers of tasks come again; a short task may have ended before its spawn was answered.
-    let (mut current, mut early) = (HashMap::<Tid, ((Tid, i32), usize)>::new(), HashMap::<Tid, f64>::new());
+    let (mut current, mut early) = (
+        HashMap::<Tid, ((Tid, i32), usize)>::new(),
+        HashMap::<Tid, f64>::new(),
+    );
     for entry in entries {
         match &entry.input {
             Input::Started { number, tids } => {
                 for (i, tid) in tids.iter().enumerate() {
                     let seconds = early.remove(tid).unwrap_or(f64::INFINITY);
-                    all.entry(*number).or_default().push_back(Work { seconds, ..Work::default() });
+                    all.entry(*number).or_default().push_back(Work {
+                        seconds,
+                        ..Work::default()
+                    });
                     current.insert(*tid, (*number, i));
                 }
             }
             Input::Ended { tid, used } => {
                 let used = seconds(used.user + used.system);
-                match current.get(tid).and_then(|(number, i)| all.get_mut(number)?.get_mut(*i)) {
+                match current
+                    .get(tid)
+                    .and_then(|(number, i)| all.get_mut(number)?.get_mut(*i))
+                {
                     // A job that began again from a checkpoint has ended more than once.
                     Some(work) if work.seconds.is_finite() => work.seconds += used,
                     Some(work) => work.seconds = used,
                     None => drop(early.insert(*tid, used)),
                 }
             }
-            Input::Spawn { number: (src, _), .. } => {
-                if let Some(work) = current.get(src).and_then(|(number, i)| all.get_mut(number)?.get_mut(*i)) {
+            Input::Spawn {
+                number: (src, _), ..
+            } => {
+                if let Some(work) = current
+                    .get(src)
+                    .and_then(|(number, i)| all.get_mut(number)?.get_mut(*i))
+                {
                     work.spawns_until = entry.at;
                 }
             }
@@ -188,7 +202,11 @@ impl World {
             ..State::default()
         };
         // The service asks for the hosts at once.
-        if let Some(Input::Hosts(table)) = entries.iter().map(|e| &e.input).find(|i| matches!(i, Input::Hosts(_))) {
+        if let Some(Input::Hosts(table)) = entries
+            .iter()
+            .map(|e| &e.input)
+            .find(|i| matches!(i, Input::Hosts(_)))
+        {
             state.table = table.clone();
         }
         World(Rc::new(RefCell::new(state)))
@@ -196,53 +214,121 @@ impl World {
 
     pub(super) fn figures(&self) -> Figures {
         let state = self.0.borrow();
-        let (waits_s, runs_s) = (state.waits.iter().map(|w| w.1), state.runs.iter().map(|r| r.1));
-        let (all, users) = (OfUser::of(waits_s.collect(), runs_s.collect(), 0), state.of_users());
-        let OfUser { waited_mean_s, waited_most_s, finished, run_mean_s, .. } = all;
-        Figures { waited_mean_s, waited_most_s, finished, run_mean_s, users, ..state.figures.clone() }
+        let (waits_s, runs_s) = (
+            state.waits.iter().map(|w| w.1),
+            state.runs.iter().map(|r| r.1),
+        );
+        let (all, users) = (
+            OfUser::of(waits_s.collect(), runs_s.collect(), 0),
+            state.of_users(),
+        );
+        let OfUser {
+            waited_mean_s,
+            waited_most_s,
+            finished,
+            run_mean_s,
+            ..
+        } = all;
+        Figures {
+            waited_mean_s,
+            waited_most_s,
+            finished,
+            run_mean_s,
+            users,
+            ..state.figures.clone()
+        }
     }
 }
 
 impl State {
     fn post(&mut self, src: Tid, ctx: i32, tag: i32, wid: i32, enc: i32, body: Bytes) {
-        self.inbox.push_back(Message { src, dst: own(), ctx, tag, wid, enc, body });
+        self.inbox.push_back(Message {
+            src,
+            dst: own(),
+            ctx,
+            tag,
+            wid,
+            enc,
+            body,
+        });
     }
 
     fn event(&mut self, host: HostId, kind: EventKind) {
         self.numbers += 1;
-        let event = Event { number: self.numbers, at: self.now, host, kind };
+        let event = Event {
+            number: self.numbers,
+            at: self.now,
+            host,
+            kind,
+        };
         if let Ok(body) = to_bytes(&event) {
-            self.post(Tid::MY_DAEMON, CTX_RM, TAG_EVENT, 0, DSIG_X86_64, body.into());
+            self.post(
+                Tid::MY_DAEMON,
+                CTX_RM,
+                TAG_EVENT,
+                0,
+                DSIG_X86_64,
+                body.into(),
+            );
         }
     }
 
     /// Whose task it is.
     fn user_of(&self, tid: Tid) -> u32 {
         let spawner = self.spawners.get(&tid).map(|spawner| spawner.user);
-        self.tasks.get(&tid).map(|task| task.user).or(spawner).unwrap_or(0)
+        self.tasks
+            .get(&tid)
+            .map(|task| task.user)
+            .or(spawner)
+            .unwrap_or(0)
     }
 
     /// What each user got.
     fn of_users(&self) -> BTreeMap<u32, OfUser> {
-        let open: Vec<u32> = self.asked.keys().map(|(src, _)| self.user_of(*src)).collect();
-        let known = self.waits.iter().chain(&self.runs).map(|of| of.0).chain(open.iter().copied());
+        let open: Vec<u32> = self
+            .asked
+            .keys()
+            .map(|(src, _)| self.user_of(*src))
+            .collect();
+        let known = self
+            .waits
+            .iter()
+            .chain(&self.runs)
+            .map(|of| of.0)
+            .chain(open.iter().copied());
         let users: std::collections::BTreeSet<u32> = known.collect();
         let of = |user: u32| {
-            let own = |list: &[(u32, f64)]| list.iter().filter(|one| one.0 == user).map(|one| one.1).collect();
+            let own = |list: &[(u32, f64)]| {
+                list.iter()
+                    .filter(|one| one.0 == user)
+                    .map(|one| one.1)
+                    .collect()
+            };
             let unanswered = open.iter().filter(|other| **other == user).count() as u64;
-            (user, OfUser::of(own(&self.waits), own(&self.runs), unanswered))
+            (
+                user,
+                OfUser::of(own(&self.waits), own(&self.runs), unanswered),
+            )
         };
         users.into_iter().map(of).collect()
     }
 
     fn guests(&self, host: HostId) -> usize {
-        self.tasks.values().filter(|t| t.host == host && t.works()).count()
+        self.tasks
+            .values()
+            .filter(|t| t.host == host && t.works())
+            .count()
     }
 
     /// What each task on a host gets now, as a part of an ordinary processor.
     fn rate(&self, host: HostId) -> f64 {
-        let speed = self.table.get(host).map_or(0.0, |entry| f64::from(entry.speed) / 1e3);
-        let Some((report, foreign)) = self.reports.get(&host) else { return speed };
+        let speed = self
+            .table
+            .get(host)
+            .map_or(0.0, |entry| f64::from(entry.speed) / 1e3);
+        let Some((report, foreign)) = self.reports.get(&host) else {
+            return speed;
+        };
         if matches!(report.guests, Guests::Stopped { .. }) {
             return 0.0;
         }
@@ -252,8 +338,12 @@ impl State {
 
     /// The rates of all hosts that have tasks.
     fn rates(&self) -> BTreeMap<HostId, f64> {
-        let hosts: std::collections::BTreeSet<HostId> = self.tasks.values().map(|t| t.host).collect();
-        hosts.into_iter().map(|host| (host, self.rate(host))).collect()
+        let hosts: std::collections::BTreeSet<HostId> =
+            self.tasks.values().map(|t| t.host).collect();
+        hosts
+            .into_iter()
+            .map(|host| (host, self.rate(host)))
+            .collect()
     }
 
     /// When something happens next.
@@ -262,22 +352,31 @@ impl State {
         let end = |task: &Running| match &task.moving {
             Some((at, ..)) => Some(*at),
             None if task.suspended.any() => None,
-            None if !task.has_work() => Some(task.spawns_until + Micros(1)).filter(|behind| *behind > self.now),
+            None if !task.has_work() => {
+                Some(task.spawns_until + Micros(1)).filter(|behind| *behind > self.now)
+            }
             None => {
                 let rate = rates.get(&task.host).copied().unwrap_or(0.0);
                 let span = task.left / rate;
-                (rate > 0.0 && span.is_finite()).then(|| self.now + Micros((span * 1e6).ceil() as u64))
+                (rate > 0.0 && span.is_finite())
+                    .then(|| self.now + Micros((span * 1e6).ceil() as u64))
             }
         };
         let ends = self.tasks.values().filter_map(end);
         let parked = self.parking.values().copied();
         let inputs = self.inputs.front().map(|entry| entry.at);
-        ends.chain(inputs).chain(parked).chain([self.report_at]).min().unwrap_or(self.report_at)
+        ends.chain(inputs)
+            .chain(parked)
+            .chain([self.report_at])
+            .min()
+            .unwrap_or(self.report_at)
     }
 
     fn is_over(&self) -> bool {
         let parked = !self.sets.is_empty() || !self.parking.is_empty();
-        let busy = self.tasks.values().any(|task| task.left.is_finite()) || !self.asked.is_empty() || parked;
+        let busy = self.tasks.values().any(|task| task.left.is_finite())
+            || !self.asked.is_empty()
+            || parked;
         self.inputs.is_empty() && (!busy || self.now.since(self.last_input) >= TAIL_MAX)
     }
 
@@ -285,7 +384,11 @@ impl State {
     fn advance(&mut self, to: Micros) {
         let (span, rates) = (seconds(to.since(self.now)), self.rates());
         for task in self.tasks.values_mut() {
-            let rate = if task.works() { rates.get(&task.host).copied().unwrap_or(0.0) } else { 0.0 };
+            let rate = if task.works() {
+                rates.get(&task.host).copied().unwrap_or(0.0)
+            } else {
+                0.0
+            };
             if rate == 0.0 {
                 self.figures.stood_still_s += span;
             }
@@ -299,13 +402,26 @@ impl State {
         // One's end may be what another has waited for.
         while let Some(tid) = self.done() {
             let task = self.tasks.remove(&tid).expect("found a moment ago");
-            self.runs.push((task.user, seconds(self.now.since(task.began))));
+            self.runs
+                .push((task.user, seconds(self.now.since(task.began))));
             self.figures.last_end_s = seconds(self.now.since(self.begin));
-            self.event(task.host, EventKind::TaskEnded { tid, status: 0, used: Usage::default() });
+            self.event(
+                task.host,
+                EventKind::TaskEnded {
+                    tid,
+                    status: 0,
+                    used: Usage::default(),
+                },
+            );
         }
         let now = self.now;
         let arrived = |t: &Running| t.moving.as_ref().is_some_and(|(at, ..)| *at <= now);
-        let arrived: Vec<Tid> = self.tasks.iter().filter(|(_, t)| arrived(t)).map(|(tid, _)| *tid).collect();
+        let arrived: Vec<Tid> = self
+            .tasks
+            .iter()
+            .filter(|(_, t)| arrived(t))
+            .map(|(tid, _)| *tid)
+            .collect();
         arrived.into_iter().for_each(|tid| self.arrive(tid));
         self.park();
         while self.inputs.front().is_some_and(|entry| entry.at <= now) {
@@ -316,14 +432,23 @@ impl State {
             self.report_at = now + REPORT_PAUSE;
             let hosts: Vec<HostId> = self.reports.keys().copied().collect();
             let mut guests = BTreeMap::<HostId, usize>::new();
-            self.tasks.values().filter(|t| t.works()).for_each(|t| *guests.entry(t.host).or_default() += 1);
-            hosts.into_iter().for_each(|host| self.report(host, guests.get(&host).copied().unwrap_or(0)));
+            self.tasks
+                .values()
+                .filter(|t| t.works())
+                .for_each(|t| *guests.entry(t.host).or_default() += 1);
+            hosts
+                .into_iter()
+                .for_each(|host| self.report(host, guests.get(&host).copied().unwrap_or(0)));
         }
     }
 
     /// A task that has done all its work, spawned all it has to spawn, and whose children have ended.
     fn done(&self) -> Option<Tid> {
-        let waits = |tid: &Tid| self.tasks.values().any(|task| task.parent == *tid && task.left.is_finite());
+        let waits = |tid: &Tid| {
+            self.tasks
+                .values()
+                .any(|task| task.parent == *tid && task.left.is_finite())
+        };
         let done = |(tid, task): &(&Tid, &Running)| {
             task.moving.is_none() && !task.has_work() && task.spawns_until < self.now && !waits(tid)
         };
@@ -331,87 +456,190 @@ impl State {
     }
 
     fn arrive(&mut self, tid: Tid) {
-        let Some(task) = self.tasks.get_mut(&tid) else { return };
-        let Some((_, to, cause)) = task.moving.take() else { return };
+        let Some(task) = self.tasks.get_mut(&tid) else {
+            return;
+        };
+        let Some((_, to, cause)) = task.moving.take() else {
+            return;
+        };
         if self.table.get(to).is_none() {
             return;
         }
         let from = std::mem::replace(&mut task.host, to);
         match cause {
             Cause::Load { .. } => self.figures.moves_load += 1,
-            Cause::Owner { .. } | Cause::Asked { .. } | Cause::Drain { .. } => self.figures.moves_owner += 1,
+            Cause::Owner { .. } | Cause::Asked { .. } | Cause::Drain { .. } => {
+                self.figures.moves_owner += 1
+            }
             // By these nothing moves.
             Cause::Checkpoint | Cause::Restart => {}
         }
         let id = MigrationId(self.numbers + 1);
         let (bytes, resident, frozen, whole) = (IMAGE_BYTES, IMAGE_BYTES, MOVE_TIME, MOVE_TIME);
-        self.event(to, EventKind::Moved { id, tid, from, to, cause, bytes, resident, frozen, whole });
+        self.event(
+            to,
+            EventKind::Moved {
+                id,
+                tid,
+                from,
+                to,
+                cause,
+                bytes,
+                resident,
+                frozen,
+                whole,
+            },
+        );
     }
 
     fn input(&mut self, input: Input) {
         match input {
             // As if its file had changed.
             Input::Policy(conduct) if self.policy_changes => {
-                self.post(own(), CTX_RM, TAG_POLICY, 0, DSIG_X86_64, as_file(&conduct).into());
+                self.post(
+                    own(),
+                    CTX_RM,
+                    TAG_POLICY,
+                    0,
+                    DSIG_X86_64,
+                    as_file(&conduct).into(),
+                );
             }
             Input::Policy(_) | Input::Labels(_) | Input::Started { .. } | Input::Ended { .. } => {}
             Input::Hosts(table) => self.hosts(table),
             Input::Report { report, own } => {
                 let (host, at) = (report.host, self.now);
-                let foreign = foreign_demand(&Sampled { sample: report.sample, at, own });
+                let foreign = foreign_demand(&Sampled {
+                    sample: report.sample,
+                    at,
+                    own,
+                });
                 self.reports.insert(host, (report, foreign));
                 self.report(host, self.guests(host));
             }
             // Who asked for it asks the service again, and does not look at the answer.
-            Input::Drain { host, by, begun, within } => {
-                let order = if begun { Question::Drain { host, within } } else { Question::Undrain { host } };
+            Input::Drain {
+                host,
+                by,
+                begun,
+                within,
+            } => {
+                let order = if begun {
+                    Question::Drain { host, within }
+                } else {
+                    Question::Undrain { host }
+                };
                 if let Ok(body) = pack(&order) {
                     self.post(by, CTX_RM, TAG_ASK, 0, DSIG_X86_64, body.into());
                 }
             }
-            Input::Spawn { number: (recorded, wid), caller, user, job, request } => {
+            Input::Spawn {
+                number: (recorded, wid),
+                caller,
+                user,
+                job,
+                request,
+            } => {
                 self.figures.spawns += 1;
                 let src = self.here.get(&recorded).copied().unwrap_or(recorded);
                 if !self.tasks.contains_key(&src) && !self.spawners.contains_key(&src) {
                     let parent = if job == src { Tid::NONE } else { job };
-                    self.spawners.insert(src, Spawner { host: caller, parent, user });
+                    self.spawners.insert(
+                        src,
+                        Spawner {
+                            host: caller,
+                            parent,
+                            user,
+                        },
+                    );
                     // Without a program's name: nobody has spawned it.
-                    self.event(caller, EventKind::TaskStarted { tid: src, parent, name: String::new(), user });
+                    self.event(
+                        caller,
+                        EventKind::TaskStarted {
+                            tid: src,
+                            parent,
+                            name: String::new(),
+                            user,
+                        },
+                    );
                 }
                 self.asked.insert((src, wid), self.now);
                 let work = self.work.remove(&(recorded, wid)).unwrap_or_default();
-                self.open.push(Open { number: (src, wid), file: request.file.clone(), work });
+                self.open.push(Open {
+                    number: (src, wid),
+                    file: request.file.clone(),
+                    work,
+                });
                 if let Some(tasks) = self.started.remove(&(recorded, wid)) {
                     self.started.insert((src, wid), tasks);
                 }
-                self.post(src, CTX_BASE, SM_SPAWN, wid, ENC_XDR, pack_spawn(&request, None));
+                self.post(
+                    src,
+                    CTX_BASE,
+                    SM_SPAWN,
+                    wid,
+                    ENC_XDR,
+                    pack_spawn(&request, None),
+                );
             }
         }
     }
 
     fn hosts(&mut self, table: HostTable) {
         let before = std::mem::replace(&mut self.table, table);
-        let gone: Vec<&HostEntry> = before.hosts.iter().filter(|host| self.table.get(host.id).is_none()).collect();
+        let gone: Vec<&HostEntry> = before
+            .hosts
+            .iter()
+            .filter(|host| self.table.get(host.id).is_none())
+            .collect();
         for host in gone {
-            let lost: Vec<Tid> = self.tasks.iter().filter(|(_, t)| t.host == host.id).map(|(tid, _)| *tid).collect();
+            let lost: Vec<Tid> = self
+                .tasks
+                .iter()
+                .filter(|(_, t)| t.host == host.id)
+                .map(|(tid, _)| *tid)
+                .collect();
             self.figures.lost += lost.len() as u64;
             lost.iter().for_each(|tid| drop(self.tasks.remove(tid)));
             self.spawners.retain(|_, spawner| spawner.host != host.id);
             self.reports.remove(&host.id);
             self.watchers.remove(&host.id);
             let why = "as recorded".to_string();
-            self.event(HostId::MASTER, EventKind::HostGone { host: host.id, name: host.name.clone(), why });
+            self.event(
+                HostId::MASTER,
+                EventKind::HostGone {
+                    host: host.id,
+                    name: host.name.clone(),
+                    why,
+                },
+            );
         }
-        for host in self.table.hosts.clone().iter().filter(|host| before.get(host.id).is_none()) {
-            self.event(HostId::MASTER, EventKind::HostAdded { host: host.id, name: host.name.clone() });
+        for host in self
+            .table
+            .hosts
+            .clone()
+            .iter()
+            .filter(|host| before.get(host.id).is_none())
+        {
+            self.event(
+                HostId::MASTER,
+                EventKind::HostAdded {
+                    host: host.id,
+                    name: host.name.clone(),
+                },
+            );
         }
     }
 
     /// The watcher of a host speaks: of owner and foreign load as recorded, and of the tasks that work there now.
     fn report(&mut self, host: HostId, guests: usize) {
-        let Some(watcher) = self.watchers.get(&host).copied() else { return };
+        let Some(watcher) = self.watchers.get(&host).copied() else {
+            return;
+        };
         let own = guests as f32;
-        let Some((report, foreign)) = self.reports.get(&host) else { return };
+        let Some((report, foreign)) = self.reports.get(&host) else {
+            return;
+        };
         let mut report = report.clone();
         let (demand, cores) = (foreign + own, report.sample.processors());
         (report.sample.busy, report.sample.load1) = ((demand / cores).min(1.0), demand);
@@ -433,27 +661,75 @@ impl State {
         let (wid, is_watcher) = (self.orders, request.file == WATCHER_PROGRAM);
         let mut results = Vec::new();
         for _ in 0..request.count {
-            let started = self.table.get(host).is_some().then(|| self.new_task(host)).flatten();
+            let started = self
+                .table
+                .get(host)
+                .is_some()
+                .then(|| self.new_task(host))
+                .flatten();
             results.push(started.ok_or(PvmError::HostFail));
             let Some(tid) = started else { continue };
             if is_watcher {
                 self.watchers.insert(host, tid);
                 continue;
             }
-            let of = |open: &&mut Open| open.number.0 == parent && open.file == request.file && !open.work.is_empty();
+            let of = |open: &&mut Open| {
+                open.number.0 == parent && open.file == request.file && !open.work.is_empty()
+            };
             // A task that was not started in the record has nothing to do that anybody knows of.
-            let work = self.open.iter_mut().find(of).and_then(|open| open.work.pop_front()).unwrap_or_default();
-            let Work { seconds: left, spawns_until } = work;
-            let (program, began, suspended) = (request.file.clone(), self.now, suspend::Holds::default());
+            let work = self
+                .open
+                .iter_mut()
+                .find(of)
+                .and_then(|open| open.work.pop_front())
+                .unwrap_or_default();
+            let Work {
+                seconds: left,
+                spawns_until,
+            } = work;
+            let (program, began, suspended) =
+                (request.file.clone(), self.now, suspend::Holds::default());
             let user = self.user_of(parent);
-            let parent = if request.flags & SPAWN_NO_PARENT != 0 { Tid::NONE } else { parent };
-            let task = Running { host, program, parent, user, left, spawns_until, began, moving: None, suspended };
+            let parent = if request.flags & SPAWN_NO_PARENT != 0 {
+                Tid::NONE
+            } else {
+                parent
+            };
+            let task = Running {
+                host,
+                program,
+                parent,
+                user,
+                left,
+                spawns_until,
+                began,
+                moving: None,
+                suspended,
+            };
             self.tasks.insert(tid, task);
-            let name = self.table.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
+            let name = self
+                .table
+                .get(host)
+                .map_or_else(|| host.to_string(), |entry| entry.name.clone());
             *self.figures.placed.entry(name).or_default() += 1;
-            self.event(host, EventKind::TaskStarted { tid, parent, name: request.file.clone(), user });
+            self.event(
+                host,
+                EventKind::TaskStarted {
+                    tid,
+                    parent,
+                    name: request.file.clone(),
+                    user,
+                },
+            );
         }
-        self.post(host.daemon(), CTX_BASE, SM_EXECACK, wid, ENC_XDR, pack_tids(&results));
+        self.post(
+            host.daemon(),
+            CTX_BASE,
+            SM_EXECACK,
+            wid,
+            ENC_XDR,
+            pack_tids(&results),
+        );
         if is_watcher {
             self.report(host, self.guests(host));
         }
@@ -461,8 +737,11 @@ impl State {
     }
 
     fn answered(&mut self, number: (Tid, i32), body: Bytes) {
-        let Some(asked) = self.asked.remove(&number) else { return };
-        self.waits.push((self.user_of(number.0), seconds(self.now.since(asked))));
+        let Some(asked) = self.asked.remove(&number) else {
+            return;
+        };
+        self.waits
+            .push((self.user_of(number.0), seconds(self.now.since(asked))));
         self.open.retain(|open| open.number != number);
         let results = unpack_tids(body).unwrap_or_default();
         let recorded = self.started.remove(&number).unwrap_or_default();
@@ -552,7 +831,12 @@ impl VmApi for World {
             suspended: task.suspended.any(),
             ..plain(*tid, task.parent, task.host, task.user)
         };
-        Ok(state.spawners.iter().map(spawner).chain(state.tasks.iter().map(running)).collect())
+        Ok(state
+            .spawners
+            .iter()
+            .map(spawner)
+            .chain(state.tasks.iter().map(running))
+            .collect())
     }
 
     fn register(&self) -> Result<Tid, Error> {
@@ -580,7 +864,9 @@ impl VmApi for World {
         let at = state.now + MOVE_TIME;
         match state.tasks.get_mut(&tid) {
             None => Err(Error::new(PvmError::NoTask, "it has ended").into()),
-            Some(task) if task.moving.is_some() => Err(Error::new(PvmError::Already, "it is on its way").into()),
+            Some(task) if task.moving.is_some() => {
+                Err(Error::new(PvmError::Already, "it is on its way").into())
+            }
             Some(task) => {
                 task.moving = Some((at, to, cause));
                 Ok(())
@@ -595,11 +881,23 @@ impl VmApi for World {
 
     fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::Cause) -> Result<(), Error> {
         let mut state = self.0.borrow_mut();
-        let Some(task) = state.tasks.get_mut(&tid) else { return Err(Error::new(PvmError::NoTask, "it has ended")) };
-        let (order, before, host) = (suspend::Order { tid, suspend, cause }, task.suspended, task.host);
+        let Some(task) = state.tasks.get_mut(&tid) else {
+            return Err(Error::new(PvmError::NoTask, "it has ended"));
+        };
+        let (order, before, host) = (
+            suspend::Order {
+                tid,
+                suspend,
+                cause,
+            },
+            task.suspended,
+            task.host,
+        );
         task.suspended = before.after(&order);
         let change = before.change(task.suspended, &order);
-        change.into_iter().for_each(|event| state.event(host, event));
+        change
+            .into_iter()
+            .for_each(|event| state.event(host, event));
         Ok(())
     }
 

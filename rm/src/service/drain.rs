@@ -27,7 +27,10 @@ impl<V: VmApi> Service<V> {
         let (now, wall) = (self.vm.now(), self.vm.wall());
         for (host, by, until) in self.memory.ledger.books.drained() {
             self.model.drain(host, Some(by));
-            if let Some(left) = until.filter(|until| *until > wall).map(|until| until.since(wall)) {
+            if let Some(left) = until
+                .filter(|until| *until > wall)
+                .map(|until| until.since(wall))
+            {
                 self.draining.0.insert(host, now + left);
             }
         }
@@ -37,23 +40,45 @@ impl<V: VmApi> Service<V> {
     pub(super) fn record_drains(&mut self) {
         let now = self.vm.now();
         let drained: Vec<(String, Tid, Option<Micros>)> = (self.model.drained())
-            .map(|(id, by)| (self.model.host_name(id), by, self.draining.0.get(&id).map(|at| at.since(now))))
+            .map(|(id, by)| {
+                (
+                    self.model.host_name(id),
+                    by,
+                    self.draining.0.get(&id).map(|at| at.since(now)),
+                )
+            })
             .collect();
         for (host, by, within) in drained {
-            self.record_input(|| Input::Drain { host, by, begun: true, within });
+            self.record_input(|| Input::Drain {
+                host,
+                by,
+                begun: true,
+                within,
+            });
         }
     }
 
     /// Somebody wants a host emptied, within a time or as soon as it goes.
     pub(super) fn drain(&mut self, by: Tid, host: &str, within: Option<Micros>) -> Answer {
-        let Some(id) = self.model.host_called(host) else { return Answer::Unknown };
-        self.record_input(|| Input::Drain { host: host.to_string(), by, begun: true, within });
+        let Some(id) = self.model.host_called(host) else {
+            return Answer::Unknown;
+        };
+        self.record_input(|| Input::Drain {
+            host: host.to_string(),
+            by,
+            begun: true,
+            within,
+        });
         let (now, until) = (self.vm.now(), within.map(|within| self.vm.wall() + within));
         match within {
             Some(within) => drop(self.draining.0.insert(id, now + within)),
             None => drop(self.draining.0.remove(&id)),
         }
-        self.record(EventKind::DrainBegun { host: id, by, until });
+        self.record(EventKind::DrainBegun {
+            host: id,
+            by,
+            until,
+        });
         self.take_grants_back();
         self.model.drain(id, Some(by));
         self.decide_moves();
@@ -62,9 +87,16 @@ impl<V: VmApi> Service<V> {
 
     /// Somebody lets a host take tasks again.
     pub(super) fn undrain(&mut self, by: Tid, host: &str) -> Answer {
-        let Some(id) = self.model.host_called(host) else { return Answer::Unknown };
+        let Some(id) = self.model.host_called(host) else {
+            return Answer::Unknown;
+        };
         if self.model.is_drained(id) {
-            self.record_input(|| Input::Drain { host: host.to_string(), by, begun: false, within: None });
+            self.record_input(|| Input::Drain {
+                host: host.to_string(),
+                by,
+                begun: false,
+                within: None,
+            });
             self.record(EventKind::DrainEnded { host: id, by });
             self.model.drain(id, None);
             self.draining.0.remove(&id);
@@ -75,29 +107,55 @@ impl<V: VmApi> Service<V> {
 
     /// How far it is.
     pub(super) fn draining(&mut self, host: &str) -> Answer {
-        self.model.host_called(host).map_or(Answer::Unknown, |id| self.drain_state(id))
+        self.model
+            .host_called(host)
+            .map_or(Answer::Unknown, |id| self.drain_state(id))
     }
 
     /// Those that leave, with what keeps the others.
     fn drain_state(&mut self, id: HostId) -> Answer {
         let drained = self.model.is_drained(id);
         let snapshot = self.model.snapshot(self.vm.now());
-        let stays: BTreeMap<Tid, Stay> = moves(snapshot).stay.into_iter().map(|stay| (stay.tid, stay)).collect();
-        let Some(host) = snapshot.host(id) else { return Answer::Unknown };
+        let stays: BTreeMap<Tid, Stay> = moves(snapshot)
+            .stay
+            .into_iter()
+            .map(|stay| (stay.tid, stay))
+            .collect();
+        let Some(host) = snapshot.host(id) else {
+            return Answer::Unknown;
+        };
         let why = |tid: &Tid| stays.get(tid).map(|stay| stay.reason(snapshot));
         let (fixed, others): (Vec<_>, Vec<_>) = host.tasks.iter().partition(|task| task.pinned);
-        let mut tasks: Vec<(Tid, Option<String>)> = others.iter().map(|task| (task.tid, why(&task.tid))).collect();
+        let mut tasks: Vec<(Tid, Option<String>)> = others
+            .iter()
+            .map(|task| (task.tid, why(&task.tid)))
+            .collect();
         tasks.truncate(ANSWER_ENTRIES_MAX);
-        let stay = fixed.iter().filter(|task| !sempa_proto::load::is_watcher(&task.name)).count() as u32;
-        Answer::Drain { drained, tasks, stay }
+        let stay = fixed
+            .iter()
+            .filter(|task| !sempa_proto::load::is_watcher(&task.name))
+            .count() as u32;
+        Answer::Drain {
+            drained,
+            tasks,
+            stay,
+        }
     }
 
     /// The time of some has come: what is left is told.
     pub(super) fn drains_due(&mut self, now: Micros) {
-        let due: Vec<HostId> = self.draining.0.iter().filter(|(_, at)| **at <= now).map(|(id, _)| *id).collect();
+        let due: Vec<HostId> = self
+            .draining
+            .0
+            .iter()
+            .filter(|(_, at)| **at <= now)
+            .map(|(id, _)| *id)
+            .collect();
         for id in due {
             self.draining.0.remove(&id);
-            let Answer::Drain { tasks, .. } = self.drain_state(id) else { continue };
+            let Answer::Drain { tasks, .. } = self.drain_state(id) else {
+                continue;
+            };
             if tasks.is_empty() {
                 continue;
             }
@@ -107,7 +165,10 @@ impl<V: VmApi> Service<V> {
             };
             let list: Vec<String> = tasks.iter().map(one).collect();
             let name = self.model.host_name(id);
-            self.note(format!("{name} was to be empty by now; still there: {}", list.join(", ")));
+            self.note(format!(
+                "{name} was to be empty by now; still there: {}",
+                list.join(", ")
+            ));
         }
     }
 }

@@ -26,7 +26,9 @@ impl<V: VmApi> Service<V> {
     /// in turn, they are.
     fn grant(&mut self, now: Micros, task: Tid) {
         let conduct = self.options.conduct;
-        let Some(next) = self.grants.next_of(task) else { return };
+        let Some(next) = self.grants.next_of(task) else {
+            return;
+        };
         let one_by_one = conduct.placing != Policy::Load
             || conduct.rules != Rules::default()
             || self.killing.is_ending(next.job, task);
@@ -42,16 +44,33 @@ impl<V: VmApi> Service<V> {
         if room < count {
             return;
         }
-        if let Some((hosts, attempt)) = self.places_for(now, task, room).filter(|(hosts, _)| hosts.len() >= count) {
+        if let Some((hosts, attempt)) = self
+            .places_for(now, task, room)
+            .filter(|(hosts, _)| hosts.len() >= count)
+        {
             self.give(task, hosts, attempt);
         }
     }
 
     /// Where so many tasks of a task's last request would go now, and why.
-    fn places_for(&mut self, now: Micros, task: Tid, count: usize) -> Option<(Vec<HostId>, Attempt)> {
+    fn places_for(
+        &mut self,
+        now: Micros,
+        task: Tid,
+        count: usize,
+    ) -> Option<(Vec<HostId>, Attempt)> {
         let snapshot = self.model.snapshot(now);
-        let Incoming { user, request, caller, job, .. } = self.grants.next_of(task)?;
-        let ask = Ask { peers: &snapshot.peers_of(*caller, *job), ..Ask::of(*user, request, count as u32, *caller) };
+        let Incoming {
+            user,
+            request,
+            caller,
+            job,
+            ..
+        } = self.grants.next_of(task)?;
+        let ask = Ask {
+            peers: &snapshot.peers_of(*caller, *job),
+            ..Ask::of(*user, request, count as u32, *caller)
+        };
         let placement = place(snapshot, &ask);
         let hosts = placement.hosts.iter().map_while(|host| host.ok()).collect();
         let mut attempt = record::attempt(&placement, snapshot);
@@ -60,9 +79,19 @@ impl<V: VmApi> Service<V> {
     }
 
     fn give(&mut self, task: Tid, hosts: Vec<HostId>, attempt: Attempt) {
-        let Some(wid) = self.grants.next_of(task).map(|next| next.wid) else { return };
+        let Some(wid) = self.grants.next_of(task).map(|next| next.wid) else {
+            return;
+        };
         self.grants.give(task, &hosts, attempt);
-        self.send(task, SM_GRANT, wid, pack_grant(&Grant { hosts, span: GRANT_SPAN }));
+        self.send(
+            task,
+            SM_GRANT,
+            wid,
+            pack_grant(&Grant {
+                hosts,
+                span: GRANT_SPAN,
+            }),
+        );
     }
 
     /// Looks whether what was given would be given again, and otherwise gives what would.
@@ -71,7 +100,9 @@ impl<V: VmApi> Service<V> {
             return;
         }
         for (task, given) in self.grants.review(now) {
-            let Some((hosts, attempt)) = self.places_for(now, task, given.len()) else { continue };
+            let Some((hosts, attempt)) = self.places_for(now, task, given.len()) else {
+                continue;
+            };
             let sorted = |hosts: &[HostId]| {
                 let mut hosts = hosts.to_vec();
                 hosts.sort_unstable();
@@ -92,20 +123,38 @@ impl<V: VmApi> Service<V> {
 
     fn tell_taken_back(&mut self, whom: Vec<(Tid, i32)>) {
         for (task, wid) in whom {
-            self.send(task, SM_GRANT, wid, pack_grant(&Grant { hosts: Vec::new(), span: GRANT_SPAN }));
+            self.send(
+                task,
+                SM_GRANT,
+                wid,
+                pack_grant(&Grant {
+                    hosts: Vec::new(),
+                    span: GRANT_SPAN,
+                }),
+            );
         }
     }
 
     /// A daemon says that tasks were started by a grant.
     pub(super) fn taken(&mut self, message: &Message) {
-        let Ok(Taken { by, tasks }) = unpack_taken(message.body.clone()) else { return };
+        let Ok(Taken { by, tasks }) = unpack_taken(message.body.clone()) else {
+            return;
+        };
         let now = self.vm.now();
         // Of one that is not known the event log tells all there is to know.
         let hosts = tasks.iter().map(|(host, _)| *host);
-        let Some(granted) = self.grants.taken(now, by, message.wid, hosts) else { return };
+        let Some(granted) = self.grants.taken(now, by, message.wid, hosts) else {
+            return;
+        };
         let snapshot = self.model.snapshot(now);
-        let started: Vec<Started> =
-            tasks.iter().map(|(host, tid)| Started { tid: *tid, host: *host, name: snapshot.name(*host) }).collect();
+        let started: Vec<Started> = tasks
+            .iter()
+            .map(|(host, tid)| Started {
+                tid: *tid,
+                host: *host,
+                name: snapshot.name(*host),
+            })
+            .collect();
         self.record_taken(&granted.from, &tasks);
         self.spawns.granted(granted.from, started, granted.attempt);
         if granted.renew {
@@ -115,18 +164,40 @@ impl<V: VmApi> Service<V> {
 
     /// As if they had been asked for: for a replay they have.
     fn record_taken(&mut self, from: &Incoming, tasks: &[(HostId, Tid)]) {
-        let Some((_, first)) = tasks.first() else { return };
+        let Some((_, first)) = tasks.first() else {
+            return;
+        };
         let number = (from.src, first.raw());
-        let Incoming { caller, user, job, ref request, .. } = *from;
-        let request = || SpawnRequest { count: tasks.len() as u32, ..request.clone() };
-        self.record_input(|| Input::Spawn { number, caller, user, job, request: request() });
-        self.record_input(|| Input::Started { number, tids: tasks.iter().map(|(_, tid)| *tid).collect() });
+        let Incoming {
+            caller,
+            user,
+            job,
+            ref request,
+            ..
+        } = *from;
+        let request = || SpawnRequest {
+            count: tasks.len() as u32,
+            ..request.clone()
+        };
+        self.record_input(|| Input::Spawn {
+            number,
+            caller,
+            user,
+            job,
+            request: request(),
+        });
+        self.record_input(|| Input::Started {
+            number,
+            tids: tasks.iter().map(|(_, tid)| *tid).collect(),
+        });
     }
 }
 
 /// True for a request of which a few are placed as they would be one by one.
 fn is_plain(request: &SpawnRequest) -> bool {
     // Memory is promised to tasks when they are sent to a host.
-    let plain = |wants: Wants| wants.rank.is_none() && wants.together == Together::Any && wants.memory().is_none();
+    let plain = |wants: Wants| {
+        wants.rank.is_none() && wants.together == Together::Any && wants.memory().is_none()
+    };
     Wants::of(request).is_ok_and(plain)
 }

@@ -42,7 +42,15 @@ struct Ending {
 impl Ending {
     fn new(by: Tid, now: Micros) -> Ending {
         let (asked, forced, failed) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
-        Ending { by, begun: now, look_at: now, asked, forced, failed, left: 0 }
+        Ending {
+            by,
+            begun: now,
+            look_at: now,
+            asked,
+            forced,
+            failed,
+            left: 0,
+        }
     }
 
     /// The signals that are due, if these are the tasks of the job; some of them, when they are many.
@@ -52,7 +60,11 @@ impl Ending {
             Some(at) => (now.since(*at) >= TERM_TIME).then_some((*tid, SIGKILL)),
         };
         let mut signals: Vec<(Tid, i32)> = tasks.iter().filter_map(due).collect();
-        self.look_at = if signals.len() > SIGNALS_AT_ONCE { now } else { now + LOOK_PAUSE };
+        self.look_at = if signals.len() > SIGNALS_AT_ONCE {
+            now
+        } else {
+            now + LOOK_PAUSE
+        };
         signals.truncate(SIGNALS_AT_ONCE);
         for (tid, signal) in &signals {
             if *signal == SIGKILL {
@@ -66,9 +78,24 @@ impl Ending {
 
     fn answer(&self, job: Tid) -> Answer {
         let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-        let failed = self.failed.iter().take(ANSWER_ENTRIES_MAX).map(|(tid, why)| (*tid, why.clone())).collect();
-        let (asked, forced, left) = (count(self.asked.len()), count(self.forced.len()), count(self.left));
-        Answer::Killed { job, asked, forced, left, failed }
+        let failed = self
+            .failed
+            .iter()
+            .take(ANSWER_ENTRIES_MAX)
+            .map(|(tid, why)| (*tid, why.clone()))
+            .collect();
+        let (asked, forced, left) = (
+            count(self.asked.len()),
+            count(self.forced.len()),
+            count(self.left),
+        );
+        Answer::Killed {
+            job,
+            asked,
+            forced,
+            left,
+            failed,
+        }
     }
 }
 
@@ -79,19 +106,29 @@ pub(super) struct Killing(BTreeMap<Tid, Ending>);
 impl Killing {
     /// When [`Service::kills_due`] has something to do.
     pub(super) fn next_deadline(&self) -> Option<Micros> {
-        self.0.values().filter(|ending| ending.left > 0).map(|ending| ending.look_at).min()
+        self.0
+            .values()
+            .filter(|ending| ending.left > 0)
+            .map(|ending| ending.look_at)
+            .min()
     }
 
     /// A task of this job began, perhaps behind its end: it was on its way.
     pub(super) fn task_began(&mut self, now: Micros, job: Tid) {
-        if let Some(ending) = self.0.get_mut(&job).filter(|ending| ending.left == 0 && ending.look_at > now) {
+        if let Some(ending) = self
+            .0
+            .get_mut(&job)
+            .filter(|ending| ending.left == 0 && ending.look_at > now)
+        {
             (ending.left, ending.look_at) = (1, now);
         }
     }
 
     /// True for a job that is being ended, unless this task wanted it.
     pub(super) fn is_ending(&self, job: Tid, task: Tid) -> bool {
-        self.0.get(&job).is_some_and(|ending| ending.left > 0 && ending.by != task)
+        self.0
+            .get(&job)
+            .is_some_and(|ending| ending.left > 0 && ending.by != task)
     }
 }
 
@@ -100,18 +137,32 @@ impl<V: VmApi> Service<V> {
     pub(super) fn kill_job(&mut self, by: Tid, tid: Tid) -> Answer {
         let now = self.vm.now();
         let in_books = self.memory.ledger.books.job_of(tid).map(|job| job.job);
-        let Some(job) = in_books.or_else(|| self.model.knows(tid).then(|| self.model.user_and_job(tid).1)) else {
+        let Some(job) = in_books.or_else(|| {
+            self.model
+                .knows(tid)
+                .then(|| self.model.user_and_job(tid).1)
+        }) else {
             return Answer::Unknown;
         };
-        self.killing
-            .0
-            .retain(|_, ending| now.since(ending.begun) < GIVEN_UP && (ending.left > 0 || ending.look_at > now));
+        self.killing.0.retain(|_, ending| {
+            now.since(ending.begun) < GIVEN_UP && (ending.left > 0 || ending.look_at > now)
+        });
         if self.killing.0.len() >= KILLS_MAX {
-            let oldest = self.killing.0.iter().min_by_key(|(_, ending)| ending.begun).map(|(job, _)| *job);
+            let oldest = self
+                .killing
+                .0
+                .iter()
+                .min_by_key(|(_, ending)| ending.begun)
+                .map(|(job, _)| *job);
             oldest.map(|oldest| self.killing.0.remove(&oldest));
         }
-        self.killing.0.retain(|other, ending| *other != job || ending.left > 0);
-        self.killing.0.entry(job).or_insert_with(|| Ending::new(by, now));
+        self.killing
+            .0
+            .retain(|other, ending| *other != job || ending.left > 0);
+        self.killing
+            .0
+            .entry(job)
+            .or_insert_with(|| Ending::new(by, now));
         self.take_grants_back();
         self.go_on_ending(now, job);
         self.killed(job)
@@ -120,21 +171,36 @@ impl<V: VmApi> Service<V> {
     /// How far is it?
     pub(super) fn killed(&self, tid: Tid) -> Answer {
         let of = |(job, ending): (&Tid, &Ending)| *job == tid || ending.asked.contains_key(&tid);
-        let found = self.killing.0.iter().find(|(job, ending)| of((job, ending)));
+        let found = self
+            .killing
+            .0
+            .iter()
+            .find(|(job, ending)| of((job, ending)));
         found.map_or(Answer::Unknown, |(job, ending)| ending.answer(*job))
     }
 
     /// Sends the signals that are due.
     pub(super) fn kills_due(&mut self, now: Micros) {
-        let due = self.killing.0.iter().filter(|(_, ending)| ending.left > 0 && ending.look_at <= now);
+        let due = self
+            .killing
+            .0
+            .iter()
+            .filter(|(_, ending)| ending.left > 0 && ending.look_at <= now);
         let due: Vec<Tid> = due.map(|(job, _)| *job).collect();
         due.into_iter().for_each(|job| self.go_on_ending(now, job));
     }
 
     fn go_on_ending(&mut self, now: Micros, job: Tid) {
-        let Some(mut ending) = self.killing.0.remove(&job) else { return };
+        let Some(mut ending) = self.killing.0.remove(&job) else {
+            return;
+        };
         let by = ending.by;
-        let tasks: Vec<Tid> = self.model.tasks_of(job).into_iter().filter(|tid| *tid != by).collect();
+        let tasks: Vec<Tid> = self
+            .model
+            .tasks_of(job)
+            .into_iter()
+            .filter(|tid| *tid != by)
+            .collect();
         for (tid, signal) in ending.signals(now, &tasks) {
             match self.vm.signal(tid, signal) {
                 Ok(()) => drop(ending.failed.remove(&tid)),
@@ -148,8 +214,14 @@ impl<V: VmApi> Service<V> {
         if ending.left == 0 {
             ending.look_at = now + TOLD_FOR;
             let (asked, forced) = (ending.asked.len(), ending.forced.len());
-            let forced = if forced > 0 { format!(", {forced} of them by SIGKILL") } else { String::new() };
-            self.note(format!("job {job} was ended with {asked} tasks{forced}: {by} asked for it"));
+            let forced = if forced > 0 {
+                format!(", {forced} of them by SIGKILL")
+            } else {
+                String::new()
+            };
+            self.note(format!(
+                "job {job} was ended with {asked} tasks{forced}: {by} asked for it"
+            ));
         } else if now.since(ending.begun) >= GIVEN_UP {
             let left = ending.left;
             self.note(format!(
@@ -166,7 +238,9 @@ mod tests {
     use super::*;
 
     fn tasks(n: u32) -> Vec<Tid> {
-        (1..=n).map(|n| Tid::from_raw(0x40000 + n.cast_signed())).collect()
+        (1..=n)
+            .map(|n| Tid::from_raw(0x40000 + n.cast_signed()))
+            .collect()
     }
 
     #[test]
@@ -176,11 +250,17 @@ mod tests {
         let mut asked = Vec::new();
         for _ in 0..3 {
             let signals = ending.signals(now, &all);
-            assert!(signals.len() <= SIGNALS_AT_ONCE && signals.iter().all(|(_, signal)| *signal == SIGTERM));
+            assert!(
+                signals.len() <= SIGNALS_AT_ONCE
+                    && signals.iter().all(|(_, signal)| *signal == SIGTERM)
+            );
             asked.extend(signals.into_iter().map(|(tid, _)| tid));
         }
         assert_eq!(asked, all);
-        assert_eq!((ending.signals(now, &all), ending.look_at), (Vec::new(), now + LOOK_PAUSE));
+        assert_eq!(
+            (ending.signals(now, &all), ending.look_at),
+            (Vec::new(), now + LOOK_PAUSE)
+        );
         // One more begins, and ends by itself; of the others one does not.
         let (late, stubborn) = (Tid::from_raw(0x50001), all[7]);
         now = now + LOOK_PAUSE;
@@ -188,7 +268,11 @@ mod tests {
         now = now + TERM_TIME;
         assert_eq!(ending.signals(now, &[stubborn]), [(stubborn, SIGKILL)]);
         assert_eq!(ending.signals(now + LOOK_PAUSE, &[stubborn]), []);
-        assert_eq!(ending.signals(now + TERM_TIME, &[stubborn]), [(stubborn, SIGKILL)], "nobody has carried it out");
+        assert_eq!(
+            ending.signals(now + TERM_TIME, &[stubborn]),
+            [(stubborn, SIGKILL)],
+            "nobody has carried it out"
+        );
         assert_eq!((ending.asked.len(), ending.forced.len()), (301, 1));
     }
 }

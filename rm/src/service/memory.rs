@@ -11,7 +11,8 @@ use sempa_proto::event::Event;
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::migration::Cause;
 use sempa_proto::rm::{
-    ANSWER_ENTRIES_MAX, Answer, Decided, Expected, HostNow, Question, RM_VERSION, TAG_ANSWER, Waits, pack, unpack,
+    ANSWER_ENTRIES_MAX, Answer, Decided, Expected, HostNow, Question, RM_VERSION, TAG_ANSWER,
+    Waits, pack, unpack,
 };
 use sempa_proto::{HostId, Message, Micros, Tid};
 use std::collections::BTreeMap;
@@ -36,7 +37,10 @@ pub(super) struct Memory {
 impl Memory {
     /// With these books.
     pub(super) fn new(ledger: Ledger) -> Memory {
-        Memory { ledger, ..Memory::default() }
+        Memory {
+            ledger,
+            ..Memory::default()
+        }
     }
 }
 
@@ -48,7 +52,9 @@ impl<V: VmApi> Service<V> {
         if place.number > 0 {
             let there = self.vm.events(place.number, 1)?;
             // The master forgets the oldest entries; where it has forgotten this one, the log goes on behind it.
-            again = there.first().is_some_and(|e| e.number > place.number || Place::behind(e) == place);
+            again = there
+                .first()
+                .is_some_and(|e| e.number > place.number || Place::behind(e) == place);
             if !again {
                 self.memory.ledger.books.begin_anew();
             }
@@ -58,7 +64,10 @@ impl<V: VmApi> Service<V> {
         // Not before the log: what it says to have begun must be in the list, or have ended.
         let (wall, tasks) = (self.vm.wall(), self.vm.tasks()?);
         self.memory.ledger.books.reconcile(wall, &tasks);
-        self.memory.ledger.books.decided(wall, Decided::Began { again });
+        self.memory
+            .ledger
+            .books
+            .decided(wall, Decided::Began { again });
         Ok(())
     }
 
@@ -76,14 +85,23 @@ impl<V: VmApi> Service<V> {
             self.model.belongs(task.tid, task.user);
             let age = wall.since(task.began);
             if age <= now {
-                self.model.recall_task(task.tid, task.job, Micros(now.0 - age.0));
+                self.model
+                    .recall_task(task.tid, task.job, Micros(now.0 - age.0));
             }
             if task.counted {
-                self.spawns.task_started(now, task.tid, (task.user, task.job));
+                self.spawns
+                    .task_started(now, task.tid, (task.user, task.job));
             }
         }
-        if let Some(lessons) = books.learned(LESSONS).and_then(|bytes| from_bytes::<Lessons>(bytes).ok()) {
-            let lessons = if self.memory.again { lessons } else { lessons.of_other_hosts() };
+        if let Some(lessons) = books
+            .learned(LESSONS)
+            .and_then(|bytes| from_bytes::<Lessons>(bytes).ok())
+        {
+            let lessons = if self.memory.again {
+                lessons
+            } else {
+                lessons.of_other_hosts()
+            };
             self.model.recall_estimates(Estimates::recall(lessons));
             self.memory.learned = self.model.estimates().version();
         }
@@ -94,7 +112,9 @@ impl<V: VmApi> Service<V> {
         loop {
             let from = self.memory.ledger.books.place().number + 1;
             let events = self.vm.events(from, EVENTS_AT_ONCE_MAX)?;
-            events.iter().for_each(|event| self.memory.ledger.books.event(event));
+            events
+                .iter()
+                .for_each(|event| self.memory.ledger.books.event(event));
             if events.len() < EVENTS_AT_ONCE_MAX as usize {
                 return Ok(());
             }
@@ -146,7 +166,13 @@ impl<V: VmApi> Service<V> {
     ) {
         let refused = error.map(ToString::to_string);
         match &refused {
-            Some(why) if self.memory.refusals.get(&tid).is_some_and(|(host, told)| *host == to && told == why) => {
+            Some(why)
+                if self
+                    .memory
+                    .refusals
+                    .get(&tid)
+                    .is_some_and(|(host, told)| *host == to && told == why) =>
+            {
                 return;
             }
             Some(why) => drop(self.memory.refusals.insert(tid, (to, why.clone()))),
@@ -154,10 +180,20 @@ impl<V: VmApi> Service<V> {
         }
         let expected = expected.unwrap_or_else(|| {
             let cost = self.model.cost(tid, (from, to));
-            Expected { gain: Micros::default(), cost }
+            Expected {
+                gain: Micros::default(),
+                cost,
+            }
         });
         let (from, to) = (self.model.host_name(from), self.model.host_name(to));
-        let what = Decided::Go { tid, from, to, cause, expected, refused };
+        let what = Decided::Go {
+            tid,
+            from,
+            to,
+            cause,
+            expected,
+            refused,
+        };
         self.memory.ledger.books.decided(self.vm.wall(), what);
     }
 
@@ -220,7 +256,9 @@ impl<V: VmApi> Service<V> {
     /// Answers a question.
     pub(super) fn answer(&mut self, message: &Message) {
         let answer = match unpack::<Question>(&message.body) {
-            Ok(Some(Question::Suspend { job, suspend })) => self.suspend_job(message.src, job, suspend),
+            Ok(Some(Question::Suspend { job, suspend })) => {
+                self.suspend_job(message.src, job, suspend)
+            }
             Ok(Some(Question::Drain { host, within })) => self.drain(message.src, &host, within),
             Ok(Some(Question::Undrain { host })) => self.undrain(message.src, &host),
             Ok(Some(Question::Draining { host })) => self.draining(&host),
@@ -237,7 +275,10 @@ impl<V: VmApi> Service<V> {
         };
         if let Ok(bytes) = pack(&answer) {
             // Who asked may be gone.
-            drop(self.vm.answer(message.src, TAG_ANSWER, message.wid, Bytes::from(bytes)));
+            drop(
+                self.vm
+                    .answer(message.src, TAG_ANSWER, message.wid, Bytes::from(bytes)),
+            );
         }
     }
 }

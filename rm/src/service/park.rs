@@ -60,36 +60,61 @@ impl<V: VmApi> Service<V> {
     pub(super) fn park(&mut self, now: Micros, decided: &Moves) {
         let snapshot = self.model.snapshot(now);
         let stays = decided.stay.iter().filter(|stay| stay.parks(snapshot));
-        let stays: Vec<_> = stays.map(|stay| (stay.tid, snapshot.name(stay.host), stay.reason(snapshot))).collect();
+        let stays: Vec<_> = stays
+            .map(|stay| (stay.tid, snapshot.name(stay.host), stay.reason(snapshot)))
+            .collect();
         self.parking.asked.retain(|_, until| *until > now);
         let books = &self.memory.ledger.books;
-        let (parking, parked) = (&mut self.parking, |job| books.parked().any(|parked| parked.job == job));
-        parking.unwanted.retain(|job, _| parking.asked.contains_key(job) || parked(*job));
-        parking.families.retain(|job, _| parking.asked.contains_key(job) || parked(*job));
+        let (parking, parked) = (&mut self.parking, |job| {
+            books.parked().any(|parked| parked.job == job)
+        });
+        parking
+            .unwanted
+            .retain(|job, _| parking.asked.contains_key(job) || parked(*job));
+        parking
+            .families
+            .retain(|job, _| parking.asked.contains_key(job) || parked(*job));
         for (tid, host, why) in stays {
             // Part of a job stands still where it is: what is spoken of it to the others would be lost.
-            let Some(job) = self.model.head_of(tid) else { continue };
+            let Some(job) = self.model.head_of(tid) else {
+                continue;
+            };
             // Also while its last tasks end.
-            let is_parked = self.memory.ledger.books.parked().any(|parked| parked.job == job);
+            let is_parked = self
+                .memory
+                .ledger
+                .books
+                .parked()
+                .any(|parked| parked.job == job);
             let full = self.memory.ledger.books.parked().count() >= PARKED_MAX;
             // The end of a move is an event; then it is looked at again. What its user has stopped he has to let go on.
-            if is_parked || full || self.parking.asked.contains_key(&job) || self.model.is_busy(job) {
+            if is_parked || full || self.parking.asked.contains_key(&job) || self.model.is_busy(job)
+            {
                 continue;
             }
             let until = match self.vm.checkpoint_and_end(job) {
                 Ok(()) => {
-                    self.note(format!("job {job} is checkpointed and ended: {tid} has to leave {host}, and {why}"));
-                    self.memory.ledger.books.parks(self.vm.wall(), job, (tid, host), why);
+                    self.note(format!(
+                        "job {job} is checkpointed and ended: {tid} has to leave {host}, and {why}"
+                    ));
+                    self.memory
+                        .ledger
+                        .books
+                        .parks(self.vm.wall(), job, (tid, host), why);
                     WAIT_MAX
                 }
                 Err(error) if error.code == PvmError::Already => PARK_SOON,
                 Err(error) => {
-                    self.note(format!("job {job} was not checkpointed ({error}): {tid} stays on {host}"));
+                    self.note(format!(
+                        "job {job} was not checkpointed ({error}): {tid} stays on {host}"
+                    ));
                     PARK_AGAIN
                 }
             };
             self.parking.asked.insert(job, now + until);
-            self.parking.families.insert(job, self.model.tasks_of(self.model.user_and_job(job).1));
+            self.parking
+                .families
+                .insert(job, self.model.tasks_of(self.model.user_and_job(job).1));
         }
         let again = self.parking.asked.values().copied();
         self.again = self.again.into_iter().chain(again).min();
@@ -104,14 +129,31 @@ impl<V: VmApi> Service<V> {
                     *until = now + PARK_AGAIN;
                 }
             }
-            EventKind::Checkpointed { set, job, parked: true, .. } => {
+            EventKind::Checkpointed {
+                set,
+                job,
+                parked: true,
+                ..
+            } => {
                 parking.asked.remove(job);
                 // Its tasks have to end first.
-                parking.tried.insert(set.clone(), Try { next: now + LOOK_PAUSE, pause: TRY_PAUSE, failed: 0 });
+                parking.tried.insert(
+                    set.clone(),
+                    Try {
+                        next: now + LOOK_PAUSE,
+                        pause: TRY_PAUSE,
+                        failed: 0,
+                    },
+                );
             }
             EventKind::RestartFailed { set, .. } => {
                 parking.starting.take_if(|(starting, _)| starting == set);
-                if let Some(Try { next, pause, failed }) = parking.tried.get_mut(set) {
+                if let Some(Try {
+                    next,
+                    pause,
+                    failed,
+                }) = parking.tried.get_mut(set)
+                {
                     *failed += 1;
                     (*next, *pause) = (now + *pause, Micros(pause.0 * 2).min(TRY_PAUSE_MAX));
                 }
@@ -126,7 +168,12 @@ impl<V: VmApi> Service<V> {
 
     /// When [`Service::start_parked`] has something to do.
     pub(super) fn parking_due(&self) -> Option<Micros> {
-        self.memory.ledger.books.parked().next().map(|_| self.parking.look_at)
+        self.memory
+            .ledger
+            .books
+            .parked()
+            .next()
+            .map(|_| self.parking.look_at)
     }
 
     /// Starts the parked job that waits longest and has room, one at a time.
@@ -136,17 +183,33 @@ impl<V: VmApi> Service<V> {
         }
         self.parking.look_at = now + LOOK_PAUSE;
         for (job, by) in self.parking.unwanted.clone() {
-            if let Answer::Unparked { starting: false, .. } = self.unpark(by, job) {
+            if let Answer::Unparked {
+                starting: false, ..
+            } = self.unpark(by, job)
+            {
                 self.parking.unwanted.remove(&job);
             }
         }
         self.give_up_parked();
-        if self.parking.starting.as_ref().is_some_and(|(_, until)| *until > now) {
+        if self
+            .parking
+            .starting
+            .as_ref()
+            .is_some_and(|(_, until)| *until > now)
+        {
             return;
         }
-        let Some((set, on)) = self.next_parked(now) else { return };
+        let Some((set, on)) = self.next_parked(now) else {
+            return;
+        };
         let tried = self.parking.tried.entry(set.clone());
-        tried.or_insert(Try { next: now, pause: TRY_PAUSE, failed: 0 }).next = now + TRY_PAUSE;
+        tried
+            .or_insert(Try {
+                next: now,
+                pause: TRY_PAUSE,
+                failed: 0,
+            })
+            .next = now + TRY_PAUSE;
         match self.vm.restart(&set, &on) {
             // An event tells what became of it.
             Ok(()) => self.parking.starting = Some((set, now + WAIT_MAX)),
@@ -158,12 +221,19 @@ impl<V: VmApi> Service<V> {
     /// first that has waited very long room is kept, unless there could never be enough.
     fn next_parked(&mut self, now: Micros) -> Option<(String, Vec<String>)> {
         let (books, parking) = (&self.memory.ledger.books, &mut self.parking);
-        parking.waiting.retain(|set, _| books.parked().any(|parked| parked.set == *set));
+        parking
+            .waiting
+            .retain(|set, _| books.parked().any(|parked| parked.set == *set));
         let snapshot = self.model.snapshot(now);
         let (mut kept, mut found): (Option<&Parked>, _) = (None, None);
         for parked in books.parked() {
             let since = *parking.waiting.entry(parked.set.clone()).or_insert(now);
-            if found.is_some() || parking.tried.get(&parked.set).is_some_and(|tried| tried.next > now) {
+            if found.is_some()
+                || parking
+                    .tried
+                    .get(&parked.set)
+                    .is_some_and(|tried| tried.next > now)
+            {
                 continue;
             }
             let Parked { tasks, kinds, .. } = parked;
@@ -172,7 +242,10 @@ impl<V: VmApi> Service<V> {
                     let hosts = places.iter().map(|host| snapshot.name(*host)).collect();
                     found = Some((parked.set.clone(), hosts));
                 }
-                None if kept.is_none() && now.since(since) >= KEEP_AFTER && room_ever(snapshot, *tasks, kinds) => {
+                None if kept.is_none()
+                    && now.since(since) >= KEEP_AFTER
+                    && room_ever(snapshot, *tasks, kinds) =>
+                {
                     kept = Some(parked);
                 }
                 None => {}
@@ -198,7 +271,12 @@ impl<V: VmApi> Service<V> {
 
     /// Somebody does not want a parked job to be started again.
     pub(super) fn unpark(&mut self, by: Tid, tid: Tid) -> Answer {
-        let of = self.parking.families.iter().find(|(_, tasks)| tasks.contains(&tid)).map(|(job, _)| *job);
+        let of = self
+            .parking
+            .families
+            .iter()
+            .find(|(_, tasks)| tasks.contains(&tid))
+            .map(|(job, _)| *job);
         let books = &self.memory.ledger.books;
         let parked = books.parked_with(tid).or_else(|| books.parked_with(of?));
         let Some(Parked { job, set, .. }) = parked.cloned() else {
@@ -211,7 +289,9 @@ impl<V: VmApi> Service<V> {
         if !starting {
             self.memory.ledger.books.unpark(|parked| parked.set == set);
             self.parking.tried.remove(&set);
-            self.note(format!("job {job} is not started again ({by} wants it so); its checkpoint {set} stays"));
+            self.note(format!(
+                "job {job} is not started again ({by} wants it so); its checkpoint {set} stays"
+            ));
         }
         Answer::Unparked { job, set, starting }
     }
@@ -219,8 +299,13 @@ impl<V: VmApi> Service<V> {
     /// What could not be started so often is left to people.
     fn give_up_parked(&mut self) {
         let hopeless = |tried: &Try| tried.failed >= TRIES_MAX;
-        let sets: Vec<String> =
-            self.parking.tried.iter().filter(|(_, tried)| hopeless(tried)).map(|(set, _)| set.clone()).collect();
+        let sets: Vec<String> = self
+            .parking
+            .tried
+            .iter()
+            .filter(|(_, tried)| hopeless(tried))
+            .map(|(set, _)| set.clone())
+            .collect();
         for set in sets {
             self.parking.tried.remove(&set);
             self.memory.ledger.books.unpark(|parked| parked.set == set);

@@ -56,8 +56,9 @@ impl<V: VmApi> Service<V> {
         self.standing.look = true;
         let there = |tid: &Tid| self.model.is_suspended(*tid);
         let known = books.running().filter(|task| there(&task.tid));
-        let known: Vec<(Tid, Tid, Option<Suspended>)> =
-            known.map(|task| (task.tid, task.job, task.suspended.clone())).collect();
+        let known: Vec<(Tid, Tid, Option<Suspended>)> = known
+            .map(|task| (task.tid, task.job, task.suspended.clone()))
+            .collect();
         for (tid, job, suspended) in known {
             self.spawns.task_suspended(now, tid, true);
             match suspended.map(|s| (s.cause, s.since)) {
@@ -92,18 +93,28 @@ impl<V: VmApi> Service<V> {
     /// When [`Service::share`] has something to do, or who waits is to be tried again although nothing was heard.
     pub(super) fn share_due(&self) -> Option<Micros> {
         let wanted = !self.standing.gave_way.is_empty() || self.spawns.waiting() > 0;
-        let pause = if self.standing.newcomer { SHARE_SOON } else { SHARE_PAUSE };
+        let pause = if self.standing.newcomer {
+            SHARE_SOON
+        } else {
+            SHARE_PAUSE
+        };
         wanted.then(|| self.standing.shared.map_or(Micros(0), |at| at + pause))
     }
 
     /// Somebody wants a whole job suspended, or to go on.
     pub(super) fn suspend_job(&mut self, by: Tid, tid: Tid, suspend: bool) -> Answer {
-        let Some(job) = self.memory.ledger.books.job_of(tid).map(|job| job.job) else { return Answer::Unknown };
+        let Some(job) = self.memory.ledger.books.job_of(tid).map(|job| job.job) else {
+            return Answer::Unknown;
+        };
         let all = self.model.tasks_of(job);
         let (mut tasks, mut others) = (Vec::new(), Vec::new());
         let is_suspended = self.standing.jobs.contains_key(&job);
         if suspend != is_suspended && !(suspend && all.is_empty()) {
-            self.record(if suspend { EventKind::JobSuspended { job, by } } else { EventKind::JobResumed { job, by } });
+            self.record(if suspend {
+                EventKind::JobSuspended { job, by }
+            } else {
+                EventKind::JobResumed { job, by }
+            });
             if suspend {
                 self.standing.jobs.insert(job, by);
             } else {
@@ -112,7 +123,8 @@ impl<V: VmApi> Service<V> {
         }
         for tid in all.into_iter().filter(|tid| *tid != by) {
             // Asked twice, a daemon does nothing; but whoever stands still has to go on.
-            let stands = self.model.is_suspended(tid) || (!suspend && self.memory.ledger.books.is_suspended(tid));
+            let stands = self.model.is_suspended(tid)
+                || (!suspend && self.memory.ledger.books.is_suspended(tid));
             if self.standing.gave_way.contains_key(&tid)
                 && let Err(error) = self.vm.suspend(tid, suspend, Cause::Job { by })
             {
@@ -125,7 +137,8 @@ impl<V: VmApi> Service<V> {
                 true if self.standing.gave_way.contains_key(&tid) => {
                     others.push((
                         tid,
-                        "it gives way to another user's, and goes on when there is room for it".to_string(),
+                        "it gives way to another user's, and goes on when there is room for it"
+                            .to_string(),
                     ));
                 }
                 false if !suspend => {}
@@ -165,7 +178,9 @@ impl<V: VmApi> Service<V> {
             return;
         }
         let books = &self.memory.ledger.books;
-        self.standing.jobs.retain(|job, _| books.job_of(*job).is_some_and(|job| job.ended.is_none()));
+        self.standing
+            .jobs
+            .retain(|job, _| books.job_of(*job).is_some_and(|job| job.ended.is_none()));
         for (job, by) in self.standing.jobs.clone() {
             for tid in self.model.running_of(job) {
                 self.suspend_again(tid, true, Cause::Job { by });
@@ -179,8 +194,11 @@ impl<V: VmApi> Service<V> {
         (self.standing.shared, self.standing.newcomer) = (Some(now), false);
         let books = &self.memory.ledger.books;
         // What was decided a moment ago may not be in the log yet.
-        let counts = |tid: Tid, since: Micros| books.is_suspended(tid) || now.since(since) < SHARE_PAUSE;
-        self.standing.gave_way.retain(|tid, since| counts(*tid, *since));
+        let counts =
+            |tid: Tid, since: Micros| books.is_suspended(tid) || now.since(since) < SHARE_PAUSE;
+        self.standing
+            .gave_way
+            .retain(|tid, since| counts(*tid, *since));
         if !self.options.conduct.give_way {
             let why = "the policy has nobody give way any more".to_string();
             for tid in self.standing.gave_way.keys().copied().collect::<Vec<Tid>>() {
@@ -190,15 +208,30 @@ impl<V: VmApi> Service<V> {
         }
         let (snapshot, spawns) = (self.model.snapshot(now), &self.spawns);
         // One that cannot be helped, whatever is free, is no reason to help nobody.
-        let looks = spawns.waiting_in_turn(now).take(SHARE_LOOKS_MAX).map(|(from, count, kept)| {
-            let (user, caller, request) = (from.user, from.caller, &from.request);
-            let ask =
-                Ask { peers: &snapshot.peers_of(caller, from.job), kept, ..Ask::of(user, request, count, caller) };
-            give_way(snapshot, spawns.fair(), &ask)
-        });
-        let decided = looks.into_iter().find(|decided| !decided.is_empty()).unwrap_or_default();
+        let looks = spawns
+            .waiting_in_turn(now)
+            .take(SHARE_LOOKS_MAX)
+            .map(|(from, count, kept)| {
+                let (user, caller, request) = (from.user, from.caller, &from.request);
+                let ask = Ask {
+                    peers: &snapshot.peers_of(caller, from.job),
+                    kept,
+                    ..Ask::of(user, request, count, caller)
+                };
+                give_way(snapshot, spawns.fair(), &ask)
+            });
+        let decided = looks
+            .into_iter()
+            .find(|decided| !decided.is_empty())
+            .unwrap_or_default();
         for gives in &decided {
-            self.suspend_again(gives.tid, true, Cause::Share { why: gives.why.clone() });
+            self.suspend_again(
+                gives.tid,
+                true,
+                Cause::Share {
+                    why: gives.why.clone(),
+                },
+            );
             self.standing.gave_way.insert(gives.tid, now);
         }
         if decided.is_empty() {
@@ -213,15 +246,26 @@ impl<V: VmApi> Service<V> {
     fn let_go_on(&mut self, now: Micros) {
         let jobs = &self.standing.jobs;
         let may = |tid: &Tid| !jobs.contains_key(&self.model.user_and_job(*tid).1);
-        let gave_way = self.standing.gave_way.iter().filter(|(tid, _)| may(tid)).map(|(tid, at)| (*tid, *at)).collect();
+        let gave_way = self
+            .standing
+            .gave_way
+            .iter()
+            .filter(|(tid, _)| may(tid))
+            .map(|(tid, at)| (*tid, *at))
+            .collect();
         let busy = self.spawns.starting_on();
         for (tid, from, again) in go_on(self.model.snapshot(now), &gave_way, &busy) {
             let (here, user) = (self.model.host_name(from), self.model.user_and_job(tid).0);
             match again {
-                Again::Here => self.end_of_giving_way(tid, format!("there is room on {here} for user {user} again")),
+                Again::Here => self.end_of_giving_way(
+                    tid,
+                    format!("there is room on {here} for user {user} again"),
+                ),
                 Again::At(to) => {
                     let there = self.model.host_name(to);
-                    let why = format!("it gave way on {here}, where others work now, and there is room on {there}");
+                    let why = format!(
+                        "it gave way on {here}, where others work now, and there is room on {there}"
+                    );
                     self.begin_move(now, tid, (from, to), migration::Cause::Load { why }, None);
                 }
             }

@@ -24,7 +24,10 @@ impl Options {
     pub fn policy(&self) -> Result<Conduct, ServiceError> {
         match &self.policy_read {
             Some(Ok(content)) => self.read(content),
-            Some(Err(why)) => Err(ServiceError::NoPolicy { file: self.policy_file.clone(), why: why.clone() }),
+            Some(Err(why)) => Err(ServiceError::NoPolicy {
+                file: self.policy_file.clone(),
+                why: why.clone(),
+            }),
             None => {
                 self.choices.of(self.conduct.placing)?;
                 Ok(self.conduct)
@@ -51,16 +54,24 @@ impl Options {
             }
             Err(error) => error,
         };
-        let kept = books.learned(POLICY).and_then(|bytes| from_bytes::<Kept>(bytes).ok());
-        let kept = kept.filter(|(file, _)| *file == self.path()).and_then(|(_, text)| self.read(text.as_bytes()).ok());
-        let Some(conduct) = kept else { return Err(wrong) };
+        let kept = books
+            .learned(POLICY)
+            .and_then(|bytes| from_bytes::<Kept>(bytes).ok());
+        let kept = kept
+            .filter(|(file, _)| *file == self.path())
+            .and_then(|(_, text)| self.read(text.as_bytes()).ok());
+        let Some(conduct) = kept else {
+            return Err(wrong);
+        };
         self.conduct = conduct;
         Ok(Some(self.refusal(&wrong)))
     }
 
     /// What the file says is in force.
     fn keep(&self, books: &mut Books, content: &[u8]) {
-        let Ok(text) = String::from_utf8(content.to_vec()) else { return };
+        let Ok(text) = String::from_utf8(content.to_vec()) else {
+            return;
+        };
         if let Ok(bytes) = to_bytes::<Kept>(&(self.path(), text)) {
             books.learn(POLICY, bytes);
         }
@@ -68,8 +79,10 @@ impl Options {
 
     /// The policy file, wherever one stands.
     fn path(&self) -> String {
-        std::path::absolute(&self.policy_file)
-            .map_or_else(|_| self.policy_file.clone(), |path| path.display().to_string())
+        std::path::absolute(&self.policy_file).map_or_else(
+            |_| self.policy_file.clone(),
+            |path| path.display().to_string(),
+        )
     }
 
     /// That the file is not taken over, and why.
@@ -111,7 +124,10 @@ impl<V: VmApi> Service<V> {
         self.options.keep(&mut self.memory.ledger.books, content);
         if conduct != self.options.conduct {
             self.take_up(conduct);
-            self.note(format!("the policy in {} is in force: {conduct}", self.options.policy_file));
+            self.note(format!(
+                "the policy in {} is in force: {conduct}",
+                self.options.policy_file
+            ));
         }
     }
 
@@ -130,7 +146,9 @@ impl<V: VmApi> Service<V> {
     }
 
     pub(super) fn record_input(&mut self, input: impl FnOnce() -> Input) {
-        let Some(recorder) = &mut self.recorder else { return };
+        let Some(recorder) = &mut self.recorder else {
+            return;
+        };
         if let Some(why) = recorder.put(self.vm.now(), input()) {
             self.recorder = None;
             self.note(why);

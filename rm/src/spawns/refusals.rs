@@ -19,7 +19,8 @@ pub(super) struct Refusals(BTreeMap<(Tid, i32), Micros>);
 
 impl Refusals {
     fn is_news(&mut self, now: Micros, of: (Tid, i32)) -> bool {
-        self.0.retain(|_, told| now.since(*told) < REFUSAL_TOLD_PAUSE);
+        self.0
+            .retain(|_, told| now.since(*told) < REFUSAL_TOLD_PAUSE);
         let is_news = self.0.len() < REFUSALS_TOLD_MAX && !self.0.contains_key(&of);
         if is_news {
             self.0.insert(of, now);
@@ -30,7 +31,11 @@ impl Refusals {
 
 /// A search that came to nothing because so much is not allowed.
 pub(super) fn limit(sentence: String) -> Attempt {
-    Attempt { choice: Choice::Limit, sentence, not_used: Vec::new() }
+    Attempt {
+        choice: Choice::Limit,
+        sentence,
+        not_used: Vec::new(),
+    }
 }
 
 fn only(error: PvmError) -> Bytes {
@@ -42,7 +47,11 @@ fn only(error: PvmError) -> Bytes {
 impl Spawns {
     /// Answers a request with nothing but an error.
     pub fn refuse(&mut self, to: Tid, wid: i32, error: PvmError) {
-        self.out.push_back(Output::Reply { to, wid, body: only(error) });
+        self.out.push_back(Output::Reply {
+            to,
+            wid,
+            body: only(error),
+        });
     }
 
     /// The same; why is noted down.
@@ -52,7 +61,8 @@ impl Spawns {
             return;
         }
         let note = from.not_started(error, &why);
-        self.out.push_back(from.decided(Vec::new(), Some(error), from.waited, vec![limit(why)]));
+        self.out
+            .push_back(from.decided(Vec::new(), Some(error), from.waited, vec![limit(why)]));
         self.out.push_back(Output::Record(note));
     }
 }

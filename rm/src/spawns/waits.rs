@@ -32,7 +32,12 @@ impl Kept {
     }
 
     /// What is kept is kept from this request of this user.
-    pub(super) fn is_kept_from(&self, now: Micros, fair: &Fair, (number, user): (u64, u32)) -> bool {
+    pub(super) fn is_kept_from(
+        &self,
+        now: Micros,
+        fair: &Fair,
+        (number, user): (u64, u32),
+    ) -> bool {
         self.number != number && !self.is_behind(now, fair, user)
     }
 
@@ -46,19 +51,27 @@ impl Spawns {
     /// True when a limit keeps a request from being placed now. It waits then, or is refused: at once, if it asks for more
     /// than is ever allowed.
     pub(super) fn is_limited(&mut self, now: Micros, number: u64) -> bool {
-        let Some(spawn) = self.open.get_mut(&number) else { return false };
+        let Some(spawn) = self.open.get_mut(&number) else {
+            return false;
+        };
         let (user, job, count) = (spawn.from.user, spawn.from.job, spawn.unplaced.len() as u32);
         let has = held(&self.fair, &self.suspended, &self.jobs, (user, job));
         let could = self.rules.limits.could_allow(has.0, has.1, count);
         let waits = could.is_ok() && now < spawn.wait_until;
-        let kept = self.kept.as_ref().filter(|kept| kept.is_kept_from(now, &self.fair, (number, user)));
+        let kept = self
+            .kept
+            .as_ref()
+            .filter(|kept| kept.is_kept_from(now, &self.fair, (number, user)));
         if waits && kept.is_some_and(|kept| kept.is_before(user, job)) {
             let tasks = std::mem::take(&mut spawn.unplaced);
-            let why = "it comes behind one of its user or its job that has waited for long".to_string();
+            let why =
+                "it comes behind one of its user or its job that has waited for long".to_string();
             self.wait(now, number, tasks, why);
             return true;
         }
-        let Err(limited) = could.and_then(|()| self.rules.limits.allow(has.0, has.1, count)) else { return false };
+        let Err(limited) = could.and_then(|()| self.rules.limits.allow(has.0, has.1, count)) else {
+            return false;
+        };
         let tasks = std::mem::take(&mut spawn.unplaced);
         if waits {
             self.wait(now, number, tasks, limited.to_string());
@@ -67,7 +80,9 @@ impl Spawns {
         }
         searched(&mut spawn.attempts, limit(limited.to_string()));
         spawn.placed = now;
-        tasks.into_iter().for_each(|task| spawn.results[task] = Some(Err(PvmError::OutOfRes)));
+        tasks
+            .into_iter()
+            .for_each(|task| spawn.results[task] = Some(Err(PvmError::OutOfRes)));
         self.kept.take_if(|kept| kept.number == number);
         self.finish(number);
         true
@@ -75,10 +90,19 @@ impl Spawns {
 
     /// For whom this host is kept, if it is.
     pub fn kept_for(&self, host: HostId) -> Option<String> {
-        let kept = self.kept.as_ref().filter(|kept| kept.hosts.contains(&host))?;
+        let kept = self
+            .kept
+            .as_ref()
+            .filter(|kept| kept.hosts.contains(&host))?;
         let spawn = self.open.get(&kept.number)?;
-        let (count, file, src) = (spawn.unplaced.len(), &spawn.from.request.file, spawn.from.src);
-        Some(format!("it is kept for {count} {file} for {src}, which have waited for long"))
+        let (count, file, src) = (
+            spawn.unplaced.len(),
+            &spawn.from.request.file,
+            spawn.from.src,
+        );
+        Some(format!(
+            "it is kept for {count} {file} for {src}, which have waited for long"
+        ))
     }
 
     /// Room is kept for a request that has waited for long, until it has a place or waits no more; for one at a time.
@@ -89,10 +113,22 @@ impl Spawns {
         limited: Option<(u32, Tid)>,
         hosts: impl FnOnce() -> Vec<HostId>,
     ) {
-        let Some(spawn) = self.open.get(&number).filter(|_| self.waiting.contains(&number)) else { return };
-        let Incoming { waited, ref request, src, .. } = spawn.from;
+        let Some(spawn) = self
+            .open
+            .get(&number)
+            .filter(|_| self.waiting.contains(&number))
+        else {
+            return;
+        };
+        let Incoming {
+            waited,
+            ref request,
+            src,
+            ..
+        } = spawn.from;
         let kept = self.kept.as_ref().filter(|kept| kept.number != number);
-        let is_for_another = kept.is_some_and(|kept| !kept.is_behind(now, &self.fair, spawn.from.user));
+        let is_for_another =
+            kept.is_some_and(|kept| !kept.is_behind(now, &self.fair, spawn.from.user));
         if now.since(spawn.began) + waited < RESERVE_AFTER || is_for_another {
             return;
         }
@@ -109,29 +145,61 @@ impl Spawns {
             } else {
                 "hosts are kept for it"
             };
-            let text =
-                format!("{count} {file} for {src} have waited {} s for places: {what}", RESERVE_AFTER.0 / 1_000_000);
+            let text = format!(
+                "{count} {file} for {src} have waited {} s for places: {what}",
+                RESERVE_AFTER.0 / 1_000_000
+            );
             self.out.push_back(Output::Record(EventKind::Note { text }));
         }
-        self.kept = Some(Kept { number, user: spawn.from.user, limited, hosts });
+        self.kept = Some(Kept {
+            number,
+            user: spawn.from.user,
+            limited,
+            hosts,
+        });
     }
 
     /// A request waits for a place; when the queue is full, it is refused by its next attempt.
     pub(super) fn wait(&mut self, now: Micros, number: u64, tasks: Vec<usize>, why: String) {
-        let Some(spawn) = self.open.get_mut(&number) else { return };
+        let Some(spawn) = self.open.get_mut(&number) else {
+            return;
+        };
         (spawn.unplaced, spawn.waits_for) = (tasks, cut(&why, WHY_BYTES_MAX).to_string());
-        let Incoming { user, job, src, wid, waited, .. } = spawn.from;
+        let Incoming {
+            user,
+            job,
+            src,
+            wid,
+            waited,
+            ..
+        } = spawn.from;
         let since = Micros(now.0.saturating_sub(waited.0));
-        match self.fair.wait(now, Waiting { number, user, job, since }) {
+        match self.fair.wait(
+            now,
+            Waiting {
+                number,
+                user,
+                job,
+                since,
+            },
+        ) {
             Ok(()) => {
                 self.waiting.insert(number);
                 // Under the next resource manager it is asked for as a whole: nothing of it may have been started. Where a host has
                 // been lost, something may.
                 let under_way = self.orders.values().any(|order| order.spawn == number);
-                if !spawn.told && !under_way && spawn.lost.is_empty() && spawn.hosts.iter().all(Option::is_none) {
+                if !spawn.told
+                    && !under_way
+                    && spawn.lost.is_empty()
+                    && spawn.hosts.iter().all(Option::is_none)
+                {
                     spawn.told = true;
                     let waited = Some(waited + now.since(spawn.began));
-                    self.out.push_back(Output::Waits { to: src, wid, waited });
+                    self.out.push_back(Output::Waits {
+                        to: src,
+                        wid,
+                        waited,
+                    });
                 }
             }
             Err(_) => {
@@ -162,28 +230,63 @@ impl Spawns {
 
     /// The oldest request of each user who waits for free hosts, whose turn it is first; how many places it needs, and hosts
     /// that are kept from it. Without those that a limit keeps waiting.
-    pub fn waiting_in_turn(&self, now: Micros) -> impl Iterator<Item = (&Incoming, u32, &[HostId])> {
-        self.fair.turns(now).into_iter().filter_map(move |(_, Waiting { number, user, job, .. })| {
-            let spawn = self.open.get(&number)?;
-            let count = spawn.unplaced.len() as u32;
-            let has = held(&self.fair, &self.suspended, &self.jobs, (user, job));
-            self.rules.limits.allow(has.0, has.1, count).ok()?;
-            let kept = self.kept.as_ref().filter(|kept| kept.is_kept_from(now, &self.fair, (number, user)));
-            let is_free = kept.is_none_or(|kept| !kept.is_before(user, job));
-            is_free.then(|| (&spawn.from, count, kept.map_or(&[][..], |kept| &kept.hosts)))
-        })
+    pub fn waiting_in_turn(
+        &self,
+        now: Micros,
+    ) -> impl Iterator<Item = (&Incoming, u32, &[HostId])> {
+        self.fair.turns(now).into_iter().filter_map(
+            move |(
+                _,
+                Waiting {
+                    number, user, job, ..
+                },
+            )| {
+                let spawn = self.open.get(&number)?;
+                let count = spawn.unplaced.len() as u32;
+                let has = held(&self.fair, &self.suspended, &self.jobs, (user, job));
+                self.rules.limits.allow(has.0, has.1, count).ok()?;
+                let kept = self
+                    .kept
+                    .as_ref()
+                    .filter(|kept| kept.is_kept_from(now, &self.fair, (number, user)));
+                let is_free = kept.is_none_or(|kept| !kept.is_before(user, job));
+                is_free.then(|| (&spawn.from, count, kept.map_or(&[][..], |kept| &kept.hosts)))
+            },
+        )
     }
 
     /// What waits, whose turn it is first.
     pub fn waits(&self, now: Micros, wall: Micros) -> impl Iterator<Item = Waits> {
-        let one = move |(turn, Waiting { number, user, job, .. }): (u32, Waiting)| {
+        let one = move |(
+            turn,
+            Waiting {
+                number, user, job, ..
+            },
+        ): (u32, Waiting)| {
             let spawn = self.open.get(&number)?;
-            let Incoming { src: by, ref request, waited, .. } = spawn.from;
+            let Incoming {
+                src: by,
+                ref request,
+                waited,
+                ..
+            } = spawn.from;
             let waited = waited + now.since(spawn.began);
             let program = cut(&request.file, PROGRAM_BYTES_MAX).to_string();
             let why = spawn.waits_for.clone();
-            let (count, since) = (spawn.unplaced.len() as u32, Micros(wall.0.saturating_sub(waited.0)));
-            Some(Waits { program, count, by, job, user, since, turn, why })
+            let (count, since) = (
+                spawn.unplaced.len() as u32,
+                Micros(wall.0.saturating_sub(waited.0)),
+            );
+            Some(Waits {
+                program,
+                count,
+                by,
+                job,
+                user,
+                since,
+                turn,
+                why,
+            })
         };
         (1..).zip(self.fair.queue(now)).filter_map(one)
     }

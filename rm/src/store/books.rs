@@ -15,7 +15,8 @@ use parked::Parked;
 use sempa_proto::event::Event;
 use sempa_proto::migration::Usage;
 use sempa_proto::rm::{
-    ANSWER_ENTRIES_MAX, Answer, Decided, Decision, End, JobUse, Question, Sums, Suspended, TaskUse, UserUse,
+    ANSWER_ENTRIES_MAX, Answer, Decided, Decision, End, JobUse, Question, Sums, Suspended, TaskUse,
+    UserUse,
 };
 use sempa_proto::suspend;
 use sempa_proto::table::TaskInfo;
@@ -106,7 +107,11 @@ pub struct Place {
 impl Place {
     /// The place behind an entry.
     pub fn behind(event: &Event) -> Place {
-        Place { number: event.number, at: event.at, host: event.host.index() }
+        Place {
+            number: event.number,
+            at: event.at,
+            host: event.host.index(),
+        }
     }
 }
 
@@ -150,7 +155,11 @@ pub struct Books {
 impl Books {
     /// Empty ones, kept by this task of this user.
     pub fn new(own_user: u32, own_task: Tid) -> Books {
-        Books { own_user, own_task, ..Books::default() }
+        Books {
+            own_user,
+            own_task,
+            ..Books::default()
+        }
     }
 
     /// As they were written. Entries that cannot be read are left out; their number.
@@ -165,10 +174,29 @@ impl Books {
                 bad += 1;
             }
         }
-        books.job_numbers = books.jobs.iter().map(|(number, job)| (job.job, *number)).collect();
-        books.task_numbers = books.tasks.iter().map(|(number, task)| (task.tid, *number)).collect();
-        let Books { jobs, tasks, decisions, parked, .. } = &books;
-        let keys = [jobs.keys().last(), tasks.keys().last(), decisions.keys().last(), parked.keys().last()];
+        books.job_numbers = books
+            .jobs
+            .iter()
+            .map(|(number, job)| (job.job, *number))
+            .collect();
+        books.task_numbers = books
+            .tasks
+            .iter()
+            .map(|(number, task)| (task.tid, *number))
+            .collect();
+        let Books {
+            jobs,
+            tasks,
+            decisions,
+            parked,
+            ..
+        } = &books;
+        let keys = [
+            jobs.keys().last(),
+            tasks.keys().last(),
+            decisions.keys().last(),
+            parked.keys().last(),
+        ];
         books.last = keys.into_iter().flatten().copied().max().unwrap_or(0);
         (books, bad)
     }
@@ -176,7 +204,10 @@ impl Books {
     fn read_one(&mut self, sheet: Sheet, key: u64, value: &[u8]) -> Option<()> {
         match sheet {
             Sheet::Place => self.place = frame::from_bytes(value).ok()?,
-            Sheet::Users => drop(self.users.insert(u32::try_from(key).ok()?, frame::from_bytes(value).ok()?)),
+            Sheet::Users => drop(
+                self.users
+                    .insert(u32::try_from(key).ok()?, frame::from_bytes(value).ok()?),
+            ),
             Sheet::Jobs => drop(self.jobs.insert(key, frame::from_bytes(value).ok()?)),
             Sheet::Tasks => drop(self.tasks.insert(key, frame::from_bytes(value).ok()?)),
             Sheet::Decisions => {
@@ -185,10 +216,17 @@ impl Books {
             }
             Sheet::Learned => drop(self.learned.insert(key, value.to_vec())),
             Sheet::Hosts => {
-                self.hosts.insert(host_of(key)?, String::from_utf8(value.to_vec()).ok()?);
+                self.hosts
+                    .insert(host_of(key)?, String::from_utf8(value.to_vec()).ok()?);
             }
-            Sheet::Loners => drop(self.loners.insert(tid_of(key)?, frame::from_bytes(value).ok()?)),
-            Sheet::Drains => drop(self.drains.insert(host_of(key)?, frame::from_bytes(value).ok()?)),
+            Sheet::Loners => drop(
+                self.loners
+                    .insert(tid_of(key)?, frame::from_bytes(value).ok()?),
+            ),
+            Sheet::Drains => drop(
+                self.drains
+                    .insert(host_of(key)?, frame::from_bytes(value).ok()?),
+            ),
             Sheet::Parked => drop(self.parked.insert(key, frame::from_bytes(value).ok()?)),
         }
         Some(())
@@ -207,7 +245,11 @@ impl Books {
     /// What has changed since the last time.
     pub fn batch(&mut self) -> Batch {
         let dirty = std::mem::take(&mut self.dirty);
-        let changes = dirty.into_iter().map(|(sheet, key)| Change { sheet, key, value: self.value(sheet, key) });
+        let changes = dirty.into_iter().map(|(sheet, key)| Change {
+            sheet,
+            key,
+            value: self.value(sheet, key),
+        });
         let mut batch = changes.collect();
         self.make_room(&mut batch);
         batch
@@ -222,7 +264,10 @@ impl Books {
             Sheet::Decisions => frame::to_bytes(self.decisions.get(&key)?),
             Sheet::Learned => return self.learned.get(&key).cloned(),
             Sheet::Hosts => {
-                return self.hosts.get(&host_of(key)?).map(|name| name.clone().into_bytes());
+                return self
+                    .hosts
+                    .get(&host_of(key)?)
+                    .map(|name| name.clone().into_bytes());
             }
             Sheet::Loners => frame::to_bytes(self.loners.get(&tid_of(key)?)?),
             Sheet::Drains => frame::to_bytes(self.drains.get(&host_of(key)?)?),
@@ -252,7 +297,9 @@ impl Books {
 
     /// The names of hosts, as the host table has them.
     pub fn know_hosts<'a>(&mut self, hosts: impl IntoIterator<Item = (HostId, &'a str)>) {
-        hosts.into_iter().for_each(|(id, name)| self.know_host(id, name));
+        hosts
+            .into_iter()
+            .for_each(|(id, name)| self.know_host(id, name));
     }
 
     fn know_host(&mut self, id: HostId, name: &str) {
@@ -275,13 +322,23 @@ impl Books {
 
     /// Name of a host, or its number when it is not known.
     pub fn host(&self, id: HostId) -> String {
-        self.hosts.get(&id).cloned().unwrap_or_else(|| id.to_string())
+        self.hosts
+            .get(&id)
+            .cloned()
+            .unwrap_or_else(|| id.to_string())
     }
 
     /// A decision was made.
     pub fn decided(&mut self, at: Micros, what: Decided) {
         let number = self.number();
-        self.decisions.insert(number, Decision { number, at, what: room::shortened(what) });
+        self.decisions.insert(
+            number,
+            Decision {
+                number,
+                at,
+                what: room::shortened(what),
+            },
+        );
         self.dirty.insert((Sheet::Decisions, number));
         while self.decisions.len() > DECISIONS_MAX {
             let (oldest, _) = self.decisions.pop_first().expect("more than the limit");
@@ -292,9 +349,16 @@ impl Books {
     /// The log that follows is that of another virtual machine: nothing of the former one runs any more, and tids mean other
     /// tasks.
     pub fn begin_anew(&mut self) {
-        let running: Vec<u64> = self.tasks.iter().filter(|(_, t)| t.ended.is_none()).map(|(n, _)| *n).collect();
+        let running: Vec<u64> = self
+            .tasks
+            .iter()
+            .filter(|(_, t)| t.ended.is_none())
+            .map(|(n, _)| *n)
+            .collect();
         let at = self.place.at;
-        running.into_iter().for_each(|number| self.end(number, at, End::Lost, Usage::default()));
+        running
+            .into_iter()
+            .for_each(|number| self.end(number, at, End::Lost, Usage::default()));
         self.place = Place::default();
         self.dirty.insert((Sheet::Place, 0));
         for map in [&mut self.job_numbers, &mut self.task_numbers] {
@@ -304,7 +368,11 @@ impl Books {
         for tid in loners {
             self.no_loner(tid);
         }
-        self.dirty.extend(self.hosts.keys().map(|host| (Sheet::Hosts, u64::from(host.index()))));
+        self.dirty.extend(
+            self.hosts
+                .keys()
+                .map(|host| (Sheet::Hosts, u64::from(host.index()))),
+        );
         self.hosts.clear();
         let drains: Vec<HostId> = self.drains.keys().copied().collect();
         drains.into_iter().for_each(|host| self.drain(host, None));
@@ -316,8 +384,14 @@ impl Books {
     pub fn reconcile(&mut self, now: Micros, list: &[TaskInfo]) {
         let there: BTreeSet<Tid> = list.iter().map(|info| info.tid).collect();
         let gone = |t: &TaskUse| t.ended.is_none() && !there.contains(&t.tid);
-        let gone: Vec<u64> = self.tasks.iter().filter(|(_, t)| gone(t)).map(|(n, _)| *n).collect();
-        gone.into_iter().for_each(|number| self.end(number, now, End::Lost, Usage::default()));
+        let gone: Vec<u64> = self
+            .tasks
+            .iter()
+            .filter(|(_, t)| gone(t))
+            .map(|(n, _)| *n)
+            .collect();
+        gone.into_iter()
+            .for_each(|number| self.end(number, now, End::Lost, Usage::default()));
         for info in list {
             let host = self.host(info.host);
             if let Some(number) = self.task_numbers.get(&info.tid).copied() {
@@ -332,12 +406,28 @@ impl Books {
 
     fn host_gone(&mut self, at: Micros, name: &str) {
         let on = |t: &TaskUse| t.ended.is_none() && t.host == name;
-        let lost: Vec<u64> = self.tasks.iter().filter(|(_, t)| on(t)).map(|(n, _)| *n).collect();
-        lost.into_iter().for_each(|number| self.end(number, at, End::Lost, Usage::default()));
+        let lost: Vec<u64> = self
+            .tasks
+            .iter()
+            .filter(|(_, t)| on(t))
+            .map(|(n, _)| *n)
+            .collect();
+        lost.into_iter()
+            .for_each(|number| self.end(number, at, End::Lost, Usage::default()));
     }
 
-    fn task_started(&mut self, at: Micros, tid: Tid, (parent, user): (Tid, u32), name: &str, host: HostId) {
-        let serves = sempa_proto::load::is_watcher(name) || tid == self.own_task || !tid.is_task() || tid == parent;
+    fn task_started(
+        &mut self,
+        at: Micros,
+        tid: Tid,
+        (parent, user): (Tid, u32),
+        name: &str,
+        host: HostId,
+    ) {
+        let serves = sempa_proto::load::is_watcher(name)
+            || tid == self.own_task
+            || !tid.is_task()
+            || tid == parent;
         if serves {
             return;
         }
@@ -347,7 +437,11 @@ impl Books {
         if name.is_empty() && !parent.is_task() {
             self.loner(tid, at, user);
             if self.loners.len() > LONERS_MAX {
-                let oldest = self.loners.iter().min_by_key(|(_, (at, _))| *at).map(|(tid, _)| *tid);
+                let oldest = self
+                    .loners
+                    .iter()
+                    .min_by_key(|(_, (at, _))| *at)
+                    .map(|(tid, _)| *tid);
                 self.no_loner(oldest.expect("more than the limit"));
             }
             return;
@@ -355,7 +449,10 @@ impl Books {
         if parent.is_task() && self.known(parent).is_none() {
             // A parent that began before anything was recorded is taken to begin now.
             let (began, user) = self.no_loner(parent).unwrap_or((at, self.own_user));
-            let home = parent.home().map(|home| self.host(home)).unwrap_or_default();
+            let home = parent
+                .home()
+                .map(|home| self.host(home))
+                .unwrap_or_default();
             self.take_up(began, parent, (parent, user), "", home);
         }
         let job = self.known(parent).map_or(tid, |p| p.job);
@@ -366,8 +463,14 @@ impl Books {
     /// A task of which others spoke first says what it is.
     fn described(&mut self, tid: Tid, name: &str, host: HostId) {
         let host = self.host(host);
-        let Some(number) = self.task_numbers.get(&tid).copied() else { return };
-        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.program.is_empty() && !name.is_empty()) else {
+        let Some(number) = self.task_numbers.get(&tid).copied() else {
+            return;
+        };
+        let Some(task) = self
+            .tasks
+            .get_mut(&number)
+            .filter(|t| t.program.is_empty() && !name.is_empty())
+        else {
             return;
         };
         (task.program, task.host) = (room::program(name), host);
@@ -383,24 +486,38 @@ impl Books {
     /// These tasks began again as one job. Each host told of its own when they did, some of children before their parents:
     /// those were counted to the job as it was before, or were taken for jobs of their own.
     fn restarted(&mut self, at: Micros, job: Tid, tasks: &[(Tid, HostId)]) {
-        let numbers: Vec<u64> = tasks.iter().filter_map(|(tid, _)| self.task_numbers.get(tid).copied()).collect();
-        let Some(began) = numbers.iter().filter_map(|number| self.tasks.get(number)).map(|task| task.began).min()
+        let numbers: Vec<u64> = tasks
+            .iter()
+            .filter_map(|(tid, _)| self.task_numbers.get(tid).copied())
+            .collect();
+        let Some(began) = numbers
+            .iter()
+            .filter_map(|number| self.tasks.get(number))
+            .map(|task| task.began)
+            .min()
         else {
             return;
         };
         // Its first task may have been spawned by another that is not in the set.
         let job = self.known(job).map_or(job, |first| first.job);
-        let Some(to) = self.job_numbers.get(&job).copied() else { return };
+        let Some(to) = self.job_numbers.get(&job).copied() else {
+            return;
+        };
         for number in numbers {
-            let Some(from) = self.counted_to(number).filter(|from| *from != to) else { continue };
-            let Some(mut task) = self.tasks.remove(&number) else { continue };
+            let Some(from) = self.counted_to(number).filter(|from| *from != to) else {
+                continue;
+            };
+            let Some(mut task) = self.tasks.remove(&number) else {
+                continue;
+            };
             task.job = job;
             let (tid, running) = (task.tid, u64::from(task.ended.is_none()));
             // Behind its job.
             let behind = self.number();
             self.tasks.insert(behind, task);
             self.task_numbers.insert(tid, behind);
-            self.dirty.extend([(Sheet::Tasks, number), (Sheet::Tasks, behind)]);
+            self.dirty
+                .extend([(Sheet::Tasks, number), (Sheet::Tasks, behind)]);
             self.recount(from, at, |sums| {
                 sums.tasks = sums.tasks.saturating_sub(1);
                 sums.running = sums.running.saturating_sub(running);
@@ -417,7 +534,9 @@ impl Books {
 
     /// Changes what was counted to a job. One to which nothing is counted any more was none.
     fn recount(&mut self, number: u64, at: Micros, change: impl Fn(&mut Sums)) {
-        let Some(job) = self.jobs.get_mut(&number) else { return };
+        let Some(job) = self.jobs.get_mut(&number) else {
+            return;
+        };
         change(&mut job.sums);
         job.ended = (job.sums.running == 0).then_some(job.ended.unwrap_or(at));
         if job.sums.tasks == 0 {
@@ -432,13 +551,19 @@ impl Books {
 
     /// Where a task was seen last, as the event log has it.
     fn host_of(&self, tid: Tid) -> String {
-        self.known(tid).map(|task| task.host.clone()).unwrap_or_default()
+        self.known(tid)
+            .map(|task| task.host.clone())
+            .unwrap_or_default()
     }
 
     /// A task is suspended from now on, or goes on.
     fn suspended(&mut self, tid: Tid, at: Micros, cause: Option<suspend::Cause>) {
-        let Some(number) = self.task_numbers.get(&tid).copied() else { return };
-        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else { return };
+        let Some(number) = self.task_numbers.get(&tid).copied() else {
+            return;
+        };
+        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else {
+            return;
+        };
         let before = task.suspended.take();
         task.stood = task.stood + before.map_or(Micros::default(), |before| at.since(before.since));
         task.suspended = cause.map(|cause| Suspended { since: at, cause });
@@ -449,10 +574,20 @@ impl Books {
         if let Some(number) = self.job_numbers.get(&tid).copied()
             && let Some(job) = self.jobs.get_mut(&number)
         {
-            job.suspended = suspend.then_some(Suspended { since: at, cause: suspend::Cause::Job { by } });
+            job.suspended = suspend.then_some(Suspended {
+                since: at,
+                cause: suspend::Cause::Job { by },
+            });
             self.dirty.insert((Sheet::Jobs, number));
         }
-        self.decided(at, Decided::JobSuspended { job: tid, suspend, by });
+        self.decided(
+            at,
+            Decided::JobSuspended {
+                job: tid,
+                suspend,
+                by,
+            },
+        );
     }
 
     fn drain(&mut self, host: HostId, drain: Option<(Tid, Option<Micros>)>) {
@@ -467,7 +602,10 @@ impl Books {
 
     /// Hosts that are emptied, who asked for it, and until when it is to be done, as time of day.
     pub fn drained(&self) -> Vec<(HostId, Tid, Option<Micros>)> {
-        self.drains.iter().map(|(host, (by, until))| (*host, *by, *until)).collect()
+        self.drains
+            .iter()
+            .map(|(host, (by, until))| (*host, *by, *until))
+            .collect()
     }
 
     /// The job of a task, or with this task at its top.
@@ -482,25 +620,61 @@ impl Books {
 
     /// Jobs that are suspended, and who wanted that.
     pub fn suspended_jobs(&self) -> impl Iterator<Item = (Tid, Tid)> {
-        let current = |(number, job): &(&u64, &JobUse)| self.job_numbers.get(&job.job) == Some(*number);
-        let who = |job: &JobUse| match job.suspended.as_ref().filter(|_| job.ended.is_none())?.cause {
+        let current =
+            |(number, job): &(&u64, &JobUse)| self.job_numbers.get(&job.job) == Some(*number);
+        let who = |job: &JobUse| match job
+            .suspended
+            .as_ref()
+            .filter(|_| job.ended.is_none())?
+            .cause
+        {
             suspend::Cause::Asked { by } | suspend::Cause::Job { by } => Some((job.job, by)),
             suspend::Cause::Share { .. } => None,
         };
-        self.jobs.iter().filter(current).filter_map(move |(_, job)| who(job))
+        self.jobs
+            .iter()
+            .filter(current)
+            .filter_map(move |(_, job)| who(job))
     }
 
     fn known(&self, tid: Tid) -> Option<&TaskUse> {
-        self.task_numbers.get(&tid).and_then(|number| self.tasks.get(number))
+        self.task_numbers
+            .get(&tid)
+            .and_then(|number| self.tasks.get(number))
     }
 
     /// A task begins, and with it its job unless it is there; then it is of the job's user.
-    fn take_up(&mut self, began: Micros, tid: Tid, (job, user): (Tid, u32), program: &str, host: String) {
+    fn take_up(
+        &mut self,
+        began: Micros,
+        tid: Tid,
+        (job, user): (Tid, u32),
+        program: &str,
+        host: String,
+    ) {
         let user = self.job(job).map_or(user, |j| j.user);
         if tid == job || self.job(job).is_none() {
             let number = self.number();
-            let (sums, program) = (Sums::default(), if tid == job { room::program(program) } else { String::new() });
-            self.jobs.insert(number, JobUse { job, user, program, began, ended: None, sums, suspended: None });
+            let (sums, program) = (
+                Sums::default(),
+                if tid == job {
+                    room::program(program)
+                } else {
+                    String::new()
+                },
+            );
+            self.jobs.insert(
+                number,
+                JobUse {
+                    job,
+                    user,
+                    program,
+                    began,
+                    ended: None,
+                    sums,
+                    suspended: None,
+                },
+            );
             self.job_numbers.insert(job, number);
         }
         let number = self.number();
@@ -531,14 +705,20 @@ impl Books {
     }
 
     fn job(&self, job: Tid) -> Option<&JobUse> {
-        self.job_numbers.get(&job).and_then(|number| self.jobs.get(number))
+        self.job_numbers
+            .get(&job)
+            .and_then(|number| self.jobs.get(number))
     }
 
     /// The job that a task was counted to: of those that are called so, it was numbered last before the task. One that has begun
     /// again is another one.
     fn counted_to(&self, number: u64) -> Option<u64> {
         let job = self.tasks.get(&number)?.job;
-        self.jobs.range(..number).rev().find(|(_, entry)| entry.job == job).map(|(number, _)| *number)
+        self.jobs
+            .range(..number)
+            .rev()
+            .find(|(_, entry)| entry.job == job)
+            .map(|(number, _)| *number)
     }
 
     /// Changes the sums of a job and its user.
@@ -557,10 +737,17 @@ impl Books {
     }
 
     fn end(&mut self, number: u64, at: Micros, how: End, used: Usage) {
-        if let Some(tid) = self.tasks.get(&number).filter(|t| t.suspended.is_some()).map(|t| t.tid) {
+        if let Some(tid) = self
+            .tasks
+            .get(&number)
+            .filter(|t| t.suspended.is_some())
+            .map(|t| t.tid)
+        {
             self.suspended(tid, at, None);
         }
-        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else { return };
+        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else {
+            return;
+        };
         (task.ended, task.used) = (Some((at, how)), used);
         let wall = Micros(at.since(task.began).0.saturating_sub(task.stood.0));
         let user = task.user;
@@ -574,8 +761,12 @@ impl Books {
     }
 
     fn moved(&mut self, tid: Tid, to: String, eviction: bool) {
-        let Some(number) = self.task_numbers.get(&tid).copied() else { return };
-        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else { return };
+        let Some(number) = self.task_numbers.get(&tid).copied() else {
+            return;
+        };
+        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else {
+            return;
+        };
         task.moves += 1;
         task.evictions += u32::from(eviction);
         task.host = to;
@@ -589,17 +780,25 @@ impl Books {
 
     /// A task has to go because of an owner, and does not move.
     fn evicted(&mut self, tid: Tid) {
-        let Some(number) = self.task_numbers.get(&tid).copied() else { return };
-        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else { return };
+        let Some(number) = self.task_numbers.get(&tid).copied() else {
+            return;
+        };
+        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else {
+            return;
+        };
         task.evictions += 1;
         let (user, began) = (task.user, task.began);
         self.dirty.insert((Sheet::Tasks, number));
-        self.sum(self.counted_to(number), user, began, |sums| sums.evictions += 1);
+        self.sum(self.counted_to(number), user, began, |sums| {
+            sums.evictions += 1
+        });
     }
 
     /// A task counts against the limits of its user and job.
     pub fn counts(&mut self, tid: Tid) {
-        let Some(number) = self.task_numbers.get(&tid).copied() else { return };
+        let Some(number) = self.task_numbers.get(&tid).copied() else {
+            return;
+        };
         if let Some(task) = self.tasks.get_mut(&number).filter(|t| !t.counted) {
             task.counted = true;
             self.dirty.insert((Sheet::Tasks, number));
@@ -624,27 +823,38 @@ impl Books {
 
     /// The indices of users, and of which time they are.
     pub fn indices(&self) -> impl Iterator<Item = (u32, f64, Micros)> {
-        self.users.iter().map(|(user, u)| (*user, u.index, u.indexed))
+        self.users
+            .iter()
+            .map(|(user, u)| (*user, u.index, u.indexed))
     }
 
     /// The oldest go when there are too many: ended tasks before running ones, ended jobs before those that run.
     fn trim(&mut self) {
         while self.tasks.len() > TASKS_MAX {
-            let Some((number, task)) = take_oldest(&mut self.tasks, |task| task.ended.is_some()) else { break };
+            let Some((number, task)) = take_oldest(&mut self.tasks, |task| task.ended.is_some())
+            else {
+                break;
+            };
             if self.task_numbers.get(&task.tid) == Some(&number) {
                 self.task_numbers.remove(&task.tid);
             }
             self.dirty.insert((Sheet::Tasks, number));
         }
         while self.jobs.len() > JOBS_MAX {
-            let Some((number, job)) = take_oldest(&mut self.jobs, |job| job.ended.is_some()) else { break };
+            let Some((number, job)) = take_oldest(&mut self.jobs, |job| job.ended.is_some()) else {
+                break;
+            };
             if self.job_numbers.get(&job.job) == Some(&number) {
                 self.job_numbers.remove(&job.job);
             }
             self.dirty.insert((Sheet::Jobs, number));
         }
         while self.users.len() > USERS_MAX {
-            let oldest = self.users.iter().min_by_key(|(_, u)| (u.sums.running > 0, u.changed)).map(|(id, _)| *id);
+            let oldest = self
+                .users
+                .iter()
+                .min_by_key(|(_, u)| (u.sums.running > 0, u.changed))
+                .map(|(id, _)| *id);
             let user = oldest.expect("more than the limit");
             self.users.remove(&user);
             self.dirty.insert((Sheet::Users, u64::from(user)));
@@ -657,29 +867,62 @@ impl Books {
             Question::WhyTask(tid) => {
                 let task = self.known(*tid).cloned();
                 let members = self.members(*tid);
-                let about = |what: &Decided| what.is_about(|one| one == *tid || members.contains(&one));
+                let about =
+                    |what: &Decided| what.is_about(|one| one == *tid || members.contains(&one));
                 let decisions = self.decisions_about(about, self.began(*tid));
                 let unknown = task.is_none() && decisions.is_empty();
-                if unknown { Answer::Unknown } else { Answer::Why { task, decisions, now: None } }
+                if unknown {
+                    Answer::Unknown
+                } else {
+                    Answer::Why {
+                        task,
+                        decisions,
+                        now: None,
+                    }
+                }
             }
             Question::WhyHost(name) => {
                 let decisions = self.decisions_about(|what| what.is_about_host(name), None);
                 let known = self.hosts.values().any(|host| host == name);
                 let unknown = !known && decisions.is_empty();
-                if unknown { Answer::Unknown } else { Answer::Why { task: None, decisions, now: None } }
+                if unknown {
+                    Answer::Unknown
+                } else {
+                    Answer::Why {
+                        task: None,
+                        decisions,
+                        now: None,
+                    }
+                }
             }
             Question::Users { user } => {
-                let wanted = self.users.iter().filter(|(id, _)| user.is_none_or(|user| user == **id));
-                let one = |(id, u): (&u32, &User)| UserUse { user: *id, sums: u.sums, index: u.index };
+                let wanted = self
+                    .users
+                    .iter()
+                    .filter(|(id, _)| user.is_none_or(|user| user == **id));
+                let one = |(id, u): (&u32, &User)| UserUse {
+                    user: *id,
+                    sums: u.sums,
+                    index: u.index,
+                };
                 Answer::Users(wanted.map(one).take(ANSWER_ENTRIES_MAX).collect())
             }
             Question::Jobs { user } => {
-                let wanted = self.jobs.values().filter(|j| user.is_none_or(|user| user == j.user));
+                let wanted = self
+                    .jobs
+                    .values()
+                    .filter(|j| user.is_none_or(|user| user == j.user));
                 Answer::Jobs(newest(wanted))
             }
             Question::Job(tid) => {
-                let Some(job) = self.job_of(*tid).cloned() else { return Answer::Unknown };
-                let tasks = newest(self.tasks.values().filter(|t| t.job == job.job && t.began >= job.began));
+                let Some(job) = self.job_of(*tid).cloned() else {
+                    return Answer::Unknown;
+                };
+                let tasks = newest(
+                    self.tasks
+                        .values()
+                        .filter(|t| t.job == job.job && t.began >= job.began),
+                );
                 Answer::Job { job, tasks }
             }
             // Orders, which the service carries out, and what only it knows.
@@ -698,17 +941,32 @@ impl Books {
     fn members(&self, tid: Tid) -> BTreeSet<Tid> {
         let job = self.job(tid).map(|job| job.began);
         let since = job.filter(|_| self.known(tid).is_none_or(|task| task.job == tid));
-        let Some(since) = since else { return BTreeSet::new() };
-        self.tasks.values().filter(|task| task.job == tid && task.began >= since).map(|task| task.tid).collect()
+        let Some(since) = since else {
+            return BTreeSet::new();
+        };
+        self.tasks
+            .values()
+            .filter(|task| task.job == tid && task.began >= since)
+            .map(|task| task.tid)
+            .collect()
     }
 
     /// When the newest task with this tid began; if it began again from a checkpoint, when it first did.
     fn began(&self, tid: Tid) -> Option<Micros> {
-        let mut lives = self.tasks.values().rev().filter(|task| task.tid == tid).map(|task| task.began);
+        let mut lives = self
+            .tasks
+            .values()
+            .rev()
+            .filter(|task| task.tid == tid)
+            .map(|task| task.began);
         let mut began = lives.next()?;
-        let again =
-            |what: &Decided| matches!(what, Decided::Restarted { tasks, .. } if tasks.iter().any(|(t, _)| *t == tid));
-        let again: Vec<Micros> = self.decisions.values().filter(|d| again(&d.what)).map(|d| d.at).collect();
+        let again = |what: &Decided| matches!(what, Decided::Restarted { tasks, .. } if tasks.iter().any(|(t, _)| *t == tid));
+        let again: Vec<Micros> = self
+            .decisions
+            .values()
+            .filter(|d| again(&d.what))
+            .map(|d| d.at)
+            .collect();
         let mut until = Micros(u64::MAX);
         for before in lives {
             if !again.iter().any(|at| *at + SLACK >= began && *at < until) {
@@ -720,9 +978,18 @@ impl Books {
     }
 
     /// Of a task: not what was decided about one before it with the same tid.
-    fn decisions_about(&self, wanted: impl Fn(&Decided) -> bool, since: Option<Micros>) -> Vec<Decision> {
+    fn decisions_about(
+        &self,
+        wanted: impl Fn(&Decided) -> bool,
+        since: Option<Micros>,
+    ) -> Vec<Decision> {
         let new = |d: &&Decision| since.is_none_or(|since| d.at + SLACK >= since);
-        newest(self.decisions.values().filter(|d| wanted(&d.what)).filter(new))
+        newest(
+            self.decisions
+                .values()
+                .filter(|d| wanted(&d.what))
+                .filter(new),
+        )
     }
 }
 
@@ -735,7 +1002,9 @@ fn host_of(key: u64) -> Option<HostId> {
 }
 
 fn tid_of(key: u64) -> Option<Tid> {
-    u32::try_from(key).ok().map(|raw| Tid::from_raw(raw.cast_signed()))
+    u32::try_from(key)
+        .ok()
+        .map(|raw| Tid::from_raw(raw.cast_signed()))
 }
 
 /// The newest of these, oldest first.
@@ -747,7 +1016,10 @@ fn newest<'a, T: Clone + 'a>(all: impl DoubleEndedIterator<Item = &'a T>) -> Vec
 
 /// Takes out the oldest that has ended, or else the oldest.
 fn take_oldest<T>(all: &mut BTreeMap<u64, T>, has_ended: impl Fn(&T) -> bool) -> Option<(u64, T)> {
-    let ended = all.iter().find(|(_, one)| has_ended(one)).map(|(number, _)| *number);
+    let ended = all
+        .iter()
+        .find(|(_, one)| has_ended(one))
+        .map(|(number, _)| *number);
     let number = ended.or_else(|| all.keys().next().copied())?;
     all.remove_entry(&number)
 }

@@ -36,7 +36,9 @@ const VERSION: &str = "version";
 #[derive(Debug, Error)]
 pub enum StoreError {
     /// The directory cannot be made or used.
-    #[error("cannot use the directory {path} for what the resource manager remembers: {source}; nothing is remembered")]
+    #[error(
+        "cannot use the directory {path} for what the resource manager remembers: {source}; nothing is remembered"
+    )]
     Directory {
         /// It.
         path: PathBuf,
@@ -47,7 +49,9 @@ pub enum StoreError {
     #[error("{0} is in use by another resource manager; nothing is remembered here")]
     InUse(PathBuf),
     /// It cannot be read, and not be moved aside.
-    #[error("{path} cannot be read ({why}) and cannot be moved aside: {source}; nothing is remembered")]
+    #[error(
+        "{path} cannot be read ({why}) and cannot be moved aside: {source}; nothing is remembered"
+    )]
     Stuck {
         /// The file.
         path: PathBuf,
@@ -124,16 +128,27 @@ type Entries = Vec<(Sheet, u64, Vec<u8>)>;
 /// Opens or makes the database and reads all of it.
 fn read(path: &Path) -> Result<(Database, Entries), Broken> {
     // Made by us first, because the database would make it readable for all.
-    OpenOptions::new().create(true).append(true).mode(0o600).open(path).map_err(why)?;
+    OpenOptions::new()
+        .create(true)
+        .append(true)
+        .mode(0o600)
+        .open(path)
+        .map_err(why)?;
     std::fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(why)?;
-    let db = Database::builder().set_cache_size(CACHE_BYTES_MAX).create(path)?;
+    let db = Database::builder()
+        .set_cache_size(CACHE_BYTES_MAX)
+        .create(path)?;
     let begin = db.begin_write().map_err(why)?;
     {
         let mut meta = begin.open_table(META).map_err(why)?;
         let version = meta.get(VERSION).map_err(why)?.map(|v| v.value());
         match version {
             Some(SCHEMA_VERSION) => {}
-            Some(other) => return Err(Broken::Why(format!("it is of version {other}, and this is {SCHEMA_VERSION}"))),
+            Some(other) => {
+                return Err(Broken::Why(format!(
+                    "it is of version {other}, and this is {SCHEMA_VERSION}"
+                )));
+            }
             None => drop(meta.insert(VERSION, SCHEMA_VERSION).map_err(why)?),
         }
     }
@@ -153,7 +168,8 @@ fn read(path: &Path) -> Result<(Database, Entries), Broken> {
 fn read_guarded(path: &Path) -> Result<(Database, Entries), Broken> {
     let until = Instant::now() + IN_USE_MAX;
     loop {
-        let read = std::panic::catch_unwind(|| read(path)).unwrap_or_else(|_| Err(why("it is damaged")));
+        let read =
+            std::panic::catch_unwind(|| read(path)).unwrap_or_else(|_| Err(why("it is damaged")));
         match read {
             Err(Broken::InUse) if Instant::now() < until => std::thread::sleep(IN_USE_PAUSE),
             other => return other,
@@ -170,7 +186,10 @@ impl Store {
         let path = dir.join(name);
         if !dir.is_dir() {
             let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
-            made.map_err(|source| StoreError::Directory { path: dir.to_path_buf(), source })?;
+            made.map_err(|source| StoreError::Directory {
+                path: dir.to_path_buf(),
+                source,
+            })?;
         }
         let mut moved_aside = None;
         let (db, entries) = match read_guarded(&path) {
@@ -197,7 +216,15 @@ impl Store {
         let (batches, queue) = sync_channel(1);
         let (complain, errors) = sync_channel(1);
         let thread = std::thread::spawn(move || keep(db, &path, &queue, &complain));
-        Ok(Opened { store: Store { batches: Some(batches), errors, thread: Some(thread) }, entries, moved_aside })
+        Ok(Opened {
+            store: Store {
+                batches: Some(batches),
+                errors,
+                thread: Some(thread),
+            },
+            entries,
+            moved_aside,
+        })
     }
 
     /// Has a batch written; gives it back when the one before is still being written.
@@ -205,7 +232,9 @@ impl Store {
     /// # Errors
     /// The batch, which is to be tried again.
     pub fn write(&self, batch: Batch) -> Result<(), Batch> {
-        let Some(batches) = &self.batches else { return Ok(()) };
+        let Some(batches) = &self.batches else {
+            return Ok(());
+        };
         match batches.try_send(batch) {
             Ok(()) | Err(TrySendError::Disconnected(_)) => Ok(()),
             Err(TrySendError::Full(batch)) => Err(batch),
@@ -233,7 +262,10 @@ impl Store {
 
 /// Where a file of no use goes: beside itself, with the time.
 fn aside(path: &Path) -> PathBuf {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_millis();
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     path.with_file_name(format!("{name}.broken-{now}"))
 }
@@ -268,7 +300,10 @@ fn compacted(db: &mut Database, path: &Path, at: u64) -> u64 {
     (length() / 2 * 3).clamp(COMPACT_BYTES_MIN, FILE_BYTES_MAX)
 }
 
-#[expect(clippy::result_large_err, reason = "one for a batch that could not be written, told at once")]
+#[expect(
+    clippy::result_large_err,
+    reason = "one for a batch that could not be written, told at once"
+)]
 fn write(db: &Database, batch: &Batch) -> Result<(), redb::Error> {
     let begin = db.begin_write()?;
     for sheet in Sheet::ALL {

@@ -39,17 +39,42 @@ impl Ledger {
     /// Opens the books; without a shelf they last as long as this process. Answers what is worth saying about it.
     pub fn open(shelf: Option<&Shelf>, user: u32, task: Tid) -> (Ledger, Vec<String>) {
         let Some(shelf) = shelf else {
-            return (Ledger { books: Books::new(user, task), ..Ledger::default() }, Vec::new());
+            return (
+                Ledger {
+                    books: Books::new(user, task),
+                    ..Ledger::default()
+                },
+                Vec::new(),
+            );
         };
         match Store::open(&shelf.dir, &shelf.name) {
-            Err(error) => (Ledger { books: Books::new(user, task), ..Ledger::default() }, vec![error.to_string()]),
-            Ok(Opened { store, entries, moved_aside }) => {
+            Err(error) => (
+                Ledger {
+                    books: Books::new(user, task),
+                    ..Ledger::default()
+                },
+                vec![error.to_string()],
+            ),
+            Ok(Opened {
+                store,
+                entries,
+                moved_aside,
+            }) => {
                 let (books, bad) = Books::read(user, task, entries);
                 let mut notes: Vec<String> = moved_aside.into_iter().collect();
                 if bad > 0 {
-                    notes.push(format!("{bad} entries of what the resource manager remembered could not be read"));
+                    notes.push(format!(
+                        "{bad} entries of what the resource manager remembered could not be read"
+                    ));
                 }
-                (Ledger { books, store: Some(store), ..Ledger::default() }, notes)
+                (
+                    Ledger {
+                        books,
+                        store: Some(store),
+                        ..Ledger::default()
+                    },
+                    notes,
+                )
             }
         }
     }
@@ -85,12 +110,16 @@ impl Ledger {
             self.write_at = Some(now + WRITE_PAUSE);
         }
         let error = store.error()?;
-        Some(format!("what the resource manager remembers cannot be written: {error}; it works on without"))
+        Some(format!(
+            "what the resource manager remembers cannot be written: {error}; it works on without"
+        ))
     }
 
     /// Writes what is left.
     pub fn close(&mut self) {
-        let Some(store) = self.store.take() else { return };
+        let Some(store) = self.store.take() else {
+            return;
+        };
         let mut last = self.batch.take().unwrap_or_default();
         last.extend(self.books.batch());
         store.close(last);

@@ -1,7 +1,9 @@
 //! Decisions in the words in which they are remembered and told.
 
 use crate::decide::{self, Outcome, Placement, Reason, Shift, Snapshot, Stay, StayReason, Why};
-use sempa_proto::rm::{Attempt, Choice, Decided, Excluded, Expected, HostNow, NOT_USED_MAX, NotUsed};
+use sempa_proto::rm::{
+    Attempt, Choice, Decided, Excluded, Expected, HostNow, NOT_USED_MAX, NotUsed,
+};
 use sempa_proto::{HostId, Tid};
 
 /// One attempt to place tasks.
@@ -9,7 +11,10 @@ pub fn attempt(placement: &Placement, snapshot: &Snapshot) -> Attempt {
     let choice = match &placement.why {
         Why::Asked { .. } => Choice::Asked,
         Why::InTurn { .. } => Choice::InTurn,
-        Why::Load { host, usable } => Choice::Load { host: host.clone(), permille: *usable },
+        Why::Load { host, usable } => Choice::Load {
+            host: host.clone(),
+            permille: *usable,
+        },
         Why::Rank { .. } => Choice::Rank,
         Why::SameHost { .. } => Choice::SameHost,
         Why::Chosen { .. } | Why::NotChosen { .. } => Choice::Chosen,
@@ -18,12 +23,19 @@ pub fn attempt(placement: &Placement, snapshot: &Snapshot) -> Attempt {
         Why::NoneFree => Choice::NoneFree,
     };
     let not_used = not_used(&placement.excluded, snapshot);
-    Attempt { choice, sentence: placement.sentence(snapshot), not_used }
+    Attempt {
+        choice,
+        sentence: placement.sentence(snapshot),
+        not_used,
+    }
 }
 
 /// Hosts that were left out, the first of them.
 pub fn not_used(excluded: &decide::Excluded, snapshot: &Snapshot) -> Vec<NotUsed> {
-    let one = |(host, why): &(HostId, Reason)| NotUsed { host: snapshot.name(*host), why: told(why) };
+    let one = |(host, why): &(HostId, Reason)| NotUsed {
+        host: snapshot.name(*host),
+        why: told(why),
+    };
     excluded.iter().take(NOT_USED_MAX).map(one).collect()
 }
 
@@ -32,18 +44,28 @@ fn told(why: &Reason) -> Excluded {
         Reason::OtherHost | Reason::Complement => Excluded::NotAsked,
         Reason::OtherArch { has } => Excluded::Arch { has: has.clone() },
         Reason::Owner { why } => Excluded::Owner { why: why.clone() },
-        Reason::Unmet { condition, has } => Excluded::Unmet { condition: condition.to_string(), has: has.to_string() },
+        Reason::Unmet { condition, has } => Excluded::Unmet {
+            condition: condition.to_string(),
+            has: has.to_string(),
+        },
         Reason::NoAnswer => Excluded::NoAnswer,
-        other => Excluded::Other { why: other.to_string() },
+        other => Excluded::Other {
+            why: other.to_string(),
+        },
     }
 }
 
 /// What holds of a host now; `drained`: who has it emptied.
 pub fn host_now(snapshot: &Snapshot, id: Option<HostId>, drained: Option<Tid>) -> HostNow {
-    let Some(id) = id.filter(|id| snapshot.host(*id).is_some()) else { return HostNow::Gone };
+    let Some(id) = id.filter(|id| snapshot.host(*id).is_some()) else {
+        return HostNow::Gone;
+    };
     let why = decide::left_out(snapshot, id).filter(|why| !matches!(why, Reason::Drained { .. }));
     if why.is_some() || drained.is_some() {
-        return HostNow::LeftOut { why: why.as_ref().map(told), drained };
+        return HostNow::LeftOut {
+            why: why.as_ref().map(told),
+            drained,
+        };
     }
     HostNow::Used(decide::used_but(snapshot, id))
 }
@@ -54,17 +76,37 @@ pub fn stays(stay: &Stay, snapshot: &Snapshot) -> Decided {
         StayReason::NoHost { excluded } => not_used(excluded, snapshot),
         _ => Vec::new(),
     };
-    Decided::Stays { tid: stay.tid, host: snapshot.name(stay.host), why: stay.why.to_string(), not_used }
+    Decided::Stays {
+        tid: stay.tid,
+        host: snapshot.name(stay.host),
+        why: stay.why.to_string(),
+        not_used,
+    }
 }
 
 /// What came of a move for the sake of the load.
 pub fn came_out(outcome: &Outcome, name: impl Fn(HostId) -> String) -> Decided {
     let pair = |(gain, cost)| Expected { gain, cost };
-    let Outcome { tid, from, to, expected, came } = *outcome;
-    Decided::CameOut { tid, from: name(from), to: name(to), expected: pair(expected), came: pair(came) }
+    let Outcome {
+        tid,
+        from,
+        to,
+        expected,
+        came,
+    } = *outcome;
+    Decided::CameOut {
+        tid,
+        from: name(from),
+        to: name(to),
+        expected: pair(expected),
+        came: pair(came),
+    }
 }
 
 /// What a move for the sake of the load is expected to bring.
 pub fn expected(shift: &Shift) -> Expected {
-    Expected { gain: shift.why.gain, cost: shift.why.cost }
+    Expected {
+        gain: shift.why.gain,
+        cost: shift.why.cost,
+    }
 }

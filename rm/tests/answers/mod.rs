@@ -10,12 +10,22 @@ use pvm_rm::spawns::Rules;
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::Usage;
-use sempa_proto::rm::{self, Answer, CTX_RM, Decided, End, Excluded, HostNow, Question, TAG_ASK, Waits};
+use sempa_proto::rm::{
+    self, Answer, CTX_RM, Decided, End, Excluded, HostNow, Question, TAG_ASK, Waits,
+};
 use sempa_proto::{Micros, PvmError, Tid};
 
 /// The client joins and spawns two workers, which are acknowledged and in the log.
 pub(crate) fn two_workers(bed: &mut Bed) -> Vec<Tid> {
-    bed.world().event(h(1), EventKind::TaskStarted { tid: client(), parent: Tid::NONE, name: String::new(), user: 0 });
+    bed.world().event(
+        h(1),
+        EventKind::TaskStarted {
+            tid: client(),
+            parent: Tid::NONE,
+            name: String::new(),
+            user: 0,
+        },
+    );
     bed.world().spawn(5, &request(2));
     bed.settle();
     let execs = bed.world().took_execs();
@@ -23,7 +33,12 @@ pub(crate) fn two_workers(bed: &mut Bed) -> Vec<Tid> {
     for exec in execs {
         let started = bed.world().ack(&exec);
         for tid in started {
-            let kind = EventKind::TaskStarted { tid, parent: client(), name: "worker".into(), user: 0 };
+            let kind = EventKind::TaskStarted {
+                tid,
+                parent: client(),
+                name: "worker".into(),
+                user: 0,
+            };
             bed.world().event(exec.host, kind);
             bed.world().tasks.push(spawned(tid, exec.host.index()));
             tids.push(tid);
@@ -38,25 +53,84 @@ fn who_asks_why_is_told_where_a_task_was_placed_and_what_was_left_out() {
     let vm = world(3);
     let mut bed = Bed::quiet(&vm);
     bed.owner_comes(3);
-    bed.world().event(h(3), EventKind::OwnerPresent { host: h(3), since: Micros(1), seen: Micros(2), why: "x".into() });
+    bed.world().event(
+        h(3),
+        EventKind::OwnerPresent {
+            host: h(3),
+            since: Micros(1),
+            seen: Micros(2),
+            why: "x".into(),
+        },
+    );
     let tids = two_workers(&mut bed);
-    let Answer::Why { task: Some(task), decisions, .. } = ask(&mut bed, &Question::WhyTask(tids[1])) else { panic!() };
-    assert_eq!((task.job, task.counted, task.host.as_str()), (client(), true, "h2"));
-    let Decided::Spawn { started, attempts, error: None, .. } = &decisions[0].what else { panic!("{decisions:?}") };
-    assert_eq!(started[..], [(tids[0], "h1".to_string()), (tids[1], "h2".to_string())]);
-    let left_out: Vec<_> = attempts[0].not_used.iter().map(|n| (n.host.as_str(), n.why.clone())).collect();
-    assert_eq!(left_out, [("h3", Excluded::Owner { why: "alice on pts/0".into() })]);
-    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyHost("h3".into())) else { panic!() };
-    let kinds: Vec<bool> = decisions.iter().map(|d| matches!(d.what, Decided::OwnerCame { .. })).collect();
-    assert_eq!(kinds, [true, false], "its owner came, then it was left out: {decisions:?}");
-    assert_eq!(ask(&mut bed, &Question::WhyTask(t(1, 999))), Answer::Unknown);
+    let Answer::Why {
+        task: Some(task),
+        decisions,
+        ..
+    } = ask(&mut bed, &Question::WhyTask(tids[1]))
+    else {
+        panic!()
+    };
+    assert_eq!(
+        (task.job, task.counted, task.host.as_str()),
+        (client(), true, "h2")
+    );
+    let Decided::Spawn {
+        started,
+        attempts,
+        error: None,
+        ..
+    } = &decisions[0].what
+    else {
+        panic!("{decisions:?}")
+    };
+    assert_eq!(
+        started[..],
+        [(tids[0], "h1".to_string()), (tids[1], "h2".to_string())]
+    );
+    let left_out: Vec<_> = attempts[0]
+        .not_used
+        .iter()
+        .map(|n| (n.host.as_str(), n.why.clone()))
+        .collect();
+    assert_eq!(
+        left_out,
+        [(
+            "h3",
+            Excluded::Owner {
+                why: "alice on pts/0".into()
+            }
+        )]
+    );
+    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyHost("h3".into())) else {
+        panic!()
+    };
+    let kinds: Vec<bool> = decisions
+        .iter()
+        .map(|d| matches!(d.what, Decided::OwnerCame { .. }))
+        .collect();
+    assert_eq!(
+        kinds,
+        [true, false],
+        "its owner came, then it was left out: {decisions:?}"
+    );
+    assert_eq!(
+        ask(&mut bed, &Question::WhyTask(t(1, 999))),
+        Answer::Unknown
+    );
 }
 
 #[test]
 fn a_question_of_another_version_is_answered_with_the_own_one() {
     let vm = world(1);
     let mut bed = Bed::start(&vm, false).expect("no other");
-    bed.world().post(client(), CTX_RM, TAG_ASK, 1, Bytes::from_static(&[0xff, 0xff, 1, 2, 3]));
+    bed.world().post(
+        client(),
+        CTX_RM,
+        TAG_ASK,
+        1,
+        Bytes::from_static(&[0xff, 0xff, 1, 2, 3]),
+    );
     bed.settle();
     let body = bed.world().answers[0].3.clone();
     assert_eq!(rm::unpack(&body), Ok(Some(Answer::Version(rm::RM_VERSION))));
@@ -66,36 +140,80 @@ fn a_question_of_another_version_is_answered_with_the_own_one() {
 fn one_that_begins_again_goes_on_with_usage_limits_jobs_and_what_it_missed() {
     let dir = tempfile::tempdir().expect("a directory");
     let vm = world(2);
-    let limits = Limits { user_tasks: Some(3), job_tasks: None };
-    let conduct = Conduct { rules: Rules { wait: Micros(0), limits }, ..Conduct::default() };
-    let options = Options { conduct, ..with_books(dir.path()) };
+    let limits = Limits {
+        user_tasks: Some(3),
+        job_tasks: None,
+    };
+    let conduct = Conduct {
+        rules: Rules {
+            wait: Micros(0),
+            limits,
+        },
+        ..Conduct::default()
+    };
+    let options = Options {
+        conduct,
+        ..with_books(dir.path())
+    };
     let mut bed = Bed::with(&vm, options.clone()).expect("no other");
     let tids = two_workers(&mut bed);
     bed.pass(Micros::from_secs(1));
     // Killed: nothing is written any more. Meanwhile a worker ends.
     drop(bed);
-    let used = Usage { user: Micros::from_secs(7), ..Usage::default() };
-    vm.0.borrow_mut().event(h(1), EventKind::TaskEnded { tid: tids[0], status: 0x300, used });
+    let used = Usage {
+        user: Micros::from_secs(7),
+        ..Usage::default()
+    };
+    vm.0.borrow_mut().event(
+        h(1),
+        EventKind::TaskEnded {
+            tid: tids[0],
+            status: 0x300,
+            used,
+        },
+    );
     vm.0.borrow_mut().tasks.retain(|task| task.tid != tids[0]);
     vm.0.borrow_mut().forget_mail();
     let mut bed = Bed::with(&vm, options).expect("no other");
-    let Answer::Job { job, tasks } = ask(&mut bed, &Question::Job(tids[1])) else { panic!("no job") };
-    assert_eq!((job.job, job.sums.tasks, job.sums.running, job.sums.used), (client(), 3, 2, used));
+    let Answer::Job { job, tasks } = ask(&mut bed, &Question::Job(tids[1])) else {
+        panic!("no job")
+    };
+    assert_eq!(
+        (job.job, job.sums.tasks, job.sums.running, job.sums.used),
+        (client(), 3, 2, used)
+    );
     assert_eq!(tasks[1].ended.map(|(_, how)| how), Some(End::Status(0x300)));
-    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyTask(tids[1])) else { panic!("forgotten") };
-    assert!(matches!(decisions[0].what, Decided::Spawn { .. }), "{decisions:?}");
+    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyTask(tids[1])) else {
+        panic!("forgotten")
+    };
+    assert!(
+        matches!(decisions[0].what, Decided::Spawn { .. }),
+        "{decisions:?}"
+    );
     // One of the user's tasks still counts.
     bed.world().spawn(8, &request(3));
     bed.settle();
-    assert_eq!(bed.world().answer(8), Some(Ok(vec![Err(PvmError::OutOfRes); 3])));
+    assert_eq!(
+        bed.world().answer(8),
+        Some(Ok(vec![Err(PvmError::OutOfRes); 3]))
+    );
     bed.world().spawn(9, &request(2));
     bed.settle();
-    assert_eq!(bed.world().took_execs().iter().map(|e| e.request.count).sum::<u32>(), 2);
+    assert_eq!(
+        bed.world()
+            .took_execs()
+            .iter()
+            .map(|e| e.request.count)
+            .sum::<u32>(),
+        2
+    );
 }
 
 /// What holds of h2 now.
 fn now(bed: &mut Bed) -> HostNow {
-    let Answer::Why { now: Some(now), .. } = ask(bed, &Question::WhyHost("h2".into())) else { panic!("it is known") };
+    let Answer::Why { now: Some(now), .. } = ask(bed, &Question::WhyHost("h2".into())) else {
+        panic!("it is known")
+    };
     now
 }
 
@@ -112,7 +230,9 @@ fn left_out(why: Option<Excluded>) -> HostNow {
 const NIGHT: &str = "the owner wants no guests always";
 
 fn at_night() -> Option<Excluded> {
-    Some(Excluded::Other { why: format!("no guests now ({NIGHT})") })
+    Some(Excluded::Other {
+        why: format!("no guests now ({NIGHT})"),
+    })
 }
 
 #[test]
@@ -121,37 +241,87 @@ fn of_a_host_is_told_what_holds_now_in_the_words_of_placement() {
     let mut bed = Bed::quiet(&vm);
     assert_eq!(now(&mut bed), HostNow::Used(Vec::new()));
     bed.owner_comes(2);
-    let owner = Some(Excluded::Owner { why: "alice on pts/0".into() });
+    let owner = Some(Excluded::Owner {
+        why: "alice on pts/0".into(),
+    });
     assert_eq!(now(&mut bed), left_out(owner.clone()));
     close(&mut bed, Some(NIGHT));
-    assert_eq!(now(&mut bed), left_out(at_night()), "she left, and it is not used all the same");
+    assert_eq!(
+        now(&mut bed),
+        left_out(at_night()),
+        "she left, and it is not used all the same"
+    );
     bed.world().spawn(1, &request(2));
     bed.settle();
-    assert!(bed.world().took_execs().iter().all(|exec| exec.host == h(1)));
-    ask(&mut bed, &Question::Drain { host: "h2".into(), within: None });
-    let both = HostNow::LeftOut { why: at_night(), drained: Some(client()) };
+    assert!(
+        bed.world()
+            .took_execs()
+            .iter()
+            .all(|exec| exec.host == h(1))
+    );
+    ask(
+        &mut bed,
+        &Question::Drain {
+            host: "h2".into(),
+            within: None,
+        },
+    );
+    let both = HostNow::LeftOut {
+        why: at_night(),
+        drained: Some(client()),
+    };
     assert_eq!(now(&mut bed), both);
     close(&mut bed, None);
-    assert_eq!(now(&mut bed), HostNow::LeftOut { why: None, drained: Some(client()) });
+    assert_eq!(
+        now(&mut bed),
+        HostNow::LeftOut {
+            why: None,
+            drained: Some(client())
+        }
+    );
     ask(&mut bed, &Question::Undrain { host: "h2".into() });
     assert_eq!(now(&mut bed), HostNow::Used(Vec::new()));
-    bed.world().limits =
-        GuestLimits { cores: Some(0), programs: vec!["miner".into()], users: vec![7], ..GuestLimits::default() };
+    bed.world().limits = GuestLimits {
+        cores: Some(0),
+        programs: vec!["miner".into()],
+        users: vec![7],
+        ..GuestLimits::default()
+    };
     bed.owner_leaves(2);
-    assert_eq!(now(&mut bed), left_out(Some(Excluded::Other { why: "its owner allows no tasks".into() })));
+    assert_eq!(
+        now(&mut bed),
+        left_out(Some(Excluded::Other {
+            why: "its owner allows no tasks".into()
+        }))
+    );
     bed.world().limits.cores = None;
     bed.owner_leaves(2);
-    let blocked = ["its owner blocks the program \"miner\"", "its owner blocks user 7"].map(String::from);
+    let blocked = [
+        "its owner blocks the program \"miner\"",
+        "its owner blocks user 7",
+    ]
+    .map(String::from);
     assert_eq!(now(&mut bed), HostNow::Used(blocked.to_vec()));
 }
 
 #[test]
-fn of_a_host_whose_watcher_is_silent_is_told_that_its_load_is_not_known_and_of_one_that_is_gone_that_it_is() {
+fn of_a_host_whose_watcher_is_silent_is_told_that_its_load_is_not_known_and_of_one_that_is_gone_that_it_is()
+ {
     let vm = world(2);
     let mut bed = Bed::start(&vm, false).expect("no other");
-    assert_eq!(now(&mut bed), HostNow::Used(vec!["its load is not known (no sample)".into()]));
+    assert_eq!(
+        now(&mut bed),
+        HostNow::Used(vec!["its load is not known (no sample)".into()])
+    );
     bed.world().hosts.pop();
-    bed.world().event(h(1), EventKind::HostGone { host: h(2), name: "h2".into(), why: "lost".into() });
+    bed.world().event(
+        h(1),
+        EventKind::HostGone {
+            host: h(2),
+            name: "h2".into(),
+            why: "lost".into(),
+        },
+    );
     bed.settle();
     assert_eq!(now(&mut bed), HostNow::Gone);
 }
@@ -167,22 +337,49 @@ fn each_change_between_an_owner_rules_and_nobody_is_recorded_and_remembered() {
     close(&mut bed, Some(NIGHT));
     close(&mut bed, None);
     let records = bed.world().records.clone();
-    let told: Vec<String> =
-        records.iter().filter(|kind| !matches!(kind, EventKind::HostClean { .. })).map(EventKind::to_string).collect();
-    let (here, shut) = ("owner of host 2 present: alice on pts/0", format!("host 2 takes no guests: {NIGHT}"));
-    assert_eq!(told, [here, &shut, here, &shut, "host 2 takes guests again"]);
-    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyHost("h2".into())) else { panic!("nothing") };
+    let told: Vec<String> = records
+        .iter()
+        .filter(|kind| !matches!(kind, EventKind::HostClean { .. }))
+        .map(EventKind::to_string)
+        .collect();
+    let (here, shut) = (
+        "owner of host 2 present: alice on pts/0",
+        format!("host 2 takes no guests: {NIGHT}"),
+    );
+    assert_eq!(
+        told,
+        [here, &shut, here, &shut, "host 2 takes guests again"]
+    );
+    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyHost("h2".into())) else {
+        panic!("nothing")
+    };
     let told: Vec<String> = decisions.iter().map(|d| d.what.to_string()).collect();
     let shut = format!("h2 takes no guests: {NIGHT}");
-    assert_eq!(told, [&shut, &shut, "h2 takes guests again"], "the owner's coming is not in this log");
+    assert_eq!(
+        told,
+        [&shut, &shut, "h2 takes guests again"],
+        "the owner's coming is not in this log"
+    );
 }
 
 #[test]
 fn spawns_that_wait_are_told_with_their_turn_their_time_and_their_reason() {
     let vm = world(1);
-    let limits = Limits { user_tasks: Some(2), job_tasks: None };
-    let rules = Rules { wait: Micros::from_secs(600), limits };
-    let mut bed = Bed::quiet_with(&vm, with_conduct(Conduct { rules, ..Conduct::default() }));
+    let limits = Limits {
+        user_tasks: Some(2),
+        job_tasks: None,
+    };
+    let rules = Rules {
+        wait: Micros::from_secs(600),
+        limits,
+    };
+    let mut bed = Bed::quiet_with(
+        &vm,
+        with_conduct(Conduct {
+            rules,
+            ..Conduct::default()
+        }),
+    );
     let waiting = |bed: &mut Bed, user| match ask(bed, &Question::Waiting { user }) {
         Answer::Waiting(all) => all,
         other => panic!("{other:?}"),
@@ -195,19 +392,41 @@ fn spawns_that_wait_are_told_with_their_turn_their_time_and_their_reason() {
     let wall = Micros::from_secs(1_700_000_000 + 100);
     let why = "the user has 2 tasks, and 2 are allowed".to_string();
     let (program, by, job) = ("worker".to_string(), client(), client());
-    let first = Waits { program, count: 1, by, job, user: 0, since: wall, turn: 1, why };
+    let first = Waits {
+        program,
+        count: 1,
+        by,
+        job,
+        user: 0,
+        since: wall,
+        turn: 1,
+        why,
+    };
     assert_eq!(waiting(&mut bed, None), [first]);
     assert_eq!(waiting(&mut bed, Some(7)), []);
     // When none is above the limit any more, the owner is the reason.
     for task in [t(1, 100), t(1, 101)] {
-        bed.world().event(h(1), EventKind::TaskEnded { tid: task, status: 0, used: Usage::default() });
+        bed.world().event(
+            h(1),
+            EventKind::TaskEnded {
+                tid: task,
+                status: 0,
+                used: Usage::default(),
+            },
+        );
     }
     bed.world().spawn(7, &request(2));
     bed.settle();
     let all = waiting(&mut bed, Some(0));
-    assert_eq!(all.iter().map(|w| (w.count, w.turn)).collect::<Vec<_>>(), [(1, 1), (2, 2)]);
+    assert_eq!(
+        all.iter().map(|w| (w.count, w.turn)).collect::<Vec<_>>(),
+        [(1, 1), (2, 2)]
+    );
     let owner = "no host is free: h1: owner present (alice on pts/0)";
     assert!(all.iter().all(|waits| waits.why == owner), "{all:?}");
     bed.owner_leaves(1);
-    assert!(waiting(&mut bed, None).len() < 2, "who has a place waits no more");
+    assert!(
+        waiting(&mut bed, None).len() < 2,
+        "who has a place waits no more"
+    );
 }

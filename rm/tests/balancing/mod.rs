@@ -13,15 +13,29 @@ use sempa_proto::{Micros, Tid};
 fn with_balance_tasks_of_a_crowded_host_go_to_free_ones_and_without_it_they_stay() {
     for balance in [false, true] {
         let vm = world(3);
-        vm.0.borrow_mut().tasks.extend((1..=6).map(|n| spawned(t(2, n), 2)));
-        let options = with_conduct(Conduct { balance, ..Conduct::default() });
+        vm.0.borrow_mut()
+            .tasks
+            .extend((1..=6).map(|n| spawned(t(2, n), 2)));
+        let options = with_conduct(Conduct {
+            balance,
+            ..Conduct::default()
+        });
         let mut bed = Bed::quiet_with(&vm, options);
         for _ in 0..6 {
             bed.pass(Micros::from_secs(10));
             bed.signs_of_life(&[1, 2, 3]);
         }
-        let causes: Vec<String> = bed.world().migrations.iter().map(|(_, _, cause)| cause.to_string()).collect();
-        assert_eq!(bed.world().took_migrations().len(), if balance { 4 } else { 0 }, "{causes:?}");
+        let causes: Vec<String> = bed
+            .world()
+            .migrations
+            .iter()
+            .map(|(_, _, cause)| cause.to_string())
+            .collect();
+        assert_eq!(
+            bed.world().took_migrations().len(),
+            if balance { 4 } else { 0 },
+            "{causes:?}"
+        );
         assert!(causes.iter().all(|why| why.starts_with("load: ") && why.contains(" of a processor instead of ")));
     }
 }
@@ -29,9 +43,19 @@ fn with_balance_tasks_of_a_crowded_host_go_to_free_ones_and_without_it_they_stay
 #[test]
 fn a_task_stays_where_its_spawn_named_the_host() {
     let vm = world(3);
-    let options = with_conduct(Conduct { balance: true, ..Conduct::default() });
+    let options = with_conduct(Conduct {
+        balance: true,
+        ..Conduct::default()
+    });
     let mut bed = Bed::quiet_with(&vm, options);
-    bed.world().spawn(1, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(6) });
+    bed.world().spawn(
+        1,
+        &SpawnRequest {
+            flags: SPAWN_HOST,
+            place: "h2".into(),
+            ..request(6)
+        },
+    );
     bed.settle();
     let exec = bed.world().took_execs().pop().expect("placed");
     bed.world().ack(&exec);
@@ -44,9 +68,13 @@ fn a_task_stays_where_its_spawn_named_the_host() {
 
 /// What came of the move of a task, if that is known.
 fn came_out(bed: &mut Bed, tid: Tid) -> Option<(Expected, Expected, String)> {
-    let Answer::Why { decisions, .. } = ask(bed, &Question::WhyTask(tid)) else { panic!("nothing is known of {tid}") };
+    let Answer::Why { decisions, .. } = ask(bed, &Question::WhyTask(tid)) else {
+        panic!("nothing is known of {tid}")
+    };
     decisions.iter().find_map(|decision| match &decision.what {
-        Decided::CameOut { expected, came, .. } => Some((*expected, *came, decision.what.to_string())),
+        Decided::CameOut { expected, came, .. } => {
+            Some((*expected, *came, decision.what.to_string()))
+        }
         _ => None,
     })
 }
@@ -54,8 +82,16 @@ fn came_out(bed: &mut Bed, tid: Tid) -> Option<(Expected, Expected, String)> {
 #[test]
 fn what_a_move_was_expected_to_bring_is_compared_with_what_came_and_told() {
     let vm = world(3);
-    vm.0.borrow_mut().tasks.extend((1..=6).map(|n| spawned(t(2, n), 2)));
-    let mut bed = Bed::quiet_with(&vm, with_conduct(Conduct { balance: true, ..Conduct::default() }));
+    vm.0.borrow_mut()
+        .tasks
+        .extend((1..=6).map(|n| spawned(t(2, n), 2)));
+    let mut bed = Bed::quiet_with(
+        &vm,
+        with_conduct(Conduct {
+            balance: true,
+            ..Conduct::default()
+        }),
+    );
     let round = |bed: &mut Bed| {
         bed.pass(Micros::from_secs(10));
         bed.signs_of_life(&[1, 2, 3]);
@@ -66,7 +102,11 @@ fn what_a_move_was_expected_to_bring_is_compared_with_what_came_and_told() {
         let begun = std::mem::take(&mut bed.world().migrations);
         for (tid, to, cause) in begun {
             let mut world = bed.world();
-            world.tasks.iter_mut().filter(|task| task.tid == tid).for_each(|task| task.host = to);
+            world
+                .tasks
+                .iter_mut()
+                .filter(|task| task.tid == tid)
+                .for_each(|task| task.host = to);
             world.moved(tid, 2, to.index(), cause);
             moved.push(tid);
         }
@@ -76,14 +116,34 @@ fn what_a_move_was_expected_to_bring_is_compared_with_what_came_and_told() {
     round(&mut bed);
     assert_eq!(came_out(&mut bed, first), None, "it is too early to tell");
     // One ends soon, the other one is still there when nobody could think so.
-    bed.world().event(h(1), EventKind::TaskEnded { tid: first, status: 0, used: Usage::default() });
+    bed.world().event(
+        h(1),
+        EventKind::TaskEnded {
+            tid: first,
+            status: 0,
+            used: Usage::default(),
+        },
+    );
     bed.settle();
     let (expected, came, sentence) = came_out(&mut bed, first).expect("it is known");
-    assert!(expected.gain > Micros::from_secs(1) && expected.cost > Micros(0), "{sentence}");
+    assert!(
+        expected.gain > Micros::from_secs(1) && expected.cost > Micros(0),
+        "{sentence}"
+    );
     assert!(came.gain > Micros(0) && came.cost > Micros(0), "{sentence}");
-    assert!(sentence.starts_with(&format!("the move of {first} from h2 to h")), "{sentence}");
-    assert_eq!(came_out(&mut bed, second), None, "nothing is known of that one yet");
+    assert!(
+        sentence.starts_with(&format!("the move of {first} from h2 to h")),
+        "{sentence}"
+    );
+    assert_eq!(
+        came_out(&mut bed, second),
+        None,
+        "nothing is known of that one yet"
+    );
     (0..30).for_each(|_| round(&mut bed));
     let (expected, came, sentence) = came_out(&mut bed, second).expect("it is known");
-    assert!(came.gain > expected.gain, "it has worked there for longer than it was expected to: {sentence}");
+    assert!(
+        came.gain > expected.gain,
+        "it has worked there for longer than it was expected to: {sentence}"
+    );
 }

@@ -18,22 +18,39 @@ impl Choice for Last {
         "last"
     }
 
-    fn choose(&self, request: &SpawnRequest, offers: &[Offer<'_>], count: usize) -> Result<Vec<usize>, String> {
+    fn choose(
+        &self,
+        request: &SpawnRequest,
+        offers: &[Offer<'_>],
+        count: usize,
+    ) -> Result<Vec<usize>, String> {
         if request.file == "unwanted" {
             return Err("it has no reservation".into());
         }
-        let last = (0..offers.len()).max_by_key(|i| offers[*i].host.id).ok_or("nothing is offered")?;
+        let last = (0..offers.len())
+            .max_by_key(|i| offers[*i].host.id)
+            .ok_or("nothing is offered")?;
         Ok(vec![last; count.min(2)])
     }
 }
 
 fn by(name: &str) -> Conduct {
-    Conduct { placing: Policy::Choice(ChoiceName::new(name).expect("a name")), ..Conduct::default() }
+    Conduct {
+        placing: Policy::Choice(ChoiceName::new(name).expect("a name")),
+        ..Conduct::default()
+    }
 }
 
 fn options(name: &str) -> Options {
     let (conduct, choices) = (by(name), Choices::new([Arc::new(Last) as Arc<dyn Choice>]));
-    Options { conduct, given: conduct, choices, watchers: true, policy_file: "rm.toml".into(), ..Options::default() }
+    Options {
+        conduct,
+        given: conduct,
+        choices,
+        watchers: true,
+        policy_file: "rm.toml".into(),
+        ..Options::default()
+    }
 }
 
 #[test]
@@ -44,36 +61,83 @@ fn a_policy_may_have_somebody_else_choose_and_his_word_is_checked_and_told() {
     bed.world().spawn(1, &request(3));
     bed.settle();
     let execs = bed.world().took_execs();
-    let places: Vec<(u16, u32)> = execs.iter().map(|exec| (exec.host.index(), exec.request.count)).collect();
+    let places: Vec<(u16, u32)> = execs
+        .iter()
+        .map(|exec| (exec.host.index(), exec.request.count))
+        .collect();
     assert_eq!(places, [(2, 2)], "h3 was not offered");
     execs.iter().for_each(|exec| drop(bed.world().ack(exec)));
     bed.settle();
     let answer = bed.world().answer(1).expect("answered").expect("good");
     assert_eq!(answer[2], Err(PvmError::OutOfRes), "he has places for two");
-    let told: Vec<String> = bed.world().records.iter().map(ToString::to_string).collect();
-    assert!(told.iter().any(|text| text.contains("chosen by last; room for 2 of 3")), "{told:?}");
-    bed.world().spawn(2, &SpawnRequest { file: "unwanted".into(), ..request(1) });
+    let told: Vec<String> = bed
+        .world()
+        .records
+        .iter()
+        .map(ToString::to_string)
+        .collect();
+    assert!(
+        told.iter()
+            .any(|text| text.contains("chosen by last; room for 2 of 3")),
+        "{told:?}"
+    );
+    bed.world().spawn(
+        2,
+        &SpawnRequest {
+            file: "unwanted".into(),
+            ..request(1)
+        },
+    );
     bed.settle();
-    assert_eq!(bed.world().answer(2).expect("answered").expect("tried"), [Err(PvmError::OutOfRes)]);
+    assert_eq!(
+        bed.world().answer(2).expect("answered").expect("tried"),
+        [Err(PvmError::OutOfRes)]
+    );
     let notes = bed.world().notes();
-    assert!(notes.iter().any(|note| note.contains("last chose no place: it has no reservation")), "{notes:?}");
+    assert!(
+        notes
+            .iter()
+            .any(|note| note.contains("last chose no place: it has no reservation")),
+        "{notes:?}"
+    );
     // Who names a host is not asked where to go.
-    bed.world().spawn(3, &SpawnRequest { flags: SPAWN_HOST, place: "h1".into(), ..request(1) });
+    bed.world().spawn(
+        3,
+        &SpawnRequest {
+            flags: SPAWN_HOST,
+            place: "h1".into(),
+            ..request(1)
+        },
+    );
     bed.settle();
     assert_eq!(bed.world().took_execs()[0].host.index(), 1);
 }
 
 #[test]
 fn a_policy_that_names_nobody_who_is_there_is_refused_and_says_who_is() {
-    let error = Service::start(world(1), options("slurm")).map(|_| ()).expect_err("nobody is called so");
+    let error = Service::start(world(1), options("slurm"))
+        .map(|_| ())
+        .expect_err("nobody is called so");
     assert!(
         matches!(&error, ServiceError::Choice(no) if no.name == "slurm" && no.there == "there are last"),
         "{error}"
     );
     let vm = world(3);
-    let mut bed = Bed::quiet_with(&vm, Options { choices: Choices::default(), ..options("last").with(Policy::Load) });
+    let mut bed = Bed::quiet_with(
+        &vm,
+        Options {
+            choices: Choices::default(),
+            ..options("last").with(Policy::Load)
+        },
+    );
     let change = |bed: &mut Bed, text: &'static str| {
-        bed.world().post(own(), CTX_RM, TAG_POLICY, 0, Bytes::from_static(text.as_bytes()));
+        bed.world().post(
+            own(),
+            CTX_RM,
+            TAG_POLICY,
+            0,
+            Bytes::from_static(text.as_bytes()),
+        );
         bed.settle();
         bed.world().notes().pop().unwrap_or_default()
     };
@@ -95,7 +159,14 @@ trait With {
 
 impl With for Options {
     fn with(self, placing: Policy) -> Options {
-        let conduct = Conduct { placing, ..self.conduct };
-        Options { conduct, given: conduct, ..self }
+        let conduct = Conduct {
+            placing,
+            ..self.conduct
+        };
+        Options {
+            conduct,
+            given: conduct,
+            ..self
+        }
     }
 }

@@ -10,7 +10,9 @@ use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
 use sempa_proto::migration::{Cause, Failure};
 use sempa_proto::owner::{Guests, Leave};
 use sempa_proto::rm::CTX_RM;
-use sempa_proto::sm::{SM_EXECACK, SM_SPAWN, SM_SPAWN_WAITS, pack_spawn, pack_tids, unpack_tids, unpack_waits};
+use sempa_proto::sm::{
+    SM_EXECACK, SM_SPAWN, SM_SPAWN_WAITS, pack_spawn, pack_tids, unpack_tids, unpack_waits,
+};
 use sempa_proto::suspend;
 use sempa_proto::table::{HostEntry, HostTable, TASK_CONNECTED, TASK_FORKED, TaskInfo};
 use sempa_proto::task::{MoveError, NotifyWhat, SpawnRequest};
@@ -123,7 +125,13 @@ impl VmApi for FakeVm {
     }
     fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error> {
         let world = self.0.borrow();
-        Ok(world.log.iter().filter(|e| e.number >= from).take(limit as usize).cloned().collect())
+        Ok(world
+            .log
+            .iter()
+            .filter(|e| e.number >= from)
+            .take(limit as usize)
+            .cloned()
+            .collect())
     }
     fn config(&self) -> Result<HostTable, Error> {
         let entry = |i: &u16| HostEntry {
@@ -134,7 +142,10 @@ impl VmApi for FakeVm {
             dsig: DSIG_X86_64,
             addresses: Vec::new(),
         };
-        Ok(HostTable { epoch: Epoch(1), hosts: self.0.borrow().hosts.iter().map(entry).collect() })
+        Ok(HostTable {
+            epoch: Epoch(1),
+            hosts: self.0.borrow().hosts.iter().map(entry).collect(),
+        })
     }
     fn tasks(&self) -> Result<Vec<TaskInfo>, Error> {
         self.0.borrow_mut().lists += 1;
@@ -158,13 +169,21 @@ impl VmApi for FakeVm {
         let mut world = self.0.borrow_mut();
         world.orders += 1;
         let wid = 1000 + world.orders;
-        world.execs.push(Exec { host, parent, request: request.clone(), wid });
+        world.execs.push(Exec {
+            host,
+            parent,
+            request: request.clone(),
+            wid,
+        });
         Ok(wid)
     }
     fn migrate(&self, tid: Tid, to: HostId, cause: Cause) -> Result<(), MigrateError> {
         let mut world = self.0.borrow_mut();
         world.migrations.push((tid, to, cause));
-        world.refuse.get(&(tid, to)).map_or(Ok(()), |error| Err(error.clone().into()))
+        world
+            .refuse
+            .get(&(tid, to))
+            .map_or(Ok(()), |error| Err(error.clone().into()))
     }
     fn signal(&self, tid: Tid, signal: i32) -> Result<(), Error> {
         let mut world = self.0.borrow_mut();
@@ -181,7 +200,11 @@ impl VmApi for FakeVm {
             return Err(Error::new(*code, "refused"));
         }
         world.suspends.push((tid, suspend, cause.clone()));
-        let order = suspend::Order { tid, suspend, cause };
+        let order = suspend::Order {
+            tid,
+            suspend,
+            cause,
+        };
         let before = world.holds.get(&tid).copied().unwrap_or_default();
         world.holds.insert(tid, before.after(&order));
         if let Some(event) = before.change(before.after(&order), &order) {
@@ -200,7 +223,10 @@ impl VmApi for FakeVm {
     fn record(&self, _at: Micros, kind: EventKind) -> Result<(), Error> {
         let mut world = self.0.borrow_mut();
         use EventKind::{DrainBegun, DrainEnded, HostClosed, HostOpened, JobResumed, JobSuspended};
-        let of_hosts = matches!(kind, DrainBegun { .. } | DrainEnded { .. } | HostClosed { .. } | HostOpened { .. });
+        let of_hosts = matches!(
+            kind,
+            DrainBegun { .. } | DrainEnded { .. } | HostClosed { .. } | HostOpened { .. }
+        );
         if of_hosts || matches!(kind, JobSuspended { .. } | JobResumed { .. }) {
             world.event(HostId::MASTER, kind.clone());
         }
@@ -211,15 +237,30 @@ impl VmApi for FakeVm {
 
 impl World {
     pub(crate) fn post(&mut self, src: Tid, ctx: i32, tag: i32, wid: i32, body: Bytes) {
-        self.inbox.push_back(Message { src, dst: rm(), ctx, tag, wid, enc: ENC_XDR, body });
+        self.inbox.push_back(Message {
+            src,
+            dst: rm(),
+            ctx,
+            tag,
+            wid,
+            enc: ENC_XDR,
+            body,
+        });
     }
 
     pub(crate) fn event(&mut self, host: HostId, kind: EventKind) {
         self.events += 1;
         let at = Micros::from_secs(1_700_000_000) + self.now;
-        let event = Event { number: self.events, at, host, kind };
+        let event = Event {
+            number: self.events,
+            at,
+            host,
+            kind,
+        };
         self.log.push(event.clone());
-        let body = frame::to_bytes(&event).expect("an event can be written").into();
+        let body = frame::to_bytes(&event)
+            .expect("an event can be written")
+            .into();
         self.post(Tid::MY_DAEMON, CTX_RM, TAG_EVENT, 0, body);
     }
 
@@ -243,13 +284,23 @@ impl World {
 
     /// As [`World::spawn`], by a task that another resource manager has let wait since then.
     pub(crate) fn spawn_again(&mut self, wid: i32, request: &SpawnRequest, since: Micros) {
-        self.post(client(), CTX_BASE, SM_SPAWN, wid, pack_spawn(request, Some(since)));
+        self.post(
+            client(),
+            CTX_BASE,
+            SM_SPAWN,
+            wid,
+            pack_spawn(request, Some(since)),
+        );
     }
 
     /// What the client was told of the waiting of its request.
     pub(crate) fn waits(&self, wid: i32) -> Vec<Option<Micros>> {
-        let told = self.sent.iter().filter(|s| s.0 == client() && s.1 == SM_SPAWN_WAITS && s.2 == wid);
-        told.map(|s| unpack_waits(s.3.clone()).expect("a word")).collect()
+        let told = self
+            .sent
+            .iter()
+            .filter(|s| s.0 == client() && s.1 == SM_SPAWN_WAITS && s.2 == wid);
+        told.map(|s| unpack_waits(s.3.clone()).expect("a word"))
+            .collect()
     }
 
     /// Tasks that a host starts on an order, acknowledged.
@@ -263,21 +314,40 @@ impl World {
     }
 
     pub(crate) fn ack_with(&mut self, exec: &Exec, results: &[PvmResult<Tid>]) {
-        self.post(exec.host.daemon(), CTX_BASE, SM_EXECACK, exec.wid, pack_tids(results));
+        self.post(
+            exec.host.daemon(),
+            CTX_BASE,
+            SM_EXECACK,
+            exec.wid,
+            pack_tids(results),
+        );
     }
 
     pub(crate) fn report(&mut self, watcher: Tid, host: HostId, owner: OwnerVerdict) {
         let (busy, running) = self.load;
         let (load1, available_bytes) = (running as f32, self.memory);
-        let sample = LoadSample { cores: 2, busy, running, load1, available_bytes, ..LoadSample::default() };
+        let sample = LoadSample {
+            cores: 2,
+            busy,
+            running,
+            load1,
+            available_bytes,
+            ..LoadSample::default()
+        };
         let why = match &owner {
             OwnerVerdict::Present { .. } => "alice on pts/0",
             OwnerVerdict::Maybe { .. } => "alice is idle on pts/0",
             OwnerVerdict::Absent { .. } => "nobody is logged in",
         };
         let guests = match &owner {
-            OwnerVerdict::Present { seen, .. } => Guests::Stopped { leave_at: Some(*seen), then: self.then },
-            _ if self.closed.is_some() => Guests::Stopped { leave_at: Some(Micros(8)), then: self.then },
+            OwnerVerdict::Present { seen, .. } => Guests::Stopped {
+                leave_at: Some(*seen),
+                then: self.then,
+            },
+            _ if self.closed.is_some() => Guests::Stopped {
+                leave_at: Some(Micros(8)),
+                then: self.then,
+            },
             _ => Guests::Welcome,
         };
         let guests_why = self.closed.clone().unwrap_or_else(|| why.into());
@@ -293,7 +363,9 @@ impl World {
             guests_why,
             limits: self.limits.clone(),
         };
-        let body = frame::to_bytes(&report).expect("a report can be written").into();
+        let body = frame::to_bytes(&report)
+            .expect("a report can be written")
+            .into();
         self.post(watcher, CTX_RM, TAG_LOAD, 0, body);
     }
 
@@ -301,7 +373,17 @@ impl World {
         self.moves += 1;
         let id = MigrationId(self.moves);
         let (from, to, time) = (h(from), h(to), Micros(1));
-        let kind = EventKind::Moved { id, tid, from, to, cause, bytes: 1, resident: 1, frozen: time, whole: time };
+        let kind = EventKind::Moved {
+            id,
+            tid,
+            from,
+            to,
+            cause,
+            bytes: 1,
+            resident: 1,
+            frozen: time,
+            whole: time,
+        };
         self.event(to, kind);
     }
 
@@ -309,11 +391,25 @@ impl World {
         self.moves += 1;
         let (id, step) = (MigrationId(self.moves), sempa_proto::migration::Step::Dump);
         let cause = Cause::Owner { why: String::new() };
-        self.event(h(from), EventKind::MoveFailed { id, tid, from: h(from), to: h(to), cause, step, why });
+        self.event(
+            h(from),
+            EventKind::MoveFailed {
+                id,
+                tid,
+                from: h(from),
+                to: h(to),
+                cause,
+                step,
+                why,
+            },
+        );
     }
 
     pub(crate) fn took_migrations(&mut self) -> Vec<(Tid, u16)> {
-        std::mem::take(&mut self.migrations).into_iter().map(|(tid, to, _)| (tid, to.index())).collect()
+        std::mem::take(&mut self.migrations)
+            .into_iter()
+            .map(|(tid, to, _)| (tid, to.index()))
+            .collect()
     }
 
     pub(crate) fn took_execs(&mut self) -> Vec<Exec> {
@@ -322,12 +418,19 @@ impl World {
 
     /// The answer to the spawn with this wait id, if it has come.
     pub(crate) fn answer(&self, wid: i32) -> Option<PvmResult<Vec<PvmResult<Tid>>>> {
-        let found = self.sent.iter().find(|s| s.0 == client() && s.1 == SM_SPAWN && s.2 == wid);
+        let found = self
+            .sent
+            .iter()
+            .find(|s| s.0 == client() && s.1 == SM_SPAWN && s.2 == wid);
         found.map(|s| unpack_tids(s.3.clone()))
     }
 
     pub(crate) fn notes(&self) -> Vec<String> {
-        self.records.iter().filter(|r| matches!(r, EventKind::Note { .. })).map(EventKind::to_string).collect()
+        self.records
+            .iter()
+            .filter(|r| matches!(r, EventKind::Note { .. }))
+            .map(EventKind::to_string)
+            .collect()
     }
 }
 
@@ -357,7 +460,10 @@ pub(crate) fn world(hosts: u16) -> FakeVm {
         let mut world = vm.0.borrow_mut();
         world.now = Micros::from_secs(100);
         world.hosts = (1..=hosts).collect();
-        world.tasks = vec![info(rm(), 1, TASK_CONNECTED, ""), info(client(), 1, TASK_CONNECTED, "")];
+        world.tasks = vec![
+            info(rm(), 1, TASK_CONNECTED, ""),
+            info(client(), 1, TASK_CONNECTED, ""),
+        ];
     }
     vm
 }
@@ -369,16 +475,31 @@ pub(crate) struct Bed {
 
 impl Bed {
     pub(crate) fn start(vm: &FakeVm, watchers: bool) -> Result<Bed, ServiceError> {
-        Bed::with(vm, Options { watchers, ..Options::default() })
+        Bed::with(
+            vm,
+            Options {
+                watchers,
+                ..Options::default()
+            },
+        )
     }
 
     pub(crate) fn with(vm: &FakeVm, options: Options) -> Result<Bed, ServiceError> {
-        Ok(Bed { vm: vm.clone(), service: Service::start(vm.clone(), options)? })
+        Ok(Bed {
+            vm: vm.clone(),
+            service: Service::start(vm.clone(), options)?,
+        })
     }
 
     /// A pool whose watchers all run and say that nobody is there; the watcher of host n is t(n, 50).
     pub(crate) fn quiet(vm: &FakeVm) -> Bed {
-        Bed::quiet_with(vm, Options { watchers: true, ..Options::default() })
+        Bed::quiet_with(
+            vm,
+            Options {
+                watchers: true,
+                ..Options::default()
+            },
+        )
     }
 
     /// The same with other options.
@@ -389,7 +510,8 @@ impl Bed {
         for exec in execs {
             let watcher = Bed::watcher(exec.host.index());
             bed.world().ack_with(&exec, &[Ok(watcher)]);
-            bed.world().report(watcher, exec.host, OwnerVerdict::Absent { since: None });
+            bed.world()
+                .report(watcher, exec.host, OwnerVerdict::Absent { since: None });
         }
         bed.settle();
         bed
@@ -427,31 +549,49 @@ impl Bed {
     }
 
     pub(crate) fn owner_comes(&mut self, host: u16) {
-        let owner = OwnerVerdict::Present { since: Micros(7), seen: Micros(8) };
+        let owner = OwnerVerdict::Present {
+            since: Micros(7),
+            seen: Micros(8),
+        };
         self.world().report(Bed::watcher(host), h(host), owner);
         self.settle();
     }
 
     pub(crate) fn owner_leaves(&mut self, host: u16) {
-        self.world().report(Bed::watcher(host), h(host), OwnerVerdict::Absent { since: None });
+        self.world().report(
+            Bed::watcher(host),
+            h(host),
+            OwnerVerdict::Absent { since: None },
+        );
         self.settle();
     }
 
     /// Watchers say every ten seconds that they live.
     pub(crate) fn signs_of_life(&mut self, hosts: &[u16]) {
         for host in hosts {
-            self.world().report(Bed::watcher(*host), h(*host), OwnerVerdict::Absent { since: None });
+            self.world().report(
+                Bed::watcher(*host),
+                h(*host),
+                OwnerVerdict::Absent { since: None },
+            );
         }
         self.settle();
     }
 }
 
 pub(crate) fn request(count: u32) -> SpawnRequest {
-    SpawnRequest { file: "worker".into(), count, ..SpawnRequest::default() }
+    SpawnRequest {
+        file: "worker".into(),
+        count,
+        ..SpawnRequest::default()
+    }
 }
 
 pub(crate) fn failed(why: Failure) -> MoveError {
-    MoveError { step: sempa_proto::migration::Step::Prepare, why }
+    MoveError {
+        step: sempa_proto::migration::Step::Prepare,
+        why,
+    }
 }
 
 pub(crate) fn no_file() -> PvmResult<Tid> {

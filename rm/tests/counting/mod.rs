@@ -24,7 +24,12 @@ fn add(bytes: isize) {
 }
 
 fn take(size: usize) {
-    TAKEN.with(|sum| sum.set(Taken { blocks: sum.get().blocks + 1, bytes: sum.get().bytes + size }));
+    TAKEN.with(|sum| {
+        sum.set(Taken {
+            blocks: sum.get().blocks + 1,
+            bytes: sum.get().bytes + size,
+        })
+    });
 }
 
 // SAFETY: everything is passed on to the system's allocator as it came.
@@ -57,7 +62,10 @@ static COUNTING: Counting = Counting;
 pub(crate) fn bytes_kept<T>(make: impl FnOnce() -> T) -> (T, usize) {
     let before = BYTES.with(Cell::get);
     let made = make();
-    (made, usize::try_from(BYTES.with(Cell::get) - before).unwrap_or(0))
+    (
+        made,
+        usize::try_from(BYTES.with(Cell::get) - before).unwrap_or(0),
+    )
 }
 
 /// What is allocated meanwhile.
@@ -65,5 +73,8 @@ pub(crate) fn taken(act: impl FnOnce()) -> Taken {
     let before = TAKEN.with(Cell::get);
     act();
     let after = TAKEN.with(Cell::get);
-    Taken { blocks: after.blocks - before.blocks, bytes: after.bytes - before.bytes }
+    Taken {
+        blocks: after.blocks - before.blocks,
+        bytes: after.bytes - before.bytes,
+    }
 }

@@ -42,8 +42,15 @@ pub(crate) struct Day {
 }
 
 /// As many hosts as those who want little never need at once: alone they find a place at once.
-pub(crate) const ROOMY: Day =
-    Day { pool: "roomy", hosts: 24, light: (5, 0.5 * HOUR), jobs: 22, batch: 1, pause: HOUR, greedy: (6, 4.0 * HOUR) };
+pub(crate) const ROOMY: Day = Day {
+    pool: "roomy",
+    hosts: 24,
+    light: (5, 0.5 * HOUR),
+    jobs: 22,
+    batch: 1,
+    pause: HOUR,
+    greedy: (6, 4.0 * HOUR),
+};
 /// Jobs that each take all hosts, and come several at a time: those who want little wait for each other, and for their own jobs,
 /// when they are alone. (Who asks for more than is free gets what there is, so jobs that leave some hosts free would be of
 /// different sizes from run to run.)
@@ -86,22 +93,49 @@ impl Day {
                 at += random.waits(self.pause);
             }
             let (processes, work) = (self.light.0, self.light.1 * (0.75 + 0.5 * random.unit()));
-            light.push(Job { user: LIGHT[n % LIGHT.len()], at, processes, work });
+            light.push(Job {
+                user: LIGHT[n % LIGHT.len()],
+                at,
+                processes,
+                work,
+            });
         }
         // Twice as much as all hosts can do in the day.
         let (processes, work) = self.greedy;
-        let jobs = (2.0 * f64::from(self.hosts) * at.max(24.0 * HOUR) / (f64::from(processes) * work)).ceil() as usize;
-        let greedy = vec![Job { user: GREEDY, at: 0.0, processes, work }; jobs];
+        let jobs = (2.0 * f64::from(self.hosts) * at.max(24.0 * HOUR)
+            / (f64::from(processes) * work))
+            .ceil() as usize;
+        let greedy = vec![
+            Job {
+                user: GREEDY,
+                at: 0.0,
+                processes,
+                work
+            };
+            jobs
+        ];
         let run = |jobs: &[Job]| replay::run(&self.record(jobs), conduct()).expect("it runs");
-        Both { alone: run(&light), beside: run(&[greedy, light].concat()) }
+        Both {
+            alone: run(&light),
+            beside: run(&[greedy, light].concat()),
+        }
     }
 
     /// What the resource manager is told.
     fn record(&self, jobs: &[Job]) -> Vec<Entry> {
         let at = |seconds: f64| Micros(((60.0 + seconds) * 1e6) as u64);
-        let mut all = vec![Entry { at: at(-59.0), input: Input::Policy(conduct()) }];
-        all.push(Entry { at: at(-59.0), input: Input::Hosts(table(self.hosts)) });
-        all.extend((1..=self.hosts).map(|host| Entry { at: at(-59.0), input: report(host) }));
+        let mut all = vec![Entry {
+            at: at(-59.0),
+            input: Input::Policy(conduct()),
+        }];
+        all.push(Entry {
+            at: at(-59.0),
+            input: Input::Hosts(table(self.hosts)),
+        });
+        all.extend((1..=self.hosts).map(|host| Entry {
+            at: at(-59.0),
+            input: report(host),
+        }));
         let (mut last, mut ends) = (100, Vec::new());
         for (n, job) in jobs.iter().enumerate() {
             let caller = tid(job.user - GREEDY + 2);
@@ -112,15 +146,33 @@ impl Day {
                 count: job.processes,
                 ..SpawnRequest::default()
             };
-            let input = Input::Spawn { number, caller: h(1), user: job.user, job: caller, request };
-            all.push(Entry { at: at(job.at), input });
+            let input = Input::Spawn {
+                number,
+                caller: h(1),
+                user: job.user,
+                job: caller,
+                request,
+            };
+            all.push(Entry {
+                at: at(job.at),
+                input,
+            });
             let tids: Vec<Tid> = (0..job.processes).map(|n| tid(last + n)).collect();
             last += job.processes;
-            let used = Usage { user: Micros((job.work * 1e6) as u64), ..Usage::default() };
+            let used = Usage {
+                user: Micros((job.work * 1e6) as u64),
+                ..Usage::default()
+            };
             // Only how much they used counts, and not when it was told.
-            let end = |tid: &Tid| Entry { at: at(job.at), input: Input::Ended { tid: *tid, used } };
+            let end = |tid: &Tid| Entry {
+                at: at(job.at),
+                input: Input::Ended { tid: *tid, used },
+            };
             ends.extend(tids.iter().map(end));
-            all.push(Entry { at: at(job.at), input: Input::Started { number, tids } });
+            all.push(Entry {
+                at: at(job.at),
+                input: Input::Started { number, tids },
+            });
         }
         all.extend(ends);
         all.sort_by_key(|entry| entry.at);
@@ -130,7 +182,13 @@ impl Day {
 
 /// Jobs wait for their turn.
 fn conduct() -> Conduct {
-    Conduct { rules: Rules { wait: Micros::from_secs(WAIT_S), ..Rules::default() }, ..Conduct::default() }
+    Conduct {
+        rules: Rules {
+            wait: Micros::from_secs(WAIT_S),
+            ..Rules::default()
+        },
+        ..Conduct::default()
+    }
 }
 
 fn h(index: u16) -> HostId {
@@ -144,14 +202,28 @@ fn tid(local: u32) -> Tid {
 fn table(hosts: u16) -> HostTable {
     let host = |i: u16| {
         let (name, arch) = (format!("h{i}"), "LINUX64".to_string());
-        HostEntry { id: h(i), name, arch, speed: 1000, dsig: DSIG_X86_64, addresses: Vec::new() }
+        HostEntry {
+            id: h(i),
+            name,
+            arch,
+            speed: 1000,
+            dsig: DSIG_X86_64,
+            addresses: Vec::new(),
+        }
     };
-    HostTable { epoch: Epoch(1), hosts: (1..=hosts).map(host).collect() }
+    HostTable {
+        epoch: Epoch(1),
+        hosts: (1..=hosts).map(host).collect(),
+    }
 }
 
 /// Nobody is there.
 fn report(host: u16) -> Input {
-    let sample = LoadSample { cores: 1, available_bytes: 8 << 30, ..LoadSample::default() };
+    let sample = LoadSample {
+        cores: 1,
+        available_bytes: 8 << 30,
+        ..LoadSample::default()
+    };
     let report = LoadReport {
         host: h(host),
         at: Micros(1),
@@ -196,7 +268,8 @@ pub(crate) struct Compared {
 
 impl Compared {
     pub(crate) fn of(day: &Day, seed: u64, alone: &Figures, beside: &Figures) -> Compared {
-        let of = |figures: &Figures, user: u32| figures.users.get(&user).cloned().unwrap_or_default();
+        let of =
+            |figures: &Figures, user: u32| figures.users.get(&user).cloned().unwrap_or_default();
         let pair = |user: u32| {
             let (alone, beside) = (of(alone, user), of(beside, user));
             let sorted = |of: &OfUser| {
@@ -204,10 +277,20 @@ impl Compared {
                 waits.sort_by(f64::total_cmp);
                 waits
             };
-            Pair { waits_s: (sorted(&alone), sorted(&beside)), alone, beside }
+            Pair {
+                waits_s: (sorted(&alone), sorted(&beside)),
+                alone,
+                beside,
+            }
         };
         let Day { pool, hosts, .. } = *day;
-        Compared { pool, hosts, seed, greedy: of(beside, GREEDY), light: LIGHT.map(pair).into() }
+        Compared {
+            pool,
+            hosts,
+            seed,
+            greedy: of(beside, GREEDY),
+            light: LIGHT.map(pair).into(),
+        }
     }
 
     /// Everybody who wants little got all of it, waited no more than a fifth longer and one look, on average and at worst, and
@@ -234,7 +317,11 @@ impl Compared {
                 let two = |of: fn(&OfUser) -> f64| format!("{:.1}, {:.1}", of(alone), of(beside));
                 let (mean, most) = (two(|u| u.waited_mean_s), two(|u| u.waited_most_s));
                 let run = two(|u| u.run_mean_s);
-                let _ = writeln!(text, "{:8}{:>6}{user:>6}{mean:>18}{most:>18}{run:>18}", day.pool, day.seed);
+                let _ = writeln!(
+                    text,
+                    "{:8}{:>6}{user:>6}{mean:>18}{most:>18}{run:>18}",
+                    day.pool, day.seed
+                );
             }
         }
         text + "each alone, and beside a greedy one\n"

@@ -11,7 +11,8 @@ use sempa_proto::{HostId, Micros};
 use std::collections::BTreeSet;
 
 #[test]
-fn tasks_that_a_host_does_not_take_because_of_its_owner_are_started_elsewhere_unless_they_are_bound_to_it() {
+fn tasks_that_a_host_does_not_take_because_of_its_owner_are_started_elsewhere_unless_they_are_bound_to_it()
+ {
     let vm = world(3);
     let mut bed = Bed::start(&vm, false).expect("no other");
     bed.world().spawn(1, &request(3));
@@ -30,23 +31,40 @@ fn tasks_that_a_host_does_not_take_because_of_its_owner_are_started_elsewhere_un
     let last = bed.world().took_execs();
     let there = bed.world().ack(&last[0]);
     bed.settle();
-    assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(on1[0]), Ok(there[0]), Ok(on3[0])])));
+    assert_eq!(
+        bed.world().answer(1),
+        Some(Ok(vec![Ok(on1[0]), Ok(there[0]), Ok(on3[0])]))
+    );
     let hosts: BTreeSet<HostId> = [execs[1].host, again[0].host, last[0].host].into();
     assert_eq!(hosts.len(), 3, "each was asked once");
 
-    let named = SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(2) };
+    let named = SpawnRequest {
+        flags: SPAWN_HOST,
+        place: "h2".into(),
+        ..request(2)
+    };
     bed.world().spawn(2, &named);
     bed.settle();
     let exec = bed.world().took_execs().remove(0);
-    bed.world().ack_with(&exec, &[Err(NO_GUESTS), Err(NO_GUESTS)]);
+    bed.world()
+        .ack_with(&exec, &[Err(NO_GUESTS), Err(NO_GUESTS)]);
     bed.settle();
-    assert_eq!(bed.world().answer(2), Some(Ok(vec![Err(NO_GUESTS), Err(NO_GUESTS)])));
+    assert_eq!(
+        bed.world().answer(2),
+        Some(Ok(vec![Err(NO_GUESTS), Err(NO_GUESTS)]))
+    );
 }
 
 #[test]
 fn tasks_that_belong_together_or_apart_are_started_elsewhere_as_a_whole_or_not_at_all() {
-    let same_host = SpawnRequest { place: "?same-host".into(), ..request(2) };
-    let spread = SpawnRequest { place: "?spread = 1".into(), ..request(2) };
+    let same_host = SpawnRequest {
+        place: "?same-host".into(),
+        ..request(2)
+    };
+    let spread = SpawnRequest {
+        place: "?spread = 1".into(),
+        ..request(2)
+    };
     let first_order = |asked: &SpawnRequest| {
         let mut bed = Bed::quiet(&world(3));
         bed.world().spawn(1, asked);
@@ -58,13 +76,25 @@ fn tasks_that_belong_together_or_apart_are_started_elsewhere_as_a_whole_or_not_a
     let tid = t(execs[0].host.index(), 100);
     bed.world().ack_with(&execs[0], &[Ok(tid), Err(NO_GUESTS)]);
     bed.settle();
-    assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(tid), Err(NO_GUESTS)])), "the other one has no place beside it");
+    assert_eq!(
+        bed.world().answer(1),
+        Some(Ok(vec![Ok(tid), Err(NO_GUESTS)])),
+        "the other one has no place beside it"
+    );
 
     let (mut bed, execs) = first_order(&same_host);
-    bed.world().ack_with(&execs[0], &[Err(NO_GUESTS), Err(NO_GUESTS)]);
+    bed.world()
+        .ack_with(&execs[0], &[Err(NO_GUESTS), Err(NO_GUESTS)]);
     bed.settle();
     let again = bed.world().took_execs();
-    assert_eq!(again.iter().map(|exec| exec.request.count).collect::<Vec<_>>(), [2], "both, on another host");
+    assert_eq!(
+        again
+            .iter()
+            .map(|exec| exec.request.count)
+            .collect::<Vec<_>>(),
+        [2],
+        "both, on another host"
+    );
     assert!(again[0].host != execs[0].host);
 
     let (mut bed, execs) = first_order(&spread);
@@ -72,14 +102,32 @@ fn tasks_that_belong_together_or_apart_are_started_elsewhere_as_a_whole_or_not_a
     let there = bed.world().ack(&execs[0]);
     bed.world().ack_with(&execs[1], &[Err(NO_GUESTS)]);
     bed.settle();
-    assert_eq!(bed.world().answer(1).expect("answered").expect("results").iter().flatten().count(), there.len());
+    assert_eq!(
+        bed.world()
+            .answer(1)
+            .expect("answered")
+            .expect("results")
+            .iter()
+            .flatten()
+            .count(),
+        there.len()
+    );
 }
 
 #[test]
 fn a_spawn_that_no_host_takes_waits_if_it_may_and_they_are_asked_again() {
     let refused_by_all = |wait: Micros| {
-        let rules = Rules { wait, ..Rules::default() };
-        let mut bed = Bed::quiet_with(&world(2), with_conduct(Conduct { rules, ..Conduct::default() }));
+        let rules = Rules {
+            wait,
+            ..Rules::default()
+        };
+        let mut bed = Bed::quiet_with(
+            &world(2),
+            with_conduct(Conduct {
+                rules,
+                ..Conduct::default()
+            }),
+        );
         bed.world().spawn(1, &request(1));
         bed.settle();
         for _ in 0..2 {
@@ -87,18 +135,36 @@ fn a_spawn_that_no_host_takes_waits_if_it_may_and_they_are_asked_again() {
             assert_eq!(execs.len(), 1);
             bed.world().ack_with(&execs[0], &[Err(NO_GUESTS)]);
             // The host says so in the log, which is news.
-            bed.world().event(execs[0].host, EventKind::Note { text: "not started".into() });
+            bed.world().event(
+                execs[0].host,
+                EventKind::Note {
+                    text: "not started".into(),
+                },
+            );
             bed.settle();
         }
         for _ in 0..3 {
-            bed.world().event(h(1), EventKind::Note { text: "something else".into() });
+            bed.world().event(
+                h(1),
+                EventKind::Note {
+                    text: "something else".into(),
+                },
+            );
             bed.settle();
         }
-        assert_eq!(bed.world().took_execs().len(), 0, "nobody is asked again for a while");
+        assert_eq!(
+            bed.world().took_execs().len(),
+            0,
+            "nobody is asked again for a while"
+        );
         bed
     };
     let bed = refused_by_all(Micros(0));
-    assert_eq!(bed.world().answer(1), Some(Ok(vec![Err(NO_GUESTS)])), "it may not wait");
+    assert_eq!(
+        bed.world().answer(1),
+        Some(Ok(vec![Err(NO_GUESTS)])),
+        "it may not wait"
+    );
 
     let mut bed = refused_by_all(Micros::from_secs(600));
     assert_eq!(bed.world().answer(1), None, "it may wait");

@@ -11,7 +11,11 @@ pub(crate) fn h(index: u16) -> HostId {
 
 /// An idle host whose sample never gets old: all load that is not ours here is that of owners, who are looked after as such.
 pub(crate) fn desktop(index: u16, owner: Owner) -> HostView {
-    let sample = LoadSample { cores: 1, available_bytes: 8 << 30, ..LoadSample::default() };
+    let sample = LoadSample {
+        cores: 1,
+        available_bytes: 8 << 30,
+        ..LoadSample::default()
+    };
     HostView {
         id: h(index),
         name: format!("d{index}"),
@@ -20,7 +24,11 @@ pub(crate) fn desktop(index: u16, owner: Owner) -> HostView {
         labels: Arc::default(),
         speed: 1000,
         cores: 1,
-        sample: Some(Sampled { sample, at: Micros(u64::MAX), own: 0 }),
+        sample: Some(Sampled {
+            sample,
+            at: Micros(u64::MAX),
+            own: 0,
+        }),
         foreign_mean: None,
         promised: 0,
         owner,

@@ -13,7 +13,18 @@ fn by() -> Cause {
 }
 
 fn drain(bed: &mut Bed, within: Option<Micros>) -> Vec<(Tid, Option<String>)> {
-    let Answer::Drain { drained: true, tasks, .. } = ask(bed, &Question::Drain { host: "h2".into(), within }) else {
+    let Answer::Drain {
+        drained: true,
+        tasks,
+        ..
+    } = ask(
+        bed,
+        &Question::Drain {
+            host: "h2".into(),
+            within,
+        },
+    )
+    else {
         panic!("h2 is there")
     };
     tasks
@@ -29,7 +40,9 @@ fn left(bed: &mut Bed) -> Vec<(Tid, Option<String>)> {
 #[test]
 fn all_tasks_leave_a_drained_host_none_comes_and_it_is_used_again_when_that_is_over() {
     let vm = world(3);
-    vm.0.borrow_mut().tasks.extend([spawned(t(2, 1), 2), spawned(t(2, 2), 2)]);
+    vm.0.borrow_mut()
+        .tasks
+        .extend([spawned(t(2, 1), 2), spawned(t(2, 2), 2)]);
     let mut bed = Bed::quiet(&vm);
     assert_eq!(drain(&mut bed, None), [(t(2, 1), None), (t(2, 2), None)]);
     let goes = vec![(t(2, 1), h(1), by()), (t(2, 2), h(3), by())];
@@ -40,25 +53,63 @@ fn all_tasks_leave_a_drained_host_none_comes_and_it_is_used_again_when_that_is_o
     bed.world().moved(t(2, 2), 2, 3, by());
     bed.settle();
     assert_eq!(left(&mut bed), []);
-    assert_eq!(bed.world().records.last(), Some(&EventKind::HostClean { host: h(2) }));
+    assert_eq!(
+        bed.world().records.last(),
+        Some(&EventKind::HostClean { host: h(2) })
+    );
     bed.world().took_migrations();
     // Not by choice and not by name.
     bed.world().spawn(1, &request(4));
     bed.settle();
-    assert!(bed.world().took_execs().iter().all(|exec| exec.host != h(2)));
-    bed.world().spawn(2, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(1) });
+    assert!(
+        bed.world()
+            .took_execs()
+            .iter()
+            .all(|exec| exec.host != h(2))
+    );
+    bed.world().spawn(
+        2,
+        &SpawnRequest {
+            flags: SPAWN_HOST,
+            place: "h2".into(),
+            ..request(1)
+        },
+    );
     bed.settle();
-    assert_eq!(bed.world().answer(2), Some(Ok(vec![Err(PvmError::OutOfRes)])));
+    assert_eq!(
+        bed.world().answer(2),
+        Some(Ok(vec![Err(PvmError::OutOfRes)]))
+    );
     // Somebody moves one there by hand: it leaves again.
-    bed.world().moved(t(2, 1), 1, 2, Cause::Asked { by: client() });
+    bed.world()
+        .moved(t(2, 1), 1, 2, Cause::Asked { by: client() });
     bed.settle();
     assert_eq!(bed.world().took_migrations().len(), 1);
-    let Answer::Drain { drained, .. } = ask(&mut bed, &Question::Undrain { host: "h2".into() }) else { panic!("no") };
+    let Answer::Drain { drained, .. } = ask(&mut bed, &Question::Undrain { host: "h2".into() })
+    else {
+        panic!("no")
+    };
     assert!(!drained);
-    bed.world().spawn(3, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(1) });
+    bed.world().spawn(
+        3,
+        &SpawnRequest {
+            flags: SPAWN_HOST,
+            place: "h2".into(),
+            ..request(1)
+        },
+    );
     bed.settle();
     assert_eq!(bed.world().took_execs()[0].host, h(2));
-    assert_eq!(ask(&mut bed, &Question::Drain { host: "h9".into(), within: None }), Answer::Unknown);
+    assert_eq!(
+        ask(
+            &mut bed,
+            &Question::Drain {
+                host: "h9".into(),
+                within: None
+            }
+        ),
+        Answer::Unknown
+    );
 }
 
 #[test]
@@ -73,15 +124,21 @@ fn what_stays_on_a_drained_host_is_told_with_its_reason_and_at_the_deadline() {
     bed.pass(Micros::from_secs(4));
     let notes = bed.world().notes();
     assert!(
-        notes.iter().any(|n| n.contains("stays on h2 although it is to be emptied: no host to go to")),
+        notes
+            .iter()
+            .any(|n| n.contains("stays on h2 although it is to be emptied: no host to go to")),
         "{notes:?}"
     );
-    let late = notes.iter().filter(|n| n.starts_with("h2 was to be empty by now; still there: ")).count();
+    let late = notes
+        .iter()
+        .filter(|n| n.starts_with("h2 was to be empty by now; still there: "))
+        .count();
     assert_eq!(late, 1, "{notes:?}");
     // A move that fails is tried again somewhere else, or there again.
     bed.owner_leaves(1);
     assert_eq!(bed.world().took_migrations(), [(t(2, 1), 1)]);
-    bed.world().move_failed(t(2, 1), 2, 1, Failure::Killed { signal: 9 });
+    bed.world()
+        .move_failed(t(2, 1), 2, 1, Failure::Killed { signal: 9 });
     bed.settle();
     assert!(left(&mut bed)[0].1.is_some());
     bed.pass(Micros::from_secs(3));
@@ -95,12 +152,27 @@ fn an_owner_who_comes_to_a_drained_host_is_the_reason_until_he_leaves() {
     drain(&mut bed, None);
     bed.owner_comes(2);
     bed.owner_leaves(2);
-    bed.world().spawn(2, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(1) });
+    bed.world().spawn(
+        2,
+        &SpawnRequest {
+            flags: SPAWN_HOST,
+            place: "h2".into(),
+            ..request(1)
+        },
+    );
     bed.settle();
-    assert_eq!(bed.world().answer(2), Some(Ok(vec![Err(PvmError::OutOfRes)])));
-    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyHost("h2".into())) else { panic!("no reason") };
+    assert_eq!(
+        bed.world().answer(2),
+        Some(Ok(vec![Err(PvmError::OutOfRes)]))
+    );
+    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyHost("h2".into())) else {
+        panic!("no reason")
+    };
     let told: Vec<String> = decisions.iter().map(|d| d.what.to_string()).collect();
-    assert!(told.contains(&format!("h2 is being emptied: {} asked for it", client())), "{told:?}");
+    assert!(
+        told.contains(&format!("h2 is being emptied: {} asked for it", client())),
+        "{told:?}"
+    );
 }
 
 #[test]
@@ -115,7 +187,12 @@ fn one_that_begins_again_keeps_hosts_empty_that_were_emptied() {
     let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");
     bed.world().spawn(1, &request(2));
     bed.settle();
-    assert!(bed.world().took_execs().iter().all(|exec| exec.host == h(1)));
+    assert!(
+        bed.world()
+            .took_execs()
+            .iter()
+            .all(|exec| exec.host == h(1))
+    );
     ask(&mut bed, &Question::Undrain { host: "h2".into() });
     bed.pass(Micros::from_secs(1));
     drop(bed);
@@ -123,5 +200,10 @@ fn one_that_begins_again_keeps_hosts_empty_that_were_emptied() {
     let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");
     bed.world().spawn(2, &request(2));
     bed.settle();
-    assert!(bed.world().took_execs().iter().any(|exec| exec.host == h(2)));
+    assert!(
+        bed.world()
+            .took_execs()
+            .iter()
+            .any(|exec| exec.host == h(2))
+    );
 }

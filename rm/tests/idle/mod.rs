@@ -14,7 +14,15 @@ pub(crate) fn h(index: u16) -> HostId {
 
 /// What the watcher of an idle host says.
 pub(crate) fn sampled(cores: u32, available_bytes: u64) -> Option<Sampled> {
-    Some(Sampled { sample: LoadSample { cores, available_bytes, ..LoadSample::default() }, at: NOW, own: 0 })
+    Some(Sampled {
+        sample: LoadSample {
+            cores,
+            available_bytes,
+            ..LoadSample::default()
+        },
+        at: NOW,
+        own: 0,
+    })
 }
 
 /// A host with nobody at it and nothing on it.

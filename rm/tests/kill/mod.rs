@@ -16,9 +16,18 @@ fn large() -> (Bed, Tid) {
     let vm = world(2);
     let top = t(1, 7);
     let mut world = vm.0.borrow_mut();
-    world.tasks.push(TaskInfo { parent: Tid::NONE, ..spawned(top, 1) });
-    world.tasks.extend((1..ALL).map(|n| TaskInfo { parent: top, ..spawned(t(2, 100 + n), 2) }));
-    world.tasks.push(TaskInfo { parent: Tid::NONE, ..spawned(t(2, 9000), 2) });
+    world.tasks.push(TaskInfo {
+        parent: Tid::NONE,
+        ..spawned(top, 1)
+    });
+    world.tasks.extend((1..ALL).map(|n| TaskInfo {
+        parent: top,
+        ..spawned(t(2, 100 + n), 2)
+    }));
+    world.tasks.push(TaskInfo {
+        parent: Tid::NONE,
+        ..spawned(t(2, 9000), 2)
+    });
     drop(world);
     let mut bed = Bed::start(&vm, false).expect("no other resource manager");
     bed.settle();
@@ -27,32 +36,67 @@ fn large() -> (Bed, Tid) {
 
 fn ended(bed: &mut Bed, tid: Tid) {
     bed.world().tasks.retain(|task| task.tid != tid);
-    bed.world().event(h(2), EventKind::TaskEnded { tid, status: 15, used: Usage::default() });
+    bed.world().event(
+        h(2),
+        EventKind::TaskEnded {
+            tid,
+            status: 15,
+            used: Usage::default(),
+        },
+    );
 }
 
 #[test]
 fn a_job_of_1500_tasks_is_asked_to_end_and_those_that_do_not_are_ended_until_nothing_is_left() {
     let (mut bed, top) = large();
     // Any of its tasks names it.
-    let Answer::Killed { job, left, forced: 0, .. } = ask(&mut bed, &Question::Kill(t(2, 1000))) else { panic!() };
+    let Answer::Killed {
+        job,
+        left,
+        forced: 0,
+        ..
+    } = ask(&mut bed, &Question::Kill(t(2, 1000)))
+    else {
+        panic!()
+    };
     assert_eq!((job, left), (top, ALL));
     bed.pass(Micros::from_secs(1));
     let asked: Vec<(Tid, i32)> = std::mem::take(&mut bed.world().signals);
     assert_eq!(asked.len() as u32, ALL, "each once");
-    assert!(asked.iter().all(|(tid, signal)| *signal == 15 && *tid != t(2, 9000)), "and no other job's");
+    assert!(
+        asked
+            .iter()
+            .all(|(tid, signal)| *signal == 15 && *tid != t(2, 9000)),
+        "and no other job's"
+    );
     // It tries to start one more, and one that was on its way begins.
     bed.world().spawn_by(t(2, 600), 5, &request(1));
     bed.settle();
-    assert!(bed.world().took_execs().is_empty(), "it starts nothing any more");
-    let why = format!("worker was not started for {}: Permission denied (job {top}, which it belongs to,", t(2, 600));
+    assert!(
+        bed.world().took_execs().is_empty(),
+        "it starts nothing any more"
+    );
+    let why = format!(
+        "worker was not started for {}: Permission denied (job {top}, which it belongs to,",
+        t(2, 600)
+    );
     let notes = bed.world().notes();
     assert!(notes.iter().any(|note| note.starts_with(&why)), "{notes:?}");
     let late = t(1, 8000);
-    let kind = EventKind::TaskStarted { tid: late, parent: top, name: "worker".into(), user: 0 };
+    let kind = EventKind::TaskStarted {
+        tid: late,
+        parent: top,
+        name: "worker".into(),
+        user: 0,
+    };
     bed.world().event(h(1), kind);
     // All but three end.
     let stubborn = [top, t(2, 101), t(2, 102)];
-    asked.iter().map(|(tid, _)| *tid).filter(|tid| !stubborn.contains(tid)).for_each(|tid| ended(&mut bed, tid));
+    asked
+        .iter()
+        .map(|(tid, _)| *tid)
+        .filter(|tid| !stubborn.contains(tid))
+        .for_each(|tid| ended(&mut bed, tid));
     bed.settle();
     bed.pass(Micros::from_secs(1));
     assert_eq!(std::mem::take(&mut bed.world().signals), [(late, 15)]);
@@ -61,17 +105,35 @@ fn a_job_of_1500_tasks_is_asked_to_end_and_those_that_do_not_are_ended_until_not
     let mut forced = std::mem::take(&mut bed.world().signals);
     forced.sort_unstable();
     assert_eq!(forced, stubborn.map(|tid| (tid, 9)));
-    let Answer::Killed { left: 3, .. } = ask(&mut bed, &Question::Killed(top)) else { panic!() };
+    let Answer::Killed { left: 3, .. } = ask(&mut bed, &Question::Killed(top)) else {
+        panic!()
+    };
     stubborn.into_iter().for_each(|tid| ended(&mut bed, tid));
     bed.pass(Micros::from_secs(1));
-    let done = Answer::Killed { job: top, asked: ALL + 1, forced: 3, left: 0, failed: Vec::new() };
+    let done = Answer::Killed {
+        job: top,
+        asked: ALL + 1,
+        forced: 3,
+        left: 0,
+        failed: Vec::new(),
+    };
     assert_eq!(ask(&mut bed, &Question::Killed(top)), done);
     let notes = bed.world().notes();
-    assert!(notes.iter().any(|note| note.contains("was ended with 1501 tasks, 3 of them by SIGKILL")), "{notes:?}");
+    assert!(
+        notes
+            .iter()
+            .any(|note| note.contains("was ended with 1501 tasks, 3 of them by SIGKILL")),
+        "{notes:?}"
+    );
     bed.pass(Micros::from_secs(30));
     assert!(bed.world().signals.is_empty());
     // One that has been on its way for very long is ended as well.
-    let kind = EventKind::TaskStarted { tid: t(1, 8001), parent: top, name: "worker".into(), user: 0 };
+    let kind = EventKind::TaskStarted {
+        tid: t(1, 8001),
+        parent: top,
+        name: "worker".into(),
+        user: 0,
+    };
     bed.world().event(h(1), kind);
     bed.settle();
     assert_eq!(bed.world().signals, [(t(1, 8001), 15)]);
@@ -87,24 +149,45 @@ fn tasks_that_are_being_started_for_a_job_are_waited_for_and_ended() {
     let execs = bed.world().took_execs();
     assert!(!execs.is_empty());
     // The client asks for it, which is at the top of the job: it stays itself.
-    let Answer::Killed { job, left, .. } = ask(&mut bed, &Question::Kill(tids[1])) else { panic!() };
+    let Answer::Killed { job, left, .. } = ask(&mut bed, &Question::Kill(tids[1])) else {
+        panic!()
+    };
     assert_eq!((job, left), (client(), 3), "two tasks and a request");
     for tid in tids {
         ended(&mut bed, tid);
     }
     bed.pass(Micros::from_secs(1));
-    let Answer::Killed { left: 1, .. } = ask(&mut bed, &Question::Killed(client())) else { panic!() };
-    let started: Vec<Tid> = execs.iter().flat_map(|exec| bed.vm.0.borrow_mut().ack(exec)).collect();
+    let Answer::Killed { left: 1, .. } = ask(&mut bed, &Question::Killed(client())) else {
+        panic!()
+    };
+    let started: Vec<Tid> = execs
+        .iter()
+        .flat_map(|exec| bed.vm.0.borrow_mut().ack(exec))
+        .collect();
     bed.settle();
     bed.pass(Micros::from_secs(1));
     let signals = bed.world().signals.clone();
-    assert!(started.iter().all(|tid| signals.contains(&(*tid, 15))), "{started:?} {signals:?}");
+    assert!(
+        started.iter().all(|tid| signals.contains(&(*tid, 15))),
+        "{started:?} {signals:?}"
+    );
     for tid in started {
         ended(&mut bed, tid);
     }
     bed.pass(Micros::from_secs(1));
     let answer = ask(&mut bed, &Question::Killed(client()));
-    assert!(matches!(answer, Answer::Killed { asked: 4, forced: 0, left: 0, .. }), "{answer:?}");
+    assert!(
+        matches!(
+            answer,
+            Answer::Killed {
+                asked: 4,
+                forced: 0,
+                left: 0,
+                ..
+            }
+        ),
+        "{answer:?}"
+    );
 }
 
 #[test]
@@ -112,9 +195,16 @@ fn a_task_that_cannot_be_signalled_is_named_and_an_unknown_job_is_unknown() {
     let (mut bed, top) = large();
     assert_eq!(ask(&mut bed, &Question::Kill(t(1, 4999))), Answer::Unknown);
     assert_eq!(ask(&mut bed, &Question::Killed(top)), Answer::Unknown);
-    bed.world().refuses_signals.insert(t(2, 300), PvmError::DSysErr);
+    bed.world()
+        .refuses_signals
+        .insert(t(2, 300), PvmError::DSysErr);
     drop(ask(&mut bed, &Question::Kill(top)));
     bed.pass(Micros::from_secs(1));
-    let Answer::Killed { failed, .. } = ask(&mut bed, &Question::Killed(top)) else { panic!() };
-    assert_eq!(failed.iter().map(|(tid, _)| *tid).collect::<Vec<_>>(), [t(2, 300)]);
+    let Answer::Killed { failed, .. } = ask(&mut bed, &Question::Killed(top)) else {
+        panic!()
+    };
+    assert_eq!(
+        failed.iter().map(|(tid, _)| *tid).collect::<Vec<_>>(),
+        [t(2, 300)]
+    );
 }

@@ -2,8 +2,8 @@
 
 use crate::desktop::{desktop, h};
 use pvm_rm::decide::{
-    Ask, Fair, HostView, Hosts, Moves, Owner, Policy, Snapshot, TaskView, UpDown, Wants, balance, give_way, go_on,
-    moves, place,
+    Ask, Fair, HostView, Hosts, Moves, Owner, Policy, Snapshot, TaskView, UpDown, Wants, balance,
+    give_way, go_on, moves, place,
 };
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
@@ -34,29 +34,48 @@ fn old(host: u16, number: u32) -> TaskView {
 }
 
 fn present() -> Owner {
-    Owner::Present { why: "at the keyboard".into() }
+    Owner::Present {
+        why: "at the keyboard".into(),
+    }
 }
 
 /// As many hosts, half of them with an owner and with tasks that belong there, nearly all with a task that has run for an hour.
 pub(crate) fn large(hosts: u16) -> Snapshot {
     let view = |i: u16| {
         let pinned = i.is_multiple_of(2);
-        let owner = if pinned { present() } else { Owner::Absent { left: None } };
+        let owner = if pinned {
+            present()
+        } else {
+            Owner::Absent { left: None }
+        };
         // Some are crowded, some are empty, so that there is something to balance.
         let tasks = match i % 50 {
             1 => 0,
             11 => 3,
             _ => 1,
         };
-        let tasks = (1..=tasks).map(|n| TaskView { pinned, ..old(i, n) }).collect();
-        HostView { tasks, speed: 1000 + i32::from(i % 97), ..desktop(i, owner) }
+        let tasks = (1..=tasks)
+            .map(|n| TaskView {
+                pinned,
+                ..old(i, n)
+            })
+            .collect();
+        HostView {
+            tasks,
+            speed: 1000 + i32::from(i % 97),
+            ..desktop(i, owner)
+        }
     };
     let hosts: Hosts = (1..=hosts).map(view).collect();
     Snapshot::new(Micros::from_secs(7200), Policy::Load, hosts)
 }
 
 /// Changes hosts of a snapshot.
-fn change(snapshot: &mut Snapshot, hosts: impl IntoIterator<Item = u16>, act: impl Fn(u16, &mut HostView)) {
+fn change(
+    snapshot: &mut Snapshot,
+    hosts: impl IntoIterator<Item = u16>,
+    act: impl Fn(u16, &mut HostView),
+) {
     for i in hosts {
         act(i, snapshot.hosts.edit(h(i)).expect("a host"));
     }
@@ -68,21 +87,37 @@ fn change_all(snapshot: &mut Snapshot, act: impl Fn(u16, &mut HostView)) {
 }
 
 fn change_tasks(snapshot: &mut Snapshot, act: impl Fn(u16, &mut TaskView)) {
-    change_all(snapshot, |i, host| host.tasks.iter_mut().for_each(|task| act(i, task)));
+    change_all(snapshot, |i, host| {
+        host.tasks.iter_mut().for_each(|task| act(i, task))
+    });
 }
 
 fn request(count: u32, wants: &str) -> SpawnRequest {
-    SpawnRequest { count, place: wants.into(), ..SpawnRequest::default() }
+    SpawnRequest {
+        count,
+        place: wants.into(),
+        ..SpawnRequest::default()
+    }
 }
 
 fn ask(request: &SpawnRequest) -> Ask<'_> {
-    Ask { peers: &[HostId::MASTER], ..Ask::of(2, request, request.count, HostId::MASTER) }
+    Ask {
+        peers: &[HostId::MASTER],
+        ..Ask::of(2, request, request.count, HostId::MASTER)
+    }
 }
 
 /// So many tasks with these requirements get their places, or none does.
 fn places(snapshot: &Snapshot, count: u32, wants: &str, fits: bool) -> impl FnMut(usize) {
     let request = request(count, wants);
-    move |_| assert!(place(snapshot, &ask(&request)).hosts.iter().all(|r| r.is_ok() == fits))
+    move |_| {
+        assert!(
+            place(snapshot, &ask(&request))
+                .hosts
+                .iter()
+                .all(|r| r.is_ok() == fits)
+        )
+    }
 }
 
 fn balances(snapshot: &Snapshot) -> impl FnMut(usize) {
@@ -94,8 +129,13 @@ fn comes_and_goes(snapshot: &mut Snapshot, goes: bool) -> impl FnMut(usize) {
     move |_| {
         change(snapshot, [3], |_, host| host.owner = present());
         let decided = moves(snapshot);
-        assert_eq!((decided.go.len(), decided.stay.len()), if goes { (1, 0) } else { (0, 1) });
-        change(snapshot, [3], |_, host| host.owner = Owner::Absent { left: None });
+        assert_eq!(
+            (decided.go.len(), decided.stay.len()),
+            if goes { (1, 0) } else { (0, 1) }
+        );
+        change(snapshot, [3], |_, host| {
+            host.owner = Owner::Absent { left: None }
+        });
         assert_eq!(moves(snapshot), Moves::default());
     }
 }
@@ -109,10 +149,18 @@ pub(crate) fn looks_at_some(hosts: u16, visit: &mut Visit<'_>) {
     });
     visit("place 1", &mut places(&free, 1, "", true));
     visit("place 61", &mut places(&free, 61, "", true));
-    visit("an owner comes and goes", &mut comes_and_goes(&mut free, true));
+    visit(
+        "an owner comes and goes",
+        &mut comes_and_goes(&mut free, true),
+    );
     visit("balance", &mut balances(&free));
     let mut waits = free.clone();
-    waits.barriers = waits.hosts.iter().flat_map(|host| &host.tasks).map(|task| task.job).collect();
+    waits.barriers = waits
+        .hosts
+        .iter()
+        .flat_map(|host| &host.tasks)
+        .map(|task| task.job)
+        .collect();
     visit("balance jobs that wait", &mut balances(&waits));
 }
 
@@ -130,16 +178,33 @@ pub(crate) fn plans(hosts: u16, visit: &mut Visit<'_>) {
 /// Decisions that look at every host, or at every task of a job.
 pub(crate) fn looks_at_all(hosts: u16, visit: &mut Visit<'_>) {
     let free = large(hosts);
-    visit("place 61 by speed", &mut places(&free, 61, "?rank = speed", true));
-    visit("place 61 on one host", &mut places(&free, 61, "?same-host", true));
-    let in_turn = Snapshot { policy: Policy::RoundRobin, ..free.clone() };
+    visit(
+        "place 61 by speed",
+        &mut places(&free, 61, "?rank = speed", true),
+    );
+    visit(
+        "place 61 on one host",
+        &mut places(&free, 61, "?same-host", true),
+    );
+    let in_turn = Snapshot {
+        policy: Policy::RoundRobin,
+        ..free.clone()
+    };
     visit("place 61 in turn", &mut places(&in_turn, 61, "", true));
-    visit("refuse by number", &mut places(&free, 1, "?cores > 99", false));
-    visit("refuse by name", &mut places(&free, 1, "?host = nobody", false));
+    visit(
+        "refuse by number",
+        &mut places(&free, 1, "?cores > 99", false),
+    );
+    visit(
+        "refuse by name",
+        &mut places(&free, 1, "?host = nobody", false),
+    );
     all_come(&free, visit);
     let mut unknown = free.clone();
     change_all(&mut unknown, |_, host| host.sample = None);
-    visit("balance what nobody knows", &mut |_| assert_eq!(balance(&unknown), []));
+    visit("balance what nobody knows", &mut |_| {
+        assert_eq!(balance(&unknown), [])
+    });
     let mut one_waits = free.clone();
     change_tasks(&mut one_waits, |_, task| task.job = t(1, 1));
     one_waits.barriers = [t(1, 1)].into();
@@ -165,12 +230,21 @@ fn all_come(free: &Snapshot, visit: &mut Visit<'_>) {
         host.tasks.iter_mut().for_each(|task| task.pinned = false);
     });
     visit("refuse by owners", &mut places(&stuck, 1, "", false));
-    visit("he comes, there is no place, he goes", &mut comes_and_goes(&mut full, false));
+    visit(
+        "he comes, there is no place, he goes",
+        &mut comes_and_goes(&mut full, false),
+    );
     let guests: usize = stuck.hosts.iter().map(|host| host.tasks.len()).sum();
-    visit("all have come", &mut |_| assert_eq!(moves(&stuck).stay.len(), guests));
+    visit("all have come", &mut |_| {
+        assert_eq!(moves(&stuck).stay.len(), guests)
+    });
     let mut rush = free.clone();
-    change(&mut rush, (1..=hosts).filter(|i| i % 4 == 3), |_, host| host.owner = present());
-    visit("many have come", &mut |_| assert!(!moves(&rush).go.is_empty()));
+    change(&mut rush, (1..=hosts).filter(|i| i % 4 == 3), |_, host| {
+        host.owner = present()
+    });
+    visit("many have come", &mut |_| {
+        assert!(!moves(&rush).go.is_empty())
+    });
 }
 
 /// One processor for each task of a user who has held many; another one wants some.
@@ -185,9 +259,18 @@ fn users_take_turns(free: &Snapshot, visit: &mut Visit<'_>) {
     fair.takes(Micros(0), 1, u32::from(hosts));
     fair.recall(greedy.now, 1, 100.0, Micros(0));
     let wide = request(61, "?free >= 1; spread");
-    visit("give way", &mut |_| assert_eq!(give_way(&greedy, &fair, &ask(&wide)).len(), 61));
+    visit("give way", &mut |_| {
+        assert_eq!(give_way(&greedy, &fair, &ask(&wide)).len(), 61)
+    });
     let mut quiet = greedy.clone();
     change_all(&mut quiet, |_, host| host.tasks[0].suspended = true);
-    let since = quiet.hosts.iter().take(usize::from(hosts / 32)).map(|host| (host.tasks[0].tid, Micros(0))).collect();
-    visit("go on", &mut |_| assert!(!go_on(&quiet, &since, &BTreeSet::new()).is_empty()));
+    let since = quiet
+        .hosts
+        .iter()
+        .take(usize::from(hosts / 32))
+        .map(|host| (host.tasks[0].tid, Micros(0)))
+        .collect();
+    visit("go on", &mut |_| {
+        assert!(!go_on(&quiet, &since, &BTreeSet::new()).is_empty())
+    });
 }

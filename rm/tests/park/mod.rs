@@ -13,8 +13,15 @@ use sempa_proto::{Micros, Tid};
 
 /// A first task on h1 with a child on h2 and one on h3.
 fn family() -> [TaskInfo; 3] {
-    let child = |parent: Tid, tid: Tid, host: u16| TaskInfo { parent, ..spawned(tid, host) };
-    [child(Tid::NONE, t(1, 7), 1), child(t(1, 7), t(2, 7), 2), child(t(1, 7), t(3, 7), 3)]
+    let child = |parent: Tid, tid: Tid, host: u16| TaskInfo {
+        parent,
+        ..spawned(tid, host)
+    };
+    [
+        child(Tid::NONE, t(1, 7), 1),
+        child(t(1, 7), t(2, 7), 2),
+        child(t(1, 7), t(3, 7), 3),
+    ]
 }
 
 fn pool() -> Bed {
@@ -25,13 +32,29 @@ fn pool() -> Bed {
 }
 
 fn checkpointed(bed: &mut Bed, job: Tid) {
-    let kind = EventKind::Checkpointed { set: "s1".into(), job, tasks: 3, bytes: 9, frozen: Micros(5), parked: true };
+    let kind = EventKind::Checkpointed {
+        set: "s1".into(),
+        job,
+        tasks: 3,
+        bytes: 9,
+        frozen: Micros(5),
+        parked: true,
+    };
     bed.world().event(h(1), kind);
     for info in family() {
         let used = Default::default();
-        bed.world().event(info.host, EventKind::TaskEnded { tid: info.tid, status: 9, used });
+        bed.world().event(
+            info.host,
+            EventKind::TaskEnded {
+                tid: info.tid,
+                status: 9,
+                used,
+            },
+        );
     }
-    bed.world().tasks.retain(|task| family().iter().all(|member| member.tid != task.tid));
+    bed.world()
+        .tasks
+        .retain(|task| family().iter().all(|member| member.tid != task.tid));
     bed.settle();
 }
 
@@ -52,8 +75,19 @@ fn arrive(bed: &mut Bed) {
         }
         for (tid, to) in going {
             let from = bed.service.model().host_of(tid).expect("known");
-            bed.world().tasks.iter_mut().filter(|task| task.tid == tid).for_each(|task| task.host = h(to));
-            bed.world().moved(tid, from.index(), to, Cause::Owner { why: "alice on pts/0".into() });
+            bed.world()
+                .tasks
+                .iter_mut()
+                .filter(|task| task.tid == tid)
+                .for_each(|task| task.host = h(to));
+            bed.world().moved(
+                tid,
+                from.index(),
+                to,
+                Cause::Owner {
+                    why: "alice on pts/0".into(),
+                },
+            );
             bed.settle();
         }
     }
@@ -71,22 +105,46 @@ fn a_task_that_another_host_takes_only_moves() {
 fn a_job_is_parked_once_when_nobody_takes_its_task_and_goes_on_where_there_is_room() {
     let mut bed = pool();
     crowd(&mut bed);
-    assert_eq!(bed.world().checkpoints, [t(1, 7)], "the first of it that daemons have started, once");
+    assert_eq!(
+        bed.world().checkpoints,
+        [t(1, 7)],
+        "the first of it that daemons have started, once"
+    );
     checkpointed(&mut bed, t(1, 7));
     bed.pass(Micros::from_secs(30));
     assert!(bed.world().restarts.is_empty(), "there is no room");
     bed.owner_leaves(3);
     bed.pass(Micros::from_secs(12));
-    assert_eq!(bed.world().restarts, [("s1".to_string(), vec!["h3".to_string(); 3])]);
+    assert_eq!(
+        bed.world().restarts,
+        [("s1".to_string(), vec!["h3".to_string(); 3])]
+    );
     let tasks = family().map(|task| (task.tid, h(3))).to_vec();
-    bed.world().tasks.extend(family().map(|task| TaskInfo { host: h(3), ..task }));
-    bed.world().event(h(1), EventKind::Restarted { set: "s1".into(), job: t(1, 7), tasks, why: "asked".into() });
+    bed.world()
+        .tasks
+        .extend(family().map(|task| TaskInfo { host: h(3), ..task }));
+    bed.world().event(
+        h(1),
+        EventKind::Restarted {
+            set: "s1".into(),
+            job: t(1, 7),
+            tasks,
+            why: "asked".into(),
+        },
+    );
     bed.signs_of_life(&[3]);
     bed.pass(Micros::from_secs(60));
     assert_eq!(bed.world().checkpoints.len(), 1);
     assert_eq!(bed.world().restarts.len(), 1);
-    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyTask(t(1, 7))) else { panic!("nothing is known") };
-    assert!(decisions.iter().any(|d| matches!(d.what, Decided::Parked { job, .. } if job == t(1, 7))), "{decisions:?}");
+    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyTask(t(1, 7))) else {
+        panic!("nothing is known")
+    };
+    assert!(
+        decisions
+            .iter()
+            .any(|d| matches!(d.what, Decided::Parked { job, .. } if job == t(1, 7))),
+        "{decisions:?}"
+    );
 }
 
 #[test]
@@ -96,7 +154,11 @@ fn a_parked_job_that_somebody_ends_is_not_started_again_and_others_are() {
     checkpointed(&mut bed, t(1, 7));
     assert_eq!(ask(&mut bed, &Question::Unpark(t(2, 9))), Answer::Unknown);
     // Any of its tasks may be named.
-    let gone = Answer::Unparked { job: t(1, 7), set: "s1".into(), starting: false };
+    let gone = Answer::Unparked {
+        job: t(1, 7),
+        set: "s1".into(),
+        starting: false,
+    };
     assert_eq!(ask(&mut bed, &Question::Unpark(t(3, 7))), gone);
     assert_eq!(ask(&mut bed, &Question::Unpark(t(3, 7))), Answer::Unknown);
     bed.owner_leaves(3);
@@ -106,7 +168,11 @@ fn a_parked_job_that_somebody_ends_is_not_started_again_and_others_are() {
     bed.signs_of_life(&[3]);
     bed.pass(Micros::from_secs(12));
     assert_eq!(bed.world().restarts.len(), 1);
-    let starting = Answer::Unparked { job: t(1, 7), set: "s1".into(), starting: true };
+    let starting = Answer::Unparked {
+        job: t(1, 7),
+        set: "s1".into(),
+        starting: true,
+    };
     assert_eq!(ask(&mut bed, &Question::Unpark(t(1, 7))), starting);
 }
 
@@ -115,7 +181,11 @@ fn a_job_that_somebody_ends_while_it_is_being_parked_is_not_started_again() {
     let mut bed = pool();
     crowd(&mut bed);
     assert_eq!(bed.world().checkpoints, [t(1, 7)]);
-    assert_eq!(ask(&mut bed, &Question::Unpark(t(2, 7))), Answer::Unknown, "not yet");
+    assert_eq!(
+        ask(&mut bed, &Question::Unpark(t(2, 7))),
+        Answer::Unknown,
+        "not yet"
+    );
     checkpointed(&mut bed, t(1, 7));
     bed.owner_leaves(3);
     bed.pass(Micros::from_secs(12));
@@ -128,8 +198,12 @@ fn a_host_that_refused_a_task_is_asked_again_before_its_job_is_parked() {
     bed.owner_comes(3);
     arrive(&mut bed);
     for tid in [t(2, 7), t(3, 7)] {
-        bed.world().refuse.insert((tid, h(1)), failed(Failure::Engine("a hiccup".into())));
-        bed.world().refuse.insert((tid, h(3)), failed(Failure::Engine("a hiccup".into())));
+        bed.world()
+            .refuse
+            .insert((tid, h(1)), failed(Failure::Engine("a hiccup".into())));
+        bed.world()
+            .refuse
+            .insert((tid, h(3)), failed(Failure::Engine("a hiccup".into())));
     }
     bed.owner_comes(2);
     assert!(bed.world().checkpoints.is_empty());
@@ -165,30 +239,58 @@ fn what_is_parked_follows_from_the_checkpoint_that_ended_the_job_and_from_no_oth
     checkpointed(&mut bed, t(1, 7));
     // Somebody has it started from another set: what was parked is not started as well when it has ended.
     let tasks = family().map(|task| (task.tid, h(1))).to_vec();
-    bed.world().event(h(1), EventKind::Restarted { set: "s0".into(), job: t(1, 7), tasks, why: "asked".into() });
+    bed.world().event(
+        h(1),
+        EventKind::Restarted {
+            set: "s0".into(),
+            job: t(1, 7),
+            tasks,
+            why: "asked".into(),
+        },
+    );
     bed.signs_of_life(&[1, 2, 3]);
     bed.pass(Micros::from_secs(30));
-    assert!(bed.world().restarts.is_empty(), "it has begun again already");
+    assert!(
+        bed.world().restarts.is_empty(),
+        "it has begun again already"
+    );
 }
 
 #[test]
 fn a_job_goes_on_only_where_owners_let_all_of_it_in_and_with_as_many_as_they_allow() {
     let mut bed = pool();
     for task in family() {
-        let started = EventKind::TaskStarted { tid: task.tid, parent: task.parent, name: "worker".into(), user: 0 };
+        let started = EventKind::TaskStarted {
+            tid: task.tid,
+            parent: task.parent,
+            name: "worker".into(),
+            user: 0,
+        };
         bed.world().event(task.host, started);
     }
     crowd(&mut bed);
     checkpointed(&mut bed, t(1, 7));
-    bed.world().limits = GuestLimits { programs: vec!["work*".into()], ..GuestLimits::default() };
+    bed.world().limits = GuestLimits {
+        programs: vec!["work*".into()],
+        ..GuestLimits::default()
+    };
     bed.owner_leaves(1);
     bed.pass(Micros::from_secs(20));
-    assert!(bed.world().restarts.is_empty(), "workers are not let in there");
-    bed.world().limits = GuestLimits { cores: Some(1), ..GuestLimits::default() };
+    assert!(
+        bed.world().restarts.is_empty(),
+        "workers are not let in there"
+    );
+    bed.world().limits = GuestLimits {
+        cores: Some(1),
+        ..GuestLimits::default()
+    };
     bed.owner_leaves(2);
     bed.pass(Micros::from_secs(8));
     assert!(bed.world().restarts.is_empty(), "there is one place");
-    bed.world().limits = GuestLimits { cores: Some(2), ..GuestLimits::default() };
+    bed.world().limits = GuestLimits {
+        cores: Some(2),
+        ..GuestLimits::default()
+    };
     bed.owner_leaves(3);
     bed.pass(Micros::from_secs(6));
     let on = ["h2", "h3", "h3"].map(String::from).to_vec();
@@ -198,11 +300,24 @@ fn a_job_goes_on_only_where_owners_let_all_of_it_in_and_with_as_many_as_they_all
 /// A job of three tasks is parked, then one of a single task; every owner allows one task, and all are there for so long.
 fn large_and_small(wait: Micros) -> Bed {
     let mut bed = pool();
-    bed.world().limits = GuestLimits { cores: Some(1), ..GuestLimits::default() };
+    bed.world().limits = GuestLimits {
+        cores: Some(1),
+        ..GuestLimits::default()
+    };
     crowd(&mut bed);
     checkpointed(&mut bed, t(1, 7));
     let (set, job, frozen) = ("s2".into(), t(2, 50), Micros(5));
-    bed.world().event(h(2), EventKind::Checkpointed { set, job, tasks: 1, bytes: 9, frozen, parked: true });
+    bed.world().event(
+        h(2),
+        EventKind::Checkpointed {
+            set,
+            job,
+            tasks: 1,
+            bytes: 9,
+            frozen,
+            parked: true,
+        },
+    );
     bed.settle();
     for _ in 0..wait.0 / 10_000_000 {
         bed.pass(Micros::from_secs(10));
@@ -217,7 +332,10 @@ fn large_and_small(wait: Micros) -> Bed {
 #[test]
 fn a_small_parked_job_passes_a_large_one_that_waits_for_more_room_for_a_time() {
     let bed = large_and_small(Micros::from_secs(60));
-    assert_eq!(bed.world().restarts, [("s2".to_string(), vec!["h3".to_string()])]);
+    assert_eq!(
+        bed.world().restarts,
+        [("s2".to_string(), vec!["h3".to_string()])]
+    );
 }
 
 #[test]
@@ -255,7 +373,13 @@ fn owners_who_want_guests_moved_or_gone_have_no_job_parked() {
 fn a_job_whose_checkpoint_failed_is_left_in_peace_and_tried_again() {
     let mut bed = pool();
     crowd(&mut bed);
-    bed.world().event(h(1), EventKind::CheckpointFailed { job: t(1, 7), why: "the disk is full".into() });
+    bed.world().event(
+        h(1),
+        EventKind::CheckpointFailed {
+            job: t(1, 7),
+            why: "the disk is full".into(),
+        },
+    );
     bed.settle();
     for _ in 0..5 {
         crowd(&mut bed);
@@ -281,19 +405,30 @@ fn a_set_that_cannot_be_started_is_tried_less_and_less_often() {
         if bed.world().restarts.len() > failed {
             failed += 1;
             let (set, cause, why) = ("s1".into(), "asked".into(), "no host takes it".into());
-            bed.world().event(h(1), EventKind::RestartFailed { set, cause, why });
+            bed.world()
+                .event(h(1), EventKind::RestartFailed { set, cause, why });
         }
     }
     assert!((3..=6).contains(&failed), "{failed} tries in five minutes");
-    assert_eq!(bed.world().restarts.len(), failed, "not again while one is under way");
+    assert_eq!(
+        bed.world().restarts.len(),
+        failed,
+        "not again while one is under way"
+    );
 }
 
 #[test]
 fn what_has_lost_its_head_stands_still_and_so_do_the_children_of_who_was_started_by_hand() {
     let vm = world(2);
-    let orphan = TaskInfo { parent: t(1, 99), ..spawned(t(2, 7), 2) };
+    let orphan = TaskInfo {
+        parent: t(1, 99),
+        ..spawned(t(2, 7), 2)
+    };
     let by_hand = info(t(2, 8), 2, TASK_CONNECTED, "");
-    let alone = TaskInfo { parent: t(2, 8), ..info(t(2, 9), 2, TASK_FORKED | TASK_CONNECTED, "worker") };
+    let alone = TaskInfo {
+        parent: t(2, 8),
+        ..info(t(2, 9), 2, TASK_FORKED | TASK_CONNECTED, "worker")
+    };
     vm.0.borrow_mut().tasks.extend([orphan, by_hand, alone]);
     vm.0.borrow_mut().then = Leave::Checkpoint;
     let mut bed = Bed::quiet(&vm);
@@ -307,7 +442,10 @@ fn a_resource_manager_that_begins_again_starts_what_the_one_before_has_parked() 
     let vm = world(3);
     vm.0.borrow_mut().tasks.extend(family());
     vm.0.borrow_mut().then = Leave::Checkpoint;
-    let options = || Options { watchers: true, ..with_books(dir.path()) };
+    let options = || Options {
+        watchers: true,
+        ..with_books(dir.path())
+    };
     let mut bed = Bed::quiet_with(&vm, options());
     crowd(&mut bed);
     assert_eq!(bed.world().checkpoints, [t(1, 7)]);
@@ -316,10 +454,19 @@ fn a_resource_manager_that_begins_again_starts_what_the_one_before_has_parked() 
     drop(bed);
     let mut world = vm.0.borrow_mut();
     let (set, job, frozen) = ("s1".into(), t(1, 7), Micros(5));
-    let kind = EventKind::Checkpointed { set, job, tasks: 3, bytes: 9, frozen, parked: true };
+    let kind = EventKind::Checkpointed {
+        set,
+        job,
+        tasks: 3,
+        bytes: 9,
+        frozen,
+        parked: true,
+    };
     world.event(h(1), kind);
     world.forget_mail();
-    world.tasks.retain(|task| family().iter().all(|member| member.tid != task.tid));
+    world
+        .tasks
+        .retain(|task| family().iter().all(|member| member.tid != task.tid));
     drop(world);
     let mut bed = Bed::quiet_with(&vm, options());
     bed.pass(Micros::from_secs(12));

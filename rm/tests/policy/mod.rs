@@ -14,12 +14,34 @@ use std::path::Path;
 type Found = Result<&'static str, &'static str>;
 
 /// A start with this file; spawns may wait for so many seconds, as the command line says.
-fn start(vm: &FakeVm, dir: &Path, file: &str, found: Found, wait: u64) -> Result<Bed, ServiceError> {
+fn start(
+    vm: &FakeVm,
+    dir: &Path,
+    file: &str,
+    found: Found,
+    wait: u64,
+) -> Result<Bed, ServiceError> {
     vm.0.borrow_mut().forget_mail();
     vm.0.borrow_mut().records.clear();
-    let given = Conduct { rules: Rules { wait: Micros::from_secs(wait), ..Rules::default() }, ..Conduct::default() };
-    let policy_read = Some(found.map(|text| text.as_bytes().to_vec()).map_err(str::to_string));
-    let options = Options { conduct: given, given, policy_file: file.into(), policy_read, ..with_books(dir) };
+    let given = Conduct {
+        rules: Rules {
+            wait: Micros::from_secs(wait),
+            ..Rules::default()
+        },
+        ..Conduct::default()
+    };
+    let policy_read = Some(
+        found
+            .map(|text| text.as_bytes().to_vec())
+            .map_err(str::to_string),
+    );
+    let options = Options {
+        conduct: given,
+        given,
+        policy_file: file.into(),
+        policy_read,
+        ..with_books(dir)
+    };
     Bed::with(vm, options)
 }
 
@@ -35,20 +57,43 @@ fn a_policy_file_that_has_become_wrong_or_is_gone_keeps_no_resource_manager_from
     let again = |found| start(&vm, dir.path(), "rm.toml", found, 5).expect("it begins");
     assert_eq!(killed(again(Ok("user_tasks = 2\n"))), Some(2));
     for (found, said) in [
-        (Ok("user_tasks = 3\nuser_task = 3\n"), "rm.toml, line 2: unknown field `user_task`"),
-        (Ok("placing = \"choice:slurm\"\n"), "rm.toml: the policy has places chosen by \"slurm\""),
-        (Err("No such file or directory"), "rm.toml cannot be read: No such file or directory"),
+        (
+            Ok("user_tasks = 3\nuser_task = 3\n"),
+            "rm.toml, line 2: unknown field `user_task`",
+        ),
+        (
+            Ok("placing = \"choice:slurm\"\n"),
+            "rm.toml: the policy has places chosen by \"slurm\"",
+        ),
+        (
+            Err("No such file or directory"),
+            "rm.toml cannot be read: No such file or directory",
+        ),
     ] {
         let bed = again(found);
         let notes = bed.world().notes();
-        let told = |note: &&String| note.starts_with(said) && note.ends_with("and the policy stays as it was");
+        let told = |note: &&String| {
+            note.starts_with(said) && note.ends_with("and the policy stays as it was")
+        };
         assert_eq!(notes.iter().filter(told).count(), 1, "{notes:?}");
         assert_eq!(killed(bed), Some(2), "{said}");
     }
     // What the file says while it runs is what it said last, and what the command line says may be something else by then.
     let mut bed = again(Ok("user_tasks = 2\n"));
-    bed.world().post(own(), CTX_RM, TAG_POLICY, 0, Bytes::from_static(b"user_tasks = 7\n"));
-    bed.world().post(own(), CTX_RM, TAG_POLICY, 0, Bytes::from_static(b"user_tasks = many\n"));
+    bed.world().post(
+        own(),
+        CTX_RM,
+        TAG_POLICY,
+        0,
+        Bytes::from_static(b"user_tasks = 7\n"),
+    );
+    bed.world().post(
+        own(),
+        CTX_RM,
+        TAG_POLICY,
+        0,
+        Bytes::from_static(b"user_tasks = many\n"),
+    );
     bed.settle();
     assert_eq!(killed(bed), Some(7));
     let bed = start(&vm, dir.path(), "rm.toml", Ok("user_tasks = many\n"), 9).expect("it begins");
@@ -59,13 +104,28 @@ fn a_policy_file_that_has_become_wrong_or_is_gone_keeps_no_resource_manager_from
 #[test]
 fn a_policy_file_that_was_never_in_force_has_to_be_right() {
     let (dir, vm) = (tempfile::tempdir().expect("a directory"), world(1));
-    let refused =
-        |file, found| start(&vm, dir.path(), file, found, 0).map(|_| ()).expect_err("it is wrong").to_string();
+    let refused = |file, found| {
+        start(&vm, dir.path(), file, found, 0)
+            .map(|_| ())
+            .expect_err("it is wrong")
+            .to_string()
+    };
     let line = "rm.toml, line 1: unknown field `user_task`";
     assert!(refused("rm.toml", Ok("user_task = 3\n")).starts_with(line));
-    assert_eq!(killed(start(&vm, dir.path(), "rm.toml", Ok("user_tasks = 2\n"), 0).expect("it begins")), Some(2));
+    assert_eq!(
+        killed(start(&vm, dir.path(), "rm.toml", Ok("user_tasks = 2\n"), 0).expect("it begins")),
+        Some(2)
+    );
     let other = "other.toml, line 1: unknown field `user_task`";
-    assert!(refused("other.toml", Ok("user_task = 3\n")).starts_with(other), "another file was in force");
-    assert!(refused("laod", Err("No such file")).starts_with("\"laod\" is neither 'load' nor 'round-robin'"));
-    assert!(refused("other.toml", Ok("placing = \"choice:slurm\"\n")).contains("chosen by \"slurm\""));
+    assert!(
+        refused("other.toml", Ok("user_task = 3\n")).starts_with(other),
+        "another file was in force"
+    );
+    assert!(
+        refused("laod", Err("No such file"))
+            .starts_with("\"laod\" is neither 'load' nor 'round-robin'")
+    );
+    assert!(
+        refused("other.toml", Ok("placing = \"choice:slurm\"\n")).contains("chosen by \"slurm\"")
+    );
 }

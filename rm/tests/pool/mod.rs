@@ -5,7 +5,8 @@
 use crate::desktop::{desktop, h};
 use crate::random::Random;
 use pvm_rm::decide::{
-    Ask, Fair, Hosts, Limits, Owner, Policy, Snapshot, TaskView, UpDown, Waiting, balance, give_way, moves, place,
+    Ask, Fair, Hosts, Limits, Owner, Policy, Snapshot, TaskView, UpDown, Waiting, balance,
+    give_way, moves, place,
 };
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
@@ -60,7 +61,15 @@ pub(crate) struct Job {
 
 impl Job {
     pub(crate) fn new(user: u32, arrives: f64, processes: u32, work: f64) -> Job {
-        Job { user, arrives, processes, work, started: None, ended: None, running: 0 }
+        Job {
+            user,
+            arrives,
+            processes,
+            work,
+            started: None,
+            ended: None,
+            running: 0,
+        }
     }
 }
 
@@ -139,12 +148,19 @@ impl Pool {
         times: Times,
     ) -> Pool {
         let mut random = Random::new(seed);
-        let here: Vec<bool> = (1..=hosts).map(|i| presence(i, 0.0).is_none_or(|p| random.unit() < p)).collect();
+        let here: Vec<bool> = (1..=hosts)
+            .map(|i| presence(i, 0.0).is_none_or(|p| random.unit() < p))
+            .collect();
         let owner = |here: bool| match here {
-            true => Owner::Present { why: "at the keyboard".into() },
+            true => Owner::Present {
+                why: "at the keyboard".into(),
+            },
             false => Owner::Absent { left: None },
         };
-        let views: Hosts = (1..=hosts).zip(&here).map(|(i, here)| desktop(i, owner(*here))).collect();
+        let views: Hosts = (1..=hosts)
+            .zip(&here)
+            .map(|(i, here)| desktop(i, owner(*here)))
+            .collect();
         let free = here.iter().filter(|here| !**here).count();
         let mut pool = Pool {
             now: 0.0,
@@ -177,7 +193,8 @@ impl Pool {
 
     fn at(&mut self, time: f64, event: Event) {
         self.count += 1;
-        self.events.push(Reverse((micros(time).0, self.count, event)));
+        self.events
+            .push(Reverse((micros(time).0, self.count, event)));
     }
 
     fn is_owned(&self, host: u16) -> bool {
@@ -186,17 +203,29 @@ impl Pool {
 
     /// Tasks that are on a host with its owner and are not on their way.
     pub(crate) fn left_beside_owners(&self) -> usize {
-        self.tasks.values().filter(|task| self.is_owned(task.host) && task.moving.is_none()).count()
+        self.tasks
+            .values()
+            .filter(|task| self.is_owned(task.host) && task.moving.is_none())
+            .count()
     }
 
     /// When this host's owner comes or goes next.
     fn next_visit(&mut self, host: u16) {
-        let Some(present) = (self.presence)(host, self.now) else { return };
-        let mean = if self.is_owned(host) { VISIT } else { VISIT * (1.0 - present) / present.max(0.01) };
+        let Some(present) = (self.presence)(host, self.now) else {
+            return;
+        };
+        let mean = if self.is_owned(host) {
+            VISIT
+        } else {
+            VISIT * (1.0 - present) / present.max(0.01)
+        };
         // No longer than an hour at once, because habits change with the time of day.
         let wait = self.random.waits(mean);
         let at = self.now + wait.min(HOUR);
-        self.at(at, Event::Owner(if wait > HOUR { host | 1 << 15 } else { host }));
+        self.at(
+            at,
+            Event::Owner(if wait > HOUR { host | 1 << 15 } else { host }),
+        );
     }
 
     /// Brings the tasks of a host up to date, after something has changed there.
@@ -204,23 +233,46 @@ impl Pool {
         self.resume(host);
         let works = |t: &&Tid| self.tasks[*t].moving.is_none() && !self.tasks[*t].suspended;
         let working = self.on[usize::from(host)].iter().filter(works).count();
-        let rate = if self.is_owned(host) { 0.0 } else { 1.0 / working.max(1) as f64 };
+        let rate = if self.is_owned(host) {
+            0.0
+        } else {
+            1.0 / working.max(1) as f64
+        };
         for tid in self.on[usize::from(host)].clone() {
             let now = self.now;
             let task = self.tasks.get_mut(&tid).expect("on a host");
             let done = task.rate * (now - task.at);
             task.left -= done;
             self.seen.work += done;
-            (task.at, task.rate) = (now, if task.moving.is_some() || task.suspended { 0.0 } else { rate });
+            (task.at, task.rate) = (
+                now,
+                if task.moving.is_some() || task.suspended {
+                    0.0
+                } else {
+                    rate
+                },
+            );
             task.version += 1;
             if task.rate > 0.0 {
-                let (ends, event) =
-                    (now + task.left.max(0.0) / task.rate, Event::Ends { task: tid, version: task.version });
+                let (ends, event) = (
+                    now + task.left.max(0.0) / task.rate,
+                    Event::Ends {
+                        task: tid,
+                        version: task.version,
+                    },
+                );
                 self.at(ends, event);
             }
         }
-        let views = self.on[usize::from(host)].iter().map(|tid| self.view(*tid)).collect();
-        self.snapshot.hosts.edit(h(host)).expect("a host of the pool").tasks = views;
+        let views = self.on[usize::from(host)]
+            .iter()
+            .map(|tid| self.view(*tid))
+            .collect();
+        self.snapshot
+            .hosts
+            .edit(h(host))
+            .expect("a host of the pool")
+            .tasks = views;
     }
 
     /// Tasks that gave way go on when they are alone.
@@ -232,7 +284,8 @@ impl Pool {
         for tid in tasks {
             let task = self.tasks.get_mut(tid).expect("on a host");
             task.suspended = false;
-            self.fair.takes(micros(self.now), self.jobs[task.job].user, 1);
+            self.fair
+                .takes(micros(self.now), self.jobs[task.job].user, 1);
         }
     }
 
@@ -243,9 +296,18 @@ impl Pool {
         for tid in gives.iter().map(|gives| gives.tid) {
             let task = self.tasks.get_mut(&tid).expect("it runs");
             task.suspended = true;
-            self.fair.gives(micros(self.now), self.jobs[task.job].user, 1);
-            let host = self.snapshot.hosts.edit(h(task.host)).expect("a host of the pool");
-            host.tasks.iter_mut().find(|t| t.tid == tid).expect("it runs there").suspended = true;
+            self.fair
+                .gives(micros(self.now), self.jobs[task.job].user, 1);
+            let host = self
+                .snapshot
+                .hosts
+                .edit(h(task.host))
+                .expect("a host of the pool");
+            host.tasks
+                .iter_mut()
+                .find(|t| t.tid == tid)
+                .expect("it runs there")
+                .suspended = true;
         }
         self.snapshot.hosts.refresh(self.snapshot.now);
         !gives.is_empty()
@@ -254,11 +316,30 @@ impl Pool {
     fn view(&self, tid: Tid) -> TaskView {
         let task = &self.tasks[&tid];
         let job = Tid::task(h(1), task.job as u32 + 1).expect("few jobs");
-        let before = self.snapshot.host(h(task.host)).and_then(|h| h.tasks.iter().find(|t| t.tid == tid)).cloned();
-        let fresh = TaskView { job, name: Arc::from("worker"), bytes: BYTES, ..TaskView::new(tid, micros(self.now)) };
+        let before = self
+            .snapshot
+            .host(h(task.host))
+            .and_then(|h| h.tasks.iter().find(|t| t.tid == tid))
+            .cloned();
+        let fresh = TaskView {
+            job,
+            name: Arc::from("worker"),
+            bytes: BYTES,
+            ..TaskView::new(tid, micros(self.now))
+        };
         let moving = task.moving.map(|to| Some(h(to)));
-        let (done, user, suspended) = (micros(task.work - task.left), self.jobs[task.job].user, task.suspended);
-        TaskView { moving, done, user, suspended, ..before.unwrap_or(fresh) }
+        let (done, user, suspended) = (
+            micros(task.work - task.left),
+            self.jobs[task.job].user,
+            task.suspended,
+        );
+        TaskView {
+            moving,
+            done,
+            user,
+            suspended,
+            ..before.unwrap_or(fresh)
+        }
     }
 
     fn put(&mut self, tid: Tid, host: u16) {
@@ -287,12 +368,20 @@ impl Pool {
         let empty = usize::from(self.on[usize::from(host)].is_empty());
         let owner = if owned {
             (self.free, self.empty) = (self.free - 1, self.empty - empty);
-            Owner::Present { why: "at the keyboard".into() }
+            Owner::Present {
+                why: "at the keyboard".into(),
+            }
         } else {
             (self.free, self.empty) = (self.free + 1, self.empty + empty);
-            Owner::Absent { left: Some(micros(self.now)) }
+            Owner::Absent {
+                left: Some(micros(self.now)),
+            }
         };
-        self.snapshot.hosts.edit(h(host)).expect("a host of the pool").owner = owner;
+        self.snapshot
+            .hosts
+            .edit(h(host))
+            .expect("a host of the pool")
+            .owner = owner;
         self.settle(host);
     }
 
@@ -305,7 +394,10 @@ impl Pool {
 
     /// A task goes to another host, away from an owner or for the sake of the load.
     fn begin_move(&mut self, tid: Tid, to: HostId) {
-        let task = self.tasks.get_mut(&tid).expect("only tasks that run are moved");
+        let task = self
+            .tasks
+            .get_mut(&tid)
+            .expect("only tasks that run are moved");
         task.moving = Some(to.index());
         let (host, runs) = (task.host, !task.suspended);
         let span = match self.owned_since[usize::from(host) - 1] {
@@ -324,25 +416,39 @@ impl Pool {
                 self.draw(|t| &t.moves)
             }
         };
-        *self.seen.moves_by_hour.entry((self.now / HOUR) as u64).or_default() += 1;
+        *self
+            .seen
+            .moves_by_hour
+            .entry((self.now / HOUR) as u64)
+            .or_default() += 1;
         self.settle(host);
         self.at(self.now + span, Event::Arrives { task: tid });
     }
 
     fn arrives(&mut self, tid: Tid) {
-        let task = self.tasks.get_mut(&tid).expect("a task on its way does not end");
+        let task = self
+            .tasks
+            .get_mut(&tid)
+            .expect("a task on its way does not end");
         let (from, to) = (task.host, task.moving.take().expect("it was on its way"));
         if std::mem::take(&mut self.tasks.get_mut(&tid).expect("as before").suspended) {
-            self.fair.takes(micros(self.now), self.jobs[self.tasks[&tid].job].user, 1);
+            self.fair
+                .takes(micros(self.now), self.jobs[self.tasks[&tid].job].user, 1);
         }
         let mut view = self.view(tid);
         view.moving = None;
-        view.moves.retain(|at| micros(self.now).since(*at) < Micros::from_secs(60));
+        view.moves
+            .retain(|at| micros(self.now).since(*at) < Micros::from_secs(60));
         view.moves.push(micros(self.now));
         self.tasks.get_mut(&tid).expect("as before").host = to;
         self.take(tid, from);
         self.put(tid, to);
-        self.snapshot.hosts.edit(h(to)).expect("a host of the pool").tasks.push(view);
+        self.snapshot
+            .hosts
+            .edit(h(to))
+            .expect("a host of the pool")
+            .tasks
+            .push(view);
         self.settle(from);
         self.settle(to);
     }
@@ -368,17 +474,30 @@ impl Pool {
     fn start_jobs(&mut self, may_stop: bool) {
         while self.fair.waiting() > 0 {
             let now = micros(self.now);
-            let turn = self.fair.turns(now).first().map(|(_, waiting)| *waiting).expect("somebody waits");
+            let turn = self
+                .fair
+                .turns(now)
+                .first()
+                .map(|(_, waiting)| *waiting)
+                .expect("somebody waits");
             let number = turn.number as usize;
-            let Job { processes, user, .. } = self.jobs[number];
-            let request =
-                SpawnRequest { count: processes, place: "?spread; free >= 1".into(), ..SpawnRequest::default() };
+            let Job {
+                processes, user, ..
+            } = self.jobs[number];
+            let request = SpawnRequest {
+                count: processes,
+                place: "?spread; free >= 1".into(),
+                ..SpawnRequest::default()
+            };
             let ask = Ask::of(user, &request, processes, h(1));
             if self.empty < processes as usize && !(may_stop && self.make_room(&ask)) {
                 return;
             }
             let placed = place(&self.snapshot, &ask).hosts;
-            if placed.iter().any(Result::is_err) || Limits::default().allow(self.fair.held(user), 0, processes).is_err()
+            if placed.iter().any(Result::is_err)
+                || Limits::default()
+                    .allow(self.fair.held(user), 0, processes)
+                    .is_err()
             {
                 return;
             }
@@ -398,13 +517,24 @@ impl Pool {
             let tid = Tid::task(h(1), self.last_tid).expect("few tasks");
             let work = work * (0.75 + 0.5 * self.random.unit());
             let (job, at) = (number, self.now);
-            let task = Task { host, left: work, at, rate: 0.0, version: 0, job, work, moving: None, suspended: false };
+            let task = Task {
+                host,
+                left: work,
+                at,
+                rate: 0.0,
+                version: 0,
+                job,
+                work,
+                moving: None,
+                suspended: false,
+            };
             self.tasks.insert(tid, task);
             self.put(tid, host);
             self.settle(host);
         }
         self.running += hosts.len();
-        (self.jobs[number].started, self.jobs[number].running) = (Some(self.now), hosts.len() as u32);
+        (self.jobs[number].started, self.jobs[number].running) =
+            (Some(self.now), hosts.len() as u32);
         self.snapshot.hosts.refresh(now);
     }
 
@@ -437,8 +567,16 @@ impl Pool {
             Event::Balance => {
                 self.at(self.now + BALANCE, Event::Balance);
                 for shift in balance(&self.snapshot) {
-                    let host = self.snapshot.hosts.edit(shift.from).expect("a host of the pool");
-                    let task = host.tasks.iter_mut().find(|t| t.tid == shift.tid).expect("it runs there");
+                    let host = self
+                        .snapshot
+                        .hosts
+                        .edit(shift.from)
+                        .expect("a host of the pool");
+                    let task = host
+                        .tasks
+                        .iter_mut()
+                        .find(|t| t.tid == shift.tid)
+                        .expect("it runs there");
                     task.shifts.push(micros(self.now));
                     self.seen.shifts += 1;
                     self.begin_move(shift.tid, shift.to);
@@ -448,8 +586,15 @@ impl Pool {
             Event::Job(number) => {
                 let user = self.jobs[number].user;
                 let job = Tid::task(h(1), number as u32 + 1).expect("few jobs");
-                let waiting = Waiting { number: number as u64, user, job, since: micros(self.now) };
-                self.fair.wait(micros(self.now), waiting).expect("there is room in the queue");
+                let waiting = Waiting {
+                    number: number as u64,
+                    user,
+                    job,
+                    since: micros(self.now),
+                };
+                self.fair
+                    .wait(micros(self.now), waiting)
+                    .expect("there is room in the queue");
             }
         }
     }
@@ -461,8 +606,15 @@ impl Pool {
             let span = at - self.now;
             self.seen.free += span * self.free as f64;
             self.seen.free_max = self.seen.free_max.max(self.free);
-            let hour = self.seen.by_hour.entry((self.now / HOUR) as u64).or_default();
-            (hour.0, hour.1) = (hour.0 + span * self.free as f64 / HOUR, hour.1 + span * self.running as f64 / HOUR);
+            let hour = self
+                .seen
+                .by_hour
+                .entry((self.now / HOUR) as u64)
+                .or_default();
+            (hour.0, hour.1) = (
+                hour.0 + span * self.free as f64 / HOUR,
+                hour.1 + span * self.running as f64 / HOUR,
+            );
             self.now = at;
             if self.now >= end {
                 return;

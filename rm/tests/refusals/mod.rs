@@ -12,26 +12,45 @@ fn told(bed: &mut Bed, task: Tid) -> (Vec<String>, Vec<String>) {
     let Answer::Why { decisions, .. } = ask(bed, &Question::WhyTask(task)) else {
         panic!("nothing is known of {task}")
     };
-    let spawns = decisions.iter().filter(|d| matches!(d.what, Decided::Spawn { error: Some(_), .. }));
+    let spawns = decisions
+        .iter()
+        .filter(|d| matches!(d.what, Decided::Spawn { error: Some(_), .. }));
     let decided = spawns.map(|d| d.what.to_string()).collect();
-    let notes = bed.world().notes().into_iter().filter(|note| note.contains("was not started for")).collect();
+    let notes = bed
+        .world()
+        .notes()
+        .into_iter()
+        .filter(|note| note.contains("was not started for"))
+        .collect();
     (notes, decided)
 }
 
 #[test]
 fn spawns_that_are_too_many_are_refused_with_the_reason_which_is_told_once_in_a_while() {
-    let mut bed = full(Rules { wait: Micros::from_secs(3600), ..Rules::default() });
+    let mut bed = full(Rules {
+        wait: Micros::from_secs(3600),
+        ..Rules::default()
+    });
     let all = SPAWNS_OPEN_MAX as i32;
     (1..=all + 50).for_each(|wid| bed.world().spawn(wid, &request(1)));
     bed.settle();
     assert_eq!(bed.world().answer(all), None, "it waits");
-    assert!((all + 1..=all + 50).all(|wid| bed.world().answer(wid) == Some(Err(PvmError::OutOfRes))));
+    assert!(
+        (all + 1..=all + 50).all(|wid| bed.world().answer(wid) == Some(Err(PvmError::OutOfRes)))
+    );
     let why = "worker was not started for t40002: Out of resources (1024 spawns are being carried out or wait already)";
-    assert_eq!(told(&mut bed, client()), (vec![why.to_string()], vec![why.to_string()]));
+    assert_eq!(
+        told(&mut bed, client()),
+        (vec![why.to_string()], vec![why.to_string()])
+    );
     bed.pass(REFUSAL_TOLD_PAUSE);
     bed.world().spawn(all + 51, &request(1));
     bed.settle();
-    assert_eq!(told(&mut bed, client()).1.len(), 2, "somebody may look only now");
+    assert_eq!(
+        told(&mut bed, client()).1.len(),
+        2,
+        "somebody may look only now"
+    );
 }
 
 #[test]
@@ -50,5 +69,10 @@ fn refusals_of_very_many_tasks_do_not_fill_the_event_log() {
     bed.world().spawn(1, &request(0));
     bed.settle();
     let (notes, _) = told(&mut bed, client());
-    assert!(notes.last().is_some_and(|note| note.ends_with("(it asks for no task)")), "{notes:?}");
+    assert!(
+        notes
+            .last()
+            .is_some_and(|note| note.ends_with("(it asks for no task)")),
+        "{notes:?}"
+    );
 }

@@ -21,13 +21,24 @@ fn by() -> Cause {
 }
 
 fn order(bed: &mut Bed, job: Tid, suspend: bool) -> (Vec<Tid>, Vec<(Tid, String)>) {
-    let Answer::Suspended { tasks, others, .. } = ask(bed, &Question::Suspend { job, suspend }) else { panic!("no") };
+    let Answer::Suspended { tasks, others, .. } = ask(bed, &Question::Suspend { job, suspend })
+    else {
+        panic!("no")
+    };
     (tasks, others)
 }
 
 /// A task that the client starts without the resource manager.
 fn starts(bed: &mut Bed, tid: Tid) {
-    bed.world().event(h(1), EventKind::TaskStarted { tid, parent: client(), name: "worker".into(), user: 0 });
+    bed.world().event(
+        h(1),
+        EventKind::TaskStarted {
+            tid,
+            parent: client(),
+            name: "worker".into(),
+            user: 0,
+        },
+    );
     bed.world().tasks.push(spawned(tid, 1));
     bed.settle();
 }
@@ -41,20 +52,43 @@ fn a_job_is_suspended_whole_with_what_it_starts_meanwhile_and_goes_on_whole() {
     starts(&mut bed, tids[2]);
     let expected: Vec<(Tid, bool, Cause)> = tids.iter().map(|tid| (*tid, true, by())).collect();
     assert_eq!(bed.world().suspends, expected);
-    let Answer::Job { job, tasks } = ask(&mut bed, &Question::Job(tids[0])) else { panic!("no job") };
+    let Answer::Job { job, tasks } = ask(&mut bed, &Question::Job(tids[0])) else {
+        panic!("no job")
+    };
     assert_eq!(job.suspended.map(|s| s.cause), Some(by()));
-    assert!(tasks.iter().all(|t| t.suspended.is_some() == tids.contains(&t.tid)), "{tasks:?}");
+    assert!(
+        tasks
+            .iter()
+            .all(|t| t.suspended.is_some() == tids.contains(&t.tid)),
+        "{tasks:?}"
+    );
     let (none, others) = order(&mut bed, tids[1], true);
     assert_eq!((none, others.len()), (vec![], 3), "they are so already");
     tids.sort_unstable();
     assert_eq!(order(&mut bed, tids[2], false), (tids.clone(), vec![]));
-    assert!(bed.world().suspends[3..].iter().all(|(_, suspend, _)| !suspend));
+    assert!(
+        bed.world().suspends[3..]
+            .iter()
+            .all(|(_, suspend, _)| !suspend)
+    );
     starts(&mut bed, t(1, 901));
-    assert_eq!(bed.world().suspends.len(), 6, "nothing is suspended any more");
-    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyTask(t(1, 900))) else { panic!("no reason") };
+    assert_eq!(
+        bed.world().suspends.len(),
+        6,
+        "nothing is suspended any more"
+    );
+    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyTask(t(1, 900))) else {
+        panic!("no reason")
+    };
     let told: Vec<String> = decisions.iter().map(|d| d.what.to_string()).collect();
-    let sentences = ["t40384 was suspended on h1: t40002 asked for its whole job", "t40384 was resumed on h1: "];
-    assert!(sentences.iter().zip(&told).all(|(a, b)| b.starts_with(a)) && told.len() == 2, "{told:?}");
+    let sentences = [
+        "t40384 was suspended on h1: t40002 asked for its whole job",
+        "t40384 was resumed on h1: ",
+    ];
+    assert!(
+        sentences.iter().zip(&told).all(|(a, b)| b.starts_with(a)) && told.len() == 2,
+        "{told:?}"
+    );
 }
 
 #[test]
@@ -71,7 +105,9 @@ fn the_time_for_which_a_task_was_suspended_is_not_usage() {
     bed.pass(Micros::from_secs(2));
     bed.world().event(h(2), ended(tids[1]));
     bed.settle();
-    let Answer::Job { job, .. } = ask(&mut bed, &Question::Job(tids[0])) else { panic!("no job") };
+    let Answer::Job { job, .. } = ask(&mut bed, &Question::Job(tids[0])) else {
+        panic!("no job")
+    };
     assert_eq!(job.sums.wall, Micros::from_secs(8), "four seconds each");
 }
 
@@ -79,11 +115,19 @@ fn the_time_for_which_a_task_was_suspended_is_not_usage() {
 fn what_a_daemon_does_not_suspend_is_told_with_its_reason_and_a_job_that_is_not_known_is_not() {
     let mut bed = Bed::quiet(&world(2));
     let tids = two_workers(&mut bed);
-    bed.world().refuses_suspending.insert(tids[0], PvmError::Denied);
+    bed.world()
+        .refuses_suspending
+        .insert(tids[0], PvmError::Denied);
     let (tasks, others) = order(&mut bed, tids[0], true);
     assert_eq!((tasks, others.len()), (vec![tids[1]], 1));
-    assert!(others[0].0 == tids[0] && others[0].1.contains("refused"), "{others:?}");
-    let unknown = Question::Suspend { job: t(2, 999), suspend: true };
+    assert!(
+        others[0].0 == tids[0] && others[0].1.contains("refused"),
+        "{others:?}"
+    );
+    let unknown = Question::Suspend {
+        job: t(2, 999),
+        suspend: true,
+    };
     assert_eq!(ask(&mut bed, &unknown), Answer::Unknown);
 }
 
@@ -96,10 +140,19 @@ fn one_that_begins_again_keeps_what_was_suspended_and_ends_what_was_half_resumed
     order(&mut bed, tids[0], true);
     bed.pass(Micros::from_secs(1));
     drop(bed);
-    vm.0.borrow_mut().tasks.iter_mut().filter(|t| tids.contains(&t.tid)).for_each(|t| t.suspended = true);
+    vm.0.borrow_mut()
+        .tasks
+        .iter_mut()
+        .filter(|t| tids.contains(&t.tid))
+        .for_each(|t| t.suspended = true);
     // Meanwhile the job starts another task.
     let late = t(1, 900);
-    let event = EventKind::TaskStarted { tid: late, parent: client(), name: "worker".into(), user: 0 };
+    let event = EventKind::TaskStarted {
+        tid: late,
+        parent: client(),
+        name: "worker".into(),
+        user: 0,
+    };
     vm.0.borrow_mut().event(h(1), event);
     vm.0.borrow_mut().tasks.push(spawned(late, 1));
     vm.0.borrow_mut().forget_mail();
@@ -109,12 +162,28 @@ fn one_that_begins_again_keeps_what_was_suspended_and_ends_what_was_half_resumed
     bed.pass(Micros::from_secs(1));
     drop(bed);
     // It died when it had said that the job goes on, and before it had told the tasks.
-    vm.0.borrow_mut().tasks.iter_mut().filter(|t| t.tid == late).for_each(|t| t.suspended = true);
-    vm.0.borrow_mut().event(h(1), EventKind::JobResumed { job: client(), by: client() });
+    vm.0.borrow_mut()
+        .tasks
+        .iter_mut()
+        .filter(|t| t.tid == late)
+        .for_each(|t| t.suspended = true);
+    vm.0.borrow_mut().event(
+        h(1),
+        EventKind::JobResumed {
+            job: client(),
+            by: client(),
+        },
+    );
     vm.0.borrow_mut().forget_mail();
     vm.0.borrow_mut().suspends.clear();
     Bed::with(&vm, with_books(dir.path())).expect("no other");
-    let mut resumed: Vec<Tid> = vm.0.borrow().suspends.iter().filter(|s| !s.1).map(|s| s.0).collect();
+    let mut resumed: Vec<Tid> =
+        vm.0.borrow()
+            .suspends
+            .iter()
+            .filter(|s| !s.1)
+            .map(|s| s.0)
+            .collect();
     resumed.sort_unstable();
     let mut all = [&tids[..], &[late]].concat();
     all.sort_unstable();
@@ -141,7 +210,13 @@ fn taken_with(give_way: bool, limits: Limits) -> (FakeVm, Bed, Vec<Tid>) {
     let (vm, mut bed) = three_users(give_way, limits);
     let mut tids = Vec::new();
     for wid in [5, 6] {
-        bed.world().spawn(wid, &SpawnRequest { place: "?free >= 1; spread".into(), ..request(2) });
+        bed.world().spawn(
+            wid,
+            &SpawnRequest {
+                place: "?free >= 1; spread".into(),
+                ..request(2)
+            },
+        );
         bed.settle();
         tids.extend(begun(&mut bed, client()));
     }
@@ -154,18 +229,40 @@ fn taken_with(give_way: bool, limits: Limits) -> (FakeVm, Bed, Vec<Tid>) {
 fn three_users(give_way: bool, limits: Limits) -> (FakeVm, Bed) {
     let vm = world(2);
     for (task, uid) in [(other(), 7), (third(), 8)] {
-        vm.0.borrow_mut().tasks.push(TaskInfo { uid, ..info(task, 1, TASK_CONNECTED, "") });
+        vm.0.borrow_mut().tasks.push(TaskInfo {
+            uid,
+            ..info(task, 1, TASK_CONNECTED, "")
+        });
     }
-    let rules = Rules { wait: Micros::from_secs(3600), limits };
-    let conduct = Conduct { rules, give_way, ..Conduct::default() };
+    let rules = Rules {
+        wait: Micros::from_secs(3600),
+        limits,
+    };
+    let conduct = Conduct {
+        rules,
+        give_way,
+        ..Conduct::default()
+    };
     let bed = Bed::quiet_with(&vm, with_conduct(conduct));
-    bed.world().event(h(1), EventKind::TaskStarted { tid: client(), parent: Tid::NONE, name: String::new(), user: 0 });
+    bed.world().event(
+        h(1),
+        EventKind::TaskStarted {
+            tid: client(),
+            parent: Tid::NONE,
+            name: String::new(),
+            user: 0,
+        },
+    );
     (vm, bed)
 }
 
 /// A task spawns one on a host that it names.
 fn starts_on(bed: &mut Bed, task: Tid, host: &str) -> Tid {
-    let named = SpawnRequest { flags: SPAWN_HOST, place: host.into(), ..request(1) };
+    let named = SpawnRequest {
+        flags: SPAWN_HOST,
+        place: host.into(),
+        ..request(1)
+    };
     bed.world().spawn_by(task, 8, &named);
     bed.settle();
     begun(bed, task)[0]
@@ -186,7 +283,15 @@ fn begun(bed: &mut Bed, parent: Tid) -> Vec<Tid> {
     for exec in execs {
         let started = bed.world().ack(&exec);
         for tid in &started {
-            bed.world().event(exec.host, EventKind::TaskStarted { tid: *tid, parent, name: "worker".into(), user: 0 });
+            bed.world().event(
+                exec.host,
+                EventKind::TaskStarted {
+                    tid: *tid,
+                    parent,
+                    name: "worker".into(),
+                    user: 0,
+                },
+            );
             bed.world().tasks.push(spawned(*tid, exec.host.index()));
         }
         tids.extend(started);
@@ -200,7 +305,10 @@ fn asks_for_one(bed: &mut Bed) {
 }
 
 fn asks(bed: &mut Bed, task: Tid, count: u32, place: &str) {
-    let request = SpawnRequest { place: place.into(), ..request(count) };
+    let request = SpawnRequest {
+        place: place.into(),
+        ..request(count)
+    };
     bed.world().spawn_by(task, 9, &request);
     bed.settle();
 }
@@ -208,10 +316,12 @@ fn asks(bed: &mut Bed, task: Tid, count: u32, place: &str) {
 /// For whom somebody gave way.
 fn helped(bed: &mut Bed) -> Vec<String> {
     let suspends = std::mem::take(&mut bed.world().suspends);
-    let why = suspends.into_iter().filter_map(|(_, suspend, cause)| match cause {
-        Cause::Share { why } if suspend => why.split(" waits").next().map(str::to_string),
-        _ => None,
-    });
+    let why = suspends
+        .into_iter()
+        .filter_map(|(_, suspend, cause)| match cause {
+            Cause::Share { why } if suspend => why.split(" waits").next().map(str::to_string),
+            _ => None,
+        });
     why.collect()
 }
 
@@ -229,12 +339,22 @@ fn a_request_that_nobody_can_help_does_not_keep_others_from_being_helped() {
 
 #[test]
 fn a_request_that_a_limit_keeps_waiting_does_not_keep_others_from_being_helped() {
-    let (_, mut bed, _) = taken_with(true, Limits { user_tasks: Some(4), job_tasks: None });
+    let (_, mut bed, _) = taken_with(
+        true,
+        Limits {
+            user_tasks: Some(4),
+            job_tasks: None,
+        },
+    );
     starts_on(&mut bed, other(), "h1");
     asks(&mut bed, other(), 4, "?free >= 1");
     // Long enough that later ones of the user wait for it.
     live(&mut bed, 180);
-    assert_eq!(helped(&mut bed), [""; 0], "five are too many, whoever gives way");
+    assert_eq!(
+        helped(&mut bed),
+        [""; 0],
+        "five are too many, whoever gives way"
+    );
     asks(&mut bed, third(), 1, "?free >= 1");
     live(&mut bed, 10);
     assert_eq!(helped(&mut bed), ["user 8"]);
@@ -244,7 +364,10 @@ fn a_request_that_a_limit_keeps_waiting_does_not_keep_others_from_being_helped()
 #[test]
 fn nobody_gives_way_on_hosts_that_are_kept_for_another_request() {
     let (_, mut bed) = three_users(true, Limits::default());
-    let (on2, on1) = (starts_on(&mut bed, client(), "h2"), starts_on(&mut bed, client(), "h1"));
+    let (on2, on1) = (
+        starts_on(&mut bed, client(), "h2"),
+        starts_on(&mut bed, client(), "h1"),
+    );
     live(&mut bed, 6 * 3600);
     // Wherever user 0 gives way, it is not enough for both, because user 8 has taken too little to give way.
     for host in ["h1", "h2"] {
@@ -253,11 +376,18 @@ fn nobody_gives_way_on_hosts_that_are_kept_for_another_request() {
     asks(&mut bed, other(), 2, "?free >= 2; same-host");
     live(&mut bed, 150);
     let notes = bed.world().notes();
-    assert!(notes.iter().any(|note| note.contains("hosts are kept for it")), "{notes:?}");
+    assert!(
+        notes
+            .iter()
+            .any(|note| note.contains("hosts are kept for it")),
+        "{notes:?}"
+    );
     asks(&mut bed, third(), 1, "?free >= 1");
     live(&mut bed, 10);
     let suspends = bed.world().suspends.clone();
-    let [(gave_way, true, Cause::Share { .. })] = &suspends[..] else { panic!("{suspends:?}, not {on1}") };
+    let [(gave_way, true, Cause::Share { .. })] = &suspends[..] else {
+        panic!("{suspends:?}, not {on1}")
+    };
     assert_eq!(*gave_way, on2);
     assert_eq!(begun(&mut bed, third())[0].home(), Some(h(2)));
 }
@@ -267,23 +397,45 @@ fn a_user_who_has_taken_much_gives_way_to_one_who_waits_and_goes_on_when_there_i
     let (_, mut bed, tids) = taken(true);
     asks_for_one(&mut bed);
     let suspends = std::mem::take(&mut bed.world().suspends);
-    let [(gave_way, true, Cause::Share { why })] = &suspends[..] else { panic!("{suspends:?}") };
-    assert_eq!(why, "user 7 waits for a place and has taken less: an index of 0.0 against 24.0 of user 0");
+    let [(gave_way, true, Cause::Share { why })] = &suspends[..] else {
+        panic!("{suspends:?}")
+    };
+    assert_eq!(
+        why,
+        "user 7 waits for a place and has taken less: an index of 0.0 against 24.0 of user 0"
+    );
     assert!(tids.contains(gave_way));
     let theirs = begun(&mut bed, other());
     assert_eq!(theirs.len(), 1, "it got its place");
     assert_eq!(theirs[0].home(), gave_way.home());
     live(&mut bed, 60);
     assert_eq!(bed.world().suspends, [], "its place is taken");
-    let Answer::Why { task: Some(task), decisions, .. } = ask(&mut bed, &Question::WhyTask(*gave_way)) else {
+    let Answer::Why {
+        task: Some(task),
+        decisions,
+        ..
+    } = ask(&mut bed, &Question::WhyTask(*gave_way))
+    else {
         panic!()
     };
-    assert!(task.suspended.is_some_and(|s| s.to_string().starts_with("gives way: user 7 waits")));
-    assert!(decisions.iter().any(|d| matches!(d.what, Decided::Suspended { .. })), "{decisions:?}");
-    bed.world().event(theirs[0].home().expect("a task"), ended(theirs[0]));
+    assert!(
+        task.suspended
+            .is_some_and(|s| s.to_string().starts_with("gives way: user 7 waits"))
+    );
+    assert!(
+        decisions
+            .iter()
+            .any(|d| matches!(d.what, Decided::Suspended { .. })),
+        "{decisions:?}"
+    );
+    bed.world()
+        .event(theirs[0].home().expect("a task"), ended(theirs[0]));
     live(&mut bed, 20);
     let suspends = bed.world().suspends.clone();
-    assert!(matches!(&suspends[..], [(tid, false, Cause::Share { .. })] if tid == gave_way), "{suspends:?}");
+    assert!(
+        matches!(&suspends[..], [(tid, false, Cause::Share { .. })] if tid == gave_way),
+        "{suspends:?}"
+    );
 }
 
 #[test]
@@ -296,10 +448,14 @@ fn who_gave_way_goes_on_beside_load_that_is_not_ours_when_the_other_user_has_end
     bed.world().load = (1.0, 6);
     live(&mut bed, 60);
     assert_eq!(bed.world().suspends, [], "its place is taken");
-    bed.world().event(theirs[0].home().expect("a task"), ended(theirs[0]));
+    bed.world()
+        .event(theirs[0].home().expect("a task"), ended(theirs[0]));
     live(&mut bed, 20);
     let suspends = std::mem::take(&mut bed.world().suspends);
-    assert!(matches!(&suspends[..], [(tid, false, Cause::Share { .. })] if *tid == gave_way), "{suspends:?}");
+    assert!(
+        matches!(&suspends[..], [(tid, false, Cause::Share { .. })] if *tid == gave_way),
+        "{suspends:?}"
+    );
     // A user waits whom it would not help.
     asks_for_one(&mut bed);
     live(&mut bed, 120);
@@ -307,7 +463,10 @@ fn who_gave_way_goes_on_beside_load_that_is_not_ours_when_the_other_user_has_end
     bed.world().load = (1.0, 2);
     live(&mut bed, 20);
     let suspends = bed.world().suspends.clone();
-    assert!(matches!(&suspends[..], [(_, true, Cause::Share { .. })]), "{suspends:?}");
+    assert!(
+        matches!(&suspends[..], [(_, true, Cause::Share { .. })]),
+        "{suspends:?}"
+    );
 }
 
 #[test]
@@ -332,10 +491,22 @@ fn a_spawn_that_waits_finds_its_place_when_load_that_is_not_ours_has_gone() {
 fn somebody_who_begins_behind_the_resource_manager_is_taken_for_the_user_that_he_is() {
     let (_, mut bed, _) = taken(true);
     let late = t(2, 9);
-    bed.world().event(h(2), EventKind::TaskStarted { tid: late, parent: Tid::NONE, name: String::new(), user: 8 });
+    bed.world().event(
+        h(2),
+        EventKind::TaskStarted {
+            tid: late,
+            parent: Tid::NONE,
+            name: String::new(),
+            user: 8,
+        },
+    );
     bed.settle();
-    let request = SpawnRequest { place: "?free >= 1".into(), ..request(1) };
-    bed.world().post(late, CTX_BASE, SM_SPAWN, 9, pack_spawn(&request, None));
+    let request = SpawnRequest {
+        place: "?free >= 1".into(),
+        ..request(1)
+    };
+    bed.world()
+        .post(late, CTX_BASE, SM_SPAWN, 9, pack_spawn(&request, None));
     bed.settle();
     let suspends = bed.world().suspends.clone();
     assert!(
@@ -351,7 +522,10 @@ fn nobody_gives_way_when_the_policy_says_so_or_to_one_who_has_taken_as_much() {
     live(&mut bed, 60);
     assert_eq!(bed.world().suspends, []);
     let (_, mut bed, _) = taken(true);
-    let request = SpawnRequest { place: "?free >= 1".into(), ..request(1) };
+    let request = SpawnRequest {
+        place: "?free >= 1".into(),
+        ..request(1)
+    };
     bed.world().spawn(7, &request);
     live(&mut bed, 60);
     assert_eq!(bed.world().suspends, [], "it is the same user who waits");
@@ -366,8 +540,14 @@ fn a_job_that_is_resumed_does_not_take_back_what_its_tasks_have_given_way() {
     let (suspended, others) = order(&mut bed, gave_way, true);
     assert_eq!((suspended.len(), others.len()), (3, 1));
     let (resumed, others) = order(&mut bed, gave_way, false);
-    assert!(resumed.len() == 3 && !resumed.contains(&gave_way), "{resumed:?} of {tids:?}");
-    assert!(others[0].0 == gave_way && others[0].1.contains("gives way"), "{others:?}");
+    assert!(
+        resumed.len() == 3 && !resumed.contains(&gave_way),
+        "{resumed:?} of {tids:?}"
+    );
+    assert!(
+        others[0].0 == gave_way && others[0].1.contains("gives way"),
+        "{others:?}"
+    );
 }
 
 #[test]
@@ -377,12 +557,33 @@ fn a_task_is_the_users_who_started_its_job_wherever_it_runs_also_for_the_next_re
     let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");
     // Who sits at h2 is there under a login of his own, and his task comes to h1 where the daemon is another user's.
     let (top, task) = (t(2, 3), t(1, 77));
-    bed.world().event(h(2), EventKind::TaskStarted { tid: top, parent: Tid::NONE, name: String::new(), user: 7 });
-    bed.world().event(h(1), EventKind::TaskStarted { tid: task, parent: top, name: "worker".into(), user: 0 });
+    bed.world().event(
+        h(2),
+        EventKind::TaskStarted {
+            tid: top,
+            parent: Tid::NONE,
+            name: String::new(),
+            user: 7,
+        },
+    );
+    bed.world().event(
+        h(1),
+        EventKind::TaskStarted {
+            tid: task,
+            parent: top,
+            name: "worker".into(),
+            user: 0,
+        },
+    );
     bed.settle();
     let users = |bed: &mut Bed| {
-        let Answer::Job { job, tasks } = ask(bed, &Question::Job(task)) else { panic!("no job") };
-        (job.user, tasks.iter().map(|task| task.user).collect::<Vec<u32>>())
+        let Answer::Job { job, tasks } = ask(bed, &Question::Job(task)) else {
+            panic!("no job")
+        };
+        (
+            job.user,
+            tasks.iter().map(|task| task.user).collect::<Vec<u32>>(),
+        )
     };
     assert_eq!(users(&mut bed), (7, vec![7, 7]));
     let mut listed = info(top, 2, TASK_CONNECTED, "");

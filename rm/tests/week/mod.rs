@@ -47,9 +47,20 @@ impl Spread {
     pub(crate) fn of(mut values: Vec<f64>) -> Spread {
         values.sort_by(f64::total_cmp);
         let last = values.len().saturating_sub(1);
-        let at = |part: f64| values.get((last as f64 * part) as usize).copied().unwrap_or(0.0);
+        let at = |part: f64| {
+            values
+                .get((last as f64 * part) as usize)
+                .copied()
+                .unwrap_or(0.0)
+        };
         let hundredths = (0..=100).map(|n| at(f64::from(n) / 100.0)).collect();
-        Spread { count: values.len(), median: at(0.5), p99: at(0.99), most: at(1.0), hundredths }
+        Spread {
+            count: values.len(),
+            median: at(0.5),
+            p99: at(0.99),
+            most: at(1.0),
+            hundredths,
+        }
     }
 }
 
@@ -90,7 +101,14 @@ pub(crate) struct Week {
 impl Week {
     /// Lets it pass.
     pub(crate) fn of(seed: u64, times: Times) -> Week {
-        let job = |n: u32| Job::new(n % USERS, f64::from(n) * PAUSE_H * HOUR, PROCESSES, WORK_H * HOUR);
+        let job = |n: u32| {
+            Job::new(
+                n % USERS,
+                f64::from(n) * PAUSE_H * HOUR,
+                PROCESSES,
+                WORK_H * HOUR,
+            )
+        };
         let mut pool = Pool::new(HOSTS, seed, office, (0..JOBS).map(job).collect(), times);
         pool.run(DAYS * DAY);
         let left_beside = pool.left_beside_owners();
@@ -109,13 +127,17 @@ impl Week {
             left_beside,
             moves_owner: seen.evictions,
             moves_load: seen.shifts,
-            moves_by_hour: (0..hours).map(|hour| seen.moves_by_hour.get(&hour).copied().unwrap_or(0)).collect(),
+            moves_by_hour: (0..hours)
+                .map(|hour| seen.moves_by_hour.get(&hour).copied().unwrap_or(0))
+                .collect(),
             work_h: seen.work / HOUR,
             standing_h: seen.standing / HOUR,
             stuck_h: seen.stuck / HOUR,
             lost: seen.standing / seen.work,
             work: seen.work / seen.free,
-            by_hour: (0..hours).map(|hour| seen.by_hour.get(&hour).copied().unwrap_or_default()).collect(),
+            by_hour: (0..hours)
+                .map(|hour| seen.by_hour.get(&hour).copied().unwrap_or_default())
+                .collect(),
         }
     }
 
@@ -127,24 +149,59 @@ impl Week {
         };
         let ms = |s: f64| format!("{:.0} ms", s * 1e3);
         let spread = |s: &Spread| {
-            format!("{} (median), {} (99 %), {} (worst), {} times", ms(s.median), ms(s.p99), ms(s.most), s.count)
+            format!(
+                "{} (median), {} (99 %), {} (worst), {} times",
+                ms(s.median),
+                ms(s.p99),
+                ms(s.most),
+                s.count
+            )
         };
         let moves = (self.moves_owner + self.moves_load) as f64 / self.moves_by_hour.len() as f64;
         let busiest = self.moves_by_hour.iter().max().copied().unwrap_or(0);
-        line("free hosts", format!("{:.0} on average, {} at most, of {}", self.free_mean, self.free_max, self.hosts));
-        line("jobs of 61 processes", format!("{} ended, {} wait", self.jobs_ended, self.jobs_waiting));
+        line(
+            "free hosts",
+            format!(
+                "{:.0} on average, {} at most, of {}",
+                self.free_mean, self.free_max, self.hosts
+            ),
+        );
+        line(
+            "jobs of 61 processes",
+            format!("{} ended, {} wait", self.jobs_ended, self.jobs_waiting),
+        );
         line("a guest runs beside an owner for", spread(&self.stall_s));
         line("a guest is told to leave after", spread(&self.untold_s));
         line("no guest is left after", spread(&self.clean_s));
         line("guests never told to leave", self.left_beside.to_string());
-        line("moves", format!("{} for owners, {} for the load", self.moves_owner, self.moves_load));
-        line("moves in an hour", format!("{moves:.0} on average, {busiest} in the worst"));
+        line(
+            "moves",
+            format!(
+                "{} for owners, {} for the load",
+                self.moves_owner, self.moves_load
+            ),
+        );
+        line(
+            "moves in an hour",
+            format!("{moves:.0} on average, {busiest} in the worst"),
+        );
         line(
             "work lost in moves",
-            format!("{:.1} h of {:.0} h, {:.3} %", self.standing_h, self.work_h, 100.0 * self.lost),
+            format!(
+                "{:.1} h of {:.0} h, {:.3} %",
+                self.standing_h,
+                self.work_h,
+                100.0 * self.lost
+            ),
         );
-        line("stood still without a place to go", format!("{:.1} h", self.stuck_h));
-        line("work against an oracle's", format!("{:.1} % (all free hosts, all the time)", 100.0 * self.work));
+        line(
+            "stood still without a place to go",
+            format!("{:.1} h", self.stuck_h),
+        );
+        line(
+            "work against an oracle's",
+            format!("{:.1} % (all free hosts, all the time)", 100.0 * self.work),
+        );
         text
     }
 }

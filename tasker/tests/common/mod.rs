@@ -39,9 +39,23 @@ impl Tasker {
 
     /// Starts one through a program that makes a surrounding for it and takes the command as its last arguments.
     pub fn start_by(by: &[&str], env: &[(&str, &str)]) -> Tasker {
-        let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::Stream, None, SockFlag::empty()).expect("pair");
-        nix::fcntl::fcntl(&ours, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC)).expect("cloexec");
-        let words: Vec<&str> = by.iter().copied().chain([env!("CARGO_BIN_EXE_pvm-tasker")]).collect();
+        let (ours, theirs) = socketpair(
+            AddressFamily::Unix,
+            SockType::Stream,
+            None,
+            SockFlag::empty(),
+        )
+        .expect("pair");
+        nix::fcntl::fcntl(
+            &ours,
+            nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC),
+        )
+        .expect("cloexec");
+        let words: Vec<&str> = by
+            .iter()
+            .copied()
+            .chain([env!("CARGO_BIN_EXE_pvm-tasker")])
+            .collect();
         let child = Command::new(words[0])
             .args(&words[1..])
             .arg(theirs.as_raw_fd().to_string())
@@ -51,10 +65,21 @@ impl Tasker {
             .expect("the tasker starts");
         drop(theirs);
         let stream = UnixStream::from(ours);
-        stream.set_read_timeout(Some(Duration::from_millis(50))).expect("timeout");
-        let ready = Capabilities { pid_namespaces: false, engine: Err(String::new()), freezer: Err(String::new()) };
-        let mut tasker =
-            Tasker { child, stream: Some(stream), decoder: FrameDecoder::new(), waiting: VecDeque::new(), ready };
+        stream
+            .set_read_timeout(Some(Duration::from_millis(50)))
+            .expect("timeout");
+        let ready = Capabilities {
+            pid_namespaces: false,
+            engine: Err(String::new()),
+            freezer: Err(String::new()),
+        };
+        let mut tasker = Tasker {
+            child,
+            stream: Some(stream),
+            decoder: FrameDecoder::new(),
+            waiting: VecDeque::new(),
+            ready,
+        };
         match tasker.next() {
             FromTasker::Ready(ready) => tasker.ready = ready,
             other => panic!("the first message is {other:?}"),
@@ -64,7 +89,11 @@ impl Tasker {
 
     pub fn send(&mut self, order: ToTasker) {
         let frame = encode_control(&order).expect("an order fits");
-        self.stream.as_mut().expect("open").write_all(&frame).expect("the tasker reads");
+        self.stream
+            .as_mut()
+            .expect("open")
+            .write_all(&frame)
+            .expect("the tasker reads");
     }
 
     /// The next message, whatever it is.
@@ -74,7 +103,10 @@ impl Tasker {
             if let Some(message) = self.poll() {
                 return message;
             }
-            assert!(Instant::now() < until, "the tasker said nothing for {PATIENCE:?}");
+            assert!(
+                Instant::now() < until,
+                "the tasker said nothing for {PATIENCE:?}"
+            );
         }
     }
 
@@ -87,7 +119,11 @@ impl Tasker {
         match self.stream.as_mut().expect("open").read(&mut bytes) {
             Ok(0) => panic!("the tasker closed its socket"),
             Ok(read) => self.decoder.push(&bytes[..read]),
-            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted) => {}
+            Err(e)
+                if matches!(
+                    e.kind(),
+                    ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
+                ) => {}
             Err(e) => panic!("reading from the tasker: {e}"),
         }
         while let Some(frame) = self.decoder.next_frame().expect("frames") {
@@ -97,7 +133,11 @@ impl Tasker {
     }
 
     /// The first message that `pick` takes; others go to `rest`.
-    pub fn until<T>(&mut self, rest: &mut Vec<FromTasker>, pick: impl Fn(&FromTasker) -> Option<T>) -> T {
+    pub fn until<T>(
+        &mut self,
+        rest: &mut Vec<FromTasker>,
+        pick: impl Fn(&FromTasker) -> Option<T>,
+    ) -> T {
         let until = Instant::now() + PATIENCE;
         loop {
             if let Some(message) = self.poll() {
@@ -106,7 +146,11 @@ impl Tasker {
                     None => rest.push(message),
                 }
             }
-            assert!(Instant::now() < until, "no such message within {PATIENCE:?}, but {:?}", without_output(rest));
+            assert!(
+                Instant::now() < until,
+                "no such message within {PATIENCE:?}, but {:?}",
+                without_output(rest)
+            );
         }
     }
 
@@ -127,9 +171,16 @@ impl Tasker {
             match self.poll() {
                 Some(FromTasker::Output { tid: t, bytes }) if t == tid => so_far.extend(bytes),
                 Some(FromTasker::Exited { status, .. }) => {
-                    panic!("the task ended with {status}; its output: {}", String::from_utf8_lossy(so_far))
+                    panic!(
+                        "the task ended with {status}; its output: {}",
+                        String::from_utf8_lossy(so_far)
+                    )
                 }
-                _ => assert!(Instant::now() < until, "only {:?}", String::from_utf8_lossy(so_far)),
+                _ => assert!(
+                    Instant::now() < until,
+                    "only {:?}",
+                    String::from_utf8_lossy(so_far)
+                ),
             }
         }
     }
@@ -138,7 +189,11 @@ impl Tasker {
     pub fn follow_to_the_end(&mut self, tid: Tid) -> (Vec<u8>, i32, sempa_proto::migration::Usage) {
         let mut rest = Vec::new();
         let (status, used) = self.until(&mut rest, |m| match m {
-            FromTasker::Exited { tid: t, status, used } if *t == tid => Some((*status, *used)),
+            FromTasker::Exited {
+                tid: t,
+                status,
+                used,
+            } if *t == tid => Some((*status, *used)),
             _ => None,
         });
         let output = rest.into_iter().filter_map(|m| match m {
@@ -153,7 +208,10 @@ impl Tasker {
         drop(self.stream.take());
         let until = Instant::now() + PATIENCE;
         while self.child.try_wait().expect("wait").is_none() {
-            assert!(Instant::now() < until, "the tasker goes on without its daemon");
+            assert!(
+                Instant::now() < until,
+                "the tasker goes on without its daemon"
+            );
             std::thread::sleep(Duration::from_millis(2));
         }
     }
@@ -175,9 +233,19 @@ pub fn tid(local: u32) -> Tid {
 
 pub fn order(tid: Tid, path: &Path, args: &[&str]) -> StartTask {
     let name = path.to_str().expect("text");
-    let argv = std::iter::once(name).chain(args.iter().copied()).map(|a| a.as_bytes().to_vec()).collect();
+    let argv = std::iter::once(name)
+        .chain(args.iter().copied())
+        .map(|a| a.as_bytes().to_vec())
+        .collect();
     let env = vec![b"PATH=/usr/bin:/bin".to_vec(), b"MARK=here".to_vec()];
-    StartTask { tid, path: path.into(), argv, env, dir: "/".into(), pinned: false }
+    StartTask {
+        tid,
+        path: path.into(),
+        argv,
+        env,
+        dir: "/".into(),
+        pinned: false,
+    }
 }
 
 pub fn sh() -> PathBuf {
@@ -186,19 +254,30 @@ pub fn sh() -> PathBuf {
 
 /// Root can, except in an ordinary container.
 pub fn can_make_namespaces() -> bool {
-    Command::new("unshare").args(["--pid", "--fork", "true"]).output().is_ok_and(|done| done.status.success())
+    Command::new("unshare")
+        .args(["--pid", "--fork", "true"])
+        .output()
+        .is_ok_and(|done| done.status.success())
 }
 
 /// True while a process with this number exists and is no zombie.
 pub fn is_alive(pid: i32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat"))
         .ok()
-        .and_then(|stat| Some(!matches!(stat[stat.rfind(')')? + 2..].chars().next()?, 'Z' | 'X')))
+        .and_then(|stat| {
+            Some(!matches!(
+                stat[stat.rfind(')')? + 2..].chars().next()?,
+                'Z' | 'X'
+            ))
+        })
         .unwrap_or(false)
 }
 
 fn without_output(messages: &[FromTasker]) -> Vec<&FromTasker> {
-    messages.iter().filter(|m| !matches!(m, FromTasker::Output { .. })).collect()
+    messages
+        .iter()
+        .filter(|m| !matches!(m, FromTasker::Output { .. }))
+        .collect()
 }
 
 /// Waits for a condition.

@@ -19,7 +19,10 @@ pub fn can_move() -> bool {
     match result {
         Err(Refusal::NoEngine { why, .. }) => {
             eprintln!("nothing can be moved here: {why}");
-            assert!(!can_make_namespaces() || !why.contains("process-id namespaces"), "the kernel gives some");
+            assert!(
+                !can_make_namespaces() || !why.contains("process-id namespaces"),
+                "the kernel gives some"
+            );
             false
         }
         other => {
@@ -31,16 +34,26 @@ pub fn can_move() -> bool {
 
 /// Compiles one of the test programs.
 pub fn program(dir: &Path, name: &str) -> PathBuf {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs").join(format!("{name}.c"));
+    let source = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/programs")
+        .join(format!("{name}.c"));
     let out = dir.join(name);
-    let done = Command::new("gcc").args(["-O1", "-pthread", "-o"]).arg(&out).arg(source).status().expect("gcc");
+    let done = Command::new("gcc")
+        .args(["-O1", "-pthread", "-o"])
+        .arg(&out)
+        .arg(source)
+        .status()
+        .expect("gcc");
     assert!(done.success());
     out
 }
 
 /// A script that does something before it becomes the real engine; only for requests, not for `--version`.
 pub fn wrapper(dir: &Path, before: &str) -> PathBuf {
-    engine_script(dir, &format!("if [ \"$1\" = swrk ]; then\n{before}\nfi\nexec"))
+    engine_script(
+        dir,
+        &format!("if [ \"$1\" = swrk ]; then\n{before}\nfi\nexec"),
+    )
 }
 
 /// A script that becomes the real engine with more variables: `NAME=VALUE …`.
@@ -49,16 +62,25 @@ pub fn wrapper_in_env(dir: &Path, variables: &str) -> PathBuf {
 }
 
 fn engine_script(dir: &Path, begin: &str) -> PathBuf {
-    let real = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"].into_iter().find(|p| Path::new(p).is_file());
+    let real = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"]
+        .into_iter()
+        .find(|p| Path::new(p).is_file());
     let path = dir.join("criu");
-    let real = std::env::var("SEMPA_CRIU").ok().or(real.map(String::from)).unwrap_or_else(|| "criu".into());
+    let real = std::env::var("SEMPA_CRIU")
+        .ok()
+        .or(real.map(String::from))
+        .unwrap_or_else(|| "criu".into());
     let script = format!("#!/bin/sh\n{begin} {real} \"$@\"\n");
     std::fs::write(&path, script).expect("write");
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("mode");
     path
 }
 
-pub fn inspect(tasker: &mut Tasker, tid: Tid, migration: MigrationId) -> Result<TaskFacts, Refusal> {
+pub fn inspect(
+    tasker: &mut Tasker,
+    tid: Tid,
+    migration: MigrationId,
+) -> Result<TaskFacts, Refusal> {
     tasker.send(ToTasker::Inspect { migration, tid });
     tasker.until(&mut Vec::new(), |m| match m {
         FromTasker::Inspected { result, .. } => Some(result.clone()),
@@ -66,8 +88,17 @@ pub fn inspect(tasker: &mut Tasker, tid: Tid, migration: MigrationId) -> Result<
     })
 }
 
-pub fn prepare(tasker: &mut Tasker, tid: Tid, migration: MigrationId, facts: TaskFacts) -> Vec<Refusal> {
-    tasker.send(ToTasker::Prepare { migration, tid, facts });
+pub fn prepare(
+    tasker: &mut Tasker,
+    tid: Tid,
+    migration: MigrationId,
+    facts: TaskFacts,
+) -> Vec<Refusal> {
+    tasker.send(ToTasker::Prepare {
+        migration,
+        tid,
+        facts,
+    });
     tasker.until(&mut Vec::new(), |m| match m {
         FromTasker::Prepared { verdict, .. } => Some(verdict.clone()),
         _ => None,
@@ -76,7 +107,11 @@ pub fn prepare(tasker: &mut Tasker, tid: Tid, migration: MigrationId, facts: Tas
 
 /// Everything up to the answer goes to `seen`, so that output is not lost.
 pub fn stop(tasker: &mut Tasker, tid: Tid, migration: MigrationId, seen: &mut Vec<FromTasker>) {
-    tasker.send(ToTasker::Stop { migration, tid, redirection: None });
+    tasker.send(ToTasker::Stop {
+        migration,
+        tid,
+        redirection: None,
+    });
     let result = tasker.until(seen, |m| match m {
         FromTasker::Stopped { result, .. } => Some(result.clone()),
         _ => None,
@@ -91,7 +126,12 @@ pub fn dump(
     dir: &Path,
     seen: &mut Vec<FromTasker>,
 ) -> Result<DumpReport, Failure> {
-    tasker.send(ToTasker::Dump { migration, tid, dir: dir.into(), memory_way: None });
+    tasker.send(ToTasker::Dump {
+        migration,
+        tid,
+        dir: dir.into(),
+        memory_way: None,
+    });
     dumped(tasker, seen)
 }
 
@@ -102,15 +142,31 @@ pub fn dumped(tasker: &mut Tasker, seen: &mut Vec<FromTasker>) -> Result<DumpRep
     })
 }
 
-pub fn restore(tasker: &mut Tasker, tid: Tid, migration: MigrationId, dir: &Path) -> Result<i32, Failure> {
-    tasker.send(ToTasker::Restore { migration, tid, dir: dir.into(), again: None, memory_way: None });
+pub fn restore(
+    tasker: &mut Tasker,
+    tid: Tid,
+    migration: MigrationId,
+    dir: &Path,
+) -> Result<i32, Failure> {
+    tasker.send(ToTasker::Restore {
+        migration,
+        tid,
+        dir: dir.into(),
+        again: None,
+        memory_way: None,
+    });
     tasker.until(&mut Vec::new(), |m| match m {
         FromTasker::Restored { result, .. } => Some(result.clone()),
         _ => None,
     })
 }
 
-pub fn kill_moved(tasker: &mut Tasker, tid: Tid, migration: MigrationId, seen: &mut Vec<FromTasker>) -> Usage {
+pub fn kill_moved(
+    tasker: &mut Tasker,
+    tid: Tid,
+    migration: MigrationId,
+    seen: &mut Vec<FromTasker>,
+) -> Usage {
     tasker.send(ToTasker::KillMoved { migration, tid });
     tasker.until(seen, |m| match m {
         FromTasker::SourceGone { used, .. } => Some(*used),
@@ -119,7 +175,11 @@ pub fn kill_moved(tasker: &mut Tasker, tid: Tid, migration: MigrationId, seen: &
 }
 
 pub fn run(tasker: &mut Tasker, migration: MigrationId, used: Usage, seen: &mut Vec<FromTasker>) {
-    tasker.send(ToTasker::Run { migration, used, held: false });
+    tasker.send(ToTasker::Run {
+        migration,
+        used,
+        held: false,
+    });
     let result = tasker.until(seen, |m| match m {
         FromTasker::Ran { result, .. } => Some(result.clone()),
         _ => None,
@@ -127,14 +187,23 @@ pub fn run(tasker: &mut Tasker, migration: MigrationId, used: Usage, seen: &mut 
     assert_eq!(result, Ok(()));
 }
 
-pub fn continue_task(tasker: &mut Tasker, tid: Tid, migration: MigrationId, seen: &mut Vec<FromTasker>) {
+pub fn continue_task(
+    tasker: &mut Tasker,
+    tid: Tid,
+    migration: MigrationId,
+    seen: &mut Vec<FromTasker>,
+) {
     tasker.send(ToTasker::Continue { migration, tid });
-    tasker.until(seen, |m| matches!(m, FromTasker::Continued { .. }).then_some(()));
+    tasker.until(seen, |m| {
+        matches!(m, FromTasker::Continued { .. }).then_some(())
+    });
 }
 
 pub fn discard(tasker: &mut Tasker, migration: MigrationId, seen: &mut Vec<FromTasker>) {
     tasker.send(ToTasker::Discard { migration });
-    tasker.until(seen, |m| matches!(m, FromTasker::Discarded { .. }).then_some(()));
+    tasker.until(seen, |m| {
+        matches!(m, FromTasker::Discarded { .. }).then_some(())
+    });
 }
 
 pub fn output_of(seen: &[FromTasker], tid: Tid) -> Vec<u8> {
@@ -155,12 +224,23 @@ pub fn assert_no_line_lost(output: &[u8]) {
     let all: Vec<&str> = text.lines().collect();
     for (expected, line) in all.iter().enumerate() {
         let around = &all[expected.saturating_sub(3)..all.len().min(expected + 4)];
-        assert_eq!(*line, expected.to_string(), "line {expected} of {}: {around:?}", all.len());
+        assert_eq!(
+            *line,
+            expected.to_string(),
+            "line {expected} of {}: {around:?}",
+            all.len()
+        );
     }
 }
 
 /// A whole move; returns how long the task stood still.
-pub fn move_task(from: &mut Tasker, to: &mut Tasker, tid: Tid, number: u64, output: &mut Vec<u8>) -> Duration {
+pub fn move_task(
+    from: &mut Tasker,
+    to: &mut Tasker,
+    tid: Tid,
+    number: u64,
+    output: &mut Vec<u8>,
+) -> Duration {
     move_task_while(from, to, tid, number, output, &mut || {}).still
 }
 
@@ -198,7 +278,10 @@ pub fn move_task_while(
     let report = dump(from, tid, id, &dir, &mut seen).expect("a dump");
     let dumped = begin.elapsed();
     assert!(report.files > 5 && report.bytes > 4096, "{report:?}");
-    assert_eq!(std::fs::metadata(&dir).expect("dir").permissions().mode() & 0o777, 0o700);
+    assert_eq!(
+        std::fs::metadata(&dir).expect("dir").permissions().mode() & 0o777,
+        0o700
+    );
     meanwhile();
     restore(to, tid, id, &dir).expect("a restore");
     let used = kill_moved(from, tid, id, &mut seen);
@@ -206,12 +289,21 @@ pub fn move_task_while(
     let mut seen_there = Vec::new();
     run(to, id, used, &mut seen_there);
     let still = begin.elapsed();
-    eprintln!("move {number}: dump {dumped:?}, {} bytes, still for {still:?}", report.bytes);
+    eprintln!(
+        "move {number}: dump {dumped:?}, {} bytes, still for {still:?}",
+        report.bytes
+    );
     let exits = |m: &FromTasker| matches!(m, FromTasker::Exited { .. });
-    assert!(!seen.iter().any(exits), "a moved task is not reported as ended");
+    assert!(
+        !seen.iter().any(exits),
+        "a moved task is not reported as ended"
+    );
     output.extend(output_of(&seen, tid));
     output.extend(output_of(&seen_there, tid));
-    Moved { still, image_bytes: report.bytes }
+    Moved {
+        still,
+        image_bytes: report.bytes,
+    }
 }
 
 /// Starts a counter and stops it for a move; the rest of the story is the caller's.
@@ -246,7 +338,9 @@ pub fn waiting_wrapper(dir: &Path) -> PathBuf {
     let d = dir.display();
     wrapper(
         dir,
-        &format!("if [ -e {d}/wait ]; then echo $$ > {d}/pid.new; mv {d}/pid.new {d}/pid; exec sleep 14142; fi"),
+        &format!(
+            "if [ -e {d}/wait ]; then echo $$ > {d}/pid.new; mv {d}/pid.new {d}/pid; exec sleep 14142; fi"
+        ),
     )
 }
 

@@ -50,28 +50,49 @@ fn files_of_the_system_and_the_null_device_are_those_of_the_new_host() {
 
 #[test]
 fn a_log_that_grew_meanwhile_is_appended_to() {
-    let Some(mut scene) = Scene::begin() else { return };
+    let Some(mut scene) = Scene::begin() else {
+        return;
+    };
     let program = scene.compile_c("files");
     assert!(scene.start(&program, &[], "appending", ""));
     let log = scene.dir.path().join("log");
-    assert_eq!(scene.fact("log").expect("it is open").must, FileMatch::Exists);
+    assert_eq!(
+        scene.fact("log").expect("it is open").must,
+        FileMatch::Exists
+    );
     scene.moves_while(&mut || {
-        std::fs::File::options().append(true).open(&log).expect("open").write_all(b"meanwhile\n").expect("write");
+        std::fs::File::options()
+            .append(true)
+            .open(&log)
+            .expect("open")
+            .write_all(b"meanwhile\n")
+            .expect("write");
     });
     let dir = scene.dir.path().to_path_buf();
     std::fs::write(dir.join("go"), "").expect("write");
     let (_, status, _) = scene.there.follow_to_the_end(tid(1));
     assert_eq!(status, 7 << 8);
-    assert_eq!(std::fs::read_to_string(&log).expect("text"), "before\nmeanwhile\nafter\n");
+    assert_eq!(
+        std::fs::read_to_string(&log).expect("text"),
+        "before\nmeanwhile\nafter\n"
+    );
 }
 
 /// What the target says, after this preparation of its own folder.
 fn is_refused_at_the_target(prepare: &str, expected: &str) {
-    let Some(mut scene) = Scene::begin_with(|dir| other_host(dir, prepare)) else { return };
+    let Some(mut scene) = Scene::begin_with(|dir| other_host(dir, prepare)) else {
+        return;
+    };
     let program = scene.compile_c("files");
     assert!(scene.start(&program, &[], "held", ""));
     let path = scene.dir.path().join("data/held");
-    assert_eq!(scene.verdict(), [Refusal::File { path, why: expected.into() }]);
+    assert_eq!(
+        scene.verdict(),
+        [Refusal::File {
+            path,
+            why: expected.into()
+        }]
+    );
     assert_eq!(scene.ends_right(), "ready\nright\n");
 }
 
@@ -82,7 +103,10 @@ fn an_open_file_that_the_target_lacks_is_named() {
 
 #[test]
 fn an_open_file_of_another_length_on_the_target_is_named() {
-    is_refused_at_the_target("printf other > $data/held", "it has 800 bytes at the source, 5 on the target");
+    is_refused_at_the_target(
+        "printf other > $data/held",
+        "it has 800 bytes at the source, 5 on the target",
+    );
 }
 
 #[test]
@@ -98,7 +122,8 @@ fn a_program_whose_file_was_removed_while_it_ran_moves() {
 /// The folder `data` of the other host.
 fn data_there(scene: &Scene) -> PathBuf {
     let place = scene.dir.path().join("data");
-    PathBuf::from(format!("/proc/{}/root", scene.there.child.id())).join(place.strip_prefix("/").expect("absolute"))
+    PathBuf::from(format!("/proc/{}/root", scene.there.child.id()))
+        .join(place.strip_prefix("/").expect("absolute"))
 }
 
 /// A task with a file that the other host lacks, and this policy.
@@ -112,25 +137,43 @@ fn held_with(policy: &'static str, prepare: &str) -> Option<Scene> {
 
 #[test]
 fn an_open_file_that_the_target_lacks_is_carried_along_if_that_is_the_tasks_policy() {
-    let Some(mut scene) = held_with("SEMPA_FILES=copy", "true") else { return };
+    let Some(mut scene) = held_with("SEMPA_FILES=copy", "true") else {
+        return;
+    };
     let file = scene.dir.path().join("data/held");
     std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o604)).expect("it is ours");
-    assert_eq!(scene.fact("data/held").expect("it is open").must, FileMatch::LengthOrCarried);
+    assert_eq!(
+        scene.fact("data/held").expect("it is open").must,
+        FileMatch::LengthOrCarried
+    );
     let content = std::fs::read(&file).expect("there");
     scene.moves_while(&mut || {});
     let there = data_there(&scene).join("held");
     assert_eq!(std::fs::read(&there).expect("carried along"), content);
-    assert_eq!(std::fs::metadata(&there).expect("there").permissions().mode() & 0o7777, 0o604);
+    assert_eq!(
+        std::fs::metadata(&there)
+            .expect("there")
+            .permissions()
+            .mode()
+            & 0o7777,
+        0o604
+    );
     assert!(file.exists(), "and it is still here");
     std::fs::write(scene.dir.path().join("go"), "").expect("write");
     let (rest, status, _) = scene.there.follow_to_the_end(tid(1));
-    assert!(rest.ends_with(b"right\n") && status == 7 << 8, "{}", String::from_utf8_lossy(&rest));
+    assert!(
+        rest.ends_with(b"right\n") && status == 7 << 8,
+        "{}",
+        String::from_utf8_lossy(&rest)
+    );
     assert!(there.exists(), "it is the task's own");
 }
 
 #[test]
 fn a_file_that_was_carried_along_goes_again_if_nothing_comes_of_the_move() {
-    let Some(mut scene) = held_with("SEMPA_FILES=copy", "true") else { return };
+    let Some(mut scene) = held_with("SEMPA_FILES=copy", "true") else {
+        return;
+    };
     assert_eq!(scene.verdict(), []);
     let id = migration(1);
     let (images, mut seen) = (tempfile::tempdir().expect("dir"), Vec::new());
@@ -146,7 +189,11 @@ fn a_file_that_was_carried_along_goes_again_if_nothing_comes_of_the_move() {
     assert_eq!(scene.verdict(), []);
     std::fs::write(
         dir.join("inventory.img"),
-        std::fs::read(dir.join("inventory.img")).expect("there").iter().map(|b| !b).collect::<Vec<u8>>(),
+        std::fs::read(dir.join("inventory.img"))
+            .expect("there")
+            .iter()
+            .map(|b| !b)
+            .collect::<Vec<u8>>(),
     )
     .expect("written");
     restore(&mut scene.there, tid(1), migration(2), &dir).expect_err("a broken image");
@@ -157,7 +204,9 @@ fn a_file_that_was_carried_along_goes_again_if_nothing_comes_of_the_move() {
 
 #[test]
 fn a_file_that_would_be_carried_along_is_never_written_over_another_one() {
-    let Some(mut scene) = held_with("SEMPA_FILES=copy", "printf other > $data/held") else { return };
+    let Some(mut scene) = held_with("SEMPA_FILES=copy", "printf other > $data/held") else {
+        return;
+    };
     let path = scene.dir.path().join("data/held");
     let why = "it has 800 bytes at the source, 5 on the target".into();
     assert_eq!(scene.verdict(), [Refusal::File { path, why }]);
@@ -166,7 +215,10 @@ fn a_file_that_would_be_carried_along_is_never_written_over_another_one() {
 
 #[test]
 fn a_file_is_not_carried_where_its_folder_is_missing() {
-    let Some(mut scene) = held_with("SEMPA_FILES=copy", "umount $data && mount -t tmpfs none ${data%/data}") else {
+    let Some(mut scene) = held_with(
+        "SEMPA_FILES=copy",
+        "umount $data && mount -t tmpfs none ${data%/data}",
+    ) else {
         return;
     };
     let verdict = scene.verdict();
@@ -177,7 +229,9 @@ fn a_file_is_not_carried_where_its_folder_is_missing() {
 
 #[test]
 fn a_task_whose_policy_is_to_stay_with_its_files_is_refused() {
-    let Some(mut scene) = held_with("SEMPA_FILES=refuse", "true") else { return };
+    let Some(mut scene) = held_with("SEMPA_FILES=refuse", "true") else {
+        return;
+    };
     let path = scene.dir.path().join("data/held");
     assert_eq!(scene.inspect(), Err(Refusal::FilesStay { path }));
     scene.ends_right();
@@ -185,7 +239,9 @@ fn a_task_whose_policy_is_to_stay_with_its_files_is_refused() {
 
 #[test]
 fn a_policy_for_files_that_means_nothing_is_refused() {
-    let Some(mut scene) = held_with("SEMPA_FILES=all", "true") else { return };
+    let Some(mut scene) = held_with("SEMPA_FILES=all", "true") else {
+        return;
+    };
     let what = "SEMPA_FILES=all, which is none of shared, copy and refuse".into();
     assert_eq!(scene.inspect(), Err(Refusal::Holds { what }));
     scene.ends_right();

@@ -6,7 +6,11 @@ use std::process::Command;
 
 /// The real program behind a name, which may be that of a script that looks for it.
 fn interpreter(name: &str, words: &[&str]) -> Option<PathBuf> {
-    let done = Command::new(name).args(words).output().ok().filter(|done| done.status.success());
+    let done = Command::new(name)
+        .args(words)
+        .output()
+        .ok()
+        .filter(|done| done.status.success());
     if done.is_none() {
         eprintln!("skipped: {name} is missing");
     }
@@ -14,7 +18,9 @@ fn interpreter(name: &str, words: &[&str]) -> Option<PathBuf> {
 }
 
 fn script_survives(interpreter: Option<PathBuf>, script: &str, row: &str) {
-    let (Some(interpreter), Some(mut scene)) = (interpreter, Scene::begin()) else { return };
+    let (Some(interpreter), Some(mut scene)) = (interpreter, Scene::begin()) else {
+        return;
+    };
     let script = program(script);
     assert!(scene.start(&interpreter, &[script.to_str().expect("text")], row, ""));
     scene.moves_there_and_back();
@@ -50,7 +56,9 @@ fn fortran_with_openmp_at_full_load_goes_on_computing() {
     if interpreter("gfortran", &["--version"]).is_none() {
         return;
     }
-    let Some(mut scene) = Scene::begin() else { return };
+    let Some(mut scene) = Scene::begin() else {
+        return;
+    };
     let program = scene.compile("gfortran", &["-fopenmp"], "openmp.f90");
     assert!(scene.start(&program, &[], "load", ""));
     scene.moves_there_and_back();

@@ -30,12 +30,17 @@ fn locale_time_zone_and_character_tables_stay_in_use() {
 #[test]
 fn hundreds_of_mebibytes_move_and_untouched_pages_are_not_sent() {
     const MIB: u64 = 1 << 20;
-    let Some(mut scene) = Scene::begin() else { return };
+    let Some(mut scene) = Scene::begin() else {
+        return;
+    };
     let program = scene.compile_c("memory");
     assert!(scene.start(&program, &[], "big", ""));
     let moved = scene.moves_there_and_back();
     // 300 MiB were written with numbers and 16 with zeros, 512 read and 4096 never looked at.
-    assert!((316 * MIB..326 * MIB).contains(&moved.image_bytes), "{moved:?}");
+    assert!(
+        (316 * MIB..326 * MIB).contains(&moved.image_bytes),
+        "{moved:?}"
+    );
     assert_eq!(scene.ends_right(), "ready\nright\n");
 }
 

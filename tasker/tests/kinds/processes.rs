@@ -54,12 +54,16 @@ fn the_scheduling_policy_is_kept() {
 
 #[test]
 fn no_line_of_output_or_errors_is_lost_or_doubled_through_the_new_tasker() {
-    let Some(mut scene) = Scene::begin() else { return };
+    let Some(mut scene) = Scene::begin() else {
+        return;
+    };
     let program = scene.compile_c("processes");
     assert!(scene.start(&program, &[], "output", ""));
     scene.moves_there_and_back();
     let said = scene.ends_right();
-    let numbers = said.strip_suffix("half a line\nright\n").expect("what stood in the buffer comes at the end");
+    let numbers = said
+        .strip_suffix("half a line\nright\n")
+        .expect("what stood in the buffer comes at the end");
     let numbers: Vec<&str> = numbers.lines().filter(|line| *line != "ready").collect();
     assert!(numbers.len() >= 500);
     for (expected, line) in numbers.iter().enumerate() {

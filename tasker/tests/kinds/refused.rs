@@ -96,7 +96,11 @@ fn a_deleted_file_with_another_name_is_refused() {
 
 #[test]
 fn a_removed_working_directory_is_refused() {
-    is_refused("removed-directory", "", "a working directory that was removed");
+    is_refused(
+        "removed-directory",
+        "",
+        "a working directory that was removed",
+    );
 }
 
 #[test]
@@ -136,12 +140,17 @@ fn a_process_id_namespace_of_its_own_is_refused() {
 
 #[test]
 fn a_main_thread_that_ended_before_the_others_is_refused() {
-    let Some(mut scene) = Scene::begin() else { return };
+    let Some(mut scene) = Scene::begin() else {
+        return;
+    };
     let program = scene.compile_c("threads");
     assert!(scene.start(&program, &[], "leaderless", ""));
     let result = scene.inspect();
     let expected = "a main thread that has ended before the others";
-    assert!(matches!(&result, Err(Refusal::Holds { what }) if what == expected), "{result:?}");
+    assert!(
+        matches!(&result, Err(Refusal::Holds { what }) if what == expected),
+        "{result:?}"
+    );
     scene.ends_right();
 }
 
@@ -149,12 +158,18 @@ fn a_main_thread_that_ended_before_the_others_is_refused() {
 fn a_tcp_connection_to_a_stranger_is_refused() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("bind");
     let port = listener.local_addr().expect("bound").port().to_string();
-    is_refused("tcp", &port, &format!("a TCP connection to 127.0.0.1:{port}"));
+    is_refused(
+        "tcp",
+        &port,
+        &format!("a TCP connection to 127.0.0.1:{port}"),
+    );
 }
 
 #[test]
 fn a_unix_socket_connected_to_a_stranger_is_refused() {
-    let Some(mut scene) = Scene::begin() else { return };
+    let Some(mut scene) = Scene::begin() else {
+        return;
+    };
     let program = scene.compile_c("refused");
     let path = scene.dir.path().join("stranger").display().to_string();
     let listener = UnixListener::bind(&path).expect("bind");
@@ -162,7 +177,10 @@ fn a_unix_socket_connected_to_a_stranger_is_refused() {
     let (_met, _) = listener.accept().expect("it has connected");
     let result = scene.inspect();
     let expected = format!("a Unix socket connected to {path}");
-    assert!(matches!(&result, Err(Refusal::Holds { what }) if *what == expected), "{result:?}");
+    assert!(
+        matches!(&result, Err(Refusal::Holds { what }) if *what == expected),
+        "{result:?}"
+    );
     scene.ends_right();
 }
 
@@ -171,26 +189,47 @@ fn a_named_pipe_that_a_stranger_has_open_is_refused() {
     let dir = tempfile::tempdir().expect("dir");
     let path = dir.path().join("fifo");
     nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("fifo");
-    let _end = std::fs::File::options().read(true).custom_flags(libc::O_NONBLOCK).open(&path).expect("open");
+    let _end = std::fs::File::options()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(&path)
+        .expect("open");
     let path = path.display().to_string();
-    is_refused("foreign-pipe", &path, &format!("the named pipe {path}, which another process has open"));
+    is_refused(
+        "foreign-pipe",
+        &path,
+        &format!("the named pipe {path}, which another process has open"),
+    );
 }
 
 #[test]
 fn a_terminal_of_somebody_else_is_refused() {
     let terminal = openpty(None, None).expect("a terminal");
-    let name = nix::unistd::ttyname(&terminal.slave).expect("a name").display().to_string();
-    is_refused("terminal", &name, &format!("the terminal {name}, whose other end is elsewhere"));
+    let name = nix::unistd::ttyname(&terminal.slave)
+        .expect("a name")
+        .display()
+        .to_string();
+    is_refused(
+        "terminal",
+        &name,
+        &format!("the terminal {name}, whose other end is elsewhere"),
+    );
 }
 
 /// Somebody traces a thread of the task: its first one, or the other one.
 fn is_refused_while_traced(first: bool) {
-    let Some(mut scene) = Scene::begin() else { return };
+    let Some(mut scene) = Scene::begin() else {
+        return;
+    };
     let program = scene.compile_c("refused");
     assert!(scene.start(&program, &[], "traced", ""));
     let inner = thread_it_told(&mut scene);
     let root = processes_of(&program)[0];
-    let thread = if first { root } else { outer_thread(root, inner) };
+    let thread = if first {
+        root
+    } else {
+        outer_thread(root, inner)
+    };
     let mut tracer = Command::new(&program)
         .args(["tracer", "/", &thread.to_string()])
         .stdin(Stdio::piped())
@@ -198,7 +237,12 @@ fn is_refused_while_traced(first: bool) {
         .spawn()
         .expect("it starts");
     let mut said = [0u8; 7];
-    tracer.stdout.as_mut().expect("piped").read_exact(&mut said).expect("it says something");
+    tracer
+        .stdout
+        .as_mut()
+        .expect("piped")
+        .read_exact(&mut said)
+        .expect("it says something");
     let unable = &said != b"traces\n";
     let result = scene.inspect();
     drop(tracer.stdin.take());
@@ -206,7 +250,10 @@ fn is_refused_while_traced(first: bool) {
     if unable {
         eprintln!("nothing may be traced here");
     } else {
-        assert!(matches!(&result, Err(Refusal::Holds { what }) if what == "a debugger"), "{result:?}");
+        assert!(
+            matches!(&result, Err(Refusal::Holds { what }) if what == "a debugger"),
+            "{result:?}"
+        );
     }
     assert!(scene.inspect().is_ok(), "without it nothing is in the way");
     scene.moves_there_and_back();
@@ -217,9 +264,12 @@ fn is_refused_while_traced(first: bool) {
 fn thread_it_told(scene: &mut Scene) -> i32 {
     let number = |text: &[u8]| -> Option<i32> {
         let text = String::from_utf8_lossy(text).into_owned();
-        text.lines().find_map(|line| line.strip_prefix("thread ")?.parse().ok())
+        text.lines()
+            .find_map(|line| line.strip_prefix("thread ")?.parse().ok())
     };
-    scene.here.output_until(tid(1), &mut scene.output, |text| number(text).is_some());
+    scene
+        .here
+        .output_until(tid(1), &mut scene.output, |text| number(text).is_some());
     number(&scene.output).expect("just seen")
 }
 
@@ -230,10 +280,17 @@ fn processes_of(program: &std::path::Path) -> Vec<i32> {
 /// The thread with this number inside the namespace, as others see it.
 fn outer_thread(pid: i32, inner: i32) -> i32 {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("proc");
-    let all = threads.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    let all = threads
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     let is_it = |thread: &i32| {
-        let status = std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).unwrap_or_default();
-        let line = status.lines().find(|line| line.starts_with("NSpid:")).unwrap_or_default().to_string();
+        let status = std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/status"))
+            .unwrap_or_default();
+        let line = status
+            .lines()
+            .find(|line| line.starts_with("NSpid:"))
+            .unwrap_or_default()
+            .to_string();
         line.split_whitespace().last() == Some(&inner.to_string())
     };
     all.into_iter().find(is_it).expect("the thread")
@@ -266,10 +323,18 @@ fn an_open_file_about_a_process_is_refused() {
 
 #[test]
 fn a_process_that_has_given_up_the_rights_of_root_is_refused() {
-    is_refused("another-user", "", "a process without root's rights (its user is 4142)");
+    is_refused(
+        "another-user",
+        "",
+        "a process without root's rights (its user is 4142)",
+    );
 }
 
 #[test]
 fn another_group_is_refused_where_the_tasker_may_not_ask_for_its_limits() {
-    is_refused("another-group", "", "another user or group (4241), for which the tasker needs CAP_SYS_RESOURCE");
+    is_refused(
+        "another-group",
+        "",
+        "another user or group (4241), for which the tasker needs CAP_SYS_RESOURCE",
+    );
 }

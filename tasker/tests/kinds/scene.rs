@@ -37,15 +37,28 @@ impl Scene {
         let dir = tempfile::tempdir().expect("dir");
         std::fs::create_dir(dir.path().join("data")).expect("dir");
         let there = target(dir.path());
-        Some(Scene { here: Tasker::start(), there, dir, output: Vec::new(), variable: None, moves: 0 })
+        Some(Scene {
+            here: Tasker::start(),
+            there,
+            dir,
+            output: Vec::new(),
+            variable: None,
+            moves: 0,
+        })
     }
 
     /// Compiles one of the programs.
     pub(crate) fn compile(&self, compiler: &str, words: &[&str], source: &str) -> PathBuf {
         let name = source.split('.').next().expect("a name");
         let out = self.dir.path().join(name);
-        let words = ["-O1", "-o", out.to_str().expect("text")].into_iter().chain(words.iter().copied());
-        let done = Command::new(compiler).args(words).arg(program(source)).status().expect("a compiler");
+        let words = ["-O1", "-o", out.to_str().expect("text")]
+            .into_iter()
+            .chain(words.iter().copied());
+        let done = Command::new(compiler)
+            .args(words)
+            .arg(program(source))
+            .status()
+            .expect("a compiler");
         assert!(done.success());
         out
     }
@@ -56,15 +69,25 @@ impl Scene {
     }
 
     /// Starts a program with a row's name, the folder, and a further word; `false` if this machine lacks what it needs.
-    pub(crate) fn start(&mut self, program: &Path, before: &[&str], row: &str, extra: &str) -> bool {
+    pub(crate) fn start(
+        &mut self,
+        program: &Path,
+        before: &[&str],
+        row: &str,
+        extra: &str,
+    ) -> bool {
         let place = self.dir.path().to_str().expect("text").to_string();
         let words: Vec<&str> = before.iter().copied().chain([row, &place, extra]).collect();
         let mut order = order(tid(1), program, &words);
-        order.env.extend(self.variable.map(|variable| variable.as_bytes().to_vec()));
+        order
+            .env
+            .extend(self.variable.map(|variable| variable.as_bytes().to_vec()));
         self.here.send(ToTasker::Start(order));
         let unable = |text: &[u8]| text.starts_with(b"unable");
         let is_ready = |text: &[u8]| text.windows(READY.len()).any(|w| w == READY);
-        self.here.output_until(tid(1), &mut self.output, |text| is_ready(text) || unable(text));
+        self.here.output_until(tid(1), &mut self.output, |text| {
+            is_ready(text) || unable(text)
+        });
         if unable(&self.output) {
             eprintln!("{row}: {}", String::from_utf8_lossy(&self.output));
         }
@@ -74,7 +97,14 @@ impl Scene {
     /// Moves it to the other tasker, with something that happens on the way.
     pub(crate) fn moves_while(&mut self, meanwhile: &mut dyn FnMut()) -> Moved {
         self.moves += 1;
-        move_task_while(&mut self.here, &mut self.there, tid(1), self.moves, &mut self.output, meanwhile)
+        move_task_while(
+            &mut self.here,
+            &mut self.there,
+            tid(1),
+            self.moves,
+            &mut self.output,
+            meanwhile,
+        )
     }
 
     /// Moves it to the other tasker and back again.
@@ -101,7 +131,11 @@ impl Scene {
     /// What is known of a file that it needs.
     pub(crate) fn fact(&mut self, name: &str) -> Option<FileFact> {
         let path = self.dir.path().join(name);
-        self.inspect().expect("it may leave").files.into_iter().find(|fact| fact.path == path)
+        self.inspect()
+            .expect("it may leave")
+            .files
+            .into_iter()
+            .find(|fact| fact.path == path)
     }
 
     /// Has it look whether all is as it was, and follows it to its end where it is now. All that it has said.
@@ -126,12 +160,17 @@ pub(crate) fn other_host(dir: &Path, prepare: &str) -> Tasker {
          mount -t tmpfs none $data && {prepare} && exec \"$@\"",
         dir.display()
     );
-    Tasker::start_by(&["unshare", "--mount", "--net", "sh", "-c", &script, "sh"], &[])
+    Tasker::start_by(
+        &["unshare", "--mount", "--net", "sh", "-c", &script, "sh"],
+        &[],
+    )
 }
 
 /// Where the source of a program is.
 pub(crate) fn program(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/kinds").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/programs/kinds")
+        .join(name)
 }
 
 /// A program in C keeps all that its row is about.
@@ -141,7 +180,12 @@ pub(crate) fn survives(family: &str, row: &str) {
 
 /// The same with a target in other surroundings.
 pub(crate) fn survives_elsewhere(family: &str, row: &str, prepare: &str) {
-    ends_saying(Scene::begin_with(|dir| other_host(dir, prepare)), family, row, "");
+    ends_saying(
+        Scene::begin_with(|dir| other_host(dir, prepare)),
+        family,
+        row,
+        "",
+    );
 }
 
 /// A program in C says this of what became of something.
@@ -160,11 +204,16 @@ fn ends_saying(scene: Option<Scene>, family: &str, row: &str, expected: &str) {
 
 /// A program in C is refused with this reason and goes on.
 pub(crate) fn is_refused(row: &str, extra: &str, reason: &str) {
-    let Some(mut scene) = Scene::begin() else { return };
+    let Some(mut scene) = Scene::begin() else {
+        return;
+    };
     let program = scene.compile_c("refused");
     if scene.start(&program, &[], row, extra) {
         let result = scene.inspect();
-        assert!(matches!(&result, Err(Refusal::Holds { what }) if what.contains(reason)), "{row}: {result:?}");
+        assert!(
+            matches!(&result, Err(Refusal::Holds { what }) if what.contains(reason)),
+            "{row}: {result:?}"
+        );
         scene.ends_right();
     }
 }

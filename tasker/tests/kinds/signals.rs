@@ -41,8 +41,18 @@ fn a_sleep_or_poll_with_a_timeout_ends_early_with_eintr() {
 #[test]
 fn clocks_that_count_from_the_start_of_a_host_do_not_jump() {
     // The target is a host that runs for ten days longer.
-    let longer = ["unshare", "--time", "--monotonic", "864000", "--boottime", "864000", "--fork"];
-    let Some(mut scene) = Scene::begin_with(|_| Tasker::start_by(&longer, &[])) else { return };
+    let longer = [
+        "unshare",
+        "--time",
+        "--monotonic",
+        "864000",
+        "--boottime",
+        "864000",
+        "--fork",
+    ];
+    let Some(mut scene) = Scene::begin_with(|_| Tasker::start_by(&longer, &[])) else {
+        return;
+    };
     let program = scene.compile_c("signals");
     assert!(scene.start(&program, &[], "clocks", ""));
     scene.moves_there_and_back();

@@ -5,7 +5,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 fn project() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a workspace").to_path_buf()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("a workspace")
+        .to_path_buf()
 }
 
 /// Where the tests are whose file is named without a folder.
@@ -20,14 +23,19 @@ fn page() -> String {
 /// The lines of its tables without their headings.
 fn rows(page: &str) -> Vec<&str> {
     page.lines()
-        .filter(|line| line.starts_with("| ") && !line.starts_with("| ---") && !line.contains("| test |"))
+        .filter(|line| {
+            line.starts_with("| ") && !line.starts_with("| ---") && !line.contains("| test |")
+        })
         .collect()
 }
 
 /// What is named as `file.rs::name` there: the file, and the name.
 fn tests_named(text: &str) -> Vec<(String, String)> {
     let words = text.split('`').skip(1).step_by(2);
-    words.filter_map(|word| word.split_once("::")).map(|(file, name)| (file.into(), name.into())).collect()
+    words
+        .filter_map(|word| word.split_once("::"))
+        .map(|(file, name)| (file.into(), name.into()))
+        .collect()
 }
 
 /// Names of the functions that are tests.
@@ -36,7 +44,9 @@ fn tests_in(source: &str) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     while let Some(line) = lines.next() {
         if line == "#[test]"
-            && let Some(name) = lines.next().and_then(|next| next.strip_prefix("fn ")?.split('(').next())
+            && let Some(name) = lines
+                .next()
+                .and_then(|next| next.strip_prefix("fn ")?.split('(').next())
         {
             names.insert(name.to_string());
         }
@@ -53,11 +63,22 @@ fn each_row_names_a_test_that_exists() {
         let cells: Vec<&str> = row.trim_matches('|').split(" | ").collect();
         assert_eq!(cells.len(), 3, "{row}");
         let named = tests_named(cells[2]);
-        assert!(!named.is_empty() || cells[1].starts_with("not tried"), "without a test: {row}");
+        assert!(
+            !named.is_empty() || cells[1].starts_with("not tried"),
+            "without a test: {row}"
+        );
         for (file, name) in named {
-            let path = if file.contains('/') { project().join(&file) } else { here().join(&file) };
-            let source = fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
-            assert!(tests_in(&source).contains(&name), "there is no {file}::{name}: {row}");
+            let path = if file.contains('/') {
+                project().join(&file)
+            } else {
+                here().join(&file)
+            };
+            let source =
+                fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+            assert!(
+                tests_in(&source).contains(&name),
+                "there is no {file}::{name}: {row}"
+            );
         }
     }
 }
@@ -68,10 +89,17 @@ fn each_test_of_these_has_a_row() {
     let named: BTreeSet<(String, String)> = tests_named(&page).into_iter().collect();
     for entry in fs::read_dir(here()).expect("a folder") {
         let path = entry.expect("an entry").path();
-        let file = path.file_name().and_then(|name| name.to_str()).expect("text").to_string();
+        let file = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .expect("text")
+            .to_string();
         let tests = tests_in(&fs::read_to_string(&path).expect("a source"));
         for name in tests.into_iter().filter(|_| file != "table.rs") {
-            assert!(named.contains(&(file.clone(), name.clone())), "docs/MIGRATION.md has no row for {file}::{name}");
+            assert!(
+                named.contains(&(file.clone(), name.clone())),
+                "docs/MIGRATION.md has no row for {file}::{name}"
+            );
         }
     }
 }

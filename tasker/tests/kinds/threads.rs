@@ -24,7 +24,9 @@ fn sixty_four_computing_threads_keep_numbers_names_signal_masks_and_what_is_thei
 
 #[test]
 fn openmp_at_full_load_goes_on_computing() {
-    let Some(mut scene) = Scene::begin() else { return };
+    let Some(mut scene) = Scene::begin() else {
+        return;
+    };
     let program = scene.compile("gcc", &["-fopenmp"], "openmp.c");
     assert!(scene.start(&program, &[], "load", ""));
     scene.moves_there_and_back();

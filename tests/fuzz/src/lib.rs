@@ -41,7 +41,9 @@ const ELEMENTS: usize = 64;
 
 /// Everything that reads, over these bytes. The first byte chooses the encoding, the second the order of the calls.
 pub fn one(data: &[u8]) {
-    let [encoding, order, body @ ..] = data else { return };
+    let [encoding, order, body @ ..] = data else {
+        return;
+    };
     documented(body);
     frames(body);
     rings(*order, body);
@@ -93,20 +95,30 @@ impl Area for &Scribbled {
 
 /// A number out of the input, at this place.
 fn number(body: &[u8], at: usize) -> u64 {
-    body.get(at..at + 8).map_or(0, |bytes| u64::from_le_bytes(bytes.try_into().expect("eight")))
+    body.get(at..at + 8).map_or(0, |bytes| {
+        u64::from_le_bytes(bytes.try_into().expect("eight"))
+    })
 }
 
 /// Reads and writes a ring of which the other end has written all: anything may stand there, but nothing is read twice.
 fn rings(order: u8, body: &[u8]) {
     let mut data = [0; RING_BYTES];
     data[..body.len().min(RING_BYTES)].copy_from_slice(&body[..body.len().min(RING_BYTES)]);
-    let tail = if order & 1 == 0 { number(body, 8) } else { u64::from(order & 0xf8) % (RING_BYTES as u64 + 8) };
+    let tail = if order & 1 == 0 {
+        number(body, 8)
+    } else {
+        u64::from(order & 0xf8) % (RING_BYTES as u64 + 8)
+    };
     if order & 2 == 0 {
         // A head that is one: the lengths behind it are up to the input.
         let length = u32::from(data[0]);
-        data[..RECORD_HEAD_BYTES].copy_from_slice(&(u64::from(length) | u64::from(!length) << 32).to_le_bytes());
+        data[..RECORD_HEAD_BYTES]
+            .copy_from_slice(&(u64::from(length) | u64::from(!length) << 32).to_le_bytes());
     }
-    let ring = Scribbled { words: Words::at(tail, number(body, 0)), data: RefCell::new(data) };
+    let ring = Scribbled {
+        words: Words::at(tail, number(body, 0)),
+        data: RefCell::new(data),
+    };
     let (mut reader, mut taken) = (Reader::new(&ring), 0);
     while let Ok(Some(mut record)) = reader.next_record() {
         if let Some(head) = record.take::<SHORT_HEAD_BYTES>() {
@@ -132,7 +144,11 @@ fn store() -> &'static (Arc<PeerStore>, Arc<Returns>, Ends) {
         let (_, store) = OwnStore::new().expect("the system has memory");
         let (ends, _) = offer().expect("the system has memory");
         let returns = Returns::new(ends.reader.area());
-        (Arc::new(PeerStore::map(store.as_fd()).expect("it is ours")), returns, ends)
+        (
+            Arc::new(PeerStore::map(store.as_fd()).expect("it is ours")),
+            returns,
+            ends,
+        )
     })
 }
 
@@ -141,13 +157,27 @@ fn loans(body: &[u8]) {
     let (store, returns, _) = store();
     let mut held = Vec::new();
     for at in [0, 4, 8, 20, 24] {
-        let (offset, len) = (number(body, at) as usize, number(body, at + 8) as usize % (STORE_BYTES * 2));
+        let (offset, len) = (
+            number(body, at) as usize,
+            number(body, at + 8) as usize % (STORE_BYTES * 2),
+        );
         let slot = body.get(at).copied().unwrap_or(0);
-        let Some(loan) = store.borrow(Block { offset, len }, slot, returns) else { continue };
-        assert!(offset + len <= STORE_BYTES && usize::from(slot) < LOANS_MAX, "{offset} {len} {slot}");
+        let Some(loan) = store.borrow(Block { offset, len }, slot, returns) else {
+            continue;
+        };
+        assert!(
+            offset + len <= STORE_BYTES && usize::from(slot) < LOANS_MAX,
+            "{offset} {len} {slot}"
+        );
         let bytes: &[u8] = loan.as_ref();
         assert_eq!(bytes.len(), len);
-        assert!([bytes.first(), bytes.last()].iter().flatten().all(|byte| **byte == 0), "nobody has written there");
+        assert!(
+            [bytes.first(), bytes.last()]
+                .iter()
+                .flatten()
+                .all(|byte| **byte == 0),
+            "nobody has written there"
+        );
         held.push(loan);
     }
     drop(held);
@@ -177,15 +207,23 @@ fn messages(encoding: c_int, mut order: u8, body: &[u8]) {
             };
             if order % 6 == 5 && code > 0 {
                 let mut len = 0;
-                assert_eq!(pvm_bufinfo(code, &mut len, std::ptr::null_mut(), std::ptr::null_mut()), 0);
-                assert!(len >= 0 && len as usize <= body.len() + 4, "a message cannot be longer than what holds it");
+                assert_eq!(
+                    pvm_bufinfo(code, &mut len, std::ptr::null_mut(), std::ptr::null_mut()),
+                    0
+                );
+                assert!(
+                    len >= 0 && len as usize <= body.len() + 4,
+                    "a message cannot be longer than what holds it"
+                );
                 inner.push(code);
             } else {
                 assert!((-36..=0).contains(&code), "{code} is no documented answer");
             }
             order = order.rotate_left(3).wrapping_mul(5).wrapping_add(step);
         }
-        inner.into_iter().for_each(|mid| assert_eq!(pvm_freebuf(mid), 0));
+        inner
+            .into_iter()
+            .for_each(|mid| assert_eq!(pvm_freebuf(mid), 0));
         assert_eq!(pvm_freebuf(mid), 0);
     }
 }
@@ -207,10 +245,15 @@ impl Dice {
         let len = self.roll() as usize % 96;
         let mut bytes: Vec<u8> = (0..len).map(|_| self.roll() as u8).collect();
         for _ in 0..self.roll() % 6 {
-            let word = [0u32, 1, 4, 12, 0x7fff_ffff, 0xffff_ffff, 0x8000_0000, 64][self.roll() as usize % 8];
+            let word = [0u32, 1, 4, 12, 0x7fff_ffff, 0xffff_ffff, 0x8000_0000, 64]
+                [self.roll() as usize % 8];
             let at = self.roll() as usize % 24 * 4 + 2;
             if let Some(place) = bytes.get_mut(at..at + 4) {
-                place.copy_from_slice(&if self.roll() & 1 == 0 { word.to_be_bytes() } else { word.to_le_bytes() });
+                place.copy_from_slice(&if self.roll() & 1 == 0 {
+                    word.to_be_bytes()
+                } else {
+                    word.to_le_bytes()
+                });
             }
         }
         bytes

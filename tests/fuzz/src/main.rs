@@ -1,7 +1,12 @@
 //! Random inputs, so many as the first argument says (a million), from the seed that the second one says (1).
 
 fn main() {
-    let number = |at: usize, otherwise: u64| std::env::args().nth(at).and_then(|n| n.parse().ok()).unwrap_or(otherwise);
+    let number = |at: usize, otherwise: u64| {
+        std::env::args()
+            .nth(at)
+            .and_then(|n| n.parse().ok())
+            .unwrap_or(otherwise)
+    };
     let (count, mut dice) = (number(1, 1_000_000), sempa_fuzz::Dice(number(2, 1).max(1)));
     for _ in 0..count {
         sempa_fuzz::one(&dice.bytes());

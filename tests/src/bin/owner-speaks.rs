@@ -10,7 +10,9 @@ use sempa_proto::owner::{Guests, GuestsWord, Leave};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 fn now() -> Micros {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .expect("after 1970");
     Micros(u64::try_from(since.as_micros()).expect("before the year 500000"))
 }
 
@@ -21,12 +23,20 @@ fn word(line: &str) -> Option<GuestsWord> {
         "stop" => stopped(None, Leave::Move, rest),
         "kill" => {
             let (ms, why) = rest.split_once(' ')?;
-            stopped(Some(now() + Micros::from_millis(ms.parse().ok()?)), Leave::Kill, why)
+            stopped(
+                Some(now() + Micros::from_millis(ms.parse().ok()?)),
+                Leave::Kill,
+                why,
+            )
         }
         "welcome" => (Guests::Welcome, rest.to_string()),
         _ => return None,
     };
-    Some(GuestsWord { guests, why, limits: GuestLimits::default() })
+    Some(GuestsWord {
+        guests,
+        why,
+        limits: GuestLimits::default(),
+    })
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

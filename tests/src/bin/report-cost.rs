@@ -24,7 +24,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let report = LoadReport {
         host: HostId::MASTER,
         at: Micros(1),
-        sample: LoadSample { cores: 2, busy: 0.5, available_bytes: 1 << 33, ..LoadSample::default() },
+        sample: LoadSample {
+            cores: 2,
+            busy: 0.5,
+            available_bytes: 1 << 33,
+            ..LoadSample::default()
+        },
         owner: OwnerVerdict::Absent { since: None },
         confidence: 90,
         why: "nobody is logged in".into(),
@@ -37,7 +42,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut took = Vec::with_capacity(SENDS);
     for _ in 0..SENDS {
         std::thread::sleep(PAUSE);
-        let body = Body { enc: DSIG_X86_64, bytes: bytes.clone().into() };
+        let body = Body {
+            enc: DSIG_X86_64,
+            bytes: bytes.clone().into(),
+        };
         let begin = Instant::now();
         vm.send_in(rm, NOBODYS, NOBODYS, body)?;
         took.push(begin.elapsed().as_nanos());

@@ -9,9 +9,16 @@ fn main() -> anyhow::Result<()> {
         [_, "outer", plan] => sempa_tests::hosts::outer(Path::new(plan)),
         [_, "init", plan] => sempa_tests::hosts::init(Path::new(plan)),
         [_, "testbed", count] => {
-            let bed = sempa_tests::Testbed::new(count.parse()?, sempa_tests::prefix().ok().as_deref(), &[])?;
-            let hosts: Vec<String> =
-                bed.hosts().iter().map(|host| format!("{}={}", host.name(), host.init())).collect();
+            let bed = sempa_tests::Testbed::new(
+                count.parse()?,
+                sempa_tests::prefix().ok().as_deref(),
+                &[],
+            )?;
+            let hosts: Vec<String> = bed
+                .hosts()
+                .iter()
+                .map(|host| format!("{}={}", host.name(), host.init()))
+                .collect();
             println!("{} {}", bed.folder().display(), hosts.join(" "));
             std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
             Ok(())

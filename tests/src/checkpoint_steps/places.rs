@@ -62,14 +62,24 @@ const ALONE: [Spot; 15] = [
 /// The places at which faults meet one of the two and its daemon stands still.
 pub fn met(what: What) -> BTreeSet<Point> {
     let all = TOGETHER.iter().chain(&ALONE).filter(|(of, _)| *of == what);
-    let at = |(_, place): &Spot| if let Place::At(step, edge) = place { Some((*step, *edge)) } else { None };
+    let at = |(_, place): &Spot| {
+        if let Place::At(step, edge) = place {
+            Some((*step, *edge))
+        } else {
+            None
+        }
+    };
     all.filter_map(at).collect()
 }
 
 /// The places of one round, unless all are wanted: each fault has half of those that can be held together, and the next one the
 /// others.
 pub(super) fn some(turn: usize) -> Vec<Spot> {
-    let half = TOGETHER.into_iter().enumerate().filter(|(i, _)| i % 2 == turn % 2).map(|(_, spot)| spot);
+    let half = TOGETHER
+        .into_iter()
+        .enumerate()
+        .filter(|(i, _)| i % 2 == turn % 2)
+        .map(|(_, spot)| spot);
     half.chain([ALONE[turn % ALONE.len()]]).collect()
 }
 
@@ -101,14 +111,19 @@ pub fn turns() -> usize {
 pub(super) fn word((_, place): &Spot) -> Option<&'static str> {
     match place {
         Place::EngineWorks => Some("stall 1"),
-        Place::EngineWaits | Place::Sealing | Place::At(Step::Dump | Step::Restore, Edge::After) => Some("wait"),
+        Place::EngineWaits
+        | Place::Sealing
+        | Place::At(Step::Dump | Step::Restore, Edge::After) => Some("wait"),
         Place::At(..) => None,
     }
 }
 
 /// An engine works at this place.
 pub(super) fn has_engine(spot: &Spot) -> bool {
-    matches!(spot.1, Place::EngineWaits | Place::EngineWorks | Place::At(Step::Restore, Edge::After))
+    matches!(
+        spot.1,
+        Place::EngineWaits | Place::EngineWorks | Place::At(Step::Restore, Edge::After)
+    )
 }
 
 #[cfg(test)]
@@ -117,11 +132,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_round_has_no_more_places_than_there_are_jobs_and_two_share_those_out_that_can_be_held_together() {
+    fn each_round_has_no_more_places_than_there_are_jobs_and_two_share_those_out_that_can_be_held_together()
+     {
         for turn in 0..ALONE.len() {
             let both = [some(turn), some(turn + 1)];
             assert!(both.iter().all(|round| round.len() <= JOBS));
-            assert!(TOGETHER.iter().all(|spot| both.concat().contains(spot)), "from {turn} on");
+            assert!(
+                TOGETHER.iter().all(|spot| both.concat().contains(spot)),
+                "from {turn} on"
+            );
         }
     }
 

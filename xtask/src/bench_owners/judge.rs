@@ -48,7 +48,11 @@ enum Ran {
 impl Clock {
     /// What the worker did from when an owner came until a moment at which it is known to stand still.
     fn ran(&self, since: u64, end: u64) -> Ran {
-        match self.gaps.iter().find(|(from, to)| *from < end && *to >= end) {
+        match self
+            .gaps
+            .iter()
+            .find(|(from, to)| *from < end && *to >= end)
+        {
             Some((from, _)) => Ran::Until(*from),
             None if self.first >= end || self.last <= since + PROMISE_US => Ran::Unknown,
             None => Ran::On,
@@ -161,31 +165,47 @@ struct Visit {
 /// When people came, by the records of their logins.
 fn visits(events: &[Entry]) -> impl Iterator<Item = Visit> {
     events.iter().filter_map(|entry| match entry.kind {
-        EventKind::OwnerPresent { host, since, .. } => Some(Visit { host: host.index(), since: since.0 }),
+        EventKind::OwnerPresent { host, since, .. } => Some(Visit {
+            host: host.index(),
+            since: since.0,
+        }),
         _ => None,
     })
 }
 
 /// The first event after a time that says something.
 fn after<T>(events: &[Entry], since: u64, says: impl Fn(&Entry) -> Option<T>) -> Option<T> {
-    events.iter().filter(|entry| entry.at_us >= since).find_map(says)
+    events
+        .iter()
+        .filter(|entry| entry.at_us >= since)
+        .find_map(says)
 }
 
 /// What happened on the host of a visit until then, and when.
 fn happened(visit: &Visit, until: u64, events: &[Entry]) -> Vec<(u64, String)> {
     let here = |entry: &&Entry| match &entry.kind {
         EventKind::Moving { from, .. } => from.index() == visit.host,
-        EventKind::OwnerPresent { host, .. } | EventKind::GuestsStopped { host, .. } => host.index() == visit.host,
+        EventKind::OwnerPresent { host, .. } | EventKind::GuestsStopped { host, .. } => {
+            host.index() == visit.host
+        }
         _ => false,
     };
-    let meanwhile = events.iter().filter(|entry| (visit.since..=until).contains(&entry.at_us)).filter(here);
-    meanwhile.map(|entry| (entry.at_us, entry.text.clone())).collect()
+    let meanwhile = events
+        .iter()
+        .filter(|entry| (visit.since..=until).contains(&entry.at_us))
+        .filter(here);
+    meanwhile
+        .map(|entry| (entry.at_us, entry.text.clone()))
+        .collect()
 }
 
 /// What happened, in its order.
 fn story(visit: &Visit, mut happened: Vec<(u64, String)>) -> Vec<String> {
     happened.sort();
-    happened.iter().map(|(at_us, text)| told(visit, *at_us, text)).collect()
+    happened
+        .iter()
+        .map(|(at_us, text)| told(visit, *at_us, text))
+        .collect()
 }
 
 /// A line of a story.
@@ -199,7 +219,10 @@ fn stopped<'a>(events: &'a [Entry], visit: &Visit) -> impl Iterator<Item = Strin
         EventKind::GuestsStopped { host, guests, .. } if host.index() == visit.host => Some(guests),
         _ => None,
     };
-    let guests = events.iter().filter(|entry| entry.at_us >= visit.since).find_map(of_host);
+    let guests = events
+        .iter()
+        .filter(|entry| entry.at_us >= visit.since)
+        .find_map(of_host);
     guests.into_iter().flatten().map(|tid| tid.to_string())
 }
 
@@ -226,8 +249,12 @@ impl Outcome {
         self.judge_events(events, stays);
         for visit in visits(events) {
             let clean = |entry: &Entry| match entry.kind {
-                EventKind::HostClean { host } if host.index() == visit.host => Some(Ok(entry.at_us - visit.since)),
-                EventKind::OwnerAbsent { host, .. } if host.index() == visit.host => Some(Err(entry.at_us)),
+                EventKind::HostClean { host } if host.index() == visit.host => {
+                    Some(Ok(entry.at_us - visit.since))
+                }
+                EventKind::OwnerAbsent { host, .. } if host.index() == visit.host => {
+                    Some(Err(entry.at_us))
+                }
                 _ => None,
             };
             let end = events.last().map_or(visit.since, |entry| entry.at_us);
@@ -243,43 +270,92 @@ impl Outcome {
             }
             self.judge_kernels(&visit, events, clocks, seen);
         }
-        clocks.iter().for_each(|(worker, clock)| self.judge_worker(worker, clock, events));
-        stays.iter().filter(|stay| !was_seen(stay, events)).for_each(|stay| {
-            self.reasons.push(format!(
-                "nobody noticed that somebody was on host {} from {} to {}",
-                stay.host, stay.from, stay.to
-            ));
-        });
-        let Outcome { stood_still_us, seen_us, held_us, clean_us, .. } = self;
-        [stood_still_us, seen_us, held_us, clean_us].into_iter().for_each(|all| all.sort_unstable());
-        let Outcome { cleared_us, nowhere_us, kernels_got_us, dumps_got_us, ends_got_us, .. } = self;
-        [cleared_us, nowhere_us, kernels_got_us, dumps_got_us, ends_got_us]
+        clocks
+            .iter()
+            .for_each(|(worker, clock)| self.judge_worker(worker, clock, events));
+        stays
+            .iter()
+            .filter(|stay| !was_seen(stay, events))
+            .for_each(|stay| {
+                self.reasons.push(format!(
+                    "nobody noticed that somebody was on host {} from {} to {}",
+                    stay.host, stay.from, stay.to
+                ));
+            });
+        let Outcome {
+            stood_still_us,
+            seen_us,
+            held_us,
+            clean_us,
+            ..
+        } = self;
+        [stood_still_us, seen_us, held_us, clean_us]
             .into_iter()
             .for_each(|all| all.sort_unstable());
+        let Outcome {
+            cleared_us,
+            nowhere_us,
+            kernels_got_us,
+            dumps_got_us,
+            ends_got_us,
+            ..
+        } = self;
+        [
+            cleared_us,
+            nowhere_us,
+            kernels_got_us,
+            dumps_got_us,
+            ends_got_us,
+        ]
+        .into_iter()
+        .for_each(|all| all.sort_unstable());
         self.sum_up();
     }
 
     fn sum_up(&mut self) {
         let promise = PROMISE_US / 1000;
-        let late = self.stood_still_us.iter().filter(|us| **us > PROMISE_US).count();
-        let got = self.kernels_got_us.iter().filter(|us| **us > STOPPING_US).count();
+        let late = self
+            .stood_still_us
+            .iter()
+            .filter(|us| **us > PROMISE_US)
+            .count();
+        let got = self
+            .kernels_got_us
+            .iter()
+            .filter(|us| **us > STOPPING_US)
+            .count();
         for (what, count) in [
-            (format!("times a worker ran longer than {promise} ms beside an owner"), late),
             (
-                format!("times a kernel of tablix2 got the processor longer than {promise} ms after an owner had come"),
+                format!("times a worker ran longer than {promise} ms beside an owner"),
+                late,
+            ),
+            (
+                format!(
+                    "times a kernel of tablix2 got the processor longer than {promise} ms after an owner had come"
+                ),
                 got,
             ),
-            ("hosts had guests for longer than was promised".to_string(), self.late.len()),
+            (
+                "hosts had guests for longer than was promised".to_string(),
+                self.late.len(),
+            ),
         ] {
-            self.reasons.extend((count > 0).then(|| format!("{count} {what}")));
+            self.reasons
+                .extend((count > 0).then(|| format!("{count} {what}")));
         }
         for (what, skipped, judged) in [
             ("workers", self.workers_skipped, self.stood_still_us.len()),
-            ("kernels of tablix2", self.kernels_skipped, self.kernels_got_us.len()),
+            (
+                "kernels of tablix2",
+                self.kernels_skipped,
+                self.kernels_got_us.len(),
+            ),
         ] {
             if judged == 0 || skipped * 100 > (skipped + judged) * SKIPPED_PERCENT_MAX {
-                self.reasons
-                    .push(format!("only {judged} of {} {what} beside owners could be judged", judged + skipped));
+                self.reasons.push(format!(
+                    "only {judged} of {} {what} beside owners could be judged",
+                    judged + skipped
+                ));
             }
         }
         self.good = self.reasons.is_empty();
@@ -291,38 +367,65 @@ impl Outcome {
         for entry in events {
             match &entry.kind {
                 EventKind::Moving { id, .. } => drop(began.entry(*id).or_insert(entry.at_us)),
-                EventKind::Moved { id, from, cause, .. } => {
+                EventKind::Moved {
+                    id, from, cause, ..
+                } => {
                     self.moves += 1;
                     let at = began.get(id).copied().unwrap_or(entry.at_us);
-                    let there =
-                        |stay: &Stay| stay.host == from.index() && (stay.from..=stay.to + AFTER_US).contains(&at);
+                    let there = |stay: &Stay| {
+                        stay.host == from.index() && (stay.from..=stay.to + AFTER_US).contains(&at)
+                    };
                     let says_so = matches!(cause, Cause::Owner { why } if why.contains("olga"));
                     if !says_so || !stays.iter().any(there) {
-                        self.reasons.push(format!("a move for a reason that is not true: {}", entry.text));
+                        self.reasons.push(format!(
+                            "a move for a reason that is not true: {}",
+                            entry.text
+                        ));
                     }
                 }
                 EventKind::MoveFailed { .. } => self.failed_moves += 1,
-                EventKind::OwnerPresent { since, seen, .. } => self.seen_us.push(seen.since(*since).0),
-                EventKind::GuestsStopped { took, guests, .. } if !guests.is_empty() => self.held_us.push(took.0),
+                EventKind::OwnerPresent { since, seen, .. } => {
+                    self.seen_us.push(seen.since(*since).0)
+                }
+                EventKind::GuestsStopped { took, guests, .. } if !guests.is_empty() => {
+                    self.held_us.push(took.0)
+                }
                 _ => {}
             }
         }
     }
 
     /// A host had no guest any more after that time.
-    fn judge_clean(&mut self, visit: &Visit, clean_us: u64, events: &[Entry], decisions: &Decisions) {
+    fn judge_clean(
+        &mut self,
+        visit: &Visit,
+        clean_us: u64,
+        events: &[Entry],
+        decisions: &Decisions,
+    ) {
         let until = visit.since + clean_us;
         let within = |at_us: u64| at_us >= visit.since && at_us <= until;
         let of_host = decisions.get(&visit.host);
-        let decided: Vec<&Decision> =
-            of_host.into_iter().flat_map(|(_, all)| all).filter(|d| within(d.at_us)).collect();
-        let nowhere = |d: &&Decision| d.decided["Stays"]["why"].as_str().is_some_and(|why| why.starts_with("no host"));
+        let decided: Vec<&Decision> = of_host
+            .into_iter()
+            .flat_map(|(_, all)| all)
+            .filter(|d| within(d.at_us))
+            .collect();
+        let nowhere = |d: &&Decision| {
+            d.decided["Stays"]["why"]
+                .as_str()
+                .is_some_and(|why| why.starts_with("no host"))
+        };
         if decided.iter().any(nowhere) {
             return self.nowhere_us.push(clean_us);
         }
         self.clean_us.push(clean_us);
         let left = |entry: &Entry| match &entry.kind {
-            EventKind::Moved { from, bytes, .. } if from.index() == visit.host && within(entry.at_us) => Some(*bytes),
+            EventKind::Moved { from, bytes, .. }
+                if from.index() == visit.host && within(entry.at_us) =>
+            {
+                Some(*bytes)
+            }
             _ => None,
         };
         let went: Vec<u64> = events.iter().filter_map(left).collect();
@@ -337,29 +440,66 @@ impl Outcome {
             EventKind::Moving { from, .. } => from.index() == visit.host && within(entry.at_us),
             _ => false,
         };
-        let steps = events.iter().filter(step).map(|entry| (entry.at_us, entry.text.clone()));
-        let story = story(visit, decided.iter().map(|d| (d.at_us, d.text.clone())).chain(steps).collect());
+        let steps = events
+            .iter()
+            .filter(step)
+            .map(|entry| (entry.at_us, entry.text.clone()));
+        let story = story(
+            visit,
+            decided
+                .iter()
+                .map(|d| (d.at_us, d.text.clone()))
+                .chain(steps)
+                .collect(),
+        );
         let host = of_host.map(|(name, _)| name.clone()).unwrap_or_default();
-        self.late.push(Late { host, clean_us, promised_us, story });
+        self.late.push(Late {
+            host,
+            clean_us,
+            promised_us,
+            story,
+        });
     }
 
     /// What kernels of tablix2 got on a visited host behind the promised time, until they were gone from there or the visit was
     /// over.
     fn judge_kernels(&mut self, visit: &Visit, events: &[Entry], clocks: &Clocks, seen: &Seen) {
         let guests = stopped(events, visit).collect::<BTreeSet<String>>();
-        let kernels = guests.iter().filter(|tid| !clocks.contains_key(*tid)).count();
-        let Some(end) = over(events, visit).filter(|end| *end > visit.since + PROMISE_US) else { return };
+        let kernels = guests
+            .iter()
+            .filter(|tid| !clocks.contains_key(*tid))
+            .count();
+        let Some(end) = over(events, visit).filter(|end| *end > visit.since + PROMISE_US) else {
+            return;
+        };
         let got = seen.got_us(visit.host, visit.since + PROMISE_US, end);
         self.kernels_skipped += kernels.saturating_sub(got.len());
-        self.kernels_got_us.extend(got.iter().map(|(_, used)| used.program));
-        self.dumps_got_us.extend(got.iter().map(|(_, used)| used.dump));
-        self.ends_got_us.extend(got.iter().map(|(_, used)| used.end));
+        self.kernels_got_us
+            .extend(got.iter().map(|(_, used)| used.program));
+        self.dumps_got_us
+            .extend(got.iter().map(|(_, used)| used.dump));
+        self.ends_got_us
+            .extend(got.iter().map(|(_, used)| used.end));
         for (process, used) in got.iter().filter(|(_, used)| used.program > STOPPING_US) {
             let until = end.min(visit.since + CLEAN_US);
-            let line = |(at, more): (u64, Used)| (at, format!("it has used microseconds: {more:?}"));
-            let used_then = seen.steps(*process, visit.since, until).into_iter().map(line);
-            let story = story(visit, happened(visit, until, events).into_iter().chain(used_then).collect());
-            self.got_on.push(GotOn { pid: process.1, got_us: used.program, story });
+            let line =
+                |(at, more): (u64, Used)| (at, format!("it has used microseconds: {more:?}"));
+            let used_then = seen
+                .steps(*process, visit.since, until)
+                .into_iter()
+                .map(line);
+            let story = story(
+                visit,
+                happened(visit, until, events)
+                    .into_iter()
+                    .chain(used_then)
+                    .collect(),
+            );
+            self.got_on.push(GotOn {
+                pid: process.1,
+                got_us: used.program,
+                story,
+            });
         }
     }
 
@@ -377,10 +517,17 @@ impl Outcome {
             }
             // Nothing of it ran between its stop and this moment.
             let end = |entry: &Entry| match &entry.kind {
-                EventKind::Moving { tid, from, step: Step::Transfer, .. } => {
+                EventKind::Moving {
+                    tid,
+                    from,
+                    step: Step::Transfer,
+                    ..
+                } => {
                     (from.index() == visit.host && tid.to_string() == worker).then_some(entry.at_us)
                 }
-                EventKind::GuestsContinued { host, .. } => (host.index() == visit.host).then_some(entry.at_us),
+                EventKind::GuestsContinued { host, .. } => {
+                    (host.index() == visit.host).then_some(entry.at_us)
+                }
                 _ => None,
             };
             let Some(end) = after(events, visit.since, end) else {
@@ -397,11 +544,26 @@ impl Outcome {
             };
             self.stood_still_us.push(ran_us);
             if ran_us > PROMISE_US {
-                let watched = [(clock.first, "it looks at its clock"), (clock.last, "its last look at its clock")];
-                let of_clock = watched.into_iter().filter(|(at_us, _)| *at_us >= visit.since);
+                let watched = [
+                    (clock.first, "it looks at its clock"),
+                    (clock.last, "its last look at its clock"),
+                ];
+                let of_clock = watched
+                    .into_iter()
+                    .filter(|(at_us, _)| *at_us >= visit.since);
                 let of_clock = of_clock.map(|(at_us, what)| (at_us, what.to_string()));
-                let story = story(&visit, happened(&visit, end, events).into_iter().chain(of_clock).collect());
-                self.ran_on.push(RanOn { worker: worker.into(), ran_us, story });
+                let story = story(
+                    &visit,
+                    happened(&visit, end, events)
+                        .into_iter()
+                        .chain(of_clock)
+                        .collect(),
+                );
+                self.ran_on.push(RanOn {
+                    worker: worker.into(),
+                    ran_us,
+                    story,
+                });
             }
         }
     }
@@ -410,11 +572,18 @@ impl Outcome {
 /// Somebody's stay is in the event log.
 fn was_seen(stay: &Stay, events: &[Entry]) -> bool {
     let mut there = false;
-    for entry in events.iter().filter(|entry| entry.at_us <= stay.to + AFTER_US) {
+    for entry in events
+        .iter()
+        .filter(|entry| entry.at_us <= stay.to + AFTER_US)
+    {
         match &entry.kind {
             EventKind::OwnerPresent { host, .. } if host.index() == stay.host => there = true,
             // Who left before may be noticed to have left only now.
-            EventKind::OwnerAbsent { host, .. } if host.index() == stay.host && entry.at_us < stay.to => there = false,
+            EventKind::OwnerAbsent { host, .. }
+                if host.index() == stay.host && entry.at_us < stay.to =>
+            {
+                there = false
+            }
             _ => {}
         }
         if there && entry.at_us >= stay.from {
@@ -465,10 +634,19 @@ mod tests {
 
     fn comes(host: u16, since: u64) -> EventKind {
         let (since, seen) = (Micros(since), Micros(since + 100));
-        EventKind::OwnerPresent { host: h(host), since, seen, why: "olga on pts/0".into() }
+        EventKind::OwnerPresent {
+            host: h(host),
+            since,
+            seen,
+            why: "olga on pts/0".into(),
+        }
     }
 
-    const STAY: Stay = Stay { host: 2, from: 900, to: 9_000_000 };
+    const STAY: Stay = Stay {
+        host: 2,
+        from: 900,
+        to: 9_000_000,
+    };
 
     fn judged(events: &[Entry], stays: &[Stay], clocks: &Clocks, seen: &Seen) -> Outcome {
         let mut outcome = Outcome::default();
@@ -482,7 +660,10 @@ mod tests {
 
     #[test]
     fn a_host_that_is_never_clean_makes_a_run_bad_unless_its_visitor_left_before_it_had_to_be() {
-        let goes = || EventKind::OwnerAbsent { host: h(2), why: "nobody is logged in".into() };
+        let goes = || EventKind::OwnerAbsent {
+            host: h(2),
+            why: "nobody is logged in".into(),
+        };
         let visit = |then: Vec<(u64, EventKind)>| {
             let events = log([vec![(1000, comes(2, 1000))], then].concat());
             judged(&events, &[STAY], &Clocks::new(), &Seen::default())
@@ -490,8 +671,19 @@ mod tests {
         let never_clean = |then| says(&visit(then), "host 2 was not clean");
         let late = 1000 + CLEAN_US + 1;
         assert!(never_clean(vec![(late, goes())]));
-        assert!(never_clean(vec![(late, EventKind::Note { text: "the end".into() })]), "the log ends");
-        assert!(!never_clean(vec![(2000, EventKind::HostClean { host: h(2) }), (late, goes())]));
+        assert!(
+            never_clean(vec![(
+                late,
+                EventKind::Note {
+                    text: "the end".into()
+                }
+            )]),
+            "the log ends"
+        );
+        assert!(!never_clean(vec![
+            (2000, EventKind::HostClean { host: h(2) }),
+            (late, goes())
+        ]));
         assert!(!never_clean(vec![(late - 1, goes())]));
         assert_eq!(visit(vec![(late - 1, goes())]).short_visits, 1);
     }
@@ -500,11 +692,20 @@ mod tests {
     fn a_move_is_true_only_if_she_was_on_that_host_then() {
         let move_at = |at, from| log(vec![(1000, comes(2, 1000)), (at, moved(from, 0))]);
         let false_one = |events: &[Entry], stays: &[Stay]| {
-            says(&judged(events, stays, &Clocks::new(), &Seen::default()), "a reason that is not true")
+            says(
+                &judged(events, stays, &Clocks::new(), &Seen::default()),
+                "a reason that is not true",
+            )
         };
         assert!(!false_one(&move_at(2000, 2), &[STAY]));
-        assert!(false_one(&move_at(2000, 3), &[STAY]), "she was on another host");
-        assert!(false_one(&move_at(20_000_000, 2), &[STAY]), "she had left long ago");
+        assert!(
+            false_one(&move_at(2000, 3), &[STAY]),
+            "she was on another host"
+        );
+        assert!(
+            false_one(&move_at(20_000_000, 2), &[STAY]),
+            "she had left long ago"
+        );
         assert!(false_one(&move_at(2000, 2), &[]), "she was nowhere");
     }
 
@@ -512,47 +713,111 @@ mod tests {
     fn a_host_that_is_clean_too_late_makes_the_run_bad_and_what_its_tasks_hold_is_allowed_for() {
         let clean_at = |at, bytes| {
             let clean = EventKind::HostClean { host: h(2) };
-            let events = log(vec![(1000, comes(2, 1000)), (2000, moved(2, bytes)), (at, clean)]);
+            let events = log(vec![
+                (1000, comes(2, 1000)),
+                (2000, moved(2, bytes)),
+                (at, clean),
+            ]);
             judged(&events, &[STAY], &Clocks::new(), &Seen::default())
         };
         assert!(clean_at(900_000, 0).late.is_empty());
-        assert!(says(&clean_at(1_200_000, 0), "had guests for longer than was promised"));
-        assert!(clean_at(1_200_000, 50_000_000).late.is_empty(), "half a second for its bytes");
+        assert!(says(
+            &clean_at(1_200_000, 0),
+            "had guests for longer than was promised"
+        ));
+        assert!(
+            clean_at(1_200_000, 50_000_000).late.is_empty(),
+            "half a second for its bytes"
+        );
         assert_eq!(clean_at(900_000, 0).cleared_us, [899_000]);
     }
 
     #[test]
     fn workers_and_kernels_beside_an_owner_are_judged_or_counted_as_skipped() {
         let guests = vec![t(7), t(8)];
-        let stopped =
-            EventKind::GuestsStopped { host: h(2), guests: guests.clone(), took: Micros(9), why: String::new() };
-        let go_on = EventKind::GuestsContinued { host: h(2), guests, why: String::new() };
-        let events = log(vec![(1000, comes(2, 1000)), (20_000, stopped), (200_000, go_on)]);
-        let clocks = |first, last, gaps| Clocks::from([(t(7).to_string(), Clock { first, last, gaps })]);
+        let stopped = EventKind::GuestsStopped {
+            host: h(2),
+            guests: guests.clone(),
+            took: Micros(9),
+            why: String::new(),
+        };
+        let go_on = EventKind::GuestsContinued {
+            host: h(2),
+            guests,
+            why: String::new(),
+        };
+        let events = log(vec![
+            (1000, comes(2, 1000)),
+            (20_000, stopped),
+            (200_000, go_on),
+        ]);
+        let clocks =
+            |first, last, gaps| Clocks::from([(t(7).to_string(), Clock { first, last, gaps })]);
         let gaps = |gap| clocks(500, 900_000, vec![gap]);
         let good = judged(&events, &[STAY], &gaps((11_000, 210_000)), &Seen::default());
-        assert_eq!((good.stood_still_us, good.kernels_skipped), (vec![10_000], 1), "nobody has looked at the kernel");
+        assert_eq!(
+            (good.stood_still_us, good.kernels_skipped),
+            (vec![10_000], 1),
+            "nobody has looked at the kernel"
+        );
         let late = judged(&events, &[STAY], &gaps((90_000, 210_000)), &Seen::default());
         assert!(says(&late, "a worker ran longer") && late.ran_on.len() == 1);
-        let never = judged(&events, &[STAY], &gaps((300_000, 400_000)), &Seen::default());
+        let never = judged(
+            &events,
+            &[STAY],
+            &gaps((300_000, 400_000)),
+            &Seen::default(),
+        );
         assert!(says(&never, "a worker ran longer") && never.ran_on[0].ran_us == 199_000);
         let skipped = |first, last| {
-            let outcome = judged(&events, &[STAY], &clocks(first, last, vec![]), &Seen::default());
+            let outcome = judged(
+                &events,
+                &[STAY],
+                &clocks(first, last, vec![]),
+                &Seen::default(),
+            );
             (outcome.workers_skipped, outcome.ran_on.len())
         };
-        assert_eq!(skipped(200_000, 900_000), (1, 0), "it did not look at its clock yet");
-        assert_eq!(skipped(199_000, 900_000), (0, 1), "it looked at its clock, and where is the gap?");
-        assert_eq!(skipped(500, 1000 + PROMISE_US), (1, 0), "it looked at its clock no more");
-        assert_eq!(skipped(500, 1001 + PROMISE_US), (0, 1), "nobody was to run then");
-        let unfinished = judged(&events[..2], &[STAY], &gaps((11_000, 210_000)), &Seen::default());
+        assert_eq!(
+            skipped(200_000, 900_000),
+            (1, 0),
+            "it did not look at its clock yet"
+        );
+        assert_eq!(
+            skipped(199_000, 900_000),
+            (0, 1),
+            "it looked at its clock, and where is the gap?"
+        );
+        assert_eq!(
+            skipped(500, 1000 + PROMISE_US),
+            (1, 0),
+            "it looked at its clock no more"
+        );
+        assert_eq!(
+            skipped(500, 1001 + PROMISE_US),
+            (0, 1),
+            "nobody was to run then"
+        );
+        let unfinished = judged(
+            &events[..2],
+            &[STAY],
+            &gaps((11_000, 210_000)),
+            &Seen::default(),
+        );
         assert_eq!(unfinished.workers_skipped, 1);
     }
 
     #[test]
     fn a_login_that_nobody_noticed_makes_the_run_bad() {
         let events = log(vec![(1000, comes(2, 1000))]);
-        assert!(!says(&judged(&events, &[STAY], &Clocks::new(), &Seen::default()), "nobody noticed"));
+        assert!(!says(
+            &judged(&events, &[STAY], &Clocks::new(), &Seen::default()),
+            "nobody noticed"
+        ));
         let other = Stay { host: 3, ..STAY };
-        assert!(says(&judged(&events, &[other], &Clocks::new(), &Seen::default()), "nobody noticed"));
+        assert!(says(
+            &judged(&events, &[other], &Clocks::new(), &Seen::default()),
+            "nobody noticed"
+        ));
     }
 }

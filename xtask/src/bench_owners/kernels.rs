@@ -71,15 +71,24 @@ impl Seen {
     /// The kernel counts for threads that are there: one that has ended takes nothing back. What a process used until a look at
     /// which it was traced, or since one, is the dump's, which begins with a process that stands still; and so does its end.
     fn note(&mut self, process: Process, look: Look) {
-        let mut used = self.all.get(&process).and_then(|list| list.last()).map_or(Used::default(), |last| last.used_us);
+        let mut used = self
+            .all
+            .get(&process)
+            .and_then(|list| list.last())
+            .map_or(Used::default(), |last| last.used_us);
         let last = self.last.insert(process, look);
-        let more = look.counted.saturating_sub(last.map_or(0, |last| last.counted));
+        let more = look
+            .counted
+            .saturating_sub(last.map_or(0, |last| last.counted));
         match (look.whose, last.map(|last| last.whose)) {
             (Whose::Kernel, _) => used.end += more,
             (Whose::Tracer, _) | (_, Some(Whose::Tracer)) => used.dump += more,
             _ => used.program += more,
         }
-        let sample = Sample { at_us: look.at_us, used_us: used };
+        let sample = Sample {
+            at_us: look.at_us,
+            used_us: used,
+        };
         let list = self.all.entry(process).or_default();
         if let [.., before, last] = list.as_mut_slice()
             && before.used_us == sample.used_us
@@ -96,13 +105,18 @@ impl Seen {
     /// to the last one before the end. None of a process at which nobody looked twice in that time.
     pub(super) fn got_us(&self, host: u16, from: u64, to: u64) -> Vec<(Process, Used)> {
         let of_host = self.all.iter().filter(|((on, _), _)| *on == host);
-        of_host.filter_map(|(process, samples)| Some((*process, got(samples, from, to)?))).collect()
+        of_host
+            .filter_map(|(process, samples)| Some((*process, got(samples, from, to)?)))
+            .collect()
     }
 
     /// When a process was seen to have used more between these times, and how much more.
     pub(super) fn steps(&self, process: Process, from: u64, to: u64) -> Vec<(u64, Used)> {
         let samples = self.all.get(&process).map_or(&[][..], Vec::as_slice);
-        let pairs = samples.iter().zip(samples.iter().skip(1)).filter(|(_, after)| (from..=to).contains(&after.at_us));
+        let pairs = samples
+            .iter()
+            .zip(samples.iter().skip(1))
+            .filter(|(_, after)| (from..=to).contains(&after.at_us));
         let pairs = pairs.map(|(before, after)| (after.at_us, after.used_us.less(before.used_us)));
         pairs.filter(|(_, more)| *more != Used::default()).collect()
     }
@@ -110,7 +124,11 @@ impl Seen {
 
 impl Used {
     fn less(self, before: Used) -> Used {
-        Used { program: self.program - before.program, dump: self.dump - before.dump, end: self.end - before.end }
+        Used {
+            program: self.program - before.program,
+            dump: self.dump - before.dump,
+            end: self.end - before.end,
+        }
     }
 }
 
@@ -123,7 +141,9 @@ fn got(samples: &[Sample], from: u64, to: u64) -> Option<Used> {
         let before = samples.get(first.checked_sub(1)?)?;
         return (before.used_us == begin.used_us).then(Used::default);
     }
-    let last = samples.partition_point(|sample| sample.at_us <= to).checked_sub(1)?;
+    let last = samples
+        .partition_point(|sample| sample.at_us <= to)
+        .checked_sub(1)?;
     Some(samples[last].used_us.less(begin.used_us))
 }
 
@@ -136,42 +156,63 @@ pub(super) struct Watch {
 impl Watch {
     /// Looks at all processes whose program's name has this word, on these hosts by their indices.
     pub(super) fn start(hosts: &[(u16, &Host)], word: &'static str) -> Result<Watch> {
-        let net = |(index, host): &(u16, &Host)| Ok((fs::read_link(format!("/proc/{}/ns/net", host.init()))?, *index));
+        let net = |(index, host): &(u16, &Host)| {
+            Ok((
+                fs::read_link(format!("/proc/{}/ns/net", host.init()))?,
+                *index,
+            ))
+        };
         let nets: BTreeMap<PathBuf, u16> = hosts.iter().map(net).collect::<Result<_>>()?;
         let stop = Arc::new(AtomicBool::new(false));
         let until = stop.clone();
-        let looks = std::thread::Builder::new().name("looks".into()).spawn(move || {
-            let find = || {
-                let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-                let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-                let with_word = pids.filter(|pid| {
-                    let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-                    String::from_utf8_lossy(&line).split('\0').next().is_some_and(|program| program.contains(word))
-                });
-                let on_host = |pid: u32| Some((*nets.get(&fs::read_link(format!("/proc/{pid}/ns/net")).ok()?)?, pid));
-                with_word.filter_map(on_host).collect::<BTreeSet<Process>>()
-            };
-            let (mut seen, mut found, mut searched) = (Seen::default(), find(), Instant::now());
-            while !until.load(Ordering::Relaxed) {
-                if searched.elapsed() >= SEARCH {
-                    (found, searched) = (find(), Instant::now());
-                }
-                for process in &found {
-                    if let Some(look) = look_at(process.1) {
-                        seen.note(*process, look);
+        let looks = std::thread::Builder::new()
+            .name("looks".into())
+            .spawn(move || {
+                let find = || {
+                    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+                    let pids =
+                        entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+                    let with_word = pids.filter(|pid| {
+                        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+                        String::from_utf8_lossy(&line)
+                            .split('\0')
+                            .next()
+                            .is_some_and(|program| program.contains(word))
+                    });
+                    let on_host = |pid: u32| {
+                        Some((
+                            *nets.get(&fs::read_link(format!("/proc/{pid}/ns/net")).ok()?)?,
+                            pid,
+                        ))
+                    };
+                    with_word.filter_map(on_host).collect::<BTreeSet<Process>>()
+                };
+                let (mut seen, mut found, mut searched) = (Seen::default(), find(), Instant::now());
+                while !until.load(Ordering::Relaxed) {
+                    if searched.elapsed() >= SEARCH {
+                        (found, searched) = (find(), Instant::now());
                     }
+                    for process in &found {
+                        if let Some(look) = look_at(process.1) {
+                            seen.note(*process, look);
+                        }
+                    }
+                    std::thread::sleep(LOOK);
                 }
-                std::thread::sleep(LOOK);
-            }
-            seen
-        });
-        Ok(Watch { stop, looks: looks.context("a thread that looks at processes")? })
+                seen
+            });
+        Ok(Watch {
+            stop,
+            looks: looks.context("a thread that looks at processes")?,
+        })
     }
 
     /// Ends it; what was seen.
     pub(super) fn end(self) -> Result<Seen> {
         self.stop.store(true, Ordering::Relaxed);
-        self.looks.join().map_err(|_| anyhow::anyhow!("the thread that looks at processes has died"))
+        self.looks
+            .join()
+            .map_err(|_| anyhow::anyhow!("the thread that looks at processes has died"))
     }
 }
 
@@ -185,7 +226,11 @@ fn look_at(pid: u32) -> Option<Look> {
         ("0", _) => Whose::Program,
         _ => Whose::Tracer,
     };
-    Some(Look { at_us: now_us(), counted, whose })
+    Some(Look {
+        at_us: now_us(),
+        counted,
+        whose,
+    })
 }
 
 /// Processor time of all threads of a process, as the kernel's scheduler counts it.
@@ -195,12 +240,16 @@ fn used_us(pid: u32) -> Option<u64> {
         let text = fs::read_to_string(path.join("schedstat")).ok()?;
         text.split(' ').next()?.parse::<u64>().ok()
     };
-    let all: Vec<u64> = threads.filter_map(|thread| of_thread(thread.path())).collect();
+    let all: Vec<u64> = threads
+        .filter_map(|thread| of_thread(thread.path()))
+        .collect();
     (!all.is_empty()).then(|| all.iter().sum::<u64>() / 1000)
 }
 
 pub(super) fn now_us() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
     u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
 }
 
@@ -214,29 +263,68 @@ mod tests {
     fn seen(looks: &[(u64, u64, Whose)]) -> Seen {
         let mut seen = Seen::default();
         let note = |(at_us, counted, whose): &(u64, u64, Whose)| {
-            seen.note(OURS, Look { at_us: *at_us, counted: *counted, whose: *whose });
+            seen.note(
+                OURS,
+                Look {
+                    at_us: *at_us,
+                    counted: *counted,
+                    whose: *whose,
+                },
+            );
         };
         looks.iter().for_each(note);
         seen
     }
 
     fn untraced(looks: &[(u64, u64)]) -> Seen {
-        seen(&looks.iter().map(|(at_us, counted)| (*at_us, *counted, Whose::Program)).collect::<Vec<_>>())
+        seen(
+            &looks
+                .iter()
+                .map(|(at_us, counted)| (*at_us, *counted, Whose::Program))
+                .collect::<Vec<_>>(),
+        )
     }
 
     fn program(seen: &Seen, host: u16, from: u64, to: u64) -> Vec<u64> {
-        seen.got_us(host, from, to).into_iter().map(|(_, used)| used.program).collect()
+        seen.got_us(host, from, to)
+            .into_iter()
+            .map(|(_, used)| used.program)
+            .collect()
     }
 
     #[test]
     fn what_a_process_got_in_a_time_is_told_as_far_as_it_is_sure() {
-        let seen = untraced(&[(100, 10), (105, 14), (110, 14), (115, 14), (120, 14), (125, 19), (130, 19)]);
-        assert_eq!(seen.all[&OURS].len(), 5, "those in the middle of a standstill say nothing");
+        let seen = untraced(&[
+            (100, 10),
+            (105, 14),
+            (110, 14),
+            (115, 14),
+            (120, 14),
+            (125, 19),
+            (130, 19),
+        ]);
+        assert_eq!(
+            seen.all[&OURS].len(),
+            5,
+            "those in the middle of a standstill say nothing"
+        );
         assert_eq!(program(&seen, 2, 100, 130), [9]);
-        assert_eq!(program(&seen, 2, 101, 124), [0], "from 105 to 120 it stood still");
-        assert_eq!(program(&seen, 2, 106, 118), [0], "nobody has to have looked just then");
+        assert_eq!(
+            program(&seen, 2, 101, 124),
+            [0],
+            "from 105 to 120 it stood still"
+        );
+        assert_eq!(
+            program(&seen, 2, 106, 118),
+            [0],
+            "nobody has to have looked just then"
+        );
         assert_eq!(program(&seen, 2, 112, 128), [5], "from 120 on");
-        assert_eq!(program(&seen, 1, 100, 130), [0; 0], "on the other host it is not");
+        assert_eq!(
+            program(&seen, 1, 100, 130),
+            [0; 0],
+            "on the other host it is not"
+        );
         assert_eq!(program(&seen, 2, 131, 140), [0; 0], "nobody has looked");
     }
 
@@ -258,28 +346,85 @@ mod tests {
             (120, 11, Whose::Program),
             (125, 14, Whose::Program),
         ]);
-        assert_eq!(seen.got_us(2, 100, 125), [(OURS, Used { program: 7, dump: 7, end: 0 })]);
-        assert_eq!(seen.got_us(2, 105, 120), [(OURS, Used { program: 0, dump: 7, end: 0 })]);
+        assert_eq!(
+            seen.got_us(2, 100, 125),
+            [(
+                OURS,
+                Used {
+                    program: 7,
+                    dump: 7,
+                    end: 0
+                }
+            )]
+        );
+        assert_eq!(
+            seen.got_us(2, 105, 120),
+            [(
+                OURS,
+                Used {
+                    program: 0,
+                    dump: 7,
+                    end: 0
+                }
+            )]
+        );
     }
 
     #[test]
     fn what_the_kernel_does_for_the_end_of_a_process_is_not_the_programs() {
-        let looks =
-            [(100, 0, Whose::Program), (105, 2, Whose::Tracer), (110, 5, Whose::Kernel), (115, 6, Whose::Kernel)];
+        let looks = [
+            (100, 0, Whose::Program),
+            (105, 2, Whose::Tracer),
+            (110, 5, Whose::Kernel),
+            (115, 6, Whose::Kernel),
+        ];
         let seen = seen(&looks);
-        assert_eq!(seen.got_us(2, 100, 115), [(OURS, Used { program: 0, dump: 2, end: 4 })]);
-        let more = |at, dump, end| (at, Used { program: 0, dump, end });
-        assert_eq!(seen.steps(OURS, 100, 115), [more(105, 2, 0), more(110, 0, 3), more(115, 0, 1)]);
+        assert_eq!(
+            seen.got_us(2, 100, 115),
+            [(
+                OURS,
+                Used {
+                    program: 0,
+                    dump: 2,
+                    end: 4
+                }
+            )]
+        );
+        let more = |at, dump, end| {
+            (
+                at,
+                Used {
+                    program: 0,
+                    dump,
+                    end,
+                },
+            )
+        };
+        assert_eq!(
+            seen.steps(OURS, 100, 115),
+            [more(105, 2, 0), more(110, 0, 3), more(115, 0, 1)]
+        );
         assert_eq!(seen.steps(OURS, 106, 110), [more(110, 0, 3)]);
     }
 
     #[test]
     fn a_process_that_was_killed_has_no_memory_until_somebody_takes_notice_of_its_end() {
-        let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep");
-        assert_eq!(look_at(child.id()).map(|look| look.whose), Some(Whose::Program));
+        let mut child = std::process::Command::new("sleep")
+            .arg("60")
+            .spawn()
+            .expect("sleep");
+        assert_eq!(
+            look_at(child.id()).map(|look| look.whose),
+            Some(Whose::Program)
+        );
         child.kill().expect("killed");
-        let dead = || look_at(child.id()).filter(|look| look.whose == Whose::Kernel).ok_or("it has memory");
-        let dead = sempa_tests::eventually(Duration::from_secs(60), || dead().map_err(str::to_string));
+        let dead = || {
+            look_at(child.id())
+                .filter(|look| look.whose == Whose::Kernel)
+                .ok_or("it has memory")
+        };
+        let dead =
+            sempa_tests::eventually(Duration::from_secs(60), || dead().map_err(str::to_string));
         child.wait().expect("it has ended");
         dead.expect("killed");
     }
@@ -296,7 +441,10 @@ mod tests {
         let before = used_us(pid).expect("it runs");
         let begin = Instant::now();
         while used_us(pid).expect("it runs") < before + 1000 {
-            assert!(begin.elapsed() < Duration::from_secs(60), "it computes and is not counted");
+            assert!(
+                begin.elapsed() < Duration::from_secs(60),
+                "it computes and is not counted"
+            );
         }
     }
 }

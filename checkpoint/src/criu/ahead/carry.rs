@@ -39,7 +39,9 @@ pub(in super::super) fn start(
     let (ours, stream) = UnixStream::pair().map_err(io)?;
     let other = Arc::new(UnixStream::from(other));
     // Neither may keep the other one waiting.
-    ours.set_nonblocking(true).and_then(|()| other.set_nonblocking(true)).map_err(io)?;
+    ours.set_nonblocking(true)
+        .and_then(|()| other.set_nonblocking(true))
+        .map_err(io)?;
     let (asking, closed) = Asking::new(stream).map_err(io)?;
     let whole = Whole::new(other.clone());
     let told = whole.clone();
@@ -48,7 +50,12 @@ pub(in super::super) fn start(
     let carrying = thread.spawn(move || {
         hurry_thread();
         // What CRIU asks meanwhile waits.
-        let ahead = Ahead::new(Missing::in_images(&dir)?, store, page_size(), Instant::now());
+        let ahead = Ahead::new(
+            Missing::in_images(&dir)?,
+            store,
+            page_size(),
+            Instant::now(),
+        );
         let carried = carry(ahead, ours, &other, (closed, copies), &told);
         // Others have it open.
         let _ = other.shutdown(Shutdown::Both);
@@ -96,7 +103,9 @@ fn carry(
                 None => {}
             }
         }
-        let done = ahead.answer(&mut engine).and_then(|()| write_from(&mut other, ahead.questions()));
+        let done = ahead
+            .answer(&mut engine)
+            .and_then(|()| write_from(&mut other, ahead.questions()));
         if done.is_err() {
             // Whoever does not listen any more has gone; the other one learns of it by the end of its stream.
             return Ok(ahead.has_taken_leave());
@@ -111,24 +120,43 @@ fn carry(
 /// Bytes that were read, 0 at the end of a stream.
 fn heard(read: io::Result<usize>) -> Option<usize> {
     match read {
-        Err(e) if matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => None,
+        Err(e)
+            if matches!(
+                e.kind(),
+                io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock
+            ) =>
+        {
+            None
+        }
         read => Some(read.unwrap_or(0)),
     }
 }
 
 /// Waits until CRIU asks, the other host answers, either takes more, or CRIU has closed something: whether the first two have
 /// something.
-fn ready(ahead: &mut Ahead, engine: &UnixStream, other: &UnixStream, closes: Option<&Closed>) -> [bool; 2] {
+fn ready(
+    ahead: &mut Ahead,
+    engine: &UnixStream,
+    other: &UnixStream,
+    closes: Option<&Closed>,
+) -> [bool; 2] {
     let wants = |reads, writes| {
         let when = |is: bool, flag| if is { flag } else { PollFlags::empty() };
         when(reads, PollFlags::POLLIN) | when(writes, PollFlags::POLLOUT)
     };
     let of_engine = wants(ahead.takes_questions(), ahead.is_blocked());
     let of_other = wants(ahead.takes_answers(), !ahead.questions().is_empty());
-    let mut fds = vec![PollFd::new(engine.as_fd(), of_engine), PollFd::new(other.as_fd(), of_other)];
+    let mut fds = vec![
+        PollFd::new(engine.as_fd(), of_engine),
+        PollFd::new(other.as_fd(), of_other),
+    ];
     fds.extend(closes.map(|closes| PollFd::new(closes.as_fd(), PollFlags::POLLIN)));
     // Without news it looks again.
     let _ = poll(&mut fds, PollTimeout::NONE);
     let reads = PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR;
-    [0, 1].map(|which: usize| fds[which].revents().is_some_and(|events| events.intersects(reads)))
+    [0, 1].map(|which: usize| {
+        fds[which]
+            .revents()
+            .is_some_and(|events| events.intersects(reads))
+    })
 }

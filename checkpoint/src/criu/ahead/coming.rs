@@ -26,7 +26,10 @@ pub(super) enum Coming {
 
 impl Default for Coming {
     fn default() -> Coming {
-        Coming::Head { bytes: [0; Form::BYTES_MAX], have: 0 }
+        Coming::Head {
+            bytes: [0; Form::BYTES_MAX],
+            have: 0,
+        }
     }
 }
 
@@ -71,7 +74,12 @@ impl Coming {
 
     /// What has changed of these pages follows, behind what tells which they are.
     pub(super) fn expect_marks(&mut self, known: Vec<u8>, pages: u64) {
-        *self = Coming::Marks { known, pages, marks: vec![0; marks_bytes(pages)], have: 0 };
+        *self = Coming::Marks {
+            known,
+            pages,
+            marks: vec![0; marks_bytes(pages)],
+            have: 0,
+        };
     }
 
     /// Once all marks are here it is known which pages follow.
@@ -79,14 +87,24 @@ impl Coming {
     /// # Errors
     /// There are marks of more pages.
     pub(super) fn look_at_marks(&mut self, page: u64) -> Result<(), String> {
-        let Coming::Marks { known, pages, marks, have } = self else { return Ok(()) };
+        let Coming::Marks {
+            known,
+            pages,
+            marks,
+            have,
+        } = self
+        else {
+            return Ok(());
+        };
         if *have < marks.len() {
             return Ok(());
         }
         let (count, page) = (*pages as usize, page as usize);
         let comes = |number: usize| marks[number / 8] & (1 << (number % 8)) != 0;
         if (count..marks.len() * 8).any(comes) {
-            return Err(format!("asked for what has changed of {count} pages the source has more"));
+            return Err(format!(
+                "asked for what has changed of {count} pages the source has more"
+            ));
         }
         let mut rest = VecDeque::<Range<usize>>::new();
         for number in (0..count).filter(|number| comes(*number)) {
@@ -96,7 +114,10 @@ impl Coming {
                 _ => rest.push_back(start..end),
             }
         }
-        *self = Coming::Body { bytes: std::mem::take(known), rest };
+        *self = Coming::Body {
+            bytes: std::mem::take(known),
+            rest,
+        };
         Ok(())
     }
 
@@ -137,7 +158,10 @@ mod tests {
         assert_eq!(coming.body(), None);
         put(&mut coming, &[2]);
         let body = coming.body().expect("all is here");
-        let pages: Vec<u8> = body.chunks(PAGE as usize).map(|page| page[0] * page[3]).collect();
+        let pages: Vec<u8> = body
+            .chunks(PAGE as usize)
+            .map(|page| page[0] * page[3])
+            .collect();
         assert_eq!(pages, [1, 4, 4, 1, 1, 1, 1, 4, 1, 4]);
         assert!(matches!(coming, Coming::Head { have: 0, .. }));
     }

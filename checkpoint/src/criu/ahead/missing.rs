@@ -23,13 +23,26 @@ impl Missing {
         for entry in std::fs::read_dir(dir).map_err(unreadable)? {
             let name = entry.map_err(unreadable)?.file_name();
             let name = name.to_string_lossy();
-            let number = name.strip_prefix(MAP).and_then(|rest| rest.strip_suffix(".img"));
+            let number = name
+                .strip_prefix(MAP)
+                .and_then(|rest| rest.strip_suffix(".img"));
             // Memory that processes share is not left behind; its maps have other names.
-            let Some(process) = number.and_then(|number| number.parse().ok()) else { continue };
-            let pages = entries(dir, &name)?.into_iter().skip(1).map(|entry| Pages::of(&entry));
+            let Some(process) = number.and_then(|number| number.parse().ok()) else {
+                continue;
+            };
+            let pages = entries(dir, &name)?
+                .into_iter()
+                .skip(1)
+                .map(|entry| Pages::of(&entry));
             let missed = pages.filter(|pages| pages.missing && pages.number > 0);
-            let stretch =
-                |pages: Pages| (pages.address, pages.address.saturating_add(pages.number.saturating_mul(page_size())));
+            let stretch = |pages: Pages| {
+                (
+                    pages.address,
+                    pages
+                        .address
+                        .saturating_add(pages.number.saturating_mul(page_size())),
+                )
+            };
             let stretches: BTreeMap<u64, u64> = missed.map(stretch).collect();
             if !stretches.is_empty() {
                 missing.0.insert(process, stretches);
@@ -45,7 +58,10 @@ impl Missing {
             has_begun: false,
             out_of_turn: BTreeMap::new(),
         };
-        self.0.into_iter().map(|(number, stretches)| (number, process(stretches))).collect()
+        self.0
+            .into_iter()
+            .map(|(number, stretches)| (number, process(stretches)))
+            .collect()
     }
 }
 
@@ -83,7 +99,11 @@ impl Process {
     pub(super) fn missing_from(&self, address: u64) -> Option<u64> {
         match self.misses(address) {
             Some(_) => Some(address),
-            None => self.stretches.range(address..).next().map(|(start, _)| *start),
+            None => self
+                .stretches
+                .range(address..)
+                .next()
+                .map(|(start, _)| *start),
         }
     }
 

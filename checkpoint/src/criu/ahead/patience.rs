@@ -27,13 +27,29 @@ impl Asking {
     pub(super) fn new(stream: UnixStream) -> io::Result<(Asking, Closed)> {
         let mut library = File::from(memfd_create(c"sempa-patience", MFdFlags::MFD_CLOEXEC)?);
         library.write_all(LIBRARY)?;
-        let (ours, closed) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
-        Ok((Asking { stream, closed, library }, Closed(ours)))
+        let (ours, closed) = socketpair(
+            AddressFamily::Unix,
+            SockType::SeqPacket,
+            None,
+            SockFlag::SOCK_CLOEXEC,
+        )?;
+        Ok((
+            Asking {
+                stream,
+                closed,
+                library,
+            },
+            Closed(ours),
+        ))
     }
 
     /// The descriptors, which have to keep their numbers in CRIU.
     pub(in super::super) fn descriptors(&self) -> [BorrowedFd<'_>; 3] {
-        [self.stream.as_fd(), self.closed.as_fd(), self.library.as_fd()]
+        [
+            self.stream.as_fd(),
+            self.closed.as_fd(),
+            self.library.as_fd(),
+        ]
     }
 
     /// The number of the stream.
@@ -44,7 +60,10 @@ impl Asking {
     /// What CRIU's environment has to say.
     pub(in super::super) fn variables(&self) -> [(&'static str, String); 3] {
         [
-            ("LD_PRELOAD", format!("/proc/self/fd/{}", self.library.as_raw_fd())),
+            (
+                "LD_PRELOAD",
+                format!("/proc/self/fd/{}", self.library.as_raw_fd()),
+            ),
             ("SEMPA_PAGES_SOCKET", self.stream.as_raw_fd().to_string()),
             ("SEMPA_CLOSED_SOCKET", self.closed.as_raw_fd().to_string()),
         ]

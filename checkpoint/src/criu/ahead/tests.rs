@@ -9,7 +9,10 @@ const PAGE: u64 = 16;
 
 /// Each page is its own: its process and address.
 fn content(process: u64, address: u64) -> [u8; PAGE as usize] {
-    [process.to_ne_bytes(), address.to_ne_bytes()].concat().try_into().expect("two numbers")
+    [process.to_ne_bytes(), address.to_ne_bytes()]
+        .concat()
+        .try_into()
+        .expect("two numbers")
 }
 
 /// What has come of a page before: nothing, the page as it is, or as it was.
@@ -22,18 +25,34 @@ enum Before {
 
 /// Of each page something else.
 fn before(process: u64, address: u64) -> Before {
-    [Before::Same, Before::Same, Before::Older, Before::Same, Before::Nothing]
-        [((address / PAGE * 7 + process) % 5) as usize]
+    [
+        Before::Same,
+        Before::Same,
+        Before::Older,
+        Before::Same,
+        Before::Nothing,
+    ][((address / PAGE * 7 + process) % 5) as usize]
 }
 
 /// What came before of this memory.
 fn store(missing: &BTreeMap<u64, BTreeMap<u64, u64>>) -> Store {
     let mut store = Store::new(PAGE);
-    let stretches = missing.iter().flat_map(|(process, stretches)| stretches.iter().map(|stretch| (*process, stretch)));
-    for (process, address) in
-        stretches.flat_map(|(process, (from, to))| (*from..*to).step_by(PAGE as usize).map(move |at| (process, at)))
-    {
-        let was = content(process, if before(process, address) == Before::Same { address } else { !address });
+    let stretches = missing
+        .iter()
+        .flat_map(|(process, stretches)| stretches.iter().map(|stretch| (*process, stretch)));
+    for (process, address) in stretches.flat_map(|(process, (from, to))| {
+        (*from..*to)
+            .step_by(PAGE as usize)
+            .map(move |at| (process, at))
+    }) {
+        let was = content(
+            process,
+            if before(process, address) == Before::Same {
+                address
+            } else {
+                !address
+            },
+        );
         if before(process, address) != Before::Nothing {
             store.put(process, address, &was).expect("there is memory");
         }
@@ -60,7 +79,9 @@ impl Source {
                 continue;
             }
             assert!(matches!(head.command, GET | GET_CHANGED));
-            let stretch = self.missing[&head.process].range(..=head.address).next_back();
+            let stretch = self.missing[&head.process]
+                .range(..=head.address)
+                .next_back();
             let (_, &end) = stretch.expect("it is missing");
             assert!(head.address < end, "it is missing");
             if head.command == GET_CHANGED {
@@ -69,22 +90,39 @@ impl Source {
                 self.asked.push(head);
                 continue;
             }
-            let pages = head.pages.min((end - head.address) / PAGE).min(self.pages_max);
+            let pages = head
+                .pages
+                .min((end - head.address) / PAGE)
+                .min(self.pages_max);
             self.asked.push(head);
-            self.says.extend(self.form.write(&Head { command: PRESENT << FLAGS_SHIFT | ADD, pages, ..head }));
+            self.says.extend(self.form.write(&Head {
+                command: PRESENT << FLAGS_SHIFT | ADD,
+                pages,
+                ..head
+            }));
             for page in 0..pages {
-                self.says.extend(content(head.process, head.address + page * PAGE));
+                self.says
+                    .extend(content(head.process, head.address + page * PAGE));
             }
         }
     }
 
     fn says_what_has_changed(&mut self, head: &Head) {
-        self.says.extend(self.form.write(&Head { command: CHANGED, ..*head }));
+        self.says.extend(self.form.write(&Head {
+            command: CHANGED,
+            ..*head
+        }));
         let addresses = (0..head.pages).map(|page| head.address + page * PAGE);
-        let comes: Vec<(u64, bool)> =
-            addresses.map(|address| (address, before(head.process, address) != Before::Same)).collect();
+        let comes: Vec<(u64, bool)> = addresses
+            .map(|address| (address, before(head.process, address) != Before::Same))
+            .collect();
         for eight in comes.chunks(8) {
-            self.says.push_back(eight.iter().rev().fold(0, |byte, (_, comes)| byte << 1 | u8::from(*comes)));
+            self.says.push_back(
+                eight
+                    .iter()
+                    .rev()
+                    .fold(0, |byte, (_, comes)| byte << 1 | u8::from(*comes)),
+            );
         }
         for (address, _) in comes.iter().filter(|(_, comes)| *comes) {
             self.says.extend(content(head.process, *address));
@@ -108,14 +146,32 @@ struct Engine {
 impl Engine {
     fn new(missing: &BTreeMap<u64, BTreeMap<u64, u64>>, form: Form) -> Engine {
         let pages = |stretches: &BTreeMap<u64, u64>| {
-            stretches.iter().flat_map(|(start, end)| (*start..*end).step_by(PAGE as usize)).collect()
+            stretches
+                .iter()
+                .flat_map(|(start, end)| (*start..*end).step_by(PAGE as usize))
+                .collect()
         };
-        let left = missing.iter().map(|(process, stretches)| (*process, pages(stretches))).collect();
-        Engine { form, left, open: VecDeque::new(), heard: Vec::new(), pages_at_once: 4, got: BTreeSet::new() }
+        let left = missing
+            .iter()
+            .map(|(process, stretches)| (*process, pages(stretches)))
+            .collect();
+        Engine {
+            form,
+            left,
+            open: VecDeque::new(),
+            heard: Vec::new(),
+            pages_at_once: 4,
+            got: BTreeSet::new(),
+        }
     }
 
     fn ask(&mut self, process: u64, address: u64, pages: u64) -> Vec<u8> {
-        let head = Head { command: GET, pages, address, process };
+        let head = Head {
+            command: GET,
+            pages,
+            address,
+            process,
+        };
         let left = self.left.get_mut(&process).expect("it misses something");
         for page in 0..pages {
             left.remove(&(address + page * PAGE));
@@ -126,10 +182,14 @@ impl Engine {
 
     /// The next question of its own accord.
     fn in_turn(&mut self, process: u64) -> Option<Vec<u8>> {
-        let is_open = self.open.iter().any(|head| head.process == process && head.pages > 1);
+        let is_open = self
+            .open
+            .iter()
+            .any(|head| head.process == process && head.pages > 1);
         let left = &self.left[&process];
         let first = *left.first().filter(|_| !is_open)?;
-        let follow = (0..self.pages_at_once).take_while(|page| left.contains(&(first + page * PAGE)));
+        let follow =
+            (0..self.pages_at_once).take_while(|page| left.contains(&(first + page * PAGE)));
         let pages = follow.count() as u64;
         self.pages_at_once = (self.pages_at_once + 4).min(200);
         Some(self.ask(process, first, pages))
@@ -154,7 +214,10 @@ impl Engine {
             let open = self.open.pop_front().expect("it has asked");
             assert_eq!(head.command, PRESENT << FLAGS_SHIFT | ADD);
             assert_eq!((head.process, head.address), (open.process, open.address));
-            assert!((1..=open.pages).contains(&head.pages), "{head:?} for {open:?}");
+            assert!(
+                (1..=open.pages).contains(&head.pages),
+                "{head:?} for {open:?}"
+            );
             let body: Vec<u8> = self.heard.drain(..length).skip(self.form.bytes()).collect();
             for (page, bytes) in body.chunks(PAGE as usize).enumerate() {
                 let address = head.address + page as u64 * PAGE;
@@ -162,7 +225,10 @@ impl Engine {
                 assert!(self.got.insert((head.process, address)), "twice");
             }
             for page in head.pages..open.pages {
-                self.left.get_mut(&head.process).expect("known").insert(open.address + page * PAGE);
+                self.left
+                    .get_mut(&head.process)
+                    .expect("known")
+                    .insert(open.address + page * PAGE);
             }
         }
     }
@@ -179,7 +245,11 @@ impl Write for Socket {
         let taken = bytes.len().min(self.room);
         self.room -= taken;
         self.bytes.extend(&bytes[..taken]);
-        if taken == 0 { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(taken) }
+        if taken == 0 {
+            Err(io::ErrorKind::WouldBlock.into())
+        } else {
+            Ok(taken)
+        }
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -200,11 +270,27 @@ impl Pair {
         Pair::with(missing, Store::new(PAGE), form, pages_max)
     }
 
-    fn with(missing: &BTreeMap<u64, BTreeMap<u64, u64>>, store: Store, form: Form, pages_max: u64) -> Pair {
+    fn with(
+        missing: &BTreeMap<u64, BTreeMap<u64, u64>>,
+        store: Store,
+        form: Form,
+        pages_max: u64,
+    ) -> Pair {
         let ahead = Ahead::new(Missing(missing.clone()), store, PAGE, Instant::now());
         let (asked, says) = (Vec::new(), VecDeque::new());
-        let source = Source { missing: missing.clone(), form, pages_max, asked, says };
-        Pair { ahead, engine: Engine::new(missing, form), source, room: usize::MAX }
+        let source = Source {
+            missing: missing.clone(),
+            form,
+            pages_max,
+            asked,
+            says,
+        };
+        Pair {
+            ahead,
+            engine: Engine::new(missing, form),
+            source,
+            room: usize::MAX,
+        }
     }
 
     fn engine_says(&mut self, words: Option<Vec<u8>>) {
@@ -216,7 +302,8 @@ impl Pair {
 
     /// So many bytes of what the source says arrive, each time a little later.
     fn arrives(&mut self, bytes: usize) {
-        self.ahead.tell_time(self.ahead.now + Duration::from_micros(bytes as u64 % 20_000));
+        self.ahead
+            .tell_time(self.ahead.now + Duration::from_micros(bytes as u64 % 20_000));
         self.pass();
         let mut left = bytes.min(self.source.says.len());
         while left > 0 {
@@ -231,7 +318,10 @@ impl Pair {
 
     fn pass(&mut self) {
         loop {
-            let mut said = Socket { bytes: Vec::new(), room: self.room };
+            let mut said = Socket {
+                bytes: Vec::new(),
+                room: self.room,
+            };
             self.ahead.answer(&mut said).expect("it is memory");
             self.engine.hear(&said.bytes);
             self.source.hear(&std::mem::take(self.ahead.questions()));
@@ -242,21 +332,32 @@ impl Pair {
         let in_turn = self.engine.open.iter().filter(|head| head.pages > 1);
         let may: u64 = in_turn.map(|head| head.pages).sum();
         assert!(self.ahead.pieces.len() as u64 <= PIECES_MAX as u64 + may);
-        let pieces = self.ahead.asked.iter().filter(|asked| asked.is_piece).count();
+        let pieces = self
+            .ahead
+            .asked
+            .iter()
+            .filter(|asked| asked.is_piece)
+            .count();
         assert!(pieces <= UNDER_WAY_MAX + 1);
     }
 
     /// Until CRIU has everything, and says so.
     fn finish(&mut self) {
         let processes: Vec<u64> = self.engine.left.keys().copied().collect();
-        while self.engine.left.values().any(|left| !left.is_empty()) || !self.engine.open.is_empty() {
+        while self.engine.left.values().any(|left| !left.is_empty()) || !self.engine.open.is_empty()
+        {
             for process in &processes {
                 let words = self.engine.in_turn(*process);
                 self.engine_says(words);
             }
             self.arrives(usize::MAX);
         }
-        let close = Head { command: CLOSE, pages: 0, address: 0, process: 0 };
+        let close = Head {
+            command: CLOSE,
+            pages: 0,
+            address: 0,
+            process: 0,
+        };
         assert!(!self.ahead.has_all());
         self.engine_says(Some(self.source.form.write(&close)));
         assert!(self.ahead.has_all() && !self.ahead.has_parted());
@@ -341,7 +442,9 @@ fn what_is_asked_in_turn_is_there_before_it_is_asked_also_while_the_task_needs_p
             pair.engine_says(words);
             pair.arrives(usize::MAX);
         }
-        let Some(words) = pair.engine.in_turn(1) else { break };
+        let Some(words) = pair.engine.in_turn(1) else {
+            break;
+        };
         pair.engine_says(Some(words));
         waits += usize::from(!pair.engine.open.is_empty());
         pair.arrives(usize::MAX);
@@ -354,7 +457,9 @@ fn what_is_asked_in_turn_is_there_before_it_is_asked_also_while_the_task_needs_p
 
 #[test]
 fn what_is_asked_in_turn_is_fetched_once_however_much_it_is() {
-    let missing = (1..=20).map(|process| (process, stretches(&[(0, 3000)], 64))).collect();
+    let missing = (1..=20)
+        .map(|process| (process, stretches(&[(0, 3000)], 64)))
+        .collect();
     let mut pair = Pair::new(&missing, Form::Long, u64::MAX);
     pair.engine.pages_at_once = 1500;
     pair.finish();
@@ -371,14 +476,25 @@ fn nothing_is_fetched_before_criu_goes_through_memory_but_what_a_task_needs() {
         pair.engine_says(words);
         pair.arrives(usize::MAX);
     }
-    assert!(pair.source.asked.iter().all(|head| head.pages == 1), "{:?}", pair.source.asked);
+    assert!(
+        pair.source.asked.iter().all(|head| head.pages == 1),
+        "{:?}",
+        pair.source.asked
+    );
 }
 
 #[test]
 fn what_is_not_understood_passes_as_it_is() {
-    for words in
-        [&b"anything"[..], &[7; 100], &Form::Long.write(&Head { command: GET, pages: 1, address: 0, process: 9 })]
-    {
+    for words in [
+        &b"anything"[..],
+        &[7; 100],
+        &Form::Long.write(&Head {
+            command: GET,
+            pages: 1,
+            address: 0,
+            process: 9,
+        }),
+    ] {
         let missing = BTreeMap::from([(1, stretches(&[(0, 40)], 64))]);
         let mut ahead = Ahead::new(Missing(missing), Store::new(PAGE), PAGE, Instant::now());
         for _ in 0..2 {
@@ -397,19 +513,44 @@ fn what_is_not_understood_passes_as_it_is() {
 #[test]
 fn an_answer_to_something_that_was_not_asked_is_an_error() {
     let missing = BTreeMap::from([(1, stretches(&[(0, 40)], 64))]);
-    let asked = Head { command: GET, pages: 4, address: 64, process: 1 };
-    let right = Head { command: PRESENT << FLAGS_SHIFT | ADD, pages: 40, ..asked };
+    let asked = Head {
+        command: GET,
+        pages: 4,
+        address: 64,
+        process: 1,
+    };
+    let right = Head {
+        command: PRESENT << FLAGS_SHIFT | ADD,
+        pages: 40,
+        ..asked
+    };
     for wrong in [
-        Head { command: ADD, ..right },
-        Head { address: 80, ..right },
-        Head { process: 2, ..right },
+        Head {
+            command: ADD,
+            ..right
+        },
+        Head {
+            address: 80,
+            ..right
+        },
+        Head {
+            process: 2,
+            ..right
+        },
         Head { pages: 41, ..right },
         Head { pages: 0, ..right },
     ] {
-        let mut ahead = Ahead::new(Missing(missing.clone()), Store::new(PAGE), PAGE, Instant::now());
+        let mut ahead = Ahead::new(
+            Missing(missing.clone()),
+            Store::new(PAGE),
+            PAGE,
+            Instant::now(),
+        );
         ahead.engine_says(&Form::Long.write(&asked));
         ahead.room().copy_from_slice(&Form::Long.write(&wrong));
-        ahead.came(Form::Long.bytes()).expect_err("it was not asked that");
+        ahead
+            .came(Form::Long.bytes())
+            .expect_err("it was not asked that");
     }
 }
 
@@ -417,36 +558,75 @@ fn an_answer_to_something_that_was_not_asked_is_an_error() {
 fn of_what_came_before_only_changed_pages_come_again() {
     let missing = BTreeMap::from([(1, stretches(&[(0, 4000)], 0))]);
     let mut pair = Pair::with(&missing, store(&missing), Form::Long, u64::MAX);
-    let said = |pair: &Pair| pair.source.asked.iter().map(|head| (head.command, head.pages)).collect::<Vec<_>>();
+    let said = |pair: &Pair| {
+        pair.source
+            .asked
+            .iter()
+            .map(|head| (head.command, head.pages))
+            .collect::<Vec<_>>()
+    };
     let words = pair.engine.need(1, 17);
     pair.engine_says(words);
     pair.arrives(usize::MAX);
-    assert_eq!(said(&pair), [(GET_CHANGED, 1)], "also of what the task needs");
+    assert_eq!(
+        said(&pair),
+        [(GET_CHANGED, 1)],
+        "also of what the task needs"
+    );
     pair.finish();
     let all = said(&pair);
-    assert!(all.iter().all(|(command, _)| *command == GET_CHANGED), "{all:?}");
-    assert!(pair.ahead.store.bytes() < BLOCK_PAGES * PAGE, "nothing is kept that was used");
+    assert!(
+        all.iter().all(|(command, _)| *command == GET_CHANGED),
+        "{all:?}"
+    );
+    assert!(
+        pair.ahead.store.bytes() < BLOCK_PAGES * PAGE,
+        "nothing is kept that was used"
+    );
     assert_eq!(pair.engine.got.len(), 4000);
 }
 
 #[test]
 fn an_answer_of_changed_pages_that_does_not_fit_is_an_error() {
     let missing = BTreeMap::from([(1, stretches(&[(0, 40)], 0))]);
-    let asked = Head { command: GET, pages: 4, address: 0, process: 1 };
-    let right = Head { command: CHANGED, ..asked };
+    let asked = Head {
+        command: GET,
+        pages: 4,
+        address: 0,
+        process: 1,
+    };
+    let right = Head {
+        command: CHANGED,
+        ..asked
+    };
     let ask = |store: Store, answer: Head| {
         let mut ahead = Ahead::new(Missing(missing.clone()), store, PAGE, Instant::now());
         ahead.engine_says(&Form::Long.write(&asked));
         let first = Form::Long.read(ahead.questions());
-        ahead.room().copy_from_slice(&Form::Long.write(&Head { pages: answer.pages.min(first.pages), ..answer }));
+        ahead.room().copy_from_slice(&Form::Long.write(&Head {
+            pages: answer.pages.min(first.pages),
+            ..answer
+        }));
         ahead.came(Form::Long.bytes()).map(|()| first)
     };
-    let whole = Head { pages: u64::MAX, ..right };
-    assert_eq!(ask(store(&missing), whole).expect("that was asked").command, GET_CHANGED);
+    let whole = Head {
+        pages: u64::MAX,
+        ..right
+    };
+    assert_eq!(
+        ask(store(&missing), whole).expect("that was asked").command,
+        GET_CHANGED
+    );
     for wrong in [
         Head { pages: 1, ..right },
-        Head { address: 16, ..whole },
-        Head { command: PRESENT << FLAGS_SHIFT | ADD, ..whole },
+        Head {
+            address: 16,
+            ..whole
+        },
+        Head {
+            command: PRESENT << FLAGS_SHIFT | ADD,
+            ..whole
+        },
     ] {
         ask(store(&missing), wrong).expect_err("it was not asked that");
     }

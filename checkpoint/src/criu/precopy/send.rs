@@ -46,13 +46,20 @@ pub struct Hurry {
 impl Hurry {
     /// From this moment on, unless it is before.
     pub fn at(at: Instant) -> Hurry {
-        Hurry { is_up: Arc::default(), at, fast: None }
+        Hurry {
+            is_up: Arc::default(),
+            at,
+            fast: None,
+        }
     }
 
     /// Also on a way on which memory passes faster than so many bytes per second.
     #[must_use]
     pub fn where_faster_than(self, bytes_per_second: u64) -> Hurry {
-        Hurry { fast: Some(bytes_per_second), ..self }
+        Hurry {
+            fast: Some(bytes_per_second),
+            ..self
+        }
     }
 
     /// From now on, for good.
@@ -86,7 +93,10 @@ pub struct SentAhead {
 
 impl SentAhead {
     fn new(page: u64) -> SentAhead {
-        SentAhead { page, ..SentAhead::default() }
+        SentAhead {
+            page,
+            ..SentAhead::default()
+        }
     }
 
     /// Bytes that were sent, those of pages that were sent again among them.
@@ -98,21 +108,26 @@ impl SentAhead {
     pub(in super::super) fn has(&self, process: u64, address: u64, content: &[u8]) -> bool {
         let (block, number) = place(address, self.page);
         let block = self.blocks.get(&(process, block));
-        block.is_some_and(|block| block.sent & (1 << number) != 0 && block.hashes[number] == hash(content))
+        block.is_some_and(|block| {
+            block.sent & (1 << number) != 0 && block.hashes[number] == hash(content)
+        })
     }
 
     /// True if this page has to be sent now; then it counts as sent. No more than so many different ones are.
     fn is_new(&mut self, process: u64, address: u64, content: &[u8], pages_max: u64) -> bool {
         let (number_of_block, number) = place(address, self.page);
         let key = (process, number_of_block);
-        let was_sent = self.blocks.get(&key).is_some_and(|block| block.sent & (1 << number) != 0);
+        let was_sent = self
+            .blocks
+            .get(&key)
+            .is_some_and(|block| block.sent & (1 << number) != 0);
         if !was_sent && self.pages >= pages_max {
             return false;
         }
-        let block = self
-            .blocks
-            .entry(key)
-            .or_insert_with(|| Block { sent: 0, hashes: vec![Hash::default(); BLOCK_PAGES as usize].into() });
+        let block = self.blocks.entry(key).or_insert_with(|| Block {
+            sent: 0,
+            hashes: vec![Hash::default(); BLOCK_PAGES as usize].into(),
+        });
         let hash = hash(content);
         if was_sent && block.hashes[number] == hash {
             return false;
@@ -125,7 +140,10 @@ impl SentAhead {
 }
 
 fn hash(content: &[u8]) -> Hash {
-    *blake3::hash(content).as_bytes().first_chunk().expect("it has more bytes")
+    *blake3::hash(content)
+        .as_bytes()
+        .first_chunk()
+        .expect("it has more bytes")
 }
 
 /// A process of the task.
@@ -141,13 +159,19 @@ impl Subject {
     fn of(pid: i32) -> Option<Subject> {
         let number = withheld::number(pid)?;
         let memory = File::open(format!("/proc/{pid}/mem")).ok()?;
-        Some(Subject { pid, number, memory })
+        Some(Subject {
+            pid,
+            number,
+            memory,
+        })
     }
 
     /// Where pages are in its own memory. A process that is gone has none. What is swapped out stays there until it has to follow.
     fn pages(&self) -> Vec<(u64, u64)> {
         let pages = |areas: Vec<_>| withheld::pages(self.pid, &areas, Wanted::InMemory);
-        withheld::own_areas(self.pid).and_then(pages).unwrap_or_default()
+        withheld::own_areas(self.pid)
+            .and_then(pages)
+            .unwrap_or_default()
     }
 }
 
@@ -156,35 +180,67 @@ impl Subject {
 ///
 /// # Errors
 /// The other end has not taken all of it.
-pub(in super::super) fn send(processes: &[i32], stream: &OwnedFd, hurry: &Hurry) -> Result<SentAhead, Failure> {
+pub(in super::super) fn send(
+    processes: &[i32],
+    stream: &OwnedFd,
+    hurry: &Hurry,
+) -> Result<SentAhead, Failure> {
     come_late();
     let failed = |e: io::Error| Failure::Io(format!("its memory cannot go ahead: {e}"));
     let mut stream = UnixStream::from(stream.try_clone().map_err(failed)?);
-    stream.set_write_timeout(Some(SILENCE_MAX)).map_err(failed)?;
+    stream
+        .set_write_timeout(Some(SILENCE_MAX))
+        .map_err(failed)?;
     stream.set_read_timeout(Some(SILENCE_MAX)).map_err(failed)?;
     let pages_max = heard(&mut stream)?.pages;
-    let subjects: Vec<Subject> = processes.iter().filter_map(|pid| Subject::of(*pid)).collect();
+    let subjects: Vec<Subject> = processes
+        .iter()
+        .filter_map(|pid| Subject::of(*pid))
+        .collect();
     let (sent, pace) = (SentAhead::new(page_size()), Pace::new(Instant::now()));
-    let mut sender = Sender { sent, stream: &stream, hurry, room: Vec::new(), pages_max, pace };
+    let mut sender = Sender {
+        sent,
+        stream: &stream,
+        hurry,
+        room: Vec::new(),
+        pages_max,
+        pace,
+    };
     sender.rounds(&subjects).map_err(failed)?;
     let sent = sender.sent;
     // Who is to leave waits for the rest of this.
     hurry_thread();
-    let end = Head { command: ALL_AHEAD, pages: sent.pages, address: 0, process: 0 };
+    let end = Head {
+        command: ALL_AHEAD,
+        pages: sent.pages,
+        address: 0,
+        process: 0,
+    };
     stream.write_all(&Form::Long.write(&end)).map_err(failed)?;
     heard(&mut stream)?;
-    stream.set_read_timeout(None).and_then(|()| stream.set_write_timeout(None)).map_err(failed)?;
+    stream
+        .set_read_timeout(None)
+        .and_then(|()| stream.set_write_timeout(None))
+        .map_err(failed)?;
     Ok(sent)
 }
 
 /// A word of the other end: before all else how many pages it takes, and in the end how many it has.
 fn heard(stream: &mut UnixStream) -> Result<Head, Failure> {
     let mut word = [0; Form::Long.bytes()];
-    let failed = |e: io::Error| Failure::Io(format!("its memory cannot go ahead: the target does not take it: {e}"));
+    let failed = |e: io::Error| {
+        Failure::Io(format!(
+            "its memory cannot go ahead: the target does not take it: {e}"
+        ))
+    };
     stream.read_exact(&mut word).map_err(failed)?;
     match Form::Long.read(&word) {
-        head @ Head { command: ALL_AHEAD, .. } => Ok(head),
-        other => Err(Failure::Images(format!("the target says {other:?} to memory that goes ahead"))),
+        head @ Head {
+            command: ALL_AHEAD, ..
+        } => Ok(head),
+        other => Err(Failure::Images(format!(
+            "the target says {other:?} to memory that goes ahead"
+        ))),
     }
 }
 
@@ -199,7 +255,11 @@ struct Pace {
 
 impl Pace {
     fn new(now: Instant) -> Pace {
-        Pace { before: BUFFERED_BYTES, bytes: 0, since: now }
+        Pace {
+            before: BUFFERED_BYTES,
+            bytes: 0,
+            since: now,
+        }
     }
 
     /// So many more bytes have passed. Bytes per second, when there were enough to say that.
@@ -214,7 +274,11 @@ impl Pace {
         }
         let micros = now.saturating_duration_since(self.since).as_micros().max(1) as u64;
         let rate = self.bytes.saturating_mul(1_000_000) / micros;
-        *self = Pace { before: 0, bytes: 0, since: now };
+        *self = Pace {
+            before: 0,
+            bytes: 0,
+            since: now,
+        };
         Some(rate)
     }
 }
@@ -235,7 +299,10 @@ impl Sender<'_> {
             let begun = self.sent.bytes;
             for subject in subjects {
                 if !self.hurry.is_up() {
-                    subject.pages().into_iter().try_for_each(|stretch| self.stretch(subject, stretch))?;
+                    subject
+                        .pages()
+                        .into_iter()
+                        .try_for_each(|stretch| self.stretch(subject, stretch))?;
                 }
             }
             let pages = (self.sent.bytes - begun) / self.sent.page;
@@ -269,16 +336,30 @@ impl Sender<'_> {
         for number in 0..=pages {
             let content = (number < pages).then(|| &self.room[number * page..(number + 1) * page]);
             let at = address + (number * page) as u64;
-            if content.is_some_and(|content| self.sent.is_new(process, at, content, self.pages_max)) {
-                run = if run.is_empty() { number..number + 1 } else { run.start..number + 1 };
+            if content.is_some_and(|content| self.sent.is_new(process, at, content, self.pages_max))
+            {
+                run = if run.is_empty() {
+                    number..number + 1
+                } else {
+                    run.start..number + 1
+                };
                 continue;
             }
             if !run.is_empty() {
                 let (pages, address) = (run.len() as u64, address + (run.start * page) as u64);
-                self.stream.write_all(&Form::Long.write(&Head { command: AHEAD, pages, address, process }))?;
-                self.stream.write_all(&self.room[run.start * page..run.end * page])?;
+                self.stream.write_all(&Form::Long.write(&Head {
+                    command: AHEAD,
+                    pages,
+                    address,
+                    process,
+                }))?;
+                self.stream
+                    .write_all(&self.room[run.start * page..run.end * page])?;
                 let rate = self.pace.passed((run.len() * page) as u64, Instant::now());
-                if rate.zip(self.hurry.fast).is_some_and(|(rate, fast)| rate > fast) {
+                if rate
+                    .zip(self.hurry.fast)
+                    .is_some_and(|(rate, fast)| rate > fast)
+                {
                     self.hurry.up();
                 }
                 run = 0..0;
@@ -297,7 +378,9 @@ mod tests {
     /// Memory of this process, and what says where it is.
     fn own(pages: usize) -> (Vec<u8>, u64) {
         let page = page_size() as usize;
-        let memory: Vec<u8> = (0..(pages + 1) * page).map(|at| (at / page + at) as u8).collect();
+        let memory: Vec<u8> = (0..(pages + 1) * page)
+            .map(|at| (at / page + at) as u8)
+            .collect();
         let first = (memory.as_ptr() as u64).next_multiple_of(page as u64);
         (memory, first)
     }
@@ -334,15 +417,26 @@ mod tests {
         let store = taking.join().expect("no panic");
         assert_eq!(store.bytes(), sent.pages * page);
         let begin = (first - memory.as_ptr() as u64) as usize;
-        let content = |memory: &[u8], at: usize| memory[begin + at * page as usize..][..page as usize].to_vec();
+        let content = |memory: &[u8], at: usize| {
+            memory[begin + at * page as usize..][..page as usize].to_vec()
+        };
         for at in [0, 1, 150, 298] {
             let address = first + at as u64 * page;
-            assert!(sent.has(number, address, &content(&memory, at)), "page {at}");
+            assert!(
+                sent.has(number, address, &content(&memory, at)),
+                "page {at}"
+            );
             assert_eq!(store.get(number, address, 1), Some(content(&memory, at)));
         }
         memory[begin + 150 * page as usize + 7] ^= 1;
-        assert!(!sent.has(number, first + 150 * page, &content(&memory, 150)), "one byte is another one");
-        assert!(!sent.has(number + 1, first, &content(&memory, 0)), "that is somebody else's");
+        assert!(
+            !sent.has(number, first + 150 * page, &content(&memory, 150)),
+            "one byte is another one"
+        );
+        assert!(
+            !sent.has(number + 1, first, &content(&memory, 0)),
+            "that is somebody else's"
+        );
     }
 
     #[test]
@@ -356,7 +450,13 @@ mod tests {
         let hurry = later();
         hurry.up();
         let sent = send(&[std::process::id() as i32], &ours, &hurry).expect("it is taken");
-        assert_eq!((sent.bytes(), taking.join().expect("no panic").expect("it listens")), (0, 0));
+        assert_eq!(
+            (
+                sent.bytes(),
+                taking.join().expect("no panic").expect("it listens")
+            ),
+            (0, 0)
+        );
     }
 
     #[test]
@@ -374,7 +474,11 @@ mod tests {
         assert_eq!(pass(16, Duration::ZERO), [0; 0], "into buffers");
         assert_eq!(pass(31, second), [0; 0]);
         assert_eq!(pass(1, second), [mib]);
-        assert_eq!(pass(64, second / 100), [100 * mib; 2], "it is looked at again and again");
+        assert_eq!(
+            pass(64, second / 100),
+            [100 * mib; 2],
+            "it is looked at again and again"
+        );
     }
 
     #[test]
@@ -387,8 +491,12 @@ mod tests {
                 let store = store::take(&theirs, u64::MAX).expect("all comes");
                 store.acknowledge(&theirs).expect("it listens");
             });
-            let sent =
-                send(&[std::process::id() as i32], &ours, &later().where_faster_than(fast)).expect("it is taken");
+            let sent = send(
+                &[std::process::id() as i32],
+                &ours,
+                &later().where_faster_than(fast),
+            )
+            .expect("it is taken");
             taking.join().expect("no panic");
             drop(memory);
             sent.bytes()
@@ -410,8 +518,9 @@ mod tests {
     #[test]
     fn no_more_pages_are_sent_than_there_were_and_none_twice() {
         let mut sent = SentAhead::new(4);
-        let is_new: Vec<bool> =
-            [(0, 1), (4, 1), (0, 1), (0, 2), (8, 1)].map(|(at, byte)| sent.is_new(1, at, &[byte; 4], 2)).to_vec();
+        let is_new: Vec<bool> = [(0, 1), (4, 1), (0, 1), (0, 2), (8, 1)]
+            .map(|(at, byte)| sent.is_new(1, at, &[byte; 4], 2))
+            .to_vec();
         assert_eq!(is_new, [true, true, false, true, false]);
         assert_eq!((sent.pages, sent.bytes()), (2, 12));
         assert!(sent.has(1, 0, &[2; 4]) && !sent.has(1, 0, &[1; 4]) && !sent.has(1, 8, &[1; 4]));

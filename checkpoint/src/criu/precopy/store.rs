@@ -45,7 +45,13 @@ impl Store {
     }
 
     pub(crate) fn new(page: u64) -> Store {
-        Store { page, file: None, blocks: BTreeMap::new(), pages: 0, numbers: 0 }
+        Store {
+            page,
+            file: None,
+            blocks: BTreeMap::new(),
+            pages: 0,
+            numbers: 0,
+        }
     }
 
     /// Tells the source that all that it has sent ahead on this stream is here.
@@ -64,7 +70,8 @@ impl Store {
     /// How many bytes so many pages have, which are within one block; `None` if they are not.
     fn length(&self, address: u64, pages: u64) -> Option<usize> {
         let (_, first) = place(address, self.page);
-        let fits = address.is_multiple_of(self.page) && pages > 0 && pages <= BLOCK_PAGES - first as u64;
+        let fits =
+            address.is_multiple_of(self.page) && pages > 0 && pages <= BLOCK_PAGES - first as u64;
         fits.then(|| (pages * self.page) as usize)
     }
 
@@ -76,18 +83,27 @@ impl Store {
         let (block, first) = place(address, self.page);
         let file = match &self.file {
             Some(file) => file,
-            None => self.file.insert(File::from(memfd_create(c"sempa-ahead", MFdFlags::MFD_CLOEXEC)?)),
+            None => self.file.insert(File::from(memfd_create(
+                c"sempa-ahead",
+                MFdFlags::MFD_CLOEXEC,
+            )?)),
         };
         let block = match self.blocks.entry((process, block)) {
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(unknown) => {
                 file.set_len((self.numbers + 1) * BLOCK_PAGES * self.page)?;
                 self.numbers += 1;
-                unknown.insert(Block { here: 0, left: 0, number: Some(self.numbers - 1) })
+                unknown.insert(Block {
+                    here: 0,
+                    left: 0,
+                    number: Some(self.numbers - 1),
+                })
             }
         };
         // What was had already nobody asks for again.
-        let Some(number) = block.number else { return Ok(()) };
+        let Some(number) = block.number else {
+            return Ok(());
+        };
         file.write_all_at(content, (number * BLOCK_PAGES + first as u64) * self.page)?;
         let come = bits(first, content.len() / self.page as usize);
         self.pages += u64::from((come & !block.here).count_ones());
@@ -104,7 +120,11 @@ impl Store {
             return None;
         }
         let parts = parts(address, pages, page);
-        let here = |part: &Part| self.blocks.get(&(process, part.block)).filter(|block| block.here & part.bits() != 0);
+        let here = |part: &Part| {
+            self.blocks
+                .get(&(process, part.block))
+                .filter(|block| block.here & part.bits() != 0)
+        };
         let is_gone = |part: &Part| here(part).is_some_and(|block| block.number.is_none());
         if parts.iter().any(is_gone) || !parts.iter().any(|part| here(part).is_some()) {
             return None;
@@ -127,13 +147,20 @@ impl Store {
     pub(crate) fn had(&mut self, process: u64, address: u64, pages: u64) {
         let bytes = BLOCK_PAGES * self.page;
         for part in parts(address, pages, self.page) {
-            let Some(block) = self.blocks.get_mut(&(process, part.block)) else { continue };
+            let Some(block) = self.blocks.get_mut(&(process, part.block)) else {
+                continue;
+            };
             block.left &= !part.bits();
-            let Some(number) = block.number.take_if(|_| block.left == 0) else { continue };
+            let Some(number) = block.number.take_if(|_| block.left == 0) else {
+                continue;
+            };
             self.pages -= u64::from(block.here.count_ones());
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
             // A failure keeps the memory until all of it goes.
-            let _ = self.file.as_ref().map(|file| fallocate(file, flags, (number * bytes) as i64, bytes as i64));
+            let _ = self
+                .file
+                .as_ref()
+                .map(|file| fallocate(file, flags, (number * bytes) as i64, bytes as i64));
         }
     }
 }
@@ -158,7 +185,11 @@ fn parts(address: u64, pages: u64, page: u64) -> Vec<Part> {
     while at < end {
         let (block, first) = place(at * page, page);
         let pages = (end - at).min(BLOCK_PAGES - first as u64);
-        parts.push(Part { block, first, pages: pages as usize });
+        parts.push(Part {
+            block,
+            first,
+            pages: pages as usize,
+        });
         at += pages;
     }
     parts
@@ -166,7 +197,12 @@ fn parts(address: u64, pages: u64, page: u64) -> Vec<Part> {
 
 /// Says a number of pages to the source.
 fn say(stream: &mut UnixStream, pages: u64) -> io::Result<()> {
-    stream.write_all(&Form::Long.write(&Head { command: ALL_AHEAD, pages, address: 0, process: 0 }))
+    stream.write_all(&Form::Long.write(&Head {
+        command: ALL_AHEAD,
+        pages,
+        address: 0,
+        process: 0,
+    }))
 }
 
 /// Takes what comes ahead on this stream until all of it is here: no more than this, which the source is told.
@@ -174,27 +210,42 @@ fn say(stream: &mut UnixStream, pages: u64) -> io::Result<()> {
 /// # Errors
 /// The stream ended before, something else came than pages, or more of them, or there is no memory for them.
 pub(in super::super) fn take(stream: &OwnedFd, bytes_max: u64) -> Result<Store, Failure> {
-    let failed = |what: String| Failure::Images(format!("memory that is to go ahead does not come: {what}"));
+    let failed =
+        |what: String| Failure::Images(format!("memory that is to go ahead does not come: {what}"));
     let mut stream = UnixStream::from(stream.try_clone().map_err(|e| failed(e.to_string()))?);
     let mut store = Store::empty();
     let mut content = vec![0; (BLOCK_PAGES * store.page) as usize];
     say(&mut stream, bytes_max / store.page).map_err(|e| failed(e.to_string()))?;
     loop {
         let mut head = [0; Form::Long.bytes()];
-        stream.read_exact(&mut head).map_err(|e| failed(e.to_string()))?;
-        let Head { command, pages, address, process } = Form::Long.read(&head);
+        stream
+            .read_exact(&mut head)
+            .map_err(|e| failed(e.to_string()))?;
+        let Head {
+            command,
+            pages,
+            address,
+            process,
+        } = Form::Long.read(&head);
         match command {
             ALL_AHEAD => return Ok(store),
             AHEAD => {
                 let length = store.length(address, pages);
-                let length = length.ok_or_else(|| failed(format!("{pages} pages at {address:#x}")))?;
-                stream.read_exact(&mut content[..length]).map_err(|e| failed(e.to_string()))?;
-                store.put(process, address, &content[..length]).map_err(|e| failed(e.to_string()))?;
+                let length =
+                    length.ok_or_else(|| failed(format!("{pages} pages at {address:#x}")))?;
+                stream
+                    .read_exact(&mut content[..length])
+                    .map_err(|e| failed(e.to_string()))?;
+                store
+                    .put(process, address, &content[..length])
+                    .map_err(|e| failed(e.to_string()))?;
             }
             other => return Err(failed(format!("the source says {other:#x}"))),
         }
         if store.bytes() > bytes_max {
-            return Err(failed(format!("there is more of it than {bytes_max} bytes, which it was told")));
+            return Err(failed(format!(
+                "there is more of it than {bytes_max} bytes, which it was told"
+            )));
         }
     }
 }
@@ -207,7 +258,9 @@ mod tests {
 
     fn put(store: &mut Store, address: u64, pages: u64, with: u8) {
         let length = store.length(address, pages).expect("it is within a block");
-        store.put(1, address, &vec![with; length]).expect("there is memory");
+        store
+            .put(1, address, &vec![with; length])
+            .expect("there is memory");
     }
 
     #[test]
@@ -218,16 +271,35 @@ mod tests {
         put(&mut store, BLOCK_PAGES * PAGE, 2, 3);
         assert_eq!(store.bytes(), 6 * PAGE);
         for _ in 0..2 {
-            assert_eq!(store.get(1, PAGE, 2), Some([[1; PAGE as usize], [2; PAGE as usize]].concat()));
+            assert_eq!(
+                store.get(1, PAGE, 2),
+                Some([[1; PAGE as usize], [2; PAGE as usize]].concat())
+            );
         }
-        assert_eq!((store.get(2, 0, 1), store.get(1, 9 * PAGE, 1)), (None, None), "nobody has sent these");
+        assert_eq!(
+            (store.get(2, 0, 1), store.get(1, 9 * PAGE, 1)),
+            (None, None),
+            "nobody has sent these"
+        );
         store.had(1, PAGE, 3);
         store.had(2, 0, 1);
-        assert!(store.get(1, PAGE, 1).is_some(), "a part of the block is wanted yet");
+        assert!(
+            store.get(1, PAGE, 1).is_some(),
+            "a part of the block is wanted yet"
+        );
         store.had(1, 0, 5);
         assert_eq!((store.get(1, 0, 1), store.bytes()), (None, 2 * PAGE));
-        assert_eq!(store.get(1, (BLOCK_PAGES - 1) * PAGE, 2).map(|found| found.len()), Some(2 * PAGE as usize));
-        assert_eq!(store.get(1, 3 * PAGE, BLOCK_PAGES), None, "one of them was given back");
+        assert_eq!(
+            store
+                .get(1, (BLOCK_PAGES - 1) * PAGE, 2)
+                .map(|found| found.len()),
+            Some(2 * PAGE as usize)
+        );
+        assert_eq!(
+            store.get(1, 3 * PAGE, BLOCK_PAGES),
+            None,
+            "one of them was given back"
+        );
         put(&mut store, PAGE, 1, 3);
         assert_eq!((store.get(1, PAGE, 1), store.bytes()), (None, 2 * PAGE));
     }
@@ -239,14 +311,30 @@ mod tests {
         put(&mut store, border - PAGE, 1, 1);
         put(&mut store, border + PAGE, 1, 2);
         let found = store.get(1, border - PAGE, 3).expect("some are here");
-        assert_eq!(found.chunks(PAGE as usize).map(|page| page[0]).collect::<Vec<u8>>(), [1, 0, 2]);
+        assert_eq!(
+            found
+                .chunks(PAGE as usize)
+                .map(|page| page[0])
+                .collect::<Vec<u8>>(),
+            [1, 0, 2]
+        );
     }
 
     #[test]
     fn what_is_no_page_or_goes_over_a_block_is_refused() {
         let mut store = Store::new(PAGE);
-        let refused = [(0, 0), (1, 1), (0, BLOCK_PAGES + 1), (PAGE, BLOCK_PAGES), (0, u64::MAX)];
-        assert!(refused.iter().all(|(address, pages)| store.length(*address, *pages).is_none()));
+        let refused = [
+            (0, 0),
+            (1, 1),
+            (0, BLOCK_PAGES + 1),
+            (PAGE, BLOCK_PAGES),
+            (0, u64::MAX),
+        ];
+        assert!(
+            refused
+                .iter()
+                .all(|(address, pages)| store.length(*address, *pages).is_none())
+        );
         assert!(store.get(1, 0, 1).is_none());
         put(&mut store, 0, BLOCK_PAGES, 1);
         assert!(store.get(1, 0, BLOCK_PAGES + 1).is_none() && store.get(1, 1, 1).is_none());
@@ -259,20 +347,47 @@ mod tests {
         let say = |words: &[(u32, u64, u64)], bytes_max| {
             let (mut theirs, ours) = UnixStream::pair().expect("descriptors");
             for (command, pages, address) in words {
-                let head = Head { command: *command, pages: *pages, address: *address, process: 7 };
-                theirs.write_all(&Form::Long.write(&head)).expect("there is room");
+                let head = Head {
+                    command: *command,
+                    pages: *pages,
+                    address: *address,
+                    process: 7,
+                };
                 theirs
-                    .write_all(&vec![5; if *command == AHEAD { (pages.min(&2) * page) as usize } else { 0 }])
+                    .write_all(&Form::Long.write(&head))
+                    .expect("there is room");
+                theirs
+                    .write_all(&vec![
+                        5;
+                        if *command == AHEAD {
+                            (pages.min(&2) * page) as usize
+                        } else {
+                            0
+                        }
+                    ])
                     .expect("room");
             }
-            theirs.shutdown(std::net::Shutdown::Write).expect("it is open");
+            theirs
+                .shutdown(std::net::Shutdown::Write)
+                .expect("it is open");
             take(&ours.into(), bytes_max).map(|store| store.bytes())
         };
         let good = [(AHEAD, 2, 0), (AHEAD, 1, page), (ALL_AHEAD, 0, 0)];
         assert_eq!(say(&good, 2 * page), Ok(2 * page));
-        assert!(matches!(say(&good, page), Err(Failure::Images(why)) if why.contains("more of it")));
-        for bad in [&good[..2], &[(AHEAD, 1, 5)], &[(AHEAD, 1 << 60, 0)], &[(7, 1, 0)], &[]] {
-            assert!(matches!(say(bad, 9 * page), Err(Failure::Images(_))), "{bad:?}");
+        assert!(
+            matches!(say(&good, page), Err(Failure::Images(why)) if why.contains("more of it"))
+        );
+        for bad in [
+            &good[..2],
+            &[(AHEAD, 1, 5)],
+            &[(AHEAD, 1 << 60, 0)],
+            &[(7, 1, 0)],
+            &[],
+        ] {
+            assert!(
+                matches!(say(bad, 9 * page), Err(Failure::Images(_))),
+                "{bad:?}"
+            );
         }
     }
 }

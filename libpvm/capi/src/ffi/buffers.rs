@@ -77,7 +77,16 @@ extern "C" fn pvm_freebuf(mid: c_int) -> c_int {
     trace::call(
         "freebuf",
         || vec![int("MB", mid)],
-        || answer("pvm_freebuf", if mid == 0 { Ok(0) } else { zero(lock().free(mid)) }),
+        || {
+            answer(
+                "pvm_freebuf",
+                if mid == 0 {
+                    Ok(0)
+                } else {
+                    zero(lock().free(mid))
+                },
+            )
+        },
         trace::cc,
     )
 }
@@ -85,13 +94,23 @@ extern "C" fn pvm_freebuf(mid: c_int) -> c_int {
 /// The active send buffer, 0 without.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_getsbuf() -> c_int {
-    trace::call("getsbuf", trace::nothing, || lock().sbuf, |mid| vec![int("MSB", *mid)])
+    trace::call(
+        "getsbuf",
+        trace::nothing,
+        || lock().sbuf,
+        |mid| vec![int("MSB", *mid)],
+    )
 }
 
 /// The active receive buffer, 0 without.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_getrbuf() -> c_int {
-    trace::call("getrbuf", trace::nothing, || lock().rbuf, |mid| vec![int("MRB", *mid)])
+    trace::call(
+        "getrbuf",
+        trace::nothing,
+        || lock().rbuf,
+        |mid| vec![int("MRB", *mid)],
+    )
 }
 
 /// Makes a buffer the active one of one kind; it cannot be both.
@@ -101,9 +120,17 @@ fn choose(mid: i32, for_sending: bool) -> PvmResult<i32> {
         session.buffers.get(mid)?;
     }
     let (sbuf, rbuf) = (session.sbuf, session.rbuf);
-    let (before, other) = if for_sending { (sbuf, rbuf) } else { (rbuf, sbuf) };
+    let (before, other) = if for_sending {
+        (sbuf, rbuf)
+    } else {
+        (rbuf, sbuf)
+    };
     let other = if other == mid { 0 } else { other };
-    (session.sbuf, session.rbuf) = if for_sending { (mid, other) } else { (other, mid) };
+    (session.sbuf, session.rbuf) = if for_sending {
+        (mid, other)
+    } else {
+        (other, mid)
+    };
     Ok(before)
 }
 
@@ -141,7 +168,12 @@ fn source(buffer: &Buffer) -> i32 {
 /// # Safety
 /// Each pointer is null or good for one int.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_bufinfo(mid: c_int, len: *mut c_int, tag: *mut c_int, src: *mut c_int) -> c_int {
+unsafe extern "C" fn pvm_bufinfo(
+    mid: c_int,
+    len: *mut c_int,
+    tag: *mut c_int,
+    src: *mut c_int,
+) -> c_int {
     trace::call(
         "bufinfo",
         || vec![int("MB", mid)],
@@ -160,7 +192,12 @@ unsafe extern "C" fn pvm_bufinfo(mid: c_int, len: *mut c_int, tag: *mut c_int, s
         },
         // SAFETY: by this function's contract.
         |code| unsafe {
-            vec![int("CC", *code), int("INB", left_in(len)), int("IMC", left_in(tag)), int("IST", left_in(src))]
+            vec![
+                int("CC", *code),
+                int("INB", left_in(len)),
+                int("IMC", left_in(tag)),
+                int("IST", left_in(src)),
+            ]
         },
     )
 }

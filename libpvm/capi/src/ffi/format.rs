@@ -24,7 +24,12 @@ unsafe extern "C" {
     fn sempa_va_long(list: *mut c_void) -> c_long;
     fn sempa_va_double(list: *mut c_void) -> c_double;
     fn sempa_va_pointer(list: *mut c_void) -> *mut c_void;
-    fn vsnprintf(place: *mut c_char, size: usize, format: *const c_char, list: *mut c_void) -> c_int;
+    fn vsnprintf(
+        place: *mut c_char,
+        size: usize,
+        format: *const c_char,
+        list: *mut c_void,
+    ) -> c_int;
 }
 
 macro_rules! jump {
@@ -182,8 +187,16 @@ unsafe extern "C" fn pvm_vpackf(format: *const c_char, list: *mut c_void) -> c_i
         for item in Format::new(format.bytes()) {
             match item? {
                 Item::Begin => buffers::begin(from.int())?,
-                Item::Data { kind, count: None, stride: None } => drop(pack_plain(kind, &from)?),
-                Item::Data { kind, count, stride } => {
+                Item::Data {
+                    kind,
+                    count: None,
+                    stride: None,
+                } => drop(pack_plain(kind, &from)?),
+                Item::Data {
+                    kind,
+                    count,
+                    stride,
+                } => {
                     let (count, stride) = (from.number(count), from.number(stride));
                     pack_array(kind, &from, count, stride)?;
                 }
@@ -193,7 +206,12 @@ unsafe extern "C" fn pvm_vpackf(format: *const c_char, list: *mut c_void) -> c_i
     };
     // SAFETY: by this function's contract.
     let items = || vec![unsafe { trace_text("PF", format) }];
-    trace::call("packf", items, || answer("pvm_packf", pack_all()), trace::cc)
+    trace::call(
+        "packf",
+        items,
+        || answer("pvm_packf", pack_all()),
+        trace::cc,
+    )
 }
 
 /// Unpacks by a format, with the places in a list.
@@ -209,7 +227,11 @@ unsafe extern "C" fn pvm_vunpackf(format: *const c_char, list: *mut c_void) -> c
         for item in Format::new(format.bytes()) {
             match item? {
                 Item::Begin => return Err(PvmError::BadParam),
-                Item::Data { kind, count, stride } => {
+                Item::Data {
+                    kind,
+                    count,
+                    stride,
+                } => {
                     let (count, stride) = (from.number(count), from.number(stride));
                     unpack_array(kind, &from, count, stride)?;
                 }
@@ -219,7 +241,12 @@ unsafe extern "C" fn pvm_vunpackf(format: *const c_char, list: *mut c_void) -> c
     };
     // SAFETY: by this function's contract.
     let items = || vec![unsafe { trace_text("PF", format) }];
-    trace::call("unpackf", items, || answer("pvm_unpackf", unpack_all()), trace::cc)
+    trace::call(
+        "unpackf",
+        items,
+        || answer("pvm_unpackf", unpack_all()),
+        trace::cc,
+    )
 }
 
 /// Longest line of the log.
@@ -237,7 +264,11 @@ unsafe extern "C" fn vpvmlogprintf(format: *const c_char, list: *mut c_void) -> 
     let mut line = vec![0u8; LOG_LINE_BYTES_MAX];
     // SAFETY: the line has the size that is given; the rest by this function's contract.
     let len = unsafe { vsnprintf(line.as_mut_ptr().cast(), line.len(), format, list) };
-    line.truncate(usize::try_from(len).unwrap_or(0).min(LOG_LINE_BYTES_MAX - 1));
+    line.truncate(
+        usize::try_from(len)
+            .unwrap_or(0)
+            .min(LOG_LINE_BYTES_MAX - 1),
+    );
     session::say(&String::from_utf8_lossy(&line), true);
     0
 }

@@ -59,10 +59,16 @@ fn ask(call: c_int, group: Vec<u8>, number: c_int) -> PvmResult<Answer> {
     let rt = session::runtime()?;
     let mut pump = || receive::pump(&rt);
     // Inside a handler nothing is taken in: handlers do not interrupt each other.
-    let arrived: Option<&mut dyn FnMut()> = if receive::in_handler() { None } else { Some(&mut pump) };
+    let arrived: Option<&mut dyn FnMut()> = if receive::in_handler() {
+        None
+    } else {
+        Some(&mut pump)
+    };
     match rt.group_request(request, arrived) {
         Reply::Group(GroupReply::Number(number)) => Ok(Answer::Number(number)),
-        Reply::Group(GroupReply::Members(tids)) => Ok(Answer::Words(tids.iter().map(|tid| tid.raw()).collect())),
+        Reply::Group(GroupReply::Members(tids)) => {
+            Ok(Answer::Words(tids.iter().map(|tid| tid.raw()).collect()))
+        }
         Reply::Group(GroupReply::Groups(groups)) => Ok(Answer::Words(list_words(&groups))),
         Reply::Failed { error, .. } => Err(error),
         _ => Err(PvmError::BadMsg),
@@ -100,8 +106,12 @@ unsafe extern "C" fn sempa_group_traced(
     list: *const *const c_int,
     count: *const c_int,
 ) -> c_int {
-    let Some(body) = body else { return PvmError::BadParam.code() };
-    let Ok(event) = GroupEvent::try_from(event) else { return body(data) };
+    let Some(body) = body else {
+        return PvmError::BadParam.code();
+    };
+    let Ok(event) = GroupEvent::try_from(event) else {
+        return body(data);
+    };
     let (name, item, answer) = event.names();
     let entry = || {
         // SAFETY: by this function's contract.
@@ -120,7 +130,11 @@ unsafe extern "C" fn sempa_group_traced(
                 // SAFETY: by this function's contract; `body` has left them there.
                 let (list, count) = unsafe { (*list, usize::try_from(*count).unwrap_or(0)) };
                 // SAFETY: so many words, or none.
-                let tids = if list.is_null() { &[] } else { unsafe { std::slice::from_raw_parts(list, count) } };
+                let tids = if list.is_null() {
+                    &[]
+                } else {
+                    unsafe { std::slice::from_raw_parts(list, count) }
+                };
                 items.push(ints("MDL", tids.to_vec()));
             }
             items

@@ -19,7 +19,13 @@ use std::ffi::{c_char, c_int};
 
 fn info(records: &mut Records<HostInfo>, host: &HostEntry) {
     let (name, arch) = (records.text(&host.name), records.text(&host.arch));
-    records.push(HostInfo { tid: host.id.tid().raw(), name, arch, speed: host.speed, dsig: host.dsig });
+    records.push(HostInfo {
+        tid: host.id.tid().raw(),
+        name,
+        arch,
+        speed: host.speed,
+        dsig: host.dsig,
+    });
 }
 
 static HOSTS: Shelf<HostInfo> = Shelf::new();
@@ -29,13 +35,18 @@ static HOSTS: Shelf<HostInfo> = Shelf::new();
 /// # Safety
 /// Each pointer is null or good for one value.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_config(hosts: *mut c_int, formats: *mut c_int, list: *mut *mut HostInfo) -> c_int {
+unsafe extern "C" fn pvm_config(
+    hosts: *mut c_int,
+    formats: *mut c_int,
+    list: *mut *mut HostInfo,
+) -> c_int {
     trace::call(
         "config",
         trace::nothing,
         || {
             // SAFETY: by this function's contract.
-            let (hosts, formats, list) = unsafe { (Out::new(hosts), Out::new(formats), Out::new(list)) };
+            let (hosts, formats, list) =
+                unsafe { (Out::new(hosts), Out::new(formats), Out::new(list)) };
             let ask = || {
                 let table = ask::config()?;
                 let mut records = Records::new();
@@ -50,7 +61,13 @@ unsafe extern "C" fn pvm_config(hosts: *mut c_int, formats: *mut c_int, list: *m
             answer("pvm_config", ask())
         },
         // SAFETY: by this function's contract.
-        |code| unsafe { vec![int("NH", left_in(hosts)), int("NA", left_in(formats)), int("CC", *code)] },
+        |code| unsafe {
+            vec![
+                int("NH", left_in(hosts)),
+                int("NA", left_in(formats)),
+                int("CC", *code),
+            ]
+        },
     )
 }
 
@@ -59,7 +76,10 @@ unsafe fn statuses(place: *mut c_int, results: &[i32], good: fn(i32) -> bool) ->
     if !place.is_null() {
         // SAFETY: the caller's array has one element per name.
         let room = unsafe { Strided::new(place, results.len() as c_int, 1)? };
-        results.iter().enumerate().for_each(|(i, status)| room.set(i, *status));
+        results
+            .iter()
+            .enumerate()
+            .for_each(|(i, status)| room.set(i, *status));
     }
     Ok(results.iter().filter(|status| good(**status)).count() as i32)
 }
@@ -78,7 +98,11 @@ unsafe fn names(names: *const *const c_char, count: c_int) -> PvmResult<Vec<Vec<
 /// # Safety
 /// `hosts` is null or holds `count` strings, `status` is null or room for `count` ints.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_addhosts(hosts: *const *const c_char, count: c_int, status: *mut c_int) -> c_int {
+unsafe extern "C" fn pvm_addhosts(
+    hosts: *const *const c_char,
+    count: c_int,
+    status: *mut c_int,
+) -> c_int {
     trace::call(
         "addhosts",
         // SAFETY: by this function's contract.
@@ -89,9 +113,12 @@ unsafe extern "C" fn pvm_addhosts(hosts: *const *const c_char, count: c_int, sta
                 // SAFETY: by this function's contract.
                 let added = ask::add_hosts(unsafe { names(hosts, count)? })?;
                 let code = |host: &sempa_proto::table::AddedHost| {
-                    host.result.as_ref().map_or_else(|error| error.code(), |entry| entry.id.tid().raw())
+                    host.result
+                        .as_ref()
+                        .map_or_else(|error| error.code(), |entry| entry.id.tid().raw())
                 };
-                let results: Vec<i32> = added.iter().take(count.max(0) as usize).map(code).collect();
+                let results: Vec<i32> =
+                    added.iter().take(count.max(0) as usize).map(code).collect();
                 // SAFETY: as above.
                 unsafe { statuses(status, &results, |status| status > 0) }
             };
@@ -106,7 +133,11 @@ unsafe extern "C" fn pvm_addhosts(hosts: *const *const c_char, count: c_int, sta
 /// # Safety
 /// As [`pvm_addhosts`].
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_delhosts(hosts: *const *const c_char, count: c_int, status: *mut c_int) -> c_int {
+unsafe extern "C" fn pvm_delhosts(
+    hosts: *const *const c_char,
+    count: c_int,
+    status: *mut c_int,
+) -> c_int {
     trace::call(
         "delhosts",
         // SAFETY: by this function's contract.
@@ -117,7 +148,11 @@ unsafe extern "C" fn pvm_delhosts(hosts: *const *const c_char, count: c_int, sta
                 // SAFETY: by this function's contract.
                 let removed = ask::delete_hosts(unsafe { names(hosts, count)? })?;
                 let code = |result: &PvmResult<()>| result.map_or_else(PvmError::code, |()| 0);
-                let results: Vec<i32> = removed.iter().take(count.max(0) as usize).map(code).collect();
+                let results: Vec<i32> = removed
+                    .iter()
+                    .take(count.max(0) as usize)
+                    .map(code)
+                    .collect();
                 // SAFETY: as above.
                 unsafe { statuses(status, &results, |status| status == 0) }
             };
@@ -183,7 +218,10 @@ unsafe extern "C" fn pvm_hostsync(host: c_int, clock: *mut TimeVal, delta: *mut 
     let (clock, delta) = unsafe { (Out::new(clock), Out::new(delta)) };
     let micros = |(seconds, micros): (i64, i64)| seconds * 1_000_000 + micros;
     // The part below a second is positive, also for negative times.
-    let time = |value: i64| TimeVal { tv_sec: value.div_euclid(1_000_000), tv_usec: value.rem_euclid(1_000_000) };
+    let time = |value: i64| TimeVal {
+        tv_sec: value.div_euclid(1_000_000),
+        tv_usec: value.rem_euclid(1_000_000),
+    };
     let ask = || {
         session::runtime()?;
         let before = micros(process::clock());
@@ -235,13 +273,23 @@ unsafe extern "C" fn pvm_reg_rm(master: *mut *mut HostInfo) -> c_int {
 /// Starts daemons in the place of the master's daemon (`SM_STHOST`), or does so no longer.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_reg_hoster() -> c_int {
-    trace::call("reg_hoster", trace::nothing, || answer("pvm_reg_hoster", zero(ask::serve(Service::Hoster))), trace::cc)
+    trace::call(
+        "reg_hoster",
+        trace::nothing,
+        || answer("pvm_reg_hoster", zero(ask::serve(Service::Hoster))),
+        trace::cc,
+    )
 }
 
 /// Starts the tasks of this host in the place of its daemon (`SM_STTASK`), or does so no longer.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_reg_tasker() -> c_int {
-    trace::call("reg_tasker", trace::nothing, || answer("pvm_reg_tasker", zero(ask::serve(Service::Tasker))), trace::cc)
+    trace::call(
+        "reg_tasker",
+        trace::nothing,
+        || answer("pvm_reg_tasker", zero(ask::serve(Service::Tasker))),
+        trace::cc,
+    )
 }
 
 /// Collects the trace and output of tasks that name no other place, or does so no longer.
@@ -278,7 +326,15 @@ unsafe extern "C" fn pvm_reg_tracer(
             let register = || {
                 session::runtime()?;
                 let mask = mask?.bytes().iter().copied().take(MASK_BYTES - 1).collect();
-                ask::serve_tracer(TracerSettings { trace_ctx, trace_tag, out_ctx, out_tag, mask, buffer, options })
+                ask::serve_tracer(TracerSettings {
+                    trace_ctx,
+                    trace_tag,
+                    out_ctx,
+                    out_tag,
+                    mask,
+                    buffer,
+                    options,
+                })
             };
             answer("pvm_reg_tracer", zero(register()))
         },
@@ -291,7 +347,12 @@ unsafe extern "C" fn pvm_reg_tracer(
 /// # Safety
 /// `args` is null or holds `count` ints, `results` is null or good for one int, `result` null or room for ten.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_tickle(count: c_int, args: *const c_int, results: *mut c_int, result: *mut c_int) -> c_int {
+unsafe extern "C" fn pvm_tickle(
+    count: c_int,
+    args: *const c_int,
+    results: *mut c_int,
+    result: *mut c_int,
+) -> c_int {
     trace::call(
         "tickle",
         // SAFETY: by this function's contract.
@@ -303,12 +364,15 @@ unsafe extern "C" fn pvm_tickle(count: c_int, args: *const c_int, results: *mut 
                     return Err(PvmError::BadParam);
                 }
                 // SAFETY: by this function's contract.
-                let (words, results) = unsafe { (Strided::new(args, count, 1)?.to_vec(), Out::new(results)) };
+                let (words, results) =
+                    unsafe { (Strided::new(args, count, 1)?.to_vec(), Out::new(results)) };
                 let numbers = ask::tickle(words)?;
                 results.set(numbers.len() as c_int);
                 if !result.is_null() {
                     // SAFETY: as above; there are never more than ten.
-                    let room = unsafe { Strided::new(result, numbers.len().min(TICKLE_WORDS_MAX) as c_int, 1)? };
+                    let room = unsafe {
+                        Strided::new(result, numbers.len().min(TICKLE_WORDS_MAX) as c_int, 1)?
+                    };
                     (0..room.len()).for_each(|i| room.set(i, numbers[i]));
                 }
                 Ok(0)
@@ -316,6 +380,11 @@ unsafe extern "C" fn pvm_tickle(count: c_int, args: *const c_int, results: *mut 
             answer("pvm_tickle", ask())
         },
         // SAFETY: by this function's contract.
-        |code| unsafe { vec![int("CC", *code), trace_ints("TR", result, left_in(results).min(10))] },
+        |code| unsafe {
+            vec![
+                int("CC", *code),
+                trace_ints("TR", result, left_in(results).min(10)),
+            ]
+        },
     )
 }

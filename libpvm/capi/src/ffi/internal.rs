@@ -106,10 +106,22 @@ unsafe extern "C" fn pvmsettaskname(name: *const c_char) -> c_int {
 /// # Safety
 /// `name` is null or a string.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvmreset(_mytid: c_int, kill: c_int, name: *const c_char, index: c_int) -> c_int {
+unsafe extern "C" fn pvmreset(
+    _mytid: c_int,
+    kill: c_int,
+    name: *const c_char,
+    index: c_int,
+) -> c_int {
     // SAFETY: by this function's contract.
-    let name = if name.is_null() { String::new() } else { unsafe { text(name) } };
-    answer("pvmreset", zero(ask::reset(kill != 0, name, (index >= 0).then_some(index))))
+    let name = if name.is_null() {
+        String::new()
+    } else {
+        unsafe { text(name) }
+    };
+    answer(
+        "pvmreset",
+        zero(ask::reset(kill != 0, name, (index >= 0).then_some(index))),
+    )
 }
 
 /// Prints the message handlers on standard output, in PVM's lines.
@@ -121,7 +133,11 @@ unsafe extern "C" fn pvmdisplaymhfinfo(who: *const c_char, message: *const c_cha
     // SAFETY: by this function's contract.
     let (who, message) = unsafe { (text(who), text(message)) };
     let session = lock();
-    let (list, count, free) = (session.handlers.list(), session.handlers.count(), session.handlers.free_number());
+    let (list, count, free) = (
+        session.handlers.list(),
+        session.handlers.count(),
+        session.handlers.free_number(),
+    );
     drop(session);
     let (live, first_free) = (list.len(), free.unwrap_or(-1));
     let free = free.map_or_else(String::new, |number| format!("{number} "));
@@ -198,7 +214,8 @@ unsafe extern "C" fn pvmnametag(tag: c_int, found: *mut c_int) -> *const c_char 
     let found = unsafe { Out::new(found) };
     let name = names::tag(tag);
     found.set(c_int::from(name.is_some()));
-    let name = CString::new(name.map_or_else(|| tag.to_string(), str::to_string)).expect("names have no NUL");
+    let name = CString::new(name.map_or_else(|| tag.to_string(), str::to_string))
+        .expect("names have no NUL");
     let place = name.as_ptr();
     *TAG_NAME.lock().unwrap_or_else(PoisonError::into_inner) = Some(Lent(name));
     place
@@ -212,7 +229,10 @@ unsafe extern "C" fn pvmnametag(tag: c_int, found: *mut c_int) -> *const c_char 
 unsafe extern "C" fn pvmgetclock(time: *mut TimeVal) -> c_int {
     let (seconds, micros) = process::clock();
     // SAFETY: by this function's contract.
-    unsafe { Out::new(time) }.set(TimeVal { tv_sec: seconds, tv_usec: micros });
+    unsafe { Out::new(time) }.set(TimeVal {
+        tv_sec: seconds,
+        tv_usec: micros,
+    });
     0
 }
 
@@ -254,7 +274,9 @@ static REMOTE_SHELL: OnceLock<CString> = OnceLock::new();
 static ROOT: OnceLock<CString> = OnceLock::new();
 
 fn variable(place: &'static OnceLock<CString>, name: &str, otherwise: &str) -> *const c_char {
-    let read = || CString::new(env::get(name).unwrap_or_else(|| otherwise.to_string())).unwrap_or_default();
+    let read = || {
+        CString::new(env::get(name).unwrap_or_else(|| otherwise.to_string())).unwrap_or_default()
+    };
     place.get_or_init(read).as_ptr()
 }
 
@@ -288,7 +310,11 @@ unsafe extern "C" fn pvmtmpnam(place: *mut c_char) -> *mut c_char {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     // SAFETY: the pointer comes from a static string.
     let directory = unsafe { text(pvmgettmp()) };
-    let name = format!("{directory}/pvmtmp{:06}.{}", process::id(), COUNT.fetch_add(1, Relaxed));
+    let name = format!(
+        "{directory}/pvmtmp{:06}.{}",
+        process::id(),
+        COUNT.fetch_add(1, Relaxed)
+    );
     if place.is_null() || name.len() >= TEMPORARY_NAME_BYTES {
         return std::ptr::null_mut();
     }

@@ -60,10 +60,19 @@ extern "C" fn umbuf_free(mid: c_int) -> c_int {
 #[unsafe(no_mangle)]
 extern "C" fn umbuf_dump(mid: c_int, _level: c_int) -> c_int {
     let session = lock();
-    let line =
-        session.buffers.get(mid).map(|b| format!("mid {mid} tag {} src {:x} length {}\n", b.tag, b.src, b.len()));
+    let line = session.buffers.get(mid).map(|b| {
+        format!(
+            "mid {mid} tag {} src {:x} length {}\n",
+            b.tag,
+            b.src,
+            b.len()
+        )
+    });
     drop(session);
-    say(&line.unwrap_or_else(|error| format!("mid {mid}: {error}\n")), true);
+    say(
+        &line.unwrap_or_else(|error| format!("mid {mid}: {error}\n")),
+        true,
+    );
     0
 }
 
@@ -123,7 +132,11 @@ control_messages! {
 unsafe extern "C" fn pvmmcast(mid: c_int, tids: *const c_int, count: c_int, tag: c_int) -> c_int {
     // SAFETY: by this function's contract.
     let tids = unsafe { Strided::new(tids, count, 1) };
-    let result = tids.and_then(|tids| zero(send::with_buffer(mid, || send::multicast(&tids.to_vec(), tag))));
+    let result = tids.and_then(|tids| {
+        zero(send::with_buffer(mid, || {
+            send::multicast(&tids.to_vec(), tag)
+        }))
+    });
     answer("pvmmcast", result)
 }
 
@@ -150,7 +163,9 @@ extern "C" fn debug_flags(mask: c_int) -> *const c_char {
 fn lend(place: &Mutex<Option<crate::memory::Lent<CString>>>, text: String) -> *const c_char {
     let text = CString::new(text.replace('\0', "")).expect("no NUL is left");
     let pointer = text.as_ptr();
-    *place.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(crate::memory::Lent(text));
+    *place
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner) = Some(crate::memory::Lent(text));
     pointer
 }
 
@@ -200,7 +215,13 @@ unsafe extern "C" fn pvmcrcappend(bytes: *const c_char, count: c_int, crc: c_uin
     let bytes = unsafe { Strided::<u8>::new(bytes.cast(), count, 1) };
     let bytes = bytes.map_or_else(|_| Vec::new(), |bytes| bytes.to_vec());
     bytes.iter().fold(crc, |crc, byte| {
-        let shift = |crc: u32, _| if crc & 1 == 1 { crc >> 1 ^ POLYNOMIAL } else { crc >> 1 };
+        let shift = |crc: u32, _| {
+            if crc & 1 == 1 {
+                crc >> 1 ^ POLYNOMIAL
+            } else {
+                crc >> 1
+            }
+        };
         (0..8).fold(crc ^ u32::from(*byte), shift)
     })
 }
@@ -250,7 +271,10 @@ unsafe extern "C" fn pvmcopyenv(list: *mut *mut c_char) -> *mut *mut c_char {
     // SAFETY: by this function's contract.
     let entries = unsafe { environment(list) };
     // SAFETY: every entry is a string.
-    let copies: Vec<*mut c_char> = entries.iter().map(|e| c_copy(unsafe { CStr::from_ptr(*e) }.to_bytes())).collect();
+    let copies: Vec<*mut c_char> = entries
+        .iter()
+        .map(|e| c_copy(unsafe { CStr::from_ptr(*e) }.to_bytes()))
+        .collect();
     c_list(&copies)
 }
 
@@ -262,14 +286,21 @@ unsafe extern "C" fn pvmcopyenv(list: *mut *mut c_char) -> *mut *mut c_char {
 unsafe extern "C" fn pvmenvinsert(place: *mut *mut *mut c_char, setting: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
     let (place, setting) = unsafe { (place.as_mut(), Text::new(setting)) };
-    let (Some(place), Ok(setting)) = (place, setting) else { return -1 };
-    let Some(name) = setting.bytes().iter().position(|byte| *byte == b'=') else { return -1 };
+    let (Some(place), Ok(setting)) = (place, setting) else {
+        return -1;
+    };
+    let Some(name) = setting.bytes().iter().position(|byte| *byte == b'=') else {
+        return -1;
+    };
     let name = &setting.bytes()[..=name];
     // SAFETY: the list is one of ours, with strings of ours.
     unsafe {
         let mut entries = environment(*place);
         let copy = c_copy(setting.bytes());
-        match entries.iter().position(|e| CStr::from_ptr(*e).to_bytes().starts_with(name)) {
+        match entries
+            .iter()
+            .position(|e| CStr::from_ptr(*e).to_bytes().starts_with(name))
+        {
             Some(at) => libc::free(std::mem::replace(&mut entries[at], copy).cast()),
             None => entries.push(copy),
         }
@@ -287,7 +318,9 @@ unsafe extern "C" fn pvmenvinsert(place: *mut *mut *mut c_char, setting: *const 
 unsafe extern "C" fn pvmfreeenv(list: *mut *mut c_char) -> c_int {
     // SAFETY: by this function's contract; list and strings are the C library's.
     unsafe {
-        environment(list).into_iter().for_each(|entry| libc::free(entry.cast()));
+        environment(list)
+            .into_iter()
+            .for_each(|entry| libc::free(entry.cast()));
         libc::free(list.cast());
     }
     0
@@ -304,7 +337,10 @@ extern "C" fn pvmgethome() -> *const c_char {
 #[unsafe(no_mangle)]
 extern "C" fn pvmgetpvmd() -> *const c_char {
     static TEXT: Mutex<Option<crate::memory::Lent<CString>>> = Mutex::new(None);
-    lend(&TEXT, crate::start::program().to_string_lossy().into_owned())
+    lend(
+        &TEXT,
+        crate::start::program().to_string_lossy().into_owned(),
+    )
 }
 
 /// Where the daemon of this user listens.
@@ -312,7 +348,13 @@ extern "C" fn pvmgetpvmd() -> *const c_char {
 extern "C" fn pvmdsockfile() -> *const c_char {
     static TEXT: Mutex<Option<crate::memory::Lent<CString>>> = Mutex::new(None);
     let place = Place::of(process::user() as u32, env::get);
-    lend(&TEXT, place.map_or_else(|_| String::new(), |place| place.socket().to_string_lossy().into_owned()))
+    lend(
+        &TEXT,
+        place.map_or_else(
+            |_| String::new(),
+            |place| place.socket().to_string_lossy().into_owned(),
+        ),
+    )
 }
 
 /// Bytes of a line of `pvmhdump`.
@@ -327,7 +369,10 @@ unsafe extern "C" fn pvmhdump(bytes: *const c_char, count: c_int, title: *const 
     // SAFETY: by this function's contract.
     let (bytes, title) = unsafe { (Strided::<u8>::new(bytes.cast(), count, 1), Text::new(title)) };
     let title = title.map(|title| title.string()).unwrap_or_default();
-    for line in bytes.map_or_else(|_| Vec::new(), |bytes| bytes.to_vec()).chunks(DUMP_BYTES) {
+    for line in bytes
+        .map_or_else(|_| Vec::new(), |bytes| bytes.to_vec())
+        .chunks(DUMP_BYTES)
+    {
         let words: Vec<String> = line.iter().map(|byte| format!("{byte:02x}")).collect();
         say(&format!("{title}{}\n", words.join(" ")), false);
     }
@@ -341,7 +386,9 @@ unsafe extern "C" fn pvmhdump(bytes: *const c_char, count: c_int, title: *const 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn print_fdset(title: *const c_char, count: c_int, set: *const libc::fd_set) {
     // SAFETY: by this function's contract.
-    let title = unsafe { Text::new(title) }.map(|title| title.string()).unwrap_or_default();
+    let title = unsafe { Text::new(title) }
+        .map(|title| title.string())
+        .unwrap_or_default();
     let members = (0..count.clamp(0, libc::FD_SETSIZE as c_int)).filter(|fd| {
         // SAFETY: the set is there, and the number is one that it can hold.
         !set.is_null() && unsafe { libc::FD_ISSET(*fd, set) }
@@ -358,7 +405,9 @@ unsafe extern "C" fn print_fdset(title: *const c_char, count: c_int, set: *const
 unsafe extern "C" fn hex_inadport(text: *const c_char, place: *mut libc::sockaddr_in) {
     // SAFETY: by this function's contract.
     let (text, place) = unsafe { (Text::new(text), place.as_mut()) };
-    let (Ok(text), Some(place)) = (text, place) else { return };
+    let (Ok(text), Some(place)) = (text, place) else {
+        return;
+    };
     let text = text.string();
     let (address, port) = text.split_once(':').unwrap_or((&text, "0"));
     place.sin_addr.s_addr = (env::hex(address.as_bytes()) as u32).to_be();
@@ -373,8 +422,12 @@ unsafe extern "C" fn hex_inadport(text: *const c_char, place: *mut libc::sockadd
 unsafe extern "C" fn inadport_hex(address: *const libc::sockaddr_in) -> *const c_char {
     static TEXT: Mutex<Option<crate::memory::Lent<CString>>> = Mutex::new(None);
     // SAFETY: by this function's contract.
-    let (ip, port) = unsafe { address.as_ref() }.map_or((0, 0), |a| (a.sin_addr.s_addr, a.sin_port));
-    lend(&TEXT, format!("{:08x}:{:04x}", u32::from_be(ip), u16::from_be(port)))
+    let (ip, port) =
+        unsafe { address.as_ref() }.map_or((0, 0), |a| (a.sin_addr.s_addr, a.sin_port));
+    lend(
+        &TEXT,
+        format!("{:08x}:{:04x}", u32::from_be(ip), u16::from_be(port)),
+    )
 }
 
 /// An address as people write it.
@@ -385,6 +438,14 @@ unsafe extern "C" fn inadport_hex(address: *const libc::sockaddr_in) -> *const c
 unsafe extern "C" fn inadport_decimal(address: *const libc::sockaddr_in) -> *const c_char {
     static TEXT: Mutex<Option<crate::memory::Lent<CString>>> = Mutex::new(None);
     // SAFETY: by this function's contract.
-    let (ip, port) = unsafe { address.as_ref() }.map_or((0, 0), |a| (a.sin_addr.s_addr, a.sin_port));
-    lend(&TEXT, format!("{}:{}", std::net::Ipv4Addr::from(u32::from_be(ip)), u16::from_be(port)))
+    let (ip, port) =
+        unsafe { address.as_ref() }.map_or((0, 0), |a| (a.sin_addr.s_addr, a.sin_port));
+    lend(
+        &TEXT,
+        format!(
+            "{}:{}",
+            std::net::Ipv4Addr::from(u32::from_be(ip)),
+            u16::from_be(port)
+        ),
+    )
 }

@@ -13,14 +13,20 @@ pub(super) struct Records<T> {
 impl<T> Records<T> {
     /// No records.
     pub(super) const fn new() -> Records<T> {
-        Records { texts: Vec::new(), records: Vec::new() }
+        Records {
+            texts: Vec::new(),
+            records: Vec::new(),
+        }
     }
 
     /// Keeps a text and answers a pointer that stays good as long as the records. A NUL inside ends it.
     pub(super) fn text(&mut self, text: &str) -> *const c_char {
         let bytes: Vec<u8> = text.bytes().take_while(|byte| *byte != 0).collect();
-        self.texts.push(CString::new(bytes).expect("no NUL is left"));
-        self.texts.last().map_or(std::ptr::null(), |text| text.as_ptr())
+        self.texts
+            .push(CString::new(bytes).expect("no NUL is left"));
+        self.texts
+            .last()
+            .map_or(std::ptr::null(), |text| text.as_ptr())
     }
 
     /// Adds a record.

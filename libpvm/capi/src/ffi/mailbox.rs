@@ -37,7 +37,14 @@ unsafe extern "C" fn pvm_putinfo(text: *const c_char, mid: c_int, flags: c_int) 
     trace::call(
         "putinfo",
         // SAFETY: by this function's contract.
-        || unsafe { vec![trace_text("CN", text), int("CI", 0), int("CF", flags), int("CD", mid)] },
+        || unsafe {
+            vec![
+                trace_text("CN", text),
+                int("CI", 0),
+                int("CF", flags),
+                int("CD", mid),
+            ]
+        },
         || {
             let put = || {
                 // SAFETY: by this function's contract.
@@ -96,7 +103,11 @@ unsafe extern "C" fn pvm_delinfo(text: *const c_char, index: c_int, flags: c_int
             // SAFETY: by this function's contract.
             let delete = || ask::delete(unsafe { name(text)? }, index);
             // The index is the answer, as in PVM.
-            answer_quietly("pvm_delinfo", delete().map(|()| index), &[PvmError::Denied, PvmError::NotFound])
+            answer_quietly(
+                "pvm_delinfo",
+                delete().map(|()| index),
+                &[PvmError::Denied, PvmError::NotFound],
+            )
         },
         trace::cc,
     )
@@ -111,16 +122,22 @@ static CLASSES: Shelf<MboxInfo> = Shelf::new();
 /// # Safety
 /// `pattern` is null or a string; the other pointers are null or good for one value.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_getmboxinfo(pattern: *const c_char, count: *mut c_int, classes: *mut *mut MboxInfo) -> c_int {
+unsafe extern "C" fn pvm_getmboxinfo(
+    pattern: *const c_char,
+    count: *mut c_int,
+    classes: *mut *mut MboxInfo,
+) -> c_int {
     trace::call(
         "getmboxinfo",
         // SAFETY: by this function's contract.
         || unsafe { vec![trace_text("CN", pattern)] },
         || {
             // SAFETY: by this function's contract.
-            let (pattern, count, list) = unsafe { (Text::new(pattern), Out::new(count), Out::new(classes)) };
+            let (pattern, count, list) =
+                unsafe { (Text::new(pattern), Out::new(count), Out::new(classes)) };
             let ask = || {
-                let classes = ask::list(pattern.map(|pattern| pattern.string()).unwrap_or_default())?;
+                let classes =
+                    ask::list(pattern.map(|pattern| pattern.string()).unwrap_or_default())?;
                 let mut records = Records::new();
                 let mut numbers = Vec::new();
                 for class in classes {
@@ -130,9 +147,16 @@ unsafe extern "C" fn pvm_getmboxinfo(pattern: *const c_char, count: *mut c_int, 
                         numbers.push(column);
                         place
                     };
-                    let (indices, owners, flags) = (column(|e| e.0), column(|e| e.1.raw()), column(|e| e.2));
+                    let (indices, owners, flags) =
+                        (column(|e| e.0), column(|e| e.1.raw()), column(|e| e.2));
                     let name = records.text(&class.name);
-                    records.push(MboxInfo { name, entries: class.entries.len() as c_int, indices, owners, flags });
+                    records.push(MboxInfo {
+                        name,
+                        entries: class.entries.len() as c_int,
+                        indices,
+                        owners,
+                        flags,
+                    });
                 }
                 count.set(records.len());
                 list.set(CLASSES.lend(records));
@@ -221,7 +245,9 @@ unsafe extern "C" fn pvm_getnoresets(tids: *mut *mut c_int, count: *mut c_int) -
     let (tids, count) = unsafe { (Out::new(tids), Out::new(count)) };
     let ask = || {
         let mut records = Records::new();
-        ask::no_resets()?.into_iter().for_each(|tid| records.push(tid));
+        ask::no_resets()?
+            .into_iter()
+            .for_each(|tid| records.push(tid));
         count.set(records.len());
         tids.set(NO_RESETS.lend(records));
         Ok(0)

@@ -3,7 +3,8 @@
 #![allow(unsafe_code)]
 
 use super::trace_items::{
-    active_bytes, apart_items, array_items, context, left_in, received_items, trace_ints, wanted_items,
+    active_bytes, apart_items, array_items, context, left_in, received_items, trace_ints,
+    wanted_items,
 };
 use super::zero;
 use crate::abi::TimeVal;
@@ -25,7 +26,14 @@ use std::time::{Duration, Instant};
 extern "C" fn pvm_send(tid: c_int, tag: c_int) -> c_int {
     trace::call(
         "send",
-        || vec![int("MNB", active_bytes()), int("DST", tid), int("MC", tag), int("MCX", context())],
+        || {
+            vec![
+                int("MNB", active_bytes()),
+                int("DST", tid),
+                int("MC", tag),
+                int("MCX", context()),
+            ]
+        },
         || answer("pvm_send", zero(send::send(tid, tag))),
         trace::cc,
     )
@@ -41,13 +49,19 @@ unsafe extern "C" fn pvm_mcast(tids: *const c_int, count: c_int, tag: c_int) -> 
         "mcast",
         // SAFETY: by this function's contract.
         || unsafe {
-            vec![int("MNB", active_bytes()), int("MC", tag), int("MCX", context()), trace_ints("MDL", tids, count)]
+            vec![
+                int("MNB", active_bytes()),
+                int("MC", tag),
+                int("MCX", context()),
+                trace_ints("MDL", tids, count),
+            ]
         },
         || {
             // SAFETY: by this function's contract.
             let tids = unsafe { Strided::new(tids, count, 1) };
             // The process enrols before its arguments are looked at.
-            let result = session::runtime().and_then(|_| zero(send::multicast(&tids?.to_vec(), tag)));
+            let result =
+                session::runtime().and_then(|_| zero(send::multicast(&tids?.to_vec(), tag)));
             answer("pvm_mcast", result)
         },
         trace::cc,
@@ -67,14 +81,30 @@ unsafe fn array(items: *const c_void, count: c_int, kind: c_int) -> PvmResult<St
 /// # Safety
 /// `items` is null or an array of `count` elements of the type.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_psend(tid: c_int, tag: c_int, items: *const c_void, count: c_int, kind: c_int) -> c_int {
+unsafe extern "C" fn pvm_psend(
+    tid: c_int,
+    tag: c_int,
+    items: *const c_void,
+    count: c_int,
+    kind: c_int,
+) -> c_int {
     trace::call(
         "psend",
-        || array_items(vec![int("DST", tid), int("MC", tag), int("MCX", context())], items, count, kind),
+        || {
+            array_items(
+                vec![int("DST", tid), int("MC", tag), int("MCX", context())],
+                items,
+                count,
+                kind,
+            )
+        },
         || {
             // SAFETY: by this function's contract.
             let items = unsafe { array(items, count, kind) };
-            answer("pvm_psend", items.and_then(|items| zero(send::send_array(tid, tag, &items))))
+            answer(
+                "pvm_psend",
+                items.and_then(|items| zero(send::send_array(tid, tag, &items))),
+            )
         },
         trace::cc,
     )
@@ -100,8 +130,14 @@ unsafe extern "C" fn pvm_precv(
         || array_items(wanted_items(tid, tag), items, count, kind),
         || {
             // SAFETY: by this function's contract.
-            let (items, from_tid, from_tag, from_len) =
-                unsafe { (array(items, count, kind), Out::new(from_tid), Out::new(from_tag), Out::new(from_len)) };
+            let (items, from_tid, from_tag, from_len) = unsafe {
+                (
+                    array(items, count, kind),
+                    Out::new(from_tid),
+                    Out::new(from_tag),
+                    Out::new(from_len),
+                )
+            };
             let receive = || {
                 let items = items?;
                 let mut buffer = receive::receive_apart(tid, tag)?;
@@ -116,7 +152,14 @@ unsafe extern "C" fn pvm_precv(
             received("pvm_precv", receive())
         },
         // SAFETY: by this function's contract.
-        |code| unsafe { apart_items(*code, left_in(from_len), left_in(from_tag), left_in(from_tid)) },
+        |code| unsafe {
+            apart_items(
+                *code,
+                left_in(from_len),
+                left_in(from_tag),
+                left_in(from_tid),
+            )
+        },
     )
 }
 
@@ -178,9 +221,11 @@ unsafe extern "C" fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> 
                 Some(time) if time.tv_sec < 0 => return 0,
                 Some(time) if time.tv_sec == 0 && time.tv_usec <= 0 => Patience::None,
                 Some(time) => {
-                    let span =
-                        Duration::from_secs(time.tv_sec as u64) + Duration::from_micros(time.tv_usec.max(0) as u64);
-                    Instant::now().checked_add(span).map_or(Patience::Endless, Patience::Until)
+                    let span = Duration::from_secs(time.tv_sec as u64)
+                        + Duration::from_micros(time.tv_usec.max(0) as u64);
+                    Instant::now()
+                        .checked_add(span)
+                        .map_or(Patience::Endless, Patience::Until)
                 }
             };
             received("pvm_trecv", receive::receive(tid, tag, patience))
@@ -192,7 +237,12 @@ unsafe extern "C" fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> 
 /// The message that a receive would take, without taking it; 0 when none is here.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_probe(tid: c_int, tag: c_int) -> c_int {
-    trace::call("probe", || wanted_items(tid, tag), || received("pvm_probe", receive::probe(tid, tag)), trace::cc)
+    trace::call(
+        "probe",
+        || wanted_items(tid, tag),
+        || received("pvm_probe", receive::probe(tid, tag)),
+        trace::cc,
+    )
 }
 
 extern "C" fn default_matcher(mid: c_int, tid: c_int, tag: c_int) -> c_int {
@@ -224,7 +274,9 @@ extern "C" fn pvm_addmhf(src: c_int, tag: c_int, ctx: c_int, handler: Option<Han
         || {
             let add = || {
                 session::runtime()?;
-                lock().handlers.add(Filter { src, tag, ctx }, handler.ok_or(PvmError::BadParam)?)
+                lock()
+                    .handlers
+                    .add(Filter { src, tag, ctx }, handler.ok_or(PvmError::BadParam)?)
             };
             answer("pvm_addmhf", add())
         },
@@ -235,7 +287,12 @@ extern "C" fn pvm_addmhf(src: c_int, tag: c_int, ctx: c_int, handler: Option<Han
 /// Removes a message handler.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_delmhf(id: c_int) -> c_int {
-    trace::call("delmhf", || vec![int("MHI", id)], || answer("pvm_delmhf", zero(lock().handlers.remove(id))), trace::cc)
+    trace::call(
+        "delmhf",
+        || vec![int("MHI", id)],
+        || answer("pvm_delmhf", zero(lock().handlers.remove(id))),
+        trace::cc,
+    )
 }
 
 /// The current context.

@@ -93,7 +93,10 @@ unsafe extern "C" fn pvm_settmask(who: c_int, mask: *const c_char) -> c_int {
 unsafe extern "C" fn pvm_export(name: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
     let name = unsafe { Text::new(name) };
-    answer("pvm_export", zero(name.map(|name| env::export(&name.string()))))
+    answer(
+        "pvm_export",
+        zero(name.map(|name| env::export(&name.string()))),
+    )
 }
 
 /// Does not send a variable along any more.
@@ -104,7 +107,10 @@ unsafe extern "C" fn pvm_export(name: *const c_char) -> c_int {
 unsafe extern "C" fn pvm_unexport(name: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
     let name = unsafe { Text::new(name) };
-    answer("pvm_unexport", zero(name.map(|name| env::unexport(&name.string()))))
+    answer(
+        "pvm_unexport",
+        zero(name.map(|name| env::unexport(&name.string()))),
+    )
 }
 
 /// Prints the last error on standard error.
@@ -114,8 +120,15 @@ unsafe extern "C" fn pvm_unexport(name: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_perror(text: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    let text = unsafe { Text::new(text) }.map_or_else(|_| "(null)".to_string(), |text| text.string());
-    say(&format!("{text}: {}\n", error_text(pvm_errno.load(Relaxed)).to_string_lossy()), false);
+    let text =
+        unsafe { Text::new(text) }.map_or_else(|_| "(null)".to_string(), |text| text.string());
+    say(
+        &format!(
+            "{text}: {}\n",
+            error_text(pvm_errno.load(Relaxed)).to_string_lossy()
+        ),
+        false,
+    );
     0
 }
 

@@ -36,7 +36,11 @@ fn event(function: &'static str) -> &'static str {
 
 /// What is traced of an array.
 fn array<T>(first: *const T, count: c_int, stride: c_int) -> Vec<Item> {
-    vec![trace::address("PDA", first), int("PC", count), int("PSD", stride)]
+    vec![
+        trace::address("PDA", first),
+        int("PC", count),
+        int("PSD", stride),
+    ]
 }
 
 macro_rules! packing {
@@ -93,7 +97,10 @@ unsafe extern "C" fn pvm_pkstr(text: *const c_char) -> c_int {
         || {
             // SAFETY: by this function's contract.
             let text = unsafe { Text::new(text) };
-            answer("pvm_pkstr", text.and_then(|text| zero(pack::pack_str(lock().send_buffer()?, text.bytes()))))
+            answer(
+                "pvm_pkstr",
+                text.and_then(|text| zero(pack::pack_str(lock().send_buffer()?, text.bytes()))),
+            )
         },
         trace::cc,
     )

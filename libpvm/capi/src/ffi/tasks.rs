@@ -41,7 +41,13 @@ extern "C" fn pvm_parent() -> c_int {
     trace::call(
         "parent",
         trace::nothing,
-        || answer_quietly("pvm_parent", parent(), &[PvmError::NoParent, PvmError::ParentNotSet]),
+        || {
+            answer_quietly(
+                "pvm_parent",
+                parent(),
+                &[PvmError::NoParent, PvmError::ParentNotSet],
+            )
+        },
         |tid| vec![int("PT", *tid)],
     )
 }
@@ -71,12 +77,20 @@ unsafe extern "C" fn pvm_spawn(
     trace::call(
         "spawn",
         // SAFETY: by this function's contract.
-        || unsafe { vec![trace_text("SE", file), trace_text("SW", place), int("SF", flags), int("SC", count)] },
+        || unsafe {
+            vec![
+                trace_text("SE", file),
+                trace_text("SW", place),
+                int("SF", flags),
+                int("SC", count),
+            ]
+        },
         || {
             let spawn = || {
                 session::runtime()?;
                 // SAFETY: by this function's contract.
-                let (file, args, place) = unsafe { (Text::new(file)?, strings(args, None)?, Text::new(place)) };
+                let (file, args, place) =
+                    unsafe { (Text::new(file)?, strings(args, None)?, Text::new(place)) };
                 let place = place.map(|place| place.string()).unwrap_or_default();
                 let results = ask::spawn(file.string(), args, flags, place, count)?;
                 if !tids.is_null() {
@@ -111,7 +125,9 @@ unsafe extern "C" fn pvm_siblings(tids: *mut *mut c_int) -> c_int {
             let tids = unsafe { Out::new(tids) };
             let ask = || {
                 let mut records = Records::new();
-                ask::siblings()?.into_iter().for_each(|tid| records.push(tid.raw()));
+                ask::siblings()?
+                    .into_iter()
+                    .for_each(|tid| records.push(tid.raw()));
                 let count = records.len();
                 let list = SIBLINGS.lend(records);
                 pvmnsibs.store(count, Relaxed);
@@ -133,7 +149,11 @@ static TASKS: Shelf<TaskInfo> = Shelf::new();
 /// # Safety
 /// `count` is null or good for one int, `tasks` null or good for one pointer.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_tasks(selector: c_int, count: *mut c_int, tasks: *mut *mut TaskInfo) -> c_int {
+unsafe extern "C" fn pvm_tasks(
+    selector: c_int,
+    count: *mut c_int,
+    tasks: *mut *mut TaskInfo,
+) -> c_int {
     trace::call(
         "tasks",
         || vec![int("TW", selector)],
@@ -170,7 +190,13 @@ extern "C" fn pvm_pstat(tid: c_int) -> c_int {
     trace::call(
         "pstat",
         || vec![int("TT", tid)],
-        || answer_quietly("pvm_pstat", zero(ask::task_status(tid)), &[PvmError::NoTask]),
+        || {
+            answer_quietly(
+                "pvm_pstat",
+                zero(ask::task_status(tid)),
+                &[PvmError::NoTask],
+            )
+        },
         |code| vec![int("TST", *code)],
     )
 }
@@ -205,7 +231,12 @@ const COUNTED: [c_int; 2] = [3, 4];
 /// # Safety
 /// `vals` is null or holds `count` ints, except for added hosts and routes, where it is not looked at.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_notify(what: c_int, tag: c_int, count: c_int, vals: *const c_int) -> c_int {
+unsafe extern "C" fn pvm_notify(
+    what: c_int,
+    tag: c_int,
+    count: c_int,
+    vals: *const c_int,
+) -> c_int {
     trace::call(
         "notify",
         // SAFETY: by this function's contract.
@@ -213,7 +244,15 @@ unsafe extern "C" fn pvm_notify(what: c_int, tag: c_int, count: c_int, vals: *co
             vec![
                 int("NE", what),
                 int("NMC", tag),
-                trace_ints("NTL", vals, if COUNTED.contains(&(what & 0xff)) { 0 } else { count }),
+                trace_ints(
+                    "NTL",
+                    vals,
+                    if COUNTED.contains(&(what & 0xff)) {
+                        0
+                    } else {
+                        count
+                    },
+                ),
             ]
         },
         || {
@@ -276,7 +315,15 @@ unsafe extern "C" fn pvm_getfds(fds: *mut *mut c_int) -> c_int {
         },
         // SAFETY: by this function's contract.
         |n| unsafe {
-            vec![int("CC", *n), trace_ints("FDS", fds.as_ref().map_or(std::ptr::null(), |list| list.cast_const()), *n)]
+            vec![
+                int("CC", *n),
+                trace_ints(
+                    "FDS",
+                    fds.as_ref()
+                        .map_or(std::ptr::null(), |list| list.cast_const()),
+                    *n,
+                ),
+            ]
         },
     )
 }
@@ -286,7 +333,11 @@ unsafe extern "C" fn pvm_getfds(fds: *mut *mut c_int) -> c_int {
 /// # Safety
 /// `args` is null or holds `count` strings.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_start_pvmd(count: c_int, args: *const *const c_char, block: c_int) -> c_int {
+unsafe extern "C" fn pvm_start_pvmd(
+    count: c_int,
+    args: *const *const c_char,
+    block: c_int,
+) -> c_int {
     trace::call(
         "start_pvmd",
         // SAFETY: by this function's contract.
@@ -294,7 +345,10 @@ unsafe extern "C" fn pvm_start_pvmd(count: c_int, args: *const *const c_char, bl
         || {
             // SAFETY: by this function's contract.
             let args = unsafe { strings(args, Some(count.max(0))) };
-            answer("pvm_start_pvmd", args.and_then(|args| zero(start::start_daemon(&args, block != 0))))
+            answer(
+                "pvm_start_pvmd",
+                args.and_then(|args| zero(start::start_daemon(&args, block != 0))),
+            )
         },
         trace::cc,
     )

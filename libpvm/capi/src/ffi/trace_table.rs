@@ -33,14 +33,24 @@ fn name(number: c_int) -> Option<&'static str> {
 }
 
 fn put(item: Item) -> c_int {
-    if foreign::add(item) { 0 } else { PvmError::BadParam.code() }
+    if foreign::add(item) {
+        0
+    } else {
+        PvmError::BadParam.code()
+    }
 }
 
 /// In the place of what cannot be recorded.
 ///
 /// # Safety
 /// None is needed: it looks at nothing.
-unsafe extern "C" fn put_nothing(_: c_int, _: c_int, _: *const c_void, _: c_int, _: c_int) -> c_int {
+unsafe extern "C" fn put_nothing(
+    _: c_int,
+    _: c_int,
+    _: *const c_void,
+    _: c_int,
+    _: c_int,
+) -> c_int {
     PvmError::NotImpl.code()
 }
 
@@ -48,8 +58,16 @@ unsafe extern "C" fn put_nothing(_: c_int, _: c_int, _: *const c_void, _: c_int,
 ///
 /// # Safety
 /// `place` is null, or leads to an int, or (`array`) to `count` of them.
-unsafe extern "C" fn put_ints(number: c_int, array: c_int, place: *const c_void, count: c_int, stride: c_int) -> c_int {
-    let (Some(name), false) = (name(number), stride != 1) else { return PvmError::BadParam.code() };
+unsafe extern "C" fn put_ints(
+    number: c_int,
+    array: c_int,
+    place: *const c_void,
+    count: c_int,
+    stride: c_int,
+) -> c_int {
+    let (Some(name), false) = (name(number), stride != 1) else {
+        return PvmError::BadParam.code();
+    };
     let place = place.cast::<c_int>();
     if array != 0 {
         // SAFETY: the caller's contract: null or `count` ints.
@@ -63,8 +81,16 @@ unsafe extern "C" fn put_ints(number: c_int, array: c_int, place: *const c_void,
 ///
 /// # Safety
 /// `place` is null, or a string, or (`array`) leads to `count` pointers that are null or strings.
-unsafe extern "C" fn put_texts(number: c_int, array: c_int, place: *const c_void, count: c_int, _: c_int) -> c_int {
-    let Some(name) = name(number) else { return PvmError::BadParam.code() };
+unsafe extern "C" fn put_texts(
+    number: c_int,
+    array: c_int,
+    place: *const c_void,
+    count: c_int,
+    _: c_int,
+) -> c_int {
+    let Some(name) = name(number) else {
+        return PvmError::BadParam.code();
+    };
     if array != 0 {
         // SAFETY: the caller's contract: null or `count` strings.
         return put(unsafe { trace_texts(name, place.cast::<*const c_char>(), count) });

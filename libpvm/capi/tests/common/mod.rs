@@ -7,7 +7,9 @@ pub(crate) mod vm;
 use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::table::{HostEntry, HostTable, TaskInfo};
-use sempa_proto::task::{Claim, MailboxClass, MailboxRequest, Reply, Request, Sink, ToDaemon, ToTask, Welcome};
+use sempa_proto::task::{
+    Claim, MailboxClass, MailboxRequest, Reply, Request, Sink, ToDaemon, ToTask, Welcome,
+};
 use sempa_proto::{HostId, Message, Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -20,7 +22,9 @@ use tempfile::TempDir;
 pub(crate) fn library() -> PathBuf {
     let test = std::env::current_exe().expect("a test has a path");
     let folders = test.ancestors().skip(1).take(2);
-    let found = folders.map(|folder| folder.join("libpvm3.so")).find(|path| path.is_file());
+    let found = folders
+        .map(|folder| folder.join("libpvm3.so"))
+        .find(|path| path.is_file());
     found.expect("cargo builds the library before its tests")
 }
 
@@ -37,7 +41,11 @@ pub(crate) fn cc() -> Command {
 /// Fails the test with what the compiler said, unless it was content; answers what it wrote.
 pub(crate) fn compiled(command: &mut Command) -> String {
     let done = command.output().expect("a C compiler");
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    assert!(
+        done.status.success(),
+        "{}",
+        String::from_utf8_lossy(&done.stderr)
+    );
     String::from_utf8_lossy(&done.stdout).into_owned()
 }
 
@@ -45,13 +53,23 @@ pub(crate) fn compiled(command: &mut Command) -> String {
 pub(crate) fn link(source: &Path, header: &Path, options: &[&str], library: &Path, program: &Path) {
     let mut command = cc();
     compiled(
-        command.arg("-std=gnu11").args(options).arg("-I").arg(header).arg(source).arg("-o").arg(program).arg(library),
+        command
+            .arg("-std=gnu11")
+            .args(options)
+            .arg("-I")
+            .arg(header)
+            .arg(source)
+            .arg("-o")
+            .arg(program)
+            .arg(library),
     );
 }
 
 /// The source of a program in `tests/c`.
 pub(crate) fn source(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(format!("{name}.c"))
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/c")
+        .join(format!("{name}.c"))
 }
 
 /// A folder with a C program and the library under the name that programs load.
@@ -63,7 +81,11 @@ pub(crate) struct Program {
 impl Program {
     /// Compiles `tests/c/<name>.c` with this header and links it with the library.
     pub(crate) fn compile(name: &str, header: &Path) -> Program {
-        Program::compile_with(name, header, &["-Wall", "-Werror", "-Wno-stringop-overread"])
+        Program::compile_with(
+            name,
+            header,
+            &["-Wall", "-Werror", "-Wno-stringop-overread"],
+        )
     }
 
     /// As [`Program::compile`], with these options about warnings.
@@ -80,7 +102,12 @@ impl Program {
         })
     }
 
-    fn build(name: &str, header: &Path, warnings: &[&str], source: impl FnOnce(&Path) -> PathBuf) -> Program {
+    fn build(
+        name: &str,
+        header: &Path,
+        warnings: &[&str],
+        source: impl FnOnce(&Path) -> PathBuf,
+    ) -> Program {
         let dir = TempDir::new().expect("a directory");
         let linked = dir.path().join("libpvm3.so.3");
         std::os::unix::fs::symlink(library(), &linked).expect("a link");
@@ -97,18 +124,36 @@ impl Program {
     /// A run of the program that finds its daemon in `tmp`.
     pub(crate) fn command(&self, tmp: &Path) -> Command {
         let mut command = Command::new(&self.path);
-        for name in ["PVMSOCK", "PVMEPID", "PVMCTX", "PVM_VMID", "PVM_EXPORT", "PVMTASK", "PVM_DPATH"] {
+        for name in [
+            "PVMSOCK",
+            "PVMEPID",
+            "PVMCTX",
+            "PVM_VMID",
+            "PVM_EXPORT",
+            "PVMTASK",
+            "PVM_DPATH",
+        ] {
             command.env_remove(name);
         }
-        command.env("LD_LIBRARY_PATH", self.dir.path()).env("PVM_TMP", tmp).env("PVM_ALLOW_ROOT", "1");
+        command
+            .env("LD_LIBRARY_PATH", self.dir.path())
+            .env("PVM_TMP", tmp)
+            .env("PVM_ALLOW_ROOT", "1");
         command
     }
 }
 
 /// Fails the test with what the program said, unless it ended well.
 pub(crate) fn must_succeed(done: &Output) {
-    let (out, err) = (String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
-    assert!(done.status.success(), "{}\n--- stdout\n{out}\n--- stderr\n{err}", done.status);
+    let (out, err) = (
+        String::from_utf8_lossy(&done.stdout),
+        String::from_utf8_lossy(&done.stderr),
+    );
+    assert!(
+        done.status.success(),
+        "{}\n--- stdout\n{out}\n--- stderr\n{err}",
+        done.status
+    );
 }
 
 /// The id that the daemon below gives its task.
@@ -131,13 +176,21 @@ impl Daemon {
     pub(crate) fn with_parent(parent: Tid) -> Daemon {
         let tmp = TempDir::new().expect("a directory");
         let root = tmp.path().to_string_lossy().into_owned();
-        let place = sempa_proto::place::Place::of(user(), |name| (name == "PVM_TMP").then(|| root.clone()));
+        let place =
+            sempa_proto::place::Place::of(user(), |name| (name == "PVM_TMP").then(|| root.clone()));
         let place = place.expect("a good place");
         std::fs::create_dir_all(place.dir()).expect("the directory of the virtual machine");
         let listener = UnixListener::bind(place.socket()).expect("a socket");
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
-                std::thread::spawn(move || Seat { stream, parent, mailbox: BTreeMap::new() }.serve());
+                std::thread::spawn(move || {
+                    Seat {
+                        stream,
+                        parent,
+                        mailbox: BTreeMap::new(),
+                    }
+                    .serve()
+                });
             }
         });
         Daemon { tmp }
@@ -251,7 +304,10 @@ impl Seat {
     }
 
     fn answer(&mut self, request: Request) -> Reply {
-        let failed = |error| Reply::Failed { error, reason: String::new() };
+        let failed = |error| Reply::Failed {
+            error,
+            reason: String::new(),
+        };
         match request {
             Request::Config => Reply::Hosts(HostTable {
                 hosts: vec![HostEntry {
@@ -280,7 +336,13 @@ impl Seat {
                 Reply::Spawned(vec![Err(PvmError::NoFile); what.count as usize])
             }
             Request::Spawn(what) => {
-                let printed = [(-2, &b""[..]), (6, &b"one\ntw"[..]), (1, &b"o"[..]), (0, &b""[..]), (-1, &b""[..])];
+                let printed = [
+                    (-2, &b""[..]),
+                    (6, &b"one\ntw"[..]),
+                    (1, &b"o"[..]),
+                    (0, &b""[..]),
+                    (-1, &b""[..]),
+                ];
                 if what.output.tid.is_task() {
                     self.print(what.output, CHILD, &printed);
                 }
@@ -302,21 +364,33 @@ impl Seat {
     }
 
     fn mailbox(&mut self, request: MailboxRequest) -> Reply {
-        let not_found = Reply::Failed { error: PvmError::NotFound, reason: String::new() };
+        let not_found = Reply::Failed {
+            error: PvmError::NotFound,
+            reason: String::new(),
+        };
         match request {
-            MailboxRequest::Put { name, flags, message } => {
+            MailboxRequest::Put {
+                name,
+                flags,
+                message,
+            } => {
                 let index = (flags >> 10)..;
-                let index = index.into_iter().find(|i| !self.mailbox.contains_key(&(name.clone(), *i)));
+                let index = index
+                    .into_iter()
+                    .find(|i| !self.mailbox.contains_key(&(name.clone(), *i)));
                 let index = index.expect("a free index");
                 self.mailbox.insert((name, index), message);
                 Reply::MailboxIndex(index)
             }
-            MailboxRequest::Take { name, index, .. } => {
-                self.mailbox.get(&(name, index)).cloned().map_or(not_found, Reply::Mailbox)
-            }
-            MailboxRequest::Delete { name, index } => {
-                self.mailbox.remove(&(name, index)).map_or(not_found, |_| Reply::Done)
-            }
+            MailboxRequest::Take { name, index, .. } => self
+                .mailbox
+                .get(&(name, index))
+                .cloned()
+                .map_or(not_found, Reply::Mailbox),
+            MailboxRequest::Delete { name, index } => self
+                .mailbox
+                .remove(&(name, index))
+                .map_or(not_found, |_| Reply::Done),
             MailboxRequest::Clean { .. } => Reply::Done,
             MailboxRequest::List { .. } => {
                 let mut classes: Vec<MailboxClass> = Vec::new();
@@ -324,7 +398,10 @@ impl Seat {
                     let entry = (*index, Tid::from_raw(ME), 3);
                     match classes.last_mut().filter(|class| class.name == *name) {
                         Some(class) => class.entries.push(entry),
-                        None => classes.push(MailboxClass { name: name.clone(), entries: vec![entry] }),
+                        None => classes.push(MailboxClass {
+                            name: name.clone(),
+                            entries: vec![entry],
+                        }),
                     }
                 }
                 Reply::MailboxClasses(classes)

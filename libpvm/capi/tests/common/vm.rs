@@ -15,8 +15,15 @@ pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 /// The programs that the library needs around it, beside it.
 fn program(name: &str) -> PathBuf {
     let test = std::env::current_exe().expect("a test has a path");
-    let found = test.ancestors().skip(1).take(2).map(|folder| folder.join(name)).find(|path| path.is_file());
-    found.unwrap_or_else(|| panic!("{name} is not built: cargo build --release -p pvmd -p pvm-tasker"))
+    let found = test
+        .ancestors()
+        .skip(1)
+        .take(2)
+        .map(|folder| folder.join(name))
+        .find(|path| path.is_file());
+    found.unwrap_or_else(|| {
+        panic!("{name} is not built: cargo build --release -p pvmd -p pvm-tasker")
+    })
 }
 
 /// A virtual machine of one test; gone with it.
@@ -33,7 +40,10 @@ impl Vm {
 
     /// As [`Vm::start`], with more in the daemon's environment.
     pub(crate) fn start_with(env: &[(&str, String)]) -> Vm {
-        let dir = tempfile::Builder::new().prefix("capi").tempdir().expect("a scratch directory");
+        let dir = tempfile::Builder::new()
+            .prefix("capi")
+            .tempdir()
+            .expect("a scratch directory");
         std::fs::create_dir(dir.path().join("master")).expect("writable");
         // rsh host [-l user] command: runs the command here, with the folder of that "host".
         let script = format!(
@@ -51,16 +61,30 @@ impl Vm {
         let mut command = Command::new(program("pvmd"));
         Vm::environment(&mut command, dir.path());
         command.envs(env.iter().map(|(name, value)| (name, value)));
-        let mut master = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().expect("pvmd can be run");
+        let mut master = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("pvmd can be run");
         let mut line = String::new();
-        BufReader::new(master.stdout.take().expect("a pipe")).read_line(&mut line).expect("readable");
+        BufReader::new(master.stdout.take().expect("a pipe"))
+            .read_line(&mut line)
+            .expect("readable");
         assert!(!line.is_empty(), "the master ended without its line");
         Vm { dir, master }
     }
 
     fn environment(command: &mut Command, dir: &Path) {
-        for name in ["PVM_RM", "PVM_VMID", "PVM_DPATH", "PVMHOSTFILE", "SEMPA_LOG", "PVM_EXPORT", "PVMSOCK", "PVMTASK"]
-        {
+        for name in [
+            "PVM_RM",
+            "PVM_VMID",
+            "PVM_DPATH",
+            "PVMHOSTFILE",
+            "SEMPA_LOG",
+            "PVM_EXPORT",
+            "PVMSOCK",
+            "PVMTASK",
+        ] {
             command.env_remove(name);
         }
         command
@@ -128,22 +152,34 @@ pub(crate) struct Player {
 impl Player {
     /// Starts it.
     pub(crate) fn start(mut command: Command) -> Player {
-        let mut child =
-            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it can be run");
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("it can be run");
         let said = Arc::new(Mutex::new(String::new()));
-        let out: [Box<dyn Read + Send>; 2] =
-            [Box::new(child.stdout.take().expect("a pipe")), Box::new(child.stderr.take().expect("a pipe"))];
+        let out: [Box<dyn Read + Send>; 2] = [
+            Box::new(child.stdout.take().expect("a pipe")),
+            Box::new(child.stderr.take().expect("a pipe")),
+        ];
         let reader = |mut stream: Box<dyn Read + Send>| {
             let said = Arc::clone(&said);
             std::thread::spawn(move || {
                 let mut chunk = [0; 4096];
                 while let Ok(n @ 1..) = stream.read(&mut chunk) {
-                    said.lock().expect("no panic").push_str(&String::from_utf8_lossy(&chunk[..n]));
+                    said.lock()
+                        .expect("no panic")
+                        .push_str(&String::from_utf8_lossy(&chunk[..n]));
                 }
             })
         };
         let readers = out.map(reader).into();
-        Player { child, said, readers }
+        Player {
+            child,
+            said,
+            readers,
+        }
     }
 
     /// Everything it has written.
@@ -155,9 +191,13 @@ impl Player {
     pub(crate) fn until(&mut self, text: &str) {
         let begin = Instant::now();
         while !self.said().contains(text) {
-            let over =
-                self.child.try_wait().expect("our child").is_some() && self.readers.iter().all(|r| r.is_finished());
-            assert!(!over && begin.elapsed() < DEADLINE, "{text:?} was not said, but {:?}", self.said());
+            let over = self.child.try_wait().expect("our child").is_some()
+                && self.readers.iter().all(|r| r.is_finished());
+            assert!(
+                !over && begin.elapsed() < DEADLINE,
+                "{text:?} was not said, but {:?}",
+                self.said()
+            );
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -168,7 +208,11 @@ impl Player {
         let status = loop {
             match self.child.try_wait().expect("our child") {
                 Some(status) => break status,
-                None => assert!(begin.elapsed() < DEADLINE, "it does not end; it said {:?}", self.said()),
+                None => assert!(
+                    begin.elapsed() < DEADLINE,
+                    "it does not end; it said {:?}",
+                    self.said()
+                ),
             }
             std::thread::sleep(Duration::from_millis(5));
         };

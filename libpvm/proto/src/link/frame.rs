@@ -125,10 +125,21 @@ impl LinkFrame {
         }
         let (kind, flag) = (bytes.get_u8(), bytes.get_u8() != 0);
         let line = bytes.get_u16_le();
-        let (src, dst) = (Tid::from_raw(bytes.get_i32_le()), Tid::from_raw(bytes.get_i32_le()));
+        let (src, dst) = (
+            Tid::from_raw(bytes.get_i32_le()),
+            Tid::from_raw(bytes.get_i32_le()),
+        );
         let (seq, ack) = (bytes.get_u64_le(), bytes.get_u64_le());
         let kind = LinkKind::from_code(kind, flag)?;
-        Some(LinkFrame { src, dst, kind, seq, ack, line, payload: bytes })
+        Some(LinkFrame {
+            src,
+            dst,
+            kind,
+            seq,
+            ack,
+            line,
+            payload: bytes,
+        })
     }
 }
 
@@ -206,7 +217,23 @@ impl FrameRef<'_> {
             Some(whole) if self.head.is_empty() => whole.slice_ref(self.body),
             _ => [self.head, self.body].concat().into(),
         };
-        let FrameRef { src, dst, kind, seq, ack, line, .. } = *self;
-        LinkFrame { src, dst, kind, seq, ack, line, payload }
+        let FrameRef {
+            src,
+            dst,
+            kind,
+            seq,
+            ack,
+            line,
+            ..
+        } = *self;
+        LinkFrame {
+            src,
+            dst,
+            kind,
+            seq,
+            ack,
+            line,
+            payload,
+        }
     }
 }

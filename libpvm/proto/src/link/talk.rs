@@ -30,7 +30,14 @@ pub struct Talk {
 impl Talk {
     /// Nothing has been said.
     pub fn new(peer: Tid, line: u16) -> Talk {
-        Talk { peer, line, expected: 1, first: 1, end: 1, gone: false }
+        Talk {
+            peer,
+            line,
+            expected: 1,
+            first: 1,
+            end: 1,
+            gone: false,
+        }
     }
 }
 
@@ -68,11 +75,18 @@ impl Back {
 
     /// The place of a message that has come back with these numbers among those that are kept, behind which waits what was sent
     /// since; none if it was acknowledged. On this timeline all below `acked` was.
-    fn place(&mut self, (first, end): (u64, u64), acked: u64, retained: &VecDeque<Retained>) -> Option<usize> {
+    fn place(
+        &mut self,
+        (first, end): (u64, u64),
+        acked: u64,
+        retained: &VecDeque<Retained>,
+    ) -> Option<usize> {
         if end <= self.anew.map_or(acked, |anew| anew.acked) {
             return None;
         }
-        let Some(anew) = &mut self.anew else { return Some(retained.partition_point(|other| other.first_seq < first)) };
+        let Some(anew) = &mut self.anew else {
+            return Some(retained.partition_point(|other| other.first_seq < first));
+        };
         anew.placed += 1;
         Some(anew.placed - 1)
     }
@@ -84,21 +98,56 @@ impl Link {
     /// said here counts as transmitted.
     pub fn part(&mut self, now: Micros) -> (Talk, Vec<LinkFrame>) {
         let half = self.rx.partial.len().div_ceil(FRAGMENT_BYTES_MAX) as u64;
-        let first = self.tx.retained.front().map_or(self.tx.end, |message| message.first_seq);
+        let first = self
+            .tx
+            .retained
+            .front()
+            .map_or(self.tx.end, |message| message.first_seq);
         let expected = self.rx.expected - half;
-        let talk = Talk { peer: self.peer, line: self.line, expected, first, end: first, gone: self.gone };
+        let talk = Talk {
+            peer: self.peer,
+            line: self.line,
+            expected,
+            first,
+            end: first,
+            gone: self.gone,
+        };
         let (line, ack) = (self.line, self.rx.expected);
         let mut frames = Vec::new();
         for (piece, seq) in self.rx.partial.chunks(FRAGMENT_BYTES_MAX).zip(expected..) {
-            let (kind, payload) = (LinkKind::Data { last: false }, Bytes::copy_from_slice(piece));
-            frames.push(LinkFrame { src: self.peer, dst: self.local, kind, seq, ack: 1, line, payload });
+            let (kind, payload) = (
+                LinkKind::Data { last: false },
+                Bytes::copy_from_slice(piece),
+            );
+            frames.push(LinkFrame {
+                src: self.peer,
+                dst: self.local,
+                kind,
+                seq,
+                ack: 1,
+                line,
+                payload,
+            });
         }
         for message in &self.tx.retained {
-            for seq in (message.first_seq..message.end_seq()).take_while(|seq| *seq < self.tx.next) {
+            for seq in (message.first_seq..message.end_seq()).take_while(|seq| *seq < self.tx.next)
+            {
                 let (head, body) = message.fragment(seq);
-                let (kind, payload) =
-                    (LinkKind::Data { last: seq + 1 == message.end_seq() }, [head, body].concat().into());
-                frames.push(LinkFrame { src: self.local, dst: self.peer, kind, seq, ack, line, payload });
+                let (kind, payload) = (
+                    LinkKind::Data {
+                        last: seq + 1 == message.end_seq(),
+                    },
+                    [head, body].concat().into(),
+                );
+                frames.push(LinkFrame {
+                    src: self.local,
+                    dst: self.peer,
+                    kind,
+                    seq,
+                    ack,
+                    line,
+                    payload,
+                });
             }
         }
         self.lift_window();
@@ -136,16 +185,24 @@ impl Link {
 
     /// Takes a frame that the process before this one had sent.
     pub fn take_back(&mut self, frame: &LinkFrame) {
-        let LinkKind::Data { last } = frame.kind else { return };
+        let LinkKind::Data { last } = frame.kind else {
+            return;
+        };
         let tx = &mut self.tx;
-        let Some(back) = tx.back.as_mut().filter(|back| back.next == frame.seq) else { return };
+        let Some(back) = tx.back.as_mut().filter(|back| back.next == frame.seq) else {
+            return;
+        };
         back.next += 1;
         back.part.extend_from_slice(&frame.payload);
         if last {
             let (seq, bytes) = (back.first, std::mem::take(&mut back.part));
             back.first = back.next;
             if let Some(place) = back.place((seq, back.next), tx.acked, &tx.retained) {
-                let body = if bytes.len() <= SMALL_BYTES_MAX { Body::copy(&bytes) } else { Body::Large(bytes.into()) };
+                let body = if bytes.len() <= SMALL_BYTES_MAX {
+                    Body::copy(&bytes)
+                } else {
+                    Body::Large(bytes.into())
+                };
                 let message = Retained::new(seq, &[], body);
                 tx.retained_bytes += message.len();
                 tx.retained.insert(place, message);
@@ -171,7 +228,9 @@ mod tests {
 
     fn pair() -> [Link; 2] {
         let mut links = [Link::new(tid(1), tid(2)), Link::new(tid(2), tid(1))];
-        links.iter_mut().for_each(|link| link.handle(NOW, LinkEvent::RouteUp(RouteId(1))));
+        links
+            .iter_mut()
+            .for_each(|link| link.handle(NOW, LinkEvent::RouteUp(RouteId(1))));
         links
     }
 
@@ -180,11 +239,15 @@ mod tests {
     }
 
     fn give(to: &mut Link, frames: &[LinkFrame]) {
-        frames.iter().for_each(|frame| to.handle(NOW, LinkEvent::Frame(frame.clone())));
+        frames
+            .iter()
+            .for_each(|frame| to.handle(NOW, LinkEvent::Frame(frame.clone())));
     }
 
     fn messages(link: &mut Link) -> Vec<Vec<u8>> {
-        std::iter::from_fn(|| link.take_message()).map(|message| message.to_vec()).collect()
+        std::iter::from_fn(|| link.take_message())
+            .map(|message| message.to_vec())
+            .collect()
     }
 
     /// Queues three messages, of which the second has three fragments; what is to come.
@@ -199,8 +262,16 @@ mod tests {
     /// A new process takes over; the daemon has seen these frames.
     fn take_over(link: &mut Link, later: &[LinkFrame]) -> Link {
         let (mut talk, said) = link.part(NOW);
-        let own: Vec<LinkFrame> = said.iter().chain(later).filter(|f| f.src == tid(1)).cloned().collect();
-        for frame in own.iter().filter(|frame| matches!(frame.kind, LinkKind::Data { .. })) {
+        let own: Vec<LinkFrame> = said
+            .iter()
+            .chain(later)
+            .filter(|f| f.src == tid(1))
+            .cloned()
+            .collect();
+        for frame in own
+            .iter()
+            .filter(|frame| matches!(frame.kind, LinkKind::Data { .. }))
+        {
             assert_eq!(frame.seq, talk.end, "in order, and without a gap");
             talk.end += 1;
         }
@@ -209,12 +280,19 @@ mod tests {
         // It says something at once.
         new.send([], Bytes::from_static(b"new")).expect("queued");
         own.iter().for_each(|frame| new.take_back(frame));
-        give(&mut new, &said.into_iter().filter(|frame| frame.src == tid(2)).collect::<Vec<_>>());
+        give(
+            &mut new,
+            &said
+                .into_iter()
+                .filter(|frame| frame.src == tid(2))
+                .collect::<Vec<_>>(),
+        );
         new
     }
 
     #[test]
-    fn what_the_old_process_had_sent_and_nobody_has_acknowledged_the_new_one_sends_again_once_and_in_order() {
+    fn what_the_old_process_had_sent_and_nobody_has_acknowledged_the_new_one_sends_again_once_and_in_order()
+     {
         for heard in 0..6 {
             let [mut old, mut peer] = pair();
             let three = say_three(&mut old);
@@ -231,7 +309,8 @@ mod tests {
             }
             let all: Vec<_> = three.into_iter().chain([b"new".to_vec()]).collect();
             assert_eq!(messages(&mut peer), all, "{heard} were heard");
-            peer.send([], Bytes::from_static(b"answer")).expect("queued");
+            peer.send([], Bytes::from_static(b"answer"))
+                .expect("queued");
             give(&mut new, &frames(&mut peer));
             assert_eq!(messages(&mut new), [b"answer"]);
         }
@@ -253,35 +332,59 @@ mod tests {
                 // What it acknowledges before it is started again is not sent any more.
                 peer.handle(NOW, LinkEvent::PeerMoved);
                 give(&mut new, &frames(&mut peer));
-                said[..came.min(said.len())].iter().for_each(|frame| new.take_back(frame));
+                said[..came.min(said.len())]
+                    .iter()
+                    .for_each(|frame| new.take_back(frame));
                 let mut again = Link::new(tid(2), tid(1));
                 again.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
                 for line in 1..=restarts {
                     again.restart(line);
                     assert!(new.follow(line), "it follows");
-                    assert!(came >= sent.len() || !new.is_transmitted(), "something has yet to come back");
-                    new.send([], Bytes::from(format!("newer {line}"))).expect("queued");
+                    assert!(
+                        came >= sent.len() || !new.is_transmitted(),
+                        "something has yet to come back"
+                    );
+                    new.send([], Bytes::from(format!("newer {line}")))
+                        .expect("queued");
                 }
                 if came < sent.len() {
                     let is_data = |frame: &LinkFrame| matches!(frame.kind, LinkKind::Data { .. });
-                    assert!(!frames(&mut new).iter().any(is_data), "nothing overtakes what comes back");
+                    assert!(
+                        !frames(&mut new).iter().any(is_data),
+                        "nothing overtakes what comes back"
+                    );
                 }
-                said[came.min(said.len())..].iter().for_each(|frame| new.take_back(frame));
+                said[came.min(said.len())..]
+                    .iter()
+                    .for_each(|frame| new.take_back(frame));
                 for _ in 0..4 {
                     give(&mut again, &frames(&mut new));
                     give(&mut new, &frames(&mut again));
                     new.handle(NOW, LinkEvent::PeerMoved);
                 }
                 let newer = (1..=restarts).map(|line| format!("newer {line}").into_bytes());
-                let all: Vec<_> = three.into_iter().skip(heard).chain([b"new".to_vec()]).chain(newer).collect();
-                assert_eq!(messages(&mut again), all, "{heard} heard, {came} came back before {restarts} restarts");
-                assert!(new.tx.retained.is_empty() && new.tx.retained_bytes == 0, "all is acknowledged");
+                let all: Vec<_> = three
+                    .into_iter()
+                    .skip(heard)
+                    .chain([b"new".to_vec()])
+                    .chain(newer)
+                    .collect();
+                assert_eq!(
+                    messages(&mut again),
+                    all,
+                    "{heard} heard, {came} came back before {restarts} restarts"
+                );
+                assert!(
+                    new.tx.retained.is_empty() && new.tx.retained_bytes == 0,
+                    "all is acknowledged"
+                );
             }
         }
     }
 
     #[test]
-    fn a_peer_that_went_on_meanwhile_gets_nothing_twice_of_what_comes_back_to_one_started_from_a_checkpoint() {
+    fn a_peer_that_went_on_meanwhile_gets_nothing_twice_of_what_comes_back_to_one_started_from_a_checkpoint()
+     {
         let [mut old, _] = pair();
         old.send([], Bytes::from_static(b"old")).expect("queued");
         let sent = frames(&mut old);
@@ -307,7 +410,14 @@ mod tests {
         let coming = frames(&mut peer);
         give(&mut old, &coming[..2]);
         // The peer hears that these two are there, and does not send them again.
-        give(&mut peer, &old.part(NOW).1.into_iter().filter(|frame| frame.src == tid(1)).collect::<Vec<_>>());
+        give(
+            &mut peer,
+            &old.part(NOW)
+                .1
+                .into_iter()
+                .filter(|frame| frame.src == tid(1))
+                .collect::<Vec<_>>(),
+        );
         let wide = vec![5; WINDOW_BYTES_MAX * 2];
         old.restore_window();
         old.send([], wide.clone().into()).expect("queued");

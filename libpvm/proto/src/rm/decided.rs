@@ -9,7 +9,8 @@ use crate::suspend;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-const BEGAN_AGAIN: &str = "the resource manager began again with what was known; meanwhile spawns were placed in turn";
+const BEGAN_AGAIN: &str =
+    "the resource manager began again with what was known; meanwhile spawns were placed in turn";
 
 /// What can be decided, or happen.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -254,7 +255,9 @@ impl Decided {
     /// True when it speaks of a task of which this is so.
     pub fn is_about(&self, is_so: impl Fn(Tid) -> bool) -> bool {
         match self {
-            Decided::Spawn { job, started, .. } => is_so(*job) || started.iter().any(|(tid, _)| is_so(*tid)),
+            Decided::Spawn { job, started, .. } => {
+                is_so(*job) || started.iter().any(|(tid, _)| is_so(*tid))
+            }
             Decided::Go { tid, .. }
             | Decided::Moved { tid, .. }
             | Decided::NotMoved { tid, .. }
@@ -262,30 +265,44 @@ impl Decided {
             | Decided::CameOut { tid, .. }
             | Decided::Suspended { tid, .. }
             | Decided::Resumed { tid, .. } => is_so(*tid),
-            Decided::JobSuspended { job, .. } | Decided::CheckpointFailed { job, .. } => is_so(*job),
+            Decided::JobSuspended { job, .. } | Decided::CheckpointFailed { job, .. } => {
+                is_so(*job)
+            }
             Decided::RestartFailed { job, .. } => job.is_some_and(is_so),
             Decided::GuestsEnded { tasks, .. } | Decided::TaskerGone { tasks, .. } => {
                 tasks.iter().any(|tid| is_so(*tid))
             }
             Decided::Parked { job, tid, .. } => is_so(*job) || is_so(*tid),
-            Decided::Restarted { job, tasks, .. } => is_so(*job) || tasks.iter().any(|(tid, _)| is_so(*tid)),
+            Decided::Restarted { job, tasks, .. } => {
+                is_so(*job) || tasks.iter().any(|(tid, _)| is_so(*tid))
+            }
             _ => false,
         }
     }
 
     /// True when it speaks of this host: something came, went, or was kept from there.
     pub fn is_about_host(&self, name: &str) -> bool {
-        let not_used = |list: &[NotUsed]| list.iter().any(|n| n.host == name && n.why != Excluded::NotAsked);
+        let not_used = |list: &[NotUsed]| {
+            list.iter()
+                .any(|n| n.host == name && n.why != Excluded::NotAsked)
+        };
         match self {
             Decided::Restarted { tasks, .. } => tasks.iter().any(|(_, host)| host == name),
-            Decided::Spawn { started, attempts, .. } => {
-                started.iter().any(|(_, host)| host == name) || attempts.iter().any(|a| not_used(&a.not_used))
+            Decided::Spawn {
+                started, attempts, ..
+            } => {
+                started.iter().any(|(_, host)| host == name)
+                    || attempts.iter().any(|a| not_used(&a.not_used))
             }
             Decided::Go { from, to, .. }
             | Decided::Moved { from, to, .. }
             | Decided::NotMoved { from, to, .. }
             | Decided::CameOut { from, to, .. } => from == name || to == name,
-            Decided::Stays { host, not_used: list, .. } => host == name || not_used(list),
+            Decided::Stays {
+                host,
+                not_used: list,
+                ..
+            } => host == name || not_used(list),
             Decided::OwnerCame { host, .. }
             | Decided::OwnerLeft { host, .. }
             | Decided::HostJoined { host }
@@ -337,7 +354,10 @@ fn tell_spawn(
     match (error, started.len()) {
         (Some(error), 0) => write!(f, "{program} was not started for {by}: {error} ({why})"),
         (Some(error), n) => {
-            write!(f, "{n} of {count} {program} started for {by} on {hosts}: {why}; the others failed: {error}")
+            write!(
+                f,
+                "{n} of {count} {program} started for {by} on {hosts}: {why}; the others failed: {error}"
+            )
         }
         (None, _) => write!(f, "{program} started for {by} on {hosts}: {why}"),
     }
@@ -346,7 +366,12 @@ fn tell_spawn(
 fn tell_expected(f: &mut fmt::Formatter<'_>, Expected { gain, cost }: &Expected) -> fmt::Result {
     match gain.0 {
         0 => write!(f, "; expected cost {:.1} s", seconds(*cost)),
-        _ => write!(f, "; expected to save {:.1} s and to cost {:.1} s", seconds(*gain), seconds(*cost)),
+        _ => write!(
+            f,
+            "; expected to save {:.1} s and to cost {:.1} s",
+            seconds(*gain),
+            seconds(*cost)
+        ),
     }
 }
 
@@ -357,68 +382,177 @@ fn tell_tasks(f: &mut fmt::Formatter<'_>, tasks: &[Tid]) -> fmt::Result {
 impl fmt::Display for Decided {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Decided::Spawn { program, by, count, started, error, waited, attempts, .. } => {
+            Decided::Spawn {
+                program,
+                by,
+                count,
+                started,
+                error,
+                waited,
+                attempts,
+                ..
+            } => {
                 tell_spawn(f, (program, *by, *count), started, *error, attempts)?;
-                if waited.0 > 0 { write!(f, "; it waited {:.1} s", seconds(*waited)) } else { Ok(()) }
+                if waited.0 > 0 {
+                    write!(f, "; it waited {:.1} s", seconds(*waited))
+                } else {
+                    Ok(())
+                }
             }
-            Decided::Go { tid, from, to, cause, expected, refused } => {
-                write!(f, "{tid} was told to go from {from} to {to} because {}", because(cause, from))?;
+            Decided::Go {
+                tid,
+                from,
+                to,
+                cause,
+                expected,
+                refused,
+            } => {
+                write!(
+                    f,
+                    "{tid} was told to go from {from} to {to} because {}",
+                    because(cause, from)
+                )?;
                 tell_expected(f, expected)?;
-                refused.as_ref().map_or(Ok(()), |why| write!(f, "; it did not begin: {why}"))
+                refused
+                    .as_ref()
+                    .map_or(Ok(()), |why| write!(f, "; it did not begin: {why}"))
             }
-            Decided::Moved { tid, from, to, cause, bytes, frozen } => write!(
+            Decided::Moved {
+                tid,
+                from,
+                to,
+                cause,
+                bytes,
+                frozen,
+            } => write!(
                 f,
                 "{tid} moved from {from} to {to} because {}: {bytes} bytes, it stood still for {:.1} ms",
                 because(cause, from),
                 frozen.0 as f64 / 1e3
             ),
-            Decided::NotMoved { tid, from, to, step, why, .. } => {
-                write!(f, "{tid} was not moved from {from} to {to}: {step} failed: {why}")
+            Decided::NotMoved {
+                tid,
+                from,
+                to,
+                step,
+                why,
+                ..
+            } => {
+                write!(
+                    f,
+                    "{tid} was not moved from {from} to {to}: {step} failed: {why}"
+                )
             }
-            Decided::Stays { tid, host, why, not_used } => {
+            Decided::Stays {
+                tid,
+                host,
+                why,
+                not_used,
+            } => {
                 write!(f, "{tid} stays on {host}, which it should leave: {why}")?;
-                let list: Vec<String> = not_used.iter().map(|n| format!("{}: {}", n.host, n.why)).collect();
-                if list.is_empty() { Ok(()) } else { write!(f, " ({})", list.join("; ")) }
+                let list: Vec<String> = not_used
+                    .iter()
+                    .map(|n| format!("{}: {}", n.host, n.why))
+                    .collect();
+                if list.is_empty() {
+                    Ok(())
+                } else {
+                    write!(f, " ({})", list.join("; "))
+                }
             }
             Decided::OwnerCame { host, why } => write!(f, "the owner of {host} came: {why}"),
             Decided::OwnerLeft { host, why } => write!(f, "the owner of {host} left: {why}"),
             Decided::HostJoined { host } => write!(f, "{host} joined"),
             Decided::HostGone { host, why } => write!(f, "{host} is gone: {why}"),
-            Decided::Suspended { tid, host, cause } => write!(f, "{tid} was suspended on {host}: {cause}"),
-            Decided::Resumed { tid, host, cause } => write!(f, "{tid} was resumed on {host}: {cause}"),
+            Decided::Suspended { tid, host, cause } => {
+                write!(f, "{tid} was suspended on {host}: {cause}")
+            }
+            Decided::Resumed { tid, host, cause } => {
+                write!(f, "{tid} was resumed on {host}: {cause}")
+            }
             Decided::JobSuspended { job, suspend, by } => {
                 let what = if *suspend { "suspended" } else { "resumed" };
                 write!(f, "job {job} was {what}: {by} asked for it")
             }
-            Decided::Drain { host, begun: true, by } => write!(f, "{host} is being emptied: {by} asked for it"),
-            Decided::Drain { host, begun: false, by } => write!(f, "{host} takes tasks again: {by} asked for it"),
-            Decided::Parked { job, tid, host, why } => write!(
+            Decided::Drain {
+                host,
+                begun: true,
+                by,
+            } => write!(f, "{host} is being emptied: {by} asked for it"),
+            Decided::Drain {
+                host,
+                begun: false,
+                by,
+            } => write!(f, "{host} takes tasks again: {by} asked for it"),
+            Decided::Parked {
+                job,
+                tid,
+                host,
+                why,
+            } => write!(
                 f,
                 "job {job} is checkpointed and ended, and goes on when there is room: {tid} has to leave {host}, and {why}"
             ),
-            Decided::Restarted { job, set, tasks, why } => {
+            Decided::Restarted {
+                job,
+                set,
+                tasks,
+                why,
+            } => {
                 write!(f, "job {job} goes on from checkpoint {set} ({why}):")?;
-                tasks.iter().try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
+                tasks
+                    .iter()
+                    .try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
             }
-            Decided::CameOut { tid, from, to, expected, came } => {
-                write!(f, "the move of {tid} from {from} to {to} was expected to save ")?;
-                write!(f, "{:.1} s and to cost {:.1} s", seconds(expected.gain), seconds(expected.cost))?;
-                write!(f, "; it saved {:.1} s and cost {:.1} s", seconds(came.gain), seconds(came.cost))
+            Decided::CameOut {
+                tid,
+                from,
+                to,
+                expected,
+                came,
+            } => {
+                write!(
+                    f,
+                    "the move of {tid} from {from} to {to} was expected to save "
+                )?;
+                write!(
+                    f,
+                    "{:.1} s and to cost {:.1} s",
+                    seconds(expected.gain),
+                    seconds(expected.cost)
+                )?;
+                write!(
+                    f,
+                    "; it saved {:.1} s and cost {:.1} s",
+                    seconds(came.gain),
+                    seconds(came.cost)
+                )
             }
             Decided::HostClosed { host, why } => write!(f, "{host} takes no guests: {why}"),
             Decided::HostOpened { host } => write!(f, "{host} takes guests again"),
             Decided::GuestsEnded { host, tasks, why } => {
-                write!(f, "the owner of {host} has guests ended, and so it was with")?;
+                write!(
+                    f,
+                    "the owner of {host} has guests ended, and so it was with"
+                )?;
                 tell_tasks(f, tasks)?;
                 write!(f, ": {why}")
             }
-            Decided::CheckpointFailed { job, why } => write!(f, "job {job} was not checkpointed: {why}"),
-            Decided::RestartFailed { set, cause, why, .. } => {
+            Decided::CheckpointFailed { job, why } => {
+                write!(f, "job {job} was not checkpointed: {why}")
+            }
+            Decided::RestartFailed {
+                set, cause, why, ..
+            } => {
                 write!(f, "checkpoint {set} was not started again ({cause}): {why}")
             }
             Decided::TaskerGone { host, tasks, why } => {
                 write!(f, "the tasker of {host} has ended ({why}), and with it")?;
-                if tasks.is_empty() { f.write_str(" no task") } else { tell_tasks(f, tasks) }
+                if tasks.is_empty() {
+                    f.write_str(" no task")
+                } else {
+                    tell_tasks(f, tasks)
+                }
             }
             Decided::HostRefused { host, why } => write!(f, "{host} was not added: {why}"),
             Decided::Began { again: false } => f.write_str("the resource manager began"),
@@ -438,23 +572,52 @@ mod tests {
         let host = || "h2".to_string();
         assert_eq!(number(Decided::HostJoined { host: host() }), 7);
         assert_eq!(number(Decided::Began { again: true }), 13);
-        assert_eq!(number(Decided::HostClosed { host: host(), why: String::new() }), 17);
-        assert_eq!(number(Decided::HostRefused { host: host(), why: String::new() }), 23);
+        assert_eq!(
+            number(Decided::HostClosed {
+                host: host(),
+                why: String::new()
+            }),
+            17
+        );
+        assert_eq!(
+            number(Decided::HostRefused {
+                host: host(),
+                why: String::new()
+            }),
+            23
+        );
     }
 
     #[test]
     fn tasks_that_an_owner_has_ended_and_those_that_died_with_their_tasker_are_told_so() {
         let tasks = vec![Tid::from_raw(0x80001), Tid::from_raw(0x80002)];
-        let ended = Decided::GuestsEnded { host: "h2".into(), tasks: tasks.clone(), why: "olga on pts/1".into() };
-        let dead = Decided::TaskerGone { host: "h2".into(), tasks: tasks.clone(), why: "signal 9".into() };
+        let ended = Decided::GuestsEnded {
+            host: "h2".into(),
+            tasks: tasks.clone(),
+            why: "olga on pts/1".into(),
+        };
+        let dead = Decided::TaskerGone {
+            host: "h2".into(),
+            tasks: tasks.clone(),
+            why: "signal 9".into(),
+        };
         for what in [&ended, &dead] {
-            assert!(what.is_about(|tid| tid == tasks[1]) && what.is_about_host("h2"), "{what}");
-            assert!(!what.is_about(|tid| tid == Tid::from_raw(0x80003)) && !what.is_about_host("h3"), "{what}");
+            assert!(
+                what.is_about(|tid| tid == tasks[1]) && what.is_about_host("h2"),
+                "{what}"
+            );
+            assert!(
+                !what.is_about(|tid| tid == Tid::from_raw(0x80003)) && !what.is_about_host("h3"),
+                "{what}"
+            );
         }
         assert_eq!(
             ended.to_string(),
             "the owner of h2 has guests ended, and so it was with t80001 t80002: olga on pts/1"
         );
-        assert_eq!(dead.to_string(), "the tasker of h2 has ended (signal 9), and with it t80001 t80002");
+        assert_eq!(
+            dead.to_string(),
+            "the tasker of h2 has ended (signal 9), and with it t80001 t80002"
+        );
     }
 }

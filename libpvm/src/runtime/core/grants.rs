@@ -23,14 +23,26 @@ struct Asked {
 impl Grants {
     /// A resource manager is about to be asked.
     pub(crate) fn asks(&mut self, now: Micros, rm: Tid, wid: i32, request: &SpawnRequest) {
-        let like = SpawnRequest { args: Vec::new(), ..request.clone() };
+        let like = SpawnRequest {
+            args: Vec::new(),
+            ..request.clone()
+        };
         let few = request.count as usize <= GRANT_COUNT_MAX;
-        self.0 = few.then_some(Asked { rm, wid, like, last: now, grant: None });
+        self.0 = few.then_some(Asked {
+            rm,
+            wid,
+            like,
+            last: now,
+            grant: None,
+        });
     }
 
     /// A resource manager says where the next tasks go.
     pub(super) fn hear(&mut self, message: Message) {
-        let asked = self.0.as_mut().filter(|asked| (asked.rm, asked.wid) == (message.src, message.wid));
+        let asked = self
+            .0
+            .as_mut()
+            .filter(|asked| (asked.rm, asked.wid) == (message.src, message.wid));
         if let (Some(asked), Ok(grant)) = (asked, unpack_grant(message.body)) {
             asked.grant = Some(grant);
         }
@@ -38,12 +50,22 @@ impl Grants {
 
     /// Takes the next places for such a request.
     pub(crate) fn take(&mut self, now: Micros, request: &SpawnRequest) -> Option<GrantOf> {
-        let asked = self.0.as_mut().filter(|asked| asked.like.is_like(request))?;
-        let grant = asked.grant.as_mut().filter(|grant| now.since(asked.last) < grant.span)?;
+        let asked = self
+            .0
+            .as_mut()
+            .filter(|asked| asked.like.is_like(request))?;
+        let grant = asked
+            .grant
+            .as_mut()
+            .filter(|grant| now.since(asked.last) < grant.span)?;
         let count = request.count as usize;
         let hosts = (grant.hosts.len() >= count).then(|| grant.hosts.drain(..count).collect())?;
         asked.last = now;
-        Some(GrantOf { rm: asked.rm, wid: asked.wid, hosts })
+        Some(GrantOf {
+            rm: asked.rm,
+            wid: asked.wid,
+            hosts,
+        })
     }
 
     /// What was said does not hold any more.

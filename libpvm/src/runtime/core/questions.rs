@@ -22,7 +22,13 @@ pub(crate) struct Questions(Vec<Question>);
 impl Questions {
     /// A thread is about to ask.
     pub(crate) fn open(&mut self, rm: Tid, tag: i32, wid: i32) {
-        self.0.push(Question { rm, tag, wid, answer: None, waits: None });
+        self.0.push(Question {
+            rm,
+            tag,
+            wid,
+            answer: None,
+            waits: None,
+        });
     }
 
     /// The thread has its answer, or has given up.
@@ -32,7 +38,11 @@ impl Questions {
 
     /// The body of the answer to a question, once it is here.
     pub(crate) fn take_answer(&mut self, wid: i32) -> Option<Bytes> {
-        self.0.iter_mut().find(|question| question.wid == wid)?.answer.take()
+        self.0
+            .iter_mut()
+            .find(|question| question.wid == wid)?
+            .answer
+            .take()
     }
 
     /// Since when the request of a question waits for a place, if it does.
@@ -53,7 +63,9 @@ impl Questions {
     pub(super) fn hear(&mut self, message: Message) -> Option<Message> {
         let fits = |q: &Question| q.rm == message.src && q.tag == message.tag && q.answer.is_none();
         let exact = self.0.iter().position(|q| fits(q) && q.wid == message.wid);
-        let Some(i) = exact.or_else(|| self.0.iter().position(fits)) else { return Some(message) };
+        let Some(i) = exact.or_else(|| self.0.iter().position(fits)) else {
+            return Some(message);
+        };
         self.0[i].answer = Some(message.body);
         None
     }

@@ -17,7 +17,10 @@ const REQUEST_BITS: u32 = 40;
 /// asked are not for it.
 pub(super) fn beginning(welcome: &Welcome) -> (u16, RequestId) {
     let successor = welcome.successor.as_deref();
-    (successor.map_or(0, |s| s.line), RequestId(successor.map_or(0, |s| u64::from(s.count) << REQUEST_BITS)))
+    (
+        successor.map_or(0, |s| s.line),
+        RequestId(successor.map_or(0, |s| u64::from(s.count) << REQUEST_BITS)),
+    )
 }
 
 impl Core {
@@ -55,7 +58,10 @@ impl Core {
             None => {
                 self.lifted = false;
                 self.links.values_mut().for_each(Link::restore_window);
-                let word = self.parted.take().map(|by| encode_control(&ToDaemon::TakesAgain { by }));
+                let word = self
+                    .parted
+                    .take()
+                    .map(|by| encode_control(&ToDaemon::TakesAgain { by }));
                 self.outbox_words(word);
             }
         }
@@ -70,7 +76,10 @@ impl Core {
     }
 
     fn outbox_words(&mut self, words: impl IntoIterator<Item = Result<Bytes, FrameError>>) {
-        words.into_iter().flatten().for_each(|word| self.outbox.push(word));
+        words
+            .into_iter()
+            .flatten()
+            .for_each(|word| self.outbox.push(word));
     }
 
     /// What the next process is to get of what has come here, in its order. A program that is asked to end takes what has come
@@ -80,8 +89,20 @@ impl Core {
         if self.ends {
             self.inbox.take_all_into(&mut unread);
         }
-        let come = |message: Message| (LinkMark { peer: message.src, end: COME }, message);
-        unread.into_iter().map(come).chain(std::mem::take(&mut self.held)).collect()
+        let come = |message: Message| {
+            (
+                LinkMark {
+                    peer: message.src,
+                    end: COME,
+                },
+                message,
+            )
+        };
+        unread
+            .into_iter()
+            .map(come)
+            .chain(std::mem::take(&mut self.held))
+            .collect()
     }
 
     fn tell_all(&mut self, now: Micros, by: MigrationId) {
@@ -100,14 +121,24 @@ impl Core {
         }
         self.busy.clear();
         self.is_busy.clear();
-        let parting = ToDaemon::Parting { by, line: self.line, talks, later: self.unread() };
-        let (Ok(first), Ok(last)) = (encode_control(&parting), encode_control(&ToDaemon::TakesNothing { by })) else {
+        let parting = ToDaemon::Parting {
+            by,
+            line: self.line,
+            talks,
+            later: self.unread(),
+        };
+        let (Ok(first), Ok(last)) = (
+            encode_control(&parting),
+            encode_control(&ToDaemon::TakesNothing { by }),
+        ) else {
             // Too much for a frame: nothing is said, and the program is not asked.
             if let ToDaemon::Parting { later, .. } = parting {
-                later.into_iter().for_each(|(mark, message)| match mark.end {
-                    COME => self.inbox.push(message),
-                    _ => self.held.push_back((mark, message)),
-                });
+                later
+                    .into_iter()
+                    .for_each(|(mark, message)| match mark.end {
+                        COME => self.inbox.push(message),
+                        _ => self.held.push_back((mark, message)),
+                    });
             }
             return;
         };

@@ -33,7 +33,15 @@ fn welcome() -> Welcome {
 }
 
 fn message(dst: Tid, tag: i32, body: Bytes) -> Message {
-    Message { src: ME, dst, ctx: CTX_BASE, tag, wid: 0, enc: ENC_XDR, body }
+    Message {
+        src: ME,
+        dst,
+        ctx: CTX_BASE,
+        tag,
+        wid: 0,
+        enc: ENC_XDR,
+        body,
+    }
 }
 
 fn tell(core: &mut Core, control: ToTask) -> Result<(), String> {
@@ -42,7 +50,14 @@ fn tell(core: &mut Core, control: ToTask) -> Result<(), String> {
 
 fn quiesced() -> Core {
     let mut core = core();
-    tell(&mut core, ToTask::Quiesce { migration: MigrationId(1), tokens: vec![] }).expect("lets go");
+    tell(
+        &mut core,
+        ToTask::Quiesce {
+            migration: MigrationId(1),
+            tokens: vec![],
+        },
+    )
+    .expect("lets go");
     core.outbox.clear();
     core.let_go();
     core
@@ -53,7 +68,14 @@ fn held_notifications_have_a_limit_and_none_is_lost_at_it() {
     let mut core = core();
     for tag in 0..=HELD_MAX as i32 {
         let message = message(ME, tag, Bytes::new());
-        tell(&mut core, ToTask::Deliver { message, after: Some(LinkMark { peer: PEER, end: 9 }) }).expect("held");
+        tell(
+            &mut core,
+            ToTask::Deliver {
+                message,
+                after: Some(LinkMark { peer: PEER, end: 9 }),
+            },
+        )
+        .expect("held");
     }
     assert_eq!(core.inbox.iter().map(|m| m.tag).collect::<Vec<_>>(), [0]);
     tell(&mut core, ToTask::PeerGone { tid: PEER }).expect("noted");
@@ -75,7 +97,9 @@ fn ended_conversations_are_remembered_up_to_a_limit() {
 fn what_waits_for_the_end_of_a_move_has_a_limit() {
     let mut core = quiesced();
     let order = message(HostId::MASTER.daemon(), 1, vec![0; 32 << 20].into());
-    let taken = (0..100).take_while(|_| core.tell(order.clone()).is_ok()).count();
+    let taken = (0..100)
+        .take_while(|_| core.tell(order.clone()).is_ok())
+        .count();
     assert_eq!(taken, LATER_BYTES_MAX / (32 << 20) - 1);
     assert_eq!(core.tell(order), Err(PvmError::OutOfRes));
 }
@@ -86,7 +110,13 @@ fn open_requests_have_a_limit() {
     for _ in 0..REQUESTS_OPEN_MAX {
         core.ask(Request::Config).expect("asked");
     }
-    assert!(matches!(core.ask(Request::Config), Err(Reply::Failed { error: PvmError::OutOfRes, .. })));
+    assert!(matches!(
+        core.ask(Request::Config),
+        Err(Reply::Failed {
+            error: PvmError::OutOfRes,
+            ..
+        })
+    ));
 }
 
 #[test]
@@ -94,13 +124,23 @@ fn links_wait_when_the_outbox_is_full_and_go_on_in_turn() {
     let mut core = core();
     let others = [PEER, Tid::from_raw(0x40003)];
     for peer in others {
-        core.send(Micros(0), message(peer, 1, vec![0; 2 * BACKLOG_BYTES_MAX].into())).expect("queued");
+        core.send(
+            Micros(0),
+            message(peer, 1, vec![0; 2 * BACKLOG_BYTES_MAX].into()),
+        )
+        .expect("queued");
     }
     assert!(core.outbox.backlog() < BACKLOG_BYTES_MAX + (70 << 10));
     assert!(others.iter().all(|peer| core.waits_for_room(*peer)));
     let mut decoder = FrameDecoder::new();
     while !core.outbox.is_empty() {
-        let bytes = core.outbox.slices().0.iter().flat_map(|s| s.to_vec()).collect::<Vec<u8>>();
+        let bytes = core
+            .outbox
+            .slices()
+            .0
+            .iter()
+            .flat_map(|s| s.to_vec())
+            .collect::<Vec<u8>>();
         decoder.push(&bytes);
         core.outbox.advance(bytes.len());
         core.pump(Micros(0));
@@ -110,20 +150,36 @@ fn links_wait_when_the_outbox_is_full_and_go_on_in_turn() {
     while let Some(frame) = decoder.next_frame().expect("good") {
         order.push(frame.link().expect("a link frame").dst);
     }
-    let second = order.iter().position(|dst| *dst == others[1]).expect("sent");
-    assert!(order[second..].contains(&others[0]), "the second did not wait until the first was done");
+    let second = order
+        .iter()
+        .position(|dst| *dst == others[1])
+        .expect("sent");
+    assert!(
+        order[second..].contains(&others[0]),
+        "the second did not wait until the first was done"
+    );
 }
 
 #[test]
 fn a_second_order_to_let_go_is_an_error() {
     let mut core = quiesced();
-    assert!(tell(&mut core, ToTask::Quiesce { migration: MigrationId(2), tokens: vec![] }).is_err());
+    assert!(
+        tell(
+            &mut core,
+            ToTask::Quiesce {
+                migration: MigrationId(2),
+                tokens: vec![]
+            }
+        )
+        .is_err()
+    );
 }
 
 #[test]
 fn nothing_is_transmitted_without_a_connection() {
     let mut core = quiesced();
-    core.send(Micros(0), message(PEER, 1, Bytes::from_static(b"x"))).expect("kept");
+    core.send(Micros(0), message(PEER, 1, Bytes::from_static(b"x")))
+        .expect("kept");
     core.wake(Micros::from_secs(100));
     core.pump(Micros::from_secs(100));
     assert!(core.outbox.is_empty() && core.earliest().is_none() && !core.all_transmitted());
@@ -132,7 +188,8 @@ fn nothing_is_transmitted_without_a_connection() {
 #[test]
 fn a_late_acknowledgement_does_not_bring_a_dead_task_back() {
     let mut core = core();
-    core.send(Micros(0), message(PEER, 1, Bytes::new())).expect("sent");
+    core.send(Micros(0), message(PEER, 1, Bytes::new()))
+        .expect("sent");
     tell(&mut core, ToTask::PeerGone { tid: PEER }).expect("noted");
     let late = LinkFrame {
         src: PEER,
@@ -146,7 +203,8 @@ fn a_late_acknowledgement_does_not_bring_a_dead_task_back() {
     let mut decoder = FrameDecoder::new();
     decoder.push(&encode_link(&late));
     let frame = decoder.next_frame().expect("good").expect("whole");
-    core.take_frame(Micros(0), frame, &mut Passed::default()).expect("ignored");
+    core.take_frame(Micros(0), frame, &mut Passed::default())
+        .expect("ignored");
     assert!(core.is_gone(PEER));
 }
 
@@ -154,7 +212,13 @@ fn a_late_acknowledgement_does_not_bring_a_dead_task_back() {
 fn written(core: &mut Core) -> Vec<Frame> {
     let mut decoder = FrameDecoder::new();
     while !core.outbox.is_empty() {
-        let bytes = core.outbox.slices().0.iter().flat_map(|s| s.to_vec()).collect::<Vec<u8>>();
+        let bytes = core
+            .outbox
+            .slices()
+            .0
+            .iter()
+            .flat_map(|s| s.to_vec())
+            .collect::<Vec<u8>>();
         decoder.push(&bytes);
         core.outbox.advance(bytes.len());
     }
@@ -162,12 +226,18 @@ fn written(core: &mut Core) -> Vec<Frame> {
 }
 
 fn links_of(frames: Vec<Frame>) -> Vec<LinkFrame> {
-    let links = frames.into_iter().filter(|frame| frame.kind == FrameKind::Link);
-    links.map(|frame| frame.link().expect("a link frame")).collect()
+    let links = frames
+        .into_iter()
+        .filter(|frame| frame.kind == FrameKind::Link);
+    links
+        .map(|frame| frame.link().expect("a link frame"))
+        .collect()
 }
 
 fn requests_of(frames: Vec<Frame>) -> Vec<RequestId> {
-    let controls = frames.into_iter().filter(|frame| frame.kind == FrameKind::Control);
+    let controls = frames
+        .into_iter()
+        .filter(|frame| frame.kind == FrameKind::Control);
     let ids = controls.map(|frame| match frame.control::<ToDaemon>().expect("a word") {
         ToDaemon::Request { id, .. } => id,
         other => panic!("{other:?}"),
@@ -179,42 +249,89 @@ fn take(core: &mut Core, frame: &LinkFrame) {
     let mut decoder = FrameDecoder::new();
     decoder.push(&encode_link(frame));
     let frame = decoder.next_frame().expect("good").expect("whole");
-    core.take_frame(Micros(0), frame, &mut Passed::default()).expect("taken");
+    core.take_frame(Micros(0), frame, &mut Passed::default())
+        .expect("taken");
 }
 
 /// A process that was quiesced is started again, on timeline 3 and together with PEER.
 fn begin_again(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Vec<Frame> {
-    tell(core, ToTask::Quiesce { migration: MigrationId(1), tokens: vec![] }).expect("lets go");
+    tell(
+        core,
+        ToTask::Quiesce {
+            migration: MigrationId(1),
+            tokens: vec![],
+        },
+    )
+    .expect("lets go");
     core.outbox.clear();
     core.let_go();
-    let timeline = Timeline { line: 3, members: vec![(ME, 0), (PEER, 0)], same: true };
-    core.resume(Micros(0), &Welcome { rm, restart: Some(Restart { timeline, again }), ..welcome() });
+    let timeline = Timeline {
+        line: 3,
+        members: vec![(ME, 0), (PEER, 0)],
+        same: true,
+    };
+    core.resume(
+        Micros(0),
+        &Welcome {
+            rm,
+            restart: Some(Restart { timeline, again }),
+            ..welcome()
+        },
+    );
     written(core)
 }
 
 #[test]
 fn who_begins_again_makes_open_requests_again_that_nobody_answers_under_the_same_numbers() {
     let mut core = core();
-    let ids: Vec<RequestId> = (0..4).map(|_| core.ask(Request::Config).expect("asked")).collect();
-    tell(&mut core, ToTask::Reply { id: ids[1], reply: Reply::Done }).expect("noted");
+    let ids: Vec<RequestId> = (0..4)
+        .map(|_| core.ask(Request::Config).expect("asked"))
+        .collect();
+    tell(
+        &mut core,
+        ToTask::Reply {
+            id: ids[1],
+            reply: Reply::Done,
+        },
+    )
+    .expect("noted");
     let frames = begin_again(&mut core, None, vec![ids[0], ids[1], ids[3], RequestId(77)]);
     // The second one has its answer, the third one's waits at the daemon.
     assert_eq!(requests_of(frames), [ids[0], ids[3]]);
     assert_eq!(core.take_reply(ids[1]), Some(Reply::Done));
     for id in [ids[0], ids[2], ids[3]] {
         assert_eq!(core.take_reply(id), None);
-        tell(&mut core, ToTask::Reply { id, reply: Reply::Done }).expect("noted");
+        tell(
+            &mut core,
+            ToTask::Reply {
+                id,
+                reply: Reply::Done,
+            },
+        )
+        .expect("noted");
         assert_eq!(core.take_reply(id), Some(Reply::Done));
     }
 }
 
 #[test]
 fn to_who_begins_again_the_resource_manager_has_died_once() {
-    let rm = |tid| Some(RmInfo { tid: Tid::from_raw(tid), serves: RmServes::default() });
-    for (before, after, deaths) in
-        [(rm(7), rm(7), 1), (rm(7), rm(8), 1), (rm(7), None, 1), (None, rm(8), 0), (None, None, 0)]
-    {
-        let mut core = Core::new(&Welcome { rm: before, ..welcome() });
+    let rm = |tid| {
+        Some(RmInfo {
+            tid: Tid::from_raw(tid),
+            serves: RmServes::default(),
+        })
+    };
+    for (before, after, deaths) in [
+        (rm(7), rm(7), 1),
+        (rm(7), rm(8), 1),
+        (rm(7), None, 1),
+        (None, rm(8), 0),
+        (None, None, 0),
+    ] {
+        let mut core = Core::new(&Welcome {
+            rm: before,
+            ..welcome()
+        });
         begin_again(&mut core, after, vec![]);
         assert_eq!((core.rm_deaths(), core.rm()), (deaths, after));
     }
@@ -225,24 +342,43 @@ fn links_of_those_who_begin_again_together_keep_their_numbers_and_others_begin_a
     const OTHER: Tid = Tid::from_raw(0x40003);
     let (mut core, now) = (core(), Micros(0));
     for peer in [PEER, OTHER] {
-        core.send(now, message(peer, 1, Bytes::new())).expect("sent");
+        core.send(now, message(peer, 1, Bytes::new()))
+            .expect("sent");
         let mut word = message(ME, 2, Bytes::new());
         word.src = peer;
         let payload = Bytes::from(word.head().as_ref().to_vec());
         take(
             &mut core,
-            &LinkFrame { src: peer, dst: ME, kind: LinkKind::Data { last: true }, seq: 1, ack: 1, line: 0, payload },
+            &LinkFrame {
+                src: peer,
+                dst: ME,
+                kind: LinkKind::Data { last: true },
+                seq: 1,
+                ack: 1,
+                line: 0,
+                payload,
+            },
         );
     }
     assert_eq!(core.inbox.len(), 2);
     let links = links_of(begin_again(&mut core, None, vec![]));
-    let said: Vec<_> = links.iter().map(|f| (f.dst, f.kind, f.seq, f.ack, f.line)).collect();
+    let said: Vec<_> = links
+        .iter()
+        .map(|f| (f.dst, f.kind, f.seq, f.ack, f.line))
+        .collect();
     // The member is asked what it has; the other one has most probably had it.
-    assert!(said.contains(&(PEER, LinkKind::Probe, 2, 2, 3)) && said.iter().all(|said| said.0 == PEER), "{said:?}");
+    assert!(
+        said.contains(&(PEER, LinkKind::Probe, 2, 2, 3)) && said.iter().all(|said| said.0 == PEER),
+        "{said:?}"
+    );
     for (peer, seq, ack) in [(PEER, 2, 2), (OTHER, 1, 1), (Tid::from_raw(0x40004), 1, 1)] {
-        core.send(now, message(peer, 1, Bytes::new())).expect("sent");
+        core.send(now, message(peer, 1, Bytes::new()))
+            .expect("sent");
         let links = links_of(written(&mut core));
-        let said: Vec<_> = links.iter().map(|f| (f.dst, f.kind, f.seq, f.ack, f.line)).collect();
+        let said: Vec<_> = links
+            .iter()
+            .map(|f| (f.dst, f.kind, f.seq, f.ack, f.line))
+            .collect();
         assert_eq!(said, [(peer, LinkKind::Data { last: true }, seq, ack, 3)]);
     }
 }
@@ -250,63 +386,136 @@ fn links_of_those_who_begin_again_together_keep_their_numbers_and_others_begin_a
 #[test]
 fn before_a_direct_route_stands_both_ends_have_agreed_on_the_later_timeline() {
     let offer = |line| {
-        let word = RouteWord::DirectOffer { id: OfferId(1), addresses: vec![], fingerprint: [7; 32], line };
-        encode_control(&ToTask::Route { from: PEER, near: false, word }).expect("short")
+        let word = RouteWord::DirectOffer {
+            id: OfferId(1),
+            addresses: vec![],
+            fingerprint: [7; 32],
+            line,
+        };
+        encode_control(&ToTask::Route {
+            from: PEER,
+            near: false,
+            word,
+        })
+        .expect("short")
     };
     let hear = |core: &mut Core, word: Bytes| {
         let mut decoder = FrameDecoder::new();
         decoder.push(&word);
         let frame = decoder.next_frame().expect("good").expect("whole");
-        core.take_frame(Micros(0), frame, &mut Passed::default()).expect("taken");
+        core.take_frame(Micros(0), frame, &mut Passed::default())
+            .expect("taken");
     };
     // Whoever has stayed outside: what it keeps for the other one goes on the new timeline.
     let mut core = core();
-    core.send(Micros(0), message(PEER, 1, Bytes::new())).expect("sent");
+    core.send(Micros(0), message(PEER, 1, Bytes::new()))
+        .expect("sent");
     assert_eq!(core.line_with(PEER), 0);
     hear(&mut core, offer(3));
     assert_eq!(core.line_with(PEER), 3);
     let last = links_of(written(&mut core)).pop().expect("transmitted");
-    assert_eq!((last.kind, last.seq, last.line), (LinkKind::Data { last: true }, 1, 3));
+    assert_eq!(
+        (last.kind, last.seq, last.line),
+        (LinkKind::Data { last: true }, 1, 3)
+    );
     // Who has begun again stays on its own, and says so.
     begin_again(&mut core, None, vec![]);
     hear(&mut core, offer(2));
     assert_eq!(core.line_with(PEER), 3);
     core.want_route(Micros(0), Tid::from_raw(0x40003));
-    let lines = written(&mut core).into_iter().filter(|frame| frame.kind == FrameKind::Control);
+    let lines = written(&mut core)
+        .into_iter()
+        .filter(|frame| frame.kind == FrameKind::Control);
     let lines = lines.filter_map(|frame| match frame.control::<ToDaemon>().expect("a word") {
-        ToDaemon::Route { word: RouteWord::DirectOffer { line, .. }, .. } => Some(line),
+        ToDaemon::Route {
+            word: RouteWord::DirectOffer { line, .. },
+            ..
+        } => Some(line),
         _ => None,
     });
     assert_eq!(lines.collect::<Vec<u16>>(), [3]);
 }
 
 fn data(src: Tid, dst: Tid, seq: u64, tag: i32) -> LinkFrame {
-    let word = Message { src, ..message(dst, tag, Bytes::new()) };
+    let word = Message {
+        src,
+        ..message(dst, tag, Bytes::new())
+    };
     let payload = Bytes::from(word.head().as_ref().to_vec());
-    LinkFrame { src, dst, kind: LinkKind::Data { last: true }, seq, ack: 1, line: 0, payload }
+    LinkFrame {
+        src,
+        dst,
+        kind: LinkKind::Data { last: true },
+        seq,
+        ack: 1,
+        line: 0,
+        payload,
+    }
 }
 
 fn words_of(frames: &[Frame]) -> Vec<ToDaemon> {
-    let words = frames.iter().filter(|frame| frame.kind == FrameKind::Control);
-    words.map(|frame| frame.control().expect("a word")).collect()
+    let words = frames
+        .iter()
+        .filter(|frame| frame.kind == FrameKind::Control);
+    words
+        .map(|frame| frame.control().expect("a word"))
+        .collect()
 }
 
 const MOVE: MigrationId = MigrationId(7);
 
 #[test]
-fn a_process_in_the_place_of_another_one_goes_on_with_its_conversations_and_numbers_its_requests_apart() {
-    let talk = Talk { peer: PEER, line: 2, expected: 5, first: 3, end: 4, gone: false };
-    let successor = Successor { line: 2, count: 3, talks: vec![talk] };
-    let mut core = Core::new(&Welcome { successor: Some(Box::new(successor)), ..welcome() });
+fn a_process_in_the_place_of_another_one_goes_on_with_its_conversations_and_numbers_its_requests_apart()
+ {
+    let talk = Talk {
+        peer: PEER,
+        line: 2,
+        expected: 5,
+        first: 3,
+        end: 4,
+        gone: false,
+    };
+    let successor = Successor {
+        line: 2,
+        count: 3,
+        talks: vec![talk],
+    };
+    let mut core = Core::new(&Welcome {
+        successor: Some(Box::new(successor)),
+        ..welcome()
+    });
     assert!(core.ask(Request::Config).expect("asked").0 > 3 << 40);
     // What it says at once comes behind what the process before it had said.
-    core.send(Micros(0), message(PEER, 9, Bytes::new())).expect("sent");
-    assert!(links_of(written(&mut core)).iter().all(|frame| !matches!(frame.kind, LinkKind::Data { .. })));
-    take(&mut core, &LinkFrame { line: 2, ..data(ME, PEER, 3, 8) });
+    core.send(Micros(0), message(PEER, 9, Bytes::new()))
+        .expect("sent");
+    assert!(
+        links_of(written(&mut core))
+            .iter()
+            .all(|frame| !matches!(frame.kind, LinkKind::Data { .. }))
+    );
+    take(
+        &mut core,
+        &LinkFrame {
+            line: 2,
+            ..data(ME, PEER, 3, 8)
+        },
+    );
     let sent = links_of(written(&mut core));
-    let sent = sent.iter().filter(|frame| matches!(frame.kind, LinkKind::Data { .. }));
-    assert_eq!(sent.map(|frame| (frame.seq, frame.line, frame.ack)).collect::<Vec<_>>(), [(3, 2, 5), (4, 2, 5)]);
-    take(&mut core, &LinkFrame { line: 2, ..data(PEER, ME, 5, 1) });
+    let sent = sent
+        .iter()
+        .filter(|frame| matches!(frame.kind, LinkKind::Data { .. }));
+    assert_eq!(
+        sent.map(|frame| (frame.seq, frame.line, frame.ack))
+            .collect::<Vec<_>>(),
+        [(3, 2, 5), (4, 2, 5)]
+    );
+    take(
+        &mut core,
+        &LinkFrame {
+            line: 2,
+            ..data(PEER, ME, 5, 1)
+        },
+    );
     assert_eq!(core.inbox.len(), 1);
 }
 
@@ -314,31 +523,75 @@ fn a_process_in_the_place_of_another_one_goes_on_with_its_conversations_and_numb
 fn who_is_about_to_be_asked_to_end_says_where_all_stands_and_what_nobody_has_acknowledged() {
     let mut core = core();
     take(&mut core, &data(PEER, ME, 1, 2));
-    core.send(Micros(0), message(PEER, 3, Bytes::new())).expect("sent");
+    core.send(Micros(0), message(PEER, 3, Bytes::new()))
+        .expect("sent");
     let note = message(ME, 4, Bytes::new());
-    tell(&mut core, ToTask::Deliver { message: note, after: Some(LinkMark { peer: PEER, end: 9 }) }).expect("kept");
+    tell(
+        &mut core,
+        ToTask::Deliver {
+            message: note,
+            after: Some(LinkMark { peer: PEER, end: 9 }),
+        },
+    )
+    .expect("kept");
     written(&mut core);
     tell(&mut core, ToTask::TakeNothing { by: Some(MOVE) }).expect("noted");
     let said = written(&mut core);
-    let [ToDaemon::Parting { by: MOVE, line: 0, talks, later }, ToDaemon::TakesNothing { by: MOVE }] =
-        &words_of(&said)[..]
+    let [
+        ToDaemon::Parting {
+            by: MOVE,
+            line: 0,
+            talks,
+            later,
+        },
+        ToDaemon::TakesNothing { by: MOVE },
+    ] = &words_of(&said)[..]
     else {
         panic!("{said:?}")
     };
-    assert_eq!(talks[..], [Talk { peer: PEER, line: 0, expected: 2, first: 1, end: 1, gone: false }]);
+    assert_eq!(
+        talks[..],
+        [Talk {
+            peer: PEER,
+            line: 0,
+            expected: 2,
+            first: 1,
+            end: 1,
+            gone: false
+        }]
+    );
     assert_eq!((later.len(), later[0].0.end), (1, 9));
     let again = links_of(said);
-    assert!(again.iter().any(|frame| frame.seq == 1 && matches!(frame.kind, LinkKind::Data { .. })), "{again:?}");
+    assert!(
+        again
+            .iter()
+            .any(|frame| frame.seq == 1 && matches!(frame.kind, LinkKind::Data { .. })),
+        "{again:?}"
+    );
     // What it says from now on goes out whatever the window.
-    core.send(Micros(0), message(PEER, 3, vec![1; 2 * sempa_proto::link::WINDOW_BYTES_MAX].into())).expect("sent");
+    core.send(
+        Micros(0),
+        message(
+            PEER,
+            3,
+            vec![1; 2 * sempa_proto::link::WINDOW_BYTES_MAX].into(),
+        ),
+    )
+    .expect("sent");
     let mut count = 0;
     while core.outbox.backlog() > 0 {
         count += links_of(written(&mut core)).len();
         core.pump(Micros(0));
     }
-    assert_eq!(count, 2 * sempa_proto::link::WINDOW_BYTES_MAX / sempa_proto::link::FRAGMENT_BYTES_MAX + 1);
+    assert_eq!(
+        count,
+        2 * sempa_proto::link::WINDOW_BYTES_MAX / sempa_proto::link::FRAGMENT_BYTES_MAX + 1
+    );
     tell(&mut core, ToTask::TakeNothing { by: None }).expect("noted");
-    assert_eq!(words_of(&written(&mut core)), [ToDaemon::TakesAgain { by: MOVE }]);
+    assert_eq!(
+        words_of(&written(&mut core)),
+        [ToDaemon::TakesAgain { by: MOVE }]
+    );
     take(&mut core, &data(PEER, ME, 2, 2));
     assert_eq!(core.inbox.len(), 2);
     assert!(core.begin_to_end(), "its daemon may wait for this still");
@@ -352,23 +605,52 @@ fn what_came_for_a_program_whose_end_has_begun_is_for_its_next_process_and_comes
     written(&mut core);
     take(&mut core, &data(PEER, ME, 1, 2));
     let note = message(ME, 4, Bytes::new());
-    tell(&mut core, ToTask::Deliver { message: note, after: Some(LinkMark { peer: PEER, end: 9 }) }).expect("kept");
+    tell(
+        &mut core,
+        ToTask::Deliver {
+            message: note,
+            after: Some(LinkMark { peer: PEER, end: 9 }),
+        },
+    )
+    .expect("kept");
     assert!(core.begin_to_end(), "it was late");
     take(&mut core, &data(PEER, ME, 2, 2));
     tell(&mut core, ToTask::TakeNothing { by: Some(MOVE) }).expect("noted");
     let said = words_of(&written(&mut core));
-    let Some(ToDaemon::Parting { talks, later, .. }) = said.first() else { panic!("{said:?}") };
+    let Some(ToDaemon::Parting { talks, later, .. }) = said.first() else {
+        panic!("{said:?}")
+    };
     assert_eq!((talks[0].expected, core.inbox.len()), (3, 0));
-    assert_eq!(later.iter().map(|(mark, _)| mark.end).collect::<Vec<_>>(), [0, 0, 9]);
+    assert_eq!(
+        later.iter().map(|(mark, _)| mark.end).collect::<Vec<_>>(),
+        [0, 0, 9]
+    );
     // The next process has them before anything else.
-    let successor = Successor { line: 0, count: 1, talks: talks.clone() };
-    let mut next = Core::new(&Welcome { successor: Some(Box::new(successor)), ..welcome() });
+    let successor = Successor {
+        line: 0,
+        count: 1,
+        talks: talks.clone(),
+    };
+    let mut next = Core::new(&Welcome {
+        successor: Some(Box::new(successor)),
+        ..welcome()
+    });
     for (mark, message) in later {
-        tell(&mut next, ToTask::Deliver { message: message.clone(), after: Some(*mark) }).expect("taken");
+        tell(
+            &mut next,
+            ToTask::Deliver {
+                message: message.clone(),
+                after: Some(*mark),
+            },
+        )
+        .expect("taken");
     }
     take(&mut next, &data(PEER, ME, 3, 2));
     let bodies: Vec<_> = next.inbox.iter().map(|message| message.src).collect();
-    assert_eq!(bodies, [PEER; 3], "the notification waits for the last message before it");
+    assert_eq!(
+        bodies, [PEER; 3],
+        "the notification waits for the last message before it"
+    );
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! The side that offers a route: it listens, and finds out who connects.
 
 use super::handshake::Handshake;
-use super::{DirectEnd, Identity, NoRoute, OFFER_WITHIN, OFFERS_MAX, STRANGER_WITHIN, STRANGERS_MAX};
+use super::{
+    DirectEnd, Identity, NoRoute, OFFER_WITHIN, OFFERS_MAX, STRANGER_WITHIN, STRANGERS_MAX,
+};
 use crate::runtime::process::{Own, mark};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
@@ -58,8 +60,18 @@ pub(crate) struct Acceptor {
 
 impl std::fmt::Debug for Acceptor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Acceptor { port, offers, strangers, .. } = self;
-        write!(f, "Acceptor {{ port: {port}, offers: {}, strangers: {} }}", offers.len(), strangers.len())
+        let Acceptor {
+            port,
+            offers,
+            strangers,
+            ..
+        } = self;
+        write!(
+            f,
+            "Acceptor {{ port: {port}, offers: {}, strangers: {} }}",
+            offers.len(),
+            strangers.len()
+        )
     }
 }
 
@@ -68,18 +80,32 @@ impl Acceptor {
     ///
     /// # Errors
     /// Too many offers are open, or the system gives us no socket or key.
-    pub(crate) fn offer(&mut self, now: Micros, id: OfferId) -> Result<(u16, Fingerprint), NoRoute> {
+    pub(crate) fn offer(
+        &mut self,
+        now: Micros,
+        id: OfferId,
+    ) -> Result<(u16, Fingerprint), NoRoute> {
         if self.offers.len() >= OFFERS_MAX {
             return Err(NoRoute::TooMany);
         }
         let identity = Identity::new()?;
         if self.listener.is_none() {
             let listener = listen().map_err(|e| NoRoute::Here(e.to_string()))?;
-            self.port = listener.local_addr().map_err(|e| NoRoute::Here(e.to_string()))?.port();
+            self.port = listener
+                .local_addr()
+                .map_err(|e| NoRoute::Here(e.to_string()))?
+                .port();
             self.listener = Some(Own::fd(listener));
         }
         let fingerprint = identity.fingerprint();
-        self.offers.insert(id, Offer { identity, peer: None, until: now + OFFER_WITHIN });
+        self.offers.insert(
+            id,
+            Offer {
+                identity,
+                peer: None,
+                until: now + OFFER_WITHIN,
+            },
+        );
         Ok((self.port, fingerprint))
     }
 
@@ -113,17 +139,25 @@ impl Acceptor {
         }
         for stranger in &self.strangers {
             match &stranger.stage {
-                Stage::Preamble(_, socket) => fds.push(PollFd::new(socket.get().as_fd(), PollFlags::POLLIN)),
+                Stage::Preamble(_, socket) => {
+                    fds.push(PollFd::new(socket.get().as_fd(), PollFlags::POLLIN))
+                }
                 // It may have said more already; its end is noticed by its deadline.
                 Stage::Early(..) => {}
-                Stage::Handshake(_, handshake) => fds.push(PollFd::new(handshake.fd(), handshake.wants())),
+                Stage::Handshake(_, handshake) => {
+                    fds.push(PollFd::new(handshake.fd(), handshake.wants()))
+                }
             }
         }
     }
 
     /// When [`step`](Self::step) has to be called without anything having happened.
     pub(crate) fn next_wakeup(&self) -> Option<Micros> {
-        self.offers.values().map(|o| o.until).chain(self.strangers.iter().map(|s| s.until)).min()
+        self.offers
+            .values()
+            .map(|o| o.until)
+            .chain(self.strangers.iter().map(|s| s.until))
+            .min()
     }
 
     /// Goes as far as it can without waiting. Says which offers have become routes, or cannot any more.
@@ -145,7 +179,12 @@ impl Acceptor {
                 }
             }
         }
-        let late: Vec<OfferId> = self.offers.iter().filter(|(_, o)| o.until <= now).map(|(id, _)| *id).collect();
+        let late: Vec<OfferId> = self
+            .offers
+            .iter()
+            .filter(|(_, o)| o.until <= now)
+            .map(|(id, _)| *id)
+            .collect();
         for id in late {
             self.offers.remove(&id);
             done.push((id, Err(NoRoute::Late)));
@@ -170,8 +209,10 @@ impl Acceptor {
                 // Nobody more, or out of descriptors: the next call tries again.
                 Err(_) => return,
             };
-            let prepared =
-                socket.set_nonblocking(true).and_then(|()| socket.set_nodelay(true)).and_then(|()| mark(&socket));
+            let prepared = socket
+                .set_nonblocking(true)
+                .and_then(|()| socket.set_nodelay(true))
+                .and_then(|()| mark(&socket));
             if prepared.is_err() {
                 continue;
             }
@@ -179,7 +220,10 @@ impl Acceptor {
                 self.strangers.remove(0);
             }
             let stage = Stage::Preamble(Vec::with_capacity(PREAMBLE_BYTES), Own::fd(socket));
-            self.strangers.push(Stranger { stage, until: now + STRANGER_WITHIN });
+            self.strangers.push(Stranger {
+                stage,
+                until: now + STRANGER_WITHIN,
+            });
         }
     }
 
@@ -215,7 +259,11 @@ impl Acceptor {
         }
     }
 
-    fn read_preamble(&self, said: &mut Vec<u8>, socket: &Own<TcpStream>) -> Result<Option<OfferId>, NoRoute> {
+    fn read_preamble(
+        &self,
+        said: &mut Vec<u8>,
+        socket: &Own<TcpStream>,
+    ) -> Result<Option<OfferId>, NoRoute> {
         let mut bytes = [0; PREAMBLE_BYTES];
         let missing = &mut bytes[said.len()..];
         match recv(socket.get().as_raw_fd(), missing, MsgFlags::MSG_DONTWAIT) {
@@ -227,9 +275,17 @@ impl Acceptor {
         if !PREAMBLE.starts_with(&said[..said.len().min(PREAMBLE.len())]) {
             return Err(unknown());
         }
-        let Ok(whole) = <[u8; PREAMBLE_BYTES]>::try_from(&said[..]) else { return Ok(None) };
-        let id = OfferId(u64::from_le_bytes(*whole.last_chunk().expect("sixteen bytes")));
-        if self.offers.contains_key(&id) { Ok(Some(id)) } else { Err(unknown()) }
+        let Ok(whole) = <[u8; PREAMBLE_BYTES]>::try_from(&said[..]) else {
+            return Ok(None);
+        };
+        let id = OfferId(u64::from_le_bytes(
+            *whole.last_chunk().expect("sixteen bytes"),
+        ));
+        if self.offers.contains_key(&id) {
+            Ok(Some(id))
+        } else {
+            Err(unknown())
+        }
     }
 }
 
@@ -244,7 +300,10 @@ fn unknown() -> NoRoute {
 
 /// A port of the system's choice, for both kinds of addresses where the system has both.
 fn listen() -> std::io::Result<TcpListener> {
-    let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)), SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))];
+    let any = [
+        SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)),
+        SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)),
+    ];
     let listener = TcpListener::bind(&any[..])?;
     listener.set_nonblocking(true)?;
     Ok(listener)

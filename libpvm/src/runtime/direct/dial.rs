@@ -39,7 +39,10 @@ pub(crate) struct Dialer {
 
 impl std::fmt::Debug for Dialer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Dialer").field("id", &self.id).field("addresses", &self.addresses).finish_non_exhaustive()
+        f.debug_struct("Dialer")
+            .field("id", &self.id)
+            .field("addresses", &self.addresses)
+            .finish_non_exhaustive()
     }
 }
 
@@ -76,10 +79,16 @@ impl Dialer {
     pub(crate) fn watch<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
         match &self.stage {
             Stage::None => {}
-            Stage::Connecting(socket) => fds.push(PollFd::new(socket.get().as_fd(), PollFlags::POLLOUT)),
+            Stage::Connecting(socket) => {
+                fds.push(PollFd::new(socket.get().as_fd(), PollFlags::POLLOUT))
+            }
             Stage::Handshake(handshake) => fds.push(PollFd::new(handshake.fd(), handshake.wants())),
             Stage::Unconfirmed(end) => {
-                let wants = if end.wants_write() { PollFlags::POLLIN | PollFlags::POLLOUT } else { PollFlags::POLLIN };
+                let wants = if end.wants_write() {
+                    PollFlags::POLLIN | PollFlags::POLLOUT
+                } else {
+                    PollFlags::POLLIN
+                };
                 fds.push(PollFd::new(end.as_fd(), wants));
             }
         }
@@ -104,7 +113,9 @@ impl Dialer {
             let stage = std::mem::replace(&mut self.stage, Stage::None);
             let next = match stage {
                 Stage::None => {
-                    let Some(address) = self.addresses.pop_front() else { return Some(Err(self.last.clone())) };
+                    let Some(address) = self.addresses.pop_front() else {
+                        return Some(Err(self.last.clone()));
+                    };
                     self.address_until = now + ADDRESS_WITHIN;
                     begin(address).map(Stage::Connecting)
                 }
@@ -134,14 +145,17 @@ impl Dialer {
                 if !is_connected(&socket)? {
                     return Ok((Stage::Connecting(socket), false));
                 }
-                let handshake = Handshake::connecting(socket, &self.identity, self.peer, &preamble(self.id))?;
+                let handshake =
+                    Handshake::connecting(socket, &self.identity, self.peer, &preamble(self.id))?;
                 Ok((Stage::Handshake(Box::new(handshake)), true))
             }
             Stage::Handshake(mut handshake) => {
                 if !handshake.step()? {
                     return Ok((Stage::Handshake(handshake), false));
                 }
-                let (mut end, told) = (Box::new(handshake.finish()?), |e| NoRoute::Stranger(format!("{e}")));
+                let (mut end, told) = (Box::new(handshake.finish()?), |e| {
+                    NoRoute::Stranger(format!("{e}"))
+                });
                 end.flush().map_err(told)?;
                 let confirmed = end.is_confirmed().map_err(told)?;
                 Ok((Stage::Unconfirmed(end), confirmed))
@@ -158,16 +172,23 @@ impl Dialer {
 
 /// Begins to connect.
 fn begin(address: SocketAddr) -> Result<Own<TcpStream>, NoRoute> {
-    let family = if address.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
+    let family = if address.is_ipv4() {
+        AddressFamily::Inet
+    } else {
+        AddressFamily::Inet6
+    };
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let socket = socket(family, SockType::Stream, flags, None).map_err(|e| NoRoute::Here(e.desc().into()))?;
+    let socket = socket(family, SockType::Stream, flags, None)
+        .map_err(|e| NoRoute::Here(e.desc().into()))?;
     mark(&socket).map_err(|e| NoRoute::Here(e.to_string()))?;
     match connect(socket.as_raw_fd(), &SockaddrStorage::from(address)) {
         Ok(()) | Err(Errno::EINPROGRESS) => {}
         Err(e) => return Err(NoRoute::Unreachable(format!("{address}: {}", e.desc()))),
     }
     let socket = TcpStream::from(socket);
-    socket.set_nodelay(true).map_err(|e| NoRoute::Here(e.to_string()))?;
+    socket
+        .set_nodelay(true)
+        .map_err(|e| NoRoute::Here(e.to_string()))?;
     Ok(Own::fd(socket))
 }
 

@@ -1,6 +1,8 @@
 //! One end of a direct route: whole frames in, whole frames out, never waiting.
 
-use super::record::{CONTENT_BYTES_MAX, HEAD_BYTES, Key, Kind, RECORD_BYTES_MAX, TAIL_BYTES, length};
+use super::record::{
+    CONTENT_BYTES_MAX, HEAD_BYTES, Key, Kind, RECORD_BYTES_MAX, TAIL_BYTES, length,
+};
 use super::{Ended, FRAME_BYTES_MAX, NoRoute};
 use crate::runtime::process::Own;
 use nix::errno::Errno;
@@ -96,7 +98,10 @@ pub(crate) struct DirectEnd {
 
 impl std::fmt::Debug for DirectEnd {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("DirectEnd").field("fd", &self.socket.get().as_raw_fd()).field("ended", &self.ended).finish()
+        f.debug_struct("DirectEnd")
+            .field("fd", &self.socket.get().as_raw_fd())
+            .field("ended", &self.ended)
+            .finish()
     }
 }
 
@@ -118,18 +123,44 @@ impl DirectEnd {
         let unknown = || NoRoute::Here("an unknown cipher was agreed upon".into());
         let seal = Key::new(secrets.tx).ok_or_else(unknown)?;
         let open = Key::new(secrets.rx).ok_or_else(unknown)?;
-        let mut out = Out { bytes: vec![0; OUT_BYTES], from: 0, to: unsent.len(), open: 0 };
+        let mut out = Out {
+            bytes: vec![0; OUT_BYTES],
+            from: 0,
+            to: unsent.len(),
+            open: 0,
+        };
         out.bytes[..unsent.len()].copy_from_slice(unsent);
-        let mut inward = In { bytes: vec![0; IN_BYTES], plain_from: 0, plain_to: 0, from: 0, to: come.len() };
+        let mut inward = In {
+            bytes: vec![0; IN_BYTES],
+            plain_from: 0,
+            plain_to: 0,
+            from: 0,
+            to: come.len(),
+        };
         inward.bytes[..come.len()].copy_from_slice(come);
         let records_per_key = RECORDS_PER_KEY;
-        Ok(DirectEnd { socket, seal, open, keys, records_per_key, out, come: inward, ended: None, mute: None })
+        Ok(DirectEnd {
+            socket,
+            seal,
+            open,
+            keys,
+            records_per_key,
+            out,
+            come: inward,
+            ended: None,
+            mute: None,
+        })
     }
 
     /// Gives back the memory of what is empty, until there is something again.
     pub(crate) fn rest(&mut self) {
         if !self.wants_write() {
-            self.out = Out { bytes: Vec::new(), from: 0, to: 0, open: 0 };
+            self.out = Out {
+                bytes: Vec::new(),
+                from: 0,
+                to: 0,
+                open: 0,
+            };
         }
         self.come.reset();
         if self.come.to == 0 {
@@ -222,7 +253,11 @@ impl DirectEnd {
         }
         while self.mute.is_none() && self.out.from < self.out.to {
             let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
-            match send(self.socket.get().as_raw_fd(), &self.out.bytes[self.out.from..self.out.to], flags) {
+            match send(
+                self.socket.get().as_raw_fd(),
+                &self.out.bytes[self.out.from..self.out.to],
+                flags,
+            ) {
                 Ok(sent) => self.out.from += sent,
                 Err(Errno::EINTR) => {}
                 Err(Errno::EAGAIN) => break,
@@ -276,7 +311,9 @@ impl DirectEnd {
         if let Err(ended) = got {
             self.ended.get_or_insert(ended);
         }
-        self.ended.clone().map_or_else(|| Ok(!emptied && self.has_more()), Err)
+        self.ended
+            .clone()
+            .map_or_else(|| Ok(!emptied && self.has_more()), Err)
     }
 
     /// True when the socket holds something.
@@ -302,7 +339,9 @@ impl DirectEnd {
         }
         let first = &self.come.bytes[self.come.plain_from..self.come.plain_from + LENGTH_BYTES];
         if first != [0; LENGTH_BYTES] {
-            return Err(Ended::Garbage("the first frame is not the one that confirms the route"));
+            return Err(Ended::Garbage(
+                "the first frame is not the one that confirms the route",
+            ));
         }
         self.come.plain_from += LENGTH_BYTES;
         Ok(true)
@@ -321,7 +360,9 @@ impl DirectEnd {
     /// Opens one record; false when none is whole.
     fn open_record(&mut self) -> Result<bool, Ended> {
         let come = &mut self.come;
-        let Some(length) = length(&come.bytes[come.from..come.to])?.filter(|n| *n <= come.to - come.from) else {
+        let Some(length) =
+            length(&come.bytes[come.from..come.to])?.filter(|n| *n <= come.to - come.from)
+        else {
             return Ok(false);
         };
         let (at, end) = (come.from - come.plain_to, come.from + length);
@@ -331,7 +372,10 @@ impl DirectEnd {
         match kind {
             Kind::Data => come.plain_to = content.end,
             Kind::Handshake if come.bytes[content.clone()] == KEY_UPDATE => {
-                self.open = self.keys.next_to_open().ok_or(Ended::Garbage("there is no new key"))?;
+                self.open = self
+                    .keys
+                    .next_to_open()
+                    .ok_or(Ended::Garbage("there is no new key"))?;
             }
             Kind::Handshake => return Err(Ended::Garbage("a handshake behind the handshake")),
             Kind::Alert if come.bytes[content] == CLOSE_NOTIFY => return Err(Ended::Closed),
@@ -344,7 +388,11 @@ impl DirectEnd {
 impl Out {
     /// Where the record that is being filled will end.
     fn pending(&self) -> usize {
-        if self.open == 0 { self.to } else { self.to + HEAD_BYTES + self.open + TAIL_BYTES }
+        if self.open == 0 {
+            self.to
+        } else {
+            self.to + HEAD_BYTES + self.open + TAIL_BYTES
+        }
     }
 
     /// Room behind what waits, which is little enough for it.
@@ -377,7 +425,9 @@ impl In {
     }
 
     fn hand_over(&mut self, take: &mut dyn FnMut(&[u8])) -> Result<(), Ended> {
-        while let Some(head) = self.bytes[self.plain_from..self.plain_to].first_chunk::<LENGTH_BYTES>() {
+        while let Some(head) =
+            self.bytes[self.plain_from..self.plain_to].first_chunk::<LENGTH_BYTES>()
+        {
             let length = u32::from_le_bytes(*head) as usize;
             if length > FRAME_BYTES_MAX {
                 return Err(Ended::Garbage("a frame is over the limit"));
@@ -411,4 +461,6 @@ impl In {
     }
 }
 
-const _: () = assert!(OUT_BYTES >= 2 * FRAME_ROOM && IN_BYTES >= FRAME_BYTES_MAX + RECORD_BYTES_MAX + READ_BYTES_MIN);
+const _: () = assert!(
+    OUT_BYTES >= 2 * FRAME_ROOM && IN_BYTES >= FRAME_BYTES_MAX + RECORD_BYTES_MAX + READ_BYTES_MIN
+);

@@ -52,7 +52,13 @@ impl Handshake {
         preamble: &[u8],
     ) -> Result<Handshake, NoRoute> {
         let tls = Tls::Connecting(identity.connecting(peer)?);
-        Ok(Handshake { socket, tls, come: Vec::new(), total: 0, unsent: preamble.to_vec() })
+        Ok(Handshake {
+            socket,
+            tls,
+            come: Vec::new(),
+            total: 0,
+            unsent: preamble.to_vec(),
+        })
     }
 
     /// The side that listened.
@@ -62,7 +68,13 @@ impl Handshake {
         peer: Fingerprint,
     ) -> Result<Handshake, NoRoute> {
         let tls = Tls::Listening(identity.listening(peer)?);
-        Ok(Handshake { socket, tls, come: Vec::new(), total: 0, unsent: Vec::new() })
+        Ok(Handshake {
+            socket,
+            tls,
+            come: Vec::new(),
+            total: 0,
+            unsent: Vec::new(),
+        })
     }
 
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
@@ -70,15 +82,23 @@ impl Handshake {
     }
 
     pub(super) fn wants(&self) -> PollFlags {
-        if self.unsent.is_empty() { PollFlags::POLLIN } else { PollFlags::POLLIN | PollFlags::POLLOUT }
+        if self.unsent.is_empty() {
+            PollFlags::POLLIN
+        } else {
+            PollFlags::POLLIN | PollFlags::POLLOUT
+        }
     }
 
     /// Goes as far as it can without waiting; true when both sides have proved who they are.
     pub(super) fn step(&mut self) -> Result<bool, NoRoute> {
         loop {
             let (discard, next) = match &mut self.tls {
-                Tls::Connecting(tls) => take(tls.process_tls_records(&mut self.come), &mut self.unsent),
-                Tls::Listening(tls) => take(tls.process_tls_records(&mut self.come), &mut self.unsent),
+                Tls::Connecting(tls) => {
+                    take(tls.process_tls_records(&mut self.come), &mut self.unsent)
+                }
+                Tls::Listening(tls) => {
+                    take(tls.process_tls_records(&mut self.come), &mut self.unsent)
+                }
             };
             self.come.drain(..discard);
             let next = next?;
@@ -143,9 +163,14 @@ impl Handshake {
 }
 
 /// Carries out what TLS wants; how much of what came is used up, and what is next.
-fn take<Side>(status: UnbufferedStatus<'_, '_, Side>, unsent: &mut Vec<u8>) -> (usize, Result<Next, NoRoute>) {
+fn take<Side>(
+    status: UnbufferedStatus<'_, '_, Side>,
+    unsent: &mut Vec<u8>,
+) -> (usize, Result<Next, NoRoute>) {
     let next = match status.state {
-        Ok(ConnectionState::EncodeTlsData(mut data)) => encode(|room| data.encode(room), unsent).map(|()| Next::Again),
+        Ok(ConnectionState::EncodeTlsData(mut data)) => {
+            encode(|room| data.encode(room), unsent).map(|()| Next::Again)
+        }
         Ok(ConnectionState::TransmitTlsData(data)) => {
             // It is sent in order before anything else, by `unsent`.
             data.done();

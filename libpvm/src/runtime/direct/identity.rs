@@ -9,8 +9,8 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, Serve
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{NoServerSessionStorage, UnbufferedServerConnection};
 use rustls::{
-    CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, Error, ServerConfig, SignatureScheme,
-    version::TLS13,
+    CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, Error, ServerConfig,
+    SignatureScheme, version::TLS13,
 };
 use sempa_proto::route::Fingerprint;
 use std::sync::{Arc, OnceLock};
@@ -45,7 +45,10 @@ impl Identity {
         let key = KeyPair::generate().map_err(failed)?;
         let params = CertificateParams::new(vec![NAME.to_string()]).map_err(failed)?;
         let certificate = params.self_signed(&key).map_err(failed)?.der().clone();
-        Ok(Identity { certificate, key: PrivatePkcs8KeyDer::from(key.serialize_der()).into() })
+        Ok(Identity {
+            certificate,
+            key: PrivatePkcs8KeyDer::from(key.serialize_der()).into(),
+        })
     }
 
     /// What the peer has to be told.
@@ -54,7 +57,10 @@ impl Identity {
     }
 
     /// The connecting side of a handshake with exactly this peer.
-    pub(super) fn connecting(&self, peer: Fingerprint) -> Result<UnbufferedClientConnection, NoRoute> {
+    pub(super) fn connecting(
+        &self,
+        peer: Fingerprint,
+    ) -> Result<UnbufferedClientConnection, NoRoute> {
         let mut config = ClientConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(failed)?
@@ -70,7 +76,10 @@ impl Identity {
     }
 
     /// The listening side of a handshake with exactly this peer.
-    pub(super) fn listening(&self, peer: Fingerprint) -> Result<UnbufferedServerConnection, NoRoute> {
+    pub(super) fn listening(
+        &self,
+        peer: Fingerprint,
+    ) -> Result<UnbufferedServerConnection, NoRoute> {
         let mut config = ServerConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&TLS13])
             .map_err(failed)?
@@ -96,7 +105,11 @@ fn provider() -> Arc<CryptoProvider> {
         let aes = ring::cipher_suite::TLS13_AES_128_GCM_SHA256;
         let chacha = ring::cipher_suite::TLS13_CHACHA20_POLY1305_SHA256;
         let mut provider = ring::default_provider();
-        provider.cipher_suites = if computes_aes() { vec![aes, chacha] } else { vec![chacha, aes] };
+        provider.cipher_suites = if computes_aes() {
+            vec![aes, chacha]
+        } else {
+            vec![chacha, aes]
+        };
         provider.kx_groups = vec![ring::kx_group::X25519];
         Arc::new(provider)
     };
@@ -105,9 +118,11 @@ fn provider() -> Arc<CryptoProvider> {
 
 fn computes_aes() -> bool {
     #[cfg(target_arch = "x86_64")]
-    return std::arch::is_x86_feature_detected!("aes") && std::arch::is_x86_feature_detected!("pclmulqdq");
+    return std::arch::is_x86_feature_detected!("aes")
+        && std::arch::is_x86_feature_detected!("pclmulqdq");
     #[cfg(target_arch = "aarch64")]
-    return std::arch::is_aarch64_feature_detected!("aes") && std::arch::is_aarch64_feature_detected!("pmull");
+    return std::arch::is_aarch64_feature_detected!("aes")
+        && std::arch::is_aarch64_feature_detected!("pmull");
     #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     false
 }
@@ -117,11 +132,17 @@ fn computes_aes() -> bool {
 struct Exactly(Fingerprint);
 
 impl Exactly {
-    fn check(&self, certificate: &CertificateDer<'_>, others: &[CertificateDer<'_>]) -> Result<(), Error> {
+    fn check(
+        &self,
+        certificate: &CertificateDer<'_>,
+        others: &[CertificateDer<'_>],
+    ) -> Result<(), Error> {
         if others.is_empty() && fingerprint(certificate) == self.0 {
             Ok(())
         } else {
-            Err(Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure))
+            Err(Error::InvalidCertificate(
+                CertificateError::ApplicationVerificationFailure,
+            ))
         }
     }
 
@@ -132,7 +153,12 @@ impl Exactly {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls13_signature(message, certificate, signed, &provider().signature_verification_algorithms)
+        verify_tls13_signature(
+            message,
+            certificate,
+            signed,
+            &provider().signature_verification_algorithms,
+        )
     }
 }
 
@@ -150,7 +176,8 @@ impl ServerCertVerifier for Exactly {
         _: &[u8],
         _: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        self.check(end_entity, intermediates).map(|()| ServerCertVerified::assertion())
+        self.check(end_entity, intermediates)
+            .map(|()| ServerCertVerified::assertion())
     }
 
     fn verify_tls12_signature(
@@ -172,7 +199,9 @@ impl ServerCertVerifier for Exactly {
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        provider().signature_verification_algorithms.supported_schemes()
+        provider()
+            .signature_verification_algorithms
+            .supported_schemes()
     }
 }
 
@@ -187,7 +216,8 @@ impl ClientCertVerifier for Exactly {
         intermediates: &[CertificateDer<'_>],
         _: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        self.check(end_entity, intermediates).map(|()| ClientCertVerified::assertion())
+        self.check(end_entity, intermediates)
+            .map(|()| ClientCertVerified::assertion())
     }
 
     fn verify_tls12_signature(
@@ -209,6 +239,8 @@ impl ClientCertVerifier for Exactly {
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        provider().signature_verification_algorithms.supported_schemes()
+        provider()
+            .signature_verification_algorithms
+            .supported_schemes()
     }
 }

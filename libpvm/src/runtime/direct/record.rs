@@ -2,7 +2,9 @@
 //! opened so that the contents of neighbours join without being copied.
 
 use super::Ended;
-use ring::aead::{AES_128_GCM, AES_256_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
+use ring::aead::{
+    AES_128_GCM, AES_256_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, NONCE_LEN, Nonce, UnboundKey,
+};
 use rustls::ConnectionTrafficSecrets;
 
 /// Type, version and length in front of a record.
@@ -39,7 +41,9 @@ impl Kind {
     }
 
     fn of(code: u8) -> Option<Kind> {
-        [Kind::Alert, Kind::Handshake, Kind::Data].into_iter().find(|kind| kind.code() == code)
+        [Kind::Alert, Kind::Handshake, Kind::Data]
+            .into_iter()
+            .find(|kind| kind.code() == code)
     }
 }
 
@@ -60,7 +64,11 @@ impl Key {
             _ => return None,
         };
         let key = UnboundKey::new(algorithm, key.as_ref()).ok()?;
-        Some(Key { key: LessSafeKey::new(key), iv: iv.as_ref().try_into().ok()?, records })
+        Some(Key {
+            key: LessSafeKey::new(key),
+            iv: iv.as_ref().try_into().ok()?,
+            records,
+        })
     }
 
     /// Records that have used it.
@@ -71,7 +79,10 @@ impl Key {
     /// Never the same twice: it holds the number of the record.
     fn nonce(&mut self) -> Nonce {
         let mut nonce = self.iv;
-        for (byte, number) in nonce[NONCE_LEN - 8..].iter_mut().zip(self.records.to_be_bytes()) {
+        for (byte, number) in nonce[NONCE_LEN - 8..]
+            .iter_mut()
+            .zip(self.records.to_be_bytes())
+        {
             *byte ^= number;
         }
         self.records += 1;
@@ -86,8 +97,13 @@ impl Key {
         let (inner, tag) = record[HEAD_BYTES..].split_at_mut(length - TAG_BYTES);
         *inner.last_mut().expect("the type of the content") = kind.code();
         let nonce = self.nonce();
-        let made = self.key.seal_in_place_separate_tag(nonce, Aad::from(head), inner);
-        tag.copy_from_slice(made.expect("records are far below the limit of the ciphers").as_ref());
+        let made = self
+            .key
+            .seal_in_place_separate_tag(nonce, Aad::from(head), inner);
+        tag.copy_from_slice(
+            made.expect("records are far below the limit of the ciphers")
+                .as_ref(),
+        );
     }
 
     /// Opens a record that begins at `at` and goes to the end of the bytes. Its content then stands at their beginning;
@@ -101,7 +117,10 @@ impl Key {
             .open_within(nonce, Aad::from(head), bytes, at + HEAD_BYTES..)
             .map_err(|_| Ended::Garbage("a record was not made with the key of this route"))?;
         // TLS allows zeros behind the type.
-        let end = inner.iter().rposition(|byte| *byte != 0).ok_or(Ended::Garbage("an empty record"))?;
+        let end = inner
+            .iter()
+            .rposition(|byte| *byte != 0)
+            .ok_or(Ended::Garbage("an empty record"))?;
         let kind = Kind::of(inner[end]).ok_or(Ended::Garbage("a record of an unknown type"))?;
         if end > CONTENT_BYTES_MAX {
             return Err(Ended::Garbage("a record is too long"));
@@ -111,13 +130,17 @@ impl Key {
 }
 
 fn head(length: usize) -> [u8; HEAD_BYTES] {
-    let [high, low] = u16::try_from(length).expect("records are shorter than 64 KiB").to_be_bytes();
+    let [high, low] = u16::try_from(length)
+        .expect("records are shorter than 64 KiB")
+        .to_be_bytes();
     [HEAD[0], HEAD[1], HEAD[2], high, low]
 }
 
 /// The length of the record that begins here, its head included; `None` when the head is not all there.
 pub(super) fn length(bytes: &[u8]) -> Result<Option<usize>, Ended> {
-    let Some(head) = bytes.first_chunk::<HEAD_BYTES>() else { return Ok(None) };
+    let Some(head) = bytes.first_chunk::<HEAD_BYTES>() else {
+        return Ok(None);
+    };
     if head[..3] != HEAD {
         return Err(Ended::Garbage("what came is no record"));
     }

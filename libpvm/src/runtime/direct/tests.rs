@@ -1,8 +1,8 @@
 //! Real connections on the loopback address; time is a number.
 
 use super::{
-    Acceptor, DIAL_WITHIN, Dialer, DirectEnd, Ended, FRAME_BYTES_MAX, Identity, NoRoute, OFFER_WITHIN, OFFERS_MAX,
-    STRANGER_WITHIN, STRANGERS_MAX,
+    Acceptor, DIAL_WITHIN, Dialer, DirectEnd, Ended, FRAME_BYTES_MAX, Identity, NoRoute,
+    OFFER_WITHIN, OFFERS_MAX, STRANGER_WITHIN, STRANGERS_MAX,
 };
 use nix::poll::{PollFd, PollTimeout, poll};
 use sempa_proto::Micros;
@@ -60,7 +60,9 @@ fn dialer(addresses: &[SocketAddr], peer: Fingerprint) -> Dialer {
 fn meet(acceptor: &mut Acceptor, dialer: &mut Dialer) -> (Outcome, Option<Outcome>) {
     let mut accepted = None;
     let dialled = until("an answer for the dialer", || {
-        accepted = accepted.take().or(acceptor.step(Micros(2)).pop().map(|(_, outcome)| outcome));
+        accepted = accepted
+            .take()
+            .or(acceptor.step(Micros(2)).pop().map(|(_, outcome)| outcome));
         let (mut fds, listens) = (Vec::new(), !acceptor.is_idle());
         dialer.watch(&mut fds);
         acceptor.watch(&mut fds);
@@ -78,7 +80,10 @@ fn route_by(by: impl FnOnce(u16) -> u16) -> (DirectEnd, DirectEnd) {
     acceptor.accepted(ID, dialer.fingerprint());
     let (dialled, accepted) = meet(&mut acceptor, &mut dialer);
     assert!(acceptor.is_idle(), "{acceptor:?}");
-    (accepted.expect("the dialer was answered").expect("a route"), dialled.expect("a route"))
+    (
+        accepted.expect("the dialer was answered").expect("a route"),
+        dialled.expect("a route"),
+    )
 }
 
 fn route() -> (DirectEnd, DirectEnd) {
@@ -107,7 +112,11 @@ struct Check {
 impl Check {
     fn take(&mut self, frame: &[u8]) {
         assert_eq!(frame[..4], self.next.to_le_bytes());
-        assert!(frame[4..].iter().all(|byte| *byte == self.next as u8), "frame {} is not what was sent", self.next);
+        assert!(
+            frame[4..].iter().all(|byte| *byte == self.next as u8),
+            "frame {} is not what was sent",
+            self.next
+        );
         self.next += 1;
     }
 }
@@ -151,7 +160,10 @@ fn between(port: u16, seed: u64, harm: impl Fn(usize, &mut [u8]) -> bool + Send 
     std::thread::spawn(move || {
         let (dialled, _) = listener.accept().expect("the dialer comes");
         let listening = TcpStream::connect(at(port)).expect("it listens");
-        let back = (listening.try_clone().expect("a socket"), dialled.try_clone().expect("a socket"));
+        let back = (
+            listening.try_clone().expect("a socket"),
+            dialled.try_clone().expect("a socket"),
+        );
         let one = std::thread::spawn(move || hand_on(dialled, listening, seed, harm));
         hand_on(back.0, back.1, seed + 1, |_, _| true);
         one.join().expect("it ends");
@@ -159,7 +171,12 @@ fn between(port: u16, seed: u64, harm: impl Fn(usize, &mut [u8]) -> bool + Send 
     own
 }
 
-fn hand_on(mut from: TcpStream, mut to: TcpStream, seed: u64, harm: impl Fn(usize, &mut [u8]) -> bool) {
+fn hand_on(
+    mut from: TcpStream,
+    mut to: TcpStream,
+    seed: u64,
+    harm: impl Fn(usize, &mut [u8]) -> bool,
+) {
     let (mut dice, mut passed, mut bytes) = (Dice(seed), 0, vec![0; 100_000]);
     to.set_nodelay(true).expect("a socket");
     loop {
@@ -191,7 +208,8 @@ fn frames_of_all_lengths_come_whole_and_in_order_in_both_directions() {
     a.flush().expect("the route stands");
     let mut empty = 0;
     until("the empty frame", || {
-        b.read(&mut |frame| empty += usize::from(frame.is_empty())).expect("the route stands");
+        b.read(&mut |frame| empty += usize::from(frame.is_empty()))
+            .expect("the route stands");
         (empty == 1).then_some(())
     });
 }
@@ -209,7 +227,11 @@ fn both_sockets_are_marked_as_closed_before_a_move() {
 fn a_stream_that_is_cut_anywhere_means_the_same() {
     for seed in 1..8 {
         let (mut a, mut b) = route_by(|port| between(port, seed, |_, _| true));
-        assert_eq!(talk([&mut a, &mut b], 100, seed), [(None, 100), (None, 100)], "seed {seed}");
+        assert_eq!(
+            talk([&mut a, &mut b], 100, seed),
+            [(None, 100), (None, 100)],
+            "seed {seed}"
+        );
     }
 }
 
@@ -219,7 +241,10 @@ fn keys_change_in_the_middle_without_a_trace() {
     a.change_keys_after(40);
     b.change_keys_after(25);
     for seed in 1..4 {
-        assert_eq!(talk([&mut a, &mut b], 300, seed), [(None, 300), (None, 300)]);
+        assert_eq!(
+            talk([&mut a, &mut b], 300, seed),
+            [(None, 300), (None, 300)]
+        );
     }
 }
 
@@ -236,7 +261,10 @@ fn a_changed_byte_ends_the_route_and_nothing_wrong_is_handed_over() {
         let (mut a, mut b) = route_by(|port| between(port, seed, flip));
         let [(listening, came), _] = talk([&mut a, &mut b], 200, seed);
         // A record that was made longer may be waited for until there is no more.
-        assert!(matches!(listening, Some(Ended::Garbage(_) | Ended::Broken(_))), "{listening:?} (seed {seed})");
+        assert!(
+            matches!(listening, Some(Ended::Garbage(_) | Ended::Broken(_))),
+            "{listening:?} (seed {seed})"
+        );
         assert!(came < 200, "seed {seed}");
     }
 }
@@ -244,7 +272,8 @@ fn a_changed_byte_ends_the_route_and_nothing_wrong_is_handed_over() {
 #[test]
 fn a_connection_that_is_cut_in_the_middle_hands_over_what_was_whole() {
     for seed in 1..10u64 {
-        let cut = move |passed: usize, bytes: &mut [u8]| passed + bytes.len() < 30_000 * seed as usize;
+        let cut =
+            move |passed: usize, bytes: &mut [u8]| passed + bytes.len() < 30_000 * seed as usize;
         let (mut a, mut b) = route_by(|port| between(port, seed, cut));
         let [one, two] = talk([&mut a, &mut b], 400, seed);
         assert!(one.0.is_some() || two.0.is_some(), "seed {seed}");
@@ -270,7 +299,10 @@ fn each_side_refuses_whoever_has_another_certificate() {
     assert!(matches!(dialled, Err(NoRoute::Stranger(_))), "{dialled:?}");
     assert!(accepted.is_none(), "{accepted:?}");
     let (dialled, accepted) = meet(&mut acceptor, &mut right);
-    assert!(dialled.is_ok() && matches!(accepted, Some(Ok(_))), "{dialled:?} {accepted:?}");
+    assert!(
+        dialled.is_ok() && matches!(accepted, Some(Ok(_))),
+        "{dialled:?} {accepted:?}"
+    );
 }
 
 #[test]
@@ -304,15 +336,19 @@ fn garbage_is_closed_and_the_offer_stays_for_the_right_one() {
         });
     }
     let (dialled, accepted) = meet(&mut acceptor, &mut right);
-    assert!(dialled.is_ok() && matches!(accepted, Some(Ok(_))), "{dialled:?} {accepted:?}");
+    assert!(
+        dialled.is_ok() && matches!(accepted, Some(Ok(_))),
+        "{dialled:?} {accepted:?}"
+    );
 }
 
 #[test]
 fn those_that_say_nothing_are_few_and_do_not_stay() {
     let before = descriptors();
     let (mut acceptor, port, fingerprint) = offered();
-    let strangers: Vec<TcpStream> =
-        (0..2 * STRANGERS_MAX).map(|_| TcpStream::connect(at(port)).expect("it listens")).collect();
+    let strangers: Vec<TcpStream> = (0..2 * STRANGERS_MAX)
+        .map(|_| TcpStream::connect(at(port)).expect("it listens"))
+        .collect();
     let own = descriptors() - strangers.len();
     until("they are let in", || {
         assert!(acceptor.step(Micros(2)).is_empty());
@@ -321,14 +357,22 @@ fn those_that_say_nothing_are_few_and_do_not_stay() {
     // One more, the right one, gets in all the same.
     let mut right = dialer(&[at(port)], fingerprint);
     acceptor.accepted(ID, right.fingerprint());
-    acceptor.offer(Micros(2), OfferId(5)).expect("a second offer keeps it listening");
+    acceptor
+        .offer(Micros(2), OfferId(5))
+        .expect("a second offer keeps it listening");
     let (dialled, accepted) = meet(&mut acceptor, &mut right);
-    assert!(dialled.is_ok() && matches!(accepted, Some(Ok(_))), "{dialled:?} {accepted:?}");
+    assert!(
+        dialled.is_ok() && matches!(accepted, Some(Ok(_))),
+        "{dialled:?} {accepted:?}"
+    );
     assert_eq!(acceptor.next_wakeup(), Some(Micros(2) + STRANGER_WITHIN));
     assert!(acceptor.step(Micros(2) + STRANGER_WITHIN).is_empty());
     assert_eq!(acceptor.next_wakeup(), Some(Micros(2) + OFFER_WITHIN));
     let late = acceptor.step(Micros(2) + OFFER_WITHIN);
-    assert!(matches!(late[..], [(OfferId(5), Err(NoRoute::Late))]), "{late:?}");
+    assert!(
+        matches!(late[..], [(OfferId(5), Err(NoRoute::Late))]),
+        "{late:?}"
+    );
     assert!(acceptor.is_idle());
     drop((strangers, dialled, accepted));
     assert_eq!(descriptors(), before, "nothing stays open");
@@ -349,7 +393,10 @@ fn a_peer_that_stalls_in_the_handshake_is_given_up_and_another_address_is_tried(
     let dialled = until("a route", || {
         let done = dialer_.step(now);
         now = now + Micros::from_millis(1);
-        let _ = acceptor.step(Micros(2)).pop().map(|(_, outcome)| outcome.map(std::mem::forget));
+        let _ = acceptor
+            .step(Micros(2))
+            .pop()
+            .map(|(_, outcome)| outcome.map(std::mem::forget));
         done
     });
     assert!(dialled.is_ok(), "{dialled:?}");
@@ -361,9 +408,14 @@ fn a_peer_that_stalls_in_the_handshake_is_given_up_and_another_address_is_tried(
     });
     assert_eq!(refused.err(), Some(NoRoute::Late));
     let unreachable = until("the end", || dialer(&[closed], fingerprint).step(Micros(2)));
-    assert!(matches!(unreachable, Err(NoRoute::Unreachable(_))), "{unreachable:?}");
+    assert!(
+        matches!(unreachable, Err(NoRoute::Unreachable(_))),
+        "{unreachable:?}"
+    );
     assert_eq!(
-        dialer(&[at(port)], fingerprint).step(Micros(1) + DIAL_WITHIN).and_then(Result::err),
+        dialer(&[at(port)], fingerprint)
+            .step(Micros(1) + DIAL_WITHIN)
+            .and_then(Result::err),
         Some(NoRoute::Late)
     );
 }
@@ -382,7 +434,10 @@ fn a_connection_that_is_faster_than_its_acceptance_waits_for_it() {
     }
     acceptor.accepted(ID, dialer.fingerprint());
     let (dialled, accepted) = meet(&mut acceptor, &mut dialer);
-    assert!(dialled.is_ok() && matches!(accepted, Some(Ok(_))), "{dialled:?} {accepted:?}");
+    assert!(
+        dialled.is_ok() && matches!(accepted, Some(Ok(_))),
+        "{dialled:?} {accepted:?}"
+    );
 }
 
 #[test]
@@ -393,8 +448,14 @@ fn a_frame_over_the_limit_ends_the_route() {
     a.flush().expect("the route stands");
     let mut came = 0;
     let ended = until("the end", || b.read(&mut |_| came += 1).err());
-    assert_eq!((ended, came), (Ended::Garbage("a frame is over the limit"), 1));
-    assert_eq!(b.read(&mut |_| came += 1), Err(Ended::Garbage("a frame is over the limit")));
+    assert_eq!(
+        (ended, came),
+        (Ended::Garbage("a frame is over the limit"), 1)
+    );
+    assert_eq!(
+        b.read(&mut |_| came += 1),
+        Err(Ended::Garbage("a frame is over the limit"))
+    );
     assert_eq!(came, 1);
 }
 
@@ -432,7 +493,8 @@ fn an_end_that_rests_has_no_buffers_and_goes_on_where_it_was() {
         assert!(a.buffer_bytes() > 0, "something waits in it");
         a.flush().expect("the route stands");
         until("the frame", || {
-            b.read(&mut |frame| came.push(frame.to_vec())).expect("the route stands");
+            b.read(&mut |frame| came.push(frame.to_vec()))
+                .expect("the route stands");
             (!came.is_empty()).then_some(())
         });
         assert_eq!(came, [round.to_le_bytes()]);
@@ -444,14 +506,21 @@ fn an_end_that_rests_has_no_buffers_and_goes_on_where_it_was() {
     }
     a.rest();
     a.close();
-    assert_eq!(until("the end", || b.read(&mut |_| panic!("nothing was sent")).err()), Ended::Closed);
+    assert_eq!(
+        until("the end", || b
+            .read(&mut |_| panic!("nothing was sent"))
+            .err()),
+        Ended::Closed
+    );
 }
 
 #[test]
 fn an_end_in_order_and_the_death_of_a_peer_are_noticed() {
     let (mut a, b) = route();
     b.close();
-    let ended = until("the end", || a.read(&mut |_| panic!("nothing was sent")).err());
+    let ended = until("the end", || {
+        a.read(&mut |_| panic!("nothing was sent")).err()
+    });
     assert_eq!(ended, Ended::Closed);
     let (mut a, mut b) = route();
     // Dies with half of a frame on the way and with something that it has not read.
@@ -461,7 +530,11 @@ fn an_end_in_order_and_the_death_of_a_peer_are_noticed() {
     assert!(a.push(&[&[1], &[2]]));
     a.flush().expect("the route stands");
     drop(b);
-    let ended = until("the end", || a.read(&mut |_| panic!("no frame was whole")).and(a.flush()).err());
+    let ended = until("the end", || {
+        a.read(&mut |_| panic!("no frame was whole"))
+            .and(a.flush())
+            .err()
+    });
     assert!(matches!(ended, Ended::Broken(_)), "{ended:?}");
 }
 
@@ -483,7 +556,10 @@ fn who_can_say_nothing_more_still_reads_what_was_said_before() {
     let mut came = 0u32;
     let ended = until("the end", || {
         a.read(&mut |frame| {
-            assert_eq!((&frame[..4], frame.len()), (&came.to_le_bytes()[..], 10_004));
+            assert_eq!(
+                (&frame[..4], frame.len()),
+                (&came.to_le_bytes()[..], 10_004)
+            );
             came += 1;
         })
         .err()
@@ -497,12 +573,18 @@ fn offers_are_bounded_and_what_is_withdrawn_is_refused() {
     for n in 1..OFFERS_MAX as u64 {
         acceptor.offer(Micros(1), OfferId(n)).expect("room");
     }
-    assert_eq!(acceptor.offer(Micros(1), OfferId(0)).err(), Some(NoRoute::TooMany));
+    assert_eq!(
+        acceptor.offer(Micros(1), OfferId(0)).err(),
+        Some(NoRoute::TooMany)
+    );
     let mut dialer = dialer(&[at(port)], fingerprint);
     acceptor.accepted(ID, dialer.fingerprint());
     acceptor.withdraw(ID);
     let (dialled, accepted) = meet(&mut acceptor, &mut dialer);
-    assert!(matches!(dialled, Err(NoRoute::Stranger(_))) && accepted.is_none(), "{dialled:?} {accepted:?}");
+    assert!(
+        matches!(dialled, Err(NoRoute::Stranger(_))) && accepted.is_none(),
+        "{dialled:?} {accepted:?}"
+    );
     assert!(!acceptor.is_idle());
     acceptor.close();
     assert!(acceptor.is_idle());

@@ -35,7 +35,11 @@ impl Core {
     /// A message went to this task through the daemon: is it time for a ring?
     pub(in crate::runtime) fn consider_ring(&mut self, now: Micros, peer: Tid) {
         self.near.spoke_elsewhere();
-        if self.near.bell.is_none() || !self.is_connected() || self.is_lifted() || self.direct.leads_to(peer) {
+        if self.near.bell.is_none()
+            || !self.is_connected()
+            || self.is_lifted()
+            || self.direct.leads_to(peer)
+        {
             return;
         }
         match self.near.standing.entry(peer).or_insert(Standing::Sent(0)) {
@@ -44,24 +48,44 @@ impl Core {
             Standing::Offered { .. } => {}
             Standing::Sent(_) | Standing::Refused { .. } => {
                 if !self.offer_ring(now, peer) {
-                    self.near.standing.insert(peer, Standing::Refused { until: now + REFUSAL });
+                    self.near.standing.insert(
+                        peer,
+                        Standing::Refused {
+                            until: now + REFUSAL,
+                        },
+                    );
                 }
             }
         }
     }
 
     fn offer_ring(&mut self, now: Micros, peer: Tid) -> bool {
-        let (Some(bell), Some(slot)) = (self.near.share(), self.near.free_slot()) else { return false };
-        let Ok((ends, rings)) = offer() else { return false };
+        let (Some(bell), Some(slot)) = (self.near.share(), self.near.free_slot()) else {
+            return false;
+        };
+        let Ok((ends, rings)) = offer() else {
+            return false;
+        };
         self.near.last_offer += 1;
         let id = OfferId(self.near.last_offer);
-        let word = RouteWord::RingOffer { id, slot: slot as u32 };
+        let word = RouteWord::RingOffer {
+            id,
+            slot: slot as u32,
+        };
         if !self.say(peer, word, vec![Arc::new(Own::fd(rings)), bell]) {
             return false;
         }
         self.near.slots[slot] = Slot::Reserved;
         let until = now + OFFER_MAX;
-        self.near.standing.insert(peer, Standing::Offered { id, slot, ends: Own::new(ends), until });
+        self.near.standing.insert(
+            peer,
+            Standing::Offered {
+                id,
+                slot,
+                ends: Own::new(ends),
+                until,
+            },
+        );
         self.wake_at(until);
         // What is sent from here on must not overtake what the daemon carries.
         if let Some(link) = self.link_mut(peer) {
@@ -70,8 +94,15 @@ impl Core {
         true
     }
 
-    pub(in crate::runtime) fn say(&mut self, to: Tid, word: RouteWord, descriptors: Vec<Arc<Own<OwnedFd>>>) -> bool {
-        let Ok(frame) = encode_control(&ToDaemon::Route { to, word }) else { return false };
+    pub(in crate::runtime) fn say(
+        &mut self,
+        to: Tid,
+        word: RouteWord,
+        descriptors: Vec<Arc<Own<OwnedFd>>>,
+    ) -> bool {
+        let Ok(frame) = encode_control(&ToDaemon::Route { to, word }) else {
+            return false;
+        };
         if !self.is_connected() {
             return false;
         }
@@ -94,16 +125,22 @@ impl Core {
                     return; // Ours counts.
                 }
                 self.drop_offer(now, from, Standing::Sent(0));
-                if self.accept_ring(now, from, id, slot as usize, &descriptors).is_none() {
+                if self
+                    .accept_ring(now, from, id, slot as usize, &descriptors)
+                    .is_none()
+                {
                     self.say(from, RouteWord::RingRefuse { id }, Vec::new());
                 }
             }
-            RouteWord::RingAccept { id, slot } => self.ring_accepted(now, from, id, slot as usize, &descriptors),
+            RouteWord::RingAccept { id, slot } => {
+                self.ring_accepted(now, from, id, slot as usize, &descriptors)
+            }
             RouteWord::StoreOffer { .. } | RouteWord::StoreAccept { .. } => {
                 self.take_store_word(now, from, word, &descriptors);
             }
             RouteWord::RingRefuse { id } => {
-                if matches!(self.near.standing.get(&from), Some(Standing::Offered { id: open, .. }) if *open == id) {
+                if matches!(self.near.standing.get(&from), Some(Standing::Offered { id: open, .. }) if *open == id)
+                {
                     let until = now + if near { REFUSAL } else { REFUSAL_FAR };
                     self.drop_offer(now, from, Standing::Refused { until });
                 }
@@ -119,7 +156,13 @@ impl Core {
                 self.say(from, RouteWord::RingRefuse { id }, Vec::new());
             }
             // The other task has its ring, and sees that this end of it is closed.
-            RouteWord::RingAccept { .. } => self.drop_offer(now, from, Standing::Refused { until: now + REFUSAL }),
+            RouteWord::RingAccept { .. } => self.drop_offer(
+                now,
+                from,
+                Standing::Refused {
+                    until: now + REFUSAL,
+                },
+            ),
             // Its large messages are copied.
             _ => {}
         }
@@ -130,7 +173,9 @@ impl Core {
         if !self.near.is_offered(peer) {
             return;
         }
-        if let Some(Standing::Offered { slot, ends, .. }) = self.near.standing.insert(peer, standing) {
+        if let Some(Standing::Offered { slot, ends, .. }) =
+            self.near.standing.insert(peer, standing)
+        {
             self.near.slots[slot] = Slot::Free;
             // It may have been accepted, and be written to, while the word of that is still on its way.
             if let Some(mut ends) = ends.into_inner() {
@@ -161,7 +206,9 @@ impl Core {
         theirs: usize,
         descriptors: &[OwnedFd],
     ) -> Option<()> {
-        let [rings, bell] = descriptors else { return None };
+        let [rings, bell] = descriptors else {
+            return None;
+        };
         if self.is_gone(peer) || self.is_lifted() || theirs >= SLOTS_MAX {
             return None;
         }
@@ -173,21 +220,45 @@ impl Core {
         }
         let slot = self.near.free_slot()?;
         // Behind everything that the daemon carries already.
-        if !self.say(peer, RouteWord::RingAccept { id, slot: slot as u32 }, vec![own]) {
+        if !self.say(
+            peer,
+            RouteWord::RingAccept {
+                id,
+                slot: slot as u32,
+            },
+            vec![own],
+        ) {
             return None;
         }
         self.install(now, slot, Ring::new(now, peer, ends, bell, theirs));
         Some(())
     }
 
-    fn ring_accepted(&mut self, now: Micros, peer: Tid, id: OfferId, theirs: usize, descriptors: &[OwnedFd]) {
-        let Some(Standing::Offered { id: open, .. }) = self.near.standing.get(&peer) else { return };
-        let bell = descriptors.first().and_then(|fd| PeerBell::map(fd.as_fd()).ok());
+    fn ring_accepted(
+        &mut self,
+        now: Micros,
+        peer: Tid,
+        id: OfferId,
+        theirs: usize,
+        descriptors: &[OwnedFd],
+    ) {
+        let Some(Standing::Offered { id: open, .. }) = self.near.standing.get(&peer) else {
+            return;
+        };
+        let bell = descriptors
+            .first()
+            .and_then(|fd| PeerBell::map(fd.as_fd()).ok());
         if *open != id {
             return;
         }
         let Some(bell) = bell.filter(|_| theirs < SLOTS_MAX) else {
-            return self.drop_offer(now, peer, Standing::Refused { until: now + REFUSAL });
+            return self.drop_offer(
+                now,
+                peer,
+                Standing::Refused {
+                    until: now + REFUSAL,
+                },
+            );
         };
         if let Some(Standing::Offered { slot, ends, .. }) = self.near.standing.remove(&peer)
             && let Some(ends) = ends.into_inner()
@@ -217,21 +288,42 @@ impl Core {
 
     /// Lets go of a ring. The other end learns of it; what it has not read it reads first.
     pub(in crate::runtime) fn end_ring(&mut self, now: Micros, slot: usize) {
-        let Some(place) = self.near.slots.get_mut(slot) else { return };
-        let Slot::Ring(mut ring) = std::mem::replace(place, Slot::Free) else { return };
-        let Ring { peer, ends, loans, .. } = ring.get_mut();
+        let Some(place) = self.near.slots.get_mut(slot) else {
+            return;
+        };
+        let Slot::Ring(mut ring) = std::mem::replace(place, Slot::Free) else {
+            return;
+        };
+        let Ring {
+            peer, ends, loans, ..
+        } = ring.get_mut();
         self.near.by_peer.remove(peer);
         self.near.spoke_last.take_if(|last| last == peer);
-        self.near.standing.insert(*peer, Standing::Refused { until: now + AFTER_END });
+        self.near.standing.insert(
+            *peer,
+            Standing::Refused {
+                until: now + AFTER_END,
+            },
+        );
         self.close_and_read(now, *peer, ends, loans);
         self.near.end_loans(ring.get_mut());
-        let Ring { peer, bell, theirs, processor, .. } = ring.get();
+        let Ring {
+            peer,
+            bell,
+            theirs,
+            processor,
+            ..
+        } = ring.get();
         if let Some(link) = self.link_mut(*peer) {
             link.trim();
         }
         let wake = bell.get().ring(*theirs, true);
         if wake != Wake::Nobody {
-            self.near.wakes.push(Call { bell: bell.clone(), wake, processor: *processor });
+            self.near.wakes.push(Call {
+                bell: bell.clone(),
+                wake,
+                processor: *processor,
+            });
         }
         if let Some(bell) = &self.near.bell {
             bell.get().hush(slot);
@@ -246,7 +338,9 @@ impl Core {
         ends.writer.close();
         ends.reader.close();
         let is_full = self.inbox_is_full();
-        let Some(link) = self.link_mut(peer).filter(|_| !is_full) else { return };
+        let Some(link) = self.link_mut(peer).filter(|_| !is_full) else {
+            return;
+        };
         // No more than there can be: who goes on writing all the same is not to keep this task busy.
         let mut heard = 0;
         while heard < HEARD_BYTES_MAX
@@ -299,13 +393,26 @@ impl Core {
 
     /// Offers that nobody answered, rings that nobody uses.
     pub(in crate::runtime) fn wake_near(&mut self, now: Micros) {
-        let late: Vec<Tid> = self.near.offered().filter(|(_, until)| *until <= now).map(|(peer, _)| peer).collect();
+        let late: Vec<Tid> = self
+            .near
+            .offered()
+            .filter(|(_, until)| *until <= now)
+            .map(|(peer, _)| peer)
+            .collect();
         for peer in late {
-            self.drop_offer(now, peer, Standing::Refused { until: now + REFUSAL });
+            self.drop_offer(
+                now,
+                peer,
+                Standing::Refused {
+                    until: now + REFUSAL,
+                },
+            );
         }
         if self.near.idle_look.is_some_and(|due| due <= now) {
             let idle = |(peer, slot): (&Tid, &usize)| match &self.near.slots[*slot] {
-                Slot::Ring(ring) if now.since(ring.get().used) >= RING_IDLE_MAX => Some((*peer, *slot)),
+                Slot::Ring(ring) if now.since(ring.get().used) >= RING_IDLE_MAX => {
+                    Some((*peer, *slot))
+                }
                 _ => None,
             };
             let idle: Vec<(Tid, usize)> = self.near.by_peer.iter().filter_map(idle).collect();
@@ -316,7 +423,13 @@ impl Core {
             self.near.end_idle_store(now);
             self.near.idle_look = (!self.near.by_peer.is_empty()).then(|| now + IDLE_LOOK);
         }
-        if let Some(due) = self.near.offered().map(|(_, until)| until).chain(self.near.idle_look).min() {
+        if let Some(due) = self
+            .near
+            .offered()
+            .map(|(_, until)| until)
+            .chain(self.near.idle_look)
+            .min()
+        {
             self.wake_at(due);
         }
     }

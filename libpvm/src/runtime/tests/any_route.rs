@@ -93,12 +93,24 @@ impl Lines {
 
     /// One connection. Who offers, or dials, may have given it up meanwhile.
     fn stand(&self, listener: &TcpListener, offered: SocketAddr) {
-        let Ok((dialled, _)) = listener.accept() else { return };
-        let Ok(offering) = TcpStream::connect(offered) else { return };
+        let Ok((dialled, _)) = listener.accept() else {
+            return;
+        };
+        let Ok(offering) = TcpStream::connect(offered) else {
+            return;
+        };
         let ends = [dialled, offering];
-        let twins = || ends.each_ref().map(|end| end.try_clone().expect("a descriptor"));
-        self.0.lock().expect("no panic under the lock").extend(twins());
-        for ([mut from, _], [_, mut to]) in [(twins(), twins()), (reversed(twins()), reversed(twins()))] {
+        let twins = || {
+            ends.each_ref()
+                .map(|end| end.try_clone().expect("a descriptor"))
+        };
+        self.0
+            .lock()
+            .expect("no panic under the lock")
+            .extend(twins());
+        for ([mut from, _], [_, mut to]) in
+            [(twins(), twins()), (reversed(twins()), reversed(twins()))]
+        {
             thread::spawn(move || {
                 let _ = std::io::copy(&mut from, &mut to);
                 let _ = to.shutdown(Shutdown::Both);
@@ -145,8 +157,19 @@ impl Talk {
         let fake = Fake::start();
         fake.net().near = near;
         let (tasks, lines) = ([fake.join(), fake.join()], Lines::through(&fake));
-        let (taken, enough, moves) = (Default::default(), AtomicBool::new(false), AtomicU32::new(0));
-        Talk { fake, tasks, lines, taken, enough, moves }
+        let (taken, enough, moves) = (
+            Default::default(),
+            AtomicBool::new(false),
+            AtomicU32::new(0),
+        );
+        Talk {
+            fake,
+            tasks,
+            lines,
+            taken,
+            enough,
+            moves,
+        }
     }
 
     fn tid(&self, who: usize) -> Tid {
@@ -158,7 +181,9 @@ impl Talk {
         let (task, to) = (&self.tasks[who], self.tid(1 - who));
         let send = |tag: i32, body: Vec<u8>| {
             let small = body.len() <= SMALL_BYTES_MAX;
-            if !(small && task.send_at_once(to, message_head(CTX_BASE, tag, 0, ENC_XDR), &body, false)) {
+            if !(small
+                && task.send_at_once(to, message_head(CTX_BASE, tag, 0, ENC_XDR), &body, false))
+            {
                 task.send(message(to, tag, body)).expect("sent");
             }
         };
@@ -179,8 +204,11 @@ impl Talk {
         let (task, from) = (&self.tasks[who], self.tid(1 - who));
         for number in 0u32.. {
             let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m: &Message| m.src == from);
-            let got = task.inbox_wait(Some(Instant::now() + PATIENCE), wanted).expect("connected");
-            let got = got.unwrap_or_else(|| panic!("message {number} did not come; {:?}", way(task, from)));
+            let got = task
+                .inbox_wait(Some(Instant::now() + PATIENCE), wanted)
+                .expect("connected");
+            let got = got
+                .unwrap_or_else(|| panic!("message {number} did not come; {:?}", way(task, from)));
             if got.tag == TAG_END {
                 assert_eq!(got.body[..], number.to_le_bytes(), "as many as were sent");
                 return;
@@ -193,9 +221,19 @@ impl Talk {
 
     /// Waits until so many more messages have passed in each direction.
     fn pass(&self, count: u32) {
-        let all = || self.taken.each_ref().map(|taken| taken.load(Ordering::Relaxed));
+        let all = || {
+            self.taken
+                .each_ref()
+                .map(|taken| taken.load(Ordering::Relaxed))
+        };
         let from = all();
-        until("messages", || all().iter().zip(from).all(|(now, from)| *now >= from + count).then_some(()));
+        until("messages", || {
+            all()
+                .iter()
+                .zip(from)
+                .all(|(now, from)| *now >= from + count)
+                .then_some(())
+        });
     }
 
     fn leave(&self, who: usize) -> u64 {
@@ -210,7 +248,8 @@ impl Talk {
     }
 
     fn tell_of_move(&self, who: usize) {
-        self.fake.tell(self.tid(1 - who), ToTask::PeerMoved { tid: self.tid(who) });
+        self.fake
+            .tell(self.tid(1 - who), ToTask::PeerMoved { tid: self.tid(who) });
     }
 
     fn make(&self, change: Change) {
@@ -275,10 +314,22 @@ fn play(near: bool, script: &[(u32, Change)]) -> Vec<Way> {
 }
 
 #[test]
-fn whatever_route_a_conversation_has_and_however_it_changes_nothing_is_lost_doubled_or_out_of_order() {
-    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|text| text.parse().ok()).unwrap_or(CASES);
-    let config = Config { cases, failure_persistence: None, max_shrink_iters: 20, ..Config::default() };
-    let script = (any::<bool>(), prop::collection::vec((MESSAGES_BETWEEN, change()), 1..=CHANGES_MAX));
+fn whatever_route_a_conversation_has_and_however_it_changes_nothing_is_lost_doubled_or_out_of_order()
+ {
+    let cases = std::env::var("PROPTEST_CASES")
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .unwrap_or(CASES);
+    let config = Config {
+        cases,
+        failure_persistence: None,
+        max_shrink_iters: 20,
+        ..Config::default()
+    };
+    let script = (
+        any::<bool>(),
+        prop::collection::vec((MESSAGES_BETWEEN, change()), 1..=CHANGES_MAX),
+    );
     let seen = RefCell::new(Vec::new());
     let result = TestRunner::new(config).run(&script, |(near, script)| -> TestCaseResult {
         let ways = play(near, &script);
@@ -289,10 +340,20 @@ fn whatever_route_a_conversation_has_and_however_it_changes_nothing_is_lost_doub
     // All of it would be worth nothing if a route had never come about, or never changed.
     let seen = seen.into_inner();
     for wanted in [Way::Daemon, Way::Ring, Way::Direct] {
-        assert!(seen.iter().flatten().any(|way| *way == wanted), "no {wanted:?}: {seen:?}");
+        assert!(
+            seen.iter().flatten().any(|way| *way == wanted),
+            "no {wanted:?}: {seen:?}"
+        );
     }
-    for (from, to) in [(Way::Ring, Way::Daemon), (Way::Daemon, Way::Ring), (Way::Daemon, Way::Direct)] {
-        let changed = seen.iter().flat_map(|ways| ways.windows(2)).any(|pair| pair == [from, to]);
+    for (from, to) in [
+        (Way::Ring, Way::Daemon),
+        (Way::Daemon, Way::Ring),
+        (Way::Daemon, Way::Direct),
+    ] {
+        let changed = seen
+            .iter()
+            .flat_map(|ways| ways.windows(2))
+            .any(|pair| pair == [from, to]);
         assert!(changed, "never from {from:?} to {to:?}: {seen:?}");
     }
 }

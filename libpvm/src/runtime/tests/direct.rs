@@ -25,7 +25,9 @@ fn two() -> (Fake, Runtime, Runtime) {
 /// The next message with this tag.
 fn tagged(task: &Runtime, tag: i32) -> Message {
     let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == tag);
-    task.inbox_wait(Some(Instant::now() + PATIENCE), wanted).expect("connected").expect("a message in time")
+    task.inbox_wait(Some(Instant::now() + PATIENCE), wanted)
+        .expect("connected")
+        .expect("a message in time")
 }
 
 fn ints(message: &Message) -> [i32; 2] {
@@ -34,19 +36,34 @@ fn ints(message: &Message) -> [i32; 2] {
 }
 
 fn offers(fake: &Fake) -> usize {
-    let is_offer = |said: &ToDaemon| matches!(said, ToDaemon::Route { word: RouteWord::DirectOffer { .. }, .. });
-    fake.net().log.iter().filter(|(_, said)| is_offer(said)).count()
+    let is_offer = |said: &ToDaemon| {
+        matches!(
+            said,
+            ToDaemon::Route {
+                word: RouteWord::DirectOffer { .. },
+                ..
+            }
+        )
+    };
+    fake.net()
+        .log
+        .iter()
+        .filter(|(_, said)| is_offer(said))
+        .count()
 }
 
 fn leads(task: &Runtime, to: Tid) -> bool {
-    task.look(|core| core.direct.leads_to(to)).expect("not forked")
+    task.look(|core| core.direct.leads_to(to))
+        .expect("not forked")
 }
 
 #[test]
 fn messages_go_both_ways_without_the_daemon() {
     let (fake, a, b) = two();
     a.open_route(b.tid());
-    until("both ends", || (leads(&a, b.tid()) && leads(&b, a.tid())).then_some(()));
+    until("both ends", || {
+        (leads(&a, b.tid()) && leads(&b, a.tid())).then_some(())
+    });
     // What the daemon carries is lost now.
     fake.net().lossy = true;
     send_numbered(&a, b.tid(), 0..300);
@@ -55,10 +72,18 @@ fn messages_go_both_ways_without_the_daemon() {
     expect_numbered(&a, b.tid(), 0..300);
     // More than any socket takes, while nobody receives.
     for task in [&a, &b] {
-        let to = if task.tid() == a.tid() { b.tid() } else { a.tid() };
+        let to = if task.tid() == a.tid() {
+            b.tid()
+        } else {
+            a.tid()
+        };
         task.send(message(to, 7, vec![5; 64 << 20])).expect("kept");
     }
-    assert!([&a, &b].iter().all(|task| tagged(task, 7).body.len() == 64 << 20));
+    assert!(
+        [&a, &b]
+            .iter()
+            .all(|task| tagged(task, 7).body.len() == 64 << 20)
+    );
     assert_eq!(offers(&fake), 1);
 }
 
@@ -66,7 +91,9 @@ fn messages_go_both_ways_without_the_daemon() {
 fn a_route_that_nobody_uses_for_a_minute_keeps_no_buffers_and_stands() {
     let (fake, a, b) = two();
     a.open_route(b.tid());
-    until("both ends", || (leads(&a, b.tid()) && leads(&b, a.tid())).then_some(()));
+    until("both ends", || {
+        (leads(&a, b.tid()) && leads(&b, a.tid())).then_some(())
+    });
     fake.net().lossy = true;
     let buffers = |task: &Runtime| task.look(Core::direct_buffer_bytes).expect("not forked");
     let mut minutes = 0;
@@ -99,7 +126,9 @@ fn both_may_ask_at_once() {
             scope.spawn(|| a.open_route(b.tid()));
             scope.spawn(|| b.open_route(a.tid()));
         });
-        until("both ends", || (leads(&a, b.tid()) && leads(&b, a.tid())).then_some(()));
+        until("both ends", || {
+            (leads(&a, b.tid()) && leads(&b, a.tid())).then_some(())
+        });
         fake.net().lossy = true;
         send_numbered(&a, b.tid(), 0..20);
         send_numbered(&b, a.tid(), 0..20);
@@ -123,8 +152,13 @@ fn a_program_that_wants_no_route_is_asked_once_and_reached_by_the_daemons() {
 #[test]
 fn programs_are_told_of_routes_and_of_their_ends() {
     let (fake, a, b) = two();
-    a.tell_of_route_end(b.tid(), CTX_BASE, 5, false).expect("room");
-    assert_eq!(ints(&tagged(&a, 5)), [b.tid().raw(), -1], "there is none yet");
+    a.tell_of_route_end(b.tid(), CTX_BASE, 5, false)
+        .expect("room");
+    assert_eq!(
+        ints(&tagged(&a, 5)),
+        [b.tid().raw(), -1],
+        "there is none yet"
+    );
     for task in [&a, &b] {
         task.tell_of_routes(CTX_BASE, 4, -1).expect("room");
     }
@@ -133,7 +167,8 @@ fn programs_are_told_of_routes_and_of_their_ends() {
         let note = tagged(task, 4);
         assert_eq!((note.src, ints(&note)[0]), (task.tid(), other.tid().raw()));
         assert_eq!(Some(ints(&note)[1]), task.ready_fd());
-        task.tell_of_route_end(other.tid(), CTX_BASE, 5, false).expect("room");
+        task.tell_of_route_end(other.tid(), CTX_BASE, 5, false)
+            .expect("room");
     }
     send_numbered(&b, a.tid(), 0..10);
     b.exit().expect("connected");
@@ -159,20 +194,24 @@ fn a_task_that_leaves_takes_nothing_along_that_it_has_sent() {
 fn a_move_in_the_middle_of_a_stream_loses_doubles_and_reorders_nothing() {
     let (fake, a, b) = two();
     a.tell_of_routes(CTX_BASE, 4, -1).expect("room");
-    b.tell_of_route_end(a.tid(), CTX_BASE, 5, false).expect("room");
+    b.tell_of_route_end(a.tid(), CTX_BASE, 5, false)
+        .expect("room");
     assert_eq!(ints(&tagged(&b, 5)), [a.tid().raw(), -1]);
     for round in 1..4u32 {
         a.open_route(b.tid());
         assert_eq!(ints(&tagged(&a, 4))[0], b.tid().raw(), "round {round}");
         until("the other end", || leads(&b, a.tid()).then_some(()));
-        b.tell_of_route_end(a.tid(), CTX_BASE, 5, false).expect("room");
+        b.tell_of_route_end(a.tid(), CTX_BASE, 5, false)
+            .expect("room");
         let (from, to) = ((round - 1) * 200, round * 200);
         std::thread::scope(|scope| {
             scope.spawn(|| send_numbered(&a, b.tid(), from..to));
             scope.spawn(|| send_numbered(&b, a.tid(), from..to));
             fake.quiesce(a.tid(), u64::from(round));
             fake.has_let_go(a.tid(), u64::from(round));
-            assert!(!leads(&a, b.tid()) && a.look(|core| !core.direct.is_open()).expect("not forked"));
+            assert!(
+                !leads(&a, b.tid()) && a.look(|core| !core.direct.is_open()).expect("not forked")
+            );
             fake.wake(u64::from(round));
         });
         // Until then it asks nobody for a route.
@@ -194,7 +233,10 @@ fn on_one_host_the_rings_are_the_direct_route() {
     assert_eq!(ints(&next(&b))[0], a.tid().raw());
     send_numbered(&a, b.tid(), 0..50);
     expect_numbered(&b, a.tid(), 0..50);
-    assert!(!leads(&a, b.tid()) && a.look(|core| !core.direct.is_open()).expect("not forked"), "nothing listens");
+    assert!(
+        !leads(&a, b.tid()) && a.look(|core| !core.direct.is_open()).expect("not forked"),
+        "nothing listens"
+    );
 }
 
 /// What stands in a direct connection does with what goes to the side that dialled.
@@ -237,9 +279,14 @@ impl Way {
     fn stand(&self, listener: &TcpListener, offered: SocketAddr) {
         let (mut dialled, _) = listener.accept().expect("it is dialled");
         let mut offering = TcpStream::connect(offered).expect("it listens");
-        let mut back = (dialled.try_clone().expect("a socket"), offering.try_clone().expect("a socket"));
+        let mut back = (
+            dialled.try_clone().expect("a socket"),
+            offering.try_clone().expect("a socket"),
+        );
         std::thread::spawn(move || std::io::copy(&mut back.0, &mut back.1));
-        offering.set_read_timeout(Some(Duration::from_millis(1))).expect("a socket");
+        offering
+            .set_read_timeout(Some(Duration::from_millis(1)))
+            .expect("a socket");
         let (mut kept, mut bytes) = (Vec::new(), vec![0; 64 << 10]);
         loop {
             let got = offering.read(&mut bytes).unwrap_or(0);
@@ -254,7 +301,10 @@ impl Way {
                 kept.clear();
             }
             if gate == Gate::Last {
-                let _ = (dialled.shutdown(std::net::Shutdown::Both), offering.shutdown(std::net::Shutdown::Both));
+                let _ = (
+                    dialled.shutdown(std::net::Shutdown::Both),
+                    offering.shutdown(std::net::Shutdown::Both),
+                );
                 return;
             }
         }
@@ -266,7 +316,9 @@ fn two_with_a_gate() -> (Fake, Runtime, Runtime, Way) {
     let (fake, a, b) = two();
     let way = Way::through(&fake);
     a.open_route(b.tid());
-    until("both ends", || (leads(&a, b.tid()) && leads(&b, a.tid())).then_some(()));
+    until("both ends", || {
+        (leads(&a, b.tid()) && leads(&b, a.tid())).then_some(())
+    });
     fake.net().lossy = true;
     way.set(Gate::Shut);
     (fake, a, b, way)
@@ -275,8 +327,20 @@ fn two_with_a_gate() -> (Fake, Runtime, Runtime, Way) {
 /// The daemon says that a task has ended: as fact, and then as the notification with tag 9.
 fn tell_of_end(fake: &Fake, to: &Runtime, ended: Tid) {
     fake.tell(to.tid(), ToTask::PeerGone { tid: ended });
-    let deliver = |tag, after| ToTask::Deliver { message: message(to.tid(), tag, ""), after };
-    fake.tell(to.tid(), deliver(9, Some(LinkMark { peer: ended, end: 1 })));
+    let deliver = |tag, after| ToTask::Deliver {
+        message: message(to.tid(), tag, ""),
+        after,
+    };
+    fake.tell(
+        to.tid(),
+        deliver(
+            9,
+            Some(LinkMark {
+                peer: ended,
+                end: 1,
+            }),
+        ),
+    );
     // What comes behind it is here: so both have been taken.
     fake.tell(to.tid(), deliver(8, None));
     assert_eq!(next(to).tag, 8);
@@ -292,15 +356,25 @@ fn what_a_killed_task_had_sent_comes_before_the_word_of_its_end_however_late() {
         body[..4].copy_from_slice(&number.to_le_bytes());
         a.send(message(b.tid(), 1, body)).expect("sent");
     }
-    until("all of it on the way", || (way.kept() >= COUNT as usize * BYTES).then_some(()));
+    until("all of it on the way", || {
+        (way.kept() >= COUNT as usize * BYTES).then_some(())
+    });
     tell_of_end(&fake, &b, a.tid());
-    assert!(leads(&b, a.tid()) && b.inbox_try(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ())).is_none());
+    assert!(
+        leads(&b, a.tid())
+            && b.inbox_try(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ()))
+                .is_none()
+    );
     // What is sent to it now vanishes.
-    b.send(message(a.tid(), 1, vec![1; 1 << 20])).expect("as to anybody who has ended");
+    b.send(message(a.tid(), 1, vec![1; 1 << 20]))
+        .expect("as to anybody who has ended");
     way.set(Gate::Last);
     for number in 0..COUNT {
         let got = next(&b);
-        assert_eq!((got.tag, got.body.len(), &got.body[..4]), (1, BYTES, &number.to_le_bytes()[..]));
+        assert_eq!(
+            (got.tag, got.body.len(), &got.body[..4]),
+            (1, BYTES, &number.to_le_bytes()[..])
+        );
     }
     assert_eq!(next(&b).tag, 9);
     assert!(!leads(&b, a.tid()) && b.look(|core| core.is_gone(a.tid())).expect("not forked"));
@@ -309,7 +383,8 @@ fn what_a_killed_task_had_sent_comes_before_the_word_of_its_end_however_late() {
 #[test]
 fn a_host_that_died_without_a_word_delays_the_word_of_its_tasks_end_for_a_moment_only() {
     let (fake, a, b, _way) = two_with_a_gate();
-    a.send(message(b.tid(), 1, "lost with its host")).expect("sent");
+    a.send(message(b.tid(), 1, "lost with its host"))
+        .expect("sent");
     let told = Instant::now();
     tell_of_end(&fake, &b, a.tid());
     assert_eq!(next(&b).tag, 9);

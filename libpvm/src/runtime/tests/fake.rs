@@ -8,7 +8,9 @@ use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use sempa_proto::frame::{Frame, FrameDecoder, FrameKind, encode, encode_control, to_bytes};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::route::RouteWord;
-use sempa_proto::task::{AtEnd, Claim, Hello, Reply, Request, ResumeToken, RmInfo, Sink, ToDaemon, ToTask, Welcome};
+use sempa_proto::task::{
+    AtEnd, Claim, Hello, Reply, Request, ResumeToken, RmInfo, Sink, ToDaemon, ToTask, Welcome,
+};
 use sempa_proto::{HostId, MigrationId, RequestId, Tid};
 use sempa_socket::{Passed, Taken, receive};
 use std::collections::HashMap;
@@ -106,7 +108,10 @@ impl Fake {
     pub(super) fn start() -> Fake {
         let dir = TempDir::new().expect("a directory");
         let listener = UnixListener::bind(dir.path().join("s")).expect("a socket");
-        let shared = Arc::new(Shared { net: Mutex::default(), changed: Condvar::new() });
+        let shared = Arc::new(Shared {
+            net: Mutex::default(),
+            changed: Condvar::new(),
+        });
         let accepting = Arc::clone(&shared);
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
@@ -122,7 +127,12 @@ impl Fake {
     }
 
     pub(super) fn options(&self) -> EnrollOptions {
-        EnrollOptions { socket: self.socket(), claim: Claim::New, program: "test".into(), at_end: AtEnd::Told }
+        EnrollOptions {
+            socket: self.socket(),
+            claim: Claim::New,
+            program: "test".into(),
+            at_end: AtEnd::Told,
+        }
     }
 
     pub(super) fn join(&self) -> Runtime {
@@ -147,12 +157,18 @@ impl Fake {
     }
 
     pub(super) fn raw(&self, tid: Tid, bytes: impl Into<Bytes>) {
-        self.net().seats.get_mut(&tid).expect("seated").give(bytes.into());
+        self.net()
+            .seats
+            .get_mut(&tid)
+            .expect("seated")
+            .give(bytes.into());
     }
 
     /// Waits for an entry of the log.
     pub(super) fn logged<R>(&self, what: &str, f: impl Fn(Tid, &ToDaemon) -> Option<R>) -> R {
-        until(what, || self.net().log.iter().find_map(|(tid, said)| f(*tid, said)))
+        until(what, || {
+            self.net().log.iter().find_map(|(tid, said)| f(*tid, said))
+        })
     }
 
     /// Waits for a request and answers its id.
@@ -176,7 +192,10 @@ impl Fake {
     /// Orders a task to let go; from here on nothing is sent to it.
     pub(super) fn quiesce(&self, tid: Tid, migration: u64) {
         let tokens = vec![self.dir.path().join("nowhere"), self.token(migration)];
-        let order = ToTask::Quiesce { migration: MigrationId(migration), tokens };
+        let order = ToTask::Quiesce {
+            migration: MigrationId(migration),
+            tokens,
+        };
         let mut net = self.net();
         let seat = net.seats.get_mut(&tid).expect("seated");
         seat.give(encode_control(&order).expect("small"));
@@ -189,7 +208,9 @@ impl Fake {
             let wanted = MigrationId(migration);
             matches!(said, ToDaemon::Quiesced { migration, .. } if who == tid && *migration == wanted).then_some(())
         });
-        until("the closed socket", || self.net().seats[&tid].stream.is_none().then_some(()));
+        until("the closed socket", || {
+            self.net().seats[&tid].stream.is_none().then_some(())
+        });
     }
 
     /// Wakes it, here.
@@ -218,14 +239,22 @@ impl Fake {
 
 impl Drop for Fake {
     fn drop(&mut self) {
-        let net = self.shared.net.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let net = self
+            .shared
+            .net
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
         for stream in net.seats.values().filter_map(|seat| seat.stream.as_ref()) {
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
 }
 
-fn read_frame(stream: &UnixStream, decoder: &mut FrameDecoder, passed: &mut Passed) -> Option<Frame> {
+fn read_frame(
+    stream: &UnixStream,
+    decoder: &mut FrameDecoder,
+    passed: &mut Passed,
+) -> Option<Frame> {
     loop {
         if let Some(frame) = decoder.next_frame().expect("the library speaks in frames") {
             return Some(frame);
@@ -240,17 +269,29 @@ fn read_frame(stream: &UnixStream, decoder: &mut FrameDecoder, passed: &mut Pass
 
 fn serve(shared: &Shared, stream: UnixStream) {
     let (mut decoder, mut passed) = (FrameDecoder::new(), Passed::default());
-    let Some(first) = read_frame(&stream, &mut decoder, &mut passed) else { return };
-    let Ok(ToDaemon::Hello(hello)) = first.control::<ToDaemon>() else { panic!("the first frame is a hello") };
-    let Some(tid) = seat(shared, &hello, &stream) else { return };
+    let Some(first) = read_frame(&stream, &mut decoder, &mut passed) else {
+        return;
+    };
+    let Ok(ToDaemon::Hello(hello)) = first.control::<ToDaemon>() else {
+        panic!("the first frame is a hello")
+    };
+    let Some(tid) = seat(shared, &hello, &stream) else {
+        return;
+    };
     loop {
         let deadline = Instant::now() + PATIENCE;
         let mut net = shared.net.lock().expect("no panic under the lock");
         while net.seats[&tid].stalled && Instant::now() < deadline {
-            net = shared.changed.wait_timeout(net, PATIENCE).expect("no panic under the lock").0;
+            net = shared
+                .changed
+                .wait_timeout(net, PATIENCE)
+                .expect("no panic under the lock")
+                .0;
         }
         drop(net);
-        let Some(frame) = read_frame(&stream, &mut decoder, &mut passed) else { break };
+        let Some(frame) = read_frame(&stream, &mut decoder, &mut passed) else {
+            break;
+        };
         take(shared, tid, frame, &mut passed);
     }
     let mut net = shared.net.lock().expect("no panic under the lock");
@@ -265,7 +306,9 @@ fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
     let mut net = shared.net.lock().expect("no panic under the lock");
     net.hellos.push(hello.clone());
     if let Some(reason) = net.refuse.clone() {
-        writing.write_all(&encode_control(&ToTask::Refused { reason }).expect("small")).expect("written");
+        writing
+            .write_all(&encode_control(&ToTask::Refused { reason }).expect("small"))
+            .expect("written");
         return None;
     }
     let tid = match hello.claim {
@@ -292,7 +335,8 @@ fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
     let (out, queue) = channel::<Parcel>();
     let near = net.near;
     let seat = net.seats.entry(tid).or_default();
-    out.send((encode_control(&welcome).expect("small"), Vec::new())).expect("just made");
+    out.send((encode_control(&welcome).expect("small"), Vec::new()))
+        .expect("just made");
     for held in std::mem::take(&mut seat.held) {
         let parcel = match held {
             Held::Parcel(parcel) => parcel,
@@ -307,9 +351,19 @@ fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
         for (bytes, descriptors) in queue {
             let numbers: Vec<RawFd> = descriptors.iter().map(|fd| fd.as_raw_fd()).collect();
             let rights = [ControlMessage::ScmRights(&numbers)];
-            let rights = if numbers.is_empty() { &[][..] } else { &rights[..] };
+            let rights = if numbers.is_empty() {
+                &[][..]
+            } else {
+                &rights[..]
+            };
             let first = [IoSlice::new(&bytes)];
-            let Ok(n) = sendmsg::<()>(writing.as_raw_fd(), &first, rights, MsgFlags::MSG_NOSIGNAL, None) else {
+            let Ok(n) = sendmsg::<()>(
+                writing.as_raw_fd(),
+                &first,
+                rights,
+                MsgFlags::MSG_NOSIGNAL,
+                None,
+            ) else {
                 return;
             };
             if writing.write_all(&bytes[n..]).is_err() {
@@ -327,11 +381,16 @@ fn take(shared: &Shared, tid: Tid, frame: Frame, passed: &mut Passed) {
         assert_eq!(link.src, tid, "a task speaks for itself");
         let lossy = net.lossy;
         return match net.seats.get_mut(&link.dst) {
-            Some(seat) if !seat.closed && !lossy => seat.give(encode(FrameKind::Link, &[&frame.body])),
+            Some(seat) if !seat.closed && !lossy => {
+                seat.give(encode(FrameKind::Link, &[&frame.body]))
+            }
             Some(seat) if !seat.closed => {}
             _ => {
                 let gone = ToTask::PeerGone { tid: link.dst };
-                net.seats.get_mut(&tid).expect("seated").give(encode_control(&gone).expect("small"));
+                net.seats
+                    .get_mut(&tid)
+                    .expect("seated")
+                    .give(encode_control(&gone).expect("small"));
             }
         };
     }
@@ -348,7 +407,9 @@ fn take(shared: &Shared, tid: Tid, frame: Frame, passed: &mut Passed) {
         }
     }
     if let ToDaemon::Route { to, word } = &said {
-        let Taken::All(descriptors) = passed.take(word.descriptors()) else { panic!("a word without its descriptors") };
+        let Taken::All(descriptors) = passed.take(word.descriptors()) else {
+            panic!("a word without its descriptors")
+        };
         pass_on(&mut net, tid, *to, word.clone(), descriptors);
     }
     net.log.push((tid, said));
@@ -362,11 +423,16 @@ fn route_frame(from: Tid, near: bool, word: RouteWord) -> Bytes {
 fn pass_on(net: &mut Net, from: Tid, to: Tid, mut word: RouteWord, descriptors: Vec<OwnedFd>) {
     let near = net.near;
     if let Some(kept) = &mut net.kept {
-        let copies = descriptors.iter().map(|fd| fd.try_clone().expect("a descriptor")).collect();
+        let copies = descriptors
+            .iter()
+            .map(|fd| fd.try_clone().expect("a descriptor"))
+            .collect();
         kept.push((from, to, word.clone(), copies));
     }
     if let (RouteWord::DirectOffer { addresses, .. }, Some(detour)) = (&mut word, &net.detour) {
-        addresses.iter_mut().for_each(|address| *address = detour(*address));
+        addresses
+            .iter_mut()
+            .for_each(|address| *address = detour(*address));
     }
     if word.descriptors() > 0 && !(near && net.seats.get(&to).is_some_and(Seat::listens)) {
         let nothing = match word {
@@ -374,9 +440,15 @@ fn pass_on(net: &mut Net, from: Tid, to: Tid, mut word: RouteWord, descriptors: 
             RouteWord::StoreOffer { .. } => return,
             _ => encode_control(&ToTask::PeerMoved { tid: to }).expect("small"),
         };
-        return net.seats.get_mut(&from).into_iter().for_each(|seat| seat.give(nothing.clone()));
+        return net
+            .seats
+            .get_mut(&from)
+            .into_iter()
+            .for_each(|seat| seat.give(nothing.clone()));
     }
-    let Some(seat) = net.seats.get_mut(&to).filter(|seat| !seat.closed) else { return };
+    let Some(seat) = net.seats.get_mut(&to).filter(|seat| !seat.closed) else {
+        return;
+    };
     if seat.listens() {
         seat.give_with(route_frame(from, near, word), descriptors);
     } else {

@@ -17,22 +17,44 @@ const LARGE: usize = 1 << 20;
 /// From now on this thread, and those that it starts, get EPERM for a call of the kernel; `second`: only with this second argument.
 fn refuse(call: libc::c_long, second: Option<u32>) {
     const fn step(code: u32, jump: u8, k: u32) -> libc::sock_filter {
-        libc::sock_filter { code: code as u16, jt: 0, jf: jump, k }
+        libc::sock_filter {
+            code: code as u16,
+            jt: 0,
+            jf: jump,
+            k,
+        }
     }
-    let (load, equal, answer) =
-        (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, libc::BPF_JMP | libc::BPF_JEQ, libc::BPF_RET);
-    let mut steps = vec![step(load, 0, 0), step(equal, if second.is_some() { 3 } else { 1 }, call as u32)];
+    let (load, equal, answer) = (
+        libc::BPF_LD | libc::BPF_W | libc::BPF_ABS,
+        libc::BPF_JMP | libc::BPF_JEQ,
+        libc::BPF_RET,
+    );
+    let mut steps = vec![
+        step(load, 0, 0),
+        step(equal, if second.is_some() { 3 } else { 1 }, call as u32),
+    ];
     if let Some(second) = second {
         // Behind the number, the architecture and the place of the call, and the first argument.
         steps.extend([step(load, 0, 24), step(equal, 1, second)]);
     }
-    steps.push(step(answer, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32));
+    steps.push(step(
+        answer,
+        0,
+        libc::SECCOMP_RET_ERRNO | libc::EPERM as u32,
+    ));
     steps.push(step(answer, 0, libc::SECCOMP_RET_ALLOW));
-    let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
+    let program = libc::sock_fprog {
+        len: steps.len() as u16,
+        filter: steps.as_mut_ptr(),
+    };
     // SAFETY: the kernel reads the program, which lives through the call, and nothing else.
     let done = unsafe {
         libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1u64, 0u64, 0u64, 0u64) == 0
-            && libc::prctl(libc::PR_SET_SECCOMP, u64::from(libc::SECCOMP_MODE_FILTER), &raw const program) == 0
+            && libc::prctl(
+                libc::PR_SET_SECCOMP,
+                u64::from(libc::SECCOMP_MODE_FILTER),
+                &raw const program,
+            ) == 0
     };
     assert!(done, "a filter: {}", std::io::Error::last_os_error());
 }
@@ -41,8 +63,13 @@ fn refuse(call: libc::c_long, second: Option<u32>) {
 #[test]
 #[ignore = "run by the tests of what is forbidden"]
 fn goes_without() {
-    let socket = std::env::var_os("WITHOUT_SOCKET").expect("told where").into();
-    let peer: i32 = std::env::var("WITHOUT_TASK").expect("told with whom").parse().expect("a number");
+    let socket = std::env::var_os("WITHOUT_SOCKET")
+        .expect("told where")
+        .into();
+    let peer: i32 = std::env::var("WITHOUT_TASK")
+        .expect("told with whom")
+        .parse()
+        .expect("a number");
     let what = std::env::var("WITHOUT").expect("told what");
     match what.as_str() {
         "memory" => refuse(libc::SYS_memfd_create, None),
@@ -52,22 +79,37 @@ fn goes_without() {
             setrlimit(Resource::RLIMIT_FSIZE, bytes, bytes).expect("less is always allowed");
         }
     }
-    let options = EnrollOptions { socket, claim: Claim::New, program: "without".into(), at_end: AtEnd::Told };
+    let options = EnrollOptions {
+        socket,
+        claim: Claim::New,
+        program: "without".into(),
+        at_end: AtEnd::Told,
+    };
     let task = Runtime::connect(options).expect("welcome");
     let peer = Tid::from_raw(peer);
     task.send(message(peer, 0, "")).expect("sent");
     send_numbered(&task, peer, 0..300);
     expect_numbered(&task, peer, 0..300);
     for n in 0..20 {
-        task.send(message(peer, n, vec![n as u8; LARGE])).expect("sent");
+        task.send(message(peer, n, vec![n as u8; LARGE]))
+            .expect("sent");
         let got = next(&task);
         assert_eq!((got.tag, got.body.len()), (n, LARGE));
         assert!(got.body.iter().all(|byte| *byte == n as u8), "whole");
     }
-    let (has_ring, has_store) =
-        task.look(|core| (core.near.slot(peer).is_some(), core.near.store_id().is_some())).expect("not forked");
+    let (has_ring, has_store) = task
+        .look(|core| {
+            (
+                core.near.slot(peer).is_some(),
+                core.near.store_id().is_some(),
+            )
+        })
+        .expect("not forked");
     assert!(!has_store, "no room for one");
-    assert!(!has_ring || what.parse::<u64>().is_ok(), "no memory to share");
+    assert!(
+        !has_ring || what.parse::<u64>().is_ok(),
+        "no memory to share"
+    );
     assert!(has_ring || what != "2097152", "a ring is smaller");
     task.exit().expect("left");
 }
@@ -76,8 +118,15 @@ fn messages_go_without(what: &str) {
     let fake: Fake = near();
     let a = fake.join();
     let mut other = Command::new(std::env::current_exe().expect("known"))
-        .args(["--exact", "runtime::tests::forbidden::goes_without", "--ignored"])
-        .envs([("WITHOUT", what), ("WITHOUT_TASK", &a.tid().raw().to_string())])
+        .args([
+            "--exact",
+            "runtime::tests::forbidden::goes_without",
+            "--ignored",
+        ])
+        .envs([
+            ("WITHOUT", what),
+            ("WITHOUT_TASK", &a.tid().raw().to_string()),
+        ])
         .env("WITHOUT_SOCKET", fake.socket())
         .stdout(Stdio::null())
         .spawn()
@@ -106,5 +155,7 @@ fn messages_go_though_the_kernel_refuses_to_seal() {
 #[test]
 fn messages_go_and_nobody_dies_where_files_may_not_be_as_long_as_a_ring_or_a_store() {
     // Only a bell; a ring, too, but no store.
-    ["65536", "2097152"].into_iter().for_each(messages_go_without);
+    ["65536", "2097152"]
+        .into_iter()
+        .for_each(messages_go_without);
 }

@@ -29,7 +29,10 @@ struct Dice(u64);
 
 impl Dice {
     fn roll(&mut self, below: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) % below
     }
 
@@ -51,8 +54,12 @@ fn put(fd: &OwnedFd, at: u64, bytes: &[u8]) {
 /// A record that looks like one: the right head, and of what a link says, or lends, whatever comes.
 fn record(dice: &mut Dice) -> Vec<u8> {
     let kind = match dice.roll(3) {
-        0 => LinkKind::Data { last: dice.roll(2) == 0 },
-        1 => LinkKind::Ack { resync: dice.roll(2) == 0 },
+        0 => LinkKind::Data {
+            last: dice.roll(2) == 0,
+        },
+        1 => LinkKind::Ack {
+            resync: dice.roll(2) == 0,
+        },
         _ => LinkKind::Probe,
     };
     let mut body = encode_short_head(kind, dice.roll(50), dice.word()).to_vec();
@@ -65,7 +72,9 @@ fn record(dice: &mut Dice) -> Vec<u8> {
         body.resize(body.len() + dice.roll(300) as usize, 7);
     }
     let length = body.len() as u32;
-    let mut bytes = (u64::from(length) | u64::from(!length) << 32).to_le_bytes().to_vec();
+    let mut bytes = (u64::from(length) | u64::from(!length) << 32)
+        .to_le_bytes()
+        .to_vec();
     bytes.append(&mut body);
     bytes
 }
@@ -79,7 +88,11 @@ fn scribble_in_rings(dice: &mut Dice, fd: &OwnedFd) {
         2 => put(fd, words + STARVED, &(dice.word() as u32).to_le_bytes()),
         3 => put(fd, words + CLOSED, &(dice.word() as u32).to_le_bytes()),
         4 | 5 => put(fd, words + RETURNED, &dice.word().to_le_bytes()),
-        6 => put(fd, dice.roll(PAIR_BYTES as u64 - 8), &dice.word().to_le_bytes()),
+        6 => put(
+            fd,
+            dice.roll(PAIR_BYTES as u64 - 8),
+            &dice.word().to_le_bytes(),
+        ),
         _ => {
             // Behind what was written last, and the word that says so.
             let (ring, ring_bytes) = (dice.roll(2), (PAIR_BYTES as u64 - DATA) / 2);
@@ -98,7 +111,9 @@ fn scribble_in_rings(dice: &mut Dice, fd: &OwnedFd) {
 fn scribble(fake: &Fake, dice: &mut Dice, from: Tid, bells: bool) {
     let net = fake.net();
     let all = net.kept.iter().flatten();
-    let mine: Vec<_> = all.filter(|(a, b, _, fds)| (*a == from || *b == from) && !fds.is_empty()).collect();
+    let mine: Vec<_> = all
+        .filter(|(a, b, _, fds)| (*a == from || *b == from) && !fds.is_empty())
+        .collect();
     if mine.is_empty() {
         return;
     }
@@ -108,7 +123,11 @@ fn scribble(fake: &Fake, dice: &mut Dice, from: Tid, bells: bool) {
         RouteWord::RingOffer { .. } if !bells => scribble_in_rings(dice, &fds[0]),
         RouteWord::RingOffer { .. } | RouteWord::RingAccept { .. } if bells => {
             let bell = fds.last().expect("looked");
-            put(bell, dice.roll(BELL_BYTES as u64 / 8) * 8, &dice.word().to_le_bytes());
+            put(
+                bell,
+                dice.roll(BELL_BYTES as u64 / 8) * 8,
+                &dice.word().to_le_bytes(),
+            );
             // The words that count are the first ones.
             put(bell, dice.roll(4) * 4, &(dice.word() as u32).to_le_bytes());
         }
@@ -126,8 +145,13 @@ fn scribble_on(fake: &Fake, bad: &Runtime, victims: [Tid; 2]) {
         for _ in 0..20 {
             rounds += 1;
             // So that there are rings again, and stores that others read in.
-            let len = if rounds.is_multiple_of(50) { 300_000 } else { 20 };
-            bad.send(message(victims[rounds as usize % 2], 2, vec![2; len])).expect("sent");
+            let len = if rounds.is_multiple_of(50) {
+                300_000
+            } else {
+                20
+            };
+            bad.send(message(victims[rounds as usize % 2], 2, vec![2; len]))
+                .expect("sent");
             let at_bells = bells < BELLS && rounds.is_multiple_of(200);
             bells += u64::from(at_bells);
             scribble(fake, &mut dice, bad.tid(), at_bells);
@@ -157,7 +181,11 @@ fn a_task_that_scribbles_in_everything_it_shares_harms_nobody_elses_conversation
                     let sent = numbers.clone();
                     scope.spawn(move || {
                         for number in sent {
-                            let body = [&number.to_le_bytes()[..], &vec![number as u8; number as usize % 300]].concat();
+                            let body = [
+                                &number.to_le_bytes()[..],
+                                &vec![number as u8; number as usize % 300],
+                            ]
+                            .concat();
                             one.send(message(other.tid(), 1, body)).expect("sent");
                         }
                     });
@@ -185,7 +213,11 @@ fn what_lies_in_a_ring_is_found_though_somebody_has_wiped_the_bell() {
     let (a, b) = pair(&fake);
     let wipe = |from: u64, bytes: &[u8]| {
         let net = fake.net();
-        let bells = net.kept.iter().flatten().filter_map(|(_, _, _, fds)| fds.last());
+        let bells = net
+            .kept
+            .iter()
+            .flatten()
+            .filter_map(|(_, _, _, fds)| fds.last());
         bells.for_each(|bell| put(bell, from, bytes));
     };
     // From here on it expects to hear by the ring.
@@ -211,13 +243,22 @@ fn what_lies_in_a_ring_is_found_though_somebody_has_wiped_the_bell() {
 fn a_lender_that_offers_one_store_after_the_other_fills_no_table() {
     let fake = near();
     let (a, b) = pair(&fake);
-    let stores = |task: &Runtime| task.look(|core| core.near.stores_borrowed()).expect("not forked");
+    let stores = |task: &Runtime| {
+        task.look(|core| core.near.stores_borrowed())
+            .expect("not forked")
+    };
     let mut at_most = 0;
     for n in 0..40 {
         let mut held = b.lock().expect("not forked");
         let now = held.now();
         let (_, fd) = OwnStore::new().expect("made");
-        held.core.take_ring_word(now, a.tid(), true, &RouteWord::StoreOffer { id: OfferId(n) }, vec![fd]);
+        held.core.take_ring_word(
+            now,
+            a.tid(),
+            true,
+            &RouteWord::StoreOffer { id: OfferId(n) },
+            vec![fd],
+        );
         held.core.near.hold_a_loan(a.tid());
         drop(held);
         at_most = at_most.max(stores(&b));
@@ -231,8 +272,13 @@ fn a_lender_that_offers_one_store_after_the_other_fills_no_table() {
 #[test]
 #[ignore = "run by a_process_that_is_killed_in_the_middle_of_writing_leaves_whole_messages_only"]
 fn writes_without_end() {
-    let socket = std::env::var_os("WRITES_TO_SOCKET").expect("told where").into();
-    let to: i32 = std::env::var("WRITES_TO_TASK").expect("told to whom").parse().expect("a number");
+    let socket = std::env::var_os("WRITES_TO_SOCKET")
+        .expect("told where")
+        .into();
+    let to: i32 = std::env::var("WRITES_TO_TASK")
+        .expect("told to whom")
+        .parse()
+        .expect("a number");
     let options = crate::runtime::EnrollOptions {
         socket,
         claim: sempa_proto::task::Claim::New,
@@ -243,7 +289,8 @@ fn writes_without_end() {
     for number in 0u32.. {
         let mut body = vec![number as u8; 60_000];
         body[..4].copy_from_slice(&number.to_le_bytes());
-        task.send(message(Tid::from_raw(to), 1, body)).expect("sent");
+        task.send(message(Tid::from_raw(to), 1, body))
+            .expect("sent");
     }
 }
 
@@ -253,7 +300,11 @@ fn a_process_that_is_killed_in_the_middle_of_writing_leaves_whole_messages_only(
     let (a, b) = pair(&fake);
     for round in 0..12 {
         let mut writer = Command::new(std::env::current_exe().expect("known"))
-            .args(["--exact", "runtime::tests::hostile::writes_without_end", "--ignored"])
+            .args([
+                "--exact",
+                "runtime::tests::hostile::writes_without_end",
+                "--ignored",
+            ])
             .env("WRITES_TO_SOCKET", fake.socket())
             .env("WRITES_TO_TASK", a.tid().raw().to_string())
             .stdout(Stdio::null())
@@ -262,11 +313,21 @@ fn a_process_that_is_killed_in_the_middle_of_writing_leaves_whole_messages_only(
         let first = next(&a);
         let from = first.src;
         let whole = |number: u32, got: &Message| {
-            assert_eq!((got.body[..4].as_ref(), got.body.len()), (&number.to_le_bytes()[..], 60_000), "in order");
-            assert!(got.body[4..].iter().all(|byte| *byte == number as u8), "whole");
+            assert_eq!(
+                (got.body[..4].as_ref(), got.body.len()),
+                (&number.to_le_bytes()[..], 60_000),
+                "in order"
+            );
+            assert!(
+                got.body[4..].iter().all(|byte| *byte == number as u8),
+                "whole"
+            );
         };
         whole(0, &first);
-        until("a ring", || a.look(|core| core.near.slot(from).is_some()).filter(|has| *has));
+        until("a ring", || {
+            a.look(|core| core.near.slot(from).is_some())
+                .filter(|has| *has)
+        });
         for number in 1..50 + round * 7 {
             whole(number, &next(&a));
         }
@@ -275,7 +336,10 @@ fn a_process_that_is_killed_in_the_middle_of_writing_leaves_whole_messages_only(
         writer.wait().expect("it has ended");
         until("the closed socket", || fake.is_closed(from).then_some(()));
         fake.tell(a.tid(), ToTask::PeerGone { tid: from });
-        until("the end of the ring", || a.look(|core| core.near.slot(from).is_none()).filter(|has| *has));
+        until("the end of the ring", || {
+            a.look(|core| core.near.slot(from).is_none())
+                .filter(|has| *has)
+        });
         let mut number = 50 + round * 7;
         while let Some(got) = a.inbox_try(&mut |inbox| inbox.take_first(|m| m.src == from)) {
             whole(number, &got);

@@ -35,13 +35,23 @@ pub(super) fn until<R>(what: &str, mut f: impl FnMut() -> Option<R>) -> R {
 }
 
 pub(super) fn message(dst: Tid, tag: i32, body: impl Into<Bytes>) -> Message {
-    Message { src: Tid::NONE, dst, ctx: CTX_BASE, tag, wid: 0, enc: ENC_XDR, body: body.into() }
+    Message {
+        src: Tid::NONE,
+        dst,
+        ctx: CTX_BASE,
+        tag,
+        wid: 0,
+        enc: ENC_XDR,
+        body: body.into(),
+    }
 }
 
 /// The next message, within the test's patience.
 pub(super) fn next(task: &Runtime) -> Message {
     let first = &mut |inbox: &mut Inbox| inbox.take_first(|_| true);
-    task.inbox_wait(Some(Instant::now() + PATIENCE), first).expect("connected").expect("a message in time")
+    task.inbox_wait(Some(Instant::now() + PATIENCE), first)
+        .expect("connected")
+        .expect("a message in time")
 }
 
 /// Sends `count` numbered messages whose lengths differ.
@@ -59,7 +69,9 @@ pub(super) fn expect_numbered(task: &Runtime, from: Tid, numbers: std::ops::Rang
     for number in numbers {
         let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.src == from);
         let got = task.inbox_wait(Some(Instant::now() + PATIENCE), wanted);
-        let got = got.expect("connected").unwrap_or_else(|| panic!("message {number} did not come"));
+        let got = got
+            .expect("connected")
+            .unwrap_or_else(|| panic!("message {number} did not come"));
         assert_eq!(got.body[..4], number.to_le_bytes(), "in order");
         assert!(got.body[4..].iter().all(|b| *b == number as u8), "whole");
     }
@@ -78,6 +90,10 @@ fn an_address_that_is_neither_task_nor_daemon_is_refused() {
     let fake = fake::Fake::start();
     let task = fake.join();
     for raw in [0, -1, 0x40000, 0x4000_0001] {
-        assert_eq!(task.send(message(Tid::from_raw(raw), 1, "")), Err(PvmError::BadParam), "{raw:x}");
+        assert_eq!(
+            task.send(message(Tid::from_raw(raw), 1, "")),
+            Err(PvmError::BadParam),
+            "{raw:x}"
+        );
     }
 }

@@ -20,7 +20,13 @@ fn a_task_lets_go_comes_back_and_keeps_its_id() {
     fake.wake(1);
     until("the return", || task.socket_fd());
     let claim = fake.net().hellos.last().map(|hello| hello.claim.clone());
-    assert_eq!(claim, Some(Claim::Resume { tid, migration: MigrationId(1) }));
+    assert_eq!(
+        claim,
+        Some(Claim::Resume {
+            tid,
+            migration: MigrationId(1)
+        })
+    );
     assert_eq!(task.tid(), tid);
 }
 
@@ -68,7 +74,8 @@ fn calls_go_on_in_memory_while_there_is_no_connection() {
     thread::scope(|scope| {
         // Sends return although nothing can leave.
         send_numbered(&a, b.tid(), 0..100);
-        a.send(message(HostId::MASTER.daemon(), -1, "order")).expect("kept");
+        a.send(message(HostId::MASTER.daemon(), -1, "order"))
+            .expect("kept");
         a.send(message(a.tid(), 8, "to myself")).expect("delivered");
         assert_eq!(next(&a).tag, 8);
         // A question and a receive wait, and are answered after the return.
@@ -80,7 +87,9 @@ fn calls_go_on_in_memory_while_there_is_no_connection() {
         assert_eq!(receiving.join().expect("received").tag, 9);
     });
     expect_numbered(&b, a.tid(), 0..100);
-    fake.logged("the order", |_, said| matches!(said, ToDaemon::Message(m) if m.tag == -1).then_some(()));
+    fake.logged("the order", |_, said| {
+        matches!(said, ToDaemon::Message(m) if m.tag == -1).then_some(())
+    });
 }
 
 #[test]
@@ -111,7 +120,13 @@ fn the_marks_say_how_far_each_link_has_sent() {
         ToDaemon::Quiesced { marks, .. } => Some(marks.clone()),
         _ => None,
     });
-    assert_eq!(marks, [LinkMark { peer: b.tid(), end: 4 }]);
+    assert_eq!(
+        marks,
+        [LinkMark {
+            peer: b.tid(),
+            end: 4
+        }]
+    );
     fake.wake(5);
 }
 
@@ -126,13 +141,27 @@ fn a_library_that_has_let_go_finds_in_its_memory_that_it_is_to_wait_for_another_
     });
     assert_eq!(place.pid, std::process::id().cast_signed());
     fake.has_let_go(task.tid(), 8);
-    let redirect = Redirect { migration: MigrationId(9), tokens: vec![fake.token(9)] };
-    let memory = std::fs::OpenOptions::new().write(true).open("/proc/self/mem").expect("ours");
-    memory.write_all_at(&redirect.in_memory().expect("it fits"), place.at).expect("mapped");
+    let redirect = Redirect {
+        migration: MigrationId(9),
+        tokens: vec![fake.token(9)],
+    };
+    let memory = std::fs::OpenOptions::new()
+        .write(true)
+        .open("/proc/self/mem")
+        .expect("ours");
+    memory
+        .write_all_at(&redirect.in_memory().expect("it fits"), place.at)
+        .expect("mapped");
     fake.wake(9);
     until("the return", || task.socket_fd());
     let claim = fake.net().hellos.last().map(|hello| hello.claim.clone());
-    assert_eq!(claim, Some(Claim::Resume { tid: task.tid(), migration: MigrationId(9) }));
+    assert_eq!(
+        claim,
+        Some(Claim::Resume {
+            tid: task.tid(),
+            migration: MigrationId(9)
+        })
+    );
 }
 
 #[test]
@@ -142,7 +171,10 @@ fn what_was_queued_before_is_written_before_the_last_word() {
     fake.stall(a.tid(), true);
     thread::scope(|scope| {
         let sending = scope.spawn(|| send_numbered(&a, b.tid(), 0..400));
-        until("a full socket", || a.look(|core| core.outbox.backlog() > 0).filter(|full| *full));
+        until("a full socket", || {
+            a.look(|core| core.outbox.backlog() > 0)
+                .filter(|full| *full)
+        });
         fake.quiesce(a.tid(), 6);
         // The sender is not held up by the move.
         sending.join().expect("sent");
@@ -165,8 +197,11 @@ fn a_token_of_another_move_or_of_garbage_is_ignored() {
     std::fs::write(fake.dir.path().join("nowhere"), b"\xff\xff\xff").expect("written");
     // A look at the tokens takes a millisecond; a hundred of the task's own clock ticks show that it looked.
     for _ in 0..100 {
-        task.inbox_wait(Some(std::time::Instant::now() + std::time::Duration::from_millis(1)), &mut |_| None::<()>)
-            .expect("connected");
+        task.inbox_wait(
+            Some(std::time::Instant::now() + std::time::Duration::from_millis(1)),
+            &mut |_| None::<()>,
+        )
+        .expect("connected");
     }
     assert_eq!(fake.net().hellos.len(), greeted);
     fake.wake(7);
@@ -181,8 +216,15 @@ fn a_task_that_is_not_wanted_after_its_move_says_why() {
     fake.has_let_go(task.tid(), 8);
     fake.net().refuse = Some("no such move".into());
     fake.wake(8);
-    assert_eq!(task.inbox_wait(None, &mut |_| None::<()>), Err(PvmError::SysErr));
-    assert!(task.why_lost().contains("no such move"), "{}", task.why_lost());
+    assert_eq!(
+        task.inbox_wait(None, &mut |_| None::<()>),
+        Err(PvmError::SysErr)
+    );
+    assert!(
+        task.why_lost().contains("no such move"),
+        "{}",
+        task.why_lost()
+    );
 }
 
 #[test]
@@ -205,9 +247,13 @@ fn a_moved_peer_is_asked_what_it_has() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     fake.net().lossy = true;
-    a.send(message(b.tid(), 1, "lost on the way")).expect("sent");
+    a.send(message(b.tid(), 1, "lost on the way"))
+        .expect("sent");
     fake.net().lossy = false;
     fake.tell(a.tid(), ToTask::PeerMoved { tid: b.tid() });
     assert_eq!(next(&b).tag, 1);
-    assert!(b.inbox_try(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ())).is_none());
+    assert!(
+        b.inbox_try(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ()))
+            .is_none()
+    );
 }

@@ -19,7 +19,8 @@ pub(super) fn near() -> Fake {
 }
 
 fn has_ring(task: &Runtime, peer: Tid) -> bool {
-    task.look(|core| core.near.slot(peer).is_some()).expect("not forked")
+    task.look(|core| core.near.slot(peer).is_some())
+        .expect("not forked")
 }
 
 /// Two tasks with a ring between them.
@@ -29,7 +30,9 @@ pub(super) fn pair(fake: &Fake) -> (Runtime, Runtime) {
         a.send(message(b.tid(), n, "")).expect("sent");
         assert_eq!(next(&b).tag, n);
     }
-    until("a ring", || (has_ring(&a, b.tid()) && has_ring(&b, a.tid())).then_some(()));
+    until("a ring", || {
+        (has_ring(&a, b.tid()) && has_ring(&b, a.tid())).then_some(())
+    });
     (a, b)
 }
 
@@ -62,13 +65,22 @@ fn who_is_far_is_offered_a_ring_rarely_who_has_refused_soon_again_and_who_moves_
     };
     let refuse = |core: &mut Core, after: u64, id: u64, near: bool| {
         let now = begin + Micros::from_secs(after);
-        core.take_ring_word(now, peer, near, &RouteWord::RingRefuse { id: OfferId(id) }, Vec::new());
+        core.take_ring_word(
+            now,
+            peer,
+            near,
+            &RouteWord::RingRefuse { id: OfferId(id) },
+            Vec::new(),
+        );
     };
     assert_eq!([offers(core, 0), offers(core, 0)], [false, true]);
     refuse(core, 0, 1, true);
     assert_eq!([offers(core, 29), offers(core, 30)], [false, true]);
     refuse(core, 30, 2, false);
-    assert_eq!([offers(core, 60), offers(core, 629), offers(core, 630)], [false, false, true]);
+    assert_eq!(
+        [offers(core, 60), offers(core, 629), offers(core, 630)],
+        [false, false, true]
+    );
     refuse(core, 630, 3, false);
     core.forget_near(begin + Micros::from_secs(631), peer);
     assert_eq!([offers(core, 631), offers(core, 631)], [false, true]);
@@ -120,10 +132,17 @@ fn who_waits_for_the_daemon_hears_a_ring_all_the_same() {
     for n in 0..100 {
         b.send(message(Tid::MY_DAEMON, n, "")).expect("sent");
         std::thread::scope(|scope| {
-            let hearing = scope.spawn(|| b.inbox_wait(deadline, &mut |inbox| inbox.take_first(|_| true)));
-            until("a sleeper at the socket", || b.0.shared.is_seated().then_some(()));
+            let hearing =
+                scope.spawn(|| b.inbox_wait(deadline, &mut |inbox| inbox.take_first(|_| true)));
+            until("a sleeper at the socket", || {
+                b.0.shared.is_seated().then_some(())
+            });
             a.send(message(b.tid(), n, "")).expect("sent");
-            let heard = hearing.join().expect("no panic").expect("connected").expect("a message in time");
+            let heard = hearing
+                .join()
+                .expect("no panic")
+                .expect("connected")
+                .expect("a message in time");
             assert_eq!(heard.tag, n);
         });
     }
@@ -197,10 +216,19 @@ fn nothing_of_a_ring_is_mapped_or_open_while_a_task_is_moved() {
     let maps = || std::fs::read_to_string("/proc/self/maps").expect("readable");
     // Other tests of this process may have rings of their own; under a runner with one process for each test none have.
     if std::env::var_os("NEXTEST").is_some() {
-        until("no shared memory", || (!maps().contains("sempa-")).then_some(()));
-        let open = std::fs::read_dir("/proc/self/fd").expect("readable").flatten();
+        until("no shared memory", || {
+            (!maps().contains("sempa-")).then_some(())
+        });
+        let open = std::fs::read_dir("/proc/self/fd")
+            .expect("readable")
+            .flatten();
         let names = open.filter_map(|fd| std::fs::read_link(fd.path()).ok());
-        assert_eq!(names.filter(|name| name.to_string_lossy().contains("sempa-")).count(), 0);
+        assert_eq!(
+            names
+                .filter(|name| name.to_string_lossy().contains("sempa-"))
+                .count(),
+            0
+        );
     }
     assert!(held.iter().all(|message| message.body[..] == large));
     fake.wake(1);
@@ -217,7 +245,9 @@ fn a_peer_that_dies_in_the_middle_leaves_what_it_had_written() {
     fake.hang_up(a.tid());
     fake.tell(b.tid(), ToTask::PeerGone { tid: a.tid() });
     expect_numbered(&b, a.tid(), 0..50);
-    until("the end of the ring", || (!has_ring(&b, a.tid())).then_some(()));
+    until("the end of the ring", || {
+        (!has_ring(&b, a.tid())).then_some(())
+    });
 }
 
 #[test]
@@ -243,7 +273,10 @@ fn a_ring_and_a_store_that_nobody_uses_for_a_minute_are_given_back_and_come_agai
         let mut held = a.lock().expect("not forked");
         let later = held.now() + Micros::from_secs(61);
         held.core.wake(later);
-        assert!(held.core.near.slot(b.tid()).is_none(), "a minute has passed");
+        assert!(
+            held.core.near.slot(b.tid()).is_none(),
+            "a minute has passed"
+        );
         assert_eq!(held.core.near.store_id(), None);
         later
     };
@@ -257,13 +290,17 @@ fn a_ring_and_a_store_that_nobody_uses_for_a_minute_are_given_back_and_come_agai
     }
     let mut held = a.lock().expect("not forked");
     for n in 0..3 {
-        held.core.send(later + Micros::from_secs(2), message(b.tid(), n, "")).expect("sent");
+        held.core
+            .send(later + Micros::from_secs(2), message(b.tid(), n, ""))
+            .expect("sent");
     }
     drop(held);
     for n in 0..3 {
         assert_eq!(next(&b).tag, n);
     }
-    until("a new ring", || (has_ring(&a, b.tid()) && has_ring(&b, a.tid())).then_some(()));
+    until("a new ring", || {
+        (has_ring(&a, b.tid()) && has_ring(&b, a.tid())).then_some(())
+    });
 }
 
 /// How many rings a look at what is here looks at.
@@ -286,7 +323,9 @@ fn who_never_sleeps_looks_no_more_at_peers_that_spoke_once() {
     }
     // From here on it only tries: who sleeps makes all of them ring again.
     until("all of it", || {
-        a.inbox_try(&mut |inbox| (inbox.iter().filter(|m| m.tag == 1).count() == PEERS).then_some(()))
+        a.inbox_try(&mut |inbox| {
+            (inbox.iter().filter(|m| m.tag == 1).count() == PEERS).then_some(())
+        })
     });
     until("few rings to look at", || {
         a.inbox_try(&mut |_| None::<()>);
@@ -297,7 +336,9 @@ fn who_never_sleeps_looks_no_more_at_peers_that_spoke_once() {
         for peer in peers.iter().rev() {
             peer.send(message(a.tid(), round, "")).expect("sent");
             let wanted = |m: &Message| m.src == peer.tid() && m.tag == round;
-            until("the next word", || a.inbox_try(&mut |inbox| inbox.take_first(wanted)));
+            until("the next word", || {
+                a.inbox_try(&mut |inbox| inbox.take_first(wanted))
+            });
         }
     }
 }
@@ -340,7 +381,8 @@ fn rings_with_nothing_to_write_are_not_gone_through_when_one_has_room_again() {
     until("all is written", || (waiting() == 0).then_some(()));
     // More than a ring and the window hold; its receiver's ear makes room for it.
     for n in 0..64 {
-        a.send(message(others[2].tid(), n, vec![n as u8; 200_000])).expect("sent");
+        a.send(message(others[2].tid(), n, vec![n as u8; 200_000]))
+            .expect("sent");
         assert!(waiting() <= 1, "the one that is full");
     }
     for n in 0..64 {
@@ -358,6 +400,9 @@ fn a_program_that_waits_on_its_descriptor_sees_what_comes_through_a_ring() {
     a.send(message(b.tid(), 5, "")).expect("sent");
     let sign = b.0.shared.sign().expect("just made");
     let mut fds = [PollFd::new(sign.as_fd(), PollFlags::POLLIN)];
-    assert_eq!(poll(&mut fds, PollTimeout::try_from(60_000u32).expect("short")), Ok(1));
+    assert_eq!(
+        poll(&mut fds, PollTimeout::try_from(60_000u32).expect("short")),
+        Ok(1)
+    );
     assert_eq!(next(&b).tag, 5);
 }

@@ -7,25 +7,38 @@ use crate::vm::Vm;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::message::Message;
 use sempa_proto::sm::{
-    Grant, SM_CONFIG, SM_GRANT, SM_NOTIFY, SM_SPAWN, SM_SPAWN_WAITS, pack_grant, pack_tids, pack_waits, unpack_spawn,
+    Grant, SM_CONFIG, SM_GRANT, SM_NOTIFY, SM_SPAWN, SM_SPAWN_WAITS, pack_grant, pack_tids,
+    pack_waits, unpack_spawn,
 };
 use sempa_proto::table::HostTable;
 use sempa_proto::task::{
-    GrantOf, NotifyRequest, NotifyWhat, Reply, Request, RmInfo, RmServes, SpawnRequest, ToDaemon, ToTask,
+    GrantOf, NotifyRequest, NotifyWhat, Reply, Request, RmInfo, RmServes, SpawnRequest, ToDaemon,
+    ToTask,
 };
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::thread;
 
-const EVERYTHING: RmServes = RmServes { spawn: true, others: true, ends: true };
+const EVERYTHING: RmServes = RmServes {
+    spawn: true,
+    others: true,
+    ends: true,
+};
 
 fn request() -> SpawnRequest {
-    SpawnRequest { file: "worker".into(), count: 2, ..SpawnRequest::default() }
+    SpawnRequest {
+        file: "worker".into(),
+        count: 2,
+        ..SpawnRequest::default()
+    }
 }
 
 /// A resource manager and a task that knows it.
 fn pair(fake: &Fake, serves: RmServes) -> (Runtime, Runtime) {
     let rm = fake.join();
-    fake.net().rm = Some(RmInfo { tid: rm.tid(), serves });
+    fake.net().rm = Some(RmInfo {
+        tid: rm.tid(),
+        serves,
+    });
     let task = fake.join();
     (rm, task)
 }
@@ -41,18 +54,34 @@ fn waits(rm: &Runtime, task: &Runtime, asked: &Message, since: Option<Micros>) {
     let mut word = message(asked.src, SM_SPAWN_WAITS, pack_waits(since));
     word.wid = asked.wid;
     rm.send(word).expect("sent");
-    until("the word", || (task.look(|core| core.questions.waits_since(asked.wid)).flatten() == since).then_some(()));
+    until("the word", || {
+        (task
+            .look(|core| core.questions.waits_since(asked.wid))
+            .flatten()
+            == since)
+            .then_some(())
+    });
 }
 
 #[test]
 fn a_spawn_goes_to_the_resource_manager_and_its_answer_comes_back() {
     let fake = Fake::start();
-    let (rm, task) = pair(&fake, RmServes { spawn: true, others: false, ends: true });
+    let (rm, task) = pair(
+        &fake,
+        RmServes {
+            spawn: true,
+            others: false,
+            ends: true,
+        },
+    );
     let results = vec![Ok(Tid::from_raw(0x40009)), Err(PvmError::NoFile)];
     thread::scope(|scope| {
         let spawning = scope.spawn(|| task.spawn(request()));
         let asked = next(&rm);
-        assert_eq!((asked.tag, unpack_spawn(asked.body.clone())), (SM_SPAWN, Ok((request(), None))));
+        assert_eq!(
+            (asked.tag, unpack_spawn(asked.body.clone())),
+            (SM_SPAWN, Ok((request(), None)))
+        );
         answer(&rm, &asked, asked.wid, pack_tids(&results));
         assert_eq!(spawning.join().expect("ended"), Ok(results.clone()));
     });
@@ -70,10 +99,23 @@ fn an_answer_with_a_wrong_wait_id_is_used_all_the_same() {
         let asked = next(&rm);
         assert_eq!(asked.tag, SM_CONFIG);
         let mut out = Packer::new(Encoding::Xdr);
-        out.int(1).int(1).int(0x40000).str(b"one").str(b"LINUX64").int(1000).int(7);
+        out.int(1)
+            .int(1)
+            .int(0x40000)
+            .str(b"one")
+            .str(b"LINUX64")
+            .int(1000)
+            .int(7);
         answer(&rm, &asked, 0, out.finish());
         let table = asking.join().expect("ended").expect("a table");
-        assert_eq!((table.hosts.len(), table.hosts[0].name.as_str(), table.formats()), (1, "one", 1));
+        assert_eq!(
+            (
+                table.hosts.len(),
+                table.hosts[0].name.as_str(),
+                table.formats()
+            ),
+            (1, "one", 1)
+        );
     });
 }
 
@@ -85,16 +127,34 @@ fn many_threads_ask_and_each_gets_its_own_answer() {
         let threads: Vec<_> = (1..=8)
             .map(|n| {
                 let task = &task;
-                scope.spawn(move || task.spawn(SpawnRequest { count: n, ..request() }).expect("answered").len())
+                scope.spawn(move || {
+                    task.spawn(SpawnRequest {
+                        count: n,
+                        ..request()
+                    })
+                    .expect("answered")
+                    .len()
+                })
             })
             .collect();
         let mut asked: Vec<Message> = (0..8).map(|_| next(&rm)).collect();
         asked.reverse();
         for question in &asked {
-            let count = unpack_spawn(question.body.clone()).expect("a spawn").0.count;
-            answer(&rm, question, question.wid, pack_tids(&vec![Err(PvmError::NoHost); count as usize]));
+            let count = unpack_spawn(question.body.clone())
+                .expect("a spawn")
+                .0
+                .count;
+            answer(
+                &rm,
+                question,
+                question.wid,
+                pack_tids(&vec![Err(PvmError::NoHost); count as usize]),
+            );
         }
-        let lens: Vec<usize> = threads.into_iter().map(|t| t.join().expect("ended")).collect();
+        let lens: Vec<usize> = threads
+            .into_iter()
+            .map(|t| t.join().expect("ended"))
+            .collect();
         assert_eq!(lens, [1, 2, 3, 4, 5, 6, 7, 8]);
     });
 }
@@ -107,9 +167,18 @@ fn an_answer_is_not_taken_by_a_thread_that_receives_everything() {
         let spawning = scope.spawn(|| task.spawn(request()));
         let greedy = scope.spawn(|| next(&task));
         let asked = next(&rm);
-        answer(&rm, &asked, asked.wid, pack_tids(&[Err(PvmError::NoHost), Err(PvmError::NoHost)]));
-        assert_eq!(spawning.join().expect("ended"), Ok(vec![Err(PvmError::NoHost); 2]));
-        rm.send(message(task.tid(), 5, "for the other")).expect("sent");
+        answer(
+            &rm,
+            &asked,
+            asked.wid,
+            pack_tids(&[Err(PvmError::NoHost), Err(PvmError::NoHost)]),
+        );
+        assert_eq!(
+            spawning.join().expect("ended"),
+            Ok(vec![Err(PvmError::NoHost); 2])
+        );
+        rm.send(message(task.tid(), 5, "for the other"))
+            .expect("sent");
         assert_eq!(greedy.join().expect("received").tag, 5);
     });
 }
@@ -118,14 +187,19 @@ fn an_answer_is_not_taken_by_a_thread_that_receives_everything() {
 fn when_the_resource_manager_dies_the_daemon_is_asked() {
     let fake = Fake::start();
     let (rm, task) = pair(&fake, EVERYTHING);
-    fake.answer(|_, what| matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::NoHost); 2])));
+    fake.answer(|_, what| {
+        matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::NoHost); 2]))
+    });
     let generation = task.rm_generation();
     thread::scope(|scope| {
         let spawning = scope.spawn(|| task.spawn(request()));
         next(&rm);
         assert!(!spawning.is_finished());
         fake.tell(task.tid(), ToTask::RmChanged { rm: None });
-        assert_eq!(spawning.join().expect("ended"), Ok(vec![Err(PvmError::NoHost); 2]));
+        assert_eq!(
+            spawning.join().expect("ended"),
+            Ok(vec![Err(PvmError::NoHost); 2])
+        );
     });
     assert_eq!((task.rm(), task.rm_generation()), (None, generation + 1));
     // And from then on at once.
@@ -137,18 +211,39 @@ fn a_request_that_waits_goes_on_waiting_under_the_next_resource_manager() {
     let fake = Fake::start();
     let (rm, task) = pair(&fake, EVERYTHING);
     let other = fake.join();
-    fake.answer(|_, what| matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::HostFail); 2])));
+    fake.answer(|_, what| {
+        matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::HostFail); 2]))
+    });
     thread::scope(|scope| {
         let spawning = scope.spawn(|| task.spawn(request()));
         let asked = next(&rm);
         waits(&rm, &task, &asked, Some(Micros(5_000_000)));
         fake.tell(task.tid(), ToTask::RmChanged { rm: None });
         until("the death", || task.rm().is_none().then_some(()));
-        fake.tell(task.tid(), ToTask::RmChanged { rm: Some(RmInfo { tid: other.tid(), serves: EVERYTHING }) });
+        fake.tell(
+            task.tid(),
+            ToTask::RmChanged {
+                rm: Some(RmInfo {
+                    tid: other.tid(),
+                    serves: EVERYTHING,
+                }),
+            },
+        );
         let again = next(&other);
-        assert_eq!(unpack_spawn(again.body.clone()), Ok((request(), Some(Micros(5_000_000)))));
-        answer(&other, &again, again.wid, pack_tids(&[Err(PvmError::NoHost), Err(PvmError::NoHost)]));
-        assert_eq!(spawning.join().expect("ended"), Ok(vec![Err(PvmError::NoHost); 2]));
+        assert_eq!(
+            unpack_spawn(again.body.clone()),
+            Ok((request(), Some(Micros(5_000_000))))
+        );
+        answer(
+            &other,
+            &again,
+            again.wid,
+            pack_tids(&[Err(PvmError::NoHost), Err(PvmError::NoHost)]),
+        );
+        assert_eq!(
+            spawning.join().expect("ended"),
+            Ok(vec![Err(PvmError::NoHost); 2])
+        );
     });
     assert_eq!(task.inbox_try(&mut |inbox| inbox.get(0).cloned()), None);
 }
@@ -157,7 +252,9 @@ fn a_request_that_waits_goes_on_waiting_under_the_next_resource_manager() {
 fn a_request_that_waits_no_more_when_the_resource_manager_dies_is_the_daemons() {
     let fake = Fake::start();
     let (rm, task) = pair(&fake, EVERYTHING);
-    fake.answer(|_, what| matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::NoHost); 2])));
+    fake.answer(|_, what| {
+        matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::NoHost); 2]))
+    });
     thread::scope(|scope| {
         let spawning = scope.spawn(|| task.spawn(request()));
         let asked = next(&rm);
@@ -165,7 +262,10 @@ fn a_request_that_waits_no_more_when_the_resource_manager_dies_is_the_daemons() 
             waits(&rm, &task, &asked, since);
         }
         fake.tell(task.tid(), ToTask::RmChanged { rm: None });
-        assert_eq!(spawning.join().expect("ended"), Ok(vec![Err(PvmError::NoHost); 2]));
+        assert_eq!(
+            spawning.join().expect("ended"),
+            Ok(vec![Err(PvmError::NoHost); 2])
+        );
     });
 }
 
@@ -177,17 +277,31 @@ fn a_handover_to_another_resource_manager_does_not_repeat_the_question() {
     thread::scope(|scope| {
         let spawning = scope.spawn(|| task.spawn(request()));
         let asked = next(&rm);
-        let changed = RmInfo { tid: other.tid(), serves: EVERYTHING };
+        let changed = RmInfo {
+            tid: other.tid(),
+            serves: EVERYTHING,
+        };
         fake.tell(task.tid(), ToTask::RmChanged { rm: Some(changed) });
         until("the news", || (task.rm() == Some(changed)).then_some(()));
-        answer(&rm, &asked, asked.wid, pack_tids(&[Err(PvmError::NoHost), Err(PvmError::NoHost)]));
-        assert_eq!(spawning.join().expect("ended"), Ok(vec![Err(PvmError::NoHost); 2]));
+        answer(
+            &rm,
+            &asked,
+            asked.wid,
+            pack_tids(&[Err(PvmError::NoHost), Err(PvmError::NoHost)]),
+        );
+        assert_eq!(
+            spawning.join().expect("ended"),
+            Ok(vec![Err(PvmError::NoHost); 2])
+        );
     });
     assert_eq!(other.inbox_try(&mut |inbox| inbox.get(0).cloned()), None);
 }
 
 fn one() -> SpawnRequest {
-    SpawnRequest { count: 1, ..request() }
+    SpawnRequest {
+        count: 1,
+        ..request()
+    }
 }
 
 /// The task spawns one task, the resource manager answers with this one and says where the next ones go.
@@ -196,11 +310,24 @@ fn spawn_with_grant(rm: &Runtime, task: &Runtime, child: Tid, hosts: &[u16], spa
 }
 
 /// The same for a request for several tasks.
-fn spawn_some_with_grant(rm: &Runtime, task: &Runtime, children: &[Tid], (hosts, span): (&[u16], Micros)) -> i32 {
-    let hosts: Vec<HostId> = hosts.iter().map(|host| HostId::new(*host).expect("a host")).collect();
+fn spawn_some_with_grant(
+    rm: &Runtime,
+    task: &Runtime,
+    children: &[Tid],
+    (hosts, span): (&[u16], Micros),
+) -> i32 {
+    let hosts: Vec<HostId> = hosts
+        .iter()
+        .map(|host| HostId::new(*host).expect("a host"))
+        .collect();
     let started: Vec<_> = children.iter().copied().map(Ok).collect();
     thread::scope(|scope| {
-        let spawning = scope.spawn(|| task.spawn(SpawnRequest { count: children.len() as u32, ..request() }));
+        let spawning = scope.spawn(|| {
+            task.spawn(SpawnRequest {
+                count: children.len() as u32,
+                ..request()
+            })
+        });
         let asked = next(rm);
         answer(rm, &asked, asked.wid, pack_tids(&started));
         assert_eq!(spawning.join().expect("ended"), Ok(started));
@@ -222,7 +349,10 @@ fn spawn_is_asked(rm: &Runtime, task: &Runtime, what: SpawnRequest) {
         let asked = next(rm);
         assert_eq!(unpack_spawn(asked.body.clone()), Ok((what.clone(), None)));
         answer(rm, &asked, asked.wid, pack_tids(&[Err(PvmError::NoFile)]));
-        assert_eq!(spawning.join().expect("ended"), Ok(vec![Err(PvmError::NoFile)]));
+        assert_eq!(
+            spawning.join().expect("ended"),
+            Ok(vec![Err(PvmError::NoFile)])
+        );
     });
 }
 
@@ -236,7 +366,9 @@ fn obliging(fake: &Fake) {
         _ => Ok(Tid::task(*host, 7).expect("a task")),
     };
     fake.answer(move |_, what| match what {
-        Request::SpawnGranted { grant, .. } => Some(Reply::Spawned(grant.hosts.iter().map(start).collect())),
+        Request::SpawnGranted { grant, .. } => {
+            Some(Reply::Spawned(grant.hosts.iter().map(start).collect()))
+        }
         _ => None,
     });
 }
@@ -244,12 +376,33 @@ fn obliging(fake: &Fake) {
 #[test]
 fn what_was_granted_beforehand_is_asked_of_nobody_and_only_for_requests_like_the_one_before() {
     let fake = Fake::start();
-    let (rm, task) = pair(&fake, RmServes { spawn: true, others: false, ends: true });
+    let (rm, task) = pair(
+        &fake,
+        RmServes {
+            spawn: true,
+            others: false,
+            ends: true,
+        },
+    );
     obliging(&fake);
     let wid = spawn_with_grant(&rm, &task, CHILD, &[2, 1], LONG);
-    let child = |host: u16| Ok(vec![Ok(Tid::task(HostId::new(host).expect("a host"), 7).expect("a task"))]);
-    assert_eq!(task.spawn(SpawnRequest { args: vec![b"other words".to_vec()], ..one() }), child(2));
-    let of = GrantOf { rm: rm.tid(), wid, hosts: vec![HostId::new(2).expect("a host")] };
+    let child = |host: u16| {
+        Ok(vec![Ok(
+            Tid::task(HostId::new(host).expect("a host"), 7).expect("a task")
+        )])
+    };
+    assert_eq!(
+        task.spawn(SpawnRequest {
+            args: vec![b"other words".to_vec()],
+            ..one()
+        }),
+        child(2)
+    );
+    let of = GrantOf {
+        rm: rm.tid(),
+        wid,
+        hosts: vec![HostId::new(2).expect("a host")],
+    };
     fake.asked(
         "the request",
         |what| matches!(what, Request::SpawnGranted { grant, request } if *grant == of && request.args.len() == 1),
@@ -257,10 +410,19 @@ fn what_was_granted_beforehand_is_asked_of_nobody_and_only_for_requests_like_the
     assert_eq!(task.spawn(one()), child(1));
     spawn_is_asked(&rm, &task, one());
     let others = [
-        SpawnRequest { file: "other".into(), ..one() },
+        SpawnRequest {
+            file: "other".into(),
+            ..one()
+        },
         SpawnRequest { flags: 1, ..one() },
-        SpawnRequest { place: "there".into(), ..one() },
-        SpawnRequest { env: vec![b"A=1".to_vec()], ..one() },
+        SpawnRequest {
+            place: "there".into(),
+            ..one()
+        },
+        SpawnRequest {
+            env: vec![b"A=1".to_vec()],
+            ..one()
+        },
     ];
     for other in others {
         spawn_with_grant(&rm, &task, CHILD, &[1], LONG);
@@ -271,9 +433,19 @@ fn what_was_granted_beforehand_is_asked_of_nobody_and_only_for_requests_like_the
 #[test]
 fn of_tasks_that_were_granted_together_those_that_cannot_be_started_there_are_asked_for() {
     let fake = Fake::start();
-    let (rm, task) = pair(&fake, RmServes { spawn: true, others: false, ends: true });
+    let (rm, task) = pair(
+        &fake,
+        RmServes {
+            spawn: true,
+            others: false,
+            ends: true,
+        },
+    );
     obliging(&fake);
-    let three = SpawnRequest { count: 3, ..request() };
+    let three = SpawnRequest {
+        count: 3,
+        ..request()
+    };
     let at = |host: u16| Ok(Tid::task(HostId::new(host).expect("a host"), 7).expect("a task"));
     let grant = |hosts: &[u16]| spawn_some_with_grant(&rm, &task, &[CHILD; 3], (hosts, LONG));
     grant(&[1, 2, 1, 2, 1]);
@@ -297,7 +469,14 @@ fn of_tasks_that_were_granted_together_those_that_cannot_be_started_there_are_as
 #[test]
 fn the_resource_manager_is_asked_when_a_grant_is_over_leads_nowhere_or_its_giver_has_gone() {
     let fake = Fake::start();
-    let (rm, task) = pair(&fake, RmServes { spawn: true, others: false, ends: true });
+    let (rm, task) = pair(
+        &fake,
+        RmServes {
+            spawn: true,
+            others: false,
+            ends: true,
+        },
+    );
     obliging(&fake);
     spawn_with_grant(&rm, &task, CHILD, &[1], Micros(0));
     spawn_is_asked(&rm, &task, one());
@@ -305,7 +484,14 @@ fn the_resource_manager_is_asked_when_a_grant_is_over_leads_nowhere_or_its_giver
     spawn_is_asked(&rm, &task, one());
     spawn_with_grant(&rm, &task, CHILD, &[1], LONG);
     let other = fake.join();
-    let changed = RmInfo { tid: other.tid(), serves: RmServes { spawn: true, others: false, ends: true } };
+    let changed = RmInfo {
+        tid: other.tid(),
+        serves: RmServes {
+            spawn: true,
+            others: false,
+            ends: true,
+        },
+    };
     fake.tell(task.tid(), ToTask::RmChanged { rm: Some(changed) });
     until("the news", || (task.rm() == Some(changed)).then_some(()));
     spawn_is_asked(&other, &task, one());
@@ -316,7 +502,15 @@ fn the_resource_manager_itself_asks_the_daemon() {
     let fake = Fake::start();
     let task = fake.join();
     fake.answer(|_, what| (*what == Request::Config).then(|| Reply::Hosts(HostTable::default())));
-    fake.tell(task.tid(), ToTask::RmChanged { rm: Some(RmInfo { tid: task.tid(), serves: EVERYTHING }) });
+    fake.tell(
+        task.tid(),
+        ToTask::RmChanged {
+            rm: Some(RmInfo {
+                tid: task.tid(),
+                serves: EVERYTHING,
+            }),
+        },
+    );
     until("the news", || task.rm());
     assert_eq!(task.config(), Ok(HostTable::default()));
 }
@@ -326,10 +520,19 @@ fn a_notification_asked_of_the_resource_manager_has_the_documented_form() {
     let fake = Fake::start();
     let (rm, task) = pair(&fake, EVERYTHING);
     let tids = vec![Tid::from_raw(0x40005), Tid::from_raw(0x40006)];
-    task.notify(NotifyRequest { what: NotifyWhat::TaskExit(tids), ctx: 3, tag: 4, cancel: true }).expect("sent");
+    task.notify(NotifyRequest {
+        what: NotifyWhat::TaskExit(tids),
+        ctx: 3,
+        tag: 4,
+        cancel: true,
+    })
+    .expect("sent");
     let asked = next(&rm);
     let words = Unpacker::xdr(asked.body.clone()).ints(6);
-    assert_eq!((asked.tag, words), (SM_NOTIFY, Ok(vec![257, 3, 4, 2, 0x40005, 0x40006])));
+    assert_eq!(
+        (asked.tag, words),
+        (SM_NOTIFY, Ok(vec![257, 3, 4, 2, 0x40005, 0x40006]))
+    );
 }
 
 #[test]
@@ -340,7 +543,12 @@ fn nonsense_from_a_resource_manager_is_an_error_and_not_a_panic() {
     negative.int(PvmError::OutOfRes.code());
     let mut many = Packer::new(Encoding::Xdr);
     many.int(i32::MAX).int(1);
-    for body in [bytes::Bytes::new(), negative.finish(), many.finish(), pack_tids(&[Ok(Tid::from_raw(0x40009))])] {
+    for body in [
+        bytes::Bytes::new(),
+        negative.finish(),
+        many.finish(),
+        pack_tids(&[Ok(Tid::from_raw(0x40009))]),
+    ] {
         let asks: [fn(&Runtime) -> bool; 3] = [
             |t| t.spawn(request()).is_err(),
             |t| t.config().is_err(),
@@ -363,9 +571,20 @@ fn an_answer_to_another_question_is_an_error() {
     let vm = Vm::over(fake.join());
     fake.answer(|_, _| Some(Reply::Done));
     assert_eq!(vm.config().expect_err("not a table").code, PvmError::BadMsg);
-    assert_eq!(vm.events(0, 1).expect_err("no events").code, PvmError::BadMsg);
-    fake.answer(|_, _| Some(Reply::Failed { error: PvmError::NoHost, reason: "there is no host x".into() }));
-    assert_eq!(vm.tasks(Tid::NONE).expect_err("failed").to_string(), "there is no host x");
+    assert_eq!(
+        vm.events(0, 1).expect_err("no events").code,
+        PvmError::BadMsg
+    );
+    fake.answer(|_, _| {
+        Some(Reply::Failed {
+            error: PvmError::NoHost,
+            reason: "there is no host x".into(),
+        })
+    });
+    assert_eq!(
+        vm.tasks(Tid::NONE).expect_err("failed").to_string(),
+        "there is no host x"
+    );
 }
 
 #[test]
@@ -378,5 +597,8 @@ fn an_order_to_start_tasks_goes_to_the_daemon_of_the_host() {
         ToDaemon::Message(m) => Some(m.clone()),
         _ => None,
     });
-    assert_eq!((got.dst, got.tag, got.wid), (host.daemon(), sempa_proto::sm::SM_EXEC, wid));
+    assert_eq!(
+        (got.dst, got.tag, got.wid),
+        (host.daemon(), sempa_proto::sm::SM_EXEC, wid)
+    );
 }

@@ -26,7 +26,8 @@ fn a_message_to_oneself_does_not_leave_the_library() {
     let fake = Fake::start();
     let task = fake.join();
     fake.stall(task.tid(), true);
-    task.send(message(task.tid(), 1, vec![1; 10 << 20])).expect("sent");
+    task.send(message(task.tid(), 1, vec![1; 10 << 20]))
+        .expect("sent");
     assert_eq!(next(&task).body.len(), 10 << 20);
 }
 
@@ -40,7 +41,10 @@ fn a_message_to_a_daemon_goes_to_the_own_daemon_whole() {
         ToDaemon::Message(m) => Some(m.clone()),
         _ => None,
     });
-    assert_eq!((got.src, got.dst, got.tag, &got.body[..]), (task.tid(), to, -5, &b"order"[..]));
+    assert_eq!(
+        (got.src, got.dst, got.tag, &got.body[..]),
+        (task.tid(), to, -5, &b"order"[..])
+    );
 }
 
 #[test]
@@ -68,7 +72,10 @@ fn two_tasks_that_send_much_before_they_receive_do_not_block_each_other() {
     thread::scope(|scope| {
         for (me, peer) in [(&a, &b), (&b, &a)] {
             scope.spawn(move || {
-                (0..count).for_each(|i| me.send(message(peer.tid(), i, vec![i as u8; len])).expect("sent"));
+                (0..count).for_each(|i| {
+                    me.send(message(peer.tid(), i, vec![i as u8; len]))
+                        .expect("sent")
+                });
                 for i in 0..count {
                     let got = next(me);
                     assert_eq!((got.tag, got.body.len()), (i, len));
@@ -85,7 +92,8 @@ fn a_send_returns_when_the_window_is_closed() {
     let (a, b) = (fake.join(), fake.join());
     fake.net().lossy = true;
     for i in 0..8 {
-        a.send(message(b.tid(), i, vec![i as u8; WINDOW_BYTES_MAX / 2])).expect("sent");
+        a.send(message(b.tid(), i, vec![i as u8; WINDOW_BYTES_MAX / 2]))
+            .expect("sent");
     }
     fake.net().lossy = false;
     for i in 0..8 {
@@ -99,7 +107,8 @@ fn a_receiver_that_only_computes_lets_the_sender_go_on() {
     let (a, b) = (fake.join(), fake.join());
     // Far more than a window: it gets through only because the receiver's helper acknowledges.
     for i in 0..12 {
-        a.send(message(b.tid(), i, vec![0; WINDOW_BYTES_MAX / 2])).expect("sent");
+        a.send(message(b.tid(), i, vec![0; WINDOW_BYTES_MAX / 2]))
+            .expect("sent");
     }
     until("everything in the receiver's memory", || {
         b.inbox_try(&mut |inbox: &mut Inbox| (inbox.len() == 12).then_some(()))
@@ -137,12 +146,18 @@ fn requests_get_their_own_answers() {
             scope.spawn(move || {
                 for i in 0..50 {
                     let selector = Tid::from_raw(n * 1000 + i);
-                    assert_eq!(task.request(Request::Tasks { selector }), Reply::Context(selector.raw()));
+                    assert_eq!(
+                        task.request(Request::Tasks { selector }),
+                        Reply::Context(selector.raw())
+                    );
                 }
             });
         }
     });
-    assert_eq!(task.request(Request::Config), Reply::Hosts(HostTable::default()));
+    assert_eq!(
+        task.request(Request::Config),
+        Reply::Hosts(HostTable::default())
+    );
 }
 
 #[test]
@@ -150,7 +165,13 @@ fn a_request_too_large_for_the_daemon_is_answered_at_once() {
     let fake = Fake::start();
     let task = fake.join();
     let lines = vec!["x".repeat(65 << 20)];
-    assert!(matches!(task.request(Request::AddHosts { lines }), Reply::Failed { error: PvmError::OutOfRes, .. }));
+    assert!(matches!(
+        task.request(Request::AddHosts { lines }),
+        Reply::Failed {
+            error: PvmError::OutOfRes,
+            ..
+        }
+    ));
     assert!(task.is_connected());
 }
 
@@ -188,8 +209,10 @@ fn a_notification_does_not_wait_for_a_task_that_is_gone() {
     let fake = Fake::start();
     let task = fake.join();
     let peer = Tid::task(HostId::MASTER, 77).expect("a tid");
-    let note =
-        |tag: i32| ToTask::Deliver { message: message(task.tid(), tag, ""), after: Some(LinkMark { peer, end: 50 }) };
+    let note = |tag: i32| ToTask::Deliver {
+        message: message(task.tid(), tag, ""),
+        after: Some(LinkMark { peer, end: 50 }),
+    };
     fake.tell(task.tid(), note(1));
     fake.tell(task.tid(), ToTask::PeerGone { tid: peer });
     assert_eq!(next(&task).tag, 1);
@@ -203,9 +226,12 @@ fn what_is_sent_to_nobody_vanishes_and_is_not_kept() {
     let (a, b) = (fake.join(), fake.join());
     let nobody = Tid::task(HostId::MASTER, 99).expect("a tid");
     for _ in 0..20 {
-        a.send(message(nobody, 1, vec![0; 1 << 20])).expect("vanishes");
+        a.send(message(nobody, 1, vec![0; 1 << 20]))
+            .expect("vanishes");
     }
-    until("the news that nobody is there", || a.look(|core| core.is_gone(nobody)).filter(|gone| *gone));
+    until("the news that nobody is there", || {
+        a.look(|core| core.is_gone(nobody)).filter(|gone| *gone)
+    });
     a.send(message(b.tid(), 2, "still here")).expect("sent");
     assert_eq!(next(&b).tag, 2);
     a.exit().expect("nothing is in the way");
@@ -217,7 +243,9 @@ fn a_task_that_gets_the_number_of_nobody_can_be_talked_to() {
     let a = fake.join();
     let next_tid = Tid::task(HostId::MASTER, 2).expect("a tid");
     a.send(message(next_tid, 1, "too early")).expect("vanishes");
-    until("the news that nobody is there", || a.look(|core| core.is_gone(next_tid)).filter(|gone| *gone));
+    until("the news that nobody is there", || {
+        a.look(|core| core.is_gone(next_tid)).filter(|gone| *gone)
+    });
     let b = fake.join();
     assert_eq!(b.tid(), next_tid);
     b.send(message(a.tid(), 2, "hello")).expect("sent");
@@ -233,7 +261,9 @@ fn the_last_words_of_a_task_are_heard_after_the_news_of_its_end() {
     a.send(message(b.tid(), 1, "one")).expect("sent");
     assert_eq!(next(&b).tag, 1);
     fake.tell(b.tid(), ToTask::PeerGone { tid: a.tid() });
-    until("the news", || b.look(|core| core.is_gone(a.tid())).filter(|gone| *gone));
+    until("the news", || {
+        b.look(|core| core.is_gone(a.tid())).filter(|gone| *gone)
+    });
     a.send(message(b.tid(), 2, "two")).expect("sent");
     assert_eq!(next(&b).tag, 2);
 }
@@ -253,7 +283,10 @@ fn lost_frames_are_sent_again() {
 fn output_goes_where_the_welcome_said() {
     let fake = Fake::start();
     let task = fake.join();
-    assert_eq!((task.output(), task.trace(), task.host()), (Sink::default(), Sink::default(), HostId::MASTER));
+    assert_eq!(
+        (task.output(), task.trace(), task.host()),
+        (Sink::default(), Sink::default(), HostId::MASTER)
+    );
     assert!(!task.spawned() && task.is_connected() && task.socket_fd().is_some());
 }
 
@@ -267,8 +300,10 @@ fn of_many_threads_that_wait_each_gets_what_comes_for_it_by_the_daemon() {
             scope.spawn(move || {
                 for number in 0..100 {
                     let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == tag);
-                    let got =
-                        b.inbox_wait(Some(Instant::now() + PATIENCE), wanted).expect("connected").expect("in time");
+                    let got = b
+                        .inbox_wait(Some(Instant::now() + PATIENCE), wanted)
+                        .expect("connected")
+                        .expect("in time");
                     assert_eq!(got.body[..], [number]);
                 }
             });

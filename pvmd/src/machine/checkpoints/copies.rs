@@ -76,7 +76,10 @@ pub(super) struct Copied {
 impl Copied {
     /// Hosts that have a copy of this set.
     fn of(&self, set: &str) -> impl Iterator<Item = HostId> {
-        self.there.iter().filter(move |(_, there)| *there == set).map(|(host, _)| *host)
+        self.there
+            .iter()
+            .filter(move |(_, there)| *there == set)
+            .map(|(host, _)| *host)
     }
 }
 
@@ -86,8 +89,12 @@ impl Machine {
         if self.config.copies == Copies::default() || self.stop.is_some() {
             return;
         }
-        let Some(keeping) = self.keeping() else { return };
-        let Some(entry) = keeping.jobs.get_mut(&job) else { return };
+        let Some(keeping) = self.keeping() else {
+            return;
+        };
+        let Some(entry) = keeping.jobs.get_mut(&job) else {
+            return;
+        };
         (entry.copied.next, entry.copied.lacks) = (Some(set.to_string()), None);
         // Each job is in it once, so it is no longer than there are jobs.
         if !keeping.copying.queue.contains(&job) {
@@ -99,15 +106,42 @@ impl Machine {
     /// Begins with the set whose turn it is, unless one is under way.
     fn copy_next(&mut self) {
         loop {
-            let Some(keeping) = self.keeping().filter(|keeping| keeping.copying.now.is_none()) else { return };
-            let Some(job) = keeping.copying.queue.pop_front() else { return };
-            let Some(set) = keeping.jobs.get_mut(&job).and_then(|entry| entry.copied.next.take()) else { continue };
+            let Some(keeping) = self
+                .keeping()
+                .filter(|keeping| keeping.copying.now.is_none())
+            else {
+                return;
+            };
+            let Some(job) = keeping.copying.queue.pop_front() else {
+                return;
+            };
+            let Some(set) = keeping
+                .jobs
+                .get_mut(&job)
+                .and_then(|entry| entry.copied.next.take())
+            else {
+                continue;
+            };
             let (mut left, wanted, whys) = self.copy_places(job);
-            let Some(keeping) = self.keeping() else { return };
+            let Some(keeping) = self.keeping() else {
+                return;
+            };
             let entry = keeping.jobs.get(&job);
-            let made: Vec<HostId> = entry.into_iter().flat_map(|entry| entry.copied.of(&set)).collect();
+            let made: Vec<HostId> = entry
+                .into_iter()
+                .flat_map(|entry| entry.copied.of(&set))
+                .collect();
             left.retain(|host| !made.contains(host));
-            keeping.copying.now = Some(UnderWay { job, set, wanted, left, to: None, unsent: None, made, whys });
+            keeping.copying.now = Some(UnderWay {
+                job,
+                set,
+                wanted,
+                left,
+                to: None,
+                unsent: None,
+                made,
+                whys,
+            });
             return self.copy_step();
         }
     }
@@ -121,7 +155,9 @@ impl Machine {
                 let (mut places, mut whys) = (VecDeque::new(), Vec::new());
                 for name in names {
                     match self.table.by_name(name).map(|entry| entry.id) {
-                        Some(host) if host == me => whys.push(format!("{name}: it is the master's host")),
+                        Some(host) if host == me => {
+                            whys.push(format!("{name}: it is the master's host"))
+                        }
                         Some(host) => places.push_back(host),
                         None => whys.push(format!("{name}: it is not in the virtual machine")),
                     }
@@ -131,7 +167,10 @@ impl Machine {
             Copies::Number(number) => {
                 // Who has one already is asked first, then one after the other, each job beginning with another one.
                 let has = |host: &HostId| {
-                    let entry = self.master.as_ref().and_then(|master| master.keeping.jobs.get(&job));
+                    let entry = self
+                        .master
+                        .as_ref()
+                        .and_then(|master| master.keeping.jobs.get(&job));
                     entry.is_some_and(|entry| entry.copied.there.contains_key(host))
                 };
                 let mut places: Vec<HostId> = others.clone();
@@ -151,17 +190,28 @@ impl Machine {
             return;
         }
         let next = self.master.as_deref_mut().and_then(|master| {
-            let now =
-                master.keeping.copying.now.as_mut().filter(|now| now.to.is_none() && now.wanted > now.made.len())?;
+            let now = master
+                .keeping
+                .copying
+                .now
+                .as_mut()
+                .filter(|now| now.to.is_none() && now.wanted > now.made.len())?;
             let host = now.left.pop_front()?;
             let migration = master.directing.coordinator.next_id();
             now.to = Some((host, migration));
             Some((host, migration, now.set.clone()))
         });
         if let Some((host, migration, set)) = next {
-            return self.ask(host, Question::KeepCopy { migration, set }, Asker::Copy { migration });
+            return self.ask(
+                host,
+                Question::KeepCopy { migration, set },
+                Asker::Copy { migration },
+            );
         }
-        if let Some(done) = self.keeping().and_then(|keeping| keeping.copying.now.take_if(|now| now.to.is_none())) {
+        if let Some(done) = self
+            .keeping()
+            .and_then(|keeping| keeping.copying.now.take_if(|now| now.to.is_none()))
+        {
             self.copying_over(done);
         }
         self.copy_next();
@@ -169,12 +219,22 @@ impl Machine {
 
     /// All hosts that were to have a copy have it, or will not.
     fn copying_over(&mut self, done: UnderWay) {
-        let UnderWay { job, set, wanted, made, whys, .. } = done;
+        let UnderWay {
+            job,
+            set,
+            wanted,
+            made,
+            whys,
+            ..
+        } = done;
         let missing = wanted.saturating_sub(made.len());
         if missing == 0 {
             // Copies of the set before are not needed any more.
             self.drop_copies(job, |there| *there != set);
-        } else if let Some(entry) = self.keeping().and_then(|keeping| keeping.jobs.get_mut(&job)) {
+        } else if let Some(entry) = self
+            .keeping()
+            .and_then(|keeping| keeping.jobs.get_mut(&job))
+        {
             entry.copied.lacks = Some(set.clone());
         }
         if wanted == 0 {
@@ -182,7 +242,13 @@ impl Machine {
             return;
         }
         let missing = u32::try_from(missing).unwrap_or(u32::MAX);
-        self.record(EventKind::SetCopied { set, job, hosts: made, missing, why: whys.join("; ") });
+        self.record(EventKind::SetCopied {
+            set,
+            job,
+            hosts: made,
+            missing,
+            why: whys.join("; "),
+        });
     }
 
     /// The attempt that is under way by this number.
@@ -192,9 +258,17 @@ impl Machine {
     }
 
     /// The host would take a copy, or says why it does not.
-    pub(in crate::machine) fn copy_answered(&mut self, migration: MigrationId, answer: Option<Reply>) {
-        let Some(now) = self.copy_under_way(migration) else { return };
-        let (Some((to, _)), set) = (now.to, now.set.clone()) else { return };
+    pub(in crate::machine) fn copy_answered(
+        &mut self,
+        migration: MigrationId,
+        answer: Option<Reply>,
+    ) {
+        let Some(now) = self.copy_under_way(migration) else {
+            return;
+        };
+        let (Some((to, _)), set) = (now.to, now.set.clone()) else {
+            return;
+        };
         match answer {
             Some(Reply::Done) => self.out.push_back(Output::SendCopy { migration, set, to }),
             Some(Reply::Failed { reason, .. }) => self.copy_ended(migration, Err(reason)),
@@ -210,11 +284,19 @@ impl Machine {
         set: String,
         result: Result<(), String>,
     ) {
-        if self.copy_under_way(migration).is_some_and(|now| now.to == Some((host, migration))) {
+        if self
+            .copy_under_way(migration)
+            .is_some_and(|now| now.to == Some((host, migration)))
+        {
             return self.copy_ended(migration, result);
         }
-        let jobs = self.keeping().into_iter().flat_map(|keeping| keeping.jobs.values());
-        let is_known = jobs.map(|entry| &entry.copied.there).any(|there| there.get(&host) == Some(&set));
+        let jobs = self
+            .keeping()
+            .into_iter()
+            .flat_map(|keeping| keeping.jobs.values());
+        let is_known = jobs
+            .map(|entry| &entry.copied.there)
+            .any(|there| there.get(&host) == Some(&set));
         if result.is_ok() && !is_known {
             // It was given up just before, and nobody would remove it later.
             self.tell_host(host, HostMsg::DropCopies { sets: vec![set] });
@@ -223,13 +305,21 @@ impl Machine {
 
     /// True for a copy that this host sends.
     pub(in crate::machine) fn is_copy(&self, migration: MigrationId) -> bool {
-        let now = self.master.as_ref().and_then(|master| master.keeping.copying.now.as_ref());
-        now.and_then(|now| now.to).is_some_and(|(_, id)| id == migration)
+        let now = self
+            .master
+            .as_ref()
+            .and_then(|master| master.keeping.copying.now.as_ref());
+        now.and_then(|now| now.to)
+            .is_some_and(|(_, id)| id == migration)
     }
 
     /// A copy has left, or could not. What counts is what the other host says, which knows why it took no more of it; if it says
     /// nothing this does.
-    pub(in crate::machine) fn copy_sent(&mut self, migration: MigrationId, result: Result<(), String>) {
+    pub(in crate::machine) fn copy_sent(
+        &mut self,
+        migration: MigrationId,
+        result: Result<(), String>,
+    ) {
         if let (Err(why), Some(now)) = (result, self.copy_under_way(migration)) {
             now.unsent = Some(why);
             self.timer(SAYS_WHY_WITHIN, Timer::CopyUnsent(migration));
@@ -238,15 +328,22 @@ impl Machine {
 
     /// The other host has said nothing of a copy that could not leave.
     pub(in crate::machine) fn copy_unsent(&mut self, migration: MigrationId) {
-        if let Some(why) = self.copy_under_way(migration).and_then(|now| now.unsent.take()) {
+        if let Some(why) = self
+            .copy_under_way(migration)
+            .and_then(|now| now.unsent.take())
+        {
             self.copy_ended(migration, Err(why));
         }
     }
 
     /// A copy is in the store of another host, or is not.
     fn copy_ended(&mut self, migration: MigrationId, result: Result<(), String>) {
-        let Some(now) = self.copy_under_way(migration) else { return };
-        let Some((host, _)) = now.to.take() else { return };
+        let Some(now) = self.copy_under_way(migration) else {
+            return;
+        };
+        let Some((host, _)) = now.to.take() else {
+            return;
+        };
         now.unsent = None;
         let (job, set, good) = (now.job, now.set.clone(), result.is_ok());
         if good {
@@ -254,13 +351,21 @@ impl Machine {
         }
         self.out.push_back(Output::DropImages { migration });
         let name = self.name_of(host);
-        if let (Err(why), Some(now)) = (result, self.keeping().and_then(|keeping| keeping.copying.now.as_mut())) {
+        if let (Err(why), Some(now)) = (
+            result,
+            self.keeping()
+                .and_then(|keeping| keeping.copying.now.as_mut()),
+        ) {
             now.whys.push(format!("{name}: {why}"));
         }
         if good {
-            let entry = self.keeping().and_then(|keeping| keeping.jobs.get_mut(&job));
+            let entry = self
+                .keeping()
+                .and_then(|keeping| keeping.jobs.get_mut(&job));
             match entry.map(|entry| entry.copied.there.insert(host, set.clone())) {
-                Some(Some(before)) if before != set => self.tell_host(host, HostMsg::DropCopies { sets: vec![before] }),
+                Some(Some(before)) if before != set => {
+                    self.tell_host(host, HostMsg::DropCopies { sets: vec![before] })
+                }
                 Some(_) => {}
                 // The job is over, and nobody would remove it later.
                 None => self.tell_host(host, HostMsg::DropCopies { sets: vec![set] }),
@@ -272,25 +377,43 @@ impl Machine {
     /// Master: a host is lost, and with it what it had.
     pub(in crate::machine) fn copies_lost(&mut self, host: HostId) {
         let mut lacking = Vec::new();
-        for (job, entry) in self.keeping().into_iter().flat_map(|keeping| &mut keeping.jobs) {
-            let lost = entry.copied.there.remove(&host).filter(|set| entry.newest.as_ref() == Some(set));
+        for (job, entry) in self
+            .keeping()
+            .into_iter()
+            .flat_map(|keeping| &mut keeping.jobs)
+        {
+            let lost = entry
+                .copied
+                .there
+                .remove(&host)
+                .filter(|set| entry.newest.as_ref() == Some(set));
             lacking.extend(lost.map(|set| (*job, set)));
         }
-        let to = self.keeping().and_then(|keeping| keeping.copying.now.as_ref()?.to);
+        let to = self
+            .keeping()
+            .and_then(|keeping| keeping.copying.now.as_ref()?.to);
         if let Some((_, migration)) = to.filter(|(to, _)| *to == host) {
             self.copy_ended(migration, Err(LOST.into()));
         }
         if self.stop.is_none() {
-            lacking.into_iter().for_each(|(job, set)| self.copy_wanted(job, &set));
+            lacking
+                .into_iter()
+                .for_each(|(job, set)| self.copy_wanted(job, &set));
         }
     }
 
     /// Master: hosts have joined, which may take the copies that are missing.
     pub(in crate::machine) fn copies_got_hosts(&mut self) {
-        let jobs = self.keeping().into_iter().flat_map(|keeping| &mut keeping.jobs);
-        let lacking: Vec<(Tid, String)> =
-            jobs.filter_map(|(job, entry)| Some((*job, entry.copied.lacks.take()?))).collect();
-        lacking.into_iter().for_each(|(job, set)| self.copy_wanted(job, &set));
+        let jobs = self
+            .keeping()
+            .into_iter()
+            .flat_map(|keeping| &mut keeping.jobs);
+        let lacking: Vec<(Tid, String)> = jobs
+            .filter_map(|(job, entry)| Some((*job, entry.copied.lacks.take()?)))
+            .collect();
+        lacking
+            .into_iter()
+            .for_each(|(job, set)| self.copy_wanted(job, &set));
     }
 
     /// Master: these sets are no more, nor are copies of them wanted. Those of jobs that were forgotten nobody knows: all hosts are told.
@@ -298,20 +421,34 @@ impl Machine {
         if self.config.copies == Copies::default() || sets.is_empty() {
             return;
         }
-        for entry in self.keeping().into_iter().flat_map(|keeping| keeping.jobs.values_mut()) {
+        for entry in self
+            .keeping()
+            .into_iter()
+            .flat_map(|keeping| keeping.jobs.values_mut())
+        {
             let Copied { next, there, lacks } = &mut entry.copied;
-            [next, lacks].into_iter().for_each(|set| drop(set.take_if(|set| sets.contains(set))));
+            [next, lacks]
+                .into_iter()
+                .for_each(|set| drop(set.take_if(|set| sets.contains(set))));
             there.retain(|_, set| !sets.contains(set));
         }
         self.stop_copying(|now| sets.contains(&now.set));
         for host in self.other_hosts() {
-            self.tell_host(host, HostMsg::DropCopies { sets: sets.to_vec() });
+            self.tell_host(
+                host,
+                HostMsg::DropCopies {
+                    sets: sets.to_vec(),
+                },
+            );
         }
     }
 
     /// Master: a job has ended for good. Its set stays for a while, without copies.
     pub(super) fn copies_over(&mut self, job: Tid) {
-        if let Some(entry) = self.keeping().and_then(|keeping| keeping.jobs.get_mut(&job)) {
+        if let Some(entry) = self
+            .keeping()
+            .and_then(|keeping| keeping.jobs.get_mut(&job))
+        {
             entry.copied.next = None;
         }
         self.drop_copies(job, |_| true);
@@ -320,8 +457,12 @@ impl Machine {
 
     /// Gives up the set that is being copied, if it is this one.
     fn stop_copying(&mut self, which: impl FnOnce(&UnderWay) -> bool) {
-        let now = self.keeping().and_then(|keeping| keeping.copying.now.as_mut());
-        let Some(now) = now.filter(|now| which(now)) else { return };
+        let now = self
+            .keeping()
+            .and_then(|keeping| keeping.copying.now.as_mut());
+        let Some(now) = now.filter(|now| which(now)) else {
+            return;
+        };
         now.wanted = 0;
         if let Some((_, migration)) = now.to {
             self.copy_ended(migration, Err("nobody wants it any more".into()));
@@ -330,7 +471,12 @@ impl Machine {
 
     /// Has hosts remove copies of a job's sets.
     fn drop_copies(&mut self, job: Tid, which: impl Fn(&String) -> bool) {
-        let Some(entry) = self.keeping().and_then(|keeping| keeping.jobs.get_mut(&job)) else { return };
+        let Some(entry) = self
+            .keeping()
+            .and_then(|keeping| keeping.jobs.get_mut(&job))
+        else {
+            return;
+        };
         let there = std::mem::take(&mut entry.copied.there);
         let (gone, there): (BTreeMap<_, _>, _) = there.into_iter().partition(|(_, set)| which(set));
         entry.copied.there = there;
@@ -342,48 +488,96 @@ impl Machine {
 
     /// Names of the hosts that have a copy of a set.
     pub(super) fn copies_of(&self, job: Tid, set: &str) -> Vec<String> {
-        let entry = self.master.as_ref().and_then(|master| master.keeping.jobs.get(&job));
-        entry.into_iter().flat_map(|entry| entry.copied.of(set)).map(|host| self.name_of(host)).collect()
+        let entry = self
+            .master
+            .as_ref()
+            .and_then(|master| master.keeping.jobs.get(&job));
+        entry
+            .into_iter()
+            .flat_map(|entry| entry.copied.of(set))
+            .map(|host| self.name_of(host))
+            .collect()
     }
 
     // ---- the end of a host that keeps a copy
 
     /// The master asks whether this host keeps a copy. Its owner's disk is left alone while he is there.
-    pub(in crate::machine) fn copy_asked(&mut self, from: HostId, migration: MigrationId, set: String) -> Reply {
+    pub(in crate::machine) fn copy_asked(
+        &mut self,
+        from: HostId,
+        migration: MigrationId,
+        set: String,
+    ) -> Reply {
         let refused = match (from, self.hosting.is_stopped()) {
             (HostId::MASTER, false) => None,
             (HostId::MASTER, true) => Some("its owner does not want guests now"),
             _ => Some("only the master has sets copied"),
         };
         if let Some(reason) = refused {
-            return Reply::Failed { error: PvmError::Denied, reason: reason.into() };
+            return Reply::Failed {
+                error: PvmError::Denied,
+                reason: reason.into(),
+            };
         }
         // The master copies one at a time: it has given that one up.
         match self.coming_copy.replace((migration, set.clone())) {
-            Some((before, same)) if same == set => self.out.push_back(Output::DropImages { migration: before }),
+            Some((before, same)) if same == set => {
+                self.out.push_back(Output::DropImages { migration: before })
+            }
             Some((migration, set)) => self.out.push_back(Output::GiveUpCopy { migration, set }),
             None => {}
         }
-        self.out.push_back(Output::ExpectCopy { migration, from, set });
+        self.out.push_back(Output::ExpectCopy {
+            migration,
+            from,
+            set,
+        });
         Reply::Done
     }
 
     /// True for the copy that comes to this host.
     pub(in crate::machine) fn is_coming_copy(&self, migration: MigrationId) -> bool {
-        self.coming_copy.as_ref().is_some_and(|(coming, _)| *coming == migration)
+        self.coming_copy
+            .as_ref()
+            .is_some_and(|(coming, _)| *coming == migration)
     }
 
     /// The copy is in the store here, or is not.
-    pub(in crate::machine) fn copy_received(&mut self, migration: MigrationId, result: Result<(), String>) {
-        let Some((_, set)) = self.coming_copy.take_if(|(coming, _)| *coming == migration) else { return };
+    pub(in crate::machine) fn copy_received(
+        &mut self,
+        migration: MigrationId,
+        result: Result<(), String>,
+    ) {
+        let Some((_, set)) = self.coming_copy.take_if(|(coming, _)| *coming == migration) else {
+            return;
+        };
         self.out.push_back(Output::DropImages { migration });
-        self.tell_host(HostId::MASTER, HostMsg::CopyKept { migration, set, result });
+        self.tell_host(
+            HostId::MASTER,
+            HostMsg::CopyKept {
+                migration,
+                set,
+                result,
+            },
+        );
     }
 
     /// The owner has come: what is on its way to his disk does not get there.
     pub(in crate::machine) fn copy_gives_way(&mut self, why: &str) {
-        let Some((migration, set)) = self.coming_copy.take() else { return };
-        self.out.push_back(Output::GiveUpCopy { migration, set: set.clone() });
-        self.tell_host(HostId::MASTER, HostMsg::CopyKept { migration, set, result: Err(why.to_string()) });
+        let Some((migration, set)) = self.coming_copy.take() else {
+            return;
+        };
+        self.out.push_back(Output::GiveUpCopy {
+            migration,
+            set: set.clone(),
+        });
+        self.tell_host(
+            HostId::MASTER,
+            HostMsg::CopyKept {
+                migration,
+                set,
+                result: Err(why.to_string()),
+            },
+        );
     }
 }

@@ -29,8 +29,14 @@ pub(super) struct End {
 impl End {
     /// True if it ended as somebody wanted it.
     fn is_good(self) -> bool {
-        let killed = |status: i32| self.told.is_some_and(|told| status & 0x7f == 0 || status & 0x7f == told);
-        !self.turned_out && self.status.is_some_and(|status| status == 0 || killed(status))
+        let killed = |status: i32| {
+            self.told
+                .is_some_and(|told| status & 0x7f == 0 || status & 0x7f == told)
+        };
+        !self.turned_out
+            && self
+                .status
+                .is_some_and(|status| status == 0 || killed(status))
     }
 }
 
@@ -43,10 +49,20 @@ impl Job {
 
 impl Keeping {
     /// Something happened on this host that may concern a job; `by_itself` if not because a host leaves, or all of them.
-    pub(in crate::machine) fn happened(&mut self, now: Micros, host: HostId, kind: &EventKind, by_itself: bool) {
+    pub(in crate::machine) fn happened(
+        &mut self,
+        now: Micros,
+        host: HostId,
+        kind: &EventKind,
+        by_itself: bool,
+    ) {
         match kind {
             EventKind::TaskStarted { tid, parent, .. } => {
-                for job in self.jobs.values_mut().filter(|job| job.members.contains(parent)) {
+                for job in self
+                    .jobs
+                    .values_mut()
+                    .filter(|job| job.members.contains(parent))
+                {
                     job.members.insert(*tid);
                     job.ended.remove(tid);
                 }
@@ -55,7 +71,11 @@ impl Keeping {
                 if by_itself {
                     self.recent.ended(now, *tid);
                 }
-                for (job, entry) in self.jobs.iter_mut().filter(|(_, entry)| entry.members.contains(tid)) {
+                for (job, entry) in self
+                    .jobs
+                    .iter_mut()
+                    .filter(|(_, entry)| entry.members.contains(tid))
+                {
                     entry.ended.insert(*tid);
                     if by_itself {
                         entry.fallen.happened(now, host, kind);
@@ -69,14 +89,20 @@ impl Keeping {
                 }
             }
             EventKind::MoveFailed { tid, .. } => {
-                for entry in self.jobs.values_mut().filter(|entry| entry.members.contains(tid)) {
+                for entry in self
+                    .jobs
+                    .values_mut()
+                    .filter(|entry| entry.members.contains(tid))
+                {
                     entry.fallen.happened(now, host, kind);
                 }
             }
             EventKind::GuestsEnded { guests, .. } => {
                 for guest in guests {
                     self.told(*guest);
-                    self.jobs.entry(*guest).and_modify(|entry| entry.end.turned_out = true);
+                    self.jobs
+                        .entry(*guest)
+                        .and_modify(|entry| entry.end.turned_out = true);
                 }
             }
             _ => {}
@@ -85,7 +111,11 @@ impl Keeping {
 
     /// Somebody here has told a task to end.
     fn told(&mut self, tid: Tid) {
-        for entry in self.jobs.values_mut().filter(|entry| entry.members.contains(&tid)) {
+        for entry in self
+            .jobs
+            .values_mut()
+            .filter(|entry| entry.members.contains(&tid))
+        {
             entry.fallen.told(tid);
         }
     }
@@ -111,7 +141,11 @@ impl Machine {
         match &mut self.master {
             Some(master) => {
                 master.keeping.told(tid);
-                master.keeping.jobs.entry(tid).and_modify(|entry| entry.end.told = Some(signal));
+                master
+                    .keeping
+                    .jobs
+                    .entry(tid)
+                    .and_modify(|entry| entry.end.told = Some(signal));
             }
             None => self.tell_host(HostId::MASTER, HostMsg::ToldToEnd { tid, signal }),
         }
@@ -119,7 +153,10 @@ impl Machine {
 
     /// Has it counted whether jobs are over that seem to be; true if there were any.
     pub(super) fn look_at_quiet(&mut self) -> bool {
-        let quiet = self.keeping().map(|keeping| std::mem::take(&mut keeping.quiet)).unwrap_or_default();
+        let quiet = self
+            .keeping()
+            .map(|keeping| std::mem::take(&mut keeping.quiet))
+            .unwrap_or_default();
         let counted = !quiet.is_empty();
         for job in quiet {
             self.count(Purpose::Over(job));
@@ -129,7 +166,9 @@ impl Machine {
 
     /// All hosts have said what is left.
     pub(super) fn look_whether_over(&mut self, job: Tid, tasks: &[TaskInfo]) {
-        let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else { return };
+        let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else {
+            return;
+        };
         if entry.doing == Doing::Nothing && members(job, &mut entry.members, tasks).is_empty() {
             self.job_over(job);
         }
@@ -137,12 +176,28 @@ impl Machine {
 
     /// Nothing is left of a job: unless something went wrong with it nobody will want its sets.
     pub(super) fn job_over(&mut self, job: Tid) {
-        let Some(keeping) = self.keeping() else { return };
-        let Some(entry) = keeping.jobs.get(&job) else { return };
-        let sets: Vec<String> = [&entry.newest, &entry.origin].into_iter().flatten().cloned().collect();
+        let Some(keeping) = self.keeping() else {
+            return;
+        };
+        let Some(entry) = keeping.jobs.get(&job) else {
+            return;
+        };
+        let sets: Vec<String> = [&entry.newest, &entry.origin]
+            .into_iter()
+            .flatten()
+            .cloned()
+            .collect();
         if entry.end.is_good() && !sets.is_empty() {
-            let keep = keeping.needed().into_iter().filter(|set| !sets.contains(set)).collect();
-            self.out.push_back(Output::MarkSets { sets, ended: true, keep });
+            let keep = keeping
+                .needed()
+                .into_iter()
+                .filter(|set| !sets.contains(set))
+                .collect();
+            self.out.push_back(Output::MarkSets {
+                sets,
+                ended: true,
+                keep,
+            });
             self.copies_over(job);
         }
     }
@@ -155,7 +210,11 @@ mod tests {
     #[test]
     fn only_who_ended_as_somebody_wanted_is_not_wanted_any_more() {
         let exit = |code: i32| Some(code << 8);
-        let end = |told, status| End { told, turned_out: false, status };
+        let end = |told, status| End {
+            told,
+            turned_out: false,
+            status,
+        };
         assert!(end(None, exit(0)).is_good());
         assert!(!end(None, exit(1)).is_good(), "it failed");
         assert!(!end(None, Some(9)).is_good(), "nobody here has killed it");
@@ -163,6 +222,12 @@ mod tests {
         assert!(end(Some(15), Some(15)).is_good() && end(Some(9), Some(9)).is_good());
         assert!(end(Some(15), exit(1)).is_good(), "it tidied up");
         assert!(!end(Some(15), Some(11)).is_good(), "it crashed");
-        assert!(!End { turned_out: true, ..end(None, exit(0)) }.is_good());
+        assert!(
+            !End {
+                turned_out: true,
+                ..end(None, exit(0))
+            }
+            .is_good()
+        );
     }
 }

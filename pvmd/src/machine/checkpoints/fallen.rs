@@ -37,7 +37,12 @@ impl Fallen {
             {
                 (*tid, host)
             }
-            EventKind::MoveFailed { tid, from, step: Step::Arrive, .. } => (*tid, *from),
+            EventKind::MoveFailed {
+                tid,
+                from,
+                step: Step::Arrive,
+                ..
+            } => (*tid, *from),
             _ => return,
         };
         // Whoever reads this would be lost with it.
@@ -48,12 +53,18 @@ impl Fallen {
 
     /// True if any of them would have been lost with this host. Who is lost has been silent for `lease`.
     pub(super) fn any_with(&self, now: Micros, lease: Micros, host: HostId) -> bool {
-        self.with.iter().any(|((_, with), since)| *with == host && now < *since + lease + GOING_DOWN)
+        self.with
+            .iter()
+            .any(|((_, with), since)| *with == host && now < *since + lease + GOING_DOWN)
     }
 
     /// Until when it is not known whether they were lost with their hosts, if there are any.
     pub(super) fn unknown_until(&self, now: Micros, lease: Micros) -> Option<Micros> {
-        self.with.values().map(|since| *since + lease + GOING_DOWN).filter(|until| now < *until).max()
+        self.with
+            .values()
+            .map(|since| *since + lease + GOING_DOWN)
+            .filter(|until| now < *until)
+            .max()
     }
 
     /// The job has a set with these tasks: who is not in it does not come back by it.

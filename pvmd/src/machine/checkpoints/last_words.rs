@@ -68,7 +68,10 @@ impl Recent {
 
     /// Whose last words may be on their way.
     pub(super) fn all(&self, now: Micros) -> impl Iterator<Item = Tid> {
-        self.0.iter().filter(move |(at, _)| now.since(*at) < RECENT_SPAN).map(|(_, tid)| *tid)
+        self.0
+            .iter()
+            .filter(move |(at, _)| now.since(*at) < RECENT_SPAN)
+            .map(|(_, tid)| *tid)
     }
 }
 
@@ -76,10 +79,16 @@ impl Machine {
     /// A host has just come in. It was not there to hear of ends, and nobody is to wait until it has.
     pub(in crate::machine) fn tell_of_ends(&mut self, host: HostId) {
         let now = self.now;
-        let Some(keeping) = self.keeping() else { return };
+        let Some(keeping) = self.keeping() else {
+            return;
+        };
         let ended: Vec<Tid> = keeping.recent.all(now).collect();
-        let words = ended.into_iter().map(|dst| Carried::Ended { dst, marks: Vec::new() });
-        self.out.extend(words.map(|carried| Output::Carry { host, carried }));
+        let words = ended.into_iter().map(|dst| Carried::Ended {
+            dst,
+            marks: Vec::new(),
+        });
+        self.out
+            .extend(words.map(|carried| Output::Carry { host, carried }));
     }
 
     /// Word of an end has come, and so all that the task said.
@@ -87,7 +96,9 @@ impl Machine {
         self.tasks.ends.add(tid);
         // Those that are to be written are few, and mostly there are none.
         for source in self.moves.sources.values() {
-            let Some(task) = self.tasks.live.get_mut(&source.of().tid) else { continue };
+            let Some(task) = self.tasks.live.get_mut(&source.of().tid) else {
+                continue;
+            };
             if task.awaits.remove(&tid) {
                 self.moves.settled.extend(task.take_settled());
             }
@@ -97,8 +108,14 @@ impl Machine {
     /// A task is to be written when the ends of these are known here.
     pub(in crate::machine) fn await_ends(&mut self, id: MigrationId, tid: Tid, ended: Vec<Tid>) {
         let known = &self.tasks.ends.known;
-        let can_come = |tid: &Tid| self.location(*tid).is_some_and(|host| self.table.get(host).is_some());
-        let awaits: BTreeSet<Tid> = ended.into_iter().filter(|tid| !known.contains(tid) && can_come(tid)).collect();
+        let can_come = |tid: &Tid| {
+            self.location(*tid)
+                .is_some_and(|host| self.table.get(host).is_some())
+        };
+        let awaits: BTreeSet<Tid> = ended
+            .into_iter()
+            .filter(|tid| !known.contains(tid) && can_come(tid))
+            .collect();
         if awaits.is_empty() {
             return;
         }
@@ -110,7 +127,13 @@ impl Machine {
 
     /// They have not come in their time.
     pub(in crate::machine) fn await_no_longer(&mut self, tid: Tid, id: MigrationId) {
-        let Some(task) = self.tasks.get_mut(tid).filter(|task| task.settling == Some(id)) else { return };
+        let Some(task) = self
+            .tasks
+            .get_mut(tid)
+            .filter(|task| task.settling == Some(id))
+        else {
+            return;
+        };
         task.awaits.clear();
         self.moves.settled.extend(task.take_settled());
     }
@@ -125,7 +148,12 @@ impl Machine {
             Held::Link(bytes) => matches!(LinkFrame::kind_of(bytes), Some(LinkKind::Data { .. })),
             Held::Item(_) => false,
         };
-        let mut senders = task.inbox.iter().skip(left).filter(is_said).filter_map(sender_of);
+        let mut senders = task
+            .inbox
+            .iter()
+            .skip(left)
+            .filter(is_said)
+            .filter_map(sender_of);
         match senders.find(|src| self.tasks.ends.known.contains(src)) {
             None => Ok(()),
             Some(src) => Err(Failure::CalledOff(format!(
@@ -156,13 +184,20 @@ mod tests {
     #[test]
     fn as_many_ends_are_remembered_as_there_is_room_for_and_none_of_who_has_begun_again() {
         let mut ends = Ends::default();
-        let tids = || (0..=i32::try_from(ENDS_MAX).expect("small")).map(|n| Tid::from_raw(0x40000 + n));
+        let tids =
+            || (0..=i32::try_from(ENDS_MAX).expect("small")).map(|n| Tid::from_raw(0x40000 + n));
         tids().for_each(|tid| ends.add(tid));
-        assert_eq!((ends.known.len(), ends.known.first()), (ENDS_MAX, Some(&Tid::from_raw(0x40001))));
+        assert_eq!(
+            (ends.known.len(), ends.known.first()),
+            (ENDS_MAX, Some(&Tid::from_raw(0x40001)))
+        );
         let again = Tid::from_raw(0x40005);
         ends.forget(again);
         assert!(!ends.known.contains(&again));
         ends.add(again);
-        assert_eq!((ends.known.len(), ends.order.len(), ends.order.back()), (ENDS_MAX, ENDS_MAX, Some(&again)));
+        assert_eq!(
+            (ends.known.len(), ends.order.len(), ends.order.back()),
+            (ENDS_MAX, ENDS_MAX, Some(&again))
+        );
     }
 }

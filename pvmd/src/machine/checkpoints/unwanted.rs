@@ -14,36 +14,72 @@ const NAMED_MAX: usize = 1024;
 impl Job {
     /// True if it goes back to its newest set, or may have to.
     fn needs_newest(&self) -> bool {
-        self.pace.is_some() || matches!(self.doing, Doing::Ending { .. } | Doing::Restarting | Doing::Leaving { .. })
+        self.pace.is_some()
+            || matches!(
+                self.doing,
+                Doing::Ending { .. } | Doing::Restarting | Doing::Leaving { .. }
+            )
     }
 }
 
 impl Keeping {
     /// Sets that jobs may have to go back to.
     pub(super) fn needed(&self) -> Vec<String> {
-        self.jobs.values().filter(|job| job.needs_newest()).filter_map(|job| job.newest.clone()).collect()
+        self.jobs
+            .values()
+            .filter(|job| job.needs_newest())
+            .filter_map(|job| job.newest.clone())
+            .collect()
     }
 }
 
 impl Machine {
     /// Master: somebody wants sets removed.
-    pub(in crate::machine) fn sets_unwanted(&mut self, tid: Tid, id: RequestId, which: Unwanted, any: bool) {
-        let Some(keeping) = self.keeping() else { return };
+    pub(in crate::machine) fn sets_unwanted(
+        &mut self,
+        tid: Tid,
+        id: RequestId,
+        which: Unwanted,
+        any: bool,
+    ) {
+        let Some(keeping) = self.keeping() else {
+            return;
+        };
         if matches!(&which, Unwanted::Sets(sets) if sets.len() > NAMED_MAX) {
             let reason = format!("at most {NAMED_MAX} checkpoints are removed at once");
             return self.fail(tid, id, PvmError::OutOfRes, reason);
         }
         let mut stay = BTreeMap::new();
-        for (job, entry) in keeping.jobs.iter().filter(|(_, entry)| entry.needs_newest()) {
+        for (job, entry) in keeping
+            .jobs
+            .iter()
+            .filter(|(_, entry)| entry.needs_newest())
+        {
             stay.extend(entry.newest.clone().map(|set| (set, Stays::Wanted(*job))));
         }
         // Before the store has opened it nobody would keep it from going.
-        stay.extend(keeping.wanted.values().map(|wanted| (wanted.set.clone(), Stays::InUse)));
-        self.out.push_back(Output::RemoveSets { tid, id, which, any, stay });
+        stay.extend(
+            keeping
+                .wanted
+                .values()
+                .map(|wanted| (wanted.set.clone(), Stays::InUse)),
+        );
+        self.out.push_back(Output::RemoveSets {
+            tid,
+            id,
+            which,
+            any,
+            stay,
+        });
     }
 
     /// The store has removed them, or some of them.
-    pub(in crate::machine) fn sets_removed(&mut self, tid: Tid, id: RequestId, result: Result<Removed, String>) {
+    pub(in crate::machine) fn sets_removed(
+        &mut self,
+        tid: Tid,
+        id: RequestId,
+        result: Result<Removed, String>,
+    ) {
         let removed = result.iter().flatten().filter(|(_, became)| became.is_ok());
         let sets: Vec<String> = removed.map(|(set, _)| set.clone()).collect();
         self.copies_unwanted(&sets);
@@ -66,14 +102,21 @@ impl Machine {
 
     /// The store has removed sets by itself.
     pub(in crate::machine) fn sets_swept(&mut self, sets: Vec<String>) {
-        self.sets_gone(sets, "the store has its limits, or their jobs have ended long ago".into());
+        self.sets_gone(
+            sets,
+            "the store has its limits, or their jobs have ended long ago".into(),
+        );
     }
 
     fn sets_gone(&mut self, sets: Vec<String>, why: String) {
         if sets.is_empty() {
             return;
         }
-        for entry in self.keeping().into_iter().flat_map(|keeping| keeping.jobs.values_mut()) {
+        for entry in self
+            .keeping()
+            .into_iter()
+            .flat_map(|keeping| keeping.jobs.values_mut())
+        {
             entry.newest.take_if(|set| sets.contains(set));
             entry.origin.take_if(|set| sets.contains(set));
         }

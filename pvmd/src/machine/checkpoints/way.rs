@@ -15,17 +15,22 @@ impl Machine {
     /// # Errors
     /// The checkpoint goes before.
     pub(in crate::machine) fn make_way(&mut self, tid: Tid, cause: &Cause) -> Result<(), Refusal> {
-        let Some(master) = self.master.as_deref_mut() else { return Ok(()) };
+        let Some(master) = self.master.as_deref_mut() else {
+            return Ok(());
+        };
         let (keeping, coordinator) = (&mut master.keeping, &mut master.directing.coordinator);
         let drains = matches!(cause, Cause::Drain { .. });
-        let counts = |job: &Job| job.drains && job.doing == Doing::Counting && job.members.contains(&tid);
+        let counts =
+            |job: &Job| job.drains && job.doing == Doing::Counting && job.members.contains(&tid);
         if drains && keeping.jobs.values().any(counts) {
             // Its part has no number yet.
             return Err(Refusal::AlreadyMoving(coordinator.next_id()));
         }
         if let Some(part) = keeping.cuts.of_task(tid) {
             let cut = keeping.cuts.of_part(part.id);
-            let job = cut.and_then(|cut| keeping.job_of_cut(cut)).and_then(|job| keeping.jobs.get(&job));
+            let job = cut
+                .and_then(|cut| keeping.job_of_cut(cut))
+                .and_then(|job| keeping.jobs.get(&job));
             // All of it leaves by that.
             if job.is_some_and(|job| job.ends) {
                 return Err(Refusal::AlreadyMoving(part.id));
@@ -39,20 +44,43 @@ impl Machine {
             if !matches!(cause, Cause::Owner { .. } | Cause::Drain { .. }) {
                 return Err(Refusal::AlreadyMoving(part));
             }
-            keeping.cuts.give_way(cut, tid, format!("it has to leave its host ({cause})"));
+            keeping
+                .cuts
+                .give_way(cut, tid, format!("it has to leave its host ({cause})"));
         }
         Ok(())
     }
 
     /// Master: a host is being emptied.
     pub(in crate::machine) fn write_before_drain(&mut self, host: HostId) {
-        let Some(keeping) = self.master.as_ref().map(|master| &master.keeping) else { return };
-        let may_begin = |job: &Job| matches!(job.doing, Doing::Nothing | Doing::Counting | Doing::Cutting(_));
-        let is_there = |job: &Job| job.members.iter().any(|tid| self.location(*tid) == Some(host));
+        let Some(keeping) = self.master.as_ref().map(|master| &master.keeping) else {
+            return;
+        };
+        let may_begin = |job: &Job| {
+            matches!(
+                job.doing,
+                Doing::Nothing | Doing::Counting | Doing::Cutting(_)
+            )
+        };
+        let is_there = |job: &Job| {
+            job.members
+                .iter()
+                .any(|tid| self.location(*tid) == Some(host))
+        };
         let wanted = |job: &Job| job.pace.is_some() && may_begin(job) && is_there(job);
-        let jobs: Vec<Tid> = keeping.jobs.iter().filter(|(_, job)| wanted(job)).map(|(tid, _)| *tid).collect();
+        let jobs: Vec<Tid> = keeping
+            .jobs
+            .iter()
+            .filter(|(_, job)| wanted(job))
+            .map(|(tid, _)| *tid)
+            .collect();
         for job in jobs {
-            let Some(entry) = self.keeping().and_then(|keeping| keeping.jobs.get_mut(&job)) else { continue };
+            let Some(entry) = self
+                .keeping()
+                .and_then(|keeping| keeping.jobs.get_mut(&job))
+            else {
+                continue;
+            };
             entry.drains = true;
             if entry.doing == Doing::Nothing {
                 self.begin_count(job);

@@ -15,7 +15,10 @@ fn join() -> Request {
 }
 
 fn barrier(count: i32) -> Request {
-    Request::Group(GroupRequest::Barrier { group: group(), count })
+    Request::Group(GroupRequest::Barrier {
+        group: group(),
+        count,
+    })
 }
 
 fn number(reply: &Reply) -> i32 {
@@ -27,7 +30,10 @@ fn number(reply: &Reply) -> i32 {
 }
 
 fn size(sim: &mut Sim, console: usize) -> i32 {
-    let reply = sim.ask(console, Request::Group(GroupRequest::Size { group: group() }));
+    let reply = sim.ask(
+        console,
+        Request::Group(GroupRequest::Size { group: group() }),
+    );
     number(&reply)
 }
 
@@ -42,7 +48,8 @@ fn members(sim: &mut Sim, hosts: u16) -> Vec<usize> {
 }
 
 fn answered(sim: &Sim, open: &[(usize, RequestId)]) -> bool {
-    open.iter().all(|(proc, id)| sim.procs[*proc].replies.contains_key(id))
+    open.iter()
+        .all(|(proc, id)| sim.procs[*proc].replies.contains_key(id))
 }
 
 #[test]
@@ -50,17 +57,36 @@ fn members_of_all_hosts_meet_and_a_member_that_ends_is_missed_at_once() {
     for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let procs = members(&mut sim, 3);
-        let open: Vec<(usize, RequestId)> = procs.iter().map(|p| (*p, sim.request(*p, barrier(3)))).collect();
+        let open: Vec<(usize, RequestId)> = procs
+            .iter()
+            .map(|p| (*p, sim.request(*p, barrier(3))))
+            .collect();
         sim.until("the barrier", |s| answered(s, &open));
-        assert!(open.iter().all(|(p, id)| number(&sim.procs[*p].replies[id]) == 0), "seed {seed}");
-        let open: Vec<(usize, RequestId)> = procs[1..].iter().map(|p| (*p, sim.request(*p, barrier(3)))).collect();
+        assert!(
+            open.iter()
+                .all(|(p, id)| number(&sim.procs[*p].replies[id]) == 0),
+            "seed {seed}"
+        );
+        let open: Vec<(usize, RequestId)> = procs[1..]
+            .iter()
+            .map(|p| (*p, sim.request(*p, barrier(3))))
+            .collect();
         sim.pass(Micros::from_millis(50));
         assert!(!answered(&sim, &open[..1]), "seed {seed}");
         sim.close(procs[0]);
         sim.until("word of the end", |s| answered(s, &open));
         for (proc, id) in &open {
             let reply = &sim.procs[*proc].replies[id];
-            assert!(matches!(reply, Reply::Failed { error: PvmError::NoGroup, .. }), "seed {seed}: {reply:?}");
+            assert!(
+                matches!(
+                    reply,
+                    Reply::Failed {
+                        error: PvmError::NoGroup,
+                        ..
+                    }
+                ),
+                "seed {seed}: {reply:?}"
+            );
         }
         assert_eq!(size(&mut sim, console), 2);
     }
@@ -71,11 +97,18 @@ fn a_lost_host_takes_its_members_along() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let procs = members(&mut sim, 3);
-        let open: Vec<(usize, RequestId)> = procs[..2].iter().map(|p| (*p, sim.request(*p, barrier(3)))).collect();
+        let open: Vec<(usize, RequestId)> = procs[..2]
+            .iter()
+            .map(|p| (*p, sim.request(*p, barrier(3))))
+            .collect();
         sim.pass(Micros::from_millis(50));
         sim.kill_host(host(3));
         sim.until("word of the loss", |s| answered(s, &open));
-        assert!(open.iter().all(|(p, id)| number(&sim.procs[*p].replies[id]) == -19), "seed {seed}");
+        assert!(
+            open.iter()
+                .all(|(p, id)| number(&sim.procs[*p].replies[id]) == -19),
+            "seed {seed}"
+        );
         assert_eq!(size(&mut sim, console), 2);
     }
 }
@@ -100,9 +133,16 @@ fn a_task_that_ended_before_its_request_arrived_is_no_member_for_long() {
 fn a_member_waits_on_while_it_is_moved() {
     for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let request =
-            SpawnRequest { file: "child".into(), count: 1, flags: 1, place: "h2".into(), ..Default::default() };
-        let Reply::Spawned(results) = sim.ask(console, Request::Spawn(request)) else { panic!("no task") };
+        let request = SpawnRequest {
+            file: "child".into(),
+            count: 1,
+            flags: 1,
+            place: "h2".into(),
+            ..Default::default()
+        };
+        let Reply::Spawned(results) = sim.ask(console, Request::Spawn(request)) else {
+            panic!("no task")
+        };
         let tid: Tid = results[0].expect("started");
         sim.until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
         let mover = sim.proc_of(tid);
@@ -111,16 +151,28 @@ fn a_member_waits_on_while_it_is_moved() {
         let open = sim.request(mover, barrier(2));
         let wait = Micros(sim.dice.roll(20_000));
         sim.pass(wait);
-        let migrate = Request::Migrate { tid, to: "h3".into(), cause: None, wait: true };
+        let migrate = Request::Migrate {
+            tid,
+            to: "h3".into(),
+            cause: None,
+            wait: true,
+        };
         let moving = sim.request(console, migrate);
         let wait = Micros(sim.dice.roll(40_000));
         sim.pass(wait);
         // The last one comes before, in the middle of, or after the move.
         let reply = sim.ask(console, barrier(2));
         assert_eq!(number(&reply), 0);
-        sim.until("the move", |s| s.procs[console].replies.contains_key(&moving));
-        assert!(matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_))), "seed {seed}");
-        sim.until("the answer, at its new place", |s| answered(s, &[(mover, open)]));
+        sim.until("the move", |s| {
+            s.procs[console].replies.contains_key(&moving)
+        });
+        assert!(
+            matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_))),
+            "seed {seed}"
+        );
+        sim.until("the answer, at its new place", |s| {
+            answered(s, &[(mover, open)])
+        });
         assert_eq!(number(&sim.procs[mover].replies[&open]), 0);
         assert_eq!(sim.procs[mover].host, host(3));
         assert_eq!(size(&mut sim, console), 2);

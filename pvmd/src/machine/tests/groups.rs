@@ -49,25 +49,52 @@ impl Service {
     }
 
     fn join(&mut self, who: i32) -> i32 {
-        self.ask(who, GroupRequest::Join { group: NAME.to_vec() })
+        self.ask(
+            who,
+            GroupRequest::Join {
+                group: NAME.to_vec(),
+            },
+        )
     }
 
     fn leave(&mut self, who: i32) -> i32 {
-        self.ask(who, GroupRequest::Leave { group: NAME.to_vec() })
+        self.ask(
+            who,
+            GroupRequest::Leave {
+                group: NAME.to_vec(),
+            },
+        )
     }
 
     fn size(&mut self) -> i32 {
-        self.ask(99, GroupRequest::Size { group: NAME.to_vec() })
+        self.ask(
+            99,
+            GroupRequest::Size {
+                group: NAME.to_vec(),
+            },
+        )
     }
 
     /// Comes to the barrier; what that brings to whom.
     fn barrier(&mut self, who: i32, count: i32) -> Vec<(i32, i32)> {
-        self.send(who, GroupRequest::Barrier { group: NAME.to_vec(), count });
+        self.send(
+            who,
+            GroupRequest::Barrier {
+                group: NAME.to_vec(),
+                count,
+            },
+        );
         self.answers()
     }
 
     fn freeze(&mut self, who: i32, count: i32) -> Vec<(i32, i32)> {
-        self.send(who, GroupRequest::Freeze { group: NAME.to_vec(), count });
+        self.send(
+            who,
+            GroupRequest::Freeze {
+                group: NAME.to_vec(),
+                count,
+            },
+        );
         self.answers()
     }
 
@@ -89,11 +116,47 @@ fn instances_are_the_lowest_free_numbers_and_a_group_lives_as_long_as_it_has_mem
     assert_eq!(s.join(2), -18);
     assert_eq!((s.leave(1), s.leave(2), s.leave(2)), (0, 0, -20));
     assert_eq!((s.join(7), s.join(8), s.join(9), s.size()), (1, 2, 4, 5));
-    assert_eq!(s.ask(0, GroupRequest::Instance { group: NAME.to_vec(), tid: tid(8) }), 2);
-    assert_eq!(s.ask(0, GroupRequest::Instance { group: NAME.to_vec(), tid: tid(1) }), -20);
-    assert_eq!(s.ask(0, GroupRequest::Member { group: NAME.to_vec(), instance: 4 }), tid(9).raw());
+    assert_eq!(
+        s.ask(
+            0,
+            GroupRequest::Instance {
+                group: NAME.to_vec(),
+                tid: tid(8)
+            }
+        ),
+        2
+    );
+    assert_eq!(
+        s.ask(
+            0,
+            GroupRequest::Instance {
+                group: NAME.to_vec(),
+                tid: tid(1)
+            }
+        ),
+        -20
+    );
+    assert_eq!(
+        s.ask(
+            0,
+            GroupRequest::Member {
+                group: NAME.to_vec(),
+                instance: 4
+            }
+        ),
+        tid(9).raw()
+    );
     for none in [-1, 5, i32::MAX] {
-        assert_eq!(s.ask(0, GroupRequest::Member { group: NAME.to_vec(), instance: none }), -21);
+        assert_eq!(
+            s.ask(
+                0,
+                GroupRequest::Member {
+                    group: NAME.to_vec(),
+                    instance: none
+                }
+            ),
+            -21
+        );
     }
     for who in [0, 3, 7, 8] {
         assert_eq!(s.leave(who), 0);
@@ -108,11 +171,17 @@ fn instances_are_the_lowest_free_numbers_and_a_group_lives_as_long_as_it_has_mem
 fn a_barrier_lets_its_members_go_together_and_can_be_used_again() {
     let mut s = Service::of(3);
     for _ in 0..2 {
-        assert_eq!((s.barrier(0, 3), s.barrier(1, 2), s.barrier(5, 3)), (vec![], vec![(1, -3)], vec![(5, -20)]));
+        assert_eq!(
+            (s.barrier(0, 3), s.barrier(1, 2), s.barrier(5, 3)),
+            (vec![], vec![(1, -3)], vec![(5, -20)])
+        );
         assert_eq!((s.barrier(0, 3), s.barrier(1, 3)), (vec![(0, -30)], vec![]));
         assert_eq!(s.barrier(2, 3), [(0, 0), (1, 0), (2, 0)]);
     }
-    assert_eq!((s.barrier(0, 0), s.barrier(0, -2)), (vec![(0, -3)], vec![(0, -3)]));
+    assert_eq!(
+        (s.barrier(0, 0), s.barrier(0, -2)),
+        (vec![(0, -3)], vec![(0, -3)])
+    );
     assert_eq!(s.barrier(0, 1), [(0, 0)]);
 }
 
@@ -158,7 +227,12 @@ fn a_barrier_for_all_does_not_wait_for_those_that_leave() {
     // A later member changes nothing, whether it stays or not.
     assert_eq!((s.join(5), s.leave(5)), (3, 0));
     s.barrier(1, ALL_MEMBERS);
-    s.send(2, GroupRequest::Leave { group: NAME.to_vec() });
+    s.send(
+        2,
+        GroupRequest::Leave {
+            group: NAME.to_vec(),
+        },
+    );
     assert_eq!(s.answers(), [(0, 0), (1, 0), (2, 0)]);
     s.barrier(0, ALL_MEMBERS);
     assert_eq!(s.ends(1), [(0, -19)]);
@@ -170,18 +244,32 @@ fn a_frozen_group_takes_nobody_in_and_breaks_when_a_member_goes() {
         let mut s = Service::of(3);
         assert_eq!((s.freeze(0, 3), s.freeze(1, 3)), (vec![], vec![]));
         assert_eq!(s.freeze(2, 3), [(0, 3), (1, 3), (2, 3)]);
-        assert_eq!((s.join(7), s.join(0), s.freeze(0, 3), s.size()), (-20, -20, vec![(0, -18)], 3));
+        assert_eq!(
+            (s.join(7), s.join(0), s.freeze(0, 3), s.size()),
+            (-20, -20, vec![(0, -18)], 3)
+        );
         s.barrier(0, 3);
         s.barrier(1, 3);
         let told = if ends {
             s.ends(2)
         } else {
-            s.send(2, GroupRequest::Leave { group: NAME.to_vec() });
+            s.send(
+                2,
+                GroupRequest::Leave {
+                    group: NAME.to_vec(),
+                },
+            );
             s.answers()
         };
         assert_eq!(told[..2], [(0, -19), (1, -19)]);
-        assert_eq!((s.barrier(0, 2), s.size(), s.join(2)), (vec![(0, -19)], 3, -20));
-        assert_eq!((s.leave(0), s.leave(1), s.size(), s.join(7)), (0, 0, -19, 0));
+        assert_eq!(
+            (s.barrier(0, 2), s.size(), s.join(2)),
+            (vec![(0, -19)], 3, -20)
+        );
+        assert_eq!(
+            (s.leave(0), s.leave(1), s.size(), s.join(7)),
+            (0, 0, -19, 0)
+        );
     }
 }
 
@@ -189,8 +277,24 @@ fn a_frozen_group_takes_nobody_in_and_breaks_when_a_member_goes() {
 fn limits_are_errors_and_what_is_full_has_room_again() {
     let mut s = Service::default();
     let long = vec![b'x'; NAME_BYTES_MAX + 1];
-    assert_eq!(s.ask(1, GroupRequest::Join { group: long.clone() }), PvmError::OutOfRes.code());
-    assert_eq!(s.ask(1, GroupRequest::Join { group: long[1..].to_vec() }), 0);
+    assert_eq!(
+        s.ask(
+            1,
+            GroupRequest::Join {
+                group: long.clone()
+            }
+        ),
+        PvmError::OutOfRes.code()
+    );
+    assert_eq!(
+        s.ask(
+            1,
+            GroupRequest::Join {
+                group: long[1..].to_vec()
+            }
+        ),
+        0
+    );
     let many = (NAMES_BYTES_MAX / NAME_BYTES_MAX) as i32;
     for n in 1..many {
         let mut group = vec![b'y'; NAME_BYTES_MAX];
@@ -234,17 +338,41 @@ fn check(groups: &Groups) {
             assert_eq!(group.members[*instance], *tid);
             assert!(groups.of[tid].contains(name));
         }
-        let holes = group.members.iter().enumerate().filter(|(_, tid)| **tid == Tid::NONE).map(|(i, _)| i);
+        let holes = group
+            .members
+            .iter()
+            .enumerate()
+            .filter(|(_, tid)| **tid == Tid::NONE)
+            .map(|(i, _)| i);
         assert_eq!(holes.collect::<BTreeSet<_>>(), group.free);
-        assert_eq!(group.members.len(), group.instances.len() + group.free.len());
+        assert_eq!(
+            group.members.len(),
+            group.instances.len() + group.free.len()
+        );
         for meeting in [&group.barrier, &group.freeze].into_iter().flatten() {
             assert!(!meeting.waiting.is_empty(), "a meeting of nobody is none");
-            assert!(meeting.waiting.len() < meeting.wanted, "who is complete does not wait");
-            assert!(meeting.waiting.keys().all(|tid| group.instances.contains_key(tid)), "only members wait");
-            assert_ne!(group.state, GroupState::Broken, "nobody waits in a broken group");
+            assert!(
+                meeting.waiting.len() < meeting.wanted,
+                "who is complete does not wait"
+            );
+            assert!(
+                meeting
+                    .waiting
+                    .keys()
+                    .all(|tid| group.instances.contains_key(tid)),
+                "only members wait"
+            );
+            assert_ne!(
+                group.state,
+                GroupState::Broken,
+                "nobody waits in a broken group"
+            );
         }
     }
-    assert_eq!(groups.of.values().map(BTreeSet::len).sum::<usize>(), memberships);
+    assert_eq!(
+        groups.of.values().map(BTreeSet::len).sum::<usize>(),
+        memberships
+    );
     assert_eq!(groups.memberships, memberships);
 }
 

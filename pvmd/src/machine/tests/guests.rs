@@ -1,7 +1,8 @@
 //! Guests stand still while the owner of their host is there.
 
 use super::scene::{
-    PROMISE, Scene, events, listed, migrate, on, spawn, stopped, stopped_until, talk, welcome, welcome_with,
+    PROMISE, Scene, events, listed, migrate, on, spawn, stopped, stopped_until, talk, welcome,
+    welcome_with,
 };
 use super::sim::strikes::{Blow, Edge, LONG, Party};
 use super::sim::{host, seeds};
@@ -13,7 +14,8 @@ use sempa_proto::task::{Reply, Request, SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 
 #[test]
-fn guests_stand_still_in_time_and_nothing_is_lost_doubled_or_out_of_order_however_words_and_moves_cross() {
+fn guests_stand_still_in_time_and_nothing_is_lost_doubled_or_out_of_order_however_words_and_moves_cross()
+ {
     let (mut moved, mut eased) = (0, 0);
     // 1884: a guest is let run for coming back, comes back, and the move for whose sake that was is refused meanwhile.
     for seed in seeds(150).chain([1884]) {
@@ -30,9 +32,16 @@ fn guests_stand_still_in_time_and_nothing_is_lost_doubled_or_out_of_order_howeve
             scene.assert_still();
         }
         moved += scene.end();
-        eased += scene.procs.iter().map(|p| scene.sim.procs[*p].eased).sum::<u64>();
+        eased += scene
+            .procs
+            .iter()
+            .map(|p| scene.sim.procs[*p].eased)
+            .sum::<u64>();
     }
-    assert!(moved > 100 && eased > 20, "{moved} moves, {eased} times one ran for the sake of a move");
+    assert!(
+        moved > 100 && eased > 20,
+        "{moved} moves, {eased} times one ran for the sake of a move"
+    );
 }
 
 #[test]
@@ -52,31 +61,56 @@ fn a_guest_that_has_let_go_moves_away_without_running_where_its_owner_is() {
                 talk(&mut scene.sim, &mut scene.sent, scene.procs[n], tid);
             }
             let done = scene.sim.ask(console, migrate(tid, to));
-            assert!(matches!(done, Reply::Moved(Ok(_))), "{done:?} (seed {seed})");
-            assert_eq!(scene.sim.procs[*p].eased, 0, "it never ran there (seed {seed})");
+            assert!(
+                matches!(done, Reply::Moved(Ok(_))),
+                "{done:?} (seed {seed})"
+            );
+            assert_eq!(
+                scene.sim.procs[*p].eased, 0,
+                "it never ran there (seed {seed})"
+            );
         }
         assert!(theirs.iter().all(|p| scene.sim.procs[*p].host != host(2)));
-        assert!(listed(&mut scene.sim, console).iter().all(|t| !t.stopped && (t.host != host(2) || t.flags & 2 == 0)));
+        assert!(
+            listed(&mut scene.sim, console)
+                .iter()
+                .all(|t| !t.stopped && (t.host != host(2) || t.flags & 2 == 0))
+        );
         scene.end();
     }
 }
 
 #[test]
-fn a_move_for_which_memory_goes_ahead_is_told_as_one_and_is_off_when_the_owner_of_its_target_comes() {
+fn a_move_for_which_memory_goes_ahead_is_told_as_one_and_is_off_when_the_owner_of_its_target_comes()
+{
     let mut scene = Scene::new(7);
     let (console, tid) = (scene.console, scene.tids[2]);
     scene.sim.strikes.pre_copies = true;
     // Nothing gets there meanwhile.
-    scene.sim.strike_at((Step::PreCopy, Edge::Before), Party::SourceTasker, Blow::Stop(LONG));
+    scene.sim.strike_at(
+        (Step::PreCopy, Edge::Before),
+        Party::SourceTasker,
+        Blow::Stop(LONG),
+    );
     let moving = scene.sim.request(console, migrate(tid, "h3"));
     scene.sim.until("the step", |s| s.strikes.struck);
     let list = listed(&mut scene.sim, console);
     assert!(list.iter().all(|t| t.moving == (t.tid == tid)), "{list:?}");
     scene.say(2, stopped());
-    scene.sim.until("the end of the move", |s| s.procs[console].replies.contains_key(&moving));
-    let refusal = Refusal::OwnerThere { host: host(3), why: "olga is there".into() };
-    let Reply::Moved(Err(error)) = &scene.sim.procs[console].replies[&moving] else { panic!("it moved") };
-    assert_eq!((error.step, &error.why), (Step::PreCopy, &Failure::Refused(vec![refusal])));
+    scene.sim.until("the end of the move", |s| {
+        s.procs[console].replies.contains_key(&moving)
+    });
+    let refusal = Refusal::OwnerThere {
+        host: host(3),
+        why: "olga is there".into(),
+    };
+    let Reply::Moved(Err(error)) = &scene.sim.procs[console].replies[&moving] else {
+        panic!("it moved")
+    };
+    assert_eq!(
+        (error.step, &error.why),
+        (Step::PreCopy, &Failure::Refused(vec![refusal]))
+    );
     scene.say(2, welcome());
     scene.end();
 }
@@ -92,21 +126,38 @@ fn the_list_of_tasks_the_event_log_and_a_refusal_tell_that_guests_are_stopped_an
     assert_eq!(still, guests);
     assert!(list.iter().all(|t| !t.moving));
     let reply = scene.sim.ask(console, migrate(scene.tids[0], "h2"));
-    let refusal = Refusal::OwnerThere { host: host(2), why: "olga is there".into() };
-    let Reply::Moved(Err(error)) = reply else { panic!("{reply:?}") };
-    assert_eq!((error.step, error.why), (Step::Prepare, Failure::Refused(vec![refusal])));
+    let refusal = Refusal::OwnerThere {
+        host: host(2),
+        why: "olga is there".into(),
+    };
+    let Reply::Moved(Err(error)) = reply else {
+        panic!("{reply:?}")
+    };
+    assert_eq!(
+        (error.step, error.why),
+        (Step::Prepare, Failure::Refused(vec![refusal]))
+    );
     scene.say(1, welcome());
     scene.sim.pass(Micros::from_secs(1));
     let told: Vec<EventKind> = events(&mut scene.sim, console);
     let took = told.iter().find_map(|kind| match kind {
-        EventKind::GuestsStopped { host: h, guests: g, took, why } if *h == host(2) && *g == guests => {
+        EventKind::GuestsStopped {
+            host: h,
+            guests: g,
+            took,
+            why,
+        } if *h == host(2) && *g == guests => {
             assert_eq!(why, "olga is there");
             Some(*took)
         }
         _ => None,
     });
     assert!(took.expect("in the log") < PROMISE);
-    let on = EventKind::GuestsContinued { host: host(2), guests, why: "olga has left".into() };
+    let on = EventKind::GuestsContinued {
+        host: host(2),
+        guests,
+        why: "olga has left".into(),
+    };
     assert!(told.contains(&on), "{told:?}");
     scene.end();
 }
@@ -116,11 +167,35 @@ fn only_who_speaks_for_the_owner_may_stop_guests() {
     let mut scene = Scene::new(5);
     let guest = scene.procs[2];
     let reply = scene.sim.ask(guest, stopped());
-    assert!(matches!(reply, Reply::Failed { error: PvmError::Denied, .. }), "{reply:?}");
-    let pinned =
-        spawn(&mut scene.sim, scene.console, SpawnRequest { flags: 1 | SPAWN_PINNED, ..on("h2", "child", 1) })[0];
+    assert!(
+        matches!(
+            reply,
+            Reply::Failed {
+                error: PvmError::Denied,
+                ..
+            }
+        ),
+        "{reply:?}"
+    );
+    let pinned = spawn(
+        &mut scene.sim,
+        scene.console,
+        SpawnRequest {
+            flags: 1 | SPAWN_PINNED,
+            ..on("h2", "child", 1)
+        },
+    )[0];
     let reply = scene.sim.ask(pinned, stopped());
-    assert!(matches!(reply, Reply::Failed { error: PvmError::Denied, .. }), "what a user pins is a guest: {reply:?}");
+    assert!(
+        matches!(
+            reply,
+            Reply::Failed {
+                error: PvmError::Denied,
+                ..
+            }
+        ),
+        "what a user pins is a guest: {reply:?}"
+    );
     scene.say(1, stopped());
     scene.sim.pass(PROMISE);
     assert!(scene.sim.procs[pinned].is_frozen());
@@ -131,40 +206,74 @@ fn only_who_speaks_for_the_owner_may_stop_guests() {
 fn guests_are_ended_when_their_time_is_over_and_the_owner_wants_that() {
     let mut scene = Scene::new(6);
     let stubborn = spawn(&mut scene.sim, scene.console, on("h2", "stubborn", 1))[0];
-    let theirs: Vec<usize> = scene.procs[2..4].iter().copied().chain([stubborn]).collect();
+    let theirs: Vec<usize> = scene.procs[2..4]
+        .iter()
+        .copied()
+        .chain([stubborn])
+        .collect();
     let at = scene.sim.now + Micros::from_secs(2);
     scene.say(1, stopped_until(Some(at), Leave::Kill));
     scene.sim.pass(Micros::from_secs(1));
     // He thinks it over, and over again.
-    scene.say(1, stopped_until(Some(at + Micros::from_secs(3)), Leave::Kill));
+    scene.say(
+        1,
+        stopped_until(Some(at + Micros::from_secs(3)), Leave::Kill),
+    );
     scene.sim.pass(Micros::from_secs(2));
-    assert!(theirs.iter().all(|p| scene.sim.procs[*p].is_frozen() && !scene.sim.procs[*p].exited));
-    scene.sim.until("they have ended", |s| theirs.iter().all(|p| s.procs[*p].exited));
+    assert!(
+        theirs
+            .iter()
+            .all(|p| scene.sim.procs[*p].is_frozen() && !scene.sim.procs[*p].exited)
+    );
+    scene.sim.until("they have ended", |s| {
+        theirs.iter().all(|p| s.procs[*p].exited)
+    });
     assert!(scene.sim.now.since(at) < Micros::from_secs(4));
     scene.sim.pass(Micros::from_secs(1));
     let console = scene.console;
-    assert!(events(&mut scene.sim, console).iter().any(|kind| match kind {
-        EventKind::GuestsEnded { guests, .. } => guests.len() == 3,
-        _ => false,
-    }));
-    assert_eq!(listed(&mut scene.sim, console).iter().filter(|t| t.host == host(2) && t.flags & 2 != 0).count(), 0);
+    assert!(
+        events(&mut scene.sim, console)
+            .iter()
+            .any(|kind| match kind {
+                EventKind::GuestsEnded { guests, .. } => guests.len() == 3,
+                _ => false,
+            })
+    );
+    assert_eq!(
+        listed(&mut scene.sim, console)
+            .iter()
+            .filter(|t| t.host == host(2) && t.flags & 2 != 0)
+            .count(),
+        0
+    );
 }
 
 #[test]
-fn no_task_is_started_where_guests_have_to_stand_still_and_one_that_may_run_anywhere_runs_elsewhere() {
+fn no_task_is_started_where_guests_have_to_stand_still_and_one_that_may_run_anywhere_runs_elsewhere()
+ {
     let mut scene = Scene::new(7);
     scene.say(1, stopped());
     let console = scene.console;
     let reply = scene.sim.ask(console, Request::Spawn(on("h2", "child", 2)));
     assert_eq!(reply, Reply::Spawned(vec![Err(PvmError::OutOfRes); 2]));
-    let anywhere = SpawnRequest { file: "child".into(), count: 6, ..SpawnRequest::default() };
+    let anywhere = SpawnRequest {
+        file: "child".into(),
+        count: 6,
+        ..SpawnRequest::default()
+    };
     let started = spawn(&mut scene.sim, console, anywhere.clone());
     assert_eq!(started.len(), 6);
     assert!(started.iter().all(|p| scene.sim.procs[*p].host != host(2)));
     for n in [0, 2] {
         scene.say(n, stopped());
     }
-    let reply = scene.sim.ask(console, Request::Spawn(SpawnRequest { count: 2, ..anywhere }));
+    let reply = scene.sim.ask(
+        console,
+        Request::Spawn(SpawnRequest {
+            count: 2,
+            ..anywhere
+        }),
+    );
     assert_eq!(reply, Reply::Spawned(vec![Err(PvmError::OutOfRes); 2]));
     scene.end();
 }
@@ -172,24 +281,54 @@ fn no_task_is_started_where_guests_have_to_stand_still_and_one_that_may_run_anyw
 /// The hosts of the tasks of such a spawn, or why there are none.
 fn hosts_of(scene: &mut Scene, request: SpawnRequest) -> Vec<Result<u16, PvmError>> {
     let console = scene.console;
-    let Reply::Spawned(results) = scene.sim.ask(console, Request::Spawn(request)) else { panic!("no answer") };
+    let Reply::Spawned(results) = scene.sim.ask(console, Request::Spawn(request)) else {
+        panic!("no answer")
+    };
     let host = |sim: &super::sim::Sim, tid: Tid| sim.procs[sim.proc_of(tid)].host.index();
-    results.into_iter().map(|one| one.map(|tid| host(&scene.sim, tid))).collect()
+    results
+        .into_iter()
+        .map(|one| one.map(|tid| host(&scene.sim, tid)))
+        .collect()
 }
 
 #[test]
-fn a_host_keeps_to_the_number_of_tasks_and_the_programs_that_its_owner_allows_without_any_resource_manager() {
+fn a_host_keeps_to_the_number_of_tasks_and_the_programs_that_its_owner_allows_without_any_resource_manager()
+ {
     let mut scene = Scene::new(11);
-    let limits = GuestLimits { cores: Some(3), programs: vec!["chi*".into()], ..GuestLimits::default() };
+    let limits = GuestLimits {
+        cores: Some(3),
+        programs: vec!["chi*".into()],
+        ..GuestLimits::default()
+    };
     // Two are on each of the three hosts.
-    scene.say(1, welcome_with(GuestLimits { programs: Vec::new(), ..limits.clone() }));
+    scene.say(
+        1,
+        welcome_with(GuestLimits {
+            programs: Vec::new(),
+            ..limits.clone()
+        }),
+    );
     scene.say(2, welcome_with(limits));
-    let anywhere = |count| SpawnRequest { file: "child".into(), count, ..SpawnRequest::default() };
+    let anywhere = |count| SpawnRequest {
+        file: "child".into(),
+        count,
+        ..SpawnRequest::default()
+    };
     let mut hosts = hosts_of(&mut scene, anywhere(6));
     hosts.sort_by_key(|host| host.ok());
-    assert_eq!(hosts, [1, 1, 1, 1, 1, 2].map(Ok), "one more on h2, none on h3, the others where there is no limit");
-    assert_eq!(hosts_of(&mut scene, on("h2", "child", 1)), [Err(PvmError::OutOfRes)]);
-    assert_eq!(hosts_of(&mut scene, on("h3", "child", 1)), [Err(PvmError::OutOfRes)]);
+    assert_eq!(
+        hosts,
+        [1, 1, 1, 1, 1, 2].map(Ok),
+        "one more on h2, none on h3, the others where there is no limit"
+    );
+    assert_eq!(
+        hosts_of(&mut scene, on("h2", "child", 1)),
+        [Err(PvmError::OutOfRes)]
+    );
+    assert_eq!(
+        hosts_of(&mut scene, on("h3", "child", 1)),
+        [Err(PvmError::OutOfRes)]
+    );
     assert_eq!(
         hosts_of(&mut scene, on("h3", "stubborn", 2)),
         [Ok(3), Err(PvmError::OutOfRes)],
@@ -197,33 +336,85 @@ fn a_host_keeps_to_the_number_of_tasks_and_the_programs_that_its_owner_allows_wi
     );
     let console = scene.console;
     let told = events(&mut scene.sim, console);
-    for why in ["its owner allows 3 tasks, and they are there", "its owner lets nobody run chi*"] {
-        let says = |kind: &EventKind| matches!(kind, EventKind::Note { text } if text.contains(why));
+    for why in [
+        "its owner allows 3 tasks, and they are there",
+        "its owner lets nobody run chi*",
+    ] {
+        let says =
+            |kind: &EventKind| matches!(kind, EventKind::Note { text } if text.contains(why));
         assert!(told.iter().any(says), "{told:?}");
     }
     scene.say(1, welcome());
-    assert_eq!(hosts_of(&mut scene, on("h2", "child", 1)), [Ok(2)], "the limit is gone");
+    assert_eq!(
+        hosts_of(&mut scene, on("h2", "child", 1)),
+        [Ok(2)],
+        "the limit is gone"
+    );
 }
 
 #[test]
-fn no_task_moves_to_where_the_owner_does_not_allow_it_and_one_that_leaves_or_is_there_does_not_count_twice() {
+fn no_task_moves_to_where_the_owner_does_not_allow_it_and_one_that_leaves_or_is_there_does_not_count_twice()
+ {
     let mut scene = Scene::new(12);
     let (console, first) = (scene.console, scene.tids[0]);
     let refused = |scene: &mut Scene, why: &str| {
         let reply = scene.sim.ask(console, migrate(first, "h2"));
-        let refusal = Refusal::OwnerLimits { host: host(2), why: why.into() };
-        let Reply::Moved(Err(error)) = reply else { panic!("{reply:?}") };
-        assert_eq!((error.step, error.why), (Step::Prepare, Failure::Refused(vec![refusal])));
+        let refusal = Refusal::OwnerLimits {
+            host: host(2),
+            why: why.into(),
+        };
+        let Reply::Moved(Err(error)) = reply else {
+            panic!("{reply:?}")
+        };
+        assert_eq!(
+            (error.step, error.why),
+            (Step::Prepare, Failure::Refused(vec![refusal]))
+        );
     };
-    scene.say(1, welcome_with(GuestLimits { cores: Some(2), ..GuestLimits::default() }));
+    scene.say(
+        1,
+        welcome_with(GuestLimits {
+            cores: Some(2),
+            ..GuestLimits::default()
+        }),
+    );
     refused(&mut scene, "its owner allows 2 tasks, and they are there");
-    scene.say(1, welcome_with(GuestLimits { programs: vec!["child".into()], ..GuestLimits::default() }));
+    scene.say(
+        1,
+        welcome_with(GuestLimits {
+            programs: vec!["child".into()],
+            ..GuestLimits::default()
+        }),
+    );
     refused(&mut scene, "its owner lets nobody run child");
-    scene.say(1, welcome_with(GuestLimits { cores: Some(3), ..GuestLimits::default() }));
-    assert!(matches!(scene.sim.ask(console, migrate(first, "h2")), Reply::Moved(Ok(_))), "there is room for one");
-    assert_eq!(hosts_of(&mut scene, on("h2", "child", 1)), [Err(PvmError::OutOfRes)], "not for two");
-    assert!(matches!(scene.sim.ask(console, migrate(first, "h3")), Reply::Moved(Ok(_))));
-    assert_eq!(hosts_of(&mut scene, on("h2", "child", 1)), [Ok(2)], "one has left");
+    scene.say(
+        1,
+        welcome_with(GuestLimits {
+            cores: Some(3),
+            ..GuestLimits::default()
+        }),
+    );
+    assert!(
+        matches!(
+            scene.sim.ask(console, migrate(first, "h2")),
+            Reply::Moved(Ok(_))
+        ),
+        "there is room for one"
+    );
+    assert_eq!(
+        hosts_of(&mut scene, on("h2", "child", 1)),
+        [Err(PvmError::OutOfRes)],
+        "not for two"
+    );
+    assert!(matches!(
+        scene.sim.ask(console, migrate(first, "h3")),
+        Reply::Moved(Ok(_))
+    ));
+    assert_eq!(
+        hosts_of(&mut scene, on("h2", "child", 1)),
+        [Ok(2)],
+        "one has left"
+    );
     scene.end();
 }
 

@@ -1,6 +1,8 @@
 //! Processes that end to begin again elsewhere: what becomes of their conversations, and of what happens meanwhile.
 
-use super::engines::{OWN, answers, end_of_move, heard, listed, migrate, request, spawn, start_move, watch};
+use super::engines::{
+    OWN, answers, end_of_move, heard, listed, migrate, request, spawn, start_move, watch,
+};
 use super::scene::{stopped, welcome};
 use super::sim::{ASK_TAG, Seen, Sim, host, seeds};
 use sempa_proto::engine::{Asked, Engine};
@@ -12,12 +14,17 @@ use sempa_proto::{Micros, Tid};
 const AGREED: i32 = 85 << 8;
 
 fn procs_of(sim: &Sim, tid: Tid) -> Vec<usize> {
-    (0..sim.procs.len()).filter(|p| sim.procs[*p].welcome.as_ref().is_some_and(|w| w.tid == tid)).collect()
+    (0..sim.procs.len())
+        .filter(|p| sim.procs[*p].welcome.as_ref().is_some_and(|w| w.tid == tid))
+        .collect()
 }
 
 /// What all processes of a task have got, in order.
 fn all_heard(sim: &Sim, tid: Tid) -> Vec<i32> {
-    procs_of(sim, tid).into_iter().flat_map(|proc| heard(sim, proc)).collect()
+    procs_of(sim, tid)
+        .into_iter()
+        .flat_map(|proc| heard(sim, proc))
+        .collect()
 }
 
 /// The newest process of a task says this to another task, if it can; whether it did.
@@ -33,7 +40,15 @@ fn says(sim: &mut Sim, tid: Tid, to: Tid, n: i32) -> bool {
 
 fn notify(sim: &mut Sim, proc: usize, tid: Tid) {
     let what = NotifyWhat::TaskExit(vec![tid]);
-    sim.ask(proc, Request::Notify(NotifyRequest { what, ctx: 0, tag: 9, cancel: false }));
+    sim.ask(
+        proc,
+        Request::Notify(NotifyRequest {
+            what,
+            ctx: 0,
+            tag: 9,
+            cancel: false,
+        }),
+    );
 }
 
 #[test]
@@ -41,17 +56,29 @@ fn two_that_talk_and_begin_again_at_the_same_time_lose_nothing_and_say_nothing_t
     let mut both = 0;
     for seed in seeds(150) {
         let (mut sim, console) = Sim::cluster(seed, 4);
-        let engine = if seed % 2 == 0 { "own:wait=3" } else { "restart:wait=3" };
+        let engine = if seed % 2 == 0 {
+            "own:wait=3"
+        } else {
+            "restart:wait=3"
+        };
         let a = spawn(&mut sim, console, request("child", engine, "h2"));
         let near = if seed % 3 == 0 { "h2" } else { "h3" };
         let b = spawn(&mut sim, console, request("child", engine, near));
         let (mut from_a, mut from_b) = (0, 0);
         for round in 0..3 {
-            let targets = if round % 2 == 0 { ["h4", "h1"] } else { ["h2", "h3"] };
+            let targets = if round % 2 == 0 {
+                ["h4", "h1"]
+            } else {
+                ["h2", "h3"]
+            };
             let moving = [a, b].map(|tid| (tid, sim.dice.roll(30_000)));
             let mut open = Vec::new();
             let begun = sim.now;
-            while open.len() < 2 || open.iter().any(|id| !sim.procs[console].replies.contains_key(id)) {
+            while open.len() < 2
+                || open
+                    .iter()
+                    .any(|id| !sim.procs[console].replies.contains_key(id))
+            {
                 for (n, (tid, at)) in moving.into_iter().enumerate() {
                     if open.len() == n && sim.now.since(begun) >= Micros(at) {
                         open.push(start_move(&mut sim, console, tid, targets[n]));
@@ -62,7 +89,10 @@ fn two_that_talk_and_begin_again_at_the_same_time_lose_nothing_and_say_nothing_t
                 let wait = Micros(sim.dice.roll(1_500));
                 sim.pass(wait);
             }
-            let moved = open.into_iter().filter(|id| end_of_move(&mut sim, console, *id).is_ok()).count();
+            let moved = open
+                .into_iter()
+                .filter(|id| end_of_move(&mut sim, console, *id).is_ok())
+                .count();
             both += usize::from(moved == 2);
         }
         for tid in [a, b] {
@@ -70,10 +100,22 @@ fn two_that_talk_and_begin_again_at_the_same_time_lose_nothing_and_say_nothing_t
         }
         from_a += i32::from(says(&mut sim, a, b, from_a));
         from_b += i32::from(says(&mut sim, b, a, from_b));
-        sim.until("all that a said", |s| all_heard(s, b).last() == Some(&(from_a - 1)));
-        sim.until("all that b said", |s| all_heard(s, a).last() == Some(&(from_b - 1)));
-        assert_eq!(all_heard(&sim, b), (0..from_a).collect::<Vec<i32>>(), "seed {seed}");
-        assert_eq!(all_heard(&sim, a), (0..from_b).collect::<Vec<i32>>(), "seed {seed}");
+        sim.until("all that a said", |s| {
+            all_heard(s, b).last() == Some(&(from_a - 1))
+        });
+        sim.until("all that b said", |s| {
+            all_heard(s, a).last() == Some(&(from_b - 1))
+        });
+        assert_eq!(
+            all_heard(&sim, b),
+            (0..from_a).collect::<Vec<i32>>(),
+            "seed {seed}"
+        );
+        assert_eq!(
+            all_heard(&sim, a),
+            (0..from_b).collect::<Vec<i32>>(),
+            "seed {seed}"
+        );
     }
     assert!(both > 100, "{both}");
 }
@@ -115,10 +157,15 @@ fn what_a_task_says_that_ends_while_its_peer_begins_again_is_heard_by_the_new_pr
 }
 
 #[test]
-fn what_happens_while_a_program_is_asked_the_new_process_hears_behind_the_last_messages_of_who_ended() {
+fn what_happens_while_a_program_is_asked_the_new_process_hears_behind_the_last_messages_of_who_ended()
+ {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let dying = spawn(&mut sim, console, request("child", "own", if seed % 2 == 0 { "h3" } else { "h1" }));
+        let dying = spawn(
+            &mut sim,
+            console,
+            request("child", "own", if seed % 2 == 0 { "h3" } else { "h1" }),
+        );
         let last = sim.proc_of(dying);
         let tid = spawn(&mut sim, console, request("deaf", "own:wait=3", "h2"));
         let old = sim.proc_of(tid);
@@ -137,12 +184,17 @@ fn what_happens_while_a_program_is_asked_the_new_process_hears_behind_the_last_m
         let noted = sim.procs[old].notes(9).len();
         sim.end_in_order(old, AGREED);
         assert_eq!(end_of_move(&mut sim, console, moving), Ok(OWN));
-        sim.until("it has gone on", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+        sim.until("it has gone on", |s| {
+            s.procs[s.proc_of(tid)].welcome.is_some()
+        });
         let new = sim.proc_of(tid);
         sim.until("it is told", |s| noted + s.procs[new].notes(9).len() == 1);
         assert_eq!(all_heard(&sim, tid), [7, 0, 1, 2], "seed {seed}");
         let seen = &sim.procs[if noted == 1 { old } else { new }].seen;
-        assert!(matches!(seen.last(), Some(Seen::Note(_))), "{seen:?} (seed {seed})");
+        assert!(
+            matches!(seen.last(), Some(Seen::Note(_))),
+            "{seen:?} (seed {seed})"
+        );
     }
 }
 
@@ -170,7 +222,11 @@ fn a_process_that_is_killed_in_the_middle_of_its_words_has_said_what_the_new_one
         let got = heard(&sim, console);
         let before = got.len() as i32 - 3;
         assert!(before >= n - 1, "{before} of {n} (seed {seed})");
-        assert_eq!(got, (0..before).chain(1000..1003).collect::<Vec<i32>>(), "seed {seed}");
+        assert_eq!(
+            got,
+            (0..before).chain(1000..1003).collect::<Vec<i32>>(),
+            "seed {seed}"
+        );
     }
 }
 
@@ -180,7 +236,11 @@ fn the_owner_may_come_and_go_at_any_moment_and_the_task_moves_or_goes_on_when_he
     for seed in seeds(200) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let deaf = seed % 2 == 0;
-        let tid = spawn(&mut sim, console, request(if deaf { "deaf" } else { "child" }, "own:wait=1", "h2"));
+        let tid = spawn(
+            &mut sim,
+            console,
+            request(if deaf { "deaf" } else { "child" }, "own:wait=1", "h2"),
+        );
         let speaker = sim.enrol(host(2));
         if seed % 3 > 0 {
             sim.ask(speaker, stopped());
@@ -197,11 +257,17 @@ fn the_owner_may_come_and_go_at_any_moment_and_the_task_moves_or_goes_on_when_he
         sim.pass(Micros::from_secs(2));
         if deaf && seed % 3 != 1 {
             let proc = sim.proc_of(tid);
-            assert!(sim.procs[proc].is_frozen(), "the owner is there (seed {seed})");
+            assert!(
+                sim.procs[proc].is_frozen(),
+                "the owner is there (seed {seed})"
+            );
         }
         sim.ask(speaker, welcome());
         answers(&mut sim, console, tid);
-        assert_eq!(listed(&mut sim, console, tid)[0].host, if deaf { host(2) } else { host(3) });
+        assert_eq!(
+            listed(&mut sim, console, tid)[0].host,
+            if deaf { host(2) } else { host(3) }
+        );
     }
     assert!(moved > 50);
 }
@@ -211,18 +277,41 @@ fn a_task_that_is_suspended_while_it_is_asked_moves_or_stays_and_stands_still() 
     for seed in seeds(100) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let deaf = seed % 2 == 0;
-        let tid = spawn(&mut sim, console, request(if deaf { "deaf" } else { "child" }, "own:wait=1", "h2"));
+        let tid = spawn(
+            &mut sim,
+            console,
+            request(if deaf { "deaf" } else { "child" }, "own:wait=1", "h2"),
+        );
         let moving = start_move(&mut sim, console, tid, "h3");
         let wait = Micros(sim.dice.roll(if deaf { 1_500_000 } else { 20_000 }));
         sim.pass(wait);
-        let suspended = sim.request(console, Request::Suspend { tid, suspend: true, cause: None });
+        let suspended = sim.request(
+            console,
+            Request::Suspend {
+                tid,
+                suspend: true,
+                cause: None,
+            },
+        );
         let _ = end_of_move(&mut sim, console, moving);
-        sim.until("it is suspended", |s| s.procs[console].replies.contains_key(&suspended));
+        sim.until("it is suspended", |s| {
+            s.procs[console].replies.contains_key(&suspended)
+        });
         sim.pass(Micros::from_secs(3));
         assert!(listed(&mut sim, console, tid)[0].suspended, "seed {seed}");
         let proc = sim.proc_of(tid);
         assert!(sim.procs[proc].is_frozen(), "seed {seed}");
-        assert_eq!(sim.ask(console, Request::Suspend { tid, suspend: false, cause: None }), Reply::Done);
+        assert_eq!(
+            sim.ask(
+                console,
+                Request::Suspend {
+                    tid,
+                    suspend: false,
+                    cause: None
+                }
+            ),
+            Reply::Done
+        );
         answers(&mut sim, console, tid);
     }
 }
@@ -238,7 +327,10 @@ fn long_after_a_program_was_asked_in_vain_it_leaves_and_ends_as_any_other() {
     sim.exit(old, AGREED);
     sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
     sim.pass(Micros::from_secs(2));
-    assert_eq!((sim.proc_of(tid), listed(&mut sim, console, tid).len()), (old, 0));
+    assert_eq!(
+        (sim.proc_of(tid), listed(&mut sim, console, tid).len()),
+        (old, 0)
+    );
 }
 
 #[test]
@@ -250,17 +342,26 @@ fn a_program_that_takes_leave_when_it_is_asked_and_ends_late_is_started_again() 
         sim.tell(console, tid, &5i32.to_be_bytes());
         sim.ask(old, Request::Exit { marks: vec![] });
         sim.close(old);
-        assert!(end_of_move(&mut sim, console, moving).is_err(), "it has not ended in its time");
+        assert!(
+            end_of_move(&mut sim, console, moving).is_err(),
+            "it has not ended in its time"
+        );
         sim.pass(Micros::from_secs(1));
         if again {
             sim.exit(old, AGREED);
-            sim.until("it is back", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some());
+            sim.until("it is back", |s| {
+                s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some()
+            });
             sim.until("what came meanwhile", |s| all_heard(s, tid) == [5]);
             answers(&mut sim, console, tid);
             assert_eq!(all_heard(&sim, tid), [5, 4711]);
         } else {
             sim.pass(Micros::from_secs(120));
-            assert_eq!(sim.procs[console].notes(1).len(), 0, "its end is told when its process has ended");
+            assert_eq!(
+                sim.procs[console].notes(1).len(),
+                0,
+                "its end is told when its process has ended"
+            );
             sim.exit(old, 0);
             sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
         }
@@ -290,7 +391,10 @@ fn nobody_is_asked_any_more_when_the_move_is_off() {
         };
         answers(&mut sim, console, tid);
     }
-    assert!(before > 5 && after > 5, "{before} were not asked, {after} were");
+    assert!(
+        before > 5 && after > 5,
+        "{before} were not asked, {after} were"
+    );
 }
 
 #[test]
@@ -308,12 +412,24 @@ fn a_task_that_was_told_to_end_is_started_again_where_it_was_when_its_target_is_
         if seed % 2 == 0 {
             sim.exit(old, 15);
         }
-        sim.until("it is back", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some());
+        sim.until("it is back", |s| {
+            s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some()
+        });
         sim.until("what came meanwhile", |s| all_heard(s, tid) == [1]);
         answers(&mut sim, console, tid);
         assert_eq!(all_heard(&sim, tid), [1, 4711], "seed {seed}");
-        assert_eq!((sim.procs[sim.proc_of(tid)].host, sim.procs[console].notes(1).len()), (host(2), 0));
-        assert_eq!(migrate(&mut sim, console, tid, "h4").map(|_| ()), Ok(()), "seed {seed}");
+        assert_eq!(
+            (
+                sim.procs[sim.proc_of(tid)].host,
+                sim.procs[console].notes(1).len()
+            ),
+            (host(2), 0)
+        );
+        assert_eq!(
+            migrate(&mut sim, console, tid, "h4").map(|_| ()),
+            Ok(()),
+            "seed {seed}"
+        );
         answers(&mut sim, console, tid);
     }
 }
@@ -323,7 +439,11 @@ fn a_task_that_ends_before_it_is_asked_has_ended_whatever_its_status() {
     let mut ended = 0;
     for seed in seeds(150) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let engine = if seed % 2 == 0 { "own:wait=3" } else { "restart" };
+        let engine = if seed % 2 == 0 {
+            "own:wait=3"
+        } else {
+            "restart"
+        };
         let tid = spawn(&mut sim, console, request("deaf", engine, "h2"));
         watch(&mut sim, console, tid);
         let old = sim.proc_of(tid);
@@ -348,7 +468,11 @@ fn a_reset_ends_also_a_task_that_begins_again() {
     let mut away = 0;
     for seed in seeds(200) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let engine = if seed % 2 == 0 { "own:wait=3" } else { "restart" };
+        let engine = if seed % 2 == 0 {
+            "own:wait=3"
+        } else {
+            "restart"
+        };
         let tid = spawn(&mut sim, console, request("child", engine, "h2"));
         watch(&mut sim, console, tid);
         let old = sim.proc_of(tid);
@@ -393,21 +517,34 @@ fn a_session_that_breaks_while_a_task_begins_again_takes_nothing_along() {
         sim.part(host(2), host(3 + (seed % 3 == 0) as u16), long);
         let _ = end_of_move(&mut sim, console, moving);
         // A move that fails late begins it again a moment after it is told so.
-        let is_back = |s: &Sim| Some(&s.procs[s.proc_of(tid)]).is_some_and(|p| p.welcome.is_some() && !p.exited);
+        let is_back = |s: &Sim| {
+            Some(&s.procs[s.proc_of(tid)]).is_some_and(|p| p.welcome.is_some() && !p.exited)
+        };
         sim.until("it is back", is_back);
         let new = sim.proc_of(tid);
         while said < 25 {
             sim.tell(new, to, &i32::to_be_bytes(said));
             said += 1;
         }
-        sim.until("all of it", |s| all_heard(s, tid).len() >= 20 && heard(s, peer).len() >= said as usize);
-        assert_eq!(all_heard(&sim, tid), (0..20).collect::<Vec<i32>>(), "seed {seed}");
-        assert_eq!(heard(&sim, peer), (0..said).collect::<Vec<i32>>(), "seed {seed}");
+        sim.until("all of it", |s| {
+            all_heard(s, tid).len() >= 20 && heard(s, peer).len() >= said as usize
+        });
+        assert_eq!(
+            all_heard(&sim, tid),
+            (0..20).collect::<Vec<i32>>(),
+            "seed {seed}"
+        );
+        assert_eq!(
+            heard(&sim, peer),
+            (0..said).collect::<Vec<i32>>(),
+            "seed {seed}"
+        );
     }
 }
 
 #[test]
-fn whichever_host_is_lost_what_the_old_process_has_said_is_heard_without_a_gap_and_so_is_the_new_one() {
+fn whichever_host_is_lost_what_the_old_process_has_said_is_heard_without_a_gap_and_so_is_the_new_one()
+ {
     let (mut went_on, mut of_source) = (0, 0);
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 4);
@@ -440,16 +577,27 @@ fn whichever_host_is_lost_what_the_old_process_has_said_is_heard_without_a_gap_a
         let before = speak(&mut sim, 1) - 1;
         sim.until("it is heard", |s| heard(s, console).last() == Some(&before));
         let heard = heard(&sim, console);
-        assert_eq!(heard, (0..=before).collect::<Vec<i32>>(), "moved {moved}, lost {lost} (seed {seed})");
+        assert_eq!(
+            heard,
+            (0..=before).collect::<Vec<i32>>(),
+            "moved {moved}, lost {lost} (seed {seed})"
+        );
     }
-    assert!(went_on > 100 && of_source > 20, "{went_on} went on, {of_source} without their source");
+    assert!(
+        went_on > 100 && of_source > 20,
+        "{went_on} went on, {of_source} without their source"
+    );
 }
 
 #[test]
 fn a_task_that_is_to_end_for_good_is_not_started_again_and_does_not_stay_between_two_hosts() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let tid = spawn(&mut sim, console, request("deaf and stubborn", "restart:wait=1", "h2"));
+        let tid = spawn(
+            &mut sim,
+            console,
+            request("deaf and stubborn", "restart:wait=1", "h2"),
+        );
         watch(&mut sim, console, tid);
         let old = sim.proc_of(tid);
         let moving = start_move(&mut sim, console, tid, "h3");
@@ -459,7 +607,11 @@ fn a_task_that_is_to_end_for_good_is_not_started_again_and_does_not_stay_between
         sim.ask(console, Request::Signal { tid, signal: 15 });
         assert!(end_of_move(&mut sim, console, moving).is_err());
         sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
-        assert_eq!((sim.proc_of(tid), listed(&mut sim, console, tid).len()), (old, 0), "seed {seed}");
+        assert_eq!(
+            (sim.proc_of(tid), listed(&mut sim, console, tid).len()),
+            (old, 0),
+            "seed {seed}"
+        );
     }
 }
 
@@ -469,7 +621,10 @@ fn a_program_that_was_asked_once_is_started_again_also_if_it_was_not_asked_a_sec
         let (mut sim, console) = Sim::cluster(seed, 4);
         let (tid, old, moving) = asked(&mut sim, console, "h3");
         watch(&mut sim, console, tid);
-        assert!(end_of_move(&mut sim, console, moving).is_err(), "it has not ended in its time");
+        assert!(
+            end_of_move(&mut sim, console, moving).is_err(),
+            "it has not ended in its time"
+        );
         let again = start_move(&mut sim, console, tid, "h4");
         let wait = Micros(sim.dice.roll(12_000));
         sim.pass(wait);
@@ -478,8 +633,14 @@ fn a_program_that_was_asked_once_is_started_again_also_if_it_was_not_asked_a_sec
         sim.pass(Micros::from_secs(1));
         let asked = sim.deaf.len();
         sim.end_in_order(old, AGREED);
-        assert_eq!(sim.deaf.len(), asked, "who is ending is not asked to (seed {seed})");
-        sim.until("it is back", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some());
+        assert_eq!(
+            sim.deaf.len(),
+            asked,
+            "who is ending is not asked to (seed {seed})"
+        );
+        sim.until("it is back", |s| {
+            s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some()
+        });
         answers(&mut sim, console, tid);
         assert_eq!(sim.procs[console].notes(1).len(), 0, "seed {seed}");
     }
@@ -497,7 +658,9 @@ fn the_minute_in_which_a_program_may_end_late_is_one_in_which_it_runs() {
     answers(&mut sim, console, tid);
     sim.pass(Micros::from_secs(50));
     sim.end_in_order(old, AGREED);
-    sim.until("it is back", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some());
+    sim.until("it is back", |s| {
+        s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some()
+    });
     answers(&mut sim, console, tid);
 }
 
@@ -527,25 +690,53 @@ fn a_program_that_begins_again_where_the_owner_has_just_come_can_be_taken_elsewh
             }
             spared += 1;
         }
-        assert_eq!(migrate(&mut sim, console, tid, "h4").map(|_| ()), Ok(()), "seed {seed}");
+        assert_eq!(
+            migrate(&mut sim, console, tid, "h4").map(|_| ()),
+            Ok(()),
+            "seed {seed}"
+        );
         answers(&mut sim, console, tid);
-        assert_eq!(listed(&mut sim, console, tid)[0].host, host(4), "seed {seed}");
+        assert_eq!(
+            listed(&mut sim, console, tid)[0].host,
+            host(4),
+            "seed {seed}"
+        );
     }
-    assert!(arrived > 20 && spared > 5, "{arrived} arrived, {spared} were spared a signal");
+    assert!(
+        arrived > 20 && spared > 5,
+        "{arrived} arrived, {spared} were spared a signal"
+    );
 }
 
 #[test]
 fn a_program_that_is_asked_by_a_message_has_it_once_and_the_process_behind_it_has_none() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let tid = spawn(&mut sim, console, request("child", "own:message=77:wait=3", "h2"));
+        let tid = spawn(
+            &mut sim,
+            console,
+            request("child", "own:message=77:wait=3", "h2"),
+        );
         watch(&mut sim, console, tid);
         let old = sim.proc_of(tid);
         let moved = migrate(&mut sim, console, tid, "h3");
-        assert!(matches!(moved, Ok(Engine::Own { asked: Asked::Message(ASK_TAG), .. })), "{moved:?}");
-        sim.until("it is there", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some());
+        assert!(
+            matches!(
+                moved,
+                Ok(Engine::Own {
+                    asked: Asked::Message(ASK_TAG),
+                    ..
+                })
+            ),
+            "{moved:?}"
+        );
+        sim.until("it is there", |s| {
+            s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some()
+        });
         answers(&mut sim, console, tid);
-        let asked = procs_of(&sim, tid).into_iter().map(|proc| sim.procs[proc].notes(ASK_TAG).len());
+        let asked = procs_of(&sim, tid)
+            .into_iter()
+            .map(|proc| sim.procs[proc].notes(ASK_TAG).len());
         assert_eq!(asked.collect::<Vec<usize>>(), [1, 0], "seed {seed}");
         assert_eq!(sim.procs[console].notes(1).len(), 0);
     }
@@ -555,20 +746,33 @@ fn a_program_that_is_asked_by_a_message_has_it_once_and_the_process_behind_it_ha
 fn the_question_that_a_program_has_left_unread_is_not_put_to_the_process_behind_it() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 4);
-        let tid = spawn(&mut sim, console, request("deaf", "own:message=77:wait=3", "h2"));
+        let tid = spawn(
+            &mut sim,
+            console,
+            request("deaf", "own:message=77:wait=3", "h2"),
+        );
         watch(&mut sim, console, tid);
         let old = sim.proc_of(tid);
         let times = 1 + seed as usize % 2;
         for _ in 0..times {
             let moving = start_move(&mut sim, console, tid, "h3");
-            assert!(end_of_move(&mut sim, console, moving).is_err(), "it has not ended in its time");
+            assert!(
+                end_of_move(&mut sim, console, moving).is_err(),
+                "it has not ended in its time"
+            );
         }
         sim.pass(Micros::from_millis(100));
         assert_eq!(sim.procs[old].notes(ASK_TAG).len(), times);
         sim.end_in_order(old, AGREED);
-        sim.until("it is back", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some());
+        sim.until("it is back", |s| {
+            s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some()
+        });
         answers(&mut sim, console, tid);
-        assert_eq!(sim.procs[sim.proc_of(tid)].notes(ASK_TAG).len(), 0, "seed {seed}");
+        assert_eq!(
+            sim.procs[sim.proc_of(tid)].notes(ASK_TAG).len(),
+            0,
+            "seed {seed}"
+        );
         assert_eq!(sim.procs[console].notes(1).len(), 0);
     }
 }

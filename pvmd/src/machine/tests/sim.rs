@@ -15,7 +15,9 @@ mod wires;
 pub(super) mod words;
 mod world;
 
-use crate::machine::{ConnId, Copies, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost};
+use crate::machine::{
+    ConnId, Copies, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost,
+};
 use crate::shell::lanes::LaneId;
 pub(super) use anew::ASK_TAG;
 use bytes::Bytes;
@@ -26,7 +28,9 @@ use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkOutput};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::migration::Verdict;
 use sempa_proto::place::Place;
-use sempa_proto::task::{AtEnd, Claim, Hello, LinkMark, Reply, Request, ResumeToken, TASK_MAGIC, ToDaemon, ToTask};
+use sempa_proto::task::{
+    AtEnd, Claim, Hello, LinkMark, Reply, Request, ResumeToken, TASK_MAGIC, ToDaemon, ToTask,
+};
 use sempa_proto::tasker::{Capabilities, FromTasker, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
@@ -45,7 +49,10 @@ pub(super) fn host(index: u16) -> HostId {
 
 /// Seeds 1 up to `count`, or so many times more as `SEMPA_SEEDS` says.
 pub(super) fn seeds(count: u64) -> std::ops::Range<u64> {
-    let times = std::env::var("SEMPA_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(1u64);
+    let times = std::env::var("SEMPA_SEEDS")
+        .ok()
+        .and_then(|n| n.parse().ok())
+        .unwrap_or(1u64);
     1..count * times
 }
 
@@ -163,7 +170,8 @@ fn config(id: HostId, name: &str) -> MachineConfig {
         lease: LEASE,
         rm_command: None,
         server_commands: Vec::new(),
-        place: Place::of(1000, move |v| (v == "PVM_TMP").then(|| tmp.clone())).expect("a good place"),
+        place: Place::of(1000, move |v| (v == "PVM_TMP").then(|| tmp.clone()))
+            .expect("a good place"),
         hostfile: Vec::new(),
         spared: BTreeMap::new(),
         copies: Copies::default(),
@@ -218,13 +226,19 @@ impl Sim {
     }
 
     /// The same, with a master that is changed before.
-    pub(super) fn cluster_with(seed: u64, hosts: usize, change: impl Fn(&mut MachineConfig)) -> (Sim, usize) {
+    pub(super) fn cluster_with(
+        seed: u64,
+        hosts: usize,
+        change: impl Fn(&mut MachineConfig),
+    ) -> (Sim, usize) {
         let mut sim = Sim::with(seed, change);
         let console = sim.enrol(HostId::MASTER);
         let lines: Vec<String> = (2..=hosts).map(|n| format!("h{n}")).collect();
         if !lines.is_empty() {
             let reply = sim.ask(console, Request::AddHosts { lines });
-            let Reply::HostsAdded(added) = reply else { panic!("{reply:?}") };
+            let Reply::HostsAdded(added) = reply else {
+                panic!("{reply:?}")
+            };
             assert!(added.iter().all(|a| a.result.is_ok()), "{added:?}");
         }
         (sim, console)
@@ -233,15 +247,31 @@ impl Sim {
     fn boot(&mut self, config: MachineConfig) {
         let id = config.host;
         let machine = Machine::new(config, self.now);
-        let world = FakeWorld { secret: i32::from(id.index()) * 1_000_000, unix: self.now, lacks: None };
+        let world = FakeWorld {
+            secret: i32::from(id.index()) * 1_000_000,
+            unix: self.now,
+            lacks: None,
+        };
         let (log, output, expected) = (vec![], vec![], BTreeSet::new());
         let (stands, tasker_stands) = (None, None);
-        let node =
-            Node { machine, world, alive: true, log, output, expected, tasker_dead: false, stands, tasker_stands };
+        let node = Node {
+            machine,
+            world,
+            alive: true,
+            log,
+            output,
+            expected,
+            tasker_dead: false,
+            stands,
+            tasker_stands,
+        };
         self.nodes.insert(id, node);
         self.flush(id);
-        let ready =
-            FromTasker::Ready(Capabilities { pid_namespaces: true, engine: Ok("fake".into()), freezer: Ok(()) });
+        let ready = FromTasker::Ready(Capabilities {
+            pid_namespaces: true,
+            engine: Ok("fake".into()),
+            freezer: Ok(()),
+        });
         self.tasker(id, ready);
     }
 
@@ -263,7 +293,10 @@ impl Sim {
     }
 
     fn tasker(&mut self, on: HostId, message: FromTasker) {
-        self.send(Channel::Tasker(on), Happening::Event(on, Event::Tasker(message)));
+        self.send(
+            Channel::Tasker(on),
+            Happening::Event(on, Event::Tasker(message)),
+        );
     }
 
     // ---- hosts
@@ -279,9 +312,16 @@ impl Sim {
             if !plan.name.starts_with("mute") {
                 self.session(HostId::MASTER, plan.id);
             }
-            Ok(StartedHost { arch: "LINUX64".into(), dsig: DSIG_X86_64, addresses: vec![address(plan.id)] })
+            Ok(StartedHost {
+                arch: "LINUX64".into(),
+                dsig: DSIG_X86_64,
+                addresses: vec![address(plan.id)],
+            })
         };
-        self.push(at, Happening::Event(HostId::MASTER, Event::HostStarted { start, result }));
+        self.push(
+            at,
+            Happening::Event(HostId::MASTER, Event::HostStarted { start, result }),
+        );
     }
 
     /// A program is removed from a host.
@@ -291,12 +331,18 @@ impl Sim {
 
     /// The master has taken the host for lost: nobody listens any more to what runs there.
     fn is_out(&self, host: HostId) -> bool {
-        self.nodes[&HostId::MASTER].machine.table().get(host).is_none()
+        self.nodes[&HostId::MASTER]
+            .machine
+            .table()
+            .get(host)
+            .is_none()
     }
 
     /// The host dies without a word.
     pub(super) fn kill_host(&mut self, lost: HostId) {
-        let Some(node) = self.nodes.get_mut(&lost) else { return };
+        let Some(node) = self.nodes.get_mut(&lost) else {
+            return;
+        };
         node.alive = false;
         self.lose_procs(lost, |_| true);
         self.session_ends(lost);
@@ -335,8 +381,12 @@ impl Sim {
     }
 
     fn session_ends(&mut self, lost: HostId) {
-        let ended: Vec<(HostId, HostId)> =
-            self.sessions.iter().copied().filter(|(a, b)| *a == lost || *b == lost).collect();
+        let ended: Vec<(HostId, HostId)> = self
+            .sessions
+            .iter()
+            .copied()
+            .filter(|(a, b)| *a == lost || *b == lost)
+            .collect();
         for (a, b) in ended {
             self.sessions.remove(&(a, b));
             let other = if a == lost { b } else { a };
@@ -347,7 +397,13 @@ impl Sim {
 
     // ---- processes
 
-    fn process(&mut self, on: HostId, program: &str, spawned: Option<Tid>, env: Vec<String>) -> usize {
+    fn process(
+        &mut self,
+        on: HostId,
+        program: &str,
+        spawned: Option<Tid>,
+        env: Vec<String>,
+    ) -> usize {
         self.procs.push(Proc {
             host: on,
             program: program.to_string(),
@@ -396,8 +452,22 @@ impl Sim {
         self.proc_says(conn, on, Event::TaskConnected { conn, pid });
         let program = self.procs[proc].program.clone();
         let at_end = self.procs[proc].at_end;
-        let hello = Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim, pid, program, at_end };
-        self.proc_says(conn, on, Event::TaskControl { conn, message: ToDaemon::Hello(hello) });
+        let hello = Hello {
+            magic: TASK_MAGIC,
+            version: WIRE_VERSION,
+            claim,
+            pid,
+            program,
+            at_end,
+        };
+        self.proc_says(
+            conn,
+            on,
+            Event::TaskControl {
+                conn,
+                message: ToDaemon::Hello(hello),
+            },
+        );
         conn
     }
 
@@ -437,7 +507,14 @@ impl Sim {
     pub(super) fn close(&mut self, proc: usize) {
         if let Some(conn) = self.procs[proc].conn.take() {
             let on = self.procs[proc].host;
-            self.proc_says(conn, on, Event::TaskClosed { conn, garbage: None });
+            self.proc_says(
+                conn,
+                on,
+                Event::TaskClosed {
+                    conn,
+                    garbage: None,
+                },
+            );
         }
     }
 
@@ -448,7 +525,14 @@ impl Sim {
         let id = RequestId(p.next_request);
         let (conn, on) = (p.conn.expect("connected"), p.host);
         p.open.insert(id, what.clone());
-        self.proc_says(conn, on, Event::TaskControl { conn, message: ToDaemon::Request { id, what } });
+        self.proc_says(
+            conn,
+            on,
+            Event::TaskControl {
+                conn,
+                message: ToDaemon::Request { id, what },
+            },
+        );
         id
     }
 
@@ -463,7 +547,11 @@ impl Sim {
     /// Sends a message over the link to another task.
     pub(super) fn tell(&mut self, proc: usize, dst: Tid, body: &[u8]) {
         let p = &mut self.procs[proc];
-        let (tid, route, open) = (p.tid(), RouteId(p.route), p.conn.is_some() && p.quiesced.is_none());
+        let (tid, route, open) = (
+            p.tid(),
+            RouteId(p.route),
+            p.conn.is_some() && p.quiesced.is_none(),
+        );
         let (now, line) = (self.now, p.line);
         let link = p.links.entry(dst).or_insert_with(|| {
             let mut link = Link::new(tid, dst);
@@ -473,7 +561,8 @@ impl Sim {
             }
             link
         });
-        link.send(Bytes::new(), Bytes::copy_from_slice(body)).expect("far from full");
+        link.send(Bytes::new(), Bytes::copy_from_slice(body))
+            .expect("far from full");
         self.pump(proc);
     }
 
@@ -505,7 +594,10 @@ impl Sim {
 
     fn each_link(&mut self, proc: usize, event: &LinkEvent) {
         let now = self.now;
-        self.procs[proc].links.values_mut().for_each(|l| l.handle(now, event.clone()));
+        self.procs[proc]
+            .links
+            .values_mut()
+            .for_each(|l| l.handle(now, event.clone()));
         self.pump(proc);
     }
 
@@ -530,7 +622,10 @@ impl Sim {
             ToTask::Refused { reason } => self.procs[proc].refused = Some(reason),
             ToTask::Reply { id, reply } => {
                 self.procs[proc].open.remove(&id);
-                assert!(self.procs[proc].replies.insert(id, reply).is_none(), "{id} was answered twice");
+                assert!(
+                    self.procs[proc].replies.insert(id, reply).is_none(),
+                    "{id} was answered twice"
+                );
             }
             ToTask::Deliver { message, after } => {
                 match after {
@@ -558,10 +653,21 @@ impl Sim {
             ToTask::Quiesce { migration, tokens } => {
                 let p = &mut self.procs[proc];
                 assert!(p.quiesced.is_none(), "told twice to let go");
-                let marks = p.links.values().map(|l| LinkMark { peer: l.peer(), end: l.sent_end() }).collect();
+                let marks = p
+                    .links
+                    .values()
+                    .map(|l| LinkMark {
+                        peer: l.peer(),
+                        end: l.sent_end(),
+                    })
+                    .collect();
                 let on = p.host;
                 p.quiesced = Some((migration, tokens));
-                let message = ToDaemon::Quiesced { migration, marks, redirect_at: taskers::redirect_at(proc) };
+                let message = ToDaemon::Quiesced {
+                    migration,
+                    marks,
+                    redirect_at: taskers::redirect_at(proc),
+                };
                 self.proc_says(conn, on, Event::TaskControl { conn, message });
                 self.close(proc);
                 self.each_link(proc, &LinkEvent::RouteDown);
@@ -573,13 +679,20 @@ impl Sim {
     fn look_for_tokens(&mut self) {
         for proc in 0..self.procs.len() {
             let p = &self.procs[proc];
-            let Some((migration, paths)) = &p.quiesced else { continue };
+            let Some((migration, paths)) = &p.quiesced else {
+                continue;
+            };
             if p.is_frozen() || p.exited || p.conn.is_some() {
                 continue;
             }
-            let token = paths.iter().find_map(|path| self.tokens.get(&(p.host, path.clone())));
+            let token = paths
+                .iter()
+                .find_map(|path| self.tokens.get(&(p.host, path.clone())));
             if token.is_some_and(|t| t.migration == *migration) {
-                let claim = Claim::Resume { tid: p.tid(), migration: *migration };
+                let claim = Claim::Resume {
+                    tid: p.tid(),
+                    migration: *migration,
+                };
                 self.connect(proc, claim);
             }
         }
@@ -596,7 +709,9 @@ impl Sim {
     }
 
     fn take_in(&mut self, on: HostId, event: Event) {
-        let Some(node) = self.nodes.get_mut(&on).filter(|n| n.alive) else { return };
+        let Some(node) = self.nodes.get_mut(&on).filter(|n| n.alive) else {
+            return;
+        };
         if let Some(late) = &mut node.stands {
             return late.push(event);
         }
@@ -615,7 +730,12 @@ impl Sim {
 
     fn flush(&mut self, on: HostId) {
         let runs = |n: &&mut Node| n.alive && n.stands.is_none();
-        while let Some(output) = self.nodes.get_mut(&on).filter(runs).and_then(|n| n.machine.poll()) {
+        while let Some(output) = self
+            .nodes
+            .get_mut(&on)
+            .filter(runs)
+            .and_then(|n| n.machine.poll())
+        {
             self.carry_out(on, output);
         }
     }
@@ -624,9 +744,15 @@ impl Sim {
 
     fn next_time(&self) -> Option<Micros> {
         let queued = self.queue.keys().next().map(|(at, _)| *at);
-        let machines =
-            self.nodes.values().filter(|n| n.alive && n.stands.is_none()).filter_map(|n| n.machine.next_wakeup());
-        let live = self.procs.iter().filter(|p| !p.exited && !p.is_frozen() && p.conn.is_some());
+        let machines = self
+            .nodes
+            .values()
+            .filter(|n| n.alive && n.stands.is_none())
+            .filter_map(|n| n.machine.next_wakeup());
+        let live = self
+            .procs
+            .iter()
+            .filter(|p| !p.exited && !p.is_frozen() && p.conn.is_some());
         let links = live.flat_map(|p| p.links.values().filter_map(Link::next_wakeup));
         machines.chain(links).chain(queued).min()
     }
@@ -634,9 +760,15 @@ impl Sim {
     /// The next thing happens; false when nothing is left.
     pub(super) fn step(&mut self) -> bool {
         self.look_for_tokens();
-        let Some(at) = self.next_time() else { return false };
+        let Some(at) = self.next_time() else {
+            return false;
+        };
         self.now = self.now.max(at);
-        let due = self.queue.first_entry().filter(|e| e.key().0 <= self.now).map(|e| e.remove());
+        let due = self
+            .queue
+            .first_entry()
+            .filter(|e| e.key().0 <= self.now)
+            .map(|e| e.remove());
         self.happen(due);
         true
     }
@@ -653,7 +785,10 @@ impl Sim {
         match due {
             Some(Happening::Event(on, event)) => self.handle(on, event),
             Some(Happening::Data(wire, parcel)) => {
-                self.wires.arrived(wire, parcel).into_iter().for_each(|event| self.handle(wire.1, event));
+                self.wires
+                    .arrived(wire, parcel)
+                    .into_iter()
+                    .for_each(|event| self.handle(wire.1, event));
             }
             Some(Happening::ToProc(proc, conn, message)) => self.proc_gets(proc, conn, message),
             Some(Happening::LinkToProc(proc, conn, bytes)) => {
@@ -663,21 +798,35 @@ impl Sim {
                     if self.takes_back(proc, &frame) {
                         return;
                     }
-                    self.link_of(proc, frame.src).handle(now, LinkEvent::Frame(frame));
+                    self.link_of(proc, frame.src)
+                        .handle(now, LinkEvent::Frame(frame));
                     self.pump(proc);
                 }
             }
             Some(Happening::CloseProc(conn)) => {
-                if let Some(proc) = self.conns.get(&conn).copied().filter(|p| self.procs[*p].conn == Some(conn)) {
+                if let Some(proc) = self
+                    .conns
+                    .get(&conn)
+                    .copied()
+                    .filter(|p| self.procs[*p].conn == Some(conn))
+                {
                     self.close(proc);
                 }
             }
             Some(Happening::LostSeen(by, lost)) => {
-                self.handle(by, Event::HostLost { host: lost, why: "silence".into() });
+                self.handle(
+                    by,
+                    Event::HostLost {
+                        host: lost,
+                        why: "silence".into(),
+                    },
+                );
             }
             Some(Happening::Joined(a, b)) => self.session(a, b),
             Some(Happening::GoesOn(party)) => self.goes_on(party),
-            Some(Happening::MemoryCame(on, migration, from, tid)) => self.memory_came(on, migration, from, tid),
+            Some(Happening::MemoryCame(on, migration, from, tid)) => {
+                self.memory_came(on, migration, from, tid)
+            }
             Some(Happening::HoldNow(on, proc, number)) => self.hold_now(on, proc, number),
             None => self.wake_all(),
         }
@@ -685,17 +834,27 @@ impl Sim {
 
     fn wake_all(&mut self) {
         let now = self.now;
-        let due = |n: &Node| n.alive && n.stands.is_none() && n.machine.next_wakeup().is_some_and(|at| at <= now);
-        let nodes: Vec<HostId> = self.nodes.iter().filter(|(_, n)| due(n)).map(|(id, _)| *id).collect();
+        let due = |n: &Node| {
+            n.alive && n.stands.is_none() && n.machine.next_wakeup().is_some_and(|at| at <= now)
+        };
+        let nodes: Vec<HostId> = self
+            .nodes
+            .iter()
+            .filter(|(_, n)| due(n))
+            .map(|(id, _)| *id)
+            .collect();
         for id in nodes {
             self.handle(id, Event::Wake);
         }
         for proc in 0..self.procs.len() {
             let p = &mut self.procs[proc];
             if !p.exited && !p.is_frozen() && p.conn.is_some() {
-                p.links.values_mut().filter(|l| l.next_wakeup().is_some_and(|at| at <= now)).for_each(|l| {
-                    l.handle(now, LinkEvent::Wake);
-                });
+                p.links
+                    .values_mut()
+                    .filter(|l| l.next_wakeup().is_some_and(|at| at <= now))
+                    .for_each(|l| {
+                        l.handle(now, LinkEvent::Wake);
+                    });
                 self.pump(proc);
             }
         }
@@ -706,17 +865,33 @@ impl Sim {
         let end = self.now + STUCK;
         while !condition(self) {
             if self.now > end || !self.step() {
-                let logs: Vec<String> =
-                    self.nodes.iter().map(|(id, n)| format!("{id}:\n  {}", n.log.join("\n  "))).collect();
-                panic!("never came: {what} (seed {})\n{}\n{}", self.seed, logs.join("\n"), self.story());
+                let logs: Vec<String> = self
+                    .nodes
+                    .iter()
+                    .map(|(id, n)| format!("{id}:\n  {}", n.log.join("\n  ")))
+                    .collect();
+                panic!(
+                    "never came: {what} (seed {})\n{}\n{}",
+                    self.seed,
+                    logs.join("\n"),
+                    self.story()
+                );
             }
         }
     }
 
     /// The event log and the processes, for a run that went wrong.
     pub(super) fn story(&self) -> String {
-        let master = self.nodes[&HostId::MASTER].machine.master.as_ref().expect("it is the master");
-        let events = master.events.since(0, 10_000).into_iter().map(|e| format!("{} {}", e.at.0, e.kind));
+        let master = self.nodes[&HostId::MASTER]
+            .machine
+            .master
+            .as_ref()
+            .expect("it is the master");
+        let events = master
+            .events
+            .since(0, 10_000)
+            .into_iter()
+            .map(|e| format!("{} {}", e.at.0, e.kind));
         let procs = self.procs.iter().enumerate().map(|(n, p)| {
             let Proc { host, spawned, conn, quiesced, stopped, exited, .. } = p;
             let spawned = spawned.map_or("-".into(), |t| t.to_string());
@@ -727,7 +902,10 @@ impl Sim {
 
     /// Files that would wake libraries, on hosts that are there.
     pub(super) fn tokens_left(&self) -> usize {
-        self.tokens.keys().filter(|(on, _)| self.nodes[on].alive).count()
+        self.tokens
+            .keys()
+            .filter(|(on, _)| self.nodes[on].alive)
+            .count()
     }
 
     /// Lets this much time pass.

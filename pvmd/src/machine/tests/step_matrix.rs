@@ -15,7 +15,10 @@ use std::collections::BTreeMap;
 const TRIES: u64 = 4;
 
 fn points() -> Vec<Point> {
-    Step::ALL.into_iter().flat_map(|step| [(step, Edge::Before), (step, Edge::After)]).collect()
+    Step::ALL
+        .into_iter()
+        .flat_map(|step| [(step, Edge::Before), (step, Edge::After)])
+        .collect()
 }
 
 /// A task of h2 that moves to h3 while it talks with one of h4 and with the console, which wants to hear of its end with
@@ -33,7 +36,14 @@ impl Trial {
     fn new(seed: u64, strike: Option<(Point, Party, Blow)>) -> Trial {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let manager = spawn(&mut sim, console, on("h1", "rm", 1))[0];
-        sim.ask(manager, Request::RegisterRm(RmServes { spawn: false, others: false, ends: false }));
+        sim.ask(
+            manager,
+            Request::RegisterRm(RmServes {
+                spawn: false,
+                others: false,
+                ends: false,
+            }),
+        );
         sim.strikes.manager = Some(manager);
         // Else there may be no such step.
         sim.strikes.pre_copies = strike.is_none_or(|((step, _), ..)| step == Step::PreCopy);
@@ -41,12 +51,27 @@ impl Trial {
         let peer = spawn(&mut sim, console, on("h4", "child", 1))[0];
         let tid = sim.procs[mover].tid();
         let what = NotifyWhat::TaskExit(vec![tid]);
-        sim.ask(console, Request::Notify(NotifyRequest { what, ctx: 0, tag: 1, cancel: false }));
+        sim.ask(
+            console,
+            Request::Notify(NotifyRequest {
+                what,
+                ctx: 0,
+                tag: 1,
+                cancel: false,
+            }),
+        );
         if let Some((point, party, blow)) = strike {
             sim.strike_at(point, party, blow);
         }
         let moving = sim.request(console, migrate(tid, "h3"));
-        Trial { sim, console, mover, peer, sent: BTreeMap::new(), moving }
+        Trial {
+            sim,
+            console,
+            mover,
+            peer,
+            sent: BTreeMap::new(),
+            moving,
+        }
     }
 
     fn tid(&self) -> Tid {
@@ -81,15 +106,25 @@ impl Trial {
 
     /// The move is over.
     fn is_over(&self) -> bool {
-        self.sim.procs[self.console].replies.contains_key(&self.moving)
+        self.sim.procs[self.console]
+            .replies
+            .contains_key(&self.moving)
     }
 
     /// The task's entry in the list, and how often its end was told.
     fn state(&mut self) -> (Vec<TaskInfo>, usize) {
-        let list = match self.sim.ask(self.console, Request::Tasks { selector: self.tid() }) {
+        let list = match self.sim.ask(
+            self.console,
+            Request::Tasks {
+                selector: self.tid(),
+            },
+        ) {
             Reply::Tasks(list) => list,
             // Its host is lost, and the task with it.
-            Reply::Failed { error: PvmError::NoHost, .. } => Vec::new(),
+            Reply::Failed {
+                error: PvmError::NoHost,
+                ..
+            } => Vec::new(),
             other => panic!("no list: {other:?}"),
         };
         (list, self.sim.procs[self.console].notes(1).len())
@@ -98,10 +133,15 @@ impl Trial {
     /// Everything comes to rest; true if the task lives.
     fn judge(&mut self, may_be_lost: bool, case: &str) -> bool {
         let (console, moving) = (self.console, self.moving);
-        self.sim.until(case, |s| s.procs[console].replies.contains_key(&moving));
+        self.sim
+            .until(case, |s| s.procs[console].replies.contains_key(&moving));
         self.sim.pass(LONG + Micros::from_secs(20));
         let (list, dead) = self.state();
-        assert_eq!(list.len() + dead, 1, "{list:?}, told of its end {dead} times: {case}");
+        assert_eq!(
+            list.len() + dead,
+            1,
+            "{list:?}, told of its end {dead} times: {case}"
+        );
         let all = [self.console, self.mover, self.peer];
         let tid = self.tid();
         let ends = |event: &&EventKind| match event {
@@ -109,7 +149,11 @@ impl Trial {
             _ => false,
         };
         let told = events(&mut self.sim, console);
-        assert_eq!(told.iter().filter(ends).count(), 1, "the log says how the move ended: {case}");
+        assert_eq!(
+            told.iter().filter(ends).count(),
+            1,
+            "the log says how the move ended: {case}"
+        );
         if dead > 0 {
             assert!(may_be_lost, "it is lost: {case}\n{}", self.sim.story());
             let why = |event: &EventKind| {
@@ -119,12 +163,18 @@ impl Trial {
             assert!(told.iter().any(why), "the log says why it is gone: {case}");
             let proc = &self.sim.procs[self.mover];
             let is_dead = proc.exited || (proc.is_frozen() && self.sim.strikes.is_killed());
-            assert!(is_dead, "it is said to be dead, and something of it is left: {case}");
+            assert!(
+                is_dead,
+                "it is said to be dead, and something of it is left: {case}"
+            );
             came(&self.sim, &all);
             return false;
         }
         let proc = &self.sim.procs[self.mover];
-        assert!(!list[0].moving && proc.conn.is_some() && !proc.is_frozen(), "it has not arrived: {case}");
+        assert!(
+            !list[0].moving && proc.conn.is_some() && !proc.is_frozen(),
+            "it has not arrived: {case}"
+        );
         assert_eq!(list[0].host, proc.host, "{case}");
         self.talk();
         let total = self.sent.values().sum::<u32>();
@@ -137,7 +187,13 @@ impl Trial {
     /// All hosts have ended with their master, and no task runs.
     fn judge_without_master(&mut self, case: &str) {
         self.sim.pass(LONG + Micros::from_secs(20));
-        let left: Vec<HostId> = self.sim.nodes.iter().filter(|(_, n)| n.alive).map(|(id, _)| *id).collect();
+        let left: Vec<HostId> = self
+            .sim
+            .nodes
+            .iter()
+            .filter(|(_, n)| n.alive)
+            .map(|(id, _)| *id)
+            .collect();
         assert_eq!(left, [], "{case}");
         assert!(self.sim.procs[self.mover].exited, "{case}");
         came(&self.sim, &[self.console, self.mover, self.peer]);
@@ -147,7 +203,9 @@ impl Trial {
 /// Whoever is struck so is gone for the others.
 fn is_gone(party: Party, blow: Blow) -> bool {
     match party {
-        Party::Source | Party::Target | Party::Master => !matches!(blow, Blow::Stop(A_MOMENT) | Blow::Cut(A_MOMENT)),
+        Party::Source | Party::Target | Party::Master => {
+            !matches!(blow, Blow::Stop(A_MOMENT) | Blow::Cut(A_MOMENT))
+        }
         Party::SourceTasker | Party::TargetTasker => blow == Blow::Kill,
         _ => false,
     }
@@ -160,7 +218,9 @@ fn may_be_lost((step, edge): Point, party: Party, blow: Blow) -> bool {
     let follows = at < (Step::Arrive, Edge::After);
     match party {
         Party::Source | Party::SourceTasker => is_gone(party, blow) && follows,
-        Party::Target | Party::TargetTasker => is_gone(party, blow) && at >= (Step::Restore, Edge::After),
+        Party::Target | Party::TargetTasker => {
+            is_gone(party, blow) && at >= (Step::Restore, Edge::After)
+        }
         Party::Master => is_gone(party, blow),
         // The memory that follows comes through them.
         Party::SourceEngine => blow == Blow::Kill && at >= (Step::Dump, Edge::After),
@@ -205,7 +265,10 @@ fn whatever_meets_whomever_before_or_after_whichever_step_the_task_runs_once_and
             }
         }
     }
-    assert!(lived > 1000 && lost > 300, "{lived} lived, {lost} were lost");
+    assert!(
+        lived > 1000 && lost > 300,
+        "{lived} lived, {lost} were lost"
+    );
 }
 
 #[test]
@@ -213,7 +276,12 @@ fn a_commit_that_cannot_be_recorded_leaves_the_task_where_it_is() {
     let (mut stayed, mut moved) = (0, 0);
     for seed in seeds(60) {
         let mut trial = Trial::new(seed, None);
-        while !trial.sim.strikes.reached.contains(&(Step::Restore, Edge::After)) {
+        while !trial
+            .sim
+            .strikes
+            .reached
+            .contains(&(Step::Restore, Edge::After))
+        {
             trial.sim.step();
         }
         trial.sim.faults.step_fails_percent = 50;
@@ -223,7 +291,11 @@ fn a_commit_that_cannot_be_recorded_leaves_the_task_where_it_is() {
         trial.sim.faults.step_fails_percent = 0;
         assert!(trial.judge(false, &format!("seed {seed}")));
         let at = trial.sim.procs[trial.mover].host;
-        *if at == host(2) { &mut stayed } else { &mut moved } += 1;
+        *if at == host(2) {
+            &mut stayed
+        } else {
+            &mut moved
+        } += 1;
     }
     assert!(stayed > 10 && moved > 10, "{stayed} stayed, {moved} moved");
 }

@@ -7,7 +7,10 @@ use sempa_proto::task::{Reply, Request, SPAWN_DEBUG, SPAWN_PINNED, SpawnRequest}
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 
 fn can_migrate(tid: Tid, to: Option<&str>) -> Request {
-    Request::CanMigrate { tid, to: to.map(String::from) }
+    Request::CanMigrate {
+        tid,
+        to: to.map(String::from),
+    }
 }
 
 fn asked(sim: &mut Sim, console: usize, tid: Tid, to: Option<&str>) -> Result<Survey, Refusal> {
@@ -19,16 +22,26 @@ fn asked(sim: &mut Sim, console: usize, tid: Tid, to: Option<&str>) -> Result<Su
 
 /// A task on h2 that has joined.
 fn child(sim: &mut Sim, console: usize, flags: i32) -> Tid {
-    let request =
-        SpawnRequest { file: "child".into(), count: 1, place: "h2".into(), flags: 1 | flags, ..Default::default() };
-    let Reply::Spawned(results) = sim.ask(console, Request::Spawn(request)) else { panic!("no task") };
+    let request = SpawnRequest {
+        file: "child".into(),
+        count: 1,
+        place: "h2".into(),
+        flags: 1 | flags,
+        ..Default::default()
+    };
+    let Reply::Spawned(results) = sim.ask(console, Request::Spawn(request)) else {
+        panic!("no task")
+    };
     let tid = results[0].expect("it starts");
     sim.until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
     tid
 }
 
 fn file(path: &str) -> Refusal {
-    Refusal::File { path: path.into(), why: "it does not exist on the target".into() }
+    Refusal::File {
+        path: path.into(),
+        why: "it does not exist on the target".into(),
+    }
 }
 
 #[test]
@@ -36,24 +49,47 @@ fn each_host_says_what_it_has_against_a_task_and_the_nearest_that_would_take_it_
     let (mut sim, console) = Sim::cluster(1, 5);
     let tid = child(&mut sim, console, 0);
     let against: Verdict = vec![file("/a"), Refusal::Memory { need: 2, have: 1 }];
-    let no_engine = |host| Refusal::NoEngine { host, why: "none".into() };
+    let no_engine = |host| Refusal::NoEngine {
+        host,
+        why: "none".into(),
+    };
     sim.refuses.insert(HostId::MASTER, against.clone());
     // A tasker does not know where it is.
     sim.refuses.insert(host(4), vec![no_engine(HostId::MASTER)]);
     let survey = asked(&mut sim, console, tid, None).expect("it could move");
-    assert_eq!((survey.tid, survey.from, survey.resident_bytes), (tid, host(2), 4096));
-    let expected =
-        [(HostId::MASTER, against.clone()), (host(3), vec![]), (host(4), vec![no_engine(host(4))]), (host(5), vec![])];
+    assert_eq!(
+        (survey.tid, survey.from, survey.resident_bytes),
+        (tid, host(2), 4096)
+    );
+    let expected = [
+        (HostId::MASTER, against.clone()),
+        (host(3), vec![]),
+        (host(4), vec![no_engine(host(4))]),
+        (host(5), vec![]),
+    ];
     assert_eq!(survey.verdicts, expected);
     assert_eq!(survey.nearest(), Some(host(3)));
     for (to, takes) in [("h1", false), ("h3", true), ("h4", false), ("h5", true)] {
         let one = asked(&mut sim, console, tid, Some(to)).expect("it could move");
-        assert_eq!((one.verdicts.len(), one.nearest().is_some()), (1, takes), "{to}");
+        assert_eq!(
+            (one.verdicts.len(), one.nearest().is_some()),
+            (1, takes),
+            "{to}"
+        );
         let moved = sim.ask(console, migrate(tid, to));
-        assert_eq!(matches!(moved, Reply::Moved(Ok(_))), takes, "{to}: {moved:?}");
+        assert_eq!(
+            matches!(moved, Reply::Moved(Ok(_))),
+            takes,
+            "{to}: {moved:?}"
+        );
         sim.ask(console, migrate(tid, "h2"));
     }
-    assert_eq!(asked(&mut sim, console, tid, Some("h2")).expect("it is there").verdicts, []);
+    assert_eq!(
+        asked(&mut sim, console, tid, Some("h2"))
+            .expect("it is there")
+            .verdicts,
+        []
+    );
     // Seen from the other network.
     sim.ask(console, migrate(tid, "h5"));
     let survey = asked(&mut sim, console, tid, None).expect("it could move");
@@ -68,7 +104,10 @@ fn an_owner_who_wants_no_guests_is_a_reason_among_the_others() {
     scene.say(1, stopped());
     let (console, tid) = (scene.console, scene.tids[0]);
     let survey = asked(&mut scene.sim, console, tid, Some("h2")).expect("it could move");
-    let owner = Refusal::OwnerThere { host: host(2), why: "olga is there".into() };
+    let owner = Refusal::OwnerThere {
+        host: host(2),
+        why: "olga is there".into(),
+    };
     assert_eq!(survey.verdicts, [(host(2), vec![owner, file("/a")])]);
 }
 
@@ -77,14 +116,35 @@ fn a_task_that_cannot_move_at_all_is_refused_by_its_own_host() {
     let (mut sim, console) = Sim::cluster(2, 3);
     let pinned = child(&mut sim, console, SPAWN_PINNED);
     let shell = sim.procs[console].tid();
-    assert_eq!(asked(&mut sim, console, shell, None), Err(Refusal::NotSpawned));
+    assert_eq!(
+        asked(&mut sim, console, shell, None),
+        Err(Refusal::NotSpawned)
+    );
     assert_eq!(asked(&mut sim, console, pinned, None), Err(Refusal::Pinned));
     let debugged = child(&mut sim, console, SPAWN_DEBUG);
-    assert_eq!(asked(&mut sim, console, debugged, None), Err(Refusal::Debugged));
-    assert_eq!(asked(&mut sim, console, Tid::from_raw(0x40999), None), Err(Refusal::NoSuchTask));
-    assert_eq!(asked(&mut sim, console, host(2).tid(), None), Err(Refusal::NoSuchTask));
+    assert_eq!(
+        asked(&mut sim, console, debugged, None),
+        Err(Refusal::Debugged)
+    );
+    assert_eq!(
+        asked(&mut sim, console, Tid::from_raw(0x40999), None),
+        Err(Refusal::NoSuchTask)
+    );
+    assert_eq!(
+        asked(&mut sim, console, host(2).tid(), None),
+        Err(Refusal::NoSuchTask)
+    );
     let nowhere = sim.ask(console, can_migrate(pinned, Some("h7")));
-    assert!(matches!(nowhere, Reply::Failed { error: PvmError::NoHost, .. }), "{nowhere:?}");
+    assert!(
+        matches!(
+            nowhere,
+            Reply::Failed {
+                error: PvmError::NoHost,
+                ..
+            }
+        ),
+        "{nowhere:?}"
+    );
 }
 
 #[test]
@@ -94,16 +154,27 @@ fn a_host_that_is_lost_before_it_answers_is_the_reason_against_it_or_against_all
     let with_dead = |sim: &mut Sim, dead: u16| {
         let asking = sim.request(console, can_migrate(tid, None));
         sim.kill_host(host(dead));
-        sim.until("an answer", |s| s.procs[console].replies.contains_key(&asking));
+        sim.until("an answer", |s| {
+            s.procs[console].replies.contains_key(&asking)
+        });
         sim.procs[console].replies[&asking].clone()
     };
-    let Reply::Survey(Ok(survey)) = with_dead(&mut sim, 3) else { panic!("it could move") };
+    let Reply::Survey(Ok(survey)) = with_dead(&mut sim, 3) else {
+        panic!("it could move")
+    };
     assert_eq!(
         survey.verdicts,
-        [(HostId::MASTER, vec![]), (host(3), vec![Refusal::HostLost(host(3))]), (host(4), vec![])]
+        [
+            (HostId::MASTER, vec![]),
+            (host(3), vec![Refusal::HostLost(host(3))]),
+            (host(4), vec![])
+        ]
     );
     let all = with_dead(&mut sim, 2);
-    assert!(matches!(all, Reply::Survey(Err(Refusal::HostLost(lost))) if lost == host(2)), "{all:?}");
+    assert!(
+        matches!(all, Reply::Survey(Err(Refusal::HostLost(lost))) if lost == host(2)),
+        "{all:?}"
+    );
 }
 
 #[test]
@@ -123,7 +194,9 @@ fn whoever_dies_or_moves_meanwhile_every_question_is_answered() {
             1 => sim.kill_tasker(victim),
             _ => drop(sim.request(console, migrate(tid, "h3"))),
         }
-        sim.until("an answer", |s| s.procs[asker].replies.contains_key(&asking));
+        sim.until("an answer", |s| {
+            s.procs[asker].replies.contains_key(&asking)
+        });
         match &sim.procs[asker].replies[&asking] {
             Reply::Survey(Ok(survey)) => {
                 assert!(survey.verdicts.len() >= 2, "seed {seed}: {survey:?}");
@@ -133,5 +206,8 @@ fn whoever_dies_or_moves_meanwhile_every_question_is_answered() {
             other => panic!("{other:?} (seed {seed})"),
         }
     }
-    assert!(answered > 100 && refused > 20, "{answered} answered, {refused} refused");
+    assert!(
+        answered > 100 && refused > 20,
+        "{answered} answered, {refused} refused"
+    );
 }

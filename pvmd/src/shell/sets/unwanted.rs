@@ -22,13 +22,22 @@ pub(super) struct Marks {
 }
 
 /// Removes what the store does not keep, and says so.
-pub(super) fn tidy(store: Result<Store, String>, now: Micros, keep: &[String], inputs: &Inputs, log: &Log) {
+pub(super) fn tidy(
+    store: Result<Store, String>,
+    now: Micros,
+    keep: &[String],
+    inputs: &Inputs,
+    log: &Log,
+) {
     let keep = |set: &SetInfo| keep.contains(&set.id.to_string());
     match store.and_then(|store| store.tidy(now, keep).map_err(|e| e.to_string())) {
         Ok(swept) if swept.removed.is_empty() => {}
         Ok(swept) => {
             let sets: Vec<String> = swept.removed.iter().map(|set| set.id.to_string()).collect();
-            log.line(format!("checkpoints removed that the store does not keep: {}", sets.join(" ")));
+            log.line(format!(
+                "checkpoints removed that the store does not keep: {}",
+                sets.join(" ")
+            ));
             let _ = inputs.blocking_send(Input::Event(Event::SetsSwept { sets }));
         }
         Err(why) => log.line(why),
@@ -46,12 +55,15 @@ impl Sets {
             // Only what this virtual machine has made, whatever else may have the same name.
             let remove = |store: Store| -> Result<(), StoreError> {
                 let (there, _) = store.list()?;
-                let gone = there.iter().filter(|set| store.is_own(set) && sets.contains(&set.id.to_string()));
+                let gone = there
+                    .iter()
+                    .filter(|set| store.is_own(set) && sets.contains(&set.id.to_string()));
                 gone.map(|set| store.remove(&set.id))
                     .filter(|gone| !matches!(gone, Err(StoreError::NoSet(_))))
                     .collect()
             };
-            let removed: Result<(), String> = store.and_then(|store| remove(store).map_err(|e| e.to_string()));
+            let removed: Result<(), String> =
+                store.and_then(|store| remove(store).map_err(|e| e.to_string()));
             removed.unwrap_or_else(|why| log.line(why));
         });
     }
@@ -62,9 +74,13 @@ impl Sets {
         lock(&marks.queue).push_back((sets, ended));
         self.aside(move |store| {
             let _turn = lock(&marks.turn);
-            let Some((sets, ended)) = lock(&marks.queue).pop_front() else { return };
+            let Some((sets, ended)) = lock(&marks.queue).pop_front() else {
+                return;
+            };
             let ids: Vec<SetId> = sets.iter().filter_map(|set| set.parse().ok()).collect();
-            let marked = store.clone().and_then(|store| store.mark(&ids, ended).map_err(|e| e.to_string()));
+            let marked = store
+                .clone()
+                .and_then(|store| store.mark(&ids, ended).map_err(|e| e.to_string()));
             marked.unwrap_or_else(|why| log.line(why));
             if let Some(now) = ended {
                 tidy(store, now, &keep, &inputs, &log);
@@ -85,22 +101,35 @@ impl Sets {
             let result = match (is_there, which) {
                 (true, which) => store.and_then(|store| remove(&store, which, any, stay)),
                 (false, Unwanted::Job(_)) => Ok(Vec::new()),
-                (false, Unwanted::Sets(sets)) => Ok(sets.into_iter().map(|set| (set, Err(Stays::Unknown))).collect()),
+                (false, Unwanted::Sets(sets)) => Ok(sets
+                    .into_iter()
+                    .map(|set| (set, Err(Stays::Unknown)))
+                    .collect()),
             };
             Event::SetsRemoved { tid, id, result }
         });
     }
 }
 
-fn remove(store: &Store, which: Unwanted, any: bool, mut stay: BTreeMap<String, Stays>) -> Result<Removed, String> {
+fn remove(
+    store: &Store,
+    which: Unwanted,
+    any: bool,
+    mut stay: BTreeMap<String, Stays>,
+) -> Result<Removed, String> {
     let (sets, broken) = store.list().map_err(|e| e.to_string())?;
     let names: Vec<String> = match which {
         Unwanted::Sets(names) => {
             let mut known = BTreeSet::new();
-            names.into_iter().filter(|name| known.insert(name.clone())).collect()
+            names
+                .into_iter()
+                .filter(|name| known.insert(name.clone()))
+                .collect()
         }
         Unwanted::Job(job) => {
-            let its = sets.iter().filter(|set| set.job == job && (any || store.is_own(set)));
+            let its = sets
+                .iter()
+                .filter(|set| set.job == job && (any || store.is_own(set)));
             its.map(|set| set.id.to_string()).collect()
         }
     };
@@ -114,7 +143,13 @@ fn remove(store: &Store, which: Unwanted, any: bool, mut stay: BTreeMap<String, 
     Ok(names.into_iter().map(one).collect())
 }
 
-fn remove_one(store: &Store, name: &str, any: bool, sets: &[SetInfo], broken: &Unreadable) -> Result<u64, Stays> {
+fn remove_one(
+    store: &Store,
+    name: &str,
+    any: bool,
+    sets: &[SetInfo],
+    broken: &Unreadable,
+) -> Result<u64, Stays> {
     let Ok(id) = name.parse::<SetId>() else {
         // Somebody has put it there.
         let stranger = broken.iter().find(|(stranger, _)| stranger == name);
@@ -141,22 +176,37 @@ mod tests {
     fn sets_go_by_name_or_job_and_each_that_stays_has_its_reason() {
         let scratch = tempfile::tempdir().expect("a directory");
         let (dir, key) = (scratch.path().join("store"), scratch.path().join("key"));
-        let store = Store::open(&dir, &key, Limits::default()).expect("opened").of_vm("mine");
+        let store = Store::open(&dir, &key, Limits::default())
+            .expect("opened")
+            .of_vm("mine");
         let make = |store: &Store, job: i32, second: u64| {
-            let draft = store.begin(Tid::from_raw(job), Micros::from_secs(second)).expect("begun");
+            let draft = store
+                .begin(Tid::from_raw(job), Micros::from_secs(second))
+                .expect("begun");
             draft.finish(b"").expect("finished").id.to_string()
         };
         let [a, b, c] = [1, 2, 3].map(|second| make(&store, 0x40001, second));
-        let (d, other) = (make(&store, 0x40002, 4), make(&store.of_vm("other"), 0x40001, 5));
+        let (d, other) = (
+            make(&store, 0x40002, 4),
+            make(&store.of_vm("other"), 0x40001, 5),
+        );
         std::fs::create_dir(dir.join("mess")).expect("made");
-        let sets = |names: &[&String]| Unwanted::Sets(names.iter().map(|name| name.to_string()).collect());
+        let sets =
+            |names: &[&String]| Unwanted::Sets(names.iter().map(|name| name.to_string()).collect());
         let go = |which: Unwanted, any: bool, stay: &[(&String, Stays)]| {
-            let stay = stay.iter().map(|(set, why)| (set.to_string(), why.clone())).collect();
+            let stay = stay
+                .iter()
+                .map(|(set, why)| (set.to_string(), why.clone()))
+                .collect();
             remove(&store, which, any, stay).expect("listed")
         };
         let unknown = "t40001-20000101T000000-1".to_string();
         let bytes = store.list().expect("listed").0[0].bytes;
-        let gone = go(sets(&[&a, &a, &unknown, &"nonsense".into(), &other]), false, &[]);
+        let gone = go(
+            sets(&[&a, &a, &unknown, &"nonsense".into(), &other]),
+            false,
+            &[],
+        );
         let wanted = [
             (a.clone(), Ok(bytes)),
             (unknown, Err(Stays::Unknown)),
@@ -164,16 +214,31 @@ mod tests {
             (other.clone(), Err(Stays::Foreign("other".into()))),
         ];
         assert_eq!(gone, wanted);
-        assert!(matches!(&go(sets(&[&"mess".into()]), true, &[])[0].1, Err(Stays::Store(why)) if why.contains("mess")));
+        assert!(
+            matches!(&go(sets(&[&"mess".into()]), true, &[])[0].1, Err(Stays::Store(why)) if why.contains("mess"))
+        );
         let job = Tid::from_raw(0x40001);
         let open = store.open_set(&b.parse().expect("a name")).expect("opened");
         let gone = go(Unwanted::Job(job), false, &[(&c, Stays::Wanted(job))]);
-        assert_eq!(gone, [(b.clone(), Err(Stays::InUse)), (c.clone(), Err(Stays::Wanted(job)))]);
+        assert_eq!(
+            gone,
+            [
+                (b.clone(), Err(Stays::InUse)),
+                (c.clone(), Err(Stays::Wanted(job)))
+            ]
+        );
         drop(open);
         std::fs::write(dir.join(&d).join("manifest"), "changed").expect("written");
-        assert_eq!(go(sets(&[&d]), false, &[]), [(d, Ok(0))], "what cannot be read goes by its name");
+        assert_eq!(
+            go(sets(&[&d]), false, &[]),
+            [(d, Ok(0))],
+            "what cannot be read goes by its name"
+        );
         let gone = go(Unwanted::Job(job), true, &[]);
-        assert!(gone.iter().map(|(set, _)| set).eq([&b, &c, &other]) && gone.iter().all(|(_, became)| became.is_ok()));
+        assert!(
+            gone.iter().map(|(set, _)| set).eq([&b, &c, &other])
+                && gone.iter().all(|(_, became)| became.is_ok())
+        );
         assert_eq!(go(Unwanted::Job(job), true, &[]), []);
     }
 }

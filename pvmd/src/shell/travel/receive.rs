@@ -48,12 +48,22 @@ struct Receiver<'a> {
 }
 
 /// Writes what comes into the new directory `dir` and checks it; the number of bytes.
-pub(in crate::shell) fn receive<R: Read>(dir: &Path, incoming: &mut Incoming<R>) -> Result<u64, Failure> {
+pub(in crate::shell) fn receive<R: Read>(
+    dir: &Path,
+    incoming: &mut Incoming<R>,
+) -> Result<u64, Failure> {
     match DirBuilder::new().mode(0o700).create(dir) {
         Err(e) if e.kind() == ErrorKind::AlreadyExists && is_empty_dir(dir) => {}
         made => made.map_err(io_failure("make", dir))?,
     }
-    let mut receiver = Receiver { dir, open: BTreeMap::new(), written: Vec::new(), files: 0, bytes: 0, anew: 0 };
+    let mut receiver = Receiver {
+        dir,
+        open: BTreeMap::new(),
+        written: Vec::new(),
+        files: 0,
+        bytes: 0,
+        anew: 0,
+    };
     loop {
         let record = incoming.next().map_err(broken_off)?;
         match record.split_first() {
@@ -71,14 +81,21 @@ pub(in crate::shell) fn receive<R: Read>(dir: &Path, incoming: &mut Incoming<R>)
 
 impl Receiver<'_> {
     fn piece(&mut self, piece: &[u8]) -> Result<(), Failure> {
-        let (number, content) = piece.split_first_chunk().ok_or_else(|| wrong("a piece without a file"))?;
+        let (number, content) = piece
+            .split_first_chunk()
+            .ok_or_else(|| wrong("a piece without a file"))?;
         let number = u32::from_le_bytes(*number);
-        let to = self.open.get_mut(&number).ok_or_else(|| wrong("bytes came outside of a file"))?;
+        let to = self
+            .open
+            .get_mut(&number)
+            .ok_or_else(|| wrong("bytes came outside of a file"))?;
         for part in zeros::parts(content) {
             let part = part.map_err(|_| wrong("a piece came that is not whole"))?;
             self.bytes += part.length() as u64;
             if self.bytes > IMAGE_BYTES_MAX {
-                return Err(Failure::Images(format!("more than {IMAGE_BYTES_MAX} bytes came, the limit")));
+                return Err(Failure::Images(format!(
+                    "more than {IMAGE_BYTES_MAX} bytes came, the limit"
+                )));
             }
             to.take(part).map_err(io_failure("write", &to.path))?;
         }
@@ -89,7 +106,10 @@ impl Receiver<'_> {
     fn mark(&mut self, mark: Mark) -> Result<Option<u64>, Failure> {
         match mark {
             Mark::File { number, name } => {
-                if number != self.files || number >= IMAGE_FILES_MAX || self.open.len() >= OPEN_FILES_MAX {
+                if number != self.files
+                    || number >= IMAGE_FILES_MAX
+                    || self.open.len() >= OPEN_FILES_MAX
+                {
                     let open = self.open.len();
                     return Err(Failure::Images(format!(
                         "file {number} is not the next, or over the limit ({open} open)"
@@ -101,18 +121,27 @@ impl Receiver<'_> {
                 self.open.insert(number, open);
             }
             Mark::FileEnd { number, bytes } => {
-                let done = self.open.remove(&number).ok_or_else(|| wrong("a file ended that did not begin"))?;
+                let done = self
+                    .open
+                    .remove(&number)
+                    .ok_or_else(|| wrong("a file ended that did not begin"))?;
                 if done.bytes != bytes {
                     let (path, came) = (done.path.display(), done.bytes);
-                    return Err(Failure::Images(format!("{came} bytes of {path} came, {bytes} were sent")));
+                    return Err(Failure::Images(format!(
+                        "{came} bytes of {path} came, {bytes} were sent"
+                    )));
                 }
                 // It may end with a hole.
-                done.file.set_len(bytes).map_err(io_failure("write", &done.path))?;
+                done.file
+                    .set_len(bytes)
+                    .map_err(io_failure("write", &done.path))?;
             }
             Mark::Anew => {
                 self.anew += 1;
                 if self.anew > ANEW_MAX {
-                    return Err(Failure::Images(format!("begun anew more than {ANEW_MAX} times, the limit")));
+                    return Err(Failure::Images(format!(
+                        "begun anew more than {ANEW_MAX} times, the limit"
+                    )));
                 }
                 self.open.clear();
                 for path in self.written.drain(..) {
@@ -123,7 +152,9 @@ impl Receiver<'_> {
             Mark::End { files, bytes } => {
                 let (own_files, own_bytes) = (self.files, self.bytes);
                 if !self.open.is_empty() || (own_files, own_bytes) != (files, bytes) {
-                    let text = format!("{own_files} files of {own_bytes} bytes came, {files} of {bytes} were sent");
+                    let text = format!(
+                        "{own_files} files of {own_bytes} bytes came, {files} of {bytes} were sent"
+                    );
                     return Err(Failure::Images(text));
                 }
                 return Ok(Some(bytes));
@@ -140,13 +171,26 @@ fn is_empty_dir(dir: &Path) -> bool {
 
 /// A new file of a plain name.
 fn create(dir: &Path, name: &str) -> Result<Open, Failure> {
-    let plain =
-        !name.is_empty() && name.len() <= NAME_BYTES_MAX && !name.contains(['/', '\0']) && name != "." && name != "..";
+    let plain = !name.is_empty()
+        && name.len() <= NAME_BYTES_MAX
+        && !name.contains(['/', '\0'])
+        && name != "."
+        && name != "..";
     if !plain {
-        return Err(Failure::Images(format!("{name:?} is not a plain file name")));
+        return Err(Failure::Images(format!(
+            "{name:?} is not a plain file name"
+        )));
     }
     let path = dir.join(name);
-    let file =
-        OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(io_failure("make", &path))?;
-    Ok(Open { file, path, bytes: 0 })
+    let file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&path)
+        .map_err(io_failure("make", &path))?;
+    Ok(Open {
+        file,
+        path,
+        bytes: 0,
+    })
 }

@@ -2,7 +2,9 @@
 
 use super::super::bulk::Outgoing;
 use super::super::rate::Rate;
-use super::{Mark, OPEN_FILES_MAX, PIECE, PIECE_BYTES, PIECE_HEAD_BYTES, io_failure, not_taken, send_mark};
+use super::{
+    Mark, OPEN_FILES_MAX, PIECE, PIECE_BYTES, PIECE_HEAD_BYTES, io_failure, not_taken, send_mark,
+};
 use nix::fcntl::{FallocateFlags, fallocate};
 use sempa_proto::migration::Failure;
 use std::collections::BTreeMap;
@@ -52,7 +54,9 @@ impl Progress {
     /// The state that it has changed to; [`State::Growing`] if it has not after so long.
     fn wait(&self, at_most: Duration) -> State {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self.changed.wait_timeout_while(state, at_most, |state| *state == State::Growing);
+        let waited = self
+            .changed
+            .wait_timeout_while(state, at_most, |state| *state == State::Growing);
         *waited.unwrap_or_else(PoisonError::into_inner).0
     }
 }
@@ -79,15 +83,24 @@ impl Folder {
 
     /// The names of its files.
     fn names(&self) -> io::Result<Vec<String>> {
-        let unfit = |name| io::Error::new(ErrorKind::InvalidData, format!("{name:?} is no name of an image"));
-        std::fs::read_dir(&self.path)?.map(|entry| entry?.file_name().into_string().map_err(unfit)).collect()
+        let unfit = |name| {
+            io::Error::new(
+                ErrorKind::InvalidData,
+                format!("{name:?} is no name of an image"),
+            )
+        };
+        std::fs::read_dir(&self.path)?
+            .map(|entry| entry?.file_name().into_string().map_err(unfit))
+            .collect()
     }
 
     /// Its files in the order of their names, with what the system says of each.
     fn entries(&self) -> io::Result<Vec<(String, Metadata)>> {
         let mut names = self.names()?;
         names.sort();
-        let about = |name: String| std::fs::symlink_metadata(self.path.join(&name)).map(|meta| (name, meta));
+        let about = |name: String| {
+            std::fs::symlink_metadata(self.path.join(&name)).map(|meta| (name, meta))
+        };
         names.into_iter().map(about).collect()
     }
 }
@@ -106,7 +119,12 @@ impl Begun {
     fn give_back(&self, bytes: usize) {
         if self.used_up {
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-            let _ = fallocate(&self.file, flags, (self.sent - bytes as u64) as i64, bytes as i64);
+            let _ = fallocate(
+                &self.file,
+                flags,
+                (self.sent - bytes as u64) as i64,
+                bytes as i64,
+            );
         }
     }
 
@@ -171,11 +189,15 @@ impl<'a, W: Write> Sender<'a, W> {
             match progress.wait(LOOK_EVERY) {
                 State::Growing => {}
                 State::Complete => return self.finish(),
-                State::Void => return Err(Failure::CalledOff("the transfer was broken off".into())),
+                State::Void => {
+                    return Err(Failure::CalledOff("the transfer was broken off".into()));
+                }
             }
             let followed = self.follow();
             // What cannot be read may be badly written: it is for those who judge that to say so.
-            if matches!(followed, Err(Failure::Io(_))) && progress.wait(Duration::MAX) == State::Void {
+            if matches!(followed, Err(Failure::Io(_)))
+                && progress.wait(Duration::MAX) == State::Void
+            {
                 continue;
             }
             followed?;
@@ -185,7 +207,12 @@ impl<'a, W: Write> Sender<'a, W> {
     /// Opens the directory, if it is there; whatever was sent of one that had its name before is void.
     fn find(&mut self) -> Result<(), Failure> {
         let there = std::fs::symlink_metadata(self.dir).map_err(io_failure("read", self.dir))?;
-        let is_it = |folder: &Folder| folder.open.metadata().is_ok_and(|own| is_same(&own, &there));
+        let is_it = |folder: &Folder| {
+            folder
+                .open
+                .metadata()
+                .is_ok_and(|own| is_same(&own, &there))
+        };
         if self.folder.as_ref().is_some_and(is_it) {
             return Ok(());
         }
@@ -207,19 +234,31 @@ impl<'a, W: Write> Sender<'a, W> {
             Err(Failure::Io(_)) => return Ok(()),
             found => found?,
         }
-        let Some(folder) = &self.folder else { return Ok(()) };
+        let Some(folder) = &self.folder else {
+            return Ok(());
+        };
         let path = folder.path.clone();
         // A file may have gone in between.
         for name in folder.names().unwrap_or_default() {
             let grows = name.starts_with(GROWS.0) && name.ends_with(GROWS.1);
             if grows && !self.begun.contains_key(&name) && self.begun.len() < OPEN_FILES_MAX - 1 {
-                let Ok(file) = OpenOptions::new().read(true).write(true).open(path.join(&name)) else { continue };
+                let Ok(file) = OpenOptions::new()
+                    .read(true)
+                    .write(true)
+                    .open(path.join(&name))
+                else {
+                    continue;
+                };
                 self.begin(name, file, true)?;
             }
         }
         let names: Vec<String> = self.begun.keys().cloned().collect();
         for name in names {
-            let length = self.begun[&name].file.metadata().map_err(io_failure("read", &self.dir.join(&name)))?.len();
+            let length = self.begun[&name]
+                .file
+                .metadata()
+                .map_err(io_failure("read", &self.dir.join(&name)))?
+                .len();
             // Whole pieces only: what is left will be more soon, or goes with the rest.
             let whole = length - length % PIECE_BYTES as u64;
             self.send_to(&name, whole)?;
@@ -234,44 +273,85 @@ impl<'a, W: Write> Sender<'a, W> {
         let entries = folder.entries().map_err(io_failure("read", self.dir))?;
         let path = folder.path.clone();
         if let Some((name, _)) = entries.iter().find(|(_, meta)| !meta.is_file()) {
-            return Err(Failure::Images(format!("{} is not a plain file", self.dir.join(name).display())));
+            return Err(Failure::Images(format!(
+                "{} is not a plain file",
+                self.dir.join(name).display()
+            )));
         }
-        let there = |name: &String, begun: &Begun| entries.iter().any(|(other, meta)| other == name && begun.is(meta));
+        let there = |name: &String, begun: &Begun| {
+            entries
+                .iter()
+                .any(|(other, meta)| other == name && begun.is(meta))
+        };
         if let Some((name, _)) = self.begun.iter().find(|(name, begun)| !there(name, begun)) {
             let path = self.dir.join(name);
-            return Err(Failure::Images(format!("{} was replaced while it was sent", path.display())));
+            return Err(Failure::Images(format!(
+                "{} was replaced while it was sent",
+                path.display()
+            )));
         }
         self.ahead = self.bytes;
         for (name, meta) in entries {
             if !self.begun.contains_key(&name) {
-                let file = File::open(path.join(&name)).map_err(io_failure("open", &self.dir.join(&name)))?;
+                let file = File::open(path.join(&name))
+                    .map_err(io_failure("open", &self.dir.join(&name)))?;
                 self.begin(name.clone(), file, false)?;
             }
             self.send_to(&name, meta.len())?;
             if let Some(done) = self.begun.remove(&name) {
-                self.mark(&Mark::FileEnd { number: done.number, bytes: done.sent })?;
+                self.mark(&Mark::FileEnd {
+                    number: done.number,
+                    bytes: done.sent,
+                })?;
             }
         }
-        self.mark(&Mark::End { files: self.files, bytes: self.bytes })?;
-        Ok(Sent { bytes: self.bytes, ahead: self.ahead, left: self.left, in_vain: self.in_vain })
+        self.mark(&Mark::End {
+            files: self.files,
+            bytes: self.bytes,
+        })?;
+        Ok(Sent {
+            bytes: self.bytes,
+            ahead: self.ahead,
+            left: self.left,
+            in_vain: self.in_vain,
+        })
     }
 
     fn begin(&mut self, name: String, file: File, used_up: bool) -> Result<(), Failure> {
         let number = self.files;
         self.files += 1;
-        self.begun.insert(name.clone(), Begun { number, file, sent: 0, used_up });
+        self.begun.insert(
+            name.clone(),
+            Begun {
+                number,
+                file,
+                sent: 0,
+                used_up,
+            },
+        );
         self.mark(&Mark::File { number, name })
     }
 
     /// Sends a file up to this length.
     fn send_to(&mut self, name: &str, length: u64) -> Result<(), Failure> {
-        let Some(begun) = self.begun.get_mut(name) else { return Ok(()) };
+        let Some(begun) = self.begun.get_mut(name) else {
+            return Ok(());
+        };
         while begun.sent < length {
-            let bytes = usize::try_from(length - begun.sent).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+            let bytes = usize::try_from(length - begun.sent)
+                .unwrap_or(PIECE_BYTES)
+                .min(PIECE_BYTES);
             let mut front = [PIECE; PIECE_HEAD_BYTES];
             front[1..].copy_from_slice(&begun.number.to_le_bytes());
-            let read = |room: &mut [u8]| begun.file.read_exact(room).map_err(io_failure("read", &self.dir.join(name)));
-            let sent = self.out.send_packed(&front, bytes, read, |leave| self.rate.wait(leave))?;
+            let read = |room: &mut [u8]| {
+                begun
+                    .file
+                    .read_exact(room)
+                    .map_err(io_failure("read", &self.dir.join(name)))
+            };
+            let sent = self
+                .out
+                .send_packed(&front, bytes, read, |leave| self.rate.wait(leave))?;
             self.left += sent.map_err(not_taken)? as u64;
             begun.sent += bytes as u64;
             begun.give_back(bytes);

@@ -28,8 +28,9 @@ fn sent(from: &Path) -> (Vec<u8>, u64) {
     let progress = Progress::default();
     progress.turn(State::Complete);
     let (mut wire, rate) = (Vec::new(), Rate::default());
-    let bytes =
-        Sender::new(from, Outgoing::new(&mut wire, Keys::for_test(1).out), &rate).send(&progress).expect("sent");
+    let bytes = Sender::new(from, Outgoing::new(&mut wire, Keys::for_test(1).out), &rate)
+        .send(&progress)
+        .expect("sent");
     (wire, bytes.bytes)
 }
 
@@ -51,7 +52,11 @@ fn records(mut wire: &[u8]) -> Vec<&[u8]> {
 /// Sends these marks and pieces, in good records.
 fn said(what: &[Result<Mark, (u32, usize)>]) -> Vec<u8> {
     let (mut wire, rate) = (Vec::new(), Rate::default());
-    let mut sender = Sender::new(Path::new("/"), Outgoing::new(&mut wire, Keys::for_test(1).out), &rate);
+    let mut sender = Sender::new(
+        Path::new("/"),
+        Outgoing::new(&mut wire, Keys::for_test(1).out),
+        &rate,
+    );
     for one in what {
         match one {
             Ok(mark) => sender.mark(mark).expect("sent"),
@@ -61,7 +66,11 @@ fn said(what: &[Result<Mark, (u32, usize)>]) -> Vec<u8> {
                     Ok::<(), Failure>(())
                 };
                 let front = [&[PIECE][..], &number.to_le_bytes()].concat();
-                sender.out.send_packed(&front, *bytes, fill, |_| ()).expect("filled").expect("sent");
+                sender
+                    .out
+                    .send_packed(&front, *bytes, fill, |_| ())
+                    .expect("filled")
+                    .expect("sent");
             }
         }
     }
@@ -70,7 +79,10 @@ fn said(what: &[Result<Mark, (u32, usize)>]) -> Vec<u8> {
 }
 
 fn file(number: u32, name: &str) -> Result<Mark, (u32, usize)> {
-    Ok(Mark::File { number, name: name.to_string() })
+    Ok(Mark::File {
+        number,
+        name: name.to_string(),
+    })
 }
 
 #[test]
@@ -80,7 +92,10 @@ fn files_arrive_as_they_were_sent() {
     std::fs::write(from.join("pages-1.img"), &big).expect("writable");
     std::fs::write(from.join("empty.img"), "").expect("writable");
     let (wire, bytes) = sent(&from);
-    assert_eq!((bytes, received(&to, &wire[..])), (big.len() as u64, Ok(bytes)));
+    assert_eq!(
+        (bytes, received(&to, &wire[..])),
+        (big.len() as u64, Ok(bytes))
+    );
     assert_eq!(std::fs::read(to.join("pages-1.img")).expect("there"), big);
     assert_eq!(std::fs::read(to.join("empty.img")).expect("there"), b"");
     std::fs::remove_dir_all(root).expect("ours");
@@ -104,7 +119,10 @@ fn zeros_are_neither_sent_nor_written_and_files_that_end_with_them_are_as_long_a
     assert_eq!(std::fs::read(to.join("pages-1.img")).expect("there"), big);
     assert_eq!(std::fs::read(to.join("pages-2.img")).expect("there"), zeros);
     let kept = |name: &str| std::fs::metadata(to.join(name)).expect("there").blocks() * 512;
-    assert!(kept("pages-1.img") < PIECE_BYTES as u64 && kept("pages-2.img") == 0, "there are holes");
+    assert!(
+        kept("pages-1.img") < PIECE_BYTES as u64 && kept("pages-2.img") == 0,
+        "there are holes"
+    );
     std::fs::remove_dir_all(root).expect("ours");
 }
 
@@ -116,13 +134,23 @@ fn what_really_leaves_is_charged_to_the_rate() {
     let progress = Progress::default();
     progress.turn(State::Complete);
     let rate = Rate::of(Some("1000000")).expect("a rate");
-    let sender = Sender::new(&from, Outgoing::new(io::sink(), Keys::for_test(1).out), &rate);
+    let sender = Sender::new(
+        &from,
+        Outgoing::new(io::sink(), Keys::for_test(1).out),
+        &rate,
+    );
     let begin = std::time::Instant::now();
     let sent = sender.send(&progress).expect("sent");
     // 16 MiB at this rate would take 16 s.
-    assert!(begin.elapsed() < Duration::from_secs(12), "zeros were waited for");
+    assert!(
+        begin.elapsed() < Duration::from_secs(12),
+        "zeros were waited for"
+    );
     let around = 64 * 64;
-    assert!((PIECE_BYTES..PIECE_BYTES + around).contains(&(sent.left as usize)), "{sent:?}");
+    assert!(
+        (PIECE_BYTES..PIECE_BYTES + around).contains(&(sent.left as usize)),
+        "{sent:?}"
+    );
     std::fs::remove_dir_all(root).expect("ours");
 }
 
@@ -132,24 +160,43 @@ fn records_cannot_be_changed_left_out_exchanged_or_repeated_and_the_end_cannot_b
     std::fs::write(from.join("core.img"), [5; 1000]).expect("writable");
     let (wire, _) = sent(&from);
     let all = records(&wire);
-    assert_eq!(all.len(), 4, "a file begins, a piece, the file ends, the end");
+    assert_eq!(
+        all.len(),
+        4,
+        "a file begins, a piece, the file ends, the end"
+    );
     let mut ways: Vec<Vec<usize>> = (0..all.len()).map(|cut| (0..cut).collect()).collect();
-    ways.extend([vec![0, 2, 3], vec![0, 1, 1, 2, 3], vec![1, 0, 2, 3], vec![0, 1, 3, 2], vec![3]]);
+    ways.extend([
+        vec![0, 2, 3],
+        vec![0, 1, 1, 2, 3],
+        vec![1, 0, 2, 3],
+        vec![0, 1, 3, 2],
+        vec![3],
+    ]);
     for order in ways {
         let changed = order.iter().map(|at| all[*at]).collect::<Vec<_>>().concat();
         let result = received(&to, &changed[..]);
-        assert!(matches!(result, Err(Failure::Images(_))), "{order:?}: {result:?}");
+        assert!(
+            matches!(result, Err(Failure::Images(_))),
+            "{order:?}: {result:?}"
+        );
         std::fs::remove_dir_all(&to).expect("ours");
     }
     for at in 0..wire.len() {
         let mut changed = wire.clone();
         changed[at] ^= 4;
         let result = received(&to, &changed[..]);
-        assert!(matches!(result, Err(Failure::Images(_))), "byte {at}: {result:?}");
+        assert!(
+            matches!(result, Err(Failure::Images(_))),
+            "byte {at}: {result:?}"
+        );
         std::fs::remove_dir_all(&to).expect("ours");
     }
     for bytes in 0..wire.len() {
-        assert!(received(&to, &wire[..bytes]).is_err(), "cut after {bytes} bytes");
+        assert!(
+            received(&to, &wire[..bytes]).is_err(),
+            "cut after {bytes} bytes"
+        );
         std::fs::remove_dir_all(&to).expect("ours");
     }
     std::fs::remove_dir_all(root).expect("ours");
@@ -175,7 +222,9 @@ fn a_source_that_has_the_keys_and_does_not_keep_to_the_rules_gets_an_error() {
         vec![file(0, "a.img"), Err((0, 5)), ends(0, 5), end(1, 4)],
         vec![file(0, "a.img"), Ok(Mark::Anew), Err((0, 5))],
         (0..=ANEW_MAX).map(|_| Ok(Mark::Anew)).collect(),
-        (0..=OPEN_FILES_MAX as u32).map(|number| file(number, &format!("{number}.img"))).collect(),
+        (0..=OPEN_FILES_MAX as u32)
+            .map(|number| file(number, &format!("{number}.img")))
+            .collect(),
     ];
     let names = ["", ".", "..", "../x", "a/b", "/etc/x", &"n".repeat(256)];
     rules.extend(names.map(|name| vec![file(0, name)]));
@@ -185,7 +234,10 @@ fn a_source_that_has_the_keys_and_does_not_keep_to_the_rules_gets_an_error() {
         wire.push(0);
         let result = received(&to, &wire[..]);
         let middle = result == Err(wrong("the transfer ended in the middle"));
-        assert!(matches!(result, Err(Failure::Images(_) | Failure::Io(_))) && !middle, "{what:?}: {result:?}");
+        assert!(
+            matches!(result, Err(Failure::Images(_) | Failure::Io(_))) && !middle,
+            "{what:?}: {result:?}"
+        );
         let _ = std::fs::remove_dir_all(&to);
     }
     std::fs::remove_dir_all(root).expect("ours");
@@ -195,7 +247,10 @@ fn a_source_that_has_the_keys_and_does_not_keep_to_the_rules_gets_an_error() {
 fn a_record_that_announces_too_much_is_refused_before_it_comes() {
     let (root, _, to) = scratch("announced");
     let result = received(&to, &u32::MAX.to_le_bytes()[..]);
-    assert!(matches!(&result, Err(Failure::Images(why)) if why.contains("impossible length")), "{result:?}");
+    assert!(
+        matches!(&result, Err(Failure::Images(why)) if why.contains("impossible length")),
+        "{result:?}"
+    );
     std::fs::remove_dir_all(root).expect("ours");
 }
 
@@ -218,25 +273,34 @@ impl Write for Wire {
 fn until(wire: &Wire, bytes: usize) {
     let begin = std::time::Instant::now();
     while wire.0.lock().expect("no panic").len() < bytes {
-        assert!(begin.elapsed() < Duration::from_secs(30), "what grows is not sent");
+        assert!(
+            begin.elapsed() < Duration::from_secs(30),
+            "what grows is not sent"
+        );
         std::thread::sleep(LOOK_EVERY);
     }
 }
 
 #[test]
-fn what_grows_is_sent_before_it_is_complete_and_a_directory_begun_anew_arrives_as_it_is_in_the_end() {
-    let content: Vec<u8> = (0..2 * PIECE_BYTES + 100).map(|i| (i % 241) as u8).collect();
+fn what_grows_is_sent_before_it_is_complete_and_a_directory_begun_anew_arrives_as_it_is_in_the_end()
+{
+    let content: Vec<u8> = (0..2 * PIECE_BYTES + 100)
+        .map(|i| (i % 241) as u8)
+        .collect();
     // A directory that is begun anew may have more files, and all of that may be sent while it is written.
     for (anew, more) in [(false, 0), (true, 5), (true, content.len())] {
         let (root, from, to) = scratch(&format!("grows-{anew}-{more}"));
         let (progress, wire, rate) = (Progress::default(), Wire::default(), Rate::default());
         let result = std::thread::scope(|scope| {
             let (out, from, of_thread, rate) = (wire.clone(), &from, &progress, &rate);
-            let sending =
-                scope.spawn(move || Sender::new(from, Outgoing::new(out, Keys::for_test(1).out), rate).send(of_thread));
+            let sending = scope.spawn(move || {
+                Sender::new(from, Outgoing::new(out, Keys::for_test(1).out), rate).send(of_thread)
+            });
             let path = from.join("pages-1.img");
             let mut growing = File::create(&path).expect("writable");
-            growing.write_all(&content[..PIECE_BYTES + 5]).expect("writable");
+            growing
+                .write_all(&content[..PIECE_BYTES + 5])
+                .expect("writable");
             until(&wire, PIECE_BYTES);
             if anew {
                 std::fs::remove_dir_all(from).expect("ours");
@@ -245,7 +309,9 @@ fn what_grows_is_sent_before_it_is_complete_and_a_directory_begun_anew_arrives_a
                 std::fs::write(from.join("pages-2.img"), &content[..more]).expect("writable");
                 until(&wire, PIECE_BYTES + more);
             } else {
-                growing.write_all(&content[PIECE_BYTES + 5..]).expect("writable");
+                growing
+                    .write_all(&content[PIECE_BYTES + 5..])
+                    .expect("writable");
             }
             std::fs::write(from.join("core-1.img"), b"core").expect("writable");
             progress.turn(State::Complete);
@@ -254,17 +320,36 @@ fn what_grows_is_sent_before_it_is_complete_and_a_directory_begun_anew_arrives_a
         let expected = if anew { b"other" } else { &content[..] };
         let bytes = (expected.len() + more + 4) as u64;
         let wire = wire.0.lock().expect("no panic").clone();
-        let ahead = if anew { more - more % PIECE_BYTES } else { PIECE_BYTES } as u64;
+        let ahead = if anew {
+            more - more % PIECE_BYTES
+        } else {
+            PIECE_BYTES
+        } as u64;
         let sent = result.expect("sent");
-        assert_eq!((sent.bytes, received(&to, Cursor::new(wire))), (bytes, Ok(bytes)));
+        assert_eq!(
+            (sent.bytes, received(&to, Cursor::new(wire))),
+            (bytes, Ok(bytes))
+        );
         let in_vain = if anew { PIECE_BYTES as u64 } else { 0 };
         assert!(sent.ahead >= ahead && sent.in_vain == in_vain, "{sent:?}");
-        assert_eq!(std::fs::read(to.join("pages-1.img")).expect("there"), expected);
-        assert_eq!(std::fs::read(to.join("core-1.img")).expect("there"), b"core");
+        assert_eq!(
+            std::fs::read(to.join("pages-1.img")).expect("there"),
+            expected
+        );
+        assert_eq!(
+            std::fs::read(to.join("core-1.img")).expect("there"),
+            b"core"
+        );
         if anew {
-            assert!(std::fs::read(to.join("pages-2.img")).expect("there") == content[..more], "it is as it was");
+            assert!(
+                std::fs::read(to.join("pages-2.img")).expect("there") == content[..more],
+                "it is as it was"
+            );
         }
-        assert_eq!(std::fs::read_dir(&to).expect("there").count(), 2 + usize::from(anew));
+        assert_eq!(
+            std::fs::read_dir(&to).expect("there").count(),
+            2 + usize::from(anew)
+        );
         std::fs::remove_dir_all(root).expect("ours");
     }
 }
@@ -287,7 +372,10 @@ fn a_file_that_was_sent_in_part_and_is_replaced_is_not_sent_as_if_it_were_whole(
         progress.turn(State::Complete);
         sending.join().expect("no panic")
     });
-    assert!(matches!(&result, Err(Failure::Images(why)) if why.contains("pages-1.img was replaced")), "{result:?}");
+    assert!(
+        matches!(&result, Err(Failure::Images(why)) if why.contains("pages-1.img was replaced")),
+        "{result:?}"
+    );
     std::fs::remove_dir_all(root).expect("ours");
 }
 
@@ -312,12 +400,26 @@ impl Write for Cuts<'_> {
 
 #[test]
 fn what_grows_and_cannot_be_read_is_told_when_it_is_said_to_be_complete_and_not_before() {
-    for (state, told) in [(State::Complete, "pages-1.img"), (State::Void, "broken off")] {
+    for (state, told) in [
+        (State::Complete, "pages-1.img"),
+        (State::Void, "broken off"),
+    ] {
         let (root, from, _) = scratch(&format!("unread-{state:?}"));
-        let (progress, wire, path) = (Progress::default(), Wire::default(), from.join("pages-1.img"));
+        let (progress, wire, path) = (
+            Progress::default(),
+            Wire::default(),
+            from.join("pages-1.img"),
+        );
         std::fs::write(&path, vec![7; 2 * PIECE_BYTES]).expect("writable");
         let result = std::thread::scope(|scope| {
-            let (out, from, of_thread) = (Cuts { wire: wire.clone(), path: &path }, &from, &progress);
+            let (out, from, of_thread) = (
+                Cuts {
+                    wire: wire.clone(),
+                    path: &path,
+                },
+                &from,
+                &progress,
+            );
             let sending = scope.spawn(move || {
                 let rate = Rate::default();
                 Sender::new(from, Outgoing::new(out, Keys::for_test(1).out), &rate).send(of_thread)
@@ -338,7 +440,12 @@ fn a_directory_that_nobody_wants_any_more_is_sent_no_further() {
     let progress = Progress::default();
     progress.turn(State::Void);
     progress.turn(State::Complete);
-    let result = Sender::new(&from, Outgoing::new(io::sink(), Keys::for_test(1).out), &Rate::default()).send(&progress);
+    let result = Sender::new(
+        &from,
+        Outgoing::new(io::sink(), Keys::for_test(1).out),
+        &Rate::default(),
+    )
+    .send(&progress);
     assert!(matches!(result, Err(Failure::CalledOff(_))), "{result:?}");
     std::fs::remove_dir_all(root).expect("ours");
 }

@@ -9,7 +9,12 @@ use sempa_proto::{HostId, PvmError, Tid};
 impl State {
     /// Jobs whose checkpoint is written end.
     pub(super) fn park(&mut self) {
-        let due: Vec<Tid> = self.parking.iter().filter(|(_, at)| **at <= self.now).map(|(job, _)| *job).collect();
+        let due: Vec<Tid> = self
+            .parking
+            .iter()
+            .filter(|(_, at)| **at <= self.now)
+            .map(|(job, _)| *job)
+            .collect();
         for job in due {
             self.parking.remove(&job);
             let family = self.family(job);
@@ -21,12 +26,28 @@ impl State {
             self.figures.parked += 1;
             let set = format!("replayed-{}", self.figures.parked);
             let (tasks, bytes) = (family.len() as u32, IMAGE_BYTES * family.len() as u64);
-            let kind = EventKind::Checkpointed { set: set.clone(), job, tasks, bytes, frozen: MOVE_TIME, parked: true };
+            let kind = EventKind::Checkpointed {
+                set: set.clone(),
+                job,
+                tasks,
+                bytes,
+                frozen: MOVE_TIME,
+                parked: true,
+            };
             self.event(HostId::MASTER, kind);
             let mut stored = Vec::new();
             for tid in family {
-                let Some(task) = self.tasks.remove(&tid) else { continue };
-                self.event(task.host, EventKind::TaskEnded { tid, status: 9, used: Usage::default() });
+                let Some(task) = self.tasks.remove(&tid) else {
+                    continue;
+                };
+                self.event(
+                    task.host,
+                    EventKind::TaskEnded {
+                        tid,
+                        status: 9,
+                        used: Usage::default(),
+                    },
+                );
                 stored.push((tid, task));
             }
             self.sets.insert(set, stored);
@@ -38,7 +59,12 @@ impl State {
         let mut all: Vec<Tid> = self.tasks.get(&head).map(|_| head).into_iter().collect();
         let mut at = 0;
         while let Some(parent) = all.get(at).copied() {
-            all.extend(self.tasks.iter().filter(|(_, task)| task.parent == parent).map(|(tid, _)| *tid));
+            all.extend(
+                self.tasks
+                    .iter()
+                    .filter(|(_, task)| task.parent == parent)
+                    .map(|(tid, _)| *tid),
+            );
             at += 1;
         }
         all
@@ -47,19 +73,43 @@ impl State {
     /// A parked job goes on, on hosts of these names.
     pub(super) fn restart(&mut self, set: &str, on: &[String]) -> Result<(), Error> {
         let refused = |why: &str| Error::new(PvmError::BadParam, why);
-        let host_of = |name: &String| self.table.hosts.iter().find(|host| host.name == *name).map(|host| host.id);
+        let host_of = |name: &String| {
+            self.table
+                .hosts
+                .iter()
+                .find(|host| host.name == *name)
+                .map(|host| host.id)
+        };
         let hosts: Vec<HostId> = on.iter().filter_map(host_of).collect();
-        let stored = self.sets.get(set).ok_or_else(|| refused("there is no such set"))?;
+        let stored = self
+            .sets
+            .get(set)
+            .ok_or_else(|| refused("there is no such set"))?;
         if hosts.len() != stored.len() {
             return Err(refused("some of these hosts are not there"));
         }
         let stored = self.sets.remove(set).unwrap_or_default();
         let job = stored.first().map_or(Tid::NONE, |(tid, _)| *tid);
-        let tasks = stored.iter().zip(&hosts).map(|((tid, _), host)| (*tid, *host)).collect();
-        let back = stored.into_iter().zip(hosts).map(|((tid, task), host)| (tid, Running { host, ..task }));
+        let tasks = stored
+            .iter()
+            .zip(&hosts)
+            .map(|((tid, _), host)| (*tid, *host))
+            .collect();
+        let back = stored
+            .into_iter()
+            .zip(hosts)
+            .map(|((tid, task), host)| (tid, Running { host, ..task }));
         self.tasks.extend(back);
         let why = "there is room".to_string();
-        self.event(HostId::MASTER, EventKind::Restarted { set: set.to_string(), job, tasks, why });
+        self.event(
+            HostId::MASTER,
+            EventKind::Restarted {
+                set: set.to_string(),
+                job,
+                tasks,
+                why,
+            },
+        );
         Ok(())
     }
 }

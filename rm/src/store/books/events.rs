@@ -31,35 +31,85 @@ impl Books {
             }
             EventKind::HostGone { host, name, why } => {
                 self.know_host(*host, name);
-                self.decided(at, Decided::HostGone { host: name.clone(), why: why.clone() });
+                self.decided(
+                    at,
+                    Decided::HostGone {
+                        host: name.clone(),
+                        why: why.clone(),
+                    },
+                );
                 self.host_gone(at, name);
                 self.drain(*host, None);
             }
             EventKind::DrainBegun { host, by, until } => {
                 self.drain(*host, Some((*by, *until)));
-                self.decided(at, Decided::Drain { host: self.host(*host), begun: true, by: *by });
+                self.decided(
+                    at,
+                    Decided::Drain {
+                        host: self.host(*host),
+                        begun: true,
+                        by: *by,
+                    },
+                );
             }
             EventKind::DrainEnded { host, by } => {
                 self.drain(*host, None);
-                self.decided(at, Decided::Drain { host: self.host(*host), begun: false, by: *by });
+                self.decided(
+                    at,
+                    Decided::Drain {
+                        host: self.host(*host),
+                        begun: false,
+                        by: *by,
+                    },
+                );
             }
             EventKind::OwnerPresent { host, why, .. } => {
                 let host = self.host(*host);
-                self.decided(at, Decided::OwnerCame { host, why: why.clone() });
+                self.decided(
+                    at,
+                    Decided::OwnerCame {
+                        host,
+                        why: why.clone(),
+                    },
+                );
             }
             EventKind::OwnerAbsent { host, why } => {
                 let host = self.host(*host);
-                self.decided(at, Decided::OwnerLeft { host, why: why.clone() });
+                self.decided(
+                    at,
+                    Decided::OwnerLeft {
+                        host,
+                        why: why.clone(),
+                    },
+                );
             }
             EventKind::HostClosed { host, why } => {
                 let host = self.host(*host);
-                self.decided(at, Decided::HostClosed { host, why: why.clone() });
+                self.decided(
+                    at,
+                    Decided::HostClosed {
+                        host,
+                        why: why.clone(),
+                    },
+                );
             }
-            EventKind::HostOpened { host } => self.decided(at, Decided::HostOpened { host: self.host(*host) }),
+            EventKind::HostOpened { host } => self.decided(
+                at,
+                Decided::HostOpened {
+                    host: self.host(*host),
+                },
+            ),
             EventKind::GuestsEnded { host, guests, why } if !guests.is_empty() => {
                 guests.iter().for_each(|tid| self.evicted(*tid));
                 let (host, tasks) = (self.host(*host), guests.clone());
-                self.decided(at, Decided::GuestsEnded { host, tasks, why: why.clone() });
+                self.decided(
+                    at,
+                    Decided::GuestsEnded {
+                        host,
+                        tasks,
+                        why: why.clone(),
+                    },
+                );
             }
             _ => {}
         }
@@ -69,13 +119,34 @@ impl Books {
     fn task_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
-            EventKind::TaskStarted { tid, parent, name, user } => {
+            EventKind::TaskStarted {
+                tid,
+                parent,
+                name,
+                user,
+            } => {
                 self.task_started(at, *tid, (*parent, *user), name, event.host);
             }
-            EventKind::Restarted { set, job, tasks, why } => {
+            EventKind::Restarted {
+                set,
+                job,
+                tasks,
+                why,
+            } => {
                 self.restarted(at, *job, tasks);
-                let tasks = tasks.iter().map(|(tid, host)| (*tid, self.host(*host))).collect();
-                self.decided(at, Decided::Restarted { job: *job, set: set.clone(), tasks, why: why.clone() });
+                let tasks = tasks
+                    .iter()
+                    .map(|(tid, host)| (*tid, self.host(*host)))
+                    .collect();
+                self.decided(
+                    at,
+                    Decided::Restarted {
+                        job: *job,
+                        set: set.clone(),
+                        tasks,
+                        why: why.clone(),
+                    },
+                );
             }
             EventKind::TaskEnded { tid, status, used } => {
                 self.no_loner(*tid);
@@ -94,12 +165,26 @@ impl Books {
             EventKind::Suspended { tid, cause } => {
                 self.suspended(*tid, at, Some(cause.clone()));
                 let host = self.host_of(*tid);
-                self.decided(at, Decided::Suspended { tid: *tid, host, cause: cause.clone() });
+                self.decided(
+                    at,
+                    Decided::Suspended {
+                        tid: *tid,
+                        host,
+                        cause: cause.clone(),
+                    },
+                );
             }
             EventKind::Resumed { tid, cause } => {
                 self.suspended(*tid, at, None);
                 let host = self.host_of(*tid);
-                self.decided(at, Decided::Resumed { tid: *tid, host, cause: cause.clone() });
+                self.decided(
+                    at,
+                    Decided::Resumed {
+                        tid: *tid,
+                        host,
+                        cause: cause.clone(),
+                    },
+                );
             }
             EventKind::JobSuspended { job, by } => self.job_suspended(at, *job, *by, true),
             EventKind::JobResumed { job, by } => self.job_suspended(at, *job, *by, false),
@@ -111,14 +196,55 @@ impl Books {
     fn move_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
-            EventKind::Moved { tid, from, to, cause, bytes, frozen, .. } => {
+            EventKind::Moved {
+                tid,
+                from,
+                to,
+                cause,
+                bytes,
+                frozen,
+                ..
+            } => {
                 self.moved(*tid, self.host(*to), matches!(cause, Cause::Owner { .. }));
                 let (from, to, cause) = (self.host(*from), self.host(*to), cause.clone());
-                self.decided(at, Decided::Moved { tid: *tid, from, to, cause, bytes: *bytes, frozen: *frozen });
+                self.decided(
+                    at,
+                    Decided::Moved {
+                        tid: *tid,
+                        from,
+                        to,
+                        cause,
+                        bytes: *bytes,
+                        frozen: *frozen,
+                    },
+                );
             }
-            EventKind::MoveFailed { tid, from, to, cause, step, why, .. } => {
-                let (from, to, cause, why) = (self.host(*from), self.host(*to), cause.clone(), why.to_string());
-                self.decided(at, Decided::NotMoved { tid: *tid, from, to, cause, step: *step, why });
+            EventKind::MoveFailed {
+                tid,
+                from,
+                to,
+                cause,
+                step,
+                why,
+                ..
+            } => {
+                let (from, to, cause, why) = (
+                    self.host(*from),
+                    self.host(*to),
+                    cause.clone(),
+                    why.to_string(),
+                );
+                self.decided(
+                    at,
+                    Decided::NotMoved {
+                        tid: *tid,
+                        from,
+                        to,
+                        cause,
+                        step: *step,
+                        why,
+                    },
+                );
             }
             _ => {}
         }
@@ -129,21 +255,48 @@ impl Books {
         let at = event.at;
         match &event.kind {
             EventKind::CheckpointFailed { job, why } => {
-                self.decided(at, Decided::CheckpointFailed { job: *job, why: why.clone() });
+                self.decided(
+                    at,
+                    Decided::CheckpointFailed {
+                        job: *job,
+                        why: why.clone(),
+                    },
+                );
             }
             EventKind::RestartFailed { set, cause, why } => {
                 let (job, set) = (self.job_of_set(set), set.clone());
-                self.decided(at, Decided::RestartFailed { job, set, cause: cause.clone(), why: why.clone() });
+                self.decided(
+                    at,
+                    Decided::RestartFailed {
+                        job,
+                        set,
+                        cause: cause.clone(),
+                        why: why.clone(),
+                    },
+                );
             }
             EventKind::TaskerGone { host, why } => {
                 let host = self.host(*host);
                 // Programs from a command line go on.
                 let had = |task: &&TaskUse| task.host == host && !task.program.is_empty();
                 let tasks = self.running().filter(had).map(|task| task.tid).collect();
-                self.decided(at, Decided::TaskerGone { host, tasks, why: why.clone() });
+                self.decided(
+                    at,
+                    Decided::TaskerGone {
+                        host,
+                        tasks,
+                        why: why.clone(),
+                    },
+                );
             }
             EventKind::HostRefused { name, why } => {
-                self.decided(at, Decided::HostRefused { host: name.clone(), why: why.clone() });
+                self.decided(
+                    at,
+                    Decided::HostRefused {
+                        host: name.clone(),
+                        why: why.clone(),
+                    },
+                );
             }
             _ => {}
         }

@@ -50,14 +50,23 @@ pub(super) fn program(name: &str) -> String {
 impl Books {
     /// The oldest decisions go when all together have too many bytes.
     pub(super) fn make_room(&mut self, batch: &mut Batch) {
-        for Change { key, value, .. } in batch.iter().filter(|change| change.sheet == Sheet::Decisions) {
+        for Change { key, value, .. } in batch
+            .iter()
+            .filter(|change| change.sheet == Sheet::Decisions)
+        {
             self.room.put(*key, value.as_ref().map(Vec::len));
         }
         while self.room.all > DECISIONS_BYTES_MAX && self.decisions.len() > 1 {
-            let Some((key, _)) = self.decisions.pop_first() else { return };
+            let Some((key, _)) = self.decisions.pop_first() else {
+                return;
+            };
             self.room.put(key, None);
             // Behind what the batch may say of it before.
-            batch.push(Change { sheet: Sheet::Decisions, key, value: None });
+            batch.push(Change {
+                sheet: Sheet::Decisions,
+                key,
+                value: None,
+            });
         }
     }
 }

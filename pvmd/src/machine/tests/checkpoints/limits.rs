@@ -15,7 +15,10 @@ fn spoken_for(seed: u64) -> (Scene, Vec<usize>) {
 }
 
 fn allow(scene: &mut Scene, speaker: usize, most: u32) {
-    let limits = GuestLimits { cores: Some(most), ..GuestLimits::default() };
+    let limits = GuestLimits {
+        cores: Some(most),
+        ..GuestLimits::default()
+    };
     assert_eq!(scene.sim.ask(speaker, welcome_with(limits)), Reply::Done);
 }
 
@@ -34,13 +37,25 @@ fn a_task_that_is_being_written_keeps_its_place() {
         while !scene.sim.procs[console].replies.contains_key(&asked) {
             (0..20).for_each(|_| assert!(scene.sim.step()));
             let at = format!("h{}", 1 + spawns.len() % usize::from(HOSTS));
-            spawns.push(scene.sim.request(console, Request::Spawn(on(&at, "child", 1))));
+            spawns.push(
+                scene
+                    .sim
+                    .request(console, Request::Spawn(on(&at, "child", 1))),
+            );
         }
         scene.answer(asked).expect("nothing stands in its way");
-        scene.sim.until("all are answered", |s| spawns.iter().all(|id| s.procs[console].replies.contains_key(id)));
+        scene.sim.until("all are answered", |s| {
+            spawns
+                .iter()
+                .all(|id| s.procs[console].replies.contains_key(id))
+        });
         for id in &spawns {
             let reply = &scene.sim.procs[console].replies[id];
-            assert_eq!(*reply, Reply::Spawned(vec![Err(PvmError::OutOfRes)]), "seed {seed}");
+            assert_eq!(
+                *reply,
+                Reply::Spawned(vec![Err(PvmError::OutOfRes)]),
+                "seed {seed}"
+            );
         }
         tried += spawns.len();
         scene.until_all_are_back();
@@ -57,16 +72,34 @@ fn a_job_is_started_again_only_where_owners_allow_all_of_it() {
         for speaker in &speakers {
             allow(&mut scene, *speaker, 1);
         }
-        let why = scene.restart(&set, &[]).expect_err("four tasks have no place on three hosts that take one each");
-        assert!(why.to_string().contains("its owner allows one task, and it is there"), "{why} (seed {seed})");
+        let why = scene
+            .restart(&set, &[])
+            .expect_err("four tasks have no place on three hosts that take one each");
+        assert!(
+            why.to_string()
+                .contains("its owner allows one task, and it is there"),
+            "{why} (seed {seed})"
+        );
         // Nothing of it is left, soon, that would take a place.
         scene.sim.pass(Micros::from_secs(2));
-        let three = SpawnRequest { file: "child".into(), count: 3, ..SpawnRequest::default() };
+        let three = SpawnRequest {
+            file: "child".into(),
+            count: 3,
+            ..SpawnRequest::default()
+        };
         let reply = scene.sim.ask(scene.console, Request::Spawn(three));
-        assert!(matches!(&reply, Reply::Spawned(all) if all.iter().all(Result::is_ok)), "{reply:?} (seed {seed})");
+        assert!(
+            matches!(&reply, Reply::Spawned(all) if all.iter().all(Result::is_ok)),
+            "{reply:?} (seed {seed})"
+        );
         assert_eq!(scene.sim.ask(speakers[1], welcome()), Reply::Done);
-        let places = scene.restart(&set, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        assert!(places.iter().all(|(_, at)| *at == host(2)), "{places:?} (seed {seed})");
+        let places = scene
+            .restart(&set, &[])
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        assert!(
+            places.iter().all(|(_, at)| *at == host(2)),
+            "{places:?} (seed {seed})"
+        );
         scene.until_all_are_back();
     }
 }

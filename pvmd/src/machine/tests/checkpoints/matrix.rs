@@ -26,7 +26,12 @@ enum What {
 }
 
 /// Who is struck: a host with a task of the job, what serves it, and the master.
-const PARTIES: [Party; 4] = [Party::Source, Party::Master, Party::SourceTasker, Party::SourceEngine];
+const PARTIES: [Party; 4] = [
+    Party::Source,
+    Party::Master,
+    Party::SourceTasker,
+    Party::SourceEngine,
+];
 
 type Fault = (Spot, usize, Party, Blow);
 
@@ -44,7 +49,10 @@ impl Trial {
         let mut scene = Scene::new(seed, 4, TASKS);
         scene.chatter(10);
         let every = (what == What::Checkpoint).then_some(SELDOM);
-        let first = scene.checkpoint(every).unwrap_or_else(|why| panic!("{why} (seed {seed})")).set;
+        let first = scene
+            .checkpoint(every)
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"))
+            .set;
         scene.chatter(10);
         if what == What::Restart {
             scene.end_all();
@@ -53,15 +61,26 @@ impl Trial {
         let asked = match what {
             What::Checkpoint => scene.begin_checkpoint(None),
             What::Restart => {
-                let again = Request::Restart { set: first.clone(), on: Vec::new(), wait: true };
+                let again = Request::Restart {
+                    set: first.clone(),
+                    on: Vec::new(),
+                    wait: true,
+                };
                 scene.sim.request(scene.console, again)
             }
         };
-        Trial { scene, what, first, asked }
+        Trial {
+            scene,
+            what,
+            first,
+            asked,
+        }
     }
 
     fn is_over(&self) -> bool {
-        self.scene.sim.procs[self.scene.console].replies.contains_key(&self.asked)
+        self.scene.sim.procs[self.scene.console]
+            .replies
+            .contains_key(&self.asked)
     }
 
     /// How often each place is reached if nothing goes wrong.
@@ -84,13 +103,18 @@ impl Trial {
     }
 
     fn all_run(&self) -> bool {
-        self.scene.tids.iter().all(|tid| is_back(&self.scene.sim, *tid))
+        self.scene
+            .tids
+            .iter()
+            .all(|tid| is_back(&self.scene.sim, *tid))
     }
 
     /// What was asked for has been answered, whoever was away is back or out, and all has come to rest. True if it went well.
     fn comes_to_rest(&mut self, case: &str) -> bool {
         let (console, asked) = (self.scene.console, self.asked);
-        self.scene.sim.until(case, |sim| sim.procs[console].replies.contains_key(&asked));
+        self.scene
+            .sim
+            .until(case, |sim| sim.procs[console].replies.contains_key(&asked));
         self.scene.sim.pass(LONG + Micros::from_secs(20));
         match &self.scene.sim.procs[console].replies[&asked] {
             Reply::Checkpointed(result) => result.is_ok(),
@@ -101,14 +125,22 @@ impl Trial {
 
     /// All talk, nothing is lost, and nothing is left behind.
     fn goes_on(&mut self, case: &str) {
-        assert!(self.all_run(), "not all run: {case}\n{}", self.scene.sim.story());
+        assert!(
+            self.all_run(),
+            "not all run: {case}\n{}",
+            self.scene.sim.story()
+        );
         self.scene.chatter(40);
         self.scene.until_all_is_heard();
         self.scene.sim.pass(Micros::from_secs(2));
         let nodes = &self.scene.sim.nodes;
         let left = self.scene.sim.sets.left_on(|on| nodes[&on].alive);
         let (drafts, _) = self.scene.sim.sets.left();
-        assert_eq!((left, drafts, self.scene.sim.tokens_left()), (0, 0, 0), "something is left: {case}");
+        assert_eq!(
+            (left, drafts, self.scene.sim.tokens_left()),
+            (0, 0, 0),
+            "something is left: {case}"
+        );
     }
 
     /// The job ends, and begins again with the newest set there is.
@@ -116,26 +148,36 @@ impl Trial {
         let set = self.scene.sim.sets.newest();
         self.scene.sim.engines_anew();
         self.scene.end_all();
-        self.scene.restart(&set, &[]).unwrap_or_else(|why| panic!("{why}: {case}\n{}", self.scene.sim.story()));
+        self.scene
+            .restart(&set, &[])
+            .unwrap_or_else(|why| panic!("{why}: {case}\n{}", self.scene.sim.story()));
         self.scene.until_all_are_back();
         self.goes_on(case);
     }
 
     fn judge(&mut self, party: Party, blow: Blow, case: &str) {
         let good = self.comes_to_rest(case);
-        let tasks_die = is_gone(party, blow) || (party == Party::SourceTasker && blow == Blow::Kill);
+        let tasks_die =
+            is_gone(party, blow) || (party == Party::SourceTasker && blow == Blow::Kill);
         match self.what {
             What::Checkpoint => {
                 // One that was being sealed when the job went back is whole as well.
                 let sets = self.scene.sim.sets.count();
-                assert!(sets == 1 + usize::from(good) || tasks_die && sets == 2, "{sets} sets: {case}");
+                assert!(
+                    sets == 1 + usize::from(good) || tasks_die && sets == 2,
+                    "{sets} sets: {case}"
+                );
                 self.goes_on(case);
             }
             What::Restart if good && (self.all_run() || !tasks_die) => self.goes_on(case),
             What::Restart => {
                 let runs = |tid: &&Tid| is_listed(&self.scene.sim, **tid);
                 let left: Vec<&Tid> = self.scene.tids.iter().filter(runs).collect();
-                assert!(good || left.is_empty(), "{left:?} run: {case}\n{}", self.scene.sim.story());
+                assert!(
+                    good || left.is_empty(),
+                    "{left:?} run: {case}\n{}",
+                    self.scene.sim.story()
+                );
             }
         }
         self.begins_again(case);
@@ -145,13 +187,22 @@ impl Trial {
     fn judge_without_master(mut self, case: &str) {
         self.scene.sim.pass(LONG + Micros::from_secs(20));
         let nodes = &self.scene.sim.nodes;
-        let left: Vec<HostId> = nodes.iter().filter(|(_, n)| n.alive).map(|(id, _)| *id).collect();
+        let left: Vec<HostId> = nodes
+            .iter()
+            .filter(|(_, n)| n.alive)
+            .map(|(id, _)| *id)
+            .collect();
         assert_eq!(left, [], "{case}");
         let (newest, count) = (self.scene.sim.sets.newest(), self.scene.sim.sets.count());
-        assert!(count == 1 || self.what == What::Checkpoint, "{count} sets: {case}");
+        assert!(
+            count == 1 || self.what == What::Checkpoint,
+            "{count} sets: {case}"
+        );
         assert!(count == 1 || newest != self.first, "{case}");
         let mut scene = lost(self.scene);
-        scene.restart(&newest, &[]).unwrap_or_else(|why| panic!("{why}: {case}"));
+        scene
+            .restart(&newest, &[])
+            .unwrap_or_else(|why| panic!("{why}: {case}"));
         scene.until_all_are_back();
         scene.chatter(40);
         scene.until_all_is_heard();
@@ -172,7 +223,9 @@ fn try_all(what: What) {
                 for seed in seeds(TRIES + 1) {
                     // Fewer may come where delays are others.
                     let nth = (seed as usize - 1) * (times - 1) / 2 % times;
-                    let case = format!("{what:?}: {party:?}, {blow:?}, {spot:?} for the {nth}th time, seed {seed}");
+                    let case = format!(
+                        "{what:?}: {party:?}, {blow:?}, {spot:?} for the {nth}th time, seed {seed}"
+                    );
                     let seed = seed * 1000 + n as u64;
                     let mut trial = Trial::new(what, seed, Some((spot.clone(), nth, party, blow)));
                     trial.until_struck(&case);
@@ -195,6 +248,7 @@ fn whatever_meets_whomever_at_whichever_word_of_a_checkpoint_the_job_goes_on_and
 }
 
 #[test]
-fn whatever_meets_whomever_at_whichever_word_of_a_restart_the_job_runs_once_or_not_at_all_and_may_be_started_again() {
+fn whatever_meets_whomever_at_whichever_word_of_a_restart_the_job_runs_once_or_not_at_all_and_may_be_started_again()
+ {
     try_all(What::Restart);
 }

@@ -6,8 +6,12 @@ use sempa_proto::event::EventKind;
 
 impl Scene {
     pub(super) fn remove(&mut self, which: Unwanted) -> Removed {
-        let reply = self.sim.ask(self.console, Request::RemoveSets { which, any: false });
-        let Reply::SetsRemoved(Ok(removed)) = reply else { panic!("{reply:?}") };
+        let reply = self
+            .sim
+            .ask(self.console, Request::RemoveSets { which, any: false });
+        let Reply::SetsRemoved(Ok(removed)) = reply else {
+            panic!("{reply:?}")
+        };
         removed
     }
 
@@ -17,20 +21,35 @@ impl Scene {
 
     pub(super) fn sets(&mut self) -> Vec<SetEntry> {
         let reply = self.sim.ask(self.console, Request::Sets);
-        let Reply::Sets(Ok(sets)) = reply else { panic!("{reply:?}") };
+        let Reply::Sets(Ok(sets)) = reply else {
+            panic!("{reply:?}")
+        };
         sets
     }
 
     pub(super) fn made(&mut self, pace: Option<Pace>) -> String {
-        let reply = self.sim.ask(self.console, Request::Checkpoint { job: self.job(), pace, end: false, wait: true });
-        let Reply::Checkpointed(Ok(report)) = reply else { panic!("{reply:?} (seed {})", self.sim.seed) };
+        let reply = self.sim.ask(
+            self.console,
+            Request::Checkpoint {
+                job: self.job(),
+                pace,
+                end: false,
+                wait: true,
+            },
+        );
+        let Reply::Checkpointed(Ok(report)) = reply else {
+            panic!("{reply:?} (seed {})", self.sim.seed)
+        };
         report.set
     }
 
     /// All tasks end with these wait statuses, the first one last; true if the store was told that the job is over.
     pub(super) fn ends(&mut self, first: i32, others: i32) -> bool {
         for tid in self.tids.clone().into_iter().rev() {
-            let (proc, status) = (self.sim.proc_of(tid), if tid == self.job() { first } else { others });
+            let (proc, status) = (
+                self.sim.proc_of(tid),
+                if tid == self.job() { first } else { others },
+            );
             self.sim.exit(proc, status);
         }
         self.over()
@@ -38,10 +57,16 @@ impl Scene {
 
     fn over(&mut self) -> bool {
         let tids = self.tids.clone();
-        self.sim.until("all have ended", |sim| tids.iter().all(|tid| !is_listed(sim, *tid)));
+        self.sim.until("all have ended", |sim| {
+            tids.iter().all(|tid| !is_listed(sim, *tid))
+        });
         self.sim.pass(Micros::from_secs(2));
         let ended = self.sim.sets.ended();
-        assert!(ended.is_empty() || ended.len() == self.sim.sets.count(), "all sets of it (seed {})", self.sim.seed);
+        assert!(
+            ended.is_empty() || ended.len() == self.sim.sets.count(),
+            "all sets of it (seed {})",
+            self.sim.seed
+        );
         !ended.is_empty()
     }
 }
@@ -54,21 +79,44 @@ fn sets_are_removed_by_name_and_by_job_unless_they_are_needed() {
         assert_eq!(scene.remove_set(&a), Ok(1));
         assert_eq!(scene.remove_set(&a), Err(Stays::Unknown));
         let listed: Vec<String> = scene.sets().into_iter().map(|set| set.set).collect();
-        assert!(listed.len() == 2 && listed.contains(&b) && listed.contains(&c), "{listed:?}");
+        assert!(
+            listed.len() == 2 && listed.contains(&b) && listed.contains(&c),
+            "{listed:?}"
+        );
         let job = scene.job();
         let every = Some(Pace::Every(Micros::from_secs(3600)));
         let newest = scene.made(every);
         let mut gone = scene.remove(Unwanted::Job(job));
         gone.sort_by_key(|(set, _)| *set == newest);
         assert_eq!(gone.len(), 3);
-        assert_eq!(gone[2], (newest.clone(), Err(Stays::Wanted(job))), "it goes back to it");
-        assert!(gone[..2].iter().all(|(_, became)| *became == Ok(1)), "{gone:?}");
-        let stop = Request::Checkpoint { job, pace: Some(Pace::Never), end: false, wait: true };
+        assert_eq!(
+            gone[2],
+            (newest.clone(), Err(Stays::Wanted(job))),
+            "it goes back to it"
+        );
+        assert!(
+            gone[..2].iter().all(|(_, became)| *became == Ok(1)),
+            "{gone:?}"
+        );
+        let stop = Request::Checkpoint {
+            job,
+            pace: Some(Pace::Never),
+            end: false,
+            wait: true,
+        };
         assert_eq!(scene.sim.ask(scene.console, stop), Reply::Done);
         assert_eq!(scene.remove_set(&newest), Ok(1));
         assert_eq!(scene.remove(Unwanted::Job(job)), []);
-        let events = scene.sim.ask(scene.console, Request::Events { from: 0, limit: 1000 });
-        let Reply::Events(events) = events else { panic!("{events:?}") };
+        let events = scene.sim.ask(
+            scene.console,
+            Request::Events {
+                from: 0,
+                limit: 1000,
+            },
+        );
+        let Reply::Events(events) = events else {
+            panic!("{events:?}")
+        };
         let removed = events.iter().filter_map(|event| match &event.kind {
             EventKind::SetsRemoved { sets, .. } => Some(sets.len()),
             _ => None,
@@ -83,11 +131,26 @@ fn a_set_from_which_a_job_is_being_started_stays() {
         let mut scene = Scene::new(seed, 3, 4);
         let set = scene.made(None);
         scene.end_all();
-        let asked = scene.sim.request(scene.console, Request::Restart { set: set.clone(), on: Vec::new(), wait: true });
+        let asked = scene.sim.request(
+            scene.console,
+            Request::Restart {
+                set: set.clone(),
+                on: Vec::new(),
+                wait: true,
+            },
+        );
         assert_eq!(scene.remove_set(&set), Err(Stays::InUse), "seed {seed}");
         let console = scene.console;
-        scene.sim.until("it runs", |sim| sim.procs[console].replies.contains_key(&asked));
-        assert!(matches!(scene.sim.procs[console].replies[&asked], Reply::Restarted(Ok(_))), "seed {seed}");
+        scene.sim.until("it runs", |sim| {
+            sim.procs[console].replies.contains_key(&asked)
+        });
+        assert!(
+            matches!(
+                scene.sim.procs[console].replies[&asked],
+                Reply::Restarted(Ok(_))
+            ),
+            "seed {seed}"
+        );
         assert_eq!(scene.remove_set(&set), Ok(1), "seed {seed}");
     }
 }
@@ -98,7 +161,10 @@ fn the_sets_of_a_job_that_came_to_a_good_end_or_was_killed_are_not_wanted_any_mo
         for every in [None, Some(Pace::Every(Micros::from_secs(1)))] {
             let mut scene = Scene::new(seed, 3, 4);
             scene.made(every);
-            assert!(scene.ends(0, 0x100), "its first task has succeeded (seed {seed})");
+            assert!(
+                scene.ends(0, 0x100),
+                "its first task has succeeded (seed {seed})"
+            );
             let mut scene = Scene::new(seed, 3, 4);
             scene.made(every);
             scene.chatter(30);
@@ -118,20 +184,37 @@ fn the_sets_of_a_job_that_crashed_or_lost_its_host_or_ended_for_its_checkpoint_a
         assert!(!scene.ends(11, 0), "it crashed (seed {seed})");
         let mut scene = Scene::new(seed, 3, 4);
         scene.made(None);
-        assert!(!scene.ends(15, 0), "somebody outside has killed it (seed {seed})");
+        assert!(
+            !scene.ends(15, 0),
+            "somebody outside has killed it (seed {seed})"
+        );
         let mut scene = Scene::new(seed, 3, 4);
         scene.made(None);
         scene.signal(scene.job(), 10);
         assert!(!scene.ends(10, 0), "no signal to end (seed {seed})");
         let mut scene = Scene::new(seed, 3, 4);
-        let ends = Request::Checkpoint { job: scene.job(), pace: None, end: true, wait: true };
+        let ends = Request::Checkpoint {
+            job: scene.job(),
+            pace: None,
+            end: true,
+            wait: true,
+        };
         let reply = scene.sim.ask(scene.console, ends);
-        assert!(matches!(reply, Reply::Checkpointed(Ok(_))), "{reply:?} (seed {seed})");
+        assert!(
+            matches!(reply, Reply::Checkpointed(Ok(_))),
+            "{reply:?} (seed {seed})"
+        );
         assert!(!scene.over(), "it is to be started again (seed {seed})");
         let mut scene = Scene::new(seed, 3, 6);
         scene.made(None);
-        let away = scene.tids.iter().map(|tid| scene.sim.procs[scene.sim.proc_of(*tid)].host);
-        let lost = away.into_iter().find(|at| *at != HostId::MASTER).expect("they are spread");
+        let away = scene
+            .tids
+            .iter()
+            .map(|tid| scene.sim.procs[scene.sim.proc_of(*tid)].host);
+        let lost = away
+            .into_iter()
+            .find(|at| *at != HostId::MASTER)
+            .expect("they are spread");
         scene.sim.kill_host(lost);
         for tid in scene.tids.clone() {
             let proc = scene.sim.proc_of(tid);
@@ -140,7 +223,11 @@ fn the_sets_of_a_job_that_crashed_or_lost_its_host_or_ended_for_its_checkpoint_a
             }
         }
         scene.sim.pass(Micros::from_secs(60));
-        assert_eq!(scene.sim.sets.ended(), [""; 0], "some of it were lost with their host (seed {seed})");
+        assert_eq!(
+            scene.sim.sets.ended(),
+            [""; 0],
+            "some of it were lost with their host (seed {seed})"
+        );
     }
 }
 
@@ -167,8 +254,13 @@ fn a_job_that_is_started_again_wants_its_sets_and_when_it_has_ended_they_are_ove
         scene.made(None);
         let second = scene.made(None);
         assert!(scene.ends(0, 0), "seed {seed}");
-        assert!(scene.sets().iter().all(|set| set.ended.is_some()), "and the list tells");
-        scene.restart(&second, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        assert!(
+            scene.sets().iter().all(|set| set.ended.is_some()),
+            "and the list tells"
+        );
+        scene
+            .restart(&second, &[])
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.until_all_are_back();
         assert_eq!(scene.sim.sets.ended(), [""; 0], "seed {seed}");
         scene.made(None);

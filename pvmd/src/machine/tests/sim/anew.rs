@@ -17,27 +17,56 @@ impl Sim {
     pub(super) fn takes_nothing(&mut self, proc: usize, by: Option<MigrationId>) {
         let now = self.now;
         let p = &mut self.procs[proc];
-        let (Some(conn), on, line) = (p.conn, p.host, p.line) else { return };
+        let (Some(conn), on, line) = (p.conn, p.host, p.line) else {
+            return;
+        };
         let Some(by) = by else {
             if p.ends.is_none() {
                 p.links.values_mut().for_each(Link::restore_window);
                 if let Some(by) = p.parted.take() {
-                    self.proc_says(conn, on, Event::TaskControl { conn, message: ToDaemon::TakesAgain { by } });
+                    self.proc_says(
+                        conn,
+                        on,
+                        Event::TaskControl {
+                            conn,
+                            message: ToDaemon::TakesAgain { by },
+                        },
+                    );
                 }
             }
             return;
         };
         (p.parted, p.asked) = (Some(by), true);
-        let parts: Vec<(Talk, Vec<LinkFrame>)> = p.links.values_mut().map(|link| link.part(now)).collect();
+        let parts: Vec<(Talk, Vec<LinkFrame>)> =
+            p.links.values_mut().map(|link| link.part(now)).collect();
         let later = std::mem::take(&mut p.waiting);
         let talks = parts.iter().map(|(talk, _)| *talk).collect();
-        let first = ToDaemon::Parting { by, line, talks, later };
-        self.proc_says(conn, on, Event::TaskControl { conn, message: first });
+        let first = ToDaemon::Parting {
+            by,
+            line,
+            talks,
+            later,
+        };
+        self.proc_says(
+            conn,
+            on,
+            Event::TaskControl {
+                conn,
+                message: first,
+            },
+        );
         for frame in parts.into_iter().flat_map(|(_, frames)| frames) {
             let bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
             self.proc_says(conn, on, Event::TaskLink { conn, frame: bytes });
         }
-        self.proc_says(conn, on, Event::TaskControl { conn, message: ToDaemon::TakesNothing { by } });
+        self.proc_says(
+            conn,
+            on,
+            Event::TaskControl {
+                conn,
+                message: ToDaemon::TakesNothing { by },
+            },
+        );
     }
 
     /// A new process goes on with the conversations of another one.
@@ -45,15 +74,26 @@ impl Sim {
         let p = &mut self.procs[proc];
         let tid = p.tid();
         (p.line, p.next_request) = (successor.line, u64::from(successor.count) << 40);
-        p.links.extend(successor.talks.iter().map(|talk| (talk.peer, Link::go_on(tid, talk))));
+        p.links.extend(
+            successor
+                .talks
+                .iter()
+                .map(|talk| (talk.peer, Link::go_on(tid, talk))),
+        );
     }
 
     /// What the process before this one had sent comes back. False if it is nothing of the kind.
     pub(super) fn takes_back(&mut self, proc: usize, frame: &LinkFrame) -> bool {
         let p = &mut self.procs[proc];
-        let own = frame.dst != frame.src && p.welcome.as_ref().is_some_and(|welcome| welcome.tid == frame.src);
+        let own = frame.dst != frame.src
+            && p.welcome
+                .as_ref()
+                .is_some_and(|welcome| welcome.tid == frame.src);
         if own {
-            p.links.get_mut(&frame.dst).expect("it was told of this one").take_back(frame);
+            p.links
+                .get_mut(&frame.dst)
+                .expect("it was told of this one")
+                .take_back(frame);
             self.pump(proc);
         }
         own
@@ -61,12 +101,14 @@ impl Sim {
 
     /// What one host carries for tasks to another one from now on is so long on its way at least.
     pub(in crate::machine::tests) fn slow_down(&mut self, from: HostId, to: HostId, time: Micros) {
-        self.channels.insert(Channel::Data(from, to), self.now + time);
+        self.channels
+            .insert(Channel::Data(from, to), self.now + time);
     }
 
     /// What the master says to a host from now on is so long on its way at least.
     pub(in crate::machine::tests) fn slow_down_orders(&mut self, to: HostId, time: Micros) {
-        self.channels.insert(Channel::Control(HostId::MASTER, to), self.now + time);
+        self.channels
+            .insert(Channel::Control(HostId::MASTER, to), self.now + time);
     }
 
     /// From now on it is this program.
@@ -76,7 +118,9 @@ impl Sim {
 
     /// A program is asked to end. One that is called `deaf` does not, one that is called `done` ends of itself.
     pub(super) fn asked_to_end(&mut self, on: HostId, tid: Tid, engine: Engine) {
-        let Some(proc) = self.find_spawned(on, tid) else { return };
+        let Some(proc) = self.find_spawned(on, tid) else {
+            return;
+        };
         if let (true, Some((_, wait))) = (self.procs[proc].held, engine.asks()) {
             // It may run so long for that.
             self.hold(on, proc, Micros::from_secs(wait.into()));
@@ -86,7 +130,11 @@ impl Sim {
         if by_message {
             let before = self.procs[proc].notes(ASK_TAG).len();
             self.pass(Micros::from_millis(20));
-            assert_eq!(self.procs[proc].notes(ASK_TAG).len(), before, "its end is not expected yet");
+            assert_eq!(
+                self.procs[proc].notes(ASK_TAG).len(),
+                before,
+                "its end is not expected yet"
+            );
             self.tasker(on, FromTasker::ExpectsEnd { tid });
         }
         if program.contains("deaf") {
@@ -95,7 +143,9 @@ impl Sim {
         }
         if by_message {
             let before = self.procs[proc].notes(ASK_TAG).len();
-            self.until("it is asked", |s| s.procs[proc].notes(ASK_TAG).len() > before || s.procs[proc].exited);
+            self.until("it is asked", |s| {
+                s.procs[proc].notes(ASK_TAG).len() > before || s.procs[proc].exited
+            });
         }
         let status = match engine {
             _ if program.contains("done") => 0,
@@ -116,7 +166,9 @@ impl Sim {
         let p = &self.procs[proc];
         if p.asked && p.parted.is_none() && p.conn.is_some() {
             let words = self.request(proc, Request::LastWords);
-            self.until("it may end", |s| s.procs[proc].replies.contains_key(&words) || s.procs[proc].exited);
+            self.until("it may end", |s| {
+                s.procs[proc].replies.contains_key(&words) || s.procs[proc].exited
+            });
         }
         self.pump(proc);
         self.write_state(proc);
@@ -124,7 +176,12 @@ impl Sim {
     }
 
     /// A program is started that waits before its first instruction.
-    pub(super) fn build_anew(&mut self, on: HostId, migration: MigrationId, start: &StartTask) -> FromTasker {
+    pub(super) fn build_anew(
+        &mut self,
+        on: HostId,
+        migration: MigrationId,
+        start: &StartTask,
+    ) -> FromTasker {
         let result = self.step_result_of(on, 4343);
         if result.is_ok() {
             let proc = self.process_of(on, start);
@@ -137,11 +194,23 @@ impl Sim {
     }
 
     /// Lets it run; `None` if there is none.
-    pub(super) fn run_anew(&mut self, on: HostId, migration: MigrationId, held: bool) -> Option<FromTasker> {
+    pub(super) fn run_anew(
+        &mut self,
+        on: HostId,
+        migration: MigrationId,
+        held: bool,
+    ) -> Option<FromTasker> {
         let (proc, tid) = self.anew.remove(&(on, migration))?;
-        let twice = self.procs.iter().any(|p| p.spawned == Some(tid) && !p.exited);
+        let twice = self
+            .procs
+            .iter()
+            .any(|p| p.spawned == Some(tid) && !p.exited);
         assert!(!twice, "two live copies of {tid} (seed {})", self.seed);
-        let result = if self.procs[proc].exited { Err(Failure::Engine("it has ended".into())) } else { Ok(()) };
+        let result = if self.procs[proc].exited {
+            Err(Failure::Engine("it has ended".into()))
+        } else {
+            Ok(())
+        };
         let p = &mut self.procs[proc];
         (p.spawned, p.stopped, p.held) = (Some(tid), false, held);
         self.begin_if_it_may(proc);
@@ -157,8 +226,15 @@ impl Sim {
 
     /// The process that a start makes; it has not connected.
     pub(super) fn process_of(&mut self, on: HostId, start: &StartTask) -> usize {
-        let env: Vec<String> = start.env.iter().map(|e| String::from_utf8_lossy(e).into_owned()).collect();
-        let epid = env.iter().find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok()).expect("a number");
+        let env: Vec<String> = start
+            .env
+            .iter()
+            .map(|e| String::from_utf8_lossy(e).into_owned())
+            .collect();
+        let epid = env
+            .iter()
+            .find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok())
+            .expect("a number");
         let program = start.path.to_string_lossy().into_owned();
         let proc = self.process(on, &program, Some(start.tid), env);
         self.procs[proc].claim = Some(Claim::Spawned { epid });

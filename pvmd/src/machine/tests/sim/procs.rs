@@ -103,7 +103,11 @@ impl Proc {
     /// Hands over notifications whose turn has come.
     pub(super) fn settle(&mut self) {
         let links = &self.links;
-        let here = |mark: &LinkMark| links.get(&mark.peer).is_none_or(|l| l.is_gone() || l.expected() >= mark.end);
+        let here = |mark: &LinkMark| {
+            links
+                .get(&mark.peer)
+                .is_none_or(|l| l.is_gone() || l.expected() >= mark.end)
+        };
         for (_, message) in self.waiting.extract_if(.., |(mark, _)| here(mark)) {
             self.seen.push(Seen::Note(message));
         }

@@ -60,7 +60,11 @@ impl Sets {
 
     /// Images, and files that have no names, on these hosts.
     pub(in crate::machine::tests) fn left_on(&self, is_one: impl Fn(HostId) -> bool) -> usize {
-        self.images.keys().chain(self.staged.keys()).filter(|(on, _)| is_one(*on)).count()
+        self.images
+            .keys()
+            .chain(self.staged.keys())
+            .filter(|(on, _)| is_one(*on))
+            .count()
     }
 
     /// Complete sets.
@@ -70,8 +74,16 @@ impl Sets {
 
     /// The name of the newest.
     pub(in crate::machine::tests) fn newest(&self) -> String {
-        let number = |name: &&String| name.rsplit('-').next().and_then(|number| number.parse::<CutId>().ok());
-        self.sets.keys().max_by_key(number).expect("there is one").clone()
+        let number = |name: &&String| {
+            name.rsplit('-')
+                .next()
+                .and_then(|number| number.parse::<CutId>().ok())
+        };
+        self.sets
+            .keys()
+            .max_by_key(number)
+            .expect("there is one")
+            .clone()
     }
 
     /// Those whose jobs have ended for good.
@@ -96,14 +108,22 @@ impl Sets {
     fn remove(&mut self, which: Unwanted, stay: &BTreeMap<String, Stays>) -> Removed {
         let names = match which {
             Unwanted::Sets(names) => names,
-            Unwanted::Job(job) => self.entries().into_iter().filter(|set| set.job == job).map(|set| set.set).collect(),
+            Unwanted::Job(job) => self
+                .entries()
+                .into_iter()
+                .filter(|set| set.job == job)
+                .map(|set| set.set)
+                .collect(),
         };
         let mut one = |name: &String| match stay.get(name) {
             Some(why) => Err(why.clone()),
             None if self.open.values().any(|open| open == name) => Err(Stays::InUse),
             None => self.sets.remove(name).map(|_| 1).ok_or(Stays::Unknown),
         };
-        names.into_iter().map(|name| (name.clone(), one(&name))).collect()
+        names
+            .into_iter()
+            .map(|name| (name.clone(), one(&name)))
+            .collect()
     }
 
     /// Copies of sets, and where they are.
@@ -130,20 +150,34 @@ impl Sets {
 
 impl Sim {
     pub(super) fn dump_image(&mut self, on: HostId, migration: MigrationId, tid: Tid) {
-        if let Some(proc) = self.procs.iter().find(|p| p.spawned == Some(tid) && p.host == on && !p.exited) {
+        if let Some(proc) = self
+            .procs
+            .iter()
+            .find(|p| p.spawned == Some(tid) && p.host == on && !p.exited)
+        {
             assert!(
                 proc.conn.is_none() && proc.quiesced.is_some(),
                 "only who has let go is dumped (seed {})",
                 self.seed
             );
-            let part = Part { proc: Some(Proc { mail: Vec::new(), ..proc.clone() }), ..Part::default() };
+            let part = Part {
+                proc: Some(Proc {
+                    mail: Vec::new(),
+                    ..proc.clone()
+                }),
+                ..Part::default()
+            };
             self.sets.images.insert((on, migration), part);
         }
     }
 
     /// A process is built from images and stands still.
     pub(super) fn build(&mut self, on: HostId, migration: MigrationId, redirection: &Redirection) {
-        let part = self.sets.images.get(&(on, migration)).expect("images come before");
+        let part = self
+            .sets
+            .images
+            .get(&(on, migration))
+            .expect("images come before");
         let redirect: Redirect = from_bytes(&redirection.bytes[8..]).expect("it can be read");
         let mut proc = part.proc.clone().expect("a process");
         proc.quiesced = Some((redirect.migration, redirect.tokens));
@@ -153,9 +187,14 @@ impl Sim {
 
     /// Lets a built process run; false when this is no such one.
     pub(super) fn run_built(&mut self, on: HostId, migration: MigrationId, held: bool) -> bool {
-        let Some(mut proc) = self.sets.built.remove(&(on, migration)) else { return false };
+        let Some(mut proc) = self.sets.built.remove(&(on, migration)) else {
+            return false;
+        };
         let tid = proc.spawned;
-        let twice = self.procs.iter().any(|p| p.spawned == tid && !p.exited && !self.is_out(p.host));
+        let twice = self
+            .procs
+            .iter()
+            .any(|p| p.spawned == tid && !p.exited && !self.is_out(p.host));
         assert!(!twice, "two live copies of {tid:?} (seed {})", self.seed);
         (proc.stopped, proc.held) = (false, held);
         self.procs.push(proc);
@@ -171,10 +210,21 @@ impl Sim {
             before.map(|before| link.follow(before));
             link.begin_timeline(restart.timeline.line, before.is_some());
         }
-        let again: Vec<_> = restart.again.iter().filter_map(|id| Some((*id, p.open.get(id)?.clone()))).collect();
+        let again: Vec<_> = restart
+            .again
+            .iter()
+            .filter_map(|id| Some((*id, p.open.get(id)?.clone())))
+            .collect();
         let (conn, on) = (p.conn.expect("just connected"), p.host);
         for (id, what) in again {
-            self.proc_says(conn, on, Event::TaskControl { conn, message: ToDaemon::Request { id, what } });
+            self.proc_says(
+                conn,
+                on,
+                Event::TaskControl {
+                    conn,
+                    message: ToDaemon::Request { id, what },
+                },
+            );
         }
     }
 
@@ -182,7 +232,13 @@ impl Sim {
     pub(super) fn write_state(&mut self, proc: usize) {
         let p = &self.procs[proc];
         if let (true, Some(tid)) = (p.program.contains("keeper"), p.spawned) {
-            self.sets.files.insert(tid, State { seen: p.seen.clone(), said: p.said.clone() });
+            self.sets.files.insert(
+                tid,
+                State {
+                    seen: p.seen.clone(),
+                    said: p.said.clone(),
+                },
+            );
         }
     }
 
@@ -200,22 +256,45 @@ impl Sim {
     fn keep_states(&mut self, on: HostId, output: Output) {
         let named = |files: &[PathBuf]| {
             let name = files[0].to_string_lossy().into_owned();
-            let tid = name.strip_prefix("state-t").and_then(|tid| i32::from_str_radix(tid, 16).ok());
+            let tid = name
+                .strip_prefix("state-t")
+                .and_then(|tid| i32::from_str_radix(tid, 16).ok());
             Tid::from_raw(tid.unwrap_or_else(|| panic!("{name} has no tid in it")))
         };
         match output {
-            Output::CollectState { migration, files, .. } => {
+            Output::CollectState {
+                migration, files, ..
+            } => {
                 let state = self.sets.files.get(&named(&files)).cloned();
                 let count = u32::from(state.is_some());
-                self.sets.images.insert((on, migration), Part { state, ..Part::default() });
-                let result = self.thrown().map(|()| DumpReport { bytes: 10, files: count });
+                self.sets.images.insert(
+                    (on, migration),
+                    Part {
+                        state,
+                        ..Part::default()
+                    },
+                );
+                let result = self.thrown().map(|()| DumpReport {
+                    bytes: 10,
+                    files: count,
+                });
                 self.later(on, Event::StateCollected { migration, result });
             }
-            Output::StageState { migration, files, .. } => {
-                let state = self.sets.images.get(&(on, migration)).expect("images come before").state.clone();
+            Output::StageState {
+                migration, files, ..
+            } => {
+                let state = self
+                    .sets
+                    .images
+                    .get(&(on, migration))
+                    .expect("images come before")
+                    .state
+                    .clone();
                 let result = self.thrown();
                 if result.is_ok() {
-                    self.sets.staged.insert((on, migration), (named(&files), state));
+                    self.sets
+                        .staged
+                        .insert((on, migration), (named(&files), state));
                 }
                 self.later(on, Event::StateStaged { migration, result });
             }
@@ -245,19 +324,36 @@ impl Sim {
 
     pub(super) fn store_gets(&mut self, on: HostId, output: Output) {
         match output {
-            Output::Deposit { migration, record, to } => {
-                let part = self.sets.images.get_mut(&(on, migration)).expect("just dumped");
+            Output::Deposit {
+                migration,
+                record,
+                to,
+            } => {
+                let part = self
+                    .sets
+                    .images
+                    .get_mut(&(on, migration))
+                    .expect("just dumped");
                 part.record = Some(*record);
                 self.bring(on, migration, to);
             }
-            Output::SendPart { restart, migration, tid, to } => {
+            Output::SendPart {
+                restart,
+                migration,
+                tid,
+                to,
+            } => {
                 let (_, parts) = &self.sets.sets[&self.sets.open[&restart]];
                 let part = parts[&tid].clone();
                 self.sets.images.insert((on, migration), part);
                 self.bring(on, migration, to);
             }
             Output::ReadPart { migration } => {
-                let record = self.sets.images.get(&(on, migration)).and_then(|part| part.record.clone());
+                let record = self
+                    .sets
+                    .images
+                    .get(&(on, migration))
+                    .and_then(|part| part.record.clone());
                 let result = record.ok_or(Failure::Images("nothing lies there".into()));
                 self.later(on, Event::PartRead { migration, result });
             }
@@ -268,8 +364,17 @@ impl Sim {
                 }
                 self.later(on, Event::SetBegun { cut, result });
             }
-            Output::KeepPart { cut, migration, tid } => {
-                let part = self.sets.images.get(&(on, migration)).expect("received").clone();
+            Output::KeepPart {
+                cut,
+                migration,
+                tid,
+            } => {
+                let part = self
+                    .sets
+                    .images
+                    .get(&(on, migration))
+                    .expect("received")
+                    .clone();
                 let result = self.thrown().map_err(|e| e.to_string());
                 if let Some(draft) = self.sets.drafts.get_mut(&cut) {
                     draft.insert(tid, part);
@@ -278,7 +383,12 @@ impl Sim {
             }
             Output::SealSet { cut, meta, .. } => {
                 let draft = self.sets.drafts.remove(&cut).expect("begun");
-                assert_eq!(draft.len(), meta.parts.len(), "all of it is there (seed {})", self.seed);
+                assert_eq!(
+                    draft.len(),
+                    meta.parts.len(),
+                    "all of it is there (seed {})",
+                    self.seed
+                );
                 let result = self.thrown().map_err(|e| e.to_string()).map(|()| {
                     let name = format!("set-{cut}");
                     self.sets.sets.insert(name.clone(), (*meta, draft));
@@ -292,7 +402,13 @@ impl Sim {
             Output::OpenSet { restart, set } => {
                 let meta = self.sets.sets.get(&set).map(|(meta, _)| meta.clone());
                 self.sets.open.insert(restart, set);
-                self.later(on, Event::SetOpened { restart, result: meta.ok_or("there is no such set".into()) });
+                self.later(
+                    on,
+                    Event::SetOpened {
+                        restart,
+                        result: meta.ok_or("there is no such set".into()),
+                    },
+                );
             }
             Output::CloseSet { restart } => {
                 self.sets.open.remove(&restart);
@@ -305,8 +421,16 @@ impl Sim {
     fn store_keeps(&mut self, on: HostId, output: Output) {
         match output {
             Output::MarkSets { sets, ended, .. } => {
-                let jobs: Vec<Tid> = sets.iter().filter_map(|set| Some(self.sets.sets.get(set)?.0.job)).collect();
-                for SetEntry { set, .. } in self.sets.entries().into_iter().filter(|set| jobs.contains(&set.job)) {
+                let jobs: Vec<Tid> = sets
+                    .iter()
+                    .filter_map(|set| Some(self.sets.sets.get(set)?.0.job))
+                    .collect();
+                for SetEntry { set, .. } in self
+                    .sets
+                    .entries()
+                    .into_iter()
+                    .filter(|set| jobs.contains(&set.job))
+                {
                     if ended {
                         self.sets.ended.insert(set)
                     } else {
@@ -314,35 +438,72 @@ impl Sim {
                     };
                 }
             }
-            Output::RemoveSets { tid, id, which, stay, .. } => {
+            Output::RemoveSets {
+                tid,
+                id,
+                which,
+                stay,
+                ..
+            } => {
                 let removed = self.sets.remove(which, &stay);
-                self.later(on, Event::SetsRemoved { tid, id, result: Ok(removed) });
+                self.later(
+                    on,
+                    Event::SetsRemoved {
+                        tid,
+                        id,
+                        result: Ok(removed),
+                    },
+                );
             }
             Output::SendCopy { migration, set, to } => {
                 let result = self.thrown().map(|()| 1);
-                let expected = self.nodes.get(&to).is_some_and(|n| n.alive && n.expected.contains(&migration));
+                let expected = self
+                    .nodes
+                    .get(&to)
+                    .is_some_and(|n| n.alive && n.expected.contains(&migration));
                 if expected && result.is_ok() {
                     self.sets.copies.insert((to, set));
                 }
                 // Only there it is known why.
-                let unsent = result.clone().map_err(|_| Failure::Images("nothing more was taken".into()));
+                let unsent = result
+                    .clone()
+                    .map_err(|_| Failure::Images("nothing more was taken".into()));
                 if expected && !(self.sets.silent && result.is_err()) {
                     self.later(to, Event::ImagesReceived { migration, result });
                 }
-                self.later(on, Event::ImagesSent { migration, result: unsent });
+                self.later(
+                    on,
+                    Event::ImagesSent {
+                        migration,
+                        result: unsent,
+                    },
+                );
             }
             Output::GiveUpCopy { migration, set } => {
-                self.nodes.get_mut(&on).expect("it speaks").expected.remove(&migration);
+                self.nodes
+                    .get_mut(&on)
+                    .expect("it speaks")
+                    .expected
+                    .remove(&migration);
                 self.sets.copies.remove(&(on, set));
             }
             Output::DropSets { sets } => {
-                self.sets.copies.retain(|(at, set)| *at != on || !sets.contains(set));
+                self.sets
+                    .copies
+                    .retain(|(at, set)| *at != on || !sets.contains(set));
                 if on == HostId::MASTER {
                     self.sets.sets.retain(|set, _| !sets.contains(set));
                 }
             }
             Output::ListSets { tid, id } => {
-                self.later(on, Event::SetsListed { tid, id, result: Ok(self.sets.entries()) });
+                self.later(
+                    on,
+                    Event::SetsListed {
+                        tid,
+                        id,
+                        result: Ok(self.sets.entries()),
+                    },
+                );
             }
             other => panic!("{other:?}"),
         }
@@ -351,12 +512,23 @@ impl Sim {
     /// Images go to another host, or are where they are to be.
     fn bring(&mut self, on: HostId, migration: MigrationId, to: Option<HostId>) {
         let result = self.thrown().map(|()| 1);
-        let Some(to) = to else { return self.later(on, Event::ImagesReceived { migration, result }) };
-        let expected = self.nodes.get(&to).is_some_and(|n| n.alive && n.expected.contains(&migration));
+        let Some(to) = to else {
+            return self.later(on, Event::ImagesReceived { migration, result });
+        };
+        let expected = self
+            .nodes
+            .get(&to)
+            .is_some_and(|n| n.alive && n.expected.contains(&migration));
         if expected {
             let part = self.sets.images[&(on, migration)].clone();
             self.sets.images.insert((to, migration), part);
-            self.later(to, Event::ImagesReceived { migration, result: result.clone() });
+            self.later(
+                to,
+                Event::ImagesReceived {
+                    migration,
+                    result: result.clone(),
+                },
+            );
         }
         self.later(on, Event::ImagesSent { migration, result });
     }

@@ -67,9 +67,15 @@ impl Party {
     pub(in crate::machine::tests) fn blows(self) -> Vec<Blow> {
         let stops = [Blow::Stop(A_MOMENT), Blow::Stop(LONG)];
         let cuts = [Blow::Cut(A_MOMENT), Blow::Cut(LONG)];
-        let can_be_cut = matches!(self, Party::Source | Party::Target | Party::Master | Party::Session);
+        let can_be_cut = matches!(
+            self,
+            Party::Source | Party::Target | Party::Master | Party::Session
+        );
         let cuts = cuts.into_iter().filter(|_| can_be_cut);
-        std::iter::once(Blow::Kill).chain(stops).chain(cuts).collect()
+        std::iter::once(Blow::Kill)
+            .chain(stops)
+            .chain(cuts)
+            .collect()
     }
 }
 
@@ -141,7 +147,9 @@ impl Sim {
         let on = party.host();
         match (party, blow) {
             (Party::Source | Party::Target | Party::Master, Blow::Kill) => self.kill_host(on),
-            (Party::Source | Party::Target | Party::Master, Blow::Cut(long)) => self.cut_off(on, long),
+            (Party::Source | Party::Target | Party::Master, Blow::Cut(long)) => {
+                self.cut_off(on, long)
+            }
             (Party::Source | Party::Target | Party::Master, Blow::Stop(long)) => {
                 self.nodes.get_mut(&on).expect("it is there").stands = Some(Late::new());
                 if long > LEASE {
@@ -161,22 +169,30 @@ impl Sim {
                 let last = self.channels.entry(Channel::Tasker(on)).or_default();
                 *last = (*last).max(self.now + long);
             }
-            (Party::Manager, Blow::Kill) => self.exit(self.strikes.manager.expect("there is one"), 9),
+            (Party::Manager, Blow::Kill) => {
+                self.exit(self.strikes.manager.expect("there is one"), 9)
+            }
             (Party::Manager, Blow::Stop(long) | Blow::Cut(long)) => {
                 self.procs[self.strikes.manager.expect("there is one")].held = true;
                 self.push(self.now + long, Happening::GoesOn(party));
             }
             // A connection that breaks is made anew at once.
             (Party::Session, Blow::Kill) => self.part(host(2), host(3), Micros(1000)),
-            (Party::Session, Blow::Stop(long)) => self.silence(|pair| pair == (host(2), host(3)), long),
+            (Party::Session, Blow::Stop(long)) => {
+                self.silence(|pair| pair == (host(2), host(3)), long)
+            }
             (Party::Session, Blow::Cut(long)) => self.part(host(2), host(3), long),
         }
     }
 
     /// Others hear nothing of a host for longer than the lease.
     fn missed(&mut self, lost: HostId) {
-        let with: Vec<(HostId, HostId)> =
-            self.sessions.iter().copied().filter(|(a, b)| [*a, *b].contains(&lost)).collect();
+        let with: Vec<(HostId, HostId)> = self
+            .sessions
+            .iter()
+            .copied()
+            .filter(|(a, b)| [*a, *b].contains(&lost))
+            .collect();
         for (a, b) in with {
             let other = if a == lost { b } else { a };
             let at = self.now + LEASE + Micros(self.dice.roll(200_000));
@@ -191,16 +207,23 @@ impl Sim {
         if long < LEASE {
             return self.silence(|(a, b)| [a, b].contains(&lost), long);
         }
-        let with: Vec<(HostId, HostId)> =
-            self.sessions.iter().copied().filter(|(a, b)| [*a, *b].contains(&lost)).collect();
+        let with: Vec<(HostId, HostId)> = self
+            .sessions
+            .iter()
+            .copied()
+            .filter(|(a, b)| [*a, *b].contains(&lost))
+            .collect();
         for (a, b) in with {
             self.sessions.remove(&(a, b));
             self.lose_words(a, b);
             self.lose_words(b, a);
             for (by, of) in [(a, b), (b, a)] {
                 // The lease of a daemon is shorter than that which the master gives it.
-                let (span, scatter) =
-                    if of == HostId::MASTER { (Micros(LEASE.0 / 2), 100_000) } else { (LEASE, 200_000) };
+                let (span, scatter) = if of == HostId::MASTER {
+                    (Micros(LEASE.0 / 2), 100_000)
+                } else {
+                    (LEASE, 200_000)
+                };
                 let at = self.now + span + Micros(self.dice.roll(scatter));
                 self.push(at, Happening::LostSeen(by, of));
             }
@@ -235,8 +258,13 @@ impl Sim {
         let on = party.host();
         match party {
             Party::SourceTasker | Party::TargetTasker => {
-                let late = self.nodes.get_mut(&on).and_then(|node| node.tasker_stands.take());
-                late.into_iter().flatten().for_each(|message| self.tell_tasker(on, message));
+                let late = self
+                    .nodes
+                    .get_mut(&on)
+                    .and_then(|node| node.tasker_stands.take());
+                late.into_iter()
+                    .flatten()
+                    .for_each(|message| self.tell_tasker(on, message));
             }
             Party::Manager => {
                 let proc = self.strikes.manager.expect("there is one");
@@ -246,7 +274,9 @@ impl Sim {
             _ => {
                 let late = self.nodes.get_mut(&on).and_then(|node| node.stands.take());
                 self.flush(on);
-                late.into_iter().flatten().for_each(|event| self.handle(on, event));
+                late.into_iter()
+                    .flatten()
+                    .for_each(|event| self.handle(on, event));
             }
         }
     }
@@ -272,18 +302,33 @@ impl Sim {
     }
 
     /// The memory that a task has left behind is here; or it does not come, and the task is killed.
-    pub(super) fn memory_came(&mut self, on: HostId, migration: MigrationId, from: HostId, tid: Tid) {
+    pub(super) fn memory_came(
+        &mut self,
+        on: HostId,
+        migration: MigrationId,
+        from: HostId,
+        tid: Tid,
+    ) {
         let source = &self.nodes[&from];
-        let is_lost = !source.alive || self.is_out(from) || self.strikes.memory_lost.contains(&from);
+        let is_lost =
+            !source.alive || self.is_out(from) || self.strikes.memory_lost.contains(&from);
         if !is_lost && (source.stands.is_some() || source.tasker_stands.is_some()) {
             let again = Happening::MemoryCame(on, migration, from, tid);
             return self.push(self.now + MEMORY_PAUSE, again);
         }
         let engine = self.strikes.failing.contains(&from) || self.strikes.failing.contains(&on);
-        let Some(proc) = self.find_spawned(on, tid) else { return };
+        let Some(proc) = self.find_spawned(on, tid) else {
+            return;
+        };
         let lost = is_lost || engine || self.is_parted();
         let why = || Failure::Images("its memory does not come any more".into());
-        self.tasker(on, FromTasker::Arrived { migration, result: if lost { Err(why()) } else { Ok(()) } });
+        self.tasker(
+            on,
+            FromTasker::Arrived {
+                migration,
+                result: if lost { Err(why()) } else { Ok(()) },
+            },
+        );
         if lost {
             self.exit(proc, 9);
         }
@@ -291,6 +336,8 @@ impl Sim {
 
     /// The session of source and target is broken, and comes back.
     pub(super) fn is_parted(&self) -> bool {
-        self.queue.values().any(|happening| matches!(happening, Happening::Joined(..)))
+        self.queue
+            .values()
+            .any(|happening| matches!(happening, Happening::Joined(..)))
     }
 }

@@ -33,7 +33,12 @@ pub(super) struct Wires {
 
 impl Default for Wires {
     fn default() -> Wires {
-        Wires { begin: Instant::now(), wires: BTreeMap::new(), sessions: BTreeMap::new(), lanes_opened: 0 }
+        Wires {
+            begin: Instant::now(),
+            wires: BTreeMap::new(),
+            sessions: BTreeMap::new(),
+            lanes_opened: 0,
+        }
     }
 }
 
@@ -50,7 +55,12 @@ impl Wires {
             Parcel::Main(parcel) => join.take_main(parcel),
             Parcel::Lane(lane, parcel) => join.take_lane(lane, parcel),
         }
-        std::iter::from_fn(|| join.next()).map(|carried| Event::HostCarried { host: wire.0, carried }).collect()
+        std::iter::from_fn(|| join.next())
+            .map(|carried| Event::HostCarried {
+                host: wire.0,
+                carried,
+            })
+            .collect()
     }
 }
 
@@ -58,7 +68,11 @@ impl Sim {
     /// Puts a message of one daemon on its way, or keeps it until there is a session.
     pub(super) fn between(&mut self, channel: Channel, from: HostId, to: HostId, event: Event) {
         if !self.sessions.contains(&pair(from, to)) {
-            return self.unsent.entry((from, to)).or_default().push_back((channel, event));
+            return self
+                .unsent
+                .entry((from, to))
+                .or_default()
+                .push_back((channel, event));
         }
         match event {
             Event::HostCarried { carried, .. } => self.carry(from, to, carried),
@@ -72,12 +86,17 @@ impl Sim {
     }
 
     pub(super) fn session(&mut self, a: HostId, b: HostId) {
-        let both_live = [a, b].iter().all(|h| self.nodes.get(h).is_some_and(|n| n.alive));
+        let both_live = [a, b]
+            .iter()
+            .all(|h| self.nodes.get(h).is_some_and(|n| n.alive));
         if !both_live || !self.sessions.insert(pair(a, b)) {
             return;
         }
         for (from, to) in [(a, b), (b, a)] {
-            self.send(Channel::Control(from, to), Happening::Event(to, Event::HostConnected { host: from }));
+            self.send(
+                Channel::Control(from, to),
+                Happening::Event(to, Event::HostConnected { host: from }),
+            );
             self.wires.begin(from, to);
             for (channel, event) in self.unsent.remove(&(from, to)).unwrap_or_default() {
                 self.between(channel, from, to, event);
@@ -87,7 +106,11 @@ impl Sim {
 
     /// Puts something on the data channel of a session that stands, as the net does.
     pub(super) fn carry(&mut self, from: HostId, to: HostId, carried: Carried) {
-        let wire = (from, to, self.wires.sessions.get(&(from, to)).copied().unwrap_or(0));
+        let wire = (
+            from,
+            to,
+            self.wires.sessions.get(&(from, to)).copied().unwrap_or(0),
+        );
         let now = self.wires.begin + Duration::from_micros(self.now.0);
         let (fork, _) = self.wires.wires.entry(wire).or_default();
         let mut parcels = Vec::new();
@@ -103,7 +126,11 @@ impl Sim {
                 fork.sent(ends);
             }
             _ => {
-                let ended = if let Carried::Ended { dst, .. } = &carried { Some(*dst) } else { None };
+                let ended = if let Carried::Ended { dst, .. } = &carried {
+                    Some(*dst)
+                } else {
+                    None
+                };
                 let mut put = |fork: &mut Fork, parcel| {
                     parcels.push(Parcel::Main(parcel));
                     fork.sent_main();
@@ -112,7 +139,10 @@ impl Sim {
                     put(fork, Main::After(marks));
                 }
                 put(fork, Main::Item(carried));
-                for mark in ended.map(|task| fork.close(now, Some(task))).unwrap_or_default() {
+                for mark in ended
+                    .map(|task| fork.close(now, Some(task)))
+                    .unwrap_or_default()
+                {
                     put(fork, Main::End(mark));
                 }
             }

@@ -23,12 +23,20 @@ pub(in crate::machine::tests) struct Words {
 /// What a word is called that daemons and what serves them say to each other; tasks speak for themselves.
 fn name_of(event: &Event) -> Option<String> {
     let text = match event {
-        Event::HostControl { message: HostMsg::Order { order, .. }, .. } => format!("order {order:?}"),
-        Event::HostControl { message: HostMsg::Report { report, .. }, .. } => format!("report {report:?}"),
+        Event::HostControl {
+            message: HostMsg::Order { order, .. },
+            ..
+        } => format!("order {order:?}"),
+        Event::HostControl {
+            message: HostMsg::Report { report, .. },
+            ..
+        } => format!("report {report:?}"),
         Event::HostControl { message, .. } => format!("host {message:?}"),
         Event::Tasker(message) => format!("tasker {message:?}"),
         Event::HostCarried { .. } | Event::HostLost { .. } | Event::Wake => return None,
-        Event::TaskConnected { .. } | Event::TaskControl { .. } | Event::TaskRoute { .. } => return None,
+        Event::TaskConnected { .. } | Event::TaskControl { .. } | Event::TaskRoute { .. } => {
+            return None;
+        }
         Event::TaskLink { .. } | Event::TaskClosed { .. } => return None,
         served => format!("disk {served:?}"),
     };
@@ -40,12 +48,20 @@ fn name_of(event: &Event) -> Option<String> {
 impl Sim {
     /// Listens from now on; and has this fault meet the place when it is reached for the `nth` time, counted from 0.
     pub(in crate::machine::tests) fn listen(&mut self, fault: Option<(Spot, usize, Party, Blow)>) {
-        self.words = Words { listens: true, wanted: fault, said: BTreeMap::new() };
+        self.words = Words {
+            listens: true,
+            wanted: fault,
+            said: BTreeMap::new(),
+        };
     }
 
     /// A daemon takes something in.
     pub(super) fn word(&self, on: HostId, event: &Event) -> Option<String> {
-        let hears = self.words.listens && self.nodes.get(&on).is_some_and(|node| node.alive && node.stands.is_none());
+        let hears = self.words.listens
+            && self
+                .nodes
+                .get(&on)
+                .is_some_and(|node| node.alive && node.stands.is_none());
         hears.then(|| name_of(event)).flatten()
     }
 
@@ -56,7 +72,8 @@ impl Sim {
         let times = self.words.said.entry(spot.clone()).or_default();
         *times += 1;
         let times = *times;
-        let is_it = |(wanted, nth, ..): &mut (Spot, usize, Party, Blow)| *wanted == spot && times > *nth;
+        let is_it =
+            |(wanted, nth, ..): &mut (Spot, usize, Party, Blow)| *wanted == spot && times > *nth;
         if let Some((_, _, party, blow)) = self.words.wanted.take_if(is_it) {
             self.strikes.struck = true;
             self.strike(party, blow);
