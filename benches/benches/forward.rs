@@ -1,15 +1,15 @@
 //! What the daemon does with a data frame between two tasks: its state machine from the event to the output, and between
 //! hosts also the queues and lanes of the data channel. No I/O.
 
-#[path = "../../pvmd/tests/one_of_two/mod.rs"]
+#[path = "../../pvmd/machine/tests/one_of_two/mod.rs"]
 mod one_of_two;
 
 use bytes::{Bytes, BytesMut};
 use divan::counter::ItemsCount;
 use divan::{AllocProfiler, Bencher};
 use one_of_two::{Daemon, elsewhere, frame};
-use pvmd::machine::{Event, Output};
 use pvmd::shell::passage::{Receiving, Sending};
+use pvmd_machine::{Event, Output};
 use sempa_proto::host::Carried;
 use sempa_proto::link::LinkKind;
 use sempa_proto::{HostId, Tid};

@@ -1,6 +1,5 @@
 //! Moving and checkpointing of tasks: the protocol (pure), and the engines that dump and restore processes.
 //!
-//! * [`protocol`]: coordinator, source and target of a move as state machines.
 //! * [`again`]: when a dump that met another one is begun again.
 //! * [`carried`]: files that came with a task that does not run yet.
 //! * [`engine`]: the contract of whatever dumps and restores processes.
@@ -18,7 +17,6 @@ pub mod criu;
 pub mod engine;
 pub mod facts;
 pub mod heap;
-pub mod protocol;
 pub mod rights;
 pub mod state;
 pub mod status;

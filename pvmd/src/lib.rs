@@ -1,4 +1,3 @@
-//! The daemon of a host: [`machine`] decides, [`shell`] acts.
+//! The daemon of a host: `pvmd_machine` decides, [`shell`] acts.
 
-pub mod machine;
 pub mod shell;

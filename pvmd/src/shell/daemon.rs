@@ -23,11 +23,11 @@ use super::world::{
     ARCH, DSIG, DaemonWorld, WorldSettings, library_folder, programs_folder, unix_time,
 };
 use super::{address, local};
-use crate::machine::{Machine, MachineConfig};
 use anyhow::Context;
 use checkpoint::heap;
 use checkpoint::rights::{self, Capability};
 use checkpoint::status::Status;
+use pvmd_machine::{Machine, MachineConfig};
 use sempa_proto::place::Place;
 use sempa_proto::{HostId, Micros};
 use std::collections::BTreeMap;

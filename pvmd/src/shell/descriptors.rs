@@ -5,9 +5,9 @@
 //! after each read knows for sure to which frame a set belongs.
 
 use super::local_socket::LocalSocket;
-use crate::machine::io::Descriptors;
 use nix::errno::Errno;
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use pvmd_machine::io::Descriptors;
 use sempa_proto::frame::{Frame, FrameDecoder};
 use sempa_proto::route::WORD_DESCRIPTORS_MAX;
 use sempa_socket::{Passed, Taken};

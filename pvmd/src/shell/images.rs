@@ -12,7 +12,7 @@ use super::rate::Rate;
 use super::session::{Pair, Purpose, announcing_stream, read_frame};
 use super::sys::Hurry;
 use super::travel::{Progress, Sender, Sent, State, receive};
-use crate::machine::io::Event;
+use pvmd_machine::io::Event;
 use quinn::{Connection, RecvStream, SendStream, VarInt};
 use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::migration::Failure;

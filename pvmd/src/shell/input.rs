@@ -2,7 +2,7 @@
 
 use super::local::TaskLine;
 use super::net::NetInput;
-use crate::machine::io::Event;
+use pvmd_machine::io::Event;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 use tokio::sync::mpsc;

@@ -7,7 +7,7 @@ use super::local_socket::LocalSocket;
 use super::log::Log;
 use super::outbox::{LINK_BYTES_MAX, Outbox, OutboxReader, Parcel, outbox};
 use super::sys::peer_process;
-use crate::machine::io::{ConnId, Event};
+use pvmd_machine::io::{ConnId, Event};
 use sempa_proto::WIRE_VERSION;
 use sempa_proto::frame::{FRAME_HEAD_BYTES, Frame, FrameKind, encode_control, frame_head};
 use sempa_proto::link::FRAGMENT_BYTES_MAX;

@@ -5,11 +5,11 @@
 //! daemon's line back. [`read_secret`] is the other side of that.
 
 use super::bootstrap::{BOOTSTRAP_BYTES_MAX, Ready, Refusal, parse_reply};
-use crate::machine::io::StartOrder;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::{SFlag, fstat};
 use nix::sys::termios::{LocalFlags, SetArg, Termios, tcgetattr, tcsetattr};
 use nix::unistd::{getpgrp, read, tcgetpgrp};
+use pvmd_machine::io::StartOrder;
 use sempa_proto::PvmError;
 use std::io::{BufRead, BufReader, IsTerminal, Read, Write, stderr, stdin};
 use std::os::fd::AsFd;

@@ -14,7 +14,7 @@ use super::rate::Rate;
 use super::session::{Purpose, announcing_stream, read_frame};
 use super::sys::{Hurry, unread};
 use super::zeros::{self, Part};
-use crate::machine::io::Event;
+use pvmd_machine::io::Event;
 use sempa_proto::frame::encode_control;
 use sempa_proto::place::Place;
 use sempa_proto::{HostId, MigrationId};

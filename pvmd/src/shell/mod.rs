@@ -1,5 +1,5 @@
 //! The part of the daemon that touches the world: sockets, processes, files, clocks. It decides nothing: every decision
-//! is the [`crate::machine`]'s, which this part feeds with events and whose outputs it carries out.
+//! is the [`pvmd_machine`]'s, which this part feeds with events and whose outputs it carries out.
 //!
 //! * [`cli`], `slave`, `daemon`: how a daemon starts and ends. `driver`: its loop.
 //! * `place`: its directory and lock. `log`: its log. `moves`: small files of moves.
@@ -24,7 +24,6 @@ mod halts;
 mod images;
 mod input;
 mod join;
-pub(crate) mod lanes;
 mod local;
 mod local_socket;
 mod log;

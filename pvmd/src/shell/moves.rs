@@ -2,7 +2,7 @@
 
 use super::input::{Input, Inputs};
 use super::log::Log;
-use crate::machine::io::Event;
+use pvmd_machine::io::Event;
 use sempa_proto::frame::to_bytes;
 use sempa_proto::migration::Failure;
 use sempa_proto::place::Place;

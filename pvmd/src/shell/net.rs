@@ -4,7 +4,6 @@
 
 use super::detour::What;
 use super::input::{Input, Inputs, LineLimit};
-use super::lanes::{Fork, Join, LANES_MAX, Lane, LaneId, Main, Way, ends_of};
 use super::log::Log;
 use super::outbox::{LINK_BYTES_MAX, Outbox, Parcel, outbox};
 use super::pki::{Identity, host_name, host_named};
@@ -13,8 +12,9 @@ use super::session::{
     self, CLOSE_DUPLICATE, CLOSE_FORGOTTEN, CLOSE_LEAVING, CLOSE_SILENT, Channels, DataParcel,
     Pair, describe,
 };
-use crate::machine::Event;
 use bytes::Bytes;
+use pvmd_machine::Event;
+use pvmd_machine::lanes::{Fork, Join, LANES_MAX, Lane, LaneId, Main, Way, ends_of};
 use quinn::congestion::CubicConfig;
 use quinn::{
     ClientConfig, Connection, Endpoint, EndpointConfig, Incoming, MtuDiscoveryConfig, ServerConfig,

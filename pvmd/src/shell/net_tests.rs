@@ -3,13 +3,13 @@
 use super::detour::{Detours, What};
 use super::images::Images;
 use super::input::{INPUTS_WAITING_MAX, Input};
-use super::lanes::LANES_MAX;
 use super::log::{self, Log};
 use super::net::{Net, NetInput, NetNews, bind_udp};
 use super::pki::{Authority, Identity};
 use super::session::{Purpose, both_ways};
-use crate::machine::Event;
 use bytes::Bytes;
+use pvmd_machine::Event;
+use pvmd_machine::lanes::LANES_MAX;
 use quinn::crypto::rustls::QuicClientConfig;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::CryptoProvider;

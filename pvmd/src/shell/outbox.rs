@@ -1,8 +1,8 @@
 //! A queue of things to send, filled by the daemon's loop without waiting and emptied by the writer of one stream. It
 //! counts bytes, so that what may be dropped is dropped over a limit and what may not is noticed.
 
-use crate::machine::io::Descriptors;
 use bytes::{BufMut, Bytes, BytesMut};
+use pvmd_machine::io::Descriptors;
 use sempa_proto::frame::{FRAME_HEAD_BYTES, FrameKind, frame_head};
 use sempa_proto::link::RETAINED_BYTES_MAX;
 use std::sync::Arc;

@@ -1,10 +1,10 @@
 //! What a link frame passes between the machines of two daemons, without sockets and the network: for benchmarks, which
 //! measure the layers that the daemon's own loop goes through.
 
-use super::lanes::{Fork, Join, Lane, LaneId, Way, ends_of};
 use super::outbox::{Heads, LINK_BYTES_MAX, Outbox, OutboxReader, Parcel, outbox};
 use super::session::lane_parcel;
 use bytes::Bytes;
+use pvmd_machine::lanes::{Fork, Join, Lane, LaneId, Way, ends_of};
 use sempa_proto::frame::FrameDecoder;
 use sempa_proto::host::Carried;
 use std::future::Future;

@@ -4,10 +4,10 @@
 
 use super::detour::What;
 use super::input::{Input, Inputs};
-use super::lanes::{Lane, LaneId, Main};
 use super::net::{Announced, NetInput};
 use super::outbox::{Heads, LINK_BYTES_MAX, Outbox, OutboxReader, outbox};
 use bytes::Bytes;
+use pvmd_machine::lanes::{Lane, LaneId, Main};
 use quinn::{Connection, RecvStream, SendStream, VarInt};
 use sempa_proto::frame::{Frame, FrameDecoder, FrameKind, encode_control};
 use sempa_proto::host::{Carried, HostMsg};

@@ -9,7 +9,7 @@ use super::manual;
 use super::pki::Authority;
 use super::ssh::Ssh;
 use super::sys::FilesLimit;
-use crate::machine::io::{Event, HostPlan, StartId, StartOrder, StartedHost};
+use pvmd_machine::io::{Event, HostPlan, StartId, StartOrder, StartedHost};
 use sempa_proto::PvmError;
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;

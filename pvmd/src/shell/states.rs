@@ -2,8 +2,8 @@
 //! happens on threads of its own.
 
 use super::input::{Input, Inputs};
-use crate::machine::io::Event;
 use checkpoint::state::{self, Room, Staged, StateError};
+use pvmd_machine::io::Event;
 use sempa_proto::MigrationId;
 use sempa_proto::migration::Failure;
 use sempa_proto::place::Place;

@@ -8,7 +8,7 @@ use super::local_socket::LocalSocket;
 use super::log::Log;
 use super::outbox::{Outbox, Parcel, outbox};
 use super::sys::{FilesLimit, pass_descriptor};
-use crate::machine::io::Event;
+use pvmd_machine::io::Event;
 use sempa_proto::frame::encode_control;
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use std::os::fd::AsRawFd;

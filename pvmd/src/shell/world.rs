@@ -1,7 +1,7 @@
 //! What the machine may ask this host: programs, directories, the environment of tasks, the time, and chance.
 
-use crate::machine::World;
 use nix::unistd::{AccessFlags, access};
+use pvmd_machine::World;
 use rustls::crypto::SecureRandom;
 use sempa_proto::place::Place;
 use sempa_proto::{Micros, PvmError};

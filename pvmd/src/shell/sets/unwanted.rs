@@ -1,10 +1,10 @@
 //! Sets that go: those that somebody names, and those that the store does not keep.
 
 use super::{Sets, lock};
-use crate::machine::io::Event;
 use crate::shell::input::{Input, Inputs};
 use crate::shell::log::Log;
 use checkpoint::store::{SetId, SetInfo, Store, StoreError, Unreadable};
+use pvmd_machine::io::Event;
 use sempa_proto::checkpoint::{Removed, Stays, Unwanted};
 use sempa_proto::{Micros, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};

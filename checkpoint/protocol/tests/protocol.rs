@@ -1,0 +1,929 @@
+//! The migration protocol under faults: one task, two hosts, a coordinator, and everything that can go wrong at random
+//! times. The two copies are modelled; the three machines are the real ones.
+
+#[path = "../../../libpvm/proto/tests/dice/mod.rs"]
+mod dice;
+
+use checkpoint_protocol::{
+    Coordinator, CoordinatorOutput, Inspected, Source, SourceEvent, SourceOutput, Target,
+    TargetEvent, TargetOutput,
+};
+use dice::Dice;
+use sempa_proto::engine::Engine;
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::{Cause, Failure, Order, Refusal, Report, Step, TaskFacts, Usage};
+use sempa_proto::suspend::{self, Holds};
+use sempa_proto::task::{MoveError, MoveReport};
+use sempa_proto::tasker::DumpReport;
+use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Copy {
+    None,
+    Running,
+    Stopped,
+    Dead,
+}
+
+/// What travels or is being worked on.
+#[derive(Debug)]
+enum Item {
+    Order(HostId, sempa_proto::migration::Move, Order),
+    Report(HostId, MigrationId, Report),
+    Source(SourceEvent),
+    Target(TargetEvent),
+    Recorded(MigrationId),
+    Located(MigrationId),
+    LostSeen(HostId),
+    Lose(HostId),
+    EndTask,
+    /// Somebody wants the task suspended, or to go on.
+    Ask(bool),
+    PassedOn(HostId, MigrationId, Asked),
+    Decided(Option<Holds>, Asked),
+}
+
+/// What was asked for, and the how manieth it was.
+type Asked = (bool, usize);
+
+#[derive(Default)]
+struct Faults {
+    step_fails_percent: u64,
+    stalls_percent: u64,
+    /// Of a hundred transfers, so many come to their end without the source hearing of it, which takes it for a failure some
+    /// time later.
+    unheard_percent: u64,
+    lose: Option<(HostId, u64)>,
+    end_task: Option<u64>,
+    refuse: bool,
+    /// The memory follows the task, as far as the steps of that do not fail.
+    memory_follows: bool,
+    /// And a part of it goes ahead.
+    pre_copies: bool,
+    /// When somebody asks for the task to be suspended, or to go on.
+    asks: Vec<(u64, bool)>,
+}
+
+struct World {
+    dice: Dice,
+    /// The way that the target chooses: every third time the task is asked to end, and is started again.
+    engine: Engine,
+    faults: Faults,
+    now: Micros,
+    queue: BTreeMap<(Micros, u64), Item>,
+    serial: u64,
+    /// Last arrival per channel, so that channels keep their order.
+    channel: HashMap<(u16, u16), Micros>,
+    coordinator: Coordinator,
+    source: Option<Source>,
+    target: Option<Target>,
+    copies: (Copy, Copy),
+    lost: Vec<HostId>,
+    held: bool,
+    /// For memory.
+    way_is_open: bool,
+    takes_pre_copy: bool,
+    pre_copy_ended: bool,
+    /// What the source had of ways and images.
+    dropped: bool,
+    handed_over: bool,
+    located_at: HostId,
+    ended: Option<Result<MoveReport, MoveError>>,
+    /// What the log was told of the move's end: the task's memory, how long it stood still, and when all memory was there.
+    logged: Option<(u64, Micros, Micros)>,
+    /// For whom the copies stand still, as their daemons know it.
+    holds: (Holds, Holds),
+    target_runs: bool,
+    /// What was asked for so far.
+    orders: Vec<bool>,
+    /// What was asked for last, if whoever asked was told that it is done.
+    told: Option<Asked>,
+    /// The host whose answer is waited for.
+    waits_for: Option<HostId>,
+}
+
+fn order(suspend: bool) -> suspend::Order {
+    let tid = Tid::task(host(2), 1).expect("good");
+    suspend::Order {
+        tid,
+        suspend,
+        cause: suspend::Cause::Asked { by: tid },
+    }
+}
+
+fn host(index: u16) -> HostId {
+    HostId::new(index).expect("small")
+}
+
+impl World {
+    fn new(seed: u64, faults: Faults) -> World {
+        let mut world = World {
+            dice: Dice(seed | 1),
+            engine: if seed.is_multiple_of(3) {
+                Engine::Restart { wait: 5 }
+            } else {
+                Engine::Criu
+            },
+            faults,
+            now: Micros(0),
+            queue: BTreeMap::new(),
+            serial: 0,
+            channel: HashMap::new(),
+            coordinator: Coordinator::new(),
+            source: None,
+            target: None,
+            copies: (Copy::Running, Copy::None),
+            lost: Vec::new(),
+            held: false,
+            way_is_open: false,
+            takes_pre_copy: false,
+            pre_copy_ended: false,
+            dropped: false,
+            handed_over: false,
+            located_at: host(2),
+            ended: None,
+            logged: None,
+            holds: Default::default(),
+            target_runs: false,
+            orders: Vec::new(),
+            told: None,
+            waits_for: None,
+        };
+        let tid = Tid::task(host(2), 1).expect("good");
+        world
+            .coordinator
+            .begin(Micros(0), tid, host(2), host(3), Cause::Asked { by: tid })
+            .expect("nothing forbids it");
+        if let Some((lost, at)) = world.faults.lose {
+            world.push(Micros(at), Item::Lose(lost));
+        }
+        if let Some(at) = world.faults.end_task {
+            world.push(Micros(at), Item::EndTask);
+        }
+        for (at, suspend) in world.faults.asks.clone() {
+            world.push(Micros(at), Item::Ask(suspend));
+        }
+        world
+    }
+
+    fn push(&mut self, at: Micros, item: Item) {
+        self.serial += 1;
+        self.queue.insert((at, self.serial), item);
+    }
+
+    fn soon(&mut self, item: Item) {
+        let at = self.now + Micros(self.dice.roll(5_000));
+        // Each tasker answers in order.
+        let place = match &item {
+            Item::Source(_) => (2, 0),
+            Item::Target(_) => (3, 0),
+            _ => return self.push(at, item),
+        };
+        let last = self.channel.entry(place).or_default();
+        let at = at.max(*last);
+        *last = at;
+        self.push(at, item);
+    }
+
+    fn send(&mut self, from: HostId, to: HostId, item: Item) {
+        if self.lost.contains(&from) || self.lost.contains(&to) {
+            return;
+        }
+        let at = self.now + Micros(self.dice.roll(5_000));
+        let last = self.channel.entry((from.index(), to.index())).or_default();
+        let at = at.max(*last);
+        *last = at;
+        self.push(at, item);
+    }
+
+    /// The answer of a tasker: good, bad, or never.
+    fn worker<T>(&mut self, good: T, wrap: impl Fn(Result<T, Failure>) -> Item) {
+        if self.dice.roll(100) < self.faults.stalls_percent {
+            return;
+        }
+        let result = if self.dice.roll(100) < self.faults.step_fails_percent {
+            Err(Failure::Engine("dice".into()))
+        } else {
+            Ok(good)
+        };
+        self.soon(wrap(result));
+    }
+
+    fn run(mut self) -> World {
+        for _ in 0..10_000 {
+            self.drain();
+            self.check();
+            let next = self.queue.keys().next().copied();
+            let timer = self.coordinator.next_wakeup();
+            match (next, timer) {
+                (Some((at, _)), timer) if timer.is_none_or(|t| at <= t) => {
+                    let ((at, _), item) = self.queue.pop_first().expect("just seen");
+                    self.now = self.now.max(at);
+                    self.take(item);
+                }
+                (_, Some(at)) => {
+                    self.now = self.now.max(at);
+                    self.coordinator.wake(self.now);
+                }
+                (None, None) => return self,
+                (Some(_), None) => unreachable!("the guard holds without a timer"),
+            }
+        }
+        panic!("the protocol does not come to rest");
+    }
+
+    fn take(&mut self, item: Item) {
+        match item {
+            Item::Order(at, ..) if self.lost.contains(&at) => {}
+            Item::Order(_, of, Order::Inspect) => self.source = Some(Source::new(of)),
+            Item::Order(
+                at,
+                of,
+                Order::Prepare {
+                    facts,
+                    memory_can_follow,
+                    pre_copies,
+                    ..
+                },
+            ) => {
+                assert_eq!(at, of.to);
+                self.target = Some(Target::new(
+                    of,
+                    facts,
+                    PathBuf::from("/token"),
+                    memory_can_follow,
+                    pre_copies,
+                ));
+            }
+            Item::Order(at, of, order) if at == of.from => {
+                if let Order::Resume { suspended } = order {
+                    self.holds.0 = suspended;
+                }
+                if self.source.is_none() && order == Order::Yield {
+                    // It is in no move any more, because it has ended.
+                    let report = Report::Failed {
+                        step: Step::KillSource,
+                        why: Failure::TaskEnded,
+                    };
+                    return self.send(at, HostId::MASTER, Item::Report(at, of.id, report));
+                }
+                self.source_event(SourceEvent::Order(order));
+            }
+            Item::Order(_, _, order) => {
+                if let Order::Run(parting) = &order {
+                    (self.holds.1, self.target_runs) = (parting.suspended, true);
+                }
+                self.target_event(TargetEvent::Order(order));
+            }
+            Item::Ask(suspend) => self.ask(suspend),
+            Item::PassedOn(from, id, (suspend, number)) => {
+                self.coordinator
+                    .suspend(from, id, RequestId(number as u64), &order(suspend));
+            }
+            Item::Decided(holds, asked) => self.decided(holds, asked),
+            Item::Report(from, id, report) => self.coordinator.report(self.now, from, id, report),
+            Item::Source(event) => self.source_event(event),
+            Item::Target(event) => self.target_event(event),
+            Item::Recorded(id) => {
+                let result = if self.dice.roll(100) < self.faults.step_fails_percent {
+                    Err(Failure::Io("disk".into()))
+                } else {
+                    Ok(())
+                };
+                self.coordinator.recorded(id, result);
+            }
+            Item::Located(id) => self.coordinator.located(self.now, id),
+            Item::LostSeen(host) => self.coordinator.host_lost(self.now, host),
+            Item::Lose(lost) => {
+                self.lost.push(lost);
+                if lost == host(2) {
+                    (self.source, self.copies.0) = (None, Copy::Dead);
+                } else {
+                    (self.target, self.copies.1) = (None, Copy::Dead);
+                }
+                self.soon(Item::LostSeen(lost));
+            }
+            Item::EndTask => {
+                if self.copies.0 == Copy::Running || self.copies.0 == Copy::Stopped {
+                    self.copies.0 = Copy::Dead;
+                    self.source_event(SourceEvent::Ended);
+                }
+            }
+        }
+    }
+
+    /// Somebody asks the daemon where the task is, and never before the answer to what was asked before.
+    fn ask(&mut self, suspend: bool) {
+        if self.waits_for.is_some_and(|at| !self.lost.contains(&at)) {
+            return self.push(self.now + Micros(1000), Item::Ask(suspend));
+        }
+        self.orders.push(suspend);
+        let asked = (suspend, self.orders.len());
+        let at = self.located_at;
+        (self.told, self.waits_for) = (None, None);
+        if self.lost.contains(&at) {
+            return;
+        }
+        let source = self
+            .source
+            .as_ref()
+            .filter(|source| at == host(2) && source.is_decided_elsewhere());
+        let target = self
+            .target
+            .as_ref()
+            .filter(|_| at == host(3) && !self.target_runs);
+        if let Some(id) = source.map(|s| s.of().id).or(target.map(|t| t.of().id)) {
+            self.waits_for = Some(at);
+            return self.send(at, HostId::MASTER, Item::PassedOn(at, id, asked));
+        }
+        let holds = if at == host(2) {
+            &mut self.holds.0
+        } else {
+            &mut self.holds.1
+        };
+        *holds = holds.after(&order(suspend));
+        self.told = Some(asked);
+    }
+
+    fn decided(&mut self, holds: Option<Holds>, asked: Asked) {
+        if asked.1 != self.orders.len() {
+            return;
+        }
+        self.waits_for = None;
+        let Some(holds) = holds else { return };
+        if self.located_at == host(2) || !self.target_runs {
+            self.holds.0 = holds;
+        }
+        if self.target_runs {
+            self.holds.1 = holds;
+        }
+        self.told = Some(asked);
+    }
+
+    fn source_event(&mut self, event: SourceEvent) {
+        // What the world did while the answer was on its way.
+        match &event {
+            SourceEvent::Stopped(Ok(())) if self.copies.0 == Copy::Running => {
+                self.copies.0 = Copy::Stopped
+            }
+            SourceEvent::Continued if self.copies.0 == Copy::Stopped => {
+                self.copies.0 = Copy::Running
+            }
+            SourceEvent::Gone(_) => self.copies.0 = Copy::Dead,
+            _ => {}
+        }
+        let now = |inspected| Inspected {
+            suspended: self.holds.0,
+            ..inspected
+        };
+        let event = match event {
+            SourceEvent::Inspected(result) => SourceEvent::Inspected(result.map(now)),
+            event => event,
+        };
+        if let Some(source) = &mut self.source {
+            source.handle(event);
+        }
+    }
+
+    fn target_event(&mut self, event: TargetEvent) {
+        match &event {
+            TargetEvent::Restored(Ok(())) if self.copies.1 == Copy::None => {
+                self.copies.1 = Copy::Stopped
+            }
+            TargetEvent::Ran(Ok(())) if self.copies.1 == Copy::Stopped => {
+                self.copies.1 = Copy::Running
+            }
+            TargetEvent::Discarded | TargetEvent::Arrived(Err(_)) => self.copies.1 = Copy::Dead,
+            _ => {}
+        }
+        if let Some(target) = &mut self.target {
+            target.handle(event);
+        }
+    }
+
+    fn drain(&mut self) {
+        let master = HostId::MASTER;
+        while let Some(output) = self.coordinator.poll() {
+            match output {
+                CoordinatorOutput::Order { host, of, order } => {
+                    self.send(master, host, Item::Order(host, of, order))
+                }
+                CoordinatorOutput::Record(of) => self.soon(Item::Recorded(of.id)),
+                CoordinatorOutput::Locate(of) => {
+                    self.located_at = of.to;
+                    self.soon(Item::Located(of.id));
+                }
+                CoordinatorOutput::Event(EventKind::Moved {
+                    resident,
+                    frozen,
+                    whole,
+                    ..
+                }) => {
+                    self.logged = Some((resident, frozen, whole));
+                }
+                CoordinatorOutput::Event(_) => {}
+                CoordinatorOutput::SuspendDecided {
+                    host,
+                    id,
+                    suspended,
+                    ..
+                } => {
+                    let number = id.0 as usize;
+                    let suspend = self.orders[number - 1];
+                    self.send(master, host, Item::Decided(suspended, (suspend, number)));
+                }
+                CoordinatorOutput::Ended { result, .. } => {
+                    assert!(self.ended.replace(result).is_none(), "a move ends once");
+                }
+            }
+        }
+        while let Some(output) = self.source.as_mut().and_then(Source::poll) {
+            self.source_output(output);
+        }
+        while let Some(output) = self.target.as_mut().and_then(Target::poll) {
+            self.target_output(output);
+        }
+    }
+
+    fn source_output(&mut self, output: SourceOutput) {
+        let id = self.source.as_ref().expect("it spoke").of().id;
+        match output {
+            SourceOutput::Report(report) => {
+                self.send(host(2), HostId::MASTER, Item::Report(host(2), id, report))
+            }
+            SourceOutput::Inspect => {
+                let (refuse, memory_can_follow) = (self.faults.refuse, self.faults.memory_follows);
+                let can_pre_copy = self.faults.pre_copies;
+                self.worker((), move |_| {
+                    Item::Source(SourceEvent::Inspected(if refuse {
+                        Err(Refusal::Pinned)
+                    } else {
+                        let facts = TaskFacts {
+                            resident_bytes: RESIDENT,
+                            ..TaskFacts::default()
+                        };
+                        Ok(Inspected {
+                            memory_can_follow,
+                            can_pre_copy,
+                            facts,
+                            ..Inspected::default()
+                        })
+                    }))
+                });
+            }
+            SourceOutput::LendMemory => {
+                assert!(
+                    !std::mem::replace(&mut self.way_is_open, true),
+                    "one way for one move"
+                );
+            }
+            SourceOutput::PreCopy => {
+                assert!(
+                    self.way_is_open && !self.held && self.takes_pre_copy,
+                    "the other end is ready, and the task runs"
+                );
+                self.worker(77, |r| Item::Source(SourceEvent::PreCopied(r)));
+            }
+            SourceOutput::EndPreCopy => self.pre_copy_ended = true,
+            SourceOutput::Hold => self.held = true,
+            SourceOutput::Quiesce { .. } => {
+                self.worker((), |_| Item::Source(SourceEvent::Quiesced))
+            }
+            SourceOutput::End { engine, .. } => {
+                assert_eq!(engine, self.engine);
+                self.worker((), |r| Item::Source(SourceEvent::Stopped(r)));
+            }
+            SourceOutput::SendRecord => self.worker(0, |r| Item::Target(TargetEvent::Received(r))),
+            SourceOutput::Stop => self.worker((), |r| Item::Source(SourceEvent::Stopped(r))),
+            SourceOutput::Dump { memory_follows } => {
+                assert_eq!(memory_follows, self.way_is_open);
+                self.worker(DumpReport::default(), |r| {
+                    Item::Source(SourceEvent::Dumped(r))
+                });
+            }
+            SourceOutput::SendAhead => {
+                if self.dice.roll(100) < self.faults.step_fails_percent {
+                    let cut = || Failure::Images("cut".into());
+                    self.worker((), move |_| Item::Source(SourceEvent::Sent(Err(cut()))));
+                    self.worker((), move |_| Item::Target(TargetEvent::Received(Err(cut()))));
+                }
+            }
+            SourceOutput::SendImages => {
+                let bad = self.dice.roll(100) < self.faults.step_fails_percent;
+                let unheard = self.dice.roll(100) < self.faults.unheard_percent;
+                let cut = || Err(Failure::Images("cut".into()));
+                let sent = Item::Source(SourceEvent::Sent(if bad || unheard {
+                    cut()
+                } else {
+                    Ok(())
+                }));
+                if unheard {
+                    let at = self.now + Micros(self.dice.roll(60_000));
+                    self.push(at, sent);
+                } else {
+                    self.soon(sent);
+                }
+                if !bad {
+                    self.worker(1, |r| Item::Target(TargetEvent::Received(r)));
+                }
+            }
+            SourceOutput::Continue => self.soon(Item::Source(SourceEvent::Continued)),
+            SourceOutput::WakeHere => self.soon(Item::Source(SourceEvent::Reconnected)),
+            SourceOutput::Release => self.held = false,
+            SourceOutput::KillMoved => self.soon(Item::Source(SourceEvent::Gone(Usage::default()))),
+            SourceOutput::HandOver => self.handed_over = true,
+            SourceOutput::DropImages => self.dropped = true,
+            SourceOutput::Settle
+            | SourceOutput::Close { .. }
+            | SourceOutput::Collect
+            | SourceOutput::Deposit => {
+                panic!("a move keeps no images")
+            }
+            SourceOutput::Done => self.source = None,
+        }
+    }
+
+    fn target_output(&mut self, output: TargetOutput) {
+        let id = self.target.as_ref().expect("it spoke").of().id;
+        match output {
+            TargetOutput::Report(report) => {
+                self.send(host(3), HostId::MASTER, Item::Report(host(3), id, report))
+            }
+            TargetOutput::Prepare(_) => {
+                let engine = self.engine;
+                self.worker((), move |r| {
+                    let verdict = if r.is_ok() {
+                        vec![]
+                    } else {
+                        vec![Refusal::Pinned]
+                    };
+                    Item::Target(TargetEvent::Prepared {
+                        verdict,
+                        memory_can_follow: true,
+                        engine,
+                    })
+                });
+            }
+            TargetOutput::TakePreCopy => self.takes_pre_copy = true,
+            TargetOutput::Restore => self.worker((), |r| Item::Target(TargetEvent::Restored(r))),
+            TargetOutput::Run(_) => {
+                self.soon(Item::Target(TargetEvent::Ran(Ok(()))));
+                if self.target.as_ref().is_some_and(Target::memory_follows) {
+                    // That has no time in which it has to be over: it comes, or does not.
+                    let stalls = std::mem::take(&mut self.faults.stalls_percent);
+                    self.worker((), |r| Item::Target(TargetEvent::Arrived(r)));
+                    self.faults.stalls_percent = stalls;
+                }
+            }
+            TargetOutput::Discard => self.soon(Item::Target(TargetEvent::Discarded)),
+            TargetOutput::ExpectImages | TargetOutput::WakeHere | TargetOutput::DropImages => {}
+            TargetOutput::Done => self.target = None,
+        }
+    }
+
+    fn check(&self) {
+        // A copy that stands still is alive: it could go on.
+        assert!(
+            self.copies.1 != Copy::Running || self.copies.0 == Copy::Dead,
+            "two live copies: {:?}",
+            self.copies
+        );
+    }
+}
+
+/// The memory of the task that moves.
+const RESIDENT: u64 = 2 << 30;
+
+fn settle(seed: u64, faults: Faults) -> World {
+    World::new(seed, faults).run()
+}
+
+#[test]
+fn without_faults_the_task_moves_and_everything_is_handed_over() {
+    for seed in 1..500 {
+        let world = settle(seed, Faults::default());
+        assert!(
+            matches!(world.ended, Some(Ok(_))),
+            "seed {seed}: {:?}",
+            world.ended
+        );
+        assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
+        assert!(
+            world.handed_over && world.source.is_none() && world.target.is_none(),
+            "seed {seed}"
+        );
+        assert_eq!(world.located_at, host(3));
+    }
+}
+
+#[test]
+fn the_log_tells_how_much_memory_moved_and_when_all_of_it_was_there() {
+    let mut later = 0;
+    for seed in 1..200 {
+        for memory_follows in [false, true] {
+            let world = settle(
+                seed,
+                Faults {
+                    memory_follows,
+                    ..Faults::default()
+                },
+            );
+            let (resident, frozen, whole) = world.logged.expect("it has moved");
+            match (world.engine, memory_follows) {
+                // It may all be there by the time the task runs.
+                (Engine::Criu, true) => {
+                    assert!(resident == RESIDENT && whole >= frozen, "seed {seed}");
+                    later += u32::from(whole > frozen);
+                }
+                (Engine::Criu, false) => {
+                    assert!(resident == RESIDENT && whole == frozen, "seed {seed}")
+                }
+                // Its program took along what it needs.
+                _ => assert_eq!(resident, 0, "seed {seed}"),
+            }
+        }
+    }
+    assert!(
+        later > 20,
+        "memory that follows comes later as a rule: {later}"
+    );
+}
+
+#[test]
+fn a_refused_task_is_not_touched() {
+    let world = settle(
+        7,
+        Faults {
+            refuse: true,
+            ..Faults::default()
+        },
+    );
+    let Some(Err(error)) = world.ended else {
+        panic!("{:?}", world.ended)
+    };
+    assert_eq!(error.step, Step::Inspect);
+    assert_eq!(error.why, Failure::Refused(vec![Refusal::Pinned]));
+    assert_eq!(world.copies, (Copy::Running, Copy::None));
+}
+
+#[test]
+fn whatever_step_fails_or_stalls_the_task_goes_on_exactly_once() {
+    let mut failures = 0;
+    for seed in 1..20_000 {
+        let world = settle(
+            seed,
+            Faults {
+                step_fails_percent: 12,
+                stalls_percent: 5,
+                ..Faults::default()
+            },
+        );
+        match &world.ended {
+            Some(Ok(_)) => {
+                assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
+                assert_eq!(world.located_at, host(3), "seed {seed}");
+            }
+            Some(Err(_)) => {
+                failures += 1;
+                assert_eq!(
+                    world.copies.0,
+                    Copy::Running,
+                    "seed {seed}: {:?}",
+                    world.ended
+                );
+                assert_ne!(world.copies.1, Copy::Running, "seed {seed}");
+                assert_eq!(world.located_at, host(2), "seed {seed}");
+                assert!(!world.held, "seed {seed}: messages are kept for ever");
+            }
+            None => panic!("seed {seed}: the move never ended"),
+        }
+    }
+    assert!(failures > 1000, "the faults must bite: {failures}");
+}
+
+#[test]
+fn memory_that_goes_ahead_is_the_target_s_or_nobody_s_whatever_step_fails_or_stalls() {
+    let (mut moved, mut stayed) = (0, 0);
+    for seed in 1..20_000 {
+        let lose = (seed % 4 == 0).then(|| (host(3), Dice(seed * 35 + 1).roll(60_000)));
+        let (step_fails_percent, stalls_percent) = (8, 3);
+        let (memory_follows, pre_copies) = (true, true);
+        let faults = Faults {
+            memory_follows,
+            pre_copies,
+            step_fails_percent,
+            stalls_percent,
+            lose,
+            ..Faults::default()
+        };
+        let world = settle(seed, faults);
+        match &world.ended {
+            Some(Ok(_)) => {
+                moved += u32::from(world.takes_pre_copy);
+                let (_, frozen, whole) = world.logged.expect("it has moved");
+                assert!(
+                    whole > frozen || !world.takes_pre_copy,
+                    "seed {seed}: the time for which memory went ahead counts"
+                );
+                assert!(!world.pre_copy_ended, "seed {seed}");
+                // It may have been lost later.
+                assert!(
+                    world.copies == (Copy::Dead, Copy::Running) || !world.lost.is_empty(),
+                    "seed {seed}"
+                );
+            }
+            // From then on the memory outlives the source's copy.
+            Some(Err(error)) if error.step >= Step::KillSource => {}
+            Some(Err(_)) => {
+                assert!(!world.held, "seed {seed}: messages are kept for ever");
+                assert_eq!(
+                    world.copies.0,
+                    Copy::Running,
+                    "seed {seed}: {:?}",
+                    world.ended
+                );
+                assert_eq!(
+                    world.pre_copy_ended,
+                    world.way_is_open && world.takes_pre_copy,
+                    "seed {seed}: {:?}",
+                    world.ended
+                );
+                stayed += u32::from(world.pre_copy_ended);
+                assert!(
+                    world.dropped || !world.way_is_open,
+                    "seed {seed}: a way is left"
+                );
+            }
+            None => panic!("seed {seed}: the move never ended"),
+        }
+    }
+    assert!(moved > 1000 && stayed > 1000, "{moved} {stayed}");
+}
+
+#[test]
+fn a_task_whose_memory_follows_goes_on_once_if_all_of_it_comes_and_else_ends_and_the_move_says_why()
+{
+    let (mut moved, mut died, mut stayed) = (0, 0, 0);
+    for seed in 1..30_000 {
+        let lose = (seed % 4 == 0).then(|| (host(2), Dice(seed * 33 + 1).roll(60_000)));
+        let faults = Faults {
+            memory_follows: true,
+            step_fails_percent: 8,
+            lose,
+            ..Faults::default()
+        };
+        let world = settle(seed, faults);
+        let lost = !world.lost.is_empty();
+        match &world.ended {
+            Some(Ok(_)) => {
+                moved += 1;
+                assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
+            }
+            Some(Err(error)) if error.step == Step::Arrive => {
+                died += 1;
+                assert_eq!(world.copies, (Copy::Dead, Copy::Dead), "seed {seed}");
+                assert!(world.handed_over || lost, "seed {seed}");
+            }
+            Some(Err(_)) if lost => assert_ne!(world.copies.0, Copy::Running, "seed {seed}"),
+            Some(Err(_)) => {
+                stayed += 1;
+                assert_eq!(
+                    world.copies.0,
+                    Copy::Running,
+                    "seed {seed}: {:?}",
+                    world.ended
+                );
+                assert_ne!(world.copies.1, Copy::Running, "seed {seed}");
+            }
+            None => panic!("seed {seed}: the move never ended"),
+        }
+    }
+    assert!(
+        moved > 1000 && died > 500 && stayed > 1000,
+        "{moved} {died} {stayed}"
+    );
+}
+
+#[test]
+fn a_source_that_misses_the_last_word_of_the_transfer_is_dead_before_the_target_runs() {
+    let (mut moved, mut stayed) = (0, 0);
+    for seed in 1..20_000 {
+        let world = settle(
+            seed,
+            Faults {
+                unheard_percent: 100,
+                ..Faults::default()
+            },
+        );
+        match &world.ended {
+            Some(Ok(_)) => {
+                moved += 1;
+                assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
+                assert!(world.handed_over && world.source.is_none(), "seed {seed}");
+            }
+            Some(Err(error)) => {
+                stayed += 1;
+                assert_eq!(error.step, Step::Transfer, "seed {seed}");
+                assert_eq!(world.copies.0, Copy::Running, "seed {seed}");
+                assert!(!world.held, "seed {seed}: messages are kept for ever");
+            }
+            None => panic!("seed {seed}: the move never ended"),
+        }
+    }
+    assert!(moved > 1000 && stayed > 1000, "{moved} {stayed}");
+}
+
+#[test]
+fn a_lost_host_leaves_at_most_one_copy_and_a_lost_target_never_costs_the_task_before_the_source_yields()
+ {
+    for seed in 1..20_000 {
+        let lost = host(2 + (seed % 2) as u16);
+        let at = Dice(seed * 77 + 1).roll(60_000);
+        let world = settle(
+            seed,
+            Faults {
+                lose: Some((lost, at)),
+                step_fails_percent: 3,
+                ..Faults::default()
+            },
+        );
+        if lost == host(2) {
+            assert_ne!(world.copies.0, Copy::Running, "seed {seed}");
+        } else if !world.handed_over && world.copies.0 != Copy::Dead {
+            assert_eq!(
+                world.copies.0,
+                Copy::Running,
+                "seed {seed}: {:?}",
+                world.ended
+            );
+            assert_eq!(world.located_at, host(2), "seed {seed}");
+        }
+        assert!(world.ended.is_some(), "seed {seed}");
+    }
+}
+
+#[test]
+fn a_task_that_is_killed_during_its_move_ends_unless_the_move_was_committed_already() {
+    for seed in 1..10_000 {
+        let at = Dice(seed * 91 + 3).roll(60_000);
+        let world = settle(
+            seed,
+            Faults {
+                end_task: Some(at),
+                step_fails_percent: 3,
+                ..Faults::default()
+            },
+        );
+        let runs_there = world.copies.1 == Copy::Running;
+        match &world.ended {
+            Some(Ok(_)) => assert!(runs_there && world.located_at == host(3), "seed {seed}"),
+            Some(Err(error)) => assert!(!runs_there, "seed {seed}: {error:?}"),
+            None => panic!("seed {seed}: the move never ended"),
+        }
+        assert!(
+            !world.held || world.handed_over,
+            "seed {seed}: messages are kept for ever"
+        );
+    }
+}
+
+#[test]
+fn the_copy_that_goes_on_stands_still_exactly_if_who_asked_last_was_told_so_whichever_host_is_lost()
+{
+    let (mut at_target, mut back, mut source_lost) = (0, 0, 0);
+    for seed in 1..40_000 {
+        let mut dice = Dice(seed * 13 + 5);
+        let mut asks: Vec<(u64, bool)> = (0..1 + dice.roll(4))
+            .map(|_| (dice.roll(60_000), dice.roll(2) == 0))
+            .collect();
+        asks.sort_unstable();
+        let lose = (seed % 3 > 0).then(|| (host(1 + (seed % 3) as u16), dice.roll(60_000)));
+        let step_fails_percent = 3 * (seed % 2);
+        let world = settle(
+            seed,
+            Faults {
+                asks,
+                lose,
+                step_fails_percent,
+                ..Faults::default()
+            },
+        );
+        let Some((suspended, _)) = world.told else {
+            continue;
+        };
+        if world.copies.1 == Copy::Running {
+            assert_eq!(world.holds.1.any(), suspended, "seed {seed}: at the target");
+            at_target += u32::from(suspended);
+            source_lost += u32::from(suspended && world.lost.contains(&host(2)));
+        } else if world.copies.0 == Copy::Running {
+            assert_eq!(world.holds.0.any(), suspended, "seed {seed}: at the source");
+            back += u32::from(suspended);
+        }
+    }
+    assert!(
+        at_target > 1000 && back > 1000 && source_lost > 100,
+        "{at_target} {back} {source_lost}"
+    );
+}

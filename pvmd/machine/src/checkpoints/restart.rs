@@ -1,0 +1,579 @@
+//! Sets that are started again: the glue between the protocol, the store, and the hosts that build the tasks.
+
+use super::ends::End;
+use super::fallen::Fallen;
+use super::{Counted, Doing, Job, LINES_MAX, Purpose, TRIES_MAX, Wanted, pause, restart_pause};
+use crate::asks::Asker;
+use crate::engines::Job as Again;
+use crate::{Machine, Output};
+use checkpoint_protocol::{Candidate, RestartOutput, TargetEvent};
+use sempa_proto::checkpoint::{PartRecord, RestartFailure, RestartReport, SET_VERSION, SetMeta};
+use sempa_proto::event::EventKind;
+use sempa_proto::host::{Held, Question};
+use sempa_proto::link::{LinkFrame, is_later};
+use sempa_proto::migration::{Failure, FileMatch, TaskFacts, Timeline};
+use sempa_proto::task::{Redirect, Reply, Restart, ToTask};
+use sempa_proto::tasker::{Redirection, ToTasker};
+use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid, WIRE_VERSION};
+use std::collections::{BTreeMap, BTreeSet};
+
+impl Machine {
+    /// Master: somebody wants a set started again.
+    pub(crate) fn restart_wanted(
+        &mut self,
+        (tid, id): (Tid, RequestId),
+        set: String,
+        on: Vec<String>,
+        wait: bool,
+    ) {
+        let why = format!("{tid} asked for it");
+        self.restart_set(set, None, on, wait.then_some((tid, id)), why);
+        if !wait {
+            self.reply(tid, id, Reply::Done);
+        }
+    }
+
+    pub(super) fn restart_set(
+        &mut self,
+        set: String,
+        job: Option<Tid>,
+        on: Vec<String>,
+        waiter: Option<(Tid, RequestId)>,
+        why: String,
+    ) {
+        let Some(keeping) = self.keeping() else {
+            return;
+        };
+        keeping.last_wanted += 1;
+        let restart = keeping.last_wanted;
+        let wanted = Wanted {
+            set: set.clone(),
+            job,
+            on,
+            waiter,
+            why,
+            meta: None,
+            begun: None,
+            held: Vec::new(),
+        };
+        keeping.wanted.insert(restart, wanted);
+        self.out.push_back(Output::OpenSet { restart, set });
+    }
+
+    /// The store has looked into a set.
+    pub(crate) fn set_opened(&mut self, number: u64, result: Result<SetMeta, String>) {
+        let Some(wanted) = self.keeping().and_then(|k| k.wanted.get_mut(&number)) else {
+            return;
+        };
+        match result {
+            Ok(meta) if (meta.wire, meta.version) != (WIRE_VERSION, SET_VERSION) => {
+                let SetMeta { wire, version, .. } = meta;
+                let why = format!(
+                    "the libraries in this set speak version {wire}, and it is a set of version {version}; this virtual machine \
+                     speaks {WIRE_VERSION}, and makes sets of {SET_VERSION}: start it with the version by which it was made"
+                );
+                self.restart_over(number, Err(RestartFailure::Store(why)));
+            }
+            Ok(meta) => {
+                wanted.meta = Some(meta);
+                self.count(Purpose::Restart(number));
+            }
+            Err(why) => self.restart_over(number, Err(RestartFailure::Store(why))),
+        }
+    }
+
+    pub(super) fn begin_restart(&mut self, number: u64, found: &Counted) {
+        let now = self.now;
+        let begun = self.plan_restart(number, found);
+        let (job, timeline, candidates) = match begun {
+            Ok(plan) => plan,
+            Err(why) => return self.restart_over(number, Err(why)),
+        };
+        let Some(master) = self.master.as_deref_mut() else {
+            return;
+        };
+        let (keeping, coordinator) = (&mut master.keeping, &mut master.directing.coordinator);
+        keeping.line = timeline.line;
+        keeping.lines.extend(
+            timeline
+                .members
+                .iter()
+                .map(|(tid, _)| (*tid, timeline.line)),
+        );
+        while keeping.lines.len() > LINES_MAX {
+            keeping.lines.pop_first();
+        }
+        let id = keeping
+            .restarts
+            .begin(now, timeline, candidates, || coordinator.next_id());
+        if let Some(wanted) = keeping.wanted.get_mut(&number) {
+            wanted.begun = Some(id);
+        }
+        let entry = keeping.jobs.entry(job).or_default();
+        entry.doing = Doing::Restarting;
+    }
+
+    /// Where each task may be started, if nothing stands in the way.
+    fn plan_restart(
+        &self,
+        number: u64,
+        found: &Counted,
+    ) -> Result<(Tid, Timeline, Vec<Candidate>), RestartFailure> {
+        let gone = || RestartFailure::Store("the set is not open any more".into());
+        let keeping = self
+            .master
+            .as_ref()
+            .map(|master| &master.keeping)
+            .ok_or_else(gone)?;
+        let wanted = keeping.wanted.get(&number).ok_or_else(gone)?;
+        let meta = wanted.meta.as_ref().ok_or_else(gone)?;
+        let job = keeping.jobs.get(&meta.job);
+        let goes_back = wanted.job.is_some();
+        let free = |job: &Job| match job.doing {
+            Doing::Nothing => !job.is_wanted(),
+            Doing::Restarting => goes_back,
+            _ => false,
+        };
+        if job.is_some_and(|job| !free(job)) {
+            return Err(RestartFailure::UnderWay);
+        }
+        // Sets of a job and of one within it have tasks in common.
+        let busy = |tid: Tid| keeping.restarts.has(tid) || keeping.cuts.of_task(tid).is_some();
+        if meta.parts.iter().any(|part| busy(part.tid)) {
+            return Err(RestartFailure::UnderWay);
+        }
+        let members: Vec<(Tid, u16)> = meta
+            .parts
+            .iter()
+            .map(|part| (part.tid, part.line))
+            .collect();
+        self.in_nobodys_way(meta, found)?;
+        let mut on = Vec::new();
+        for name in &wanted.on {
+            on.push(
+                self.host_named(name)
+                    .ok_or_else(|| RestartFailure::NoHost(name.clone()))?,
+            );
+        }
+        let all: Vec<HostId> = self.table.hosts.iter().map(|host| host.id).collect();
+        let mut candidates = Vec::new();
+        for (turn, part) in meta.parts.iter().enumerate() {
+            let mut hosts = if on.is_empty() {
+                all.clone()
+            } else {
+                on.clone()
+            };
+            let many = hosts.len().max(1);
+            hosts.rotate_left(turn % many);
+            let home = self
+                .table
+                .by_name(&part.host)
+                .map(|entry| entry.id)
+                .filter(|_| on.is_empty());
+            hosts.sort_by_key(|host| Some(*host) != home);
+            // A host may be named more than once, to be the first choice of more tasks.
+            let mut known = BTreeSet::new();
+            hosts.retain(|host| known.insert(*host));
+            candidates.push(Candidate {
+                tid: part.tid,
+                facts: without_lengths(&part.facts),
+                hosts,
+            });
+        }
+        let line = keeping.line.max(meta.line).wrapping_add(1).max(1);
+        Ok((
+            meta.job,
+            Timeline {
+                line,
+                members,
+                same: meta.vm == keeping.founded,
+            },
+            candidates,
+        ))
+    }
+
+    /// What belongs to the tasks of a set belongs to nobody else.
+    fn in_nobodys_way(&self, meta: &SetMeta, found: &Counted) -> Result<(), RestartFailure> {
+        let member = |tid: Tid| meta.parts.iter().any(|part| part.tid == tid);
+        let alive: Vec<Tid> = found
+            .tasks
+            .iter()
+            .map(|task| task.tid)
+            .filter(|tid| member(*tid))
+            .collect();
+        if !alive.is_empty() {
+            return Err(RestartFailure::Alive(alive));
+        }
+        let Some(master) = &self.master else {
+            return Ok(());
+        };
+        let groups = master.groups.taken(&meta.groups);
+        if !groups.is_empty() {
+            return Err(RestartFailure::Groups(groups));
+        }
+        if !master.mailbox.has_room_for(&meta.mailbox) {
+            return Err(RestartFailure::Store(
+                "the mailbox has no room for the job's entries".into(),
+            ));
+        }
+        let mailbox = master.mailbox.taken(&meta.mailbox);
+        if !mailbox.is_empty() {
+            return Err(RestartFailure::Mailbox(mailbox));
+        }
+        let given: BTreeMap<i32, Tid> = found.contexts.iter().copied().collect();
+        let other =
+            |(ctx, owner): &&(i32, Tid)| given.get(ctx).is_some_and(|holder| holder != owner);
+        let contexts: Vec<i32> = meta
+            .contexts
+            .iter()
+            .filter(other)
+            .map(|(ctx, _)| *ctx)
+            .collect();
+        if contexts.is_empty() {
+            Ok(())
+        } else {
+            Err(RestartFailure::Contexts(contexts))
+        }
+    }
+
+    pub(super) fn restarter_does(&mut self, output: RestartOutput) {
+        let me = self.config.host;
+        match output {
+            RestartOutput::Order { host, of, order } => self.order_move(host, of, order),
+            RestartOutput::Send { restart, of } => {
+                let Some(keeping) = self.keeping() else {
+                    return;
+                };
+                let Some(number) = keeping.wanted_of(restart) else {
+                    return;
+                };
+                let to = (of.to != me).then_some(of.to);
+                if to.is_some() {
+                    keeping.unpacked.insert(of.id);
+                }
+                self.out.push_back(Output::SendPart {
+                    restart: number,
+                    migration: of.id,
+                    tid: of.tid,
+                    to,
+                });
+            }
+            RestartOutput::Locate(of) => {
+                self.belongs_again(of.id);
+                self.locate(&of);
+            }
+            RestartOutput::Ended { restart, result } => {
+                let Some(number) = self.keeping().and_then(|k| k.wanted_of(restart)) else {
+                    return;
+                };
+                let result = result.map(|tasks| {
+                    let set = self
+                        .keeping()
+                        .and_then(|k| k.wanted.get(&number))
+                        .map(|w| w.set.clone());
+                    RestartReport {
+                        set: set.unwrap_or_default(),
+                        tasks,
+                    }
+                });
+                self.restart_over(number, result);
+            }
+        }
+    }
+
+    /// The tasks of a set have again what was theirs: places in groups, entries of the mailbox, contexts.
+    fn belongs_again(&mut self, part: MigrationId) {
+        let Some(master) = self.master.as_deref_mut() else {
+            return;
+        };
+        let restart = master.keeping.restarts.of_part(part);
+        let number = restart.and_then(|restart| master.keeping.wanted_of(restart));
+        let wanted = number.and_then(|number| master.keeping.wanted.get_mut(&number));
+        let Some(Wanted {
+            meta: Some(meta),
+            held,
+            ..
+        }) = wanted
+        else {
+            return;
+        };
+        held.extend(&meta.contexts);
+        master.groups.restore(&std::mem::take(&mut meta.groups));
+        let (mailbox, contexts) = (
+            std::mem::take(&mut meta.mailbox),
+            std::mem::take(&mut meta.contexts),
+        );
+        self.restore_mailbox(mailbox);
+        let mut by_host = BTreeMap::<HostId, Vec<(i32, Tid)>>::new();
+        for (ctx, owner) in contexts {
+            by_host
+                .entry(self.holder_of(ctx))
+                .or_default()
+                .push((ctx, owner));
+        }
+        for (host, contexts) in by_host {
+            self.ask(host, Question::HoldContexts(contexts), Asker::Nobody);
+        }
+    }
+
+    /// True for images that the store has given out for this part.
+    pub(crate) fn is_unpacked_here(&self, id: MigrationId) -> bool {
+        self.master
+            .as_ref()
+            .is_some_and(|master| master.keeping.unpacked.contains(&id))
+    }
+
+    /// The images of a part have left the store for their host, or could not.
+    pub(crate) fn part_sent(&mut self, id: MigrationId, result: Result<(), Failure>) {
+        let Some(keeping) = self.keeping() else {
+            return;
+        };
+        keeping.unpacked.remove(&id);
+        if let Err(why) = result {
+            keeping.restarts.not_sent(id, why);
+        }
+        self.out.push_back(Output::DropImages { migration: id });
+    }
+
+    /// The restart of a set has ended, or did not begin.
+    pub(super) fn restart_over(
+        &mut self,
+        number: u64,
+        result: Result<RestartReport, RestartFailure>,
+    ) {
+        self.out.push_back(Output::CloseSet { restart: number });
+        let Some(keeping) = self.keeping() else {
+            return;
+        };
+        let Some(wanted) = keeping.wanted.remove(&number) else {
+            return;
+        };
+        let Wanted {
+            set,
+            waiter,
+            why,
+            meta,
+            begun,
+            held,
+            job: goes_back,
+            ..
+        } = wanted;
+        let job = goes_back
+            .or(meta.as_ref().map(|meta| meta.job))
+            .unwrap_or_default();
+        let members: BTreeSet<Tid> = meta
+            .iter()
+            .flat_map(|meta| &meta.parts)
+            .map(|part| part.tid)
+            .collect();
+        let mut next = None;
+        // Else a host was lost meanwhile, and it goes back once more.
+        if let Some(entry) = keeping
+            .jobs
+            .get_mut(&job)
+            .filter(|entry| entry.doing == Doing::Restarting)
+        {
+            entry.doing = Doing::Nothing;
+            entry.tries += 1;
+            if result.is_ok() {
+                entry.pace = entry.pace.or(meta.as_ref().and_then(|meta| meta.pace));
+                (entry.origin, entry.end) = (Some(set.clone()), End::default());
+                (entry.newest, next) = (
+                    Some(set.clone()),
+                    entry.pace.map(|pace| pause(pace, Some(entry.took))),
+                );
+                (entry.members, entry.ended) = (members.clone(), BTreeSet::new());
+                entry.fallen = Fallen::default();
+                entry.tries = 0;
+            } else if goes_back.is_some() && (entry.pace.is_some() || entry.tries < TRIES_MAX) {
+                // What stands in the way may go away.
+                entry.doing = Doing::Ending {
+                    lost: None,
+                    not_before: Micros(0),
+                    why: why.clone(),
+                    looks: 0,
+                };
+                next = Some(restart_pause(entry.tries));
+            } else {
+                keeping.jobs.remove(&job);
+            }
+        }
+        if let Some(next) = next {
+            self.schedule(job, next);
+        }
+        if result.is_ok() {
+            // Whatever was thought of its end.
+            self.out.push_back(Output::MarkSets {
+                sets: vec![set.clone()],
+                ended: false,
+                keep: Vec::new(),
+            });
+        }
+        if result.is_err() && begun.is_some() {
+            // They may have been in their groups again already, and if all were told to run some may do so.
+            for tid in &members {
+                self.kill(*tid);
+                self.task_left(*tid);
+            }
+            for (ctx, owner) in held {
+                self.ask(
+                    self.holder_of(ctx),
+                    Question::FreeContext { owner, ctx },
+                    Asker::Nobody,
+                );
+            }
+        }
+        self.record(match &result {
+            Ok(report) => EventKind::Restarted {
+                set: set.clone(),
+                job,
+                tasks: report.tasks.clone(),
+                why,
+            },
+            Err(failure) => EventKind::RestartFailed {
+                set: set.clone(),
+                cause: why,
+                why: failure.to_string(),
+            },
+        });
+        if let Some((tid, id)) = waiter {
+            self.reply(tid, id, Reply::Restarted(result));
+        }
+    }
+
+    /// What lay beside the images of a task that is started again here.
+    pub(crate) fn part_read(&mut self, id: MigrationId, result: Result<PartRecord, Failure>) {
+        // It may have been thrown away meanwhile: then nothing must be built.
+        if !self.moves.is_restoring(id) {
+            return;
+        }
+        match result.and_then(|part| self.rebuild(id, part)) {
+            Ok(Some(order)) => self.tell_tasker(order),
+            Ok(None) => self.beginnings.push_back(Again::Stage(id)),
+            Err(why) => self.target_event(id, TargetEvent::Restored(Err(why))),
+        }
+    }
+
+    /// Makes a task's record that of a task that begins again, and the order that builds it; none if its program is started again.
+    fn rebuild(&mut self, id: MigrationId, part: PartRecord) -> Result<Option<ToTasker>, Failure> {
+        let bad = |why: &str| Failure::Images(format!("what lies beside the images: {why}"));
+        if part.version != SET_VERSION {
+            return Err(bad(&format!(
+                "version {} was written, {SET_VERSION} is understood",
+                part.version
+            )));
+        }
+        let place = self.config.place.clone();
+        let redirect = Redirect {
+            migration: id,
+            tokens: vec![place.token(id)],
+        };
+        let bytes = redirect.in_memory().map_err(Failure::Engine)?;
+        let PartRecord {
+            mut record,
+            mut waiting,
+            ..
+        } = part;
+        let again = Some(Redirection {
+            place: record.redirect_at,
+            bytes,
+        });
+        let (mut output, mut trace) = Default::default();
+        self.default_sinks(&mut output, &mut trace);
+        let (hosts, epoch) = (
+            self.table.hosts.iter().map(|host| host.id).collect(),
+            self.table.epoch,
+        );
+        let arrival = self.arrival_of(id).ok_or(Failure::TaskEnded)?;
+        let tid = arrival.tid;
+        if record.tid != tid {
+            return Err(bad(&format!("it is about {}, not about {tid}", record.tid)));
+        }
+        if arrival.anew != record.successor.is_some() {
+            return Err(bad("it is not written in the way that the set says"));
+        }
+        let timeline = arrival.begins.take().ok_or(Failure::TaskEnded)?;
+        waiting.retain_mut(|held| belongs_to(tid, &timeline, held));
+        let known = |tid: Tid| timeline.same || timeline.before(tid).is_some();
+        if !known(record.output.tid) {
+            record.output = output;
+        }
+        if !known(record.trace.tid) {
+            record.trace = trace;
+        }
+        record
+            .marks
+            .retain(|mark| timeline.before(mark.peer).is_some());
+        (record.hosts, record.epoch, record.rm) = (hosts, epoch, None);
+        let mut open = std::mem::take(&mut record.requests);
+        // It was started again before, and has not heard of it.
+        open.extend(
+            record
+                .restart
+                .take()
+                .into_iter()
+                .flat_map(|restart| restart.again),
+        );
+        record.meetings.clear();
+        record.restart = Some(Restart {
+            timeline,
+            again: open,
+        });
+        arrival.take_whole(record, waiting);
+        let order = ToTasker::Restore {
+            migration: id,
+            tid,
+            dir: place.images(id),
+            again,
+            memory_way: None,
+        };
+        Ok((!arrival.anew).then_some(order))
+    }
+}
+
+/// True for what a task has to get that begins again. Half a message from somebody who begins with it comes on the timeline that
+/// they have in common then; one from anybody else is none, and nothing waits for the last words of such.
+fn belongs_to(tid: Tid, timeline: &Timeline, held: &mut Held) -> bool {
+    let bytes = match held {
+        Held::Item(ToTask::Deliver { after, .. }) => {
+            *after = after.filter(|mark| timeline.before(mark.peer).is_some());
+            return true;
+        }
+        Held::Item(_) => return true,
+        Held::Link(bytes) => bytes,
+    };
+    let Some(frame) = LinkFrame::decode(bytes.clone()) else {
+        return false;
+    };
+    if frame.src == tid {
+        return true;
+    }
+    let frame_line = frame.line;
+    let frame = LinkFrame {
+        line: timeline.line,
+        ..frame
+    };
+    *bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
+    // One that had begun again without the task has not said that.
+    timeline
+        .before(frame.src)
+        .is_some_and(|before| !is_later(before, frame_line))
+}
+
+/// What has to be there for a task that is started again. Files may have grown since, by what it wrote: they are cut back
+/// before it is built, and whether others have the length that they had the engine looks then.
+fn without_lengths(facts: &TaskFacts) -> TaskFacts {
+    let mut facts = facts.clone();
+    for file in &mut facts.files {
+        match file.must {
+            FileMatch::Length | FileMatch::Exists => {
+                (file.must, file.bytes) = (FileMatch::Exists, 0)
+            }
+            FileMatch::LengthOrCarried | FileMatch::ExistsOrCarried => {
+                (file.must, file.bytes) = (FileMatch::ExistsOrCarried, 0);
+            }
+            FileMatch::Content(_) | FileMatch::Directory => {}
+        }
+    }
+    facts
+}

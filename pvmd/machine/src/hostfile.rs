@@ -1,0 +1,289 @@
+//! Host file lines and what `pvm_addhosts` is given: `name option…`, with PVM's options and prefixes.
+
+use super::HostPlan;
+use sempa_proto::{HostId, PvmError};
+use std::collections::BTreeMap;
+
+/// Bytes of one line at most.
+pub(super) const LINE_BYTES_MAX: usize = 4096;
+/// Relative speed when the user gives none.
+const SPEED_DEFAULT: i32 = 1000;
+
+type Refused = (PvmError, String);
+
+/// What a line says about a host; `None` where it says nothing.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Options {
+    login: Option<String>,
+    command: Option<String>,
+    search_path: Option<String>,
+    work_dir: Option<String>,
+    pub(super) speed: Option<i32>,
+    contact: Option<String>,
+    start_option: Option<String>,
+    debugger: Option<String>,
+}
+
+impl Options {
+    /// What `self` does not say is taken from `other`.
+    fn over(self, other: &Options) -> Options {
+        Options {
+            login: self.login.or_else(|| other.login.clone()),
+            command: self.command.or_else(|| other.command.clone()),
+            search_path: self.search_path.or_else(|| other.search_path.clone()),
+            work_dir: self.work_dir.or_else(|| other.work_dir.clone()),
+            speed: self.speed.or(other.speed),
+            contact: self.contact.or_else(|| other.contact.clone()),
+            start_option: self.start_option.or_else(|| other.start_option.clone()),
+            debugger: self.debugger.or_else(|| other.debugger.clone()),
+        }
+    }
+
+    /// What they mean for this host.
+    fn plan(self, name: String, id: HostId) -> HostPlan {
+        HostPlan {
+            id,
+            contact: self.contact.unwrap_or_else(|| name.clone()),
+            name,
+            login: self.login,
+            command: self.command,
+            search_path: self.search_path,
+            work_dir: self.work_dir,
+            speed: self.speed.unwrap_or(SPEED_DEFAULT),
+            start_option: self.start_option,
+            debugger: self.debugger,
+        }
+    }
+}
+
+/// One line, read.
+#[derive(Debug, PartialEq, Eq)]
+enum Line {
+    Nothing,
+    Defaults(Options),
+    Host {
+        name: String,
+        options: Options,
+        start: bool,
+    },
+}
+
+/// The host file: what it says about hosts, for now and for later.
+#[derive(Debug, Default)]
+pub(super) struct HostFile {
+    known: BTreeMap<String, Options>,
+    defaults: Options,
+}
+
+impl HostFile {
+    /// Reads the lines. Also returns the hosts to start now, and the lines that were not understood, with the reason.
+    pub(super) fn read(
+        lines: &[String],
+        own_name: &str,
+    ) -> (HostFile, Vec<String>, Vec<(String, String)>) {
+        let (mut file, mut start_now, mut ignored) = (HostFile::default(), Vec::new(), Vec::new());
+        for line in lines {
+            match parse(line) {
+                Ok(Line::Nothing) => {}
+                Ok(Line::Defaults(options)) => file.defaults = options,
+                Ok(Line::Host {
+                    name,
+                    options,
+                    start,
+                }) => {
+                    file.known
+                        .insert(name.clone(), options.over(&file.defaults));
+                    if start && name != own_name {
+                        start_now.push(name);
+                    }
+                }
+                Err((_, reason)) => ignored.push((line.clone(), reason)),
+            }
+        }
+        (file, start_now, ignored)
+    }
+
+    /// What the file says about this host.
+    pub(super) fn options(&self, name: &str) -> &Options {
+        self.known.get(name).unwrap_or(&self.defaults)
+    }
+
+    /// The name on a line, and what to start under this index.
+    ///
+    /// # Errors
+    /// PVM's code and a sentence for a line that cannot be read.
+    pub(super) fn plan(&self, line: &str, id: HostId) -> Result<HostPlan, Refused> {
+        match parse(line)? {
+            Line::Host { name, options, .. } => {
+                let options = options.over(self.options(&name));
+                Ok(options.plan(name, id))
+            }
+            Line::Nothing | Line::Defaults(_) => {
+                Err((PvmError::BadParam, format!("{line:?} names no host")))
+            }
+        }
+    }
+}
+
+/// What the host file says about the master itself: its own line, or the defaults.
+pub fn own_plan(lines: &[String], own_name: &str) -> HostPlan {
+    let (file, ..) = HostFile::read(lines, own_name);
+    file.options(own_name)
+        .clone()
+        .plan(own_name.to_string(), HostId::MASTER)
+}
+
+fn parse(line: &str) -> Result<Line, Refused> {
+    let bad = |reason: String| (PvmError::BadParam, reason);
+    if line.len() > LINE_BYTES_MAX {
+        return Err(bad(format!("it is longer than {LINE_BYTES_MAX} bytes")));
+    }
+    let mut words = line
+        .split('#')
+        .next()
+        .unwrap_or_default()
+        .split_whitespace();
+    let Some(first) = words.next() else {
+        return Ok(Line::Nothing);
+    };
+    let mut options = Options::default();
+    // A prefix may stand alone before the name.
+    let (prefix, mut name) = match first.chars().next() {
+        Some(c @ ('&' | '$' | '*')) => (Some(c), first[1..].to_string()),
+        _ => (None, first.to_string()),
+    };
+    if matches!(prefix, Some('&' | '$')) && name.is_empty() {
+        name = words.next().unwrap_or_default().to_string();
+    }
+    if prefix != Some('*') && (name.is_empty() || name.starts_with('-') || name.contains('=')) {
+        return Err(bad(format!("{name:?} is not the name of a host")));
+    }
+    for word in words {
+        let (key, value) = word.split_once('=').unwrap_or((word, ""));
+        let value = value.to_string();
+        match key {
+            "lo" if value.starts_with('-') => {
+                return Err(bad(format!("{value:?} is not a login name")));
+            }
+            "ip" if value.starts_with('-') => {
+                return Err(bad(format!("{value:?} is not an address")));
+            }
+            "lo" => options.login = Some(value),
+            "dx" => options.command = Some(value),
+            "ep" => options.search_path = Some(value),
+            "wd" => options.work_dir = Some(value),
+            "ip" => options.contact = Some(value),
+            "sp" => {
+                options.speed = Some(
+                    value
+                        .parse()
+                        .map_err(|_| bad(format!("sp={value} is not a number")))?,
+                )
+            }
+            "bx" => options.debugger = Some(value),
+            "so" => options.start_option = Some(value),
+            // All hosts share the name of the virtual machine.
+            "id" => {}
+            _ => {
+                return Err(bad(format!(
+                    "{word:?} is no host option; there are lo= dx= ep= wd= sp= ip= so= bx= id="
+                )));
+            }
+        }
+    }
+    Ok(match prefix {
+        Some('*') => Line::Defaults(options),
+        prefix => Line::Host {
+            name,
+            options,
+            start: prefix != Some('&'),
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan(file: &HostFile, line: &str) -> Result<HostPlan, Refused> {
+        file.plan(line, HostId::MASTER)
+    }
+
+    #[test]
+    fn a_line_overrides_the_file_and_the_file_overrides_the_defaults() {
+        let lines = [
+            "# all",
+            "* dx=/opt/pvmd sp=500",
+            "h1",
+            "&h2 lo=anna sp=700",
+            "$h3",
+            "h4 zz=1",
+            "",
+        ]
+        .map(String::from);
+        let (file, start, ignored) = HostFile::read(&lines, "h1");
+        assert_eq!(start, ["h3"]);
+        assert_eq!(ignored.len(), 1);
+        let h2 = plan(&file, "h2 wd=/tmp ip=10.0.0.2 # comment").expect("good");
+        assert_eq!(
+            (h2.login.as_deref(), h2.speed, h2.contact.as_str()),
+            (Some("anna"), 700, "10.0.0.2")
+        );
+        assert_eq!(
+            (h2.command.as_deref(), h2.work_dir.as_deref()),
+            (Some("/opt/pvmd"), Some("/tmp"))
+        );
+        assert_eq!(plan(&file, "h9").expect("good").speed, 500);
+    }
+
+    #[test]
+    fn the_masters_own_line_or_else_the_last_defaults_are_for_the_master() {
+        let lines = ["* wd=/a ep=/e", "h1 wd=/b ip=10.0.0.1 bx=/d", "* wd=/c"].map(String::from);
+        let own = own_plan(&lines, "h1");
+        assert_eq!(
+            (own.work_dir.as_deref(), own.search_path.as_deref()),
+            (Some("/b"), Some("/e"))
+        );
+        assert_eq!(
+            (own.debugger.as_deref(), own.contact.as_str()),
+            (Some("/d"), "10.0.0.1")
+        );
+        let own = own_plan(&lines, "h2");
+        assert_eq!(
+            (
+                own.work_dir.as_deref(),
+                own.search_path,
+                own.contact.as_str()
+            ),
+            (Some("/c"), None, "h2")
+        );
+    }
+
+    #[test]
+    fn lines_that_name_no_host_or_try_to_be_options_of_ssh_are_refused() {
+        let file = HostFile::default();
+        for line in [
+            "",
+            "#x",
+            "* sp=1",
+            "-oProxyCommand=x",
+            "h lo=-l",
+            "h ip=-x",
+            "h sp=fast",
+            "h foo",
+            "&",
+            "a=b",
+        ] {
+            assert_eq!(
+                plan(&file, line).map_err(|e| e.0),
+                Err(PvmError::BadParam),
+                "{line}"
+            );
+        }
+        let told = plan(&file, "h so=pw bx=/opt/gdb").expect("good");
+        assert_eq!(
+            (told.start_option.as_deref(), told.debugger.as_deref()),
+            (Some("pw"), Some("/opt/gdb"))
+        );
+    }
+}

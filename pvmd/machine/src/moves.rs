@@ -1,0 +1,1108 @@
+//! Moves of tasks: the glue between the migration protocol and this daemon's tasks, tasker, images and tokens.
+
+use super::engines::Job;
+use super::handover::{Arrival, Departed, HandedOver};
+use super::suspend::Suspended;
+use super::tasks::{Phase, Task};
+use super::{Machine, Output};
+use checkpoint_protocol::{
+    Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent,
+    TargetOutput,
+};
+use sempa_proto::checkpoint::PartRecord;
+use sempa_proto::engine::Engine;
+use sempa_proto::event::EventKind;
+use sempa_proto::host::{HostMsg, Location};
+use sempa_proto::migration::{
+    Cause, Failure, Move, Order, Parting, Refusal, Report, Step, TaskFacts, Usage,
+};
+use sempa_proto::suspend;
+use sempa_proto::table::TASK_SERVES;
+use sempa_proto::task::{LinkMark, MoveError, Reply, ToTask};
+use sempa_proto::tasker::{FromTasker, ToTasker};
+use sempa_proto::{Epoch, HostId, MigrationId, PvmError, RequestId, Tid};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+
+/// This daemon's part in moves.
+#[derive(Debug, Default)]
+pub(super) struct Moves {
+    pub(super) sources: BTreeMap<MigrationId, Source>,
+    /// Images for checkpoints on their way to the master; their tasks go on already.
+    pub(super) deposits: BTreeSet<MigrationId>,
+    /// Parts of checkpoints whose tasks have got all answers.
+    pub(super) settled: Vec<MigrationId>,
+    /// What was known of tasks when they and all others of their jobs stood still.
+    pub(super) parts: BTreeMap<MigrationId, Box<PartRecord>>,
+    targets: BTreeMap<MigrationId, Target>,
+    /// Moves whose task has ended here while its images were on the way; the coordinator has not said what that means.
+    open_ends: BTreeMap<MigrationId, Move>,
+    pub(super) arrivals: BTreeMap<Tid, Arrival>,
+    pub(super) departed: BTreeMap<Tid, Departed>,
+    pub(super) handed_over: BTreeMap<Tid, HandedOver>,
+    /// Daemons that have been heard.
+    pub(super) heard: BTreeSet<HostId>,
+    /// Moves of tasks whose move before is not quite over here.
+    next: BTreeMap<Tid, MigrationId>,
+}
+
+impl Moves {
+    /// True while a task is to be rebuilt here.
+    pub(super) fn is_restoring(&self, id: MigrationId) -> bool {
+        self.targets.get(&id).is_some_and(Target::is_restoring)
+    }
+}
+
+/// The master's part in moves.
+#[derive(Debug, Default)]
+pub(super) struct Directing {
+    pub(super) coordinator: Coordinator,
+    /// Who waits for the end of a move.
+    waiters: BTreeMap<MigrationId, (Tid, RequestId)>,
+    /// Hosts that have not acknowledged a new place.
+    locating: BTreeMap<MigrationId, (Tid, Epoch, BTreeSet<HostId>)>,
+}
+
+impl Machine {
+    // ---- the master
+
+    /// Master: a task wants another one moved.
+    pub(super) fn begin_move(
+        &mut self,
+        by: Tid,
+        id: RequestId,
+        tid: Tid,
+        to: &str,
+        cause: Option<Cause>,
+        wait: bool,
+    ) {
+        let begun = self.check_move(tid, to).and_then(|(from, to)| {
+            let cause = cause.unwrap_or(Cause::Asked { by });
+            let now = self.now;
+            self.make_way(tid, &cause)?;
+            let master = self
+                .master
+                .as_mut()
+                .expect("requests to move come to the master");
+            master
+                .directing
+                .coordinator
+                .begin(now, tid, from, to, cause)
+        });
+        match begun {
+            Ok(migration) if wait => {
+                if let Some(master) = &mut self.master {
+                    master.directing.waiters.insert(migration, (by, id));
+                }
+            }
+            Ok(migration) => self.reply(by, id, Reply::MoveStarted(migration)),
+            Err(refusal) if wait => {
+                let error = MoveError {
+                    step: Step::Inspect,
+                    why: Failure::Refused(vec![refusal]),
+                };
+                self.reply(by, id, Reply::Moved(Err(error)));
+            }
+            Err(refusal) => {
+                let reason = format!("{tid} was not moved to {to}: {refusal}");
+                self.fail(by, id, code_of(&refusal), reason);
+            }
+        }
+    }
+
+    fn check_move(&self, tid: Tid, to: &str) -> Result<(HostId, HostId), Refusal> {
+        let to = self.host_named(to).ok_or(Refusal::NoSuchHost)?;
+        let from = self
+            .location(tid)
+            .filter(|host| tid.is_task() && self.table.get(*host).is_some());
+        Ok((from.ok_or(Refusal::NoSuchTask)?, to))
+    }
+
+    /// The host of this name, or of this host tid.
+    pub(super) fn host_named(&self, name: &str) -> Option<HostId> {
+        let by_tid = || {
+            let digits = name
+                .strip_prefix('t')
+                .or_else(|| name.strip_prefix("0x"))
+                .unwrap_or(name);
+            let tid = Tid::from_raw(i32::from_str_radix(digits, 16).ok()?);
+            self.table.get(super::requests::host_of(tid)?)
+        };
+        self.table.by_name(name).or_else(by_tid).map(|host| host.id)
+    }
+
+    fn coordinate(&mut self, output: CoordinatorOutput) {
+        if let Some((tid, step)) = output.begins() {
+            self.step_begins(tid, Some(step));
+        }
+        match output {
+            CoordinatorOutput::Order { host, of, order } => self.order_move(host, of, order),
+            CoordinatorOutput::Record(Move { id, tid, to, .. }) => {
+                self.out.push_back(Output::RecordMove {
+                    migration: id,
+                    tid,
+                    to,
+                });
+            }
+            CoordinatorOutput::Locate(of) => self.locate(&of),
+            CoordinatorOutput::Event(kind) => {
+                // Of this step alone no end reports.
+                if let EventKind::Moving {
+                    tid,
+                    step: Step::Commit,
+                    ..
+                } = kind
+                {
+                    self.out.push_back(Output::StepEnded {
+                        tid,
+                        step: Step::Commit,
+                    });
+                }
+                self.record(kind);
+            }
+            CoordinatorOutput::SuspendDecided {
+                host,
+                migration,
+                id,
+                suspended,
+            } if host == self.config.host => {
+                self.suspend_decided(migration, id, suspended);
+            }
+            CoordinatorOutput::SuspendDecided {
+                host,
+                migration,
+                id,
+                suspended,
+            } => {
+                self.tell_host(
+                    host,
+                    HostMsg::SuspendDecided {
+                        migration,
+                        id,
+                        suspended,
+                    },
+                );
+            }
+            CoordinatorOutput::Ended { id, result } => {
+                let waiter = self
+                    .master
+                    .as_mut()
+                    .and_then(|master| master.directing.waiters.remove(&id));
+                if let Some((tid, request)) = waiter {
+                    self.reply(tid, request, Reply::Moved(result));
+                }
+            }
+        }
+    }
+
+    /// Gives an order to one end of a move.
+    pub(super) fn order_move(&mut self, host: HostId, of: Move, order: Order) {
+        if host == self.config.host {
+            self.move_order(of, order);
+        } else {
+            self.tell_host(host, HostMsg::Order { of, order });
+        }
+    }
+
+    /// Makes the new place known to all.
+    pub(super) fn locate(&mut self, of: &Move) {
+        let epoch = self.next_epoch();
+        let from = if of.to == of.from {
+            self.location(of.tid).unwrap_or(of.from)
+        } else {
+            of.from
+        };
+        // Nobody has anything on the way to where a task from a checkpoint was before.
+        let from = if of.cause == Cause::Restart {
+            of.to
+        } else {
+            from
+        };
+        let location = Location {
+            tid: of.tid,
+            host: of.to,
+            from,
+            epoch,
+        };
+        let mut waiting: BTreeSet<HostId> = self.other_hosts().into_iter().collect();
+        if let Some(master) = &mut self.master {
+            waiting.extend(master.hosts.joining());
+            master
+                .directing
+                .locating
+                .insert(of.id, (of.tid, epoch, waiting.clone()));
+        }
+        for host in waiting {
+            self.tell_host(host, HostMsg::Located(location));
+        }
+        self.apply_location(location);
+        self.locating_step();
+    }
+
+    /// Master: a host knows the new place of a task.
+    pub(super) fn located_heard(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
+        let Some(master) = &mut self.master else {
+            return;
+        };
+        for (who, when, waiting) in master.directing.locating.values_mut() {
+            if (*who, *when) == (tid, epoch) {
+                waiting.remove(&host);
+            }
+        }
+        self.locating_step();
+    }
+
+    fn locating_step(&mut self) {
+        let now = self.now;
+        let Some(master) = self.master.as_deref_mut() else {
+            return;
+        };
+        let (
+            Directing {
+                coordinator,
+                locating,
+                ..
+            },
+            keeping,
+        ) = (&mut master.directing, &mut master.keeping);
+        locating.retain(|id, (_, _, waiting)| {
+            if waiting.is_empty() {
+                coordinator.located(now, *id);
+                keeping.restarts.located(now, *id);
+            }
+            !waiting.is_empty()
+        });
+    }
+
+    /// Master: a host is lost.
+    pub(super) fn coordinator_lost(&mut self, host: HostId) {
+        let now = self.now;
+        let Some(master) = &mut self.master else {
+            return;
+        };
+        master.directing.coordinator.host_lost(now, host);
+        master.keeping.cuts.host_lost(host);
+        master.keeping.restarts.host_lost(host);
+        master
+            .directing
+            .locating
+            .values_mut()
+            .for_each(|(_, _, waiting)| {
+                waiting.remove(&host);
+            });
+        self.locating_step();
+    }
+
+    /// A report of one end.
+    pub(super) fn move_reported(&mut self, host: HostId, migration: MigrationId, report: Report) {
+        let now = self.now;
+        let Some(master) = self.master.as_deref_mut() else {
+            return;
+        };
+        let coordinator = &mut master.directing.coordinator;
+        if master.keeping.cuts.of_part(migration).is_some() {
+            master.keeping.cuts.report(now, host, migration, report);
+        } else if master.keeping.restarts.of_part(migration).is_some() {
+            master
+                .keeping
+                .restarts
+                .report(now, host, migration, report, || coordinator.next_id());
+        } else {
+            coordinator.report(now, host, migration, report);
+        }
+    }
+
+    /// One end has been told that a task on its way is to be suspended, or to go on.
+    pub(super) fn coordinate_suspend(
+        &mut self,
+        host: HostId,
+        id: MigrationId,
+        number: RequestId,
+        order: &suspend::Order,
+    ) {
+        if let Some(master) = &mut self.master {
+            master
+                .directing
+                .coordinator
+                .suspend(host, id, number, order);
+        }
+    }
+
+    /// The commit record is on disk, or not.
+    pub(super) fn move_recorded(&mut self, migration: MigrationId, result: Result<(), Failure>) {
+        if let Some(master) = &mut self.master {
+            master.directing.coordinator.recorded(migration, result);
+        }
+    }
+
+    // ---- every daemon
+
+    /// Carries out what the protocol asks for; true if it asked for anything.
+    pub(super) fn pump_moves(&mut self) -> bool {
+        let mut busy = false;
+        while let Some(output) = self
+            .master
+            .as_mut()
+            .and_then(|m| m.directing.coordinator.poll())
+        {
+            busy = true;
+            self.coordinate(output);
+        }
+        busy |= self.pump_keeping();
+        for part in std::mem::take(&mut self.moves.settled) {
+            busy = true;
+            self.part_settled(part);
+        }
+        for id in self.moves.sources.keys().copied().collect::<Vec<_>>() {
+            while let Some(output) = self.moves.sources.get_mut(&id).and_then(Source::poll) {
+                busy = true;
+                self.source_does(id, output);
+            }
+        }
+        for id in self.moves.targets.keys().copied().collect::<Vec<_>>() {
+            while let Some(output) = self.moves.targets.get_mut(&id).and_then(Target::poll) {
+                busy = true;
+                self.target_does(id, output);
+            }
+        }
+        busy
+    }
+
+    pub(super) fn report(&mut self, migration: MigrationId, report: Report) {
+        if self.master.is_some() {
+            self.move_reported(self.config.host, migration, report);
+        } else {
+            self.tell_host(HostId::MASTER, HostMsg::Report { migration, report });
+        }
+    }
+
+    fn step_begins(&mut self, tid: Tid, step: Option<Step>) {
+        self.out
+            .extend(step.map(|step| Output::StepBegins { tid, step }));
+    }
+
+    fn step_ended(&mut self, tid: Tid, report: &Report) {
+        if !matches!(report, Report::Failed { .. }) {
+            self.out.push_back(Output::StepEnded {
+                tid,
+                step: report.step(),
+            });
+        }
+    }
+
+    /// An order of the coordinator.
+    pub(super) fn move_order(&mut self, of: Move, order: Order) {
+        let id = of.id;
+        match order {
+            Order::Inspect => {
+                self.moves.sources.insert(id, Source::new(of));
+            }
+            Order::Prepare {
+                facts,
+                suspended,
+                timeline,
+                memory_can_follow,
+                pre_copies,
+            } => {
+                let token = self.config.place.token(id);
+                let mut arrival = Arrival::new(of.tid, id, of.from);
+                arrival.begins = timeline;
+                arrival.suspended = Suspended::from(None, self.now, suspended);
+                self.moves.arrivals.insert(of.tid, arrival);
+                self.moves.targets.insert(
+                    id,
+                    Target::new(of, facts, token, memory_can_follow, pre_copies),
+                );
+            }
+            Order::GoOn if self.moves.deposits.remove(&id) => {
+                self.out.push_back(Output::DropImages { migration: id })
+            }
+            Order::Stand | Order::Write { .. } | Order::GoOn => {
+                match self.moves.sources.get_mut(&id) {
+                    Some(_) => self.source_event(id, SourceEvent::Order(order)),
+                    None if order == Order::GoOn => {}
+                    None => self.report(
+                        id,
+                        Report::Failed {
+                            step: Step::Quiesce,
+                            why: Failure::TaskEnded,
+                        },
+                    ),
+                }
+            }
+            Order::Leave { .. } | Order::Resume { .. } | Order::Yield => {
+                match self.moves.sources.get_mut(&id) {
+                    Some(_) => {
+                        if let Order::Resume { suspended } = order {
+                            self.hold_as(of.tid, suspended);
+                        }
+                        self.source_event(id, SourceEvent::Order(order));
+                    }
+                    None if self.moves.open_ends.contains_key(&id) => self.close_end(id, &order),
+                    None if matches!(order, Order::Resume { .. }) => {}
+                    None => {
+                        let step = if order == Order::Yield {
+                            Step::KillSource
+                        } else {
+                            Step::Quiesce
+                        };
+                        self.report(
+                            id,
+                            Report::Failed {
+                                step,
+                                why: Failure::TaskEnded,
+                            },
+                        );
+                    }
+                }
+            }
+            Order::Discard | Order::Run { .. } => match self.moves.targets.get_mut(&id) {
+                Some(target) => target.handle(TargetEvent::Order(order)),
+                None if order == Order::Discard => {}
+                None => {
+                    let why = Failure::CalledOff("the target has thrown it away".into());
+                    self.report(
+                        id,
+                        Report::Failed {
+                            step: Step::Run,
+                            why,
+                        },
+                    );
+                }
+            },
+        }
+    }
+
+    fn source_does(&mut self, id: MigrationId, output: SourceOutput) {
+        let Some(of) = self.moves.sources.get(&id).map(|s| s.of().clone()) else {
+            return;
+        };
+        let tid = of.tid;
+        if matches!(output, SourceOutput::Inspect) && self.is_settling(&of) {
+            self.moves.next.insert(tid, id);
+            return self.ease(tid);
+        }
+        self.step_begins(tid, output.begins());
+        match output {
+            SourceOutput::Report(report) => {
+                self.step_ended(tid, &report);
+                self.report(id, report);
+            }
+            SourceOutput::Inspect => self.inspect(id, &of),
+            SourceOutput::Hold => {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.hold = true;
+                }
+            }
+            SourceOutput::Quiesce { token } => self.quiesce_for_move(id, tid, token),
+            SourceOutput::End { engine } => self.end_for_move(id, tid, engine),
+            SourceOutput::Stop => self.stop_for_move(id, tid),
+            SourceOutput::Settle => self.settle(id, tid, None),
+            SourceOutput::Close { open, ended } => {
+                self.await_ends(id, tid, ended);
+                self.settle(id, tid, Some(open));
+            }
+            SourceOutput::Collect => self.beginnings.push_back(Job::Collect(id)),
+            SourceOutput::Continue => {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.leaving = None;
+                }
+                if !self.end_called_off(id, tid) {
+                    self.tell_tasker(ToTasker::Continue { migration: id, tid });
+                }
+            }
+            SourceOutput::WakeHere => {
+                if !self.never_let_go(id, tid) && !self.wake_guest(id, tid) {
+                    self.write_token(id);
+                }
+            }
+            SourceOutput::Release => self.release(tid),
+            SourceOutput::KillMoved => {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.killing = true;
+                }
+                if !self.has_no_copy(id, tid) {
+                    self.tell_tasker(ToTasker::KillMoved { migration: id, tid });
+                }
+            }
+            SourceOutput::HandOver => self.hand_task_over(&of),
+            SourceOutput::Done => {
+                self.moves.sources.remove(&id);
+                self.part_over(id, tid);
+                self.out.push_back(Output::RemoveToken {
+                    path: self.config.place.token(id),
+                });
+                self.settled(tid);
+            }
+            SourceOutput::LendMemory
+            | SourceOutput::PreCopy
+            | SourceOutput::EndPreCopy
+            | SourceOutput::Dump { .. }
+            | SourceOutput::Deposit
+            | SourceOutput::SendAhead
+            | SourceOutput::SendImages
+            | SourceOutput::SendRecord
+            | SourceOutput::DropImages => self.source_writes(&of, &output),
+        }
+    }
+
+    /// What the source does with memory and images.
+    fn source_writes(&mut self, of: &Move, output: &SourceOutput) {
+        let Move { id, tid, to, .. } = *of;
+        match output {
+            SourceOutput::LendMemory => {
+                self.out.push_back(Output::LendMemory { migration: id, to })
+            }
+            SourceOutput::PreCopy => {
+                let memory_way = self.config.place.memory_way(id);
+                self.tell_tasker(ToTasker::PreCopy {
+                    migration: id,
+                    tid,
+                    memory_way,
+                });
+            }
+            SourceOutput::EndPreCopy => self.tell_tasker(ToTasker::EndPreCopy { migration: id }),
+            SourceOutput::Dump { memory_follows } => {
+                let dir = self.config.place.images(id);
+                let memory_way = memory_follows.then(|| self.config.place.memory_way(id));
+                self.tell_tasker(ToTasker::Dump {
+                    migration: id,
+                    tid,
+                    dir,
+                    memory_way,
+                });
+            }
+            SourceOutput::Deposit => self.deposit(id),
+            SourceOutput::SendAhead => self.out.push_back(Output::SendAhead { migration: id, to }),
+            SourceOutput::SendImages => {
+                self.send_record(of, false);
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.leaving = Some(id);
+                }
+                self.out.push_back(Output::SendImages { migration: id, to });
+            }
+            SourceOutput::SendRecord => self.send_away(of),
+            SourceOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
+            _ => {}
+        }
+    }
+
+    /// Says what a task is that is to move, or asks the tasker.
+    fn inspect(&mut self, id: MigrationId, of: &Move) {
+        let tid = of.tid;
+        // A move that was given up before anything was held leaves its source behind.
+        self.moves
+            .sources
+            .retain(|other, s| *other == id || s.of().tid != tid || s.holds());
+        let known = self.cannot_move(tid).map(Err);
+        match known.or_else(|| self.facts_without_criu(tid, Some(&of.cause))) {
+            Some(result) => self.inspected(id, tid, result, (false, false)),
+            None => self.tell_tasker(ToTasker::Inspect { migration: id, tid }),
+        }
+    }
+
+    /// Has the library of a task let go for a move.
+    fn quiesce_for_move(&mut self, id: MigrationId, tid: Tid, token: Option<PathBuf>) {
+        let tokens: Vec<_> = std::iter::once(self.config.place.token(id))
+            .chain(token)
+            .collect();
+        if !self.quiesce_guest(id, tid, &tokens)
+            && let Some(conn) = self.tasks.get(tid).and_then(Task::conn)
+        {
+            let message = ToTask::Quiesce {
+                migration: id,
+                tokens,
+            };
+            self.out.push_back(Output::ToTask { conn, message });
+        }
+    }
+
+    /// True while the task's move before is not quite over here: it has come and its library has not, or it stays and is
+    /// being let go on; or while a guest that stood still comes back, or one that has to stand still is just beginning again.
+    /// The coordinator's deadline bounds the wait.
+    fn is_settling(&self, of: &Move) -> bool {
+        let staying = |s: &Source| s.of().tid == of.tid && s.of().id != of.id && s.holds();
+        let comes_back = self
+            .tasks
+            .get(of.tid)
+            .is_some_and(|t| t.still.as_ref().is_some_and(|still| still.waking));
+        let comes = self.moves.arrivals.get(&of.tid).is_some_and(|a| a.located);
+        // Of others nobody knows whether they will ever connect.
+        let again = |t: &Task| {
+            t.phase == Phase::Expected && t.begin.as_ref().is_some_and(|begin| begin.count > 0)
+        };
+        let begins = self.tasks.get(of.tid).is_some_and(again) && self.has_to_stand(of.tid);
+        comes || comes_back || begins || self.moves.sources.values().any(staying)
+    }
+
+    /// The task's move before is over: the next one may begin.
+    pub(super) fn settled(&mut self, tid: Tid) {
+        if let Some(id) = self.moves.next.remove(&tid) {
+            self.source_does(id, SourceOutput::Inspect);
+        }
+    }
+
+    /// Why this task cannot move at all, as far as its daemon knows.
+    pub(super) fn cannot_move(&self, tid: Tid) -> Option<Refusal> {
+        if let Some(refusal) = self.no_tasker() {
+            return Some(refusal);
+        }
+        let Some(task) = self.tasks.get(tid) else {
+            return Some(Refusal::NoSuchTask);
+        };
+        if !task.spawned() {
+            Some(Refusal::NotSpawned)
+        } else if task.pinned || task.flags & TASK_SERVES != 0 {
+            Some(Refusal::Pinned)
+        } else if task.debugged {
+            // Also before its debugger has taken hold of it, and when it lets go for a moment.
+            Some(Refusal::Debugged)
+        } else if (task.conn().is_none() && !task.has_let_go()) || task.exited.is_some() {
+            Some(Refusal::NotConnected)
+        } else {
+            None
+        }
+    }
+
+    fn target_does(&mut self, id: MigrationId, output: TargetOutput) {
+        let Some(of) = self.moves.targets.get(&id).map(|t| t.of().clone()) else {
+            return;
+        };
+        let tid = of.tid;
+        self.step_begins(tid, output.begins());
+        match output {
+            TargetOutput::Report(report) => {
+                self.step_ended(tid, &report);
+                self.report(id, report);
+            }
+            TargetOutput::Prepare(facts) => self.prepare_move(id, facts),
+            // What the store of this host has needs no way.
+            TargetOutput::ExpectImages if of.from == self.config.host => {}
+            TargetOutput::ExpectImages => {
+                self.out.push_back(Output::ExpectImages {
+                    migration: id,
+                    from: of.from,
+                });
+                if self.memory_follows(id) {
+                    self.out.push_back(Output::ExpectMemory {
+                        migration: id,
+                        from: of.from,
+                    });
+                }
+            }
+            TargetOutput::TakePreCopy => {
+                let memory_way = self.config.place.memory_way(id);
+                self.tell_tasker(ToTasker::TakePreCopy {
+                    migration: id,
+                    memory_way,
+                });
+            }
+            TargetOutput::Restore if of.cause == Cause::Restart => {
+                self.out.push_back(Output::ReadPart { migration: id });
+            }
+            TargetOutput::Restore if self.arrival_of(id).is_some_and(|arrival| arrival.anew) => {
+                self.beginnings.push_back(Job::Build(id));
+            }
+            TargetOutput::Restore => {
+                let dir = self.config.place.images(id);
+                let memory_way = self
+                    .memory_follows(id)
+                    .then(|| self.config.place.memory_way(id));
+                self.tell_tasker(ToTasker::Restore {
+                    migration: id,
+                    tid,
+                    dir,
+                    again: None,
+                    memory_way,
+                });
+            }
+            TargetOutput::Run(Parting { used, suspended }) => {
+                let now = self.now;
+                let arrival = self.arrival_of(id).map(|arrival| {
+                    arrival.may_run(now, suspended);
+                    arrival.anew
+                });
+                match arrival {
+                    Some(true) if of.cause == Cause::Restart => {
+                        self.out.push_back(Output::NameState { migration: id })
+                    }
+                    _ => self.run(id, used),
+                }
+            }
+            TargetOutput::WakeHere => {
+                // One that waits for guests to be welcome may be a task of this host already.
+                if self
+                    .arrival_of(id)
+                    .is_some_and(|arrival| !arrival.waits && !arrival.anew)
+                {
+                    self.write_token(id);
+                }
+            }
+            TargetOutput::Discard => self.tell_tasker(ToTasker::Discard { migration: id }),
+            TargetOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
+            TargetOutput::Done => {
+                self.moves.targets.remove(&id);
+                self.moves
+                    .arrivals
+                    .retain(|_, a| a.migration != id || a.located);
+                if let Some(arrival) = self.arrival_of(id).filter(|a| !a.ran) {
+                    arrival.lose();
+                }
+                self.arrival_step(tid);
+            }
+        }
+    }
+
+    /// Has the tasker let a task run that was built here.
+    fn run(&mut self, id: MigrationId, used: Usage) {
+        let mut held = self.hosting.is_stopped();
+        if let Some(arrival) = self.arrival_of(id) {
+            held |= arrival.suspended.is_some();
+            (arrival.held, arrival.waits) = (held, held);
+        }
+        self.tell_tasker(ToTasker::Run {
+            migration: id,
+            used,
+            held,
+        });
+    }
+
+    /// The files of a task that is started again are as they were, or could not be given their names.
+    pub(super) fn state_named(&mut self, id: MigrationId, result: Result<(), Failure>) {
+        match result {
+            // Its tasker may have ended meanwhile, and it with that.
+            Ok(()) if self.moves.targets.get(&id).is_some_and(Target::is_starting) => {
+                self.run(id, Usage::default())
+            }
+            Ok(()) => {}
+            Err(why) => self.target_event(id, TargetEvent::Ran(Err(why))),
+        }
+    }
+
+    /// Has the tasker judge a task that is to come, unless nobody may come or there is no tasker.
+    fn prepare_move(&mut self, id: MigrationId, facts: TaskFacts) {
+        let tid = self
+            .moves
+            .targets
+            .get(&id)
+            .map_or(Tid::NONE, |target| target.of().tid);
+        let refusal = self
+            .no_guest(tid, &facts.program)
+            .or_else(|| self.no_tasker());
+        match refusal {
+            None => self.beginnings.push_back(Job::JudgeMove(id, facts)),
+            Some(refusal) => {
+                let (verdict, engine) = (vec![refusal], Engine::Criu);
+                self.target_event(
+                    id,
+                    TargetEvent::Prepared {
+                        verdict,
+                        memory_can_follow: false,
+                        engine,
+                    },
+                );
+            }
+        }
+    }
+
+    fn memory_follows(&self, id: MigrationId) -> bool {
+        self.moves
+            .targets
+            .get(&id)
+            .is_some_and(Target::memory_follows)
+    }
+
+    /// Something happened to a move whose source is here.
+    pub(super) fn source_event(&mut self, id: MigrationId, event: SourceEvent) {
+        if let Some(source) = self.moves.sources.get_mut(&id) {
+            source.handle(event);
+        }
+    }
+
+    /// Something happened to a move whose target is here.
+    pub(super) fn target_event(&mut self, id: MigrationId, event: TargetEvent) {
+        if let Some(target) = self.moves.targets.get_mut(&id) {
+            target.handle(event);
+        }
+    }
+
+    /// Why nothing can be moved from here or to here, when there is nobody to do it.
+    pub(super) fn no_tasker(&self) -> Option<Refusal> {
+        let why = || "its tasker has ended".into();
+        self.tasker_gone.then(|| Refusal::NoEngine {
+            host: self.config.host,
+            why: why(),
+        })
+    }
+
+    /// A tasker does not know which host it is on.
+    pub(super) fn named(&self, refusal: Refusal) -> Refusal {
+        match refusal {
+            Refusal::NoEngine { why, .. } => Refusal::NoEngine {
+                host: self.config.host,
+                why,
+            },
+            other => other,
+        }
+    }
+
+    /// The tasker speaks of a move.
+    pub(super) fn tasker_on_move(&mut self, message: FromTasker) {
+        match message {
+            FromTasker::Inspected {
+                migration,
+                result,
+                memory_can_follow,
+                can_pre_copy,
+            } => {
+                let Some(Move { tid, cause, .. }) =
+                    self.moves.sources.get(&migration).map(|s| s.of().clone())
+                else {
+                    return;
+                };
+                let result = result.map_err(|refusal| self.named(refusal));
+                let unheeding = self
+                    .tasks
+                    .get(tid)
+                    .is_some_and(|task| task.unheeding == Some(migration));
+                let result = match unheeding {
+                    true => result,
+                    false => self.facts_with_criu(tid, Some(&cause), result),
+                };
+                self.inspected(migration, tid, result, (memory_can_follow, can_pre_copy));
+            }
+            FromTasker::Minds { migration, minds } => self.signal_looked_at(migration, minds),
+            FromTasker::PreCopied { migration, result } => {
+                self.source_event(migration, SourceEvent::PreCopied(result))
+            }
+            FromTasker::PreCopyLost { migration, why } => {
+                self.target_event(migration, TargetEvent::PreCopyLost(why))
+            }
+            FromTasker::Stopped { migration, result } => {
+                self.stopped_for_move(migration, &result);
+                self.source_event(migration, SourceEvent::Stopped(result));
+            }
+            FromTasker::Dumped { migration, result } => {
+                self.source_event(migration, SourceEvent::Dumped(result))
+            }
+            FromTasker::Continued { migration } => {
+                self.source_event(migration, SourceEvent::Continued)
+            }
+            FromTasker::SourceGone { migration, used } => {
+                self.source_event(migration, SourceEvent::Gone(used))
+            }
+            // It was given up before the tasker had begun, and room is made for it now.
+            FromTasker::Prepared { migration, .. }
+                if !self.moves.targets.contains_key(&migration) =>
+            {
+                self.tell_tasker(ToTasker::Discard { migration });
+            }
+            FromTasker::Prepared {
+                migration,
+                verdict,
+                memory_can_follow,
+            } => {
+                let verdict = verdict
+                    .into_iter()
+                    .map(|refusal| self.named(refusal))
+                    .collect();
+                self.prepared(migration, verdict, memory_can_follow);
+            }
+            FromTasker::Restored { migration, result } => {
+                if let (Ok(pid), Some(arrival)) = (&result, self.arrival_of(migration)) {
+                    arrival.pid = *pid;
+                }
+                self.target_event(migration, TargetEvent::Restored(result.map(|_| ())));
+            }
+            FromTasker::Ran { migration, result } => self.ran(migration, result),
+            FromTasker::Arrived { migration, result } => {
+                self.target_event(migration, TargetEvent::Arrived(result))
+            }
+            FromTasker::Discarded { migration } => {
+                self.target_event(migration, TargetEvent::Discarded)
+            }
+            _ => {}
+        }
+    }
+
+    fn ran(&mut self, migration: MigrationId, result: Result<(), Failure>) {
+        if let Some(arrival) = self.arrival_of(migration) {
+            arrival.ran = true;
+            if result.is_err() {
+                arrival.lose();
+            }
+        }
+        self.target_event(migration, TargetEvent::Ran(result));
+        // The token first: the library is woken by the protocol's output.
+        let tids: Vec<Tid> = self
+            .moves
+            .arrivals
+            .values()
+            .filter(|a| a.migration == migration)
+            .map(|a| a.tid)
+            .collect();
+        tids.into_iter().for_each(|tid| self.arrival_step(tid));
+    }
+
+    /// What comes ahead of guests would come for nobody: they would stand still here as soon as they are here.
+    pub(super) fn call_off_pre_copies(&mut self, why: &str) {
+        let refusal = Refusal::OwnerThere {
+            host: self.config.host,
+            why: why.to_string(),
+        };
+        for target in self.moves.targets.values_mut() {
+            target.handle(TargetEvent::PreCopyLost(Failure::Refused(vec![
+                refusal.clone(),
+            ])));
+        }
+    }
+
+    /// The tasker has ended, and with it what it was building or holding for moves to here.
+    pub(super) fn moves_tasker_gone(&mut self, why: &str) {
+        let failed = || Failure::Engine(format!("the tasker has ended: {why}"));
+        let host = self.config.host;
+        for target in self.moves.targets.values_mut() {
+            // Nobody else answers any more; whoever asked may ask the next host at once.
+            let verdict = vec![Refusal::NoEngine {
+                host,
+                why: format!("its tasker has ended: {why}"),
+            }];
+            target.handle(TargetEvent::Prepared {
+                verdict,
+                memory_can_follow: false,
+                engine: Engine::Criu,
+            });
+            // What it was told to throw away it threw away by its end.
+            target.handle(TargetEvent::Discarded);
+            target.handle(TargetEvent::PreCopyLost(failed()));
+            target.handle(TargetEvent::Restored(Err(failed())));
+            target.handle(TargetEvent::Ran(Err(failed())));
+            target.handle(TargetEvent::Arrived(Err(failed())));
+        }
+        let running: Vec<Tid> = self
+            .moves
+            .arrivals
+            .values()
+            .filter(|a| a.run_ordered)
+            .map(|a| a.tid)
+            .collect();
+        for tid in running {
+            if let Some(arrival) = self.moves.arrivals.get_mut(&tid) {
+                arrival.lose();
+            }
+            self.arrival_step(tid);
+        }
+    }
+
+    pub(super) fn arrival_of(&mut self, migration: MigrationId) -> Option<&mut Arrival> {
+        self.moves
+            .arrivals
+            .values_mut()
+            .find(|a| a.migration == migration)
+    }
+
+    /// The library has said that nothing leads out of its process any more; its socket will close.
+    pub(super) fn task_quiesced(&mut self, tid: Tid, migration: MigrationId, marks: Vec<LinkMark>) {
+        let moving = self
+            .moves
+            .sources
+            .get(&migration)
+            .is_some_and(|s| s.of().tid == tid);
+        match self.tasks.get_mut(tid) {
+            Some(task) if moving || task.waits_for(migration) => {
+                task.mark(marks);
+                task.quiesced = true;
+            }
+            _ => self.log(format!(
+                "{tid} let go for {migration}, which is none of its moves"
+            )),
+        }
+    }
+
+    /// Its socket has closed.
+    pub(super) fn task_let_go(&mut self, tid: Tid) {
+        // A guest that was told to let go and is welcome again finds its token at once; it lets go for the move after that.
+        if !self
+            .tasks
+            .get(tid)
+            .is_some_and(|t| t.still.as_ref().is_some_and(|still| still.waking))
+        {
+            self.each_source(tid, SourceEvent::Quiesced);
+        }
+    }
+
+    /// Its library has connected again.
+    pub(super) fn move_task_came_back(&mut self, tid: Tid) {
+        self.each_source(tid, SourceEvent::Reconnected);
+    }
+
+    /// A move of it is off, and it goes on.
+    pub(super) fn move_task_continued(&mut self, tid: Tid) {
+        self.each_source(tid, SourceEvent::Continued);
+    }
+
+    /// A task has ended or left: it does not move any more.
+    pub(super) fn move_task_ended(&mut self, tid: Tid) {
+        self.each_source(tid, SourceEvent::Ended);
+    }
+
+    /// The copy of a task whose images are on the way has ended. If the move is committed, the task lives on at the
+    /// target; if not, this is its end. Only the coordinator knows. True when its word has to be waited for.
+    pub(super) fn defer_end(&mut self, tid: Tid, status: i32, used: Usage) -> bool {
+        let stopping = self.stop.is_some();
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return false;
+        };
+        let Some(id) = task.leaving.filter(|_| !stopping) else {
+            return false;
+        };
+        task.exited = Some((status, used));
+        let Some(source) = self.moves.sources.get_mut(&id) else {
+            return self.moves.open_ends.contains_key(&id);
+        };
+        if task.killing {
+            source.handle(SourceEvent::Gone(used));
+        } else {
+            let of = source.of().clone();
+            source.handle(SourceEvent::Ended);
+            self.moves.open_ends.insert(id, of);
+        }
+        true
+    }
+
+    /// The coordinator has said whether the move of a task that has ended here goes on.
+    fn close_end(&mut self, id: MigrationId, order: &Order) {
+        let Some(of) = self.moves.open_ends.remove(&id) else {
+            return;
+        };
+        let Some(task) = self.tasks.get_mut(of.tid) else {
+            return;
+        };
+        let (status, used) = task.exited.unwrap_or_default();
+        task.leaving = None;
+        if *order == Order::Yield {
+            self.report(id, Report::SourceGone(used));
+            self.hand_task_over(&of);
+        } else {
+            self.end_task(of.tid, status, used);
+        }
+    }
+
+    fn each_source(&mut self, tid: Tid, event: SourceEvent) {
+        self.moves
+            .sources
+            .values_mut()
+            .filter(|s| s.of().tid == tid)
+            .for_each(|s| s.handle(event.clone()));
+    }
+}
+
+fn code_of(refusal: &Refusal) -> PvmError {
+    match refusal {
+        Refusal::NoSuchTask => PvmError::NoTask,
+        Refusal::NoSuchHost => PvmError::NoHost,
+        Refusal::AlreadyMoving(_) => PvmError::Already,
+        Refusal::TooManyMoves { .. } => PvmError::OutOfRes,
+        _ => PvmError::Denied,
+    }
+}

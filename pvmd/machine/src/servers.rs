@@ -1,0 +1,321 @@
+//! Tasks that work in the place of a daemon, by PVM's documented messages: a tasker of somebody else starts the tasks of
+//! its host, a hoster the daemons of other hosts, a tracer gets what nobody else collects. When one of them is gone the
+//! daemon does its work again.
+//!
+//! The "tasker" here is a task that asked to be one (`pvm_reg_tasker`); the daemon's own is [`super::io::Output::ToTasker`].
+
+use super::io::Refused;
+use super::spawn::ExecJob;
+use super::tasks::Task;
+use super::{Machine, Output, StartId};
+use crate::io::{HostPlan, StartOrder};
+use sempa_proto::host::HostMsg;
+use sempa_proto::sm::{
+    HostOrder, SM_STHOST, SM_STTASK, TaskOrder, pack_host_orders, pack_task_order,
+    unpack_host_answers, unpack_task_end,
+};
+use sempa_proto::table::{TASK_HOSTER, TASK_TASKER, TASK_TRACER};
+use sempa_proto::task::{Reply, Service, Sink, TracerInfo, TracerSettings};
+use sempa_proto::{PvmError, PvmResult, RequestId, Tid};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Starts that a hoster was asked for in one message.
+#[derive(Debug)]
+struct HostOrders {
+    hoster: Tid,
+    starts: BTreeMap<Tid, StartId>,
+}
+
+/// Who works for this daemon.
+#[derive(Debug, Default)]
+pub(super) struct Servers {
+    tasker: Option<Tid>,
+    /// Tasks that have started others here; those end with them.
+    starters: BTreeSet<Tid>,
+    hoster: Option<Tid>,
+    orders: BTreeMap<i32, HostOrders>,
+    last_wid: i32,
+    pub(super) tracer: Option<TracerInfo>,
+}
+
+impl Servers {
+    fn place(&mut self, service: Service) -> (&mut Option<Tid>, i32) {
+        match service {
+            Service::Hoster => (&mut self.hoster, TASK_HOSTER),
+            Service::Tasker => (&mut self.tasker, TASK_TASKER),
+        }
+    }
+
+    /// The task that starts tasks here, if one has asked for it.
+    pub(super) fn tasker(&self) -> Option<Tid> {
+        self.tasker
+    }
+}
+
+impl Machine {
+    /// A task begins or ends to serve this daemon.
+    pub(super) fn serve(&mut self, tid: Tid, id: RequestId, service: Service) {
+        if service == Service::Hoster && self.master.is_none() {
+            let reason = "a hoster serves the master, so it has to run on the master's host";
+            return self.fail(tid, id, PvmError::HosterNotMaster, reason);
+        }
+        let (place, flag) = self.servers.place(service);
+        let begins = match *place {
+            Some(other) if other != tid => {
+                let reason = format!("{other} does this already");
+                return self.fail(tid, id, PvmError::Already, reason);
+            }
+            before => before.is_none(),
+        };
+        *place = begins.then_some(tid);
+        self.set_flag(tid, flag, begins);
+        let what = if begins {
+            "serves this daemon from now on"
+        } else {
+            "does not serve this daemon any more"
+        };
+        self.note(format!("{tid} {what} ({service:?})"));
+        self.reply(tid, id, Reply::Serving(begins));
+    }
+
+    fn set_flag(&mut self, tid: Tid, flag: i32, on: bool) {
+        if let Some(task) = self.tasks.get_mut(tid) {
+            task.flags = if on {
+                task.flags | flag
+            } else {
+                task.flags & !flag
+            };
+        }
+    }
+
+    /// Master: a task begins or ends to be the tracer.
+    pub(super) fn serve_tracer(&mut self, tid: Tid, id: RequestId, settings: TracerSettings) {
+        let begins = match &self.servers.tracer {
+            Some(other) if other.tid != tid => {
+                let reason = format!("{} is the tracer of this virtual machine", other.tid);
+                return self.fail(tid, id, PvmError::Already, reason);
+            }
+            before => before.is_none(),
+        };
+        self.announce_tracer(begins.then_some(TracerInfo { tid, settings }));
+        self.reply(tid, id, Reply::Serving(begins));
+    }
+
+    fn announce_tracer(&mut self, tracer: Option<TracerInfo>) {
+        for host in self.other_hosts() {
+            self.tell_host(
+                host,
+                HostMsg::Tracer {
+                    tracer: tracer.clone(),
+                },
+            );
+        }
+        self.set_tracer(tracer);
+    }
+
+    /// Master: a host that joins hears of the tracer.
+    pub(super) fn tell_of_tracer(&mut self, host: sempa_proto::HostId) {
+        if self.master.is_some() && self.servers.tracer.is_some() {
+            let tracer = self.servers.tracer.clone();
+            self.tell_host(host, HostMsg::Tracer { tracer });
+        }
+    }
+
+    /// This is the tracer from now on. Tasks that have begun keep what they have.
+    pub(super) fn set_tracer(&mut self, tracer: Option<TracerInfo>) {
+        let before = std::mem::replace(&mut self.servers.tracer, tracer);
+        for (info, on) in [(before, false), (self.servers.tracer.clone(), true)] {
+            if let Some(info) = info {
+                self.set_flag(info.tid, TASK_TRACER, on);
+            }
+        }
+    }
+
+    /// Where output and trace of a task go when its spawner named nothing.
+    pub(super) fn default_sinks(&self, output: &mut Sink, trace: &mut Sink) {
+        let Some(tracer) = &self.servers.tracer else {
+            return;
+        };
+        if !output.tid.is_task() {
+            *output = tracer.output();
+        }
+        if !trace.tid.is_task() {
+            *trace = tracer.trace();
+        }
+    }
+
+    /// A task has ended or left: its work is done by this daemon again.
+    pub(super) fn server_gone(&mut self, tid: Tid) {
+        for service in [Service::Hoster, Service::Tasker] {
+            let (place, flag) = self.servers.place(service);
+            if *place == Some(tid) {
+                *place = None;
+                self.set_flag(tid, flag, false);
+                self.note(format!(
+                    "{tid} is gone; this daemon does its work again ({service:?})"
+                ));
+            }
+        }
+        if self.servers.starters.remove(&tid) {
+            let theirs: Vec<Tid> = self
+                .tasks
+                .live
+                .values()
+                .filter(|t| t.by_tasker == Some(tid))
+                .map(|t| t.tid)
+                .collect();
+            for task in theirs {
+                self.end_task(task, 9, Default::default());
+            }
+        }
+        let (lost, kept) = std::mem::take(&mut self.servers.orders)
+            .into_iter()
+            .partition(|(_, o)| o.hoster == tid);
+        let lost: BTreeMap<i32, HostOrders> = lost;
+        self.servers.orders = kept;
+        for start in lost
+            .into_values()
+            .flat_map(|orders| orders.starts.into_values())
+        {
+            self.start_by_daemon(start);
+        }
+        if self.master.is_some() && self.servers.tracer.as_ref().is_some_and(|t| t.tid == tid) {
+            self.announce_tracer(None);
+        }
+    }
+
+    /// Orders a task from the tasker.
+    pub(super) fn order_task(&mut self, tasker: Tid, task: &Task, order: TaskOrder) {
+        self.servers.starters.insert(tasker);
+        debug_assert_eq!(task.by_tasker, Some(tasker), "it ends with its tasker");
+        self.send_made(tasker, 0, SM_STTASK, 0, pack_task_order(&order));
+    }
+
+    /// What a tasker adds to its own environment for a task.
+    pub(super) fn tasker_environment(&self, job: &ExecJob, epid: i32) -> Vec<Vec<u8>> {
+        let mut env = vec![format!("PVMEPID={epid}").into_bytes()];
+        env.extend(
+            job.request()
+                .env
+                .iter()
+                .filter(|entry| !entry.starts_with(b"PVMEPID="))
+                .cloned(),
+        );
+        env.extend(self.own_environment(job.request()));
+        env
+    }
+
+    /// A tasker says that a task of its own has ended.
+    pub(super) fn task_end_heard(&mut self, src: Tid, body: bytes::Bytes) -> PvmResult<()> {
+        let end = unpack_task_end(body)?;
+        match self.tasks.get(end.tid) {
+            Some(task) if task.by_tasker == Some(src) => {
+                self.process_exited(end.tid, end.status, end.used)
+            }
+            Some(_) => self.log(format!(
+                "{src} told the end of {}, which it has not started; dropped",
+                end.tid
+            )),
+            // It disconnected before, and ended by that.
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// Has these daemons started, by the hoster if there is one.
+    pub(super) fn start_daemons(&mut self, plans: Vec<(StartId, HostPlan)>) {
+        if self.servers.hoster.is_some() && !plans.is_empty() {
+            return self.out.push_back(Output::PrepareHosts { plans });
+        }
+        for (start, plan) in plans {
+            self.start_one_daemon(start, plan);
+        }
+    }
+
+    fn start_by_daemon(&mut self, start: StartId) {
+        if let Some(plan) = self.plan_of(start) {
+            self.start_one_daemon(start, plan);
+        }
+    }
+
+    fn start_one_daemon(&mut self, start: StartId, plan: HostPlan) {
+        match &plan.start_option {
+            Some(option) if !plan.by_hand() => {
+                let reason = format!(
+                    "so={option} is for hosters, and there is none: this daemon starts others over ssh with keys, see \
+                     PVM_RSH, or has you do it by hand with so=ms"
+                );
+                self.host_started(start, Err((PvmError::NotImpl, reason)));
+            }
+            _ => self.out.push_back(Output::StartHost { start, plan }),
+        }
+    }
+
+    /// The shell has made starts ready for the hoster.
+    pub(super) fn hosts_prepared(&mut self, orders: Vec<(StartId, Result<StartOrder, Refused>)>) {
+        let Some(hoster) = self.servers.hoster else {
+            return orders
+                .into_iter()
+                .for_each(|(start, _)| self.start_by_daemon(start));
+        };
+        let (mut list, mut starts) = (Vec::new(), BTreeMap::new());
+        for (start, order) in orders {
+            let Some(plan) = self.plan_of(start) else {
+                continue;
+            };
+            match order {
+                Ok(StartOrder {
+                    login,
+                    command,
+                    secret,
+                }) => {
+                    let (host, option) = (plan.id.tid(), plan.start_option.unwrap_or_default());
+                    list.push(HostOrder {
+                        host,
+                        option,
+                        login,
+                        command,
+                        vmid: secret,
+                    });
+                    starts.insert(host, start);
+                }
+                Err(refused) => self.host_started(start, Err(refused)),
+            }
+        }
+        if !list.is_empty() {
+            self.servers.last_wid = self.servers.last_wid.wrapping_add(1).max(1);
+            let wid = self.servers.last_wid;
+            self.servers
+                .orders
+                .insert(wid, HostOrders { hoster, starts });
+            self.send_made(hoster, 0, SM_STHOST, wid, pack_host_orders(&list));
+        }
+    }
+
+    /// A hoster answers.
+    pub(super) fn hosts_heard(&mut self, src: Tid, wid: i32, body: bytes::Bytes) -> PvmResult<()> {
+        let answers = unpack_host_answers(body)?;
+        let Some(orders) = self
+            .servers
+            .orders
+            .get_mut(&wid)
+            .filter(|o| o.hoster == src)
+        else {
+            self.log(format!(
+                "{src} answered an order to start daemons that it was not given; dropped"
+            ));
+            return Ok(());
+        };
+        let heard: Vec<(StartId, String)> = answers
+            .into_iter()
+            .filter_map(|(host, line)| Some((orders.starts.remove(&host)?, line)))
+            .collect();
+        if orders.starts.is_empty() {
+            self.servers.orders.remove(&wid);
+        }
+        for (start, line) in heard {
+            self.out.push_back(Output::HosterHeard { start, line });
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,1094 @@
+//! Jobs are checkpointed while they talk, lose everything, and begin again.
+
+mod copies;
+mod last_words;
+mod limits;
+mod matrix;
+mod own;
+mod stuck;
+mod unwanted;
+mod way;
+
+use super::scene::{stopped_until, welcome};
+use super::sim::{Proc, Seen, Sim, host, seeds};
+use crate::{HostId, MachineConfig};
+use sempa_proto::checkpoint::{CutFailure, Pace, RestartFailure, SetReport};
+use sempa_proto::group::{GroupReply, GroupRequest};
+use sempa_proto::owner::Leave;
+use sempa_proto::task::{MailboxRequest, Reply, Request, SpawnRequest};
+use sempa_proto::{Message, Micros, RequestId, Tid};
+use std::collections::BTreeMap;
+
+/// A job of so many tasks, all of which its first one has spawned, and the console.
+struct Scene {
+    sim: Sim,
+    console: usize,
+    tids: Vec<Tid>,
+}
+
+impl Scene {
+    fn new(seed: u64, hosts: usize, tasks: u32) -> Scene {
+        Scene::with(seed, hosts, tasks, |_| {})
+    }
+
+    fn with(seed: u64, hosts: usize, tasks: u32, change: impl Fn(&mut MachineConfig)) -> Scene {
+        let (mut sim, console) = Sim::cluster_with(seed, hosts, change);
+        let root = spawn(&mut sim, console, 1)[0];
+        let proc = sim.proc_of(root);
+        let mut tids = vec![root];
+        tids.extend(spawn(&mut sim, proc, tasks - 1));
+        Scene { sim, console, tids }
+    }
+
+    /// Somebody says the next number to somebody else, if he can.
+    fn talk(&mut self, from: Tid, to: Tid) {
+        let proc = self.sim.proc_of(from);
+        let p = &self.sim.procs[proc];
+        if from == to || p.exited || p.is_frozen() || p.welcome.is_none() {
+            return;
+        }
+        let number = self.sim.procs[proc].said.entry(to).or_default();
+        let body = number.to_be_bytes();
+        *number += 1;
+        self.sim.tell(proc, to, &body);
+    }
+
+    fn any(&mut self) -> Tid {
+        self.tids[self.sim.dice.roll(self.tids.len() as u64) as usize]
+    }
+
+    fn chatter(&mut self, rounds: u64) {
+        for _ in 0..rounds {
+            let (from, to) = (self.any(), self.any());
+            self.talk(from, to);
+            let wait = Micros(self.sim.dice.roll(4_000));
+            self.sim.pass(wait);
+        }
+    }
+
+    /// True when everybody has heard all that the others have said, each number once and in order.
+    fn all_heard(&self) -> bool {
+        let mut heard = true;
+        for to in &self.tids {
+            let mut next: BTreeMap<Tid, u32> = BTreeMap::new();
+            for seen in &self.sim.procs[self.sim.proc_of(*to)].seen {
+                if let Seen::Message(src, body) = seen {
+                    let number = u32::from_be_bytes(body[..4].try_into().expect("four bytes"));
+                    let expected = next.entry(*src).or_default();
+                    assert_eq!(
+                        number, *expected,
+                        "from {src} to {to} (seed {})",
+                        self.sim.seed
+                    );
+                    *expected += 1;
+                }
+            }
+            for from in &self.tids {
+                let said = self.sim.procs[self.sim.proc_of(*from)]
+                    .said
+                    .get(to)
+                    .copied()
+                    .unwrap_or_default();
+                heard &= next.get(from).copied().unwrap_or_default() == said;
+            }
+        }
+        heard
+    }
+
+    fn until_all_is_heard(&mut self) {
+        let end = self.sim.now + Micros::from_secs(60);
+        while !self.all_heard() {
+            assert!(
+                self.sim.now < end && self.sim.step(),
+                "something was lost (seed {})",
+                self.sim.seed
+            );
+        }
+    }
+
+    fn job(&self) -> Tid {
+        self.tids[0]
+    }
+
+    fn begin_checkpoint(&mut self, every: Option<Micros>) -> RequestId {
+        let job = self.job();
+        self.sim.request(
+            self.console,
+            Request::Checkpoint {
+                job,
+                pace: every.map(Pace::Every),
+                end: false,
+                wait: true,
+            },
+        )
+    }
+
+    fn checkpoint(&mut self, every: Option<Micros>) -> Result<SetReport, CutFailure> {
+        let job = self.job();
+        let reply = self.sim.ask(
+            self.console,
+            Request::Checkpoint {
+                job,
+                pace: every.map(Pace::Every),
+                end: false,
+                wait: true,
+            },
+        );
+        let Reply::Checkpointed(result) = reply else {
+            panic!("{reply:?}")
+        };
+        result
+    }
+
+    fn signal(&mut self, tid: Tid, signal: i32) {
+        assert_eq!(
+            self.sim.ask(self.console, Request::Signal { tid, signal }),
+            Reply::Done
+        );
+    }
+
+    fn end_all(&mut self) {
+        for tid in self.tids.clone() {
+            let proc = self.sim.proc_of(tid);
+            self.sim.exit(proc, 9);
+        }
+        self.until_none_is_left();
+    }
+
+    fn until_none_is_left(&mut self) {
+        let tids = self.tids.clone();
+        self.sim.until("all have ended", |sim| {
+            tids.iter().all(|tid| !is_listed(sim, *tid))
+        });
+        self.sim.pass(Micros::from_millis(50));
+    }
+
+    fn restart(&mut self, set: &str, on: &[&str]) -> Result<Vec<(Tid, HostId)>, RestartFailure> {
+        let on = on.iter().map(|name| name.to_string()).collect();
+        let reply = self.sim.ask(
+            self.console,
+            Request::Restart {
+                set: set.into(),
+                on,
+                wait: true,
+            },
+        );
+        let Reply::Restarted(result) = reply else {
+            panic!("{reply:?}")
+        };
+        result.map(|report| report.tasks)
+    }
+
+    /// The answer to somebody who wanted a checkpoint.
+    fn answer(&mut self, asked: RequestId) -> Result<SetReport, CutFailure> {
+        let console = self.console;
+        self.sim.until("the end of the checkpoint", |sim| {
+            sim.procs[console].replies.contains_key(&asked)
+        });
+        match self.sim.procs[console].replies[&asked].clone() {
+            Reply::Checkpointed(result) => result,
+            other => panic!("{other:?} (seed {})", self.sim.seed),
+        }
+    }
+
+    /// A checkpoint of which any step may fail; all goes on, and nothing of it is left but the set. True if there is one.
+    fn checkpoint_may_fail(&mut self) -> bool {
+        self.chatter(30);
+        self.sim.faults.step_fails_percent = 8;
+        let result = self.checkpoint(None);
+        self.sim.faults.step_fails_percent = 0;
+        self.until_all_are_back();
+        self.chatter(60);
+        self.until_all_are_back();
+        self.until_all_is_heard();
+        self.sim.pass(Micros::from_secs(2));
+        assert_eq!(
+            (self.sim.sets.left(), self.sim.tokens_left()),
+            ((0, 0), 0),
+            "seed {}",
+            self.sim.seed
+        );
+        result.is_ok()
+    }
+
+    /// Starts a set again of which any step may fail, until none does. How often one did, after which nothing runs.
+    fn restart_may_fail(&mut self, set: &str) -> usize {
+        let mut bad = 0;
+        self.sim.faults.step_fails_percent = 12;
+        while self.restart(set, &[]).is_err() {
+            bad += 1;
+            self.sim.pass(Micros::from_millis(100));
+            for tid in &self.tids {
+                assert!(
+                    !is_listed(&self.sim, *tid),
+                    "{tid} was left (seed {})",
+                    self.sim.seed
+                );
+            }
+        }
+        self.sim.faults.step_fails_percent = 0;
+        bad
+    }
+
+    /// Starts a set again; all talk, in the end each to each, and nothing of the restart is left.
+    fn restarts_and_talks(&mut self, set: &str) {
+        self.restart(set, &[])
+            .unwrap_or_else(|why| panic!("{why} (seed {})", self.sim.seed));
+        self.until_all_are_back();
+        self.chatter(80);
+        self.until_all_are_back();
+        let tids = self.tids.clone();
+        for (from, to) in tids
+            .iter()
+            .flat_map(|from| tids.iter().map(move |to| (*from, *to)))
+        {
+            self.talk(from, to);
+        }
+        self.until_all_is_heard();
+        self.sim.pass(Micros::from_secs(2));
+        assert_eq!(self.sim.sets.left(), (0, 0), "seed {}", self.sim.seed);
+    }
+
+    /// All tasks have begun again behind so many processes, and talk.
+    fn until_it_goes_on(&mut self, before: usize) {
+        let all = before + self.tids.len();
+        self.sim
+            .until("the job runs again", |sim| sim.procs.len() >= all);
+        self.until_all_are_back();
+        self.chatter(100);
+        self.until_all_are_back();
+        self.until_all_is_heard();
+    }
+
+    fn until_all_are_back(&mut self) {
+        let tids = self.tids.clone();
+        self.sim.until("all are back", |sim| {
+            tids.iter().all(|tid| is_back(sim, *tid))
+        });
+    }
+}
+
+/// True if the task runs and its daemon knows it.
+fn is_back(sim: &Sim, tid: Tid) -> bool {
+    let proc = &sim.procs[sim.proc_of(tid)];
+    let is_alive = sim.nodes[&proc.host].alive && !proc.exited;
+    is_alive && !proc.is_frozen() && proc.conn.is_some() && proc.welcome.is_some()
+}
+
+fn is_listed(sim: &Sim, tid: Tid) -> bool {
+    sim.nodes
+        .values()
+        .filter(|node| node.alive)
+        .any(|node| node.machine.tasks.get(tid).is_some())
+}
+
+fn spawn(sim: &mut Sim, by: usize, count: u32) -> Vec<Tid> {
+    spawn_as(
+        sim,
+        by,
+        SpawnRequest {
+            file: "child".into(),
+            count,
+            ..SpawnRequest::default()
+        },
+    )
+}
+
+fn spawn_as(sim: &mut Sim, by: usize, request: SpawnRequest) -> Vec<Tid> {
+    let Reply::Spawned(results) = sim.ask(by, Request::Spawn(request)) else {
+        panic!("no tasks")
+    };
+    let tids: Vec<Tid> = results.into_iter().flatten().collect();
+    sim.until("all are there", |s| {
+        tids.iter()
+            .all(|t| s.procs[s.proc_of(*t)].welcome.is_some())
+    });
+    tids
+}
+
+#[test]
+fn a_job_that_talks_goes_on_from_its_checkpoint_as_if_nothing_had_been_between() {
+    for seed in seeds(60) {
+        let mut scene = Scene::new(seed, 4, 6);
+        scene.chatter(60);
+        let asked = scene.begin_checkpoint(None);
+        scene.chatter(120);
+        let report = scene
+            .answer(asked)
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        let mut all = scene.tids.clone();
+        all.sort_unstable();
+        assert_eq!(report.tasks, all, "seed {seed}");
+        // It goes on, and what it says now did not happen.
+        scene.chatter(40);
+        scene.end_all();
+        scene.restarts_and_talks(&report.set);
+    }
+}
+
+#[test]
+fn a_checkpoint_that_fails_anywhere_leaves_every_task_running_and_nothing_behind() {
+    let (mut good, mut bad) = (0, 0);
+    for seed in seeds(80) {
+        let mut scene = Scene::new(seed, 3, 5);
+        *(if scene.checkpoint_may_fail() {
+            &mut good
+        } else {
+            &mut bad
+        }) += 1;
+    }
+    assert!(good > 5 && bad > 5, "{good} went well, {bad} failed");
+}
+
+#[test]
+fn a_restart_that_fails_anywhere_leaves_nothing_running_and_may_be_tried_again() {
+    let mut bad = 0;
+    for seed in seeds(60) {
+        let mut scene = Scene::new(seed, 3, 4);
+        scene.chatter(30);
+        let report = scene
+            .checkpoint(None)
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.end_all();
+        bad += scene.restart_may_fail(&report.set);
+        scene.until_all_are_back();
+        scene.chatter(60);
+        scene.until_all_is_heard();
+    }
+    assert!(bad > 10, "{bad} restarts failed");
+}
+
+#[test]
+fn a_job_goes_back_to_its_newest_set_when_a_host_is_lost() {
+    for seed in seeds(60) {
+        let mut scene = Scene::new(seed, 4, 6);
+        scene.chatter(20);
+        let first = scene
+            .checkpoint(Some(Micros::from_millis(600)))
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        let rounds = 100 + scene.sim.dice.roll(700);
+        scene.chatter(rounds);
+        let before = scene.sim.procs.len();
+        let lost = host(2 + scene.sim.dice.roll(3) as u16);
+        scene.sim.kill_host(lost);
+        scene
+            .sim
+            .until("the job runs again", |sim| sim.procs.len() >= before + 6);
+        scene.until_all_are_back();
+        let again: Vec<Tid> = scene.sim.procs[before..before + 6]
+            .iter()
+            .filter_map(|p| p.spawned)
+            .collect();
+        assert!(
+            first.tasks.iter().all(|tid| again.contains(tid)),
+            "{again:?} (seed {seed})"
+        );
+        scene.chatter(100);
+        scene.until_all_are_back();
+        scene.until_all_is_heard();
+    }
+}
+
+#[test]
+fn hosts_that_are_lost_at_any_moment_of_a_checkpoint_or_a_restart_leave_a_job_that_goes_on() {
+    for seed in seeds(80) {
+        let mut scene = Scene::new(seed, 5, 6);
+        scene
+            .checkpoint(Some(Micros::from_millis(500)))
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        let mut hosts: Vec<u16> = (2..=5).collect();
+        for _ in 0..3 {
+            let rounds = scene.sim.dice.roll(300);
+            scene.chatter(rounds);
+            let which = scene.sim.dice.roll(hosts.len() as u64) as usize;
+            scene.sim.kill_host(host(hosts.remove(which)));
+        }
+        let all = |sim: &Sim, tids: &[Tid]| {
+            tids.iter().all(|tid| {
+                let proc = &sim.procs[sim.proc_of(*tid)];
+                !proc.exited && proc.conn.is_some() && sim.nodes[&proc.host].alive
+            })
+        };
+        let tids = scene.tids.clone();
+        scene.sim.until("all run again", |sim| all(sim, &tids));
+        // Checkpoints go on all the time, and a host may not be known to be lost yet.
+        scene.sim.pass(Micros::from_secs(5));
+        scene.sim.until("all run again", |sim| all(sim, &tids));
+        scene.chatter(60);
+        let end = scene.sim.now + Micros::from_secs(60);
+        while !(all(&scene.sim, &tids) && scene.all_heard()) {
+            assert!(
+                scene.sim.now < end && scene.sim.step(),
+                "something was lost (seed {seed})\n{}",
+                scene.sim.story()
+            );
+        }
+    }
+}
+
+#[test]
+fn members_of_a_group_meet_again_in_a_new_virtual_machine() {
+    for seed in seeds(30) {
+        let mut scene = Scene::new(seed, 3, 4);
+        for tid in scene.tids.clone() {
+            let proc = scene.sim.proc_of(tid);
+            let reply = scene.sim.ask(
+                proc,
+                Request::Group(GroupRequest::Join {
+                    group: b"us".into(),
+                }),
+            );
+            assert!(
+                matches!(reply, Reply::Group(GroupReply::Number(_))),
+                "{reply:?}"
+            );
+        }
+        let barrier = |sim: &mut Sim, tid: Tid| {
+            let proc = sim.proc_of(tid);
+            (
+                tid,
+                sim.request(
+                    proc,
+                    Request::Group(GroupRequest::Barrier {
+                        group: b"us".into(),
+                        count: 4,
+                    }),
+                ),
+            )
+        };
+        let waiting: Vec<(Tid, RequestId)> = scene.tids[..3]
+            .iter()
+            .copied()
+            .map(|tid| barrier(&mut scene.sim, tid))
+            .collect();
+        scene.sim.pass(Micros::from_millis(20));
+        let report = scene
+            .checkpoint(None)
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        let mut scene = lost(scene);
+        let places = scene
+            .restart(&report.set, &[])
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        assert!(
+            places.iter().all(|(_, at)| *at == HostId::MASTER),
+            "{places:?}"
+        );
+        scene.until_all_are_back();
+        let last = barrier(&mut scene.sim, scene.tids[3]);
+        let all: Vec<(Tid, RequestId)> = waiting.into_iter().chain([last]).collect();
+        scene.sim.until("all have met", |sim| {
+            all.iter().all(|(tid, id)| {
+                let replies = &sim.procs[sim.proc_of(*tid)].replies;
+                matches!(replies.get(id), Some(Reply::Group(GroupReply::Number(0))))
+            })
+        });
+    }
+}
+
+/// All of it is lost, and a new virtual machine is founded beside its store.
+fn lost(scene: Scene) -> Scene {
+    let Scene {
+        sim: Sim {
+            sets: old, seed, ..
+        },
+        tids,
+        ..
+    } = scene;
+    let spared = old.spared();
+    let mut sim = Sim::with(seed + 1000, |config| config.spared = spared.clone());
+    sim.sets.take_sets(old);
+    let console = sim.enrol(HostId::MASTER);
+    assert!(
+        !tids.contains(&sim.procs[console].tid()),
+        "a number was given away (seed {seed})"
+    );
+    Scene { sim, console, tids }
+}
+
+fn context(sim: &mut Sim, proc: usize) -> i32 {
+    let Reply::Context(ctx) = sim.ask(proc, Request::NewContext) else {
+        panic!("no context")
+    };
+    ctx
+}
+
+fn put(scene: &mut Scene, by: usize, name: &str, body: &'static [u8]) {
+    let (src, dst, body) = (Tid::NONE, Tid::NONE, bytes::Bytes::from_static(body));
+    let message = Message {
+        src,
+        dst,
+        ctx: 0,
+        tag: 0,
+        wid: 0,
+        enc: 0,
+        body,
+    };
+    let put = MailboxRequest::Put {
+        name: name.into(),
+        flags: 0,
+        message,
+    };
+    let reply = scene.sim.ask(by, Request::Mailbox(put));
+    assert_eq!(reply, Reply::MailboxIndex(0));
+}
+
+fn stored(scene: &mut Scene, name: &str) -> Option<bytes::Bytes> {
+    let take = MailboxRequest::Take {
+        name: name.into(),
+        index: 0,
+        flags: 0,
+    };
+    match scene.sim.ask(scene.console, Request::Mailbox(take)) {
+        Reply::Mailbox(message) => Some(message.body),
+        _ => None,
+    }
+}
+
+#[test]
+fn what_tasks_have_in_the_mailbox_and_their_contexts_are_theirs_again_in_a_new_virtual_machine() {
+    for seed in seeds(20) {
+        let mut scene = Scene::new(seed, 3, 4);
+        let (mut owned, console) = (Vec::new(), scene.console);
+        for tid in scene.tids.clone() {
+            let proc = scene.sim.proc_of(tid);
+            owned.push((tid, context(&mut scene.sim, proc)));
+        }
+        let (first, last) = (
+            scene.sim.proc_of(scene.tids[0]),
+            scene.sim.proc_of(scene.tids[3]),
+        );
+        put(&mut scene, first, "ours", b"as it was");
+        put(&mut scene, console, "theirs", b"of the console");
+        let report = scene
+            .checkpoint(None)
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        put(&mut scene, first, "ours", b"what did not happen");
+        let free = |ctx| Request::FreeContext { ctx };
+        assert_eq!(scene.sim.ask(last, free(owned[3].1)), Reply::Done);
+        let mut scene = lost(scene);
+        let theirs = context(&mut scene.sim, scene.console);
+        assert!(owned.iter().all(|(_, ctx)| *ctx != theirs), "seed {seed}");
+        scene
+            .restart(&report.set, &[])
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.until_all_are_back();
+        assert_eq!(
+            stored(&mut scene, "ours").as_deref(),
+            Some(&b"as it was"[..]),
+            "seed {seed}"
+        );
+        assert_eq!(stored(&mut scene, "theirs"), None, "seed {seed}");
+        for (tid, ctx) in owned {
+            let (console, proc) = (scene.console, scene.sim.proc_of(tid));
+            assert!(
+                matches!(scene.sim.ask(console, free(ctx)), Reply::Failed { .. }),
+                "seed {seed}"
+            );
+            assert_eq!(
+                scene.sim.ask(proc, free(ctx)),
+                Reply::Done,
+                "{tid} (seed {seed})"
+            );
+        }
+        scene.end_all();
+        assert_eq!(
+            stored(&mut scene, "ours"),
+            None,
+            "an entry goes with its owner (seed {seed})"
+        );
+    }
+}
+
+#[test]
+fn a_set_is_not_started_where_others_have_its_entries_or_its_contexts() {
+    let mut scene = Scene::new(7, 2, 2);
+    let (first, console) = (scene.sim.proc_of(scene.tids[0]), scene.console);
+    put(&mut scene, first, "ours", b"1");
+    let report = scene.checkpoint(None).expect("nothing stands in the way");
+    scene.end_all();
+    put(&mut scene, console, "ours", b"2");
+    assert_eq!(
+        scene.restart(&report.set, &[]),
+        Err(RestartFailure::Mailbox(vec!["ours 0".into()]))
+    );
+    assert_eq!(stored(&mut scene, "ours").as_deref(), Some(&b"2"[..]));
+    let gone = MailboxRequest::Delete {
+        name: "ours".into(),
+        index: 0,
+    };
+    assert_eq!(scene.sim.ask(console, Request::Mailbox(gone)), Reply::Done);
+    scene
+        .restart(&report.set, &[])
+        .expect("nothing stands in the way any more");
+    scene.until_all_are_back();
+    let first = scene.sim.proc_of(scene.tids[0]);
+    let ctx = context(&mut scene.sim, first);
+    let report = scene.checkpoint(None).expect("nothing stands in the way");
+    scene.end_all();
+    let machine = &mut scene
+        .sim
+        .nodes
+        .get_mut(&host_of(ctx))
+        .expect("there")
+        .machine;
+    let other = Tid::from_raw(0x40999);
+    machine.hold_contexts(vec![(ctx, other)]);
+    assert_eq!(
+        scene.restart(&report.set, &[]),
+        Err(RestartFailure::Contexts(vec![ctx]))
+    );
+}
+
+fn host_of(ctx: i32) -> HostId {
+    Tid::from_raw(ctx).home().expect("a host gave it out")
+}
+
+#[test]
+fn a_job_with_a_bound_on_its_loss_or_a_pace_never_has_a_set_that_is_older() {
+    let bound = Micros::from_secs(4);
+    for (seed, pace) in
+        seeds(10).flat_map(|seed| [(seed, Pace::Loss(bound)), (seed, Pace::Every(bound))])
+    {
+        let mut scene = Scene::new(seed, 3, 4);
+        let job = scene.job();
+        let reply = scene.sim.ask(
+            scene.console,
+            Request::Checkpoint {
+                job,
+                pace: Some(pace),
+                end: false,
+                wait: true,
+            },
+        );
+        assert!(matches!(reply, Reply::Checkpointed(Ok(_))), "{reply:?}");
+        let (mut sets, end) = (1, scene.sim.now + Micros::from_secs(60));
+        let mut last = scene.sim.now;
+        while scene.sim.now < end {
+            scene.sim.pass(Micros::from_millis(20));
+            if scene.sim.sets.count() > sets {
+                (sets, last) = (scene.sim.sets.count(), scene.sim.now);
+            }
+            assert!(
+                scene.sim.now.since(last) <= bound,
+                "{sets} sets ({pace:?}, seed {seed})"
+            );
+        }
+        assert!(
+            sets < 40,
+            "not more often than needed: {sets} ({pace:?}, seed {seed})"
+        );
+    }
+}
+
+#[test]
+fn a_barrier_that_closes_around_a_checkpoint_is_passed_by_all_or_by_none() {
+    for seed in seeds(120) {
+        let mut scene = Scene::new(seed, 4, 4);
+        for tid in scene.tids.clone() {
+            let proc = scene.sim.proc_of(tid);
+            scene.sim.ask(
+                proc,
+                Request::Group(GroupRequest::Join {
+                    group: b"us".into(),
+                }),
+            );
+        }
+        // Everybody comes to the barrier again and again, as soon as it has let him through; a process remembers how often.
+        let step = |scene: &mut Scene| {
+            for tid in scene.tids.clone() {
+                let proc = scene.sim.proc_of(tid);
+                let p = &scene.sim.procs[proc];
+                if p.exited || p.is_frozen() || p.conn.is_none() {
+                    continue;
+                }
+                let open = p.open_requests();
+                if open == 0 {
+                    scene.sim.request(
+                        proc,
+                        Request::Group(GroupRequest::Barrier {
+                            group: b"us".into(),
+                            count: 4,
+                        }),
+                    );
+                }
+            }
+            let wait = Micros(scene.sim.dice.roll(1_500));
+            scene.sim.pass(wait);
+        };
+        for _ in 0..scene.sim.dice.roll(40) {
+            step(&mut scene);
+        }
+        let asked = scene.begin_checkpoint(None);
+        let console = scene.console;
+        while !scene.sim.procs[console].replies.contains_key(&asked) {
+            step(&mut scene);
+        }
+        let Reply::Checkpointed(Ok(report)) = scene.sim.procs[console].replies[&asked].clone()
+        else {
+            panic!(
+                "{:?} (seed {seed})",
+                scene.sim.procs[console].replies[&asked]
+            )
+        };
+        scene.end_all();
+        scene
+            .restart(&report.set, &[])
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.until_all_are_back();
+        let passed = |scene: &Scene| -> Vec<usize> {
+            scene
+                .tids
+                .iter()
+                .map(|tid| scene.sim.procs[scene.sim.proc_of(*tid)].replies.len())
+                .collect()
+        };
+        let before = passed(&scene);
+        let most = before.iter().max().copied().unwrap_or_default();
+        for _ in 0..400 {
+            step(&mut scene);
+        }
+        let after = passed(&scene);
+        assert!(
+            after.iter().all(|count| *count > most + 3),
+            "{before:?}, then {after:?} (seed {seed})"
+        );
+        let (least, most) = (after.iter().min(), after.iter().max());
+        assert!(
+            most.copied() <= least.map(|least| least + 1),
+            "{after:?} (seed {seed})"
+        );
+    }
+}
+
+#[test]
+fn a_job_that_has_ended_does_not_begin_again_when_a_host_is_lost() {
+    for seed in seeds(20) {
+        let killed_long_ago: fn(&mut Scene) = |scene| {
+            scene.end_all();
+            scene.sim.pass(Micros::from_secs(30));
+        };
+        let told: fn(&mut Scene) = |scene| {
+            for tid in scene.tids.clone() {
+                scene.signal(tid, 9);
+            }
+            scene.until_none_is_left();
+        };
+        let done: fn(&mut Scene) = |scene| {
+            for tid in scene.tids.clone() {
+                let proc = scene.sim.proc_of(tid);
+                scene.sim.exit(proc, 0);
+            }
+            scene.until_none_is_left();
+        };
+        for ends in [killed_long_ago, told, done] {
+            let mut scene = Scene::new(seed, 4, 4);
+            scene
+                .checkpoint(Some(Micros::from_secs(100)))
+                .expect("nothing stands in the way");
+            ends(&mut scene);
+            let before = scene.sim.procs.len();
+            scene.sim.kill_host(host(3));
+            scene.sim.pass(Micros::from_secs(20));
+            assert_eq!(scene.sim.procs.len(), before, "seed {seed}");
+        }
+    }
+}
+
+#[test]
+fn a_job_goes_back_when_its_tasks_are_known_to_be_dead_before_their_host_is_known_to_be_lost() {
+    for seed in seeds(60) {
+        let mut scene = Scene::new(seed, 4, 6);
+        scene
+            .checkpoint(Some(Micros::from_millis(600)))
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        let rounds = scene.sim.dice.roll(300);
+        scene.chatter(rounds);
+        let before = scene.sim.procs.len();
+        let lost = host(2 + scene.sim.dice.roll(3) as u16);
+        let procs: Vec<usize> = scene
+            .tids
+            .iter()
+            .map(|tid| scene.sim.proc_of(*tid))
+            .collect();
+        let (there, elsewhere): (Vec<usize>, Vec<usize>) = procs
+            .into_iter()
+            .partition(|proc| scene.sim.procs[*proc].host == lost);
+        for proc in there {
+            scene.sim.exit(proc, 9);
+        }
+        let while_it_goes_down = Micros(scene.sim.dice.roll(3_000_000));
+        scene.sim.pass(while_it_goes_down);
+        if seed % 2 == 0 {
+            // They gave up when the others were gone.
+            for proc in elsewhere {
+                scene.sim.exit(proc, 9 << 8);
+            }
+        }
+        scene.sim.kill_host(lost);
+        scene.until_it_goes_on(before);
+    }
+}
+
+#[test]
+fn a_job_goes_back_when_a_host_of_it_is_deleted_and_never_runs_twice() {
+    for seed in seeds(40) {
+        let mut scene = Scene::new(seed, 4, 6);
+        scene
+            .checkpoint(Some(Micros::from_millis(600)))
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        let rounds = scene.sim.dice.roll(300);
+        scene.chatter(rounds);
+        let before = scene.sim.procs.len();
+        let name = format!("h{}", 2 + scene.sim.dice.roll(3));
+        let reply = scene
+            .sim
+            .ask(scene.console, Request::DelHosts { names: vec![name] });
+        assert!(
+            matches!(reply, Reply::HostsDeleted(ref all) if all[0].is_ok()),
+            "{reply:?}"
+        );
+        scene.until_it_goes_on(before);
+    }
+}
+
+#[test]
+fn a_set_whose_tasks_are_alive_is_not_started_a_second_time() {
+    let mut scene = Scene::new(1, 2, 3);
+    let size = |scene: &mut Scene, what: GroupRequest| {
+        let proc = scene.sim.proc_of(scene.tids[1]);
+        match scene.sim.ask(proc, Request::Group(what)) {
+            Reply::Group(GroupReply::Number(number)) => number,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(
+        size(
+            &mut scene,
+            GroupRequest::Join {
+                group: b"us".into()
+            }
+        ),
+        0
+    );
+    let report = scene.checkpoint(None).expect("nothing stands in the way");
+    let Err(RestartFailure::Alive(alive)) = scene.restart(&report.set, &[]) else {
+        panic!("it began")
+    };
+    assert_eq!(alive.len(), 3);
+    assert_eq!(
+        size(
+            &mut scene,
+            GroupRequest::Size {
+                group: b"us".into()
+            }
+        ),
+        1,
+        "who is alive is in its groups"
+    );
+    scene.end_all();
+    let no_host = scene.restart(&report.set, &["nowhere"]);
+    assert_eq!(no_host, Err(RestartFailure::NoHost("nowhere".into())));
+    let places = scene.restart(&report.set, &["h2"]).expect("all are gone");
+    assert!(places.iter().all(|(_, at)| *at == host(2)), "{places:?}");
+}
+
+#[test]
+fn a_job_that_is_to_end_with_its_checkpoint_ends_when_that_is_complete_and_not_before() {
+    let mut ended = 0;
+    for seed in seeds(60) {
+        let mut scene = Scene::new(seed, 3, 4);
+        scene.chatter(30);
+        scene.sim.faults.step_fails_percent = 6;
+        let job = scene.job();
+        let reply = scene.sim.ask(
+            scene.console,
+            Request::Checkpoint {
+                job,
+                pace: None,
+                end: true,
+                wait: true,
+            },
+        );
+        scene.sim.faults.step_fails_percent = 0;
+        let tids = scene.tids.clone();
+        match reply {
+            Reply::Checkpointed(Ok(report)) => {
+                ended += 1;
+                scene.sim.until("all have ended", |sim| {
+                    tids.iter().all(|tid| !is_listed(sim, *tid))
+                });
+                scene.sim.pass(Micros::from_millis(50));
+                scene
+                    .restart(&report.set, &[])
+                    .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+                scene.until_all_are_back();
+            }
+            Reply::Checkpointed(Err(_)) => scene.until_all_are_back(),
+            other => panic!("{other:?}"),
+        }
+        scene.chatter(40);
+        scene.until_all_is_heard();
+    }
+    assert!(ended > 5, "{ended} have ended");
+}
+
+#[test]
+fn guests_that_stand_still_for_an_owner_are_checkpointed_as_they_stand() {
+    for seed in seeds(40) {
+        let mut scene = Scene::new(seed, 3, 6);
+        scene.chatter(40);
+        let speaker = scene.sim.enrol(host(2));
+        assert_eq!(
+            scene
+                .sim
+                .ask(speaker, stopped_until(None, Leave::Checkpoint)),
+            Reply::Done
+        );
+        let rounds = scene.sim.dice.roll(40);
+        scene.chatter(rounds);
+        let (job, end) = (scene.job(), seed % 2 == 0);
+        let reply = scene.sim.ask(
+            scene.console,
+            Request::Checkpoint {
+                job,
+                pace: None,
+                end,
+                wait: true,
+            },
+        );
+        let Reply::Checkpointed(Ok(report)) = reply else {
+            panic!("{reply:?} (seed {seed})")
+        };
+        if end {
+            let on = ["h1", "h3"];
+            scene
+                .restart(&report.set, &on)
+                .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        } else {
+            scene.sim.pass(Micros::from_millis(300));
+            let there =
+                |proc: &&Proc| proc.spawned.is_some() && proc.host == host(2) && !proc.exited;
+            assert!(
+                scene.sim.procs.iter().filter(there).all(Proc::is_frozen),
+                "seed {seed}"
+            );
+            assert_eq!(scene.sim.ask(speaker, welcome()), Reply::Done);
+        }
+        scene.until_all_are_back();
+        scene.chatter(60);
+        scene.until_all_is_heard();
+    }
+}
+
+#[test]
+fn a_job_within_a_job_that_began_again_alone_talks_to_the_others_when_all_begin_again() {
+    for seed in seeds(40) {
+        let mut scene = Scene::new(seed, 3, 3);
+        scene.chatter(30);
+        let (root, alone) = (scene.tids[0], scene.tids[1]);
+        let reply = scene.sim.ask(
+            scene.console,
+            Request::Checkpoint {
+                job: alone,
+                pace: None,
+                end: true,
+                wait: true,
+            },
+        );
+        let Reply::Checkpointed(Ok(small)) = reply else {
+            panic!("{reply:?} (seed {seed})")
+        };
+        assert_eq!(small.tasks, [alone]);
+        scene
+            .sim
+            .until("it has ended", |sim| !is_listed(sim, alone));
+        scene.sim.pass(Micros::from_millis(50));
+        scene
+            .restart(&small.set, &[])
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.until_all_are_back();
+        // They may have said nothing to each other since.
+        if seed % 2 == 0 {
+            scene.talk(alone, root);
+            scene.sim.pass(Micros::from_millis(30));
+        }
+        let report = scene
+            .checkpoint(None)
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        assert_eq!(report.tasks.len(), 3);
+        scene.end_all();
+        scene
+            .restart(&report.set, &[])
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.until_all_are_back();
+        let last = |sim: &Sim, at: Tid, from: Tid| {
+            let mut seen = sim.procs[sim.proc_of(at)].seen.iter().rev();
+            seen.any(|seen| *seen == Seen::Message(from, bytes::Bytes::from_static(b"after")))
+        };
+        let (one, other) = (scene.sim.proc_of(alone), scene.sim.proc_of(root));
+        scene.sim.tell(one, root, b"after");
+        scene
+            .sim
+            .until("the root has heard it", |sim| last(sim, root, alone));
+        scene.sim.tell(other, alone, b"after");
+        scene
+            .sim
+            .until("it has heard the root", |sim| last(sim, alone, root));
+    }
+}
+
+#[test]
+fn whoever_stays_outside_talks_to_tasks_that_began_again() {
+    for seed in seeds(40) {
+        let mut scene = Scene::new(seed, 3, 3);
+        let (outside, inside) = (scene.sim.procs[scene.console].tid(), scene.tids[1]);
+        for _ in 0..5 {
+            scene.talk(outside, inside);
+            scene.talk(inside, outside);
+            scene.sim.pass(Micros::from_millis(2));
+        }
+        let report = scene
+            .checkpoint(None)
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        for _ in 0..7 {
+            scene.talk(inside, outside);
+            scene.talk(outside, inside);
+        }
+        scene.end_all();
+        scene
+            .restart(&report.set, &[])
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.until_all_are_back();
+        let heard = |sim: &Sim, at: Tid, from: Tid| {
+            let numbers =
+                sim.procs[sim.proc_of(at)]
+                    .seen
+                    .iter()
+                    .filter_map(move |seen| match seen {
+                        Seen::Message(src, body) if *src == from => Some(u32::from_be_bytes(
+                            body[..4].try_into().expect("four bytes"),
+                        )),
+                        _ => None,
+                    });
+            numbers
+                .filter(|number| *number >= 1000)
+                .collect::<Vec<u32>>()
+        };
+        // To whoever has seen it end it is dead until it speaks.
+        let proc = scene.sim.proc_of(inside);
+        scene.sim.tell(proc, outside, &1000u32.to_be_bytes());
+        scene
+            .sim
+            .until("it has spoken", |sim| heard(sim, outside, inside) == [1000]);
+        for number in 1001..1010u32 {
+            let proc = scene.sim.proc_of(inside);
+            scene.sim.tell(proc, outside, &number.to_be_bytes());
+            scene.sim.pass(Micros::from_millis(1));
+            scene.sim.tell(scene.console, inside, &number.to_be_bytes());
+        }
+        let all: Vec<u32> = (1000..1010).collect();
+        scene.sim.until("both have heard all", |sim| {
+            heard(sim, outside, inside) == all && heard(sim, inside, outside) == all[1..]
+        });
+    }
+}

@@ -1,0 +1,120 @@
+//! Tasks that end shortly before a checkpoint of their job, with their last words on the way.
+
+use super::{Scene, spawn_as};
+use crate::tests::engines::heard;
+use crate::tests::sim::{Sim, host, seeds};
+use sempa_proto::Micros;
+use sempa_proto::task::{Reply, Request, SpawnRequest};
+
+#[test]
+fn what_a_task_said_last_that_has_ended_is_in_the_checkpoint_however_long_it_was_on_its_way() {
+    seeds(120).for_each(|seed| last_words_are_kept(seed, true));
+}
+
+#[test]
+fn what_a_task_said_last_that_has_ended_is_in_the_first_checkpoint_of_its_job() {
+    seeds(120).for_each(|seed| last_words_are_kept(seed, false));
+}
+
+/// One task of this program on this host.
+fn at(file: &str, place: &str) -> SpawnRequest {
+    SpawnRequest {
+        file: file.into(),
+        count: 1,
+        flags: 1,
+        place: place.into(),
+        ..SpawnRequest::default()
+    }
+}
+
+/// A worker says something and ends while it is on its way; before that its job may have a checkpoint already.
+fn last_words_are_kept(seed: u64, before: bool) {
+    let (mut sim, console) = Sim::cluster(seed, 3);
+    let env = if seed.is_multiple_of(2) {
+        vec![
+            b"SEMPA_ENGINE=own".to_vec(),
+            b"SEMPA_STATE=state-{tid}".to_vec(),
+        ]
+    } else {
+        Vec::new()
+    };
+    let with_env = |request: SpawnRequest| SpawnRequest {
+        env: env.clone(),
+        ..request
+    };
+    let root = spawn_as(&mut sim, console, with_env(at("keeper", "h2")))[0];
+    let proc = sim.proc_of(root);
+    let worker = spawn_as(&mut sim, proc, with_env(at("child", "h3")))[0];
+    let other = spawn_as(&mut sim, proc, with_env(at("keeper", "h1")))[0];
+    let mut scene = Scene {
+        sim,
+        console,
+        tids: vec![root, other],
+    };
+    if before {
+        let first = scene
+            .checkpoint(None)
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        assert_eq!(first.tasks.len(), 3);
+        scene.sim.pass(Micros::from_millis(300));
+    }
+    let sim = &mut scene.sim;
+    let (proc, late) = (sim.proc_of(worker), Micros(sim.dice.roll(900_000)));
+    sim.slow_down(host(3), host(2), late);
+    for n in 0..5i32 {
+        sim.tell(proc, root, &n.to_be_bytes());
+    }
+    sim.pass(Micros::from_millis(5));
+    sim.exit(proc, 0);
+    let moment = Micros(10_000 + sim.dice.roll(600_000));
+    sim.pass(moment);
+    let report = scene
+        .checkpoint(None)
+        .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+    assert_eq!(report.tasks.len(), 2, "seed {seed}");
+    scene.sim.pass(Micros::from_secs(2));
+    scene.end_all();
+    scene
+        .restart(&report.set, &[])
+        .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+    scene.until_all_are_back();
+    scene.sim.pass(Micros::from_secs(2));
+    let words = heard(&scene.sim, scene.sim.proc_of(root));
+    assert_eq!(words, [0, 1, 2, 3, 4], "seed {seed}");
+}
+
+#[test]
+fn a_host_that_came_in_behind_an_end_makes_nobody_wait_for_word_of_it() {
+    for seed in seeds(40) {
+        let (mut sim, console) = Sim::cluster(seed, 2);
+        let gone = spawn_as(&mut sim, console, at("keeper", "h2"))[0];
+        let proc = sim.proc_of(gone);
+        sim.exit(proc, 0);
+        let moment = Micros(sim.dice.roll(200_000));
+        sim.pass(moment);
+        let reply = sim.ask(
+            console,
+            Request::AddHosts {
+                lines: vec!["h3".into()],
+            },
+        );
+        assert!(
+            matches!(&reply, Reply::HostsAdded(added) if added[0].result.is_ok()),
+            "{reply:?}"
+        );
+        let root = spawn_as(&mut sim, console, at("keeper", "h3"))[0];
+        let mut scene = Scene {
+            sim,
+            console,
+            tids: vec![root],
+        };
+        let report = scene
+            .checkpoint(None)
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        assert!(
+            report.frozen < Micros::from_secs(1),
+            "it stood still for {} us (seed {seed})",
+            report.frozen.0
+        );
+    }
+}

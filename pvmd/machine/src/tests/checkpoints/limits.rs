@@ -1,0 +1,105 @@
+//! What owners allow guests, while a job is written and when it is started again.
+
+use super::*;
+use crate::tests::scene::{on, welcome, welcome_with};
+use sempa_proto::PvmError;
+use sempa_proto::load::GuestLimits;
+
+const HOSTS: u16 = 3;
+
+/// A job, and somebody on each host who speaks for its owner.
+fn spoken_for(seed: u64) -> (Scene, Vec<usize>) {
+    let mut scene = Scene::new(seed, usize::from(HOSTS), 4);
+    let speakers = (1..=HOSTS).map(|n| scene.sim.enrol(host(n))).collect();
+    (scene, speakers)
+}
+
+fn allow(scene: &mut Scene, speaker: usize, most: u32) {
+    let limits = GuestLimits {
+        cores: Some(most),
+        ..GuestLimits::default()
+    };
+    assert_eq!(scene.sim.ask(speaker, welcome_with(limits)), Reply::Done);
+}
+
+#[test]
+fn a_task_that_is_being_written_keeps_its_place() {
+    let mut tried = 0;
+    for seed in seeds(20) {
+        let (mut scene, speakers) = spoken_for(seed);
+        for (n, speaker) in (1..=HOSTS).zip(speakers) {
+            let there = |tid: &&Tid| scene.sim.procs[scene.sim.proc_of(**tid)].host == host(n);
+            let most = scene.tids.iter().filter(there).count();
+            allow(&mut scene, speaker, u32::try_from(most).expect("few"));
+        }
+        let (asked, console) = (scene.begin_checkpoint(None), scene.console);
+        let mut spawns: Vec<RequestId> = Vec::new();
+        while !scene.sim.procs[console].replies.contains_key(&asked) {
+            (0..20).for_each(|_| assert!(scene.sim.step()));
+            let at = format!("h{}", 1 + spawns.len() % usize::from(HOSTS));
+            spawns.push(
+                scene
+                    .sim
+                    .request(console, Request::Spawn(on(&at, "child", 1))),
+            );
+        }
+        scene.answer(asked).expect("nothing stands in its way");
+        scene.sim.until("all are answered", |s| {
+            spawns
+                .iter()
+                .all(|id| s.procs[console].replies.contains_key(id))
+        });
+        for id in &spawns {
+            let reply = &scene.sim.procs[console].replies[id];
+            assert_eq!(
+                *reply,
+                Reply::Spawned(vec![Err(PvmError::OutOfRes)]),
+                "seed {seed}"
+            );
+        }
+        tried += spawns.len();
+        scene.until_all_are_back();
+    }
+    assert!(tried > 50, "{tried} spawns");
+}
+
+#[test]
+fn a_job_is_started_again_only_where_owners_allow_all_of_it() {
+    for seed in seeds(20) {
+        let (mut scene, speakers) = spoken_for(seed);
+        let set = scene.checkpoint(None).expect("a set").set;
+        scene.end_all();
+        for speaker in &speakers {
+            allow(&mut scene, *speaker, 1);
+        }
+        let why = scene
+            .restart(&set, &[])
+            .expect_err("four tasks have no place on three hosts that take one each");
+        assert!(
+            why.to_string()
+                .contains("its owner allows one task, and it is there"),
+            "{why} (seed {seed})"
+        );
+        // Nothing of it is left, soon, that would take a place.
+        scene.sim.pass(Micros::from_secs(2));
+        let three = SpawnRequest {
+            file: "child".into(),
+            count: 3,
+            ..SpawnRequest::default()
+        };
+        let reply = scene.sim.ask(scene.console, Request::Spawn(three));
+        assert!(
+            matches!(&reply, Reply::Spawned(all) if all.iter().all(Result::is_ok)),
+            "{reply:?} (seed {seed})"
+        );
+        assert_eq!(scene.sim.ask(speakers[1], welcome()), Reply::Done);
+        let places = scene
+            .restart(&set, &[])
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        assert!(
+            places.iter().all(|(_, at)| *at == host(2)),
+            "{places:?} (seed {seed})"
+        );
+        scene.until_all_are_back();
+    }
+}

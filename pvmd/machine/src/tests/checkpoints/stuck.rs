@@ -1,0 +1,155 @@
+//! Jobs that go back, and that no host takes.
+
+use super::{Scene, host};
+use crate::tests::scene::events;
+use crate::{Event, HostId};
+use sempa_proto::checkpoint::Pace;
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::Refusal;
+use sempa_proto::task::{Reply, Request};
+use sempa_proto::{Micros, Tid};
+
+/// A job whose host is lost, and that no other host takes; the set to which it goes back, and how many processes there were.
+fn stuck(seed: u64) -> (Scene, usize) {
+    let mut scene = Scene::new(seed, 4, 6);
+    scene
+        .checkpoint(Some(Micros::from_millis(600)))
+        .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+    for at in [HostId::MASTER, host(2), host(3), host(4)] {
+        scene.sim.refuses.insert(
+            at,
+            vec![Refusal::NoEngine {
+                host: at,
+                why: "none".into(),
+            }],
+        );
+    }
+    let before = scene.sim.procs.len();
+    scene.sim.kill_host(host(3));
+    (scene, before)
+}
+
+/// When a restart has failed so far.
+fn failures(scene: &mut Scene) -> Vec<Micros> {
+    let Reply::Events(events) = scene.sim.ask(
+        scene.console,
+        Request::Events {
+            from: 0,
+            limit: 65_536,
+        },
+    ) else {
+        panic!("no events")
+    };
+    let failed = events
+        .iter()
+        .filter(|event| matches!(event.kind, EventKind::RestartFailed { .. }));
+    failed.map(|event| event.at).collect()
+}
+
+fn ask_no_more(scene: &mut Scene, job: Tid) {
+    let request = Request::Checkpoint {
+        job,
+        pace: Some(Pace::Never),
+        end: false,
+        wait: false,
+    };
+    assert_eq!(scene.sim.ask(scene.console, request), Reply::Done);
+}
+
+#[test]
+fn a_job_that_no_host_takes_is_tried_more_and_more_rarely_and_goes_on_when_a_host_comes() {
+    for seed in 0..2 {
+        let (mut scene, before) = stuck(seed);
+        scene.sim.pass(Micros::from_secs(2 * 3600));
+        let failed = failures(&mut scene);
+        let pauses: Vec<u64> = failed
+            .windows(2)
+            .map(|pair| pair[1].since(pair[0]).0 / 1_000_000)
+            .collect();
+        assert!(
+            pauses[..9].iter().all(|pause| (2..4).contains(pause)),
+            "{pauses:?} (seed {seed})"
+        );
+        assert!(
+            pauses[20..].iter().all(|pause| (600..603).contains(pause)),
+            "{pauses:?} (seed {seed})"
+        );
+        scene.sim.refuses.clear();
+        let come = scene.sim.now;
+        let reply = scene.sim.ask(
+            scene.console,
+            Request::AddHosts {
+                lines: vec!["h5".into()],
+            },
+        );
+        assert!(
+            matches!(&reply, Reply::HostsAdded(added) if added[0].result.is_ok()),
+            "{reply:?}"
+        );
+        scene.until_it_goes_on(before);
+        assert!(
+            scene.sim.now.since(come) < Micros::from_secs(60),
+            "it was not tried at once (seed {seed})"
+        );
+    }
+}
+
+#[test]
+fn a_job_that_no_host_takes_is_not_tried_any_more_when_nobody_wants_it() {
+    let (mut scene, before) = stuck(1);
+    let job = scene.job();
+    scene.sim.pass(Micros::from_secs(60));
+    ask_no_more(&mut scene, job);
+    let failed = failures(&mut scene).len();
+    assert!(failed > 10, "{failed} times");
+    scene.sim.refuses.clear();
+    scene.sim.pass(Micros::from_secs(3600));
+    assert_eq!(
+        (failures(&mut scene).len(), scene.sim.procs.len()),
+        (failed, before)
+    );
+}
+
+#[test]
+fn a_set_that_is_complete_only_when_its_job_goes_back_already_is_removed() {
+    let mut late = 0;
+    for seed in 0..20 {
+        let mut scene = Scene::new(seed, 4, 6);
+        scene
+            .checkpoint(Some(Micros::from_millis(600)))
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        let (before, procs) = (scene.sim.sets.count(), scene.sim.procs.len());
+        while scene.sim.sets.count() == before {
+            assert!(scene.sim.step(), "no other checkpoint (seed {seed})");
+        }
+        // The store has it, and the master has not heard of it.
+        scene.sim.kill_host(host(3));
+        scene.sim.handle(
+            HostId::MASTER,
+            Event::HostLost {
+                host: host(3),
+                why: "it was killed".into(),
+            },
+        );
+        scene.until_it_goes_on(procs);
+        let events = events(&mut scene.sim, scene.console);
+        let told: Vec<&String> = events
+            .iter()
+            .filter_map(|kind| match kind {
+                EventKind::Checkpointed { set, .. } => Some(set),
+                _ => None,
+            })
+            .collect();
+        let there: Vec<String> = scene.sets().into_iter().map(|entry| entry.set).collect();
+        assert!(
+            there.iter().all(|set| told.contains(&set)),
+            "{there:?} are there, {told:?} were told (seed {seed})"
+        );
+        late += usize::from(
+            events
+                .iter()
+                .any(|kind| matches!(kind, EventKind::Restarted { .. })),
+        );
+    }
+    assert!(late > 10, "the job went back {late} times only");
+}

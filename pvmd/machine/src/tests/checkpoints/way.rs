@@ -1,0 +1,245 @@
+//! Tasks that move while their job is checkpointed.
+
+use super::Scene;
+use crate::HostId;
+use crate::tests::sim::{Sim, host, seeds};
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::{Cause, Failure, Refusal};
+use sempa_proto::task::{Reply, Request};
+use sempa_proto::{Micros, RequestId, Tid};
+
+/// The part of a task is written, and the set is not complete.
+fn is_written(sim: &Sim, tid: Tid) -> bool {
+    let master = sim.nodes[&HostId::MASTER]
+        .machine
+        .master
+        .as_ref()
+        .expect("it is the master");
+    let cuts = &master.keeping.cuts;
+    cuts.of_task(tid).is_some() && cuts.keeps(tid).is_none()
+}
+
+/// The checkpoint keeps it where it is.
+fn is_kept(sim: &Sim, tid: Tid) -> bool {
+    let master = sim.nodes[&HostId::MASTER]
+        .machine
+        .master
+        .as_ref()
+        .expect("it is the master");
+    master.keeping.cuts.keeps(tid).is_some()
+}
+
+/// It was refused because a checkpoint was in the way.
+fn in_the_way(why: &Failure) -> bool {
+    matches!(why, Failure::Refused(all) if matches!(all[..], [Refusal::AlreadyMoving(_)]))
+}
+
+/// Has a task moved to another host than its own.
+fn begin_move(scene: &mut Scene, tid: Tid, cause: Option<Cause>) -> RequestId {
+    let at = scene.sim.procs[scene.sim.proc_of(tid)].host.index();
+    let to = format!("h{}", at % 3 + 1);
+    scene.sim.request(
+        scene.console,
+        Request::Migrate {
+            tid,
+            to,
+            cause,
+            wait: true,
+        },
+    )
+}
+
+fn owner() -> Option<Cause> {
+    Some(Cause::Owner {
+        why: "olga is there".into(),
+    })
+}
+
+fn answer(scene: &mut Scene, id: RequestId) -> Reply {
+    let console = scene.console;
+    scene.sim.until("an answer", |sim| {
+        sim.procs[console].replies.contains_key(&id)
+    });
+    scene.sim.procs[console].replies[&id].clone()
+}
+
+#[test]
+fn a_task_that_is_written_may_move_before_the_set_is_complete() {
+    let mut moved = 0;
+    for seed in seeds(60) {
+        let mut scene = Scene::new(seed, 3, 6);
+        scene.chatter(10);
+        let set = scene.begin_checkpoint(None);
+        let tid = scene.tids[1];
+        let console = scene.console;
+        while !is_written(&scene.sim, tid) && !scene.sim.procs[console].replies.contains_key(&set) {
+            scene.sim.step();
+        }
+        if !is_written(&scene.sim, tid) {
+            continue;
+        }
+        let moving = begin_move(&mut scene, tid, None);
+        scene.chatter(20);
+        let reply = answer(&mut scene, moving);
+        assert!(
+            matches!(reply, Reply::Moved(Ok(_))),
+            "seed {seed}: {reply:?}"
+        );
+        let Reply::Checkpointed(Ok(report)) = answer(&mut scene, set) else {
+            panic!("no set (seed {seed})")
+        };
+        scene.until_all_is_heard();
+        moved += 1;
+        // What was written is of one moment, wherever its tasks are now.
+        scene.end_all();
+        scene
+            .restart(&report.set, &[])
+            .unwrap_or_else(|why| panic!("seed {seed}: {why}"));
+        scene.until_all_are_back();
+        scene.until_all_is_heard();
+    }
+    assert!(moved > 30, "{moved} moved");
+}
+
+#[test]
+fn whom_an_owner_wants_gone_leaves_whatever_is_being_written_and_the_checkpoint_is_made_after_that()
+{
+    let (mut in_the_way, mut sets) = (0, 0);
+    for seed in seeds(150) {
+        let mut scene = Scene::new(seed, 3, 5);
+        scene.chatter(5);
+        let set = scene.begin_checkpoint(None);
+        let wait = Micros(scene.sim.dice.roll(30_000));
+        scene.sim.pass(wait);
+        let tid = scene.any();
+        in_the_way += u32::from(is_kept(&scene.sim, tid));
+        let moving = begin_move(&mut scene, tid, owner());
+        scene.chatter(5);
+        let reply = answer(&mut scene, moving);
+        assert!(
+            matches!(reply, Reply::Moved(Ok(_))),
+            "seed {seed}: {reply:?}"
+        );
+        let set = answer(&mut scene, set);
+        sets += u32::from(matches!(set, Reply::Checkpointed(Ok(_))));
+        scene.until_all_is_heard();
+        scene.until_all_are_back();
+        assert_eq!(scene.sim.sets.left(), (0, 0), "seed {seed}");
+    }
+    assert!(
+        in_the_way > 20 && sets > 120,
+        "{in_the_way} were in the way, {sets} sets"
+    );
+}
+
+#[test]
+fn who_asks_waits_for_the_checkpoint_and_a_job_that_ends_with_it_leaves_no_other_way() {
+    let (mut asked, mut parting) = (0, 0);
+    for seed in seeds(60) {
+        let mut scene = Scene::new(seed, 3, 5);
+        scene.chatter(5);
+        let ends = seed % 2 == 0;
+        let job = scene.job();
+        let set = scene.sim.request(
+            scene.console,
+            Request::Checkpoint {
+                job,
+                pace: None,
+                end: ends,
+                wait: true,
+            },
+        );
+        let tid = scene.any();
+        let console = scene.console;
+        while !is_kept(&scene.sim, tid) {
+            assert!(
+                !scene.sim.procs[console].replies.contains_key(&set),
+                "seed {seed}"
+            );
+            scene.sim.step();
+        }
+        let moving = begin_move(&mut scene, tid, owner().filter(|_| ends));
+        let Reply::Moved(Err(error)) = answer(&mut scene, moving) else {
+            panic!("it moved (seed {seed})")
+        };
+        if !in_the_way(&error.why) {
+            // It was heard when the set was complete.
+            continue;
+        }
+        *if ends { &mut parting } else { &mut asked } += 1;
+        let set = answer(&mut scene, set);
+        assert!(
+            matches!(set, Reply::Checkpointed(Ok(_))),
+            "seed {seed}: {set:?}"
+        );
+        let events = crate::tests::scene::events(&mut scene.sim, console);
+        assert!(
+            !events
+                .iter()
+                .any(|kind| matches!(kind, EventKind::CheckpointFailed { .. })),
+            "seed {seed}"
+        );
+    }
+    assert!(
+        asked > 10 && parting > 10,
+        "{asked} asked, {parting} were leaving"
+    );
+}
+
+#[test]
+fn a_job_that_is_checkpointed_by_itself_is_written_before_a_drained_host_is_left() {
+    let mut waited = 0;
+    for seed in seeds(40) {
+        let mut scene = Scene::new(seed, 3, 6);
+        scene
+            .checkpoint(Some(Micros::from_secs(3600)))
+            .expect("the first set");
+        scene.chatter(20);
+        let by = scene.sim.procs[scene.console].tid();
+        let on_h2 =
+            |scene: &Scene, tid: &Tid| scene.sim.procs[scene.sim.proc_of(*tid)].host == host(2);
+        let there: Vec<Tid> = scene
+            .tids
+            .iter()
+            .filter(|tid| on_h2(&scene, tid))
+            .copied()
+            .collect();
+        let begun = EventKind::DrainBegun {
+            host: host(2),
+            by,
+            until: None,
+        };
+        assert_eq!(
+            scene.sim.ask(
+                scene.console,
+                Request::Record {
+                    at: Micros(0),
+                    kind: begun
+                }
+            ),
+            Reply::Done
+        );
+        for tid in there {
+            // As the resource manager does it.
+            loop {
+                let moving = begin_move(&mut scene, tid, Some(Cause::Drain { by }));
+                match answer(&mut scene, moving) {
+                    Reply::Moved(Ok(_)) => break,
+                    Reply::Moved(Err(error)) => {
+                        assert!(in_the_way(&error.why), "seed {seed}: {error:?}")
+                    }
+                    other => panic!("seed {seed}: {other:?}"),
+                }
+                waited += 1;
+                scene.sim.pass(Micros::from_millis(1));
+            }
+            assert!(
+                scene.sim.sets.count() == 2 || is_written(&scene.sim, tid),
+                "it left before (seed {seed})"
+            );
+        }
+        scene.sim.until("the set", |sim| sim.sets.count() == 2);
+        scene.until_all_is_heard();
+    }
+    assert!(waited > 20, "{waited} times a task had to wait");
+}

@@ -1,0 +1,602 @@
+//! Tasks that are taken elsewhere by starting their programs again.
+
+use super::scene::stopped;
+use super::sim::{Seen, Sim, host, seeds};
+use crate::HostId;
+use sempa_proto::checkpoint::CutFailure;
+use sempa_proto::engine::{Asked, Engine};
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::{Failure, Refusal, Step};
+use sempa_proto::table::TaskInfo;
+use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, SpawnRequest};
+use sempa_proto::{Micros, PvmError, RequestId, Tid};
+
+pub(super) const OWN: Engine = Engine::Own {
+    asked: Asked::Signal(10),
+    exit: 85,
+    wait: 3,
+};
+
+pub(super) fn request(program: &str, engine: &str, place: &str) -> SpawnRequest {
+    let env = vec![
+        format!("SEMPA_ENGINE={engine}").into_bytes(),
+        b"COLOUR=blue".to_vec(),
+    ];
+    SpawnRequest {
+        file: program.into(),
+        args: vec![b"7".to_vec()],
+        env,
+        place: place.into(),
+        flags: 1,
+        count: 1,
+        ..SpawnRequest::default()
+    }
+}
+
+/// Spawns one task; its process is the newest of its tid.
+pub(super) fn spawn(sim: &mut Sim, console: usize, request: SpawnRequest) -> Tid {
+    let Reply::Spawned(results) = sim.ask(console, Request::Spawn(request)) else {
+        panic!("no task")
+    };
+    let tid = results[0].expect("started");
+    sim.until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+    tid
+}
+
+pub(super) fn watch(sim: &mut Sim, console: usize, tid: Tid) {
+    let what = NotifyWhat::TaskExit(vec![tid]);
+    sim.ask(
+        console,
+        Request::Notify(NotifyRequest {
+            what,
+            ctx: 0,
+            tag: 1,
+            cancel: false,
+        }),
+    );
+}
+
+pub(super) fn start_move(sim: &mut Sim, console: usize, tid: Tid, to: &str) -> RequestId {
+    sim.request(
+        console,
+        Request::Migrate {
+            tid,
+            to: to.into(),
+            cause: None,
+            wait: true,
+        },
+    )
+}
+
+pub(super) fn end_of_move(
+    sim: &mut Sim,
+    console: usize,
+    moving: RequestId,
+) -> Result<Engine, (Step, Failure)> {
+    sim.until("the end of the move", |s| {
+        s.procs[console].replies.contains_key(&moving)
+    });
+    match sim.procs[console].replies[&moving].clone() {
+        Reply::Moved(Ok(report)) => Ok(report.engine),
+        Reply::Moved(Err(error)) => Err((error.step, error.why)),
+        other => panic!("{other:?}"),
+    }
+}
+
+pub(super) fn migrate(
+    sim: &mut Sim,
+    console: usize,
+    tid: Tid,
+    to: &str,
+) -> Result<Engine, (Step, Failure)> {
+    let moving = start_move(sim, console, tid, to);
+    end_of_move(sim, console, moving)
+}
+
+pub(super) fn listed(sim: &mut Sim, console: usize, tid: Tid) -> Vec<TaskInfo> {
+    match sim.ask(console, Request::Tasks { selector: tid }) {
+        Reply::Tasks(list) => list,
+        // Its host is lost, and the task with it.
+        Reply::Failed {
+            error: PvmError::NoHost,
+            ..
+        } => Vec::new(),
+        other => panic!("no list: {other:?}"),
+    }
+}
+
+/// What a process has got from others, as numbers.
+pub(super) fn heard(sim: &Sim, proc: usize) -> Vec<i32> {
+    let of = |seen: &Seen| match seen {
+        Seen::Message(_, body) => Some(i32::from_be_bytes(
+            body[..4].try_into().expect("four bytes"),
+        )),
+        Seen::Note(_) => None,
+    };
+    sim.procs[proc].seen.iter().filter_map(of).collect()
+}
+
+/// The newest process of the task answers.
+pub(super) fn answers(sim: &mut Sim, console: usize, tid: Tid) {
+    sim.until("it is connected", |s| {
+        s.procs[s.proc_of(tid)].welcome.is_some()
+    });
+    let proc = sim.proc_of(tid);
+    let before = heard(sim, proc).len();
+    sim.tell(console, tid, &4711i32.to_be_bytes());
+    sim.until("it hears", |s| heard(s, proc).len() > before);
+    assert_eq!(heard(sim, proc).last(), Some(&4711), "seed {}", sim.seed);
+}
+
+#[test]
+fn a_program_that_is_started_again_elsewhere_has_its_tid_arguments_environment_and_what_came_meanwhile()
+ {
+    for (engine, by) in [
+        ("own:wait=3", OWN),
+        ("restart", Engine::Restart { wait: 5 }),
+    ] {
+        for seed in seeds(60) {
+            let (mut sim, console) = Sim::cluster(seed, 3);
+            let tid = spawn(&mut sim, console, request("child", engine, "h2"));
+            watch(&mut sim, console, tid);
+            let old = sim.proc_of(tid);
+            let (first, count) = (sim.dice.roll(5) as i32, 25);
+            (0..first).for_each(|n| sim.tell(console, tid, &n.to_be_bytes()));
+            sim.until("what came before", |s| {
+                heard(s, old).len() == first as usize
+            });
+            sim.pass(Micros::from_millis(30));
+            let moving = start_move(&mut sim, console, tid, "h3");
+            for n in first..first + count {
+                let wait = Micros(sim.dice.roll(4_000));
+                sim.pass(wait);
+                sim.tell(console, tid, &n.to_be_bytes());
+            }
+            assert_eq!(
+                end_of_move(&mut sim, console, moving),
+                Ok(by),
+                "seed {seed}"
+            );
+            let new = sim.proc_of(tid);
+            assert_ne!(old, new);
+            sim.until("all of it", |s| {
+                heard(s, new).last() == Some(&(first + count - 1))
+            });
+            // What the old process had not taken the new one has, once and in order.
+            let (had, has) = (heard(&sim, old), heard(&sim, new));
+            let both = had.into_iter().chain(has).collect::<Vec<i32>>();
+            assert_eq!(
+                both,
+                (0..first + count).collect::<Vec<i32>>(),
+                "seed {seed}"
+            );
+            let p = &sim.procs[new];
+            assert_eq!((p.tid(), p.host), (tid, host(3)));
+            assert!(
+                p.env.contains(&"SEMPA_AGAIN=1".into()) && p.env.contains(&"COLOUR=blue".into()),
+                "{:?}",
+                p.env
+            );
+            assert_eq!(
+                (
+                    sim.procs[console].notes(1).len(),
+                    listed(&mut sim, console, tid).len()
+                ),
+                (0, 1)
+            );
+            // And once more, back.
+            assert_eq!(migrate(&mut sim, console, tid, "h2"), Ok(by));
+            answers(&mut sim, console, tid);
+            assert!(
+                sim.procs[sim.proc_of(tid)]
+                    .env
+                    .contains(&"SEMPA_AGAIN=2".into())
+            );
+        }
+    }
+}
+
+#[test]
+fn what_the_old_process_had_said_comes_before_what_the_new_one_says_however_long_it_is_on_its_way()
+{
+    for seed in seeds(60) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
+        let (old, to) = (sim.proc_of(tid), sim.procs[console].tid());
+        // The console has to know the task by its first timeline.
+        sim.tell(old, to, &0i32.to_be_bytes());
+        sim.until("a first word", |s| heard(s, console).len() == 1);
+        (1..10i32).for_each(|n| sim.tell(old, to, &n.to_be_bytes()));
+        sim.slow_down(host(2), HostId::MASTER, Micros::from_millis(400));
+        assert_eq!(migrate(&mut sim, console, tid, "h3"), Ok(OWN));
+        sim.until("it is back", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+        let new = sim.proc_of(tid);
+        (10..20i32).for_each(|n| sim.tell(new, to, &n.to_be_bytes()));
+        sim.until("all", |s| heard(s, console).len() >= 20);
+        assert_eq!(
+            heard(&sim, console),
+            (0..20).collect::<Vec<i32>>(),
+            "seed {seed}"
+        );
+    }
+}
+
+#[test]
+fn answers_to_what_the_old_process_had_asked_are_not_for_the_new_one() {
+    for seed in seeds(40) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
+        let old = sim.proc_of(tid);
+        let open = sim.request(
+            old,
+            Request::AddHosts {
+                lines: vec!["h4".into()],
+            },
+        );
+        let wait = Micros(sim.dice.roll(40_000));
+        sim.pass(wait);
+        assert_eq!(migrate(&mut sim, console, tid, "h3"), Ok(OWN));
+        answers(&mut sim, console, tid);
+        let new = sim.proc_of(tid);
+        assert!(
+            matches!(
+                sim.ask(new, Request::Tasks { selector: tid }),
+                Reply::Tasks(_)
+            ),
+            "seed {seed}"
+        );
+        sim.pass(Micros::from_secs(2));
+        let late = sim.procs[new].replies.keys().all(|id| *id == open);
+        assert!(late, "{:?} (seed {seed})", sim.procs[new].replies);
+    }
+}
+
+#[test]
+fn a_program_that_does_not_end_in_its_time_goes_on_and_one_that_ends_so_later_is_started_again_where_it_is()
+ {
+    let (mut sim, console) = Sim::cluster(5, 3);
+    let tid = spawn(&mut sim, console, request("deaf", "own:wait=3", "h2"));
+    watch(&mut sim, console, tid);
+    let Err((Step::Quiesce, Failure::Engine(why))) = migrate(&mut sim, console, tid, "h3") else {
+        panic!("it moved")
+    };
+    assert!(
+        why.contains("asked by signal 10") && why.contains("within 3 s"),
+        "{why}"
+    );
+    let old = sim.proc_of(tid);
+    assert_eq!(sim.deaf, [old]);
+    answers(&mut sim, console, tid);
+    sim.end_in_order(old, 85 << 8);
+    sim.until("it is back", |s| {
+        s.proc_of(tid) != old && s.procs[s.proc_of(tid)].conn.is_some()
+    });
+    answers(&mut sim, console, tid);
+    assert_eq!(
+        (
+            sim.procs[sim.proc_of(tid)].host,
+            sim.procs[console].notes(1).len()
+        ),
+        (host(2), 0)
+    );
+    // That was what it had been asked for: the next time it ends as any task.
+    let again = sim.proc_of(tid);
+    sim.exit(again, 85 << 8);
+    sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
+}
+
+#[test]
+fn a_program_that_may_end_yet_because_it_was_asked_to_is_not_checkpointed() {
+    let (mut sim, console) = Sim::cluster(5, 3);
+    let tid = spawn(&mut sim, console, request("deaf", "own:wait=3", "h2"));
+    assert!(
+        migrate(&mut sim, console, tid, "h3").is_err(),
+        "it does not end"
+    );
+    let reply = sim.ask(
+        console,
+        Request::Checkpoint {
+            job: tid,
+            pace: None,
+            end: false,
+            wait: true,
+        },
+    );
+    let why = Failure::Refused(vec![Refusal::MayEndYet]);
+    let Reply::Checkpointed(Err(CutFailure::Task {
+        tid: of, why: told, ..
+    })) = reply
+    else {
+        panic!("{reply:?}")
+    };
+    assert_eq!((of, told), (tid, why));
+    answers(&mut sim, console, tid);
+}
+
+#[test]
+fn a_program_that_ends_otherwise_than_agreed_has_ended() {
+    for seed in seeds(40) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let tid = spawn(&mut sim, console, request("done", "own:wait=3", "h2"));
+        watch(&mut sim, console, tid);
+        assert_eq!(
+            migrate(&mut sim, console, tid, "h3"),
+            Err((Step::Quiesce, Failure::TaskEnded))
+        );
+        sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
+        assert_eq!(listed(&mut sim, console, tid), []);
+    }
+}
+
+#[test]
+fn the_first_way_that_both_hosts_can_go_is_taken_and_said_beforehand() {
+    let (mut sim, console) = Sim::cluster(7, 3);
+    let no_engine = vec![Refusal::NoEngine {
+        host: host(3),
+        why: "none".into(),
+    }];
+    sim.refuses.insert(host(3), no_engine);
+    let restart = Engine::Restart { wait: 5 };
+    for (list, taken) in [
+        ("criu,own:wait=3", OWN),
+        ("own:wait=3,criu", OWN),
+        ("restart", restart),
+        ("criu,restart,own", restart),
+    ] {
+        let tid = spawn(&mut sim, console, request("child", list, "h2"));
+        let Reply::Survey(Ok(survey)) = sim.ask(
+            console,
+            Request::CanMigrate {
+                tid,
+                to: Some("h3".into()),
+            },
+        ) else {
+            panic!("no survey")
+        };
+        assert_eq!(
+            (
+                survey.verdicts.len(),
+                survey.nearest(),
+                survey.engine(host(3))
+            ),
+            (1, Some(host(3)), taken),
+            "{list}"
+        );
+        assert_eq!(migrate(&mut sim, console, tid, "h3"), Ok(taken), "{list}");
+    }
+    let tid = spawn(&mut sim, console, request("child", "criu,own", "h2"));
+    assert_eq!(
+        migrate(&mut sim, console, tid, "h1"),
+        Ok(Engine::Criu),
+        "both can"
+    );
+    let Reply::Events(events) = sim.ask(
+        console,
+        Request::Events {
+            from: 0,
+            limit: 1000,
+        },
+    ) else {
+        panic!("no events")
+    };
+    let said = events
+        .iter()
+        .filter(|e| matches!(e.kind, EventKind::MovesBy { .. }))
+        .count();
+    assert_eq!(said, 4, "by CRIU nothing is said");
+}
+
+#[test]
+fn a_guest_that_stands_still_for_the_owner_leaves_by_its_own_checkpoint() {
+    for seed in seeds(60) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
+        let speaker = sim.enrol(host(2));
+        sim.ask(speaker, stopped());
+        let wait = Micros(sim.dice.roll(60_000));
+        sim.pass(wait);
+        let old = sim.proc_of(tid);
+        (0..5i32).for_each(|n| sim.tell(console, tid, &n.to_be_bytes()));
+        assert_eq!(
+            migrate(&mut sim, console, tid, "h3"),
+            Ok(OWN),
+            "seed {seed}"
+        );
+        let new = sim.proc_of(tid);
+        sim.until("all of it", |s| {
+            heard(s, old).len() + heard(s, new).len() >= 5
+        });
+        let both: Vec<i32> = heard(&sim, old)
+            .into_iter()
+            .chain(heard(&sim, new))
+            .collect();
+        assert_eq!(both, (0..5).collect::<Vec<i32>>(), "seed {seed}");
+        answers(&mut sim, console, tid);
+        assert_eq!(sim.procs[new].host, host(3));
+    }
+}
+
+#[test]
+fn a_suspended_task_does_not_write_its_own_checkpoint_and_one_that_is_started_again_stands_still_there()
+ {
+    for seed in seeds(30) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let own = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
+        let other = spawn(&mut sim, console, request("child", "own,restart", "h2"));
+        for tid in [own, other] {
+            assert_eq!(
+                sim.ask(
+                    console,
+                    Request::Suspend {
+                        tid,
+                        suspend: true,
+                        cause: None
+                    }
+                ),
+                Reply::Done
+            );
+        }
+        sim.pass(Micros::from_secs(1));
+        let refused = Err((Step::Inspect, Failure::Refused(vec![Refusal::Suspended])));
+        assert_eq!(migrate(&mut sim, console, own, "h3"), refused);
+        assert_eq!(
+            migrate(&mut sim, console, other, "h3"),
+            Ok(Engine::Restart { wait: 5 })
+        );
+        sim.pass(Micros::from_secs(5));
+        let list = listed(&mut sim, console, other);
+        assert!(list[0].suspended && list[0].host == host(3), "{list:?}");
+        assert!(
+            sim.procs[sim.proc_of(other)].conn.is_none(),
+            "it has not run (seed {seed})"
+        );
+        sim.ask(
+            console,
+            Request::Suspend {
+                tid: other,
+                suspend: false,
+                cause: None,
+            },
+        );
+        answers(&mut sim, console, other);
+    }
+}
+
+#[test]
+fn words_that_are_not_understood_start_nothing() {
+    let (mut sim, console) = Sim::cluster(8, 2);
+    let bad = request("child", "own:exit=300", "h2");
+    let Reply::Failed {
+        error: PvmError::BadParam,
+        reason,
+    } = sim.ask(console, Request::Spawn(bad))
+    else {
+        panic!("it began")
+    };
+    assert!(
+        reason.contains("\"own:exit=300\" is not understood"),
+        "{reason}"
+    );
+}
+
+/// What may become of a task whose move was hit.
+const DEAD: usize = 2;
+
+/// What has become of it: it has moved, has stayed, or is [`DEAD`]; and it is known once. One that lives answers.
+fn fate(sim: &mut Sim, console: usize, tid: Tid, moved: bool) -> usize {
+    let (list, dead) = (listed(sim, console, tid), sim.procs[console].notes(1).len());
+    assert_eq!(
+        list.len() + dead,
+        1,
+        "listed {list:?}, {dead} notes, moved {moved} (seed {})",
+        sim.seed
+    );
+    if dead > 0 {
+        return DEAD;
+    }
+    answers(sim, console, tid);
+    usize::from(!moved)
+}
+
+#[test]
+fn whichever_host_is_lost_while_a_task_begins_again_it_runs_once_or_is_known_to_be_dead() {
+    let mut counts = [0; 3];
+    for seed in seeds(300) {
+        let (mut sim, console) = Sim::cluster(seed, 4);
+        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
+        watch(&mut sim, console, tid);
+        let moving = start_move(&mut sim, console, tid, "h3");
+        let wait = Micros(sim.dice.roll(40_000));
+        sim.pass(wait);
+        let lost = host(2 + sim.dice.roll(3) as u16);
+        sim.kill_host(lost);
+        let moved = end_of_move(&mut sim, console, moving).is_ok();
+        sim.pass(Micros::from_secs(10));
+        let fate = fate(&mut sim, console, tid, moved);
+        counts[fate] += 1;
+        if fate != DEAD {
+            assert_ne!(listed(&mut sim, console, tid)[0].host, lost);
+        }
+    }
+    assert!(
+        counts.iter().all(|count| *count > 20),
+        "{counts:?} moved, stayed, died"
+    );
+}
+
+#[test]
+fn whichever_tasker_dies_or_step_fails_while_a_task_begins_again_it_runs_once_or_is_known_to_be_dead()
+ {
+    let mut counts = [0; 3];
+    for seed in seeds(300) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let engine = if seed % 3 == 0 {
+            "restart:wait=3"
+        } else {
+            "own:wait=3"
+        };
+        let tid = spawn(&mut sim, console, request("child", engine, "h2"));
+        watch(&mut sim, console, tid);
+        sim.faults.step_fails_percent = if seed % 2 == 0 { 40 } else { 0 };
+        let moving = start_move(&mut sim, console, tid, "h3");
+        let wait = Micros(sim.dice.roll(25_000));
+        sim.pass(wait);
+        if seed % 2 == 1 {
+            let victim = host(2 + sim.dice.roll(2) as u16);
+            sim.kill_tasker(victim);
+        }
+        let moved = end_of_move(&mut sim, console, moving).is_ok();
+        sim.pass(Micros::from_secs(10));
+        counts[fate(&mut sim, console, tid, moved)] += 1;
+    }
+    assert!(
+        counts.iter().all(|count| *count > 20),
+        "{counts:?} moved, stayed, died"
+    );
+}
+
+#[test]
+fn a_task_that_is_killed_while_it_begins_again_ends_once() {
+    for seed in seeds(200) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
+        watch(&mut sim, console, tid);
+        let moving = start_move(&mut sim, console, tid, "h3");
+        let wait = Micros(sim.dice.roll(25_000));
+        sim.pass(wait);
+        sim.ask(console, Request::Signal { tid, signal: 9 });
+        let _ = end_of_move(&mut sim, console, moving);
+        sim.pass(Micros::from_secs(5));
+        if !listed(&mut sim, console, tid).is_empty() {
+            // It had just left, as a task that moves by CRIU may have.
+            sim.ask(console, Request::Signal { tid, signal: 9 });
+        }
+        sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
+        sim.pass(Micros::from_secs(5));
+        assert_eq!(
+            (
+                sim.procs[console].notes(1).len(),
+                listed(&mut sim, console, tid).len()
+            ),
+            (1, 0),
+            "seed {seed}"
+        );
+    }
+}
+
+#[test]
+fn the_virtual_machine_ends_also_while_a_task_begins_again() {
+    for seed in seeds(60) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
+        start_move(&mut sim, console, tid, "h3");
+        let wait = Micros(sim.dice.roll(25_000));
+        sim.pass(wait);
+        let begun = sim.now;
+        sim.request(console, Request::Halt);
+        sim.until("all have ended", |s| {
+            s.nodes.values().all(|node| !node.alive)
+        });
+        assert!(sim.now.since(begun) < Micros::from_secs(4), "seed {seed}");
+    }
+}

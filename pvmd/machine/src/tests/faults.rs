@@ -1,0 +1,234 @@
+//! Nonsense from tasks and hosts harms nobody else.
+
+use super::sim::{Sim, host};
+use crate::{ConnId, Event, HostId};
+use bytes::Bytes;
+use sempa_proto::host::{Answer, Carried, Held, HostMsg, Question};
+use sempa_proto::link::{LinkFrame, LinkKind};
+use sempa_proto::task::{AtEnd, Claim, Hello, Reply, Request, TASK_MAGIC, ToDaemon, ToTask};
+use sempa_proto::{Epoch, MigrationId, RequestId, Tid, WIRE_VERSION};
+
+#[test]
+fn a_stranger_on_the_socket_is_refused() {
+    let mut sim = Sim::new(1);
+    let conn = ConnId(9000);
+    sim.handle(HostId::MASTER, Event::TaskConnected { conn, pid: 1 });
+    let id = RequestId(1);
+    sim.handle(
+        HostId::MASTER,
+        Event::TaskControl {
+            conn,
+            message: ToDaemon::Request {
+                id,
+                what: Request::Halt,
+            },
+        },
+    );
+    sim.handle(
+        HostId::MASTER,
+        Event::TaskControl {
+            conn,
+            message: ToDaemon::Request {
+                id,
+                what: Request::Halt,
+            },
+        },
+    );
+    sim.handle(
+        HostId::MASTER,
+        Event::TaskClosed {
+            conn,
+            garbage: Some("a frame of 4 GiB".into()),
+        },
+    );
+    for (magic, version) in [(*b"HTTP", WIRE_VERSION), (TASK_MAGIC, WIRE_VERSION + 1)] {
+        let conn = ConnId(9001 + u64::from(version) + u64::from(magic[0]));
+        sim.handle(HostId::MASTER, Event::TaskConnected { conn, pid: 1 });
+        let hello = Hello {
+            magic,
+            version,
+            claim: Claim::New,
+            pid: 1,
+            program: String::new(),
+            at_end: AtEnd::Told,
+        };
+        sim.handle(
+            HostId::MASTER,
+            Event::TaskControl {
+                conn,
+                message: ToDaemon::Hello(hello),
+            },
+        );
+    }
+    let console = sim.enrol(HostId::MASTER);
+    let Reply::Tasks(tasks) = sim.ask(
+        console,
+        Request::Tasks {
+            selector: Tid::NONE,
+        },
+    ) else {
+        panic!("no list")
+    };
+    assert_eq!(tasks.len(), 1);
+    assert!(sim.nodes[&HostId::MASTER].alive);
+}
+
+#[test]
+fn a_task_cannot_speak_for_another() {
+    let (mut sim, console) = Sim::cluster(2, 2);
+    let (liar, victim) = (sim.enrol(HostId::MASTER), sim.enrol(host(2)));
+    let (src, dst) = (sim.procs[console].tid(), sim.procs[victim].tid());
+    let frame = LinkFrame {
+        src,
+        dst,
+        kind: LinkKind::Data { last: true },
+        seq: 1,
+        ack: 1,
+        line: 0,
+        payload: Bytes::new(),
+    };
+    let conn = sim.procs[liar].conn.expect("connected");
+    let bytes: Bytes = frame.encode_head().to_vec().into();
+    sim.proc_says(conn, HostId::MASTER, Event::TaskLink { conn, frame: bytes });
+    sim.proc_says(
+        conn,
+        HostId::MASTER,
+        Event::TaskLink {
+            conn,
+            frame: Bytes::from_static(b"short"),
+        },
+    );
+    sim.until("both were noted", |s| {
+        s.nodes[&HostId::MASTER]
+            .log
+            .iter()
+            .filter(|l| l.contains("dropped"))
+            .count()
+            == 2
+    });
+    assert!(sim.procs[victim].seen.is_empty());
+}
+
+#[test]
+fn a_task_that_says_twice_who_it_is_is_disconnected() {
+    let mut sim = Sim::new(3);
+    let task = sim.enrol(HostId::MASTER);
+    let conn = sim.procs[task].conn.expect("connected");
+    let hello = Hello {
+        magic: TASK_MAGIC,
+        version: WIRE_VERSION,
+        claim: Claim::New,
+        pid: 1,
+        program: String::new(),
+        at_end: AtEnd::Told,
+    };
+    sim.proc_says(
+        conn,
+        HostId::MASTER,
+        Event::TaskControl {
+            conn,
+            message: ToDaemon::Hello(hello),
+        },
+    );
+    sim.until("closed", |s| s.procs[task].conn.is_none());
+}
+
+#[test]
+fn nonsense_between_daemons_changes_nothing() {
+    let (mut sim, console) = Sim::cluster(4, 3);
+    let tid = sim.procs[console].tid();
+    let nowhere = Tid::from_raw(0x3fc0001);
+    let item = |dst: Tid| Carried::Item {
+        dst,
+        item: ToTask::PeerMoved { tid: nowhere },
+    };
+    let migration = MigrationId(77);
+    for carried in [
+        Carried::Link(Bytes::from_static(b"x")),
+        item(nowhere),
+        item(Tid::NONE),
+        item(Tid::MY_DAEMON),
+        Carried::Ended {
+            dst: nowhere,
+            marks: vec![],
+        },
+        Carried::Passed {
+            dst: nowhere,
+            epoch: Epoch(9),
+        },
+        Carried::Handed {
+            dst: tid,
+            migration,
+            held: Held::Link(Bytes::new()),
+        },
+        Carried::HandedAll {
+            dst: tid,
+            migration,
+        },
+    ] {
+        for on in [HostId::MASTER, host(2)] {
+            sim.handle(
+                on,
+                Event::HostCarried {
+                    host: host(3),
+                    carried: carried.clone(),
+                },
+            );
+        }
+    }
+    for message in [
+        HostMsg::Prepared { epoch: Epoch(1) },
+        HostMsg::Committed { epoch: Epoch(900) },
+        HostMsg::LocatedAck {
+            tid,
+            epoch: Epoch(3),
+        },
+        HostMsg::Answer {
+            id: RequestId(5),
+            answer: Answer::Reply(Reply::Done),
+        },
+        HostMsg::Ask {
+            id: RequestId(1),
+            question: Question::TaskStatus { tid: nowhere },
+        },
+        HostMsg::Request {
+            tid: nowhere,
+            id: RequestId(1),
+            what: Request::Config,
+        },
+        HostMsg::Halt {
+            why: "mischief".into(),
+        },
+        HostMsg::Shutdown,
+        HostMsg::EndTasks { spare: vec![] },
+        HostMsg::ToldToEnd { tid, signal: 15 },
+        HostMsg::Report {
+            migration,
+            report: sempa_proto::migration::Report::Running,
+        },
+    ] {
+        for on in [HostId::MASTER, host(2)] {
+            sim.handle(
+                on,
+                Event::HostControl {
+                    host: host(3),
+                    message: message.clone(),
+                },
+            );
+        }
+    }
+    let Reply::Tasks(tasks) = sim.ask(
+        console,
+        Request::Tasks {
+            selector: Tid::NONE,
+        },
+    ) else {
+        panic!("no list")
+    };
+    assert_eq!(tasks.len(), 1);
+    assert!(
+        sim.nodes
+            .values()
+            .all(|n| n.alive && n.machine.table().hosts.len() == 3)
+    );
+}

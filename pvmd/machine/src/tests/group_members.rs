@@ -1,0 +1,180 @@
+//! Members of a group on several hosts: they meet, end, move, and lose their hosts.
+
+use super::sim::{Sim, host, seeds};
+use crate::HostId;
+use sempa_proto::group::{GroupReply, GroupRequest};
+use sempa_proto::task::{Reply, Request, SpawnRequest};
+use sempa_proto::{Micros, PvmError, RequestId, Tid};
+
+fn group() -> Vec<u8> {
+    b"workers".to_vec()
+}
+
+fn join() -> Request {
+    Request::Group(GroupRequest::Join { group: group() })
+}
+
+fn barrier(count: i32) -> Request {
+    Request::Group(GroupRequest::Barrier {
+        group: group(),
+        count,
+    })
+}
+
+fn number(reply: &Reply) -> i32 {
+    match reply {
+        Reply::Group(GroupReply::Number(number)) => *number,
+        Reply::Failed { error, .. } => error.code(),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn size(sim: &mut Sim, console: usize) -> i32 {
+    let reply = sim.ask(
+        console,
+        Request::Group(GroupRequest::Size { group: group() }),
+    );
+    number(&reply)
+}
+
+/// One member on each host.
+fn members(sim: &mut Sim, hosts: u16) -> Vec<usize> {
+    let procs: Vec<usize> = (1..=hosts).map(|h| sim.enrol(host(h))).collect();
+    for (instance, proc) in procs.iter().enumerate() {
+        let reply = sim.ask(*proc, join());
+        assert_eq!(number(&reply), instance as i32);
+    }
+    procs
+}
+
+fn answered(sim: &Sim, open: &[(usize, RequestId)]) -> bool {
+    open.iter()
+        .all(|(proc, id)| sim.procs[*proc].replies.contains_key(id))
+}
+
+#[test]
+fn members_of_all_hosts_meet_and_a_member_that_ends_is_missed_at_once() {
+    for seed in seeds(20) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let procs = members(&mut sim, 3);
+        let open: Vec<(usize, RequestId)> = procs
+            .iter()
+            .map(|p| (*p, sim.request(*p, barrier(3))))
+            .collect();
+        sim.until("the barrier", |s| answered(s, &open));
+        assert!(
+            open.iter()
+                .all(|(p, id)| number(&sim.procs[*p].replies[id]) == 0),
+            "seed {seed}"
+        );
+        let open: Vec<(usize, RequestId)> = procs[1..]
+            .iter()
+            .map(|p| (*p, sim.request(*p, barrier(3))))
+            .collect();
+        sim.pass(Micros::from_millis(50));
+        assert!(!answered(&sim, &open[..1]), "seed {seed}");
+        sim.close(procs[0]);
+        sim.until("word of the end", |s| answered(s, &open));
+        for (proc, id) in &open {
+            let reply = &sim.procs[*proc].replies[id];
+            assert!(
+                matches!(
+                    reply,
+                    Reply::Failed {
+                        error: PvmError::NoGroup,
+                        ..
+                    }
+                ),
+                "seed {seed}: {reply:?}"
+            );
+        }
+        assert_eq!(size(&mut sim, console), 2);
+    }
+}
+
+#[test]
+fn a_lost_host_takes_its_members_along() {
+    for seed in seeds(10) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let procs = members(&mut sim, 3);
+        let open: Vec<(usize, RequestId)> = procs[..2]
+            .iter()
+            .map(|p| (*p, sim.request(*p, barrier(3))))
+            .collect();
+        sim.pass(Micros::from_millis(50));
+        sim.kill_host(host(3));
+        sim.until("word of the loss", |s| answered(s, &open));
+        assert!(
+            open.iter()
+                .all(|(p, id)| number(&sim.procs[*p].replies[id]) == -19),
+            "seed {seed}"
+        );
+        assert_eq!(size(&mut sim, console), 2);
+    }
+}
+
+#[test]
+fn a_task_that_ended_before_its_request_arrived_is_no_member_for_long() {
+    for seed in seeds(60) {
+        let (mut sim, console) = Sim::cluster(seed, 2);
+        let stays = sim.enrol(HostId::MASTER);
+        sim.ask(stays, join());
+        let ends = sim.enrol(host(2));
+        sim.request(ends, join());
+        let wait = Micros(sim.dice.roll(300));
+        sim.pass(wait);
+        sim.close(ends);
+        sim.pass(Micros::from_millis(200));
+        assert_eq!(size(&mut sim, console), 1, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_member_waits_on_while_it_is_moved() {
+    for seed in seeds(20) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let request = SpawnRequest {
+            file: "child".into(),
+            count: 1,
+            flags: 1,
+            place: "h2".into(),
+            ..Default::default()
+        };
+        let Reply::Spawned(results) = sim.ask(console, Request::Spawn(request)) else {
+            panic!("no task")
+        };
+        let tid: Tid = results[0].expect("started");
+        sim.until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+        let mover = sim.proc_of(tid);
+        sim.ask(mover, join());
+        sim.ask(console, join());
+        let open = sim.request(mover, barrier(2));
+        let wait = Micros(sim.dice.roll(20_000));
+        sim.pass(wait);
+        let migrate = Request::Migrate {
+            tid,
+            to: "h3".into(),
+            cause: None,
+            wait: true,
+        };
+        let moving = sim.request(console, migrate);
+        let wait = Micros(sim.dice.roll(40_000));
+        sim.pass(wait);
+        // The last one comes before, in the middle of, or after the move.
+        let reply = sim.ask(console, barrier(2));
+        assert_eq!(number(&reply), 0);
+        sim.until("the move", |s| {
+            s.procs[console].replies.contains_key(&moving)
+        });
+        assert!(
+            matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_))),
+            "seed {seed}"
+        );
+        sim.until("the answer, at its new place", |s| {
+            answered(s, &[(mover, open)])
+        });
+        assert_eq!(number(&sim.procs[mover].replies[&open]), 0);
+        assert_eq!(sim.procs[mover].host, host(3));
+        assert_eq!(size(&mut sim, console), 2);
+    }
+}

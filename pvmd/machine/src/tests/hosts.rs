@@ -1,0 +1,458 @@
+//! Hosts come, go and are lost; the end of all.
+
+use super::sim::{Sim, host, seeds};
+use crate::{Event, HostId};
+use sempa_proto::event::EventKind;
+use sempa_proto::host::HostMsg;
+use sempa_proto::task::{AtEnd, Claim, NotifyRequest, NotifyWhat, Reply, Request, SpawnRequest};
+use sempa_proto::{Epoch, Micros, PvmError, Tid};
+
+pub(super) fn codes(reply: Reply) -> Vec<Result<String, PvmError>> {
+    match reply {
+        Reply::HostsAdded(added) => added
+            .into_iter()
+            .map(|a| a.result.map(|e| e.name))
+            .collect(),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn add(names: &[&str]) -> Request {
+    Request::AddHosts {
+        lines: names.iter().map(|n| n.to_string()).collect(),
+    }
+}
+
+/// All living daemons have this table.
+fn agree(sim: &Sim, names: &[&str]) {
+    let table = sim.nodes[&HostId::MASTER].machine.table().clone();
+    let known: Vec<&str> = table.hosts.iter().map(|h| h.name.as_str()).collect();
+    assert_eq!(known, names, "seed {}", sim.seed);
+    for (id, node) in sim.nodes.iter().filter(|(_, n)| n.alive) {
+        assert_eq!(
+            node.machine.table(),
+            &table,
+            "{id} knows another table (seed {})",
+            sim.seed
+        );
+    }
+}
+
+#[test]
+fn hosts_added_at_the_same_time_by_several_tasks_all_join() {
+    for seed in seeds(20) {
+        let (mut sim, console) = Sim::cluster(seed, 2);
+        let other = sim.enrol(host(2));
+        let first = sim.request(console, add(&["h3", "bad4", "h5"]));
+        let second = sim.request(other, add(&["h6", "h3", "h2", "-x"]));
+        sim.until("both replies", |s| {
+            s.procs[console].replies.contains_key(&first)
+                && s.procs[other].replies.contains_key(&second)
+        });
+        let first = codes(sim.procs[console].replies[&first].clone());
+        let second = codes(sim.procs[other].replies[&second].clone());
+        assert_eq!(first[1], Err(PvmError::CantStart));
+        assert_eq!(first[2], Ok("h5".into()));
+        assert_eq!(
+            (&second[0], &second[2], &second[3]),
+            (
+                &Ok("h6".into()),
+                &Err(PvmError::DupHost),
+                &Err(PvmError::BadParam)
+            )
+        );
+        let h3 = [&first[0], &second[1]];
+        assert!(
+            h3.contains(&&Ok("h3".into())) && h3.contains(&&Err(PvmError::DupHost)),
+            "{h3:?} (seed {seed})"
+        );
+        let mut names: Vec<String> = sim.nodes[&HostId::MASTER]
+            .machine
+            .table()
+            .hosts
+            .iter()
+            .map(|h| h.name.clone())
+            .collect();
+        agree(&sim, &names.iter().map(String::as_str).collect::<Vec<_>>());
+        names.sort();
+        assert_eq!(names, ["h1", "h2", "h3", "h5", "h6"]);
+    }
+}
+
+#[test]
+fn a_host_that_is_lost_while_it_joins_is_left_out_and_the_others_join() {
+    for seed in seeds(30) {
+        let (mut sim, console) = Sim::cluster(seed, 2);
+        let id = sim.request(console, add(&["h3", "h4"]));
+        sim.until("its daemon runs", |s| s.nodes.contains_key(&host(3)));
+        let wait = Micros(sim.dice.roll(400_000));
+        sim.pass(wait);
+        sim.kill_host(host(3));
+        sim.until("reply", |s| s.procs[console].replies.contains_key(&id));
+        let added = codes(sim.procs[console].replies[&id].clone());
+        assert_eq!(added[1], Ok("h4".into()), "seed {seed}");
+        sim.pass(Micros::from_secs(2));
+        agree(&sim, &["h1", "h2", "h4"]);
+    }
+}
+
+#[test]
+fn a_daemon_that_never_connects_is_given_up() {
+    let (mut sim, console) = Sim::cluster(3, 1);
+    let reply = sim.ask(console, add(&["mute2"]));
+    assert_eq!(codes(reply), [Err(PvmError::CantStart)]);
+    assert_eq!(sim.abandoned.len(), 1);
+    let reply = sim.ask(console, add(&["h3"]));
+    assert_eq!(codes(reply), [Ok("h3".into())]);
+}
+
+#[test]
+fn a_deleted_host_ends_its_tasks_and_goes_before_the_reply() {
+    for seed in seeds(10) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let spawned = sim.ask(
+            console,
+            Request::Spawn(SpawnRequest {
+                file: "stubborn".into(),
+                count: 3,
+                ..SpawnRequest::default()
+            }),
+        );
+        assert!(matches!(spawned, Reply::Spawned(_)));
+        let names = ["h3", "h9", "h1", "h3"].map(String::from).to_vec();
+        let reply = sim.ask(console, Request::DelHosts { names });
+        let expected = vec![
+            Ok(()),
+            Err(PvmError::NoHost),
+            Err(PvmError::BadParam),
+            Err(PvmError::DupHost),
+        ];
+        assert_eq!(reply, Reply::HostsDeleted(expected));
+        assert!(!sim.procs.iter().any(|p| p.host == host(3) && !p.exited));
+        sim.until("the daemon of h3 has ended", |s| !s.nodes[&host(3)].alive);
+        agree(&sim, &["h1", "h2"]);
+    }
+}
+
+#[test]
+fn host_notifications_come_before_those_of_its_tasks() {
+    for seed in seeds(20) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let on3 = sim.enrol(host(3));
+        let watcher = sim.enrol(host(2));
+        let dead = sim.procs[on3].tid();
+        let note = |what, tag| {
+            Request::Notify(NotifyRequest {
+                what,
+                ctx: 5,
+                tag,
+                cancel: false,
+            })
+        };
+        sim.ask(watcher, note(NotifyWhat::TaskExit(vec![dead, dead]), 1));
+        sim.ask(
+            watcher,
+            note(NotifyWhat::HostDelete(vec![host(3).tid()]), 1),
+        );
+        sim.ask(watcher, note(NotifyWhat::HostAdd { count: 1 }, 2));
+        sim.kill_host(host(3));
+        sim.until("three notes", |s| s.procs[watcher].notes(1).len() == 3);
+        let bodies: Vec<Vec<u8>> = sim.procs[watcher]
+            .notes(1)
+            .iter()
+            .map(|n| n.body.to_vec())
+            .collect();
+        assert_eq!(bodies[0], host(3).tid().raw().to_be_bytes());
+        assert_eq!(
+            (&bodies[1], &bodies[2]),
+            (
+                &dead.raw().to_be_bytes().to_vec(),
+                &dead.raw().to_be_bytes().to_vec()
+            )
+        );
+        assert!(
+            sim.procs[watcher]
+                .notes(1)
+                .iter()
+                .all(|n| n.src == Tid::MY_DAEMON && n.ctx == 5)
+        );
+        sim.ask(console, add(&["h4"]));
+        sim.ask(console, add(&["h5"]));
+        sim.pass(Micros::from_millis(100));
+        let added = sim.procs[watcher].notes(2);
+        assert_eq!(added.len(), 1, "one was asked for (seed {seed})");
+        assert_eq!(added[0].body[..4], 1i32.to_be_bytes());
+    }
+}
+
+#[test]
+fn halt_leaves_nothing_and_does_not_wait_for_the_dead() {
+    for seed in seeds(20) {
+        let (mut sim, console) = Sim::cluster(seed, 4);
+        for file in ["stubborn", "child", "sleep"] {
+            sim.ask(
+                console,
+                Request::Spawn(SpawnRequest {
+                    file: file.into(),
+                    count: 8,
+                    ..SpawnRequest::default()
+                }),
+            );
+        }
+        if seed % 2 == 0 {
+            sim.kill_host(host(4));
+        }
+        let from = sim.enrol(host(2));
+        let pending = sim.request(console, add(&["mute9"]));
+        sim.pass(Micros::from_millis(5));
+        let started = sim.now;
+        assert_eq!(sim.ask(from, Request::Halt), Reply::Done);
+        sim.until("the end", |s| {
+            s.nodes.iter().all(|(id, n)| !n.alive || *id == host(5))
+        });
+        assert!(sim.now.since(started) < Micros::from_secs(8), "seed {seed}");
+        assert!(
+            sim.procs.iter().all(|p| p.spawned.is_none() || p.exited),
+            "seed {seed}"
+        );
+        assert!(!sim.procs[console].replies.contains_key(&pending) || seed > 0);
+    }
+}
+
+/// Command-line programs that have got these signals, in order of their processes.
+fn signals(sim: &Sim, programs: &[usize]) -> Vec<Vec<i32>> {
+    let of = |proc: &usize| {
+        sim.signalled
+            .iter()
+            .filter(|(p, _)| p == proc)
+            .map(|(_, signal)| *signal)
+            .collect()
+    };
+    programs.iter().map(of).collect()
+}
+
+#[test]
+fn programs_from_a_command_line_get_one_sigterm_when_their_daemon_ends_unless_they_want_to_be_told()
+{
+    for seed in seeds(5) {
+        let ends: [fn(&mut Sim, usize); 3] = [
+            |sim, console| assert_eq!(sim.ask(console, Request::Halt), Reply::Done),
+            |sim, _| {
+                sim.at(
+                    sim.now,
+                    Event::Stop {
+                        why: "signal 15".into(),
+                    },
+                    HostId::MASTER,
+                )
+            },
+            |sim, _| sim.kill_host(HostId::MASTER),
+        ];
+        for (way, end) in ends.into_iter().enumerate() {
+            let (mut sim, _) = Sim::cluster(seed, 3);
+            let console = sim.enrol_with(HostId::MASTER, AtEnd::Told);
+            let programs = [
+                sim.enrol(HostId::MASTER),
+                sim.enrol(host(2)),
+                sim.enrol(host(2)),
+            ];
+            let told = sim.enrol_with(host(2), AtEnd::Told);
+            sim.ask(programs[2], Request::Exit { marks: vec![] });
+            end(&mut sim, console);
+            sim.until("the end", |s| s.nodes.values().all(|n| !n.alive));
+            let at_master = if way == 2 { vec![] } else { vec![15] };
+            let case = format!("seed {seed}, way {way}");
+            assert_eq!(
+                signals(&sim, &programs),
+                [at_master, vec![15], vec![]],
+                "{case}"
+            );
+            assert_eq!(
+                signals(&sim, &[console, told]),
+                [vec![], vec![]] as [Vec<i32>; 2],
+                "{case}"
+            );
+        }
+    }
+}
+
+#[test]
+fn whoever_asks_for_the_halt_is_ended_by_it_as_well() {
+    let mut sim = Sim::new(1);
+    let program = sim.enrol(HostId::MASTER);
+    sim.request(program, Request::Halt);
+    sim.until("the end", |s| s.nodes.values().all(|n| !n.alive));
+    assert_eq!(signals(&sim, &[program]), [[15]]);
+}
+
+#[test]
+fn programs_on_a_deleted_host_get_sigterm_and_the_others_do_not() {
+    let (mut sim, console) = Sim::cluster(1, 3);
+    let programs = [sim.enrol(host(2)), sim.enrol(host(3))];
+    sim.ask(
+        console,
+        Request::DelHosts {
+            names: vec!["h2".into()],
+        },
+    );
+    sim.until("it is gone", |s| !s.nodes[&host(2)].alive);
+    assert_eq!(
+        signals(&sim, &programs),
+        [vec![15], vec![]] as [Vec<i32>; 2]
+    );
+}
+
+#[test]
+fn a_slave_without_its_master_ends_itself_and_its_tasks() {
+    let (mut sim, console) = Sim::cluster(1, 3);
+    sim.ask(
+        console,
+        Request::Spawn(SpawnRequest {
+            file: "stubborn".into(),
+            count: 6,
+            ..SpawnRequest::default()
+        }),
+    );
+    sim.kill_host(HostId::MASTER);
+    sim.until("the end", |s| s.nodes.values().all(|n| !n.alive));
+    assert!(sim.procs.iter().all(|p| p.spawned.is_none() || p.exited));
+}
+
+#[test]
+fn a_slave_that_is_told_to_stop_leaves_in_good_order() {
+    let (mut sim, _) = Sim::cluster(1, 3);
+    sim.at(
+        sim.now,
+        Event::Stop {
+            why: "signal 15".into(),
+        },
+        host(2),
+    );
+    sim.until("it is gone", |s| {
+        !s.nodes[&host(2)].alive && s.nodes[&host(3)].machine.table().hosts.len() == 2
+    });
+    agree(&sim, &["h1", "h3"]);
+}
+
+#[test]
+fn orders_of_an_older_epoch_or_of_another_slave_are_refused() {
+    let (mut sim, _) = Sim::cluster(1, 3);
+    let table = sim.nodes[&host(2)].machine.table().clone();
+    let mut stale = table.clone();
+    stale.hosts.truncate(1);
+    let order = |epoch: u64| HostMsg::Prepare {
+        table: sempa_proto::table::HostTable {
+            epoch: Epoch(epoch),
+            ..stale.clone()
+        },
+        locations: vec![],
+        rm: None,
+        spared: 0,
+    };
+    let prepare = |sim: &mut Sim, from: HostId, epoch: u64| {
+        sim.handle(
+            host(2),
+            Event::HostControl {
+                host: from,
+                message: order(epoch),
+            },
+        );
+        let message = HostMsg::Commit {
+            epoch: Epoch(epoch),
+        };
+        sim.handle(
+            host(2),
+            Event::HostControl {
+                host: from,
+                message,
+            },
+        );
+    };
+    prepare(&mut sim, HostId::MASTER, table.epoch.0);
+    prepare(&mut sim, HostId::MASTER, 1);
+    prepare(&mut sim, host(3), 100);
+    assert_eq!(sim.nodes[&host(2)].machine.table(), &table);
+    let log = sim.nodes[&host(2)].log.join("\n");
+    assert!(
+        log.contains("older") && log.contains("only the master"),
+        "{log}"
+    );
+}
+
+#[test]
+fn the_host_file_is_added_at_the_start_and_tells_about_later_hosts() {
+    let mut sim = Sim::with(4, |c| {
+        c.hostfile = ["* sp=7", "h1 sp=3", "h2", "&h3 sp=9", "bad4"]
+            .map(String::from)
+            .to_vec()
+    });
+    let console = sim.enrol(HostId::MASTER);
+    sim.until("h2 is in", |s| {
+        s.nodes[&HostId::MASTER].machine.table().hosts.len() == 2
+    });
+    sim.ask(console, add(&["h3"]));
+    sim.ask(console, add(&["h5"]));
+    let Reply::Hosts(table) = sim.ask(console, Request::Config) else {
+        panic!("no table")
+    };
+    let speeds: Vec<(&str, i32)> = table
+        .hosts
+        .iter()
+        .map(|h| (h.name.as_str(), h.speed))
+        .collect();
+    assert_eq!(speeds, [("h1", 3), ("h2", 7), ("h3", 9), ("h5", 7)]);
+    let Reply::Events(events) = sim.ask(
+        console,
+        Request::Events {
+            from: 0,
+            limit: 100,
+        },
+    ) else {
+        panic!("no events")
+    };
+    assert!(
+        events
+            .iter()
+            .any(|e| matches!(&e.kind, EventKind::HostRefused { name, .. } if name == "bad4"))
+    );
+    assert!(events.windows(2).all(|w| w[1].number == w[0].number + 1));
+}
+
+#[test]
+fn a_joining_slave_refuses_tasks_with_a_reason() {
+    let mut sim = Sim::new(5);
+    let console = sim.enrol(HostId::MASTER);
+    sim.request(console, add(&["mute2"]));
+    sim.until("its daemon runs", |s| s.nodes.contains_key(&host(2)));
+    let early = sim.claim(host(2), Claim::New);
+    sim.until("refused", |s| s.procs[early].refused.is_some());
+    assert!(
+        sim.procs[early]
+            .refused
+            .as_ref()
+            .is_some_and(|r| r.contains("joining"))
+    );
+}
+
+#[test]
+fn who_only_asks_whether_a_daemon_is_at_work_becomes_no_task_and_one_that_ends_says_nothing() {
+    let (mut sim, console) = Sim::cluster(6, 2);
+    let first = sim.claim(HostId::MASTER, Claim::Nobody);
+    sim.until("it is at work", |s| s.procs[first].refused.is_some());
+    let Reply::Tasks(tasks) = sim.ask(
+        console,
+        Request::Tasks {
+            selector: Tid::NONE,
+        },
+    ) else {
+        panic!("no list")
+    };
+    assert_eq!(tasks.len(), 1);
+    sim.request(console, Request::Halt);
+    sim.until("it ends", |s| {
+        s.nodes[&HostId::MASTER].machine.stop.is_some()
+    });
+    let second = sim.claim(HostId::MASTER, Claim::Nobody);
+    sim.until("it has hung up", |s| s.procs[second].conn.is_none());
+    assert_eq!(sim.procs[second].refused, None);
+}

@@ -1,0 +1,558 @@
+//! Tasks move while they talk.
+
+use super::sim::{Seen, Sim, host, seeds};
+use crate::{Event, HostId};
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::{Failure, Refusal, Step};
+use sempa_proto::table::TaskInfo;
+use sempa_proto::task::{
+    LinkMark, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, SPAWN_DEBUG, SPAWN_HOST,
+    SPAWN_PINNED, Sink, SpawnRequest,
+};
+use sempa_proto::{Micros, PvmError, RequestId, Tid};
+use std::collections::BTreeMap;
+
+fn migrate(tid: Tid, to: &str) -> Request {
+    Request::Migrate {
+        tid,
+        to: to.into(),
+        cause: None,
+        wait: true,
+    }
+}
+
+fn spawn(sim: &mut Sim, console: usize, request: SpawnRequest) -> Vec<usize> {
+    let Reply::Spawned(results) = sim.ask(console, Request::Spawn(request)) else {
+        panic!("no tasks")
+    };
+    let tids: Vec<Tid> = results.into_iter().flatten().collect();
+    sim.until("all are there", |s| {
+        tids.iter()
+            .all(|t| s.procs[s.proc_of(*t)].welcome.is_some())
+    });
+    tids.iter().map(|t| sim.proc_of(*t)).collect()
+}
+
+fn children(count: u32) -> SpawnRequest {
+    SpawnRequest {
+        file: "child".into(),
+        count,
+        ..SpawnRequest::default()
+    }
+}
+
+/// A task of h2 that has been on its way to h3 for some microseconds, at most `longest`; the console hears of its end
+/// with tag 1. The console's process, the task's, and the request to move it.
+fn on_its_way(seed: u64, hosts: usize, longest: u64) -> (Sim, usize, usize, RequestId) {
+    let (mut sim, console) = Sim::cluster(seed, hosts);
+    let mover = spawn(
+        &mut sim,
+        console,
+        SpawnRequest {
+            place: "h2".into(),
+            flags: 1,
+            ..children(1)
+        },
+    )[0];
+    let tid = sim.procs[mover].tid();
+    let what = NotifyWhat::TaskExit(vec![tid]);
+    sim.ask(
+        console,
+        Request::Notify(NotifyRequest {
+            what,
+            ctx: 0,
+            tag: 1,
+            cancel: false,
+        }),
+    );
+    let moving = sim.request(console, migrate(tid, "h3"));
+    let wait = Micros(sim.dice.roll(longest));
+    sim.pass(wait);
+    (sim, console, mover, moving)
+}
+
+/// Waits until a move is over; how the task is listed then, how often its end was told, and whether it moved.
+fn end_of_move(
+    sim: &mut Sim,
+    console: usize,
+    tid: Tid,
+    moving: RequestId,
+) -> (Vec<TaskInfo>, usize, bool) {
+    sim.until("the end of the move", |s| {
+        s.procs[console].replies.contains_key(&moving)
+    });
+    sim.pass(Micros::from_secs(10));
+    let list = match sim.ask(console, Request::Tasks { selector: tid }) {
+        Reply::Tasks(list) => list,
+        // Its host is lost, and the task with it.
+        Reply::Failed {
+            error: PvmError::NoHost,
+            ..
+        } => Vec::new(),
+        other => panic!("no list: {other:?}"),
+    };
+    let moved = matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_)));
+    (list, sim.procs[console].notes(1).len(), moved)
+}
+
+/// Checks that every message of every pair came once and in order, and says how many came.
+fn check(sim: &Sim, procs: &[usize]) -> usize {
+    let mut total = 0;
+    for p in procs {
+        let mut next: BTreeMap<Tid, i32> = BTreeMap::new();
+        for seen in &sim.procs[*p].seen {
+            if let Seen::Message(src, body) = seen {
+                let number = i32::from_be_bytes(body[..4].try_into().expect("four bytes"));
+                let expected = next.entry(*src).or_default();
+                assert_eq!(number, *expected, "from {src} (seed {})", sim.seed);
+                *expected += 1;
+                total += 1;
+            }
+        }
+    }
+    total
+}
+
+#[test]
+fn tasks_that_move_at_random_lose_double_and_reorder_nothing() {
+    let mut all_done = 0;
+    for seed in seeds(40) {
+        let (mut sim, console) = Sim::cluster(seed, 4);
+        let procs = spawn(&mut sim, console, children(6));
+        let tids: Vec<Tid> = procs.iter().map(|p| sim.procs[*p].tid()).collect();
+        sim.faults.step_fails_percent = if seed % 2 == 0 { 15 } else { 0 };
+        let (mut sent, mut moves, mut open) = (0, 0, Vec::new());
+        let mut numbers: BTreeMap<(usize, Tid), u32> = BTreeMap::new();
+        for round in 0..400 {
+            let (from, to) = (
+                procs[sim.dice.roll(6) as usize],
+                tids[sim.dice.roll(6) as usize],
+            );
+            if sim.procs[from].tid() != to {
+                let number = numbers.entry((from, to)).or_default();
+                let body = number.to_be_bytes();
+                *number += 1;
+                sent += 1;
+                sim.tell(from, to, &body);
+            }
+            if round % 10 == 0 {
+                let (tid, to) = (tids[sim.dice.roll(6) as usize], 1 + sim.dice.roll(4));
+                open.push(sim.request(console, migrate(tid, &format!("h{to}"))));
+                moves += 1;
+            }
+            let wait = Micros(sim.dice.roll(8_000));
+            sim.pass(wait);
+        }
+        sim.until("all messages", |s| check(s, &procs) == sent);
+        sim.until("all moves", |s| {
+            open.iter()
+                .all(|id| s.procs[console].replies.contains_key(id))
+        });
+        let done = open
+            .iter()
+            .filter(|id| matches!(sim.procs[console].replies[id], Reply::Moved(Ok(_))))
+            .count();
+        assert!(done > 0, "none of {moves} moves happened (seed {seed})");
+        all_done += done;
+        assert!(
+            sim.lanes_opened() > 0,
+            "all went down one stream (seed {seed})"
+        );
+        sim.pass(Micros::from_secs(1));
+        let Reply::Tasks(list) = sim.ask(
+            console,
+            Request::Tasks {
+                selector: Tid::NONE,
+            },
+        ) else {
+            panic!("no list")
+        };
+        assert_eq!(list.len(), 7, "seed {seed}");
+        for task in list.iter().filter(|t| tids.contains(&t.tid)) {
+            assert_eq!(
+                task.host,
+                sim.procs[sim.proc_of(task.tid)].host,
+                "seed {seed}"
+            );
+            assert!(!task.moving);
+        }
+    }
+    assert!(all_done > 160, "only {all_done} moves happened");
+}
+
+#[test]
+fn requests_notifications_and_output_follow_the_task() {
+    for seed in seeds(200) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let output = Sink {
+            tid: sim.procs[console].tid(),
+            ctx: 0,
+            tag: 44,
+        };
+        let place = "h2".to_string();
+        let mover = spawn(
+            &mut sim,
+            console,
+            SpawnRequest {
+                output,
+                place,
+                flags: 1,
+                ..children(1)
+            },
+        )[0];
+        let tid = sim.procs[mover].tid();
+        let dying = spawn(&mut sim, console, children(2));
+        let dying_tids: Vec<Tid> = dying.iter().map(|p| sim.procs[*p].tid()).collect();
+        let note = |what, tag| {
+            Request::Notify(NotifyRequest {
+                what,
+                ctx: 0,
+                tag,
+                cancel: false,
+            })
+        };
+        sim.ask(mover, note(NotifyWhat::TaskExit(dying_tids.clone()), 1));
+        sim.ask(mover, note(NotifyWhat::HostAdd { count: -1 }, 2));
+        let open = sim.request(
+            mover,
+            Request::Mailbox(MailboxRequest::Take {
+                name: "x".into(),
+                index: 0,
+                flags: 32,
+            }),
+        );
+        sim.pass(Micros::from_millis(20));
+        // The new host may join before, in the middle of, or after the move.
+        let adding = sim.request(
+            console,
+            Request::AddHosts {
+                lines: vec!["h4".to_string()],
+            },
+        );
+        let wait = Micros(sim.dice.roll(330_000));
+        sim.pass(wait);
+        let moving = sim.request(console, migrate(tid, "t40000"));
+        let wait = Micros(sim.dice.roll(40_000));
+        sim.pass(wait);
+        // All of this happens somewhere in the middle of the move.
+        for (n, p) in dying.iter().enumerate() {
+            for k in 0..5i32 {
+                sim.tell(*p, tid, &k.to_be_bytes());
+            }
+            sim.exit(*p, n as i32);
+        }
+        let message = sempa_proto::Message {
+            src: Tid::NONE,
+            dst: Tid::NONE,
+            ctx: 0,
+            tag: 0,
+            wid: 0,
+            enc: 0,
+            body: bytes::Bytes::from_static(b"here"),
+        };
+        sim.request(
+            console,
+            Request::Mailbox(MailboxRequest::Put {
+                name: "x".into(),
+                flags: 0,
+                message,
+            }),
+        );
+        sim.until("the move, the hosts", |s| {
+            [moving, adding]
+                .iter()
+                .all(|id| s.procs[console].replies.contains_key(id))
+        });
+        assert!(
+            matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_))),
+            "seed {seed}"
+        );
+        sim.until("what was asked before", |s| {
+            s.procs[mover].replies.contains_key(&open)
+        });
+        sim.until("both ends", |s| s.procs[mover].notes(1).len() == 2);
+        sim.until("the new host", |s| s.procs[mover].notes(2).len() == 1);
+        sim.pass(Micros::from_secs(1));
+        assert_eq!(
+            (
+                sim.procs[mover].notes(1).len(),
+                sim.procs[mover].notes(2).len()
+            ),
+            (2, 1),
+            "seed {seed}"
+        );
+        for (src, at) in sim.procs[mover]
+            .seen
+            .iter()
+            .enumerate()
+            .filter_map(|(at, s)| match s {
+                Seen::Note(m) if m.tag == 1 => Some((
+                    Tid::from_raw(i32::from_be_bytes(m.body[..4].try_into().ok()?)),
+                    at,
+                )),
+                _ => None,
+            })
+        {
+            let before = sim.procs[mover].seen[..at]
+                .iter()
+                .filter(|s| matches!(s, Seen::Message(t, _) if *t == src));
+            assert_eq!(before.count(), 5, "its last words came first (seed {seed})");
+        }
+        // Its old host can go now; output, death and messages still find their way.
+        assert_eq!(
+            sim.ask(
+                console,
+                Request::DelHosts {
+                    names: vec!["h2".into()]
+                }
+            ),
+            Reply::HostsDeleted(vec![Ok(())])
+        );
+        sim.tell(console, tid, &0i32.to_be_bytes());
+        sim.until("a message", |s| {
+            matches!(s.procs[mover].seen.last(), Some(Seen::Message(..)))
+        });
+        sim.ask(console, note(NotifyWhat::TaskExit(vec![tid]), 3));
+        sim.exit(mover, 0);
+        sim.until("its end", |s| {
+            s.procs[console].notes(3).len() == 1 && s.procs[console].notes(44).len() == 3
+        });
+    }
+}
+
+#[test]
+fn what_cannot_move_is_refused_with_the_reason() {
+    let (mut sim, console) = Sim::cluster(2, 3);
+    let on_h2 = |flags: i32| SpawnRequest {
+        flags: flags | SPAWN_HOST,
+        place: "h2".into(),
+        ..children(1)
+    };
+    let pinned = spawn(&mut sim, console, on_h2(SPAWN_PINNED))[0];
+    let pinned = sim.procs[pinned].tid();
+    let debugged = spawn(&mut sim, console, on_h2(SPAWN_DEBUG))[0];
+    let debugged = sim.procs[debugged].tid();
+    let shell = sim.procs[console].tid();
+    let refused = |sim: &mut Sim, tid: Tid, to: &str| match sim.ask(console, migrate(tid, to)) {
+        Reply::Moved(Err(error)) => match (error.step, error.why) {
+            (Step::Inspect, Failure::Refused(why)) => why[0].clone(),
+            other => panic!("{other:?}"),
+        },
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(refused(&mut sim, shell, "h2"), Refusal::NotSpawned);
+    assert_eq!(refused(&mut sim, pinned, "h1"), Refusal::Pinned);
+    assert_eq!(refused(&mut sim, debugged, "h3"), Refusal::Debugged);
+    assert_eq!(refused(&mut sim, pinned, "h2"), Refusal::AlreadyThere);
+    assert_eq!(refused(&mut sim, pinned, "h7"), Refusal::NoSuchHost);
+    assert_eq!(
+        refused(&mut sim, Tid::from_raw(0x40999), "h2"),
+        Refusal::NoSuchTask
+    );
+    let Reply::Events(events) = sim.ask(
+        console,
+        Request::Events {
+            from: 0,
+            limit: 100,
+        },
+    ) else {
+        panic!("no events")
+    };
+    assert_eq!(
+        events
+            .iter()
+            .filter(|e| matches!(e.kind, EventKind::MoveFailed { .. }))
+            .count(),
+        4
+    );
+}
+
+#[test]
+fn whichever_host_is_lost_in_a_move_the_task_runs_once_or_is_known_to_be_dead() {
+    let (mut moves, mut deaths, mut stays) = (0, 0, 0);
+    for seed in seeds(400) {
+        let (mut sim, console, mover, moving) = on_its_way(seed, 4, 60_000);
+        let tid = sim.procs[mover].tid();
+        let lost = host(2 + sim.dice.roll(3) as u16);
+        sim.kill_host(lost);
+        let (list, dead, moved) = end_of_move(&mut sim, console, tid, moving);
+        assert_eq!(
+            list.len() + dead,
+            1,
+            "listed {list:?}, {dead} notes, moved {moved}, lost {lost} (seed {seed})"
+        );
+        *if moved && dead == 0 {
+            &mut moves
+        } else if dead > 0 {
+            &mut deaths
+        } else {
+            &mut stays
+        } += 1;
+        if let Some(task) = list.first() {
+            assert_ne!(task.host, lost);
+            sim.tell(console, tid, &0i32.to_be_bytes());
+            sim.until("it answers", |s| s.procs[mover].seen.len() == 1);
+        }
+    }
+    assert!(
+        moves > 20 && deaths > 20 && stays > 20,
+        "{moves} moved, {deaths} died, {stays} stayed"
+    );
+}
+
+#[test]
+fn whichever_tasker_dies_in_a_move_the_task_runs_once_or_is_known_to_be_dead() {
+    let (mut moves, mut deaths, mut stays) = (0, 0, 0);
+    for seed in seeds(300) {
+        let (mut sim, console, mover, moving) = on_its_way(seed, 3, 40_000);
+        let tid = sim.procs[mover].tid();
+        let victim = host(2 + sim.dice.roll(2) as u16);
+        sim.kill_tasker(victim);
+        let (list, dead, moved) = end_of_move(&mut sim, console, tid, moving);
+        assert_eq!(
+            list.len() + dead,
+            1,
+            "listed {list:?}, {dead} notes, moved {moved}, lost {victim} (seed {seed})"
+        );
+        if dead > 0 {
+            deaths += 1;
+        } else {
+            *if moved { &mut moves } else { &mut stays } += 1;
+            sim.tell(console, tid, &0i32.to_be_bytes());
+            sim.until("it answers", |s| s.procs[mover].seen.len() == 1);
+        }
+    }
+    assert!(
+        moves > 10 && deaths > 20 && stays > 10,
+        "{moves} moved, {deaths} died, {stays} stayed"
+    );
+}
+
+#[test]
+fn a_task_that_is_killed_while_it_moves_ends_once() {
+    let mut moves = 0;
+    for seed in seeds(200) {
+        let (mut sim, console, mover, moving) = on_its_way(seed, 3, 40_000);
+        let tid = sim.procs[mover].tid();
+        assert_eq!(
+            sim.ask(console, Request::Signal { tid, signal: 15 }),
+            Reply::Done
+        );
+        sim.until("the end of the move", |s| {
+            s.procs[console].replies.contains_key(&moving)
+        });
+        sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
+        sim.pass(Micros::from_secs(5));
+        assert_eq!(sim.procs[console].notes(1).len(), 1, "seed {seed}");
+        moves += usize::from(matches!(
+            sim.procs[console].replies[&moving],
+            Reply::Moved(Ok(_))
+        ));
+    }
+    assert!(moves > 20, "{moves} moves came to their end");
+}
+
+#[test]
+fn marks_of_an_orderly_exit_count_as_well() {
+    let (mut sim, console) = Sim::cluster(3, 2);
+    let watcher = sim.enrol(host(2));
+    let leaver = sim.enrol(HostId::MASTER);
+    let tid = sim.procs[leaver].tid();
+    let what = NotifyWhat::TaskExit(vec![tid]);
+    sim.ask(
+        watcher,
+        Request::Notify(NotifyRequest {
+            what,
+            ctx: 0,
+            tag: 1,
+            cancel: false,
+        }),
+    );
+    let marks = vec![LinkMark {
+        peer: sim.procs[watcher].tid(),
+        end: 5,
+    }];
+    sim.ask(leaver, Request::Exit { marks });
+    sim.pass(Micros::from_secs(5));
+    assert!(
+        sim.procs[watcher].notes(1).is_empty(),
+        "what it sent is not here yet"
+    );
+    // It never comes: after a while the watcher is told so.
+    sim.until("the note", |s| s.procs[watcher].notes(1).len() == 1);
+    let _ = console;
+}
+
+#[test]
+fn a_session_of_source_and_target_that_breaks_in_the_middle_of_a_move_keeps_no_task_from_arriving()
+{
+    let mut moves = 0;
+    for seed in seeds(200) {
+        let (mut sim, console, mover, moving) = on_its_way(seed, 4, 12_000);
+        let tid = sim.procs[mover].tid();
+        sim.tell(console, tid, &0u32.to_be_bytes());
+        let long = Micros(1_000 + sim.dice.roll(400_000));
+        // Every third time another host has something on its way to the old place.
+        let other = if seed % 3 == 0 { 4 } else { 3 };
+        sim.part(host(2), host(other), long);
+        sim.tell(console, tid, &1u32.to_be_bytes());
+        let (list, told, moved) = end_of_move(&mut sim, console, tid, moving);
+        assert_eq!((list.len(), told), (1, 0), "seed {seed}");
+        assert!(
+            !list[0].moving,
+            "it has not arrived (seed {seed}): {list:?}"
+        );
+        assert_eq!(check(&sim, &[mover]), 2, "seed {seed}");
+        moves += usize::from(moved);
+        let again = sim.ask(console, migrate(tid, "h4"));
+        assert!(
+            matches!(again, Reply::Moved(Ok(_))),
+            "seed {seed}: {again:?}"
+        );
+    }
+    assert!(moves > 100, "{moves} moves");
+}
+
+#[test]
+fn a_target_whose_tasker_dies_before_it_has_judged_a_task_says_so_at_once() {
+    for seed in seeds(10) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let mover = spawn(
+            &mut sim,
+            console,
+            SpawnRequest {
+                place: "h2".into(),
+                flags: 1,
+                ..children(1)
+            },
+        )[0];
+        let tid = sim.procs[mover].tid();
+        sim.nodes
+            .get_mut(&host(3))
+            .expect("in the table")
+            .tasker_dead = true;
+        let (begun, moving) = (sim.now, sim.request(console, migrate(tid, "h3")));
+        sim.pass(Micros::from_millis(100));
+        assert!(
+            !sim.procs[console].replies.contains_key(&moving),
+            "nobody has judged it (seed {seed})"
+        );
+        let (now, why) = (sim.now, "killed by signal 9".to_string());
+        sim.at(now, Event::TaskerGone { why }, host(3));
+        sim.until("the end of the move", |s| {
+            s.procs[console].replies.contains_key(&moving)
+        });
+        let Reply::Moved(Err(why)) = &sim.procs[console].replies[&moving] else {
+            panic!("it moved (seed {seed})")
+        };
+        assert!(
+            why.to_string()
+                .contains("its tasker has ended: killed by signal 9"),
+            "{why} (seed {seed})"
+        );
+        assert!(
+            sim.now.since(begun) < Micros::from_secs(1),
+            "not by its deadline (seed {seed})"
+        );
+    }
+}

@@ -1,0 +1,398 @@
+//! Words by which tasks set up routes of their own, and who is told when such a route ends.
+
+use super::sim::{Sim, host, seeds};
+use crate::Event;
+use crate::io::Descriptors;
+use crate::pairs::PARTNERS_MAX;
+use sempa_proto::route::{OFFER_ADDRESSES_MAX, OfferId, RouteWord};
+use sempa_proto::task::{Reply, Request, SpawnRequest, ToTask};
+use sempa_proto::{Micros, Tid};
+use std::fs::File;
+
+/// Sends a word with as many descriptors as it announces.
+fn say(sim: &mut Sim, proc: usize, to: Tid, word: RouteWord) {
+    let Some(conn) = sim.procs[proc].conn else {
+        return;
+    };
+    let null = || File::open("/dev/null").expect("there is one").into();
+    let descriptors = Descriptors::new((0..word.descriptors()).map(|_| null()).collect());
+    let on = sim.procs[proc].host;
+    sim.proc_says(
+        conn,
+        on,
+        Event::TaskRoute {
+            conn,
+            to,
+            word,
+            descriptors,
+        },
+    );
+}
+
+fn ring_offer(id: u64) -> RouteWord {
+    RouteWord::RingOffer {
+        id: OfferId(id),
+        slot: 1,
+    }
+}
+
+fn ring_accept(id: u64) -> RouteWord {
+    RouteWord::RingAccept {
+        id: OfferId(id),
+        slot: 2,
+    }
+}
+
+fn direct_offer(id: u64) -> RouteWord {
+    RouteWord::DirectOffer {
+        id: OfferId(id),
+        addresses: vec![],
+        fingerprint: [7; 32],
+        line: 0,
+    }
+}
+
+fn word(from: Tid, near: bool, word: RouteWord) -> ToTask {
+    ToTask::Route { from, near, word }
+}
+
+/// Waits until the process has been told so much, and says what.
+fn told(sim: &mut Sim, proc: usize, count: usize) -> Vec<ToTask> {
+    sim.until("words", |s| s.procs[proc].told.len() >= count);
+    sim.procs[proc].told.clone()
+}
+
+/// A console and children on these hosts, all connected.
+fn tasks(seed: u64, hosts: usize, places: &[&str]) -> (Sim, usize, Vec<usize>, Vec<Tid>) {
+    let (mut sim, console) = Sim::cluster(seed, hosts);
+    let mut tids = Vec::new();
+    for place in places {
+        let request = SpawnRequest {
+            file: "child".into(),
+            count: 1,
+            flags: 1,
+            place: (*place).into(),
+            ..SpawnRequest::default()
+        };
+        let Reply::Spawned(results) = sim.ask(console, Request::Spawn(request)) else {
+            panic!("no tasks")
+        };
+        tids.extend(results.into_iter().flatten());
+    }
+    sim.until("all are there", |s| {
+        tids.iter()
+            .all(|t| s.procs[s.proc_of(*t)].welcome.is_some())
+    });
+    let procs = tids.iter().map(|t| sim.proc_of(*t)).collect();
+    (sim, console, procs, tids)
+}
+
+/// Has the two share rings.
+fn pair_up(sim: &mut Sim, (a, b): (usize, usize), id: u64) {
+    let (a_tid, b_tid) = (sim.procs[a].tid(), sim.procs[b].tid());
+    let (a_told, b_told) = (sim.procs[a].told.len(), sim.procs[b].told.len());
+    say(sim, a, b_tid, ring_offer(id));
+    assert_eq!(
+        told(sim, b, b_told + 1)[b_told],
+        word(a_tid, true, ring_offer(id))
+    );
+    say(sim, b, a_tid, ring_accept(id));
+    assert_eq!(
+        told(sim, a, a_told + 1)[a_told],
+        word(b_tid, true, ring_accept(id))
+    );
+}
+
+fn migrate(tid: Tid, to: &str) -> Request {
+    Request::Migrate {
+        tid,
+        to: to.into(),
+        cause: None,
+        wait: true,
+    }
+}
+
+#[test]
+fn an_offer_of_rings_reaches_a_task_of_the_same_host_and_is_refused_for_one_elsewhere() {
+    let (mut sim, _, procs, tids) = tasks(1, 2, &["h1", "h1", "h2"]);
+    pair_up(&mut sim, (procs[0], procs[1]), 1);
+    say(&mut sim, procs[0], tids[2], ring_offer(2));
+    let refused = word(tids[2], false, RouteWord::RingRefuse { id: OfferId(2) });
+    assert_eq!(told(&mut sim, procs[0], 2)[1], refused);
+    // To itself, and to nobody.
+    say(&mut sim, procs[0], tids[0], ring_offer(3));
+    say(&mut sim, procs[0], Tid::from_raw(0x4_7777), ring_offer(4));
+    let ids = [3, 4].map(|id| RouteWord::RingRefuse { id: OfferId(id) });
+    let refused = [
+        word(tids[0], true, ids[0].clone()),
+        word(Tid::from_raw(0x4_7777), false, ids[1].clone()),
+    ];
+    assert_eq!(told(&mut sim, procs[0], 4)[2..], refused);
+    assert_eq!(sim.procs[procs[2]].told, []);
+}
+
+#[test]
+fn an_offer_of_rings_to_a_task_that_is_just_arriving_is_refused_as_by_one_of_this_host() {
+    let (mut sim, console, procs, tids) = tasks(5, 2, &["h1", "h2"]);
+    // So it is told of the move.
+    sim.tell(procs[0], tids[1], b"hello");
+    sim.request(console, migrate(tids[1], "h1"));
+    let moved = ToTask::PeerMoved { tid: tids[1] };
+    sim.until("it moves here", |s| s.procs[procs[0]].told.contains(&moved));
+    say(&mut sim, procs[0], tids[1], ring_offer(1));
+    let refused = |near| word(tids[1], near, RouteWord::RingRefuse { id: OfferId(1) });
+    let answers = [true, false].map(refused);
+    sim.until("an answer", |s| {
+        s.procs[procs[0]]
+            .told
+            .iter()
+            .any(|told| answers.contains(told))
+    });
+    assert!(sim.procs[procs[0]].told.contains(&answers[0]));
+}
+
+#[test]
+fn words_without_descriptors_find_their_task_on_any_host_and_say_whether_it_is_this_one() {
+    let (mut sim, console, procs, tids) = tasks(2, 3, &["h1", "h1", "h2"]);
+    say(&mut sim, procs[0], tids[1], direct_offer(1));
+    say(&mut sim, procs[0], tids[2], direct_offer(2));
+    assert_eq!(
+        told(&mut sim, procs[1], 1),
+        [word(tids[0], true, direct_offer(1))]
+    );
+    assert_eq!(
+        told(&mut sim, procs[2], 1),
+        [word(tids[0], false, direct_offer(2))]
+    );
+    let moved = sim.ask(console, migrate(tids[2], "h3"));
+    assert!(matches!(moved, Reply::Moved(Ok(_))), "{moved:?}");
+    say(
+        &mut sim,
+        procs[1],
+        tids[2],
+        RouteWord::DirectRefuse { id: OfferId(9) },
+    );
+    let refuse = word(tids[1], false, RouteWord::DirectRefuse { id: OfferId(9) });
+    sim.until("the word at its new place", |s| {
+        s.procs[s.proc_of(tids[2])].told.contains(&refuse)
+    });
+}
+
+#[test]
+fn a_word_to_a_task_that_has_ended_brings_word_of_its_end() {
+    let (mut sim, _, procs, tids) = tasks(3, 2, &["h1", "h1", "h2"]);
+    for gone in [1, 2] {
+        sim.exit(procs[gone], 0);
+    }
+    sim.pass(Micros::from_secs(5));
+    for gone in [1, 2] {
+        say(&mut sim, procs[0], tids[gone], direct_offer(1));
+        assert_eq!(
+            told(&mut sim, procs[0], gone)[gone - 1],
+            ToTask::PeerGone { tid: tids[gone] }
+        );
+    }
+}
+
+#[test]
+fn the_partners_of_a_task_that_ends_or_moves_are_told_once_and_others_are_not() {
+    for seed in seeds(20) {
+        let (mut sim, console, procs, tids) = tasks(seed, 2, &["h1", "h1", "h1", "h1"]);
+        pair_up(&mut sim, (procs[0], procs[1]), 1);
+        pair_up(&mut sim, (procs[2], procs[0]), 2);
+        let before = |s: &Sim, n: usize| s.procs[procs[n]].told.len();
+        let (one, two) = (before(&sim, 1), before(&sim, 2));
+        sim.exit(procs[1], 0);
+        let gone = |s: &Sim| {
+            s.procs[procs[0]]
+                .told
+                .iter()
+                .filter(|m| **m == ToTask::PeerGone { tid: tids[1] })
+                .count()
+        };
+        sim.until("word of the end", |s| gone(s) == 1);
+        let moved = sim.ask(console, migrate(tids[0], "h2"));
+        assert!(
+            matches!(moved, Reply::Moved(Ok(_))),
+            "{moved:?} (seed {seed})"
+        );
+        assert_eq!(
+            told(&mut sim, procs[2], two + 1)[two..],
+            [ToTask::PeerMoved { tid: tids[0] }],
+            "seed {seed}"
+        );
+        sim.exit(procs[2], 0);
+        sim.pass(Micros::from_secs(5));
+        assert_eq!(
+            (gone(&sim), before(&sim, 1), before(&sim, 3)),
+            (1, one, 0),
+            "seed {seed}"
+        );
+        assert!(
+            sim.nodes.values().all(|n| n.machine.pairs.is_empty()),
+            "seed {seed}"
+        );
+    }
+}
+
+#[test]
+fn who_accepts_rings_that_do_not_come_about_is_told_so() {
+    let (mut sim, console, procs, tids) = tasks(4, 2, &["h1", "h1"]);
+    say(&mut sim, procs[0], tids[1], ring_offer(1));
+    told(&mut sim, procs[1], 1);
+    let moved = sim.ask(console, migrate(tids[0], "h2"));
+    assert!(matches!(moved, Reply::Moved(Ok(_))), "{moved:?}");
+    say(&mut sim, procs[1], tids[0], ring_accept(1));
+    // The task is elsewhere: what was meant for it there may be lost. Its daemon knows more.
+    let lost = told(&mut sim, procs[1], 2)[1].clone();
+    assert!(
+        matches!(lost, ToTask::PeerMoved { tid } | ToTask::PeerGone { tid } if tid == tids[0]),
+        "{lost:?}"
+    );
+    assert!(sim.procs[sim.proc_of(tids[0])].told.is_empty());
+}
+
+#[test]
+fn who_offers_to_a_task_that_leaves_without_an_answer_is_told() {
+    let (mut sim, _, procs, tids) = tasks(7, 2, &["h1", "h1", "h1", "h2"]);
+    say(&mut sim, procs[1], tids[0], ring_offer(1));
+    say(&mut sim, procs[2], tids[0], direct_offer(1));
+    say(&mut sim, procs[3], tids[0], direct_offer(1));
+    told(&mut sim, procs[0], 3);
+    // One of them gets an answer, and has no need to know more.
+    say(
+        &mut sim,
+        procs[0],
+        tids[2],
+        RouteWord::DirectRefuse { id: OfferId(1) },
+    );
+    told(&mut sim, procs[2], 1);
+    assert_eq!(
+        sim.ask(procs[0], Request::Exit { marks: vec![] }),
+        Reply::Done
+    );
+    for waits in [1, 3] {
+        assert_eq!(
+            told(&mut sim, procs[waits], 1),
+            [ToTask::PeerGone { tid: tids[0] }]
+        );
+    }
+    sim.pass(Micros::from_secs(1));
+    assert_eq!(sim.procs[procs[2]].told.len(), 1);
+    assert!(sim.nodes.values().all(|n| n.machine.pairs.is_empty()));
+}
+
+#[test]
+fn an_offer_of_too_many_addresses_goes_nowhere() {
+    let (mut sim, _, procs, tids) = tasks(5, 1, &["h1", "h1"]);
+    let addresses = vec!["127.0.0.1:1".parse().expect("an address"); OFFER_ADDRESSES_MAX + 1];
+    let offer = RouteWord::DirectOffer {
+        id: OfferId(1),
+        addresses,
+        fingerprint: [0; 32],
+        line: 0,
+    };
+    say(&mut sim, procs[0], tids[1], offer);
+    say(&mut sim, procs[0], tids[1], direct_offer(2));
+    assert_eq!(
+        told(&mut sim, procs[1], 1),
+        [word(tids[0], true, direct_offer(2))]
+    );
+    assert!(
+        sim.nodes[&host(1)]
+            .log
+            .iter()
+            .any(|line| line.contains("17 addresses")),
+        "{:?}",
+        sim.nodes[&host(1)].log
+    );
+}
+
+#[test]
+fn a_task_with_as_many_partners_as_it_can_have_is_offered_no_more_rings() {
+    let (mut sim, _, procs, tids) = tasks(6, 1, &["h1", "h1", "h1"]);
+    pair_up(&mut sim, (procs[0], procs[1]), 1);
+    let pairs = &mut sim
+        .nodes
+        .get_mut(&host(1))
+        .expect("the master")
+        .machine
+        .pairs;
+    (1..PARTNERS_MAX as i32).for_each(|n| pairs.join(tids[0], Tid::from_raw(0x8_0000 + n)));
+    say(&mut sim, procs[2], tids[0], ring_offer(2));
+    assert_eq!(
+        told(&mut sim, procs[2], 1),
+        [word(
+            tids[0],
+            true,
+            RouteWord::RingRefuse { id: OfferId(2) }
+        )]
+    );
+    // The pair that there is may have new ones.
+    pair_up(&mut sim, (procs[0], procs[1]), 3);
+}
+
+#[test]
+fn words_between_tasks_that_move_at_random_arrive_once_and_in_order() {
+    for seed in seeds(30) {
+        let (mut sim, console, procs, tids) = tasks(seed, 3, &["h1", "h1", "h2", "h3"]);
+        let (mut sent, mut open) = (0, Vec::new());
+        for round in 0..120u64 {
+            let (from, to) = (sim.dice.roll(4) as usize, sim.dice.roll(4) as usize);
+            // A library that has let go keeps what it has to say until it is back; here it says it another time.
+            let speaker = &sim.procs[procs[from]];
+            if from != to
+                && speaker.conn.is_some()
+                && speaker.welcome.is_some()
+                && !speaker.has_let_go()
+            {
+                let rings = sim.dice.roll(3) == 0;
+                say(
+                    &mut sim,
+                    procs[from],
+                    tids[to],
+                    if rings {
+                        ring_offer(round)
+                    } else {
+                        direct_offer(round)
+                    },
+                );
+                sent += usize::from(!rings);
+            }
+            if round % 12 == 0 {
+                let (tid, to) = (tids[sim.dice.roll(4) as usize], 1 + sim.dice.roll(3));
+                open.push(sim.request(console, migrate(tid, &format!("h{to}"))));
+            }
+            let wait = Micros(sim.dice.roll(10_000));
+            sim.pass(wait);
+        }
+        sim.until("all moves", |s| {
+            open.iter()
+                .all(|id| s.procs[console].replies.contains_key(id))
+        });
+        sim.pass(Micros::from_secs(5));
+        let mut came = 0;
+        for proc in &procs {
+            let mut last = [None; 4];
+            for message in &sim.procs[*proc].told {
+                let ToTask::Route {
+                    from,
+                    word: RouteWord::DirectOffer { id, .. },
+                    ..
+                } = message
+                else {
+                    continue;
+                };
+                let from = tids.iter().position(|t| t == from).expect("one of them");
+                assert!(
+                    last[from] < Some(*id),
+                    "{id:?} after {:?} (seed {seed})",
+                    last[from]
+                );
+                last[from] = Some(*id);
+                came += 1;
+            }
+        }
+        assert_eq!(came, sent, "seed {seed}");
+    }
+}

@@ -1,0 +1,385 @@
+//! Tasks that talk and move on hosts whose owners come and go, with somebody who suspends some of them.
+
+use super::sim::{Seen, Sim, host};
+use crate::HostId;
+use sempa_proto::event::EventKind;
+use sempa_proto::load::GuestLimits;
+use sempa_proto::owner::{Guests, GuestsWord, Leave};
+use sempa_proto::table::TaskInfo;
+use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, SpawnRequest};
+use sempa_proto::{Micros, RequestId, Tid};
+use std::collections::BTreeMap;
+
+/// After so long every guest stands still in the simulation, whose taskers take up to 2 ms to hear.
+pub(super) const PROMISE: Micros = Micros::from_millis(50);
+/// The same for a task that is suspended, for which nobody waits.
+const PATIENCE: Micros = Micros::from_millis(220);
+
+pub(super) fn stopped() -> Request {
+    stopped_until(None, Leave::Move)
+}
+
+pub(super) fn stopped_until(leave_at: Option<Micros>, then: Leave) -> Request {
+    let guests = Guests::Stopped { leave_at, then };
+    Request::Guests(GuestsWord {
+        guests,
+        why: "olga is there".into(),
+        limits: GuestLimits::default(),
+    })
+}
+
+pub(super) fn welcome() -> Request {
+    welcome_with(GuestLimits::default())
+}
+
+/// The owner has left, and allows guests no more than this.
+pub(super) fn welcome_with(limits: GuestLimits) -> Request {
+    Request::Guests(GuestsWord {
+        guests: Guests::Welcome,
+        why: "olga has left".into(),
+        limits,
+    })
+}
+
+pub(super) fn migrate(tid: Tid, to: &str) -> Request {
+    Request::Migrate {
+        tid,
+        to: to.into(),
+        cause: None,
+        wait: true,
+    }
+}
+
+pub(super) fn on(place: &str, file: &str, count: u32) -> SpawnRequest {
+    SpawnRequest {
+        file: file.into(),
+        count,
+        place: place.into(),
+        flags: 1,
+        ..SpawnRequest::default()
+    }
+}
+
+pub(super) fn spawn(sim: &mut Sim, console: usize, request: SpawnRequest) -> Vec<usize> {
+    let Reply::Spawned(results) = sim.ask(console, Request::Spawn(request)) else {
+        panic!("no tasks")
+    };
+    let tids: Vec<Tid> = results.into_iter().flatten().collect();
+    sim.until("all are there", |s| {
+        tids.iter()
+            .all(|t| s.procs[s.proc_of(*t)].welcome.is_some())
+    });
+    tids.iter().map(|t| sim.proc_of(*t)).collect()
+}
+
+pub(super) fn listed(sim: &mut Sim, console: usize) -> Vec<TaskInfo> {
+    match sim.ask(
+        console,
+        Request::Tasks {
+            selector: Tid::NONE,
+        },
+    ) {
+        Reply::Tasks(list) => list,
+        other => panic!("no list: {other:?}"),
+    }
+}
+
+pub(super) fn events(sim: &mut Sim, console: usize) -> Vec<EventKind> {
+    match sim.ask(
+        console,
+        Request::Events {
+            from: 0,
+            limit: 1000,
+        },
+    ) {
+        Reply::Events(events) => events.into_iter().map(|event| event.kind).collect(),
+        other => panic!("no events: {other:?}"),
+    }
+}
+
+/// Sends a numbered message from one process to another, if its program runs.
+pub(super) fn talk(sim: &mut Sim, sent: &mut BTreeMap<(usize, Tid), u32>, from: usize, to: Tid) {
+    if sim.procs[from].is_frozen() || sim.procs[from].exited {
+        return;
+    }
+    let number = sent.entry((from, to)).or_default();
+    sim.tell(from, to, &number.to_be_bytes());
+    *number += 1;
+}
+
+/// Every message that has come came once and in order; how many there are.
+pub(super) fn came(sim: &Sim, procs: &[usize]) -> u32 {
+    let mut total = 0;
+    for p in procs {
+        let mut next: BTreeMap<Tid, u32> = BTreeMap::new();
+        for (src, body) in sim.procs[*p].seen.iter().filter_map(|s| match s {
+            Seen::Message(src, body) => Some((*src, body)),
+            Seen::Note(_) => None,
+        }) {
+            let expected = next.entry(src).or_default();
+            assert_eq!(
+                body[..],
+                expected.to_be_bytes(),
+                "from {src} (seed {})",
+                sim.seed
+            );
+            *expected += 1;
+            total += 1;
+        }
+    }
+    total
+}
+
+/// Two tasks on each of three hosts, and somebody on each host who speaks for its owner.
+pub(super) struct Scene {
+    pub(super) sim: Sim,
+    pub(super) console: usize,
+    pub(super) procs: Vec<usize>,
+    pub(super) tids: Vec<Tid>,
+    pub(super) speakers: Vec<usize>,
+    pub(super) sent: BTreeMap<(usize, Tid), u32>,
+    /// Since when the guests of a host have to stand still.
+    pub(super) stopped_at: BTreeMap<HostId, Micros>,
+    /// Since when a task is suspended.
+    pub(super) suspended_at: BTreeMap<Tid, Micros>,
+    pub(super) open: Vec<(Tid, RequestId)>,
+}
+
+impl Scene {
+    pub(super) fn new(seed: u64) -> Scene {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let procs: Vec<usize> = (1..=3)
+            .flat_map(|n| spawn(&mut sim, console, on(&format!("h{n}"), "child", 2)))
+            .collect();
+        let tids = procs.iter().map(|p| sim.procs[*p].tid()).collect();
+        let speakers = (1..=3).map(|n| sim.enrol(host(n))).collect();
+        let (sent, stopped_at, suspended_at, open) = Default::default();
+        Scene {
+            sim,
+            console,
+            procs,
+            tids,
+            speakers,
+            sent,
+            stopped_at,
+            suspended_at,
+            open,
+        }
+    }
+
+    /// The same where messages are late, and with every second seed steps of moves fail.
+    pub(super) fn unlucky(seed: u64) -> Scene {
+        let mut scene = Scene::new(seed);
+        scene.sim.faults.late_percent = 25;
+        scene.sim.faults.step_fails_percent = if seed.is_multiple_of(2) { 8 } else { 0 };
+        scene
+    }
+
+    pub(super) fn say(&mut self, n: usize, word: Request) {
+        let (sim, at) = (&mut self.sim, host(n as u16 + 1));
+        match &word {
+            Request::Guests(GuestsWord {
+                guests: Guests::Welcome,
+                ..
+            }) => drop(self.stopped_at.remove(&at)),
+            _ => drop(self.stopped_at.entry(at).or_insert(sim.now)),
+        }
+        assert_eq!(sim.ask(self.speakers[n], word), Reply::Done);
+    }
+
+    /// Suspends a task, or lets it go on.
+    pub(super) fn suspend(&mut self, tid: Tid, suspend: bool) {
+        let done = self.sim.ask(
+            self.console,
+            Request::Suspend {
+                tid,
+                suspend,
+                cause: None,
+            },
+        );
+        assert_eq!(done, Reply::Done, "{tid} (seed {})", self.sim.seed);
+        if suspend {
+            self.suspended_at.entry(tid).or_insert(self.sim.now);
+        } else {
+            self.suspended_at.remove(&tid);
+        }
+    }
+
+    /// Some messages, and some time.
+    pub(super) fn go_on(&mut self) {
+        for _ in 0..5 {
+            let (from, to) = (
+                self.sim.dice.roll(6) as usize,
+                self.sim.dice.roll(6) as usize,
+            );
+            talk(
+                &mut self.sim,
+                &mut self.sent,
+                self.procs[from],
+                self.tids[to],
+            );
+        }
+        let wait = Micros(self.sim.dice.roll(10_000));
+        self.sim.pass(wait);
+    }
+
+    /// Somebody on the console's host wants to hear of the ends of the tasks on h2; then tasks talk.
+    pub(super) fn watched(seed: u64) -> Scene {
+        let mut scene = Scene::new(seed);
+        scene.sim.faults.late_percent = 25;
+        let what = NotifyWhat::TaskExit(scene.tids[2..4].to_vec());
+        scene.sim.ask(
+            scene.console,
+            Request::Notify(NotifyRequest {
+                what,
+                ctx: 0,
+                tag: 1,
+                cancel: false,
+            }),
+        );
+        scene.go_on();
+        scene
+    }
+
+    /// Some time later, and perhaps while a task moves.
+    pub(super) fn some_time_after(&mut self, longest: u64) {
+        let wait = Micros(self.sim.dice.roll(longest));
+        self.sim.pass(wait);
+        if self.sim.seed.is_multiple_of(2) {
+            self.move_one();
+        }
+    }
+
+    /// Long afterwards each task of h2 is there, or its end was told, once. Answers all tasks that are there.
+    pub(super) fn told_once(&mut self) -> Vec<TaskInfo> {
+        self.sim.pass(Micros::from_secs(20));
+        let list = listed(&mut self.sim, self.console);
+        for tid in &self.tids[2..4] {
+            let alive = list.iter().filter(|t| t.tid == *tid).count();
+            let dead = self.sim.procs[self.console].notes(1);
+            let dead = dead
+                .iter()
+                .filter(|m| m.body[..4] == tid.raw().to_be_bytes())
+                .count();
+            assert_eq!(alive + dead, 1, "{tid} (seed {})", self.sim.seed);
+        }
+        list
+    }
+
+    /// A little later whoever has not ended runs.
+    pub(super) fn assert_all_run(&mut self) {
+        self.sim.pass(Micros::from_secs(3));
+        for p in &self.procs {
+            let proc = &self.sim.procs[*p];
+            assert!(
+                proc.exited || (!proc.is_frozen() && proc.conn.is_some()),
+                "seed {}",
+                self.sim.seed
+            );
+        }
+    }
+
+    pub(super) fn move_one(&mut self) {
+        let (tid, to) = (
+            self.tids[self.sim.dice.roll(6) as usize],
+            1 + self.sim.dice.roll(3),
+        );
+        let id = self
+            .sim
+            .request(self.console, migrate(tid, &format!("h{to}")));
+        self.open.push((tid, id));
+    }
+
+    /// Who is in no move stands still as its host's owner wants it, and if it is suspended.
+    pub(super) fn assert_still(&mut self) {
+        let replies = &self.sim.procs[self.console].replies;
+        let moving: Vec<Tid> = self
+            .open
+            .iter()
+            .filter(|(_, id)| !replies.contains_key(id))
+            .map(|(tid, _)| *tid)
+            .collect();
+        for (p, tid) in self
+            .procs
+            .iter()
+            .zip(&self.tids)
+            .filter(|(_, tid)| !moving.contains(tid))
+        {
+            let proc = &self.sim.procs[*p];
+            let since = self
+                .stopped_at
+                .get(&proc.host)
+                .filter(|since| **since + PROMISE < self.sim.now);
+            let suspended = self
+                .suspended_at
+                .get(tid)
+                .filter(|since| **since + PATIENCE < self.sim.now);
+            let may_run = since.is_none() && suspended.is_none();
+            assert!(
+                may_run || proc.is_frozen() || proc.exited,
+                "{tid} runs (seed {})",
+                self.sim.seed
+            );
+        }
+    }
+
+    /// All owners leave; who is suspended stands still where it is now, until it is resumed; then everybody goes on, and
+    /// nothing was lost.
+    pub(super) fn end(&mut self) -> usize {
+        let (console, open) = (self.console, std::mem::take(&mut self.open));
+        self.sim.until("all moves", |s| {
+            open.iter()
+                .all(|(_, id)| s.procs[console].replies.contains_key(id))
+        });
+        for n in 0..3 {
+            self.say(n, welcome());
+        }
+        self.sim.pass(Micros::from_secs(1));
+        self.assert_still();
+        for task in listed(&mut self.sim, console)
+            .iter()
+            .filter(|t| self.tids.contains(&t.tid))
+        {
+            let suspended = self.suspended_at.contains_key(&task.tid);
+            assert_eq!(
+                task.suspended, suspended,
+                "{} (seed {})",
+                task.tid, self.sim.seed
+            );
+        }
+        while let Some(tid) = self.suspended_at.keys().next().copied() {
+            self.suspend(tid, false);
+        }
+        let (procs, total) = (self.procs.clone(), self.sent.values().sum::<u32>());
+        self.sim.until("everybody", |s| {
+            procs.iter().all(|p| s.procs[*p].conn.is_some())
+        });
+        self.sim.until("all messages", |s| came(s, &procs) == total);
+        self.sim.pass(Micros::from_secs(3));
+        let list = listed(&mut self.sim, console);
+        for tid in &self.tids {
+            let proc = &self.sim.procs[self.sim.proc_of(*tid)];
+            assert!(
+                !proc.is_frozen() && !proc.exited,
+                "{tid} (seed {})",
+                self.sim.seed
+            );
+            let task = list.iter().find(|t| t.tid == *tid).expect("it is there");
+            assert_eq!(
+                (task.host, task.moving),
+                (proc.host, false),
+                "seed {}",
+                self.sim.seed
+            );
+            assert!(
+                !task.stopped && !task.suspended,
+                "{tid} (seed {})",
+                self.sim.seed
+            );
+        }
+        assert_eq!(self.sim.tokens_left(), 0, "seed {}", self.sim.seed);
+        open.iter()
+            .filter(|(_, id)| matches!(self.sim.procs[console].replies[id], Reply::Moved(Ok(_))))
+            .count()
+    }
+}

@@ -1,0 +1,269 @@
+//! Tasks that work for daemons: taskers, hosters, the tracer.
+
+use super::hosts::codes;
+use super::sim::{Sim, host, seeds};
+use super::tasks::{send_to_daemon, spawn, tids, words};
+use crate::HostId;
+use sempa_proto::body::{Encoding, Packer, Unpacker};
+use sempa_proto::sm::{SM_STHOST, SM_STHOSTACK, SM_STTASK, SM_TASKX};
+use sempa_proto::table::{TASK_CONNECTED, TASK_TASKER, TASK_TRACER};
+use sempa_proto::task::{Claim, Reply, Request, Service, Sink, TracerSettings};
+use sempa_proto::{PvmError, Tid};
+
+fn failure(reply: Reply) -> PvmError {
+    match reply {
+        Reply::Failed { error, .. } => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The number by which the ordered task may claim its tid.
+fn epid_in(order: &sempa_proto::Message) -> i32 {
+    let mut body = Unpacker::xdr(order.body.clone());
+    let (_tid, _flags, _path) = (body.int(), body.int(), body.string());
+    let argv = body.strings().expect("arguments");
+    assert_eq!(argv, ["/bin/child"]);
+    let env = body.strings().expect("environment");
+    assert_eq!(
+        (body.int(), body.int(), body.int(), body.remaining()),
+        (Ok(0), Ok(1), Ok(1), 0)
+    );
+    env[0]
+        .strip_prefix("PVMEPID=")
+        .and_then(|n| n.parse().ok())
+        .expect("the first variable")
+}
+
+#[test]
+fn a_task_of_a_tasker_lives_as_long_as_its_connection_its_tasker_and_the_taskers_word() {
+    for seed in seeds(10) {
+        let (mut sim, console) = Sim::cluster(seed, 1);
+        let tasker = sim.enrol(HostId::MASTER);
+        let me = sim.procs[tasker].tid();
+        assert_eq!(
+            sim.ask(tasker, Request::Serve(Service::Tasker)),
+            Reply::Serving(true)
+        );
+        assert_eq!(
+            failure(sim.ask(console, Request::Serve(Service::Tasker))),
+            PvmError::Already
+        );
+        let mut children = Vec::new();
+        for n in 0..3 {
+            let tid =
+                tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("ordered");
+            sim.until("the order", |s| s.procs[tasker].notes(SM_STTASK).len() > n);
+            let epid = epid_in(&sim.procs[tasker].notes(SM_STTASK)[n]);
+            let child = sim.claim(HostId::MASTER, Claim::Spawned { epid });
+            sim.until("it is welcome", |s| s.procs[child].welcome.is_some());
+            assert_eq!(sim.procs[child].tid(), tid);
+            children.push((child, tid));
+        }
+        let gone = |sim: &mut Sim, tid| {
+            matches!(
+                sim.ask(console, Request::TaskStatus { tid }),
+                Reply::Failed { .. }
+            )
+        };
+        sim.close(children[0].0);
+        sim.until("the first has left", |s| {
+            s.procs[children[0].0].conn.is_none()
+        });
+        sim.pass(sempa_proto::Micros::from_millis(50));
+        assert!(gone(&mut sim, children[0].1), "closing is its end");
+        sim.ask(
+            console,
+            Request::Signal {
+                tid: children[1].1,
+                signal: 15,
+            },
+        );
+        sim.until("the signal", |s| s.signalled == [(children[1].0, 15)]);
+        let end = |tid: Tid| {
+            let mut body = Packer::new(Encoding::Xdr);
+            body.items([tid.raw(), 9, 0, 0, 0, 0]);
+            body.finish()
+        };
+        send_to_daemon(
+            &mut sim,
+            console,
+            Tid::MY_DAEMON,
+            SM_TASKX,
+            0,
+            end(children[1].1),
+        );
+        sim.until("the word of a stranger is dropped", |s| {
+            s.nodes[&HostId::MASTER]
+                .log
+                .iter()
+                .any(|l| l.contains("has not started"))
+        });
+        assert!(!gone(&mut sim, children[1].1));
+        send_to_daemon(
+            &mut sim,
+            tasker,
+            Tid::MY_DAEMON,
+            SM_TASKX,
+            0,
+            end(children[1].1),
+        );
+        sim.close(children[1].0);
+        sim.pass(sempa_proto::Micros::from_millis(50));
+        assert!(gone(&mut sim, children[1].1));
+        let Reply::Tasks(list) = sim.ask(console, Request::Tasks { selector: me }) else {
+            panic!("no list")
+        };
+        assert_eq!(list[0].flags, TASK_CONNECTED | TASK_TASKER);
+        assert_eq!(
+            sim.ask(tasker, Request::Serve(Service::Tasker)),
+            Reply::Serving(false)
+        );
+        assert!(
+            !gone(&mut sim, children[2].1),
+            "a tasker that only stops serving keeps its tasks"
+        );
+        sim.close(tasker);
+        sim.pass(sempa_proto::Micros::from_millis(50));
+        assert!(
+            gone(&mut sim, children[2].1),
+            "with their tasker its tasks end"
+        );
+    }
+}
+
+#[test]
+fn a_hoster_is_asked_for_all_at_once_and_its_death_leaves_the_rest_to_the_daemon() {
+    for seed in seeds(10) {
+        let (mut sim, console) = Sim::cluster(seed, 1);
+        let hoster = sim.enrol(HostId::MASTER);
+        assert_eq!(
+            sim.ask(hoster, Request::Serve(Service::Hoster)),
+            Reply::Serving(true)
+        );
+        let lines = ["h2", "h3 so=pw", "h4"].map(String::from).to_vec();
+        let id = sim.request(console, Request::AddHosts { lines });
+        sim.until("the order", |s| {
+            !s.procs[hoster].notes(SM_STHOST).is_empty()
+        });
+        let order = sim.procs[hoster].notes(SM_STHOST)[0].clone();
+        assert_eq!(words(&order.body)[..2], [3, host(2).tid().raw()]);
+        let mut answer = Packer::new(Encoding::Xdr);
+        answer
+            .int(2)
+            .int(host(2).tid().raw())
+            .str(b"ddpro<1>")
+            .int(host(3).tid().raw())
+            .str(b"PvmDupHost");
+        send_to_daemon(
+            &mut sim,
+            hoster,
+            Tid::MY_DAEMON,
+            SM_STHOSTACK,
+            order.wid,
+            answer.finish(),
+        );
+        sim.until("it is heard", |s| s.nodes.contains_key(&host(2)));
+        sim.close(hoster);
+        sim.until("the reply", |s| s.procs[console].replies.contains_key(&id));
+        let added = codes(sim.procs[console].replies[&id].clone());
+        assert_eq!(
+            added,
+            [Ok("h2".into()), Err(PvmError::DupHost), Ok("h4".into())],
+            "seed {seed}"
+        );
+        let elsewhere = sim.enrol(host(2));
+        assert_eq!(
+            failure(sim.ask(elsewhere, Request::Serve(Service::Hoster))),
+            PvmError::HosterNotMaster
+        );
+        let lines = ["h5 so=pw", "h6 so=ms"].map(String::from).to_vec();
+        let added = codes(sim.ask(console, Request::AddHosts { lines }));
+        assert_eq!(
+            added,
+            [Err(PvmError::NotImpl), Ok("h6".into())],
+            "by hand is a way, passwords are none"
+        );
+    }
+}
+
+#[test]
+fn the_tracer_gets_what_has_no_other_place_on_every_host_until_it_ends() {
+    let (mut sim, console) = Sim::cluster(5, 2);
+    let tracer = sim.enrol(host(2));
+    let me = sim.procs[tracer].tid();
+    let mask = b"@A".to_vec();
+    let settings = TracerSettings {
+        trace_ctx: 1,
+        trace_tag: 2,
+        out_ctx: 3,
+        out_tag: 4,
+        mask,
+        buffer: 0,
+        options: 1,
+    };
+    assert_eq!(
+        sim.ask(tracer, Request::ServeTracer(settings.clone())),
+        Reply::Serving(true)
+    );
+    assert_eq!(
+        failure(sim.ask(console, Request::ServeTracer(settings.clone()))),
+        PvmError::Already
+    );
+    sim.ask(
+        console,
+        Request::AddHosts {
+            lines: vec!["h3".into()],
+        },
+    );
+    for on in [1, 2, 3] {
+        let task = sim.enrol(host(on));
+        let welcome = sim.procs[task].welcome.clone().expect("enrolled");
+        assert_eq!(
+            welcome.trace,
+            Sink {
+                tid: me,
+                ctx: 1,
+                tag: 2
+            }
+        );
+        assert_eq!(
+            welcome.output,
+            Sink {
+                tid: me,
+                ctx: 3,
+                tag: 4
+            }
+        );
+        assert_eq!(welcome.tracer, Some(settings.clone()));
+    }
+    let own = Sink {
+        tid: sim.procs[console].tid(),
+        ctx: 7,
+        tag: 8,
+    };
+    let mut request = spawn("child", 1);
+    (request.output, request.trace) = (own, own);
+    let child = tids(sim.ask(console, Request::Spawn(request)))[0].expect("started");
+    sim.until("it runs", |s| {
+        s.procs
+            .iter()
+            .any(|p| p.welcome.as_ref().is_some_and(|w| w.tid == child))
+    });
+    let child = sim.proc_of(child);
+    let welcome = sim.procs[child].welcome.clone().expect("enrolled");
+    assert_eq!(
+        (welcome.output, welcome.trace, welcome.tracer),
+        (own, own, None)
+    );
+    let Reply::Tasks(list) = sim.ask(console, Request::Tasks { selector: me }) else {
+        panic!("no list")
+    };
+    assert_eq!(list[0].flags, TASK_CONNECTED | TASK_TRACER);
+    sim.close(tracer);
+    sim.pass(sempa_proto::Micros::from_millis(50));
+    let late = sim.enrol(host(3));
+    assert_eq!(
+        sim.procs[late].welcome.as_ref().map(|w| w.trace),
+        Some(Sink::default())
+    );
+}

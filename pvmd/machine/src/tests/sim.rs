@@ -1,0 +1,919 @@
+//! A virtual machine in one process: real machines, modelled shells, taskers and task libraries, one seed.
+//!
+//! Streams between hosts keep their order and nothing else; every delay is thrown. A task is a process with real
+//! [`Link`]s that can be quiesced, stopped, carried to another host and woken by a token.
+
+mod anew;
+#[path = "../../../../libpvm/proto/tests/dice/mod.rs"]
+mod dice;
+mod outputs;
+mod procs;
+mod sets;
+pub(super) mod strikes;
+mod taskers;
+mod wires;
+pub(super) mod words;
+mod world;
+
+use crate::lanes::LaneId;
+use crate::{
+    ConnId, Copies, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost,
+};
+pub(super) use anew::ASK_TAG;
+use bytes::Bytes;
+use dice::Dice;
+pub(super) use procs::{Proc, Seen};
+use sempa_proto::ids::RouteId;
+use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkOutput};
+use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::migration::Verdict;
+use sempa_proto::place::Place;
+use sempa_proto::task::{
+    AtEnd, Claim, Hello, LinkMark, Reply, Request, ResumeToken, TASK_MAGIC, ToDaemon, ToTask,
+};
+use sempa_proto::tasker::{Capabilities, FromTasker, ToTasker};
+use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use world::FakeWorld;
+
+/// Time after which a run that has not come to its end is taken for stuck.
+const STUCK: Micros = Micros::from_secs(600);
+/// Time after which a silent host is taken for lost.
+const LEASE: Micros = Micros::from_millis(500);
+
+pub(super) fn host(index: u16) -> HostId {
+    HostId::new(index).expect("small")
+}
+
+/// Seeds 1 up to `count`, or so many times more as `SEMPA_SEEDS` says.
+pub(super) fn seeds(count: u64) -> std::ops::Range<u64> {
+    let times = std::env::var("SEMPA_SEEDS")
+        .ok()
+        .and_then(|n| n.parse().ok())
+        .unwrap_or(1u64);
+    1..count * times
+}
+
+#[derive(Debug)]
+pub(super) struct Node {
+    pub(super) machine: Machine,
+    world: FakeWorld,
+    pub(super) alive: bool,
+    pub(super) log: Vec<String>,
+    pub(super) output: Vec<u8>,
+    /// Images that are expected, by move.
+    expected: BTreeSet<MigrationId>,
+    /// Its tasker is dead, which it does not know yet: what it says to it is lost.
+    pub(super) tasker_dead: bool,
+    /// What it has to hear or to do when it goes on; `None`: it does not stand still.
+    stands: Option<strikes::Late>,
+    /// The same for its tasker.
+    tasker_stands: Option<Vec<ToTasker>>,
+}
+
+#[derive(Clone, Debug)]
+enum Happening {
+    Event(HostId, Event),
+    Data(wires::WireId, wires::Parcel),
+    ToProc(usize, ConnId, ToTask),
+    LinkToProc(usize, ConnId, Bytes),
+    CloseProc(ConnId),
+    /// The time of a held process is over, if this order was the last one.
+    HoldNow(HostId, usize, u64),
+    LostSeen(HostId, HostId),
+    /// The time of a party that stands still is over.
+    GoesOn(strikes::Party),
+    /// What a task has left behind is here, or does not come: the host where it is, the move, whence, and the task.
+    MemoryCame(HostId, MigrationId, HostId, Tid),
+    Joined(HostId, HostId),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Channel {
+    Control(HostId, HostId),
+    Data(HostId, HostId),
+    Lane(wires::WireId, LaneId),
+    ToProc(ConnId),
+    FromProc(ConnId),
+    Tasker(HostId),
+}
+
+/// What goes wrong.
+#[derive(Debug, Default)]
+pub(super) struct Faults {
+    /// Of a hundred steps of a move, so many fail.
+    pub(super) step_fails_percent: u64,
+    /// Of a hundred libraries that are told to let go, so many take their time.
+    pub(super) late_percent: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct Sim {
+    pub(super) seed: u64,
+    pub(super) dice: Dice,
+    pub(super) now: Micros,
+    queue: BTreeMap<(Micros, u64), Happening>,
+    serial: u64,
+    channels: BTreeMap<Channel, Micros>,
+    pub(super) nodes: BTreeMap<HostId, Node>,
+    pub(super) procs: Vec<Proc>,
+    conns: BTreeMap<ConnId, usize>,
+    next_conn: u64,
+    sessions: BTreeSet<(HostId, HostId)>,
+    wires: wires::Wires,
+    unsent: BTreeMap<(HostId, HostId), wires::Unsent>,
+    tokens: BTreeMap<(HostId, PathBuf), ResumeToken>,
+    pub(super) faults: Faults,
+    pub(super) strikes: strikes::Strikes,
+    pub(super) words: words::Words,
+    pub(super) recorded: Vec<(MigrationId, Tid, HostId)>,
+    /// Moves whose task runs before its memory is there.
+    following: BTreeSet<MigrationId>,
+    /// Moves of which memory may come ahead, and where to.
+    taking: BTreeMap<MigrationId, HostId>,
+    pub(super) abandoned: Vec<StartId>,
+    /// Starts that were made ready for a hoster.
+    prepared: Vec<(StartId, HostPlan)>,
+    /// Signals to processes that no tasker of ours has started.
+    pub(super) signalled: Vec<(usize, i32)>,
+    /// What hosts have against any task.
+    pub(super) refuses: BTreeMap<HostId, Verdict>,
+    pub(super) sets: sets::Sets,
+    /// Programs that were started for moves and wait, and for which task.
+    anew: BTreeMap<(HostId, MigrationId), (usize, Tid)>,
+    /// Programs that were asked to end and did not.
+    pub(super) deaf: Vec<usize>,
+}
+
+fn pair(a: HostId, b: HostId) -> (HostId, HostId) {
+    (a.min(b), a.max(b))
+}
+
+/// Three hosts of one network, the next four of another, and so on.
+fn address(id: HostId) -> SocketAddr {
+    SocketAddr::from(([10, 0, (id.index() / 4) as u8, id.index() as u8], 4))
+}
+
+fn config(id: HostId, name: &str) -> MachineConfig {
+    let tmp = format!("/sim/{}", id.index());
+    MachineConfig {
+        host: id,
+        name: name.to_string(),
+        vm: "pvm".into(),
+        arch: "LINUX64".into(),
+        dsig: DSIG_X86_64,
+        addresses: vec![address(id)],
+        speed: 1000,
+        uid: 1000,
+        lease: LEASE,
+        rm_command: None,
+        server_commands: Vec::new(),
+        place: Place::of(1000, move |v| (v == "PVM_TMP").then(|| tmp.clone()))
+            .expect("a good place"),
+        hostfile: Vec::new(),
+        spared: BTreeMap::new(),
+        copies: Copies::default(),
+    }
+}
+
+impl Sim {
+    /// A master alone.
+    pub(super) fn new(seed: u64) -> Sim {
+        Sim::with(seed, |_| {})
+    }
+
+    pub(super) fn with(seed: u64, change: impl Fn(&mut MachineConfig)) -> Sim {
+        let mut sim = Sim {
+            seed,
+            dice: Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
+            now: Micros(1),
+            queue: BTreeMap::new(),
+            serial: 0,
+            channels: BTreeMap::new(),
+            nodes: BTreeMap::new(),
+            procs: Vec::new(),
+            conns: BTreeMap::new(),
+            next_conn: 0,
+            sessions: BTreeSet::new(),
+            wires: wires::Wires::default(),
+            unsent: BTreeMap::new(),
+            tokens: BTreeMap::new(),
+            faults: Faults::default(),
+            strikes: strikes::Strikes::default(),
+            words: words::Words::default(),
+            recorded: Vec::new(),
+            following: BTreeSet::new(),
+            taking: BTreeMap::new(),
+            abandoned: Vec::new(),
+            prepared: Vec::new(),
+            signalled: Vec::new(),
+            refuses: BTreeMap::new(),
+            sets: sets::Sets::default(),
+            anew: BTreeMap::new(),
+            deaf: Vec::new(),
+        };
+        let mut first = config(HostId::MASTER, "h1");
+        change(&mut first);
+        sim.boot(first);
+        sim
+    }
+
+    /// A master and slaves `h2`… up to `hN`, and a console on the master.
+    pub(super) fn cluster(seed: u64, hosts: usize) -> (Sim, usize) {
+        Sim::cluster_with(seed, hosts, |_| {})
+    }
+
+    /// The same, with a master that is changed before.
+    pub(super) fn cluster_with(
+        seed: u64,
+        hosts: usize,
+        change: impl Fn(&mut MachineConfig),
+    ) -> (Sim, usize) {
+        let mut sim = Sim::with(seed, change);
+        let console = sim.enrol(HostId::MASTER);
+        let lines: Vec<String> = (2..=hosts).map(|n| format!("h{n}")).collect();
+        if !lines.is_empty() {
+            let reply = sim.ask(console, Request::AddHosts { lines });
+            let Reply::HostsAdded(added) = reply else {
+                panic!("{reply:?}")
+            };
+            assert!(added.iter().all(|a| a.result.is_ok()), "{added:?}");
+        }
+        (sim, console)
+    }
+
+    fn boot(&mut self, config: MachineConfig) {
+        let id = config.host;
+        let machine = Machine::new(config, self.now);
+        let world = FakeWorld {
+            secret: i32::from(id.index()) * 1_000_000,
+            unix: self.now,
+            lacks: None,
+        };
+        let (log, output, expected) = (vec![], vec![], BTreeSet::new());
+        let (stands, tasker_stands) = (None, None);
+        let node = Node {
+            machine,
+            world,
+            alive: true,
+            log,
+            output,
+            expected,
+            tasker_dead: false,
+            stands,
+            tasker_stands,
+        };
+        self.nodes.insert(id, node);
+        self.flush(id);
+        let ready = FromTasker::Ready(Capabilities {
+            pid_namespaces: true,
+            engine: Ok("fake".into()),
+            freezer: Ok(()),
+        });
+        self.tasker(id, ready);
+    }
+
+    pub(super) fn at(&mut self, at: Micros, what: Event, on: HostId) {
+        self.push(at, Happening::Event(on, what));
+    }
+
+    fn push(&mut self, at: Micros, what: Happening) {
+        self.serial += 1;
+        self.queue.insert((at, self.serial), what);
+    }
+
+    fn send(&mut self, channel: Channel, what: Happening) {
+        let at = self.now + Micros(self.dice.roll(2_000));
+        let last = self.channels.entry(channel).or_default();
+        *last = at.max(*last);
+        let at = *last;
+        self.push(at, what);
+    }
+
+    fn tasker(&mut self, on: HostId, message: FromTasker) {
+        self.send(
+            Channel::Tasker(on),
+            Happening::Event(on, Event::Tasker(message)),
+        );
+    }
+
+    // ---- hosts
+
+    fn start_host(&mut self, start: StartId, plan: HostPlan) {
+        let at = self.now + Micros(self.dice.roll(300_000));
+        let result = if plan.name.starts_with("bad") {
+            Err((PvmError::CantStart, format!("no way to {}", plan.name)))
+        } else {
+            let mut config = config(plan.id, &plan.name);
+            config.speed = plan.speed;
+            self.boot(config);
+            if !plan.name.starts_with("mute") {
+                self.session(HostId::MASTER, plan.id);
+            }
+            Ok(StartedHost {
+                arch: "LINUX64".into(),
+                dsig: DSIG_X86_64,
+                addresses: vec![address(plan.id)],
+            })
+        };
+        self.push(
+            at,
+            Happening::Event(HostId::MASTER, Event::HostStarted { start, result }),
+        );
+    }
+
+    /// A program is removed from a host.
+    pub(super) fn remove_program(&mut self, on: HostId, name: &'static str) {
+        self.nodes.get_mut(&on).expect("it is there").world.lacks = Some(name);
+    }
+
+    /// The master has taken the host for lost: nobody listens any more to what runs there.
+    fn is_out(&self, host: HostId) -> bool {
+        self.nodes[&HostId::MASTER]
+            .machine
+            .table()
+            .get(host)
+            .is_none()
+    }
+
+    /// The host dies without a word.
+    pub(super) fn kill_host(&mut self, lost: HostId) {
+        let Some(node) = self.nodes.get_mut(&lost) else {
+            return;
+        };
+        node.alive = false;
+        self.lose_procs(lost, |_| true);
+        self.session_ends(lost);
+    }
+
+    /// Processes of a host are gone with it.
+    fn lose_procs(&mut self, on: HostId, which: impl Fn(&Proc) -> bool) {
+        for p in self.procs.iter_mut().filter(|p| p.host == on && which(p)) {
+            // What was dumped may be built from its images.
+            p.kept |= p.stopped && !p.exited;
+            p.exited = true;
+        }
+    }
+
+    /// What one host has said to another one and has not come is lost; for a host that is lost in the same moment.
+    pub(super) fn lose_words(&mut self, from: HostId, to: HostId) {
+        self.queue.retain(|_, happening| match happening {
+            Happening::Event(on, Event::HostControl { host, .. }) => (*host, *on) != (from, to),
+            Happening::Data((one, other, _), _) => (*one, *other) != (from, to),
+            _ => true,
+        });
+    }
+
+    /// Two hosts do not hear each other for so long, and what is on its way between them is lost; all others hear both.
+    pub(super) fn part(&mut self, a: HostId, b: HostId, long: Micros) {
+        if !self.sessions.remove(&pair(a, b)) {
+            return;
+        }
+        for (by, other) in [(a, b), (b, a)] {
+            self.lose_words(by, other);
+            // A silence that lasts is noticed before it is over.
+            let seen = self.now + Micros(self.dice.roll(long.0.min(LEASE.0)));
+            self.push(seen, Happening::LostSeen(by, other));
+        }
+        self.push(self.now + long, Happening::Joined(a, b));
+    }
+
+    fn session_ends(&mut self, lost: HostId) {
+        let ended: Vec<(HostId, HostId)> = self
+            .sessions
+            .iter()
+            .copied()
+            .filter(|(a, b)| *a == lost || *b == lost)
+            .collect();
+        for (a, b) in ended {
+            self.sessions.remove(&(a, b));
+            let other = if a == lost { b } else { a };
+            let at = self.now + LEASE + Micros(self.dice.roll(200_000));
+            self.push(at, Happening::LostSeen(other, lost));
+        }
+    }
+
+    // ---- processes
+
+    fn process(
+        &mut self,
+        on: HostId,
+        program: &str,
+        spawned: Option<Tid>,
+        env: Vec<String>,
+    ) -> usize {
+        self.procs.push(Proc {
+            host: on,
+            program: program.to_string(),
+            spawned,
+            env,
+            at_end: AtEnd::Signalled,
+            conn: None,
+            welcome: None,
+            refused: None,
+            rm: None,
+            links: BTreeMap::new(),
+            route: 0,
+            line: 0,
+            said: BTreeMap::new(),
+            open: BTreeMap::new(),
+            replies: BTreeMap::new(),
+            next_request: 0,
+            seen: Vec::new(),
+            told: Vec::new(),
+            waiting: Vec::new(),
+            quiesced: None,
+            stopped: false,
+            held: false,
+            holds: 0,
+            eased: 0,
+            mail: Vec::new(),
+            claim: None,
+            parted: None,
+            asked: false,
+            ends: None,
+            exited: false,
+            kept: false,
+            used: 0,
+        });
+        self.procs.len() - 1
+    }
+
+    /// A process on this host connects and says who it is.
+    pub(super) fn connect(&mut self, proc: usize, claim: Claim) -> ConnId {
+        self.next_conn += 1;
+        let conn = ConnId(self.next_conn);
+        let on = self.procs[proc].host;
+        self.procs[proc].conn = Some(conn);
+        self.conns.insert(conn, proc);
+        let pid = proc as i32 + 100;
+        self.proc_says(conn, on, Event::TaskConnected { conn, pid });
+        let program = self.procs[proc].program.clone();
+        let at_end = self.procs[proc].at_end;
+        let hello = Hello {
+            magic: TASK_MAGIC,
+            version: WIRE_VERSION,
+            claim,
+            pid,
+            program,
+            at_end,
+        };
+        self.proc_says(
+            conn,
+            on,
+            Event::TaskControl {
+                conn,
+                message: ToDaemon::Hello(hello),
+            },
+        );
+        conn
+    }
+
+    /// What this process says from now on reaches its daemon after this time at the earliest: the daemon is that far behind
+    /// with what its tasks say.
+    pub(super) fn hear_late(&mut self, proc: usize, by: Micros) {
+        let conn = self.procs[proc].conn.expect("connected");
+        let at = self.channels.entry(Channel::FromProc(conn)).or_default();
+        *at = (self.now + by).max(*at);
+    }
+
+    pub(super) fn proc_says(&mut self, conn: ConnId, on: HostId, event: Event) {
+        self.send(Channel::FromProc(conn), Happening::Event(on, event));
+    }
+
+    /// A task from a command line; returns when it has been accepted.
+    pub(super) fn enrol(&mut self, on: HostId) -> usize {
+        self.enrol_with(on, AtEnd::Signalled)
+    }
+
+    /// The same, with what it wants when its daemon ends.
+    pub(super) fn enrol_with(&mut self, on: HostId, at_end: AtEnd) -> usize {
+        let proc = self.process(on, "cmd", None, vec![]);
+        self.procs[proc].at_end = at_end;
+        self.connect(proc, Claim::New);
+        self.until("accepted", |sim| sim.procs[proc].welcome.is_some());
+        proc
+    }
+
+    /// Another process that presents a claim; returns without waiting.
+    pub(super) fn claim(&mut self, on: HostId, claim: Claim) -> usize {
+        let proc = self.process(on, "claimer", None, vec![]);
+        self.connect(proc, claim);
+        proc
+    }
+
+    pub(super) fn close(&mut self, proc: usize) {
+        if let Some(conn) = self.procs[proc].conn.take() {
+            let on = self.procs[proc].host;
+            self.proc_says(
+                conn,
+                on,
+                Event::TaskClosed {
+                    conn,
+                    garbage: None,
+                },
+            );
+        }
+    }
+
+    /// Sends a request; its reply will be in `replies`.
+    pub(super) fn request(&mut self, proc: usize, what: Request) -> RequestId {
+        let p = &mut self.procs[proc];
+        p.next_request += 1;
+        let id = RequestId(p.next_request);
+        let (conn, on) = (p.conn.expect("connected"), p.host);
+        p.open.insert(id, what.clone());
+        self.proc_says(
+            conn,
+            on,
+            Event::TaskControl {
+                conn,
+                message: ToDaemon::Request { id, what },
+            },
+        );
+        id
+    }
+
+    /// Sends a request and waits for its reply.
+    pub(super) fn ask(&mut self, proc: usize, what: Request) -> Reply {
+        let text = format!("{what:?}");
+        let id = self.request(proc, what);
+        self.until(&text, |sim| sim.procs[proc].replies.contains_key(&id));
+        self.procs[proc].replies.remove(&id).expect("just seen")
+    }
+
+    /// Sends a message over the link to another task.
+    pub(super) fn tell(&mut self, proc: usize, dst: Tid, body: &[u8]) {
+        let p = &mut self.procs[proc];
+        let (tid, route, open) = (
+            p.tid(),
+            RouteId(p.route),
+            p.conn.is_some() && p.quiesced.is_none(),
+        );
+        let (now, line) = (self.now, p.line);
+        let link = p.links.entry(dst).or_insert_with(|| {
+            let mut link = Link::new(tid, dst);
+            link.begin_timeline(line, true);
+            if open {
+                link.handle(now, LinkEvent::RouteUp(route));
+            }
+            link
+        });
+        link.send(Bytes::new(), Bytes::copy_from_slice(body))
+            .expect("far from full");
+        self.pump(proc);
+    }
+
+    /// Carries out what the links want.
+    fn pump(&mut self, proc: usize) {
+        let now = self.now;
+        let p = &mut self.procs[proc];
+        if p.exited || p.is_frozen() {
+            return;
+        }
+        let mut frames = Vec::new();
+        for (peer, link) in &mut p.links {
+            while let Some(output) = link.poll(now) {
+                match output {
+                    LinkOutput::Deliver(body) => p.seen.push(Seen::Message(*peer, body)),
+                    LinkOutput::Transmit(frame) => frames.push(frame),
+                }
+            }
+        }
+        p.settle();
+        let (conn, on) = (p.conn, p.host);
+        for frame in frames {
+            if let Some(conn) = conn {
+                let bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
+                self.proc_says(conn, on, Event::TaskLink { conn, frame: bytes });
+            }
+        }
+    }
+
+    fn each_link(&mut self, proc: usize, event: &LinkEvent) {
+        let now = self.now;
+        self.procs[proc]
+            .links
+            .values_mut()
+            .for_each(|l| l.handle(now, event.clone()));
+        self.pump(proc);
+    }
+
+    fn link_of(&mut self, proc: usize, peer: Tid) -> &mut Link {
+        let p = &mut self.procs[proc];
+        let (tid, route, now, line) = (p.tid(), RouteId(p.route), self.now, p.line);
+        p.links.entry(peer).or_insert_with(|| {
+            let mut link = Link::new(tid, peer);
+            link.begin_timeline(line, true);
+            link.handle(now, LinkEvent::RouteUp(route));
+            link
+        })
+    }
+
+    fn proc_gets(&mut self, proc: usize, conn: ConnId, message: ToTask) {
+        if self.procs[proc].conn != Some(conn) || self.procs[proc].exited {
+            return;
+        }
+        let now = self.now;
+        match message {
+            ToTask::Welcome(welcome) => self.welcomed(proc, welcome),
+            ToTask::Refused { reason } => self.procs[proc].refused = Some(reason),
+            ToTask::Reply { id, reply } => {
+                self.procs[proc].open.remove(&id);
+                assert!(
+                    self.procs[proc].replies.insert(id, reply).is_none(),
+                    "{id} was answered twice"
+                );
+            }
+            ToTask::Deliver { message, after } => {
+                match after {
+                    Some(mark) => {
+                        self.link_of(proc, mark.peer);
+                        self.procs[proc].waiting.push((mark, message));
+                    }
+                    None => self.procs[proc].seen.push(Seen::Note(message)),
+                }
+                self.pump(proc);
+            }
+            ToTask::PeerGone { tid } => {
+                self.procs[proc].told.push(message);
+                self.link_of(proc, tid).handle(now, LinkEvent::PeerGone);
+                self.pump(proc);
+            }
+            ToTask::PeerMoved { tid } => {
+                self.procs[proc].told.push(message);
+                self.link_of(proc, tid).handle(now, LinkEvent::PeerMoved);
+                self.pump(proc);
+            }
+            ToTask::RmChanged { rm } => self.procs[proc].rm = rm,
+            ToTask::Route { .. } => self.procs[proc].told.push(message),
+            ToTask::TakeNothing { by } => self.takes_nothing(proc, by),
+            ToTask::Quiesce { migration, tokens } => {
+                let p = &mut self.procs[proc];
+                assert!(p.quiesced.is_none(), "told twice to let go");
+                let marks = p
+                    .links
+                    .values()
+                    .map(|l| LinkMark {
+                        peer: l.peer(),
+                        end: l.sent_end(),
+                    })
+                    .collect();
+                let on = p.host;
+                p.quiesced = Some((migration, tokens));
+                let message = ToDaemon::Quiesced {
+                    migration,
+                    marks,
+                    redirect_at: taskers::redirect_at(proc),
+                };
+                self.proc_says(conn, on, Event::TaskControl { conn, message });
+                self.close(proc);
+                self.each_link(proc, &LinkEvent::RouteDown);
+            }
+        }
+    }
+
+    /// Quiesced libraries look for their tokens.
+    fn look_for_tokens(&mut self) {
+        for proc in 0..self.procs.len() {
+            let p = &self.procs[proc];
+            let Some((migration, paths)) = &p.quiesced else {
+                continue;
+            };
+            if p.is_frozen() || p.exited || p.conn.is_some() {
+                continue;
+            }
+            let token = paths
+                .iter()
+                .find_map(|path| self.tokens.get(&(p.host, path.clone())));
+            if token.is_some_and(|t| t.migration == *migration) {
+                let claim = Claim::Resume {
+                    tid: p.tid(),
+                    migration: *migration,
+                };
+                self.connect(proc, claim);
+            }
+        }
+    }
+
+    // ---- machines
+
+    /// Hands an event to a machine and carries out what it wants.
+    pub(super) fn handle(&mut self, on: HostId, event: Event) {
+        let word = self.word(on, &event);
+        self.hears(word.as_ref(), strikes::Edge::Before);
+        self.take_in(on, event);
+        self.hears(word.as_ref(), strikes::Edge::After);
+    }
+
+    fn take_in(&mut self, on: HostId, event: Event) {
+        let Some(node) = self.nodes.get_mut(&on).filter(|n| n.alive) else {
+            return;
+        };
+        if let Some(late) = &mut node.stands {
+            return late.push(event);
+        }
+        node.world.unix = self.now;
+        node.tasker_dead &= !matches!(event, Event::TaskerGone { .. });
+        node.machine.handle(self.now, &mut node.world, event);
+        self.flush(on);
+    }
+
+    /// Hands an event to a machine at a time; what it wants is not carried out.
+    pub(super) fn outputs_of(&mut self, on: HostId, now: Micros, event: Event) -> Vec<Output> {
+        let node = self.nodes.get_mut(&on).expect("there");
+        node.machine.handle(now, &mut node.world, event);
+        std::iter::from_fn(|| node.machine.poll()).collect()
+    }
+
+    fn flush(&mut self, on: HostId) {
+        let runs = |n: &&mut Node| n.alive && n.stands.is_none();
+        while let Some(output) = self
+            .nodes
+            .get_mut(&on)
+            .filter(runs)
+            .and_then(|n| n.machine.poll())
+        {
+            self.carry_out(on, output);
+        }
+    }
+
+    // ---- time
+
+    fn next_time(&self) -> Option<Micros> {
+        let queued = self.queue.keys().next().map(|(at, _)| *at);
+        let machines = self
+            .nodes
+            .values()
+            .filter(|n| n.alive && n.stands.is_none())
+            .filter_map(|n| n.machine.next_wakeup());
+        let live = self
+            .procs
+            .iter()
+            .filter(|p| !p.exited && !p.is_frozen() && p.conn.is_some());
+        let links = live.flat_map(|p| p.links.values().filter_map(Link::next_wakeup));
+        machines.chain(links).chain(queued).min()
+    }
+
+    /// The next thing happens; false when nothing is left.
+    pub(super) fn step(&mut self) -> bool {
+        self.look_for_tokens();
+        let Some(at) = self.next_time() else {
+            return false;
+        };
+        self.now = self.now.max(at);
+        let due = self
+            .queue
+            .first_entry()
+            .filter(|e| e.key().0 <= self.now)
+            .map(|e| e.remove());
+        self.happen(due);
+        true
+    }
+
+    fn happen(&mut self, due: Option<Happening>) {
+        let to = match &due {
+            Some(Happening::ToProc(proc, ..) | Happening::LinkToProc(proc, ..)) => Some(*proc),
+            Some(Happening::CloseProc(conn)) => self.conns.get(conn).copied(),
+            _ => None,
+        };
+        if let Some(proc) = to.filter(|proc| self.procs[*proc].is_frozen()) {
+            return self.procs[proc].mail.extend(due);
+        }
+        match due {
+            Some(Happening::Event(on, event)) => self.handle(on, event),
+            Some(Happening::Data(wire, parcel)) => {
+                self.wires
+                    .arrived(wire, parcel)
+                    .into_iter()
+                    .for_each(|event| self.handle(wire.1, event));
+            }
+            Some(Happening::ToProc(proc, conn, message)) => self.proc_gets(proc, conn, message),
+            Some(Happening::LinkToProc(proc, conn, bytes)) => {
+                if self.procs[proc].conn == Some(conn) && !self.procs[proc].exited {
+                    let frame = LinkFrame::decode(bytes).expect("daemons pass on what they got");
+                    let now = self.now;
+                    if self.takes_back(proc, &frame) {
+                        return;
+                    }
+                    self.link_of(proc, frame.src)
+                        .handle(now, LinkEvent::Frame(frame));
+                    self.pump(proc);
+                }
+            }
+            Some(Happening::CloseProc(conn)) => {
+                if let Some(proc) = self
+                    .conns
+                    .get(&conn)
+                    .copied()
+                    .filter(|p| self.procs[*p].conn == Some(conn))
+                {
+                    self.close(proc);
+                }
+            }
+            Some(Happening::LostSeen(by, lost)) => {
+                self.handle(
+                    by,
+                    Event::HostLost {
+                        host: lost,
+                        why: "silence".into(),
+                    },
+                );
+            }
+            Some(Happening::Joined(a, b)) => self.session(a, b),
+            Some(Happening::GoesOn(party)) => self.goes_on(party),
+            Some(Happening::MemoryCame(on, migration, from, tid)) => {
+                self.memory_came(on, migration, from, tid)
+            }
+            Some(Happening::HoldNow(on, proc, number)) => self.hold_now(on, proc, number),
+            None => self.wake_all(),
+        }
+    }
+
+    fn wake_all(&mut self) {
+        let now = self.now;
+        let due = |n: &Node| {
+            n.alive && n.stands.is_none() && n.machine.next_wakeup().is_some_and(|at| at <= now)
+        };
+        let nodes: Vec<HostId> = self
+            .nodes
+            .iter()
+            .filter(|(_, n)| due(n))
+            .map(|(id, _)| *id)
+            .collect();
+        for id in nodes {
+            self.handle(id, Event::Wake);
+        }
+        for proc in 0..self.procs.len() {
+            let p = &mut self.procs[proc];
+            if !p.exited && !p.is_frozen() && p.conn.is_some() {
+                p.links
+                    .values_mut()
+                    .filter(|l| l.next_wakeup().is_some_and(|at| at <= now))
+                    .for_each(|l| {
+                        l.handle(now, LinkEvent::Wake);
+                    });
+                self.pump(proc);
+            }
+        }
+    }
+
+    /// Lets time pass until the condition holds.
+    pub(super) fn until(&mut self, what: &str, condition: impl Fn(&Sim) -> bool) {
+        let end = self.now + STUCK;
+        while !condition(self) {
+            if self.now > end || !self.step() {
+                let logs: Vec<String> = self
+                    .nodes
+                    .iter()
+                    .map(|(id, n)| format!("{id}:\n  {}", n.log.join("\n  ")))
+                    .collect();
+                panic!(
+                    "never came: {what} (seed {})\n{}\n{}",
+                    self.seed,
+                    logs.join("\n"),
+                    self.story()
+                );
+            }
+        }
+    }
+
+    /// The event log and the processes, for a run that went wrong.
+    pub(super) fn story(&self) -> String {
+        let master = self.nodes[&HostId::MASTER]
+            .machine
+            .master
+            .as_ref()
+            .expect("it is the master");
+        let events = master
+            .events
+            .since(0, 10_000)
+            .into_iter()
+            .map(|e| format!("{} {}", e.at.0, e.kind));
+        let procs = self.procs.iter().enumerate().map(|(n, p)| {
+            let Proc { host, spawned, conn, quiesced, stopped, exited, .. } = p;
+            let spawned = spawned.map_or("-".into(), |t| t.to_string());
+            format!("process {n} {spawned} on {host}: {conn:?} quiesced {quiesced:?} stopped {stopped} exited {exited}")
+        });
+        events.chain(procs).collect::<Vec<_>>().join("\n")
+    }
+
+    /// Files that would wake libraries, on hosts that are there.
+    pub(super) fn tokens_left(&self) -> usize {
+        self.tokens
+            .keys()
+            .filter(|(on, _)| self.nodes[on].alive)
+            .count()
+    }
+
+    /// Lets this much time pass.
+    pub(super) fn pass(&mut self, span: Micros) {
+        let end = self.now + span;
+        while self.next_time().is_some_and(|at| at <= end) {
+            self.step();
+        }
+        self.now = self.now.max(end);
+    }
+}

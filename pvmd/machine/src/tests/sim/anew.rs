@@ -1,0 +1,255 @@
+//! Programs that are asked to end, and are started again.
+
+use super::{Channel, Sim};
+use crate::Event;
+use sempa_proto::engine::{Asked, Engine};
+use sempa_proto::link::{Link, LinkFrame, Talk};
+use sempa_proto::migration::Failure;
+use sempa_proto::task::{Claim, Request, Successor, ToDaemon};
+use sempa_proto::tasker::{FromTasker, StartTask};
+use sempa_proto::{HostId, Micros, MigrationId, Tid};
+
+/// The tag by which programs are asked by a message.
+pub(in crate::tests) const ASK_TAG: i32 = 77;
+
+impl Sim {
+    /// A library is to say all, for this move, or goes on.
+    pub(super) fn takes_nothing(&mut self, proc: usize, by: Option<MigrationId>) {
+        let now = self.now;
+        let p = &mut self.procs[proc];
+        let (Some(conn), on, line) = (p.conn, p.host, p.line) else {
+            return;
+        };
+        let Some(by) = by else {
+            if p.ends.is_none() {
+                p.links.values_mut().for_each(Link::restore_window);
+                if let Some(by) = p.parted.take() {
+                    self.proc_says(
+                        conn,
+                        on,
+                        Event::TaskControl {
+                            conn,
+                            message: ToDaemon::TakesAgain { by },
+                        },
+                    );
+                }
+            }
+            return;
+        };
+        (p.parted, p.asked) = (Some(by), true);
+        let parts: Vec<(Talk, Vec<LinkFrame>)> =
+            p.links.values_mut().map(|link| link.part(now)).collect();
+        let later = std::mem::take(&mut p.waiting);
+        let talks = parts.iter().map(|(talk, _)| *talk).collect();
+        let first = ToDaemon::Parting {
+            by,
+            line,
+            talks,
+            later,
+        };
+        self.proc_says(
+            conn,
+            on,
+            Event::TaskControl {
+                conn,
+                message: first,
+            },
+        );
+        for frame in parts.into_iter().flat_map(|(_, frames)| frames) {
+            let bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
+            self.proc_says(conn, on, Event::TaskLink { conn, frame: bytes });
+        }
+        self.proc_says(
+            conn,
+            on,
+            Event::TaskControl {
+                conn,
+                message: ToDaemon::TakesNothing { by },
+            },
+        );
+    }
+
+    /// A new process goes on with the conversations of another one.
+    pub(super) fn succeed(&mut self, proc: usize, successor: &Successor) {
+        let p = &mut self.procs[proc];
+        let tid = p.tid();
+        (p.line, p.next_request) = (successor.line, u64::from(successor.count) << 40);
+        p.links.extend(
+            successor
+                .talks
+                .iter()
+                .map(|talk| (talk.peer, Link::go_on(tid, talk))),
+        );
+    }
+
+    /// What the process before this one had sent comes back. False if it is nothing of the kind.
+    pub(super) fn takes_back(&mut self, proc: usize, frame: &LinkFrame) -> bool {
+        let p = &mut self.procs[proc];
+        let own = frame.dst != frame.src
+            && p.welcome
+                .as_ref()
+                .is_some_and(|welcome| welcome.tid == frame.src);
+        if own {
+            p.links
+                .get_mut(&frame.dst)
+                .expect("it was told of this one")
+                .take_back(frame);
+            self.pump(proc);
+        }
+        own
+    }
+
+    /// What one host carries for tasks to another one from now on is so long on its way at least.
+    pub(in crate::tests) fn slow_down(&mut self, from: HostId, to: HostId, time: Micros) {
+        self.channels
+            .insert(Channel::Data(from, to), self.now + time);
+    }
+
+    /// What the master says to a host from now on is so long on its way at least.
+    pub(in crate::tests) fn slow_down_orders(&mut self, to: HostId, time: Micros) {
+        self.channels
+            .insert(Channel::Control(HostId::MASTER, to), self.now + time);
+    }
+
+    /// From now on it is this program.
+    pub(in crate::tests) fn call_program(&mut self, proc: usize, program: &str) {
+        self.procs[proc].program = program.to_string();
+    }
+
+    /// A program is asked to end. One that is called `deaf` does not, one that is called `done` ends of itself.
+    pub(super) fn asked_to_end(&mut self, on: HostId, tid: Tid, engine: Engine) {
+        let Some(proc) = self.find_spawned(on, tid) else {
+            return;
+        };
+        if let (true, Some((_, wait))) = (self.procs[proc].held, engine.asks()) {
+            // It may run so long for that.
+            self.hold(on, proc, Micros::from_secs(wait.into()));
+        }
+        let program = self.procs[proc].program.clone();
+        let by_message = matches!(engine.asks(), Some((Asked::Message(_), _)));
+        if by_message {
+            let before = self.procs[proc].notes(ASK_TAG).len();
+            self.pass(Micros::from_millis(20));
+            assert_eq!(
+                self.procs[proc].notes(ASK_TAG).len(),
+                before,
+                "its end is not expected yet"
+            );
+            self.tasker(on, FromTasker::ExpectsEnd { tid });
+        }
+        if program.contains("deaf") {
+            self.deaf.push(proc);
+            return;
+        }
+        if by_message {
+            let before = self.procs[proc].notes(ASK_TAG).len();
+            self.until("it is asked", |s| {
+                s.procs[proc].notes(ASK_TAG).len() > before || s.procs[proc].exited
+            });
+        }
+        let status = match engine {
+            _ if program.contains("done") => 0,
+            Engine::Own { exit, .. } => i32::from(exit) << 8,
+            Engine::Criu | Engine::Restart { .. } => 15,
+        };
+        self.end_in_order(proc, status);
+    }
+
+    /// True if the library has said where all stands, so that the program can be asked.
+    pub(in crate::tests) fn was_asked(&self, proc: usize) -> bool {
+        self.procs[proc].asked
+    }
+
+    /// A process ends as one whose library has time for its last words.
+    pub(in crate::tests) fn end_in_order(&mut self, proc: usize, status: i32) {
+        self.procs[proc].ends = Some(status);
+        let p = &self.procs[proc];
+        if p.asked && p.parted.is_none() && p.conn.is_some() {
+            let words = self.request(proc, Request::LastWords);
+            self.until("it may end", |s| {
+                s.procs[proc].replies.contains_key(&words) || s.procs[proc].exited
+            });
+        }
+        self.pump(proc);
+        self.write_state(proc);
+        self.exit(proc, status);
+    }
+
+    /// A program is started that waits before its first instruction.
+    pub(super) fn build_anew(
+        &mut self,
+        on: HostId,
+        migration: MigrationId,
+        start: &StartTask,
+    ) -> FromTasker {
+        let result = self.step_result_of(on, 4343);
+        if result.is_ok() {
+            let proc = self.process_of(on, start);
+            self.procs[proc].stopped = true;
+            // Nothing of it counts as the task yet.
+            self.procs[proc].spawned = None;
+            self.anew.insert((on, migration), (proc, start.tid));
+        }
+        FromTasker::Restored { migration, result }
+    }
+
+    /// Lets it run; `None` if there is none.
+    pub(super) fn run_anew(
+        &mut self,
+        on: HostId,
+        migration: MigrationId,
+        held: bool,
+    ) -> Option<FromTasker> {
+        let (proc, tid) = self.anew.remove(&(on, migration))?;
+        let twice = self
+            .procs
+            .iter()
+            .any(|p| p.spawned == Some(tid) && !p.exited);
+        assert!(!twice, "two live copies of {tid} (seed {})", self.seed);
+        let result = if self.procs[proc].exited {
+            Err(Failure::Engine("it has ended".into()))
+        } else {
+            Ok(())
+        };
+        let p = &mut self.procs[proc];
+        (p.spawned, p.stopped, p.held) = (Some(tid), false, held);
+        self.begin_if_it_may(proc);
+        Some(FromTasker::Ran { migration, result })
+    }
+
+    /// What was built for a move is thrown away.
+    pub(super) fn discard_anew(&mut self, on: HostId, migration: MigrationId) {
+        if let Some((proc, _)) = self.anew.remove(&(on, migration)) {
+            self.procs[proc].exited = true;
+        }
+    }
+
+    /// The process that a start makes; it has not connected.
+    pub(super) fn process_of(&mut self, on: HostId, start: &StartTask) -> usize {
+        let env: Vec<String> = start
+            .env
+            .iter()
+            .map(|e| String::from_utf8_lossy(e).into_owned())
+            .collect();
+        let epid = env
+            .iter()
+            .find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok())
+            .expect("a number");
+        let program = start.path.to_string_lossy().into_owned();
+        let proc = self.process(on, &program, Some(start.tid), env);
+        self.procs[proc].claim = Some(Claim::Spawned { epid });
+        proc
+    }
+
+    /// A new process connects as soon as it runs.
+    pub(super) fn begin_if_it_may(&mut self, proc: usize) {
+        let p = &mut self.procs[proc];
+        if p.is_frozen() || p.exited || p.program.contains("sleep") {
+            return;
+        }
+        if let Some(claim) = p.claim.take() {
+            self.read_state(proc);
+            self.connect(proc, claim);
+        }
+    }
+}

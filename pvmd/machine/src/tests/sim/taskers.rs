@@ -1,0 +1,433 @@
+//! The taskers of the simulation: processes start, obey, end, and change hosts.
+
+use super::{Channel, Happening, Proc, Sim};
+use crate::Event;
+use sempa_proto::frame::from_bytes;
+use sempa_proto::migration::{Failure, Refusal, TaskFacts, Usage, Verdict};
+use sempa_proto::task::{Redirect, RedirectAt};
+use sempa_proto::tasker::{Capabilities, DumpReport, FromTasker, Redirection, ToTasker};
+use sempa_proto::{HostId, Micros, MigrationId, Tid};
+
+/// Where the library of a process looks for a redirect.
+pub(super) fn redirect_at(proc: usize) -> RedirectAt {
+    RedirectAt {
+        pid: 7,
+        at: 0x7700 + proc as u64,
+    }
+}
+
+impl Sim {
+    /// The tasker of a host dies with all it has; another one is started at once.
+    pub(in crate::tests) fn kill_tasker(&mut self, on: HostId) {
+        let dead: Vec<usize> = (0..self.procs.len())
+            .filter(|p| self.procs[*p].host == on && self.procs[*p].spawned.is_some())
+            .collect();
+        for proc in dead {
+            self.close(proc);
+        }
+        self.lose_procs(on, |p| p.spawned.is_some());
+        self.strikes.memory_lost.insert(on);
+        self.taking.retain(|_, at| *at != on);
+        // What it had said is still heard first.
+        self.nodes.get_mut(&on).expect("it is there").tasker_dead = true;
+        self.send(
+            Channel::Tasker(on),
+            Happening::Event(
+                on,
+                Event::TaskerGone {
+                    why: "signal 9".into(),
+                },
+            ),
+        );
+        let ready = FromTasker::Ready(Capabilities {
+            pid_namespaces: true,
+            engine: Ok("fake".into()),
+            freezer: Ok(()),
+        });
+        self.tasker(on, ready);
+    }
+
+    /// The process of a task ends.
+    pub(in crate::tests) fn exit(&mut self, proc: usize, status: i32) {
+        if std::mem::replace(&mut self.procs[proc].exited, true) {
+            return;
+        }
+        self.close(proc);
+        self.exit_is_told(proc, status);
+    }
+
+    /// The same, but somebody else holds its socket.
+    pub(in crate::tests) fn exit_with_socket_held(&mut self, proc: usize, status: i32) {
+        self.procs[proc].exited = true;
+        self.exit_is_told(proc, status);
+    }
+
+    fn exit_is_told(&mut self, proc: usize, status: i32) {
+        let on = self.procs[proc].host;
+        if let Some(tid) = self.procs[proc].spawned {
+            let used = Usage {
+                user: Micros(self.procs[proc].used),
+                ..Usage::default()
+            };
+            self.tasker(on, FromTasker::Exited { tid, status, used });
+        }
+    }
+
+    fn refuses(&self, on: HostId) -> Verdict {
+        self.refuses.get(&on).cloned().unwrap_or_default()
+    }
+
+    pub(super) fn find_spawned(&self, on: HostId, tid: Tid) -> Option<usize> {
+        self.procs
+            .iter()
+            .position(|p| p.spawned == Some(tid) && p.host == on && !p.exited)
+    }
+
+    pub(in crate::tests) fn proc_of(&self, tid: Tid) -> usize {
+        let of =
+            |p: &Proc| p.spawned == Some(tid) || p.welcome.as_ref().is_some_and(|w| w.tid == tid);
+        self.procs
+            .iter()
+            .rposition(of)
+            .expect("there is such a task")
+    }
+
+    pub(super) fn step_result<T>(&mut self, good: T) -> Result<T, Failure> {
+        if self.dice.roll(100) < self.faults.step_fails_percent {
+            Err(Failure::Engine("thrown".into()))
+        } else {
+            Ok(good)
+        }
+    }
+
+    pub(super) fn tasker_gets(&mut self, on: HostId, message: ToTasker) {
+        match message {
+            ToTasker::Start(start) => {
+                let tid = start.tid;
+                if start.path.to_string_lossy().contains("broken") {
+                    return self.tasker(
+                        on,
+                        FromTasker::StartFailed {
+                            tid,
+                            why: "thrown".into(),
+                        },
+                    );
+                }
+                let twice = self
+                    .procs
+                    .iter()
+                    .any(|p| p.spawned == Some(tid) && !p.exited);
+                assert!(!twice, "two live copies of {tid} (seed {})", self.seed);
+                let proc = self.process_of(on, &start);
+                self.tasker(
+                    on,
+                    FromTasker::Started {
+                        tid,
+                        pid: 1000 + proc as i32,
+                    },
+                );
+                self.begin_if_it_may(proc);
+            }
+            ToTasker::End { tid, engine } => self.asked_to_end(on, tid, engine),
+            // Whom it has left behind is nobody's matter here.
+            ToTasker::EndsForGood { .. } => {}
+            ToTasker::Signal { tid, .. } => {
+                if let Some(proc) = self.find_spawned(on, tid)
+                    && !self.procs[proc].program.contains("stubborn")
+                {
+                    self.exit(proc, 15);
+                }
+            }
+            ToTasker::Kill { tid } => {
+                if let Some(proc) = self.find_spawned(on, tid) {
+                    self.exit(proc, 9);
+                }
+            }
+            ToTasker::Hold { tid, after } | ToTasker::Ease { tid, after, .. } => {
+                if let Some(proc) = self.find_spawned(on, tid) {
+                    self.hold(on, proc, after);
+                }
+            }
+            ToTasker::GoOn { tid } => {
+                if let Some(proc) = self.find_spawned(on, tid) {
+                    self.procs[proc].holds += 1;
+                    self.procs[proc].held = false;
+                    self.thaw(proc);
+                }
+            }
+            message => self.tasker_moves(on, message),
+        }
+    }
+
+    pub(super) fn hold(&mut self, on: HostId, proc: usize, after: Micros) {
+        let p = &mut self.procs[proc];
+        p.holds += 1;
+        let number = p.holds;
+        if after == Micros(0) || p.stopped {
+            return self.hold_now(on, proc, number);
+        }
+        p.eased += u64::from(std::mem::take(&mut p.held));
+        self.push(self.now + after, Happening::HoldNow(on, proc, number));
+        self.thaw(proc);
+    }
+
+    /// The time of a held process is over, unless there was another order.
+    pub(super) fn hold_now(&mut self, on: HostId, proc: usize, number: u64) {
+        let p = &mut self.procs[proc];
+        if p.holds != number || p.exited || p.host != on {
+            return;
+        }
+        p.held = true;
+        if let Some(tid) = p.spawned {
+            self.tasker(on, FromTasker::Held { tid });
+        }
+    }
+
+    /// A process that stood still takes in what has come meanwhile, if it may.
+    pub(super) fn thaw(&mut self, proc: usize) {
+        while !self.procs[proc].is_frozen() && !self.procs[proc].mail.is_empty() {
+            let first = self.procs[proc].mail.remove(0);
+            self.happen(Some(first));
+        }
+        self.begin_if_it_may(proc);
+        self.pump(proc);
+    }
+
+    /// A stopped process finds something new in its memory.
+    fn redirect(&mut self, proc: usize, redirection: &Redirection) {
+        assert_eq!(redirection.place, redirect_at(proc));
+        let redirect: Redirect = from_bytes(&redirection.bytes[8..]).expect("it can be read");
+        let p = &mut self.procs[proc];
+        assert!(
+            p.quiesced.is_some() && p.is_frozen(),
+            "only who has let go looks there"
+        );
+        p.quiesced = Some((redirect.migration, redirect.tokens));
+    }
+
+    fn tasker_moves(&mut self, on: HostId, message: ToTasker) {
+        let answer = match message {
+            ToTasker::Inspect { migration, .. } => {
+                let [memory_can_follow, can_pre_copy] =
+                    [(); 2].map(|()| self.dice.roll(2) == 0 || self.strikes.pre_copies);
+                FromTasker::Inspected {
+                    migration,
+                    result: Ok(TaskFacts::default()),
+                    memory_can_follow,
+                    can_pre_copy,
+                }
+            }
+            ToTasker::Prepare { migration, .. } => FromTasker::Prepared {
+                migration,
+                verdict: self.refuses(on),
+                memory_can_follow: true,
+            },
+            ToTasker::Minds { migration, tid, .. } => {
+                let minds = self
+                    .find_spawned(on, tid)
+                    .is_none_or(|proc| !self.procs[proc].program.contains("heedless"));
+                FromTasker::Minds { migration, minds }
+            }
+            ToTasker::Look { question, tid } => {
+                let facts = TaskFacts {
+                    resident_bytes: 4096,
+                    ..TaskFacts::default()
+                };
+                let result = self
+                    .find_spawned(on, tid)
+                    .map(|_| facts)
+                    .ok_or(Refusal::NoSuchTask);
+                FromTasker::Seen { question, result }
+            }
+            ToTasker::Judge { question, facts } => {
+                assert_eq!(facts.resident_bytes, 4096);
+                FromTasker::Judged {
+                    question,
+                    verdict: self.refuses(on),
+                }
+            }
+            ToTasker::PreCopy { migration, tid, .. } => {
+                // Nobody takes it where the tasker has died: that is for others to notice.
+                if self.taking.remove(&migration).is_none() {
+                    return;
+                }
+                let result = self.step_result_of(on, 100);
+                let is_there = self.find_spawned(on, tid).is_some();
+                FromTasker::PreCopied {
+                    migration,
+                    result: result
+                        .and_then(|bytes| is_there.then_some(bytes).ok_or(Failure::TaskEnded)),
+                }
+            }
+            ToTasker::EndPreCopy { .. } => return,
+            ToTasker::Stop {
+                migration,
+                tid,
+                redirection,
+            } => {
+                let Some(proc) = self.find_spawned(on, tid) else {
+                    return;
+                };
+                let result = self.step_result_of(on, ());
+                self.procs[proc].stopped = result.is_ok();
+                // It may have been written although something failed after.
+                if let Some(redirection) =
+                    redirection.filter(|_| result.is_ok() || self.dice.roll(2) == 0)
+                {
+                    let stopped = std::mem::replace(&mut self.procs[proc].stopped, true);
+                    self.redirect(proc, &redirection);
+                    self.procs[proc].stopped = stopped;
+                }
+                FromTasker::Stopped { migration, result }
+            }
+            ToTasker::Dump { migration, tid, .. } => {
+                self.dump_image(on, migration, tid);
+                let result = self.step_result_of(
+                    on,
+                    DumpReport {
+                        bytes: 100,
+                        files: 1,
+                    },
+                );
+                FromTasker::Dumped { migration, result }
+            }
+            ToTasker::Continue { migration, tid } => {
+                assert!(
+                    !self.strikes.ran.contains(&migration),
+                    "two live copies of {tid} (seed {})",
+                    self.seed
+                );
+                if let Some(proc) = self.find_spawned(on, tid) {
+                    self.procs[proc].stopped = false;
+                    self.thaw(proc);
+                }
+                FromTasker::Continued { migration }
+            }
+            ToTasker::KillMoved { migration, .. } => {
+                self.strikes.killed.insert(migration);
+                FromTasker::SourceGone {
+                    migration,
+                    used: Usage::default(),
+                }
+            }
+            message => return self.tasker_receives(on, message),
+        };
+        self.tasker(on, answer);
+    }
+
+    /// What the tasker of a target does.
+    fn tasker_receives(&mut self, on: HostId, message: ToTasker) {
+        let answer = match message {
+            ToTasker::TakePreCopy { migration, .. } => {
+                let Err(why) = self.step_result_of(on, ()) else {
+                    self.taking.insert(migration, on);
+                    return;
+                };
+                FromTasker::PreCopyLost { migration, why }
+            }
+            ToTasker::Restore {
+                migration,
+                again,
+                memory_way,
+                ..
+            } => {
+                self.following.extend(memory_way.map(|_| migration));
+                let result = self.step_result_of(on, 4242);
+                if let (Some(redirection), true) = (again, result.is_ok()) {
+                    self.build(on, migration, &redirection);
+                }
+                FromTasker::Restored { migration, result }
+            }
+            ToTasker::Run {
+                migration, held, ..
+            } if self.run_built(on, migration, held) => FromTasker::Ran {
+                migration,
+                result: Ok(()),
+            },
+            ToTasker::Build { migration, start } => self.build_anew(on, migration, &start),
+            ToTasker::Run {
+                migration, held, ..
+            } if self.anew.contains_key(&(on, migration)) => {
+                let Some(answer) = self.run_anew(on, migration, held) else {
+                    return;
+                };
+                answer
+            }
+            ToTasker::Run {
+                migration, held, ..
+            } => return self.run_moved(on, migration, held),
+            ToTasker::Discard { migration } => {
+                self.taking.remove(&migration);
+                self.following.remove(&migration);
+                self.sets.built.remove(&(on, migration));
+                self.discard_anew(on, migration);
+                FromTasker::Discarded { migration }
+            }
+            other => panic!("{other:?}"),
+        };
+        self.tasker(on, answer);
+    }
+
+    /// A process that was restored runs. There is one value for both copies, which now is that of the target.
+    fn run_moved(&mut self, on: HostId, migration: MigrationId, held: bool) {
+        let (_, tid, _) = *self
+            .recorded
+            .iter()
+            .rev()
+            .find(|r| r.0 == migration)
+            .expect("recorded first");
+        let proc = self.proc_of(tid);
+        assert!(
+            self.procs[proc].stopped,
+            "only a stopped task can be restored (seed {})",
+            self.seed
+        );
+        let from = self.procs[proc].host;
+        let source_is_dead = self.strikes.killed.contains(&migration)
+            || self.procs[proc].exited
+            || self.is_out(from);
+        assert!(
+            source_is_dead,
+            "two live copies of {tid} (seed {})",
+            self.seed
+        );
+        self.strikes.ran.insert(migration);
+        let p = &mut self.procs[proc];
+        if p.exited && !p.kept {
+            let result = Err(Failure::Engine("there is nothing to run".into()));
+            return self.tasker(on, FromTasker::Ran { migration, result });
+        }
+        (p.exited, p.kept) = (false, false);
+        (p.host, p.stopped, p.held, p.holds) = (on, false, held, p.holds + 1);
+        assert!(p.conn.is_none(), "only who has let go moves");
+        // What comes late on a connection that it had closed.
+        p.mail.clear();
+        self.tasker(
+            on,
+            FromTasker::Ran {
+                migration,
+                result: Ok(()),
+            },
+        );
+        if self.following.remove(&migration) {
+            let late = if self.strikes.is_one() {
+                self.dice.roll(20_000)
+            } else {
+                0
+            };
+            if late > 0 {
+                return self.push(
+                    self.now + Micros(late),
+                    Happening::MemoryCame(on, migration, from, tid),
+                );
+            }
+            self.tasker(
+                on,
+                FromTasker::Arrived {
+                    migration,
+                    result: Ok(()),
+                },
+            );
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! The data channels between the hosts of the simulation: streams that the daemons' own value makes and joins, each with
+//! delays of its own.
+
+use super::{Channel, Happening, Sim, pair};
+use crate::Event;
+use crate::lanes::{Fork, Join, Lane, LaneId, Main, Way, ends_of};
+use sempa_proto::HostId;
+use sempa_proto::host::Carried;
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+/// One direction of one session.
+pub(super) type WireId = (HostId, HostId, u64);
+
+/// What waits for a session, in order.
+pub(super) type Unsent = VecDeque<(Channel, Event)>;
+
+/// A parcel of one of its streams.
+#[derive(Clone, Debug)]
+pub(super) enum Parcel {
+    Main(Main<Carried>),
+    Lane(LaneId, Lane<Carried>),
+}
+
+/// All data channels that there ever were.
+#[derive(Debug)]
+pub(super) struct Wires {
+    begin: Instant,
+    wires: BTreeMap<WireId, (Fork, Join<Carried>)>,
+    sessions: BTreeMap<(HostId, HostId), u64>,
+    lanes_opened: usize,
+}
+
+impl Default for Wires {
+    fn default() -> Wires {
+        Wires {
+            begin: Instant::now(),
+            wires: BTreeMap::new(),
+            sessions: BTreeMap::new(),
+            lanes_opened: 0,
+        }
+    }
+}
+
+impl Wires {
+    /// A new session begins: nothing of an older one has to do with it.
+    pub(super) fn begin(&mut self, from: HostId, to: HostId) {
+        *self.sessions.entry((from, to)).or_default() += 1;
+    }
+
+    /// What is to be done with a parcel's arrival.
+    pub(super) fn arrived(&mut self, wire: WireId, parcel: Parcel) -> Vec<Event> {
+        let (_, join) = self.wires.entry(wire).or_default();
+        match parcel {
+            Parcel::Main(parcel) => join.take_main(parcel),
+            Parcel::Lane(lane, parcel) => join.take_lane(lane, parcel),
+        }
+        std::iter::from_fn(|| join.next())
+            .map(|carried| Event::HostCarried {
+                host: wire.0,
+                carried,
+            })
+            .collect()
+    }
+}
+
+impl Sim {
+    /// Puts a message of one daemon on its way, or keeps it until there is a session.
+    pub(super) fn between(&mut self, channel: Channel, from: HostId, to: HostId, event: Event) {
+        if !self.sessions.contains(&pair(from, to)) {
+            return self
+                .unsent
+                .entry((from, to))
+                .or_default()
+                .push_back((channel, event));
+        }
+        match event {
+            Event::HostCarried { carried, .. } => self.carry(from, to, carried),
+            event => self.send(channel, Happening::Event(to, event)),
+        }
+    }
+
+    /// Streams of pairs of tasks that there have been.
+    pub(in crate::tests) fn lanes_opened(&self) -> usize {
+        self.wires.lanes_opened
+    }
+
+    pub(super) fn session(&mut self, a: HostId, b: HostId) {
+        let both_live = [a, b]
+            .iter()
+            .all(|h| self.nodes.get(h).is_some_and(|n| n.alive));
+        if !both_live || !self.sessions.insert(pair(a, b)) {
+            return;
+        }
+        for (from, to) in [(a, b), (b, a)] {
+            self.send(
+                Channel::Control(from, to),
+                Happening::Event(to, Event::HostConnected { host: from }),
+            );
+            self.wires.begin(from, to);
+            for (channel, event) in self.unsent.remove(&(from, to)).unwrap_or_default() {
+                self.between(channel, from, to, event);
+            }
+        }
+    }
+
+    /// Puts something on the data channel of a session that stands, as the net does.
+    pub(super) fn carry(&mut self, from: HostId, to: HostId, carried: Carried) {
+        let wire = (
+            from,
+            to,
+            self.wires.sessions.get(&(from, to)).copied().unwrap_or(0),
+        );
+        let now = self.wires.begin + Duration::from_micros(self.now.0);
+        let (fork, _) = self.wires.wires.entry(wire).or_default();
+        let mut parcels = Vec::new();
+        let ends = match &carried {
+            Carried::Link(body) => ends_of(body),
+            _ => None,
+        };
+        match ends.map(|ends| (ends, fork.way(ends, now))) {
+            Some((ends, Way::Lane { lane, new, behind })) => {
+                self.wires.lanes_opened += usize::from(new);
+                parcels.extend(behind.map(|words| Parcel::Lane(lane, Lane::Behind(words))));
+                parcels.push(Parcel::Lane(lane, Lane::Item(carried)));
+                fork.sent(ends);
+            }
+            _ => {
+                let ended = if let Carried::Ended { dst, .. } = &carried {
+                    Some(*dst)
+                } else {
+                    None
+                };
+                let mut put = |fork: &mut Fork, parcel| {
+                    parcels.push(Parcel::Main(parcel));
+                    fork.sent_main();
+                };
+                if let Some(marks) = fork.fence(&carried) {
+                    put(fork, Main::After(marks));
+                }
+                put(fork, Main::Item(carried));
+                for mark in ended
+                    .map(|task| fork.close(now, Some(task)))
+                    .unwrap_or_default()
+                {
+                    put(fork, Main::End(mark));
+                }
+            }
+        }
+        for parcel in parcels {
+            let channel = match &parcel {
+                Parcel::Main(_) => Channel::Data(from, to),
+                Parcel::Lane(lane, _) => Channel::Lane(wire, *lane),
+            };
+            self.send(channel, Happening::Data(wire, parcel));
+        }
+    }
+}

@@ -1,0 +1,1212 @@
+//! Tasks enrol, talk, spawn, watch each other, use the mailbox and obey resource managers.
+
+use super::sim::{Seen, Sim, host, seeds};
+use crate::tasks::Inbox;
+use crate::{Event, HostId, Output};
+use bytes::Bytes;
+use sempa_proto::body::{Encoding, Packer, Unpacker};
+use sempa_proto::event::{Event as Entry, EventKind};
+use sempa_proto::host::Held;
+use sempa_proto::message::{DSIG_X86_64, ENC_XDR};
+use sempa_proto::sm::{
+    GRANT_COUNT_MAX, GRANT_HOSTS_MAX, SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_GRANT_TAKEN,
+    SM_HOSTX, SM_TASKX, Taken, pack_exec, unpack_taken, unpack_tids,
+};
+use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM};
+use sempa_proto::task::{
+    Claim, GrantOf, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, RmServes,
+    SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SPAWN_NO_PARENT, Sink, SpawnRequest, ToDaemon,
+    ToTask,
+};
+use sempa_proto::tasker::ToTasker;
+use sempa_proto::{Message, Micros, PvmError, RequestId, Tid};
+
+pub(super) fn spawn(file: &str, count: u32) -> SpawnRequest {
+    SpawnRequest {
+        file: file.into(),
+        count,
+        ..SpawnRequest::default()
+    }
+}
+
+pub(super) fn tids(reply: Reply) -> Vec<Result<Tid, PvmError>> {
+    match reply {
+        Reply::Spawned(results) => results,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn homes(reply: Reply) -> Vec<u16> {
+    tids(reply)
+        .into_iter()
+        .map(|r| r.expect("started").home().expect("a task").index())
+        .collect()
+}
+
+fn failed(reply: Reply) -> PvmError {
+    match reply {
+        Reply::Failed { error, .. } => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn exit_note(tids: Vec<Tid>, tag: i32) -> Request {
+    Request::Notify(NotifyRequest {
+        what: NotifyWhat::TaskExit(tids),
+        ctx: 0,
+        tag,
+        cancel: false,
+    })
+}
+
+pub(super) fn words(body: &Bytes) -> Vec<i32> {
+    body.chunks(4)
+        .map(|w| i32::from_be_bytes(w.try_into().expect("four bytes")))
+        .collect()
+}
+
+pub(super) fn send_to_daemon(
+    sim: &mut Sim,
+    proc: usize,
+    dst: Tid,
+    tag: i32,
+    wid: i32,
+    body: Bytes,
+) {
+    let src = sim.procs[proc].tid();
+    let message = Message {
+        src,
+        dst,
+        ctx: 0,
+        tag,
+        wid,
+        enc: ENC_XDR,
+        body,
+    };
+    let (conn, on) = (
+        sim.procs[proc].conn.expect("connected"),
+        sim.procs[proc].host,
+    );
+    let event = crate::Event::TaskControl {
+        conn,
+        message: ToDaemon::Message(message),
+    };
+    sim.proc_says(conn, on, event);
+}
+
+fn put(name: &str, flags: i32, text: &'static str) -> Request {
+    let body = Bytes::from_static(text.as_bytes());
+    let message = Message {
+        src: Tid::NONE,
+        dst: Tid::NONE,
+        ctx: 1,
+        tag: 2,
+        wid: 0,
+        enc: ENC_XDR,
+        body,
+    };
+    Request::Mailbox(MailboxRequest::Put {
+        name: name.into(),
+        flags,
+        message,
+    })
+}
+
+fn take(name: &str, flags: i32) -> Request {
+    Request::Mailbox(MailboxRequest::Take {
+        name: name.into(),
+        index: 0,
+        flags,
+    })
+}
+
+#[test]
+fn tasks_on_all_hosts_exchange_messages_in_order() {
+    for seed in seeds(10) {
+        let (mut sim, _) = Sim::cluster(seed, 3);
+        let procs: Vec<usize> = (1..=3)
+            .flat_map(|h| [h, h])
+            .map(|h| sim.enrol(host(h)))
+            .collect();
+        let tids: Vec<Tid> = procs.iter().map(|p| sim.procs[*p].tid()).collect();
+        assert_eq!(tids[2], Tid::from_raw(0x80001));
+        for n in 0..50u32 {
+            for (i, from) in procs.iter().enumerate() {
+                for to in tids
+                    .iter()
+                    .enumerate()
+                    .filter(|(j, _)| *j != i)
+                    .map(|(_, t)| *t)
+                {
+                    sim.tell(*from, to, &n.to_be_bytes());
+                }
+            }
+        }
+        let all = |s: &Sim| procs.iter().all(|p| s.procs[*p].seen.len() == 50 * 5);
+        sim.until("all messages", all);
+        for p in &procs {
+            for peer in &tids {
+                let from = sim.procs[*p].seen.iter().filter_map(|s| match s {
+                    Seen::Message(src, body) if src == peer => Some(words(body)[0]),
+                    _ => None,
+                });
+                let numbers: Vec<i32> = from.collect();
+                assert!(
+                    numbers.is_empty() || numbers == (0..50).collect::<Vec<_>>(),
+                    "seed {seed}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn the_last_words_of_a_task_wait_whole_for_one_that_cannot_take_them_yet() {
+    // Nobody would send them again; more than the windows of many links.
+    let (frame, count) = (Bytes::from(vec![7; 64 << 10]), 2000);
+    let mut inbox = Inbox::default();
+    (0..count).for_each(|_| inbox.push(Held::Link(frame.clone())));
+    assert_eq!(inbox.drain().len(), count);
+}
+
+#[test]
+fn what_a_process_wrote_last_is_heard_before_its_task_ends_however_far_behind_its_daemon_is() {
+    // From less to far more than a daemon waits for the end of the stream by itself.
+    for (seed, behind) in [0, 1, 3, 60].into_iter().enumerate() {
+        let (mut sim, console) = Sim::cluster(seed as u64, 2);
+        for home in 1..=2 {
+            let request = SpawnRequest {
+                flags: SPAWN_HOST,
+                place: format!("h{home}"),
+                ..spawn("child", 1)
+            };
+            let tid = tids(sim.ask(console, Request::Spawn(request)))[0].expect("started");
+            sim.until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+            assert_eq!(sim.ask(console, exit_note(vec![tid], 9)), Reply::Done);
+            let (child, to) = (sim.proc_of(tid), sim.procs[console].tid());
+            sim.hear_late(child, Micros::from_secs(behind));
+            (0..3).for_each(|_| sim.tell(child, to, b"last"));
+            sim.exit(child, 0);
+            sim.until("its end is told", |s| {
+                s.procs[console].notes(9).len() == home
+            });
+            let said = sim.procs[console]
+                .seen
+                .iter()
+                .filter(|seen| is_word_of(seen, tid))
+                .count();
+            assert_eq!(said, 3, "{behind} s behind");
+        }
+    }
+}
+
+#[test]
+fn a_task_whose_child_holds_its_socket_ends_soon_after_its_process() {
+    let (mut sim, console) = Sim::cluster(1, 1);
+    let tid = tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("started");
+    sim.until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+    assert_eq!(sim.ask(console, exit_note(vec![tid], 9)), Reply::Done);
+    let child = sim.proc_of(tid);
+    sim.tell(child, sim.procs[console].tid(), b"last");
+    sim.exit_with_socket_held(child, 0);
+    sim.until("its end is told", |s| s.procs[console].notes(9).len() == 1);
+    assert!(
+        sim.procs[console]
+            .seen
+            .iter()
+            .any(|seen| is_word_of(seen, tid)),
+        "its last words are there"
+    );
+    assert_eq!(sim.procs[child].conn, None);
+}
+
+#[test]
+fn a_spawn_goes_round_in_blocks_and_begins_after_the_local_host() {
+    let (mut sim, console) = Sim::cluster(1, 3);
+    let reply = sim.ask(console, Request::Spawn(spawn("child", 7)));
+    assert_eq!(homes(reply), [2, 2, 2, 3, 3, 1, 1]);
+    let reply = sim.ask(console, Request::Spawn(spawn("child", 2)));
+    assert_eq!(homes(reply), [2, 3]);
+    let reply = sim.ask(console, Request::Spawn(spawn("child", 2)));
+    assert_eq!(homes(reply), [1, 2]);
+    let mut ask = |flags: i32, place: &str, count: u32| {
+        let request = SpawnRequest {
+            flags,
+            place: place.into(),
+            ..spawn("child", count)
+        };
+        tids(sim.ask(console, Request::Spawn(request)))
+            .into_iter()
+            .map(|r| r.map(|t| t.host_part()))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(ask(SPAWN_HOST, "h3:/var", 2), [Ok(host(3).tid()); 2]);
+    assert_eq!(ask(SPAWN_HOST, ".", 1), [Ok(host(1).tid())]);
+    assert_eq!(ask(SPAWN_HOST, "nohost", 2), [Err(PvmError::NoHost); 2]);
+    assert_eq!(ask(SPAWN_ARCH, "CRAY", 1), [Err(PvmError::NoHost)]);
+    assert_eq!(ask(SPAWN_ARCH, "LINUX64", 3).iter().flatten().count(), 3);
+    assert_eq!(ask(SPAWN_COMPLEMENT, "", 1), [Err(PvmError::NoHost)]);
+    let others = ask(SPAWN_HOST | SPAWN_COMPLEMENT, ".", 4);
+    assert!(
+        others
+            .iter()
+            .all(|r| matches!(r, Ok(t) if *t != host(1).tid())),
+        "{others:?}"
+    );
+}
+
+#[test]
+fn a_spawned_task_learns_its_parent_and_gets_its_environment() {
+    let (mut sim, console) = Sim::cluster(2, 2);
+    let env = vec![b"PVMCTX=0x0".to_vec(), b"HOME=/mine".to_vec()];
+    let request = SpawnRequest {
+        env,
+        place: ":/var".into(),
+        ..spawn("child", 1)
+    };
+    let child = tids(sim.ask(console, Request::Spawn(request.clone())))[0].expect("started");
+    let flags = SPAWN_NO_PARENT;
+    let orphan = tids(sim.ask(console, Request::Spawn(SpawnRequest { flags, ..request })))[0]
+        .expect("started");
+    sim.until("both are there", |s| {
+        [child, orphan]
+            .iter()
+            .all(|t| s.procs[s.proc_of(*t)].welcome.is_some())
+    });
+    let proc = sim.proc_of(child);
+    let welcome = sim.procs[proc].welcome.clone().expect("there");
+    assert_eq!(
+        (welcome.tid, welcome.parent, welcome.spawned),
+        (child, sim.procs[console].tid(), true)
+    );
+    let env = &sim.procs[proc].env;
+    for entry in [
+        "PVMCTX=0x0",
+        "HOME=/mine",
+        "PVMSPAWNWD=/var",
+        "PVM_ARCH=LINUX64",
+    ] {
+        assert_eq!(
+            env.iter().filter(|e| e.as_str() == entry).count(),
+            1,
+            "{entry} in {env:?}"
+        );
+    }
+    assert_eq!(env.iter().filter(|e| e.starts_with("PVMEPID=")).count(), 1);
+    assert_eq!(env.iter().filter(|e| e.starts_with("HOME=")).count(), 1);
+    assert!(
+        env.iter().any(|e| e.starts_with("PVMSOCK=/sim/2/")),
+        "{env:?}"
+    );
+    let orphan = sim.proc_of(orphan);
+    assert_eq!(
+        sim.procs[orphan].welcome.as_ref().map(|w| w.parent.raw()),
+        Some(PvmError::ParentNotSet.code())
+    );
+}
+
+#[test]
+fn a_missing_program_and_a_process_that_cannot_be_made_are_different_things() {
+    let (mut sim, console) = Sim::cluster(3, 2);
+    let reply = sim.ask(console, Request::Spawn(spawn("missing", 3)));
+    assert_eq!(tids(reply), [Err(PvmError::NoFile); 3]);
+    let broken =
+        tids(sim.ask(console, Request::Spawn(spawn("broken", 1))))[0].expect("it has a tid");
+    sim.ask(console, exit_note(vec![broken], 9));
+    sim.until("it ended at once", |s| s.procs[console].notes(9).len() == 1);
+    let refused = sim.ask(console, Request::Spawn(spawn("child", 0)));
+    assert!(matches!(
+        refused,
+        Reply::Failed {
+            error: PvmError::BadParam,
+            ..
+        }
+    ));
+}
+
+#[test]
+fn a_second_claim_of_a_spawned_tid_becomes_a_task_of_its_own() {
+    let (mut sim, console) = Sim::cluster(4, 1);
+    let child = tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("started");
+    sim.until("it is there", |s| {
+        s.procs[s.proc_of(child)].welcome.is_some()
+    });
+    let proc = sim.proc_of(child);
+    let epid = sim.procs[proc]
+        .env
+        .iter()
+        .find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok())
+        .expect("a number");
+    let thief = sim.claim(HostId::MASTER, Claim::Spawned { epid });
+    sim.until("accepted", |s| s.procs[thief].welcome.is_some());
+    assert_ne!(sim.procs[thief].tid(), child);
+    assert_eq!(
+        sim.procs[thief].welcome.as_ref().map(|w| w.parent),
+        Some(Tid::NONE)
+    );
+    let migration = sempa_proto::MigrationId(1);
+    let resume = sim.claim(
+        HostId::MASTER,
+        Claim::Resume {
+            tid: child,
+            migration,
+        },
+    );
+    sim.until("refused", |s| s.procs[resume].refused.is_some());
+}
+
+#[test]
+fn the_end_of_a_task_is_told_after_its_last_message() {
+    for seed in seeds(30) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let child = tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("started");
+        sim.until("it is there", |s| {
+            s.procs[s.proc_of(child)].welcome.is_some()
+        });
+        let proc = sim.proc_of(child);
+        let watchers: Vec<usize> = (1..=3).map(|h| sim.enrol(host(h))).collect();
+        for w in &watchers {
+            sim.ask(*w, exit_note(vec![child], 7));
+        }
+        for n in 0..20u32 {
+            for w in &watchers {
+                let dst = sim.procs[*w].tid();
+                sim.tell(proc, dst, &n.to_be_bytes());
+            }
+        }
+        // Killed: it sends no marks itself.
+        sim.exit(proc, 9);
+        sim.until("all notes", |s| {
+            watchers.iter().all(|w| s.procs[*w].notes(7).len() == 1)
+        });
+        for w in &watchers {
+            let seen = &sim.procs[*w].seen;
+            assert!(matches!(seen.last(), Some(Seen::Note(_))), "seed {seed}");
+            assert_eq!(seen.len(), 21, "seed {seed}");
+        }
+        // Late and unknown: at once.
+        let late = sim.enrol(host(2));
+        sim.ask(
+            late,
+            exit_note(
+                vec![child, Tid::from_raw(0x40777), Tid::from_raw(0x3c0001)],
+                8,
+            ),
+        );
+        sim.until("three notes", |s| s.procs[late].notes(8).len() == 3);
+    }
+}
+
+#[test]
+fn a_cancelled_notification_comes_at_once_and_only_once() {
+    let (mut sim, console) = Sim::cluster(6, 2);
+    let other = sim.enrol(host(2));
+    let dead = sim.procs[other].tid();
+    sim.ask(console, exit_note(vec![dead, dead], 3));
+    let what = NotifyWhat::TaskExit(vec![dead]);
+    sim.ask(
+        console,
+        Request::Notify(NotifyRequest {
+            what,
+            ctx: 0,
+            tag: 3,
+            cancel: true,
+        }),
+    );
+    sim.pass(Micros::from_millis(50));
+    assert_eq!(sim.procs[console].notes(3).len(), 1);
+    sim.ask(other, Request::Exit { marks: vec![] });
+    sim.until("the other one", |s| s.procs[console].notes(3).len() == 2);
+    let bad = sim.ask(console, exit_note(vec![Tid::MY_DAEMON], 3));
+    assert!(matches!(
+        bad,
+        Reply::Failed {
+            error: PvmError::BadParam,
+            ..
+        }
+    ));
+}
+
+#[test]
+fn a_spawned_task_ends_with_its_process_and_comes_back_under_another_tid() {
+    let (mut sim, console) = Sim::cluster(7, 2);
+    let child = tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("started");
+    sim.until("it is there", |s| {
+        s.procs[s.proc_of(child)].welcome.is_some()
+    });
+    let proc = sim.proc_of(child);
+    sim.ask(console, exit_note(vec![child], 1));
+    assert_eq!(sim.ask(proc, Request::Exit { marks: vec![] }), Reply::Done);
+    sim.close(proc);
+    sim.pass(Micros::from_millis(200));
+    assert!(sim.procs[console].notes(1).is_empty());
+    let Reply::Tasks(tasks) = sim.ask(console, Request::Tasks { selector: child }) else {
+        panic!("no list")
+    };
+    assert_eq!(tasks[0].flags, TASK_FORKED);
+    let epid = sim.procs[proc]
+        .env
+        .iter()
+        .find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok())
+        .expect("a number");
+    sim.procs[proc].welcome = None;
+    sim.connect(proc, Claim::Spawned { epid });
+    sim.until("again", |s| s.procs[proc].welcome.is_some());
+    assert_ne!(sim.procs[proc].tid(), child);
+    sim.exit(proc, 0);
+    sim.until("the end", |s| s.procs[console].notes(1).len() == 1);
+}
+
+#[test]
+fn messages_wait_for_a_spawned_task_and_vanish_for_a_dead_one() {
+    let (mut sim, console) = Sim::cluster(8, 2);
+    let sleeper = tids(sim.ask(console, Request::Spawn(spawn("sleep", 1))))[0].expect("started");
+    for n in 0..10u32 {
+        sim.tell(console, sleeper, &n.to_be_bytes());
+    }
+    sim.pass(Micros::from_secs(3));
+    let proc = sim.proc_of(sleeper);
+    let epid = sim.procs[proc]
+        .env
+        .iter()
+        .find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok())
+        .expect("a number");
+    sim.connect(proc, Claim::Spawned { epid });
+    sim.until("all that waited", |s| s.procs[proc].seen.len() == 10);
+    sim.exit(proc, 0);
+    sim.pass(Micros::from_millis(100));
+    sim.tell(console, sleeper, b"too late");
+    sim.until("the sender's link is told and forgets", |s| {
+        s.procs[console].is_gone(sleeper)
+    });
+}
+
+#[test]
+fn output_goes_to_the_collector_with_its_markers_or_to_the_log_of_the_master() {
+    let (mut sim, console) = Sim::cluster(9, 2);
+    let output = Sink {
+        tid: sim.procs[console].tid(),
+        ctx: 4,
+        tag: 44,
+    };
+    let child = tids(sim.ask(
+        console,
+        Request::Spawn(SpawnRequest {
+            output,
+            ..spawn("child", 1)
+        }),
+    ))[0]
+        .expect("started");
+    sim.until("it is there", |s| {
+        s.procs[s.proc_of(child)].welcome.is_some()
+    });
+    let on = child.home().expect("a task");
+    let out = |tid: Tid, text: &str| {
+        crate::Event::Tasker(sempa_proto::tasker::FromTasker::Output {
+            tid,
+            bytes: text.into(),
+        })
+    };
+    sim.handle(on, out(child, "hello"));
+    let proc = sim.proc_of(child);
+    sim.exit(proc, 0);
+    sim.until("four messages", |s| s.procs[console].notes(44).len() == 4);
+    let notes = sim.procs[console].notes(44);
+    let second: Vec<i32> = notes.iter().map(|n| words(&n.body)[1]).collect();
+    let from_its_host: Vec<i32> = second.iter().copied().filter(|mark| *mark != -1).collect();
+    assert_eq!((second.len(), from_its_host), (4, vec![-2, 5, 0]));
+    assert!(
+        notes
+            .iter()
+            .all(|n| n.ctx == 4 && (n.src == Tid::MY_DAEMON || n.src == on.daemon()))
+    );
+    let quiet = tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("started");
+    sim.handle(quiet.home().expect("a task"), out(quiet, "to the log\n"));
+    sim.until("logged", |s| {
+        s.nodes[&HostId::MASTER].output == b"to the log\n"
+    });
+}
+
+#[test]
+fn a_collector_hears_of_all_tasks_of_a_spawn_before_the_first_can_be_taken_for_the_last() {
+    let (mut sim, console) = Sim::cluster(12, 3);
+    let output = Sink {
+        tid: sim.procs[console].tid(),
+        ctx: 4,
+        tag: 44,
+    };
+    let spawned = tids(sim.ask(
+        console,
+        Request::Spawn(SpawnRequest {
+            output,
+            ..spawn("child", 3)
+        }),
+    ));
+    assert_eq!(spawned.iter().flatten().count(), 3);
+    for child in spawned.into_iter().flatten() {
+        sim.until("it is there", |s| {
+            s.procs[s.proc_of(child)].welcome.is_some()
+        });
+        let proc = sim.proc_of(child);
+        sim.exit(proc, 0);
+    }
+    sim.until("all ends", |s| {
+        s.procs[console]
+            .notes(44)
+            .iter()
+            .filter(|n| words(&n.body)[1] == 0)
+            .count()
+            == 3
+    });
+    let said: Vec<i32> = sim.procs[console]
+        .notes(44)
+        .iter()
+        .map(|n| words(&n.body)[1])
+        .collect();
+    let asked: Vec<usize> = (0..said.len()).filter(|n| said[*n] == -1).collect();
+    assert!(
+        asked.len() == 3 && asked[2] == asked[0] + 2,
+        "they come in one go: {said:?}"
+    );
+}
+
+#[test]
+fn the_mailbox_is_one_for_all_hosts_and_readers_can_wait() {
+    let (mut sim, console) = Sim::cluster(10, 3);
+    let (a, b) = (sim.enrol(host(2)), sim.enrol(host(3)));
+    let waiting = sim.request(b, take("x", 32));
+    sim.pass(Micros::from_millis(50));
+    assert!(!sim.procs[b].replies.contains_key(&waiting));
+    assert_eq!(sim.ask(a, put("x", 0, "one")), Reply::MailboxIndex(0));
+    sim.until("the waiting one", |s| {
+        s.procs[b].replies.contains_key(&waiting)
+    });
+    let denied = sim.ask(console, put("x", 0, "two"));
+    assert!(matches!(
+        denied,
+        Reply::Failed {
+            error: PvmError::Denied,
+            ..
+        }
+    ));
+    sim.ask(a, Request::Exit { marks: vec![] });
+    sim.pass(Micros::from_millis(50));
+    let gone = sim.ask(console, take("x", 0));
+    assert!(matches!(
+        gone,
+        Reply::Failed {
+            error: PvmError::NotFound,
+            ..
+        }
+    ));
+    // What belonged to a task on a lost host goes as well.
+    sim.ask(b, put("y", 1, "kept"));
+    sim.ask(b, put("z", 0, "gone"));
+    sim.kill_host(host(3));
+    sim.pass(Micros::from_secs(3));
+    let Reply::MailboxClasses(classes) = sim.ask(
+        console,
+        Request::Mailbox(MailboxRequest::List {
+            pattern: String::new(),
+        }),
+    ) else {
+        panic!("no list")
+    };
+    assert_eq!(
+        classes
+            .iter()
+            .map(|c| (c.name.as_str(), c.entries[0].1))
+            .collect::<Vec<_>>(),
+        [("y", Tid::NONE)]
+    );
+}
+
+#[test]
+fn lists_clocks_states_and_signals_reach_every_host() {
+    let (mut sim, console) = Sim::cluster(11, 3);
+    let children: Vec<Tid> = tids(sim.ask(console, Request::Spawn(spawn("child", 3))))
+        .into_iter()
+        .flatten()
+        .collect();
+    sim.pass(Micros::from_millis(50));
+    let list = |sim: &mut Sim, selector: Tid| match sim.ask(console, Request::Tasks { selector }) {
+        Reply::Tasks(tasks) => tasks.into_iter().map(|t| t.tid).collect::<Vec<_>>(),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(list(&mut sim, Tid::NONE).len(), 4);
+    assert_eq!(list(&mut sim, host(2).tid()), [Tid::from_raw(0x80001)]);
+    assert_eq!(list(&mut sim, children[1]), [children[1]]);
+    assert!(list(&mut sim, Tid::from_raw(0x80099)).is_empty());
+    assert_eq!(
+        failed(sim.ask(
+            console,
+            Request::Tasks {
+                selector: host(9).tid()
+            }
+        )),
+        PvmError::NoHost
+    );
+    assert_eq!(
+        sim.ask(console, Request::HostStatus { name: "h3".into() }),
+        Reply::Done
+    );
+    assert_eq!(
+        failed(sim.ask(console, Request::HostStatus { name: "h8".into() })),
+        PvmError::NoHost
+    );
+    assert!(matches!(
+        sim.ask(
+            console,
+            Request::HostSync {
+                host: host(2).tid()
+            }
+        ),
+        Reply::Clock(_)
+    ));
+    assert_eq!(
+        sim.ask(console, Request::TaskStatus { tid: children[0] }),
+        Reply::Done
+    );
+    assert_eq!(
+        sim.ask(
+            console,
+            Request::Signal {
+                tid: children[0],
+                signal: 15
+            }
+        ),
+        Reply::Done
+    );
+    sim.pass(Micros::from_millis(50));
+    assert_eq!(
+        failed(sim.ask(console, Request::TaskStatus { tid: children[0] })),
+        PvmError::NoTask
+    );
+    assert_eq!(
+        sim.ask(
+            console,
+            Request::Signal {
+                tid: children[0],
+                signal: 15
+            }
+        ),
+        Reply::Done
+    );
+    let Reply::Context(ctx) = sim.ask(console, Request::NewContext) else {
+        panic!("no context")
+    };
+    assert_eq!(ctx, 0x40001);
+    assert_eq!(sim.ask(console, Request::FreeContext { ctx }), Reply::Done);
+    assert_eq!(
+        failed(sim.ask(console, Request::FreeContext { ctx })),
+        PvmError::NotFound
+    );
+}
+
+#[test]
+fn a_granted_place_is_used_told_to_its_giver_and_takes_nobodys_turn() {
+    for seed in seeds(10) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let rm = sim.enrol(HostId::MASTER);
+        sim.ask(
+            rm,
+            Request::RegisterRm(RmServes {
+                spawn: true,
+                others: false,
+                ends: true,
+            }),
+        );
+        let giver = sim.procs[rm].tid();
+        let granted = |n: u16, rm: Tid, request: SpawnRequest| Request::SpawnGranted {
+            request,
+            grant: GrantOf {
+                rm,
+                wid: 40 + i32::from(n),
+                hosts: vec![host(n)],
+            },
+        };
+        let mut started = Vec::new();
+        for n in [3, 3, 1] {
+            let reply = sim.ask(console, granted(n, giver, spawn("child", 1)));
+            started.push((n, tids(reply)[0].expect("started")));
+        }
+        assert_eq!(
+            homes(sim.ask(console, Request::Spawn(spawn("child", 2)))),
+            [2, 3],
+            "seed {seed}"
+        );
+        sim.until("the giver knows", |s| {
+            s.procs[rm].notes(SM_GRANT_TAKEN).len() == 3
+        });
+        let told = sim.procs[rm].notes(SM_GRANT_TAKEN);
+        let by = sim.procs[console].tid();
+        for ((n, tid), note) in started.iter().zip(told) {
+            let taken = Taken {
+                by,
+                tasks: vec![(host(*n), *tid)],
+            };
+            assert_eq!(
+                (note.wid, unpack_taken(note.body.clone())),
+                (40 + i32::from(*n), Ok(taken))
+            );
+            assert_eq!(tid.home(), Some(host(*n)));
+        }
+        let Reply::Events(log) = sim.ask(
+            console,
+            Request::Events {
+                from: 0,
+                limit: 1000,
+            },
+        ) else {
+            panic!("no log")
+        };
+        let placed = log
+            .iter()
+            .filter(|entry| matches!(&entry.kind, EventKind::Placed { .. }))
+            .count();
+        assert_eq!(placed, 3, "seed {seed}");
+        // What cannot be is told only to who asks; he asks the resource manager then.
+        assert_eq!(
+            tids(sim.ask(console, granted(9, giver, spawn("child", 1)))),
+            [Err(PvmError::NoHost)]
+        );
+        assert_eq!(
+            tids(sim.ask(console, granted(2, giver, spawn("missing", 1)))),
+            [Err(PvmError::NoFile)]
+        );
+        for wrong in [
+            granted(2, by, spawn("child", 1)),
+            granted(2, giver, spawn("child", 2)),
+        ] {
+            assert_eq!(failed(sim.ask(console, wrong)), PvmError::Denied);
+        }
+        sim.close(rm);
+        sim.until("its end", |s| s.procs[console].rm.is_none());
+        assert_eq!(
+            failed(sim.ask(console, granted(2, giver, spawn("child", 1)))),
+            PvmError::Denied
+        );
+        assert_eq!(sim.procs[rm].notes(SM_GRANT_TAKEN).len(), 3, "seed {seed}");
+    }
+}
+
+#[test]
+fn who_spawns_is_answered_before_the_tasker_is_told_and_before_the_log_is() {
+    let (mut sim, console) = Sim::cluster(1, 1);
+    let (now, conn) = (sim.now, sim.procs[console].conn.expect("connected"));
+    let entries = |sim: &Sim| {
+        sim.nodes[&HostId::MASTER]
+            .machine
+            .master
+            .as_ref()
+            .expect("the master")
+            .events
+            .since(0, 1000)
+            .len()
+    };
+    let before = entries(&sim);
+    let message = ToDaemon::Request {
+        id: RequestId(77),
+        what: Request::Spawn(spawn("child", 2)),
+    };
+    let outputs = sim.outputs_of(HostId::MASTER, now, Event::TaskControl { conn, message });
+    let answer = |output: &Output| {
+        matches!(
+            output,
+            Output::ToTask {
+                message: ToTask::Reply { .. },
+                ..
+            }
+        )
+    };
+    let order = |output: &Output| matches!(output, Output::ToTasker(ToTasker::Start(_)));
+    let first = outputs.iter().position(order).expect("an order");
+    assert!(outputs.iter().position(answer).expect("an answer") < first);
+    assert_eq!(outputs.iter().filter(|output| order(output)).count(), 2);
+    assert_eq!(entries(&sim), before);
+    // If nothing else happens, a moment later.
+    let due = sim.nodes[&HostId::MASTER]
+        .machine
+        .next_wakeup()
+        .expect("soon");
+    assert!(due.since(now) <= Micros::from_millis(1));
+    sim.outputs_of(HostId::MASTER, due, Event::Wake);
+    assert_eq!(entries(&sim), before + 2);
+}
+
+#[test]
+fn several_granted_places_are_used_by_one_request_each_by_its_task_and_what_fails_is_told_to_who_asks()
+ {
+    for seed in seeds(10) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let rm = sim.enrol(HostId::MASTER);
+        sim.ask(
+            rm,
+            Request::RegisterRm(RmServes {
+                spawn: true,
+                others: false,
+                ends: true,
+            }),
+        );
+        let (giver, by) = (sim.procs[rm].tid(), sim.procs[console].tid());
+        let granted = |sim: &mut Sim, hosts: &[u16], count: u32| {
+            let grant = GrantOf {
+                rm: giver,
+                wid: 7,
+                hosts: hosts.iter().map(|n| host(*n)).collect(),
+            };
+            sim.ask(
+                console,
+                Request::SpawnGranted {
+                    request: spawn("child", count),
+                    grant,
+                },
+            )
+        };
+        let first = tids(granted(&mut sim, &[3, 1, 3, 2], 4));
+        let homes: Vec<_> = first
+            .iter()
+            .map(|tid| tid.expect("started").home().expect("a home").index())
+            .collect();
+        assert_eq!(homes, [3, 1, 3, 2], "seed {seed}");
+        let second = tids(granted(&mut sim, &[9, 2, 8], 3));
+        assert_eq!([second[0], second[2]], [Err(PvmError::NoHost); 2]);
+        assert_eq!(second[1].expect("started").home(), Some(host(2)));
+        assert_eq!(
+            tids(granted(&mut sim, &[9, 8], 2)),
+            [Err(PvmError::NoHost); 2]
+        );
+        let many = [2; GRANT_COUNT_MAX + 1];
+        for (hosts, count) in [(&[2, 2][..], 3), (&[], 1), (&many[..], many.len() as u32)] {
+            assert_eq!(failed(granted(&mut sim, hosts, count)), PvmError::Denied);
+        }
+        sim.until("the giver knows", |s| {
+            s.procs[rm].notes(SM_GRANT_TAKEN).len() == 2
+        });
+        let told = sim.procs[rm]
+            .notes(SM_GRANT_TAKEN)
+            .into_iter()
+            .map(|note| unpack_taken(note.body).expect("a word"));
+        let at = |n: u16, tid: &Result<Tid, PvmError>| (host(n), tid.expect("started"));
+        let all = [3, 1, 3, 2]
+            .iter()
+            .zip(&first)
+            .map(|(n, tid)| at(*n, tid))
+            .collect();
+        let expected = [
+            Taken { by, tasks: all },
+            Taken {
+                by,
+                tasks: vec![at(2, &second[1])],
+            },
+        ];
+        assert_eq!(told.collect::<Vec<_>>(), expected, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_resource_manager_whose_grants_are_used_hears_of_it_now_and_then_and_in_order() {
+    for seed in seeds(20) {
+        let (mut sim, console) = Sim::cluster(seed, 2);
+        let rm = sim.enrol(HostId::MASTER);
+        sim.ask(
+            rm,
+            Request::RegisterRm(RmServes {
+                spawn: true,
+                others: false,
+                ends: false,
+            }),
+        );
+        assert_eq!(
+            sim.ask(rm, Request::Subscribe { ctx: 3, tag: 33 }),
+            Reply::Done
+        );
+        let giver = sim.procs[rm].tid();
+        let waited = |sim: &Sim| sim.nodes[&HostId::MASTER].machine.news.waited;
+        let mut tids_taken = Vec::new();
+        for n in 1..=GRANT_HOSTS_MAX {
+            let grant = GrantOf {
+                rm: giver,
+                wid: n as i32,
+                hosts: vec![HostId::MASTER],
+            };
+            let reply = sim.ask(
+                console,
+                Request::SpawnGranted {
+                    request: spawn("child", 1),
+                    grant,
+                },
+            );
+            tids_taken.push(tids(reply)[0].expect("started"));
+        }
+        sim.until("the giver knows", |s| {
+            s.procs[rm].notes(SM_GRANT_TAKEN).len() == GRANT_HOSTS_MAX
+        });
+        let told: Vec<_> = sim.procs[rm]
+            .notes(SM_GRANT_TAKEN)
+            .into_iter()
+            .map(|note| unpack_taken(note.body).expect("a word").tasks)
+            .collect();
+        let each: Vec<_> = tids_taken
+            .iter()
+            .map(|tid| vec![(HostId::MASTER, *tid)])
+            .collect();
+        assert_eq!(told, each, "seed {seed}");
+        // Each placed, all words about that but those at the end of each half, and what began or ended meanwhile.
+        let words = GRANT_HOSTS_MAX - 2;
+        let expected = GRANT_HOSTS_MAX + words..=3 * GRANT_HOSTS_MAX + words;
+        assert!(
+            expected.contains(&waited(&sim)),
+            "seed {seed}: {}",
+            waited(&sim)
+        );
+        assert!(
+            sim.procs[rm].notes(SM_TASKX).is_empty(),
+            "it has not asked for that"
+        );
+
+        sim.pass(Micros::from_secs(2));
+        let before = waited(&sim);
+        sim.ask(console, Request::Spawn(spawn("child", 1)));
+        sim.pass(Micros::from_secs(1));
+        assert_eq!(
+            waited(&sim),
+            before,
+            "seed {seed}: nothing is granted any more"
+        );
+        let numbers: Vec<u64> = sim.procs[rm]
+            .notes(33)
+            .iter()
+            .map(|note| {
+                sempa_proto::frame::from_bytes::<sempa_proto::event::Event>(&note.body)
+                    .expect("an event")
+                    .number
+            })
+            .collect();
+        assert!(
+            numbers.windows(2).all(|pair| pair[1] == pair[0] + 1),
+            "seed {seed}: {numbers:?}"
+        );
+        assert!(numbers.len() > 8, "seed {seed}: {numbers:?}");
+    }
+}
+
+fn is_word_of(seen: &Seen, tid: Tid) -> bool {
+    matches!(seen, Seen::Message(src, _) if *src == tid)
+}
+
+#[test]
+fn a_resource_manager_executes_adds_hears_of_ends_and_is_missed_when_it_dies() {
+    for seed in seeds(10) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let rm = sim.enrol(HostId::MASTER);
+        let serves = RmServes {
+            spawn: true,
+            others: false,
+            ends: true,
+        };
+        assert_eq!(
+            sim.ask(rm, Request::RegisterRm(serves)),
+            Reply::Rm {
+                previous: Tid::NONE
+            }
+        );
+        let rm_tid = sim.procs[rm].tid();
+        sim.until("the console knows", |s| {
+            s.procs[console].rm.is_some_and(|r| r.tid == rm_tid)
+        });
+        sim.pass(Micros::from_millis(20));
+        let other = sim.enrol(host(3));
+        sim.until("so do newcomers elsewhere", |s| {
+            s.procs[other].rm.is_some() && !s.procs[rm].notes(SM_EXECACK).is_empty()
+        });
+        let exec = pack_exec(sim.procs[console].tid(), &spawn("child", 2), 0, 2);
+        send_to_daemon(&mut sim, rm, host(2).daemon(), SM_EXEC, 77, exec.clone());
+        send_to_daemon(&mut sim, other, Tid::MY_DAEMON, SM_EXEC, 78, exec);
+        let ack = |s: &Sim| {
+            s.procs[rm]
+                .notes(SM_EXECACK)
+                .into_iter()
+                .find(|m| m.wid == 77)
+        };
+        sim.until("the acknowledgement", |s| ack(s).is_some());
+        let ack = ack(&sim).expect("just seen");
+        let started: Vec<Tid> = unpack_tids(ack.body)
+            .expect("tids")
+            .into_iter()
+            .flatten()
+            .collect();
+        assert_eq!((ack.src, ack.ctx, started.len()), (host(2).daemon(), 0, 2));
+        sim.until("the refusal", |s| {
+            s.nodes[&host(3)]
+                .log
+                .iter()
+                .any(|l| l.contains("not the resource manager"))
+        });
+        sim.until("they are there", |s| {
+            started
+                .iter()
+                .all(|t| s.procs[s.proc_of(*t)].welcome.is_some())
+        });
+        let first = sim.proc_of(started[0]);
+        for word in [b"one".as_slice(), b"two", b"three"] {
+            sim.tell(first, rm_tid, word);
+        }
+        sim.exit(first, 0x300);
+        sim.until("its end", |s| !s.procs[rm].notes(SM_TASKX).is_empty());
+        let said: Vec<&Seen> = sim.procs[rm]
+            .seen
+            .iter()
+            .skip_while(|s| !is_word_of(s, started[0]))
+            .take(4)
+            .collect();
+        assert!(
+            said[..3].iter().all(|s| is_word_of(s, started[0])),
+            "{said:?}"
+        );
+        assert!(
+            matches!(said[3], Seen::Note(note) if note.tag == SM_TASKX),
+            "its end is told last: {said:?}"
+        );
+        assert_eq!(
+            words(&sim.procs[rm].notes(SM_TASKX)[0].body)[..2],
+            [started[0].raw(), 0x300]
+        );
+        let mut lines = Packer::new(Encoding::Xdr);
+        lines.strs(&["h4", "bad5"]);
+        send_to_daemon(&mut sim, rm, Tid::MY_DAEMON, SM_ADD, 79, lines.finish());
+        sim.until("hosts", |s| !s.procs[rm].notes(SM_ADDACK).is_empty());
+        let mut ack = Unpacker::xdr(sim.procs[rm].notes(SM_ADDACK)[0].body.clone());
+        assert_eq!(
+            (ack.int(), ack.int(), ack.int()),
+            (Ok(2), Ok(0), Ok(host(4).tid().raw()))
+        );
+        sim.kill_host(host(3));
+        sim.until("the host's end", |s| {
+            !s.procs[rm].notes(SM_HOSTX).is_empty()
+        });
+        assert_eq!(
+            words(&sim.procs[rm].notes(SM_HOSTX)[0].body),
+            [host(3).daemon().raw()]
+        );
+        let Reply::Tasks(list) = sim.ask(console, Request::Tasks { selector: rm_tid }) else {
+            panic!("no list")
+        };
+        assert_eq!(list[0].flags, TASK_CONNECTED | TASK_RM);
+        let late = sim.enrol(host(4));
+        assert_eq!(
+            sim.procs[late].rm.map(|r| r.tid),
+            Some(rm_tid),
+            "a new host inherits it"
+        );
+        sim.close(rm);
+        sim.until("all know of its end", |s| {
+            [console, late].iter().all(|p| s.procs[*p].rm.is_none())
+        });
+    }
+}
+
+#[test]
+fn the_command_given_at_the_start_runs_once_and_a_missing_one_is_an_event() {
+    let mut sim = Sim::with(1, |c| {
+        c.rm_command = Some(vec!["child-rm".into(), "--policy".into()])
+    });
+    sim.until("it runs", |s| s.procs.iter().any(|p| p.welcome.is_some()));
+    assert_eq!(
+        sim.procs[0].welcome.as_ref().map(|w| w.parent.raw()),
+        Some(-35)
+    );
+    let mut sim = Sim::with(1, |c| c.rm_command = Some(vec!["missing-rm".into()]));
+    let console = sim.enrol(HostId::MASTER);
+    let Reply::Events(events) = sim.ask(console, Request::Events { from: 0, limit: 9 }) else {
+        panic!("no events")
+    };
+    assert!(
+        events
+            .iter()
+            .any(|e| matches!(&e.kind, EventKind::Note { text } if text.contains("missing-rm")))
+    );
+}
+
+#[test]
+fn a_resource_manager_that_is_killed_is_started_again_but_not_for_ever_and_not_against_somebodys_will()
+ {
+    const SIGKILL: i32 = 9;
+    const SIGTERM: i32 = 15;
+    let alive = |s: &Sim| {
+        s.procs
+            .iter()
+            .position(|p| p.welcome.is_some() && !p.exited)
+    };
+    let start = || {
+        let mut sim = Sim::with(1, |c| c.rm_command = Some(vec!["child-rm".into()]));
+        sim.until("it runs", |s| alive(s).is_some());
+        sim
+    };
+    let mut sim = start();
+    for _ in 0..5 {
+        let rm = alive(&sim).expect("it runs");
+        sim.exit(rm, SIGKILL);
+        sim.until("another one runs", |s| {
+            alive(s).is_some_and(|now| now != rm)
+        });
+    }
+    let rm = alive(&sim).expect("it runs");
+    sim.exit(rm, SIGKILL);
+    sim.pass(Micros::from_secs(5));
+    assert_eq!(alive(&sim), None, "it has died too often");
+    let mut sim = start();
+    let rm = alive(&sim).expect("it runs");
+    sim.exit(rm, SIGTERM);
+    sim.pass(Micros::from_secs(5));
+    assert_eq!(alive(&sim), None, "somebody wanted it to end");
+}
+
+#[test]
+fn events_of_all_hosts_are_numbered_and_followed() {
+    let (mut sim, console) = Sim::cluster(13, 2);
+    let follower = sim.enrol(host(2));
+    assert_eq!(
+        sim.ask(follower, Request::Subscribe { ctx: 3, tag: 33 }),
+        Reply::Done
+    );
+    let kind = EventKind::Note {
+        text: "from far".into(),
+    };
+    sim.ask(
+        follower,
+        Request::Record {
+            at: Micros(5),
+            kind: kind.clone(),
+        },
+    );
+    sim.until("it comes back", |s| !s.procs[follower].notes(33).is_empty());
+    let note = sim.procs[follower].notes(33)[0].clone();
+    let entry: Entry = sempa_proto::frame::from_bytes(&note.body).expect("an event");
+    assert_eq!(
+        (entry.kind, entry.at, entry.host),
+        (kind, Micros(5), host(2))
+    );
+    assert_eq!(
+        (note.ctx, note.enc, note.src),
+        (3, DSIG_X86_64, HostId::MASTER.daemon())
+    );
+    let Reply::Events(all) = sim.ask(
+        console,
+        Request::Events {
+            from: 0,
+            limit: 1000,
+        },
+    ) else {
+        panic!("no events")
+    };
+    assert!(
+        all.iter()
+            .enumerate()
+            .all(|(n, e)| e.number == n as u64 + 1)
+    );
+    let Reply::Events(some) = sim.ask(console, Request::Events { from: 3, limit: 1 }) else {
+        panic!("no events")
+    };
+    assert_eq!(some.iter().map(|e| e.number).collect::<Vec<_>>(), [3]);
+}

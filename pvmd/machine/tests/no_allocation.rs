@@ -1,0 +1,103 @@
+//! What the daemon forwards costs no allocation. This test has a process of its own, because it counts all of them.
+
+#[path = "../../../libpvm/proto/tests/counting/mod.rs"]
+mod counting;
+mod one_of_two;
+
+use bytes::{Bytes, BytesMut};
+use one_of_two::{Daemon, elsewhere, frame};
+use pvmd_machine::{Event, Output};
+use sempa_proto::host::Carried;
+use sempa_proto::link::LinkKind;
+use sempa_proto::{HostId, Tid};
+use std::ops::Range;
+
+/// Frames that are counted.
+const FRAMES: u64 = 10_000;
+/// Frames before these: a pair that speaks for the first time gets its places in tables.
+const WARM: u64 = 100;
+
+/// Data, halves of longer messages among them, and acknowledgements.
+fn kind(number: u64) -> LinkKind {
+    match number % 4 {
+        0 => LinkKind::Data { last: false },
+        3 => LinkKind::Ack { resync: false },
+        _ => LinkKind::Data { last: true },
+    }
+}
+
+/// Has frames between these ends forwarded, and counts what was allocated for it.
+fn allocations(
+    daemon: &mut Daemon,
+    ends: (Tid, Tid),
+    event: impl Fn(Bytes) -> Event,
+    forwarded: impl Fn(&Output, &Bytes) -> bool,
+) -> usize {
+    let mut buffer = BytesMut::new();
+    let mut pass = |range: Range<u64>| {
+        let frames: Vec<Bytes> = range
+            .map(|n| frame(&mut buffer, ends, kind(n), n, &[7; 64]))
+            .collect();
+        let before = counting::allocations();
+        for frame in &frames {
+            daemon.handle(event(frame.clone()));
+            assert!(
+                daemon
+                    .poll()
+                    .is_some_and(|output| forwarded(&output, frame))
+            );
+            assert!(daemon.poll().is_none());
+        }
+        counting::allocations() - before
+    };
+    pass(0..WARM);
+    pass(WARM..WARM + FRAMES)
+}
+
+#[test]
+fn frames_between_tasks_of_a_host_are_forwarded_without_an_allocation() {
+    let mut daemon = Daemon::new(2);
+    let ends = (daemon.tids[0], daemon.tids[1]);
+    let event = |frame| Event::TaskLink {
+        conn: Daemon::conn(0),
+        frame,
+    };
+    let forwarded = |output: &Output, sent: &Bytes| match output {
+        Output::LinkToTask { conn, frame } => *conn == Daemon::conn(1) && frame == sent,
+        _ => false,
+    };
+    assert_eq!(allocations(&mut daemon, ends, event, forwarded), 0);
+}
+
+#[test]
+fn frames_to_a_task_of_another_host_are_forwarded_without_an_allocation() {
+    let mut daemon = Daemon::new(1);
+    let ends = (daemon.tids[0], elsewhere());
+    let event = |frame| Event::TaskLink {
+        conn: Daemon::conn(0),
+        frame,
+    };
+    let forwarded = |output: &Output, sent: &Bytes| match output {
+        Output::Carry {
+            host: HostId::MASTER,
+            carried: Carried::Link(frame),
+        } => frame == sent,
+        _ => false,
+    };
+    assert_eq!(allocations(&mut daemon, ends, event, forwarded), 0);
+}
+
+#[test]
+fn frames_from_a_task_of_another_host_are_forwarded_without_an_allocation() {
+    let mut daemon = Daemon::new(1);
+    let ends = (elsewhere(), daemon.tids[0]);
+    let event = |frame| Event::HostCarried {
+        host: HostId::MASTER,
+        carried: Carried::Link(frame),
+    };
+    let forwarded = |output: &Output, sent: &Bytes| match output {
+        Output::LinkToTask { conn, frame } => *conn == Daemon::conn(0) && frame == sent,
+        _ => false,
+    };
+    assert_eq!(allocations(&mut daemon, ends, event, forwarded), 0);
+}

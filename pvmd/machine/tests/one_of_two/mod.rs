@@ -1,0 +1,171 @@
+//! The machine of a daemon in a virtual machine of two hosts, with tasks: what frames are forwarded by, without any I/O.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use pvmd_machine::{ConnId, Copies, Event, Machine, MachineConfig, Output, World};
+use sempa_proto::host::HostMsg;
+use sempa_proto::link::{LinkFrame, LinkKind};
+use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::place::Place;
+use sempa_proto::table::{HostEntry, HostTable};
+use sempa_proto::task::{AtEnd, Claim, Hello, TASK_MAGIC, ToDaemon, ToTask};
+use sempa_proto::{Epoch, HostId, Micros, PvmError, Tid, WIRE_VERSION};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// A world without programs.
+struct Nowhere;
+
+impl World for Nowhere {
+    fn find_program(&self, _name: &str, _dir: Option<&str>) -> Result<PathBuf, PvmError> {
+        Err(PvmError::NoFile)
+    }
+    fn work_dir(&self, _dir: Option<&str>) -> PathBuf {
+        PathBuf::from("/")
+    }
+    fn base_env(&self) -> Vec<Vec<u8>> {
+        Vec::new()
+    }
+    fn unix_time(&self) -> Micros {
+        Micros(1)
+    }
+    fn secret(&mut self) -> i32 {
+        1
+    }
+}
+
+/// A slave; the other host is the master.
+pub(crate) struct Daemon {
+    machine: Machine,
+    /// Its tasks, each connected by [`Daemon::conn`] of its place here.
+    pub(crate) tids: Vec<Tid>,
+}
+
+fn entry(id: HostId) -> HostEntry {
+    let (name, arch) = (format!("h{}", id.index()), "LINUX64".to_string());
+    HostEntry {
+        id,
+        name,
+        arch,
+        speed: 1000,
+        dsig: DSIG_X86_64,
+        addresses: Vec::new(),
+    }
+}
+
+/// A task of the other host.
+pub(crate) fn elsewhere() -> Tid {
+    Tid::task(HostId::MASTER, 7).expect("a small number")
+}
+
+/// A frame as it comes out of a socket: a part of what was read with others.
+pub(crate) fn frame(
+    buffer: &mut BytesMut,
+    ends: (Tid, Tid),
+    kind: LinkKind,
+    seq: u64,
+    payload: &[u8],
+) -> Bytes {
+    let (src, dst) = ends;
+    let head = LinkFrame {
+        src,
+        dst,
+        kind,
+        seq,
+        ack: 1,
+        line: 0,
+        payload: Bytes::new(),
+    };
+    buffer.put_slice(&head.encode_head());
+    buffer.put_slice(payload);
+    buffer.split().freeze()
+}
+
+impl Daemon {
+    /// With so many tasks.
+    pub(crate) fn new(tasks: usize) -> Daemon {
+        let me = HostId::new(2).expect("a small number");
+        let config = MachineConfig {
+            host: me,
+            name: "h2".to_string(),
+            vm: "pvm".to_string(),
+            arch: "LINUX64".to_string(),
+            dsig: DSIG_X86_64,
+            addresses: Vec::new(),
+            speed: 1000,
+            uid: 1,
+            lease: Micros::from_secs(10),
+            rm_command: None,
+            server_commands: Vec::new(),
+            place: Place::of(1, |_| None).expect("a place without any variables"),
+            hostfile: Vec::new(),
+            spared: BTreeMap::new(),
+            copies: Copies::default(),
+        };
+        let mut daemon = Daemon {
+            machine: Machine::new(config, Micros(1)),
+            tids: Vec::new(),
+        };
+        let epoch = Epoch(1);
+        let table = HostTable {
+            epoch,
+            hosts: vec![entry(HostId::MASTER), entry(me)],
+        };
+        let prepare = HostMsg::Prepare {
+            table,
+            locations: Vec::new(),
+            rm: None,
+            spared: 0,
+        };
+        for message in [prepare, HostMsg::Commit { epoch }] {
+            daemon.handle(Event::HostControl {
+                host: HostId::MASTER,
+                message,
+            });
+        }
+        (0..tasks).for_each(|number| daemon.enrol(number));
+        daemon
+    }
+
+    /// The connection of the task that came as this one.
+    pub(crate) fn conn(number: usize) -> ConnId {
+        ConnId(number as u64 + 1)
+    }
+
+    /// Connects a task.
+    fn enrol(&mut self, number: usize) {
+        let (conn, pid) = (Daemon::conn(number), 100 + number as i32);
+        self.handle(Event::TaskConnected { conn, pid });
+        let (magic, version, claim) = (TASK_MAGIC, WIRE_VERSION, Claim::New);
+        let hello = Hello {
+            magic,
+            version,
+            claim,
+            pid,
+            program: "task".to_string(),
+            at_end: AtEnd::default(),
+        };
+        self.handle(Event::TaskControl {
+            conn,
+            message: ToDaemon::Hello(hello),
+        });
+        let mut tid = None;
+        while let Some(output) = self.poll() {
+            if let Output::ToTask {
+                message: ToTask::Welcome(welcome),
+                ..
+            } = output
+            {
+                tid = Some(welcome.tid);
+            }
+        }
+        self.tids.push(tid.expect("a daemon takes tasks in"));
+    }
+
+    pub(crate) fn handle(&mut self, event: Event) {
+        self.machine.handle(Micros(2), &mut Nowhere, event);
+    }
+
+    pub(crate) fn poll(&mut self) -> Option<Output> {
+        self.machine.poll()
+    }
+}
