@@ -10,6 +10,7 @@ mod demo_alone;
 mod install;
 mod setup;
 mod test;
+mod tidy;
 mod timeline;
 
 use anyhow::Result;
@@ -41,6 +42,8 @@ enum What {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         words: Vec<String>,
     },
+    /// Check the language and the shape of the sources
+    Tidy,
     /// Build and lay the programs out under a folder
     Install {
         /// The folder: DIR/bin, DIR/lib, DIR/include
@@ -72,6 +75,7 @@ fn main() -> ExitCode {
     let done = match Words::parse().command {
         What::Demo { json } => demo::run(&json),
         What::Test { words } => test::run(&words),
+        What::Tidy => tidy::run(),
         What::Install { prefix } => put_in_place(&prefix),
         What::Criu { prefix } => setup::criu(&prefix).map(|()| true),
         What::Conformance {

@@ -1,0 +1,206 @@
+//! Divides Rust source text into code, comments and string literals.
+//!
+//! The division is lexical. It knows nested block comments, raw strings and character literals, and nothing else.
+
+/// What a piece of text is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Code,
+    Comment,
+    Literal,
+}
+
+/// A piece of one line.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub(super) kind: Kind,
+    /// Counted from 1.
+    pub(super) line: usize,
+    /// Without comment markers and quotes.
+    pub(super) text: String,
+    /// Nothing but white space is in front of it on its line.
+    pub(super) begins_line: bool,
+}
+
+/// Where the scanner is.
+enum State {
+    Code,
+    LineComment,
+    /// With the number of open comments.
+    BlockComment(usize),
+    Text,
+    /// With the number of hash signs.
+    RawText(usize),
+}
+
+/// Divides a whole file, in order. No piece extends over the end of a line.
+pub(super) fn pieces(source: &str) -> Vec<Piece> {
+    let mut scanner = Scanner {
+        state: State::Code,
+        pieces: Vec::new(),
+        current: String::new(),
+        line: 1,
+        blank: true,
+    };
+    let characters: Vec<char> = source.chars().collect();
+    let mut at = 0;
+    while at < characters.len() {
+        at += scanner.step(&characters[at..]);
+    }
+    scanner.flush();
+    scanner.pieces
+}
+
+struct Scanner {
+    state: State,
+    pieces: Vec<Piece>,
+    current: String,
+    line: usize,
+    /// The line has had nothing but white space so far.
+    blank: bool,
+}
+
+impl Scanner {
+    /// Takes the next characters and returns how many were taken.
+    fn step(&mut self, rest: &[char]) -> usize {
+        let begins = |text: &str| {
+            text.chars()
+                .eq(rest.iter().copied().take(text.chars().count()))
+        };
+        if rest[0] == '\n' {
+            self.flush();
+            if matches!(self.state, State::LineComment) {
+                self.state = State::Code;
+            }
+            self.line += 1;
+            self.blank = true;
+            return 1;
+        }
+        match self.state {
+            State::Code if begins("//") => self.change(State::LineComment, 2),
+            State::Code if begins("/*") => self.change(State::BlockComment(1), 2),
+            State::Code if rest[0] == '"' => self.change(State::Text, 1),
+            State::Code if rest[0] == '\'' => self.take(character_literal(rest).unwrap_or(1), rest),
+            State::Code if rest[0] == 'r' && !self.ends_in_word() => match raw_text(rest) {
+                Some(hashes) => self.change(State::RawText(hashes), hashes + 2),
+                None => self.take(1, rest),
+            },
+            State::BlockComment(depth) if begins("/*") => {
+                self.state = State::BlockComment(depth + 1);
+                2
+            }
+            State::BlockComment(1) if begins("*/") => self.change(State::Code, 2),
+            State::BlockComment(depth) if begins("*/") => {
+                self.state = State::BlockComment(depth - 1);
+                2
+            }
+            State::Text if rest[0] == '\\' && rest.get(1) != Some(&'\n') => {
+                self.take(2.min(rest.len()), rest)
+            }
+            State::Text if rest[0] == '"' => self.change(State::Code, 1),
+            State::RawText(hashes) if ends_raw_text(rest, hashes) => {
+                self.change(State::Code, hashes + 1)
+            }
+            _ => self.take(1, rest),
+        }
+    }
+
+    fn take(&mut self, count: usize, rest: &[char]) -> usize {
+        self.current.extend(&rest[..count]);
+        count
+    }
+
+    fn change(&mut self, state: State, taken: usize) -> usize {
+        self.flush();
+        self.state = state;
+        taken
+    }
+
+    fn ends_in_word(&self) -> bool {
+        self.current
+            .chars()
+            .last()
+            .is_some_and(|c| c.is_alphanumeric() || c == '_')
+    }
+
+    fn flush(&mut self) {
+        let kind = match self.state {
+            State::Code => Kind::Code,
+            State::LineComment | State::BlockComment(_) => Kind::Comment,
+            State::Text | State::RawText(_) => Kind::Literal,
+        };
+        let text = std::mem::take(&mut self.current);
+        let begins_line = self.blank;
+        if kind == Kind::Code && text.trim().is_empty() {
+            return;
+        }
+        self.blank = false;
+        self.pieces.push(Piece {
+            kind,
+            line: self.line,
+            text,
+            begins_line,
+        });
+    }
+}
+
+/// Length of the character literal that begins here. `None` for a lifetime.
+fn character_literal(rest: &[char]) -> Option<usize> {
+    if rest.get(1) == Some(&'\\') {
+        let end = rest.iter().skip(3).take(10).position(|c| *c == '\'')?;
+        return Some(end + 4);
+    }
+    (rest.get(2) == Some(&'\'')).then_some(3)
+}
+
+/// Number of hash signs of the raw string that begins here.
+fn raw_text(rest: &[char]) -> Option<usize> {
+    let hashes = rest[1..].iter().take_while(|c| **c == '#').count();
+    (rest.get(1 + hashes) == Some(&'"')).then_some(hashes)
+}
+
+fn ends_raw_text(rest: &[char], hashes: usize) -> bool {
+    rest[0] == '"' && rest.len() > hashes && rest[1..=hashes].iter().all(|c| *c == '#')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kinds(source: &str) -> Vec<(Kind, String)> {
+        pieces(source)
+            .into_iter()
+            .map(|piece| (piece.kind, piece.text))
+            .collect()
+    }
+
+    #[test]
+    fn comments_strings_and_code_are_told_apart() {
+        let found = kinds("let a = \"no // comment\"; // a comment\n");
+        let expected = [
+            (Kind::Code, "let a = "),
+            (Kind::Literal, "no // comment"),
+            (Kind::Code, "; "),
+            (Kind::Comment, " a comment"),
+        ];
+        assert_eq!(found, expected.map(|(kind, text)| (kind, text.to_string())));
+    }
+
+    #[test]
+    fn quotes_in_characters_and_raw_strings_end_nothing() {
+        let found = kinds("f('\"', r#\"a \"quoted\" word\"#, 'x', &'a str)");
+        let literals: Vec<_> = found
+            .iter()
+            .filter(|(kind, _)| *kind == Kind::Literal)
+            .collect();
+        assert_eq!(literals.len(), 1);
+        assert_eq!(literals[0].1, "a \"quoted\" word");
+    }
+
+    #[test]
+    fn block_comments_nest() {
+        let found = kinds("a /* b /* c */ d */ e");
+        assert_eq!(found.first().map(|piece| piece.1.as_str()), Some("a "));
+        assert_eq!(found.last().map(|piece| piece.1.as_str()), Some(" e"));
+    }
+}

@@ -1,0 +1,176 @@
+//! `cargo xtask tidy`: checks the language and the shape of the sources.
+//!
+//! Four kinds of findings, each with file and line:
+//!
+//! * words and constructions that make a sentence hard to read ([`words`]), in comments, documents and messages;
+//! * terms that `docs/GLOSSARY.md` replaces by another one;
+//! * comments that are wider than [`COMMENT_WIDTH_MAX`] columns or shorter than [`COMMENT_WORDS_MIN`] words;
+//! * files and functions that are too long.
+//!
+//! A function may exceed its limit with a reason: a comment `tidy: long because …` directly above it.
+
+mod lexer;
+mod shape;
+mod words;
+
+use crate::setup::project;
+use anyhow::{Context, Result, ensure};
+use std::fmt;
+use std::fs;
+use std::process::Command;
+
+/// Columns that a comment line may have, including its indentation.
+pub(crate) const COMMENT_WIDTH_MAX: usize = 100;
+/// Words that a comment must have. Shorter ones repeat the name below them.
+pub(crate) const COMMENT_WORDS_MIN: usize = 4;
+/// Lines of code that a file may have. Blank lines and comments do not count.
+pub(crate) const FILE_LINES_MAX: usize = 800;
+/// Lines of code that a function may have.
+pub(crate) const FUNCTION_LINES_MAX: usize = 90;
+
+/// One finding.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Finding {
+    /// Relative to the project's folder.
+    pub(crate) file: String,
+    /// Counted from 1.
+    pub(crate) line: usize,
+    pub(crate) message: String,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}: {}", self.file, self.line, self.message)
+    }
+}
+
+/// Checks all files that git knows and prints the findings. Returns true if there are none.
+///
+/// # Errors
+/// Git does not list the files, or one of them cannot be read.
+pub(crate) fn run() -> Result<bool> {
+    let files = tracked_files()?;
+    let glossary = fs::read_to_string(project().join("docs/GLOSSARY.md")).unwrap_or_default();
+    let replaced = words::replaced_terms(&glossary);
+    let mut findings = Vec::new();
+    for file in &files {
+        let text = fs::read_to_string(project().join(file)).with_context(|| file.clone())?;
+        findings.extend(check(file, &text, &replaced));
+    }
+    for finding in &findings {
+        println!("{finding}");
+    }
+    println!("tidy: {} files, {} findings", files.len(), findings.len());
+    Ok(findings.is_empty())
+}
+
+fn tracked_files() -> Result<Vec<String>> {
+    let mut list = Command::new("git");
+    list.args(["ls-files", "--cached", "--others", "--exclude-standard"]);
+    let done = list.current_dir(project()).output().context("git")?;
+    ensure!(
+        done.status.success(),
+        "git ls-files: {}",
+        String::from_utf8_lossy(&done.stderr).trim()
+    );
+    let names = String::from_utf8(done.stdout)?;
+    let known = |name: &&str| is_checked(name) && project().join(name).is_file();
+    Ok(names.lines().filter(known).map(str::to_string).collect())
+}
+
+/// The rules themselves must name the forbidden words.
+fn is_checked(file: &str) -> bool {
+    let by_ending = [".rs", ".md", ".1", ".7", ".toml", ".c", ".h"]
+        .iter()
+        .any(|ending| file.ends_with(ending));
+    by_ending && !file.starts_with("xtask/src/tidy/") && !file.starts_with("LICENSE")
+}
+
+/// Findings in one file.
+fn check(file: &str, text: &str, replaced: &[words::Replaced]) -> Vec<Finding> {
+    let mut found = Vec::new();
+    let mut report = |line: usize, message: String| {
+        let file = file.to_string();
+        found.push(Finding {
+            file,
+            line,
+            message,
+        });
+    };
+    if !file.ends_with(".rs") {
+        for (number, line) in (1..).zip(text.lines()) {
+            words::in_prose(line).for_each(|message| report(number, message));
+        }
+        return found;
+    }
+    let pieces = lexer::pieces(text);
+    for piece in &pieces {
+        match piece.kind {
+            lexer::Kind::Comment => {
+                words::in_prose(&piece.text).for_each(|message| report(piece.line, message));
+                words::of_glossary(&piece.text, replaced)
+                    .for_each(|message| report(piece.line, message));
+            }
+            lexer::Kind::Literal => {
+                words::in_message(&piece.text).for_each(|message| report(piece.line, message))
+            }
+            lexer::Kind::Code => {}
+        }
+    }
+    shape::check(text, &pieces)
+        .into_iter()
+        .for_each(|(line, message)| report(line, message));
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lines(text: &str) -> Vec<usize> {
+        check("a.rs", text, &[])
+            .into_iter()
+            .map(|finding| finding.line)
+            .collect()
+    }
+
+    #[test]
+    fn plain_comment_has_no_findings() {
+        assert_eq!(
+            lines("/// Returns the number of waiting tasks.\nfn waiting() {}\n"),
+            []
+        );
+    }
+
+    #[test]
+    fn forbidden_words_in_comments_are_found() {
+        assert_eq!(
+            lines("fn a() {}\n/// Whoever waits here begins anew later.\nfn b() {}\n"),
+            [2, 2]
+        );
+    }
+
+    #[test]
+    fn code_is_not_prose() {
+        assert_eq!(lines("fn anew() { let whoever = 1; }\n"), []);
+    }
+
+    #[test]
+    fn short_and_wide_comments_are_found() {
+        let wide = format!("/// {}\nfn a() {{}}\n", "word ".repeat(30));
+        assert_eq!(lines(&wide), [1]);
+        assert_eq!(lines("/// Its name.\nfn a() {}\n"), [1]);
+    }
+
+    #[test]
+    fn long_functions_need_a_reason() {
+        let body = "    work();\n".repeat(FUNCTION_LINES_MAX);
+        assert_eq!(lines(&format!("fn a() {{\n{body}}}\n")), [1]);
+        assert_eq!(
+            lines(&format!(
+                "// tidy: long because each arm is a message\nfn a() {{\n{body}}}\n"
+            )),
+            []
+        );
+    }
+}

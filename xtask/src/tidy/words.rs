@@ -1,0 +1,125 @@
+//! Words and constructions that the project's language avoids.
+
+/// Not in comments, documents and messages.
+const NEVER: [&str; 13] = [
+    "anew",
+    "whoever",
+    "whomever",
+    "so many",
+    "so soon",
+    "stand still",
+    "stands still",
+    "stood still",
+    "let go",
+    "lets go",
+    "letting go",
+    "by and by",
+    "thereof",
+];
+
+/// Not in comments and documents.
+const NOT_IN_PROSE: [&str; 8] = [
+    "has to",
+    "have to",
+    "had to",
+    "beside",
+    "becomes of",
+    "become of",
+    "came of",
+    "somebody",
+];
+
+/// A term that the glossary replaces.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Replaced {
+    /// In lower case.
+    old: String,
+    term: String,
+}
+
+/// Findings in a line of prose.
+pub(super) fn in_prose(line: &str) -> impl Iterator<Item = String> {
+    let line = line.to_lowercase();
+    let words = NEVER.iter().chain(&NOT_IN_PROSE);
+    words
+        .filter(move |word| contains(&line, word))
+        .map(|word| format!("\"{word}\": say it in plain words"))
+}
+
+/// Findings in a string literal.
+pub(super) fn in_message(text: &str) -> impl Iterator<Item = String> {
+    let text = text.to_lowercase();
+    NEVER
+        .iter()
+        .filter(move |word| contains(&text, word))
+        .map(|word| format!("\"{word}\" in a message: say it in plain words"))
+}
+
+/// Terms of the glossary's last column in a line of prose.
+pub(super) fn of_glossary(line: &str, replaced: &[Replaced]) -> impl Iterator<Item = String> {
+    let line = line.to_lowercase();
+    let found = replaced
+        .iter()
+        .filter(move |replaced| contains(&line, &replaced.old));
+    found.map(|replaced| {
+        format!(
+            "\"{}\": the glossary's term is \"{}\"",
+            replaced.old, replaced.term
+        )
+    })
+}
+
+/// The terms in the last column of the glossary's table, separated by commas.
+pub(super) fn replaced_terms(glossary: &str) -> Vec<Replaced> {
+    let rows = glossary
+        .lines()
+        .filter(|line| line.starts_with('|') && !line.starts_with("| ---"));
+    let mut all = Vec::new();
+    for row in rows {
+        let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
+        let [term, _, _, old] = cells[..] else {
+            continue;
+        };
+        let olds = old
+            .split(',')
+            .map(str::trim)
+            .filter(|old| !old.is_empty() && *old != "not");
+        all.extend(olds.map(|old| Replaced {
+            old: old.to_lowercase(),
+            term: term.to_string(),
+        }));
+    }
+    all
+}
+
+/// True if the words stand in the line as words of their own.
+fn contains(line: &str, words: &str) -> bool {
+    let is_border = |c: Option<char>| c.is_none_or(|c| !c.is_alphanumeric() && c != '_');
+    line.match_indices(words).any(|(at, _)| {
+        is_border(line[..at].chars().next_back())
+            && is_border(line[at + words.len()..].chars().next())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_count_only_as_whole_words() {
+        assert!(contains("it begins anew.", "anew"));
+        assert!(!contains("renewed and canewood", "anew"));
+        assert!(!contains("the_beside_field", "beside"));
+    }
+
+    #[test]
+    fn glossary_rows_give_the_terms_they_replace() {
+        let glossary = "| term | meaning | type | not |\n| --- | --- | --- | --- |\n| drainer | reads rings | `Drainer` | ear, Ear |\n";
+        let found = replaced_terms(glossary);
+        assert_eq!(
+            found.iter().map(|r| r.old.as_str()).collect::<Vec<_>>(),
+            ["ear", "ear"]
+        );
+        assert_eq!(of_glossary(" The ear sleeps.", &found[..1]).count(), 1);
+    }
+}
