@@ -1,24 +1,24 @@
 //! Packing and unpacking of message bodies in PVM's encodings.
 //!
-//! `PvmDataDefault` is XDR: big-endian, every item a multiple of four bytes, byte arrays padded per call. `PvmDataRaw` is
-//! native memory. Longs travel as 64 bits in both (PVM 3.4.6 cut them to 32 in the default encoding).
+//! `PvmDataDefault` is XDR: big-endian, every item a multiple of four bytes, byte arrays padded per
+//! call. `PvmDataRaw` is native memory. Both encode longs as 64 bits (PVM 3.4.6 truncates them to
+//! 32 in the default encoding).
 
 use crate::error::{PvmError, PvmResult};
 use crate::message::{DSIG_X86_64, ENC_XDR};
 use bytes::Bytes;
 
-/// How a body is encoded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Encoding {
-    /// XDR, readable everywhere (`PvmDataDefault`).
+    /// XDR, readable on every architecture (`PvmDataDefault`).
     #[default]
     Xdr,
-    /// Native memory of the sender (`PvmDataRaw`, and what an in-place message becomes).
+    /// Native memory layout of the sender (`PvmDataRaw`, and the form of an in-place message).
     Raw,
 }
 
 impl Encoding {
-    /// The `enc` word of a message with this encoding made on this machine.
+    /// Returns the `enc` field of a message created on this machine.
     pub fn word(self) -> i32 {
         match self {
             Encoding::Xdr => ENC_XDR,
@@ -26,7 +26,7 @@ impl Encoding {
         }
     }
 
-    /// The encoding of a received message, or `None` when this machine cannot read it.
+    /// Returns the encoding of a received message, or `None` if this machine cannot decode it.
     pub fn from_word(word: i32) -> Option<Encoding> {
         match word {
             ENC_XDR => Some(Encoding::Xdr),
@@ -36,15 +36,14 @@ impl Encoding {
     }
 }
 
-/// A number that can be packed.
+/// A number type that can be packed.
 pub trait Item: Copy {
     /// Appends the value in XDR.
     fn put_xdr(self, out: &mut Vec<u8>);
-    /// Appends the value as it lies in memory.
+    /// Appends the value in native byte order.
     fn put_raw(self, out: &mut Vec<u8>);
-    /// Reads the value in XDR.
     fn get_xdr(reader: &mut Unpacker) -> PvmResult<Self>;
-    /// Reads the value as it lies in memory.
+    /// Reads the value in native byte order.
     fn get_raw(reader: &mut Unpacker) -> PvmResult<Self>;
 }
 
@@ -71,7 +70,7 @@ item!(
     i16 as i32, u16 as u32, i32 as i32, u32 as u32, i64 as i64, u64 as u64, f32 as f32, f64 as f64
 );
 
-/// Builds a body.
+/// Builds a message body.
 #[derive(Clone, Debug, Default)]
 pub struct Packer {
     encoding: Encoding,
@@ -79,7 +78,6 @@ pub struct Packer {
 }
 
 impl Packer {
-    /// An empty body in the given encoding.
     pub fn new(encoding: Encoding) -> Packer {
         Packer {
             encoding,
@@ -87,27 +85,22 @@ impl Packer {
         }
     }
 
-    /// The encoding given at the beginning.
     pub fn encoding(&self) -> Encoding {
         self.encoding
     }
 
-    /// Bytes packed so far.
     pub fn len(&self) -> usize {
         self.bytes.len()
     }
 
-    /// True when nothing has been packed.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// What has been packed so far.
     pub fn as_slice(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// Packs numbers.
     pub fn items<T: Item>(&mut self, items: impl IntoIterator<Item = T>) -> &mut Self {
         for item in items {
             match self.encoding {
@@ -118,19 +111,18 @@ impl Packer {
         self
     }
 
-    /// Packs one int.
     pub fn int(&mut self, value: i32) -> &mut Self {
         self.items([value])
     }
 
-    /// Packs opaque bytes; in XDR padded to a multiple of four.
+    /// Packs opaque bytes. XDR pads them to a multiple of four.
     pub fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
         self.bytes.extend_from_slice(bytes);
         self.pad(bytes.len());
         self
     }
 
-    /// Packs a string: length with the final NUL, then the characters and the NUL.
+    /// Packs a string: its length including the final NUL, then the characters and the NUL.
     pub fn str(&mut self, text: &[u8]) -> &mut Self {
         self.int(i32::try_from(text.len() + 1).unwrap_or(i32::MAX));
         self.bytes.extend_from_slice(text);
@@ -139,7 +131,7 @@ impl Packer {
         self
     }
 
-    /// Packs a count and that many strings.
+    /// Packs the number of strings, then the strings.
     pub fn strs<S: AsRef<[u8]>>(&mut self, texts: &[S]) -> &mut Self {
         self.int(texts.len() as i32);
         for text in texts {
@@ -148,7 +140,7 @@ impl Packer {
         self
     }
 
-    /// Appends bytes that are encoded already.
+    /// Appends bytes that are already encoded.
     pub fn append_encoded(&mut self, bytes: &[u8]) -> &mut Self {
         self.bytes.extend_from_slice(bytes);
         self
@@ -161,13 +153,12 @@ impl Packer {
         }
     }
 
-    /// The finished body.
     pub fn finish(self) -> Bytes {
         self.bytes.into()
     }
 }
 
-/// Reads a body from its beginning.
+/// Reads a message body from its start.
 #[derive(Clone, Debug)]
 pub struct Unpacker {
     encoding: Encoding,
@@ -176,7 +167,6 @@ pub struct Unpacker {
 }
 
 impl Unpacker {
-    /// A reader at the beginning of `bytes`.
     pub fn new(encoding: Encoding, bytes: Bytes) -> Unpacker {
         Unpacker {
             encoding,
@@ -185,20 +175,19 @@ impl Unpacker {
         }
     }
 
-    /// A reader of an XDR body, as all documented daemon messages are.
+    /// Creates a reader for an XDR body, the encoding of all documented daemon messages.
     pub fn xdr(bytes: Bytes) -> Unpacker {
         Unpacker::new(Encoding::Xdr, bytes)
     }
 
-    /// Bytes not yet read.
     pub fn remaining(&self) -> usize {
         self.bytes.len() - self.position
     }
 
-    /// The next `len` bytes.
+    /// Returns the next `len` bytes.
     ///
     /// # Errors
-    /// [`PvmError::NoData`] when fewer are left; the position does not move.
+    /// [`PvmError::NoData`] if fewer are left; the position stays.
     pub fn take(&mut self, len: usize) -> PvmResult<Bytes> {
         if len > self.remaining() {
             return Err(PvmError::NoData);
@@ -215,7 +204,7 @@ impl Unpacker {
         Ok(chunk.try_into().expect("the slice has N bytes"))
     }
 
-    /// One number.
+    /// Reads one number.
     ///
     /// # Errors
     /// [`PvmError::NoData`] past the end.
@@ -226,7 +215,7 @@ impl Unpacker {
         }
     }
 
-    /// One int.
+    /// Reads one int.
     ///
     /// # Errors
     /// [`PvmError::NoData`] past the end.
@@ -234,7 +223,7 @@ impl Unpacker {
         self.item()
     }
 
-    /// `count` ints.
+    /// Reads `count` ints.
     ///
     /// # Errors
     /// [`PvmError::NoData`] past the end, [`PvmError::BadMsg`] for a negative count.
@@ -246,7 +235,7 @@ impl Unpacker {
         (0..count).map(|_| self.int()).collect()
     }
 
-    /// `len` opaque bytes, with the padding of one packing call.
+    /// Reads `len` opaque bytes and the padding of one packing call.
     ///
     /// # Errors
     /// [`PvmError::NoData`] past the end.
@@ -258,7 +247,7 @@ impl Unpacker {
         Ok(self.take(padded)?.slice(..len))
     }
 
-    /// A string without its NUL.
+    /// Reads a string and strips its NUL.
     ///
     /// # Errors
     /// [`PvmError::NoData`] past the end, [`PvmError::BadMsg`] for an impossible length.
@@ -272,7 +261,7 @@ impl Unpacker {
         Ok(text.slice(..end))
     }
 
-    /// A string as text; bytes that are not UTF-8 are replaced.
+    /// Reads a string as UTF-8; invalid bytes are replaced.
     ///
     /// # Errors
     /// As [`Unpacker::str`].
@@ -280,7 +269,7 @@ impl Unpacker {
         Ok(String::from_utf8_lossy(&self.str()?).into_owned())
     }
 
-    /// A count and that many strings.
+    /// Reads the number of strings, then the strings.
     ///
     /// # Errors
     /// As [`Unpacker::str`].
@@ -298,7 +287,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_those_of_the_interface() {
+    fn encoded_sizes_match_pvm() {
         let mut p = Packer::new(Encoding::Xdr);
         assert_eq!(p.bytes(b"abc").len(), 4);
         assert_eq!(p.items([1i16, 2]).len(), 12);
@@ -311,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_packed_comes_back_in_both_encodings() {
+    fn values_round_trip_in_both_encodings() {
         for encoding in [Encoding::Xdr, Encoding::Raw] {
             let mut p = Packer::new(encoding);
             p.int(-2)
@@ -333,8 +322,9 @@ mod tests {
         }
     }
 
+    /// Bytes packed by two calls and unpacked by one include the padding of the first call.
     #[test]
-    fn byte_items_must_be_unpacked_in_the_groups_they_were_packed_in() {
+    fn bytes_are_padded_per_packing_call() {
         let mut p = Packer::new(Encoding::Xdr);
         p.bytes(b"abc").bytes(b"def");
         let mut u = Unpacker::xdr(p.finish());
@@ -342,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn hostile_lengths_are_errors() {
+    fn hostile_lengths_are_refused() {
         let mut p = Packer::new(Encoding::Xdr);
         p.int(-1);
         assert_eq!(

@@ -1,34 +1,36 @@
-//! Length-limited frames on a byte stream: `u32` little-endian length of what follows, one kind byte, the body.
+//! Length-limited frames on a byte stream: a little-endian `u32` length of the rest, one kind byte,
+//! the body.
 //!
-//! The same framing serves the task's socket, the tasker's socket and the daemons' streams. A frame that announces more
-//! than [`FRAME_BYTES_MAX`] is an error before a byte of it is stored, so a hostile peer cannot make us allocate.
+//! Task sockets, tasker sockets and daemon streams use the same framing. A frame that announces
+//! more than [`FRAME_BYTES_MAX`] is an error before any of it is stored, so a hostile peer cannot
+//! force an allocation.
 
 use crate::link::LinkFrame;
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use serde::{Serialize, de::DeserializeOwned};
 use thiserror::Error;
 
-/// Longest body of a frame, in bytes. Messages are cut into much smaller fragments; control messages with a whole
-/// environment or argument list have to fit.
+/// Longest body of a frame. Messages are split into much smaller fragments; the limit leaves room
+/// for control messages with a whole environment or argument list.
 pub const FRAME_BYTES_MAX: usize = 64 << 20;
 
-/// Bytes before the body: length and kind.
+/// Length and kind bytes that precede the body.
 pub const FRAME_HEAD_BYTES: usize = 5;
 
-/// Room that a decoder makes at least when it has none left: some hundred small frames share one allocation.
+/// Smallest allocation of a full decoder buffer: hundreds of small frames share it.
 const ROOM_BYTES_MIN: usize = 64 << 10;
 
-/// Room made at most for what is announced and has not come: announcing costs nothing.
+/// Largest allocation for announced bytes that have not arrived, because announcing costs a peer
+/// nothing.
 const ROOM_BYTES_MAX: usize = 256 << 10;
 
-/// What a frame's body is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameKind {
-    /// A control message in postcard encoding; its type is fixed by the stream and the direction.
+    /// A control message in postcard encoding. Stream and direction determine its type.
     Control,
     /// A [`LinkFrame`] between two tasks.
     Link,
-    /// A piece of a checkpoint image, raw.
+    /// Raw bytes of a checkpoint image.
     Image,
 }
 
@@ -51,26 +53,23 @@ impl FrameKind {
     }
 }
 
-/// Why bytes could not be read as a frame. The stream cannot be used any further.
+/// Bytes that are not a frame. The stream is unusable after this error.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum FrameError {
-    /// The peer announced a frame over the limit.
+    /// The announced length exceeds the limit.
     #[error("a frame of {0} bytes was announced, over the limit of {FRAME_BYTES_MAX}")]
     TooLong(usize),
-    /// The kind byte has no meaning.
     #[error("unknown frame kind {0}")]
     UnknownKind(u8),
-    /// The body is not what its kind promises.
+    /// The body does not match its frame kind.
     #[error("the body of the frame cannot be decoded: {0}")]
     BadBody(String),
 }
 
-/// One frame as read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
-    /// What the body is.
     pub kind: FrameKind,
-    /// The body, without length and kind.
+    /// The body without length and kind.
     pub body: Bytes,
 }
 
@@ -78,7 +77,7 @@ impl Frame {
     /// Decodes the body of a control frame.
     ///
     /// # Errors
-    /// [`FrameError::BadBody`] when the frame is of another kind or its bytes are not a `T`.
+    /// [`FrameError::BadBody`] if the frame has another kind or its bytes are not a `T`.
     pub fn control<T: DeserializeOwned>(&self) -> Result<T, FrameError> {
         if self.kind != FrameKind::Control {
             return Err(FrameError::BadBody(format!(
@@ -92,7 +91,7 @@ impl Frame {
     /// Decodes the body of a link frame.
     ///
     /// # Errors
-    /// [`FrameError::BadBody`] when the frame is of another kind or too short.
+    /// [`FrameError::BadBody`] if the frame has another kind or is too short.
     pub fn link(&self) -> Result<LinkFrame, FrameError> {
         if self.kind != FrameKind::Link {
             return Err(FrameError::BadBody(format!(
@@ -105,10 +104,10 @@ impl Frame {
     }
 }
 
-/// Serialises a control value.
+/// Serializes a control value.
 ///
 /// # Errors
-/// [`FrameError::TooLong`] when the encoding exceeds [`FRAME_BYTES_MAX`].
+/// [`FrameError::TooLong`] if the encoding exceeds [`FRAME_BYTES_MAX`].
 pub fn to_bytes<T: Serialize>(value: &T) -> Result<Vec<u8>, FrameError> {
     let bytes = postcard::to_stdvec(value).map_err(|e| FrameError::BadBody(e.to_string()))?;
     if bytes.len() > FRAME_BYTES_MAX {
@@ -117,24 +116,24 @@ pub fn to_bytes<T: Serialize>(value: &T) -> Result<Vec<u8>, FrameError> {
     Ok(bytes)
 }
 
-/// Reads a control value.
+/// Deserializes a control value.
 ///
 /// # Errors
-/// [`FrameError::BadBody`] when the bytes are not a `T`.
+/// [`FrameError::BadBody`] if the bytes are not a `T`.
 pub fn from_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, FrameError> {
     postcard::from_bytes(bytes).map_err(|e| FrameError::BadBody(e.to_string()))
 }
 
-/// A control message as a whole frame, ready for the stream.
+/// Encodes a control message as a complete frame.
 ///
 /// # Errors
-/// [`FrameError::TooLong`] when the message exceeds [`FRAME_BYTES_MAX`].
+/// [`FrameError::TooLong`] if the message exceeds [`FRAME_BYTES_MAX`].
 pub fn encode_control<T: Serialize>(value: &T) -> Result<Bytes, FrameError> {
     let body = to_bytes(value)?;
     Ok(encode(FrameKind::Control, &[&body]))
 }
 
-/// What stands before a body of `body_len` bytes.
+/// Returns the frame header for a body of `body_len` bytes.
 pub fn frame_head(kind: FrameKind, body_len: usize) -> [u8; FRAME_HEAD_BYTES] {
     let length =
         u32::try_from(body_len + 1).expect("callers cut what they send below the frame limit");
@@ -143,7 +142,7 @@ pub fn frame_head(kind: FrameKind, body_len: usize) -> [u8; FRAME_HEAD_BYTES] {
     head
 }
 
-/// A frame whose body is the concatenation of `parts`.
+/// Encodes a frame whose body is the concatenation of `parts`.
 pub fn encode(kind: FrameKind, parts: &[&[u8]]) -> Bytes {
     let body_len: usize = parts.iter().map(|p| p.len()).sum();
     assert!(
@@ -158,27 +157,28 @@ pub fn encode(kind: FrameKind, parts: &[&[u8]]) -> Bytes {
     out.freeze()
 }
 
-/// A link frame as a whole frame.
+/// Encodes a link frame as a complete frame.
 pub fn encode_link(frame: &LinkFrame) -> Bytes {
     encode(FrameKind::Link, &[&frame.encode_head(), &frame.payload])
 }
 
-/// Cuts a byte stream into frames. Feed it with [`push`](Self::push), take with [`next_frame`](Self::next_frame).
+/// Splits a byte stream into frames. Feed it with [`push`](Self::push), read with
+/// [`next_frame`](Self::next_frame).
 #[derive(Debug, Default)]
 pub struct FrameDecoder {
     buffer: BytesMut,
 }
 
 impl FrameDecoder {
-    /// A decoder at the beginning of a stream.
     pub fn new() -> FrameDecoder {
         FrameDecoder::default()
     }
 
-    /// Adds bytes that were read.
+    /// Appends bytes that were read from the stream.
     pub fn push(&mut self, bytes: &[u8]) {
         if self.buffer.capacity() - self.buffer.len() < bytes.len() {
-            // Room for the whole frame at once, so that its beginning is not copied again and again.
+            // Reserve space for the whole frame at once, so that its first bytes are not copied
+            // repeatedly.
             self.buffer.reserve(
                 self.missing()
                     .clamp(ROOM_BYTES_MIN, ROOM_BYTES_MAX)
@@ -188,7 +188,7 @@ impl FrameDecoder {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// Bytes that the frame at the front still lacks, as far as it has announced them.
+    /// Returns how many bytes the first frame still lacks, as far as its header has arrived.
     fn missing(&self) -> usize {
         let announced = self
             .buffer
@@ -197,12 +197,12 @@ impl FrameDecoder {
         announced.saturating_sub(self.buffer.len())
     }
 
-    /// The buffer to read into directly; what is appended counts as pushed.
+    /// Buffer to read into directly; appended bytes count as pushed.
     pub fn buffer_mut(&mut self) -> &mut BytesMut {
         &mut self.buffer
     }
 
-    /// The next whole frame, or `None` when more bytes are needed.
+    /// Returns the next complete frame, or `None` if more bytes are needed.
     ///
     /// # Errors
     /// The stream is unusable after an error.
@@ -229,7 +229,7 @@ impl FrameDecoder {
         Ok(Some(Frame { kind, body }))
     }
 
-    /// True when no partial frame is pending.
+    /// True if no partial frame is pending.
     pub fn is_empty(&self) -> bool {
         self.buffer.is_empty()
     }
@@ -239,8 +239,9 @@ impl FrameDecoder {
 mod tests {
     use super::*;
 
+    /// Two frames decode correctly wherever the stream is split.
     #[test]
-    fn frames_survive_any_cut_of_the_stream() {
+    fn frames_decode_across_any_split() {
         let stream: Vec<u8> = [
             encode_control(&(1u32, "one")),
             encode_control(&(2u32, "two")),
@@ -263,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn an_oversized_frame_is_refused_before_it_is_stored() {
+    fn oversized_frame_is_refused_by_its_header() {
         let mut decoder = FrameDecoder::new();
         decoder.push(&u32::MAX.to_le_bytes());
         assert_eq!(
@@ -272,8 +273,9 @@ mod tests {
         );
     }
 
+    /// Garbage with a plausible length is refused at the kind byte.
     #[test]
-    fn garbage_is_refused_at_the_kind_byte() {
+    fn unknown_kind_byte_is_refused() {
         let mut decoder = FrameDecoder::new();
         decoder.push(b"\x20\0\0\0GET / HTTP/1.1");
         assert_eq!(decoder.next_frame(), Err(FrameError::UnknownKind(b'G')));

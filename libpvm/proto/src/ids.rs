@@ -1,53 +1,55 @@
-//! Typed identifiers. Kinds of ids do not mix: a function that wants a host cannot be given a task.
+//! Typed identifiers. The compiler refuses a task id where a host id is expected.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use thiserror::Error;
 
-/// Bit 31 of a tid: the address of a daemon (pvm_intro, "task identifiers").
+/// Bit 31 of a tid marks the address of a daemon (pvm_intro, "task identifiers").
 const DAEMON_BIT: u32 = 0x8000_0000;
-/// Bit 30 of a tid: a multicast address.
+/// Bit 30 of a tid marks a multicast address.
 const GROUP_BIT: u32 = 0x4000_0000;
-/// Bits 18 to 29: index of the host.
+/// Bits 18 to 29 hold the host index.
 const HOST_MASK: u32 = 0x3ffc_0000;
-/// Bits 0 to 17: number of the task on its host.
+/// Bits 0 to 17 hold the number of the task on its birth host.
 const LOCAL_MASK: u32 = 0x0003_ffff;
-/// Width of the local part.
+/// Position of the host index.
 const HOST_SHIFT: u32 = 18;
 
-/// Index of a host in the virtual machine, 1..=4095. The master is 1. What is read from a message or a file is no host if it is
-/// another number.
+/// Index of a host in the virtual machine, 1..=4095; the master is 1. Deserialization refuses any
+/// other number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "u16")]
 pub struct HostId(u16);
 
 impl HostId {
-    /// The host whose daemon founded the virtual machine.
+    /// The host whose daemon started the virtual machine.
     pub const MASTER: HostId = HostId(1);
-    /// Largest index that a tid can express (12 bits).
+    /// Largest index that fits the 12 bits of a tid.
     pub const INDEX_MAX: u16 = 4095;
 
-    /// A host index, or `None` outside 1..=4095.
+    /// Returns `None` outside 1..=4095.
     pub fn new(index: u16) -> Option<HostId> {
         (1..=Self::INDEX_MAX)
             .contains(&index)
             .then_some(HostId(index))
     }
 
-    /// A host of a simulation, 1..=65535, or `None` for 0. Decisions know hosts by their numbers only, so they can be tried on
-    /// more hosts than a tid can express. Nothing outside simulations makes such a number: a host beyond
-    /// [`HostId::INDEX_MAX`] has no tid of its own ([`Tid::NONE`]), no task is born there, and nobody who reads its number
-    /// from a message takes it for a host.
+    /// Creates a host of a simulation, 1..=65535; `None` for 0.
+    ///
+    /// Placement decisions use only host numbers, so they can be simulated with more hosts than a
+    /// tid can express. Outside simulations these numbers do not occur: a host above
+    /// [`HostId::INDEX_MAX`] has no tid ([`Tid::NONE`]), cannot start tasks, and is refused by
+    /// deserialization.
     pub fn simulated(index: u16) -> Option<HostId> {
         (index > 0).then_some(HostId(index))
     }
 
-    /// The index, 1..=4095; in simulations up to 65535.
+    /// Returns the index, 1..=4095; up to 65535 in simulations.
     pub fn index(self) -> u16 {
         self.0
     }
 
-    /// The host's tid as applications see it (`hi_tid`): host part only.
+    /// Returns the host's tid as applications see it (`hi_tid`): host part only.
     pub fn tid(self) -> Tid {
         if self.0 <= Self::INDEX_MAX {
             Tid(u32::from(self.0) << HOST_SHIFT)
@@ -56,7 +58,7 @@ impl HostId {
         }
     }
 
-    /// The address of the host's daemon: host part with bit 31 set.
+    /// Returns the address of the host's daemon: host part with bit 31 set.
     pub fn daemon(self) -> Tid {
         Tid(DAEMON_BIT | self.tid().0)
     }
@@ -70,7 +72,7 @@ impl TryFrom<u16> for HostId {
     }
 }
 
-/// A number that is no index of a host.
+/// A number outside the range of host indices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("{0} is no index of a host; those are 1 to {max}", max = HostId::INDEX_MAX)]
 pub struct NoHostIndex(pub u16);
@@ -81,21 +83,22 @@ impl fmt::Display for HostId {
     }
 }
 
-/// A task identifier with PVM's layout: bit 31 daemon, bit 30 multicast, bits 18-29 host, bits 0-17 local.
+/// A task identifier with PVM's layout: bit 31 daemon, bit 30 multicast, bits 18-29 host, bits 0-17
+/// local.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
 pub struct Tid(u32);
 
 impl Tid {
-    /// No task; the parent of a task that was not spawned.
+    /// No task. Also the parent of a task that was not spawned.
     pub const NONE: Tid = Tid(0);
-    /// "My own daemon" as applications address it, and the source of what the local daemon makes.
+    /// Address by which applications reach their own daemon; source of messages that the local
+    /// daemon creates.
     pub const MY_DAEMON: Tid = Tid(DAEMON_BIT);
-    /// Largest local part.
     pub const LOCAL_MAX: u32 = LOCAL_MASK;
 
-    /// A task's id from the host of its birth and its local number (1..=262143).
+    /// Builds a task's tid from its birth host and its local number (1..=262143).
     pub fn task(host: HostId, local: u32) -> Option<Tid> {
         let home = Some(host.tid()).filter(|home| *home != Tid::NONE)?;
         (1..=LOCAL_MASK)
@@ -103,30 +106,30 @@ impl Tid {
             .then_some(Tid(home.0 | local))
     }
 
-    /// Any 32 bits, as they come from a program.
+    /// Accepts any 32 bits that a program passes.
     pub const fn from_raw(raw: i32) -> Tid {
         Tid(raw as u32)
     }
 
-    /// The 32 bits as C programs see them.
+    /// Returns the 32 bits that C programs see.
     pub const fn raw(self) -> i32 {
         self.0 as i32
     }
 
-    /// True for the id of a task: neither daemon nor multicast, host and local part present.
+    /// True for the id of a task: not a daemon or multicast address, host and local part present.
     pub fn is_task(self) -> bool {
         self.0 & (DAEMON_BIT | GROUP_BIT) == 0
             && self.0 & HOST_MASK != 0
             && self.0 & LOCAL_MASK != 0
     }
 
-    /// True for the address of a daemon, [`Tid::MY_DAEMON`] included.
+    /// True for the address of a daemon, including [`Tid::MY_DAEMON`].
     pub fn is_daemon(self) -> bool {
         self.0 & DAEMON_BIT != 0 && self.0 & (GROUP_BIT | LOCAL_MASK) == 0
     }
 
-    /// The host in which this tid was made; `None` when the host part is empty. A task keeps its tid when it moves,
-    /// so this is its birthplace, not where it runs.
+    /// Returns the host on which the task was created; `None` if the host part is empty. A migrated
+    /// task keeps its tid, so this is not necessarily the host on which it runs.
     pub fn home(self) -> Option<HostId> {
         HostId::new(((self.0 & HOST_MASK) >> HOST_SHIFT) as u16)
     }
@@ -136,7 +139,7 @@ impl Tid {
         self.0 & LOCAL_MASK
     }
 
-    /// The host form of this tid, without any check (`pvm_tidtohost`).
+    /// Returns the host bits of this tid without any check (`pvm_tidtohost`).
     pub fn host_part(self) -> Tid {
         Tid(self.0 & HOST_MASK)
     }
@@ -161,7 +164,6 @@ macro_rules! counter {
         pub struct $name(pub u64);
 
         impl $name {
-            /// The number after this one.
             #[must_use]
             pub fn next(self) -> $name {
                 $name(self.0 + 1)
@@ -177,44 +179,44 @@ macro_rules! counter {
 }
 
 counter! {
-    /// Rises with every change of the host table or of a task's location. Orders of an older epoch are refused.
+    /// Increases with every change of the host table or of a task's location. Orders of an older
+    /// epoch are refused.
     Epoch, "e"
 }
 counter! {
-    /// One attempt to move one task, unique in the virtual machine.
+    /// One attempt to migrate one task, unique in the virtual machine.
     MigrationId, "m"
 }
 counter! {
-    /// A top-level task and everything it spawned.
+    /// A top-level task and all its descendants.
     JobId, "j"
 }
 counter! {
-    /// One use of a route by a link; a later use of the same route has another number.
+    /// One period in which a link uses a route. A later use of the same route has another number.
     RouteId, "r"
 }
 counter! {
-    /// Pairs a request with its reply, unique for the asking side.
+    /// Pairs a request with its reply; unique per requester.
     RequestId, "q"
 }
 
-/// A point in time or a span in microseconds, as the shell's clock counts them. Pure code only compares and adds.
+/// A point in time or a duration in microseconds of the caller's clock. This crate only compares
+/// and adds such values.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
 pub struct Micros(pub u64);
 
 impl Micros {
-    /// A span of whole milliseconds.
     pub const fn from_millis(ms: u64) -> Micros {
         Micros(ms * 1000)
     }
 
-    /// A span of whole seconds.
     pub const fn from_secs(s: u64) -> Micros {
         Micros(s * 1_000_000)
     }
 
-    /// `self - earlier`, or zero when `earlier` is later.
+    /// Returns `self - earlier`, or zero if `earlier` is later.
     #[must_use]
     pub fn since(self, earlier: Micros) -> Micros {
         Micros(self.0.saturating_sub(earlier.0))
@@ -232,8 +234,9 @@ impl std::ops::Add for Micros {
 mod tests {
     use super::*;
 
+    /// Tids have the bit layout that PVM documents for programs.
     #[test]
-    fn tid_layout_is_the_one_programs_know() {
+    fn tid_layout_matches_pvm() {
         let h2 = HostId::new(2).expect("2 is an index");
         let t = Tid::task(h2, 1).expect("1 is a local part");
         assert_eq!(t.raw(), 0x80001);
@@ -247,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_outside_their_range_are_refused() {
+    fn out_of_range_ids_are_refused() {
         assert_eq!(HostId::new(0), None);
         assert_eq!(HostId::new(4096), None);
         assert_eq!(Tid::task(HostId::MASTER, 0), None);
@@ -257,8 +260,9 @@ mod tests {
         assert!(!Tid::NONE.is_task());
     }
 
+    /// Deserializing a host id fails outside 1..=4095.
     #[test]
-    fn what_is_read_is_a_host_only_within_the_range_of_hosts() {
+    fn host_id_deserialization_checks_range() {
         for index in [1, 2, HostId::INDEX_MAX] {
             let host = HostId::new(index).expect("an index");
             let bytes = postcard::to_allocvec(&host).expect("a host is written");
@@ -284,8 +288,9 @@ mod tests {
         }
     }
 
+    /// A simulated host above the tid range has no tid, no tasks and no birth host.
     #[test]
-    fn a_host_of_a_simulation_has_no_tid_that_a_program_could_see() {
+    fn simulated_host_has_no_tid() {
         assert_eq!(HostId::simulated(0), None);
         assert_eq!(HostId::simulated(7), HostId::new(7));
         let far = HostId::simulated(10_000).expect("a number");

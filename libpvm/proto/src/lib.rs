@@ -1,22 +1,24 @@
-//! What the parts of a Sempa virtual machine say to each other, and the rules they say it by.
+//! Message types and protocol rules shared by all parts of a Sempa virtual machine.
 //!
-//! Everything here is a value: no socket, file, clock or random number is touched. Shells (the task library, the
-//! daemon, the tasker) feed these values with events and carry out what they ask for.
+//! Everything here is a value: this crate uses no socket, file, clock or random number. The
+//! programs around it (task library, daemon, tasker) feed events into these values and execute the
+//! outputs.
 //!
-//! * [`ids`]: typed identifiers and PVM's task-id layout.
+//! * [`ids`]: typed identifiers and PVM's tid layout.
 //! * [`error`]: PVM's error codes.
 //! * [`body`]: packing and unpacking of message bodies.
 //! * [`message`]: a PVM message with its header.
 //! * [`frame`]: length-limited frames on a byte stream.
-//! * [`link`]: exactly-once, in-order conversation of two tasks over routes that may break.
+//! * [`link`]: exactly-once, in-order messages between two tasks over routes that may break.
 //! * [`task`], [`host`], [`tasker`]: control messages task-daemon, daemon-daemon, daemon-tasker.
-//! * [`group`]: what a task asks of the group service.
-//! * [`job`]: job files: what is to be started, as a file says it.
-//! * [`rm`]: questions to the resource manager: why, how much, which jobs.
-//! * [`sm`]: the documented messages between tasks, resource managers and daemons. [`trace`]: records for tracers.
+//! * [`group`]: requests to the group service.
+//! * [`job`]: job files, which describe the tasks to start.
+//! * [`rm`]: queries to the resource manager about decisions, usage and jobs.
+//! * [`sm`]: the documented messages between tasks, resource managers and daemons. [`trace`]:
+//!   records for tracers.
 //! * [`table`], [`event`], [`migration`], [`suspend`], [`load`]: the records these messages carry.
-//! * [`place`]: where a virtual machine keeps its socket and files. [`cgroup`]: where a process's control groups are.
-//!   [`text`]: what people read or write.
+//! * [`place`]: paths of a virtual machine's socket and files. [`cgroup`]: paths of a process's
+//!   control groups. [`text`]: parsing and truncation of text.
 
 pub mod body;
 pub mod cgroup;
@@ -50,5 +52,6 @@ pub use error::{PvmError, PvmResult};
 pub use ids::{Epoch, HostId, JobId, Micros, MigrationId, NoHostIndex, RequestId, RouteId, Tid};
 pub use message::Message;
 
-/// Version of every wire format in this crate. Peers with another number are refused at the first message.
+/// Version of every wire format in this crate. A peer with another version is refused at its first
+/// message.
 pub const WIRE_VERSION: u16 = 21;

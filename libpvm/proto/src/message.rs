@@ -1,46 +1,42 @@
-//! A PVM message: header and body.
+//! A PVM message and the encoding of its header.
 
 use crate::ids::Tid;
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
 
-/// Bytes of a message's header on a link.
+/// Size of the message header on a link.
 pub const MESSAGE_HEAD_BYTES: usize = 16;
 
-/// `enc` of a message whose body is XDR (`pvm_getminfo`).
+/// `enc` value of a message whose body is XDR (`pvm_getminfo`).
 pub const ENC_XDR: i32 = 0x1000_0000;
-/// Data signature of x86-64: `enc` of a raw message made there.
+/// Data signature of x86-64: `enc` value of a raw message created there.
 pub const DSIG_X86_64: i32 = 0x0040_8c41;
-/// `enc` of a user trace event.
+/// `enc` value of a user trace event.
 pub const ENC_TRACE: i32 = 0x4000_0000;
 
 /// Context of control messages between tasks (`TC_*` tags).
 pub const CTX_TASK_CONTROL: i32 = 0x7ffff;
-/// Context of the group server's messages.
 pub const CTX_GROUPS: i32 = 0x7fffc;
-/// The context every task starts in.
+/// Context in which every task starts.
 pub const CTX_BASE: i32 = 0;
 
-/// A message with all that a receiver can ask about it.
+/// A message with every property that a receiver can query.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
-    /// The task, or daemon, that sent it.
+    /// Sending task or daemon.
     pub src: Tid,
-    /// The task, or daemon, it is for.
+    /// Receiving task or daemon.
     pub dst: Tid,
-    /// Context in which it was sent.
     pub ctx: i32,
-    /// The sender's tag.
     pub tag: i32,
-    /// Wait id: pairs the request to a resource manager with its reply; 0 otherwise.
+    /// Wait id: pairs a request to a resource manager with its reply; otherwise 0.
     pub wid: i32,
-    /// How the body is encoded: [`ENC_XDR`], a data signature, or [`ENC_TRACE`].
+    /// Encoding of the body: [`ENC_XDR`], a data signature, or [`ENC_TRACE`].
     pub enc: i32,
-    /// The packed items.
     pub body: Bytes,
 }
 
-/// A message's header: context, tag, wait id, encoding; little-endian.
+/// Encodes a message header: context, tag, wait id, encoding; little-endian.
 #[inline]
 pub fn message_head(ctx: i32, tag: i32, wid: i32, enc: i32) -> [u8; MESSAGE_HEAD_BYTES] {
     let mut head = [0; MESSAGE_HEAD_BYTES];
@@ -51,12 +47,13 @@ pub fn message_head(ctx: i32, tag: i32, wid: i32, enc: i32) -> [u8; MESSAGE_HEAD
 }
 
 impl Message {
-    /// The header as it travels in front of the body on a link; source and destination are the link's.
+    /// Encodes the header that precedes the body on a link. Source and destination are those of the
+    /// link.
     pub fn head(&self) -> [u8; MESSAGE_HEAD_BYTES] {
         message_head(self.ctx, self.tag, self.wid, self.enc)
     }
 
-    /// Header and body in one piece.
+    /// Concatenates header and body.
     pub fn encode(&self) -> Bytes {
         let mut out = BytesMut::with_capacity(MESSAGE_HEAD_BYTES + self.body.len());
         out.put_slice(&self.head());
@@ -64,7 +61,7 @@ impl Message {
         out.freeze()
     }
 
-    /// Reads what a link handed over; `None` when it is shorter than a header.
+    /// Decodes a message that a link delivered; `None` if it is shorter than a header.
     pub fn decode(src: Tid, dst: Tid, mut bytes: Bytes) -> Option<Message> {
         if bytes.len() < MESSAGE_HEAD_BYTES {
             return None;

@@ -1,34 +1,36 @@
-//! Where a virtual machine keeps its socket and files on a host.
+//! Paths of a virtual machine's socket and files on a host.
 //!
-//! One directory per user and virtual machine, mode 0700: `/tmp/sempa-<uid>/<vm>`. `PVM_TMP` replaces `/tmp`, `PVM_VMID`
-//! names the virtual machine (`pvm` by default). The user's runtime directory is not used: it goes when his last login
-//! ends, and a daemon outlives the login that started it. Images of tasks have what is in their memory; where `/tmp` is a disk
-//! the daemon keeps them in a directory elsewhere.
+//! Each user and virtual machine has one directory with mode 0700: `/tmp/sempa-<uid>/<vm>`.
+//! `PVM_TMP` replaces `/tmp`, `PVM_VMID` names the virtual machine (`pvm` by default). The user's
+//! runtime directory is not suitable: it is removed at the user's last logout, and a daemon
+//! outlives the login that started it. Task images contain process memory; where `/tmp` is on a
+//! disk the daemon keeps them in another directory.
 
 use std::path::{Path, PathBuf};
 
-/// Longest name of a virtual machine, so that socket paths stay below the kernel's 107 bytes.
+/// Longest name of a virtual machine. Keeps socket paths below the kernel's limit of 107 bytes.
 pub const VM_NAME_BYTES_MAX: usize = 32;
 
-/// Name of a load watcher's note: on how many processors it keeps guests. For the next one, if it is killed.
+/// File in which a load watcher records the number of processors that guests are confined to. If
+/// the watcher is killed, its successor reads it.
 pub const CONFINED_FILE: &str = "confined";
-/// Name of the resource manager's file in the directory of its virtual machine.
+/// The resource manager's database in the directory of its virtual machine.
 pub const STATE_FILE: &str = "rm.redb";
 
-/// The directory of one virtual machine on this host.
+/// Paths of one virtual machine on this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     dir: PathBuf,
     vm: String,
-    /// Where images are, if that is another directory.
+    /// Parent directory of the images, if it is not `dir`.
     images: Option<PathBuf>,
 }
 
 impl Place {
-    /// The place for a user, by the environment; `env` looks a variable up.
+    /// Derives the paths of a user from environment variables; `env` looks one up.
     ///
     /// # Errors
-    /// One sentence when `PVM_VMID` cannot be a directory name.
+    /// One sentence if `PVM_VMID` cannot be a directory name.
     pub fn of(uid: u32, env: impl Fn(&str) -> Option<String>) -> Result<Place, String> {
         let set = |name: &str| env(name).filter(|value| !value.is_empty());
         let vm = set("PVM_VMID").unwrap_or_else(|| "pvm".to_string());
@@ -46,42 +48,40 @@ impl Place {
         })
     }
 
-    /// Name of the virtual machine.
     pub fn vm(&self) -> &str {
         &self.vm
     }
 
-    /// The directory itself.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The daemon's socket for tasks.
+    /// Socket on which the daemon accepts tasks.
     pub fn socket(&self) -> PathBuf {
         self.dir.join("pvmd.sock")
     }
 
-    /// Locked by the living daemon; holds its process number.
+    /// Lock file held by the running daemon; contains its process id.
     pub fn lock(&self) -> PathBuf {
         self.dir.join("pvmd.lock")
     }
 
-    /// The daemon's log, and the output of tasks that nobody collects.
+    /// Log of the daemon, and output of tasks without a collector.
     pub fn log(&self) -> PathBuf {
         self.dir.join("pvml")
     }
 
-    /// The master's record of committed moves.
+    /// The master's log of committed migrations.
     pub fn moves(&self) -> PathBuf {
         self.dir.join("moves")
     }
 
-    /// The master's settings for the ssh that starts daemons.
+    /// The master's configuration file for the ssh that starts daemons.
     pub fn ssh_settings(&self) -> PathBuf {
         self.dir.join("ssh_config")
     }
 
-    /// The same, with images in another directory.
+    /// Returns the same paths with `dir` as the parent directory of the images.
     #[must_use]
     pub fn with_images_in(self, dir: PathBuf) -> Place {
         Place {
@@ -90,22 +90,23 @@ impl Place {
         }
     }
 
-    /// The directory in which those of images are.
+    /// Parent directory of all image directories.
     pub fn all_images(&self) -> &Path {
         self.images.as_ref().unwrap_or(&self.dir)
     }
 
-    /// Directory of the images of one move.
+    /// Directory of the images of one migration.
     pub fn images(&self, migration: crate::ids::MigrationId) -> PathBuf {
         self.all_images().join(format!("images-{}", migration.0))
     }
 
-    /// Socket on which a daemon and its tasker pass on memory that follows the task of one move.
+    /// Socket over which a daemon and its tasker pass post-copy and pre-copy memory of one
+    /// migration.
     pub fn memory_way(&self, migration: crate::ids::MigrationId) -> PathBuf {
         self.dir.join(format!("memory-{}", migration.0))
     }
 
-    /// File that wakes the quiesced library of one move.
+    /// File that tells the quiesced library of a migrated task to reconnect.
     pub fn token(&self, migration: crate::ids::MigrationId) -> PathBuf {
         self.dir.join(format!("resume-{}", migration.0))
     }
@@ -115,8 +116,10 @@ impl Place {
 mod tests {
     use super::*;
 
+    /// The environment selects the directory; a virtual machine name that is no directory name is
+    /// refused.
     #[test]
-    fn the_place_follows_the_environment() {
+    fn paths_follow_the_environment() {
         let of = |vars: &[(&str, &str)]| {
             let vars: Vec<(String, String)> = vars
                 .iter()

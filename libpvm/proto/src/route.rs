@@ -1,88 +1,85 @@
-//! What two tasks say to each other, through their daemons, to set up a route of their own.
+//! Messages by which two tasks set up a route of their own. Their daemons carry these messages.
 //!
-//! A word goes to the task wherever it runs, in order with other items of its daemon; one to a task that has ended comes
-//! back as [`crate::task::ToTask::PeerGone`]. Two offers that cross are settled without a further word: the one of the smaller
-//! tid counts. An offer that is not answered because a task moves meanwhile is forgotten by both.
+//! - A message reaches the task wherever it runs, in order with the other items of its daemon. If
+//!   the task has ended, the sender receives [`crate::task::ToTask::PeerGone`].
+//! - If two offers cross, the one of the smaller tid counts; no further message is needed.
+//! - Both ends forget an offer that stays unanswered because a task migrates.
 
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 
-/// Descriptors that may travel with one word.
+/// Largest number of descriptors that travel with one message.
 pub const WORD_DESCRIPTORS_MAX: usize = 2;
-/// Addresses in one offer.
 pub const OFFER_ADDRESSES_MAX: usize = 16;
 
-/// Tells an offer from earlier ones of the same task; chosen by the task that offers, unique for it.
+/// Distinguishes an offer from earlier ones of the same task. The offering task chooses it, unique
+/// among its offers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct OfferId(pub u64);
 
-/// BLAKE3 hash of the certificate that a task has made for one direct route.
+/// BLAKE3 hash of the certificate that a task created for one direct route.
 pub type Fingerprint = [u8; 32];
 
-/// One word.
+/// A message about a route between two tasks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RouteWord {
-    /// Shared memory for both directions. Two descriptors travel along: the rings, and the bell of the task that offers.
-    /// Only to a task on the same host.
+    /// Offers shared memory for both directions, to a task on the same host. Two descriptors travel
+    /// along: the rings and the offering task's doorbell.
     RingOffer {
-        /// The offer.
         id: OfferId,
-        /// Place of this conversation in the offering task's bell.
+        /// The link's slot in the offering task's doorbell.
         slot: u32,
     },
-    /// The rings are in use. One descriptor travels along: the bell of the task that accepts.
+    /// The rings are in use. One descriptor travels along: the accepting task's doorbell.
     RingAccept {
-        /// The offer.
         id: OfferId,
-        /// Place of this conversation in the accepting task's bell.
+        /// The link's slot in the accepting task's doorbell.
         slot: u32,
     },
-    /// Not now: the daemons go on carrying the messages.
+    /// The rings are refused for the moment; the daemons continue to carry the messages.
     RingRefuse {
-        /// The offer.
         id: OfferId,
     },
-    /// A direct route, as a program asks for it (`PvmRouteDirect`). Tasks on one host have their rings for it; others connect
-    /// to one of the addresses, by TLS with exactly these certificates on the two sides.
+    /// Offers a direct route, which the program requested (`PvmRouteDirect`).
+    ///
+    /// Tasks on one host use their rings for it. Others connect to one of the addresses by TLS,
+    /// with exactly the two certificates that offer and acceptance name.
     DirectOffer {
-        /// The offer.
         id: OfferId,
-        /// Where the offering task listens; empty when it cannot.
+        /// Addresses on which the offering task listens; empty if it cannot listen.
         addresses: Vec<SocketAddr>,
-        /// Its certificate.
+        /// Hash of the offering task's certificate.
         fingerprint: Fingerprint,
-        /// The timeline of its link, because what goes directly says nothing of it: both ends go on with the later one.
+        /// Incarnation of the offering end's link. Frames on a direct route do not carry it, so
+        /// both ends use the later one.
         line: u16,
     },
-    /// The program there does not mind; its library connects next, unless both are on one host.
+    /// The peer's program accepts the route. Its library connects next, unless both tasks are on
+    /// one host.
     DirectAccept {
-        /// The offer.
         id: OfferId,
-        /// Its certificate.
+        /// Hash of the accepting task's certificate.
         fingerprint: Fingerprint,
-        /// The timeline of its link.
+        /// Incarnation of the accepting end's link.
         line: u16,
     },
-    /// The program there wants no direct routes (`PvmDontRoute`), or cannot have one.
+    /// The peer's program does not allow direct routes (`PvmDontRoute`), or cannot have one.
     DirectRefuse {
-        /// The offer.
         id: OfferId,
     },
-    /// Large messages lie in this memory from now on, which only its task can write. One descriptor travels along. Only to a
-    /// task on the same host; to others it comes to nothing.
+    /// Offers a shared pool: memory that only its task can write and in which large messages lie
+    /// from now on. One descriptor travels along. Has effect only for a task on the same host.
     StoreOffer {
-        /// The offer.
         id: OfferId,
     },
-    /// The store can be read.
+    /// The pool is mapped and can be read.
     StoreAccept {
-        /// The offer.
         id: OfferId,
     },
 }
 
 impl RouteWord {
-    /// Number of descriptors that travel with it.
+    /// Returns the number of descriptors that travel with the message.
     pub fn descriptors(&self) -> usize {
         match self {
             RouteWord::RingOffer { .. } => 2,

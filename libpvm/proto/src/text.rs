@@ -1,6 +1,6 @@
-//! Text that people read or write.
+//! Parsing and truncation of text for users.
 
-/// The beginning of a text, as much of it as fits.
+/// Returns the longest prefix of at most `bytes_max` bytes that ends at a character boundary.
 pub fn cut(text: &str, bytes_max: usize) -> &str {
     let end = (0..=bytes_max.min(text.len()))
         .rev()
@@ -9,12 +9,13 @@ pub fn cut(text: &str, bytes_max: usize) -> &str {
     &text[..end]
 }
 
-/// The line in which a byte of a text lies, from 1.
+/// Returns the line number, from 1, of the byte at offset `at`.
 pub fn line_of(text: &str, at: usize) -> usize {
     text.bytes().take(at).filter(|byte| *byte == b'\n').count() + 1
 }
 
-/// An amount of memory, as people write it, apart: the number, and by how many bits its unit shifts it; `None` for nothing.
+/// Splits a memory size such as `4G` into the number and the binary shift of its unit; `None` for
+/// an empty text.
 pub fn memory_parts(text: &str) -> Option<(&str, u32)> {
     let last = text.chars().last()?;
     let shift = match last.to_ascii_uppercase() {
@@ -37,14 +38,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sentence_is_cut_between_characters() {
+    fn truncation_respects_character_boundaries() {
         assert_eq!(cut("olga läuft", 6), "olga l");
         assert_eq!(cut("olga läuft", 7), "olga l");
         assert_eq!(cut("olga", 7), "olga");
     }
 
     #[test]
-    fn a_byte_lies_in_the_line_whose_end_comes_next() {
+    fn line_end_belongs_to_its_line() {
         assert_eq!(
             [0, 1, 2, 3, 9].map(|at| line_of("a\nb\n", at)),
             [1, 1, 2, 2, 3]
@@ -52,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn amounts_of_memory_have_one_unit_or_none() {
+    fn memory_size_has_at_most_one_unit() {
         assert_eq!(memory_parts("4G"), Some(("4", 30)));
         assert_eq!(memory_parts("1.5 k"), Some(("1.5", 10)));
         assert_eq!(memory_parts("17"), Some(("17", 0)));
