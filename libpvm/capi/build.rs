@@ -1,4 +1,5 @@
-//! Gives the shared library the name that PVM programs ask for, and compiles the few lines that only C can express.
+//! Build script of `libpvm3.so.3`: sets the soname that PVM programs link against and compiles
+//! `csrc/variadic.c`, the calls that only C can express (variadic functions).
 
 #[path = "../unwinder.rs"]
 mod unwinder;
@@ -8,8 +9,9 @@ fn main() {
     println!("cargo:rerun-if-changed=../unwinder.rs");
     println!("cargo:rerun-if-changed=csrc/variadic.c");
     println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libpvm3.so.3");
-    // Every import must resolve when the library is made, not when a program of a user starts. What a fuzzer's compiler
-    // adds to the code is only found in the fuzzer.
+    // Every import must resolve when the library is linked, not when a user's program starts. A
+    // fuzzing build is exempt: the instrumentation that the fuzzer's compiler inserts is defined
+    // only in the fuzzer's executable.
     if std::env::var_os("CARGO_CFG_FUZZING").is_none() {
         println!("cargo:rustc-cdylib-link-arg=-Wl,-z,defs");
     }

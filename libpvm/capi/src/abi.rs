@@ -1,9 +1,11 @@
-//! The structures and numbers of `pvm3.h`, as memory lies in the program.
+//! The structures and constants of `pvm3.h` and `pvmtev.h` in their C memory layout.
+//!
+//! The assertions at the end check the sizes at compile time.
 
 use std::ffi::{c_char, c_int};
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering::Relaxed};
 
-/// A host, as `pvm_config` lists it.
+/// An entry of the host list of `pvm_config` (`struct pvmhostinfo`).
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct HostInfo {
@@ -14,7 +16,7 @@ pub(crate) struct HostInfo {
     pub(crate) dsig: c_int,
 }
 
-/// A task, as `pvm_tasks` lists it.
+/// An entry of the task list of `pvm_tasks` (`struct pvmtaskinfo`).
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct TaskInfo {
@@ -26,7 +28,7 @@ pub(crate) struct TaskInfo {
     pub(crate) pid: c_int,
 }
 
-/// The header of a message, as `pvm_getminfo` shows it.
+/// A message header as `pvm_getminfo` returns it (`struct pvmminfo`).
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(crate) struct MsgInfo {
@@ -40,7 +42,7 @@ pub(crate) struct MsgInfo {
     pub(crate) dst: c_int,
 }
 
-/// A class of the mailbox, as `pvm_getmboxinfo` lists it.
+/// A mailbox class as `pvm_getmboxinfo` lists it (`struct pvmmboxinfo`).
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct MboxInfo {
@@ -51,10 +53,11 @@ pub(crate) struct MboxInfo {
     pub(crate) flags: *const c_int,
 }
 
-/// Bytes of a trace mask, with its final NUL.
+/// Bytes of a trace mask, including its final NUL.
 pub(crate) const MASK_BYTES: usize = 36;
 
-/// Trace and output settings (`struct Pvmtracer`); a program can look at them and change them.
+/// Trace and output settings (`struct Pvmtracer`). The program can read and write them at any time,
+/// so the fields are atomic.
 #[repr(C)]
 pub(crate) struct Tracer {
     pub(crate) trace_tid: AtomicI32,
@@ -69,7 +72,6 @@ pub(crate) struct Tracer {
 }
 
 impl Tracer {
-    /// Nothing set.
     pub(crate) const fn new() -> Tracer {
         Tracer {
             trace_tid: AtomicI32::new(0),
@@ -84,12 +86,12 @@ impl Tracer {
         }
     }
 
-    /// The mask with its NUL.
+    /// Returns a copy of the mask, including its NUL.
     pub(crate) fn mask(&self) -> [u8; MASK_BYTES] {
         std::array::from_fn(|i| self.mask[i].load(Relaxed))
     }
 
-    /// Takes over a mask; the last byte stays NUL.
+    /// Copies `mask` into the settings. Excess bytes are ignored; the last byte stays NUL.
     pub(crate) fn set_mask(&self, mask: &[u8]) {
         for (place, byte) in self.mask.iter().zip(mask.iter().take(MASK_BYTES - 1)) {
             place.store(*byte, Relaxed);
@@ -97,14 +99,12 @@ impl Tracer {
     }
 }
 
-/// A mask in which no event is enabled.
 pub(crate) const EMPTY_MASK: [u8; MASK_BYTES] = {
     let mut mask = [b'@'; MASK_BYTES];
     mask[MASK_BYTES - 1] = 0;
     mask
 };
 
-/// `struct timeval`.
 pub(crate) type TimeVal = libc::timeval;
 
 /// Description of a trace event (`struct Pvmtevinfo`).

@@ -1,4 +1,5 @@
-//! Requests to the daemon that need no more than an answer: tasks, hosts, contexts, mailbox.
+//! Calls that consist of a request to the daemon and its reply: tasks, hosts, contexts, mailbox,
+//! services.
 
 use crate::data::{pvmctrc, pvmmyctx, pvmrescode};
 use crate::session;
@@ -17,28 +18,24 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 use std::{fs, thread};
 
-/// Tasks that one call may ask for; a daemon refuses more.
+/// Maximum number of tasks of one spawn; a daemon refuses more.
 const SPAWN_COUNT_MAX: u32 = 65_536;
-/// Hosts that one call may add or delete.
+/// Maximum number of hosts that one call may add or delete.
 pub(crate) const HOSTS_PER_CALL_MAX: usize = 4095;
-/// `PvmNotifyCancel`.
 const NOTIFY_CANCEL: i32 = 256;
-/// `PvmMboxPersistent`.
 const MBOX_PERSISTENT: i32 = 1;
-/// `PvmMboxMultiInstance`.
 pub(crate) const MBOX_MULTI: i32 = 2;
-/// `PvmMboxFirstAvail`.
 const MBOX_FIRST: i32 = 8;
-/// Where a direct index stands in mailbox flags.
+/// Bit position of a direct index in mailbox flags (`PvmMboxDirectIndexShift`).
 const MBOX_INDEX_SHIFT: u32 = 10;
-/// Indices below this can be asked for directly.
+/// Upper bound of direct mailbox indices, exclusive (`PvmMboxMaxDirectIndex`).
 const MBOX_INDEX_MAX: i32 = 1 << 21;
-/// How long a halted daemon is waited for.
+/// Time for which [`halt`] waits for the end of the local daemon.
 const HALT_MAX: Duration = Duration::from_secs(10);
-/// How often its place is looked at meanwhile.
+/// Pause between two checks of the daemon's lock file.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// A request that is only done or not.
+/// Converts the reply to a request that has no result.
 fn done(reply: Reply) -> PvmResult<()> {
     match reply {
         Reply::Done => Ok(()),
@@ -46,7 +43,7 @@ fn done(reply: Reply) -> PvmResult<()> {
     }
 }
 
-/// The code of a reply that is not what was asked for.
+/// Returns the error code of a reply of another kind than expected.
 fn failure(reply: &Reply) -> PvmError {
     match reply {
         Reply::Failed { error, .. } => *error,
@@ -60,10 +57,10 @@ fn task_tid(tid: i32) -> PvmResult<Tid> {
         .ok_or(PvmError::BadParam)
 }
 
-/// Starts tasks; answers one result for each, the started ones first.
+/// Starts tasks. Returns one result for each task, the started ones first.
 ///
 /// # Errors
-/// When nothing was tried.
+/// If no task could be attempted at all.
 pub(crate) fn spawn(
     file: String,
     args: Vec<Vec<u8>>,
@@ -72,7 +69,7 @@ pub(crate) fn spawn(
     count: i32,
 ) -> PvmResult<Vec<PvmResult<Tid>>> {
     let rt = session::runtime()?;
-    // The code alone would not say what is wrong with the file.
+    // The error code alone does not say what is wrong with the job file.
     libpvm::job::of_process().map_err(|error| {
         session::say(&format!("{}\n", error.reason), false);
         error.code
@@ -88,7 +85,7 @@ pub(crate) fn spawn(
     if flags & (SPAWN_HOST | SPAWN_ARCH) != 0 && place.is_empty() {
         return Ok(vec![Err(PvmError::NoHost); count as usize]);
     }
-    // A negative tid means that nobody gets it.
+    // The program sets a negative tid to suppress the messages; the daemon knows only 0 for that.
     let sink = |tid: i32, ctx, tag| Sink {
         tid: Tid::from_raw(tid.max(0)),
         ctx,
@@ -115,7 +112,7 @@ pub(crate) fn spawn(
         trace,
     };
     let mut results = rt.spawn(request).map_err(|error| error.code)?;
-    // A stable sort: the tids keep their order, the errors go behind them.
+    // A stable sort: the tids keep their order, and the errors follow them.
     results.sort_by_key(Result::is_err);
     let started: Vec<Tid> = results.iter().copied().flatten().collect();
     if output::catches_children() {
@@ -125,10 +122,11 @@ pub(crate) fn spawn(
     Ok(results)
 }
 
-/// The tasks of the spawn this one belongs to; waits until they are known. A task that was not spawned is alone.
+/// Returns the tids of all tasks of the spawn that started this task, and waits until they are
+/// known. A task that was not spawned has only itself.
 ///
 /// # Errors
-/// `SysErr` when the daemon is gone.
+/// `SysErr` if the connection to the daemon is lost.
 pub(crate) fn siblings() -> PvmResult<Vec<Tid>> {
     let rt = session::runtime()?;
     if rt.parent() == Tid::NONE {
@@ -137,18 +135,18 @@ pub(crate) fn siblings() -> PvmResult<Vec<Tid>> {
     receive::wait_for(&rt, |session| session.siblings.clone())
 }
 
-/// The host table.
+/// Returns the host table.
 ///
 /// # Errors
-/// As the daemon or the resource manager says.
+/// An error of the daemon or of the resource manager.
 pub(crate) fn config() -> PvmResult<HostTable> {
     session::runtime()?.config().map_err(|error| error.code)
 }
 
-/// Data signature of the first host with this architecture.
+/// Returns the data signature of the first host with this architecture.
 ///
 /// # Errors
-/// `NotFound` when there is none.
+/// `NotFound` if there is no such host.
 pub(crate) fn arch_code(arch: &str) -> PvmResult<i32> {
     let table = config()?;
     table
@@ -159,7 +157,7 @@ pub(crate) fn arch_code(arch: &str) -> PvmResult<i32> {
         .ok_or(PvmError::NotFound)
 }
 
-/// Tasks of all hosts (0), one host, or one task.
+/// Returns the tasks of all hosts (`selector` 0), of one host, or one task.
 ///
 /// # Errors
 /// `NoHost` for an unknown host.
@@ -176,10 +174,10 @@ fn lines(names: Vec<Vec<u8>>) -> Vec<String> {
         .collect()
 }
 
-/// Adds hosts, one host-file line each.
+/// Adds hosts. Each name is a line as in a host file.
 ///
 /// # Errors
-/// When nothing was tried.
+/// If no host could be attempted at all.
 pub(crate) fn add_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<AddedHost>> {
     let rt = session::runtime()?;
     rt.add_hosts(lines(names)).map_err(|error| error.code)
@@ -188,13 +186,13 @@ pub(crate) fn add_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<AddedHost>> {
 /// Removes hosts by name.
 ///
 /// # Errors
-/// When nothing was tried.
+/// If no host could be attempted at all.
 pub(crate) fn delete_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<PvmResult<()>>> {
     let rt = session::runtime()?;
     rt.delete_hosts(lines(names)).map_err(|error| error.code)
 }
 
-/// Is the host up?
+/// Checks that a host is up.
 ///
 /// # Errors
 /// `NoHost`, `HostFail`; `BadParam` for an empty name.
@@ -206,10 +204,10 @@ pub(crate) fn host_status(name: String) -> PvmResult<()> {
     done(rt.request(Request::HostStatus { name }))
 }
 
-/// Is the task there?
+/// Checks that a task exists.
 ///
 /// # Errors
-/// `NoTask`; `BadParam` for what cannot be a task.
+/// `NoTask`; `BadParam` if `tid` cannot be a task.
 pub(crate) fn task_status(tid: i32) -> PvmResult<()> {
     let rt = session::runtime()?;
     done(rt.request(Request::TaskStatus {
@@ -217,10 +215,10 @@ pub(crate) fn task_status(tid: i32) -> PvmResult<()> {
     }))
 }
 
-/// Sends a signal; no error when the task has ended already.
+/// Sends a signal to a task. It is not an error if the task has already exited.
 ///
 /// # Errors
-/// `BadParam` for what cannot be a task.
+/// `BadParam` if `tid` cannot be a task.
 pub(crate) fn signal(tid: i32, signal: i32) -> PvmResult<()> {
     let rt = session::runtime()?;
     match done(rt.request(Request::Signal {
@@ -232,7 +230,7 @@ pub(crate) fn signal(tid: i32, signal: i32) -> PvmResult<()> {
     }
 }
 
-/// Time of day of a host, in microseconds since 1970.
+/// Returns the time of day on a host, in microseconds since 1970.
 ///
 /// # Errors
 /// `NoHost`, `HostFail`.
@@ -246,17 +244,20 @@ pub(crate) fn host_clock(host: i32) -> PvmResult<u64> {
     }
 }
 
-/// Stops the virtual machine. A program from the command line waits until the daemon here has given its place back, so
-/// that it may start another one; for a spawned task the daemon waits.
+/// Halts the virtual machine.
+///
+/// A program started from the command line waits until the local daemon has released its runtime
+/// directory, so that it can start another daemon. A spawned task does not wait, because the daemon
+/// waits for the task.
 ///
 /// # Errors
-/// As the daemon says; that its connection breaks is what halting is.
+/// An error of the daemon. The loss of the connection is the expected result, not an error.
 pub(crate) fn halt() -> PvmResult<()> {
     let rt = session::runtime()?;
     let place = Place::of(process::user() as u32, env::get)
         .ok()
         .filter(|_| rt.parent() == Tid::NONE);
-    // The lock holds the number of the daemon's process, and is the last that it removes.
+    // The lock file holds the daemon's pid and is the last file that the daemon removes.
     let holder = || fs::read_to_string(place.as_ref()?.lock()).ok();
     let before = holder();
     match done(rt.request(Request::Halt)) {
@@ -270,10 +271,10 @@ pub(crate) fn halt() -> PvmResult<()> {
     Ok(())
 }
 
-/// A context that nobody else has.
+/// Returns a new message context that no other task uses.
 ///
 /// # Errors
-/// `OutOfRes` when there is none left.
+/// `OutOfRes` if none is left.
 pub(crate) fn new_context() -> PvmResult<i32> {
     match session::runtime()?.request(Request::NewContext) {
         Reply::Context(ctx) => Ok(ctx),
@@ -281,35 +282,35 @@ pub(crate) fn new_context() -> PvmResult<i32> {
     }
 }
 
-/// Gives a context back.
+/// Frees a message context.
 ///
 /// # Errors
-/// `NotFound` when it is not this task's.
+/// `NotFound` if the context does not belong to this task.
 pub(crate) fn free_context(ctx: i32) -> PvmResult<()> {
     done(session::runtime()?.request(Request::FreeContext { ctx }))
 }
 
-/// Where this task's own output goes from now on.
+/// Sets the destination of this task's own output.
 ///
 /// # Errors
-/// As the daemon says.
+/// An error of the daemon.
 pub(crate) fn set_output(sink: Sink) -> PvmResult<()> {
     done(session::runtime()?.request(Request::SetOutput(sink)))
 }
 
-/// Where this task's own trace records go from now on.
+/// Sets the destination of this task's own trace records.
 ///
 /// # Errors
-/// As the daemon says.
+/// An error of the daemon.
 pub(crate) fn set_trace(sink: Sink) -> PvmResult<()> {
     done(session::runtime()?.request(Request::SetTrace(sink)))
 }
 
-/// Removes mailbox entries that nobody owns: all, those of a name, or that at an index of it. With `kill` tasks are ended,
-/// and all such entries go.
+/// Removes mailbox entries without an owner: all, those of a name, or the one at an index of a
+/// name. With `kill`, ends tasks as a reset does and removes all entries without an owner.
 ///
 /// # Errors
-/// As the daemon says.
+/// An error of the daemon.
 pub(crate) fn reset(kill: bool, name: String, index: Option<i32>) -> PvmResult<()> {
     let what = if kill {
         Request::Reset { kill }
@@ -319,10 +320,11 @@ pub(crate) fn reset(kill: bool, name: String, index: Option<i32>) -> PvmResult<(
     done(session::runtime()?.request(what))
 }
 
-/// Asks for messages about an event. `vals` are tids; for added hosts `count` says how many messages.
+/// Requests messages about an event. `vals` are tids; for added hosts and routes `count` is the
+/// number of messages.
 ///
 /// # Errors
-/// `BadParam` for an unknown kind, no tids, or tids that are not tasks.
+/// `BadParam` for an unknown event, no tids, or tids that are not tasks.
 pub(crate) fn notify(what: i32, tag: i32, count: i32, vals: &[i32]) -> PvmResult<()> {
     let rt = session::runtime()?;
     let cancel = what & NOTIFY_CANCEL != 0;
@@ -364,7 +366,8 @@ pub(crate) fn notify(what: i32, tag: i32, count: i32, vals: &[i32]) -> PvmResult
     }
 }
 
-/// The own end is told by this library, not by the daemon; a cancelled request is answered at once.
+/// Adds or cancels requests for notices about this task's own exit. This library sends these
+/// notices, not the daemon. A cancelled request is answered immediately.
 fn own_exit(times: usize, ctx: i32, tag: i32, cancel: bool, rt: &Runtime) {
     for _ in 0..times {
         let mut session = session::lock();
@@ -382,7 +385,7 @@ fn own_exit(times: usize, ctx: i32, tag: i32, cancel: bool, rt: &Runtime) {
     }
 }
 
-/// Tells this task of its own end, in the daemon's name.
+/// Delivers a notice about this task's own exit to itself, with its daemon as the sender.
 pub(crate) fn tell_own_exit(rt: &Runtime, ctx: i32, tag: i32) {
     let mut body = Packer::new(Encoding::Xdr);
     body.int(rt.tid().raw());
@@ -401,7 +404,7 @@ pub(crate) fn tell_own_exit(rt: &Runtime, ctx: i32, tag: i32) {
     );
 }
 
-/// A name in the mailbox.
+/// Checks the name of a mailbox class, which must not be empty.
 fn class(name: String) -> PvmResult<String> {
     if name.is_empty() {
         Err(PvmError::BadParam)
@@ -410,7 +413,7 @@ fn class(name: String) -> PvmResult<String> {
     }
 }
 
-/// Stores a message under a name; answers its index.
+/// Stores a message in a mailbox class and returns its index.
 ///
 /// # Errors
 /// `Denied`, `Exists`; `BadParam` for an empty name.
@@ -427,7 +430,7 @@ pub(crate) fn put(name: String, message: Message, flags: i32) -> PvmResult<i32> 
     }
 }
 
-/// Fetches a message.
+/// Fetches a message from a mailbox class.
 ///
 /// # Errors
 /// `NotFound`, `Denied`; `BadParam` for an empty name or a negative index.
@@ -447,7 +450,7 @@ pub(crate) fn take(name: String, index: i32, flags: i32) -> PvmResult<Message> {
     }
 }
 
-/// Removes an entry.
+/// Removes an entry of a mailbox class.
 ///
 /// # Errors
 /// As [`take`].
@@ -460,10 +463,10 @@ pub(crate) fn delete(name: String, index: i32) -> PvmResult<()> {
     done(rt.request(Request::Mailbox(MailboxRequest::Delete { name, index })))
 }
 
-/// Classes whose names match; all for an empty pattern.
+/// Lists the mailbox classes whose names match, or all for an empty pattern.
 ///
 /// # Errors
-/// As the daemon says.
+/// An error of the daemon.
 pub(crate) fn list(pattern: String) -> PvmResult<Vec<MailboxClass>> {
     let rt = session::runtime()?;
     match rt.request(Request::Mailbox(MailboxRequest::List { pattern })) {
@@ -472,7 +475,7 @@ pub(crate) fn list(pattern: String) -> PvmResult<Vec<MailboxClass>> {
     }
 }
 
-/// A message of one int, as the old mailbox calls and registrations store it.
+/// Creates a message with one int, the format of `pvm_insert` and of registrations.
 fn int_message(rt: &Runtime, value: i32) -> Message {
     let mut body = Packer::new(Encoding::Xdr);
     body.int(value);
@@ -488,10 +491,11 @@ fn int_message(rt: &Runtime, value: i32) -> Message {
     }
 }
 
-/// Stores one int (`pvm_insert`): at a free index for −1, else at that index if it is free.
+/// Stores one int (`pvm_insert`) and returns its index: a free index for −1, else the given index
+/// if it is free.
 ///
 /// # Errors
-/// `Denied` when the index is taken.
+/// `Denied` if the index is taken, `BadParam` if it is out of range.
 pub(crate) fn insert(name: String, index: i32, value: i32) -> PvmResult<i32> {
     let rt = session::runtime()?;
     let message = int_message(&rt, value);
@@ -512,10 +516,10 @@ pub(crate) fn insert(name: String, index: i32, value: i32) -> PvmResult<i32> {
     }
 }
 
-/// Reads one int (`pvm_lookup`): the first entry for −1.
+/// Reads one int (`pvm_lookup`); −1 selects the first entry.
 ///
 /// # Errors
-/// `NotFound`; `BadMsg` when the entry is not an int.
+/// `NotFound`; `BadMsg` if the entry is not an int.
 pub(crate) fn lookup(name: String, index: i32) -> PvmResult<i32> {
     let (index, flags) = if index == -1 {
         (0, MBOX_FIRST)
@@ -528,7 +532,7 @@ pub(crate) fn lookup(name: String, index: i32) -> PvmResult<i32> {
         .map_err(|_| PvmError::BadMsg)
 }
 
-/// Puts this task's id into a well-known class; answers the index.
+/// Stores this task's tid in a mailbox class and returns the index.
 ///
 /// # Errors
 /// As [`put`].
@@ -541,10 +545,10 @@ pub(crate) fn put_own_tid(name: &str) -> PvmResult<i32> {
     )
 }
 
-/// Tasks that a reset spares.
+/// Returns the tids of the tasks that a reset does not end.
 ///
 /// # Errors
-/// As the daemon says.
+/// An error of the daemon.
 pub(crate) fn no_resets() -> PvmResult<Vec<i32>> {
     let classes = list(sempa_proto::sm::NO_RESET_CLASS.to_string())?;
     let entries = classes
@@ -554,7 +558,7 @@ pub(crate) fn no_resets() -> PvmResult<Vec<i32>> {
     for (index, _, _) in entries.flat_map(|c| c.entries) {
         match lookup(sempa_proto::sm::NO_RESET_CLASS.to_string(), index) {
             Ok(tid) => tids.push(tid),
-            // It ended between the two requests.
+            // The task exited between the two requests.
             Err(PvmError::NotFound) => (),
             Err(error) => return Err(error),
         }
@@ -562,10 +566,10 @@ pub(crate) fn no_resets() -> PvmResult<Vec<i32>> {
     Ok(tids)
 }
 
-/// Asks the daemon about its inside.
+/// Queries internal counters of the daemon (`pvm_tickle`).
 ///
 /// # Errors
-/// `BadParam` for none or too many numbers.
+/// `BadParam` for no numbers or too many numbers.
 pub(crate) fn tickle(words: Vec<i32>) -> PvmResult<Vec<i32>> {
     match session::runtime()?.request(Request::Tickle(words)) {
         Reply::Numbers(numbers) => Ok(numbers),
@@ -573,10 +577,11 @@ pub(crate) fn tickle(words: Vec<i32>) -> PvmResult<Vec<i32>> {
     }
 }
 
-/// Becomes the resource manager; answers the former one's tid (0 without) and the master's entry.
+/// Registers this task as the resource manager. Returns the previous one's tid (0 if there was
+/// none) and the master's host entry.
 ///
 /// # Errors
-/// `Already` or `Denied` when somebody else is.
+/// `Already` or `Denied` if another task is the resource manager.
 pub(crate) fn register_rm() -> PvmResult<(i32, Option<HostEntry>)> {
     let rt = session::runtime()?;
     let (previous, master) = rt
@@ -590,10 +595,12 @@ pub(crate) fn register_rm() -> PvmResult<(i32, Option<HostEntry>)> {
     Ok((previous.raw(), master))
 }
 
-/// Begins or ends to serve the daemon; the well-known class of the mailbox says who does.
+/// Starts to serve the daemon in this role, or stops if this task serves already. The role's
+/// mailbox class then names the serving task.
 ///
 /// # Errors
-/// `Already` when somebody else serves, `HosterNotMaster` for a hoster elsewhere than with the master.
+/// `Already` if another task serves, `HosterNotMaster` for a hoster on another host than the
+/// master's.
 pub(crate) fn serve(service: Service) -> PvmResult<()> {
     let rt = session::runtime()?;
     let class = match service {
@@ -610,10 +617,10 @@ pub(crate) fn serve(service: Service) -> PvmResult<()> {
     )
 }
 
-/// Begins or ends to be the tracer.
+/// Registers this task as the tracer, or unregisters it if it is the tracer already.
 ///
 /// # Errors
-/// `Already` when somebody else is.
+/// `Already` if another task is the tracer.
 pub(crate) fn serve_tracer(settings: TracerSettings) -> PvmResult<()> {
     let rt = session::runtime()?;
     let TracerSettings {

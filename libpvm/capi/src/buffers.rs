@@ -1,4 +1,7 @@
-//! Message buffers: what is being packed, what has arrived, and the small numbers programs call them by.
+//! Message buffers: messages that are being packed and messages that have arrived.
+//!
+//! A program refers to a buffer by its number (`mid`). [`Buffers`] is the table of all buffers of
+//! the task.
 
 use crate::memory::Span;
 use bytes::Bytes;
@@ -7,32 +10,29 @@ use sempa_proto::message::{DSIG_X86_64, ENC_TRACE, ENC_XDR};
 use sempa_proto::pool;
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 
-/// `enc` that `pvm_getminfo` shows for a buffer packed in place.
+/// Value of `enc` that `pvm_getminfo` returns for a buffer packed in place.
 const ENC_IN_PLACE: i32 = 0x2000_0000;
-/// Bytes of a body at most: half of what may wait for one receiver.
+/// Largest message body in bytes: half of what may be queued for one receiver.
 pub(crate) const BODY_BYTES_MAX: usize = 1 << 35;
-/// Memory of freed buffers that is packed into again is no larger than this.
+/// Largest capacity in bytes of a freed buffer's memory that is kept for the next buffer.
 const SPARE_BYTES_MAX: usize = 4 << 10;
-/// Buffers that may exist at a time.
+/// Maximum number of buffers that exist at the same time.
 pub(crate) const BUFFERS_MAX: usize = 1 << 24;
 
-/// How a buffer is encoded.
+/// Encoding of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Enc {
-    /// `PvmDataDefault`.
     Xdr,
-    /// `PvmDataRaw`.
     Raw,
-    /// `PvmDataInPlace`.
     InPlace,
-    /// `PvmDataTrace`.
     Trace,
-    /// Raw, from a machine with another layout: only bytes can be read.
+    /// Raw data of a machine with another data layout, with its encoding number. They can be read
+    /// only as bytes.
     Alien(i32),
 }
 
 impl Enc {
-    /// From the argument of `pvm_mkbuf`.
+    /// Converts the `encoding` argument of `pvm_mkbuf`.
     pub(crate) fn from_arg(arg: i32) -> PvmResult<Enc> {
         match arg {
             0 => Ok(Enc::Xdr),
@@ -43,7 +43,7 @@ impl Enc {
         }
     }
 
-    /// From the header of a message.
+    /// Converts the `enc` field of a message header.
     pub(crate) fn from_word(word: i32) -> Enc {
         match word {
             ENC_XDR => Enc::Xdr,
@@ -54,7 +54,7 @@ impl Enc {
         }
     }
 
-    /// As `pvm_getminfo` shows it.
+    /// Returns the encoding as `pvm_getminfo` reports it.
     pub(crate) fn word(self) -> i32 {
         match self {
             Enc::Xdr => ENC_XDR,
@@ -65,7 +65,8 @@ impl Enc {
         }
     }
 
-    /// As the receiver of a message sees it: in-place data arrive raw.
+    /// Returns the encoding as the receiver of the message sees it: in-place data arrive as raw
+    /// data.
     pub(crate) fn sent_word(self) -> i32 {
         if self == Enc::InPlace {
             DSIG_X86_64
@@ -75,11 +76,11 @@ impl Enc {
     }
 }
 
-/// One piece of an in-place message.
+/// One segment of an in-place message.
 pub(crate) enum Piece {
     /// Memory of the program, read when the message is sent.
     There(Span),
-    /// Bytes of our own.
+    /// Bytes that were copied when they were packed.
     Here(Vec<u8>),
 }
 
@@ -89,13 +90,13 @@ enum Body {
     Pieces(Vec<Piece>),
 }
 
-/// A message being packed, sent, or read.
+/// A message that is being packed, sent or read.
 pub(crate) struct Buffer {
     pub(crate) enc: Enc,
     body: Body,
     /// True while the message waits to be received.
     pub(crate) queued: bool,
-    /// Where the next unpack reads.
+    /// Offset in the body at which the next unpack call reads.
     pub(crate) position: usize,
     pub(crate) ctx: i32,
     pub(crate) tag: i32,
@@ -113,7 +114,7 @@ impl Drop for Body {
 }
 
 impl Buffer {
-    /// An empty buffer of the task `src`.
+    /// Creates an empty buffer for the task `src`.
     pub(crate) fn new(enc: Enc, src: i32) -> Buffer {
         let body = if enc == Enc::InPlace {
             Body::Pieces(Vec::new())
@@ -133,7 +134,7 @@ impl Buffer {
         }
     }
 
-    /// A buffer that holds an arrived message.
+    /// Creates a buffer that holds a received message.
     pub(crate) fn of_message(message: Message) -> Buffer {
         Buffer {
             enc: Enc::from_word(message.enc),
@@ -148,7 +149,8 @@ impl Buffer {
         }
     }
 
-    /// Bytes packed; 0 for a buffer packed in place, whose bytes are not known before it is sent.
+    /// Returns the number of packed bytes. It is 0 for a buffer packed in place, whose bytes are
+    /// read only when it is sent.
     pub(crate) fn len(&self) -> usize {
         match &self.body {
             Body::Open(bytes) => bytes.len(),
@@ -157,12 +159,12 @@ impl Buffer {
         }
     }
 
-    /// Bytes packed, as the interface's `int` can say it: no more than 2 GiB.
+    /// Returns the number of packed bytes as a C `int`, at most `i32::MAX`.
     pub(crate) fn told_len(&self) -> i32 {
         told_len(self.len())
     }
 
-    /// What has been packed. Empty for a buffer packed in place.
+    /// Returns the packed bytes. Empty for a buffer packed in place.
     pub(crate) fn bytes(&self) -> &[u8] {
         match &self.body {
             Body::Open(bytes) => bytes,
@@ -171,16 +173,17 @@ impl Buffer {
         }
     }
 
-    /// Room to pack into, behind what is there.
+    /// Returns the body for appending.
     ///
     /// # Errors
-    /// `BadMsg` when the buffer is packed in place or came from a machine with another layout.
+    /// `BadMsg` if the buffer is packed in place or holds raw data of a machine with another
+    /// layout.
     pub(crate) fn open(&mut self) -> PvmResult<&mut Vec<u8>> {
         if matches!(self.enc, Enc::Alien(_)) {
             return Err(PvmError::BadMsg);
         }
         if let Body::Sealed(bytes) = &mut self.body {
-            // Takes the bytes back without copying when nobody else holds them any more.
+            // `Vec::from` reuses the memory without a copy if no other handle shares it.
             self.body = Body::Open(Vec::from(std::mem::take(bytes)));
         }
         match &mut self.body {
@@ -189,7 +192,7 @@ impl Buffer {
         }
     }
 
-    /// The pieces of a buffer packed in place; `None` for others.
+    /// Returns the segments of a buffer packed in place; `None` for other buffers.
     pub(crate) fn pieces(&mut self) -> Option<&mut Vec<Piece>> {
         match &mut self.body {
             Body::Pieces(pieces) => Some(pieces),
@@ -197,10 +200,11 @@ impl Buffer {
         }
     }
 
-    /// The body as it travels now. Memory packed in place is read here. The buffer stays as it is.
+    /// Returns the body in the form in which it is sent. Memory packed in place is read here. The
+    /// content of the buffer is unchanged, so it can be sent again.
     ///
     /// # Errors
-    /// `NoMem` when the pieces of an in-place message exceed [`BODY_BYTES_MAX`].
+    /// `NoMem` if the segments of an in-place message exceed [`BODY_BYTES_MAX`].
     pub(crate) fn wire(&mut self) -> PvmResult<Bytes> {
         match &mut self.body {
             Body::Open(bytes) => {
@@ -231,7 +235,8 @@ impl Buffer {
         }
     }
 
-    /// What has been packed, if that is little, and simply bytes.
+    /// Returns the packed bytes if they are at most [`SMALL_BYTES_MAX`] and need no special
+    /// handling: not sealed, not in place, not a trace event.
     #[inline]
     pub(crate) fn small(&self) -> Option<&[u8]> {
         match &self.body {
@@ -242,12 +247,12 @@ impl Buffer {
         }
     }
 
-    /// Remembers what `pvm_getminfo` shows of a message that was sent.
+    /// Records the header of a sent message, which `pvm_getminfo` returns afterwards.
     pub(crate) fn sent(&mut self, src: Tid, dst: Tid, ctx: i32, tag: i32) {
         (self.ctx, self.tag, self.dst, self.src) = (ctx, tag, dst.raw(), src.raw());
     }
 
-    /// The memory that was packed into, to be used again, if it is small.
+    /// Takes the memory of the body for reuse if its capacity is small; `None` otherwise.
     pub(crate) fn take_small_memory(&mut self) -> Option<Vec<u8>> {
         match &mut self.body {
             Body::Open(bytes) if (1..=SPARE_BYTES_MAX).contains(&bytes.capacity()) => {
@@ -257,7 +262,8 @@ impl Buffer {
         }
     }
 
-    /// The message to send. Remembers context, tag and destination, as `pvm_getminfo` shows them afterwards.
+    /// Returns the message to send. Also records context, tag and destination, which `pvm_getminfo`
+    /// returns afterwards.
     ///
     /// # Errors
     /// As [`Buffer::wire`].
@@ -276,27 +282,27 @@ impl Buffer {
     }
 }
 
-/// A length in bytes as the interface's `int` can say it.
+/// Converts a length in bytes to a C `int`, at most `i32::MAX`.
 pub(crate) fn told_len(len: usize) -> i32 {
     i32::try_from(len).unwrap_or(i32::MAX)
 }
 
-/// The buffers of a task by number. Numbers are small, positive and used again soon.
+/// The buffers of a task by number. Numbers start at 1; the number freed last is assigned first.
 #[derive(Default)]
 pub(crate) struct Buffers {
     slots: Vec<Option<Buffer>>,
     free: Vec<usize>,
-    /// Memory of a small buffer that was freed.
+    /// Memory of a freed small buffer, for the next buffer.
     spare: Vec<u8>,
 }
 
 impl Buffers {
-    /// How many there are.
+    /// Returns the number of existing buffers.
     pub(crate) fn count(&self) -> usize {
         self.slots.iter().flatten().count()
     }
 
-    /// Makes an empty buffer, in memory that was used before if there is some, and answers its number.
+    /// Creates an empty buffer and returns its number. Reuses the spare memory if there is any.
     ///
     /// # Errors
     /// As [`Buffers::add`].
@@ -309,7 +315,7 @@ impl Buffers {
         self.add(buffer)
     }
 
-    /// Frees a buffer; memory of a small one is kept for the next.
+    /// Frees a buffer. The memory of a small one is kept for the next buffer.
     ///
     /// # Errors
     /// As [`Buffers::get`].
@@ -321,10 +327,10 @@ impl Buffers {
         Ok(())
     }
 
-    /// Stores a buffer and answers its number.
+    /// Stores a buffer and returns its number.
     ///
     /// # Errors
-    /// `NoMem` at [`BUFFERS_MAX`].
+    /// `NoMem` if there are [`BUFFERS_MAX`] buffers already.
     pub(crate) fn add(&mut self, buffer: Buffer) -> PvmResult<i32> {
         let slot = match self.free.pop() {
             Some(slot) => slot,
@@ -345,10 +351,10 @@ impl Buffers {
         }
     }
 
-    /// A buffer.
+    /// Returns the buffer with this number.
     ///
     /// # Errors
-    /// `BadParam` for numbers below 1, `NoSuchBuf` for others without a buffer.
+    /// `BadParam` for a number below 1, `NoSuchBuf` for any other number without a buffer.
     pub(crate) fn get(&self, mid: i32) -> PvmResult<&Buffer> {
         self.slots
             .get(Self::slot(mid)?)
@@ -356,7 +362,7 @@ impl Buffers {
             .ok_or(PvmError::NoSuchBuf)
     }
 
-    /// A buffer to change.
+    /// Returns the buffer with this number for modification.
     ///
     /// # Errors
     /// As [`Buffers::get`].
@@ -367,7 +373,7 @@ impl Buffers {
             .ok_or(PvmError::NoSuchBuf)
     }
 
-    /// Takes a buffer out.
+    /// Removes a buffer from the table and returns it.
     ///
     /// # Errors
     /// As [`Buffers::get`].
@@ -387,8 +393,9 @@ impl Buffers {
 mod tests {
     use super::*;
 
+    /// Buffer numbers are positive, and the number of a removed buffer is assigned to the next one.
     #[test]
-    fn numbers_start_at_one_and_are_used_again() {
+    fn buffer_numbers_are_positive_and_reused() {
         let mut buffers = Buffers::default();
         let a = buffers.add(Buffer::new(Enc::Xdr, 0)).expect("room");
         let b = buffers.add(Buffer::new(Enc::Raw, 0)).expect("room");
@@ -401,8 +408,10 @@ mod tests {
         assert_eq!(buffers.add(Buffer::new(Enc::Xdr, 0)), Ok(a));
     }
 
+    /// A buffer that was sent can be packed further and sent again; the first message keeps its
+    /// content.
     #[test]
-    fn a_buffer_can_be_sent_twice_and_packed_further() {
+    fn sent_buffer_can_be_extended_and_resent() {
         let mut buffer = Buffer::new(Enc::Xdr, 0);
         buffer
             .open()
@@ -422,8 +431,9 @@ mod tests {
         assert_eq!((buffer.len(), buffer.tag, buffer.dst), (8, 2, 0x40001));
     }
 
+    /// Sending a received message on keeps its encoding and leaves its content readable.
     #[test]
-    fn a_received_message_can_be_forwarded_and_read_on() {
+    fn received_message_can_be_forwarded_and_read() {
         let message = Message {
             src: Tid::from_raw(0x40001),
             dst: Tid::from_raw(0x40002),

@@ -1,4 +1,6 @@
-//! Control messages between the libraries of tasks (`TC_*`, in a context of their own). The program never sees them.
+//! Control messages between the libraries of tasks (`TC_*`).
+//!
+//! They have a message context of their own, so the program never receives them.
 
 use crate::abi::Tracer;
 use crate::data::{pvmnsibs, pvmtrc};
@@ -16,16 +18,17 @@ const TC_CONREQ: i32 = BASE;
 const TC_CONACK: i32 = BASE + 1;
 const TC_TASKEXIT: i32 = BASE + 2;
 pub(crate) const TC_NOOP: i32 = BASE + 3;
-/// Output of a child, for the task that catches it.
+/// Output of a child, sent to the task that catches it.
 pub(crate) const TC_OUTPUT: i32 = BASE + 4;
 pub(crate) const TC_SETTRACE: i32 = BASE + 5;
 pub(crate) const TC_SETTMASK: i32 = BASE + 6;
 pub(crate) const TC_SETTRCBUF: i32 = BASE + 7;
 pub(crate) const TC_SETTRCOPT: i32 = BASE + 8;
-/// The tasks of one spawn, to each of them.
+/// Tids of all tasks of one spawn, sent to each of them.
 pub(crate) const TC_SIBLINGS: i32 = BASE + 11;
 
-/// Tags that the library handles itself, in the order of their handler numbers. Programs print how many there are.
+/// Tags that the library handles itself, in the order of their handler numbers. Programs print
+/// their count as the number of the first own handler.
 pub(crate) const TAGS: [i32; 9] = [
     TC_CONREQ,
     TC_CONACK,
@@ -38,7 +41,7 @@ pub(crate) const TAGS: [i32; 9] = [
     TC_SIBLINGS,
 ];
 
-/// Takes a control message. What cannot be read is dropped: nobody waits for an answer.
+/// Handles a control message. A malformed message is dropped, since no sender waits for a reply.
 pub(crate) fn take(rt: &Runtime, message: &Message) {
     let body = Unpacker::xdr(message.body.clone());
     match message.tag {
@@ -52,7 +55,8 @@ pub(crate) fn take(rt: &Runtime, message: &Message) {
         TC_SETTRCOPT => drop(set_int(body, |tracer, value| {
             tracer.trace_opt.store(value, Relaxed)
         })),
-        // The links between tasks need none of the others.
+        // The other control messages set up links between tasks in PVM; Sempa's links do not need
+        // them.
         _ => (),
     }
 }
@@ -102,23 +106,24 @@ fn set_trace(rt: &Runtime, mut body: Unpacker) -> PvmResult<()> {
     pvmtrc.set_mask(&mask);
     pvmtrc.trace_buf.store(body.int()?, Relaxed);
     pvmtrc.trace_opt.store(body.int()?, Relaxed);
-    // The sender learns nothing of a failure; the daemon's own records then go where they went.
+    // The sender is not notified of a failure. The daemon's own records then keep their old
+    // destination.
     let _ = rt.request(Request::SetTrace(trace));
     if before > 0 || out_tid > 0 {
-        // The sender learns nothing of a failure; the output then stays where it was.
+        // The sender is not notified of a failure. The output then keeps its old destination.
         let _ = rt.request(Request::SetOutput(sink));
     }
     Ok(())
 }
 
-/// Tells every task of a spawn who the others are.
+/// Sends the tids of a spawn to each of its tasks.
 pub(crate) fn tell_siblings(rt: &Runtime, tids: &[Tid]) {
     let mut body = Packer::new(Encoding::Xdr);
     body.int(tids.len() as i32)
         .items(tids.iter().map(|tid| tid.raw()));
     let body = body.finish();
     for dst in tids {
-        // A task that has ended already needs no siblings.
+        // A send fails only for a task that has already exited, which needs no siblings.
         let _ = rt.send(Message {
             src: rt.tid(),
             dst: *dst,

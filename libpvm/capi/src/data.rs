@@ -1,7 +1,9 @@
-//! The variables that `libpvm3.so.3` exports. Where PVM keeps a setting in a variable, it lives here, so that programs
-//! that read or write the variable see and set the same thing as the calls.
+//! The variables that `libpvm3.so.3` exports.
+//!
+//! A setting that PVM keeps in a variable is stored here and nowhere else. Programs that access the
+//! variable and programs that use the calls therefore see the same value.
 
-// A symbol with a fixed name is "unsafe" because two crates could define the same one.
+// Rust counts a symbol with a fixed name as unsafe, because two crates could define the same one.
 #![allow(unsafe_code)]
 #![allow(non_upper_case_globals)]
 
@@ -11,17 +13,18 @@ use crate::trace_names::{DATA_IDS, EVENTS};
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64};
 
-/// A table of pointers to text that never changes.
+/// Wrapper that makes a table of pointers `Sync`. The pointers never change.
 #[repr(transparent)]
 pub(crate) struct Table<T>(pub(crate) T);
 
-// SAFETY: the pointers in the tables below point to string constants, which nobody writes; what can change is atomic.
+// SAFETY: the pointers in the tables below refer to string constants, which are never written; all
+// mutable fields are atomic.
 unsafe impl<T> Sync for Table<T> {}
 
 macro_rules! ints {
     ($($(#[$doc:meta])* $name:ident = $value:expr;)*) => {$(
         $(#[$doc])*
-        // SAFETY: the name belongs to this library in every PVM program.
+        // SAFETY: no other library of a PVM program defines this name.
         #[unsafe(no_mangle)]
         pub(crate) static $name: AtomicI32 = AtomicI32::new($value);
     )*};
@@ -32,69 +35,68 @@ ints! {
     pvm_errno = 0;
     /// Number of texts in `pvm_errlist`.
     pvm_nerr = 37;
-    /// Own task id, −1 while the process is not enrolled.
+    /// Tid of this task; −1 while the process is not enrolled.
     pvmmytid = -1;
-    /// Parent task id as the daemon gave it.
+    /// The parent's tid as the daemon reported it.
     pvmmyptid = -1;
-    /// Process number that enrolled.
+    /// Pid of the process at enrolment.
     pvmmyupid = -1;
-    /// User number that enrolled.
+    /// Uid of the process at enrolment.
     pvm_useruid = -1;
-    /// `PvmAutoErr`.
+    /// Option `PvmAutoErr`.
     pvmautoerr = 1;
-    /// `PvmShowTids`.
+    /// Option `PvmShowTids`.
     pvmshowtaskid = 1;
-    /// Counts calls inside calls, for tracing; 1 outside.
+    /// Nonzero at the top level. Group functions clear it, so that calls inside them are not traced.
     pvmtoplvl = 1;
-    /// Number of siblings, −1 while unknown.
+    /// Number of siblings; −1 while unknown.
     pvmnsibs = -1;
-    /// Mailbox index of the no-reset entry, −1 without.
+    /// Index of this task's entry in the no-reset class of the mailbox; −1 if it has none.
     pvmnoresetindex = -1;
-    /// `PvmRoute`.
+    /// Option `PvmRoute`.
     pvmrouteopt = 2;
-    /// `PvmFragSize`.
+    /// Option `PvmFragSize`.
     pvmfrgsiz = 4080;
-    /// Largest datagram between daemons in PVM; only shown.
+    /// Largest datagram between daemons in PVM; not used here.
     pvmudpmtu = 4080;
-    /// Current message context.
     pvmmyctx = 0;
     /// Data signature of this machine.
     pvmmydsig = 0;
-    /// The resource manager asked by this task, 0 without.
+    /// Tid of this task's resource manager; 0 if it has none.
     pvmschedtid = 0;
-    /// `PvmResvTids`.
+    /// Option `PvmResvTids`.
     pvmrescode = 0;
-    /// `PvmDebugMask`.
+    /// Option `PvmDebugMask`.
     pvmdebmask = 0;
-    /// `PvmNoReset`.
+    /// Option `PvmNoReset`.
     pvmnoreset = 0;
     /// Size of PVM's buffer table; not used here.
     pvmmidhsiz = 0;
-    /// Scratch of PVM's trace macros.
+    /// Scratch variable of PVM's trace macros.
     pvmtrcdesc = 0;
-    /// Scratch of PVM's trace macros.
+    /// Scratch variable of PVM's trace macros.
     pvmtrctmp = 0;
-    /// Scratch of PVM's trace macros.
+    /// Scratch variable of PVM's trace macros.
     pvmtrcsavekind = 0;
-    /// Scratch of PVM's trace macros.
+    /// Scratch variable of PVM's trace macros.
     pvmtrcsbf = 0;
-    /// Scratch of PVM's trace macros.
+    /// Scratch variable of PVM's trace macros.
     pvmtrcsbfsave = 0;
 }
 
 macro_rules! pointers {
     ($($(#[$doc:meta])* $name:ident;)*) => {$(
         $(#[$doc])*
-        // SAFETY: the name belongs to this library in every PVM program.
+        // SAFETY: no other library of a PVM program defines this name.
         #[unsafe(no_mangle)]
         pub(crate) static $name: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
     )*};
 }
 
 pointers! {
-    /// The siblings' task ids once they are known.
+    /// Tids of the siblings once they are known.
     pvmsibtids;
-    /// Name given with `pvmsettaskname`.
+    /// Name that the program set with `pvmsettaskname`.
     pvmmytaskname;
     /// PVM's list of received messages; always null here.
     pvmrxlist;
@@ -102,7 +104,7 @@ pointers! {
     pvmrbuf;
     /// PVM's active send buffer; always null here.
     pvmsbuf;
-    /// PVM's list of waits; always null here.
+    /// PVM's list of outstanding waits; always null here.
     waitlist;
     /// PVM's mailbox classes; always null here.
     pvmmboxclasses;
@@ -110,32 +112,32 @@ pointers! {
     pvm_inprecv;
     /// PVM's buffer table; always null here.
     pvmmidh;
-    /// Scratch of PVM's trace macros.
+    /// Scratch variable of PVM's trace macros.
     pvmtrcmp;
 }
 
-/// The functions that put items into trace records.
-// SAFETY: the name belongs to this library in every PVM program.
+/// Table of the functions that append items to trace records.
+// SAFETY: no other library of a PVM program defines this name.
 #[unsafe(no_mangle)]
 pub(crate) static pvmtrccodef: AtomicPtr<c_void> =
     AtomicPtr::new((&raw const TABLE).cast_mut().cast());
 
 /// A zero time for PVM's trace macros.
-// SAFETY: the name belongs to this library in every PVM program.
+// SAFETY: no other library of a PVM program defines this name.
 #[unsafe(no_mangle)]
 pub(crate) static pvmtrcztv: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
 
-/// Settings for tasks that this one spawns.
-// SAFETY: the name belongs to this library in every PVM program.
+/// Trace and output settings for tasks that this task spawns.
+// SAFETY: no other library of a PVM program defines this name.
 #[unsafe(no_mangle)]
 pub(crate) static pvmctrc: Tracer = Tracer::new();
 
-/// Settings of this task itself.
-// SAFETY: the name belongs to this library in every PVM program.
+/// Trace and output settings of this task.
+// SAFETY: no other library of a PVM program defines this name.
 #[unsafe(no_mangle)]
 pub(crate) static pvmtrc: Tracer = Tracer::new();
 
-/// Error texts by the negated code. Gaps have a text too, as in PVM.
+/// Error texts, indexed by the negated code. Unassigned codes have a text too, as in PVM.
 pub(crate) const ERRORS: [&CStr; 37] = [
     c"Error 0",
     c"Error 1",
@@ -176,7 +178,7 @@ pub(crate) const ERRORS: [&CStr; 37] = [
     c"Master Host IP Address is Loopback! (See pvm3/Readme)",
 ];
 
-/// Text of a code; codes without one are unknown errors.
+/// Returns the text of an error code; `Unknown Error` for a code outside of the table.
 pub(crate) fn error_text(code: i32) -> &'static CStr {
     let index = usize::try_from(code.saturating_neg()).unwrap_or(usize::MAX);
     ERRORS.get(index).copied().unwrap_or(c"Unknown Error")
@@ -192,8 +194,8 @@ const fn pointers_of<const N: usize>(texts: [&'static CStr; N]) -> [*const c_cha
     out
 }
 
-/// Error texts for programs that index them themselves.
-// SAFETY: the name belongs to this library in every PVM program.
+/// Error texts for programs that index the table themselves.
+// SAFETY: no other library of a PVM program defines this name.
 #[unsafe(no_mangle)]
 pub(crate) static pvm_errlist: Table<[*const c_char; 37]> = Table(pointers_of(ERRORS));
 
@@ -215,8 +217,8 @@ const fn events() -> [EventInfo; EVENTS.len()] {
     out
 }
 
-/// Names of the trace events.
-// SAFETY: the name belongs to this library in every PVM program.
+/// Names of the trace events, by event number.
+// SAFETY: no other library of a PVM program defines this name.
 #[unsafe(no_mangle)]
 pub(crate) static pvmtevinfo: Table<[EventInfo; EVENTS.len()]> = Table(events());
 
@@ -238,8 +240,8 @@ const fn data_ids() -> [DataId; DATA_IDS.len()] {
     out
 }
 
-/// Names of the data items of trace events.
-// SAFETY: the name belongs to this library in every PVM program.
+/// Names of the data items of trace events, by item number.
+// SAFETY: no other library of a PVM program defines this name.
 #[unsafe(no_mangle)]
 pub(crate) static pvmtevdidlist: Table<[DataId; DATA_IDS.len()]> = Table(data_ids());
 
@@ -248,8 +250,9 @@ mod tests {
     use super::*;
     use sempa_proto::PvmError;
 
+    /// Every error code has PVM's text; codes outside of the table are unknown errors.
     #[test]
-    fn every_error_code_has_the_text_that_programs_know() {
+    fn error_texts_match_pvm() {
         for code in -36..0 {
             match PvmError::from_code(code) {
                 Some(error) => assert_eq!(error_text(code).to_str(), Ok(error.text())),

@@ -1,35 +1,38 @@
-//! The environment of the process, and the numbers and lists kept in it.
+//! Access to the environment of the process, and the parsers for numbers and lists in it.
 
-// Changing the environment is a call of the C library; Rust's own is unsafe as well.
+// `setenv` is a call of the C library; `std::env::set_var` is unsafe as well.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Variable with the names of variables to send to spawned tasks, separated by colons.
+/// Variable with the names of the variables that spawned tasks inherit, separated by colons
+/// (`pvm_export`).
 const EXPORT: &str = "PVM_EXPORT";
 
-/// A variable of the environment, when it is set and not empty.
+/// Returns the value of a variable if it is set and not empty.
 pub(crate) fn get(name: &str) -> Option<String> {
     std::env::var_os(name)
         .filter(|value| !value.is_empty())
         .map(|value| value.to_string_lossy().into_owned())
 }
 
-/// Sets a variable; strings with a NUL are ignored.
+/// Sets a variable. Does nothing if name or value contains a NUL.
 pub(crate) fn set(name: &str, value: &str) {
     if let (Ok(name), Ok(value)) = (CString::new(name), CString::new(value)) {
         set_c(&name, &value);
     }
 }
 
-/// Sets a variable.
+/// Sets a variable from C strings.
 pub(crate) fn set_c(name: &CStr, value: &CStr) {
-    // SAFETY: both are strings; as in every C program, no other thread may read the environment meanwhile.
+    // SAFETY: both pointers are C strings. As in every C program, no other thread may access the
+    // environment meanwhile.
     unsafe { libc::setenv(name.as_ptr(), value.as_ptr(), 1) };
 }
 
-/// A number as PVM reads it: decimal, `0x` hexadecimal, `0` octal; what follows is ignored, nothing gives 0.
+/// Parses a number as PVM does: decimal, `0x` hexadecimal or `0` octal. Parsing stops at the first
+/// other character; no digits give 0.
 pub(crate) fn number(text: &[u8]) -> i32 {
     let text = text.trim_ascii_start();
     let (negative, text) = match text {
@@ -50,7 +53,7 @@ pub(crate) fn number(text: &[u8]) -> i32 {
     }
 }
 
-/// A hexadecimal number, with or without `0x`.
+/// Parses a hexadecimal number with or without `0x`.
 pub(crate) fn hex(text: &[u8]) -> i32 {
     let text = text.trim_ascii_start();
     digits_of(
@@ -78,7 +81,7 @@ fn exported() -> Vec<String> {
         .collect()
 }
 
-/// Adds a variable to those sent to spawned tasks.
+/// Adds a variable to those that spawned tasks inherit.
 pub(crate) fn export(name: &str) {
     let mut names = exported();
     if !name.is_empty() && !names.iter().any(|have| have == name) {
@@ -87,7 +90,7 @@ pub(crate) fn export(name: &str) {
     }
 }
 
-/// Takes a variable from those sent to spawned tasks.
+/// Removes a variable from those that spawned tasks inherit.
 pub(crate) fn unexport(name: &str) {
     let mut names = exported();
     if names.iter().any(|have| have == name) {
@@ -96,7 +99,8 @@ pub(crate) fn unexport(name: &str) {
     }
 }
 
-/// What a spawned task gets: trace settings, context, and the exported variables with their values of now.
+/// Returns the environment of a spawned task: trace settings, context, and the exported variables
+/// with their current values.
 pub(crate) fn for_children() -> Vec<Vec<u8>> {
     use crate::data::{pvmctrc, pvmmyctx};
     let mask = pvmctrc.mask();
@@ -123,8 +127,9 @@ pub(crate) fn for_children() -> Vec<Vec<u8>> {
 mod tests {
     use super::*;
 
+    /// Numbers are parsed as PVM parses them.
     #[test]
-    fn numbers_are_read_as_pvm_reads_them() {
+    fn numbers_are_parsed_as_in_pvm() {
         assert_eq!(number(b"12"), 12);
         assert_eq!(number(b"0x1F"), 31);
         assert_eq!(number(b"010"), 8);

@@ -1,17 +1,20 @@
-//! The formats of `pvm_packf` and `pvm_unpackf`: `%[count][.stride][hlu]conversion`.
+//! Parser for the format strings of `pvm_packf` and `pvm_unpackf`:
+//! `%[count][.stride][hlu]conversion`.
+//!
+//! Text outside of conversions is skipped.
 
 use sempa_proto::{PvmError, PvmResult};
 
-/// A count or stride.
+/// A count or a stride.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Number {
-    /// Written in the format.
+    /// A number written in the format string.
     Is(i32),
-    /// `*`: the next argument.
+    /// `*`: the value is the next argument.
     Argument,
 }
 
-/// What an item is.
+/// Data type of a conversion. The comments give its letters in the format string.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// `c`
@@ -40,30 +43,29 @@ pub(crate) enum Kind {
     Text,
 }
 
-/// One thing that a format asks for.
+/// One conversion of a format string.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Item {
-    /// `%+` at the beginning: an encoding, to start a new send buffer with.
+    /// `%+` at the very beginning: the next argument is an encoding, with which a new send buffer
+    /// is started.
     Begin,
-    /// Data.
+    /// Data to pack or unpack.
     Data {
-        /// What.
         kind: Kind,
-        /// How many; `None` for one, which `pvm_packf` takes by value.
+        /// Number of elements. `None` means one, which `pvm_packf` takes by value.
         count: Option<Number>,
-        /// How far apart.
+        /// Distance of the elements, in elements.
         stride: Option<Number>,
     },
 }
 
-/// Reads a format piece by piece.
+/// Iterator over the conversions of a format string.
 pub(crate) struct Format<'a> {
     text: &'a [u8],
     at_start: bool,
 }
 
 impl<'a> Format<'a> {
-    /// A reader at the beginning.
     pub(crate) fn new(text: &'a [u8]) -> Format<'a> {
         Format {
             text,
@@ -122,7 +124,8 @@ impl<'a> Format<'a> {
                     short = true;
                     continue;
                 }
-                // `u` is a modifier in front of a conversion, and a conversion of its own at the end.
+                // In front of another conversion `u` is a modifier; at the end it is itself a
+                // conversion.
                 (b'u', ..) => {
                     unsigned = true;
                     if self.text.first().is_some_and(|byte| b"dlh".contains(byte)) {
@@ -192,8 +195,9 @@ mod tests {
         })
     }
 
+    /// Every conversion of PVM's format strings is parsed to its data type.
     #[test]
-    fn every_conversion_is_known() {
+    fn all_conversions_are_parsed() {
         assert_eq!(
             items("%+ %d %hd, %ld%u%hu%lu"),
             [
@@ -220,8 +224,9 @@ mod tests {
         );
     }
 
+    /// Counts and strides are parsed as literals or as `*`.
     #[test]
-    fn counts_and_strides_are_numbers_or_arguments() {
+    fn counts_and_strides_are_literals_or_arguments() {
         let data = |count, stride| {
             Ok(Item::Data {
                 kind: Kind::Int,
@@ -240,8 +245,9 @@ mod tests {
         assert_eq!(items("%.3d"), [data(None, Some(Number::Is(3)))]);
     }
 
+    /// An unknown or incomplete conversion is an error; text without `%` is skipped.
     #[test]
-    fn bad_conversions_are_errors_and_other_text_is_not() {
+    fn unknown_conversions_fail_and_text_is_skipped() {
         assert_eq!(items("hello"), []);
         assert_eq!(items("%q"), [Err(PvmError::BadParam)]);
         assert_eq!(items("%"), [Err(PvmError::BadParam)]);

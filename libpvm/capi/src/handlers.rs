@@ -1,16 +1,20 @@
-//! Message handlers: functions of the program that take messages when they arrive, before they can be received.
+//! Message handlers: functions of the program that receive messages on arrival, before a receive
+//! call can take them (`pvm_addmhf`).
+//!
+//! Handler numbers start with the library's own handlers (`control::TAGS`), so the program's first
+//! handler has the number 9.
 
 use crate::control;
 use sempa_proto::message::CTX_TASK_CONTROL;
 use sempa_proto::{PvmError, PvmResult};
 
-/// A handler: gets the number of the message's buffer.
+/// A message handler. Its argument is the number of the message's buffer.
 pub(crate) type HandlerFn = extern "C" fn(i32) -> i32;
 
-/// Handlers of a program at a time, removed ones included.
+/// Maximum number of a program's handlers, including the slots of removed ones.
 pub(crate) const HANDLERS_MAX: usize = 65536;
 
-/// Which messages a handler takes; −1 in a field means any.
+/// Selects the messages that a handler takes; −1 in a field matches any value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Filter {
     pub(crate) src: i32,
@@ -30,7 +34,8 @@ impl Filter {
             .all(|(wanted, is)| *wanted == -1 || *wanted == is)
     }
 
-    /// Two filters overlap when in every field they are equal or one of them is a wildcard.
+    /// True if a message exists that both filters match: in every field the values are equal or one
+    /// of them is −1.
     fn overlaps(&self, other: &Filter) -> bool {
         self.fields()
             .iter()
@@ -39,7 +44,7 @@ impl Filter {
     }
 }
 
-/// The handlers of the program, behind the library's own, which have the numbers before them.
+/// The handlers of the program. Their numbers follow those of the library's own handlers.
 #[derive(Default)]
 pub(crate) struct Handlers {
     added: Vec<Option<(Filter, HandlerFn)>>,
@@ -54,10 +59,10 @@ impl Handlers {
         })
     }
 
-    /// Adds a handler and answers its number.
+    /// Adds a handler and returns its number.
     ///
     /// # Errors
-    /// `Exists` when another one could take the same message, `NoMem` at [`HANDLERS_MAX`].
+    /// `Exists` if another handler could take the same message, `NoMem` at [`HANDLERS_MAX`].
     pub(crate) fn add(&mut self, filter: Filter, handler: HandlerFn) -> PvmResult<i32> {
         let theirs = self.added.iter().flatten().map(|(filter, _)| *filter);
         if Self::own()
@@ -66,7 +71,7 @@ impl Handlers {
         {
             return Err(PvmError::Exists);
         }
-        // The number of a removed handler is given again, as in PVM.
+        // The number of a removed handler is reused, as in PVM.
         let free = self.first_free().unwrap_or(self.added.len());
         if free >= HANDLERS_MAX {
             return Err(PvmError::NoMem);
@@ -79,7 +84,7 @@ impl Handlers {
     /// Removes a handler of the program.
     ///
     /// # Errors
-    /// `BadParam` for negative numbers, `NotFound` when there is none.
+    /// `BadParam` for a negative number, `NotFound` if the program has no handler with this number.
     pub(crate) fn remove(&mut self, id: i32) -> PvmResult<()> {
         let id = usize::try_from(id).map_err(|_| PvmError::BadParam)?;
         let place = id
@@ -91,7 +96,7 @@ impl Handlers {
             .ok_or(PvmError::NotFound)
     }
 
-    /// The handler that takes such a message.
+    /// Returns the handler that takes a message with these header fields.
     pub(crate) fn find(&self, message: &Filter) -> Option<HandlerFn> {
         self.added
             .iter()
@@ -100,7 +105,7 @@ impl Handlers {
             .map(|(_, handler)| *handler)
     }
 
-    /// True when the program has no handler.
+    /// True if the program has no handler.
     pub(crate) fn is_empty(&self) -> bool {
         self.added.iter().all(Option::is_none)
     }
@@ -110,7 +115,7 @@ impl Handlers {
         self.added.clear();
     }
 
-    /// Every handler with its number, the library's own first.
+    /// Returns the number and the filter of every handler, the library's own handlers first.
     pub(crate) fn list(&self) -> Vec<(i32, Filter)> {
         let theirs = self
             .added
@@ -125,13 +130,13 @@ impl Handlers {
         self.added.iter().position(Option::is_none)
     }
 
-    /// The lowest number of a removed handler.
+    /// Returns the lowest number of a removed handler.
     pub(crate) fn free_number(&self) -> Option<i32> {
         self.first_free()
             .map(|free| (control::TAGS.len() + free) as i32)
     }
 
-    /// Numbers given so far, those of removed handlers included.
+    /// Returns the count of numbers in the table, including those of removed handlers.
     pub(crate) fn count(&self) -> usize {
         control::TAGS.len() + self.added.len()
     }
@@ -145,8 +150,10 @@ mod tests {
         0
     }
 
+    /// The program's first handler has the number 9, and each handler takes only the messages that
+    /// match its filter.
     #[test]
-    fn the_first_handler_of_a_program_is_number_nine() {
+    fn first_user_handler_has_number_nine() {
         let mut handlers = Handlers::default();
         let filter = Filter {
             src: -1,
@@ -175,8 +182,10 @@ mod tests {
         );
     }
 
+    /// A handler is refused if its filter is equal to, wider or narrower than another one; only a
+    /// program's own handlers can be removed.
     #[test]
-    fn overlapping_handlers_are_refused_in_both_directions() {
+    fn overlapping_handlers_are_refused() {
         let mut handlers = Handlers::default();
         let narrow = Filter {
             src: 0x40001,

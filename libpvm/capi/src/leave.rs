@@ -1,4 +1,4 @@
-//! Leaving the virtual machine (`pvm_exit`).
+//! Leaves the virtual machine (`pvm_exit`).
 
 use crate::ask;
 use crate::data::pvmmyctx;
@@ -10,8 +10,8 @@ use libpvm::Runtime;
 use sempa_proto::PvmResult;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Leaves in good order; the process lives on, and another call makes it a new task. A process that is no task has
-/// nothing to leave.
+/// Leaves the virtual machine in an orderly way. The process continues to run, and its next call
+/// enrols it as a new task. Does nothing but flush standard I/O for a process that is not enrolled.
 pub(crate) fn exit() {
     let connected = session::lock().connected();
     if let Some(rt) = connected {
@@ -27,27 +27,27 @@ pub(crate) fn exit() {
     end();
 }
 
-/// Lets go of the daemon, without the rest of [`exit`].
+/// Disconnects from the daemon, without the other steps of [`exit`].
 pub(crate) fn end() {
     let runtime = session::lock().forget();
     if let Some(rt) = runtime {
-        // The daemon may be gone already: then there is nothing left to leave.
+        // An error means that the daemon has already ended; there is nothing to leave then.
         let _ = rt.exit();
     }
 }
 
-/// A task that prints its children's output stays until they are silent.
+/// Waits for the end of the children's output if this task prints it.
 fn wait_for_children(rt: &Runtime) {
     receive::pump(rt);
     if !session::lock().catch.waits() {
         return;
     }
     session::say("child task(s) still running.  waiting...\n", false);
-    // Without the daemon no more output can come.
+    // An error means that the daemon has ended; no more output can arrive then.
     let _: PvmResult<()> = receive::wait_for(rt, |session| (!session.catch.waits()).then_some(()));
 }
 
-/// The task asked to be told of its own end: this is the moment.
+/// Delivers the exit notices that this task requested about itself.
 fn tell_own_exit(rt: &Runtime) {
     let asked = std::mem::take(&mut session::lock().own_exit);
     for (ctx, tag) in asked {
@@ -55,7 +55,7 @@ fn tell_own_exit(rt: &Runtime) {
     }
 }
 
-/// Drops what waits to be received in the current context.
+/// Discards the messages of the current context that wait to be received.
 fn discard(session: &mut Session) {
     let ctx = pvmmyctx.load(Relaxed);
     let waiting: Vec<i32> = session.arrived.iter().copied().collect();
@@ -65,7 +65,7 @@ fn discard(session: &mut Session) {
             .get(mid)
             .is_ok_and(|buffer| ctx == -1 || buffer.ctx == ctx)
         {
-            // It is there: it was found a moment ago under the same lock.
+            // Cannot fail: the buffer was found under the same lock.
             let _ = session.free(mid);
         }
     }

@@ -1,8 +1,11 @@
-//! `libpvm3.so.3`: the interface of PVM 3.4 over Sempa's task runtime.
+//! `libpvm3.so.3`: the C interface of PVM 3.4 on top of Sempa's task runtime (crate `libpvm`).
 //!
-//! The modules in [`ffi`] are what C programs call. They turn pointers into values and results into PVM's numbers, and
-//! do nothing else; the work is done in the safe modules beside them. Errors take one way ([`session::answer`]): the code
-//! goes into `pvm_errno` and, if the program wants it, a line goes to standard error.
+//! - The modules in [`ffi`] define the functions that C programs call. They convert pointers to
+//!   Rust values and results to PVM's return codes, and do nothing else.
+//! - The other modules do the work. They contain no `unsafe` code, except where a module says why.
+//! - Every error is reported in the same way ([`session::answer`]): its code is stored in
+//!   `pvm_errno`, and a line is written to standard error unless the program turned that off
+//!   (`PvmAutoErr`).
 
 mod abi;
 mod ask;

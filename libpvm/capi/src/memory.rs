@@ -1,9 +1,11 @@
-//! Memory of the calling program: arrays, strings and single values behind pointers that C code gave us.
+//! Safe access to memory of the calling program: arrays, strings and single values behind pointers
+//! that C code passes.
 //!
-//! The values are made in the `ffi` modules, which take the caller's word for pointer and length; what can be checked
-//! (null, negative counts) is. Everything else uses them without `unsafe`.
+//! The `ffi` modules create these values. They check pointer and length as far as that is possible
+//! (null, negative counts) and rely on the caller for the rest. All other modules then use the
+//! values without `unsafe`.
 
-// Reading and writing what C points to is what this module is for.
+// This module exists to dereference pointers of C code.
 #![allow(unsafe_code)]
 
 use sempa_proto::{PvmError, PvmResult};
@@ -18,26 +20,26 @@ pub(crate) struct Strided<T> {
 }
 
 impl Strided<u8> {
-    /// The bytes where they lie, if there are no gaps between them.
+    /// Returns the bytes as a slice if they are contiguous.
     pub(crate) fn slice(&self) -> Option<&[u8]> {
         if self.count == 0 {
             return Some(&[]);
         }
-        // SAFETY: by the constructors' contract there are `count` bytes of the program's memory, and a stride of one
-        // leaves no gaps.
+        // SAFETY: by the constructors' contract there are `count` bytes of the program's memory,
+        // and a stride of one leaves no gaps.
         (self.stride == 1).then(|| unsafe { std::slice::from_raw_parts(self.first, self.count) })
     }
 }
 
 impl<T: Copy> Strided<T> {
-    /// The program's array.
+    /// Wraps an array of the program.
     ///
     /// # Errors
-    /// `BadParam` for a negative count, or a null pointer with elements.
+    /// `BadParam` for a negative count, or for a null pointer with a positive count.
     ///
     /// # Safety
-    /// For every `i` below `count`, `first[i * stride]` must be the program's memory for the life of this value; it is
-    /// written only when [`Strided::set`] is called.
+    /// For every `i` below `count`, `first[i * stride]` must be memory of the program for the life
+    /// of this value. It is written only by [`Strided::set`] and [`Strided::fill_raw`].
     pub(crate) unsafe fn new(
         first: *const T,
         count: c_int,
@@ -54,10 +56,10 @@ impl<T: Copy> Strided<T> {
         })
     }
 
-    /// Elements that lie side by side, more of them than an `int` can say.
+    /// Wraps a contiguous array. Its count may exceed the range of an `int`.
     ///
     /// # Errors
-    /// `BadParam` for a null pointer with elements.
+    /// `BadParam` for a null pointer with a positive count.
     ///
     /// # Safety
     /// As for [`Strided::new`].
@@ -72,7 +74,7 @@ impl<T: Copy> Strided<T> {
         }
     }
 
-    /// Elements of a Rust slice, only to be read.
+    /// Wraps a Rust slice for reading only.
     pub(crate) fn of(values: &[T]) -> Strided<T> {
         Strided {
             first: values.as_ptr().cast_mut(),
@@ -81,7 +83,7 @@ impl<T: Copy> Strided<T> {
         }
     }
 
-    /// Elements of a Rust slice that may be set.
+    /// Wraps a Rust slice for reading and writing.
     #[cfg(test)]
     pub(crate) fn of_mut(values: &mut [T]) -> Strided<T> {
         Strided {
@@ -91,12 +93,11 @@ impl<T: Copy> Strided<T> {
         }
     }
 
-    /// Number of elements.
     pub(crate) fn len(&self) -> usize {
         self.count
     }
 
-    /// Distance of the elements.
+    /// Returns the distance of two elements, in elements.
     pub(crate) fn stride(&self) -> isize {
         self.stride
     }
@@ -106,9 +107,10 @@ impl<T: Copy> Strided<T> {
         self.first.wrapping_offset(i as isize * self.stride)
     }
 
-    /// Element `i`, which must be below `len`.
+    /// Returns element `i`, which must be below `len`.
     pub(crate) fn get(&self, i: usize) -> T {
-        // SAFETY: by the contract of `new` the element is there; it may be badly aligned, hence unaligned access.
+        // SAFETY: by the contract of `new` the element exists. It may be misaligned, hence the
+        // unaligned access.
         unsafe { self.at(i).read_unaligned() }
     }
 
@@ -118,12 +120,12 @@ impl<T: Copy> Strided<T> {
         unsafe { self.at(i).write_unaligned(value) }
     }
 
-    /// The elements as they lie in memory.
+    /// Appends the elements as they lie in memory, without gaps.
     pub(crate) fn append_raw(&self, out: &mut Vec<u8>) {
         let size = size_of::<T>();
         out.reserve(self.count * size);
         if self.stride == 1 && self.count > 0 {
-            // SAFETY: the elements lie side by side, so they are one run of `count * size` bytes.
+            // SAFETY: the elements are contiguous, so they are one run of `count * size` bytes.
             out.extend_from_slice(unsafe {
                 std::slice::from_raw_parts(self.first.cast::<u8>(), self.count * size)
             });
@@ -137,13 +139,14 @@ impl<T: Copy> Strided<T> {
         }
     }
 
-    /// Fills elements from the front with raw bytes and answers how many were complete.
+    /// Fills elements from the front with raw bytes and returns the number of complete elements.
     pub(crate) fn fill_raw(&self, bytes: &[u8]) -> usize {
         let size = size_of::<T>();
         let whole = (bytes.len() / size).min(self.count);
         if self.stride == 1 {
             if whole > 0 {
-                // SAFETY: `whole` elements lie side by side in the program's memory; `bytes` is ours.
+                // SAFETY: `whole` contiguous elements exist in the program's memory, and `bytes`
+                // belongs to this library, so the two do not overlap.
                 unsafe {
                     std::ptr::copy_nonoverlapping(
                         bytes.as_ptr(),
@@ -155,31 +158,32 @@ impl<T: Copy> Strided<T> {
             return whole;
         }
         for (i, chunk) in bytes.chunks_exact(size).take(whole).enumerate() {
-            // SAFETY: the element is `size` bytes of the program's memory, and `chunk` has that length.
+            // SAFETY: the element is `size` bytes of the program's memory, and `chunk` has that
+            // length.
             unsafe { std::ptr::copy_nonoverlapping(chunk.as_ptr(), self.at(i).cast::<u8>(), size) };
         }
         whole
     }
 
-    /// All elements in a vector.
+    /// Copies all elements into a vector.
     pub(crate) fn to_vec(&self) -> Vec<T> {
         (0..self.count).map(|i| self.get(i)).collect()
     }
 }
 
-/// Bytes of the program that are read when a message is sent, not before (`PvmDataInPlace`).
+/// Bytes of the program that are read only when a message is sent (`PvmDataInPlace`).
 #[derive(Clone, Copy)]
 pub(crate) struct Span {
     start: *const u8,
     len: usize,
 }
 
-// SAFETY: the program promises (by packing in place) that the memory stays readable until the buffer is gone; any thread
-// of it may send.
+// SAFETY: by packing in place, the program promises that the memory stays readable until the buffer
+// is freed, and any of its threads may send the buffer.
 unsafe impl Send for Span {}
 
 impl Span {
-    /// The bytes of an array whose elements lie side by side.
+    /// Wraps the bytes of an array with contiguous elements.
     pub(crate) fn of<T: Copy>(items: &Strided<T>) -> Span {
         Span {
             start: items.first.cast(),
@@ -187,41 +191,41 @@ impl Span {
         }
     }
 
-    /// Number of bytes.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// Appends what the memory holds now.
+    /// Appends the current content of the memory.
     pub(crate) fn append_to(&self, out: &mut Vec<u8>) {
         if self.len > 0 {
-            // SAFETY: see `Send` above.
+            // SAFETY: the program keeps the memory readable, see `Send` above.
             out.extend_from_slice(unsafe { std::slice::from_raw_parts(self.start, self.len) });
         }
     }
 }
 
-/// A place in the program's memory for one result; null means that the caller does not want it.
+/// Memory of the program for one result. A null pointer means that the caller does not want the
+/// result.
 pub(crate) struct Out<T>(*mut T);
 
 impl<T> Out<T> {
-    /// The caller's pointer.
+    /// Wraps a pointer of the caller.
     ///
     /// # Safety
-    /// Null, or memory for one `T`.
+    /// `place` must be null, or valid for writing one `T`.
     pub(crate) unsafe fn new(place: *mut T) -> Out<T> {
         Out(place)
     }
 
-    /// Stores the result.
+    /// Stores the result unless the pointer is null.
     pub(crate) fn set(&self, value: T) {
         if !self.0.is_null() {
-            // SAFETY: not null, so memory for one `T`.
+            // SAFETY: not null, so it is valid for writing one `T`.
             unsafe { self.0.write_unaligned(value) }
         }
     }
 
-    /// True when the caller does not want it.
+    /// True if the caller does not want the result.
     pub(crate) fn is_null(&self) -> bool {
         self.0.is_null()
     }
@@ -232,13 +236,13 @@ impl<T> Out<T> {
 pub(crate) struct Text<'a>(&'a CStr);
 
 impl<'a> Text<'a> {
-    /// The caller's string.
+    /// Wraps a string of the caller.
     ///
     /// # Errors
     /// `BadParam` for null.
     ///
     /// # Safety
-    /// Null, or a string with its NUL that stays for `'a`.
+    /// `text` must be null, or a NUL-terminated string that stays unchanged for `'a`.
     pub(crate) unsafe fn new(text: *const c_char) -> PvmResult<Text<'a>> {
         if text.is_null() {
             return Err(PvmError::BadParam);
@@ -247,24 +251,25 @@ impl<'a> Text<'a> {
         Ok(Text(unsafe { CStr::from_ptr(text) }))
     }
 
-    /// The bytes without the NUL.
+    /// Returns the bytes without the NUL.
     pub(crate) fn bytes(&self) -> &'a [u8] {
         self.0.to_bytes()
     }
 
-    /// As text; what is not UTF-8 is replaced.
+    /// Returns the text; invalid UTF-8 is replaced.
     pub(crate) fn string(&self) -> String {
         self.0.to_string_lossy().into_owned()
     }
 }
 
-/// Strings of an array that ends with a null pointer, or after `count` entries.
+/// Copies the strings of an array. With `count` the array has that many entries; without it, it
+/// ends with a null pointer.
 ///
 /// # Errors
-/// `BadParam` for a null entry before `count`.
+/// `BadParam` for a null entry before `count`, or a null array with a positive `count`.
 ///
 /// # Safety
-/// `list` is null or an array as described.
+/// `list` must be null or an array as described, and its entries null or NUL-terminated strings.
 pub(crate) unsafe fn strings(
     list: *const *const c_char,
     count: Option<c_int>,
@@ -282,7 +287,7 @@ pub(crate) unsafe fn strings(
     }
     let mut out = Vec::new();
     while out.len() < wanted {
-        // SAFETY: within the array: before its null, or below `count`.
+        // SAFETY: the index is in the array: before its null entry, or below `count`.
         let entry = unsafe { *list.add(out.len()) };
         if entry.is_null() && count.is_none() {
             break;
@@ -293,22 +298,24 @@ pub(crate) unsafe fn strings(
     Ok(out)
 }
 
-/// Writes a string with its NUL to `place`, which must not be null.
+/// Writes a string and its NUL to `place`.
 ///
 /// # Safety
-/// `place` has room for it.
+/// `place` must not be null, and must have room for the string and its NUL.
 pub(crate) unsafe fn put_string(place: *mut c_char, text: &[u8]) {
-    // SAFETY: room by contract; the source is ours.
+    // SAFETY: there is room by contract, and the source belongs to this library.
     unsafe {
         std::ptr::copy_nonoverlapping(text.as_ptr(), place.cast::<u8>(), text.len());
         place.add(text.len()).write(0);
     }
 }
 
-/// Something that C code holds a pointer into. It is only looked at again to be dropped.
+/// A value into which C code holds pointers. This library keeps it alive and never reads it; it
+/// only drops it.
 pub(crate) struct Lent<T>(pub(crate) T);
 
-// SAFETY: the raw pointers inside point to memory that the same value owns, and are not used by us.
+// SAFETY: the raw pointers inside refer to memory that the same value owns, and this library does
+// not dereference them.
 unsafe impl<T> Send for Lent<T> {}
 
 /// A C stream of the program (`FILE *`).
@@ -319,15 +326,15 @@ pub(crate) struct Stream(usize, PhantomData<*mut libc::FILE>);
 unsafe impl Send for Stream {}
 
 impl Stream {
-    /// The caller's stream, or `None` for null.
+    /// Wraps the caller's stream; `None` for null.
     ///
     /// # Safety
-    /// Null, or a stream that stays open as long as it is used here.
+    /// `file` must be null, or a stream that stays open while this value is used.
     pub(crate) unsafe fn new(file: *mut libc::FILE) -> Option<Stream> {
         (!file.is_null()).then_some(Stream(file as usize, PhantomData))
     }
 
-    /// Writes and flushes.
+    /// Writes the bytes and flushes the stream.
     pub(crate) fn write(&self, bytes: &[u8]) {
         let file = self.0 as *mut libc::FILE;
         // SAFETY: an open stream by the contract of `new`.
@@ -338,7 +345,7 @@ impl Stream {
     }
 }
 
-/// Writes out what the program has printed so far.
+/// Flushes all output streams of the program.
 pub(crate) fn flush_stdio() {
     // SAFETY: a null stream means all streams.
     unsafe { libc::fflush(std::ptr::null_mut()) };
@@ -348,8 +355,9 @@ pub(crate) fn flush_stdio() {
 mod tests {
     use super::*;
 
+    /// A stride is counted in elements, and skipped elements are not copied.
     #[test]
-    fn strides_count_in_elements() {
+    fn stride_is_counted_in_elements() {
         let values = [1i32, 2, 3, 4, 5, 6];
         // SAFETY: elements 0, 2 and 4 of a live array.
         let odd = unsafe { Strided::new(values.as_ptr(), 3, 2) }.expect("good");
@@ -359,9 +367,10 @@ mod tests {
         assert_eq!(raw.len(), 12);
     }
 
+    /// Null pointers with elements, negative counts and null strings are bad parameters.
     #[test]
-    fn null_and_negative_are_bad_parameters() {
-        // SAFETY: nothing is read.
+    fn null_pointers_and_negative_counts_are_refused() {
+        // SAFETY: all pointers are null, so nothing is dereferenced.
         unsafe {
             assert_eq!(
                 Strided::<i32>::new(std::ptr::null(), 1, 1).err(),

@@ -1,4 +1,4 @@
-//! Names of reserved message tags and of error codes, as PVM prints them.
+//! Names of reserved message tags, debug bits and error codes, as PVM prints them.
 
 const TC: [&str; 12] = [
     "TC_CONREQ",
@@ -34,7 +34,7 @@ const SM: [&str; 17] = [
     "SM_STTASK",
 ];
 
-/// Name of a reserved tag that tasks can meet; `None` for others.
+/// Returns the name of a reserved tag (`TC_*`, `SM_*`); `None` for other tags.
 pub(crate) fn tag(tag: i32) -> Option<&'static str> {
     let index = ((tag as u32) & 0xffff).checked_sub(1)? as usize;
     match (tag as u32) >> 16 {
@@ -44,13 +44,13 @@ pub(crate) fn tag(tag: i32) -> Option<&'static str> {
     }
 }
 
-/// Names of the bits of PVM's debug mask.
+/// Names of the bits of PVM's debug mask, lowest bit first.
 const DEBUG_BITS: [&str; 16] = [
     "pkt", "msg", "tsk", "slv", "hst", "sel", "net", "mpp", "sch", "app", "wai", "mem", "sem",
     "lck", "rtg", "mbx",
 ];
 
-/// The names of the bits in a debug mask, separated by commas.
+/// Returns the names of the bits that are set in a debug mask, separated by commas.
 pub(crate) fn debug_bits(mask: i32) -> String {
     let named = DEBUG_BITS
         .iter()
@@ -94,7 +94,7 @@ const ERRORS: [(&str, i32); 32] = [
     ("PvmParentNotSet", -35),
 ];
 
-/// The code of an error's name in the header; `None` for other words.
+/// Returns the error code with this name in `pvm3.h`; `None` for an unknown name.
 pub(crate) fn error_code(name: &str) -> Option<i32> {
     ERRORS
         .iter()
@@ -106,8 +106,9 @@ pub(crate) fn error_code(name: &str) -> Option<i32> {
 mod tests {
     use super::*;
 
+    /// Reserved tags and error codes have the names of `pvm3.h`; others have none.
     #[test]
-    fn reserved_tags_have_their_names() {
+    fn reserved_tags_and_errors_have_names() {
         assert_eq!(tag(sempa_proto::sm::SM_SPAWN), Some("SM_SPAWN"));
         assert_eq!(tag(sempa_proto::sm::SM_STTASK), Some("SM_STTASK"));
         assert_eq!(tag(0x8003_0005_u32 as i32), Some("TC_OUTPUT"));

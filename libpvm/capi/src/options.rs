@@ -1,4 +1,6 @@
-//! `pvm_getopt` and `pvm_setopt`.
+//! Implements `pvm_getopt` and `pvm_setopt`.
+//!
+//! The option numbers in this module are the `Pvm*` constants of `pvm3.h`.
 
 use crate::ask;
 use crate::data::{
@@ -11,13 +13,13 @@ use sempa_proto::{PvmError, PvmResult, Tid};
 use std::sync::atomic::AtomicI32;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Sizes of fragments that a program may ask for.
+/// Range of the fragment sizes that a program may request, in bytes.
 const FRAGMENT_MIN: i32 = 52;
 const FRAGMENT_MAX: i32 = 1 << 20;
-/// Value of `PvmRoute` by which a program wants no direct routes.
+/// Value of `PvmRoute` that forbids direct routes (`PvmDontRoute`).
 pub(crate) const ROUTE_NONE: i32 = 1;
 
-/// Where an option is kept. `None`: not an option, or not one of this platform.
+/// Returns the variable that stores an option; `None` if there is no such option on this platform.
 fn place(what: i32) -> Option<&'static AtomicI32> {
     Some(match what {
         1 => &pvmrouteopt,
@@ -47,20 +49,21 @@ fn place(what: i32) -> Option<&'static AtomicI32> {
     })
 }
 
-/// The value of an option.
+/// Returns the value of an option.
 ///
 /// # Errors
-/// `BadParam` for what is not one.
+/// `BadParam` for an unknown option.
 pub(crate) fn get(what: i32) -> PvmResult<i32> {
     place(what)
         .map(|place| place.load(Relaxed))
         .ok_or(PvmError::BadParam)
 }
 
-/// Sets an option and answers its value before.
+/// Sets an option and returns its previous value.
 ///
 /// # Errors
-/// `BadParam` for what is not an option or not a value of it, `NotImpl` for what cannot be set here.
+/// `BadParam` for an unknown option or an invalid value, `NotImpl` for an option that cannot be set
+/// here.
 pub(crate) fn set(what: i32, value: i32) -> PvmResult<i32> {
     if matches!(what, 19 | 20 | 23 | 24) {
         return Err(PvmError::NotImpl);
@@ -107,22 +110,26 @@ pub(crate) fn set(what: i32, value: i32) -> PvmResult<i32> {
     Ok(before)
 }
 
-/// Output or trace of children may go nowhere, to this task, or to where this task's own goes; to the last only while
-/// the tags agree, because a foreign collector knows only its own tag.
+/// True if output or trace of children may go to `tid`: to no task, to this task, or to the
+/// destination of this task's own. The last is allowed only if the tags agree, because a collector
+/// in another task knows only its own tag.
 fn sink_good(tid: i32, own_tid: &AtomicI32, own_tag: &AtomicI32, tag: &AtomicI32) -> bool {
     tid == 0
         || (tid > 0 && tid == pvmmytid.load(Relaxed))
         || (tid == own_tid.load(Relaxed) && tag.load(Relaxed) == own_tag.load(Relaxed))
 }
 
-/// A tag or context is free unless the messages go to a foreign collector.
+/// True if a tag or context may be set. Any value is allowed, unless the messages go to a collector
+/// in another task; then it must be the one in use for this task.
 fn code_good(code: i32, tid: &AtomicI32, own_code: &AtomicI32) -> bool {
     let tid = tid.load(Relaxed);
     tid <= 0 || tid == pvmmytid.load(Relaxed) || code == own_code.load(Relaxed)
 }
 
-/// Where this task's own output or trace goes. Output is moved by the daemon, which holds the other end of the pipe.
-/// "Nowhere" and "to nobody, ever" (−1) need no daemon, so a console can ask for them before there is one.
+/// Sets the destination or tag of this task's own output or trace, and with it the default for its
+/// children. The daemon redirects the output, because it holds the other end of the pipe. The
+/// values 0 (no destination) and −1 (none, not even an inherited one) need no daemon, so that a
+/// console can set them before a daemon runs.
 fn set_own(what: i32, value: i32) -> PvmResult<()> {
     let (own, children) = if what < 14 {
         (
@@ -169,7 +176,8 @@ fn set_own(what: i32, value: i32) -> PvmResult<()> {
     Ok(())
 }
 
-/// A reset spares the tasks in a class of the mailbox.
+/// Adds this task to the no-reset class of the mailbox, or removes it. A reset does not end the
+/// tasks of that class.
 fn set_no_reset(value: i32) -> PvmResult<()> {
     let wanted = value != 0;
     if wanted && session::lock().connected().is_none() {
@@ -191,8 +199,9 @@ fn set_no_reset(value: i32) -> PvmResult<()> {
 mod tests {
     use super::*;
 
+    /// Options accept only their valid values, and setting one returns its previous value.
     #[test]
-    fn options_take_only_their_values() {
+    fn options_accept_only_valid_values() {
         assert_eq!(get(1), Ok(2));
         assert_eq!(set(1, 3), Ok(2));
         assert_eq!(set(1, 4), Err(PvmError::BadParam));

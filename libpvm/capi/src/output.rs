@@ -1,4 +1,8 @@
-//! Printing what children write (`pvm_catchout`).
+//! Prints the output of child tasks (`pvm_catchout`).
+//!
+//! Each output message carries the child's tid and a mark. A mark is the number of bytes that
+//! follow, or one of the `MARK_*` constants. Output is collected per task and printed in whole
+//! lines.
 
 use crate::control::TC_OUTPUT;
 use crate::data::{pvmctrc, pvmmytid, pvmshowtaskid, pvmtrc};
@@ -10,13 +14,13 @@ use sempa_proto::{PvmResult, Tid};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Marks in output messages: the task's output has ended.
+/// The task's output has ended.
 const MARK_EOF: i32 = 0;
-/// A spawn was asked for.
+/// A spawn of the task was requested.
 const MARK_SPAWN: i32 = -1;
-/// The task exists.
+/// The task has been created.
 const MARK_NEW: i32 = -2;
-/// Unfinished line of a task at most; a longer one is printed in pieces.
+/// Longest unfinished line of a task in bytes; a longer line is printed in pieces.
 pub(crate) const LINE_BYTES_MAX: usize = 64 << 10;
 
 #[derive(Debug, Default)]
@@ -26,8 +30,10 @@ struct Writer {
     line: Vec<u8>,
 }
 
-/// The tasks whose output is caught, and where it goes. A task that has ended stays known, because its marks come from two
-/// daemons in any order; there are never more than the tids that hosts can give.
+/// The tasks whose output is caught, and the stream on which it is printed.
+///
+/// A task stays in the table after its output has ended, because its marks come from two daemons in
+/// any order. The number of possible tids bounds the table.
 #[derive(Default)]
 pub(crate) struct Catch {
     stream: Option<Stream>,
@@ -35,24 +41,24 @@ pub(crate) struct Catch {
 }
 
 impl Catch {
-    /// True when children of this task may still write.
+    /// True if children of this task may still write.
     pub(crate) fn waits(&self) -> bool {
         self.stream.is_some() && self.writers.values().any(|writer| !writer.ended)
     }
 
-    /// True when output is caught at all.
+    /// True if output is being caught.
     pub(crate) fn is_on(&self) -> bool {
         self.stream.is_some()
     }
 
-    /// Output of these tasks will come, or has come, and their end will be told.
+    /// Registers spawned tasks whose output, including its end, is expected.
     pub(crate) fn expect(&mut self, tids: &[Tid]) {
         for tid in tids {
             self.writers.entry(tid.raw()).or_default();
         }
     }
 
-    /// Takes one output message and answers what is to be printed.
+    /// Processes one output message and returns the text to print.
     fn take(&mut self, mut body: Unpacker, show: bool) -> PvmResult<Vec<u8>> {
         let (tid, mark) = (body.int()?, body.int()?);
         let mut text = Vec::new();
@@ -98,7 +104,7 @@ impl Catch {
     }
 }
 
-/// An output message has arrived.
+/// Handles an output message that has arrived.
 pub(crate) fn take(body: Unpacker) {
     let mut session = session::lock();
     let show = pvmshowtaskid.load(Relaxed) != 0;
@@ -110,7 +116,8 @@ pub(crate) fn take(body: Unpacker) {
     }
 }
 
-/// Children spawned from now on have their output printed on `stream`; with `None` it goes where this task's own goes.
+/// Sets the stream on which the output of tasks spawned from now on is printed. With `None` it goes
+/// to the destination of this task's own output.
 pub(crate) fn catch(session: &mut Session, stream: Option<Stream>) {
     match stream {
         Some(_) => {
@@ -127,7 +134,7 @@ pub(crate) fn catch(session: &mut Session, stream: Option<Stream>) {
     }
 }
 
-/// True when the output of spawned tasks comes to this one to be printed.
+/// True if the output of spawned tasks is sent to this task for printing.
 pub(crate) fn catches_children() -> bool {
     let me = pvmmytid.load(Relaxed);
     me > 0 && pvmctrc.out_tid.load(Relaxed) == me && pvmctrc.out_tag.load(Relaxed) == TC_OUTPUT
@@ -153,8 +160,10 @@ mod tests {
         .expect("text")
     }
 
+    /// Each line is printed with the task's tid; an unfinished last line is completed when the
+    /// output ends.
     #[test]
-    fn lines_carry_the_task_and_a_last_line_is_completed() {
+    fn lines_show_tid_and_last_line_is_completed() {
         let mut catch = Catch::default();
         assert_eq!(said(&mut catch, &[0x800c2, -1, 0x40001], b"", true), "");
         assert_eq!(
@@ -173,16 +182,18 @@ mod tests {
         assert!(catch.writers.values().all(|writer| writer.ended));
     }
 
+    /// Without `PvmShowTids` only the text is printed.
     #[test]
-    fn without_task_ids_only_the_text_is_printed() {
+    fn without_tids_only_the_text_is_printed() {
         let mut catch = Catch::default();
         assert_eq!(said(&mut catch, &[0x800c2, -2, 0x40001], b"", false), "");
         assert_eq!(said(&mut catch, &[0x800c2, 3], b"a\nb", false), "a\n");
         assert_eq!(said(&mut catch, &[0x800c2, 0], b"", false), "b\n");
     }
 
+    /// The marks of a task may arrive in any order; a malformed message is an error.
     #[test]
-    fn the_marks_of_a_task_may_come_in_any_order() {
+    fn output_marks_may_arrive_in_any_order() {
         let mut catch = Catch::default();
         said(&mut catch, &[0x800c2, 2], b"x\n", true);
         said(&mut catch, &[0x800c2, 0], b"", true);

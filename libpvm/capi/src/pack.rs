@@ -1,4 +1,13 @@
-//! Packing and unpacking of arrays, strings and whole messages (`pvm_pk*`, `pvm_upk*`).
+//! Packs and unpacks arrays, strings and whole messages (`pvm_pk*`, `pvm_upk*`).
+//!
+//! Formats by encoding:
+//!
+//! - XDR: numbers are big-endian and at least four bytes wide; bytes and strings are padded to a
+//!   multiple of four per call.
+//! - Raw: elements as they lie in memory, without padding.
+//! - In place: only references to the program's memory are stored; the memory is read when the
+//!   message is sent.
+//! - Trace: as XDR, with a type and a count in front of the data of each call.
 
 use crate::buffers::{BODY_BYTES_MAX, Buffer, Enc, Piece};
 use crate::memory::{Span, Strided};
@@ -7,22 +16,22 @@ use sempa_proto::pool;
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::ffi::CStr;
 
-/// Words in front of a message that is packed as an item.
+/// Number of 32-bit header fields in front of a message that is packed into another one.
 const HEAD_WORDS: usize = 8;
-/// Bytes of a type word plus the count in a user trace event.
+/// First word of a user trace event (`TEV_MARK_USER_EVENT_RECORD`).
 const EVENT_MARK: i32 = -9;
-/// Number of the event `user_defined`, as a plain record.
+/// Number of the trace event `user_defined`.
 const EVENT_USER: i32 = 108;
 
-/// A number, or a pair of them, that can be packed.
+/// A number, or a pair of numbers (complex), that can be packed.
 pub(crate) trait Wire: Copy {
-    /// Bytes in XDR.
+    /// Number of bytes in XDR.
     const XDR_BYTES: usize;
-    /// Type code in user trace events.
+    /// Type code in user trace events (`TEV_DATA_*`).
     const TRACE_TYPE: i32;
     /// Appends the value in XDR.
     fn put(self, out: &mut Vec<u8>);
-    /// Reads the value from exactly `XDR_BYTES` bytes.
+    /// Reads the value from exactly `XDR_BYTES` bytes of XDR.
     fn get(bytes: &[u8]) -> Self;
 }
 
@@ -87,13 +96,13 @@ fn room(out: &[u8], more: usize) -> PvmResult<()> {
     }
 }
 
-/// In front of the data of one pack call in a user trace event: type and count.
+/// Appends the header of the data of one pack call in a user trace event: type and count.
 fn trace_item(out: &mut Vec<u8>, kind: i32, count: usize) {
     (kind | 0x80).put(out);
     (count as i32).put(out);
 }
 
-/// Begins a user trace event: marker, number, name, time.
+/// Starts a user trace event: appends the marker, the event's number and name, and the time.
 pub(crate) fn begin_trace_event(buffer: &mut Buffer, seconds: i32, micros: i32) {
     if let Ok(out) = buffer.open() {
         EVENT_MARK.put(out);
@@ -117,7 +126,8 @@ fn in_place<T: Copy>(pieces: &mut Vec<Piece>, items: &Strided<T>) -> PvmResult<(
     Ok(())
 }
 
-/// Packs an array that needs so many bytes at most: in place only where it is, else `write` appends it.
+/// Packs an array of at most `bytes` bytes. In a buffer packed in place only a reference is stored;
+/// otherwise `write` appends the data.
 fn pack_array<T: Copy>(
     buffer: &mut Buffer,
     items: &Strided<T>,
@@ -138,10 +148,11 @@ fn pack_array<T: Copy>(
     Ok(())
 }
 
-/// Packs numbers or pairs.
+/// Packs numbers or pairs of numbers.
 ///
 /// # Errors
-/// `NotImpl` for strides in place, `BadMsg` when the buffer cannot be packed into, `NoMem` when it gets too long.
+/// `NotImpl` for a stride other than 1 in place, `BadMsg` if the buffer cannot be appended to,
+/// `NoMem` if the body gets longer than [`BODY_BYTES_MAX`].
 pub(crate) fn pack<T: Wire>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
     let bytes = items.len().saturating_mul(T::XDR_BYTES.max(size_of::<T>()));
     pack_array(buffer, items, bytes, |out, enc| {
@@ -156,7 +167,7 @@ pub(crate) fn pack<T: Wire>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResul
     })
 }
 
-/// Packs bytes; in XDR padded per call.
+/// Packs bytes. All encodings except raw pad them per call to a multiple of four.
 ///
 /// # Errors
 /// As [`pack`].
@@ -172,7 +183,7 @@ pub(crate) fn pack_bytes(buffer: &mut Buffer, items: &Strided<u8>) -> PvmResult<
     })
 }
 
-/// Packs a string: its length with the NUL, then the characters and the NUL.
+/// Packs a string: its length including the NUL, then the characters and the NUL.
 ///
 /// # Errors
 /// As [`pack`]; `NotImpl` in place.
@@ -187,7 +198,8 @@ pub(crate) fn pack_str(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
     match enc {
         Enc::Raw => out.extend_from_slice(&(len as i32).to_ne_bytes()),
         Enc::Trace => {
-            // A string in a trace event is an array of characters, without length and NUL of its own.
+            // In a trace event a string is an array of characters, without a length of its own and
+            // without NUL.
             trace_item(out, 1, text.len());
             out.extend_from_slice(text);
             pad(out, text.len());
@@ -203,7 +215,8 @@ pub(crate) fn pack_str(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
     Ok(())
 }
 
-/// Packs by value what an in-place buffer could not keep a pointer to (plain items of `pvm_packf`).
+/// Packs a value by copy, even into a buffer packed in place. `pvm_packf` takes plain items by
+/// value, so there is no memory of the program to refer to.
 ///
 /// # Errors
 /// As [`pack`].
@@ -221,7 +234,7 @@ pub(crate) fn pack_value<T: Wire>(buffer: &mut Buffer, value: T) -> PvmResult<()
     }
 }
 
-/// Packs a string for `pvm_packf`, which accepts it in place too: length and characters are copied.
+/// Packs a string for `pvm_packf`, which allows strings in place: length and characters are copied.
 ///
 /// # Errors
 /// As [`pack`].
@@ -250,10 +263,11 @@ fn take<'a>(bytes: &'a [u8], position: &mut usize, len: usize) -> PvmResult<&'a 
     Ok(taken)
 }
 
-/// Unpacks numbers or pairs into the program's array. Elements read before the end of the message stay there.
+/// Unpacks numbers or pairs into the program's array. If the message ends early, the elements read
+/// so far are stored.
 ///
 /// # Errors
-/// `NoData` past the end, `BadMsg` when the buffer cannot be read.
+/// `NoData` past the end of the message, `BadMsg` if the buffer cannot be read.
 pub(crate) fn unpack<T: Wire>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
     if items.len() == 0 {
         return Ok(());
@@ -281,7 +295,8 @@ pub(crate) fn unpack<T: Wire>(buffer: &mut Buffer, items: &Strided<T>) -> PvmRes
     }
 }
 
-/// Unpacks bytes with the padding of one call. Bytes of machines with another layout can be read too.
+/// Unpacks bytes and skips the padding of one pack call. Bytes can be read even from raw data of a
+/// machine with another layout.
 ///
 /// # Errors
 /// As [`unpack`].
@@ -315,10 +330,12 @@ fn read_int(buffer: &Buffer, position: &mut usize) -> PvmResult<i32> {
     })
 }
 
-/// Unpacks a string, without its NUL. Nothing is consumed when it is not whole.
+/// Unpacks a string and returns it without its NUL. If the message ends within the string, nothing
+/// is consumed.
 ///
 /// # Errors
-/// `NoData` past the end, `BadMsg` when the length is impossible or the buffer cannot be read.
+/// `NoData` past the end of the message, `BadMsg` if the length is invalid or the buffer cannot be
+/// read.
 pub(crate) fn unpack_str(buffer: &mut Buffer) -> PvmResult<Vec<u8>> {
     readable(buffer)?;
     let mut position = buffer.position;
@@ -329,7 +346,7 @@ pub(crate) fn unpack_str(buffer: &mut Buffer) -> PvmResult<Vec<u8>> {
         len.next_multiple_of(4)
     };
     let text = take(buffer.bytes(), &mut position, padded)?;
-    // The C library's search is many times as fast as a loop over bytes.
+    // `CStr` searches with `memchr`, which is many times faster than a loop over the bytes.
     let end = CStr::from_bytes_until_nul(&text[..len]).map_or(len, CStr::count_bytes);
     let text = text[..end].to_vec();
     buffer.position = position;
@@ -339,7 +356,7 @@ pub(crate) fn unpack_str(buffer: &mut Buffer) -> PvmResult<Vec<u8>> {
 /// Packs a message with its header as one item (`pvm_pkmesg`).
 ///
 /// # Errors
-/// As [`pack`]; `NoMem` also for a message whose length the item cannot say.
+/// As [`pack`]; also `NoMem` if the body's length does not fit into an `i32`.
 pub(crate) fn pack_message(buffer: &mut Buffer, message: &Message) -> PvmResult<()> {
     let len = i32::try_from(message.body.len()).map_err(|_| PvmError::NoMem)?;
     let words: [i32; HEAD_WORDS] = [
@@ -363,10 +380,10 @@ pub(crate) fn pack_message(buffer: &mut Buffer, message: &Message) -> PvmResult<
     Ok(())
 }
 
-/// Unpacks a message that [`pack_message`] packed; it may be in several fragments.
+/// Unpacks a message that [`pack_message`] packed. Its body may consist of several fragments.
 ///
 /// # Errors
-/// As [`unpack`]; the position does not move then.
+/// As [`unpack`]; in that case nothing is consumed.
 pub(crate) fn unpack_message(buffer: &mut Buffer) -> PvmResult<Message> {
     readable(buffer)?;
     let mut position = buffer.position;
@@ -416,8 +433,9 @@ mod tests {
         buffer
     }
 
+    /// Packed sizes are those of PVM, except that longs keep their 64 bits.
     #[test]
-    fn sizes_are_those_of_pvm_but_longs_keep_their_64_bits() {
+    fn packed_sizes_match_pvm_with_64_bit_longs() {
         fn sizes<T: Wire>(value: T) -> [usize; 2] {
             let len =
                 |enc| packed(enc, |b| pack(b, &Strided::of(&[value; 3])).expect("fits")).len();
@@ -444,8 +462,9 @@ mod tests {
         assert_eq!((text(Enc::Xdr), text(Enc::Raw)), (12, 10));
     }
 
+    /// Unpacking past the end fails, but stores the elements that the message holds.
     #[test]
-    fn reading_past_the_end_keeps_what_was_read() {
+    fn short_message_fills_available_elements() {
         for enc in [Enc::Xdr, Enc::Raw] {
             let mut buffer = packed(enc, |b| pack(b, &Strided::of(&[1i32, 2])).expect("fits"));
             let mut target = [0i32; 4];
@@ -457,8 +476,9 @@ mod tests {
         }
     }
 
+    /// Bytes of two pack calls are padded separately, and one unpack call sees the padding.
     #[test]
-    fn byte_items_keep_their_grouping() {
+    fn bytes_are_padded_per_pack_call() {
         let mut buffer = packed(Enc::Xdr, |b| {
             pack_bytes(b, &Strided::of(b"abc")).expect("fits");
             pack_bytes(b, &Strided::of(b"def")).expect("fits");
@@ -471,8 +491,9 @@ mod tests {
         assert_eq!(&target, b"abc\0de");
     }
 
+    /// Raw data of a machine with another layout can be read only as bytes.
     #[test]
-    fn raw_data_of_another_machine_can_only_be_read_as_bytes() {
+    fn foreign_raw_data_is_readable_only_as_bytes() {
         let message = Message {
             src: Tid::NONE,
             dst: Tid::NONE,
@@ -496,8 +517,9 @@ mod tests {
         assert_eq!(&bytes, b"123");
     }
 
+    /// Data packed in place is read when the message is sent, not when it is packed.
     #[test]
-    fn in_place_data_are_read_when_the_message_is_made() {
+    fn in_place_data_is_read_at_send_time() {
         let mut data = vec![1i32, 2];
         let items = Strided::of_mut(&mut data);
         let mut buffer = packed(Enc::InPlace, |b| pack(b, &items).expect("stride 1"));
@@ -509,8 +531,9 @@ mod tests {
         drop(data);
     }
 
+    /// A message packed into another one is unpacked unchanged.
     #[test]
-    fn a_message_travels_inside_another() {
+    fn packed_message_unpacks_unchanged() {
         let inner = Message {
             src: Tid::from_raw(0x40001),
             dst: Tid::from_raw(0x40002),
@@ -528,8 +551,9 @@ mod tests {
         }
     }
 
+    /// Negative, too large or empty lengths inside a message are errors.
     #[test]
-    fn hostile_lengths_inside_a_message_are_errors() {
+    fn invalid_lengths_are_rejected() {
         let mut buffer = packed(Enc::Xdr, |b| {
             pack(b, &Strided::of(&[i32::MAX])).expect("fits")
         });
@@ -542,8 +566,9 @@ mod tests {
         assert_eq!(unpack_message(&mut buffer), Err(PvmError::BadMsg));
     }
 
+    /// The header of a user trace event has 36 bytes.
     #[test]
-    fn a_user_trace_event_begins_with_36_bytes() {
+    fn user_trace_event_header_has_36_bytes() {
         let mut buffer = Buffer::new(Enc::Trace, 0);
         begin_trace_event(&mut buffer, 1, 2);
         assert_eq!(buffer.len(), 36);

@@ -1,6 +1,6 @@
-//! This process in the system: numbers, standard error, the clock, and what happens at a fork.
+//! Functions of the calling process: pid, uid, standard error, clock, and locking around `fork`.
 
-// Registering with the C library takes function pointers.
+// `getuid` and `pthread_atfork` are calls of the C library.
 #![allow(unsafe_code)]
 
 use crate::receive::{self, Turn};
@@ -9,24 +9,22 @@ use std::cell::RefCell;
 use std::io::Write;
 use std::sync::{MutexGuard, Once};
 
-/// Number of this process.
 pub(crate) fn id() -> i32 {
     std::process::id() as i32
 }
 
-/// User this process runs as.
 pub(crate) fn user() -> i32 {
-    // SAFETY: cannot fail and touches no memory.
+    // SAFETY: `getuid` cannot fail and accesses no memory of this process.
     unsafe { libc::getuid() as i32 }
 }
 
-/// Writes to standard error in one piece.
+/// Writes all bytes to standard error.
 pub(crate) fn write_stderr(bytes: &[u8]) {
-    // Nobody left to tell when it is closed.
+    // There is no other place to report that standard error is closed.
     let _ = std::io::stderr().write_all(bytes);
 }
 
-/// Seconds and microseconds since 1970.
+/// Returns the time since 1970 as seconds and microseconds.
 pub(crate) fn clock() -> (i64, i64) {
     let since = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
@@ -34,11 +32,11 @@ pub(crate) fn clock() -> (i64, i64) {
     (since.as_secs() as i64, i64::from(since.subsec_micros()))
 }
 
-/// From now on a fork leaves the child with a session it can use.
+/// Registers handlers so that the child of every later `fork` has a usable session.
 pub(crate) fn prepare_for_fork() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        // SAFETY: both functions never unwind and live as long as this library.
+        // SAFETY: both functions never unwind and stay valid while this library is loaded.
         unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
     });
 }
@@ -49,14 +47,18 @@ thread_local! {
     static HELD: RefCell<Option<Locks>> = const { RefCell::new(None) };
 }
 
-/// Another thread might hold a lock at the fork, which would then stay locked in the child for ever.
+/// Takes the locks before a fork. A lock that another thread holds at the fork would stay locked in
+/// the child forever.
 extern "C" fn before_fork() {
-    // Inside a handler this thread is the one that takes messages in. The session is never locked while program code runs.
+    // In a message handler this thread already dispatches messages, so it must not lock again. The
+    // session is never locked while code of the program runs.
     let turn = (!receive::in_handler()).then(receive::turn);
-    // Only a thread that is ending has lost its place for the guards; then nothing is locked.
+    // `try_with` below fails only on a thread that is exiting, whose thread-local storage is
+    // already destroyed. The locks are then released immediately.
     let session = session::lock();
     if let Some(runtime) = &session.runtime {
-        // Once more, now that no other thread receives messages that the child would see.
+        // Prepare again, because another thread may have received messages until the locks were
+        // taken, and the child would see them.
         runtime.prepare_for_fork();
     }
     let _ = HELD.try_with(|held| *held.borrow_mut() = Some((turn, session)));

@@ -1,4 +1,13 @@
-//! Receiving: taking in what has arrived, offering it to handlers, and finding the message a call wants.
+//! Receives messages.
+//!
+//! 1. [`pump`] takes all messages that have arrived from the runtime.
+//! 2. Each message is dispatched in the order of arrival: a control message to the library, a
+//!    message that matches a handler to that handler, any other message to the list of messages
+//!    that can be received.
+//! 3. A receive call searches that list, and waits for further messages if none matches.
+//!
+//! Only one thread at a time takes and dispatches messages, so that their order is kept. No handler
+//! runs inside a handler.
 
 use crate::buffers::Buffer;
 use crate::control;
@@ -16,17 +25,15 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
-/// A matching function: buffer, and the tid and tag asked for; see `pvm_recvf`.
+/// A matching function of the program with the arguments buffer number, wanted tid and wanted tag;
+/// see `pvm_recvf`.
 pub(crate) type Matcher = extern "C" fn(i32, i32, i32) -> i32;
 
-/// How long a call waits for a message.
+/// How long a receive call waits for a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Patience {
-    /// Not at all.
     None,
-    /// Until then.
     Until(Instant),
-    /// For ever.
     Endless,
 }
 
@@ -35,22 +42,22 @@ thread_local! {
     static IN_HANDLER: Cell<bool> = const { Cell::new(false) };
 }
 
-/// True while this thread runs a message handler of the program.
 pub(crate) fn in_handler() -> bool {
     IN_HANDLER.get()
 }
 
-/// The turn to take messages in, with the messages on their way: one thread does so at a time, so that they keep their order.
+/// The right to dispatch messages, with the queue of messages that were taken but not yet
+/// dispatched. One thread holds it at a time, so that messages keep their order.
 pub(crate) type Turn = MutexGuard<'static, VecDeque<Message>>;
 
 static TURN: Mutex<VecDeque<Message>> = Mutex::new(VecDeque::new());
 
-/// Waits for the turn.
+/// Waits for the right to dispatch messages.
 pub(crate) fn turn() -> Turn {
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The turn, if it is nobody's.
+/// Returns the right to dispatch messages unless another thread holds it.
 fn turn_at_once() -> Option<Turn> {
     match TURN.try_lock() {
         Ok(turn) => Some(turn),
@@ -59,7 +66,7 @@ fn turn_at_once() -> Option<Turn> {
     }
 }
 
-/// Takes in all messages that have arrived and offers each to the handlers. Does nothing inside a handler.
+/// Takes all messages that have arrived and dispatches them. Does nothing inside a handler.
 pub(crate) fn pump(rt: &Runtime) {
     if in_handler() {
         return;
@@ -69,7 +76,7 @@ pub(crate) fn pump(rt: &Runtime) {
     drop(take_in(rt, turn));
 }
 
-/// Gives what has been taken in to whom it is for. The session, as it is then.
+/// Dispatches all messages of the queue, and returns the session locked.
 fn take_in(rt: &Runtime, mut turn: Turn) -> MutexGuard<'static, Session> {
     let mut session = session::lock();
     while let Some(message) = turn.pop_front() {
@@ -78,14 +85,16 @@ fn take_in(rt: &Runtime, mut turn: Turn) -> MutexGuard<'static, Session> {
             arrive(rt, message);
             session = session::lock();
         } else {
-            // At the limit of buffers the program holds millions of messages; there is no call to tell it by.
+            // An error means that the program holds the maximum number of buffers (millions of
+            // messages). The message is lost, because there is no call that could report it.
             let _ = session.queue(message);
         }
     }
     session
 }
 
-/// Gives one message to the library, to a handler, or to the list of those that can be received.
+/// Dispatches one message: to the library, to a handler, or to the list of messages that can be
+/// received.
 pub(crate) fn arrive(rt: &Runtime, message: Message) {
     if message.ctx == CTX_TASK_CONTROL {
         return control::take(rt, &message);
@@ -96,7 +105,8 @@ pub(crate) fn arrive(rt: &Runtime, message: Message) {
         ctx: message.ctx,
     };
     let mut session = session::lock();
-    // At the limit of buffers the program holds millions of messages; there is no call to tell it by.
+    // If the program holds the maximum number of buffers, the message is lost: there is no call
+    // that could report it.
     match session.handlers.find(&filter) {
         Some(handler) => {
             let Ok(mid) = session.buffers.add(Buffer::of_message(message)) else {
@@ -109,7 +119,8 @@ pub(crate) fn arrive(rt: &Runtime, message: Message) {
     }
 }
 
-/// Runs a handler: the message is the active receive buffer, nothing is being sent, the context is the message's.
+/// Runs a handler. Meanwhile the message is the active receive buffer, there is no active send
+/// buffer, and the current context is the message's context.
 fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
     let (sbuf, rbuf) = {
         let mut session = session::lock();
@@ -142,14 +153,15 @@ fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
     let mut session = session::lock();
     for made in [session.sbuf, session.rbuf, mid] {
         if made != sbuf && made != rbuf && made > 0 {
-            // The handler may have freed it, or two of them are the same.
+            // Fails if the handler has freed the buffer, or if two of these numbers are equal.
             let _ = session.free(made);
         }
     }
     (session.sbuf, session.rbuf) = (sbuf, rbuf);
 }
 
-/// What the library matches by: sender, tag and current context, −1 meaning any.
+/// The library's own matching rule: sender, tag and current context must be equal to the message's;
+/// −1 matches anything.
 fn matches(buffer: &Buffer, tid: i32, tag: i32) -> bool {
     let ctx = pvmmyctx.load(Relaxed);
     (tid == -1 || tid == buffer.src)
@@ -157,7 +169,7 @@ fn matches(buffer: &Buffer, tid: i32, tag: i32) -> bool {
         && (ctx == -1 || ctx == buffer.ctx)
 }
 
-/// The library's matching function, as a program may call it: 1 when the message matches.
+/// The library's matching function for programs: returns 1 if the message matches, else 0.
 pub(crate) fn default_matcher(mid: i32, tid: i32, tag: i32) -> i32 {
     session::lock()
         .buffers
@@ -165,7 +177,8 @@ pub(crate) fn default_matcher(mid: i32, tid: i32, tag: i32) -> i32 {
         .map_or(0, |buffer| i32::from(matches(buffer, tid, tag)))
 }
 
-/// The first waiting message that the program's matching function ranks highest.
+/// Returns the queued message that the program's matching function ranks highest, the first one of
+/// equal rank. Rank 1 ends the search. A negative result of the function is returned as an error.
 fn find_ranked(matcher: Matcher, tid: i32, tag: i32) -> Result<Option<i32>, i32> {
     let waiting: Vec<i32> = session::lock().arrived.iter().copied().collect();
     let mut best: Option<(i32, i32)> = None;
@@ -181,7 +194,8 @@ fn find_ranked(matcher: Matcher, tid: i32, tag: i32) -> Result<Option<i32>, i32>
     Ok(best.map(|(_, mid)| mid))
 }
 
-/// The message that a receive takes next, without taking it, and the session.
+/// Returns the message that a receive would take next, without taking it, together with the locked
+/// session.
 fn find(mut session: MutexGuard<'static, Session>, tid: i32, tag: i32) -> Result<Found, i32> {
     let found = match session.matcher {
         Some(matcher) => {
@@ -203,21 +217,20 @@ fn find(mut session: MutexGuard<'static, Session>, tid: i32, tag: i32) -> Result
     Ok((session, found))
 }
 
-/// The session, and the message that was looked for.
+/// The locked session, and the number of the matching message if there is one.
 type Found = (MutexGuard<'static, Session>, Option<i32>);
 
-/// True when messages with this sender and tag may be asked for.
+/// True if a program may wait for messages with this sender and tag.
 fn askable(tid: i32, tag: i32) -> bool {
     let reserved = crate::data::pvmrescode.load(Relaxed) != 0;
     let source = sempa_proto::Tid::from_raw(tid);
     reserved || ((tid == -1 || source.is_task() || source.is_daemon()) && tag >= -1)
 }
 
-/// Why a receive gave nothing: an error of ours, or a negative answer of the program's matching function.
+/// Reason for the failure of a receive call.
 pub(crate) enum Fault {
-    /// One of PVM's codes.
     Error(PvmError),
-    /// What the matching function said.
+    /// A negative result of the program's matching function.
     Matcher(i32),
 }
 
@@ -227,7 +240,8 @@ impl From<PvmError> for Fault {
     }
 }
 
-/// Waits for a message and leaves it in the list. `before` runs once, when the call is known to be good.
+/// Waits for a matching message and leaves it in the list. `before` runs once, after the arguments
+/// have been checked.
 fn wait(tid: i32, tag: i32, patience: Patience, before: fn(&mut Session)) -> Result<Found, Fault> {
     let mut session = session::lock();
     let rt = session.enrolled()?.clone();
@@ -240,7 +254,8 @@ fn wait(tid: i32, tag: i32, patience: Patience, before: fn(&mut Session)) -> Res
     before(&mut session);
     let mut found = (session, None);
     if !found.0.is_attended() {
-        // Nobody has to see first what may have arrived since.
+        // No handler or caught output must see newer messages first, so the list can be searched
+        // before the runtime is polled.
         found = find(found.0, tid, tag).map_err(Fault::Matcher)?;
     }
     if found.1.is_none() {
@@ -263,7 +278,8 @@ fn wait(tid: i32, tag: i32, patience: Patience, before: fn(&mut Session)) -> Res
     Ok(found)
 }
 
-/// Waits until messages arrive and takes them with the turn to give them out; `None` at the deadline.
+/// Waits until messages arrive, and takes them together with the right to dispatch them. Returns
+/// `None` at the deadline.
 fn wait_for_some(rt: &Runtime, deadline: Option<Instant>) -> PvmResult<Option<Turn>> {
     let mut take = |inbox: &mut Inbox| {
         if inbox.is_empty() {
@@ -278,7 +294,8 @@ fn wait_for_some(rt: &Runtime, deadline: Option<Instant>) -> PvmResult<Option<Tu
     let Some(taken) = rt.inbox_wait(deadline, &mut take)? else {
         return Ok(None);
     };
-    // Another thread is giving messages out. What it has taken may be what this one waits for.
+    // Another thread is dispatching messages. One of them may be the message that this thread waits
+    // for, so wait until it has finished.
     Ok(Some(taken.unwrap_or_else(|| {
         let mut turn = turn();
         rt.take_arrived_into(&mut turn);
@@ -286,7 +303,8 @@ fn wait_for_some(rt: &Runtime, deadline: Option<Instant>) -> PvmResult<Option<Tu
     })))
 }
 
-/// Receives: the message becomes the active receive buffer. The one before is freed first, also when none comes.
+/// Receives a message and makes it the active receive buffer. The previous active receive buffer is
+/// freed, even if no message arrives.
 pub(crate) fn receive(tid: i32, tag: i32, patience: Patience) -> Result<Option<i32>, Fault> {
     let (mut session, Some(mid)) = wait(tid, tag, patience, Session::free_rbuf)? else {
         return Ok(None);
@@ -300,12 +318,12 @@ pub(crate) fn receive(tid: i32, tag: i32, patience: Patience) -> Result<Option<i
     Ok(Some(mid))
 }
 
-/// The number of the message that a receive would take; it stays where it is.
+/// Returns the number of the message that a receive would take, and leaves it in the list.
 pub(crate) fn probe(tid: i32, tag: i32) -> Result<Option<i32>, Fault> {
     Ok(wait(tid, tag, Patience::None, |_| ())?.1)
 }
 
-/// Receives a message beside the active receive buffer (`pvm_precv`).
+/// Receives a message without making it the active receive buffer (`pvm_precv`).
 pub(crate) fn receive_apart(tid: i32, tag: i32) -> Result<Buffer, Fault> {
     let (mut session, found) = wait(tid, tag, Patience::Endless, |_| ())?;
     let mid = found.ok_or(PvmError::SysErr)?;
@@ -313,10 +331,10 @@ pub(crate) fn receive_apart(tid: i32, tag: i32) -> Result<Buffer, Fault> {
     Ok(session.buffers.remove(mid)?)
 }
 
-/// Waits until `done` finds what it looks for in the session, taking messages in meanwhile.
+/// Dispatches messages until `done` returns a value, and returns it.
 ///
 /// # Errors
-/// `SysErr` when the daemon is gone, `NotImpl` inside a handler.
+/// `SysErr` if the connection to the daemon is lost, `NotImpl` inside a handler.
 pub(crate) fn wait_for<R>(
     rt: &Runtime,
     mut done: impl FnMut(&mut Session) -> Option<R>,

@@ -1,4 +1,4 @@
-//! Sending to one task or many.
+//! Sends messages to one task or to several tasks.
 
 use crate::buffers::{Buffer, Enc};
 use crate::data::{pvmmyctx, pvmrescode, pvmrouteopt};
@@ -12,10 +12,10 @@ use sempa_proto::message::{DSIG_X86_64, message_head};
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Destination and tag of a user trace event.
+/// Destination and tag of a user trace event in PVM's interface.
 const TRACE_TID: i32 = -1111;
 const TRACE_TAG: i32 = -2222;
-/// Value of `PvmRoute` by which a program asks for direct routes.
+/// Value of `PvmRoute` that requests direct routes (`PvmRouteDirect`).
 const ROUTE_DIRECT: i32 = 3;
 
 fn may_send(tid: i32, tag: i32) -> PvmResult<()> {
@@ -36,7 +36,8 @@ fn may_send(tid: i32, tag: i32) -> PvmResult<()> {
 /// Sends the active send buffer (`pvm_send`).
 ///
 /// # Errors
-/// `BadParam` for a destination that is no task or a reserved tag, `NoBuf` without a buffer, `SysErr` without a daemon.
+/// `BadParam` for a destination that is not a task or for a reserved tag, `NoBuf` without an active
+/// buffer, `SysErr` without a daemon.
 pub(crate) fn send(tid: i32, tag: i32) -> PvmResult<()> {
     let mut session = session::lock();
     session.enrolled()?;
@@ -55,7 +56,8 @@ pub(crate) fn send(tid: i32, tag: i32) -> PvmResult<()> {
     send_by_any_way(tid, tag)
 }
 
-/// Most messages are small, and go by a ring that has room.
+/// Fast path for a small message: writes it directly to the receiver's ring. Returns false, with
+/// nothing sent, if that is not possible.
 #[inline]
 fn at_once(session: &mut Session, tid: i32, tag: i32) -> bool {
     let Session {
@@ -105,10 +107,10 @@ fn send_by_any_way(tid: i32, tag: i32) -> PvmResult<()> {
     hand_over(&rt, message)
 }
 
-/// Does something with another active send buffer.
+/// Runs `act` with another buffer as the active send buffer.
 ///
 /// # Errors
-/// `NoSuchBuf` or `BadParam` for a number without a buffer, and what is done.
+/// `NoSuchBuf` or `BadParam` for a number without a buffer, and the errors of `act`.
 pub(crate) fn with_buffer(mid: i32, act: impl FnOnce() -> PvmResult<()>) -> PvmResult<()> {
     let before = {
         let mut session = session::lock();
@@ -129,7 +131,7 @@ fn hand_over(rt: &Runtime, message: Message) -> PvmResult<()> {
     Ok(())
 }
 
-/// Sending reads what has arrived, too, when somebody waits to see it at once.
+/// Dispatches incoming messages after a send if handlers or caught output need them promptly.
 fn take_in(rt: &Runtime) {
     let attended = session::lock().is_attended();
     if attended {
@@ -137,10 +139,11 @@ fn take_in(rt: &Runtime) {
     }
 }
 
-/// Sends the active send buffer to several tasks, once to each, never to the own task (`pvm_mcast`).
+/// Sends the active send buffer to each of several tasks once, never to the calling task
+/// (`pvm_mcast`).
 ///
 /// # Errors
-/// As [`send`]; nothing is sent when one destination is bad.
+/// As [`send`]. Nothing is sent if one of the destinations is invalid.
 pub(crate) fn multicast(tids: &[i32], tag: i32) -> PvmResult<()> {
     let rt = session::runtime()?;
     if tag < 0 && pvmrescode.load(Relaxed) == 0 {
@@ -169,8 +172,9 @@ pub(crate) fn multicast(tids: &[i32], tag: i32) -> PvmResult<()> {
     Ok(())
 }
 
-/// Sends an array as raw bytes beside the active send buffer (`pvm_psend`). Here the receiver is known before anything is
-/// packed: a small array goes from where it lies into the ring.
+/// Sends an array as raw bytes without using the active send buffer (`pvm_psend`). The receiver is
+/// known before any data is packed, so a small array is copied from the program's memory directly
+/// into the ring.
 ///
 /// # Errors
 /// As [`send`].
@@ -201,7 +205,7 @@ pub(crate) fn send_array(tid: i32, tag: i32, items: &Strided<u8>) -> PvmResult<(
     )
 }
 
-/// Bytes of one element of a data type of `pvm_psend`.
+/// Returns the number of bytes of one element of a data type of `pvm_psend` (`PVM_*`).
 ///
 /// # Errors
 /// `NotImpl` for strings, `BadParam` for unknown types.
@@ -217,7 +221,7 @@ pub(crate) fn type_bytes(kind: i32) -> PvmResult<usize> {
     }
 }
 
-/// A copy of a buffer's content as a message, for the mailbox and for packing into others.
+/// Returns a copy of a buffer as a message, for the mailbox and for packing into another message.
 ///
 /// # Errors
 /// `NoSuchBuf` or `BadParam` for a number without a buffer.

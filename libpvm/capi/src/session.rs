@@ -1,7 +1,8 @@
-//! What the library knows about this process as a task: its connection, its buffers, what has arrived.
+//! State of this process as a task: its connection to the daemon, its buffers and its received
+//! messages.
 //!
-//! One lock guards all of it. It is never held while code of the program runs (message handlers, matching functions) nor
-//! while a call waits, so such code may call the library again.
+//! One lock guards the whole state. It is never held while code of the program runs (message
+//! handlers, matching functions) or while a call waits, so such code may call the library again.
 
 use crate::abi::EMPTY_MASK;
 use crate::buffers::{Buffer, Buffers, Enc};
@@ -23,28 +24,26 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
-/// All that belongs to this process as a task.
+/// State of this process as a task.
 #[derive(Default)]
 pub(crate) struct Session {
-    /// The connection, also when it is lost.
+    /// The connection to the daemon. It stays here after it is lost.
     pub(crate) runtime: Option<Runtime>,
-    /// All message buffers.
     pub(crate) buffers: Buffers,
-    /// Active send buffer, 0 without.
+    /// Active send buffer; 0 if there is none.
     pub(crate) sbuf: i32,
-    /// Active receive buffer, 0 without.
+    /// Active receive buffer; 0 if there is none.
     pub(crate) rbuf: i32,
-    /// Buffers of messages that wait to be received, in the order of their arrival.
+    /// Buffers of the messages that wait to be received, in the order of arrival.
     pub(crate) arrived: VecDeque<i32>,
-    /// Message handlers of the program.
     pub(crate) handlers: Handlers,
-    /// The program's matching function, if it set one.
+    /// Matching function that the program set with `pvm_recvf`.
     pub(crate) matcher: Option<Matcher>,
     /// Output of children that this task prints.
     pub(crate) catch: Catch,
-    /// Tasks of the spawn this one belongs to.
+    /// Tids of all tasks of the spawn that started this task.
     pub(crate) siblings: Option<Vec<Tid>>,
-    /// Context and tag of requests to be told about the own end.
+    /// Context and tag of each notice that this task requested about its own exit.
     pub(crate) own_exit: Vec<(i32, i32)>,
 }
 
@@ -53,12 +52,12 @@ static SESSION: LazyLock<Mutex<Session>> = LazyLock::new(|| {
     Mutex::new(Session::default())
 });
 
-/// The session, for a moment.
+/// Locks the session.
 pub(crate) fn lock() -> MutexGuard<'static, Session> {
     SESSION.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Settings that the spawning task hands down in the environment.
+/// Reads the settings that the spawning task passes in the environment.
 fn read_environment() {
     let number = |name: &str| env::get(name).map(|text| env::number(text.as_bytes()));
     if let Some(ctx) = number("PVMCTX") {
@@ -82,7 +81,7 @@ fn read_environment() {
 }
 
 impl Session {
-    /// Frees a buffer; where it was active, nothing is active then.
+    /// Frees a buffer. If it was active, there is no active buffer afterwards.
     ///
     /// # Errors
     /// As [`Buffers::remove`].
@@ -98,7 +97,7 @@ impl Session {
         Ok(())
     }
 
-    /// Stores an arrived message and lets it wait behind the others.
+    /// Stores a received message and appends it to the list of messages that can be received.
     ///
     /// # Errors
     /// As [`Buffers::add`].
@@ -110,7 +109,7 @@ impl Session {
         Ok(())
     }
 
-    /// The message does not wait any more, if it did.
+    /// Removes a message from the list of messages that can be received, if it is there.
     pub(crate) fn unqueue(&mut self, mid: i32) {
         let Ok(buffer) = self.buffers.get_mut(mid) else {
             return;
@@ -122,16 +121,16 @@ impl Session {
         }
     }
 
-    /// Frees the active receive buffer, if there is one.
+    /// Frees the active receive buffer if there is one.
     pub(crate) fn free_rbuf(&mut self) {
         let mid = std::mem::take(&mut self.rbuf);
         if mid != 0 {
-            // It may have been freed by its number meanwhile.
+            // Fails if the program has already freed it by its number.
             let _ = self.free(mid);
         }
     }
 
-    /// A new buffer of this task.
+    /// Creates an empty buffer of this task and returns its number.
     ///
     /// # Errors
     /// As [`Buffers::add`].
@@ -140,28 +139,29 @@ impl Session {
         self.buffers.make(enc, src)
     }
 
-    /// True when somebody waits to see at once what arrives: handlers, or the output of children.
+    /// True if incoming messages must be dispatched promptly, because the program has handlers or
+    /// catches the output of children.
     pub(crate) fn is_attended(&self) -> bool {
         !self.handlers.is_empty() || self.catch.is_on()
     }
 
-    /// The active send buffer.
+    /// Returns the active send buffer.
     ///
     /// # Errors
-    /// `NoBuf` when there is none.
+    /// `NoBuf` if there is none.
     pub(crate) fn send_buffer(&mut self) -> PvmResult<&mut Buffer> {
         self.buffers.get_mut(self.sbuf).map_err(|_| PvmError::NoBuf)
     }
 
-    /// The active receive buffer.
+    /// Returns the active receive buffer.
     ///
     /// # Errors
-    /// `NoBuf` when there is none.
+    /// `NoBuf` if there is none.
     pub(crate) fn receive_buffer(&mut self) -> PvmResult<&mut Buffer> {
         self.buffers.get_mut(self.rbuf).map_err(|_| PvmError::NoBuf)
     }
 
-    /// The connection, when there is one that this process made.
+    /// Returns the connection to the daemon if it is open and was made by this process.
     pub(crate) fn connected(&self) -> Option<Runtime> {
         self.runtime
             .as_ref()
@@ -169,10 +169,10 @@ impl Session {
             .cloned()
     }
 
-    /// The connection; enrols the process when it is not a task yet.
+    /// Returns the connection to the daemon. Enrols the process first if it is not a task.
     ///
     /// # Errors
-    /// `SysErr` when no daemon takes it; a line on standard error says why.
+    /// `SysErr` if no daemon accepts the process; a line on standard error gives the reason.
     #[inline]
     pub(crate) fn enrolled(&mut self) -> PvmResult<&Runtime> {
         if !self.runtime.as_ref().is_some_and(Runtime::is_connected) {
@@ -218,7 +218,8 @@ impl Session {
                 tracer.trace_buf.store(wanted.buffer, Relaxed);
                 tracer.trace_opt.store(wanted.options, Relaxed);
             }
-            // A negative tid was set by the program: it wants no sink, whatever it inherits.
+            // A negative tid was set by the program, which then wants no sink, even if one is
+            // inherited.
             if tracer.out_tid.load(Relaxed) >= 0 {
                 tracer.out_tid.store(output.tid.raw(), Relaxed);
                 tracer.out_ctx.store(output.ctx, Relaxed);
@@ -232,7 +233,8 @@ impl Session {
         }
     }
 
-    /// The process is no task any more; its buffers and what has arrived stay.
+    /// Resets the state of a process that stops being a task. Its buffers and received messages
+    /// stay. Returns the connection.
     pub(crate) fn forget(&mut self) -> Option<Runtime> {
         for id in [
             &pvmmytid,
@@ -253,7 +255,7 @@ impl Session {
     }
 }
 
-/// What a failed enrolment says: one line, the caller's error line follows.
+/// Reports a failed enrolment in one line; the error line of the calling function follows.
 fn explain(error: EnrollError) -> PvmError {
     if matches!(error, EnrollError::Root) {
         refuse_root();
@@ -264,23 +266,23 @@ fn explain(error: EnrollError) -> PvmError {
     PvmError::SysErr
 }
 
-/// Says on standard output, as PVM does, that root needs a permission, and ends the process.
+/// Prints on standard output, as PVM does, that root needs a permission, and exits.
 pub(crate) fn refuse_root() -> ! {
     use std::io::Write;
-    // Nobody left to tell when standard output is closed.
+    // There is no other place to report that standard output is closed.
     let _ = writeln!(std::io::stdout(), "libpvm {}: {}", who(), EnrollError::Root);
     std::process::exit(1)
 }
 
-/// The connection of this task; enrols the process when it is not a task yet.
+/// Returns the connection to the daemon. Enrols the process first if it is not a task.
 ///
 /// # Errors
-/// `SysErr` when no daemon takes it; a line on standard error says why.
+/// `SysErr` if no daemon accepts the process; a line on standard error gives the reason.
 pub(crate) fn runtime() -> PvmResult<Runtime> {
     lock().enrolled().cloned()
 }
 
-/// `[t40002]`, or `[pid123]` while the process is no task.
+/// Returns the prefix of a log line: `[t40002]`, or `[pid123]` while the process is not a task.
 fn who() -> String {
     match pvmmytid.load(Relaxed) {
         -1 => format!("[pid{}]", process::id()),
@@ -288,18 +290,20 @@ fn who() -> String {
     }
 }
 
-/// Writes `libpvm [t40002] text`; with `plain` no colon stands behind the task, as in PVM's log lines.
+/// Writes `libpvm [t40002]: text` to standard error. With `plain` there is no colon after the task,
+/// as in PVM's log lines.
 pub(crate) fn say(text: &str, plain: bool) {
     let colon = if plain { "" } else { ":" };
     process::write_stderr(format!("libpvm {}{colon} {text}", who()).as_bytes());
 }
 
-/// Sets `pvm_errno` without printing.
+/// Sets `pvm_errno` and prints nothing.
 pub(crate) fn set_errno(code: i32) {
     pvm_errno.store(code, Relaxed);
 }
 
-/// The ordinary way of an error: `pvm_errno`, a line on standard error, and what `PvmAutoErr` asks for. Answers the code.
+/// Reports an error as `PvmAutoErr` demands and returns its code. Always sets `pvm_errno`; mode 0
+/// prints nothing, 1 prints a line, 2 also exits, 3 also aborts.
 pub(crate) fn report(place: &str, code: i32) -> i32 {
     set_errno(code);
     let mode = pvmautoerr.load(Relaxed);
@@ -319,12 +323,12 @@ pub(crate) fn report(place: &str, code: i32) -> i32 {
     }
 }
 
-/// What a call answers: its value, or its error reported.
+/// Returns the value of a call, or reports its error and returns the error code.
 pub(crate) fn answer(place: &str, result: PvmResult<i32>) -> i32 {
     result.unwrap_or_else(|error| report(place, error.code()))
 }
 
-/// As [`answer`], but errors in `expected` are set without a line.
+/// As [`answer`], but prints nothing for the errors in `expected`.
 pub(crate) fn answer_quietly(place: &str, result: PvmResult<i32>, expected: &[PvmError]) -> i32 {
     match result {
         Err(error) if expected.contains(&error) => {

@@ -1,6 +1,7 @@
-//! Starting the first daemon of a virtual machine (`pvm_start_pvmd`).
+//! Starts the first daemon of a virtual machine (`pvm_start_pvmd`).
 
-// Setting the daemon free of this process, and finding where this library lies, take calls of the C library.
+// Detaching the daemon from this process and finding the file of this library need calls of the C
+// library.
 #![allow(unsafe_code)]
 
 use crate::{env, process, session};
@@ -15,18 +16,19 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long a daemon may take until it answers.
+/// Time a new daemon has until it accepts connections.
 const START_MAX: Duration = Duration::from_secs(30);
-/// How long one that ends is waited for.
+/// Time a daemon that was halted has until it stops accepting connections.
 const GOING_MAX: Duration = Duration::from_secs(10);
-/// How often its socket is tried meanwhile.
+/// Pause between two attempts to connect to the daemon's socket.
 const TRY_EVERY: Duration = Duration::from_millis(10);
 
-/// Starts a daemon with these arguments, waits until it answers, and enrols; with `block` also until no host is being
-/// added.
+/// Starts a daemon with these arguments, waits until it answers, and enrols this process. With
+/// `block`, also waits until all hosts of the host file have been added or have failed.
 ///
 /// # Errors
-/// `DupHost` when one answers already, `CantStart` when it does not come up, `SysErr` when it does not take this task.
+/// `DupHost` if a daemon is already running, `CantStart` if the new one does not come up, `SysErr`
+/// if it does not accept this task.
 pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
     let place = Place::of(process::user() as u32, env::get).map_err(|reason| {
         session::say(&format!("{reason}\n"), true);
@@ -34,7 +36,7 @@ pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
     })?;
     let answers = || UnixStream::connect(place.socket()).is_ok();
     let deadline = Instant::now() + GOING_MAX;
-    // One that has been halted takes connections for a moment more.
+    // A daemon that was halted accepts connections for a moment longer.
     while answers() {
         let left = deadline.saturating_duration_since(Instant::now());
         if left < TRY_EVERY || libpvm::runtime::is_served(&place.socket(), left) {
@@ -47,14 +49,16 @@ pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
         .args(args.iter().map(|arg| OsStr::from_bytes(arg)))
         .stdin(Stdio::null())
         .stdout(Stdio::piped());
-    // SAFETY: between fork and exec only calls that are safe in a child of a process with threads.
+    // SAFETY: between fork and exec, `set_free` makes only async-signal-safe calls, as the child of
+    // a process with threads requires.
     unsafe { command.pre_exec(set_free) };
     let mut child = command.spawn().map_err(|error| {
         session::say(&format!("pvmd: {error}\n"), true);
         PvmError::CantStart
     })?;
     let lines = child.stdout.take();
-    // What was started first ends at once: the daemon is its child and belongs to nobody.
+    // The direct child exits immediately (see `set_free`). Its own child, the daemon, is then not a
+    // child of this process.
     child.wait().map_err(|_| PvmError::CantStart)?;
     let deadline = Instant::now() + START_MAX;
     if let Some(lines) = lines {
@@ -68,13 +72,15 @@ pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
     }
     let rt = session::runtime()?;
     if block {
-        // Asking for no host is answered when the hosts of the host file have been added, or not.
+        // The reply to a request for no hosts arrives after the hosts of the host file have been
+        // added or have failed.
         rt.add_hosts(Vec::new()).map_err(|error| error.code)?;
     }
     Ok(())
 }
 
-/// The daemon says its address in one line when it is ready; it closes its output when it fails.
+/// Waits for the daemon's first line of output. A daemon prints its address when it is ready, and
+/// closes its output when it fails.
 fn wait_for_line(mut lines: impl Read + std::os::fd::AsRawFd, deadline: Instant) -> PvmResult<()> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -83,7 +89,7 @@ fn wait_for_line(mut lines: impl Read + std::os::fd::AsRawFd, deadline: Instant)
             events: libc::POLLIN,
             revents: 0,
         };
-        // SAFETY: one entry, and the descriptor is open.
+        // SAFETY: the array has one entry, and its descriptor is open.
         match unsafe { libc::poll(&mut ready, 1, left.as_millis() as i32) } {
             0 => return Err(PvmError::CantStart),
             1 => break,
@@ -97,9 +103,10 @@ fn wait_for_line(mut lines: impl Read + std::os::fd::AsRawFd, deadline: Instant)
     }
 }
 
-/// In the new process: its child goes on as the daemon, in a session of its own.
+/// Runs in the forked child, before exec. Its own child continues as the daemon in a new session;
+/// the forked child exits.
 fn set_free() -> std::io::Result<()> {
-    // SAFETY: plain calls without memory.
+    // SAFETY: `fork`, `_exit` and `setsid` take no pointers.
     unsafe {
         match libc::fork() {
             -1 => return Err(std::io::Error::last_os_error()),
@@ -111,7 +118,8 @@ fn set_free() -> std::io::Result<()> {
     Ok(())
 }
 
-/// The daemon's program: `PVM_DPATH`, else beside this library, else by PATH.
+/// Returns the daemon's executable: `PVM_DPATH` if set, else the one in this library's folder or in
+/// `../bin`, else `pvmd` from `PATH`.
 pub(crate) fn program() -> OsString {
     if let Some(path) = env::get("PVM_DPATH") {
         return path.into();
@@ -125,7 +133,7 @@ pub(crate) fn program() -> OsString {
     beside.map_or_else(|| "pvmd".into(), Into::into)
 }
 
-/// The file of this library.
+/// Returns the path of this library's file.
 fn library() -> Option<PathBuf> {
     let mut info = libc::Dl_info {
         dli_fname: std::ptr::null(),
@@ -133,7 +141,8 @@ fn library() -> Option<PathBuf> {
         dli_sname: std::ptr::null(),
         dli_saddr: std::ptr::null_mut(),
     };
-    // SAFETY: the address lies in this library; the name stays as long as the library.
+    // SAFETY: the address lies in this library, and the file name stays valid while the library is
+    // loaded.
     unsafe {
         if libc::dladdr(
             library as fn() -> Option<PathBuf> as *const libc::c_void,

@@ -1,7 +1,11 @@
-//! Trace records of this task: which calls it makes and what becomes of them, for a tracer that wants to know.
+//! Records this task's calls for a tracer: their arguments, results and times.
 //!
-//! Only the outermost call is traced: what the library, or a group function, does inside makes no records. A message
-//! handler is outside again.
+//! - Only the outermost call is recorded. Calls that the library or a group function makes
+//!   internally produce no records. Calls in a message handler count as outermost again.
+//! - Depending on the option `PvmTraceOptions`, every call is recorded (full), or only the total
+//!   time (`TIME`) or number (`COUNT`) of calls per event, which [`flush`] sends.
+//! - Records are collected up to the size of the trace buffer (`PvmTraceBuffer`) and sent together.
+//!   Without a buffer each one is sent at once.
 
 use crate::data::{pvmmytid, pvmtoplvl, pvmtrc};
 use crate::process;
@@ -20,24 +24,24 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub(crate) use libpvm::trace_events::EventMask;
 
-/// `PvmTraceTime`: how long each kind of call took.
+/// `PvmTraceTime`: record the total time of each kind of call.
 const TIME: i32 = 2;
-/// `PvmTraceCount`: how often each kind was made.
+/// `PvmTraceCount`: record the number of each kind of call.
 const COUNT: i32 = 3;
-/// Bytes of collected records at most, whatever a program asks for.
+/// Upper bound of the collected records in bytes, whatever buffer size a program requests.
 const COLLECTED_BYTES_MAX: usize = 1 << 20;
 
-/// What one kind of call has come to, when only time or number is wanted.
+/// Totals of one kind of call, kept when only times or numbers are recorded.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sum {
     micros: i64,
     count: i32,
 }
 
-/// The records of this task that have not been sent, and what the tracer knows already.
+/// Records that have not been sent yet, and the events that the tracer already knows.
 #[derive(Debug, Default)]
 struct State {
-    /// Whom it was told to.
+    /// Tid, context and tag to which the descriptions in `described` were sent.
     sink: (i32, i32, i32),
     described: BTreeSet<i32>,
     collected: Vec<u8>,
@@ -56,11 +60,11 @@ fn state() -> MutexGuard<'static, State> {
 }
 
 thread_local! {
-    /// True while this thread is inside a call of the library.
+    /// True while this thread is in a call of the library.
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs code of the program from inside a call: its calls are outermost again.
+/// Runs code of the program from within a call. Calls that it makes count as outermost.
 pub(crate) fn outside<R>(run: impl FnOnce() -> R) -> R {
     let inside = INSIDE.replace(false);
     let answer = run();
@@ -68,7 +72,7 @@ pub(crate) fn outside<R>(run: impl FnOnce() -> R) -> R {
     answer
 }
 
-/// True when somebody else wants the trace of this task.
+/// True if another task receives the trace of this task.
 fn has_tracer() -> bool {
     let sink = pvmtrc.trace_tid.load(Relaxed);
     sink > 0 && sink != pvmmytid.load(Relaxed)
@@ -82,7 +86,8 @@ fn number_if_wanted(event: &str) -> Option<i32> {
     mask_has(&pvmtrc.mask(), number).then_some(number)
 }
 
-/// A call of the interface: `entry` and `exit` give what is recorded before and after `body`.
+/// Runs a call of the interface and records it. `entry` and `exit` return the items to record
+/// before and after `body`.
 pub(crate) fn call<R>(
     event: &str,
     entry: impl FnOnce() -> Vec<Item>,
@@ -93,7 +98,7 @@ pub(crate) fn call<R>(
         if inside.get() || pvmtoplvl.load(Relaxed) == 0 {
             return body();
         }
-        // A process that enrols by this call learns only then that it is traced.
+        // A process that enrols in this call learns only then whether it is traced.
         if !has_tracer() && pvmmytid.load(Relaxed) != -1 {
             inside.set(true);
             let answer = body();
@@ -104,7 +109,8 @@ pub(crate) fn call<R>(
     })
 }
 
-/// A call that a tracer may want to know of.
+/// Runs a call and records it if its event is enabled. If the call itself enrols the process, the
+/// entry is recorded afterwards.
 fn recorded<R>(
     inside: &Cell<bool>,
     event: &str,
@@ -139,7 +145,8 @@ fn recorded<R>(
     answer
 }
 
-/// Events that code outside of this library tells through PVM's own names, as PVM's group library does of its calls.
+/// Events that code outside of this library reports through PVM's exported names. PVM's group
+/// library reports its calls in this way.
 pub(crate) mod foreign {
     use super::{
         EVENT_ENTRY, EVENT_EXIT, Item, TIME, event_name, has_tracer, process, pvmtrc, record, state,
@@ -148,10 +155,10 @@ pub(crate) mod foreign {
     use std::cell::{Cell, RefCell};
     use std::sync::atomic::Ordering::Relaxed;
 
-    /// Items of one record at most; PVM's have twenty.
+    /// Maximum number of items of one record; PVM's records have at most twenty.
     const ITEMS_MAX: usize = 64;
 
-    /// A record that is being made.
+    /// A record under construction.
     struct Open {
         event: i32,
         at: (i64, i64),
@@ -160,18 +167,19 @@ pub(crate) mod foreign {
 
     thread_local! {
         static OPEN: RefCell<Option<Open>> = const { RefCell::new(None) };
-        /// When the call began whose end is told next.
+        /// Start of the call whose end is recorded next.
         static BEGAN: Cell<(i64, i64)> = const { Cell::new((0, 0)) };
     }
 
-    /// Does the tracer want this kind of event?
+    /// True if the tracer wants this event.
     pub(crate) fn wanted(number: i32) -> bool {
         has_tracer()
             && (0..libpvm::trace_events::EVENTS.len() as i32).contains(&number)
             && mask_has(&pvmtrc.mask(), number)
     }
 
-    /// Begins a record of a call's begin or end. False: it is not wanted, and nothing was begun.
+    /// Starts a record of an event, or of the begin or end of a call. Returns false, with nothing
+    /// started, if the event is not enabled.
     pub(crate) fn begin(number: i32, which: i32) -> bool {
         if !wanted(number) || ![0, EVENT_ENTRY, EVENT_EXIT].contains(&which) {
             return false;
@@ -192,7 +200,8 @@ pub(crate) mod foreign {
         true
     }
 
-    /// Adds an item to the record that was begun. False: there is none, or it has no room.
+    /// Adds an item to the record under construction. Returns false if there is no record or if it
+    /// is full.
     pub(crate) fn add(item: Item) -> bool {
         OPEN.with_borrow_mut(|open| match open {
             Some(open) if open.items.len() < ITEMS_MAX => {
@@ -203,7 +212,7 @@ pub(crate) mod foreign {
         })
     }
 
-    /// Ends the record that was begun.
+    /// Completes the record under construction.
     pub(crate) fn end() {
         if let Some(Open { event, at, items }) = OPEN.take() {
             let name = event_name(event & !(EVENT_ENTRY | EVENT_EXIT));
@@ -216,15 +225,16 @@ pub(crate) mod foreign {
         use super::*;
         use sempa_proto::trace::int;
 
+        /// Without a tracer no event is enabled, and no record can be started.
         #[test]
-        fn what_no_tracer_wants_begins_no_record() {
+        fn untraced_event_starts_no_record() {
             assert!(!begin(1, EVENT_ENTRY) && !add(int("CC", 1)));
             assert!(!wanted(-1) && !wanted(i32::MAX));
         }
     }
 }
 
-/// A record without an end, such as that of leaving.
+/// Records an event without an end, such as `exit`.
 pub(crate) fn once(event: &str, items: impl FnOnce() -> Vec<Item>) {
     if INSIDE.get() && event != "mhf_invoke" {
         return;
@@ -234,12 +244,12 @@ pub(crate) fn once(event: &str, items: impl FnOnce() -> Vec<Item>) {
     }
 }
 
-/// The answer of most calls.
+/// Items of a call that returns only a code.
 pub(crate) fn cc(answer: &i32) -> Vec<Item> {
     vec![int("CC", *answer)]
 }
 
-/// An address of the program.
+/// Returns an item with an address in the program's memory.
 pub(crate) fn address<T>(name: &'static str, place: *const T) -> Item {
     Item {
         name,
@@ -247,7 +257,7 @@ pub(crate) fn address<T>(name: &'static str, place: *const T) -> Item {
     }
 }
 
-/// Texts.
+/// Returns an item with a list of texts.
 pub(crate) fn texts(name: &'static str, value: Vec<Vec<u8>>) -> Item {
     Item {
         name,
@@ -255,7 +265,7 @@ pub(crate) fn texts(name: &'static str, value: Vec<Vec<u8>>) -> Item {
     }
 }
 
-/// Nothing but the head.
+/// For records without items of their own.
 pub(crate) fn nothing() -> Vec<Item> {
     Vec::new()
 }
@@ -308,7 +318,7 @@ impl State {
 }
 
 fn tell((tid, ctx, tag): (i32, i32, i32), enc: i32, body: bytes::Bytes) {
-    // The lock of the session is free here: records are made before and after a call, never in the middle.
+    // The session is not locked here: records are made before or after a call, never within it.
     if let Some(rt) = session::lock().connected() {
         let message = Message {
             src: rt.tid(),
@@ -319,12 +329,13 @@ fn tell((tid, ctx, tag): (i32, i32, i32), enc: i32, body: bytes::Bytes) {
             enc,
             body,
         };
-        // A tracer that cannot be told any more misses the record; the program goes on.
+        // An error means that the tracer is unreachable. It misses the record, and the program
+        // continues.
         let _ = rt.send(message);
     }
 }
 
-/// Sends what was collected: the sums when only those are wanted.
+/// Sends the collected records, or the totals if only those are recorded.
 pub(crate) fn flush() {
     let mut state = state();
     if has_tracer() && !state.sums.is_empty() {
@@ -368,7 +379,7 @@ fn event_name(number: i32) -> &'static [u8] {
     name.map_or(b"?".as_slice(), |name| name.to_bytes())
 }
 
-/// A user's own event: goes to the tracer when that wants such.
+/// Sends an event that the program defined itself, if the tracer wants such events.
 pub(crate) fn user_event(body: &[u8]) {
     if number_if_wanted("user_defined").is_none() {
         return;

@@ -1,5 +1,8 @@
-//! Names of trace events and of their data items, in the order that gives them their numbers. Programs that read traces
-//! (console, tracer) take them from the library.
+//! Names of trace events and of their data items. The position of a name is the number of the event
+//! or item.
+//!
+//! The tables are defined in `libpvm` and `sempa_proto`, which programs that read traces (console,
+//! tracer) use as well.
 
 pub(crate) use libpvm::trace_events::EVENTS;
 pub(crate) use sempa_proto::trace::DATA_IDS;

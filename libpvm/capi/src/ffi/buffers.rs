@@ -1,4 +1,4 @@
-//! Message buffers: making, choosing, looking at them, and messages inside messages.
+//! Calls for message buffers: create, activate, inspect, and pack messages into messages.
 
 #![allow(unsafe_code)]
 
@@ -18,7 +18,7 @@ use sempa_proto::{PvmError, PvmResult, Tid};
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Makes a buffer.
+/// Creates a buffer and returns its number.
 pub(super) fn make(encoding: c_int) -> PvmResult<i32> {
     make_in(&mut lock(), encoding)
 }
@@ -38,18 +38,18 @@ fn init_send(encoding: c_int) -> PvmResult<i32> {
     let mid = make_in(&mut session, encoding)?;
     let before = std::mem::replace(&mut session.sbuf, mid);
     if before != 0 {
-        // It may have been freed by its number.
+        // Fails if the program has already freed it by its number.
         let _ = session.free(before);
     }
     Ok(mid)
 }
 
-/// Starts a new send buffer; see `pvm_vpackf`.
+/// Starts a new send buffer, as `%+` in a format of `pvm_vpackf` requests.
 pub(super) fn begin(encoding: c_int) -> PvmResult<()> {
     init_send(encoding).map(drop)
 }
 
-/// Makes a buffer; answers its number.
+/// Creates a buffer and returns its number.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_mkbuf(encoding: c_int) -> c_int {
     trace::call(
@@ -60,7 +60,8 @@ extern "C" fn pvm_mkbuf(encoding: c_int) -> c_int {
     )
 }
 
-/// Makes a buffer and the active send buffer of it; the one before is freed.
+/// Creates a buffer, makes it the active send buffer and frees the previous one. Returns its
+/// number.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_initsend(encoding: c_int) -> c_int {
     trace::call(
@@ -71,7 +72,7 @@ extern "C" fn pvm_initsend(encoding: c_int) -> c_int {
     )
 }
 
-/// Frees a buffer.
+/// Frees a buffer. Does nothing for the number 0.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_freebuf(mid: c_int) -> c_int {
     trace::call(
@@ -91,7 +92,7 @@ extern "C" fn pvm_freebuf(mid: c_int) -> c_int {
     )
 }
 
-/// The active send buffer, 0 without.
+/// Returns the number of the active send buffer; 0 if there is none.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_getsbuf() -> c_int {
     trace::call(
@@ -102,7 +103,7 @@ extern "C" fn pvm_getsbuf() -> c_int {
     )
 }
 
-/// The active receive buffer, 0 without.
+/// Returns the number of the active receive buffer; 0 if there is none.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_getrbuf() -> c_int {
     trace::call(
@@ -113,7 +114,8 @@ extern "C" fn pvm_getrbuf() -> c_int {
     )
 }
 
-/// Makes a buffer the active one of one kind; it cannot be both.
+/// Makes a buffer the active send or receive buffer and returns the previous one. It cannot be
+/// both; if it was the other one, that becomes 0.
 fn choose(mid: i32, for_sending: bool) -> PvmResult<i32> {
     let mut session = lock();
     if mid != 0 {
@@ -134,7 +136,7 @@ fn choose(mid: i32, for_sending: bool) -> PvmResult<i32> {
     Ok(before)
 }
 
-/// Makes a buffer the active send buffer; answers the one before.
+/// Makes a buffer the active send buffer and returns the previous one.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_setsbuf(mid: c_int) -> c_int {
     trace::call(
@@ -145,7 +147,7 @@ extern "C" fn pvm_setsbuf(mid: c_int) -> c_int {
     )
 }
 
-/// Makes a buffer the active receive buffer; answers the one before.
+/// Makes a buffer the active receive buffer and returns the previous one.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_setrbuf(mid: c_int) -> c_int {
     trace::call(
@@ -163,10 +165,10 @@ fn source(buffer: &Buffer) -> i32 {
     }
 }
 
-/// Length, tag and source of a buffer.
+/// Stores length, tag and source of a buffer.
 ///
 /// # Safety
-/// Each pointer is null or good for one int.
+/// Each pointer must be null or valid for one int.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_bufinfo(
     mid: c_int,
@@ -202,10 +204,10 @@ unsafe extern "C" fn pvm_bufinfo(
     )
 }
 
-/// The header of a buffer.
+/// Stores the header of a buffer's message.
 ///
 /// # Safety
-/// `info` is null or good for one structure.
+/// `info` must be null or valid for one structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_getminfo(mid: c_int, info: *mut MsgInfo) -> c_int {
     trace::call(
@@ -241,7 +243,7 @@ unsafe extern "C" fn pvm_getminfo(mid: c_int, info: *mut MsgInfo) -> c_int {
 /// Sets context, tag, wait id, source and destination of a buffer.
 ///
 /// # Safety
-/// `info` is null or a structure.
+/// `info` must be null or point to a structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_setminfo(mid: c_int, info: *const MsgInfo) -> c_int {
     trace::call(
@@ -275,7 +277,8 @@ fn pack_message(mid: i32) -> PvmResult<i32> {
     zero(pack::pack_message(lock().send_buffer()?, &message))
 }
 
-/// Packs a whole message as an item of the active send buffer. Errors are only answered, as in PVM.
+/// Packs a whole message as one item of the active send buffer. An error is only returned, not
+/// reported, as in PVM.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_pkmesg(mid: c_int) -> c_int {
     pack_message(mid).unwrap_or_else(PvmError::code)
@@ -296,13 +299,15 @@ fn pack_body(mid: i32) -> PvmResult<i32> {
     Ok(0)
 }
 
-/// Appends the body of a message to the active send buffer. Errors are only answered, as in PVM.
+/// Appends the body of a message to the active send buffer. An error is only returned, not
+/// reported, as in PVM.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_pkmesgbody(mid: c_int) -> c_int {
     pack_body(mid).unwrap_or_else(PvmError::code)
 }
 
-/// Makes a buffer of a message that was packed as an item. Errors are only answered, as in PVM.
+/// Unpacks a message that was packed as one item and returns the number of its new buffer. An error
+/// is only returned, not reported, as in PVM.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_upkmesg() -> c_int {
     let unpack = || {

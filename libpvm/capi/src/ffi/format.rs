@@ -1,7 +1,7 @@
-//! `pvm_packf`, `pvm_unpackf`, and the log's `printf`.
+//! Implements `pvm_packf`, `pvm_unpackf` and the log's `printf`.
 //!
-//! Rust cannot define functions with a variable number of arguments; `csrc/variadic.c` turns such a call into one with
-//! a list. The exported names jump there with all registers as they are.
+//! Rust cannot define variadic functions. The exported names jump, with all registers unchanged, to
+//! `csrc/variadic.c`, which calls the functions of this module with a `va_list`.
 
 #![allow(unsafe_code)]
 
@@ -35,9 +35,8 @@ unsafe extern "C" {
 macro_rules! jump {
     ($($(#[$doc:meta])* $name:ident to $target:ident;)*) => {$(
         $(#[$doc])*
-        ///
         /// # Safety
-        /// The arguments fit the format.
+        /// The arguments must fit the format.
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
         unsafe extern "C" fn $name() {
@@ -51,31 +50,32 @@ jump! {
     pvm_packf to sempa_packf;
     /// Unpacks by a format: `int pvm_unpackf(const char *format, ...)`.
     pvm_unpackf to sempa_unpackf;
-    /// Writes to the log by a format: `int pvmlogprintf(const char *format, ...)`.
+    /// Writes a formatted line to the log: `int pvmlogprintf(const char *format, ...)`.
     pvmlogprintf to sempa_logprintf;
 }
 
-/// The arguments behind a format.
+/// The variadic arguments after a format.
 struct Arguments(*mut c_void);
 
 impl Arguments {
     fn int(&self) -> i32 {
-        // SAFETY: the caller promises that the arguments fit the format, which asks for an int now.
+        // SAFETY: the caller promises that the arguments fit the format, and the next conversion
+        // takes an int.
         unsafe { sempa_va_int(self.0) }
     }
 
     fn long(&self) -> i64 {
-        // SAFETY: as in `int`.
+        // SAFETY: as in `int`, for a long.
         unsafe { sempa_va_long(self.0) }
     }
 
     fn double(&self) -> f64 {
-        // SAFETY: as in `int`.
+        // SAFETY: as in `int`, for a double.
         unsafe { sempa_va_double(self.0) }
     }
 
     fn pointer<T>(&self) -> *mut T {
-        // SAFETY: as in `int`.
+        // SAFETY: as in `int`, for a pointer.
         unsafe { sempa_va_pointer(self.0).cast() }
     }
 
@@ -88,12 +88,12 @@ impl Arguments {
     }
 
     fn text<'a>(&self) -> PvmResult<Text<'a>> {
-        // SAFETY: the format asks for a string now.
+        // SAFETY: the next conversion takes a string.
         unsafe { Text::new(self.pointer()) }
     }
 
     fn array<T: Copy>(&self, count: i32, stride: i32) -> PvmResult<Strided<T>> {
-        // SAFETY: the format asks for an array with these elements now.
+        // SAFETY: the next conversion takes an array with these elements.
         unsafe { Strided::new(self.pointer(), count, stride) }
     }
 }
@@ -114,7 +114,7 @@ fn pack_byte(value: u8) -> PvmResult<i32> {
 
 fn pack_plain(kind: Kind, from: &Arguments) -> PvmResult<i32> {
     match kind {
-        // Arguments smaller than an int come as one, floats as doubles.
+        // C promotes arguments smaller than an int to int, and floats to doubles.
         Kind::Byte => pack_byte(from.int() as u8),
         Kind::Short => pack_one(from.int() as i16),
         Kind::UShort => pack_one(from.int() as u16),
@@ -167,17 +167,17 @@ fn unpack_array(kind: Kind, from: &Arguments, count: i32, stride: i32) -> PvmRes
             if place.is_null() {
                 return Err(PvmError::BadParam);
             }
-            // SAFETY: the format asks for a place with room for the string.
+            // SAFETY: the conversion takes a buffer with room for the string.
             unsafe { put_string(place, &text) };
             Ok(0)
         }
     }
 }
 
-/// Packs by a format, with the arguments in a list.
+/// Packs by a format with the arguments in a `va_list`.
 ///
 /// # Safety
-/// `format` is null or a string, and the arguments fit it.
+/// `format` must be null or a string, and the arguments must fit it.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_vpackf(format: *const c_char, list: *mut c_void) -> c_int {
     let pack_all = || {
@@ -214,10 +214,10 @@ unsafe extern "C" fn pvm_vpackf(format: *const c_char, list: *mut c_void) -> c_i
     )
 }
 
-/// Unpacks by a format, with the places in a list.
+/// Unpacks by a format with the destinations in a `va_list`.
 ///
 /// # Safety
-/// `format` is null or a string, and the arguments fit it.
+/// `format` must be null or a string, and the arguments must fit it.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_vunpackf(format: *const c_char, list: *mut c_void) -> c_int {
     let unpack_all = || {
@@ -249,20 +249,20 @@ unsafe extern "C" fn pvm_vunpackf(format: *const c_char, list: *mut c_void) -> c
     )
 }
 
-/// Longest line of the log.
+/// Maximum length of a log line in bytes, including the NUL.
 const LOG_LINE_BYTES_MAX: usize = 8192;
 
-/// Writes a line to the log of a task, which is its standard error.
+/// Writes a formatted line to the log of a task, which is its standard error.
 ///
 /// # Safety
-/// `format` is null or a string, and the arguments fit it.
+/// `format` must be null or a string, and the arguments must fit it.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn vpvmlogprintf(format: *const c_char, list: *mut c_void) -> c_int {
     if format.is_null() {
         return 0;
     }
     let mut line = vec![0u8; LOG_LINE_BYTES_MAX];
-    // SAFETY: the line has the size that is given; the rest by this function's contract.
+    // SAFETY: the line has the size that is passed; the rest by this function's contract.
     let len = unsafe { vsnprintf(line.as_mut_ptr().cast(), line.len(), format, list) };
     line.truncate(
         usize::try_from(len)

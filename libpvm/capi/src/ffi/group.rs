@@ -1,5 +1,5 @@
-//! The entries for the group library (`libgpvm3.so.3`), which holds no connection of its own: one to the group service, one
-//! for the trace of its calls.
+//! The functions for the group library (`libgpvm3.so.3`), which has no connection of its own: one
+//! sends requests to the group service, one records the library's calls for a tracer.
 
 #![allow(unsafe_code)]
 
@@ -12,14 +12,16 @@ use sempa_proto::trace::{int, ints, text};
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_char, c_int, c_void};
 
-/// Asks the group service, and waits as long as the answer takes; messages are taken in meanwhile.
+/// Sends a request to the group service and waits without limit for the reply. Messages that arrive
+/// meanwhile are dispatched.
 ///
-/// `call` is a [`GroupCall`]; `number` is what goes with it (a count, a tid, an instance). The answer is a number ≥ 0 or one
-/// of PVM's codes; nothing is printed and `pvm_errno` stays. Calls that answer a list leave it in memory that the caller
-/// frees with `free`; for the others the list is null.
+/// `call` is a [`GroupCall`]; `number` is its argument (a count, a tid or an instance). Returns a
+/// number ≥ 0 or one of PVM's error codes; nothing is printed and `pvm_errno` is unchanged. For a
+/// call with a list as its result, the list is stored in memory that the caller must release with
+/// `free`; for the others the list is null.
 ///
 /// # Safety
-/// `group` is null or a string; `list` and `count` are null or good for one value.
+/// `group` must be null or a string; `list` and `count` must be null or valid for one value.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn sempa_group_request(
     call: c_int,
@@ -58,7 +60,7 @@ fn ask(call: c_int, group: Vec<u8>, number: c_int) -> PvmResult<Answer> {
     let request = GroupCall::try_from(call)?.request(group, number);
     let rt = session::runtime()?;
     let mut pump = || receive::pump(&rt);
-    // Inside a handler nothing is taken in: handlers do not interrupt each other.
+    // Inside a handler no messages are dispatched, because handlers do not interrupt each other.
     let arrived: Option<&mut dyn FnMut()> = if receive::in_handler() {
         None
     } else {
@@ -75,27 +77,29 @@ fn ask(call: c_int, group: Vec<u8>, number: c_int) -> PvmResult<Answer> {
     }
 }
 
-/// The words in memory of the C library's.
+/// Copies the words into memory of the C library; `None` if there is not enough.
 fn copy(words: &[i32]) -> Option<*mut c_int> {
-    // SAFETY: malloc takes any size.
+    // SAFETY: `malloc` accepts any size.
     let place = unsafe { libc::malloc(size_of_val(words).max(1)) }.cast::<c_int>();
     if place.is_null() {
         return None;
     }
-    // SAFETY: the memory is ours alone, as long as the words and aligned for any type.
+    // SAFETY: the memory was just allocated, has room for all words and is aligned for any type.
     unsafe { std::ptr::copy_nonoverlapping(words.as_ptr(), place, words.len()) };
     Some(place)
 }
 
-/// Makes a call of the group library one of this library: what it does inside makes no trace records of its own, and a tracer
-/// is told of it as a whole.
+/// Runs a call of the group library as one call of this library. A tracer gets records of the call
+/// as a whole; calls that it makes internally produce no records.
 ///
-/// `event` is a [`GroupEvent`], `argument` what belongs to it. `body` does the work with `data`; its answer is the answer.
-/// For a broadcast it leaves the receivers behind `list` and `count`, which are null for the other calls.
+/// `event` is a [`GroupEvent`] and `argument` its argument. `body` does the work with `data`; its
+/// result is returned. For a broadcast, `body` stores the receivers through `list` and `count`,
+/// which are null for the other calls.
 ///
 /// # Safety
-/// `group` is null or a string; `body` may be called with `data`; `list` and `count` are null or good for one value, and
-/// behind `list` are then `count` words until this function returns.
+/// `group` must be null or a string. It must be valid to call `body` with `data`. `list` and
+/// `count` must be null or valid for one value; after `body` has run, `list` must hold `count`
+/// words until this function returns.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn sempa_group_traced(
     event: c_int,
@@ -127,9 +131,9 @@ unsafe extern "C" fn sempa_group_traced(
         |code| {
             let mut items = vec![int(answer, *code)];
             if !list.is_null() && !count.is_null() {
-                // SAFETY: by this function's contract; `body` has left them there.
+                // SAFETY: by this function's contract; `body` has stored both values.
                 let (list, count) = unsafe { (*list, usize::try_from(*count).unwrap_or(0)) };
-                // SAFETY: so many words, or none.
+                // SAFETY: by this function's contract the list has `count` words unless it is null.
                 let tids = if list.is_null() {
                     &[]
                 } else {

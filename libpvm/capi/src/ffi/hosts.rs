@@ -1,4 +1,4 @@
-//! The hosts of the virtual machine, and the tasks with a part in running it.
+//! Calls for the hosts of the virtual machine, and for tasks that take a role in running it.
 
 #![allow(unsafe_code)]
 
@@ -30,10 +30,10 @@ fn info(records: &mut Records<HostInfo>, host: &HostEntry) {
 
 static HOSTS: Shelf<HostInfo> = Shelf::new();
 
-/// The hosts, their number, and the number of their data formats.
+/// Lists the hosts with their number and the number of their data formats.
 ///
 /// # Safety
-/// Each pointer is null or good for one value.
+/// Each pointer must be null or valid for one value.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_config(
     hosts: *mut c_int,
@@ -71,7 +71,7 @@ unsafe extern "C" fn pvm_config(
     )
 }
 
-/// Stores one status per host and counts the good ones.
+/// Stores one status per host and returns the number of those that `good` accepts.
 unsafe fn statuses(place: *mut c_int, results: &[i32], good: fn(i32) -> bool) -> PvmResult<i32> {
     if !place.is_null() {
         // SAFETY: the caller's array has one element per name.
@@ -84,7 +84,7 @@ unsafe fn statuses(place: *mut c_int, results: &[i32], good: fn(i32) -> bool) ->
     Ok(results.iter().filter(|status| good(**status)).count() as i32)
 }
 
-/// The names of hosts; no more are looked at than can be.
+/// Copies the names of hosts. A count beyond the maximum is refused before any name is read.
 unsafe fn names(names: *const *const c_char, count: c_int) -> PvmResult<Vec<Vec<u8>>> {
     if !(1..=ask::HOSTS_PER_CALL_MAX as c_int).contains(&count) {
         return Err(PvmError::BadParam);
@@ -93,10 +93,11 @@ unsafe fn names(names: *const *const c_char, count: c_int) -> PvmResult<Vec<Vec<
     unsafe { strings(names, Some(count)) }
 }
 
-/// Adds hosts; answers how many were added.
+/// Adds hosts and returns how many were added.
 ///
 /// # Safety
-/// `hosts` is null or holds `count` strings, `status` is null or room for `count` ints.
+/// `hosts` must be null or hold `count` strings, and `status` must be null or have room for `count`
+/// ints.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_addhosts(
     hosts: *const *const c_char,
@@ -128,10 +129,10 @@ unsafe extern "C" fn pvm_addhosts(
     )
 }
 
-/// Removes hosts; answers how many were removed.
+/// Removes hosts and returns how many were removed.
 ///
 /// # Safety
-/// As [`pvm_addhosts`].
+/// As for [`pvm_addhosts`].
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_delhosts(
     hosts: *const *const c_char,
@@ -162,10 +163,10 @@ unsafe extern "C" fn pvm_delhosts(
     )
 }
 
-/// Is the host up? 0 or an error.
+/// Returns 0 if the host is up, else an error code.
 ///
 /// # Safety
-/// `name` is null or a string.
+/// `name` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_mstat(name: *const c_char) -> c_int {
     trace::call(
@@ -182,10 +183,10 @@ unsafe extern "C" fn pvm_mstat(name: *const c_char) -> c_int {
     )
 }
 
-/// Data signature of an architecture.
+/// Returns the data signature of an architecture.
 ///
 /// # Safety
-/// `arch` is null or a string.
+/// `arch` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_archcode(arch: *const c_char) -> c_int {
     trace::call(
@@ -202,22 +203,22 @@ unsafe extern "C" fn pvm_archcode(arch: *const c_char) -> c_int {
     )
 }
 
-/// The host part of a tid.
+/// Returns the host part of a tid.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_tidtohost(tid: c_int) -> c_int {
     Tid::from_raw(tid).host_part().raw()
 }
 
-/// Time of day of a host, and how far the own clock is ahead of it.
+/// Stores the time of day of a host, and the difference from it to the local clock.
 ///
 /// # Safety
-/// Each pointer is null or good for one structure.
+/// Each pointer must be null or valid for one structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_hostsync(host: c_int, clock: *mut TimeVal, delta: *mut TimeVal) -> c_int {
     // SAFETY: by this function's contract.
     let (clock, delta) = unsafe { (Out::new(clock), Out::new(delta)) };
     let micros = |(seconds, micros): (i64, i64)| seconds * 1_000_000 + micros;
-    // The part below a second is positive, also for negative times.
+    // The microseconds are never negative, even for negative times.
     let time = |value: i64| TimeVal {
         tv_sec: value.div_euclid(1_000_000),
         tv_usec: value.rem_euclid(1_000_000),
@@ -234,7 +235,7 @@ unsafe extern "C" fn pvm_hostsync(host: c_int, clock: *mut TimeVal, delta: *mut 
     answer("pvm_hostsync", ask())
 }
 
-/// Stops the virtual machine.
+/// Halts the virtual machine.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_halt() -> c_int {
     trace::once("halt", trace::nothing);
@@ -243,10 +244,11 @@ extern "C" fn pvm_halt() -> c_int {
 
 static MASTER: Shelf<HostInfo> = Shelf::new();
 
-/// Becomes the resource manager; answers the former one, 0 without.
+/// Registers this task as the resource manager. Returns the tid of the previous one; 0 if there was
+/// none.
 ///
 /// # Safety
-/// `master` is null or good for one pointer.
+/// `master` must be null or valid for one pointer.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_reg_rm(master: *mut *mut HostInfo) -> c_int {
     trace::call(
@@ -270,7 +272,8 @@ unsafe extern "C" fn pvm_reg_rm(master: *mut *mut HostInfo) -> c_int {
     )
 }
 
-/// Starts daemons in the place of the master's daemon (`SM_STHOST`), or does so no longer.
+/// Registers this task to start daemons instead of the master's daemon (`SM_STHOST`), or
+/// unregisters it.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_reg_hoster() -> c_int {
     trace::call(
@@ -281,7 +284,8 @@ extern "C" fn pvm_reg_hoster() -> c_int {
     )
 }
 
-/// Starts the tasks of this host in the place of its daemon (`SM_STTASK`), or does so no longer.
+/// Registers this task to start the tasks of this host instead of its daemon (`SM_STTASK`), or
+/// unregisters it.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_reg_tasker() -> c_int {
     trace::call(
@@ -292,10 +296,11 @@ extern "C" fn pvm_reg_tasker() -> c_int {
     )
 }
 
-/// Collects the trace and output of tasks that name no other place, or does so no longer.
+/// Registers this task to receive trace and output of all tasks without another destination, or
+/// unregisters it.
 ///
 /// # Safety
-/// `mask` is null or a string.
+/// `mask` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_reg_tracer(
     trace_ctx: c_int,
@@ -342,10 +347,11 @@ unsafe extern "C" fn pvm_reg_tracer(
     )
 }
 
-/// Questions about the inside of the daemon; the answers are numbers, or lines in its log.
+/// Queries internal counters of the daemon. It answers with numbers, or with lines in its log.
 ///
 /// # Safety
-/// `args` is null or holds `count` ints, `results` is null or good for one int, `result` null or room for ten.
+/// `args` must be null or hold `count` ints, `results` must be null or valid for one int, and
+/// `result` must be null or have room for ten ints.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_tickle(
     count: c_int,
@@ -369,7 +375,7 @@ unsafe extern "C" fn pvm_tickle(
                 let numbers = ask::tickle(words)?;
                 results.set(numbers.len() as c_int);
                 if !result.is_null() {
-                    // SAFETY: as above; there are never more than ten.
+                    // SAFETY: as above. There are never more than ten.
                     let room = unsafe {
                         Strided::new(result, numbers.len().min(TICKLE_WORDS_MAX) as c_int, 1)?
                     };

@@ -1,5 +1,7 @@
-//! What PVM's library exports beside its documented interface and programs were seen to use: console, group library,
-//! tracer, examples. What makes trace records is in `trace_table`.
+//! Undocumented exports of PVM's library that existing programs use: console, group library,
+//! tracer, examples.
+//!
+//! The functions that make trace records are in `trace_table`.
 
 #![allow(unsafe_code)]
 
@@ -13,19 +15,19 @@ use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// A text given by the program, as far as there is one.
+/// Reads a text of the program; `(null)` for null.
 ///
 /// # Safety
-/// `text` is null or a string.
+/// `text` must be null or a string.
 unsafe fn text(text: *const c_char) -> String {
     // SAFETY: the caller's contract: null or a string.
     unsafe { Text::new(text) }.map_or_else(|_| "(null)".to_string(), |text| text.string())
 }
 
-/// Reports an error as a call of the library would; answers the code.
+/// Reports an error as a call of this library does, and returns its code.
 ///
 /// # Safety
-/// `place` is null or a string.
+/// `place` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn lpvmerr(place: *const c_char, code: c_int) -> c_int {
     // SAFETY: by this function's contract.
@@ -35,7 +37,7 @@ unsafe extern "C" fn lpvmerr(place: *const c_char, code: c_int) -> c_int {
 /// Writes a line to the log.
 ///
 /// # Safety
-/// `line` is null or a string.
+/// `line` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmlogerror(line: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
@@ -43,10 +45,10 @@ unsafe extern "C" fn pvmlogerror(line: *const c_char) -> c_int {
     0
 }
 
-/// Writes a line with the system's last error to the log.
+/// Writes a line with the text of `errno` to the log.
 ///
 /// # Safety
-/// `line` is null or a string.
+/// `line` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmlogperror(line: *const c_char) -> c_int {
     let error = std::io::Error::last_os_error();
@@ -55,27 +57,27 @@ unsafe extern "C" fn pvmlogperror(line: *const c_char) -> c_int {
     0
 }
 
-/// Hook of PVM's assertions; does nothing in a task.
+/// Does nothing: a hook of PVM's assertions without a use in tasks.
 #[unsafe(no_mangle)]
 extern "C" fn pvmbailout(_code: c_int) {}
 
-/// The code of an error's name, 1 for other words.
+/// Returns the code of an error's name; 1 for an unknown name.
 ///
 /// # Safety
-/// `name` is null or a string.
+/// `name` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn errnamecode(name: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
     names::error_code(&unsafe { text(name) }).unwrap_or(1)
 }
 
-/// Enrols the process if it is no task yet.
+/// Enrols the process if it is not a task.
 #[unsafe(no_mangle)]
 extern "C" fn pvmbeatask() -> c_int {
     session::runtime().map_or_else(PvmError::code, |_| 0)
 }
 
-/// Lets go of the daemon.
+/// Disconnects from the daemon.
 #[unsafe(no_mangle)]
 extern "C" fn pvmendtask() -> c_int {
     leave::end();
@@ -84,10 +86,10 @@ extern "C" fn pvmendtask() -> c_int {
 
 static TASK_NAME: Mutex<Option<Lent<CString>>> = Mutex::new(None);
 
-/// Sets the name this task goes by in its own messages.
+/// Sets the name of this task in its own messages.
 ///
 /// # Safety
-/// `name` is null or a string.
+/// `name` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmsettaskname(name: *const c_char) -> c_int {
     if name.is_null() {
@@ -100,11 +102,11 @@ unsafe extern "C" fn pvmsettaskname(name: *const c_char) -> c_int {
     0
 }
 
-/// Removes mailbox entries that nobody owns, all or those of a name, at an index unless that is negative; with `kill` ends
-/// all tasks first that a reset ends.
+/// Removes mailbox entries without an owner: all, or those of a name, or with an index ≥ 0 that
+/// entry. With `kill`, first ends all tasks that a reset ends.
 ///
 /// # Safety
-/// `name` is null or a string.
+/// `name` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmreset(
     _mytid: c_int,
@@ -124,10 +126,10 @@ unsafe extern "C" fn pvmreset(
     )
 }
 
-/// Prints the message handlers on standard output, in PVM's lines.
+/// Prints the message handlers on standard output in PVM's format.
 ///
 /// # Safety
-/// Both strings are null or strings.
+/// Both strings must be null or strings.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmdisplaymhfinfo(who: *const c_char, message: *const c_char, tid: c_int) {
     // SAFETY: by this function's contract.
@@ -155,20 +157,21 @@ unsafe extern "C" fn pvmdisplaymhfinfo(who: *const c_char, message: *const c_cha
     }
     lines += "\n\n";
     let lines = CString::new(lines.replace('\0', "")).expect("no NUL is left");
-    // SAFETY: two strings; the C library's own stream keeps the order with what the program prints.
+    // SAFETY: both pointers are strings. The output goes through the C library's stream, to keep
+    // its order with the program's own output.
     unsafe { libc::printf(c"%s".as_ptr(), lines.as_ptr()) };
 }
 
-/// Data signature of this machine.
+/// Returns the data signature of this machine.
 #[unsafe(no_mangle)]
 extern "C" fn pvmgetdsig() -> c_int {
     sempa_proto::message::DSIG_X86_64
 }
 
-/// `putenv` with a copy of `NAME=value`.
+/// Sets a variable from a copy of `NAME=value`, unlike `putenv`.
 ///
 /// # Safety
-/// `setting` is null or a string.
+/// `setting` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmputenv(setting: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
@@ -182,20 +185,20 @@ unsafe extern "C" fn pvmputenv(setting: *const c_char) -> c_int {
     }
 }
 
-/// A number, decimal, hexadecimal with 0x, or octal with 0.
+/// Parses a number: decimal, hexadecimal with `0x`, or octal with `0`.
 ///
 /// # Safety
-/// `number` is null or a string.
+/// `number` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmstrtoi(number: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
     unsafe { Text::new(number) }.map_or(0, |number| env::number(number.bytes()))
 }
 
-/// A hexadecimal number.
+/// Parses a hexadecimal number, with or without `0x`.
 ///
 /// # Safety
-/// `number` is null or a string.
+/// `number` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmxtoi(number: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
@@ -204,10 +207,11 @@ unsafe extern "C" fn pvmxtoi(number: *const c_char) -> c_int {
 
 static TAG_NAME: Mutex<Option<Lent<CString>>> = Mutex::new(None);
 
-/// Name of a reserved tag, or the number of another one.
+/// Returns the name of a reserved tag, or the number of another tag as text. Stores in `found`
+/// whether the tag has a name.
 ///
 /// # Safety
-/// `found` is null or good for one int.
+/// `found` must be null or valid for one int.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmnametag(tag: c_int, found: *mut c_int) -> *const c_char {
     // SAFETY: by this function's contract.
@@ -221,10 +225,10 @@ unsafe extern "C" fn pvmnametag(tag: c_int, found: *mut c_int) -> *const c_char 
     place
 }
 
-/// The time of day.
+/// Stores the time of day.
 ///
 /// # Safety
-/// `time` is null or good for one structure.
+/// `time` must be null or valid for one structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmgetclock(time: *mut TimeVal) -> c_int {
     let (seconds, micros) = process::clock();
@@ -236,17 +240,17 @@ unsafe extern "C" fn pvmgetclock(time: *mut TimeVal) -> c_int {
     0
 }
 
-/// Sleeps; answers the seconds left when a signal came.
+/// Sleeps. Returns the remaining seconds if a signal interrupted it.
 #[unsafe(no_mangle)]
 extern "C" fn pvmsleep(seconds: c_int) -> c_int {
-    // SAFETY: touches no memory. The C library's sleep ends at a signal, which programs rely on.
+    // SAFETY: `sleep` accesses no memory. It ends at a signal, and programs rely on that.
     unsafe { libc::sleep(seconds.max(0) as c_uint) as c_int }
 }
 
-/// Does the text match the pattern? `*` stands for anything; text before and behind does not count.
+/// Returns 1 if the text contains the parts of the pattern in this order; `*` separates the parts.
 ///
 /// # Safety
-/// Both are null or strings.
+/// Both must be null or strings.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmmatchstring(string: *const c_char, pattern: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
@@ -261,7 +265,7 @@ unsafe extern "C" fn pvmmatchstring(string: *const c_char, pattern: *const c_cha
     1
 }
 
-/// Ends the process when it runs as root without permission.
+/// Exits the process if it runs as root without permission (`PVM_ALLOW_ROOT`).
 #[unsafe(no_mangle)]
 extern "C" fn pvmchkuid(user: c_int) {
     if user == 0 && env::get("PVM_ALLOW_ROOT").is_none() {
@@ -280,31 +284,31 @@ fn variable(place: &'static OnceLock<CString>, name: &str, otherwise: &str) -> *
     place.get_or_init(read).as_ptr()
 }
 
-/// Directory for temporary files.
+/// Returns the directory for temporary files.
 #[unsafe(no_mangle)]
 extern "C" fn pvmgettmp() -> *const c_char {
     variable(&TEMPORARY, "PVM_TMP", "/tmp")
 }
 
-/// The remote shell.
+/// Returns the command of the remote shell.
 #[unsafe(no_mangle)]
 extern "C" fn pvmgetrsh() -> *const c_char {
     variable(&REMOTE_SHELL, "PVM_RSH", "ssh")
 }
 
-/// Directory in which PVM is installed.
+/// Returns the directory in which PVM is installed.
 #[unsafe(no_mangle)]
 extern "C" fn pvmgetroot() -> *const c_char {
     variable(&ROOT, "PVM_ROOT", "/usr/lib/pvm3")
 }
 
-/// Room that a caller of `pvmtmpnam` provides.
+/// Size in bytes of the buffer that a caller of `pvmtmpnam` provides (`PVMTMPNAMLEN`).
 const TEMPORARY_NAME_BYTES: usize = 128;
 
-/// Makes a name for a temporary file.
+/// Makes a name for a temporary file. Returns null if it does not fit.
 ///
 /// # Safety
-/// `place` is null or room for 128 bytes.
+/// `place` must be null or have room for 128 bytes.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmtmpnam(place: *mut c_char) -> *mut c_char {
     static COUNT: AtomicU32 = AtomicU32::new(0);
@@ -323,75 +327,75 @@ unsafe extern "C" fn pvmtmpnam(place: *mut c_char) -> *mut c_char {
     place
 }
 
-/// Memory, as PVM's debugging allocator gives it.
+/// Allocates memory. In PVM, a call of its debugging allocator.
 ///
 /// # Safety
-/// As `malloc`.
+/// As for `malloc`.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn i_malloc(size: c_uint, _tag: *const c_char) -> *mut c_void {
-    // SAFETY: malloc takes any size.
+    // SAFETY: `malloc` accepts any size.
     unsafe { libc::malloc(size as usize) }
 }
 
-/// More or less memory.
+/// Resizes memory of [`i_malloc`].
 ///
 /// # Safety
-/// As `realloc`.
+/// As for `realloc`.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn i_realloc(place: *mut c_void, size: c_uint) -> *mut c_void {
     // SAFETY: by this function's contract.
     unsafe { libc::realloc(place, size as usize) }
 }
 
-/// Gives memory back.
+/// Frees memory of [`i_malloc`].
 ///
 /// # Safety
-/// As `free`.
+/// As for `free`.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn i_free(place: *mut c_void) {
     // SAFETY: by this function's contract.
     unsafe { libc::free(place) }
 }
 
-/// Memory.
+/// Allocates memory, as [`i_malloc`].
 ///
 /// # Safety
-/// As `malloc`.
+/// As for `malloc`.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_alloc(size: c_uint, _tag: *const c_char) -> *mut c_void {
-    // SAFETY: malloc takes any size.
+    // SAFETY: `malloc` accepts any size.
     unsafe { libc::malloc(size as usize) }
 }
 
-/// More or less memory.
+/// Resizes memory of [`pvm_alloc`].
 ///
 /// # Safety
-/// As `realloc`.
+/// As for `realloc`.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_realloc(place: *mut c_void, size: c_uint) -> *mut c_void {
     // SAFETY: by this function's contract.
     unsafe { libc::realloc(place, size as usize) }
 }
 
-/// Gives memory back.
+/// Frees memory of [`pvm_alloc`].
 ///
 /// # Safety
-/// As `free`.
+/// As for `free`.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_free(place: *mut c_void) {
     // SAFETY: by this function's contract.
     unsafe { libc::free(place) }
 }
 
-/// Would check PVM's debugging allocator; memory is the C library's here.
+/// Does nothing: PVM checks its debugging allocator here, but this library uses `malloc`.
 #[unsafe(no_mangle)]
 extern "C" fn i_choke() {}
 
-/// Would list PVM's debugging allocator; memory is the C library's here.
+/// Does nothing: PVM lists its debugging allocator here, but this library uses `malloc`.
 #[unsafe(no_mangle)]
 extern "C" fn i_dump(_how: c_int) {}
 
-/// Would list the collected output; it is printed line by line.
+/// Does nothing: PVM lists collected output here, but this library prints it line by line.
 #[unsafe(no_mangle)]
 extern "C" fn tobuf_dump() -> c_int {
     0

@@ -1,5 +1,7 @@
-//! The rest of what PVM's library exports without documenting it. What means something here works; what hands out or takes
-//! PVM's own inner structures, which do not exist here, answers null, or `PvmNotImpl`.
+//! Undocumented exports of PVM's library that no known program uses.
+//!
+//! A function that has a meaning in this library works. A function that returns or takes PVM's
+//! internal structures, which do not exist here, returns null or `PvmNotImpl`.
 
 #![allow(unsafe_code)]
 
@@ -15,7 +17,7 @@ use std::sync::Mutex;
 
 macro_rules! without_structures {
     ($($name:ident)*) => {$(
-        /// Would hand out a structure of PVM's inside; there is none here.
+        /// Returns null: PVM would return an internal structure that does not exist here.
         #[unsafe(no_mangle)]
         extern "C" fn $name() -> *mut c_void {
             std::ptr::null_mut()
@@ -25,7 +27,7 @@ macro_rules! without_structures {
 
 macro_rules! without_meaning {
     ($($name:ident)*) => {$(
-        /// Works on a structure of PVM's inside; there is none here.
+        /// Returns `PvmNotImpl`: PVM works on an internal structure that does not exist here.
         #[unsafe(no_mangle)]
         extern "C" fn $name() -> c_int {
             PvmError::NotImpl.code()
@@ -44,7 +46,7 @@ without_meaning! {
     wait_dumpall wait_init
 }
 
-/// Makes a buffer; answers its number.
+/// Creates a buffer and returns its number.
 #[unsafe(no_mangle)]
 extern "C" fn umbuf_new(encoding: c_int) -> c_int {
     super::buffers::make(encoding).unwrap_or_else(PvmError::code)
@@ -56,7 +58,7 @@ extern "C" fn umbuf_free(mid: c_int) -> c_int {
     zero(lock().free(mid)).unwrap_or_else(PvmError::code)
 }
 
-/// Writes what a buffer is to the log.
+/// Writes number, tag, source and length of a buffer to the log.
 #[unsafe(no_mangle)]
 extern "C" fn umbuf_dump(mid: c_int, _level: c_int) -> c_int {
     let session = lock();
@@ -76,7 +78,7 @@ extern "C" fn umbuf_dump(mid: c_int, _level: c_int) -> c_int {
     0
 }
 
-/// Writes how many buffers there are to the log.
+/// Writes the number of buffers to the log.
 #[unsafe(no_mangle)]
 extern "C" fn umbuf_list(_level: c_int) -> c_int {
     let count = lock().buffers.count();
@@ -84,19 +86,19 @@ extern "C" fn umbuf_list(_level: c_int) -> c_int {
     0
 }
 
-/// Watches a descriptor in PVM's library; ours has a thread for that.
+/// Does nothing: PVM's library watches a descriptor with it, and here a thread does that.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_fd_add(_fd: c_int, _set: c_int) -> c_int {
     0
 }
 
-/// Watches a descriptor no longer.
+/// Does nothing, as [`pvm_fd_add`].
 #[unsafe(no_mangle)]
 extern "C" fn pvm_fd_delete(_fd: c_int, _set: c_int) -> c_int {
     0
 }
 
-/// Takes the message in a buffer as if it had come with this tag.
+/// Handles the message in a buffer as if it had arrived with this tag.
 fn take_control(mid: c_int, tag: c_int) -> PvmResult<i32> {
     let rt: Runtime = session::runtime()?;
     let mut message = send::copy_of(mid)?;
@@ -107,7 +109,7 @@ fn take_control(mid: c_int, tag: c_int) -> PvmResult<i32> {
 
 macro_rules! control_messages {
     ($($name:ident $tag:path;)*) => {$(
-        /// Takes the control message in a buffer.
+        /// Handles the control message in a buffer.
         #[unsafe(no_mangle)]
         extern "C" fn $name(mid: c_int) -> c_int {
             take_control(mid, $tag).unwrap_or_else(PvmError::code)
@@ -127,7 +129,7 @@ control_messages! {
 /// Sends a buffer to several tasks.
 ///
 /// # Safety
-/// `tids` is null or holds `count` ints.
+/// `tids` must be null or hold `count` ints.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmmcast(mid: c_int, tids: *const c_int, count: c_int, tag: c_int) -> c_int {
     // SAFETY: by this function's contract.
@@ -140,7 +142,7 @@ unsafe extern "C" fn pvmmcast(mid: c_int, tids: *const c_int, count: c_int, tag:
     answer("pvmmcast", result)
 }
 
-/// Sends a buffer, or, without one, takes in what has arrived.
+/// Sends a buffer. Without a buffer, dispatches the messages that have arrived.
 #[unsafe(no_mangle)]
 extern "C" fn mroute(mid: c_int, tid: c_int, tag: c_int, _time: *const c_void) -> c_int {
     let route = || {
@@ -153,7 +155,7 @@ extern "C" fn mroute(mid: c_int, tid: c_int, tag: c_int, _time: *const c_void) -
     answer("mroute", route())
 }
 
-/// Names of the bits of a debug mask.
+/// Returns the names of the bits of a debug mask.
 #[unsafe(no_mangle)]
 extern "C" fn debug_flags(mask: c_int) -> *const c_char {
     static TEXT: Mutex<Option<crate::memory::Lent<CString>>> = Mutex::new(None);
@@ -171,10 +173,10 @@ fn lend(place: &Mutex<Option<crate::memory::Lent<CString>>>, text: String) -> *c
 
 macro_rules! wire_numbers {
     ($($get:ident $put:ident $t:ty;)*) => {$(
-        /// A number as it stands on the wire, highest byte first; 0 for null.
+        /// Reads a big-endian number; 0 for null.
         ///
         /// # Safety
-        /// `place` is null or as many bytes.
+        /// `place` must be null or hold the bytes of the number.
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $get(place: *const u8) -> c_int {
             const BYTES: usize = size_of::<$t>();
@@ -182,10 +184,10 @@ macro_rules! wire_numbers {
             unsafe { place.cast::<[u8; BYTES]>().as_ref() }.map_or(0, |bytes| <$t>::from_be_bytes(*bytes) as c_int)
         }
 
-        /// Writes a number as it stands on the wire.
+        /// Writes a number in big-endian order.
         ///
         /// # Safety
-        /// `place` is null or room for as many bytes.
+        /// `place` must be null or have room for the bytes of the number.
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $put(place: *mut u8, number: c_int) -> c_int {
             const BYTES: usize = size_of::<$t>();
@@ -204,10 +206,10 @@ wire_numbers! {
     pvmget8 pvmput8 u8;
 }
 
-/// Goes on with a CRC-32 over these bytes.
+/// Continues a CRC-32 over these bytes.
 ///
 /// # Safety
-/// `bytes` is null or holds `count` bytes.
+/// `bytes` must be null or hold `count` bytes.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmcrcappend(bytes: *const c_char, count: c_int, crc: c_uint) -> c_uint {
     const POLYNOMIAL: u32 = 0xedb8_8320;
@@ -226,9 +228,9 @@ unsafe extern "C" fn pvmcrcappend(bytes: *const c_char, count: c_int, crc: c_uin
     })
 }
 
-/// A copy of one string in memory of the C library; null when there is none left.
+/// Copies a string into memory of the C library; null if there is not enough.
 fn c_copy(text: &[u8]) -> *mut c_char {
-    // SAFETY: malloc gives room for text and NUL, or null.
+    // SAFETY: `malloc` returns room for the text and its NUL, or null.
     unsafe {
         let place = libc::malloc(text.len() + 1).cast::<c_char>();
         if !place.is_null() {
@@ -238,7 +240,7 @@ fn c_copy(text: &[u8]) -> *mut c_char {
     }
 }
 
-/// The strings of an environment, and the room of its list.
+/// Returns the entries of an environment.
 unsafe fn environment(list: *mut *mut c_char) -> Vec<*mut c_char> {
     let mut entries = Vec::new();
     // SAFETY: the caller's list ends with null.
@@ -250,9 +252,9 @@ unsafe fn environment(list: *mut *mut c_char) -> Vec<*mut c_char> {
     entries
 }
 
-/// A list of pointers with null at its end, in memory of the C library.
+/// Copies pointers into a null-terminated list in memory of the C library.
 fn c_list(entries: &[*mut c_char]) -> *mut *mut c_char {
-    // SAFETY: calloc gives room for all entries and the null behind them, or null.
+    // SAFETY: `calloc` returns room for all entries and the null after them, or null.
     unsafe {
         let list = libc::calloc(entries.len() + 1, size_of::<*mut c_char>()).cast::<*mut c_char>();
         if !list.is_null() {
@@ -262,10 +264,10 @@ fn c_list(entries: &[*mut c_char]) -> *mut *mut c_char {
     }
 }
 
-/// A copy of an environment; freed with `pvmfreeenv`.
+/// Copies an environment. The caller frees it with `pvmfreeenv`.
 ///
 /// # Safety
-/// `list` is null or a list of strings that ends with null.
+/// `list` must be null or a list of strings that ends with null.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmcopyenv(list: *mut *mut c_char) -> *mut *mut c_char {
     // SAFETY: by this function's contract.
@@ -281,7 +283,7 @@ unsafe extern "C" fn pvmcopyenv(list: *mut *mut c_char) -> *mut *mut c_char {
 /// Sets `NAME=value` in an environment made by `pvmcopyenv`.
 ///
 /// # Safety
-/// `place` is null or holds such a list, `setting` is null or a string.
+/// `place` must be null or hold such a list, and `setting` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmenvinsert(place: *mut *mut *mut c_char, setting: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
@@ -293,7 +295,7 @@ unsafe extern "C" fn pvmenvinsert(place: *mut *mut *mut c_char, setting: *const 
         return -1;
     };
     let name = &setting.bytes()[..=name];
-    // SAFETY: the list is one of ours, with strings of ours.
+    // SAFETY: the list and its strings were allocated by `pvmcopyenv`.
     unsafe {
         let mut entries = environment(*place);
         let copy = c_copy(setting.bytes());
@@ -313,10 +315,10 @@ unsafe extern "C" fn pvmenvinsert(place: *mut *mut *mut c_char, setting: *const 
 /// Frees an environment made by `pvmcopyenv`.
 ///
 /// # Safety
-/// `list` is null or such a list.
+/// `list` must be null or such a list.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmfreeenv(list: *mut *mut c_char) -> c_int {
-    // SAFETY: by this function's contract; list and strings are the C library's.
+    // SAFETY: by this function's contract; list and strings were allocated by the C library.
     unsafe {
         environment(list)
             .into_iter()
@@ -326,14 +328,14 @@ unsafe extern "C" fn pvmfreeenv(list: *mut *mut c_char) -> c_int {
     0
 }
 
-/// The user's home directory.
+/// Returns the user's home directory.
 #[unsafe(no_mangle)]
 extern "C" fn pvmgethome() -> *const c_char {
     static TEXT: Mutex<Option<crate::memory::Lent<CString>>> = Mutex::new(None);
     lend(&TEXT, env::get("HOME").unwrap_or_else(|| "/".to_string()))
 }
 
-/// The daemon's program.
+/// Returns the path of the daemon's executable.
 #[unsafe(no_mangle)]
 extern "C" fn pvmgetpvmd() -> *const c_char {
     static TEXT: Mutex<Option<crate::memory::Lent<CString>>> = Mutex::new(None);
@@ -343,7 +345,8 @@ extern "C" fn pvmgetpvmd() -> *const c_char {
     )
 }
 
-/// Where the daemon of this user listens.
+/// Returns the path of the socket of this user's daemon; empty if there is no valid runtime
+/// directory.
 #[unsafe(no_mangle)]
 extern "C" fn pvmdsockfile() -> *const c_char {
     static TEXT: Mutex<Option<crate::memory::Lent<CString>>> = Mutex::new(None);
@@ -357,13 +360,13 @@ extern "C" fn pvmdsockfile() -> *const c_char {
     )
 }
 
-/// Bytes of a line of `pvmhdump`.
+/// Number of bytes in a line of `pvmhdump`.
 const DUMP_BYTES: usize = 16;
 
 /// Writes bytes in hexadecimal to the log.
 ///
 /// # Safety
-/// `bytes` is null or holds `count` bytes, `title` is null or a string.
+/// `bytes` must be null or hold `count` bytes, and `title` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmhdump(bytes: *const c_char, count: c_int, title: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
@@ -382,7 +385,7 @@ unsafe extern "C" fn pvmhdump(bytes: *const c_char, count: c_int, title: *const 
 /// Writes the members of a descriptor set to the log.
 ///
 /// # Safety
-/// `title` is null or a string, `set` is null or a set.
+/// `title` must be null or a string, and `set` null or a set.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn print_fdset(title: *const c_char, count: c_int, set: *const libc::fd_set) {
     // SAFETY: by this function's contract.
@@ -390,17 +393,17 @@ unsafe extern "C" fn print_fdset(title: *const c_char, count: c_int, set: *const
         .map(|title| title.string())
         .unwrap_or_default();
     let members = (0..count.clamp(0, libc::FD_SETSIZE as c_int)).filter(|fd| {
-        // SAFETY: the set is there, and the number is one that it can hold.
+        // SAFETY: the set is not null, and the number is in the range of a set.
         !set.is_null() && unsafe { libc::FD_ISSET(*fd, set) }
     });
     let list: Vec<String> = members.map(|fd| fd.to_string()).collect();
     say(&format!("{title}{}\n", list.join(",")), true);
 }
 
-/// Reads an address as eight hexadecimal digits, colon, port in hexadecimal.
+/// Parses an address: eight hexadecimal digits, a colon, and the port in hexadecimal.
 ///
 /// # Safety
-/// `text` is null or a string, `place` null or good for one structure.
+/// `text` must be null or a string, and `place` null or valid for one structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn hex_inadport(text: *const c_char, place: *mut libc::sockaddr_in) {
     // SAFETY: by this function's contract.
@@ -414,10 +417,10 @@ unsafe extern "C" fn hex_inadport(text: *const c_char, place: *mut libc::sockadd
     place.sin_port = (env::hex(port.as_bytes()) as u16).to_be();
 }
 
-/// An address as `hex_inadport` reads it.
+/// Formats an address in the format of `hex_inadport`.
 ///
 /// # Safety
-/// `address` is null or a structure.
+/// `address` must be null or point to a structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn inadport_hex(address: *const libc::sockaddr_in) -> *const c_char {
     static TEXT: Mutex<Option<crate::memory::Lent<CString>>> = Mutex::new(None);
@@ -430,10 +433,10 @@ unsafe extern "C" fn inadport_hex(address: *const libc::sockaddr_in) -> *const c
     )
 }
 
-/// An address as people write it.
+/// Formats an address in dotted decimal notation with its port.
 ///
 /// # Safety
-/// `address` is null or a structure.
+/// `address` must be null or point to a structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn inadport_decimal(address: *const libc::sockaddr_in) -> *const c_char {
     static TEXT: Mutex<Option<crate::memory::Lent<CString>>> = Mutex::new(None);

@@ -1,17 +1,17 @@
-//! Lists that a call leaves in the library's memory for the program to read: they stay until the next such call.
+//! Lists that a call returns in the library's memory. A list stays valid until the next call of the
+//! same kind.
 
 use crate::memory::Lent;
 use std::ffi::{CString, c_char};
 use std::sync::{Mutex, PoisonError};
 
-/// Records for the program and the strings they point to.
+/// Records for the program, and the strings to which they point.
 pub(super) struct Records<T> {
     texts: Vec<CString>,
     records: Vec<T>,
 }
 
 impl<T> Records<T> {
-    /// No records.
     pub(super) const fn new() -> Records<T> {
         Records {
             texts: Vec::new(),
@@ -19,7 +19,8 @@ impl<T> Records<T> {
         }
     }
 
-    /// Keeps a text and answers a pointer that stays good as long as the records. A NUL inside ends it.
+    /// Stores a text and returns a pointer that is valid while the records exist. The text ends at
+    /// its first NUL.
     pub(super) fn text(&mut self, text: &str) -> *const c_char {
         let bytes: Vec<u8> = text.bytes().take_while(|byte| *byte != 0).collect();
         self.texts
@@ -29,27 +30,24 @@ impl<T> Records<T> {
             .map_or(std::ptr::null(), |text| text.as_ptr())
     }
 
-    /// Adds a record.
     pub(super) fn push(&mut self, record: T) {
         self.records.push(record);
     }
 
-    /// Number of records.
     pub(super) fn len(&self) -> i32 {
         self.records.len() as i32
     }
 }
 
-/// A place for the newest list of one call.
+/// Holds the list that the latest call of one kind returned.
 pub(super) struct Shelf<T>(Mutex<Lent<Records<T>>>);
 
 impl<T> Shelf<T> {
-    /// An empty place.
     pub(super) const fn new() -> Shelf<T> {
         Shelf(Mutex::new(Lent(Records::new())))
     }
 
-    /// Drops the list before and lends the new one.
+    /// Drops the previous list, stores the new one and returns a pointer to its records.
     pub(super) fn lend(&self, records: Records<T>) -> *mut T {
         let mut place = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         *place = Lent(records);

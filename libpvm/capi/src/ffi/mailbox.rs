@@ -1,4 +1,4 @@
-//! The mailbox of the virtual machine.
+//! Calls for the mailbox of the virtual machine.
 
 #![allow(unsafe_code)]
 
@@ -18,20 +18,20 @@ use std::ffi::{c_char, c_int};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Mutex, PoisonError};
 
-/// A name given by the program.
+/// Reads the name of a mailbox class and enrols the process if necessary.
 ///
 /// # Safety
-/// `text` is null or a string.
+/// `text` must be null or a string.
 unsafe fn name(text: *const c_char) -> PvmResult<String> {
     session::runtime()?;
     // SAFETY: the caller's contract: null or a string.
     Ok(unsafe { Text::new(text)? }.string())
 }
 
-/// Stores a copy of a message under a name; answers its index.
+/// Stores a copy of a message in a mailbox class and returns its index.
 ///
 /// # Safety
-/// `text` is null or a string.
+/// `text` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_putinfo(text: *const c_char, mid: c_int, flags: c_int) -> c_int {
     trace::call(
@@ -61,10 +61,10 @@ unsafe extern "C" fn pvm_putinfo(text: *const c_char, mid: c_int, flags: c_int) 
     )
 }
 
-/// Fetches a message and makes it the active receive buffer; answers its number.
+/// Fetches a message, makes it the active receive buffer and returns its number.
 ///
 /// # Safety
-/// `text` is null or a string.
+/// `text` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_recvinfo(text: *const c_char, index: c_int, flags: c_int) -> c_int {
     trace::call(
@@ -89,10 +89,10 @@ unsafe extern "C" fn pvm_recvinfo(text: *const c_char, index: c_int, flags: c_in
     )
 }
 
-/// Removes an entry.
+/// Removes an entry of a mailbox class.
 ///
 /// # Safety
-/// `text` is null or a string.
+/// `text` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_delinfo(text: *const c_char, index: c_int, flags: c_int) -> c_int {
     trace::call(
@@ -102,7 +102,7 @@ unsafe extern "C" fn pvm_delinfo(text: *const c_char, index: c_int, flags: c_int
         || {
             // SAFETY: by this function's contract.
             let delete = || ask::delete(unsafe { name(text)? }, index);
-            // The index is the answer, as in PVM.
+            // On success the index is returned, as in PVM.
             answer_quietly(
                 "pvm_delinfo",
                 delete().map(|()| index),
@@ -113,14 +113,14 @@ unsafe extern "C" fn pvm_delinfo(text: *const c_char, index: c_int, flags: c_int
     )
 }
 
-/// Numbers that the listed classes point to.
+/// The arrays of ints to which the listed classes point.
 static NUMBERS: Mutex<Lent<Vec<Vec<c_int>>>> = Mutex::new(Lent(Vec::new()));
 static CLASSES: Shelf<MboxInfo> = Shelf::new();
 
-/// The classes whose names match a pattern, with their entries.
+/// Lists the classes whose names match a pattern, with their entries.
 ///
 /// # Safety
-/// `pattern` is null or a string; the other pointers are null or good for one value.
+/// `pattern` must be null or a string. The other pointers must be null or valid for one value.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_getmboxinfo(
     pattern: *const c_char,
@@ -169,10 +169,10 @@ unsafe extern "C" fn pvm_getmboxinfo(
     )
 }
 
-/// Stores one int.
+/// Stores one int in a mailbox class and returns its index.
 ///
 /// # Safety
-/// `text` is null or a string.
+/// `text` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_insert(text: *const c_char, index: c_int, value: c_int) -> c_int {
     trace::call(
@@ -188,10 +188,10 @@ unsafe extern "C" fn pvm_insert(text: *const c_char, index: c_int, value: c_int)
     )
 }
 
-/// Reads one int.
+/// Reads one int from a mailbox class.
 ///
 /// # Safety
-/// `text` is null or a string, `value` null or good for one int.
+/// `text` must be null or a string, and `value` null or valid for one int.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_lookup(text: *const c_char, index: c_int, value: *mut c_int) -> c_int {
     trace::call(
@@ -213,10 +213,10 @@ unsafe extern "C" fn pvm_lookup(text: *const c_char, index: c_int, value: *mut c
     )
 }
 
-/// Removes one int.
+/// Removes one int from a mailbox class.
 ///
 /// # Safety
-/// `text` is null or a string.
+/// `text` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_delete(text: *const c_char, index: c_int) -> c_int {
     trace::call(
@@ -226,7 +226,7 @@ unsafe extern "C" fn pvm_delete(text: *const c_char, index: c_int) -> c_int {
         || {
             // SAFETY: by this function's contract.
             let delete = || ask::delete(unsafe { name(text)? }, index);
-            // The index is the answer, as in PVM.
+            // On success the index is returned, as in PVM.
             answer("pvm_delete", delete().map(|()| index))
         },
         trace::cc,
@@ -235,10 +235,10 @@ unsafe extern "C" fn pvm_delete(text: *const c_char, index: c_int) -> c_int {
 
 static NO_RESETS: Shelf<c_int> = Shelf::new();
 
-/// The tasks that a reset spares.
+/// Lists the tasks that a reset does not end.
 ///
 /// # Safety
-/// Each pointer is null or good for one value.
+/// Each pointer must be null or valid for one value.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_getnoresets(tids: *mut *mut c_int, count: *mut c_int) -> c_int {
     // SAFETY: by this function's contract.

@@ -1,4 +1,4 @@
-//! Sending and receiving, matching functions, message handlers.
+//! Calls to send and receive, matching functions, message handlers and contexts.
 
 #![allow(unsafe_code)]
 
@@ -42,7 +42,7 @@ extern "C" fn pvm_send(tid: c_int, tag: c_int) -> c_int {
 /// Sends the active send buffer to several tasks.
 ///
 /// # Safety
-/// `tids` is null or holds `count` ints.
+/// `tids` must be null or hold `count` ints.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_mcast(tids: *const c_int, count: c_int, tag: c_int) -> c_int {
     trace::call(
@@ -59,7 +59,7 @@ unsafe extern "C" fn pvm_mcast(tids: *const c_int, count: c_int, tag: c_int) -> 
         || {
             // SAFETY: by this function's contract.
             let tids = unsafe { Strided::new(tids, count, 1) };
-            // The process enrols before its arguments are looked at.
+            // As in PVM, the process enrols before its arguments are checked.
             let result =
                 session::runtime().and_then(|_| zero(send::multicast(&tids?.to_vec(), tag)));
             answer("pvm_mcast", result)
@@ -68,7 +68,7 @@ unsafe extern "C" fn pvm_mcast(tids: *const c_int, count: c_int, tag: c_int) -> 
     )
 }
 
-/// The bytes of an array of a data type.
+/// Wraps an array of a data type (`PVM_*`) as bytes.
 unsafe fn array(items: *const c_void, count: c_int, kind: c_int) -> PvmResult<Strided<u8>> {
     let size = send::type_bytes(kind)?;
     let count = usize::try_from(count).map_err(|_| PvmError::BadParam)?;
@@ -76,10 +76,10 @@ unsafe fn array(items: *const c_void, count: c_int, kind: c_int) -> PvmResult<St
     unsafe { Strided::run(items.cast(), count * size) }
 }
 
-/// Sends an array beside the active send buffer.
+/// Sends an array without using the active send buffer.
 ///
 /// # Safety
-/// `items` is null or an array of `count` elements of the type.
+/// `items` must be null or an array of `count` elements of the type.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_psend(
     tid: c_int,
@@ -110,10 +110,11 @@ unsafe extern "C" fn pvm_psend(
     )
 }
 
-/// Receives into an array beside the active receive buffer.
+/// Receives a message into an array without using the active receive buffer.
 ///
 /// # Safety
-/// `items` is null or an array of `count` elements of the type; the other pointers are null or good for one int.
+/// `items` must be null or an array of `count` elements of the type. The other pointers must be
+/// null or valid for one int.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_precv(
     tid: c_int,
@@ -143,7 +144,7 @@ unsafe extern "C" fn pvm_precv(
                 let mut buffer = receive::receive_apart(tid, tag)?;
                 from_tid.set(buffer.src);
                 from_tag.set(buffer.tag);
-                // A message of this task itself may have been packed in place.
+                // A message that this task sent to itself may have been packed in place.
                 let body = buffer.wire()?;
                 from_len.set(told_len(body.len()));
                 items.fill_raw(&body[..body.len().min(items.len())]);
@@ -163,7 +164,8 @@ unsafe extern "C" fn pvm_precv(
     )
 }
 
-/// What a receive answers: the buffer, 0 for none, or the error.
+/// Converts the result of a receive: the number of the buffer, 0 for no message, or the code of the
+/// error after reporting it.
 fn received(place: &str, result: Result<Option<i32>, Fault>) -> c_int {
     match result {
         Ok(mid) => mid.unwrap_or(0),
@@ -183,7 +185,7 @@ extern "C" fn pvm_recv(tid: c_int, tag: c_int) -> c_int {
     )
 }
 
-/// Receives without waiting; 0 when no such message is here.
+/// Receives without waiting. Returns 0 if no matching message has arrived.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_nrecv(tid: c_int, tag: c_int) -> c_int {
     trace::call(
@@ -194,10 +196,10 @@ extern "C" fn pvm_nrecv(tid: c_int, tag: c_int) -> c_int {
     )
 }
 
-/// Receives, waiting no longer than a time; null waits for ever.
+/// Receives, and waits at most the given time; a null pointer means without limit.
 ///
 /// # Safety
-/// `time` is null or a structure.
+/// `time` must be null or point to a structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> c_int {
     trace::call(
@@ -234,7 +236,8 @@ unsafe extern "C" fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> 
     )
 }
 
-/// The message that a receive would take, without taking it; 0 when none is here.
+/// Returns the number of the message that a receive would take, without taking it; 0 if none has
+/// arrived.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_probe(tid: c_int, tag: c_int) -> c_int {
     trace::call(
@@ -249,7 +252,7 @@ extern "C" fn default_matcher(mid: c_int, tid: c_int, tag: c_int) -> c_int {
     receive::default_matcher(mid, tid, tag)
 }
 
-/// Sets the function that chooses messages; null: the library's own. Answers the one before.
+/// Sets the matching function and returns the previous one. Null restores the library's own.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_recvf(matcher: Option<Matcher>) -> Option<Matcher> {
     trace::call(
@@ -257,7 +260,8 @@ extern "C" fn pvm_recvf(matcher: Option<Matcher>) -> Option<Matcher> {
         trace::nothing,
         || {
             let own = default_matcher as Matcher;
-            // The library's own matching is faster without the function.
+            // Stored as `None`, because the library's own matching is faster without the call
+            // through a pointer.
             let matcher = matcher.filter(|matcher| *matcher as usize != own as usize);
             Some(std::mem::replace(&mut lock().matcher, matcher).unwrap_or(own))
         },
@@ -265,7 +269,7 @@ extern "C" fn pvm_recvf(matcher: Option<Matcher>) -> Option<Matcher> {
     )
 }
 
-/// Adds a message handler; answers its number.
+/// Adds a message handler and returns its number.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_addmhf(src: c_int, tag: c_int, ctx: c_int, handler: Option<HandlerFn>) -> c_int {
     trace::call(
@@ -295,7 +299,7 @@ extern "C" fn pvm_delmhf(id: c_int) -> c_int {
     )
 }
 
-/// The current context.
+/// Returns the current message context.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_getcontext() -> c_int {
     trace::call(
@@ -309,7 +313,7 @@ extern "C" fn pvm_getcontext() -> c_int {
     )
 }
 
-/// Makes a context the current one; answers the one before.
+/// Sets the current message context and returns the previous one.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_setcontext(ctx: c_int) -> c_int {
     trace::call(
@@ -323,7 +327,7 @@ extern "C" fn pvm_setcontext(ctx: c_int) -> c_int {
     )
 }
 
-/// A context that nobody else has.
+/// Returns a new message context that no other task uses.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_newcontext() -> c_int {
     trace::call(
@@ -334,7 +338,7 @@ extern "C" fn pvm_newcontext() -> c_int {
     )
 }
 
-/// Gives a context back.
+/// Frees a message context.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_freecontext(ctx: c_int) -> c_int {
     trace::call(

@@ -1,7 +1,8 @@
-//! The functions that C programs call, by theme.
+//! The functions that C programs call, grouped by topic.
 //!
-//! Every function here trusts the caller for what C cannot express (pointers are null or good, strings end, arrays have
-//! the length that is given with them) and checks the rest.
+//! Each function relies on the caller for what C cannot express: pointers are null or valid,
+//! strings end with a NUL, and arrays have the length that is passed with them. Everything else is
+//! checked.
 
 mod buffers;
 mod format;
@@ -20,7 +21,7 @@ pub(crate) mod trace_table;
 
 use sempa_proto::PvmResult;
 
-/// Success is 0.
+/// Returns 0 for success.
 fn zero(result: PvmResult<()>) -> PvmResult<i32> {
     result.map(|()| 0)
 }

@@ -1,4 +1,4 @@
-//! Options, trace masks, exported variables, error texts, version.
+//! Calls for options, trace masks, exported variables, error texts and the version.
 
 #![allow(unsafe_code)]
 
@@ -15,14 +15,14 @@ use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_char, c_int};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// The value of an option.
+/// Returns the value of an option.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_getopt(what: c_int) -> c_int {
     trace::call(
         "getopt",
         || vec![int("OPT", what)],
         || {
-            // The environment is read when the session is made.
+            // The first lock creates the session, which reads options from the environment.
             drop(lock());
             answer("pvm_getopt", options::get(what))
         },
@@ -30,7 +30,7 @@ extern "C" fn pvm_getopt(what: c_int) -> c_int {
     )
 }
 
-/// Sets an option; answers the value before.
+/// Sets an option and returns its previous value.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_setopt(what: c_int, value: c_int) -> c_int {
     trace::call(
@@ -53,10 +53,10 @@ fn tracer(who: c_int) -> PvmResult<&'static Tracer> {
     }
 }
 
-/// The trace mask of this task (0) or of its children (1).
+/// Copies the trace mask of this task (0) or of its children (1).
 ///
 /// # Safety
-/// `mask` is null or room for 36 bytes.
+/// `mask` must be null or have room for 36 bytes.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_gettmask(who: c_int, mask: *mut c_char) -> c_int {
     let get = || {
@@ -72,7 +72,7 @@ unsafe extern "C" fn pvm_gettmask(who: c_int, mask: *mut c_char) -> c_int {
 /// Sets the trace mask of this task (0) or of its children (1).
 ///
 /// # Safety
-/// `mask` is null or 36 bytes.
+/// `mask` must be null or hold 36 bytes.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_settmask(who: c_int, mask: *const c_char) -> c_int {
     let set = || {
@@ -85,10 +85,10 @@ unsafe extern "C" fn pvm_settmask(who: c_int, mask: *const c_char) -> c_int {
     answer("pvm_settmask", zero(set()))
 }
 
-/// Sends a variable of the environment along to spawned tasks.
+/// Adds a variable to the environment that spawned tasks inherit.
 ///
 /// # Safety
-/// `name` is null or a string.
+/// `name` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_export(name: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
@@ -99,10 +99,10 @@ unsafe extern "C" fn pvm_export(name: *const c_char) -> c_int {
     )
 }
 
-/// Does not send a variable along any more.
+/// Removes a variable from the environment that spawned tasks inherit.
 ///
 /// # Safety
-/// `name` is null or a string.
+/// `name` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_unexport(name: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
@@ -116,7 +116,7 @@ unsafe extern "C" fn pvm_unexport(name: *const c_char) -> c_int {
 /// Prints the last error on standard error.
 ///
 /// # Safety
-/// `text` is null or a string.
+/// `text` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_perror(text: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
@@ -132,13 +132,13 @@ unsafe extern "C" fn pvm_perror(text: *const c_char) -> c_int {
     0
 }
 
-/// Text of the last error.
+/// Returns the text of the last error.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_strerror() -> *const c_char {
     error_text(pvm_errno.load(Relaxed)).as_ptr()
 }
 
-/// The version of PVM whose interface this is.
+/// Returns the version of PVM whose interface this library implements.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_version() -> *const c_char {
     c"3.4.6".as_ptr()

@@ -1,4 +1,4 @@
-//! `pvm_pk*` and `pvm_upk*`.
+//! The calls `pvm_pk*` and `pvm_upk*`.
 
 #![allow(unsafe_code)]
 
@@ -11,7 +11,7 @@ use sempa_proto::trace::{Item, int};
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_char, c_double, c_float, c_int, c_long, c_short, c_uint, c_ulong, c_ushort};
 
-/// Packs into the active send buffer.
+/// Packs an array into the active send buffer with the function `how`.
 pub(super) fn pack_with<T: Copy>(
     items: PvmResult<Strided<T>>,
     how: impl FnOnce(&mut crate::buffers::Buffer, &Strided<T>) -> PvmResult<()>,
@@ -20,7 +20,7 @@ pub(super) fn pack_with<T: Copy>(
     zero(how(lock().send_buffer()?, &items))
 }
 
-/// Unpacks from the active receive buffer.
+/// Unpacks an array from the active receive buffer with the function `how`.
 pub(super) fn unpack_with<T: Copy>(
     items: PvmResult<Strided<T>>,
     how: impl FnOnce(&mut crate::buffers::Buffer, &Strided<T>) -> PvmResult<()>,
@@ -29,12 +29,12 @@ pub(super) fn unpack_with<T: Copy>(
     zero(how(lock().receive_buffer()?, &items))
 }
 
-/// Name of the trace event of a function.
+/// Returns the name of a function's trace event.
 fn event(function: &'static str) -> &'static str {
     function.strip_prefix("pvm_").unwrap_or(function)
 }
 
-/// What is traced of an array.
+/// Items of an array argument.
 fn array<T>(first: *const T, count: c_int, stride: c_int) -> Vec<Item> {
     vec![
         trace::address("PDA", first),
@@ -45,10 +45,10 @@ fn array<T>(first: *const T, count: c_int, stride: c_int) -> Vec<Item> {
 
 macro_rules! packing {
     ($($pk:ident $upk:ident $pointer:ty, $item:ty, $pack:path, $unpack:path;)*) => {$(
-        /// Packs `count` elements, `stride` elements apart.
+        /// Packs `count` elements that lie `stride` elements apart.
         ///
         /// # Safety
-        /// `items` is an array with these elements.
+        /// `items` must be an array with these elements.
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $pk(items: *const $pointer, count: c_int, stride: c_int) -> c_int {
             // SAFETY: by this function's contract.
@@ -57,10 +57,10 @@ macro_rules! packing {
             trace::call(event(stringify!($pk)), || array(first, count, stride), packing, trace::cc)
         }
 
-        /// Unpacks `count` elements to places `stride` elements apart.
+        /// Unpacks `count` elements to positions that lie `stride` elements apart.
         ///
         /// # Safety
-        /// `items` is an array with room for these elements.
+        /// `items` must be an array with room for these elements.
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $upk(items: *mut $pointer, count: c_int, stride: c_int) -> c_int {
             // SAFETY: by this function's contract.
@@ -88,7 +88,7 @@ packing! {
 /// Packs a string.
 ///
 /// # Safety
-/// `text` is null or a string.
+/// `text` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_pkstr(text: *const c_char) -> c_int {
     trace::call(
@@ -109,7 +109,7 @@ unsafe extern "C" fn pvm_pkstr(text: *const c_char) -> c_int {
 /// Unpacks a string with its NUL.
 ///
 /// # Safety
-/// `place` is null or has room for it.
+/// `place` must be null or have room for the string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_upkstr(place: *mut c_char) -> c_int {
     trace::call(
@@ -131,10 +131,10 @@ unsafe extern "C" fn pvm_upkstr(place: *mut c_char) -> c_int {
     )
 }
 
-/// Unpacks a string into memory that the caller frees with `free`.
+/// Unpacks a string into memory that the caller releases with `free`.
 ///
 /// # Safety
-/// `place` is null or good for one pointer.
+/// `place` must be null or valid for one pointer.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmupkstralloc(place: *mut *mut c_char) -> c_int {
     let unpack = || {
@@ -142,7 +142,8 @@ unsafe extern "C" fn pvmupkstralloc(place: *mut *mut c_char) -> c_int {
         if place.is_null() {
             return Err(PvmError::BadParam);
         }
-        // SAFETY: malloc gives room for text and NUL or null; `place` by this function's contract.
+        // SAFETY: `malloc` returns room for the text and its NUL, or null; `place` is valid by this
+        // function's contract.
         unsafe {
             let copy = libc::malloc(text.len() + 1).cast::<c_char>();
             if copy.is_null() {

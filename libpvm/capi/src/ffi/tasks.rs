@@ -1,4 +1,4 @@
-//! The own task and others: enrolling, leaving, starting, asking, signals, notifications, output.
+//! Calls for this task and other tasks: enrol, leave, spawn, query, signal, notify, catch output.
 
 #![allow(unsafe_code)]
 
@@ -16,7 +16,7 @@ use sempa_proto::{PvmError, PvmResult, Tid};
 use std::ffi::{c_char, c_int};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// This task's id.
+/// Returns this task's tid.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_mytid() -> c_int {
     trace::call(
@@ -35,7 +35,7 @@ fn parent() -> PvmResult<i32> {
     }
 }
 
-/// The task that spawned this one.
+/// Returns the tid of the task that spawned this one.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_parent() -> c_int {
     trace::call(
@@ -60,11 +60,11 @@ extern "C" fn pvm_exit() -> c_int {
     0
 }
 
-/// Starts tasks; answers how many.
+/// Starts tasks and returns how many were started.
 ///
 /// # Safety
-/// `file` is null or a string, `args` null or a list of strings that ends with null, `place` null or a string, `tids`
-/// null or room for `count` ints.
+/// `file` and `place` must be null or strings, `args` null or a list of strings that ends with
+/// null, and `tids` null or have room for `count` ints.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_spawn(
     file: *const c_char,
@@ -94,7 +94,7 @@ unsafe extern "C" fn pvm_spawn(
                 let place = place.map(|place| place.string()).unwrap_or_default();
                 let results = ask::spawn(file.string(), args, flags, place, count)?;
                 if !tids.is_null() {
-                    // SAFETY: as above; there are never more results than were asked for.
+                    // SAFETY: as above. There are never more results than tasks were requested.
                     let room = unsafe { Strided::new(tids, count, 1)? };
                     for (i, result) in results.iter().take(room.len()).enumerate() {
                         room.set(i, result.map_or_else(PvmError::code, Tid::raw));
@@ -111,10 +111,10 @@ unsafe extern "C" fn pvm_spawn(
 
 static SIBLINGS: Shelf<c_int> = Shelf::new();
 
-/// The tasks of the spawn this one belongs to; answers how many.
+/// Stores the tids of all tasks of the spawn that started this task, and returns their number.
 ///
 /// # Safety
-/// `tids` is null or good for one pointer.
+/// `tids` must be null or valid for one pointer.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_siblings(tids: *mut *mut c_int) -> c_int {
     trace::call(
@@ -144,10 +144,10 @@ unsafe extern "C" fn pvm_siblings(tids: *mut *mut c_int) -> c_int {
 
 static TASKS: Shelf<TaskInfo> = Shelf::new();
 
-/// The tasks of all hosts, one host, or one task.
+/// Lists the tasks of all hosts, of one host, or one task.
 ///
 /// # Safety
-/// `count` is null or good for one int, `tasks` null or good for one pointer.
+/// `count` must be null or valid for one int, and `tasks` null or valid for one pointer.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_tasks(
     selector: c_int,
@@ -184,7 +184,7 @@ unsafe extern "C" fn pvm_tasks(
     )
 }
 
-/// Is the task there? 0 or an error.
+/// Returns 0 if the task exists, else an error code.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_pstat(tid: c_int) -> c_int {
     trace::call(
@@ -201,7 +201,7 @@ extern "C" fn pvm_pstat(tid: c_int) -> c_int {
     )
 }
 
-/// Ends a task with SIGTERM.
+/// Sends SIGTERM to a task.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_kill(tid: c_int) -> c_int {
     trace::call(
@@ -223,13 +223,14 @@ extern "C" fn pvm_sendsig(tid: c_int, signal: c_int) -> c_int {
     )
 }
 
-/// Kinds of notification whose count says how many messages, not how many tids.
+/// Events (`PvmHostAdd`, `PvmRouteAdd`) whose count is the number of messages, not of tids.
 const COUNTED: [c_int; 2] = [3, 4];
 
-/// Asks for messages about the end of tasks, or the coming and going of hosts.
+/// Requests messages about the exit of tasks, or about hosts and routes that are added or deleted.
 ///
 /// # Safety
-/// `vals` is null or holds `count` ints, except for added hosts and routes, where it is not looked at.
+/// `vals` must be null or hold `count` ints, except for added hosts and routes, where it is not
+/// read.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_notify(
     what: c_int,
@@ -271,10 +272,10 @@ unsafe extern "C" fn pvm_notify(
     )
 }
 
-/// Prints the output of tasks that are spawned from now on; null: no longer.
+/// Prints the output of tasks that are spawned from now on; null turns this off.
 ///
 /// # Safety
-/// `stream` is null or stays open as long as children write.
+/// `stream` must be null, or stay open while children write.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_catchout(stream: *mut libc::FILE) -> c_int {
     // SAFETY: by this function's contract.
@@ -289,10 +290,10 @@ unsafe extern "C" fn pvm_catchout(stream: *mut libc::FILE) -> c_int {
 
 static FDS: Shelf<c_int> = Shelf::new();
 
-/// The descriptors to watch for messages; answers how many.
+/// Stores the file descriptors that become readable when messages arrive, and returns their number.
 ///
 /// # Safety
-/// `fds` is null or good for one pointer.
+/// `fds` must be null or valid for one pointer.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_getfds(fds: *mut *mut c_int) -> c_int {
     trace::call(
@@ -331,7 +332,7 @@ unsafe extern "C" fn pvm_getfds(fds: *mut *mut c_int) -> c_int {
 /// Starts the first daemon of a virtual machine and enrols.
 ///
 /// # Safety
-/// `args` is null or holds `count` strings.
+/// `args` must be null or hold `count` strings.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_start_pvmd(
     count: c_int,

@@ -1,4 +1,4 @@
-//! Items of trace records that are read through pointers of the program.
+//! Builds items of trace records from data behind pointers of the program.
 
 #![allow(unsafe_code)]
 
@@ -10,13 +10,13 @@ use sempa_proto::trace::{Item, int, ints, text};
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Numbers of one item at most.
+/// Maximum number of values of one item; further values are omitted.
 const NUMBERS_MAX: c_int = 4096;
 
-/// A text; nothing for null.
+/// Builds an item with a text; empty for null.
 ///
 /// # Safety
-/// `place` is null or a string.
+/// `place` must be null or a string.
 pub(super) unsafe fn trace_text(name: &'static str, place: *const c_char) -> Item {
     // SAFETY: by this function's contract.
     text(
@@ -25,10 +25,10 @@ pub(super) unsafe fn trace_text(name: &'static str, place: *const c_char) -> Ite
     )
 }
 
-/// Numbers; none for null, and no more than a limit.
+/// Builds an item with at most [`NUMBERS_MAX`] ints; none for null.
 ///
 /// # Safety
-/// `place` is null or holds `count` ints.
+/// `place` must be null or hold `count` ints.
 pub(super) unsafe fn trace_ints(name: &'static str, place: *const c_int, count: c_int) -> Item {
     // SAFETY: by this function's contract.
     let numbers = unsafe { Strided::new(place, count.clamp(0, NUMBERS_MAX), 1) };
@@ -38,10 +38,10 @@ pub(super) unsafe fn trace_ints(name: &'static str, place: *const c_int, count: 
     )
 }
 
-/// Texts; none for null, and no more than a limit.
+/// Builds an item with at most [`NUMBERS_MAX`] texts; none for null.
 ///
 /// # Safety
-/// `place` is null or holds `count` strings.
+/// `place` must be null or hold `count` strings.
 pub(super) unsafe fn trace_texts(
     name: &'static str,
     place: *const *const c_char,
@@ -59,33 +59,32 @@ pub(super) unsafe fn trace_texts(
     )
 }
 
-/// What a call has left in an int of the program; 0 for null.
+/// Reads an int that a call has stored in the program's memory; 0 for null.
 ///
 /// # Safety
-/// `place` is null or an int.
+/// `place` must be null or point to an int.
 pub(super) unsafe fn left_in(place: *const c_int) -> c_int {
     // SAFETY: by this function's contract.
     unsafe { place.as_ref() }.copied().unwrap_or(0)
 }
 
-/// The current context.
 pub(super) fn context() -> c_int {
     data::pvmmyctx.load(Relaxed)
 }
 
-/// Bytes of the active send buffer.
+/// Returns the length of the active send buffer in bytes.
 pub(super) fn active_bytes() -> c_int {
     lock()
         .send_buffer()
         .map_or(0, |buffer| buffer.len() as c_int)
 }
 
-/// What a receive asks for.
+/// Items of the arguments of a receive call.
 pub(super) fn wanted_items(tid: c_int, tag: c_int) -> Vec<Item> {
     vec![int("RST", tid), int("RMC", tag), int("RCX", context())]
 }
 
-/// What a receive answered.
+/// Items of the result of a receive call.
 pub(super) fn received_items(mid: &c_int) -> Vec<Item> {
     let session = lock();
     let (len, tag, ctx, src) = match session.buffers.get(*mid) {
@@ -101,7 +100,7 @@ pub(super) fn received_items(mid: &c_int) -> Vec<Item> {
     ]
 }
 
-/// The array of `pvm_psend` and `pvm_precv`, behind other items.
+/// Appends the items of the array argument of `pvm_psend` or `pvm_precv`.
 pub(super) fn array_items(
     mut items: Vec<Item>,
     place: *const c_void,
@@ -112,7 +111,7 @@ pub(super) fn array_items(
     items
 }
 
-/// What `pvm_precv` answered: length of what came, tag, sender.
+/// Items of the result of `pvm_precv`: code, length of the message, tag, context, sender.
 pub(super) fn apart_items(code: c_int, len: c_int, tag: c_int, src: c_int) -> Vec<Item> {
     vec![
         int("CC", code),

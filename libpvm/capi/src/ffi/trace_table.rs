@@ -1,5 +1,7 @@
-//! PVM's own names for making trace records. PVM's group library tells by them of its calls: it asks [`tev_begin`], puts the
-//! items in through the functions of a table, and calls [`tev_fin`].
+//! PVM's exported functions for making trace records.
+//!
+//! PVM's group library reports its calls through them: it calls [`tev_begin`], adds items through
+//! the functions of [`TABLE`], and calls [`tev_fin`].
 
 #![allow(unsafe_code)]
 
@@ -9,18 +11,19 @@ use sempa_proto::PvmError;
 use sempa_proto::trace::{DATA_IDS, Item, int};
 use std::ffi::{c_char, c_int, c_void};
 
-/// Puts an item into a record: its number, 0 for one value or 0x80 for an array, the place of the values (for one text the
-/// text itself), how many, every how many-th.
+/// Adds an item to a record. The arguments are the item's number, 0 for one value or 0x80 for an
+/// array, the address of the values (for a single text the text itself), the count and the stride.
 type Put = unsafe extern "C" fn(c_int, c_int, *const c_void, c_int, c_int) -> c_int;
 
-/// Functions of the table: one for each type of data, from bytes to texts.
+/// Number of functions in the table: one for each data type, from bytes to texts.
 const TYPES: usize = 12;
-/// The place of the one for ints.
+/// Index of the function for ints.
 const INT: usize = 5;
-/// The place of the one for texts.
+/// Index of the function for texts.
 const TEXT: usize = 11;
 
-/// What `pvmtrccodef` points to. The records of the group library have ints and texts; other types are refused.
+/// The table to which `pvmtrccodef` points. The group library's records contain only ints and
+/// texts; other types are refused.
 pub(crate) static TABLE: [Put; TYPES] = {
     let mut table: [Put; TYPES] = [put_nothing as Put; TYPES];
     table[INT] = put_ints;
@@ -40,10 +43,10 @@ fn put(item: Item) -> c_int {
     }
 }
 
-/// In the place of what cannot be recorded.
+/// Refuses an item of an unsupported type.
 ///
 /// # Safety
-/// None is needed: it looks at nothing.
+/// Always safe: no argument is used.
 unsafe extern "C" fn put_nothing(
     _: c_int,
     _: c_int,
@@ -54,10 +57,10 @@ unsafe extern "C" fn put_nothing(
     PvmError::NotImpl.code()
 }
 
-/// Records one int, or an array of them.
+/// Records one int or an array of ints.
 ///
 /// # Safety
-/// `place` is null, or leads to an int, or (`array`) to `count` of them.
+/// `place` must be null or point to one int, or with `array` to `count` ints.
 unsafe extern "C" fn put_ints(
     number: c_int,
     array: c_int,
@@ -77,10 +80,11 @@ unsafe extern "C" fn put_ints(
     put(int(name, unsafe { place.as_ref() }.copied().unwrap_or(0)))
 }
 
-/// Records one string, or an array of them.
+/// Records one string or an array of strings.
 ///
 /// # Safety
-/// `place` is null, or a string, or (`array`) leads to `count` pointers that are null or strings.
+/// `place` must be null or a string, or with `array` point to `count` pointers that are null or
+/// strings.
 unsafe extern "C" fn put_texts(
     number: c_int,
     array: c_int,
@@ -99,33 +103,34 @@ unsafe extern "C" fn put_texts(
     put(unsafe { trace_text(name, place.cast()) })
 }
 
-/// Prepares tracing; there is nothing to prepare.
+/// Does nothing: tracing needs no preparation here.
 #[unsafe(no_mangle)]
 extern "C" fn tev_init() -> c_int {
     0
 }
 
-/// Begins a record of a call's begin (0x4000) or end (0x8000); 0 when nobody wants it.
+/// Starts a record of the begin (0x4000) or end (0x8000) of a call. Returns 0 if the event is not
+/// enabled.
 #[unsafe(no_mangle)]
 extern "C" fn tev_begin(kind: c_int, which: c_int) -> c_int {
     c_int::from(foreign::begin(kind, which))
 }
 
-/// Ends the record that was begun.
+/// Completes the record that [`tev_begin`] started.
 #[unsafe(no_mangle)]
 extern "C" fn tev_fin() -> c_int {
     foreign::end();
     0
 }
 
-/// Sends the trace records that were collected.
+/// Sends the collected trace records.
 #[unsafe(no_mangle)]
 extern "C" fn tev_flush(_how: c_int) -> c_int {
     crate::trace::flush();
     0
 }
 
-/// Would this event be traced?
+/// Returns 1 if the tracer wants this event, else 0.
 #[unsafe(no_mangle)]
 extern "C" fn tev_do_trace(kind: c_int, _which: c_int) -> c_int {
     c_int::from(foreign::wanted(kind))
