@@ -1,4 +1,4 @@
-//! What messages hold: PVM's items, or any value that serde knows.
+//! Message contents: PVM items, or any value that serde supports.
 
 use crate::error::Error;
 use crate::vm::{Body, Vm};
@@ -8,7 +8,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 impl Body {
-    /// PVM's items, in the encoding that every machine reads. Programs in C and Fortran unpack them one by one.
+    /// Packs PVM items in XDR, the encoding that every host reads. C and Fortran programs unpack
+    /// them one at a time.
     ///
     /// ```
     /// use libpvm::Body;
@@ -22,11 +23,11 @@ impl Body {
         out.into()
     }
 
-    /// A value of any type that serde can write; [`Content::value`] reads it. To programs in C it is a count and that many
-    /// bytes.
+    /// Packs a value of any type that serde can serialize; [`Content::value`] reads it. C programs
+    /// read it as an `int` count followed by that number of bytes.
     ///
     /// # Errors
-    /// [`PvmError::BadParam`] when the type cannot be written in this way, [`PvmError::Overflow`] beyond 2 GiB.
+    /// [`PvmError::BadParam`] if the type cannot be serialized, [`PvmError::Overflow`] above 2 GiB.
     pub fn value<T: Serialize + ?Sized>(value: &T) -> Result<Body, Error> {
         let bytes = postcard::to_allocvec(value).map_err(|error| {
             Error::new(
@@ -44,18 +45,18 @@ impl Body {
     }
 }
 
-/// Reading a message.
+/// Reads the content of a message.
 pub trait Content {
-    /// PVM's items, one by one.
+    /// Returns a reader for the PVM items.
     ///
     /// # Errors
-    /// [`PvmError::BadMsg`] when this machine cannot read the encoding.
+    /// [`PvmError::BadMsg`] if this host cannot read the encoding.
     fn items(&self) -> Result<Unpacker, Error>;
 
-    /// The value that [`Body::value`] has put in.
+    /// Returns the value that [`Body::value`] packed.
     ///
     /// # Errors
-    /// [`PvmError::BadMsg`] when the message holds something else.
+    /// [`PvmError::BadMsg`] if the message contains something else.
     fn value<T: DeserializeOwned>(&self) -> Result<T, Error>;
 }
 
@@ -119,8 +120,9 @@ mod tests {
         }
     }
 
+    /// A packed value is read back unchanged, and PVM sees it as a count and bytes.
     #[test]
-    fn a_value_comes_back_as_it_was() {
+    fn value_survives_round_trip() {
         let message = message(Body::value(&work()).expect("packed"));
         assert_eq!(message.value::<Work>(), Ok(work()));
         let mut items = message.items().expect("readable");
@@ -133,8 +135,9 @@ mod tests {
         assert_eq!(items.remaining(), 0);
     }
 
+    /// Reading a value fails if the message holds other items, more bytes, or an impossible count.
     #[test]
-    fn what_is_something_else_is_an_error() {
+    fn content_that_is_not_the_value_is_rejected() {
         let other = message(Body::items(|out| out.str(b"not a value at all")));
         assert_eq!(
             other.value::<Work>().expect_err("no value").code,

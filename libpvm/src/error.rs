@@ -1,4 +1,4 @@
-//! What can go wrong, in sentences that can be shown to the user.
+//! Errors of the Rust API. Their texts are sentences for the user.
 
 use sempa_proto::PvmError;
 use sempa_proto::task::{MoveError, Reply};
@@ -6,66 +6,59 @@ use std::io;
 use std::path::PathBuf;
 use thiserror::Error;
 
-/// Why this process did not become a task. Nothing is left open after any of these.
+/// Reason why this process did not become a task. No descriptor or thread is left behind.
 #[derive(Debug, Error)]
 pub enum EnrollError {
-    /// Nobody listens where the daemon should.
+    /// No process listens on the daemon's socket.
     #[error("no daemon answers at {}: {source}; start a virtual machine with 'pvm' or 'pvmd', or set PVM_TMP and PVM_VMID as it was started", path.display())]
     NoDaemon {
-        /// Its socket.
         path: PathBuf,
-        /// What connecting said.
+        /// Error of `connect`.
         source: io::Error,
     },
-    /// The process runs as root without permission.
+    /// The process runs as root without `PVM_ALLOW_ROOT`.
     #[error(
         "a task may not run as root: use an ordinary user, or set PVM_ALLOW_ROOT=1 if you mean it"
     )]
     Root,
-    /// The daemon did not want this task.
+    /// The daemon refused this task, for the given reason.
     #[error("the daemon refused this task: {0}")]
     Refused(String),
-    /// The daemon answered in another language.
+    /// The daemon's answer does not follow this version of the protocol.
     #[error("the daemon at {} speaks another version ({why}); use library and daemon of one installation", path.display())]
     Version {
-        /// Its socket.
         path: PathBuf,
-        /// What could not be read.
+        /// Description of the part that could not be decoded.
         why: String,
     },
-    /// Somebody else listens where the daemon should.
+    /// The listener on the daemon's socket belongs to another user.
     #[error("{} belongs to user {owner}, not to you; it was not used", path.display())]
     Foreign {
-        /// The socket.
         path: PathBuf,
-        /// User id of the listener.
+        /// User id of the listening process.
         owner: u32,
     },
-    /// The environment names no usable place.
+    /// The environment variables do not give a usable socket path.
     #[error("{0}")]
     Place(String),
-    /// The conversation broke off, or the process has no descriptor or thread left.
+    /// The connection broke, or the process cannot open another descriptor or thread.
     #[error("connecting to the daemon at {}: {source}", path.display())]
     Io {
-        /// Its socket.
         path: PathBuf,
-        /// What the system said.
         source: io::Error,
     },
 }
 
-/// A request that was not done: PVM's code and a sentence for people.
+/// Failed request: PVM's error code and a sentence for the user.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{reason}")]
 pub struct Error {
-    /// PVM's code.
     pub code: PvmError,
-    /// What was tried, what happened, and what to do.
+    /// Sentence that says what was tried, what happened, and what the user can do.
     pub reason: String,
 }
 
 impl Error {
-    /// An error with its sentence.
     pub fn new(code: PvmError, reason: impl Into<String>) -> Error {
         Error {
             code,
@@ -73,7 +66,8 @@ impl Error {
         }
     }
 
-    /// A reply that does not fit the request: the failure it reports, or a protocol error.
+    /// Converts a reply that does not fit the request: into the failure that the reply reports, or
+    /// into a protocol error.
     pub(crate) fn from_reply(asked: &str, reply: Reply) -> Error {
         match reply {
             Reply::Failed { error, reason } if reason.is_empty() => {
@@ -96,13 +90,13 @@ impl From<PvmError> for Error {
     }
 }
 
-/// Why a move was not made.
+/// Reason why a migration did not take place.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum MigrateError {
-    /// The move was begun and failed; the task goes on where it was.
+    /// The migration began and failed; the task continues on its host.
     #[error(transparent)]
     Failed(#[from] MoveError),
-    /// The move was not begun.
+    /// The migration did not begin.
     #[error(transparent)]
     Refused(#[from] Error),
 }

@@ -1,4 +1,4 @@
-//! Groups of tasks, for Rust programs.
+//! Task groups in the Rust API.
 
 use crate::error::Error;
 use crate::vm::Vm;
@@ -7,10 +7,12 @@ use sempa_proto::group::{ALL_MEMBERS, GroupInfo, GroupReply, GroupRequest};
 use sempa_proto::task::Reply;
 
 impl Vm {
-    /// Becomes a member of a group, which is founded by its first member; answers the instance number, the lowest free one.
+    /// Joins a group and returns the instance number: the lowest free one. The first member creates
+    /// the group.
     ///
     /// # Errors
-    /// `DupGroup` for a member, `NotInGroup` for a frozen group, `OutOfRes` at a limit of the group service.
+    /// `DupGroup` if this task is a member already, `NotInGroup` if the group is frozen, `OutOfRes`
+    /// at a limit of the group service.
     ///
     /// ```no_run
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -30,7 +32,7 @@ impl Vm {
         )
     }
 
-    /// Is a member no longer.
+    /// Ends this task's membership in a group.
     ///
     /// # Errors
     /// `NoGroup`, `NotInGroup`.
@@ -44,11 +46,11 @@ impl Vm {
         .map(|_| ())
     }
 
-    /// Waits until `count` members wait; `None`: all members of the moment.
+    /// Blocks until `count` members have called this method. `None` stands for all current members.
     ///
     /// # Errors
-    /// `NoGroup` when a member has ended meanwhile and too few are left, `NotInGroup`, `Mismatch` when others wait for
-    /// another number.
+    /// `NoGroup` if a member ended meanwhile and too few are left, `NotInGroup`, `Mismatch` if
+    /// other members wait with another count.
     pub fn barrier(&self, group: &str, count: Option<u32>) -> Result<(), Error> {
         let count = count.map_or(ALL_MEMBERS, |count| {
             i32::try_from(count).unwrap_or(i32::MAX)
@@ -63,7 +65,7 @@ impl Vm {
         .map(|_| ())
     }
 
-    /// The members by instance; `None` where a number is free.
+    /// Returns the members by instance number; `None` at a free number.
     ///
     /// # Errors
     /// `NoGroup`.
@@ -83,10 +85,10 @@ impl Vm {
         }
     }
 
-    /// Everything about all groups.
+    /// Returns a description of every group.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Returns the daemon's error.
     pub fn groups(&self) -> Result<Vec<GroupInfo>, Error> {
         match self.runtime().group_request(GroupRequest::List, None) {
             Reply::Group(GroupReply::Groups(groups)) => Ok(groups),

@@ -1,9 +1,9 @@
-//! Messages that have arrived and wait to be received.
+//! Queue of messages that have arrived and were not received yet.
 
 use sempa_proto::Message;
 use std::collections::VecDeque;
 
-/// Arrived messages in arrival order.
+/// Received messages in order of arrival.
 #[derive(Debug, Default)]
 pub struct Inbox {
     messages: VecDeque<Message>,
@@ -11,37 +11,36 @@ pub struct Inbox {
 }
 
 impl Inbox {
-    /// Bytes counted for a message beside its body, so that empty messages do not come free.
+    /// Bytes charged for each message in addition to its body, so that empty messages count, too.
     const OVERHEAD_BYTES: usize = 128;
-    /// Messages that an empty list keeps memory for.
+    /// Capacity, in messages, that an empty list keeps allocated.
     const KEPT_MESSAGES: usize = 1024;
 
-    /// The messages, first arrived first.
+    /// Iterates over the messages, oldest first.
     pub fn iter(&self) -> impl Iterator<Item = &Message> {
         self.messages.iter()
     }
 
-    /// The message at a position.
+    /// Returns the message at a position.
     pub fn get(&self, i: usize) -> Option<&Message> {
         self.messages.get(i)
     }
 
-    /// Number of messages.
     pub fn len(&self) -> usize {
         self.messages.len()
     }
 
-    /// True when no message waits.
     pub fn is_empty(&self) -> bool {
         self.messages.is_empty()
     }
 
-    /// Bytes that the messages hold, bodies and a fixed share for each.
+    /// Returns the charged size: all bodies plus a fixed overhead for each message.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Takes the message at position `i` out; those behind it move up. `i` must be a position of this inbox.
+    /// Removes and returns the message at position `i`; later messages move up. `i` must be less
+    /// than [`Inbox::len`].
     pub fn remove(&mut self, i: usize) -> Message {
         let message = self
             .messages
@@ -51,23 +50,24 @@ impl Inbox {
         message
     }
 
-    /// Takes the first message for which `wanted` holds.
+    /// Removes and returns the first message for which `wanted` is true.
     pub fn take_first(&mut self, mut wanted: impl FnMut(&Message) -> bool) -> Option<Message> {
         let i = self.messages.iter().position(&mut wanted)?;
         Some(self.remove(i))
     }
 
-    /// Adds a message behind all others.
+    /// Appends a message.
     pub fn push(&mut self, m: Message) {
         self.bytes += m.body.len() + Self::OVERHEAD_BYTES;
         self.messages.push_back(m);
     }
 
-    /// Takes all messages, behind those that `to` holds.
+    /// Moves all messages to the end of `to`.
     pub fn take_all_into(&mut self, to: &mut VecDeque<Message>) {
         self.bytes = 0;
         if to.is_empty() {
-            // Both keep their memory, but not that of a flood.
+            // Both lists keep a bounded capacity, so that a burst of messages does not pin its
+            // memory.
             to.shrink_to(Self::KEPT_MESSAGES);
             std::mem::swap(&mut self.messages, to);
         } else {
@@ -75,7 +75,6 @@ impl Inbox {
         }
     }
 
-    /// Drops all messages.
     pub fn clear(&mut self) {
         self.messages.clear();
         self.bytes = 0;

@@ -1,4 +1,5 @@
-//! Job files on disk: read for whoever names one, and once for a process that has one in its environment.
+//! Job files on disk. A file can be read by name; the file named in the environment is read once
+//! per process.
 
 use crate::error::Error;
 use sempa_proto::PvmError;
@@ -9,10 +10,10 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// Reads a job file.
+/// Reads and parses a job file.
 ///
 /// # Errors
-/// It cannot be read, or says something wrong; then with file, line and reason.
+/// The file cannot be read, or its content is invalid; the error then names file, line and reason.
 pub fn read(path: &Path) -> Result<JobFile, Error> {
     let wrong = |reason: String| Error::new(PvmError::BadParam, reason);
     let mut text = String::new();
@@ -30,8 +31,8 @@ pub fn read(path: &Path) -> Result<JobFile, Error> {
     JobFile::parse(&path.display().to_string(), &text).map_err(|error| wrong(error.to_string()))
 }
 
-/// What the job file in the environment of this process says, if there is one. It is read at the first spawn, and holds for the life
-/// of the process.
+/// Returns the job file that the environment variable [`JOB_ENV`] names, if there is one. The first
+/// spawn reads the file; its content is then fixed for the life of the process.
 ///
 /// # Errors
 /// Those of [`read`].
@@ -48,7 +49,7 @@ fn of_environment(name: Option<OsString>) -> Option<Result<JobFile, Error>> {
         .map(|name| read(Path::new(&name)))
 }
 
-/// Fills in what that file says about the program that is to be started.
+/// Adds the job file's settings to a spawn request, if the file is about the requested program.
 ///
 /// # Errors
 /// Those of [`read`].
@@ -69,8 +70,10 @@ pub(crate) fn fill(
 mod tests {
     use super::*;
 
+    /// The job file in the environment applies to spawns of its program only. An invalid or missing
+    /// file makes every spawn fail.
     #[test]
-    fn the_file_in_the_environment_is_about_its_program_and_a_wrong_one_stops_every_spawn() {
+    fn job_file_applies_to_its_program_only() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("job.toml");
         std::fs::write(&path, "program = \"worker\"\nwants = \"cores >= 4\"\n")

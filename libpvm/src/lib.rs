@@ -1,12 +1,15 @@
-//! The library of a task: it joins the virtual machine and talks to the other tasks in it.
+//! Task library: a process joins the virtual machine with it and exchanges messages with other
+//! tasks.
 //!
-//! * [`Vm`]: this process as a task; everything begins with [`Vm::enroll`]. [`Vm::spawner`] starts other tasks, [`Task`]
-//!   is one of them, [`Vm::recv`] with a [`Match`] receives, [`Vm::watch_tasks`] and its like give [`Notices`],
-//!   [`Vm::join_group`] and its like serve groups.
-//! * [`Body`] and [`Content`]: what messages hold, as values of any type that serde knows or as PVM's items.
-//! * [`runtime`]: what lies under it (and under the C interface): the connection to the daemon, the links to other
-//!   tasks, and the helper thread that keeps them going and lets the task be moved.
-//! * [`proto`]: the words that tasks and daemons speak.
+//! * [`Vm`] is this process as a task; [`Vm::enroll`] creates it. [`Vm::spawner`] starts tasks,
+//!   [`Task`] is a handle of another task, [`Vm::recv`] receives the messages that a [`Match`]
+//!   selects, [`Vm::watch_tasks`] and similar methods return [`Notices`], [`Vm::join_group`] and
+//!   similar methods use groups.
+//! * [`Body`] and [`Content`] write and read message contents: values of any type that serde
+//!   supports, or PVM items.
+//! * [`runtime`] is the layer below the Rust API and the C interface: the connection to the daemon,
+//!   the links to other tasks, and the I/O thread that serves both and lets the task migrate.
+//! * [`proto`] is the protocol between tasks and daemons.
 //!
 //! ```no_run
 //! use libpvm::{Content, Vm};
@@ -14,7 +17,7 @@
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let vm = Vm::enroll()?;
 //! for host in vm.config()?.hosts {
-//!     println!("{} is {}", host.id.tid(), host.name);
+//!    println!("{} is {}", host.id.tid(), host.name);
 //! }
 //! let worker = vm.spawner("worker").start()?.all()?.remove(0);
 //! worker.send_value(1, &("count to", 10))?;
@@ -25,8 +28,8 @@
 //! # }
 //! ```
 //!
-//! A [`Vm`] and what comes from it may be used by several threads at once: a message goes to one of those that wait for
-//! such a message. A child of `fork` is no task until it enrols itself.
+//! Several threads may use a [`Vm`] and its handles at the same time: each message goes to one of
+//! the threads that wait for it. A child of `fork` is not a task until it enrolls.
 
 mod content;
 mod error;

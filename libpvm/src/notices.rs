@@ -1,4 +1,4 @@
-//! Notices of tasks that end and of hosts that come and go, one after the other.
+//! Iterator over notices: tasks that end, hosts that join or leave.
 
 use crate::error::Error;
 use crate::vm::{Match, Vm};
@@ -8,22 +8,22 @@ use std::collections::VecDeque;
 use std::iter::FusedIterator;
 use std::time::Duration;
 
-/// The tag of the messages; their context is the notices' own.
+/// Tag of the notice messages. Each [`Notices`] has a message context to itself.
 const TAG: i32 = 1;
 
-/// Something that was asked for has happened.
+/// Event that this task asked to be notified of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Notice {
-    /// This task has ended; all that it has sent to this one is here.
+    /// The task has ended. All messages that it sent to this task have arrived.
     TaskEnded(Tid),
-    /// This host has left, or was lost.
+    /// The host has left, or was lost.
     HostGone(HostId),
-    /// This host has joined.
+    /// A host has joined.
     HostJoined(HostId),
 }
 
-/// Notices as they come: an iterator that waits. It ends when nothing more can come, or after an error. When it is
-/// dropped, nothing more is asked for.
+/// Blocking iterator over notices. It ends when no further notice can come, or after an error.
+/// Dropping it cancels the request.
 ///
 /// ```no_run
 /// use libpvm::{Notice, Vm};
@@ -33,9 +33,9 @@ pub enum Notice {
 /// let workers = vm.spawner("worker").count(3).start()?.all()?;
 /// let tids: Vec<_> = workers.iter().map(|worker| worker.tid()).collect();
 /// for notice in vm.watch_tasks(&tids)? {
-///     if let Notice::TaskEnded(tid) = notice? {
-///         println!("{tid} has ended");
-///     }
+///    if let Notice::TaskEnded(tid) = notice? {
+///        println!("{tid} has ended");
+///    }
 /// }
 /// println!("all have ended");
 /// # Ok(())
@@ -46,26 +46,28 @@ pub struct Notices {
     vm: Vm,
     ctx: i32,
     what: NotifyWhat,
-    /// How many messages are still to come; `None`: without end.
+    /// Number of messages still to come; `None` if unlimited.
     open: Option<usize>,
-    /// Read, and not handed out.
+    /// Notices that were read from a message and not returned yet.
     ready: VecDeque<Notice>,
     broken: bool,
 }
 
 impl Vm {
-    /// A notice for each of these tasks when it ends; at once for one that has ended.
+    /// Requests one notice for the end of each of these tasks. The notice for a task that has ended
+    /// already comes immediately.
     ///
     /// # Errors
-    /// [`PvmError::BadParam`] for what is no task; otherwise as the daemon says.
+    /// [`PvmError::BadParam`] if a tid is not a task; otherwise the daemon's error.
     pub fn watch_tasks(&self, tids: &[Tid]) -> Result<Notices, Error> {
         self.watch(NotifyWhat::TaskExit(tids.to_vec()), Some(tids.len()))
     }
 
-    /// A notice for each of these hosts when it leaves or is lost; at once for one that is not there.
+    /// Requests one notice for the departure or loss of each of these hosts. The notice for a host
+    /// that is not in the host table comes immediately.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Returns the daemon's error.
     pub fn watch_hosts(&self, hosts: &[HostId]) -> Result<Notices, Error> {
         self.watch(
             NotifyWhat::HostDelete(hosts.iter().map(|host| host.tid()).collect()),
@@ -73,10 +75,10 @@ impl Vm {
         )
     }
 
-    /// A notice for each host that joins from now on.
+    /// Requests a notice for each host that joins after this call.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Returns the daemon's error.
     pub fn watch_new_hosts(&self) -> Result<Notices, Error> {
         self.watch(NotifyWhat::HostAdd { count: -1 }, None)
     }
@@ -95,7 +97,7 @@ impl Vm {
             broken: false,
         };
         if open != Some(0) {
-            // On failure the drop gives the context back.
+            // If the request fails, dropping `notices` frees the context.
             self.notify(notices.request(false))?;
         }
         Ok(notices)
@@ -103,7 +105,7 @@ impl Vm {
 }
 
 impl Notices {
-    /// The next notice if one is here.
+    /// Returns the next notice if one has arrived.
     ///
     /// # Errors
     /// As [`Vm::try_recv`].
@@ -111,7 +113,7 @@ impl Notices {
         self.advance(|vm, wanted| vm.try_recv(wanted))
     }
 
-    /// Waits for the next notice, but no longer than `span`.
+    /// Waits for the next notice for at most `span`.
     ///
     /// # Errors
     /// As [`Vm::recv_timeout`].
@@ -119,22 +121,22 @@ impl Notices {
         self.advance(|vm, wanted| vm.recv_timeout(wanted, span))
     }
 
-    /// True when a message carries notices of these, for programs that wait for other messages at the same time
-    /// ([`Vm::recv_where`]); [`Notices::notices_in`] reads it.
+    /// True if the message carries notices of this iterator. Programs that wait for other messages,
+    /// too, use it with [`Vm::recv_where`] and read the message with [`Notices::notices_in`].
     pub fn are_in(&self, message: &Message) -> bool {
         message.ctx == self.ctx && message.tag == TAG
     }
 
-    /// The notices in a message of these ([`Notices::are_in`]).
+    /// Returns the notices in a message for which [`Notices::are_in`] is true.
     ///
     /// # Errors
-    /// [`PvmError::BadMsg`] when it holds something else.
+    /// [`PvmError::BadMsg`] if the message contains something else.
     pub fn notices_in(&mut self, message: &Message) -> Result<Vec<Notice>, Error> {
         self.open = self.open.map(|open| open.saturating_sub(1));
         read(&self.what, message).map(Vec::from)
     }
 
-    /// True when nothing more can come.
+    /// True if no further notice can come.
     pub fn is_done(&self) -> bool {
         self.ready.is_empty() && (self.broken || self.open == Some(0))
     }
@@ -163,7 +165,7 @@ impl Notices {
     }
 }
 
-/// The notices in a message about `what`.
+/// Decodes the notices in a message that answers the request `what`.
 fn read(what: &NotifyWhat, message: &Message) -> Result<VecDeque<Notice>, Error> {
     let mut body = Vm::unpack(message)?;
     let host = |tid: i32| Tid::from_raw(tid).home().ok_or(PvmError::BadMsg);
@@ -204,8 +206,9 @@ impl FusedIterator for Notices {}
 
 impl Drop for Notices {
     fn drop(&mut self) {
-        // None of this matters when the daemon is gone. What was asked for and has not come comes at once when it is
-        // cancelled; it is dropped with what has come and was not read.
+        // Errors do not matter here: without the daemon there is nothing to cancel. After the
+        // cancellation the daemon immediately sends the notices that are still outstanding; they
+        // are dropped together with those that were never read.
         if self.open != Some(0) {
             let _ = self.vm.notify(self.request(true));
         }
@@ -238,8 +241,9 @@ mod tests {
         read(&what, &message).map(Vec::from)
     }
 
+    /// Messages about tasks and hosts are decoded into notices; malformed ones are errors.
     #[test]
-    fn messages_become_notices() {
+    fn notice_messages_are_decoded() {
         let task = Tid::from_raw(0x80001);
         let (h2, h3) = (HostId::new(2).expect("2"), HostId::new(3).expect("3"));
         assert_eq!(
@@ -259,8 +263,9 @@ mod tests {
         assert!(of(NotifyWhat::HostDelete(vec![h2.tid()]), &[0]).is_err());
     }
 
+    /// The handles of the Rust API can be sent to other threads, and most of them can be shared.
     #[test]
-    fn the_parts_of_the_interface_may_go_to_other_threads() {
+    fn api_types_are_send_and_sync() {
         fn sends<T: Send>() {}
         fn shares<T: Sync>() {}
         sends::<Vm>();

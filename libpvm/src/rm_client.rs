@@ -1,4 +1,9 @@
-//! Requests that a resource manager may serve in the daemon's place (`SM_*`), with the way back to the daemon when it dies.
+//! Client of the resource manager: requests that it may serve in place of the daemon (`SM_*`
+//! messages).
+//!
+//! Each request goes to the resource manager if one is registered for this kind of request. If it
+//! dies before it answers, the daemon serves the request. Only a spawn that was waiting for a free
+//! slot is sent to the next resource manager.
 
 use crate::error::Error;
 use crate::runtime::{Core, Runtime};
@@ -16,55 +21,54 @@ use sempa_proto::task::{
 use sempa_proto::{Epoch, HostId, Micros, PvmError, PvmResult, Tid};
 use std::time::{Duration, Instant};
 
-/// `PvmTaskExit`.
 pub const NOTIFY_TASK_EXIT: i32 = 1;
-/// `PvmHostDelete`.
 pub const NOTIFY_HOST_DELETE: i32 = 2;
-/// `PvmHostAdd`.
 pub const NOTIFY_HOST_ADD: i32 = 3;
-/// `PvmNotifyCancel`, added to one of the others.
+/// `PvmNotifyCancel`, added to one of the other constants.
 pub const NOTIFY_CANCEL: i32 = 256;
 
-/// What became of a question to the resource manager.
+/// Outcome of a request to the resource manager.
 enum Asked {
-    /// Its answer.
     Answer(Bytes),
-    /// None serves this, or it died before it answered: ask the daemon.
+    /// No resource manager serves the request, or it died before it answered: use the daemon.
     AskDaemon,
-    /// It died while the request waited since then, and nothing of it was begun: ask the next one.
+    /// The resource manager died while the request had been waiting since this time. Nothing of it
+    /// was begun: ask the next resource manager.
     AskNext { dead: Tid, since: Micros },
 }
 
-/// A resource manager that is to be asked something.
+/// Request to a resource manager, before it is sent.
 struct Whom {
     rm: Tid,
-    /// The question's wait id.
+    /// Wait id of the request.
     wid: i32,
-    /// Resource managers that had died by then; `None` in a forked child.
+    /// Number of resource manager deaths before the request; `None` in a forked child.
     deaths: Option<u64>,
 }
 
-/// How long a request that waits for a place waits for another resource manager when its own has died. The master starts one
-/// at once; when nobody has come by then, nobody will.
+/// Time that a waiting spawn request waits for a new resource manager after the death of the old
+/// one. The master starts one immediately, so none will come after this time.
 const NEXT_RM_TIME: Duration = Duration::from_secs(10);
 
 impl Runtime {
-    /// Starts tasks, placed by the resource manager when there is one, otherwise by the daemon. One that has said beforehand
-    /// where the next tasks of such requests go is not asked ([`sempa_proto::sm::Grant`]).
+    /// Starts tasks. The resource manager places them if there is one, otherwise the daemon. If the
+    /// resource manager has leased placements for such requests in advance
+    /// ([`sempa_proto::sm::Grant`]), it is not asked.
     ///
-    /// When the resource manager dies before it answers, the daemon is asked; tasks that it had started by then live on. A
-    /// request that it let wait goes on waiting under the next resource manager, if there is one within ten seconds.
+    /// If the resource manager dies before it answers, the daemon is asked; tasks that it had
+    /// started keep running. A request that was waiting for a free slot continues to wait at the
+    /// next resource manager, if one registers within ten seconds.
     ///
-    /// What the job file in the environment says ([`crate::job`]) is filled in.
+    /// The settings of the job file in the environment are added ([`crate::job`]).
     ///
     /// # Errors
-    /// When nothing was tried. Single tasks fail in their own result.
+    /// No task could be tried. Errors of single tasks are in their results.
     pub fn spawn(&self, mut request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
         crate::job::fill(crate::job::of_process(), &mut request)?;
         let Some(mut results) = self.spawn_granted(&request) else {
             return self.spawn_asked(request);
         };
-        // Whoever is asked for the rest says what is wrong.
+        // The second attempt goes to the resource manager or the daemon, whose errors are returned.
         request.count = results.iter().filter(|result| result.is_err()).count() as u32;
         if request.count > 0
             && let Ok(rest) = self.spawn_asked(request)
@@ -78,7 +82,7 @@ impl Runtime {
         Ok(results)
     }
 
-    /// Starts tasks for which nobody has said beforehand where they go.
+    /// Starts tasks without a placement lease.
     fn spawn_asked(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
         let what = "spawning tasks";
         let mut waits = None;
@@ -105,10 +109,10 @@ impl Runtime {
         }
     }
 
-    /// The host table. From a resource manager it comes without addresses and epoch.
+    /// Returns the host table. A resource manager sends it without addresses and epoch.
     ///
     /// # Errors
-    /// As the daemon, or the resource manager, says.
+    /// Returns the error of the daemon or the resource manager.
     pub fn config(&self) -> Result<HostTable, Error> {
         let what = "reading the host table";
         if let Asked::Answer(body) = self.ask_rm(|serves| serves.others, SM_CONFIG, Bytes::new)? {
@@ -120,10 +124,11 @@ impl Runtime {
         }
     }
 
-    /// The tasks that `selector` names: all ([`Tid::NONE`]), those of one host, or one.
+    /// Returns the tasks that `selector` stands for: all ([`Tid::NONE`]), those of one host, or
+    /// one.
     ///
     /// # Errors
-    /// As the daemon, or the resource manager, says.
+    /// Returns the error of the daemon or the resource manager.
     pub fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
         let what = "listing tasks";
         let pack = || {
@@ -140,10 +145,10 @@ impl Runtime {
         }
     }
 
-    /// Adds hosts, one host-file line each; one result per line.
+    /// Adds hosts, each given as a host-file line, and returns one result for each line.
     ///
     /// # Errors
-    /// When nothing was tried.
+    /// No host could be tried.
     pub fn add_hosts(&self, lines: Vec<String>) -> Result<Vec<AddedHost>, Error> {
         let what = "adding hosts";
         if let Asked::Answer(body) =
@@ -161,10 +166,10 @@ impl Runtime {
         }
     }
 
-    /// Removes hosts by name; one result per name.
+    /// Removes hosts by name and returns one result for each name.
     ///
     /// # Errors
-    /// When nothing was tried.
+    /// No host could be tried.
     pub fn delete_hosts(&self, names: Vec<String>) -> Result<Vec<Result<(), PvmError>>, Error> {
         let what = "deleting hosts";
         if let Asked::Answer(body) =
@@ -178,10 +183,11 @@ impl Runtime {
         }
     }
 
-    /// Asks for messages about the end of tasks or the coming and going of hosts. A resource manager does not confirm it.
+    /// Requests messages about tasks that end, or hosts that join or leave. A resource manager
+    /// sends no confirmation.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Returns the daemon's error.
     pub fn notify(&self, request: NotifyRequest) -> Result<(), Error> {
         if let Some(rm) = self.rm_for(|serves| serves.others) {
             let body = pack_notify(&request);
@@ -203,12 +209,13 @@ impl Runtime {
         }
     }
 
-    /// Becomes the resource manager. When this task was told of one that serves everything, that one is asked and may
-    /// refuse; otherwise the daemon takes whoever comes. Answers what PVM does: the former one's tid, NONE without; and the
-    /// master's entry.
+    /// Registers this task as resource manager. If a resource manager that serves all requests is
+    /// known, it is asked and may refuse; otherwise the daemon accepts any task. Returns PVM's
+    /// values: the previous resource manager's tid (NONE if there was none) and the master's host
+    /// entry.
     ///
     /// # Errors
-    /// As the resource manager or the daemon says.
+    /// Returns the error of the daemon or the resource manager.
     pub fn register_rm(&self, serves: RmServes) -> Result<(Tid, Option<HostEntry>), Error> {
         let what = "registering a resource manager";
         if let Asked::Answer(body) = self.ask_rm(|serves| serves.others, SM_SCHED, Bytes::new)? {
@@ -225,13 +232,13 @@ impl Runtime {
         }
     }
 
-    /// The resource manager, when it serves this and is not this task itself.
+    /// Returns the resource manager if it serves this kind of request and is another task.
     fn rm_for(&self, serves: impl Fn(RmServes) -> bool) -> Option<RmInfo> {
         self.rm()
             .filter(|rm| serves(rm.serves) && rm.tid != self.tid())
     }
 
-    /// Starts tasks where the resource manager has said beforehand, if it has and its word still holds.
+    /// Starts tasks with a placement lease, if there is one and the daemons still accept it.
     fn spawn_granted(&self, request: &SpawnRequest) -> Option<Vec<Result<Tid, PvmError>>> {
         let grant = self.timed(|core, now| core.grants.take(now, request))??;
         match self.request(Request::SpawnGranted {
@@ -243,9 +250,9 @@ impl Runtime {
         }
     }
 
-    /// The resource manager for a question, when there is one for it.
+    /// Prepares a request to the resource manager, if there is one for it.
     fn whom_to_ask(&self, serves: impl Fn(RmServes) -> bool) -> Option<Whom> {
-        // Taken first: a death between the two looks is then seen as one.
+        // Read first, so that a death between the two reads is detected.
         let deaths = self.look(|core| core.rm_deaths());
         let rm = self.rm_for(serves)?.tid;
         Some(Whom {
@@ -301,10 +308,10 @@ impl Runtime {
         }
     }
 
-    /// Waits until there is a resource manager again, but not for ever.
+    /// Waits for a new resource manager, at most [`NEXT_RM_TIME`].
     fn wait_for_next_rm(&self, dead: Tid) {
         let mut look = |core: &mut Core| core.rm().filter(|rm| rm.tid != dead).map(drop);
-        // Without one, and without a daemon, the next question says so.
+        // Without a resource manager or a daemon the next request fails with the reason.
         let _ = self.core_wait(Some(Instant::now() + NEXT_RM_TIME), &mut look);
     }
 }
@@ -342,13 +349,14 @@ fn pack_notify(request: &NotifyRequest) -> Bytes {
     out.finish()
 }
 
-/// A count that may be an error code instead.
+/// Reads a count. A negative value is an error code.
 fn unpack_count(from: &mut Unpacker) -> PvmResult<usize> {
     let count = from.int()?;
     usize::try_from(count).map_err(|_| PvmError::from_code(count).unwrap_or(PvmError::BadMsg))
 }
 
-/// A host as `SM_CONFIG` and `SM_ADDHOST` describe it; the first word may be an error code instead.
+/// Reads a host in the format of `SM_CONFIG` and `SM_ADDHOST`. An error code may take the place of
+/// the first word.
 fn unpack_host(from: &mut Unpacker) -> PvmResult<Result<HostEntry, PvmError>> {
     let raw = from.int()?;
     let (name, arch, speed, dsig) = (from.string()?, from.string()?, from.int()?, from.int()?);
@@ -428,7 +436,7 @@ fn unpack_tasks(body: Bytes) -> PvmResult<Vec<TaskInfo>> {
         let (tid, parent) = (Tid::from_raw(from.int()?), Tid::from_raw(from.int()?));
         let host = Tid::from_raw(from.int()?).home().ok_or(PvmError::BadMsg)?;
         let (flags, name, pid) = (from.int()?, from.string()?, from.int()?);
-        // The message does not say whose it is; a virtual machine belongs to one user.
+        // The message does not name the user; a virtual machine belongs to one user.
         let uid = nix::unistd::geteuid().as_raw();
         tasks.push(TaskInfo {
             tid,

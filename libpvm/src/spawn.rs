@@ -1,4 +1,4 @@
-//! Starting tasks.
+//! Builder for spawning tasks.
 
 use crate::error::Error;
 use crate::task::Task;
@@ -11,10 +11,10 @@ use sempa_proto::{PvmError, Tid};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-/// Tag of the control message that tells a task its siblings.
+/// Tag of the control message that lists a task's siblings.
 pub const TC_SIBLINGS: i32 = 0x8003_000c_u32.cast_signed();
 
-/// What is to be started, where and how. Nothing happens before [`Spawn::start`].
+/// Describes the tasks to start. [`Spawn::start`] starts them; before it nothing happens.
 ///
 /// ```no_run
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -33,20 +33,21 @@ pub struct Spawn {
     directory: String,
 }
 
-/// What became of a spawn.
+/// Result of a spawn.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spawned {
-    /// The tasks that were started.
+    /// Tasks that were started.
     pub tasks: Vec<Task>,
-    /// Why each of the others was not.
+    /// Errors of the tasks that were not started.
     pub failed: Vec<PvmError>,
 }
 
 impl Spawned {
-    /// All tasks.
+    /// Returns all tasks, or an error if any task was not started.
     ///
     /// # Errors
-    /// Not all were started; those that were run on, so this is for programs that end then.
+    /// At least one task was not started. Those that were started keep running, so this method
+    /// suits programs that exit on an error.
     pub fn all(self) -> Result<Vec<Task>, Error> {
         match self.failed.first() {
             None => Ok(self.tasks),
@@ -62,7 +63,8 @@ impl Spawned {
 }
 
 impl Vm {
-    /// Begins to describe tasks that run this program, found in the search path of their host unless it has a `/`.
+    /// Creates a builder for tasks that run `program`. The target host looks the program up in its
+    /// search path unless the name contains a `/`.
     pub fn spawner(&self, program: impl Into<String>) -> Spawn {
         let (output, trace) = (self.runtime().output(), self.runtime().trace());
         let request = SpawnRequest {
@@ -81,24 +83,25 @@ impl Vm {
 }
 
 impl Spawn {
-    /// So many tasks instead of one.
+    /// Sets the number of tasks; the default is 1.
     pub fn count(mut self, count: u32) -> Spawn {
         self.request.count = count;
         self
     }
 
-    /// One more argument.
+    /// Appends one argument.
     pub fn arg(mut self, arg: impl AsRef<OsStr>) -> Spawn {
         self.request.args.push(arg.as_ref().as_bytes().to_vec());
         self
     }
 
-    /// More arguments.
+    /// Appends several arguments.
     pub fn args<S: AsRef<OsStr>>(self, args: impl IntoIterator<Item = S>) -> Spawn {
         args.into_iter().fold(self, |spawn, arg| spawn.arg(arg))
     }
 
-    /// A variable for the environment, beside what the daemon has and `PVM_EXPORT` names.
+    /// Sets an environment variable, in addition to those of the daemon and those that `PVM_EXPORT`
+    /// names.
     pub fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Spawn {
         self.request
             .env
@@ -106,12 +109,13 @@ impl Spawn {
         self
     }
 
-    /// On this host, by its name in the host table; `.` is the own one.
+    /// Places the tasks on this host, named as in the host table; `.` is the host of the calling
+    /// task.
     pub fn on_host(self, host: &str) -> Spawn {
         self.at(SPAWN_HOST, host)
     }
 
-    /// On hosts of this architecture, such as `LINUX64`.
+    /// Places the tasks on hosts of this architecture, such as `LINUX64`.
     pub fn on_arch(self, arch: &str) -> Spawn {
         self.at(SPAWN_ARCH, arch)
     }
@@ -122,51 +126,52 @@ impl Spawn {
         self
     }
 
-    /// Anywhere but where was said.
+    /// Inverts the placement: any host but those selected.
     pub fn elsewhere(mut self) -> Spawn {
         self.request.flags |= SPAWN_COMPLEMENT;
         self
     }
 
-    /// In this working directory.
+    /// Sets the working directory of the tasks.
     pub fn in_dir(mut self, directory: &str) -> Spawn {
         self.directory = directory.to_string();
         self
     }
 
-    /// Without telling the tasks who started them.
+    /// Hides this task's tid from the tasks: they have no parent.
     pub fn unknown_parent(mut self) -> Spawn {
         self.request.flags |= SPAWN_NO_PARENT;
         self
     }
 
-    /// Under the debugger.
+    /// Starts the tasks under the debugger.
     pub fn debug(mut self) -> Spawn {
         self.request.flags |= SPAWN_DEBUG;
         self
     }
 
-    /// With standard output to this task, in messages as PVM's; without it, where this task's own output goes.
+    /// Sends the tasks' standard output to this task or another sink, in PVM's output messages. By
+    /// default it goes where this task's own output goes.
     pub fn output_to(mut self, sink: Sink) -> Spawn {
         self.request.output = sink;
         self
     }
 
-    /// What the daemon is asked for.
+    /// Returns the spawn request for the daemon.
     fn request(&self, exports: Vec<Vec<u8>>) -> SpawnRequest {
         let mut request = self.request.clone();
         if !self.directory.is_empty() {
             request.place = format!("{}:{}", request.place, self.directory);
         }
-        // What the program says itself stands last and wins.
+        // Variables set in the builder come last, so they override exported ones.
         request.env.splice(..0, exports);
         request
     }
 
-    /// Starts the tasks and tells them who their siblings are.
+    /// Starts the tasks and sends each the list of its siblings.
     ///
     /// # Errors
-    /// When nothing was tried. Single tasks fail in [`Spawned::failed`].
+    /// No task could be tried. Errors of single tasks are in [`Spawned::failed`].
     pub fn start(self) -> Result<Spawned, Error> {
         let results = self.vm.spawn(self.request(exports()))?;
         let mut spawned = Spawned {
@@ -182,7 +187,7 @@ impl Spawn {
         let tids: Vec<Tid> = spawned.tasks.iter().map(Task::tid).collect();
         let body = siblings(&tids);
         for tid in tids {
-            // A task that has ended already needs no siblings.
+            // Ignored: a task that has ended needs no siblings.
             let _ = self
                 .vm
                 .send_in(tid, CTX_TASK_CONTROL, TC_SIBLINGS, body.clone());
@@ -191,13 +196,13 @@ impl Spawn {
     }
 }
 
-/// What tells tasks who was started with them.
+/// Returns the body of the control message that lists the tasks of one spawn.
 pub fn siblings(tids: &[Tid]) -> Body {
     let count = i32::try_from(tids.len()).unwrap_or(i32::MAX);
     Body::items(|out| out.int(count).items(tids.iter().map(|tid| tid.raw())))
 }
 
-/// The variables that `PVM_EXPORT` names, and their list.
+/// Returns `PVM_EXPORT` and the variables that it names, as `NAME=value`.
 fn exports() -> Vec<Vec<u8>> {
     let Some(list) = std::env::var_os("PVM_EXPORT").filter(|list| !list.is_empty()) else {
         return Vec::new();

@@ -1,4 +1,4 @@
-//! Another task of the virtual machine, as something to talk to.
+//! Handle of another task in the virtual machine.
 
 use crate::error::{Error, MigrateError};
 use crate::vm::{Body, Match, MoveAnswer, Vm};
@@ -7,15 +7,16 @@ use sempa_proto::{Message, PvmError, Tid};
 use serde::Serialize;
 use std::fmt;
 
-/// A task, and how this one reaches it. Making one asks nobody: the task may have ended.
+/// Another task, with the connection through which this task reaches it. Creating a handle sends no
+/// request: the task may have ended.
 ///
 /// ```no_run
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// # let vm = libpvm::Vm::enroll()?;
 /// if let Some(parent) = vm.parent_task() {
-///     parent.send_value(1, "here I am")?;
-///     let answer = vm.recv(parent.matching().tag(2))?;
-///     println!("{} bytes from {parent}", answer.body.len());
+///    parent.send_value(1, "here I am")?;
+///    let answer = vm.recv(parent.matching().tag(2))?;
+///    println!("{} bytes from {parent}", answer.body.len());
 /// }
 /// # Ok(())
 /// # }
@@ -27,7 +28,7 @@ pub struct Task {
 }
 
 impl Vm {
-    /// The task with this id.
+    /// Returns a handle of the task with this id.
     pub fn task(&self, tid: Tid) -> Task {
         Task {
             vm: self.clone(),
@@ -35,27 +36,27 @@ impl Vm {
         }
     }
 
-    /// The task that spawned this one, if one did and wants to be known.
+    /// Returns the task that spawned this one. `None` without a parent, or if the parent asked not
+    /// to be known.
     pub fn parent_task(&self) -> Option<Task> {
         self.parent().map(|tid| self.task(tid))
     }
 }
 
 impl Task {
-    /// Its id.
     pub fn tid(&self) -> Tid {
         self.tid
     }
 
-    /// Sends it a message.
+    /// Sends a message to the task.
     ///
     /// # Errors
-    /// As [`Vm::send`]. To a task that has ended the message vanishes.
+    /// As [`Vm::send`]. A message to a task that has ended is dropped without an error.
     pub fn send(&self, tag: i32, body: impl Into<Body>) -> Result<(), Error> {
         self.vm.send(self.tid, tag, body)
     }
 
-    /// Sends it a value.
+    /// Sends a value to the task.
     ///
     /// # Errors
     /// As [`Body::value`] and [`Vm::send`].
@@ -63,24 +64,24 @@ impl Task {
         self.send(tag, Body::value(value)?)
     }
 
-    /// Messages from it.
+    /// Returns a selector for messages from this task.
     pub fn matching(&self) -> Match {
         Match::any().src(self.tid)
     }
 
-    /// Waits for a message from it with this tag.
+    /// Waits for a message with this tag from the task.
     ///
     /// # Errors
-    /// As [`Vm::recv`]. A task that ends without a word is waited for until this one ends: ask for a notice
-    /// ([`Vm::watch_tasks`]) to hear of it.
+    /// As [`Vm::recv`]. If the task ends without sending such a message, the call never returns:
+    /// request a notice with [`Vm::watch_tasks`] to learn of the end.
     pub fn recv(&self, tag: i32) -> Result<Message, Error> {
         self.vm.recv(self.matching().tag(tag))
     }
 
-    /// True while it runs.
+    /// True while the task runs.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Returns the daemon's error.
     pub fn is_running(&self) -> Result<bool, Error> {
         match self
             .vm
@@ -96,7 +97,7 @@ impl Task {
         }
     }
 
-    /// Sends it a signal; no error when it has ended.
+    /// Sends a signal to the task. Not an error if the task has ended.
     ///
     /// # Errors
     /// As [`Vm::signal`].
@@ -104,7 +105,7 @@ impl Task {
         self.vm.signal(self.tid, signal)
     }
 
-    /// Has it stand still, also where it is moved, until it is resumed.
+    /// Suspends the task until [`Task::resume`]. It stays suspended if it migrates.
     ///
     /// # Errors
     /// As [`Vm::suspend`].
@@ -112,7 +113,7 @@ impl Task {
         self.vm.suspend(self.tid, true, None)
     }
 
-    /// Lets it go on after [`Task::suspend`].
+    /// Resumes the task after [`Task::suspend`].
     ///
     /// # Errors
     /// As [`Vm::suspend`].
@@ -120,7 +121,7 @@ impl Task {
         self.vm.suspend(self.tid, false, None)
     }
 
-    /// Ends it (`SIGTERM`).
+    /// Sends `SIGTERM` to the task.
     ///
     /// # Errors
     /// As [`Vm::signal`].
@@ -129,10 +130,10 @@ impl Task {
         self.signal(SIGTERM)
     }
 
-    /// Moves it to another host, by name, and waits for the end.
+    /// Migrates the task to the host with this name and waits for the result.
     ///
     /// # Errors
-    /// As [`Vm::migrate`]; the task goes on where it is.
+    /// As [`Vm::migrate`]; the task then continues on its host.
     pub fn migrate(&self, to: &str) -> Result<MoveReport, MigrateError> {
         match self.vm.migrate(self.tid, to, None, true)? {
             MoveAnswer::Done(report) => Ok(report),

@@ -1,8 +1,8 @@
-//! Names of PVM's trace events, in the order that gives them their numbers, and the mask that chooses among them.
+//! PVM's trace events: their names, and the mask that selects events.
 
 use std::ffi::CStr;
 
-/// Names of the events; the number of an event is its position.
+/// Event names. The position of a name is the number that PVM gives to the event.
 pub const EVENTS: [&CStr; 109] = [
     c"addhosts",
     c"barrier",
@@ -115,32 +115,33 @@ pub const EVENTS: [&CStr; 109] = [
     c"user_defined",
 ];
 
-/// Characters of a mask, without the NUL at its end.
+/// Number of characters in a mask, without the terminating NUL.
 pub const MASK_LEN: usize = 35;
 
-/// Which events a task is to record, as it travels in `PVMTMASK`: four events in each character.
+/// Set of the events that a task records, in the format of `PVMTMASK`: one character for four
+/// events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EventMask([u8; MASK_LEN]);
 
-/// A character without events; the four events are its low bits.
+/// Character without events. Its four low bits stand for the four events.
 const NO_EVENTS: u8 = b'@';
-/// Events in a character.
+/// Events in one character.
 const EVENTS_IN_CHAR: usize = 4;
 
 impl EventMask {
-    /// No event.
+    /// Returns the empty set.
     pub const fn none() -> EventMask {
         EventMask([NO_EVENTS; MASK_LEN])
     }
 
-    /// All events that have names.
+    /// Returns the set of all named events.
     pub fn all() -> EventMask {
         let mut mask = EventMask::none();
         (0..EVENTS.len()).for_each(|event| mask.set(event, true));
         mask
     }
 
-    /// Reads a mask; what is missing at its end means no event.
+    /// Parses a mask. Events beyond the end of `bytes` are not selected.
     pub fn from_bytes(bytes: &[u8]) -> EventMask {
         let mut mask = EventMask::none();
         for (to, from) in mask
@@ -153,26 +154,26 @@ impl EventMask {
         mask
     }
 
-    /// The mask as it travels.
+    /// Returns the mask in the format of `PVMTMASK`.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
 
-    /// The number of the event with this name.
+    /// Returns the number of the event with this name.
     pub fn event(name: &str) -> Option<usize> {
         EVENTS
             .iter()
             .position(|event| event.to_bytes() == name.as_bytes())
     }
 
-    /// Chooses an event, or not. `event` is its number.
+    /// Selects or deselects the event with this number.
     pub fn set(&mut self, event: usize, on: bool) {
         let bit = 1 << (event % EVENTS_IN_CHAR);
         let char = &mut self.0[event / EVENTS_IN_CHAR];
         *char = if on { *char | bit } else { *char & !bit };
     }
 
-    /// True when an event is chosen. `event` is its number.
+    /// True if the event with this number is selected.
     pub fn has(&self, event: usize) -> bool {
         self.0
             .get(event / EVENTS_IN_CHAR)
@@ -184,8 +185,9 @@ impl EventMask {
 mod tests {
     use super::*;
 
+    /// A mask packs four events into each character and is parsed back unchanged.
     #[test]
-    fn a_mask_has_four_events_in_a_character() {
+    fn mask_packs_four_events_per_character() {
         let mut mask = EventMask::none();
         assert_eq!(mask.as_bytes(), [b'@'; MASK_LEN]);
         mask.set(0, true);
@@ -200,8 +202,9 @@ mod tests {
         assert!(!EventMask::all().has(EVENTS.len()) && !mask.has(usize::MAX));
     }
 
+    /// The events have the numbers that PVM gives to them.
     #[test]
-    fn events_are_known_by_the_numbers_that_pvm_gives_them() {
+    fn event_numbers_match_pvm() {
         assert_eq!(EventMask::event("addhosts"), Some(0));
         assert_eq!(EventMask::event("newtask"), Some(75));
         assert_eq!(EventMask::event("user_defined"), Some(108));

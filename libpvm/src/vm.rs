@@ -1,4 +1,4 @@
-//! The small Rust API: one call per thing a task can ask of the virtual machine.
+//! The Rust API: one method for each request that a task can make of the virtual machine.
 
 use crate::content::Content;
 use crate::error::{EnrollError, Error, MigrateError};
@@ -23,17 +23,17 @@ use sempa_proto::{HostId, Micros, MigrationId, PvmError, Tid};
 use serde::de::DeserializeOwned;
 use std::time::{Duration, Instant};
 
-/// The packed content of a message and how it is encoded.
+/// Packed message content and its encoding.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Body {
-    /// The `enc` word of the message.
+    /// Encoding word of the message header.
     pub enc: i32,
-    /// The packed items.
+    /// Packed items.
     pub bytes: Bytes,
 }
 
 impl Body {
-    /// A body without content.
+    /// Returns a body without content.
     pub fn empty() -> Body {
         Body {
             enc: ENC_XDR,
@@ -43,7 +43,7 @@ impl Body {
 }
 
 impl From<&str> for Body {
-    /// One string item.
+    /// Packs the text as one string item.
     fn from(text: &str) -> Body {
         Body::items(|out| out.str(text.as_bytes()))
     }
@@ -58,24 +58,21 @@ impl From<Packer> for Body {
     }
 }
 
-/// Which messages a receive wants; `None` in a field means any.
+/// Selects messages to receive; `None` in a field matches any value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Match {
-    /// The sender.
     pub src: Option<Tid>,
-    /// The tag.
     pub tag: Option<i32>,
-    /// The context.
     pub ctx: Option<i32>,
 }
 
 impl Match {
-    /// Every message.
+    /// Matches every message.
     pub fn any() -> Match {
         Match::default()
     }
 
-    /// Only from this sender.
+    /// Restricts the selection to this sender.
     #[must_use]
     pub fn src(self, src: Tid) -> Match {
         Match {
@@ -84,7 +81,7 @@ impl Match {
         }
     }
 
-    /// Only with this tag.
+    /// Restricts the selection to this tag.
     #[must_use]
     pub fn tag(self, tag: i32) -> Match {
         Match {
@@ -93,7 +90,7 @@ impl Match {
         }
     }
 
-    /// Only in this context.
+    /// Restricts the selection to this context.
     #[must_use]
     pub fn ctx(self, ctx: i32) -> Match {
         Match {
@@ -102,7 +99,7 @@ impl Match {
         }
     }
 
-    /// True when the message is wanted.
+    /// True if the message is selected.
     pub fn wants(&self, m: &Message) -> bool {
         self.src.is_none_or(|src| src == m.src)
             && self.tag.is_none_or(|tag| tag == m.tag)
@@ -110,22 +107,22 @@ impl Match {
     }
 }
 
-/// Answer to a request for a move.
+/// Result of a migration request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MoveAnswer {
-    /// It has begun.
+    /// The migration has begun.
     Started(MigrationId),
-    /// It is complete.
+    /// The migration is complete.
     Done(MoveReport),
 }
 
-/// This process as a task of the virtual machine. Clones are the same task.
+/// This process as a task of the virtual machine. Clones stand for the same task.
 #[derive(Clone, Debug)]
 pub struct Vm {
     runtime: Runtime,
 }
 
-/// Asks the daemon and takes the expected kind of answer apart.
+/// Sends a request to the daemon and extracts the value from the expected kind of reply.
 macro_rules! ask {
     ($vm:expr, $what:literal, $request:expr, $pattern:pat => $value:expr) => {
         match $vm.runtime.request($request) {
@@ -136,8 +133,8 @@ macro_rules! ask {
 }
 
 impl Vm {
-    /// Joins the virtual machine of this user. When it ends, calls say so; a process that is to end with it says
-    /// [`Vm::enroll_as`].
+    /// Joins this user's virtual machine. After the virtual machine has ended, calls return errors;
+    /// a process that must end together with it uses [`Vm::enroll_as`].
     ///
     /// # Errors
     /// See [`EnrollError`]; each variant is a sentence for the user.
@@ -153,8 +150,8 @@ impl Vm {
         Vm::enroll_as(AtEnd::Told)
     }
 
-    /// Joins the virtual machine of this user. With [`AtEnd::Signalled`] a process from a command line gets SIGTERM when
-    /// its daemon ends, as programs of PVM's C interface do.
+    /// Joins this user's virtual machine. With [`AtEnd::Signalled`] a process that was started from
+    /// a command line gets SIGTERM when its daemon ends, as programs of PVM's C interface do.
     ///
     /// # Errors
     /// See [`EnrollError`].
@@ -173,51 +170,52 @@ impl Vm {
         })
     }
 
-    /// The API over a runtime that is connected already.
+    /// Wraps a connected runtime.
     pub fn over(runtime: Runtime) -> Vm {
         Vm { runtime }
     }
 
-    /// What lies under this API.
+    /// Returns the runtime below this API.
     pub fn runtime(&self) -> &Runtime {
         &self.runtime
     }
 
-    /// This task's id.
     pub fn tid(&self) -> Tid {
         self.runtime.tid()
     }
 
-    /// The task that spawned this one, if one did and wants to be known.
+    /// Returns the task that spawned this one. `None` without a parent, or if the parent asked not
+    /// to be known.
     pub fn parent(&self) -> Option<Tid> {
         Some(self.runtime.parent()).filter(|tid| tid.is_task())
     }
 
-    /// The host this task runs on now.
+    /// Returns the host on which this task currently runs.
     pub fn host(&self) -> HostId {
         self.runtime.host()
     }
 
-    /// The host table.
+    /// Returns the host table.
     ///
     /// # Errors
-    /// As the daemon, or the resource manager, says.
+    /// Returns the error of the daemon or the resource manager.
     pub fn config(&self) -> Result<HostTable, Error> {
         self.runtime.config()
     }
 
-    /// The tasks that `selector` names: all ([`Tid::NONE`]), those of one host, or one.
+    /// Returns the tasks that `selector` stands for: all ([`Tid::NONE`]), those of one host, or
+    /// one.
     ///
     /// # Errors
-    /// As the daemon, or the resource manager, says.
+    /// Returns the error of the daemon or the resource manager.
     pub fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
         self.runtime.tasks(selector)
     }
 
-    /// Starts tasks; one result for each.
+    /// Starts tasks and returns one result for each.
     ///
     /// # Errors
-    /// When nothing was tried. Single tasks fail in their own result.
+    /// No task could be tried. Errors of single tasks are in their results.
     ///
     /// ```no_run
     /// # use libpvm::proto::task::SpawnRequest;
@@ -225,7 +223,7 @@ impl Vm {
     /// # let vm = libpvm::Vm::enroll()?;
     /// let workers = vm.spawn(SpawnRequest { file: "worker".into(), count: 4, ..SpawnRequest::default() })?;
     /// for tid in workers.into_iter().flatten() {
-    ///     println!("started {tid}");
+    ///    println!("started {tid}");
     /// }
     /// # Ok(())
     /// # }
@@ -234,19 +232,19 @@ impl Vm {
         self.runtime.spawn(request)
     }
 
-    /// Adds hosts, one host-file line each; one result per line.
+    /// Adds hosts, each given as a host-file line, and returns one result for each line.
     ///
     /// # Errors
-    /// When nothing was tried.
+    /// No host could be tried.
     pub fn add_hosts<S: AsRef<str>>(&self, lines: &[S]) -> Result<Vec<AddedHost>, Error> {
         self.runtime
             .add_hosts(lines.iter().map(|line| line.as_ref().to_string()).collect())
     }
 
-    /// Removes hosts by name; one result per name.
+    /// Removes hosts by name and returns one result for each name.
     ///
     /// # Errors
-    /// When nothing was tried.
+    /// No host could be tried.
     pub fn delete_hosts<S: AsRef<str>>(
         &self,
         names: &[S],
@@ -255,12 +253,12 @@ impl Vm {
             .delete_hosts(names.iter().map(|name| name.as_ref().to_string()).collect())
     }
 
-    /// Sends a message in the base context. Returns when the message is on its way; to a task that does not exist it
-    /// vanishes, as in PVM.
+    /// Sends a message in the base context. Returns when the message is on its way. A message to a
+    /// task that does not exist is dropped without an error, as in PVM.
     ///
     /// # Errors
-    /// `BadParam` for an address that is neither task nor daemon, `SysErr` when the daemon is gone, `OutOfRes` when too
-    /// much waits for this receiver.
+    /// `BadParam` if the address is neither a task nor a daemon, `SysErr` if the connection to the
+    /// daemon is lost, `OutOfRes` if too many bytes are queued for this receiver.
     pub fn send(&self, tid: Tid, tag: i32, body: impl Into<Body>) -> Result<(), Error> {
         self.send_in(tid, CTX_BASE, tag, body)
     }
@@ -291,7 +289,7 @@ impl Vm {
             .map_err(|e| Error::new(e, format!("sending to {tid}: {e}")))
     }
 
-    /// Sends a message made by hand: context, tag, wait id and encoding as given.
+    /// Sends a message with the context, tag, wait id and encoding that it contains.
     ///
     /// # Errors
     /// As [`Vm::send`].
@@ -302,10 +300,10 @@ impl Vm {
             .map_err(|e| Error::new(e, format!("sending to {tid}: {e}")))
     }
 
-    /// Waits for the first message that is wanted.
+    /// Waits for the first selected message.
     ///
     /// # Errors
-    /// `SysErr` when the daemon is gone and no such message is here.
+    /// `SysErr` if the connection to the daemon is lost and no such message has arrived.
     pub fn recv(&self, wanted: Match) -> Result<Message, Error> {
         match self.recv_until(wanted, None)? {
             Some(message) => Ok(message),
@@ -313,8 +311,8 @@ impl Vm {
         }
     }
 
-    /// Waits for the first message for which `wanted` holds, whatever it looks at. It is asked about each waiting message
-    /// whenever one has come.
+    /// Waits for the first message for which `wanted` is true. `wanted` is called for each
+    /// unreceived message whenever a message arrives.
     ///
     /// # Errors
     /// As [`Vm::recv`].
@@ -336,19 +334,19 @@ impl Vm {
         found.ok_or_else(|| PvmError::SysErr.into())
     }
 
-    /// Waits for a message and reads the value in it; answers the sender as well.
+    /// Waits for a message; returns its sender and the value in it.
     ///
     /// # Errors
-    /// As [`Vm::recv`]; `BadMsg` when the message holds something else. It is gone then.
+    /// As [`Vm::recv`]; `BadMsg` if the message contains something else. That message is lost.
     pub fn recv_value<T: DeserializeOwned>(&self, wanted: Match) -> Result<(Task, T), Error> {
         let message = self.recv(wanted)?;
         Ok((self.task(message.src), message.value()?))
     }
 
-    /// The first wanted message if one is here.
+    /// Returns the first selected message if one has arrived.
     ///
     /// # Errors
-    /// `SysErr` when the daemon is gone and no such message is here.
+    /// `SysErr` if the connection to the daemon is lost and no such message has arrived.
     pub fn try_recv(&self, wanted: Match) -> Result<Option<Message>, Error> {
         let found = self
             .runtime
@@ -359,16 +357,17 @@ impl Vm {
         Ok(found)
     }
 
-    /// From now on this task sleeps at once when it waits, and takes no processor from others meanwhile. What it waits for is heard
-    /// some microseconds later. For those who serve programs that compute.
+    /// Makes this task sleep immediately whenever it waits, instead of spinning first. A message is
+    /// then noticed some microseconds later, but waiting takes no CPU time from other processes.
+    /// Meant for services on hosts where programs compute.
     pub fn sleep_at_once(&self) {
         self.runtime.sleep_at_once();
     }
 
-    /// Waits for a wanted message, but no longer than `span`.
+    /// Waits for a selected message for at most `span`.
     ///
     /// # Errors
-    /// `SysErr` when the daemon is gone and no such message is here.
+    /// `SysErr` if the connection to the daemon is lost and no such message has arrived.
     pub fn recv_timeout(&self, wanted: Match, span: Duration) -> Result<Option<Message>, Error> {
         self.recv_until(wanted, Instant::now().checked_add(span))
     }
@@ -384,27 +383,28 @@ impl Vm {
             .map_err(|e| Error::new(e, self.runtime.why_lost()))
     }
 
-    /// Asks for messages about the end of tasks or the coming and going of hosts.
+    /// Requests messages about tasks that end, or hosts that join or leave.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Returns the daemon's error.
     pub fn notify(&self, request: NotifyRequest) -> Result<(), Error> {
         self.runtime.notify(request)
     }
 
-    /// Sends a signal to a task; no error when it has ended already.
+    /// Sends a signal to a task. Not an error if the task has ended.
     ///
     /// # Errors
-    /// `BadParam` when `tid` is no task.
+    /// `BadParam` if `tid` is not a task.
     pub fn signal(&self, tid: Tid, signal: i32) -> Result<(), Error> {
         ask!(self, "sending a signal", Request::Signal { tid, signal }, Reply::Done => ())
     }
 
-    /// Suspends a task, or lets it go on. A suspended task stands still, also where it is moved meanwhile. `cause`: the
-    /// resource manager's reason.
+    /// Suspends a task (`suspend`), or resumes it. A suspended task stays suspended if it migrates.
+    /// `cause` is the resource manager's reason.
     ///
     /// # Errors
-    /// `NoTask`; `Denied` when no daemon has started it, or it serves the virtual machine; `BadParam` when `tid` is no task.
+    /// `NoTask`; `Denied` if the task was not started by a daemon or serves the virtual machine;
+    /// `BadParam` if `tid` is not a task.
     pub fn suspend(
         &self,
         tid: Tid,
@@ -414,10 +414,11 @@ impl Vm {
         ask!(self, "suspending a task", Request::Suspend { tid, suspend, cause }, Reply::Done => ())
     }
 
-    /// Has a job checkpointed, and ended when that is complete. The event log tells what became of it.
+    /// Starts a checkpoint of a job and ends the job when the checkpoint is complete. The event log
+    /// reports the outcome.
     ///
     /// # Errors
-    /// `OutOfRes` when too many jobs are checkpointed already.
+    /// `OutOfRes` if too many jobs are being checkpointed.
     pub fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error> {
         let request = Request::Checkpoint {
             job,
@@ -428,10 +429,10 @@ impl Vm {
         ask!(self, "checkpointing a job", request, Reply::Done => ())
     }
 
-    /// Has a checkpoint started again on these hosts. The event log tells what became of it.
+    /// Restarts the job of a checkpoint on these hosts. The event log reports the outcome.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Returns the daemon's error.
     pub fn restart(&self, set: &str, on: &[String]) -> Result<(), Error> {
         let request = Request::Restart {
             set: set.into(),
@@ -444,7 +445,8 @@ impl Vm {
     /// Stops the whole virtual machine.
     ///
     /// # Errors
-    /// As the daemon says. A connection that breaks while waiting counts as success.
+    /// Returns the daemon's error. If the connection breaks while this call waits, it counts as
+    /// success.
     pub fn halt(&self) -> Result<(), Error> {
         match self.runtime.request(Request::Halt) {
             Reply::Done
@@ -456,18 +458,19 @@ impl Vm {
         }
     }
 
-    /// Becomes the resource manager of this host's daemon; answers the former one, NONE without.
+    /// Registers this task as resource manager at its daemon and returns the previous one; NONE if
+    /// there was none.
     ///
     /// # Errors
-    /// `Already` or `Denied` when there is one.
+    /// `Already` or `Denied` if there is a resource manager.
     pub fn register_rm(&self, serves: RmServes) -> Result<Tid, Error> {
         ask!(self, "registering a resource manager", Request::RegisterRm(serves), Reply::Rm { previous } => previous)
     }
 
-    /// Stores a message in the virtual machine's mailbox; answers its index.
+    /// Stores a message in the virtual machine's mailbox and returns its index.
     ///
     /// # Errors
-    /// As the daemon says (`Denied`, `Exists`, ...).
+    /// Returns the daemon's error (`Denied`, `Exists`, ...).
     pub fn mailbox_put(&self, name: &str, flags: i32, body: impl Into<Body>) -> Result<i32, Error> {
         let Body { enc, bytes } = body.into();
         let message = Message {
@@ -490,7 +493,7 @@ impl Vm {
     /// Fetches a message from the mailbox.
     ///
     /// # Errors
-    /// `NotFound`, or as the daemon says.
+    /// `NotFound`, or another error of the daemon.
     pub fn mailbox_take(&self, name: &str, index: i32, flags: i32) -> Result<Message, Error> {
         let request = Request::Mailbox(MailboxRequest::Take {
             name: name.into(),
@@ -512,10 +515,10 @@ impl Vm {
         ask!(self, "deleting from the mailbox", request, Reply::Done => ())
     }
 
-    /// Classes of the mailbox that match a pattern; all for an empty one.
+    /// Returns the mailbox classes that match a pattern. The empty pattern matches all.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Returns the daemon's error.
     pub fn mailbox_list(&self, pattern: &str) -> Result<Vec<MailboxClass>, Error> {
         let request = Request::Mailbox(MailboxRequest::List {
             pattern: pattern.into(),
@@ -523,12 +526,12 @@ impl Vm {
         ask!(self, "listing the mailbox", request, Reply::MailboxClasses(classes) => classes)
     }
 
-    /// Moves a task to the host `to` (its name, or its tid as `t80000`). With `wait` the answer comes when the move has
-    /// ended.
+    /// Migrates a task to the host `to`, given as its name or as its tid in the form `t80000`. With
+    /// `wait` the call returns when the migration has ended.
     ///
     /// # Errors
-    /// [`MigrateError::Refused`] when nothing was begun, [`MigrateError::Failed`] when the move was begun and failed; in
-    /// both cases the task goes on where it is.
+    /// [`MigrateError::Refused`] if the migration did not begin, [`MigrateError::Failed`] if it
+    /// began and failed; in both cases the task continues on its host.
     pub fn migrate(
         &self,
         tid: Tid,
@@ -549,11 +552,12 @@ impl Vm {
         }
     }
 
-    /// Which hosts would take a task, or whether the host `to` would (its name, or its tid as `t80000`). Nothing is frozen and
-    /// nothing changes; the answer may be another one a moment later.
+    /// Returns the hosts that would accept a task, or whether the host `to` would (name, or tid in
+    /// the form `t80000`). The call pauses and changes nothing; the answer may be outdated a moment
+    /// later.
     ///
     /// # Errors
-    /// `Denied`, or `NoTask`, when it cannot move at all, with the reason; `NoHost`.
+    /// `Denied` or `NoTask` if the task cannot migrate at all, with the reason; `NoHost`.
     pub fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<Survey, Error> {
         match self.runtime.request(Request::CanMigrate {
             tid,
@@ -572,50 +576,53 @@ impl Vm {
         }
     }
 
-    /// As load watcher: what foreign tasks may do on this host from now on, as its owner wants it. The daemon of this host
-    /// carries it out by itself, at once. The word counts until the next one, or until this task ends.
+    /// For load watchers: sets what guest tasks may do on this host, on behalf of its owner. The
+    /// daemon of this host applies the directive immediately, without asking another host. It is in
+    /// force until the next one, or until this task ends.
     ///
     /// # Errors
-    /// `Denied` for a task that was spawned and is not a load watcher that the resource manager has started.
+    /// `Denied` if this task was spawned and is not a load watcher that the resource manager
+    /// started.
     pub fn guests(&self, word: GuestsWord) -> Result<(), Error> {
         ask!(self, "telling what foreign tasks may do here", Request::Guests(word), Reply::Done => ())
     }
 
-    /// Entries of the event log from number `from` on, at most `limit`.
+    /// Returns at most `limit` entries of the event log, beginning with number `from`.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Returns the daemon's error.
     pub fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error> {
         ask!(self, "reading the event log", Request::Events { from, limit }, Reply::Events(events) => events)
     }
 
-    /// From now on every new event comes as a message in this context with this tag; read it with
+    /// Subscribes to new events: each comes as a message with this context and tag, to be read with
     /// [`Vm::event_of`].
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Returns the daemon's error.
     pub fn subscribe(&self, ctx: i32, tag: i32) -> Result<(), Error> {
         ask!(self, "subscribing to events", Request::Subscribe { ctx, tag }, Reply::Done => ())
     }
 
-    /// The event in a message that [`Vm::subscribe`] asked for; `None` when it holds something else.
+    /// Decodes the event in a message that [`Vm::subscribe`] requested; `None` if the message
+    /// contains something else.
     pub fn event_of(message: &Message) -> Option<Event> {
         from_bytes(&message.body).ok()
     }
 
-    /// Adds an entry to the event log; `at` in microseconds since 1970.
+    /// Adds an entry to the event log; `at` is in microseconds since 1970.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Returns the daemon's error.
     pub fn record(&self, at: Micros, kind: EventKind) -> Result<(), Error> {
         ask!(self, "recording an event", Request::Record { at, kind }, Reply::Done => ())
     }
 
-    /// As resource manager: asks the daemon of a host to start tasks for `parent`. Returns the wait id; the answer comes
-    /// as a message `SM_EXECACK` with the same wait id.
+    /// For resource managers: asks the daemon of a host to start tasks for `parent`. Returns the
+    /// wait id; the answer comes as a message `SM_EXECACK` with the same wait id.
     ///
     /// # Errors
-    /// `SysErr` when the daemon is gone.
+    /// `SysErr` if the connection to the daemon is lost.
     pub fn exec(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error> {
         let wid = self.runtime.next_wid();
         let total = i32::try_from(request.count).unwrap_or(i32::MAX);
@@ -633,20 +640,20 @@ impl Vm {
         Ok(wid)
     }
 
-    /// Leaves the virtual machine when everything sent is on its way.
+    /// Leaves the virtual machine when all sent messages are on their way.
     ///
     /// # Errors
-    /// `SysErr` when the daemon was gone already.
+    /// `SysErr` if the connection to the daemon was lost before.
     pub fn exit(&self) -> Result<(), Error> {
         self.runtime
             .exit()
             .map_err(|e| Error::new(e, self.runtime.why_lost()))
     }
 
-    /// A reader for the body of a received message.
+    /// Returns a reader for the body of a received message.
     ///
     /// # Errors
-    /// `BadMsg` when this machine cannot read its encoding.
+    /// `BadMsg` if this host cannot read its encoding.
     pub fn unpack(message: &Message) -> Result<Unpacker, Error> {
         let encoding = Encoding::from_word(message.enc).ok_or_else(|| {
             Error::new(

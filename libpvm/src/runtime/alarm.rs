@@ -1,4 +1,4 @@
-//! Wakes the helper a moment later, for peers whose waking was put off.
+//! Timer that wakes the I/O thread to send deferred wake-ups to peers.
 
 use super::process::Own;
 use nix::sys::timer::{Expiration, TimerSetTimeFlags};
@@ -7,16 +7,16 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-/// How long who shares the sender's processor is left asleep, unless the sender needs it no more before that. About what one of
-/// them takes to read a large message.
+/// Maximum delay of the wake-up of a peer that shares the sender's CPU. Roughly the time in which
+/// one peer reads a large message.
 const PUT_OFF: Duration = Duration::from_micros(100);
 
-/// A clock that the helper watches.
+/// Timer descriptor that the I/O thread watches.
 #[derive(Debug)]
 pub(crate) struct Alarm(Own<TimerFd>);
 
 impl Alarm {
-    /// One that is not set.
+    /// Creates a disarmed timer.
     pub(super) fn new() -> io::Result<Alarm> {
         let timer = TimerFd::new(
             ClockId::CLOCK_MONOTONIC,
@@ -25,7 +25,7 @@ impl Alarm {
         Ok(Alarm(Own::fd(timer)))
     }
 
-    /// The helper is to wake in a moment. False if it will not.
+    /// Arms the timer. Returns false if that fails.
     pub(super) fn set(&self) -> bool {
         self.0
             .get()
@@ -36,18 +36,18 @@ impl Alarm {
             .is_ok()
     }
 
-    /// It need not any more.
+    /// Disarms the timer.
     pub(super) fn unset(&self) {
-        // At worst the helper wakes for nothing.
+        // An error costs at most one spurious wake-up.
         let _ = self.0.get().unset();
     }
 
-    /// Makes it ready to be watched again.
+    /// Clears an expiry, so that the descriptor can be watched again.
     pub(super) fn clear(&self) {
         let _ = self.0.get().wait();
     }
 
-    /// True when it will wake the helper, or does so just now.
+    /// True if the timer is armed or has just expired.
     #[cfg(test)]
     pub(super) fn is_on(&self) -> bool {
         self.0.get().get().is_ok_and(|set| set.is_some()) || self.0.get().wait().is_ok()

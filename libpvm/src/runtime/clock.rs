@@ -1,14 +1,15 @@
-//! The runtime's clock: microseconds that only rise, also when the process wakes up on a host that was started later.
+//! Monotonic clock of the runtime, in microseconds. It never goes back, even if the process
+//! migrates to a host that booted later.
 
 use nix::time::{ClockId, clock_gettime};
 use sempa_proto::Micros;
 use std::time::Duration;
 
-/// A leap of the clock while the process waits for its new host is taken for time that passed up to this length, and
-/// for another host's clock beyond it.
+/// Maximum forward jump of the kernel's clock that counts as elapsed time while the process waits
+/// for its next host. A larger jump is attributed to the other host's clock.
 const LEAP_MAX: Micros = Micros::from_secs(120);
 
-/// Counts from the enrolment on.
+/// Counts from the creation of the runtime.
 #[derive(Debug)]
 pub(crate) struct Clock {
     base: Duration,
@@ -17,7 +18,6 @@ pub(crate) struct Clock {
 }
 
 impl Clock {
-    /// A clock that starts now.
     pub(crate) fn new() -> Clock {
         Clock {
             base: time_of(ClockId::CLOCK_MONOTONIC),
@@ -26,18 +26,19 @@ impl Clock {
         }
     }
 
-    /// Now; never earlier than what was answered before.
+    /// Returns the time; never less than an earlier result.
     pub(crate) fn now(&mut self) -> Micros {
         self.at(time_of(ClockId::CLOCK_MONOTONIC))
     }
 
-    /// Now or a few milliseconds ago, for a fraction of the cost; never earlier than what [`Clock::now`] answered before.
+    /// Returns a time up to a few milliseconds old, at a fraction of the cost; never less than the
+    /// last result of [`Clock::now`].
     pub(crate) fn about(&self) -> Micros {
         self.read(time_of(ClockId::CLOCK_MONOTONIC_COARSE))
             .max(self.last)
     }
 
-    /// As [`Clock::now`], for a process that may have changed hosts since the last look.
+    /// As [`Clock::now`], for a process that may have changed hosts since the last call.
     pub(crate) fn now_after_a_move(&mut self) -> Micros {
         let now = time_of(ClockId::CLOCK_MONOTONIC);
         if self.read(now).since(self.last) > LEAP_MAX {
@@ -71,8 +72,9 @@ fn time_of(clock: ClockId) -> Duration {
 mod tests {
     use super::*;
 
+    /// The coarse time is never less than the last exact one.
     #[test]
-    fn the_cheap_time_is_never_earlier_than_what_was_told() {
+    fn coarse_time_is_never_before_last_exact_time() {
         let mut clock = Clock::new();
         for _ in 0..1000 {
             let now = clock.now();
@@ -80,8 +82,9 @@ mod tests {
         }
     }
 
+    /// The clock continues from its last reading when the new host has a shorter uptime.
     #[test]
-    fn time_goes_on_when_the_new_host_was_started_later() {
+    fn time_continues_on_host_that_booted_later() {
         let mut clock = Clock::new();
         let start = clock.base;
         assert_eq!(

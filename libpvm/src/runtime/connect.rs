@@ -1,4 +1,4 @@
-//! Finding the daemon and introducing oneself.
+//! Connects to the daemon: finds its socket, sends the hello, and reads the welcome.
 
 use super::process::{Own, mark};
 use crate::error::EnrollError;
@@ -17,36 +17,37 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// A daemon that has not answered a greeting by then is taken for broken.
+/// Time after which a daemon that has not answered the hello counts as broken.
 const GREETING_MAX: Duration = Duration::from_secs(30);
-/// Room made for one read of the answer to a greeting.
+/// Buffer size for one read of the welcome.
 const WELCOME_BYTES: usize = 4096;
-/// Longest program name that is told to the daemon, in bytes.
+/// Maximum length in bytes of the program name in the hello.
 const PROGRAM_BYTES_MAX: usize = 4096;
 
-/// This process image has used the number that it was spawned with. A forked child inherits the mark, so that it cannot
-/// take its parent's place.
+/// Set when this process image has used its spawn token (`PVMEPID`). A forked child inherits the
+/// flag, so it cannot enroll in place of its parent.
 static CLAIMED: AtomicBool = AtomicBool::new(false);
 
-/// How and as whom to enrol.
+/// Socket and identity for enrolling.
 #[derive(Clone, Debug)]
 pub struct EnrollOptions {
-    /// The daemon's socket.
+    /// Path of the daemon's socket.
     pub socket: PathBuf,
-    /// Who is enrolling.
     pub claim: Claim,
-    /// Name of the program, for lists.
+    /// Program name that task lists show.
     pub program: String,
-    /// What happens to a process from a command line when its daemon ends.
+    /// Behavior of a process from a command line when its daemon ends.
     pub at_end: AtEnd,
 }
 
 impl EnrollOptions {
-    /// What the environment says: `PVMSOCK`, or else `PVM_TMP` and `PVM_VMID`, name the socket;
-    /// `PVMEPID` the place of a spawned process, once per process image. The end of the daemon is told.
+    /// Reads the options from the environment. `PVMSOCK`, or else `PVM_TMP` and `PVM_VMID`, select
+    /// the socket; `PVMEPID` is the token of a spawned process and is valid once per process image.
+    /// The end of the daemon is reported to the program.
     ///
     /// # Errors
-    /// [`EnrollError::Root`] for user 0 without `PVM_ALLOW_ROOT`, [`EnrollError::Place`] when no path comes out.
+    /// [`EnrollError::Root`] for user 0 without `PVM_ALLOW_ROOT`, [`EnrollError::Place`] if the
+    /// variables give no valid path.
     pub fn from_env() -> Result<EnrollOptions, EnrollError> {
         let uid = nix::unistd::geteuid();
         EnrollOptions::of(uid.as_raw(), CLAIMED.load(Ordering::Relaxed), |name| {
@@ -80,17 +81,17 @@ impl EnrollOptions {
     }
 }
 
-/// Takes the place of the spawned process; false when it is taken already.
+/// Claims the spawn token; false if it was used before.
 pub(crate) fn take_claim() -> bool {
     !CLAIMED.swap(true, Ordering::Relaxed)
 }
 
-/// Gives the place back: the daemon did not answer.
+/// Releases the spawn token, because the daemon did not answer.
 pub(crate) fn give_claim_back() {
     CLAIMED.store(false, Ordering::Relaxed);
 }
 
-/// Last component of argv[0].
+/// Returns the last component of argv[0].
 fn program() -> String {
     let argv0 = std::env::args_os().next().unwrap_or_default();
     let name = Path::new(&argv0)
@@ -100,20 +101,19 @@ fn program() -> String {
     name.chars().take(PROGRAM_BYTES_MAX / 4).collect()
 }
 
-/// A connection on which the daemon has said welcome.
+/// Connection on which the daemon has sent its welcome.
 pub(crate) struct Accepted {
-    /// The connection. Shared, so that the helper may sleep on it while others use it.
+    /// The socket is shared, so that the I/O thread can sleep on it while other threads use it.
     pub(crate) socket: Arc<Own<UnixStream>>,
-    /// What came behind the welcome.
+    /// Bytes that arrived after the welcome.
     pub(crate) decoder: FrameDecoder,
-    /// Descriptors that belong to that.
+    /// Descriptors that belong to those bytes.
     pub(crate) passed: Passed,
-    /// The welcome.
     pub(crate) welcome: Welcome,
 }
 
-/// Whether a daemon does its work at this socket, and does not only end while it still takes connections: that is so if it answers
-/// within this time. Nobody becomes a task of it.
+/// True if a daemon answers at this socket within `within`. A daemon that is exiting may still
+/// accept connections, but does not answer. No task is enrolled.
 pub fn is_served(path: &Path, within: Duration) -> bool {
     let silent = |error: &EnrollError| {
         matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. })
@@ -122,7 +122,7 @@ pub fn is_served(path: &Path, within: Duration) -> bool {
         .is_err_and(|error| silent(&error))
 }
 
-/// Connects, says hello and waits for the answer.
+/// Connects, sends the hello, and waits for the answer.
 pub(crate) fn greet(
     path: &Path,
     claim: Claim,
@@ -156,7 +156,7 @@ fn greet_within(
     let owner = getsockopt(socket.get(), PeerCredentials)
         .map_err(|e| io_error(e.into()))?
         .uid();
-    // Root's daemon is believed: whoever is root here can do anything to this process anyway.
+    // A daemon of root is trusted: root can do anything to this process anyway.
     if owner != nix::unistd::geteuid().as_raw() && owner != 0 {
         return Err(EnrollError::Foreign {
             path: path.to_path_buf(),
@@ -179,7 +179,7 @@ fn greet_within(
         .set_read_timeout(Some(within))
         .map_err(io_error)?;
     match write_all(socket.get(), hello) {
-        // It may have said why before it hung up.
+        // The daemon may have sent the reason before it closed the connection.
         Err(e)
             if matches!(
                 e.kind(),
@@ -270,8 +270,9 @@ mod tests {
         })
     }
 
+    /// The environment selects the daemon's socket, and the spawn token once per process image.
     #[test]
-    fn the_environment_names_the_daemon_and_the_place_of_a_spawned_process() {
+    fn environment_selects_socket_and_claim() {
         let plain = of(7, false, &[]).expect("good");
         assert_eq!(
             (plain.socket, plain.claim),
@@ -296,16 +297,18 @@ mod tests {
         assert!(of(0, false, &[("PVM_ALLOW_ROOT", "")]).is_ok());
     }
 
+    /// An invalid `PVM_VMID` is reported as an error.
     #[test]
-    fn a_bad_name_of_the_virtual_machine_is_said_so() {
+    fn invalid_vm_name_is_reported() {
         assert!(matches!(
             of(7, false, &[("PVM_VMID", "../x")]),
             Err(EnrollError::Place(_))
         ));
     }
 
+    /// A socket counts as served only if an answer comes; accepting the connection is not enough.
     #[test]
-    fn a_socket_is_served_when_somebody_answers_there_and_not_when_he_only_takes_connections() {
+    fn listener_that_never_answers_is_no_daemon() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("s");
         let is_served = || is_served(&path, GREETING_MAX);

@@ -1,6 +1,8 @@
-//! The ear: a thread that peers on the same host call when a ring is full, while the application computes.
+//! Drainer thread: reads the rings of this task while the application computes. A peer on the same
+//! host wakes it when a ring is full.
 //!
-//! It exists from the first ring on, blocks all signals, and sleeps on a word of the task's bell.
+//! The thread starts with the first ring, blocks all signals, and sleeps on a futex in the task's
+//! doorbell.
 
 use super::shared::Shared;
 use sempa_proto::Micros;
@@ -10,15 +12,15 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Stack of the ear: small, because it travels with every move.
+/// Stack size of the drainer thread. Small, because the stack is transferred with every migration.
 const STACK_BYTES: usize = 128 << 10;
-/// It looks everywhere at least as often while it is called: a peer that breaks the rules can swallow a call, or take back what
-/// says where to look.
+/// Maximum interval between two reads of all rings while peers wake the thread. A peer that
+/// violates the protocol can suppress a wake-up or clear the bit that says which ring to read.
 const NAP_MAX: Duration = Duration::from_secs(1);
-/// Longest sleep when nobody has called for as long as that: each wakes a processor that may have nothing else to do.
+/// Maximum sleep while no peer wakes the thread. Each wake-up disturbs a CPU that may be idle.
 const LONG_NAP: Duration = Duration::from_secs(8);
 
-/// Starts the ear; to be called by a thread with all signals blocked.
+/// Starts the drainer thread. The caller must have blocked all signals.
 pub(super) fn start(shared: &Arc<Shared>) -> io::Result<JoinHandle<()>> {
     let shared = Arc::clone(shared);
     std::thread::Builder::new()

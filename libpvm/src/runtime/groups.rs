@@ -1,4 +1,5 @@
-//! The way to the group service: waiting for its answer while messages are taken in, and leaving in good order.
+//! Client of the group service: requests that process messages while they wait, and leaving all
+//! groups at exit.
 
 use super::Runtime;
 use sempa_proto::PvmError;
@@ -6,15 +7,16 @@ use sempa_proto::group::GroupRequest;
 use sempa_proto::task::{Reply, Request};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// What a wait for an answer ended with.
+/// Event that ended a wait for the group service.
 enum News {
     Answer(Reply),
     Messages,
 }
 
 impl Runtime {
-    /// Asks the group service and waits for its answer, which may take as long as other members take. `arrived` is called
-    /// whenever messages have come meanwhile and must take them all out of the inbox; `None`: they stay there.
+    /// Sends a request to the group service and waits for the reply, which may depend on other
+    /// members. `arrived` is called whenever messages arrive meanwhile; it must take all messages
+    /// out of the inbox. With `None` they stay there.
     pub fn group_request(&self, request: GroupRequest, arrived: Option<&mut dyn FnMut()>) -> Reply {
         self.0.grouped.store(true, Relaxed);
         let what = Request::Group(request);
@@ -48,10 +50,11 @@ impl Runtime {
         }
     }
 
-    /// A task that leaves the virtual machine leaves its groups first: it has not died in them.
+    /// Leaves all groups before the task exits, so that the group service does not count the exit
+    /// as a death in the group.
     pub(super) fn leave_groups(&self) {
         if self.0.grouped.swap(false, Relaxed) {
-            // Without a daemon there is no group to leave.
+            // An error means that there is no daemon, and then no group to leave.
             self.request(Request::Group(GroupRequest::LeaveAll));
         }
     }

@@ -1,6 +1,15 @@
-//! The helper thread: reads and writes while the application computes, and lets go of the daemon for a move.
+//! I/O thread (`pvm-helper`): reads and writes while the application computes, and reconnects the
+//! task after a migration.
 //!
-//! It blocks all signals, holds no descriptor but the socket, an eventfd and an alarm, and sleeps unless needed.
+//! The thread blocks all signals and sleeps unless it is needed. Of its own it holds only the
+//! socket, an eventfd, and a timer.
+//!
+//! In a migration it does the following:
+//!
+//! 1. When all frames are written after the daemon's quiesce request, it closes the socket.
+//! 2. It polls for the token file, which names the socket of the next daemon. The file may appear
+//!    in any of several paths, which a [`Redirect`] can replace.
+//! 3. It connects to that daemon and resumes the links.
 
 use super::alarm::Alarm;
 use super::connect::{Accepted, greet};
@@ -24,18 +33,19 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Stack of the helper: small, because it travels with every move.
+/// Stack size of the I/O thread. Small, because the stack is transferred with every migration.
 const STACK_BYTES: usize = 256 << 10;
-/// Pause between two looks for the token at first, so that a moved task runs on at once.
+/// Interval of the search for the token file. Short, because the migrated task continues only when
+/// the file is found.
 const TOKEN_PAUSE: Duration = Duration::from_millis(1);
-/// A token is far smaller; anything larger is none.
+/// Maximum size of a token file. Real tokens are far smaller; larger files are ignored.
 const TOKEN_BYTES_MAX: u64 = 64 << 10;
-/// How long the daemon named by a token may be unreachable before the task gives up.
+/// Time after which the task gives up reaching the daemon that the token names.
 const RESUME_MAX: Duration = Duration::from_secs(15);
-/// Pause between two attempts to reach it.
+/// Interval between two attempts to reach that daemon.
 const RESUME_PAUSE: Duration = Duration::from_millis(10);
 
-/// Starts the helper with all signals blocked.
+/// Starts the I/O thread with all signals blocked.
 pub(crate) fn start(shared: &Arc<Shared>, program: String) -> io::Result<Own<JoinHandle<()>>> {
     let before = SigSet::all().thread_swap_mask(nix::sys::signal::SigmaskHow::SIG_SETMASK)?;
     let last_word = LastWord(Arc::clone(shared));
@@ -47,7 +57,7 @@ pub(crate) fn start(shared: &Arc<Shared>, program: String) -> io::Result<Own<Joi
     Ok(Own::new(started?))
 }
 
-/// Tells the application when the helper ends by a panic, so that nobody waits for ever.
+/// Reports a panic of the I/O thread to the application, so that no thread waits forever.
 struct LastWord(Arc<Shared>);
 
 impl Drop for LastWord {
@@ -60,7 +70,7 @@ impl Drop for LastWord {
     }
 }
 
-/// What the helper does next, decided under the lock.
+/// Next step of the I/O thread, decided under the lock.
 enum Next {
     Sleep {
         socket: Option<Arc<Own<UnixStream>>>,
@@ -85,7 +95,8 @@ fn run(shared: &Arc<Shared>, program: &str) {
             (decide(&mut state, shared), deaf)
         };
         if deaf {
-            // Without an ear a full ring is noticed by the application's next call, or when a link asks.
+            // Without a drainer thread a full ring is noticed at the application's next call, or
+            // when a link sends a probe.
             listener = ear::start(shared).ok();
         }
         match next {
@@ -108,7 +119,7 @@ fn run(shared: &Arc<Shared>, program: &str) {
     }
     shared.stop();
     if let Some(thread) = listener {
-        // One that failed has left the lock poisoned, and everybody goes on.
+        // A panic of that thread only poisons the lock, which all users ignore.
         let _ = thread.join();
     }
 }
@@ -123,7 +134,7 @@ fn decide(state: &mut State, shared: &Shared) -> Next {
     }
     if matches!(state.core.phase(), Phase::Quiescing(_)) && state.core.outbox.is_empty() {
         state.leave_socket(&shared.seats);
-        // Memory that need not travel.
+        // Freed, so that this memory is not transferred.
         state.decoder = FrameDecoder::new();
         state.alarm = None;
         state.core.let_go();
@@ -149,11 +160,12 @@ fn decide(state: &mut State, shared: &Shared) -> Next {
     };
     let mut span = until.map(|until| Duration::from_micros(until.since(now).0));
     if far.is_none() && state.core.direct.is_open() {
-        // Another thread looks; when it stops it may not say so.
+        // Another thread polls the direct routes and may stop without notice, so this sleep must be
+        // short.
         let soon = Duration::from_micros(ATTENDED.0);
         span = Some(span.map_or(soon, |span| span.min(soon)));
     }
-    // Behind the order to let go nothing comes that has to be read now.
+    // After the quiesce request the daemon sends nothing that must be read.
     Next::Sleep {
         socket: socket.filter(|_| write),
         read: state.core.is_connected(),
@@ -175,23 +187,24 @@ fn doze(
     fds.extend(writing.map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLOUT)));
     fds.extend(far.map(|far| PollFd::new(far.as_fd(), PollFlags::POLLIN)));
     fds.extend(alarm.map(|alarm| PollFd::new(alarm.as_fd(), PollFlags::POLLIN)));
-    // Rounded up: to wake a little late is cheaper than to wake twice.
+    // Rounded up: one late wake-up is cheaper than two.
     let timeout = span.map_or(PollTimeout::NONE, |span| {
         let ms = span.as_micros().div_ceil(1000);
         PollTimeout::try_from(ms).unwrap_or(PollTimeout::MAX)
     });
-    // An error (a signal that a debugger injects, a lack of kernel memory) is a wake-up for nothing.
+    // An error counts as a spurious wake-up. Causes are a signal that a debugger injects, or a lack
+    // of kernel memory.
     let _ = poll(&mut fds, timeout);
     if fds[0].any().unwrap_or(false) {
         let _ = shared.bell().read();
     }
-    // The last one watched, if any is.
+    // The timer is the last descriptor in the list.
     if let Some(alarm) = alarm.filter(|_| fds.last().is_some_and(|fd| fd.any().unwrap_or(false))) {
         alarm.clear();
     }
 }
 
-/// Waits for the file that says where the task goes on, and connects there.
+/// Waits for the token file that names the next daemon, and connects to it.
 fn await_token(shared: &Shared, mut quiesce: Quiesce, program: &str) {
     loop {
         if shared.is_stopped() {
@@ -215,9 +228,10 @@ fn await_token(shared: &Shared, mut quiesce: Quiesce, program: &str) {
     }
 }
 
-/// The token in a file, if it is there, whole, and of this move.
+/// Returns the token in a file, if the file exists, is complete, and belongs to this migration.
 fn read_token(path: &Path, quiesce: &Quiesce) -> Option<ResumeToken> {
-    // A look without opening: a process that is dumped in between must not hold the file.
+    // `access` does not open the file: a process that is dumped at this moment must not have it
+    // open.
     nix::unistd::access(path, nix::unistd::AccessFlags::R_OK).ok()?;
     if std::fs::metadata(path).ok()?.len() > TOKEN_BYTES_MAX {
         return None;
@@ -233,7 +247,8 @@ fn resume(shared: &Shared, quiesce: &Quiesce, token: &ResumeToken, program: &str
         migration: quiesce.migration,
     };
     loop {
-        // What moves was started by a tasker and ends with it, so the default does for `at_end`.
+        // A task that migrates was started by a tasker and ends with it, so the default of `at_end`
+        // suffices.
         match greet(&token.socket, claim.clone(), program, AtEnd::default()) {
             Ok(accepted) if accepted.welcome.tid == shared.me => return adopt(shared, accepted),
             Ok(accepted) => {

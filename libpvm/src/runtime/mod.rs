@@ -1,9 +1,12 @@
-//! The task runtime: the connection to the daemon, the links to other tasks, and the helper thread that keeps them going.
+//! Task runtime: the connection to the daemon, the links to other tasks, and the background threads
+//! that serve both.
 //!
-//! All state is a value (`core`, without any I/O) under one lock (`shared`). Application threads read and write the
-//! socket without waiting while they hold the lock, and otherwise wait on futexes only. A helper thread (`helper`) reads
-//! and writes while they compute, and lets go of the daemon when the task is to be moved: then every call goes on working
-//! on memory until the task is connected again, here or elsewhere.
+//! - `core` holds the whole state as a value, without any I/O. `shared` protects it with one lock.
+//! - Application threads read and write the socket without blocking while they hold the lock.
+//!   Otherwise they block on futexes only.
+//! - The I/O thread (`helper`) reads and writes while the application computes. When the task
+//!   migrates, it closes the connection to the daemon (quiesces) and connects to the next daemon.
+//!   Between the two, all calls keep working in memory.
 
 mod alarm;
 mod clock;
@@ -43,18 +46,19 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long the normal end of a process may be delayed by messages that the daemon has not taken yet.
+/// Maximum delay of the normal end of a process by messages that the daemon has not accepted yet.
 const EXIT_FLUSH_MAX: Duration = Duration::from_secs(5);
 
-/// How long a message waits for a direct route's socket, so that a process that ends by a signal has sent it.
+/// Time for which `send` waits for the full socket of a direct route. A process that a signal kills
+/// after `send` has then sent the message.
 const SOCKET_PATIENCE: Duration = Duration::from_millis(100);
 
-/// A message from which on each receiver reads for longer than it takes to wake it.
+/// Size from which reading a message takes a receiver longer than waking up for it.
 const LONG_READING_BYTES_MIN: usize = 256 << 10;
 
-/// Joins the virtual machine of this user, as the environment says. A spawned process takes its place once; after
-/// [`Runtime::exit`], and in a forked child whose parent has taken it, the process gets a task id of its own. `at_end` is
-/// for processes from a command line.
+/// Joins the virtual machine that the environment selects. A spawned process uses its spawn token
+/// once: after [`Runtime::exit`], or in a forked child whose parent used the token, the process
+/// gets a new task id. `at_end` applies to processes from a command line.
 ///
 /// # Errors
 /// See [`EnrollError`].
@@ -74,10 +78,11 @@ pub fn enroll(at_end: AtEnd) -> Result<Runtime, EnrollError> {
     enrolled
 }
 
-/// This process as a task. Clones are the same task; cheap.
+/// This process as a task. Clones are cheap and stand for the same task.
 ///
-/// When the last clone goes without [`Runtime::exit`], what was sent is still handed to the daemon, within some seconds.
-/// In a forked child the runtime is dead: [`Runtime::is_connected`] is false, and calls fail with `SysErr`.
+/// When the last clone is dropped without [`Runtime::exit`], messages that were sent are still
+/// given to the daemon, within a few seconds. In a forked child the runtime is dead:
+/// [`Runtime::is_connected`] is false, and calls fail with `SysErr`.
 #[derive(Clone, Debug)]
 pub struct Runtime(Arc<Handle>);
 
@@ -86,7 +91,7 @@ struct Handle {
     shared: Arc<Shared>,
     welcome: Welcome,
     last_wid: AtomicI32,
-    /// The task has asked the group service something.
+    /// The task has used the group service.
     grouped: AtomicBool,
     helper: Mutex<Option<Own<JoinHandle<()>>>>,
 }
@@ -102,7 +107,7 @@ impl Drop for Handle {
 }
 
 impl Handle {
-    /// Ends the helper, which closes the socket.
+    /// Stops the I/O thread, which closes the socket.
     fn stop(&self) {
         self.shared.stop();
         let helper = self
@@ -111,7 +116,7 @@ impl Handle {
             .unwrap_or_else(PoisonError::into_inner)
             .take();
         if let Some(thread) = helper.and_then(Own::into_inner) {
-            // A helper that failed has said so to everybody who waited.
+            // A panic of the I/O thread was reported to all waiting threads before.
             let _ = thread.join();
         }
     }
@@ -138,8 +143,8 @@ impl ExitHook for FlushAtExit {
 }
 
 impl Runtime {
-    /// Joins a virtual machine as `options` say. A process may be several tasks in this way; [`enroll`] is what programs
-    /// want.
+    /// Joins a virtual machine as `options` describe. One process may connect several tasks;
+    /// programs normally use [`enroll`].
     ///
     /// # Errors
     /// See [`EnrollError`].
@@ -170,71 +175,73 @@ impl Runtime {
         Ok(Runtime(Arc::new(handle)))
     }
 
-    /// This task's id, for life.
+    /// Returns this task's id, which never changes.
     pub fn tid(&self) -> Tid {
         self.0.welcome.tid
     }
 
-    /// The parent as in the daemon's welcome: NONE, a task, or raw −35 when the parent asked not to be known.
+    /// Returns the parent from the daemon's welcome: a task, NONE, or raw −35 if the parent asked
+    /// not to be known.
     pub fn parent(&self) -> Tid {
         self.0.welcome.parent
     }
 
-    /// True when a daemon started this process.
+    /// True if a daemon started this process.
     pub fn spawned(&self) -> bool {
         self.0.welcome.spawned
     }
 
-    /// The host this task runs on now.
+    /// Returns the host on which this task currently runs.
     pub fn host(&self) -> HostId {
         self.look(|core| core.host()).unwrap_or(self.0.welcome.host)
     }
 
-    /// Data signature of that host.
+    /// Returns the data signature of the current host.
     pub fn dsig(&self) -> i32 {
         self.look(|core| core.dsig()).unwrap_or(self.0.welcome.dsig)
     }
 
-    /// Where this task's output goes, as the daemon said at the welcome.
+    /// Returns the sink of this task's output, as given in the daemon's welcome.
     pub fn output(&self) -> Sink {
         self.look(|core| core.output())
             .unwrap_or(self.0.welcome.output)
     }
 
-    /// Where this task's trace records go, as the daemon said at the welcome.
+    /// Returns the sink of this task's trace records, as given in the daemon's welcome.
     pub fn trace(&self) -> Sink {
         self.look(|core| core.trace())
             .unwrap_or(self.0.welcome.trace)
     }
 
-    /// What the tracer wants, when the trace goes to it because nothing else was asked for.
+    /// Returns the tracer's settings, if trace records go to the tracer by default.
     pub fn tracer(&self) -> Option<TracerSettings> {
         self.0.welcome.tracer.clone()
     }
 
-    /// The resource manager to ask, if there is one.
+    /// Returns the current resource manager, if there is one.
     pub fn rm(&self) -> Option<RmInfo> {
         self.look(|core| core.rm()).flatten()
     }
 
-    /// Rises whenever the resource manager changes or dies; [`Runtime::inbox_wait`] looks again then.
+    /// Counter that increases when the resource manager changes or dies; [`Runtime::inbox_wait`]
+    /// then calls its closure again.
     pub fn rm_generation(&self) -> u64 {
         self.look(|core| core.rm_generation()).unwrap_or(0)
     }
 
-    /// True until [`Runtime::exit`], the loss of the daemon, or a fork (seen from the child). A task that is being moved is
-    /// connected.
+    /// False after [`Runtime::exit`], after the loss of the daemon, and in a forked child. A
+    /// migrating task counts as connected.
     pub fn is_connected(&self) -> bool {
         !self.0.shared.is_foreign() && self.0.shared.is_alive()
     }
 
-    /// One sentence: why the connection is gone for good. Empty while it is not.
+    /// Returns a sentence that says why the connection is lost for good. Empty while it is not.
     pub fn why_lost(&self) -> String {
         self.look(|core| core.lost().unwrap_or_default().to_string())
             .unwrap_or_else(|| "this process was forked off a task and is none itself".into())
     }
 
-    /// A fresh wait id, positive.
+    /// Returns a new wait id, which is positive.
     pub fn next_wid(&self) -> i32 {
         let next = |wid: i32| Some(if wid == i32::MAX { 1 } else { wid + 1 });
         let before = self
@@ -244,8 +251,9 @@ impl Runtime {
         next(before.unwrap_or(0)).unwrap_or(1)
     }
 
-    /// A descriptor to wait on, for `pvm_getfds`: readable as long as something has arrived that was not taken, or the
-    /// connection is gone. It stays the same for life. `None` in a forked child, or when the system has none left.
+    /// Returns a descriptor to wait on, for `pvm_getfds`: readable while a message was not received
+    /// yet, or when the connection is lost. It never changes. `None` in a forked child, or if no
+    /// descriptor can be created.
     pub fn ready_fd(&self) -> Option<RawFd> {
         if self.0.shared.is_foreign() {
             return None;
@@ -253,7 +261,7 @@ impl Runtime {
         self.0.shared.sign_fd().ok()
     }
 
-    /// The socket to the daemon; `None` while there is none.
+    /// Returns the socket to the daemon; `None` while there is none.
     #[cfg(test)]
     pub(crate) fn socket_fd(&self) -> Option<RawFd> {
         use std::os::fd::AsRawFd;
@@ -261,9 +269,10 @@ impl Runtime {
         state.socket.as_ref().map(|socket| socket.get().as_raw_fd())
     }
 
-    /// Sends a message of at most [`SMALL_BYTES_MAX`](sempa_proto::link::SMALL_BYTES_MAX) bytes, if that needs nothing but
-    /// memory shared with its receiver; false, and nothing was sent, otherwise: [`Runtime::send`] sends it then.
-    /// `direct`: only if it has been agreed with the receiver whether there is a direct route.
+    /// Sends a message of at most [`SMALL_BYTES_MAX`](sempa_proto::link::SMALL_BYTES_MAX) bytes if
+    /// writing to memory shared with the receiver suffices. Returns false if it does not; then
+    /// nothing was sent, and the caller uses [`Runtime::send`]. With `direct` the message is sent
+    /// only if it is settled whether the two tasks have a direct route.
     pub fn send_at_once(
         &self,
         dst: Tid,
@@ -274,13 +283,15 @@ impl Runtime {
         !self.0.shared.is_foreign() && self.0.shared.send_at_once(dst, &head, body, direct)
     }
 
-    /// Sends a message to `message.dst`; `src` is set. Returns when the message is with the daemon, as far as the
-    /// receiver's window and the state of the connection allow; otherwise it is kept here and sent by and by. Never waits
-    /// for the receiver. To a task that does not exist the message vanishes, as in PVM.
+    /// Sends a message to `message.dst`; sets `src`. Returns when the daemon has the message, as
+    /// far as the receiver's window and the state of the connection allow; otherwise the message is
+    /// queued here and sent later. Never waits for the receiver. A message to a task that does not
+    /// exist is dropped without an error, as in PVM.
     ///
     /// # Errors
-    /// `BadParam` for an address that is neither task nor daemon, `SysErr` when the daemon is gone, `OutOfRes` when too
-    /// much waits for this receiver. Nothing was sent then.
+    /// `BadParam` if the address is neither a task nor a daemon, `SysErr` if the connection to the
+    /// daemon is lost, `OutOfRes` if too many bytes are queued for this receiver. Nothing was sent
+    /// then.
     pub fn send(&self, mut message: Message) -> PvmResult<()> {
         message.src = self.tid();
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
@@ -305,11 +316,11 @@ impl Runtime {
         Ok(())
     }
 
-    /// Sends the same message to several tasks, once to each; `dst` is set. Otherwise as [`Runtime::send`]; large messages to
-    /// tasks on this host are copied once for all.
+    /// Sends one message to each of several tasks; sets `dst`. Otherwise as [`Runtime::send`].
+    /// Large messages to tasks on this host are copied only once.
     ///
     /// # Errors
-    /// As [`Runtime::send`]: tasks before the one that it concerns were sent to.
+    /// As [`Runtime::send`]. The tasks before the failing one were sent the message.
     pub fn send_to_many(&self, message: &Message, to: &[Tid]) -> PvmResult<()> {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
         if state.core.lost().is_some() {
@@ -327,13 +338,14 @@ impl Runtime {
         sent
     }
 
-    /// To be called before a fork: messages that a forked child may go on reading become memory of this process.
+    /// Must be called before a fork. Copies messages that a forked child may still read from shared
+    /// memory into private memory.
     pub fn prepare_for_fork(&self) {
         self.0.shared.prepare_for_fork();
     }
 
-    /// Has a direct route to this task if both programs agree: asks it unless that was done before, and waits for the
-    /// answer. Without a route messages go by the daemons.
+    /// Requests a direct route to a task unless that was done before, and waits for the answer. If
+    /// either program refuses, messages continue to go through the daemons.
     pub fn open_route(&self, dst: Tid) {
         let Some(mut state) = self.lock() else { return };
         loop {
@@ -346,18 +358,18 @@ impl Runtime {
         }
     }
 
-    /// What is said to tasks that ask for a direct route from now on.
+    /// Sets whether later offers of direct routes from other tasks are accepted.
     pub fn allow_routes(&self, allow: bool) {
         if let Some(mut state) = self.lock() {
             state.core.direct.routes.willing = allow;
         }
     }
 
-    /// Tells of the next `count` direct routes by messages `int tid, int fd` from this task itself; of all if `count` is
-    /// negative, of none if it is 0.
+    /// Requests notification of the next `count` direct routes by messages `int tid, int fd` from
+    /// this task to itself. A negative count means all, 0 means none.
     ///
     /// # Errors
-    /// `OutOfRes` when too much is watched already, `SysErr` in a forked child.
+    /// `OutOfRes` if too many notifications are requested, `SysErr` in a forked child.
     pub fn tell_of_routes(&self, ctx: i32, tag: i32, count: i32) -> PvmResult<()> {
         let fd = if count == 0 {
             -1
@@ -371,11 +383,12 @@ impl Runtime {
             .watch_routes(now, |routes| routes.watch_new(ctx, tag, count, fd))
     }
 
-    /// Tells of the end of the direct route to `peer` by a message `int tid, int -1` from this task itself, at once if
-    /// there is none; or (`cancel`) no longer.
+    /// Requests notification of the end of the direct route to `peer` by a message `int tid, int
+    /// -1` from this task to itself. Without a route the message comes immediately. `cancel`
+    /// revokes the request.
     ///
     /// # Errors
-    /// `OutOfRes` when too much is watched already, `SysErr` in a forked child.
+    /// `OutOfRes` if too many notifications are requested, `SysErr` in a forked child.
     pub fn tell_of_route_end(&self, peer: Tid, ctx: i32, tag: i32, cancel: bool) -> PvmResult<()> {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
         let now = state.now();
@@ -388,8 +401,8 @@ impl Runtime {
         })
     }
 
-    /// Writes what was queued just now, and waits while only the socket is in the way: a process that is killed after a
-    /// send has then still sent.
+    /// Writes the queued frames and waits while the socket is the only obstacle. A process that is
+    /// killed after a send has then sent the message.
     fn wait_until_out(&self, state: &mut Held<'_>, peer: Option<Tid>) -> PvmResult<()> {
         let mut out = None;
         let (mut heard, mut patient) = (false, true);
@@ -420,7 +433,7 @@ impl Runtime {
                     continue;
                 }
                 if state.core.waits_for_window(peer) && !heard && !state.core.near.leads_to(peer) {
-                    // The receiver's word may be here already.
+                    // An acknowledgement that opens the window may have arrived already.
                     heard = true;
                     state.pump();
                     continue;
@@ -438,8 +451,8 @@ impl Runtime {
         }
     }
 
-    /// Asks the daemon and waits for its answer. During a move the question waits, too. When the connection is gone for
-    /// good the answer is [`Reply::Failed`] with `SysErr`.
+    /// Sends a request to the daemon and waits for the reply. During a migration the request is
+    /// queued. If the connection is lost for good, the reply is [`Reply::Failed`] with `SysErr`.
     pub fn request(&self, what: Request) -> Reply {
         let Some(mut state) = self.lock() else {
             return Reply::Failed {
@@ -460,8 +473,8 @@ impl Runtime {
         }
     }
 
-    /// One look at what has arrived. `f` runs under the runtime's lock: it must not call the runtime. It may be called a
-    /// second time when something came in meanwhile.
+    /// Checks the inbox once. `f` runs under the runtime's lock, so it must not call the runtime.
+    /// It is called a second time if a message arrived meanwhile.
     pub fn inbox_try<R>(&self, f: &mut dyn FnMut(&mut Inbox) -> Option<R>) -> Option<R> {
         let mut state = self.lock()?;
         if let Some(found) = f(&mut state.core.inbox) {
@@ -475,18 +488,19 @@ impl Runtime {
         f(&mut state.core.inbox)
     }
 
-    /// Puts all that has arrived behind what `to` holds, first arrived first. Nothing in a forked child.
+    /// Appends all received messages to `to`, oldest first. Does nothing in a forked child.
     pub fn take_arrived_into(&self, to: &mut VecDeque<Message>) {
         let Some(mut state) = self.lock() else { return };
         state.take_in();
         state.core.inbox.take_all_into(to);
     }
 
-    /// Looks again whenever something arrived or the resource manager changed, until `f` answers or the deadline has come
-    /// (`None`). `f` runs under the runtime's lock: it must not call the runtime.
+    /// Calls `f` whenever a message arrives or the resource manager changes, until `f` returns a
+    /// value or the deadline expires (`None`). `f` runs under the runtime's lock, so it must not
+    /// call the runtime.
     ///
     /// # Errors
-    /// `SysErr` when the daemon is gone for good and `f` finds nothing.
+    /// `SysErr` if the connection to the daemon is lost for good and `f` returns nothing.
     pub fn inbox_wait<R>(
         &self,
         deadline: Option<Instant>,
@@ -495,14 +509,14 @@ impl Runtime {
         self.core_wait(deadline, &mut |core| f(&mut core.inbox))
     }
 
-    /// As [`Runtime::inbox_wait`], with all of the runtime's state before `f`.
+    /// As [`Runtime::inbox_wait`], but `f` gets the whole state of the runtime.
     pub(crate) fn core_wait<R>(
         &self,
         deadline: Option<Instant>,
         f: &mut dyn FnMut(&mut Core) -> Option<R>,
     ) -> Result<Option<R>, PvmError> {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
-        // Counted by the runtime's clock from here on, which goes on evenly when the task changes hosts.
+        // Converted to the runtime's clock, which stays monotonic when the task changes hosts.
         let end = deadline.map(|deadline| {
             let left = deadline.saturating_duration_since(Instant::now());
             state.now() + Micros(u64::try_from(left.as_micros()).unwrap_or(u64::MAX))
@@ -530,18 +544,19 @@ impl Runtime {
         }
     }
 
-    /// From now on nobody waits awake.
+    /// Makes threads of this task sleep immediately when they wait, instead of spinning first.
     pub fn sleep_at_once(&self) {
         if let Some(mut state) = self.lock() {
             state.sleep_at_once();
         }
     }
 
-    /// Leaves the virtual machine: everything sent is handed to the daemon, then the connection is closed and the helper
-    /// ended. Messages that have arrived can still be received. During a move this waits for its end.
+    /// Leaves the virtual machine: gives all sent messages to the daemon, closes the connection,
+    /// and stops the I/O thread. Messages that have arrived can still be received. During a
+    /// migration the call waits for its end.
     ///
     /// # Errors
-    /// `SysErr` when the daemon was gone already.
+    /// `SysErr` if the connection to the daemon was lost before.
     pub fn exit(&self) -> PvmResult<()> {
         self.leave_groups();
         if self
@@ -564,7 +579,8 @@ impl Runtime {
         }
     }
 
-    /// Writes everything that was sent, without regard to windows.
+    /// Writes all sent messages, without regard to flow-control windows. Returns the sequence
+    /// number that each link has reached.
     fn hand_over(&self) -> PvmResult<Vec<sempa_proto::task::LinkMark>> {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
         loop {
@@ -582,7 +598,7 @@ impl Runtime {
         }
     }
 
-    /// Notes that a thread is about to ask a resource manager, until the guard goes.
+    /// Registers a request to a resource manager until the guard is dropped.
     pub(crate) fn open_question(&self, rm: Tid, tag: i32, wid: i32) -> OpenQuestion<'_> {
         if let Some(mut state) = self.lock() {
             state.core.questions.open(rm, tag, wid);
@@ -594,20 +610,20 @@ impl Runtime {
         Some(f(&self.lock()?.core))
     }
 
-    /// As [`Runtime::look`], for what changes, and with the time.
+    /// As [`Runtime::look`], with mutable access and the current time.
     pub(crate) fn timed<R>(&self, f: impl FnOnce(&mut Core, Micros) -> R) -> Option<R> {
         let mut state = self.lock()?;
         let now = state.now();
         Some(f(&mut state.core, now))
     }
 
-    /// The lock; `None` in a forked child.
+    /// Locks the state; `None` in a forked child.
     fn lock(&self) -> Option<Held<'_>> {
         (!self.0.shared.is_foreign()).then(|| self.0.shared.lock())
     }
 }
 
-/// A thread waits for the answer with this wait id.
+/// Registration of a thread that waits for the resource manager's answer with this wait id.
 pub(crate) struct OpenQuestion<'a> {
     runtime: &'a Runtime,
     wid: i32,

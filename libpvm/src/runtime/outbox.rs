@@ -1,4 +1,4 @@
-//! Bytes that wait to be written to the daemon's socket, in the order in which they were queued.
+//! Queue of bytes to be written to the daemon's socket, in FIFO order.
 
 use super::process::Own;
 use bytes::{Buf, Bytes};
@@ -9,30 +9,31 @@ use std::io::IoSlice;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
-/// Payloads up to this size are copied behind their header; larger ones are written from where they lie.
+/// Payloads up to this size are copied after their header; larger ones are queued as separate
+/// pieces without copying.
 const COPY_BYTES_MAX: usize = 4 << 10;
 
-/// Descriptors that travel with a frame.
+/// Descriptors that are sent with a frame.
 pub(crate) type Descriptors = Vec<Arc<Own<OwnedFd>>>;
 
-/// Queue of byte pieces with counters of all that ever went in and out.
+/// Queue of byte pieces, with counters of all bytes ever queued and written.
 #[derive(Debug, Default)]
 pub(crate) struct Outbox {
     pieces: VecDeque<Bytes>,
-    /// Descriptors that travel with the piece that begins there.
+    /// Descriptors, each list with the offset of the piece to which it belongs.
     attached: VecDeque<(u64, Descriptors)>,
     queued: u64,
     written: u64,
 }
 
 impl Outbox {
-    /// Adds an encoded frame.
+    /// Appends an encoded frame.
     pub(crate) fn push(&mut self, piece: Bytes) {
         self.queued += piece.len() as u64;
         self.pieces.push_back(piece);
     }
 
-    /// Adds an encoded frame with descriptors.
+    /// Appends an encoded frame with descriptors.
     pub(crate) fn push_with(&mut self, piece: Bytes, descriptors: Descriptors) {
         if !descriptors.is_empty() {
             self.attached.push_back((self.queued, descriptors));
@@ -40,7 +41,7 @@ impl Outbox {
         self.push(piece);
     }
 
-    /// Adds a link frame.
+    /// Encodes and appends a link frame.
     pub(crate) fn push_link(&mut self, frame: &LinkFrame) {
         if frame.payload.len() <= COPY_BYTES_MAX {
             return self.push(encode_link(frame));
@@ -53,29 +54,29 @@ impl Outbox {
         self.push(frame.payload.clone());
     }
 
-    /// Bytes that wait.
+    /// Returns the number of bytes not written yet.
     pub(crate) fn backlog(&self) -> usize {
         (self.queued - self.written) as usize
     }
 
-    /// True when nothing waits.
     pub(crate) fn is_empty(&self) -> bool {
         self.pieces.is_empty()
     }
 
-    /// Bytes queued since the beginning. When [`Outbox::written`] has got there, what is queued now is out.
+    /// Returns the total number of bytes ever queued. When [`Outbox::written`] reaches this number,
+    /// everything queued until now is written.
     pub(crate) fn queued(&self) -> u64 {
         self.queued
     }
 
-    /// Bytes written since the beginning.
+    /// Returns the total number of bytes ever written.
     pub(crate) fn written(&self) -> u64 {
         self.written
     }
 
-    /// The first pieces, for one vectored write, and the descriptors that have to go with them.
+    /// Returns the first pieces for one vectored write, and the descriptors to send with them.
     pub(crate) fn slices(&self) -> (Vec<IoSlice<'_>>, Vec<RawFd>) {
-        /// Pieces of one write.
+        /// Maximum number of pieces in one write.
         const PIECES_MAX: usize = 64;
         let (mut slices, mut at) = (Vec::new(), self.written);
         let mut attached = self.attached.iter();
@@ -83,7 +84,8 @@ impl Outbox {
         let descriptors = here
             .map(|(_, fds)| fds.iter().map(|fd| fd.get().as_raw_fd()).collect())
             .unwrap_or_default();
-        // They belong to the first byte of their piece, so a write ends in front of it.
+        // Descriptors belong to the first byte of their piece, so a write must end before the next
+        // piece that has some.
         let end = attached
             .find(|(start, _)| *start > at)
             .map(|(start, _)| *start);
@@ -97,7 +99,7 @@ impl Outbox {
         (slices, descriptors)
     }
 
-    /// Notes that so many bytes have been written.
+    /// Removes `bytes` bytes that have been written.
     pub(crate) fn advance(&mut self, mut bytes: usize) {
         self.written += bytes as u64;
         while self
@@ -121,13 +123,14 @@ impl Outbox {
         }
     }
 
-    /// Leaves out the first piece, nothing of which has been written, and its descriptors; it counts as written.
+    /// Drops the first piece, of which nothing was written yet, and its descriptors. It counts as
+    /// written.
     pub(crate) fn skip_word(&mut self) {
         let length = self.pieces.front().map_or(0, Bytes::len);
         self.advance(length);
     }
 
-    /// Drops what waits; it counts as written, so that nobody waits for it.
+    /// Drops all pieces. They count as written, so that no thread keeps waiting for them.
     pub(crate) fn clear(&mut self) {
         self.pieces.clear();
         self.attached.clear();
@@ -142,8 +145,9 @@ mod tests {
     use sempa_proto::frame::FrameDecoder;
     use sempa_proto::link::LinkKind;
 
+    /// Skipping a frame also drops its descriptors; the frames after it are still written.
     #[test]
-    fn a_word_that_cannot_go_is_left_out_with_its_descriptors_and_what_follows_goes() {
+    fn skipped_frame_takes_its_descriptors_along() {
         let mut outbox = Outbox::default();
         let file = Arc::new(Own::fd(OwnedFd::from(
             std::fs::File::open("/dev/null").expect("there is one"),
@@ -170,8 +174,9 @@ mod tests {
         assert_eq!((outbox.backlog(), outbox.is_empty()), (0, true));
     }
 
+    /// Frames of any size are decoded unchanged, whatever the sizes of the writes.
     #[test]
-    fn frames_of_any_size_come_out_whole_however_they_are_written() {
+    fn frames_survive_partial_writes() {
         let frame = |len: usize| LinkFrame {
             src: Tid::from_raw(0x40001),
             dst: Tid::from_raw(0x40002),

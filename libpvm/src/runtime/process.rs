@@ -1,8 +1,8 @@
-//! What belongs to the process as a whole: what a fork must not take along, and what has to happen at its end.
+//! Process-wide hooks: cleanup after `fork` in the child, and flushing at the end of the process.
 //!
-//! After `fork` the child is no task: its copies of the descriptors are closed at once and its copies of the runtime are
-//! dead, which [`generation`] tells. `vfork` and `posix_spawn` do not come here; for them all descriptors are
-//! close-on-exec.
+//! After `fork` the child is not a task. Its copies of the descriptors are closed immediately, and
+//! its copies of the runtime are dead, which they recognize by [`generation`]. `vfork` and
+//! `posix_spawn` do not run these hooks; for them all descriptors are close-on-exec.
 #![allow(unsafe_code)] // pthread_atfork and atexit have no safe form.
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -12,25 +12,27 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, Once};
 
-/// Descriptors that a fork closes in the child. More than that are left to close-on-exec.
+/// Maximum number of descriptors that a fork closes in the child. Further ones are only
+/// close-on-exec.
 const FORK_FDS_MAX: usize = 1024;
-/// An unused place in [`FORK_FDS`].
+/// Marks a free entry of [`FORK_FDS`].
 const NO_FD: i32 = -1;
 
-/// Rises with every fork, in the child.
+/// Number of forks between the first process and this one; the child increments it.
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 static FORK_FDS: [AtomicI32; FORK_FDS_MAX] = [const { AtomicI32::new(NO_FD) }; FORK_FDS_MAX];
-/// Leaked on purpose: a fork may come while another thread holds the lock; the child then makes a new list.
+/// Leaked on purpose: another thread may hold the lock during a fork, and the child then creates a
+/// new list.
 static AT_EXIT: AtomicPtr<AtExit> = AtomicPtr::new(std::ptr::null_mut());
 
 type AtExit = Mutex<Vec<Box<dyn ExitHook>>>;
 
-/// Number of forks between the first process and this one.
+/// Returns the number of forks between the first process and this one.
 pub(crate) fn generation() -> u64 {
     GENERATION.load(Ordering::Relaxed)
 }
 
-/// Installs the hooks for fork and exit; once per process.
+/// Installs the hooks for fork and exit, once per process.
 pub(crate) fn install_hooks() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -42,17 +44,17 @@ pub(crate) fn install_hooks() {
     });
 }
 
-/// Something to be done at the normal end of this process, or before a fork.
+/// Action before a fork, or at the normal end of this process.
 pub(crate) trait ExitHook: Send {
-    /// True when there is nothing left to do; the hook is then forgotten at the next occasion.
+    /// True if nothing is left to do. The hook is removed when the next hook is added.
     fn is_done(&self) -> bool;
-    /// Does what has to be done before a fork.
+    /// Runs before a fork.
     fn before_fork(&self);
-    /// Does what has to be done at the end.
+    /// Runs at the normal end of the process.
     fn run(&self);
 }
 
-/// Adds a hook; hooks run once, in no particular order.
+/// Adds a hook. Hooks run once, in no particular order.
 pub(crate) fn add_exit_hook(hook: impl ExitHook + 'static) {
     let mut hooks = exit_hooks()
         .lock()
@@ -68,18 +70,19 @@ fn exit_hooks() -> &'static AtExit {
         list = match AT_EXIT.compare_exchange(list, fresh, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => fresh,
             Err(other) => {
-                // SAFETY: `fresh` came from `Box::into_raw` just now and nobody else has seen it.
+                // SAFETY: `fresh` comes from `Box::into_raw` above and was never shared.
                 drop(unsafe { Box::from_raw(fresh) });
                 other
             }
         };
     }
-    // SAFETY: the pointer came from `Box::into_raw` and is never freed once it is in AT_EXIT.
+    // SAFETY: the pointer comes from `Box::into_raw`, and what is stored in AT_EXIT is never freed.
     unsafe { &*list }
 }
 
 extern "C" fn at_exit() {
-    // `exit` may be called from a signal handler on top of a thread that holds the lock: better no flush than no end.
+    // A signal handler may call `exit` on top of a thread that holds the lock. Skipping the flush
+    // is better than a deadlock.
     if let Ok(hooks) = exit_hooks().try_lock() {
         hooks.iter().for_each(|hook| hook.run());
     }
@@ -91,10 +94,11 @@ extern "C" fn before_fork() {
     }
 }
 
-/// Marks a socket as one that is closed before a move and in a forked child, for those who look at this task from outside.
+/// Marks a socket that the library closes before a migration and in a forked child. Programs that
+/// inspect this task from outside recognize the mark.
 ///
 /// # Errors
-/// The kernel refuses.
+/// The kernel refuses to set the flag.
 pub(crate) fn mark(socket: impl AsFd) -> io::Result<()> {
     let fd = socket.as_fd();
     let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);
@@ -105,21 +109,22 @@ pub(crate) fn mark(socket: impl AsFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Async-signal-safe: atomics and `close` only.
+/// Async-signal-safe: uses only atomics and `close`.
 extern "C" fn after_fork_in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
     AT_EXIT.store(std::ptr::null_mut(), Ordering::Relaxed);
     for place in &FORK_FDS {
         let fd = place.swap(NO_FD, Ordering::Relaxed);
         if fd != NO_FD {
-            // SAFETY: the number is this child's copy of a descriptor of the runtime; `Own` never touches it again here.
+            // SAFETY: `fd` is this child's copy of a descriptor of the runtime; `Own` never uses it
+            // again in the child.
             unsafe { libc::close(fd) };
         }
     }
 }
 
-/// Something that belongs to the process that made it: a forked child's copy is closed by the fork if it is a descriptor,
-/// and never dropped.
+/// Value that belongs to the process that created it. In a forked child it is never dropped; if it
+/// is a descriptor, the fork closes the child's copy.
 #[derive(Debug)]
 pub(crate) struct Own<T> {
     value: Option<T>,
@@ -128,7 +133,7 @@ pub(crate) struct Own<T> {
 }
 
 impl<T> Own<T> {
-    /// Owns something that needs no closing at a fork.
+    /// Wraps a value that needs no closing at a fork.
     pub(crate) fn new(value: T) -> Own<T> {
         Own {
             value: Some(value),
@@ -137,7 +142,7 @@ impl<T> Own<T> {
         }
     }
 
-    /// Takes it out; `None` in a forked child.
+    /// Returns the value; `None` in a forked child.
     pub(crate) fn into_inner(mut self) -> Option<T> {
         if self.generation == generation() {
             self.value.take()
@@ -146,14 +151,12 @@ impl<T> Own<T> {
         }
     }
 
-    /// The thing itself, to change it.
     pub(crate) fn get_mut(&mut self) -> &mut T {
         self.value
             .as_mut()
             .expect("only `into_inner` and `drop` take it out")
     }
 
-    /// The thing itself.
     pub(crate) fn get(&self) -> &T {
         self.value
             .as_ref()
@@ -162,7 +165,7 @@ impl<T> Own<T> {
 }
 
 impl<T: AsFd> Own<T> {
-    /// Owns a descriptor, which a fork closes in the child.
+    /// Wraps a descriptor, which a fork closes in the child.
     pub(crate) fn fd(value: T) -> Own<T> {
         let fd = value.as_fd().as_raw_fd();
         let claim = |place: &AtomicI32| {

@@ -1,7 +1,8 @@
-//! The place in this process's memory where a library that has let go learns that it will go on elsewhere than it was told.
+//! Buffer in this process's memory through which a quiesced library is told that its next location
+//! has changed.
 //!
-//! A task that stands still for the owner of its host has let go before anybody knew where to. It must not run to be told,
-//! so the tasker writes it here while it is stopped.
+//! A task that is paused for the owner of its host quiesces before its target is known. It must not
+//! run to be notified, so the tasker writes the new location here while the task is stopped.
 
 use sempa_proto::frame::from_bytes;
 use sempa_proto::task::{REDIRECT_BYTES_MAX, Redirect, RedirectAt};
@@ -9,10 +10,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const WORDS: usize = REDIRECT_BYTES_MAX / 8;
 
-/// The length in bytes, or 0; then the words.
+/// Word 0 holds the length in bytes, 0 if the buffer is empty; the other words hold the encoded
+/// redirect.
 static PLACE: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
 
-/// Where it is, empty.
+/// Empties the buffer and returns its address.
 pub(super) fn open() -> RedirectAt {
     PLACE[0].store(0, Ordering::Release);
     RedirectAt {
@@ -21,7 +23,7 @@ pub(super) fn open() -> RedirectAt {
     }
 }
 
-/// What has been written there, if anything that can be read.
+/// Returns and removes the redirect. `None` if there is none or it cannot be decoded.
 pub(super) fn take() -> Option<Redirect> {
     let length = usize::try_from(PLACE[0].swap(0, Ordering::AcqRel))
         .ok()
@@ -56,8 +58,9 @@ mod tests {
         }
     }
 
+    /// A redirect in the buffer is returned exactly once. Invalid lengths and contents are ignored.
     #[test]
-    fn what_is_written_there_is_taken_once_and_nonsense_is_nothing() {
+    fn redirect_is_taken_once_and_garbage_ignored() {
         let tokens = vec![
             "/tmp/a/resume-7".into(),
             "/var/tmp/some/where/else/resume-7".into(),

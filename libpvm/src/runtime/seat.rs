@@ -1,8 +1,10 @@
-//! Who is woken when the daemon says something: a thread of the application that waits for just that, or else the helper,
-//! and never both. To go by way of the helper costs a message two wake-ups more, there and back.
+//! Chooses the thread that wakes up when the daemon's socket becomes readable: an application
+//! thread that waits for the daemon, otherwise the I/O thread, never both. A message that goes
+//! through the I/O thread costs two additional wake-ups.
 //!
-//! The kernel chooses: both watch the socket for themselves alone, the application's threads were there first, and a set
-//! on which nobody sleeps passes the call on. Neither set keeps the socket open.
+//! The kernel makes the choice. The application threads and the I/O thread each have an epoll set
+//! that watches the socket with `EPOLLEXCLUSIVE`. The application's set is added first, and a set
+//! on which no thread sleeps passes the event on to the next. The sets do not keep the socket open.
 
 use super::process::Own;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
@@ -12,10 +14,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-/// What a set says of its kick.
+/// Event data of the wake-up eventfd.
 const KICK: u64 = 1;
 
-/// A set of descriptors to sleep on.
+/// Epoll set on which threads sleep.
 #[derive(Debug)]
 pub(crate) struct Set(Epoll);
 
@@ -25,7 +27,7 @@ impl AsFd for Set {
     }
 }
 
-/// The two places at the daemon's socket.
+/// Epoll sets of the application threads (`front`) and of the I/O thread (`back`).
 #[derive(Debug)]
 pub(crate) struct Seats {
     front: Own<Set>,
@@ -34,7 +36,7 @@ pub(crate) struct Seats {
 }
 
 impl Seats {
-    /// Places without a socket.
+    /// Creates both sets without a socket.
     pub(crate) fn new() -> io::Result<Seats> {
         let set = || Ok::<_, io::Error>(Own::fd(Set(Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?)));
         let kick =
@@ -52,7 +54,7 @@ impl Seats {
         Ok(seats)
     }
 
-    /// Both watch this socket; in this order.
+    /// Makes both sets watch the socket. The order matters: the first set is woken first.
     pub(crate) fn put(&self, socket: &UnixStream) -> io::Result<()> {
         let wanted = EpollFlags::EPOLLIN | EpollFlags::EPOLLEXCLUSIVE;
         for set in [&self.front, &self.back] {
@@ -61,32 +63,33 @@ impl Seats {
         Ok(())
     }
 
-    /// Neither watches it any more.
+    /// Makes both sets stop watching the socket.
     pub(crate) fn take(&self, socket: &UnixStream) {
         for set in [&self.front, &self.back] {
-            // One that was never there need not go.
+            // Fails if the set never watched the socket, which is harmless.
             let _ = set.get().0.delete(socket);
         }
     }
 
-    /// Sleeps in the front until the socket can be read, or a kick, or for `span`. It may return for nothing.
+    /// Sleeps until the socket is readable, until [`Seats::kick`], or for `span`. May return
+    /// without a reason.
     pub(crate) fn sleep(&self, span: Duration) {
         let mut events = [EpollEvent::empty(); 2];
         let timeout = EpollTimeout::try_from(span).unwrap_or(EpollTimeout::MAX);
-        // An error is a signal: whoever waits looks at everything again.
+        // An error means a signal; the caller checks all conditions again.
         let count = self.front.get().0.wait(&mut events, timeout).unwrap_or(0);
         if events[..count].iter().any(|event| event.data() == KICK) {
             let _ = self.kick.get().read();
         }
     }
 
-    /// Wakes the thread in the front, also one that is only about to sleep.
+    /// Wakes the application thread that sleeps, or is about to sleep.
     pub(crate) fn kick(&self) {
-        // Full means kicked already.
+        // Fails if the counter is full; then a wake-up is pending.
         let _ = self.kick.get().write(1);
     }
 
-    /// What the helper sleeps on.
+    /// Returns the descriptor on which the I/O thread sleeps.
     pub(crate) fn back(&self) -> BorrowedFd<'_> {
         self.back.get().as_fd()
     }
@@ -101,14 +104,15 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// The helper's place would wake now.
+    /// True if the I/O thread's set is ready.
     fn back_is_called(seats: &Seats) -> bool {
         let mut fds = [PollFd::new(seats.back(), PollFlags::POLLIN)];
         poll(&mut fds, PollTimeout::ZERO) == Ok(1)
     }
 
+    /// A sleeping application thread wakes up for data on the socket and for an explicit wake-up.
     #[test]
-    fn whoever_sleeps_in_front_hears_the_socket_and_the_kick() {
+    fn app_thread_wakes_for_socket_and_kick() {
         let seats = Seats::new().expect("made");
         let (mut ours, mut theirs) = UnixStream::pair().expect("made");
         seats.put(&ours).expect("watched");
@@ -118,14 +122,15 @@ mod tests {
         theirs.write_all(b"x").expect("written");
         seats.sleep(LONG);
         assert!(begin.elapsed() < LONG, "both times somebody woke it");
-        // Who did not sleep finds it all the same, and so does the helper.
+        // Both sets still report the data until it is read.
         assert!(back_is_called(&seats));
         ours.read_exact(&mut [0]).expect("there");
         assert!(!back_is_called(&seats));
     }
 
+    /// A socket that was removed from the sets wakes no thread until it is added again.
     #[test]
-    fn a_socket_that_was_taken_away_calls_nobody() {
+    fn removed_socket_wakes_no_thread() {
         let seats = Seats::new().expect("made");
         let (ours, mut theirs) = UnixStream::pair().expect("made");
         seats.put(&ours).expect("watched");
