@@ -1,15 +1,18 @@
-//! Where a daemon can be reached: the addresses of its interfaces, or what the user says instead.
+//! The addresses at which a daemon can be reached: those of its interfaces, or those that the user
+//! sets.
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 
-/// Addresses announced at most; a slave's reply has to fit on one short line.
+/// Most addresses announced; a slave's reply must fit on one short line.
 pub(crate) const ADDRESSES_MAX: usize = 5;
 
-/// The addresses to announce with this port, most useful first: those of `SEMPA_ADDRESS` alone if it is set
-/// (`announced`), else `preferred`, then every other interface address; loopback only when there is nothing else.
+/// Returns the addresses to announce with this port, most useful first.
+///
+/// If `SEMPA_ADDRESS` is set (`announced`), only its addresses. Otherwise `preferred`, then all
+/// other interface addresses; loopback only if there is nothing else.
 ///
 /// # Errors
-/// One sentence when `announced` holds something that is no address.
+/// One sentence if `announced` contains a word that is not an address.
 pub(crate) fn listening(
     announced: Option<&str>,
     preferred: &[IpAddr],
@@ -37,7 +40,7 @@ pub(crate) fn listening(
         .filter(|ip| !ip.is_loopback())
         .collect();
     let own = interfaces();
-    // IPv4 first: it is what hosts of a lab can reach each other by most often.
+    // IPv4 first: hosts of one lab reach each other most often over IPv4.
     for wanted in [IpAddr::is_ipv4 as fn(&IpAddr) -> bool, IpAddr::is_ipv6] {
         for ip in own.iter().filter(|ip| wanted(ip) && !ip.is_loopback()) {
             if !ips.contains(ip) {
@@ -55,7 +58,8 @@ pub(crate) fn listening(
         .collect())
 }
 
-/// Addresses of all interfaces that are up, without link-local ones (they mean nothing without an interface).
+/// Returns the addresses of all interfaces that are up. Link-local addresses are left out: they are
+/// ambiguous without an interface.
 fn interfaces() -> Vec<IpAddr> {
     let Ok(all) = nix::ifaddrs::getifaddrs() else {
         return Vec::new();
@@ -74,7 +78,7 @@ fn interfaces() -> Vec<IpAddr> {
         .collect()
 }
 
-/// The addresses of a name; empty when it has none.
+/// Returns the addresses of a host name; empty if there are none.
 pub(crate) fn resolve(name: &str) -> Vec<IpAddr> {
     let Ok(found) = (name, 0).to_socket_addrs() else {
         return Vec::new();
@@ -82,14 +86,15 @@ pub(crate) fn resolve(name: &str) -> Vec<IpAddr> {
     found.map(|a| a.ip()).collect()
 }
 
-/// Client and server address of the ssh session that this process was started by (`SSH_CONNECTION`: client address,
-/// client port, server address, server port; sshd(8)).
+/// Returns client and server address of the ssh session that started this process
+/// (`SSH_CONNECTION`: client address, client port, server address, server port; sshd(8)).
 pub(crate) fn ssh_session(variable: Option<&str>) -> Option<(IpAddr, IpAddr)> {
     let words: Vec<&str> = variable?.split_whitespace().collect();
     let [client, _, server, _] = words[..] else {
         return None;
     };
-    // A scope (`%eth0`) belongs to the other end's view of a link-local address.
+    // A scoped address (`%eth0`) does not parse, and its scope would be valid only at the other
+    // end.
     Some((client.parse().ok()?, server.parse().ok()?))
 }
 
@@ -110,8 +115,9 @@ mod tests {
         assert_eq!(own[0], "10.0.0.9:7".parse().expect("an address"));
     }
 
+    /// `SSH_CONNECTION` yields client and server address; scoped addresses are ignored.
     #[test]
-    fn an_ssh_session_tells_both_addresses() {
+    fn ssh_session_yields_both_addresses() {
         let both = ssh_session(Some("10.77.0.1 40112 10.77.0.2 22")).expect("two addresses");
         assert_eq!(
             both,

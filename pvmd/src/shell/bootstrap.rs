@@ -1,62 +1,60 @@
-//! What the master tells a daemon that it starts on another host, and what that daemon answers: one line each, over the
-//! standard input and output of the remote shell. The master's line holds a private key, so it never appears in
-//! arguments or the environment.
+//! The two lines exchanged when a master starts a daemon on another host: the master's bootstrap
+//! line and the daemon's reply.
+//!
+//! They travel over the standard input and output of the remote shell. The master's line contains a
+//! private key, so it must never appear in arguments or in the environment.
 
 use super::pki::Identity;
 use sempa_proto::{HostId, PvmError};
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 
-/// Longest line of the master, in bytes.
 pub(crate) const BOOTSTRAP_BYTES_MAX: usize = 64 << 10;
-/// Version of both lines; PVM 3.4.6 daemons say 2316 in the same place.
+/// Version of both lines. PVM 3.4.6 daemons have 2316 in the same field.
 const DDPRO: u32 = 3000 + sempa_proto::WIRE_VERSION as u32;
-/// What the first word of an error answer is.
+/// First word of an error reply.
 const ERROR_MARK: &str = "sempa-error:";
-/// Variable parts of a slave's line at most (example hosters keep 255 characters of it).
+/// Longest reply line of a slave (example hosters keep 255 characters of it).
 pub(crate) const REPLY_BYTES_MAX: usize = 255;
 
 /// The master's line.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Bootstrap {
-    /// Version of this line.
     pub(crate) ddpro: u32,
-    /// Name of the virtual machine.
     pub(crate) vm: String,
     /// Index of the new host.
     pub(crate) host: u16,
-    /// Its name in the host table.
+    /// The new host's name in the host table.
     pub(crate) name: String,
-    /// Authority, certificate and key in hexadecimal DER.
+    /// Authority, certificate and key: DER in hexadecimal.
     pub(crate) authority: String,
     pub(crate) certificate: String,
     pub(crate) key: String,
-    /// Where the master listens.
+    /// Addresses at which the master listens.
     pub(crate) masters: Vec<SocketAddr>,
-    /// The master's library folder, used there if it exists there.
+    /// The master's library folder, used on the new host if it exists there.
     pub(crate) library: Option<String>,
-    /// Search path for executables (`ep=`), unexpanded.
+    /// Search path for executables (`ep=`), not expanded.
     pub(crate) search_path: Option<String>,
-    /// Working directory (`wd=`), unexpanded.
+    /// Working directory (`wd=`), not expanded.
     pub(crate) work_dir: Option<String>,
     /// Relative speed (`sp=`).
     pub(crate) speed: i32,
-    /// What debugs tasks there (`bx=`).
+    /// Debugger command for tasks on the new host (`bx=`).
     pub(crate) debugger: Option<String>,
-    /// The user has allowed root on the master, and so here.
+    /// The user has allowed root on the master; that applies to the new host, too.
     pub(crate) allow_root: bool,
-    /// Silence in milliseconds after which a host is lost.
+    /// Silence in milliseconds after which a host is considered lost.
     pub(crate) lease_ms: u64,
 }
 
 impl Bootstrap {
-    /// Version that this program writes.
     pub(crate) const VERSION: u32 = DDPRO;
 
-    /// The identity in it.
+    /// Returns the credentials in the line.
     ///
     /// # Errors
-    /// One sentence when it is not hexadecimal.
+    /// One sentence if they are not hexadecimal.
     pub(crate) fn identity(&self) -> Result<Identity, String> {
         let part = |text: &str| {
             from_hex(text).ok_or("the master's line holds a broken certificate".to_string())
@@ -68,19 +66,19 @@ impl Bootstrap {
         })
     }
 
-    /// The line, newline included.
+    /// Returns the line, newline included.
     pub(crate) fn line(&self) -> String {
         let mut line = serde_json::to_string(self).expect("strings and numbers are JSON");
         line.push('\n');
         line
     }
 
-    /// Reads the line.
+    /// Parses the master's line.
     ///
     /// # Errors
-    /// What to answer when it is not one, or of another version.
+    /// The refusal to reply if the line is malformed or has another version.
     pub(crate) fn parse(line: &str) -> Result<Bootstrap, Refusal> {
-        // The version stands before everything that may change with it.
+        // The version is read first: all other fields may change with it.
         #[derive(Deserialize)]
         struct Version {
             ddpro: u32,
@@ -104,27 +102,25 @@ impl Bootstrap {
     }
 }
 
-/// A slave's answer when it stands.
+/// A slave's reply when it is ready.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Ready {
-    /// Architecture name.
     pub(crate) arch: String,
-    /// Data signature.
+    /// PVM data signature.
     pub(crate) dsig: i32,
-    /// Where it listens.
     pub(crate) addresses: Vec<SocketAddr>,
 }
 
-/// A slave's answer when it cannot run.
+/// A slave's reply when it cannot run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Refusal {
-    /// PVM's code.
     pub(crate) error: PvmError,
-    /// One sentence.
+    /// The reason in one sentence.
     pub(crate) text: String,
 }
 
-/// Either answer as a line, without newline. It begins as PVM's does, because hosters written for PVM look for that.
+/// Formats a reply as a line without newline. The line begins as PVM's does, because hosters
+/// written for PVM look for that.
 pub(crate) fn reply_line(reply: &Result<Ready, Refusal>) -> String {
     match reply {
         Ok(ready) => {
@@ -159,7 +155,7 @@ pub(crate) fn reply_line(reply: &Result<Ready, Refusal>) -> String {
     }
 }
 
-/// Reads a slave's answer; `None` for a line that is none (a greeting of the login shell, say).
+/// Parses a slave's reply. Returns `None` for other lines, such as a greeting of the login shell.
 pub(crate) fn parse_reply(line: &str) -> Option<Result<Ready, Refusal>> {
     if let Some(rest) = line.strip_prefix(ERROR_MARK) {
         let (code, text) = rest.trim().split_once(' ')?;
@@ -208,7 +204,7 @@ pub(crate) fn parse_reply(line: &str) -> Option<Result<Ready, Refusal>> {
     Some(ready().ok_or_else(broken))
 }
 
-/// The host that the line is for.
+/// Returns the host that the line is for.
 pub(crate) fn host_of(bootstrap: &Bootstrap) -> Result<HostId, Refusal> {
     HostId::new(bootstrap.host).ok_or_else(|| Refusal {
         error: PvmError::BadParam,
@@ -219,7 +215,6 @@ pub(crate) fn host_of(bootstrap: &Bootstrap) -> Result<HostId, Refusal> {
     })
 }
 
-/// Bytes in hexadecimal.
 pub(crate) fn to_hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
@@ -239,7 +234,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_lines_come_back_as_they_were() {
+    fn both_lines_survive_a_round_trip() {
         let bootstrap = Bootstrap {
             ddpro: Bootstrap::VERSION,
             vm: "pvm".into(),
@@ -287,8 +282,10 @@ mod tests {
         );
     }
 
+    /// Greetings are ignored, PVM 3 replies are refused by version, and a long address list is cut
+    /// to the limit.
     #[test]
-    fn other_lines_are_not_taken_for_an_answer() {
+    fn unrelated_and_old_lines_are_not_replies() {
         assert_eq!(parse_reply("Welcome to this machine"), None);
         let old =
             parse_reply("ddpro<2316> arch<LINUX64> ip<0a4e0002:9c2a> mtu<4080> dsig<4230209>");

@@ -1,5 +1,7 @@
-//! Puts a daemon together: certificates, sockets, machine, loop; and takes it apart at the end. Master and slave differ
-//! in where their settings come from ([`super::cli`], [`super::slave`]) and in who tells that they stand.
+//! Assembles a daemon (certificates, sockets, state machine, loop) and takes it apart at the end.
+//!
+//! Master and slave differ in the source of their settings ([`super::cli`], [`super::slave`]) and
+//! in how they report that they are ready.
 
 use super::detour::Detours;
 use super::driver::{Driver, Parts};
@@ -38,31 +40,33 @@ use std::time::{Duration, Instant};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
-/// Threads for disks that have nothing to do end after this. Work goes round among those that are there, so that with the usual ten
-/// seconds a checkpoint a second would keep as many as were ever needed at once.
+/// Idle time after which a blocking (disk) thread ends. Work rotates among the idle threads: with
+/// tokio's default of ten seconds, one checkpoint per second would keep every thread alive that was
+/// ever needed.
 const DISK_THREADS_KEPT_FOR: Duration = Duration::from_secs(2);
-/// Places in which the allocator keeps what was freed: one for the daemon's own thread, one for all that read and write files.
+/// Arenas of the memory allocator: one for the daemon's main thread, one for all threads that read
+/// and write files.
 const HEAP_PLACES: i32 = 2;
-/// Freed memory that the allocator keeps at its end, and the size of what it gets from the kernel piece by piece.
+/// Freed memory that the allocator keeps for reuse; also the size from which it maps an allocation
+/// separately.
 const KEPT_BYTES: i32 = 32 << 20;
 
-/// Which of the two kinds of daemon.
+/// The role of a daemon in the virtual machine.
 pub(crate) enum Role {
-    /// Founds the virtual machine.
+    /// Creates the virtual machine.
     Master {
         /// Lines of the host file.
         hostfile: Vec<String>,
     },
     /// Was started by a master.
     Slave {
-        /// Its certificate.
         identity: Identity,
-        /// Where the master may be.
+        /// Addresses at which the master may be reached.
         masters: Vec<SocketAddr>,
     },
 }
 
-/// Everything that differs from daemon to daemon.
+/// Settings that differ between daemons.
 pub(crate) struct Setup {
     pub(crate) place: HeldPlace,
     pub(crate) host: HostId,
@@ -75,40 +79,43 @@ pub(crate) struct Setup {
     pub(crate) role: Role,
 }
 
-/// What others need to know of a daemon that stands.
+/// Contact data of a daemon that is ready.
 pub(crate) struct Standing {
     pub(crate) socket: PathBuf,
     pub(crate) addresses: Vec<SocketAddr>,
 }
 
-/// What a daemon needs of root's rights, if it has them: the tasker is privileged, not this process.
+/// Capabilities that a daemon keeps if it runs as root. The tasker is the privileged process, not
+/// the daemon.
 const NEEDED: [Capability; 3] = [
-    // Its store and logs, and the programs of tasks, may be in folders of somebody else, whom root works for.
+    // The checkpoint store, the logs and the tasks' programs may be in folders of another user.
     Capability::DAC_OVERRIDE,
-    // Tasks that have become another user's.
+    // For tasks that have changed their user.
     Capability::KILL,
-    // Whoever sends images goes first.
+    // For raising the priority of threads that send images.
     Capability::SYS_NICE,
 ];
 
-/// A variable of the environment, if it is set and not empty.
+/// Returns an environment variable if it is set and not empty.
 pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-/// Runs a daemon to its end. `announce` is told once that it stands.
+/// Runs a daemon to its end. `announce` is called once the daemon is ready.
 ///
 /// # Errors
-/// When it cannot be set up; nothing is left behind then.
+/// The daemon cannot be set up; nothing is left on the host then.
 pub(crate) fn run(
     setup: Setup,
     announce: impl FnOnce(Standing) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    // With all rights: root may use any port, and may have larger buffers behind it than others.
+    // Before capabilities are dropped: root may bind any port and set larger socket buffers than
+    // other users.
     let port = variable("PVMNETSOCKPORT").and_then(|v| v.parse().ok());
     let socket =
         bind_udp(port.unwrap_or(0)).context("cannot open a UDP port for the other daemons")?;
-    // Before there are other threads. What it starts as root has by its own start what root has.
+    // Must happen before other threads start: capabilities belong to a thread. Programs that the
+    // daemon starts as root get root's capabilities again by their exec.
     rights::keep_only(rights::set(&NEEDED)).context("cannot give up rights")?;
     let log_path = variable("SEMPA_LOG").map_or_else(|| setup.place.place().log(), PathBuf::from);
     let bytes_max = variable("PVMDLOGMAX")
@@ -119,8 +126,9 @@ pub(crate) fn run(
     heap::keep_in_places(HEAP_PLACES);
     heap::keep_freed(KEPT_BYTES);
     sempa_socket::take_short_turns();
-    // One thread for the loop and all streams: what comes in goes out again without waking another thread, which
-    // would cost more than all the rest. Disks have threads of their own.
+    // A single thread runs the loop and all streams: a message that comes in leaves again without
+    // waking another thread, which would cost more than everything else. Disk access uses blocking
+    // threads.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .thread_keep_alive(DISK_THREADS_KEPT_FOR)
@@ -258,15 +266,19 @@ async fn assemble_and_run(
     })?;
     log.line("ready");
     drop(log);
-    // As a task beside those that serve the streams: what waits in `block_on` is woken by way of the kernel.
+    // Spawned like the tasks that serve the streams: waking a future in `block_on` would go through
+    // the kernel.
     tokio::spawn(Driver::new(parts, start, is_master).run(signals))
         .await
         .context("the daemon's loop has failed")?;
     Ok(())
 }
 
-/// The tids in the store, which nobody else gets. Without them tasks are started all the same: they can be wanted more than sets that
-/// nobody can read.
+/// Returns, by host, the highest task number in stored checkpoints; these tids must not be assigned
+/// again.
+///
+/// An unreadable store yields no reservations: starting tasks is more important than checkpoints
+/// that cannot be read.
 fn spared(whereabouts: &Result<Whereabouts, String>, vm: &str, log: &Log) -> BTreeMap<HostId, u32> {
     let read = whereabouts.as_ref().map_err(String::clone);
     let spared = read.and_then(|at| at.spared(vm, unix_time()).map_err(|why| why.to_string()));
@@ -279,12 +291,12 @@ fn spared(whereabouts: &Result<Whereabouts, String>, vm: &str, log: &Log) -> BTr
     })
 }
 
-/// What the role of a daemon means for its beginning.
+/// The parts of a daemon that depend on its role.
 struct Begin {
     hostfile: Vec<String>,
     masters: Vec<SocketAddr>,
     identity: Identity,
-    /// A master's: by it others are let in.
+    /// Only on the master: issues certificates to new hosts.
     authority: Option<Arc<Authority>>,
 }
 
@@ -311,7 +323,7 @@ impl Begin {
     }
 }
 
-/// The first lines of the log.
+/// Writes the first lines of the log.
 fn introduce(name: &str, addresses: &[SocketAddr], held: &HeldPlace, log: &Log) {
     let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
     let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
@@ -332,7 +344,6 @@ fn introduce(name: &str, addresses: &[SocketAddr], held: &HeldPlace, log: &Log) 
     }
 }
 
-/// What a master's starter needs to know.
 fn starter_settings(
     authority: Arc<Authority>,
     place: &Place,
@@ -356,7 +367,8 @@ fn starter_settings(
     }
 }
 
-/// `PVM_TASKER`, and on the master `PVM_TRACER` and `PVM_HOSTER`, in PVM's order.
+/// Returns the commands in `PVM_TASKER` and, on the master, `PVM_TRACER` and `PVM_HOSTER`, in PVM's
+/// order.
 fn server_commands(is_master: bool) -> anyhow::Result<Vec<Vec<String>>> {
     let names: &[&str] = if is_master {
         &["PVM_TASKER", "PVM_TRACER", "PVM_HOSTER"]
@@ -370,7 +382,7 @@ fn server_commands(is_master: bool) -> anyhow::Result<Vec<Vec<String>>> {
     Ok(commands)
 }
 
-/// The command in a variable, split into words.
+/// Splits the command in an environment variable into words.
 fn command_of(name: &str) -> anyhow::Result<Option<Vec<String>>> {
     let Some(command) = variable(name) else {
         return Ok(None);
@@ -380,7 +392,7 @@ fn command_of(name: &str) -> anyhow::Result<Option<Vec<String>>> {
     Ok(Some(words).filter(|words| !words.is_empty()))
 }
 
-/// Turns signals that ask for an end into reasons.
+/// Converts termination signals into reasons for the daemon's end.
 fn catch_signals() -> anyhow::Result<mpsc::Receiver<String>> {
     let (sender, receiver) = mpsc::channel(8);
     let mut kinds = vec![
@@ -402,7 +414,8 @@ fn catch_signals() -> anyhow::Result<mpsc::Receiver<String>> {
     Ok(receiver)
 }
 
-/// True if whoever started this process has set a signal to be ignored, as nohup(1) does; it stays ignored then.
+/// True if this process was started with a signal ignored, as nohup(1) does; the signal stays
+/// ignored then.
 fn is_ignored(signal: i32) -> bool {
     let status = i32::try_from(std::process::id()).ok().and_then(Status::of);
     status.is_some_and(|status| status.signals("SigIgn") & (1 << (signal - 1)) != 0)

@@ -1,8 +1,8 @@
-//! Frames of a task's socket together with the descriptors that travel with some of them.
+//! Frames of a task's socket together with the file descriptors passed with some of them.
 //!
-//! Descriptors are attached to the first byte of the frame whose word announces them, and each such frame is written by a
-//! call of its own. The kernel never joins two sets of descriptors in one read, so a reader that takes all whole frames
-//! after each read knows for sure to which frame a set belongs.
+//! A frame that carries descriptors is written by a call of its own, with the descriptors attached
+//! to its first byte. The kernel never merges two sets of descriptors in one read. A reader that
+//! takes all complete frames after each read therefore knows which frame a set belongs to.
 
 use super::local_socket::LocalSocket;
 use nix::errno::Errno;
@@ -15,15 +15,15 @@ use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixStream;
 
-/// Descriptors of one connection that wait for the rest of their frame: those of a frame that came in part, and of one
-/// behind it.
+/// Most descriptors of one connection that may wait for the rest of their frame: those of a partly
+/// received frame and of the frame after it.
 const DESCRIPTORS_WAITING_MAX: usize = 2 * WORD_DESCRIPTORS_MAX;
-/// Bytes asked from the socket at once.
+/// Buffer space reserved for a read.
 const READ_BYTES: usize = 256 << 10;
-/// Room for reading below which new room is made.
+/// The buffer is enlarged when less space than this is left.
 const READ_BYTES_MIN: usize = 16 << 10;
 
-/// What has been read from a task's socket and not been taken.
+/// Data and descriptors that were read from a task's socket and not taken yet.
 #[derive(Debug, Default)]
 pub(crate) struct Incoming {
     decoder: FrameDecoder,
@@ -31,7 +31,8 @@ pub(crate) struct Incoming {
 }
 
 impl Incoming {
-    /// The next frame, `None` at the end of the stream, or why the bytes are none.
+    /// Returns the next frame, `None` at the end of the stream, or the reason why the bytes are not
+    /// a frame.
     pub(crate) async fn next_frame(
         &mut self,
         socket: &LocalSocket,
@@ -53,13 +54,15 @@ impl Incoming {
                 Ok(0) => return Err("the stream ended in the middle of a frame".into()),
                 Ok(_) => {}
                 Err(e) if e.kind() == io::ErrorKind::InvalidData => return Err(e.to_string()),
-                // A broken stream ends like a closed one: what was cut off never counted.
+                // A broken stream ends like a closed one: an incomplete frame never takes effect.
                 Err(_) => return Ok(None),
             }
         }
     }
 
-    /// The descriptors of the frame that was taken last, which announces so many; none if this daemon may have no more of them.
+    /// Returns the descriptors of the frame taken last, which announces `announced` of them.
+    ///
+    /// Returns none if the kernel dropped them because this daemon may have no more open files.
     pub(crate) fn descriptors(&mut self, announced: usize) -> Result<Descriptors, String> {
         match self.passed.take(announced) {
             Taken::All(all) => Ok(Descriptors::new(all)),
@@ -72,9 +75,12 @@ impl Incoming {
     }
 }
 
-/// Writes the beginning of a frame with its descriptors, waiting until the socket takes some of it; says how much it took. It
-/// takes all of a frame that comes to nothing because too many descriptors of this user are on their way: what offers or
-/// accepts a route is forgotten by both sides when no answer comes, and the daemons go on carrying their messages.
+/// Writes the beginning of a frame with its descriptors; waits until the socket accepts some of it.
+/// Returns the number of bytes written.
+///
+/// If too many descriptors of this user are in flight (ETOOMANYREFS), the frame is dropped and
+/// reported as written. Such frames offer or accept a route; both sides forget the route when no
+/// reply comes, and the daemons continue to carry the messages.
 pub(crate) async fn send_with(
     socket: &LocalSocket,
     frame: &[u8],

@@ -1,5 +1,7 @@
-//! The daemon's loop: the only place where the machine is touched. Inputs come from one queue, outputs are carried out
-//! in their order, and nothing here waits for a peer or a disk.
+//! The daemon's loop, the only place that accesses the state machine.
+//!
+//! Inputs come from one queue. The state machine's outputs are carried out in their order. The loop
+//! never waits for a peer or a disk.
 
 use super::detour::Detours;
 use super::halts::{Edge, Halts};
@@ -33,22 +35,23 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, sleep_until};
 
-/// Time for a machine that was told to stop; after it the daemon ends as it is, and its tasks with it.
+/// Time the state machine has to stop in order; after it the daemon ends immediately, and its tasks
+/// with it.
 const STOP_WITHIN: Duration = Duration::from_secs(30);
-/// Time for a slave's first session with its master.
+/// Time a slave has to establish its first session with the master.
 const MASTER_WITHIN: Duration = Duration::from_secs(30);
-/// Time for tasks and hosts to take the last that was sent to them.
+/// Time tasks and hosts have to take the last data sent to them.
 const FAREWELL_WITHIN: Duration = Duration::from_secs(3);
-/// What a slave's process may take to end after its last word; the master gives it that long.
+/// Time a slave's process has to exit after its last message; the master waits twice this time.
 const LAST_STEPS: Duration = Duration::from_millis(60);
-/// Inputs taken before the loop looks at its clock and the streams get their turn.
+/// Most inputs handled before the loop reads its clock and the streams are served.
 const INPUTS_AT_ONCE: usize = 64;
-/// Memory that images have needed is given back so often at most.
+/// Minimum interval between two releases of freed memory to the kernel.
 const GIVE_BACK_EVERY: Duration = Duration::from_secs(5);
-/// How often queues and sessions are looked after.
+/// Interval at which queues and sessions are checked.
 const TICK: Duration = Duration::from_secs(1);
 
-/// A connected task, with what is needed to notice that it does not read.
+/// A connected task, with the data to detect that it does not read.
 struct Connected {
     line: TaskLine,
     progress: usize,
@@ -56,7 +59,7 @@ struct Connected {
     dismissed: bool,
 }
 
-/// What a daemon is made of.
+/// The components of a daemon.
 pub(crate) struct Parts {
     pub(crate) machine: Machine,
     pub(crate) world: DaemonWorld,
@@ -75,23 +78,23 @@ pub(crate) struct Parts {
     pub(crate) place: HeldPlace,
 }
 
-/// A running daemon.
 pub(crate) struct Driver {
     parts: Parts,
     is_master: bool,
     tasks: HashMap<ConnId, Connected>,
     start: Instant,
     vigil: Vigil,
-    /// When freed memory was given back last.
+    /// When freed memory was last returned to the kernel.
     gave_back: Instant,
-    /// Set on a slave until its master's session stands.
+    /// Deadline for the first session with the master. Only on a slave, until the session is
+    /// established.
     master_until: Option<Instant>,
     stop_at: Option<Instant>,
     done: bool,
 }
 
 impl Driver {
-    /// A daemon whose clock begins at `start`.
+    /// Creates a daemon whose clock begins at `start`.
     pub(crate) fn new(parts: Parts, start: Instant, is_master: bool) -> Driver {
         let master_until = (!is_master).then(|| Instant::now() + MASTER_WITHIN);
         let (tasks, vigil) = (HashMap::new(), Vigil::new());
@@ -112,8 +115,10 @@ impl Driver {
         Micros(u64::try_from(self.start.elapsed().as_micros()).unwrap_or(u64::MAX))
     }
 
-    /// Runs until the machine says [`Output::Shutdown`], then lets go of everything in order. `signals` brings reasons
-    /// to stop; a second one ends the daemon at once.
+    /// Runs until the state machine emits [`Output::Shutdown`], then shuts down everything in
+    /// order.
+    ///
+    /// `signals` delivers reasons to stop; a second one ends the daemon immediately.
     pub(crate) async fn run(mut self, mut signals: mpsc::Receiver<String>) {
         if self.is_master {
             self.start_tasker();
@@ -126,10 +131,11 @@ impl Driver {
             let wake = self.parts.machine.next_wakeup();
             if wake.is_some_and(|at| at <= self.now()) {
                 self.feed(Event::Wake);
-                // Inputs go on even if the machine wants to be woken again at once.
+                // Inputs are still served if the state machine asks for an immediate wakeup again
+                // and again.
                 tokio::task::yield_now().await;
             }
-            // Set again only when it has changed: with messages passing it hardly ever does.
+            // The timer is reset only when the time has changed, which is rare while messages pass.
             let wake = self.parts.machine.next_wakeup();
             if wake != alarm_at {
                 let at = wake.map(|at| self.start + Duration::from_micros(at.0));
@@ -171,7 +177,7 @@ impl Driver {
         self.feed(Event::Stop { why });
     }
 
-    /// Takes an input and those that wait behind it.
+    /// Handles an input and those queued after it.
     fn take_some(&mut self, first: Input) {
         self.take(first);
         for _ in 1..INPUTS_AT_ONCE {
@@ -251,7 +257,7 @@ impl Driver {
 
     fn take_event(&mut self, event: Event) {
         let unheard = match &event {
-            // After its dismissal a task is heard no more, except for its end.
+            // After a task is disconnected, only the end of its connection is handled.
             Event::TaskControl { conn, .. }
             | Event::TaskRoute { conn, .. }
             | Event::TaskLink { conn, .. } => self.tasks.get(conn).is_none_or(|t| t.dismissed),
@@ -259,7 +265,8 @@ impl Driver {
             Event::TaskerGone { why } => {
                 self.parts.log.line(why);
                 self.parts.place.undo_carried();
-                // First of all, so that what the machine asks for next goes to the new one.
+                // Must come first: requests that the state machine makes next are for the new
+                // tasker.
                 self.parts.tasker.gone();
                 false
             }
@@ -270,13 +277,13 @@ impl Driver {
         }
     }
 
-    /// Gives the machine an event and carries out what it asks for.
+    /// Passes an event to the state machine and carries out its outputs.
     fn feed(&mut self, event: Event) {
         self.handle(event);
         self.carry_out_all();
     }
 
-    /// Gives the machine an event; what it asks for is carried out by whoever does that now.
+    /// Passes an event to the state machine. The caller carries out the outputs.
     fn handle(&mut self, event: Event) {
         let now = self.now();
         self.parts.machine.handle(now, &mut self.parts.world, event);
@@ -453,14 +460,14 @@ impl Driver {
         }
     }
 
-    /// A link frame for a task.
+    /// Queues a link frame for a task.
     fn hand_over(&mut self, conn: ConnId, frame: Bytes) {
         if let Some(task) = self.tasks.get_mut(&conn) {
             task.line.outbox.put(Parcel::Link(frame));
         }
     }
 
-    /// Something for the data channel of another host.
+    /// Sends an item over the data channel of another host.
     fn carry(&mut self, host: HostId, carried: Carried) {
         self.vigil.sent(&carried, Instant::now());
         self.parts.net.carry(host, carried);
@@ -479,7 +486,7 @@ impl Driver {
         }
     }
 
-    /// Sends a signal to the process that made a connection.
+    /// Sends a signal to the process at the other end of a task's connection.
     fn signal(&mut self, conn: ConnId, signal: i32) {
         let Some(TaskLine { pid, process, .. }) = self.tasks.get(&conn).map(|task| &task.line)
         else {
@@ -518,7 +525,8 @@ impl Driver {
         });
     }
 
-    /// Once a second: tasks that do not read, hosts to be dialled, memory that nobody needs, deadlines of this daemon's own.
+    /// Runs once a second. Checks for tasks that do not read, hosts to connect to, unused memory,
+    /// and this daemon's deadlines.
     fn look_after(&mut self) {
         for task in self.tasks.values_mut() {
             let progress = task.line.outbox.progress();
@@ -558,8 +566,11 @@ impl Driver {
         }
     }
 
-    /// Ends the tasker with all its tasks, gives the place back and closes everything. Slaves have done all that before
-    /// the last they say, and the master listens until then: when its place is free, nothing is left on any host.
+    /// Ends the tasker with all its tasks, releases the runtime directory and closes all sessions.
+    ///
+    /// A slave has finished all that before it sends its last message, and the master listens until
+    /// then: when the master's directory is free, nothing of the virtual machine is left on any
+    /// host.
     async fn leave(mut self) {
         let conns: Vec<ConnId> = self.tasks.keys().copied().collect();
         conns.into_iter().for_each(|conn| self.dismiss(conn));
@@ -585,7 +596,8 @@ impl Driver {
         if had_slaves {
             tokio::time::sleep(2 * LAST_STEPS).await;
         }
-        // The tasker talks to the end, so somebody has to listen; nothing that it says matters now.
+        // The tasker sends messages until it ends, so its queue must be drained; the messages have
+        // no effect.
         let drain = tokio::spawn(async move { while inputs.recv().await.is_some() {} });
         tasker.end().await;
         drop((images, starter, moves));
@@ -601,7 +613,7 @@ impl Driver {
         drain.abort();
     }
 
-    /// Goes on listening until this holds, but not for ever.
+    /// Handles the ends of connections until `is_over` holds or [`FAREWELL_WITHIN`] has passed.
     async fn farewell(&mut self, is_over: impl Fn(&Driver) -> bool) {
         let until = Instant::now() + FAREWELL_WITHIN;
         while !is_over(self) {

@@ -1,5 +1,7 @@
-//! Where tests have this daemon stand still: before a step of a move begins, and at its end before anybody is told of it. So a
-//! fault meets the move at exactly this point, whatever the machine is busy with.
+//! Failpoints for tests: stops this daemon at the start or end of a migration step.
+//!
+//! A fault injected while the daemon is stopped hits the migration at exactly that point,
+//! regardless of the load of the machine.
 
 use super::daemon::variable;
 use nix::sys::signal::{Signal, raise};
@@ -9,35 +11,39 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::PathBuf;
 
-/// The folder that has a file `TID-before-STEP` for each step before which some daemon is to stand still, and `TID-STEP` for each at
-/// whose end. A file `TID-places` gets a line for each of these places that a daemon comes to. Set by tests only.
+/// Environment variable that names the failpoint folder. Set only by tests.
+///
+/// - A file `TID-before-STEP` stops the first daemon that is about to begin this step.
+/// - A file `TID-STEP` stops the first daemon that has completed this step.
+/// - Each daemon that reaches an edge of a step of the task appends a line to `TID-places`.
 const FOLDER: &str = "SEMPA_TEST_STEPS";
 
-/// Which end of a step.
+/// An edge of a step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Edge {
-    /// Nothing of it is done.
+    /// The step has not begun.
     Before,
-    /// Nobody has been told that it is done.
+    /// The step is complete, and its completion is not reported yet.
     After,
 }
 
-/// The halts that somebody has asked for.
+/// The failpoints that a test requested.
 #[derive(Debug)]
 pub(crate) struct Halts {
     folder: Option<PathBuf>,
 }
 
 impl Halts {
-    /// None, unless the environment names a folder.
+    /// Reads the folder from the environment. Without a folder there are no failpoints.
     pub(crate) fn from_environment() -> Halts {
         Halts {
             folder: variable(FOLDER).map(PathBuf::from),
         }
     }
 
-    /// Has this process stop, if somebody wants that here, until it is told to go on. It tells by the name of the file, which
-    /// gets `.reached` at its end: whoever comes first stops.
+    /// Stops this process with SIGSTOP if a test requested it for this edge; the test continues it.
+    ///
+    /// The request file is renamed to `*.reached`, so only the first daemon to get here stops.
     pub(crate) fn at(&self, tid: Tid, edge: Edge, step: Step) {
         let Some(folder) = &self.folder else { return };
         let edge = match edge {
@@ -48,12 +54,12 @@ impl Halts {
             .append(true)
             .open(folder.join(format!("{tid}-places")))
         {
-            // The test that reads them misses a line.
+            // On failure the test that reads the file misses a line.
             let _ = places.write_all(format!("{edge}{step}\n").as_bytes());
         }
         let wanted = folder.join(format!("{tid}-{edge}{step}"));
         if std::fs::rename(&wanted, wanted.with_extension("reached")).is_ok() {
-            // Nothing is lost if it fails: the test that waits for this says so.
+            // A failure is harmless: the test that waits for the stop reports it.
             let _ = raise(Signal::SIGSTOP);
         }
     }

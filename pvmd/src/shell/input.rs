@@ -1,4 +1,5 @@
-//! What the daemon's loop is told by the tasks that serve its streams, and a limit for lines about strangers.
+//! Inputs of the daemon's loop, sent by the tokio tasks that serve its streams, and a rate limit
+//! for log lines about unauthenticated peers.
 
 use super::local::TaskLine;
 use super::net::NetInput;
@@ -7,36 +8,36 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 use tokio::sync::mpsc;
 
-/// Inputs that may wait for the loop. Readers wait when it is full, so that a flood stops at the sockets.
+/// Capacity of the input queue. Readers wait when it is full, so a flood is held back at the
+/// sockets.
 pub(crate) const INPUTS_WAITING_MAX: usize = 1024;
 
-/// One input of the daemon's loop.
 #[derive(Debug)]
 pub(crate) enum Input {
-    /// For the machine as it is.
+    /// An event that is passed to the state machine unchanged.
     Event(Event),
-    /// A task has said a proper hello; events of its connection follow.
+    /// A task has completed its handshake; events of its connection follow.
     TaskUp(TaskLine),
-    /// From the sessions with other daemons.
+    /// Comes from the sessions with other daemons.
     Net(NetInput),
 }
 
-/// The way into the loop.
+/// Sends inputs to the loop.
 pub(crate) type Inputs = mpsc::Sender<Input>;
 
-/// Lets a few lines a minute through, so that strangers cannot fill the log.
+/// Allows a few lines per minute, so that unauthenticated peers cannot fill the log.
 #[derive(Debug)]
 pub(crate) struct LineLimit {
     start: Instant,
-    /// Minute of the last line and the number of lines in it.
+    /// Minute of the last line in the upper 48 bits, number of lines in that minute in the lower
+    /// 16.
     state: AtomicU64,
 }
 
-/// Lines about strangers per minute and kind.
+/// Lines per minute and kind of line.
 const LINES_PER_MINUTE_MAX: u64 = 20;
 
 impl LineLimit {
-    /// A limit with nothing used of it.
     pub(crate) fn new() -> LineLimit {
         LineLimit {
             start: Instant::now(),
@@ -44,7 +45,7 @@ impl LineLimit {
         }
     }
 
-    /// True if a line may be written now.
+    /// Returns true if a line may be written, and counts it.
     pub(crate) fn allows(&self) -> bool {
         let minute = self.start.elapsed().as_secs() / 60;
         let pack = |minute: u64, lines: u64| minute << 16 | lines;

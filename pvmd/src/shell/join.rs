@@ -1,9 +1,14 @@
-//! How a daemon that a hoster starts gets its certificate.
+//! How a daemon started by a hoster gets its certificate.
 //!
-//! A hoster passes on one short secret (as `PVM_VMID=…` on standard input, where PVM's hosters put it) and a command. The
-//! command says where the master waits; there the new daemon fetches the line that it would otherwise have read from its
-//! standard input, sealed with the secret. The master writes it to whoever connects and reads nothing, so a stranger gets
-//! bytes that mean nothing to him. Each secret seals one line and is never used again.
+//! 1. The master gives the hoster a short secret and a command. The hoster passes the secret on as
+//!    `PVM_VMID=…` on standard input, where PVM's hosters put it. The command contains addresses of
+//!    the master.
+//! 2. The new daemon connects to one of these addresses and fetches its bootstrap line, encrypted
+//!    with the secret. Without a hoster the daemon reads this line from its standard input.
+//! 3. The master sends the encrypted line to every peer that connects and reads nothing. A peer
+//!    without the secret gets meaningless bytes.
+//!
+//! Each secret encrypts one line and is never used again.
 
 use super::bootstrap::{BOOTSTRAP_BYTES_MAX, Refusal, to_hex};
 use ring::aead::{Aad, CHACHA20_POLY1305, LessSafeKey, Nonce, UnboundKey};
@@ -15,18 +20,17 @@ use std::time::Duration;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpListener;
 
-/// How long a new daemon tries each of the master's addresses.
+/// Time a new daemon tries each address of the master.
 const DIAL_WITHIN: Duration = Duration::from_secs(10);
-/// Addresses of the master in a command; hosters written for PVM have room for 511 characters of it.
+/// Most addresses of the master in a command; hosters written for PVM have room for 511 characters
+/// of it.
 const ADDRESSES_MAX: usize = 4;
-/// Bytes of the secret.
 const SECRET_BYTES: usize = 32;
 
-/// The secret of one start.
+/// The secret of one host start.
 pub(crate) struct Secret([u8; SECRET_BYTES]);
 
 impl Secret {
-    /// A new one.
     pub(crate) fn new() -> Secret {
         let mut bytes = [0; SECRET_BYTES];
         SystemRandom::new()
@@ -35,12 +39,12 @@ impl Secret {
         Secret(bytes)
     }
 
-    /// As it stands on standard input.
+    /// Returns the secret in hexadecimal, as it is written to standard input.
     pub(crate) fn text(&self) -> String {
         to_hex(&self.0)
     }
 
-    /// Reads [`Secret::text`].
+    /// Parses the format of [`Secret::text`].
     pub(crate) fn parse(text: &str) -> Option<Secret> {
         let mut bytes = [0; SECRET_BYTES];
         if text.len() != 2 * SECRET_BYTES || !text.is_ascii() {
@@ -58,12 +62,12 @@ impl Secret {
         )
     }
 
-    /// A key seals one line only, so its nonce need not differ from anything.
+    /// A key encrypts only one line, so a constant nonce is safe.
     fn nonce() -> Nonce {
         Nonce::assume_unique_for_key([0; 12])
     }
 
-    /// The line, sealed.
+    /// Encrypts and authenticates the line.
     pub(crate) fn seal(&self, line: &str) -> Vec<u8> {
         let mut bytes = line.as_bytes().to_vec();
         self.key()
@@ -72,7 +76,7 @@ impl Secret {
         bytes
     }
 
-    /// The line in what [`Secret::seal`] made; `None` for anything else.
+    /// Decrypts what [`Secret::seal`] made; `None` for anything else.
     pub(crate) fn open(&self, mut bytes: Vec<u8>) -> Option<String> {
         let line = self
             .key()
@@ -82,7 +86,7 @@ impl Secret {
     }
 }
 
-/// Where a new daemon finds the sealed line: our addresses, with this port.
+/// Returns the master's addresses with this port, separated by commas, for the command.
 pub(crate) fn addresses(own: &[SocketAddr], port: u16) -> String {
     let list: Vec<String> = own
         .iter()
@@ -92,30 +96,30 @@ pub(crate) fn addresses(own: &[SocketAddr], port: u16) -> String {
     list.join(",")
 }
 
-/// A port on which one start waits, on all addresses of this host.
+/// Listens on a free port for one host start, on all addresses of this host.
 ///
 /// # Errors
-/// As the system says.
+/// The system's error.
 pub(crate) async fn listen() -> std::io::Result<TcpListener> {
     match TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).await {
         Ok(listener) => Ok(listener),
-        // A kernel without IPv6.
+        // Fails on a kernel without IPv6.
         Err(_) => TcpListener::bind(("0.0.0.0", 0)).await,
     }
 }
 
-/// Gives the sealed line to everybody who connects, until this is dropped.
+/// Sends the encrypted line to every peer that connects, until this future is dropped.
 pub(crate) async fn give(listener: TcpListener, sealed: Vec<u8>) {
     while let Ok((mut stream, _)) = listener.accept().await {
-        // Whoever hangs up before its end has not got the line.
+        // A peer that closes the connection early does not get the line.
         let _ = tokio::time::timeout(DIAL_WITHIN, stream.write_all(&sealed)).await;
     }
 }
 
-/// The new daemon: fetches the line that its master has for it.
+/// Fetches the line from the master; called by the new daemon.
 ///
 /// # Errors
-/// What to answer when no address has it.
+/// The refusal to reply if no address delivers the line.
 pub(crate) fn fetch(list: &str, secret: &Secret) -> Result<String, Refusal> {
     let mut last = format!("{list:?} names no address");
     for address in list
@@ -148,8 +152,9 @@ pub(crate) fn fetch(list: &str, secret: &Secret) -> Result<String, Refusal> {
 mod tests {
     use super::*;
 
+    /// A secret opens what it sealed; another secret or altered bytes open nothing.
     #[test]
-    fn a_secret_opens_what_it_sealed_and_nothing_else() {
+    fn secret_opens_only_what_it_sealed() {
         let (secret, other) = (Secret::new(), Secret::new());
         let again = Secret::parse(&secret.text()).expect("hexadecimal");
         let sealed = secret.seal("the line\n");
@@ -162,8 +167,9 @@ mod tests {
         assert!(Secret::parse("ab").is_none() && Secret::parse(&"g".repeat(64)).is_none());
     }
 
+    /// A new daemon with the secret reads its line; with another secret the fetch fails.
     #[tokio::test]
-    async fn a_new_daemon_gets_its_line_and_a_stranger_gets_noise() {
+    async fn only_the_secret_reads_the_fetched_line() {
         let listener = listen().await.expect("a port");
         let port = listener.local_addr().expect("bound").port();
         let secret = Secret::new();

@@ -1,5 +1,5 @@
-//! The socket for the tasks of this host: who may connect, frames in both directions, and what happens to a task that
-//! talks nonsense or does not listen.
+//! The Unix socket for the tasks of this host: checks who connects, transfers frames in both
+//! directions, and disconnects tasks that violate the protocol or do not read.
 
 use super::descriptors::{Incoming, send_with};
 use super::input::{Input, Inputs, LineLimit};
@@ -23,47 +23,45 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::time::timeout;
 
-/// Time in which a new connection has to say hello.
+/// Time a new connection has to send its hello.
 pub(crate) const HELLO_WITHIN: Duration = Duration::from_secs(10);
-/// Connections that have not said hello; more wait in the kernel's queue.
+/// Most connections without a hello; further ones wait in the kernel's queue.
 const HELLOS_WAITING_MAX: usize = 128;
-/// Bytes of control messages that may wait for one task that does not read.
+/// Most bytes of control messages that may wait for a task that does not read.
 pub(crate) const TASK_CONTROL_BYTES_MAX: usize = 64 << 20;
-/// Time for which a task over that limit may read nothing before it is cut off.
+/// Time a task over that limit may read nothing before it is disconnected.
 pub(crate) const TASK_SILENCE_MAX: Duration = Duration::from_secs(60);
-/// Time for a dismissed task to take what was sent before.
+/// Time a disconnected task has to read what was sent before.
 pub(crate) const DISMISS_WITHIN: Duration = Duration::from_secs(10);
-/// Frames handed to the kernel at once.
+/// Most frames passed to the kernel in one call.
 const WRITE_FRAMES_MAX: usize = 64;
 
-/// A connected task, as the loop keeps it.
+/// A connected task, as the loop sees it.
 #[derive(Debug)]
 pub(crate) struct TaskLine {
-    /// The connection.
     pub(crate) conn: ConnId,
-    /// Process number by the peer credentials.
+    /// Process id from the peer credentials.
     pub(crate) pid: i32,
-    /// That process, or why it is out of reach.
+    /// Pidfd of that process, or the reason why it could not be opened.
     pub(crate) process: std::io::Result<OwnedFd>,
-    /// Its stream.
     pub(crate) socket: Arc<LocalSocket>,
-    /// What is to be sent.
+    /// Queue of frames to send.
     pub(crate) outbox: Outbox,
-    /// Set to cut the connection at once, with the reason.
+    /// Set to a reason to close the connection immediately.
     pub(crate) cut: watch::Sender<Option<String>>,
 }
 
-/// Listens at `path` (in a private directory).
+/// Listens at `path`, which must be in a private directory.
 ///
 /// # Errors
-/// When the socket cannot be made.
+/// The socket cannot be created.
 pub(crate) fn bind(path: &Path) -> std::io::Result<UnixListener> {
     let listener = UnixListener::bind(path)?;
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
     Ok(listener)
 }
 
-/// What every connection needs.
+/// State shared by all connections.
 #[derive(Debug)]
 struct Door {
     uid: u32,
@@ -73,7 +71,7 @@ struct Door {
     next: AtomicU64,
 }
 
-/// Accepts tasks for ever.
+/// Accepts connections of tasks, forever.
 pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: Inputs, log: Log) {
     let door = Arc::new(Door {
         uid,
@@ -101,7 +99,7 @@ pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: Inputs, log:
                 });
             }
             Err(e) => {
-                // Out of descriptors, most likely: others will close theirs.
+                // Most likely the descriptors are used up; other connections will free some.
                 if door.strangers.allows() {
                     door.log.line(format!(
                         "cannot accept a task's connection: {e}; trying again"
@@ -113,7 +111,7 @@ pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: Inputs, log:
     }
 }
 
-/// The two ends of a connection with what has been read too far, and the process behind it.
+/// A connection with the data read from it but not handled yet, and the process at its other end.
 struct Line {
     pid: i32,
     process: std::io::Result<OwnedFd>,
@@ -122,11 +120,12 @@ struct Line {
 }
 
 impl Door {
-    /// Checks who connects and waits for a proper hello. Others get a reason and are closed.
+    /// Checks the peer's user and waits for a valid hello. Other peers get a reason and are
+    /// disconnected.
     async fn greet(&self, stream: UnixStream) -> Option<(ToDaemon, Line)> {
         let peer = stream.peer_cred().ok()?;
         let pid = peer.pid().unwrap_or(0);
-        // Taken at once: the process can end at any time, and its number be used again.
+        // Opened first: the process may exit at any time, and its id be reused.
         let process = peer_process(stream.as_fd(), pid);
         let socket = Arc::new(LocalSocket::new(stream.into_std().ok()?).ok()?);
         let mut line = Line {
@@ -159,7 +158,7 @@ impl Door {
             ));
         }
         if let Ok(frame) = encode_control(&ToTask::Refused { reason: refusal }) {
-            // The stranger may be gone or not reading; it had its chance.
+            // The peer may be gone or not read; a failure does not matter.
             let _ = timeout(
                 Duration::from_secs(1),
                 line.socket.write_all(&mut [IoSlice::new(&frame)]),
@@ -204,7 +203,7 @@ impl Door {
                 if dismissed.unwrap_or(false) {
                     None
                 } else {
-                    // It takes nothing any more, but what it said before still counts.
+                    // The task reads nothing more, but what it sent before is still valid.
                     tokio::select! {
                         garbage = reading => garbage,
                         why = cut_reason(&mut is_cut) => Some(why),
@@ -225,7 +224,8 @@ impl Door {
             .await;
     }
 
-    /// Hands on what a task says until its stream ends (`None`) or cannot be understood (the reason).
+    /// Forwards a task's frames as events until its stream ends (returns `None`) or violates the
+    /// protocol (returns the reason).
     async fn forward(
         &self,
         conn: ConnId,
@@ -276,14 +276,14 @@ impl Door {
     }
 }
 
-/// Waits until the loop cuts the connection.
+/// Waits until the loop orders the connection closed, and returns the reason.
 async fn cut_reason(cut: &mut watch::Receiver<Option<String>>) -> String {
     loop {
         if let Some(why) = cut.borrow_and_update().clone() {
             return why;
         }
         if cut.changed().await.is_err() {
-            // The loop has let go of the connection without cutting it; the writer ends it.
+            // The loop has dropped the connection without a reason; the writer ends it.
             std::future::pending::<()>().await;
         }
     }
@@ -304,7 +304,7 @@ fn check_hello(frame: &Frame) -> Result<ToDaemon, String> {
     }
 }
 
-/// Writes what is queued until told to end (true) or the peer takes no more (false).
+/// Writes queued frames. Returns true after a close order, false if the peer accepts no more data.
 pub(crate) async fn write_frames(socket: Arc<LocalSocket>, mut queue: OutboxReader) -> bool {
     let mut batch = Vec::with_capacity(WRITE_FRAMES_MAX);
     loop {

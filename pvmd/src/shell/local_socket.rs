@@ -1,6 +1,8 @@
-//! A Unix socket to a task or the tasker, as the daemon's loop uses it. The daemon is woken for what comes in only: an event
-//! each time that the other side has read something would cost a wake-up for every message, just when that side has
-//! something better to do with the processor. Only while the kernel takes no more is the socket watched for room.
+//! A Unix socket to a task or to the tasker, as the daemon's loop uses it.
+//!
+//! The daemon is woken only for incoming data. An event each time the peer reads would cost a
+//! wakeup per message, at the moment when the peer needs the processor. The socket is watched for
+//! buffer space only while the kernel accepts no more data.
 
 use super::sys::{Socket, watch};
 use bytes::BytesMut;
@@ -12,30 +14,31 @@ use std::os::unix::net::UnixStream;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// A connected socket. One task may read while another one writes.
+/// A connected socket. One tokio task may read while another one writes.
 #[derive(Debug)]
 pub(crate) struct LocalSocket(AsyncFd<UnixStream>);
 
 impl LocalSocket {
-    /// This one.
+    /// Takes a connected socket and makes it non-blocking.
     ///
     /// # Errors
-    /// The kernel has no room for one more.
+    /// The socket cannot be registered with the runtime.
     pub(crate) fn new(socket: UnixStream) -> io::Result<LocalSocket> {
         socket.set_nonblocking(true)?;
         sempa_socket::make_room(&socket);
         Ok(LocalSocket(watch(socket, Interest::READABLE)?))
     }
 
-    /// The socket itself; it never blocks.
+    /// Returns the socket, which is non-blocking.
     pub(crate) fn socket(&self) -> &UnixStream {
         self.0.get_ref()
     }
 
-    /// Reads behind what `buffer` holds, as [`receive`] does, once there is something: how many bytes.
+    /// Appends data to `buffer` as [`receive`] does, waiting until there is some. Returns the
+    /// number of bytes; 0 at the end of the stream.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`receive`].
     pub(crate) async fn read(
         &self,
         buffer: &mut BytesMut,
@@ -45,7 +48,8 @@ impl LocalSocket {
             let mut ready = self.0.readable().await?;
             match receive(self.socket(), buffer, passed, MsgFlags::MSG_DONTWAIT) {
                 Ok(Received { bytes, all }) => {
-                    // What comes later is announced; the end of the stream is not, a second time.
+                    // Later data is signaled again, but the end of the stream only once: there the
+                    // socket stays readable.
                     if bytes > 0 && all {
                         ready.clear_ready();
                     }
@@ -57,10 +61,10 @@ impl LocalSocket {
         }
     }
 
-    /// Does something that writes, again whenever the kernel has room after it had none.
+    /// Runs a write operation; repeats it whenever the kernel has buffer space again.
     ///
     /// # Errors
-    /// What it says, but for the lack of room.
+    /// Those of `write` except `WouldBlock` and `Interrupted`.
     pub(crate) async fn write_with<T>(
         &self,
         mut write: impl FnMut(&UnixStream) -> io::Result<T>,
@@ -80,10 +84,10 @@ impl LocalSocket {
         }
     }
 
-    /// Writes all of it.
+    /// Writes all slices.
     ///
     /// # Errors
-    /// The other side takes no more, ever.
+    /// The peer will never accept more data.
     pub(crate) async fn write_all(&self, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
         IoSlice::advance_slices(&mut slices, 0);
         while !slices.is_empty() {
@@ -98,15 +102,16 @@ impl LocalSocket {
         Ok(())
     }
 
-    /// Takes nothing more from the other side. What it has written is read as before, and then the end.
+    /// Accepts no further data from the peer. Data sent before is still read, then the end of the
+    /// stream.
     pub(crate) fn hear_out(&self) {
-        // It may be gone already.
+        // A failure means that the peer is already gone.
         let _ = self.socket().shutdown(Shutdown::Read);
     }
 
-    /// Tells the other side that nothing more comes.
+    /// Signals the end of the stream to the peer.
     pub(crate) fn end(&self) {
-        // It may be gone already.
+        // A failure means that the peer is already gone.
         let _ = self.socket().shutdown(Shutdown::Write);
     }
 }
@@ -119,7 +124,7 @@ mod tests {
     use std::os::fd::AsRawFd;
     use std::time::Duration;
 
-    /// Bytes of a buffer in these tests.
+    /// Buffer size in these tests.
     const ROOM: usize = 1000;
 
     fn pair() -> (LocalSocket, UnixStream) {
@@ -130,7 +135,7 @@ mod tests {
         (LocalSocket::new(ours).expect("watched"), theirs)
     }
 
-    /// Reads until so many bytes are there; all of them and the number of descriptors that came along.
+    /// Reads at least `bytes` bytes. Returns them and the number of descriptors received.
     async fn read(socket: &LocalSocket, bytes: usize) -> (BytesMut, usize) {
         let (mut all, mut descriptors) = (BytesMut::new(), Passed::default());
         while all.len() < bytes {
@@ -140,8 +145,9 @@ mod tests {
         (all, descriptors.len())
     }
 
+    /// Data that arrives after a complete read is still noticed.
     #[tokio::test]
-    async fn a_socket_hears_what_comes_after_it_has_taken_all_there_was() {
+    async fn read_sees_data_after_emptying_the_buffer() {
         let (socket, mut theirs) = pair();
         for round in [1, ROOM - 1, ROOM, ROOM + 1, 5 * ROOM, 7] {
             theirs.write_all(&vec![round as u8; round]).expect("room");
@@ -157,8 +163,9 @@ mod tests {
         );
     }
 
+    /// The kernel ends a read at a set of descriptors; the data after it is read all the same.
     #[tokio::test]
-    async fn bytes_behind_descriptors_are_read_though_the_kernel_stops_between() {
+    async fn data_after_descriptors_is_read() {
         let (socket, mut theirs) = pair();
         let fds = [theirs.as_raw_fd()];
         for _ in 0..3 {
@@ -174,8 +181,9 @@ mod tests {
         );
     }
 
+    /// A writer that found the buffer full continues when the peer reads.
     #[tokio::test]
-    async fn a_writer_that_found_no_room_goes_on_when_the_other_side_has_read() {
+    async fn blocked_writer_continues_after_read() {
         const ALL: usize = 4 << 20;
         let (socket, mut theirs) = pair();
         let reader = tokio::task::spawn_blocking(move || {
@@ -192,8 +200,10 @@ mod tests {
         );
     }
 
+    /// After `hear_out` the stream ends after the data sent before, even if another process holds
+    /// the peer's end open.
     #[tokio::test]
-    async fn a_socket_that_is_heard_out_ends_behind_what_was_written_though_it_is_held_open() {
+    async fn hear_out_ends_after_earlier_data() {
         let (socket, mut theirs) = pair();
         let held = theirs.try_clone().expect("a second one");
         theirs.write_all(&[7; 5 * ROOM]).expect("room");
@@ -215,8 +225,9 @@ mod tests {
         );
     }
 
+    /// A reader that waits for data sees the end of the stream after `hear_out`.
     #[tokio::test]
-    async fn who_waits_for_a_socket_learns_that_it_is_heard_out() {
+    async fn hear_out_wakes_waiting_reader() {
         let (socket, _held) = pair();
         let socket = std::sync::Arc::new(socket);
         let reader = socket.clone();
@@ -226,14 +237,15 @@ mod tests {
                 .await
                 .map_err(|e| e.kind())
         });
-        // It waits from here on.
+        // The reader is waiting from here on.
         tokio::task::yield_now().await;
         socket.hear_out();
         assert_eq!(end.await.expect("no panic"), Ok(0));
     }
 
+    /// Writing to a closed peer fails.
     #[tokio::test]
-    async fn a_writer_hears_that_nobody_will_read() {
+    async fn write_fails_when_peer_is_closed() {
         let (socket, theirs) = pair();
         drop(theirs);
         assert!(socket.write_all(&mut [IoSlice::new(b"x")]).await.is_err());

@@ -1,5 +1,6 @@
-//! The daemon's log: lines as PVM writes them, in a file of limited length, written by a thread of its own so that a
-//! full or slow disk never holds up the daemon.
+//! The daemon's log: lines in PVM's format, in a file of limited length.
+//!
+//! A separate thread writes the file, so a full or slow disk never delays the daemon.
 
 use super::sys::local_time;
 use sempa_proto::{HostId, Tid};
@@ -13,14 +14,14 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Bytes of log at most, unless `PVMDLOGMAX` says otherwise (PVM's own limit).
+/// Default size limit of the log (PVM's own); `PVMDLOGMAX` overrides it.
 pub(crate) const LOG_BYTES_MAX: u64 = 1_000_000;
-/// Time for the last lines at the end of the daemon.
+/// Time the log thread has to write the last lines when the daemon ends.
 const WRITTEN_WITHIN: Duration = Duration::from_secs(2);
-/// Lines that may wait for the disk; more are counted and dropped.
+/// Most lines in the queue for the disk; further lines are counted and dropped.
 const LINES_WAITING_MAX: usize = 4096;
 
-/// Writes lines to the log; cheap to clone.
+/// Sends lines to the log thread; cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Log {
     lines: SyncSender<Vec<u8>>,
@@ -28,12 +29,13 @@ pub(crate) struct Log {
     host: HostId,
 }
 
-/// Ends the log when all [`Log`]s are gone.
+/// The log thread. It ends when all [`Log`]s are dropped.
 #[derive(Debug)]
 pub(crate) struct LogThread(JoinHandle<()>);
 
 impl LogThread {
-    /// Waits until everything is written, but not for ever: a disk that hangs does not hold up the end.
+    /// Waits until everything is written, at most [`WRITTEN_WITHIN`]: a disk that hangs must not
+    /// delay the daemon's end.
     pub(crate) fn join(self) {
         let until = Instant::now() + WRITTEN_WITHIN;
         while !self.0.is_finished() && Instant::now() < until {
@@ -42,10 +44,10 @@ impl LogThread {
     }
 }
 
-/// Opens the log at `path` for appending, `bytes_max` long at most.
+/// Opens the log at `path` for appending. The file grows to about `bytes_max`.
 ///
 /// # Errors
-/// When the file cannot be opened; the daemon must not run without one.
+/// The file cannot be opened; the daemon must not run without a log.
 pub(crate) fn open(path: &Path, host: HostId, bytes_max: u64) -> std::io::Result<(Log, LogThread)> {
     let file = OpenOptions::new()
         .append(true)
@@ -84,13 +86,13 @@ fn write_lines(mut file: File, lines: &Receiver<Vec<u8>>, dropped: &AtomicU64, b
         if full {
             text.extend_from_slice(b"*** logging truncated\n");
         }
-        // Nobody can be told that the log cannot be written; the daemon goes on without it.
+        // A failure cannot be reported anywhere; the daemon continues without a log.
         let _ = file.write_all(&text);
     }
 }
 
 impl Log {
-    /// One line of the daemon's own.
+    /// Writes one line of the daemon itself.
     pub(crate) fn line(&self, text: impl AsRef<str>) {
         self.put(
             format!(
@@ -102,7 +104,8 @@ impl Log {
         );
     }
 
-    /// Output of a task that nobody collects; every line gets the task's id, a partial one its own newline.
+    /// Writes output of a task that no other task collects. Each line is prefixed with the task's
+    /// id; a partial line gets a newline.
     pub(crate) fn task_output(&self, tid: Tid, bytes: &[u8]) {
         let bytes = bytes.strip_suffix(b"\n").unwrap_or(bytes);
         for line in bytes.split(|b| *b == b'\n') {
@@ -136,8 +139,9 @@ impl Log {
 mod tests {
     use super::*;
 
+    /// Log lines have PVM's format, and the file stops growing at its limit.
     #[test]
-    fn lines_look_as_pvm_writes_them_and_the_log_is_bounded() {
+    fn log_has_pvm_format_and_bounded_size() {
         let path = std::env::temp_dir().join(format!("pvmd-log-{}", std::process::id()));
         let (log, thread) = open(&path, HostId::MASTER, 200).expect("a log");
         log.line("ready");

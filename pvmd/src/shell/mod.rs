@@ -1,15 +1,23 @@
-//! The part of the daemon that touches the world: sockets, processes, files, clocks. It decides nothing: every decision
-//! is the [`pvmd_machine`]'s, which this part feeds with events and whose outputs it carries out.
+//! The part of the daemon that does input and output: sockets, processes, files, clocks.
 //!
-//! * [`cli`], `slave`, `daemon`: how a daemon starts and ends. `driver`: its loop.
-//! * `place`: its directory and lock. `log`: its log. `moves`: small files of moves.
-//! * `local`: tasks. `local_socket`: their sockets. `descriptors`: what their frames bring along. `tasker`: the tasker's
-//!   process.
-//! * `world`: programs and environment.
-//! * `pki`, `net`, `session`, `lanes`, `address`: other daemons. `bootstrap`, `start`, `join`, `manual`: starting them. `images`, `memory`: what moves;
-//!   `bulk`, `detour`, `stream`, `travel`, `zeros`: how.
-//!   `vigil`: waiting awake for their answers.
-//! * `halts`: where tests have it stand still. [`passage`]: what benchmarks measure of `outbox` and `lanes`.
+//! It makes no decisions. Decisions are made by the state machine ([`pvmd_machine`]); this part
+//! feeds it events and carries out its outputs.
+//!
+//! - [`cli`], `slave`, `daemon`: how a daemon starts and ends.
+//! - `driver`, `input`: its loop and the inputs of the loop.
+//! - `place`, `log`, `moves`: runtime directory and lock, log, small files of migrations.
+//! - `local`, `local_socket`, `descriptors`, `outbox`: connections of tasks, their sockets, passed
+//!   descriptors, send queues.
+//! - `tasker`: the tasker process.
+//! - `world`: programs and environment of this host.
+//! - `pki`, `net`, `session`, `lanes`, `address`, `port`: connections with other daemons.
+//! - `bootstrap`, `start`, `join`, `manual`, `ssh`: starting daemons on other hosts.
+//! - `images`, `memory`: images and memory of migrating tasks.
+//! - `bulk`, `detour`, `stream`, `travel`, `zeros`, `rate`: how images and memory are transferred.
+//! - `sets`, `copies`, `states`: stored checkpoints, their copies on other hosts, files of programs
+//!   that write their own checkpoints.
+//! - `vigil`: spinning for replies of other hosts.
+//! - `halts`: failpoints for tests. [`passage`]: what benchmarks measure of `outbox` and `lanes`.
 
 mod address;
 mod bootstrap;

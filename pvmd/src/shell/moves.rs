@@ -1,4 +1,5 @@
-//! Small files of moves: the tokens that wake quiesced libraries, and the durable record of committed moves.
+//! Small files of migrations: the resume tokens that wake quiesced libraries, and the durable
+//! record of committed migrations.
 
 use super::input::{Input, Inputs};
 use super::log::Log;
@@ -16,28 +17,29 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-/// Writes the files of moves in one place.
+/// Writes the migration files of one runtime directory.
 pub(crate) struct Moves {
     record: PathBuf,
     inputs: Inputs,
-    /// One writer at a time.
+    /// Serializes writers of the record.
     turn: Arc<Mutex<()>>,
     /// Tokens that could not be written yet.
     late: Late,
 }
 
-/// Bytes of the record. Nobody goes on with it: tasks end with their master, and the next one begins with none and removes it. It is
-/// there for people who ask where tasks were when a master was killed. So what is older is let go, but for one more file of this size.
+/// Size limit of the record. When a file is full, one older file of this size is kept.
+///
+/// No daemon reads the record: tasks end with their master, and the next master removes it. It
+/// shows people where tasks were when a master was killed.
 const RECORD_BYTES_MAX: u64 = 1 << 20;
 
-/// How often a token is tried again that could not be written: its task waits for it.
+/// Interval between attempts to write a token: its task is waiting for it.
 const TOKEN_RETRY: Duration = Duration::from_millis(100);
 
-/// Tokens that are still to be written, by path.
+/// Tokens to be written, by path.
 type Late = Arc<Mutex<BTreeMap<PathBuf, Vec<u8>>>>;
 
 impl Moves {
-    /// For this place; nothing is written yet.
     pub(crate) fn new(place: &Place, inputs: Inputs) -> Moves {
         Moves {
             record: place.moves(),
@@ -47,7 +49,7 @@ impl Moves {
         }
     }
 
-    /// Appends one committed move and syncs it; [`Event::MoveRecorded`] tells the end.
+    /// Appends one committed migration to the record and syncs it. Reports [`Event::MoveRecorded`].
     pub(crate) fn record(&self, migration: MigrationId, tid: Tid, to: HostId) {
         let (path, inputs, turn) = (self.record.clone(), self.inputs.clone(), self.turn.clone());
         let line = format!("{migration} {tid} {}\n", to.index());
@@ -62,9 +64,11 @@ impl Moves {
         });
     }
 
-    /// Writes a token so that whoever looks sees all of it or nothing. A few bytes into a local directory: done at
-    /// once, so that tokens and their removal keep their order. Where there is no room, images that are being removed may
-    /// make some: it is tried again until the token is removed.
+    /// Writes a token atomically: a reader sees all of it or nothing.
+    ///
+    /// The file is a few bytes in a local directory, so it is written in the calling thread; this
+    /// keeps tokens and their removal in order. If the file system is full, the write is retried
+    /// until it succeeds or the token is removed: images that are being removed may free space.
     pub(crate) fn write_token(&self, path: &Path, token: &ResumeToken, log: &Log) {
         let bytes = match to_bytes(token) {
             Ok(bytes) => bytes,
@@ -81,16 +85,16 @@ impl Moves {
         }
     }
 
-    /// Removes a token, if it is there.
+    /// Removes a token if it exists.
     pub(crate) fn remove_token(&self, path: &Path) {
         let mut late = lock(&self.late);
         late.remove(path);
-        // It may never have been written.
+        // The token may never have been written.
         let _ = std::fs::remove_file(path);
     }
 }
 
-/// Tries again until the token is written or not wanted any more.
+/// Retries until the token is written or removed.
 async fn write_late(late: Late, path: PathBuf) {
     loop {
         tokio::time::sleep(TOKEN_RETRY).await;
@@ -123,7 +127,7 @@ fn append(path: &Path, line: &str, bytes_max: u64) -> std::io::Result<()> {
 fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let temporary = path.with_file_name(format!(".tmp-{name}"));
-    // A left-over of a failed attempt would be in the way of O_EXCL.
+    // A file left by a failed attempt would make O_EXCL fail.
     let _ = std::fs::remove_file(&temporary);
     let mut file = OpenOptions::new()
         .write(true)
@@ -139,8 +143,9 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
 mod tests {
     use super::*;
 
+    /// The record and its predecessor hold the newest migrations, each within the limit.
     #[test]
-    fn the_record_has_the_newest_moves_and_no_more_than_its_limit() {
+    fn record_keeps_newest_migrations_within_limit() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("moves");
         for number in 0..1000 {

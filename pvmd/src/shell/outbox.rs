@@ -1,5 +1,8 @@
-//! A queue of things to send, filled by the daemon's loop without waiting and emptied by the writer of one stream. It
-//! counts bytes, so that what may be dropped is dropped over a limit and what may not is noticed.
+//! Send queue of one stream: the daemon's loop fills it without waiting, and the stream's writer
+//! empties it.
+//!
+//! The queue counts bytes. Link frames over a limit are dropped, because their ends retransmit
+//! them. Reliable frames are never dropped; the loop checks their amount.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use pvmd_machine::io::Descriptors;
@@ -9,24 +12,26 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::mpsc;
 
-/// Bytes of link frames that wait for one task or host at most. Tasks that live hold themselves to their links' windows,
-/// so it takes many of them to come near; beyond the windows are the last words of tasks that end, and a frame of these
-/// that is dropped is lost, for nobody sends it again.
+/// Most bytes of link frames queued for one task or host.
+///
+/// Live tasks stay within their links' windows, so only many of them together come near this limit.
+/// The last messages of tasks that exit are not bound by the windows; a dropped frame of these is
+/// lost, because it is not sent again.
 pub(crate) const LINK_BYTES_MAX: usize = RETAINED_BYTES_MAX;
 
 /// Heads of link frames that share one allocation.
 const HEADS: usize = 512;
 
-/// One thing to send.
+/// One item of the queue.
 #[derive(Debug)]
 pub(crate) enum Parcel {
-    /// A whole frame that must not be lost while the stream lives.
+    /// A complete frame that must not be lost while the stream is open.
     Sure(Bytes),
-    /// The same, with descriptors.
+    /// The same, with file descriptors.
     With(Bytes, Descriptors),
-    /// The body of a link frame; its ends notice a loss and send again.
+    /// The body of a link frame; the ends of the link detect a loss and retransmit.
     Link(Bytes),
-    /// Close the stream after what came before.
+    /// Close the stream after all earlier items.
     End,
 }
 
@@ -46,7 +51,7 @@ struct Counters {
     sent: AtomicUsize,
 }
 
-/// The filling end.
+/// The sending end.
 #[derive(Clone, Debug)]
 pub(crate) struct Outbox {
     queue: mpsc::UnboundedSender<Parcel>,
@@ -54,14 +59,14 @@ pub(crate) struct Outbox {
     link_bytes_max: usize,
 }
 
-/// The emptying end.
+/// The receiving end.
 #[derive(Debug)]
 pub(crate) struct OutboxReader {
     queue: mpsc::UnboundedReceiver<Parcel>,
     counters: Arc<Counters>,
 }
 
-/// A queue that holds at most `link_bytes_max` bytes of link frames.
+/// Creates a queue that holds at most `link_bytes_max` bytes of link frames.
 pub(crate) fn outbox(link_bytes_max: usize) -> (Outbox, OutboxReader) {
     let (sender, receiver) = mpsc::unbounded_channel();
     let counters = Arc::new(Counters::default());
@@ -79,7 +84,9 @@ pub(crate) fn outbox(link_bytes_max: usize) -> (Outbox, OutboxReader) {
 }
 
 impl Outbox {
-    /// Queues something; a link frame over the limit is dropped (false), and what comes after the writer has gone is too.
+    /// Queues an item. Returns false if it was a link frame over the limit, which is dropped.
+    ///
+    /// Items queued after the writer has ended are dropped, too.
     pub(crate) fn put(&self, parcel: Parcel) -> bool {
         let len = parcel.len();
         match &parcel {
@@ -99,24 +106,25 @@ impl Outbox {
         true
     }
 
-    /// Bytes waiting that must not be dropped.
+    /// Returns the queued bytes that must not be dropped.
     pub(crate) fn sure_bytes(&self) -> usize {
         self.counters.sure_bytes.load(Ordering::Relaxed)
     }
 
-    /// Counts what has left the queue; two equal values mean that the writer got nowhere between them.
+    /// Counts the items that have left the queue; two equal values mean no progress in between.
     pub(crate) fn progress(&self) -> usize {
         self.counters.sent.load(Ordering::Relaxed)
     }
 }
 
 impl OutboxReader {
-    /// Waits for something to send and takes up to `max` parcels into `batch`; 0 when nothing will come any more.
+    /// Waits for items and moves up to `max` of them into `batch`. Returns their number; 0 when the
+    /// sending end is dropped.
     pub(crate) async fn take(&mut self, batch: &mut Vec<Parcel>, max: usize) -> usize {
         self.queue.recv_many(batch, max).await
     }
 
-    /// Notes that a parcel has been written (or will never be).
+    /// Records that an item has been written, or will never be.
     pub(crate) fn done(&self, parcel: &Parcel) {
         match parcel {
             Parcel::Link(bytes) => self
@@ -133,14 +141,15 @@ impl OutboxReader {
     }
 }
 
-/// What parcels are on a stream that takes pieces without copying them: link frames get their heads here.
+/// Encodes items for a stream that takes chunks without copying; link frames get their heads here.
 #[derive(Debug, Default)]
 pub(crate) struct Heads {
     room: BytesMut,
 }
 
 impl Heads {
-    /// Adds the pieces of a batch to `chunks`; true if the stream is to end behind them.
+    /// Appends the chunks of a batch to `chunks`. Returns true if the stream must be closed after
+    /// them.
     pub(crate) fn cut(&mut self, batch: &[Parcel], chunks: &mut Vec<Bytes>) -> bool {
         for parcel in batch {
             match parcel {
@@ -164,8 +173,9 @@ impl Heads {
 mod tests {
     use super::*;
 
+    /// Link frames over the limit are dropped; reliable frames are always queued.
     #[tokio::test]
-    async fn link_frames_over_the_limit_are_dropped_and_sure_ones_never() {
+    async fn only_link_frames_over_the_limit_are_dropped() {
         let (fill, mut read) = outbox(100);
         for _ in 0..3 {
             fill.put(Parcel::Link(Bytes::from_static(&[0; 60])));

@@ -1,5 +1,7 @@
-//! What a link frame passes between the machines of two daemons, without sockets and the network: for benchmarks, which
-//! measure the layers that the daemon's own loop goes through.
+//! Benchmark hooks: the path of a link frame between the state machines of two daemons, without
+//! sockets and network.
+//!
+//! Benchmarks use them to measure the layers that the daemon's loop runs through.
 
 use super::outbox::{Heads, LINK_BYTES_MAX, Outbox, OutboxReader, Parcel, outbox};
 use super::session::lane_parcel;
@@ -12,12 +14,13 @@ use std::pin::pin;
 use std::task::{Context, Waker};
 use std::time::Instant;
 
-/// The lane, as the one that is there is called.
+/// The id of the only pair stream in the benchmark.
 const LANE: LaneId = LaneId(1);
-/// Frames taken from the queue at once.
+/// Most frames taken from the queue at once.
 const TAKEN_MAX: usize = 64;
 
-/// The sender's side: a pair of tasks that has a lane, its queue, and what the stream is given.
+/// The sender's side: a pair of tasks with a stream of its own, the send queue, and the chunks
+/// written to the stream.
 #[derive(Debug)]
 pub struct Sending {
     fork: Fork,
@@ -44,7 +47,9 @@ impl Default for Sending {
 }
 
 impl Sending {
-    /// Sends a link frame; what the stream is given for it. Nothing before its pair has a lane, or if the frame cannot be read.
+    /// Sends a link frame and returns the chunks that the stream gets for it.
+    ///
+    /// Returns nothing while its pair has no stream, or if the frame cannot be decoded.
     pub fn send(&mut self, body: Bytes) -> &[Bytes] {
         self.batch.clear();
         self.chunks.clear();
@@ -60,14 +65,14 @@ impl Sending {
         &self.chunks
     }
 
-    /// Takes what is queued, as the stream's writer does, which would wait for more.
+    /// Takes the queued frames as the stream's writer does, but does not wait for more.
     fn take(&mut self) {
         let taken = pin!(self.queue.take(&mut self.batch, TAKEN_MAX));
         let _nothing_else_to_wait_for = taken.poll(&mut Context::from_waker(Waker::noop()));
     }
 }
 
-/// The receiver's side.
+/// The receiver's side of the benchmark.
 #[derive(Debug, Default)]
 pub struct Receiving {
     decoder: FrameDecoder,
@@ -75,7 +80,8 @@ pub struct Receiving {
 }
 
 impl Receiving {
-    /// Takes what came on the lane's stream; the next thing for the machine, if it is whole.
+    /// Takes chunks from the pair stream. Returns the next item for the state machine if it is
+    /// complete.
     pub fn receive(&mut self, chunks: &[Bytes]) -> Option<Carried> {
         chunks.iter().for_each(|chunk| self.decoder.push(chunk));
         let frame = self.decoder.next_frame().ok()??;

@@ -1,8 +1,10 @@
-//! The virtual machine's own certificate authority, and TLS that trusts nobody else.
+//! The certificate authority of the virtual machine, and TLS settings that trust only this
+//! authority.
 //!
-//! The master makes the authority when it starts; its key never leaves the master's memory. Every host gets one
-//! certificate that names it (`h<index>.<vm>.sempa`) and serves for both directions. A peer is the host that its
-//! certificate names, and nobody without one gets past the handshake.
+//! The master creates the authority when it starts; the authority's key never leaves the master's
+//! memory. Every host gets one certificate with its name (`h<index>.<vm>.sempa`), used for incoming
+//! and outgoing connections. A peer is identified by the name in its certificate; the handshake
+//! fails for peers without a certificate of this authority.
 
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use rcgen::{
@@ -17,10 +19,10 @@ use std::sync::Arc;
 use thiserror::Error;
 use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 
-/// What both sides must offer in the handshake.
+/// Application protocol that both sides must offer in the handshake.
 pub(crate) const ALPN: &[u8] = b"sempa/1";
 
-/// A certificate or TLS setting could not be made; the daemon cannot run.
+/// A certificate or TLS setting could not be created; the daemon cannot run.
 #[derive(Debug, Error)]
 #[error("cannot set up the virtual machine's certificates: {0}")]
 pub(crate) struct PkiError(String);
@@ -29,26 +31,26 @@ fn failed(e: impl std::fmt::Display) -> PkiError {
     PkiError(e.to_string())
 }
 
-/// The authority of one virtual machine; lives on the master only.
+/// The authority of one virtual machine; exists only on the master.
 pub(crate) struct Authority {
     issuer: Issuer<'static, KeyPair>,
     certificate: Vec<u8>,
     vm: String,
 }
 
-/// What one host needs to prove itself and to check others. All in DER.
+/// Credentials of one host and the authority's certificate to check those of others. All in DER.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Identity {
-    /// The authority's certificate.
     pub(crate) authority: Vec<u8>,
-    /// The host's certificate.
     pub(crate) certificate: Vec<u8>,
-    /// Its private key (PKCS #8).
+    /// The host's private key (PKCS #8).
     pub(crate) key: Vec<u8>,
 }
 
-/// The name in a host's certificate. Virtual machine names may hold characters that DNS names may not; which virtual
-/// machine it is, the authority's key says, so mapping them loses nothing.
+/// Returns the DNS name in a host's certificate.
+///
+/// Characters of the virtual machine's name that DNS does not allow become `-`. This may map two
+/// names to one, which is harmless: the authority's key identifies the virtual machine.
 pub(crate) fn host_name(host: HostId, vm: &str) -> String {
     let label: String = vm
         .chars()
@@ -64,10 +66,10 @@ pub(crate) fn host_name(host: HostId, vm: &str) -> String {
 }
 
 impl Authority {
-    /// A new authority with a fresh key.
+    /// Creates an authority with a new key.
     ///
     /// # Errors
-    /// When no key can be made.
+    /// The key cannot be generated.
     pub(crate) fn new(vm: &str) -> Result<Authority, PkiError> {
         let mut params = CertificateParams::default();
         params.distinguished_name = name_of(&format!("Sempa virtual machine {vm}"));
@@ -82,10 +84,10 @@ impl Authority {
         })
     }
 
-    /// A certificate and key for a host.
+    /// Issues a certificate and key for a host.
     ///
     /// # Errors
-    /// When no key can be made.
+    /// The key cannot be generated.
     pub(crate) fn admit(&self, host: HostId) -> Result<Identity, PkiError> {
         let mut params = CertificateParams::new(vec![host_name(host, &self.vm)]).map_err(failed)?;
         params.distinguished_name = name_of(&host_name(host, &self.vm));
@@ -134,10 +136,11 @@ impl Identity {
         ))
     }
 
-    /// TLS for accepting: only peers with a certificate of this virtual machine.
+    /// Returns TLS settings for incoming connections. Only peers with a certificate of this virtual
+    /// machine are accepted.
     ///
     /// # Errors
-    /// When the certificates do not fit together.
+    /// The certificates are inconsistent.
     pub(crate) fn server(&self) -> Result<QuicServerConfig, PkiError> {
         let (roots, chain, key) = self.parts()?;
         let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -151,15 +154,16 @@ impl Identity {
             .with_single_cert(chain, key)
             .map_err(failed)?;
         tls.alpn_protocols = vec![ALPN.to_vec()];
-        // Each session is proved anew: a ticket would outlive the expulsion of its host.
+        // No session resumption: a ticket would remain valid after its host has been expelled.
         tls.send_tls13_tickets = 0;
         QuicServerConfig::try_from(tls).map_err(failed)
     }
 
-    /// TLS for dialling; whom, the name given to the endpoint says.
+    /// Returns TLS settings for outgoing connections. The caller passes the expected host's name to
+    /// the endpoint.
     ///
     /// # Errors
-    /// When the certificates do not fit together.
+    /// The certificates are inconsistent.
     pub(crate) fn client(&self) -> Result<QuicClientConfig, PkiError> {
         let (roots, chain, key) = self.parts()?;
         let mut tls = rustls::ClientConfig::builder_with_provider(Arc::new(
@@ -175,7 +179,8 @@ impl Identity {
     }
 }
 
-/// Which host of this virtual machine a certificate names. The handshake has verified its signature; this only reads.
+/// Returns the host of this virtual machine that a certificate names. The certificate must have
+/// passed the handshake: its signature is not checked here.
 pub(crate) fn host_named(certificate: &[u8], vm: &str) -> Option<HostId> {
     let (_, parsed) = X509Certificate::from_der(certificate).ok()?;
     let names = parsed.subject_alternative_name().ok()??;
@@ -194,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_certificate_names_its_host_and_virtual_machine() {
+    fn certificate_names_host_and_virtual_machine() {
         let host = HostId::new(17).expect("an index");
         for vm in ["pvm", "My_Own.vm", "-", "a..b"] {
             let authority = Authority::new(vm).expect("a key");

@@ -1,8 +1,11 @@
-//! Takes the directory of a virtual machine on this host and gives it back: private directory, lock, healing of what a
-//! dead daemon left, removal of everything at the end. Where the directory is, [`sempa_proto::place::Place`] says.
+//! Acquires the runtime directory of a virtual machine on this host and releases it.
 //!
-//! Images are what was in the memory of tasks, passwords and all, and may not get onto a disk where somebody finds them later. If
-//! the directory is on one, they have a second one in a file system in memory, private likewise.
+//! The directory is private (mode 0700) and locked. Files that a dead daemon left are removed at
+//! the start, and everything at the end. [`sempa_proto::place::Place`] defines the paths.
+//!
+//! Images contain the memory of tasks, passwords included, and must not reach a disk where others
+//! may find them later. If the runtime directory is on a disk, images go to a second private
+//! directory on a file system in memory.
 
 use checkpoint::carried;
 use nix::fcntl::{Flock, FlockArg};
@@ -17,54 +20,50 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// How long another daemon may hold the lock that nobody can reach.
+/// Time another daemon may hold the lock without being reachable at its socket.
 const UNHEARD_MAX: Duration = Duration::from_secs(5);
-/// How often it is looked whether it can be reached by now, or is gone.
+/// Interval at which the lock and the socket are checked.
 const LOOK_PAUSE: Duration = Duration::from_millis(5);
-/// Attempts to take the lock while another daemon of the same place is just removing its own.
+/// Attempts to take the lock while another daemon removes the same directory.
 const LOCK_ATTEMPTS_MAX: usize = 20;
-/// Attempts to remove images while somebody who is being killed may still make files among them.
+/// Attempts to remove images while a process that is being killed may still create files among
+/// them.
 const REMOVALS_MAX: usize = 50;
 const REMOVAL_PAUSE: Duration = Duration::from_millis(20);
 
-/// Where there is a file system in memory on each Linux.
+/// A file system in memory on every Linux.
 const IN_MEMORY: &str = "/dev/shm";
-/// Of memory as well, and without a name in the library.
+/// Another file system in memory; nix has no constant for it.
 const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
-/// Bytes of a hash of its path that name the second directory of a place.
+/// Bytes of the path's hash in the name of the second directory.
 const MARK_BYTES: usize = 8;
 
-/// Why the place cannot be used. Nothing was changed in it.
+/// Why the runtime directory cannot be used. Nothing was changed in it.
 #[derive(Debug, Error)]
 pub(crate) enum PlaceError {
-    /// Somebody else could read or replace our files.
+    /// Another user could read or replace our files.
     #[error(
         "{path}: {what}; the daemon's files are only safe in a directory of mode 0700 that is yours: remove it or set PVM_TMP"
     )]
     Unsafe {
-        /// The directory.
         path: PathBuf,
-        /// What is wrong with it.
+        /// What makes it unsafe.
         what: String,
     },
-    /// A daemon holds the lock.
+    /// Another daemon holds the lock.
     #[error(
         "a virtual machine named {vm} of this user is running already (process {pid}); to run another one beside it, set PVM_VMID to another name"
     )]
     Running {
-        /// Its name.
         vm: String,
-        /// The daemon's process number, `?` if it has not written it yet.
+        /// The daemon's process id; `?` if it has not written it yet.
         pid: String,
     },
     /// A file operation failed.
     #[error("cannot {act} {path}: {source}")]
     Io {
-        /// What was tried.
         act: &'static str,
-        /// On what.
         path: PathBuf,
-        /// What happened.
         source: std::io::Error,
     },
 }
@@ -74,29 +73,29 @@ fn failed(act: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Plac
     move |source| PlaceError::Io { act, path, source }
 }
 
-/// A place that this process holds. Dropping it removes everything in it.
+/// A runtime directory held by this process. Dropping it removes the directory and all files in it.
 #[derive(Debug)]
 pub(crate) struct HeldPlace {
     place: Place,
-    /// Kept for its lock.
+    /// Held for its lock.
     _lock: Flock<File>,
-    /// Keeps those who clean /tmp of old files away (systemd-tmpfiles leaves a locked directory alone).
+    /// Keeps systemd-tmpfiles from removing old files: it skips a locked directory.
     _keep: Option<Flock<File>>,
-    /// Process number of a daemon that died here without cleaning up.
+    /// Process id of a daemon that died here without cleaning up.
     predecessor: Option<String>,
     keep_log: bool,
-    /// The directory of images, if it is a second one.
+    /// Lock of the second directory, if there is one.
     images: Option<Flock<File>>,
-    /// Why images lie on a disk, if they do.
+    /// Why images are stored on a disk, if they are.
     on_disk: Option<String>,
 }
 
 impl HeldPlace {
-    /// Makes the directory, takes its lock and removes what a dead daemon left. With `keep_log` a log in it is the
-    /// user's and stays.
+    /// Creates the directory, takes its lock and removes what a dead daemon left. With `keep_log`
+    /// the user chose a log in this directory, and it is kept.
     ///
     /// # Errors
-    /// When the directory is not private, another daemon runs there, or a file operation fails.
+    /// The directory is not private, another daemon runs there, or a file operation fails.
     pub(crate) fn take(place: Place, uid: u32, keep_log: bool) -> Result<HeldPlace, PlaceError> {
         HeldPlace::take_with(place, uid, keep_log, Path::new(IN_MEMORY))
     }
@@ -113,7 +112,7 @@ impl HeldPlace {
             make_private(&place, uid)?;
             attempts += 1;
             match lock_file(&place) {
-                // It is about to begin, or the kernel is taking it apart: one of the two will be seen soon.
+                // The other daemon is starting or ending: soon it is reachable or gone.
                 Err(PlaceError::Running { .. }) if !listens(&place) && Instant::now() < until => {
                     std::thread::sleep(LOOK_PAUSE);
                     attempts = 0;
@@ -154,36 +153,38 @@ impl HeldPlace {
         }))
     }
 
-    /// The directory and the names in it.
+    /// Returns the paths of the directory.
     pub(crate) fn place(&self) -> &Place {
         &self.place
     }
 
-    /// Process number of the daemon that died here, if one did.
+    /// Returns the process id of a daemon that died here.
     pub(crate) fn predecessor(&self) -> Option<&str> {
         self.predecessor.as_deref()
     }
 
-    /// Why images get onto a disk, if they do.
+    /// Returns why images are stored on a disk, if they are.
     pub(crate) fn on_disk(&self) -> Option<&str> {
         self.on_disk.as_deref()
     }
 
-    /// No task runs any more that belongs to this place: files that came with those that did not run yet go.
+    /// Undoes file transfers of tasks that never ran on this host. No task of this directory may be
+    /// running.
     pub(crate) fn undo_carried(&self) {
         carried::undo_all(self.place.all_images());
     }
 
-    /// Images are about to come. When the last login of an ordinary user ends logind removes what is his in shared memory.
+    /// Recreates the second directory if it is missing; called before images are written. When the
+    /// last login of an ordinary user ends, logind removes the user's files in shared memory.
     pub(crate) fn see_to_images(&self) {
         let dir = self.place.all_images();
         if self.images.is_some() && !dir.exists() {
-            // Whoever uses it says what is wrong.
+            // A failure shows when the directory is used.
             let _ = private(dir, nix::unistd::getuid().as_raw());
         }
     }
 
-    /// All that is in its directories.
+    /// Returns all entries of both directories.
     fn entries(&self) -> Vec<PathBuf> {
         let mut all = entries(self.place.dir());
         if self.images.is_some() {
@@ -192,7 +193,8 @@ impl HeldPlace {
         all
     }
 
-    /// Removes what a dead daemon left; its log stays until the next orderly halt, because it may say why it died.
+    /// Removes what a dead daemon left. Its log stays until the next orderly halt, because it may
+    /// show why the daemon died.
     fn remove_stale(&self) {
         self.undo_carried();
         for entry in self.entries() {
@@ -229,13 +231,13 @@ impl Drop for HeldPlace {
         if self.images.is_some() {
             remove_with_root(self.place.all_images());
         }
-        // The lock goes last: who finds no lock file may take the place.
+        // The lock file is removed last: a daemon that finds no lock file may take the directory.
         let _ = fs::remove_file(self.place.lock());
         remove_with_root(self.place.dir());
     }
 }
 
-/// Removes an empty directory, and the one above it if it was the last one there.
+/// Removes an empty directory, and its parent if that is empty, too.
 fn remove_with_root(dir: &Path) {
     if fs::remove_dir(dir).is_ok()
         && let Some(root) = dir.parent()
@@ -244,10 +246,11 @@ fn remove_with_root(dir: &Path) {
     }
 }
 
-/// The second directory of a place, in a file system in memory, and its lock; none if the place is in memory itself.
+/// Creates and locks the second directory, on a file system in memory. Returns `None` if the
+/// runtime directory itself is in memory.
 ///
 /// # Errors
-/// Why there is none although there should be.
+/// Why it cannot be created.
 fn images_in_memory(
     place: &Place,
     uid: u32,
@@ -262,7 +265,7 @@ fn images_in_memory(
             memory.display()
         ));
     }
-    // Virtual machines of one name may have their places under several PVM_TMP.
+    // The hash separates virtual machines of the same name with different `PVM_TMP`.
     let hash = digest(&SHA256, place.dir().as_os_str().as_bytes());
     let mark: String = hash.as_ref()[..MARK_BYTES]
         .iter()
@@ -276,7 +279,7 @@ fn images_in_memory(
             .map_err(|e| e.to_string())
             .and_then(|()| lock_dir(&dir));
         match lock {
-            // Another one may just have removed it.
+            // Another daemon may have removed it after it was created.
             Ok(None) => {}
             Ok(Some(lock)) => return Ok(Some((dir, lock))),
             Err(_) if !dir.exists() => {}
@@ -290,12 +293,12 @@ fn is_in_memory(dir: &Path) -> bool {
     statfs(dir).is_ok_and(|of| [TMPFS_MAGIC, RAMFS_MAGIC].contains(&of.filesystem_type()))
 }
 
-/// True if a daemon has its ear open there.
+/// True if a daemon accepts connections there.
 fn listens(place: &Place) -> bool {
     std::os::unix::net::UnixStream::connect(place.socket()).is_ok()
 }
 
-/// The lock of a directory, unless it was replaced meanwhile.
+/// Locks a directory. Returns `None` if the directory was replaced before the lock was taken.
 fn lock_dir(dir: &Path) -> Result<Option<Flock<File>>, String> {
     let open = File::open(dir).map_err(|e| format!("cannot open {}: {e}", dir.display()))?;
     let lock = Flock::lock(open, FlockArg::LockExclusiveNonblock)
@@ -305,7 +308,7 @@ fn lock_dir(dir: &Path) -> Result<Option<Flock<File>>, String> {
     Ok(same.then_some(lock))
 }
 
-/// True for the names that daemons and libraries give to files here; anything else is not ours to remove.
+/// True for files that daemons and libraries create here; all other files must not be removed.
 fn is_ours(place: &Place, path: &Path, name: &str) -> bool {
     let moves = place.moves();
     [
@@ -330,7 +333,7 @@ fn entries(dir: &Path) -> Vec<PathBuf> {
     read.flatten().map(|e| e.path()).collect()
 }
 
-/// Removes a file, a socket or a whole directory; what cannot be removed stays.
+/// Removes a file, a socket or a whole directory. Errors are ignored.
 pub(crate) fn remove_any(path: &Path) {
     let Ok(meta) = fs::symlink_metadata(path) else {
         return;
@@ -342,7 +345,8 @@ pub(crate) fn remove_any(path: &Path) {
     };
 }
 
-/// Removes the images of a move. An engine that is just being killed may still make files there: then they are removed again.
+/// Removes the images of a migration. Retries while an engine that is being killed still creates
+/// files there.
 pub(crate) fn remove_images(dir: &Path) {
     for _ in 0..REMOVALS_MAX {
         match fs::remove_dir_all(dir) {
@@ -352,7 +356,7 @@ pub(crate) fn remove_images(dir: &Path) {
     }
 }
 
-/// Makes the directory and the one above it, private both, or checks them.
+/// Creates the directory and its parent with mode 0700, or checks that existing ones are private.
 fn make_private(place: &Place, uid: u32) -> Result<(), PlaceError> {
     private(place.dir(), uid)
 }
@@ -369,7 +373,7 @@ fn private(dir: &Path, uid: u32) -> Result<(), PlaceError> {
         }
         let meta = match fs::symlink_metadata(path) {
             Ok(meta) => meta,
-            // Another daemon has just removed it; the caller tries again.
+            // Another daemon has just removed it; the caller retries.
             Err(e) => return Err(failed("look at", path)(e)),
         };
         let bad = |what: String| {
@@ -397,10 +401,11 @@ fn private(dir: &Path, uid: u32) -> Result<(), PlaceError> {
     Ok(())
 }
 
-/// The locked file, and what an earlier daemon wrote into it.
+/// The locked lock file, and the process id that an earlier daemon wrote into it.
 type Locked = (Flock<File>, Option<String>);
 
-/// Locks the lock file: the lock and the process number it held before, or `None` when the file was replaced meanwhile.
+/// Locks the lock file and writes this process id into it. Returns `None` if the file was replaced
+/// before it was locked.
 fn lock_file(place: &Place) -> Result<Option<Locked>, PlaceError> {
     let path = place.lock();
     let mut file = OpenOptions::new()
@@ -413,7 +418,7 @@ fn lock_file(place: &Place) -> Result<Option<Locked>, PlaceError> {
         .open(&path)
         .map_err(failed("open the lock", &path))?;
     let mut before = String::new();
-    // Text of a foreign encoding is no process number either.
+    // Content that is not UTF-8 is not a process id either.
     let _ = file.read_to_string(&mut before);
     let before = Some(before.trim().to_string()).filter(|pid| !pid.is_empty());
     let mut lock = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
@@ -447,7 +452,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    /// A directory of this test alone; removed at the end.
+    /// A directory for one test, removed at the end.
     struct Scratch(PathBuf);
 
     impl Scratch {
@@ -480,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_is_private_and_leaves_nothing_behind() {
+    fn runtime_dir_is_private_and_removed_on_drop() {
         let scratch = Scratch::new();
         let held = HeldPlace::take(scratch.place(), uid(), false).expect("free");
         let mode = fs::metadata(held.place().dir()).expect("there").mode();
@@ -492,7 +497,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_daemon_is_told_about_the_first() {
+    fn second_daemon_is_refused_with_pid_of_first() {
         let scratch = Scratch::new();
         let held = HeldPlace::take(scratch.place(), uid(), false).expect("free");
         let _ear = std::os::unix::net::UnixListener::bind(scratch.place().socket()).expect("bound");
@@ -510,8 +515,9 @@ mod tests {
         drop(held);
     }
 
+    /// A directory whose daemon is ending is taken as soon as that daemon is gone.
     #[test]
-    fn a_place_whose_daemon_is_just_going_is_taken_when_it_is_gone() {
+    fn dir_of_ending_daemon_is_taken_afterwards() {
         let scratch = Scratch::new();
         let held = HeldPlace::take(scratch.place(), uid(), false).expect("free");
         std::thread::scope(|scope| {
@@ -522,8 +528,9 @@ mod tests {
         });
     }
 
+    /// Files of a dead daemon are removed at the start; files of others stay.
     #[test]
-    fn what_a_dead_daemon_left_is_removed_and_foreign_files_are_not() {
+    fn stale_files_are_removed_and_foreign_files_kept() {
         let scratch = Scratch::new();
         let place = scratch.place();
         make_private(&place, uid()).expect("fresh");
@@ -540,7 +547,7 @@ mod tests {
         assert!(!place.log().exists() && place.dir().join("mine").exists());
     }
 
-    /// A directory on a disk, and one in memory; none where there is no disk to be found.
+    /// Returns a directory on a disk and one in memory, or `None` if the machine lacks either.
     fn disk_and_memory() -> Option<(Scratch, Scratch)> {
         let (disk, memory) = (
             Scratch::under(&std::env::current_dir().ok()?),
@@ -555,8 +562,10 @@ mod tests {
 
     const MOVE: sempa_proto::MigrationId = sempa_proto::MigrationId(7);
 
+    /// If the runtime directory is on a disk, images are in memory; they are removed with the
+    /// directory, or by the next daemon.
     #[test]
-    fn images_of_a_place_on_a_disk_are_in_memory_and_go_with_the_place_or_with_the_next_daemon() {
+    fn images_of_dir_on_disk_are_kept_in_memory() {
         let Some((disk, memory)) = disk_and_memory() else {
             return;
         };
@@ -585,7 +594,7 @@ mod tests {
         );
         drop((held, other));
         assert_eq!(entries(&memory.0), Vec::<PathBuf>::new());
-        // What a killed one leaves.
+        // State that a killed daemon leaves behind.
         private(&own, uid()).expect("fresh");
         fs::create_dir(&images).expect("writable");
         let held = take(disk.place());
@@ -594,8 +603,9 @@ mod tests {
         assert_eq!(entries(&memory.0), Vec::<PathBuf>::new());
     }
 
+    /// Without a file system in memory, images are on the disk and the reason is reported.
     #[test]
-    fn a_place_without_memory_says_that_images_get_onto_a_disk() {
+    fn missing_memory_file_system_is_reported() {
         let Some((disk, _)) = disk_and_memory() else {
             return;
         };
@@ -608,7 +618,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_others_can_enter_is_refused() {
+    fn non_private_directory_is_refused() {
         let scratch = Scratch::new();
         let place = scratch.place();
         make_private(&place, uid()).expect("fresh");

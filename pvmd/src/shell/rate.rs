@@ -1,4 +1,4 @@
-//! How fast images may leave this host, over all transfers.
+//! Limits the rate at which images leave this host, over all transfers.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -6,21 +6,22 @@ use std::time::{Duration, Instant};
 /// The lowest rate that can be set, in bytes per second.
 const RATE_MIN: u64 = 1_000_000;
 
-/// A limit that several threads share: each waits for its turn before it sends a piece. Nobody has more than one turn before
-/// another one that waits has had one, so they get equal parts.
+/// A rate limit shared by several threads. Each waits for its slot before it sends a piece.
+///
+/// Slots are given in the order of requests, so waiting threads get equal shares.
 #[derive(Debug, Default)]
 pub(crate) struct Rate {
-    /// Bytes per second; none: as fast as possible.
+    /// Bytes per second; `None`: unlimited.
     limit: Option<u64>,
-    /// When the next piece may leave.
+    /// The earliest time at which the next piece may leave.
     next: Mutex<Option<Instant>>,
 }
 
 impl Rate {
-    /// The limit that `SEMPA_MOVE_RATE` says, if it says one.
+    /// Parses the value of `SEMPA_MOVE_RATE`. Without a value the rate is unlimited.
     ///
     /// # Errors
-    /// One sentence when that is not a rate.
+    /// One sentence if the value is not a rate.
     pub(crate) fn of(text: Option<&str>) -> Result<Rate, String> {
         let Some(text) = text else {
             return Ok(Rate::default());
@@ -36,7 +37,7 @@ impl Rate {
         }
     }
 
-    /// Waits until so many bytes may leave.
+    /// Sleeps until `bytes` may leave.
     pub(crate) fn wait(&self, bytes: usize) {
         let pause = self.pause(bytes, Instant::now());
         if !pause.is_zero() {
@@ -44,7 +45,7 @@ impl Rate {
         }
     }
 
-    /// How long to wait until so many bytes may leave.
+    /// Reserves a slot for `bytes` and returns the time until it begins.
     fn pause(&self, bytes: usize, now: Instant) -> Duration {
         let Some(limit) = self.limit else {
             return Duration::ZERO;
@@ -60,8 +61,9 @@ impl Rate {
 mod tests {
     use super::*;
 
+    /// Pieces leave at the configured rate, and unused capacity does not accumulate.
     #[test]
-    fn pieces_leave_at_the_rate_that_was_set_and_what_was_not_used_is_not_made_up_for() {
+    fn pieces_are_spaced_and_unused_slots_expire() {
         let rate = Rate::of(Some("1000000")).expect("a rate");
         let begin = Instant::now();
         let pauses: Vec<Duration> = (0..4).map(|_| rate.pause(250_000, begin)).collect();
@@ -73,8 +75,9 @@ mod tests {
         );
     }
 
+    /// Without a limit there is no wait; a malformed value yields an error that names it.
     #[test]
-    fn without_a_limit_nobody_waits_and_a_wrong_one_is_told() {
+    fn no_limit_means_no_wait_and_bad_values_are_refused() {
         let none = Rate::of(None).expect("no rate");
         assert_eq!(
             (0..9).map(|_| none.pause(usize::MAX, Instant::now())).max(),

@@ -1,5 +1,10 @@
-//! `pvmd -s`: a daemon that a master starts through a remote shell. It reads the master's line, leaves the shell's
-//! session, sets itself up and answers with one line, which the process that the shell waits for passes on.
+//! `pvmd -s`: a daemon that a master starts through a remote shell.
+//!
+//! 1. It reads the master's bootstrap line from standard input, or fetches it from the master
+//!    (`join`).
+//! 2. It forks; the child leaves the shell's session and sets up the daemon.
+//! 3. The child answers with one line. The parent, for which the shell waits, prints this line and
+//!    exits.
 
 use super::address::ssh_session;
 use super::bootstrap::{BOOTSTRAP_BYTES_MAX, Bootstrap, Ready, Refusal, host_of, reply_line};
@@ -18,7 +23,7 @@ use std::io::{BufRead, BufReader, PipeReader, PipeWriter, Read, Write};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-/// Runs a slave; the exit status of this process.
+/// Runs a slave and returns the exit status of this process.
 pub(crate) fn run(foreground: bool, join: Option<&str>) -> i32 {
     let bootstrap = match join.map_or_else(read_bootstrap, fetch_bootstrap) {
         Ok(bootstrap) => bootstrap,
@@ -52,13 +57,13 @@ fn cannot(act: &str, e: impl std::fmt::Display) -> Refusal {
     }
 }
 
-/// Prints an answer; the exit status that goes with it.
+/// Prints a reply and returns the matching exit status.
 fn pass_on(line: &str) -> i32 {
     let printed = writeln!(std::io::stdout(), "{line}").and_then(|()| std::io::stdout().flush());
     i32::from(printed.is_err() || !line.starts_with("ddpro<"))
 }
 
-/// The parent: passes the child's line on, so that the remote shell ends when the daemon stands.
+/// In the parent: prints the child's line, so that the remote shell ends when the daemon is ready.
 fn wait_for_line(reader: PipeReader) -> i32 {
     let mut line = String::new();
     let _ = BufReader::new(reader).read_line(&mut line);
@@ -68,10 +73,11 @@ fn wait_for_line(reader: PipeReader) -> i32 {
     pass_on(line.trim_end())
 }
 
-/// The child: leaves the session and its descriptors, then serves.
+/// In the child: leaves the session, replaces the standard descriptors by /dev/null, and serves.
 fn in_background(bootstrap: &Bootstrap, mut writer: PipeWriter) -> i32 {
     let mut answer = |line: &str| {
-        // A parent that has been killed hears nothing; the master then gives up, and so does this daemon.
+        // If the parent was killed, the line is lost; the master then gives up, and this daemon
+        // ends.
         let _ = writeln!(writer, "{line}");
         0
     };
@@ -91,7 +97,8 @@ fn in_background(bootstrap: &Bootstrap, mut writer: PipeWriter) -> i32 {
     serve(bootstrap, &mut answer)
 }
 
-/// The master's line from standard input; old hosters put `PVM_VMID=…` in front of it.
+/// Reads the master's line from standard input. Old hosters write a line `PVM_VMID=…` before it,
+/// which is skipped.
 fn read_bootstrap() -> Result<Bootstrap, Refusal> {
     let mut input = BufReader::new(std::io::stdin()).take(BOOTSTRAP_BYTES_MAX as u64);
     loop {
@@ -111,7 +118,8 @@ fn read_bootstrap() -> Result<Bootstrap, Refusal> {
     }
 }
 
-/// The master's line from where it waits, opened with the secret that a hoster or a person has put on standard input.
+/// Fetches the master's line from the master and decrypts it with the secret that a hoster or a
+/// person has entered on standard input.
 fn fetch_bootstrap(masters: &str) -> Result<Bootstrap, Refusal> {
     let text = manual::read_secret().map_err(|e| cannot("read standard input", e))?;
     let secret = Secret::parse(&text)
@@ -119,7 +127,7 @@ fn fetch_bootstrap(masters: &str) -> Result<Bootstrap, Refusal> {
     Bootstrap::parse(join::fetch(masters, &secret)?.trim_end())
 }
 
-/// Sets the daemon up, answers, and runs it to its end.
+/// Sets the daemon up, replies to the master, and runs it to its end.
 fn serve(bootstrap: &Bootstrap, answer: &mut dyn FnMut(&str) -> i32) -> i32 {
     let setup = match set_up(bootstrap) {
         Ok(setup) => setup,
@@ -193,7 +201,8 @@ fn set_up(bootstrap: &Bootstrap) -> Result<Setup, Refusal> {
     let ssh = ssh_session(variable("SSH_CONNECTION").as_deref());
     let mut masters = bootstrap.masters.clone();
     if let (Some((client, _)), Some(port)) = (ssh, masters.first().map(SocketAddr::port)) {
-        // Where the remote shell came from, the master most likely is.
+        // The master is most likely on the host that the remote shell came from, so that address is
+        // tried first.
         masters.retain(|m| m.ip() != client);
         masters.insert(0, SocketAddr::new(client, port));
     }

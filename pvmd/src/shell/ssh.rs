@@ -1,14 +1,19 @@
-//! The ssh that starts daemons when `PVM_RSH` does not say otherwise.
+//! The ssh command that starts daemons when `PVM_RSH` is not set. Prefers X25519 key exchange,
+//! which is much cheaper.
 //!
-//! OpenSSH 8.5 to 9.9 agrees on the key of a connection by sntrup761 first. That costs 60 to 90 ms of processor time for every
-//! login, most of it here: a third of the time of a `pvm_addhosts`, and more than half of it when several hosts are added at
-//! once. X25519, the next on its list, costs less than one. What sntrup761 is for, a recording that is broken in many years,
-//! would show the certificate of a daemon that is long gone; what daemons and tasks say to each other they agree on by X25519 in any
-//! case. So X25519 comes first here, unless the user or the administrator says something in the settings of ssh.
+//! OpenSSH 8.5 to 9.9 prefers sntrup761 for key exchange. That costs 60 to 90 ms of processor time
+//! per login, most of it on this host: a third of the time of a `pvm_addhosts`, and more than half
+//! if several hosts are added together. X25519, next on ssh's list, costs less than 1 ms. sntrup761
+//! protects against recordings that are decrypted in many years; they would reveal the certificate
+//! of a daemon that is long gone, and daemons and tasks use X25519 among themselves in any case.
 //!
-//! That they win is left to ssh: of each setting it takes the first it finds, and our file includes theirs before it says its
-//! own. Whether it has the same effect as theirs otherwise, ssh itself is asked once (`-G`): an ssh with its settings elsewhere, an older
-//! one, or one that is no OpenSSH is used as it is.
+//! The settings of the user and the administrator keep precedence:
+//!
+//! 1. ssh uses the first value it finds of each setting. Our file includes the user's and the
+//!    system's files before it sets its own value.
+//! 2. Before the first use, `ssh -G` is asked for the effective settings with and without our file.
+//!    Our file is used only if the key exchange is the only difference. An ssh with its settings
+//!    elsewhere, an older one, or another program is used unchanged.
 
 use super::log::Log;
 use std::io::Write;
@@ -21,30 +26,30 @@ use tokio::sync::OnceCell;
 use tokio::time::timeout;
 
 const SSH: &str = "ssh";
-/// A daemon cannot answer a question about a password.
+/// The daemon cannot answer a password prompt.
 const NO_QUESTIONS: [&str; 2] = ["-o", "BatchMode=yes"];
-/// The agreement that costs much.
+/// The expensive key exchange algorithm.
 const SLOW: &str = "sntrup761";
-/// The one that takes its place.
+/// The key exchange algorithm that replaces it.
 const QUICK: &str = "curve25519-sha256";
-/// Settings that ssh reads by itself, in its order.
+/// Files that ssh reads by default, in ssh's order.
 const THEIRS: [&str; 2] = ["~/.ssh/config", "/etc/ssh/ssh_config"];
-/// The word before the agreements in what ssh says of its settings.
+/// Prefix of the line with the key exchange algorithms in the output of `ssh -G`.
 const AGREEMENTS: &str = "kexalgorithms ";
-/// Time to say what the settings are; names may be looked up for that.
+/// Time limit for `ssh -G`, which may resolve host names.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 
-/// How ssh is called by this daemon.
+/// How this daemon calls ssh.
 #[derive(Debug)]
 pub(crate) struct Ssh {
-    /// Where our settings go.
+    /// Path of our settings file.
     settings: PathBuf,
-    /// Whether they are there and good, once that is known.
+    /// Whether our settings file is written and usable, once that is known.
     usable: OnceCell<bool>,
 }
 
 impl Ssh {
-    /// Nothing is written or run before the first call.
+    /// Writes and runs nothing before the first call.
     pub(crate) fn new(settings: PathBuf) -> Ssh {
         Ssh {
             settings,
@@ -52,7 +57,8 @@ impl Ssh {
         }
     }
 
-    /// The words before the name of a host. The first host decides for all how ssh is called.
+    /// Returns the command words before the host name. The check for the first host applies to all
+    /// hosts.
     pub(crate) async fn words(&self, contact: &str, login: Option<&str>, log: &Log) -> Vec<String> {
         let usable = *self
             .usable
@@ -66,7 +72,7 @@ impl Ssh {
         words
     }
 
-    /// Writes our settings and looks whether they do what they are for, and nothing else.
+    /// Writes our settings file. Returns true if its only effect is the cheaper key exchange.
     async fn try_out(&self, contact: &str, login: Option<&str>, log: &Log) -> bool {
         if let Err(e) = write(&self.settings) {
             log.line(format!(
@@ -101,7 +107,7 @@ fn write(place: &Path) -> std::io::Result<()> {
     file.write_all(format!("{includes}KexAlgorithms ^{QUICK}\n").as_bytes())
 }
 
-/// What ssh says its settings for a host are, with its own files or with this one.
+/// Returns the effective settings for a host, with ssh's own files or with the given one.
 async fn effect(settings: Option<&Path>, contact: &str, login: Option<&str>) -> Option<String> {
     let mut command = Command::new(SSH);
     if let Some(settings) = settings {
@@ -119,7 +125,8 @@ async fn effect(settings: Option<&Path>, contact: &str, login: Option<&str>) -> 
     (done.status.success()).then(|| String::from_utf8_lossy(&done.stdout).into_owned())
 }
 
-/// True when theirs begins with the slow agreement, ours with the quick one, and all else is the same.
+/// True if `theirs` prefers the slow algorithm, `ours` the quick one, and all other settings are
+/// equal.
 fn only_quicker(theirs: &str, ours: &str) -> bool {
     let first = |text: &str, wanted: &str| {
         text.lines()
@@ -145,24 +152,24 @@ mod tests {
         "host h2\nport 22\nkexalgorithms curve25519-sha256,sntrup761x25519-sha512\nuser root\n";
 
     #[test]
-    fn settings_that_only_change_the_agreement_are_used() {
+    fn file_that_only_changes_key_exchange_is_used() {
         assert!(only_quicker(THEIRS, OURS));
     }
 
     #[test]
-    fn settings_that_would_be_lost_are_not() {
+    fn file_that_loses_settings_is_not_used() {
         assert!(!only_quicker(&THEIRS.replace("port 22", "port 2222"), OURS));
         assert!(!only_quicker(&format!("{THEIRS}proxyjump gate\n"), OURS));
     }
 
     #[test]
-    fn an_ssh_whose_own_agreement_is_quick_is_used_as_it_is() {
+    fn ssh_with_quick_key_exchange_is_left_unchanged() {
         let newer = THEIRS.replace("sntrup761x25519-sha512", "mlkem768x25519-sha256");
         assert!(!only_quicker(&newer, OURS));
     }
 
     #[test]
-    fn agreements_that_the_user_has_chosen_stay() {
+    fn user_chosen_key_exchange_is_kept() {
         let chosen = THEIRS.replace(",curve25519-sha256", "");
         assert!(!only_quicker(&chosen, &chosen));
         assert!(!only_quicker("", ""));

@@ -1,5 +1,9 @@
-//! Starts daemons on other hosts over a remote shell, as PVM does: `$PVM_RSH host [-l user] command`. What the new
-//! daemon needs goes over its standard input; one line comes back.
+//! Starts daemons on other hosts over a remote shell, as PVM does: `$PVM_RSH host [-l user]
+//! command`.
+//!
+//! The bootstrap line goes to the new daemon's standard input; its reply comes back as one line.
+//! Hosts can also be started by a hoster or by a person at the master's terminal; the new daemon
+//! then fetches its line from here (see `join`).
 
 use super::bootstrap::{Bootstrap, Ready, Refusal, parse_reply, to_hex};
 use super::input::{Input, Inputs};
@@ -24,52 +28,49 @@ use tokio::sync::{Mutex, Semaphore};
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
-/// Hosts started at the same time; more wait their turn.
+/// Most hosts started concurrently; further starts wait.
 const STARTS_AT_ONCE_MAX: usize = 32;
-/// Time for one host, as in PVM.
+/// Time limit for the start of one host, as in PVM.
 const START_WITHIN: Duration = Duration::from_secs(60);
-/// Time that a certificate waits for the daemon that a hoster starts.
+/// Time the bootstrap line is offered to a daemon that a hoster starts.
 const OFFER_WITHIN: Duration = Duration::from_secs(180);
-/// The same when the hoster is to leave it to a person.
+/// The same if a person starts the daemon.
 const OFFER_BY_HAND_WITHIN: Duration = Duration::from_secs(900);
-/// Time for the remote shell to end after the daemon has answered.
+/// Time the remote shell has to end after the daemon's reply.
 const SHELL_END_WITHIN: Duration = Duration::from_secs(20);
-/// Bytes of output of a remote shell that are looked at.
+/// Most bytes read from the output of a remote shell.
 const OUTPUT_BYTES_MAX: u64 = 64 << 10;
-/// Lines of standard error kept for the error sentence.
+/// Most lines of standard error kept for the error message.
 const STDERR_LINES_MAX: usize = 20;
 
-/// What is the same for all hosts started by this master.
+/// Settings that are equal for all hosts started by this master.
 pub(crate) struct StarterSettings {
-    /// Gives each host its certificate.
+    /// Issues the new hosts' certificates.
     pub(crate) authority: Arc<Authority>,
-    /// Name of the virtual machine.
     pub(crate) vm: String,
-    /// Where this daemon listens.
     pub(crate) addresses: Vec<SocketAddr>,
-    /// Library folder of this host.
     pub(crate) library: Option<PathBuf>,
-    /// True when root runs this virtual machine and has said so.
+    /// True if the user allowed this virtual machine to run as root.
     pub(crate) allow_root: bool,
-    /// Silence after which a host is lost.
+    /// Silence after which a host is considered lost.
     pub(crate) lease: Duration,
-    /// The limit on open files that the remote shell gets.
+    /// The limit on open files for the remote shell.
     pub(crate) files_limit: FilesLimit,
     /// `PVM_RSH`, if set.
     pub(crate) remote_shell: Option<String>,
-    /// The remote shell otherwise.
+    /// The remote shell if `PVM_RSH` is not set.
     pub(crate) ssh: Ssh,
     /// `PVM_DPATH`, if set.
     pub(crate) command: Option<String>,
-    /// This program, tried first on other hosts too.
+    /// Path of this program; other hosts try the same path first.
     pub(crate) program: PathBuf,
 }
 
-/// All starts under way. Owned by the daemon's loop.
+/// All host starts in progress. Owned by the daemon's loop.
 pub(crate) struct Starter {
     settings: Option<Arc<StarterSettings>>,
     turns: Arc<Semaphore>,
-    /// Held by the start that asks somebody at the terminal.
+    /// Held by the start that asks a person at the terminal.
     terminal: Arc<Mutex<()>>,
     inputs: Inputs,
     log: Log,
@@ -77,7 +78,7 @@ pub(crate) struct Starter {
 }
 
 impl Starter {
-    /// Nothing under way; without settings (a slave) every start fails.
+    /// Without settings (on a slave) every start fails.
     pub(crate) fn new(settings: Option<StarterSettings>, inputs: Inputs, log: Log) -> Starter {
         let turns = Arc::new(Semaphore::new(STARTS_AT_ONCE_MAX));
         let terminal = Arc::new(Mutex::new(()));
@@ -91,7 +92,7 @@ impl Starter {
         }
     }
 
-    /// Starts a daemon; [`Event::HostStarted`] tells the end.
+    /// Starts a daemon. Reports [`Event::HostStarted`].
     pub(crate) fn start(&mut self, start: StartId, plan: HostPlan) {
         self.running.retain(|_, task| !task.is_finished());
         let (settings, turns, terminal) = (
@@ -133,8 +134,8 @@ impl Starter {
         self.running.insert(start, task.abort_handle());
     }
 
-    /// Makes starts ready for a hoster; [`Event::HostsPrepared`] brings the orders. The certificates wait here until the
-    /// attempts are over.
+    /// Prepares starts for a hoster; [`Event::HostsPrepared`] delivers the orders. The bootstrap
+    /// lines are offered here until the attempts end.
     pub(crate) fn prepare(&mut self, plans: Vec<(StartId, HostPlan)>) {
         let (settings, inputs, log) =
             (self.settings.clone(), self.inputs.clone(), self.log.clone());
@@ -161,7 +162,7 @@ impl Starter {
                 match sealed {
                     Ok((order, listener, sealed)) => {
                         let _ = tell.send((start, Ok(order)));
-                        // The machine gives the attempt up before that, or has no use for it any more.
+                        // An upper bound: the state machine usually ends the attempt earlier.
                         let within = if plan.by_hand() {
                             OFFER_BY_HAND_WITHIN
                         } else {
@@ -188,7 +189,7 @@ impl Starter {
         });
     }
 
-    /// A hoster has heard this of a daemon that it started.
+    /// Ends an attempt with the reply that a hoster received from the daemon it started.
     pub(crate) fn heard(&mut self, start: StartId, line: &str) -> Event {
         self.abandon(start);
         let line = line.trim_end();
@@ -209,7 +210,7 @@ impl Starter {
         Event::HostStarted { start, result }
     }
 
-    /// Gives an attempt up; its remote shell is killed.
+    /// Aborts an attempt; its remote shell is killed.
     pub(crate) fn abandon(&mut self, start: StartId) {
         if let Some(task) = self.running.remove(&start) {
             task.abort();
@@ -217,7 +218,7 @@ impl Starter {
     }
 }
 
-/// One host being started.
+/// The start of one host.
 struct Attempt<'a> {
     settings: &'a StarterSettings,
     plan: &'a HostPlan,
@@ -256,7 +257,7 @@ impl Attempt<'_> {
             })?;
         match timeout(START_WITHIN, self.talk(&mut child, &line)).await {
             Ok(Ok(ready)) => {
-                // The daemon has left the session; the remote shell ends by itself soon.
+                // The daemon has left the shell's session, so the remote shell ends soon.
                 tokio::spawn(async move { timeout(SHELL_END_WITHIN, child.wait()).await.is_ok() });
                 Ok(ready)
             }
@@ -268,7 +269,7 @@ impl Attempt<'_> {
         }
     }
 
-    /// Has somebody at the master's terminal start the daemon.
+    /// Asks a person at the master's terminal to start the daemon.
     async fn by_hand(&self, terminal: &Mutex<()>) -> Result<Ready, Refusal> {
         let cant = |text: String| Refusal {
             error: PvmError::CantStart,
@@ -283,7 +284,8 @@ impl Attempt<'_> {
         }
     }
 
-    /// What a hoster or a person has to know, and what the new daemon will fetch here.
+    /// Creates the order for a hoster or a person, and the listener and encrypted line for the new
+    /// daemon.
     async fn offer(&self) -> Result<(StartOrder, TcpListener, Vec<u8>), String> {
         let secret = Secret::new();
         let sealed = secret.seal(&self.bootstrap()?.line());
@@ -315,7 +317,7 @@ impl Attempt<'_> {
         ))
     }
 
-    /// The whole command line.
+    /// Returns the command line of the remote shell.
     async fn words(&self) -> Result<Vec<String>, String> {
         if self.plan.contact.starts_with('-') || self.plan.contact.is_empty() {
             return Err(format!(
@@ -344,8 +346,9 @@ impl Attempt<'_> {
         Ok(words)
     }
 
-    /// What the remote shell is to run: the user's command, or this program where it is installed in the same place,
-    /// or the one in the path. A person knows where it is, and should not have to type that.
+    /// Returns the command for the remote host: the user's command; else this program's path if it
+    /// exists there; else `pvmd` from the search path. A person gets only the path, because the
+    /// script would be long to type.
     fn command(&self, more: &str) -> String {
         let by_hand = self.plan.by_hand();
         let slave = if by_hand { "-S" } else { "-s" };
@@ -397,13 +400,14 @@ impl Attempt<'_> {
         })
     }
 
-    /// Gives the line, waits for the answer; reads on to the end for the reason when none comes.
+    /// Writes the bootstrap line and waits for the reply. Without a reply, reads to the end of the
+    /// output for the reason.
     async fn talk(&self, child: &mut Child, line: &str) -> Result<Ready, Refusal> {
         let mut stdin = child.stdin.take().expect("it is a pipe");
         let stdout = child.stdout.take().expect("it is a pipe");
         let stderr = child.stderr.take().expect("it is a pipe");
         let give = async {
-            // A remote shell that ends without reading says why on its standard error.
+            // A remote shell that ends without reading reports the reason on its standard error.
             let _ = stdin.write_all(line.as_bytes()).await;
             drop(stdin);
         };
@@ -455,7 +459,7 @@ impl Attempt<'_> {
         Err(self.reason(&said, status))
     }
 
-    /// What went wrong, from what the remote shell said and its exit status.
+    /// Derives the reason of a failure from the remote shell's standard error and exit status.
     fn reason(&self, said: &VecDeque<String>, status: Option<i32>) -> Refusal {
         let last = said.back().map_or("it said nothing", String::as_str);
         let unknown = [

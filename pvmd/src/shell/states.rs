@@ -1,5 +1,6 @@
-//! The files of programs that write their own checkpoints, on their way into a set and back. Everything that may wait for a disk
-//! happens on threads of its own.
+//! Files of programs that write their own checkpoints: copies them into a checkpoint and back.
+//!
+//! All disk access runs on blocking threads; each operation reports its end as an event.
 
 use super::input::{Input, Inputs};
 use checkpoint::state::{self, Room, Staged, StateError};
@@ -14,10 +15,10 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// What is staged; nothing while that is being done.
+/// Staged files by migration; `None` while they are being staged.
 type All = Arc<Mutex<HashMap<MigrationId, Option<Staged>>>>;
 
-/// What is under way with such files.
+/// The operations in progress on such files.
 pub(crate) struct States {
     place: Place,
     inputs: Inputs,
@@ -34,7 +35,6 @@ fn io(error: &StateError) -> Failure {
 }
 
 impl States {
-    /// Nothing is under way.
     pub(crate) fn new(place: Place, inputs: Inputs) -> States {
         States {
             place,
@@ -51,10 +51,11 @@ impl States {
         });
     }
 
-    /// Copies files to where images of this part are; [`Event::StateCollected`].
+    /// Copies files into the image directory of this migration. Reports [`Event::StateCollected`].
     pub(crate) fn collect(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
         let (images, room) = (self.place.images(migration), Arc::clone(&self.room));
-        // At once: what is dropped in the meantime must not be made again. Whoever uses it says what is wrong.
+        // Created before the thread starts: the thread must not create the directory again after a
+        // drop. A failure shows when the directory is used.
         let _ = DirBuilder::new().mode(0o700).create(&images);
         self.work(move || {
             let collected = state::collect(&files, &dir, &images, &room);
@@ -65,7 +66,8 @@ impl States {
         });
     }
 
-    /// Copies them to where they belong, but for their names; [`Event::StateStaged`].
+    /// Copies the files next to their destinations under temporary names. Reports
+    /// [`Event::StateStaged`].
     pub(crate) fn stage(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
         let (images, staged) = (self.place.images(migration), self.staged.clone());
         lock(&staged).insert(migration, None);
@@ -73,7 +75,8 @@ impl States {
             let result = state::stage(&files, &dir, &images)
                 .map_err(|e| io(&e))
                 .map(|all| {
-                    // If it was given up meanwhile, what was staged goes with it.
+                    // If the migration was dropped meanwhile, the staged files are dropped with
+                    // `all`.
                     let mut staged = lock(&staged);
                     staged
                         .entry(migration)
@@ -83,7 +86,7 @@ impl States {
         });
     }
 
-    /// Gives them their names; [`Event::StateNamed`].
+    /// Renames the staged files to their final names. Reports [`Event::StateNamed`].
     pub(crate) fn name(&self, migration: MigrationId) {
         let all = lock(&self.staged).remove(&migration).flatten();
         self.work(move || {
@@ -95,7 +98,7 @@ impl States {
         });
     }
 
-    /// Removes what is staged and has no names.
+    /// Removes files that are staged but not renamed yet.
     pub(crate) fn drop_staged(&self, migration: MigrationId) {
         if let Some(all) = lock(&self.staged).remove(&migration) {
             tokio::task::spawn_blocking(move || drop(all));

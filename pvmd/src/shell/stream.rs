@@ -1,4 +1,4 @@
-//! A stream of a session, both ways, for threads that read and write as they do with a socket.
+//! Blocking adapter for a QUIC stream of a session: threads read and write it as they do a socket.
 
 use super::bulk::SILENCE_MAX;
 use quinn::{RecvStream, SendStream};
@@ -9,7 +9,7 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-/// The stream. One thread at a time reads, and one writes.
+/// A bidirectional stream. At most one thread reads and one thread writes at a time.
 #[derive(Debug)]
 pub(super) struct Stream {
     out: Mutex<SendStream>,
@@ -19,7 +19,7 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    /// Of these two halves; for use by threads of the runtime that calls.
+    /// Wraps the two halves of a stream. Must be called inside the runtime that drives them.
     pub(super) fn new(out: SendStream, back: RecvStream) -> Stream {
         let (out, back) = (Mutex::new(out), Mutex::new(back));
         Stream {
@@ -30,19 +30,19 @@ impl Stream {
         }
     }
 
-    /// As [`io::Read::read`].
+    /// As [`io::Read::read`], with a timeout of [`SILENCE_MAX`].
     pub(super) fn read(&self, room: &mut [u8]) -> io::Result<usize> {
         let mut back = self.back.lock().unwrap_or_else(PoisonError::into_inner);
         self.wait(async { Ok(back.read(room).await?.unwrap_or(0)) })
     }
 
-    /// As [`io::Write::write`].
+    /// As [`io::Write::write`], with a timeout of [`SILENCE_MAX`].
     pub(super) fn write(&self, bytes: &[u8]) -> io::Result<usize> {
         let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
         self.wait(async { Ok(out.write(bytes).await?) })
     }
 
-    /// Ends it now: whoever reads or writes gets an error. What was written is sent all the same.
+    /// Makes all current and future reads and writes fail. Data written before is still sent.
     pub(super) fn cut(&self) {
         self.cut.send_replace(true);
     }

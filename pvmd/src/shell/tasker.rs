@@ -1,5 +1,7 @@
-//! The tasker's process: started next to this program, talked to over a socket pair, restarted when it dies. It kills
-//! all its tasks when the socket closes, so no task outlives this daemon.
+//! The tasker process: started from this program's folder, connected by a socket pair, restarted
+//! when it dies.
+//!
+//! The tasker kills all its tasks when the socket closes, so no task outlives this daemon.
 
 use super::descriptors::Incoming;
 use super::input::{Input, Inputs};
@@ -23,11 +25,11 @@ use tokio::process::Child;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-/// Starts within [`STARTS_PERIOD`] at most; a tasker that dies more often stays dead until it is asked for something.
+/// Most starts within [`STARTS_PERIOD`]. A tasker that dies more often is started again only by a
+/// later request.
 const STARTS_MAX: usize = 5;
-/// Period over which starts are counted.
 const STARTS_PERIOD: Duration = Duration::from_secs(60);
-/// Time for the tasker to kill and reap everything when it is told to end.
+/// Time the tasker has to kill and reap all its processes when the socket is closed.
 const END_WITHIN: Duration = Duration::from_secs(10);
 
 /// The tasker of this daemon. Owned by the daemon's loop.
@@ -46,7 +48,8 @@ struct Running {
 }
 
 impl Tasker {
-    /// No process yet; `program` is the tasker's path, `files_limit` what it and its tasks begin with.
+    /// Starts no process yet. `program` is the tasker's path; `files_limit` is the initial limit of
+    /// the tasker and its tasks.
     pub(crate) fn new(
         program: PathBuf,
         files_limit: FilesLimit,
@@ -63,10 +66,10 @@ impl Tasker {
         }
     }
 
-    /// Starts the process unless it runs or died too often lately.
+    /// Starts the process unless it is running or has died too often.
     ///
     /// # Errors
-    /// One sentence why there is none.
+    /// One sentence why it was not started.
     pub(crate) fn start(&mut self) -> Result<(), String> {
         if self.running.is_some() {
             return Ok(());
@@ -101,7 +104,8 @@ impl Tasker {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped());
-        // A Ctrl-C at the master's terminal is for the master alone; it ends the tasks in order.
+        // Ctrl-C at the master's terminal must reach only the master, which ends the tasks in
+        // order.
         command.process_group(0);
         pass_descriptor(&mut command, theirs.as_raw_fd());
         self.files_limit.give(&mut command);
@@ -110,7 +114,7 @@ impl Tasker {
         Ok((Arc::new(LocalSocket::new(ours)?), child))
     }
 
-    /// Notes that the process has ended, and starts another one for new tasks.
+    /// Records that the process has ended, and starts another one for new tasks.
     pub(crate) fn gone(&mut self) {
         self.running = None;
         if let Err(why) = self.start() {
@@ -118,11 +122,14 @@ impl Tasker {
         }
     }
 
-    /// Sends a message; without a process a start is answered with its failure, the rest is lost with the tasks.
+    /// Sends a message to the tasker, which is started if necessary.
+    ///
+    /// If that fails, returns the tasker's reply to a start (failed) or a discard (done). Other
+    /// messages are dropped: the tasks they concern died with the tasker.
     pub(crate) fn send(&mut self, message: &ToTasker) -> Option<FromTasker> {
         let failed = |why: String| match message {
             ToTasker::Start(task) => Some(FromTasker::StartFailed { tid: task.tid, why }),
-            // With the tasker all is gone that it had built.
+            // Everything that the tasker had built is gone with it.
             ToTasker::Discard { migration } => Some(FromTasker::Discarded {
                 migration: *migration,
             }),
@@ -143,7 +150,7 @@ impl Tasker {
         }
     }
 
-    /// Has the process end with all its tasks, and waits for it.
+    /// Makes the tasker end with all its tasks, and waits for its end.
     pub(crate) async fn end(&mut self) {
         let Some(Running { outbox, serving }) = self.running.take() else {
             return;
@@ -154,7 +161,7 @@ impl Tasker {
     }
 }
 
-/// Hands on what the tasker says until it ends; why it did.
+/// Forwards the tasker's messages until it ends, and returns the reason of its end.
 async fn serve(socket: Arc<LocalSocket>, mut child: Child, inputs: &Inputs, log: Log) -> String {
     if let Some(stderr) = child.stderr.take() {
         tokio::spawn(async move {
@@ -184,7 +191,7 @@ async fn serve(socket: Arc<LocalSocket>, mut child: Child, inputs: &Inputs, log:
             Err(why) => break Some(why),
         }
     };
-    // It has closed its socket, or we have done so: it kills its tasks and ends.
+    // Either side has closed the socket: the tasker kills its tasks and exits.
     socket.end();
     drop(socket);
     let ended = match timeout(END_WITHIN, child.wait()).await {

@@ -1,28 +1,28 @@
-//! Waiting awake for the answer of another host.
+//! Spins while a reply from another host is awaited.
 //!
-//! Between a small message to another host and its answer four processes are woken, and here a processor that sleeps takes
-//! longer to wake than the daemons take for all their work. So a daemon that has passed on a question stays awake for a
-//! little while, when that has paid off lately; one that has passed on an answer to its task sleeps at once, because now it
-//! is the task that needs the processor.
+//! A small request to another host and its reply wake four processes, and waking a sleeping
+//! processor takes longer than all the daemons' work. A daemon that has forwarded a request
+//! therefore stays awake for a short time if spinning paid off recently. A daemon that has
+//! forwarded a reply to its task sleeps immediately, because the task needs the processor.
 
 use sempa_proto::host::Carried;
 use sempa_proto::link::{LinkFrame, LinkKind};
 use sempa_socket::{Reach, Spin};
 use std::time::{Duration, Instant};
 
-/// Longer frames are parts of transfers, which keep the machines awake by themselves.
+/// Larger frames belong to bulk transfers, which keep both hosts awake without spinning.
 const QUESTION_BYTES_MAX: usize = 4 << 10;
 
-/// The daemon's own: all hosts are one to it.
+/// The daemon's spin state. All other hosts share it.
 #[derive(Debug)]
 pub(crate) struct Vigil {
     spin: Spin,
-    /// Since when an answer is waited for, and how long awake; `None`: asleep.
+    /// When the pending request was sent and the time to spin for its reply; the inner `None` means
+    /// sleep.
     open: Option<(Instant, Option<Duration>)>,
 }
 
 impl Vigil {
-    /// None is kept.
     pub(crate) fn new() -> Vigil {
         Vigil {
             spin: Spin::new(Reach::Daemons),
@@ -30,14 +30,14 @@ impl Vigil {
         }
     }
 
-    /// This has been sent to another host.
+    /// Starts to wait for a reply if a small data frame was sent to another host.
     pub(crate) fn sent(&mut self, carried: &Carried, now: Instant) {
         if is_small_data(carried) && self.open.is_none_or(|(_, awake)| awake.is_none()) {
             self.open = Some((now, self.spin.budget(None, Reach::Daemons)));
         }
     }
 
-    /// This has come from another host.
+    /// Ends the wait if a small data frame came from another host, and learns from its duration.
     pub(crate) fn heard(&mut self, carried: &Carried, now: Instant) {
         match self.open.take_if(|_| is_small_data(carried)) {
             Some((since, Some(budget))) => self.spin.ended(now.duration_since(since), budget),
@@ -46,12 +46,12 @@ impl Vigil {
         }
     }
 
-    /// Lets whoever else is ready on this processor have it: he may be the one who has to answer.
+    /// Yields the processor to other runnable threads: one of them may produce the reply.
     pub(crate) fn give_way(&mut self) {
         self.spin.give_way();
     }
 
-    /// True as long as an answer is to be waited for awake.
+    /// Returns true while the daemon should spin for a reply.
     pub(crate) fn lasts(&mut self, now: Instant) -> bool {
         let Some((since, Some(budget))) = self.open else {
             return false;
@@ -65,7 +65,7 @@ impl Vigil {
     }
 }
 
-/// True for what a task says in a few words; not for what the links of tasks have to say to each other.
+/// True for small data frames of tasks. False for the links' own control frames.
 fn is_small_data(carried: &Carried) -> bool {
     let Carried::Link(body) = carried else {
         return false;
@@ -80,7 +80,7 @@ mod tests {
     use bytes::Bytes;
     use sempa_proto::Tid;
 
-    /// Between two looks at the clock.
+    /// Simulated time between two clock reads.
     const LOOK: Duration = Duration::from_micros(10);
 
     fn frame(kind: LinkKind, bytes: usize) -> Carried {
@@ -102,7 +102,7 @@ mod tests {
         frame(LinkKind::Data { last: true }, 8)
     }
 
-    /// A vigil on a machine with more than one processor, wherever this test runs; and a time.
+    /// Returns a spinner that assumes more than one processor, and a start time.
     fn vigil() -> (Vigil, Instant) {
         (
             Vigil {
@@ -113,8 +113,9 @@ mod tests {
         )
     }
 
+    /// The daemon spins from a small request until its reply arrives.
     #[test]
-    fn a_daemon_stays_awake_from_a_question_to_its_answer() {
+    fn spins_from_request_to_reply() {
         let (mut vigil, begin) = vigil();
         for round in 0..1000 {
             let now = begin + Duration::from_millis(round);
@@ -125,8 +126,9 @@ mod tests {
         }
     }
 
+    /// Acknowledgements and fragments of large messages neither start a wait nor end one.
     #[test]
-    fn what_links_say_to_each_other_and_parts_of_transfers_keep_nobody_awake() {
+    fn acks_and_bulk_fragments_do_not_count() {
         let (mut vigil, now) = vigil();
         for other in [
             frame(LinkKind::Ack { resync: false }, 0),
@@ -141,8 +143,9 @@ mod tests {
         }
     }
 
+    /// Requests without replies cost less than 300 ms of spinning in 100 s.
     #[test]
-    fn messages_that_nobody_answers_cost_next_to_nothing() {
+    fn unanswered_requests_cost_little_spinning() {
         let (mut vigil, begin) = vigil();
         let mut awake = Duration::ZERO;
         for round in 0..100_000 {
@@ -157,8 +160,9 @@ mod tests {
         assert!(awake < Duration::from_millis(300), "{awake:?} of 100 s");
     }
 
+    /// A quick reply during sleep makes the daemon spin for the next request.
     #[test]
-    fn answers_that_come_soon_to_one_who_sleeps_wake_it_for_the_next() {
+    fn quick_replies_restart_spinning() {
         let (mut vigil, begin) = vigil();
         let later = |ms| begin + Duration::from_millis(ms);
         for ms in 0..100 {

@@ -1,4 +1,5 @@
-//! What the machine may ask this host: programs, directories, the environment of tasks, the time, and chance.
+//! Facts about this host that the state machine asks for: programs, directories, the environment of
+//! tasks, the time, and random numbers.
 
 use nix::unistd::{AccessFlags, access};
 use pvmd_machine::World;
@@ -12,18 +13,19 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Architecture name of PVM for this machine.
+/// PVM's architecture name for this machine.
 pub(crate) const ARCH: &str = "LINUX64";
-/// Data signature of x86-64: how numbers are laid out (short, int, long, float, double; all little-endian).
+/// PVM data signature of x86-64: layout of short, int, long, float, double (all little-endian).
 pub(crate) const DSIG: i32 = 0x0040_8c41;
-/// Default of `PVM_ROOT`, as Debian's PVM has it.
+/// Default of `PVM_ROOT`, as in Debian's PVM.
 const PVM_ROOT: &str = "/usr/lib/pvm3";
-/// Default of the search path.
+/// Default search path for programs.
 const SEARCH_PATH: &str = "$HOME/pvm3/bin/$PVM_ARCH:$PVM_ROOT/bin/$PVM_ARCH";
 /// The library that tasks load.
 const LIBRARY: &str = "libpvm3.so.3";
 
-/// Variables that belong to the login session, or to one task, and not to every task of the host.
+/// Variables that belong to the login session or to a single task; tasks of this host do not
+/// inherit them.
 const SESSION_VARIABLES: [&str; 21] = [
     "SSH_CONNECTION",
     "SSH_CLIENT",
@@ -45,11 +47,10 @@ const SESSION_VARIABLES: [&str; 21] = [
     "PVMTRCBUF",
     "PVMTRCOPT",
     "PVMSPAWNWD",
-    // Set again where the virtual machine has a name of its own.
+    // Set again below if the virtual machine's name is not the default.
     "PVM_VMID",
 ];
 
-/// The time of day.
 pub(crate) fn unix_time() -> Micros {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
@@ -57,20 +58,20 @@ pub(crate) fn unix_time() -> Micros {
     Micros(u64::try_from(now.as_micros()).unwrap_or(u64::MAX))
 }
 
-/// What makes this daemon's world different from another one's on the same host.
+/// Settings of one daemon's world that may differ between daemons on the same host.
 #[derive(Debug, Default)]
 pub(crate) struct WorldSettings {
-    /// Search path, unexpanded; `PVM_PATH` or the default when absent.
+    /// Search path, not expanded. Default: `PVM_PATH`, then [`SEARCH_PATH`].
     pub(crate) search_path: Option<String>,
-    /// Working directory, unexpanded; `PVM_WD` or the home directory when absent.
+    /// Working directory, not expanded. Default: `PVM_WD`, then the home directory.
     pub(crate) work_dir: Option<String>,
-    /// A library folder to use if this host has none of its own.
+    /// Library folder to use if this host has none.
     pub(crate) library: Option<String>,
-    /// What debugs tasks here, unless `PVM_DEBUGGER` says something else.
+    /// Debugger command for tasks, unless `PVM_DEBUGGER` is set.
     pub(crate) debugger: Option<String>,
 }
 
-/// The world of a running daemon.
+/// The [`World`] of a running daemon.
 pub(crate) struct DaemonWorld {
     search: Vec<PathBuf>,
     work_dir: PathBuf,
@@ -79,7 +80,7 @@ pub(crate) struct DaemonWorld {
 }
 
 impl DaemonWorld {
-    /// The world as this process's environment and the settings make it.
+    /// Builds the world from the environment of this process and the settings.
     pub(crate) fn new(settings: WorldSettings, place: &Place, uid: u32) -> DaemonWorld {
         let own: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
         let programs = programs_folder();
@@ -130,12 +131,13 @@ impl DaemonWorld {
     }
 }
 
-/// The folder of this program and its siblings.
+/// Returns the folder of this program and its siblings.
 pub(crate) fn programs_folder() -> Option<PathBuf> {
     Some(std::env::current_exe().ok()?.parent()?.to_path_buf())
 }
 
-/// Where our library is: `SEMPA_LIB`, `lib` beside the programs' folder, that folder itself, or where the master has it.
+/// Returns the folder of our library: `SEMPA_LIB`, else the first that contains it of: `lib` next
+/// to the programs' folder, the programs' folder, the master's library folder.
 pub(crate) fn library_folder(
     programs: Option<&Path>,
     set: Option<&OsString>,
@@ -192,7 +194,7 @@ fn task_environment(
     env
 }
 
-/// Replaces `$NAME` and `${NAME}`; unknown names become nothing.
+/// Replaces `$NAME` and `${NAME}`; unset variables expand to nothing.
 fn expand(text: &str, var: impl Fn(&str) -> Option<String>) -> String {
     let mut out = String::new();
     let mut rest = text;
@@ -216,7 +218,7 @@ fn expand(text: &str, var: impl Fn(&str) -> Option<String>) -> String {
     out
 }
 
-/// True for a regular file that its owner may execute, as PVM asks for.
+/// True for a regular file that its owner may execute, which is PVM's rule.
 fn is_program(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o100 != 0)
 }
@@ -269,7 +271,7 @@ impl World for DaemonWorld {
 
     fn secret(&mut self) -> i32 {
         let mut bytes = [0; 4];
-        // Without random numbers TLS would have failed long before.
+        // TLS would have failed earlier if the kernel gave no random numbers.
         self.random
             .fill(&mut bytes)
             .expect("the kernel gives random numbers");
@@ -291,13 +293,13 @@ mod tests {
     }
 
     #[test]
-    fn variables_in_paths_are_expanded_in_both_forms() {
+    fn variables_in_paths_are_expanded() {
         let var = |name: &str| (name == "HOME").then(|| "/h".to_string());
         assert_eq!(expand("$HOME/a:${HOME}b:$NONE/c:5$", var), "/h/a:/hb:/c:5$");
     }
 
     #[test]
-    fn programs_are_found_along_the_path_or_as_named() {
+    fn programs_are_found_in_path_or_by_name() {
         let world = world();
         assert_eq!(world.find_program("sh", None), Ok(PathBuf::from("/bin/sh")));
         assert_eq!(
@@ -318,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn tasks_get_the_daemons_environment_without_its_session() {
+    fn task_environment_omits_session_variables() {
         let own = [
             ("SSH_TTY", "x"),
             ("EDITOR", "vi"),

@@ -1,33 +1,35 @@
-//! Memory on its way, in which runs of zeros are only counted.
+//! Packs memory for transfer: runs of zeros are replaced by their length.
 //!
-//! What is packed is a sequence of parts, each behind a head of four bytes: how many bytes it is, and in the highest bit whether
-//! these follow or are all zero. A run that is shorter than [`RUN_BYTES_MIN`] is not worth a part. Nothing has to begin at a page:
-//! memory that follows a task comes in pieces of any length.
+//! A packed record is a sequence of parts. Each part has a head of four bytes: its length, and in
+//! the highest bit whether the part is all zeros. The data follows the head unless it is all zeros.
+//! Runs shorter than [`RUN_BYTES_MIN`] do not get a part of their own. Data need not be
+//! page-aligned: memory sent by post-copy comes in pieces of any length.
 
-/// Bytes that are packed at once at most, and what unpacking can make of a record.
+/// Most bytes packed into one record, and most that unpacking a record may yield.
 pub(super) const PLAIN_BYTES_MAX: usize = 256 << 10;
-/// Shorter runs of zeros go as they are.
+/// Shorter runs of zeros are sent unchanged.
 pub(super) const RUN_BYTES_MIN: usize = 256;
-/// What is looked at at once. Each run that counts has one such block in it, wherever it begins.
+/// Unit in which zeros are searched. Every run of [`RUN_BYTES_MIN`] contains one complete block,
+/// wherever the run begins.
 const BLOCK_BYTES: usize = RUN_BYTES_MIN / 2;
-/// So much of a block is looked at first: most have something else there.
+/// Bytes of a block that are checked first: they differ from zero in most blocks.
 const GLANCE_BYTES: usize = 8;
-/// In front of each part; so much longer is what is packed than what it was, at most.
+/// Length of a part's head. A record is at most this much longer than its data.
 pub(super) const HEAD_BYTES: usize = 4;
-/// In the head: the bytes are zeros and do not follow.
+/// Flag in the head: the part is all zeros, and no data follows.
 const ZEROS: u32 = 1 << 31;
 
-/// A part of what was packed.
+/// A part of a packed record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Part<'a> {
-    /// Bytes as they are.
+    /// Data that is not compressed.
     Bytes(&'a [u8]),
-    /// So many zeros.
+    /// The number of zeros.
     Zeros(usize),
 }
 
 impl Part<'_> {
-    /// How many bytes it stands for.
+    /// Returns the length of the unpacked part.
     pub(super) fn length(&self) -> usize {
         match self {
             Part::Bytes(bytes) => bytes.len(),
@@ -36,7 +38,8 @@ impl Part<'_> {
     }
 }
 
-/// Packs what lies in `room` behind the first [`HEAD_BYTES`], where it lies; how many bytes it has become, with these.
+/// Packs the data in `room` after the first [`HEAD_BYTES`] in place. Returns the length of the
+/// record, heads included.
 pub(super) fn pack(room: &mut [u8]) -> usize {
     let end = room.len();
     assert!(
@@ -48,7 +51,7 @@ pub(super) fn pack(room: &mut [u8]) -> usize {
         let (zeros, after) = next_run(&room[from..])
             .map_or((end, end), |(begin, after)| (from + begin, from + after));
         if zeros > from {
-            // What was packed before has become shorter than it was: there is room for the head.
+            // Packed output never outgrows the input consumed, so the head fits before the data.
             put_head(room, packed, zeros - from, 0);
             room.copy_within(from..zeros, packed + HEAD_BYTES);
             packed += HEAD_BYTES + zeros - from;
@@ -63,11 +66,11 @@ pub(super) fn pack(room: &mut [u8]) -> usize {
 }
 
 fn put_head(room: &mut [u8], at: usize, length: usize, kind: u32) {
-    // It is far below the bit of the kind.
+    // The length is far below the flag bit.
     room[at..at + HEAD_BYTES].copy_from_slice(&(length as u32 | kind).to_le_bytes());
 }
 
-/// Where the first run of zeros that is long enough begins, and where it ends.
+/// Returns the start and end of the first run of at least [`RUN_BYTES_MIN`] zeros.
 fn next_run(bytes: &[u8]) -> Option<(usize, usize)> {
     let mut looked_at = 0;
     for (number, block) in bytes.chunks_exact(BLOCK_BYTES).enumerate() {
@@ -106,7 +109,7 @@ fn leading_zeros(bytes: &[u8]) -> usize {
             .count()
 }
 
-/// The parts of what was packed; what was not packed so ends with an error.
+/// Iterates over the parts of a record. A malformed record ends with an error.
 pub(super) fn parts(mut packed: &[u8]) -> impl Iterator<Item = Result<Part<'_>, Malformed>> {
     let mut room = PLAIN_BYTES_MAX;
     std::iter::from_fn(move || {
@@ -120,7 +123,7 @@ pub(super) fn parts(mut packed: &[u8]) -> impl Iterator<Item = Result<Part<'_>, 
     })
 }
 
-/// It was not packed by [`pack`].
+/// The record was not made by [`pack`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Malformed;
 
@@ -158,7 +161,7 @@ mod tests {
         Ok(plain)
     }
 
-    /// The lengths of all runs of zeros, counted byte by byte.
+    /// Returns the lengths of all long runs of zeros, counted byte by byte.
     fn runs(plain: &[u8]) -> Vec<usize> {
         plain
             .split(|byte| *byte != 0)
@@ -167,7 +170,7 @@ mod tests {
             .collect()
     }
 
-    /// Stretches of zeros and of something else, of lengths around those that matter.
+    /// Generates stretches of zeros and other bytes with lengths around the limits.
     fn mixtures() -> impl Strategy<Value = Vec<u8>> {
         let near = prop_oneof![
             0..4usize,
@@ -185,8 +188,9 @@ mod tests {
     }
 
     proptest! {
+        /// Unpacking restores the data, and exactly the long runs of zeros are replaced.
         #[test]
-        fn whatever_is_packed_is_unpacked_as_it_was_and_each_long_run_of_zeros_is_counted(plain in mixtures()) {
+        fn unpack_restores_data_and_long_runs_are_packed(plain in mixtures()) {
             let packed = packed(&plain);
             prop_assert_eq!(unpacked(&packed), Ok(plain.clone()));
             prop_assert!(packed.len() <= plain.len() + HEAD_BYTES);
@@ -196,15 +200,16 @@ mod tests {
             prop_assert_eq!(counted, runs(&plain));
         }
 
+        /// Arbitrary bytes yield an error or end; they are never read beyond their end.
         #[test]
-        fn what_was_not_packed_is_an_error_or_ends_and_never_reads_beyond_its_end(bytes: Vec<u8>) {
-            // Each part takes its head at least.
+        fn arbitrary_bytes_never_read_out_of_bounds(bytes: Vec<u8>) {
+            // Each part takes at least its head.
             prop_assert!(parts(&bytes).count() <= bytes.len());
         }
     }
 
     #[test]
-    fn zeros_alone_become_one_head_and_nothing_becomes_nothing() {
+    fn only_zeros_become_one_head() {
         assert_eq!(packed(&[0; 1 << 18]).len(), HEAD_BYTES);
         assert_eq!(packed(&[]), b"");
         assert_eq!(
@@ -217,8 +222,9 @@ mod tests {
         );
     }
 
+    /// A record that would unpack to more than [`PLAIN_BYTES_MAX`] is malformed.
     #[test]
-    fn a_record_cannot_become_more_than_is_packed_at_once() {
+    fn oversized_record_is_malformed() {
         let zeros = |count: usize| (count as u32 | ZEROS).to_le_bytes();
         assert!(unpacked(&zeros(PLAIN_BYTES_MAX)).is_ok());
         assert_eq!(unpacked(&zeros(PLAIN_BYTES_MAX + 1)), Err(Malformed));
@@ -229,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_off_is_told() {
+    fn truncated_record_is_malformed() {
         let packed = packed(&[&[7; 300][..], &[0; 300], &[7; 300]].concat());
         let ends = [0, HEAD_BYTES + 300, 2 * HEAD_BYTES + 300, packed.len()];
         for cut in 0..=packed.len() {
