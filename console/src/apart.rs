@@ -1,6 +1,8 @@
-//! A drain that has jobs written is carried out by a process of its own, which outlives the command that was typed and its terminal:
-//! this program once more, with `--apart`. Whoever has typed the command shows what that process says, and ends as it ends. Nothing
-//! here is needed by that process to go on.
+//! Runs a drain that may checkpoint jobs in a process of its own.
+//!
+//! The process is this program with `--apart`. It outlives the command that the user typed, and its
+//! terminal. The command copies the process's output and ends with its exit status; the process
+//! needs neither the command nor its terminal to continue.
 
 use crate::detach::detached;
 use crate::drain::Drain;
@@ -14,18 +16,21 @@ use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::thread;
 
-/// Bytes that are passed on at once.
+/// Size of the buffer for copied output.
 const CHUNK_BYTES: usize = 16 << 10;
-/// What a shell adds to the number of a signal that ended a command.
+/// A shell reports death by signal N as exit status 128 + N.
 const BY_SIGNAL: u8 = 128;
 
-/// This program, also when another one lies in its place by now.
+/// Returns the path of this program. `/proc/self/exe` is used if the file was removed or replaced.
 fn program() -> PathBuf {
     let own = std::env::current_exe().ok().filter(|path| path.is_file());
     own.unwrap_or_else(|| PathBuf::from("/proc/self/exe"))
 }
 
-/// Begins to carry a drain out. `console`: whose children are written though he is alive; [`Tid::NONE`] if it was typed in a shell.
+/// Starts the drain process.
+///
+/// `console` is the console that requested the drain, or [`Tid::NONE`] for a shell. The children of
+/// that console are checkpointed although the console is alive.
 fn begin(program: PathBuf, console: Tid, what: &Drain, json: bool) -> io::Result<Child> {
     let mut command = Command::new(program);
     command
@@ -45,15 +50,16 @@ fn begin(program: PathBuf, console: Tid, what: &Drain, json: bool) -> io::Result
     })
 }
 
-/// Carries a drain out that was typed in a shell, and shows it as it goes.
+/// Runs a drain that was requested from a shell and prints its progress.
 ///
 /// # Errors
-/// It could not begin; or standard output cannot be written, and it is over.
+/// Fails if the process could not be started. If standard output cannot be written, fails after the
+/// drain has ended.
 pub(crate) fn follow(what: &Drain, json: bool) -> io::Result<ExitCode> {
     let mut interrupts = SigSet::empty();
     interrupts.add(Signal::SIGINT);
     interrupts.add(Signal::SIGTERM);
-    // Threads made later do as this one.
+    // Later threads inherit the signal mask.
     interrupts.thread_block()?;
     let mut child = match begin(program(), Tid::NONE, what, json) {
         Ok(child) => child,
@@ -72,7 +78,7 @@ pub(crate) fn follow(what: &Drain, json: bool) -> io::Result<ExitCode> {
         .stdout
         .take()
         .map_or(Ok(()), |from| pass_on(from, io::stdout()));
-    // What cannot be written to standard error is lost.
+    // Errors of standard error are ignored.
     let _ = complaints.map(thread::JoinHandle::join);
     let status = child.wait()?;
     shown?;
@@ -85,12 +91,12 @@ pub(crate) fn follow(what: &Drain, json: bool) -> io::Result<ExitCode> {
     })
 }
 
-/// Leaves the drain alone at one of these signals, and says what becomes of it.
+/// Waits for one of the signals, reports that the drain continues, and exits.
 fn leave_at(interrupts: SigSet, host: &str) {
     let Ok(signal) = interrupts.wait() else {
         return;
     };
-    // Should nobody read what is said, the next one ends this process as any other.
+    // A second signal ends this process the usual way, in case printing blocks.
     let _ = interrupts.thread_unblock();
     Screen.complain(&format!(
         "drain: {host} goes on being emptied; 'undrain {host}' calls it off"
@@ -99,10 +105,11 @@ fn leave_at(interrupts: SigSet, host: &str) {
     std::process::exit(i32::from(BY_SIGNAL + number));
 }
 
-/// Passes on all that comes. A reader that has gone away is no reason to stop: whoever writes would wait for ever.
+/// Copies all output. A broken pipe at `to` does not stop reading, because the writer would then
+/// block forever.
 ///
 /// # Errors
-/// Some of it could not be written.
+/// Fails if some of it could not be read or written.
 fn pass_on(mut from: impl Read, mut to: impl Write) -> io::Result<()> {
     let (mut chunk, mut result) = (vec![0; CHUNK_BYTES], Ok(()));
     loop {
@@ -118,7 +125,7 @@ fn pass_on(mut from: impl Read, mut to: impl Write) -> io::Result<()> {
     }
 }
 
-/// Whether all was done, and what is to be said if somebody has ended it.
+/// Returns whether the drain succeeded, and an error line if a signal killed its process.
 fn ended(status: ExitStatus) -> (bool, Option<String>) {
     let by = status.signal().map(|signal| {
         format!(
@@ -128,7 +135,7 @@ fn ended(status: ExitStatus) -> (bool, Option<String>) {
     (status.success(), by)
 }
 
-/// Carries a drain out that was typed in this interactive console, and waits for its end.
+/// Runs a drain that was requested in this interactive console and waits for its end.
 pub(crate) fn carry_out(console: Tid, what: &Drain, json: bool) -> Outcome {
     carry_out_by(program(), console, what, json)
 }
@@ -171,7 +178,7 @@ mod tests {
     use std::fs;
     use std::os::unix::fs::PermissionsExt;
 
-    /// Writes nowhere.
+    /// A writer whose reader has closed the pipe.
     struct Nobody;
 
     impl Write for Nobody {
@@ -184,8 +191,9 @@ mod tests {
         }
     }
 
+    /// All output of the process is read even if it cannot be written.
     #[test]
-    fn all_is_read_also_when_nobody_listens() {
+    fn output_is_drained_after_broken_pipe() {
         let text = vec![b'x'; 3 * CHUNK_BYTES + 1];
         let (mut from, mut to) = (&text[..], Vec::new());
         pass_on(&mut from, &mut to).expect("it is written");
@@ -195,8 +203,9 @@ mod tests {
         assert_eq!((from.len(), error.kind()), (0, io::ErrorKind::BrokenPipe));
     }
 
+    /// Output, errors and exit status of the process become those of the command.
     #[test]
-    fn what_the_process_says_and_how_it_ends_is_what_the_command_comes_to() {
+    fn outcome_has_process_output_and_status() {
         let folder = tempfile::tempdir().expect("a folder");
         let place = folder.path().join("pvm");
         let what = Drain {

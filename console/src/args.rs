@@ -1,4 +1,4 @@
-//! The command line of `pvm`.
+//! Parses the command line of `pvm`.
 
 use crate::help;
 use crate::parse;
@@ -27,8 +27,8 @@ struct Cli {
     /// Print values for programs, one a line, with every command that prints anything
     #[arg(long)]
     json: bool,
-    /// Not for people: a drain that has jobs written is carried out by this program once more, apart from the command that was typed,
-    /// which may be interrupted. The console in which that was typed, `t0` if it was a shell.
+    /// Internal: runs a drain in a process that is detached from the command the user typed, which
+    /// may be interrupted. The value is the tid of the requesting console, or `t0` for a shell.
     #[arg(long, hide = true, value_name = "TID", value_parser = tid)]
     apart: Option<Tid>,
     /// A command with its arguments, or a host file (as ./NAME when a command has its name)
@@ -36,42 +36,42 @@ struct Cli {
     words: Vec<String>,
 }
 
-/// What the program is to do.
+/// What the program does.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
-    /// Read commands; start a daemon with these arguments when none runs.
+    /// Reads commands. The arguments are for the daemon, in case one must be started.
     Console(Vec<OsString>),
-    /// Start a daemon with these arguments when none runs.
+    /// Only starts a daemon, with these arguments, if none is running.
     Start(Vec<OsString>),
-    /// One command.
+    /// Executes one command.
     Once {
-        /// Its words, at least one.
+        /// The words of the command, at least one.
         words: Vec<String>,
-        /// Answer with values for programs.
         json: bool,
-        /// It is carried out for whoever has typed it, in a process of its own: his console, [`Tid::NONE`] for a shell.
+        /// Set in a detached drain process: the console that requested the drain, or [`Tid::NONE`]
+        /// for a shell.
         apart: Option<Tid>,
     },
 }
 
-/// Why the arguments make no sense.
+/// Why the command line is invalid.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ArgsError {
-    /// Wrong options, or a wish for help or the version: clap knows how to show it.
+    /// Wrong options, or a request for help or the version. clap prints all of them.
     #[error(transparent)]
     Clap(#[from] clap::Error),
-    /// Neither a command nor a file.
     #[error("{0}: not found")]
+    /// The word is neither a command nor a file.
     NotFound(String),
-    /// More than one word after a host file.
     #[error("{0}: one host file is enough")]
+    /// Words follow the host file.
     TooMany(String),
-    /// No JSON for this.
+    /// The command has no JSON output.
     #[error("--json belongs to a command that prints something; {0}")]
     NoJson(String),
 }
 
-/// Reads the arguments, the program's name first.
+/// Parses the arguments, of which the first is the program's name.
 pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, ArgsError> {
     let Cli {
         debug,
@@ -138,8 +138,10 @@ mod tests {
         parse(line.split(' ').map(OsString::from)).map_err(|error| error.to_string())
     }
 
+    /// A command name on the command line selects one-shot mode, and `--json` is taken from it
+    /// where it belongs to the command.
     #[test]
-    fn a_command_name_makes_it_one_shot() {
+    fn command_name_selects_oneshot_mode() {
         let by = |words: &[&str], json, apart| {
             Ok(Mode::Once {
                 words: words.iter().map(|word| word.to_string()).collect(),
@@ -181,8 +183,9 @@ mod tests {
         assert_eq!(mode("pvm foo"), Err("foo: not found".into()));
     }
 
+    /// A host file and the options are passed to the daemon.
     #[test]
-    fn a_file_and_options_go_to_the_daemon() {
+    fn host_file_and_options_go_to_daemon() {
         assert_eq!(mode("pvm"), Ok(Mode::Console(Vec::new())));
         let file = "/etc/passwd";
         assert_eq!(

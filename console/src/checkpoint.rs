@@ -1,4 +1,5 @@
-//! `checkpoint`, `checkpoints` and `restart`: a job is written to the store of the master's host, and started again from there.
+//! `checkpoint`, `checkpoints` and `restart`: writes jobs to the store on the master's host, lists
+//! and removes checkpoints, and restarts jobs from them.
 
 use crate::format::time;
 use crate::machine::{Machine, misfit};
@@ -12,44 +13,43 @@ use sempa_proto::{HostId, Micros, Tid};
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// A pause between checkpoints that is longer is a slip of the pen.
+/// Longest accepted checkpoint interval; a longer one is a typing error.
 const EVERY_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
 
-/// What `checkpoint` says.
+/// A parsed `checkpoint` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Checkpoint {
     /// The first task of the job.
     pub(crate) job: Tid,
-    /// Whether it goes on by itself.
+    /// Changes the periodic checkpoints of the job, if given.
     pub(crate) pace: Option<Pace>,
-    /// The job ends when its checkpoint is complete.
+    /// Ends the job when its checkpoint is complete.
     pub(crate) end: bool,
 }
 
-/// What `restart` says.
+/// A parsed `restart` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Restart {
-    /// The set.
+    /// The checkpoint's name.
     pub(crate) set: String,
-    /// Names of the hosts to use; none: any.
+    /// Names of the hosts to use. If empty, any host is used.
     pub(crate) on: Vec<String>,
 }
 
-/// What `checkpoints` says.
+/// A parsed `checkpoints` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Checkpoints {
-    /// Show what there is.
+    /// Lists the checkpoints in the store.
     List,
-    /// Remove some.
+    /// Removes checkpoints from the store.
     Remove {
-        /// Which.
         which: Unwanted,
-        /// Also those that other virtual machines have made.
+        /// Also removes checkpoints of other virtual machines.
         any: bool,
     },
 }
 
-/// Reads the words behind `checkpoints`.
+/// Parses the words after `checkpoints`.
 pub(crate) fn parse_list(args: &[String]) -> Result<Checkpoints, ParseError> {
     const COMMAND: &str = "checkpoints";
     let wrong = || ParseError::WrongArgs(COMMAND);
@@ -75,7 +75,7 @@ pub(crate) fn parse_list(args: &[String]) -> Result<Checkpoints, ParseError> {
                 arg.trim_start_matches('-').to_string(),
             ));
         } else {
-            // More of them behind the first.
+            // Further names for an earlier `--remove`.
             names.as_mut().ok_or_else(wrong)?.push(arg.clone());
         }
     }
@@ -93,7 +93,7 @@ pub(crate) fn parse_list(args: &[String]) -> Result<Checkpoints, ParseError> {
     }
 }
 
-/// Reads the words behind `checkpoint`.
+/// Parses the words after `checkpoint`.
 pub(crate) fn parse(args: &[String]) -> Result<Checkpoint, ParseError> {
     const COMMAND: &str = "checkpoint";
     let wrong = || ParseError::WrongArgs(COMMAND);
@@ -148,7 +148,7 @@ pub(crate) fn parse(args: &[String]) -> Result<Checkpoint, ParseError> {
     })
 }
 
-/// Reads the words behind `restart`.
+/// Parses the words after `restart`.
 pub(crate) fn parse_restart(args: &[String]) -> Result<Restart, ParseError> {
     let wrong = || ParseError::WrongArgs("restart");
     let (mut set, mut on) = (None, Vec::new());
@@ -176,7 +176,7 @@ pub(crate) fn parse_restart(args: &[String]) -> Result<Restart, ParseError> {
     })
 }
 
-/// Has a job written to the store.
+/// Writes a checkpoint of a job, or stops its periodic checkpoints.
 pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Outcome, Error> {
     let Checkpoint { job, pace, end } = what;
     let (every, loss) = match pace {
@@ -254,7 +254,8 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
     }
 }
 
-/// What becomes of a job whose checkpoint has failed; `it`: what it is called.
+/// Returns what happens to a job whose checkpoint failed, as a clause. `it` is the word for the job
+/// in that clause.
 pub(crate) fn of_its_job(why: &CutFailure, it: &str) -> String {
     match why {
         CutFailure::NoSuchJob(_) => String::new(),
@@ -265,7 +266,7 @@ pub(crate) fn of_its_job(why: &CutFailure, it: &str) -> String {
     }
 }
 
-/// Lists what lies in the store, or removes some of it.
+/// Lists the checkpoints in the store, or removes some.
 pub(crate) fn checkpoints(machine: &impl Machine, what: &Checkpoints) -> Result<Outcome, Error> {
     let Checkpoints::Remove { which, any } = what else {
         return list(machine);
@@ -306,7 +307,7 @@ fn removed(which: &Unwanted, all: &Removed) -> Outcome {
     Outcome::done(text, json!({ "removed": gone, "kept": kept }), failed)
 }
 
-/// Lists what lies in the store.
+/// Lists the checkpoints in the store.
 fn list(machine: &impl Machine) -> Result<Outcome, Error> {
     match machine.ask(Request::Sets)? {
         Reply::Sets(Ok(sets)) => {
@@ -374,7 +375,7 @@ fn table(sets: &[SetEntry]) -> String {
     text
 }
 
-/// Starts the tasks of a set again.
+/// Restarts the tasks of a checkpoint.
 pub(crate) fn restart(machine: &impl Machine, what: &Restart) -> Result<Outcome, Error> {
     let Restart { set, on } = what;
     match machine.ask(Request::Restart {
@@ -428,8 +429,9 @@ mod tests {
             .collect()
     }
 
+    /// Job and options of `checkpoint` are accepted in any order.
     #[test]
-    fn a_job_and_a_pause_are_read_in_any_order() {
+    fn checkpoint_arguments_parse_in_any_order() {
         let job = Tid::from_raw(0x40002);
         let read = |line: &str| parse(&words(line));
         let every = |seconds| Some(Pace::Every(Micros::from_secs(seconds)));
@@ -512,8 +514,9 @@ mod tests {
         assert_eq!(read("-f t40002"), Err(ParseError::UnknownFlag("f".into())));
     }
 
+    /// The text about a job whose checkpoint failed depends on the cause.
     #[test]
-    fn what_becomes_of_a_job_without_its_checkpoint_depends_on_why_there_is_none() {
+    fn failure_text_depends_on_cause() {
         let job = Tid::from_raw(0x40002);
         assert_eq!(of_its_job(&CutFailure::NoSuchJob(job), "it"), "");
         assert_eq!(
@@ -527,8 +530,9 @@ mod tests {
         );
     }
 
+    /// `restart` accepts a checkpoint and hosts in any order.
     #[test]
-    fn a_set_is_restarted_on_the_hosts_that_are_named() {
+    fn restart_arguments_parse() {
         let read = |line: &str| parse_restart(&words(line));
         let restart = |on: &[&str]| {
             Ok(Restart {
@@ -544,8 +548,9 @@ mod tests {
         }
     }
 
+    /// The list shows usable checkpoints, and why others cannot be used.
     #[test]
-    fn the_list_shows_what_can_be_used_and_why_the_rest_cannot() {
+    fn list_shows_usable_and_broken_checkpoints() {
         let job = Tid::from_raw(0x40002);
         let (broken, ended, copies) = (None, None, Vec::new());
         let whole = SetEntry {
@@ -588,8 +593,9 @@ mod tests {
         assert_eq!(lines[2], "b    cannot be used: another key");
     }
 
+    /// Checkpoints to remove are selected by name or by job.
     #[test]
-    fn sets_to_be_removed_are_named_one_by_one_or_by_their_job() {
+    fn removal_selects_by_name_or_job() {
         let read = |line: &str| parse_list(&words(line));
         let sets = |names: &[&str], any| {
             let which = Unwanted::Sets(names.iter().map(|name| name.to_string()).collect());
@@ -632,8 +638,9 @@ mod tests {
         assert_eq!(read("--all"), Err(ParseError::UnknownFlag("all".into())));
     }
 
+    /// Removal reports each checkpoint that was removed or kept.
     #[test]
-    fn what_was_removed_and_what_stays_is_told_set_by_set() {
+    fn removal_reports_each_checkpoint() {
         let job = Tid::from_raw(0x40002);
         let all: Removed = vec![("a".into(), Ok(7)), ("b".into(), Err(Stays::Wanted(job)))];
         let outcome = removed(&Unwanted::Job(job), &all);

@@ -1,9 +1,9 @@
-//! The time of day.
+//! Wall-clock time for event times and deadlines.
 
 use sempa_proto::Micros;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Microseconds since 1970.
+/// Returns the microseconds since the Unix epoch.
 pub(crate) fn micros_now() -> Micros {
     let since = SystemTime::now()
         .duration_since(UNIX_EPOCH)

@@ -1,4 +1,4 @@
-//! The daemon of this host, seen from outside: starting it, and knowing when it is gone.
+//! Starts the daemon of this host and detects when it has exited.
 
 use crate::detach::detached;
 use libpvm::EnrollError;
@@ -12,41 +12,39 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time the daemon has to print its address.
+/// Time the daemon has to print its socket address.
 const START_MAX: Duration = Duration::from_secs(60);
-/// Time the daemon has to go after it has been asked to; it waits for the other hosts, which have their own limits.
+/// Time the daemon has to exit after a halt. It waits for the other hosts, which have their own
+/// limits.
 const GONE_MAX: Duration = Duration::from_secs(60);
-/// How often the process table is looked at while waiting.
+/// Interval for polling the process table.
 pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(5);
-/// Bytes of the daemon's complaints that are read.
+/// Bytes of the daemon's error output that are read.
 const COMPLAINT_BYTES_MAX: u64 = 64 << 10;
 
-/// Why there is no daemon now.
+/// Why no daemon was started.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StartError {
-    /// The program cannot be run.
+    /// The daemon's program could not be executed.
     #[error("{} cannot be started: {source}; it belongs next to pvm, or into PATH", program.display())]
     NoProgram {
-        /// What was tried.
         program: PathBuf,
-        /// What happened.
         source: std::io::Error,
     },
-    /// It ended without an address; its own words.
+    /// The daemon exited without printing an address; its own error line.
     #[error("{0}")]
     Said(String),
-    /// It ended without an address or a word.
+    /// The daemon exited without printing an address or an error.
     #[error("the daemon ended at once ({0}) and did not say why: see its log with SEMPA_LOG=FILE")]
     Silent(std::process::ExitStatus),
-    /// It neither works nor ends; it was killed.
+    /// The daemon printed nothing in time and was killed.
     #[error("the daemon did not begin to listen within {} s and was ended", START_MAX.as_secs())]
     Slow,
-    /// Something on the way there failed.
     #[error("the daemon cannot be started: {0}")]
     Io(#[from] std::io::Error),
 }
 
-/// The daemon's program: next to this one, or wherever PATH finds it.
+/// Returns the daemon's program: in the folder of this one, or from `PATH`.
 fn program() -> PathBuf {
     let beside = std::env::current_exe()
         .ok()
@@ -56,16 +54,18 @@ fn program() -> PathBuf {
         .unwrap_or_else(|| PathBuf::from("pvmd"))
 }
 
-/// Starts the daemon in the background and waits until it listens. The child is to be waited for when it ends.
+/// Starts the daemon in the background and waits until it listens. The caller must reap the child
+/// when it exits.
 ///
 /// # Errors
-/// No daemon was left behind.
+/// Fails if no daemon is running afterwards.
 pub(crate) fn start(args: &[OsString]) -> Result<Child, StartError> {
     run(&program(), args)
 }
 
 fn run(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
-    // Its complaints go into memory: a pipe would kill it when this console is gone and somebody there still writes.
+    // The daemon's stderr is a memory file. A pipe would raise SIGPIPE in any process that still
+    // writes to it after this console has ended.
     let mut complaints = File::from(
         memfd_create("pvmd-stderr", MFdFlags::MFD_CLOEXEC).map_err(std::io::Error::from)?,
     );
@@ -86,13 +86,14 @@ fn run(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
     thread::spawn(move || {
         let mut line = String::new();
         let read = BufReader::new(stdout.take(COMPLAINT_BYTES_MAX)).read_line(&mut line);
-        // Nobody listens any more when the time was up.
+        // The receiver is gone if the timeout has expired.
         let _ = sender.send(read.is_ok_and(|_| line.ends_with('\n')));
     });
     match line.recv_timeout(START_MAX) {
         Ok(true) => Ok(child),
         Ok(false) => {
-            // Its output is closed, so it is ending; should it not, it is of no use either.
+            // A daemon that has closed its output is exiting. It is killed if it does not exit in
+            // time.
             let _ = wait_until(START_MAX, || !matches!(child.try_wait(), Ok(None)));
             let _ = child.kill();
             let status = child.wait()?;
@@ -113,7 +114,8 @@ fn run(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
     }
 }
 
-/// The line that says why: what is wrong with the command line comes before the advice, everything else comes last.
+/// Returns the line with the reason. For a wrong command line it precedes the advice; otherwise it
+/// is the last line.
 fn reason(said: &str) -> Option<&str> {
     let mut lines = said.lines().map(str::trim).filter(|line| !line.is_empty());
     lines
@@ -122,21 +124,22 @@ fn reason(said: &str) -> Option<&str> {
         .or_else(|| lines.next_back())
 }
 
-/// A running daemon that can be watched until it is gone.
+/// A running daemon whose exit can be awaited.
 #[derive(Debug)]
 pub(crate) struct Watched {
     lock: PathBuf,
-    /// Process number and the kernel's time of its start, which tells it from a later process with the same number.
+    /// Process id and start time. The start time distinguishes it from a later process with the
+    /// same id.
     process: Option<(i32, String)>,
 }
 
 impl Watched {
-    /// The running daemon that holds this lock file.
+    /// Returns the running daemon that holds this lock file.
     pub(crate) fn holding(lock: PathBuf) -> Watched {
         let pid = fs::read_to_string(&lock)
             .ok()
             .and_then(|text| text.trim().parse().ok());
-        // One that has ended and is only waited for by its parent is none.
+        // A zombie does not count as running.
         let running = |pid| stat(pid).filter(|(state, _)| *state != 'Z');
         Watched {
             process: pid.and_then(|pid| Some((pid, running(pid)?.1))),
@@ -153,13 +156,15 @@ impl Watched {
         }
     }
 
-    /// True when it was there, did not take this task in, and is gone soon: it was on its way out.
+    /// True if the daemon was running, broke off the enrollment and then exits: it was shutting
+    /// down. Waits up to [`GONE_MAX`].
     pub(crate) fn is_ending(&self, error: &EnrollError) -> bool {
         let broken_off = matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. });
         self.process.is_some() && broken_off && self.wait(None)
     }
 
-    /// Waits until it is gone; false when it stays. `child` is reaped when it is the daemon.
+    /// Waits until the daemon has exited. Returns false if it has not after [`GONE_MAX`]. If
+    /// `child` is the daemon, it is reaped.
     pub(crate) fn wait(&self, mut child: Option<&mut Child>) -> bool {
         wait_until(GONE_MAX, || {
             if let Some(child) = child.as_deref_mut() {
@@ -183,10 +188,11 @@ fn wait_until(limit: Duration, mut done: impl FnMut() -> bool) -> bool {
     }
 }
 
-/// State letter and start time of a process.
+/// Returns state letter and start time of a process from `/proc/PID/stat`.
 fn stat(pid: i32) -> Option<(char, String)> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may hold anything, so fields are counted from its end.
+    // The name in parentheses may contain any character, so fields are counted from its closing
+    // parenthesis.
     let mut fields = text[text.rfind(')')? + 1..].split_whitespace();
     let state = fields.next()?.chars().next()?;
     Some((state, fields.nth(18)?.to_string()))
@@ -200,8 +206,9 @@ mod tests {
         run(Path::new("/bin/sh"), &["-c".into(), script.into()])
     }
 
+    /// A daemon that prints its address keeps running in a session of its own.
     #[test]
-    fn a_daemon_that_prints_its_address_is_left_running_in_its_own_session() {
+    fn started_daemon_runs_in_own_session() {
         let mut child = shell("echo /some/socket; exec sleep 60").expect("started");
         let pid = i32::try_from(child.id()).expect("a pid");
         let session = nix::unistd::getsid(Some(nix::unistd::Pid::from_raw(pid))).expect("it runs");
@@ -216,8 +223,9 @@ mod tests {
         child.wait().expect("ours");
     }
 
+    /// The error of a daemon that fails to start quotes the daemon's own line.
     #[test]
-    fn a_daemon_that_fails_is_quoted() {
+    fn failed_daemon_is_quoted() {
         let said = shell("echo 'warning: x' >&2; echo 'pvmd: no room' >&2; exit 1")
             .expect_err("failed")
             .to_string();
@@ -235,8 +243,9 @@ mod tests {
         assert!(matches!(none, StartError::NoProgram { .. }));
     }
 
+    /// A process with the same id but another start time is a different process.
     #[test]
-    fn a_process_is_told_from_another_with_its_number() {
+    fn start_time_identifies_process() {
         let me = i32::try_from(std::process::id()).expect("a pid");
         let (state, started) = stat(me).expect("this process runs");
         assert_ne!(state, 'Z');

@@ -1,4 +1,4 @@
-//! Starting a program that outlives this one and its terminal.
+//! Starts a program that outlives this one and its terminal.
 #![allow(unsafe_code)] // Between fork and exec there is no safe way to act.
 
 use nix::libc;
@@ -6,15 +6,17 @@ use nix::sys::signal::SigSet;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// Lets the program run in a session of its own, with no signal blocked, and with nothing that this process has inherited beside the
-/// standard streams: pipes and locks of whoever started it must not live as long.
+/// Configures the program to run in a new session with no blocked signals and no inherited
+/// descriptors except the standard streams. Pipes and locks of this process must not live as long
+/// as the program.
 pub(crate) fn detached(command: &mut Command) -> &mut Command {
-    // SAFETY: all calls are async-signal-safe, allocate nothing and touch only the new process; descriptors are closed by exec alone.
+    // SAFETY: all calls are async-signal-safe, allocate nothing and affect only the new process;
+    // descriptors are only marked here, and exec closes them.
     unsafe {
         command.pre_exec(|| {
             nix::unistd::setsid()?;
             SigSet::empty().thread_set_mask()?;
-            // A kernel that cannot do it leaves them open; nothing depends on it.
+            // A kernel without close_range leaves them open; nothing depends on it.
             libc::syscall(
                 libc::SYS_close_range,
                 3,

@@ -1,5 +1,16 @@
-//! `drain` and `undrain`: a host is emptied, for repairs or before it leaves, and takes tasks again. The resource manager has its
-//! tasks leave; what is shown here is what it says when it is asked again and again.
+//! `drain` and `undrain`: empties a host, for maintenance or before it leaves, and lets it accept
+//! tasks again.
+//!
+//! The resource manager migrates the tasks away; the console polls it and prints progress. If a
+//! deadline or `--checkpoint` is given, the console also checkpoints jobs that would not leave in
+//! time:
+//!
+//! 1. It estimates from the jobs' memory how long checkpoints of all remaining jobs would take.
+//! 2. When only that time is left before the deadline, it checkpoints jobs, one at a time, in the
+//!    order of [`next_of`].
+//! 3. With `--checkpoint`, a checkpointed job ends, and at the end every remaining job is
+//!    checkpointed and ended. Without it, checkpointed jobs continue.
+//! 4. At the end it prints what each remaining job would lose if the host left at that moment.
 
 mod heard;
 
@@ -21,44 +32,44 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// Pause between two questions how far it is.
+/// Interval for polling the resource manager.
 const PAUSE: Duration = Duration::from_millis(100);
-/// Who names no deadline waits as long as tasks leave, and so long for the first and for each further one.
+/// Without a deadline, time to wait for the first task to leave, and for each further one.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// What a job that is written is taken to need beside its bytes, in seconds.
+/// Seconds a checkpoint of a job takes in addition to the time for its bytes.
 const JOB_SECONDS: f64 = 2.0;
-/// Bytes per second of memory that get into the store, if tasks do not move more slowly: to a disk, sealed and flushed.
+/// Largest rate at which memory is written to the store: to disk, encrypted and flushed. Slower if
+/// migrations are slower.
 const WRITE_RATE: f64 = 50e6;
-/// More than is reckoned, because disks are shared; and the least time that is taken for it.
+/// Factor on the estimated write time, because disks are shared, and lower limit of the result.
 const WRITE_MARGIN: f64 = 1.5;
 const WRITE_MIN: Duration = Duration::from_secs(5);
-/// It is reckoned anew when it is so old: all hosts are asked for it.
+/// Age at which the estimate is computed again. It queries all hosts.
 const RECKONED_FOR: Duration = Duration::from_secs(1);
-/// Tasks whose memory is asked for, and how long that may take each time.
+/// Number of tasks whose memory is queried, and time limit for the queries of one estimate.
 const ASKED_MAX: usize = 256;
 const ASKING_MAX: Duration = Duration::from_millis(500);
-/// A deadline further away is a slip of the pen.
+/// Longest accepted deadline; a longer one is a typing error.
 const WITHIN_MAX: Duration = Duration::from_secs(24 * 3600);
 
-/// What `drain` says.
+/// A parsed `drain` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Drain {
-    /// The host's name.
     pub(crate) host: String,
-    /// It is to be empty within this time.
+    /// Time within which the host must be empty.
     pub(crate) within: Option<Duration>,
-    /// Jobs that have tasks there when the time is just enough for that are checkpointed, but for those that leave in time. With this
-    /// they are ended as well, and in the end all that are still there; without it they go on.
+    /// True if checkpointed jobs end, and all jobs that remain at the end are checkpointed and
+    /// ended. False if checkpointed jobs continue.
     pub(crate) checkpoint: bool,
 }
 
 impl Drain {
-    /// Jobs may have to be written for it, which nobody but who carries it out has done.
+    /// True if the drain may checkpoint jobs. Only the process that runs the drain does so.
     pub(crate) fn writes(&self) -> bool {
         self.within.is_some() || self.checkpoint
     }
 
-    /// The words that say it.
+    /// Returns the words of the command.
     pub(crate) fn words(&self) -> Vec<String> {
         let mut words = vec!["drain".to_string(), self.host.clone()];
         words.extend(
@@ -71,7 +82,7 @@ impl Drain {
     }
 }
 
-/// Reads the words behind the command.
+/// Parses the words after the command.
 pub(crate) fn parse(args: &[String]) -> Result<Drain, ParseError> {
     let (mut host, mut within, mut checkpoint) = (None, None, false);
     let mut rest = args.iter();
@@ -113,9 +124,11 @@ fn not_known(command: &str, host: &str) -> Outcome {
     ))
 }
 
-/// What is left on a host, and why.
+/// Tasks that remain on a host, each with the reason why it cannot leave, if there is one.
 type Left = BTreeMap<Tid, Option<String>>;
 
+/// Unpacks an answer about a drain: whether the host is drained, the remaining tasks, and the
+/// number of tasks that cannot leave. `None` means that the host is unknown.
 fn left(answer: Answer) -> Result<Option<(bool, Left, u32)>, Error> {
     match answer {
         Answer::Drain {
@@ -128,63 +141,64 @@ fn left(answer: Answer) -> Result<Option<(bool, Left, u32)>, Error> {
     }
 }
 
-/// How a task stands that is still there.
+/// State of a task that is still on the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Standing {
-    /// Nobody takes it.
+    /// No other host accepts it.
     Stuck,
-    /// Its turn has not come.
+    /// It is queued for migration.
     Waits,
-    /// It is on its way: nobody could write it.
+    /// It is migrating. Its job cannot be checkpointed meanwhile.
     Goes,
 }
 
-/// A job that has tasks there, and could be written.
+/// A job that has tasks on the host and can be checkpointed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Rest {
     job: Tid,
-    /// How many are there.
+    /// Number of its tasks on the host.
     tasks: usize,
-    /// What would be lost with it: how long each of its tasks, wherever it is, has computed since it was written.
+    /// Work that would be lost with the job: the time that its tasks, on all hosts, have run since
+    /// its newest checkpoint, summed.
     at_stake: Micros,
-    /// Bytes of all its tasks, wherever they are.
+    /// Bytes of memory of all its tasks, on all hosts.
     bytes: u64,
     standing: Standing,
 }
 
 impl Rest {
-    /// Microseconds of work that are saved for each second that it takes to write it.
+    /// Returns the microseconds of work saved per second of checkpointing.
     fn saved_per_second(&self, moved: Moved) -> u64 {
         (self.at_stake.0 as f64 / seconds_to_write(1, self.bytes, moved)) as u64
     }
 }
 
-/// A job that was to be written.
+/// Attempts to checkpoint a job.
 #[derive(Debug)]
 struct Tried {
     times: u32,
     at: Instant,
-    /// It would fail again.
+    /// Another attempt would fail, too.
     for_good: bool,
-    /// What was said of that.
+    /// The error line that was printed last.
     said: String,
 }
 
-/// A host that is being emptied.
+/// A running drain.
 struct Emptying<'a, M> {
     machine: &'a M,
     what: &'a Drain,
-    /// Whoever has typed it: its children can be written though it is alive.
+    /// The console that requested the drain. Its children are checkpointed although it is alive.
     console: Tid,
     show: &'a mut dyn FnMut(&str),
     begun: Instant,
-    /// How many there were.
+    /// Number of tasks at the start.
     all: usize,
     tasks: Left,
     gone: Vec<Tid>,
-    /// Sets of jobs that have ended.
+    /// Checkpoints of jobs that were ended.
     sets: Vec<String>,
-    /// Sets of jobs that go on.
+    /// Checkpoints of jobs that continue.
     kept: BTreeMap<Tid, String>,
     tried: BTreeMap<Tid, Tried>,
     heard: Heard,
@@ -192,7 +206,8 @@ struct Emptying<'a, M> {
 }
 
 impl<M: Machine> Emptying<'_, M> {
-    /// Waits until the host is empty, or for as long as it may take; false if nobody empties it any more.
+    /// Waits until the host is empty or the time is over. Returns false if the drain was cancelled
+    /// or superseded.
     fn wait(&mut self) -> Result<bool, Error> {
         let within = self.what.within;
         let mut until = self.begun + within.unwrap_or(PATIENCE);
@@ -214,19 +229,21 @@ impl<M: Machine> Emptying<'_, M> {
         Ok(true)
     }
 
-    /// Asks how far it is; false if nobody empties it any more.
+    /// Polls the resource manager and prints progress. Returns false if the drain was cancelled or
+    /// superseded.
     fn look(&mut self) -> Result<bool, Error> {
         let host = &self.what.host;
         let question = Question::Draining { host: host.clone() };
         let (drained, mut now) = match self.machine.ask_rm(&question) {
-            // The next resource manager knows what this one was told, and what is to be written does not wait for it.
+            // The drain continues without a resource manager: its successor knows the order, and
+            // checkpoints cannot wait for it.
             Err(error) if self.what.writes() && is_silent(&error) => (true, self.still_there()?),
             answer => match left(answer?)? {
                 Some((drained, now, _)) => (drained, now),
                 None => return Ok(false),
             },
         };
-        // The end of one that was written may not have come to its ears.
+        // The resource manager may not know yet that a job has ended after its checkpoint.
         now.retain(|tid, _| !self.gone.contains(tid));
         self.heard.listen(self.machine)?;
         for tid in self.tasks.keys().filter(|tid| !now.contains_key(tid)) {
@@ -240,7 +257,8 @@ impl<M: Machine> Emptying<'_, M> {
         self.tasks = now;
         let over = match self.heard.over {
             _ if !drained => Some(Over::Ended),
-            // Whoever only looks on writes nothing.
+            // A drain that does not checkpoint only prints progress, so a later order does not end
+            // it.
             Some(Over::Later(_)) if !self.what.writes() => None,
             over => over,
         };
@@ -256,7 +274,7 @@ impl<M: Machine> Emptying<'_, M> {
         Ok(over.is_none())
     }
 
-    /// Those of the tasks that the resource manager knew last that are there, while nobody can be asked.
+    /// Returns the last known tasks that are still on the host, while no resource manager answers.
     fn still_there(&self) -> Result<Left, Error> {
         let all = self.machine.tasks(Tid::NONE)?;
         let is_there = |tid: &Tid| {
@@ -273,7 +291,8 @@ impl<M: Machine> Emptying<'_, M> {
             .collect())
     }
 
-    /// The jobs that have tasks there and could be written, those with the most of them first.
+    /// Returns the jobs that have tasks on the host and can be checkpointed, the job with most
+    /// tasks first.
     fn rests(&mut self) -> Result<Vec<Rest>, Error> {
         let (machine, all) = (self.machine, parents(self.machine)?);
         let mut members = BTreeMap::<Tid, Vec<Tid>>::new();
@@ -286,7 +305,7 @@ impl<M: Machine> Emptying<'_, M> {
                 .or_default()
                 .push(*tid);
         }
-        // What goes on is written once, also when the daemons have done it.
+        // A job that continues is checkpointed once. A checkpoint made by the daemons counts.
         let is_over = |job: &Tid| {
             !self.what.checkpoint
                 && (self.kept.contains_key(job) || self.heard.sets.contains_key(job))
@@ -298,7 +317,7 @@ impl<M: Machine> Emptying<'_, M> {
             .collect();
         let (mut rests, begun) = (Vec::new(), Instant::now());
         let ask = |tid: Tid| match begun.elapsed() < ASKING_MAX {
-            // Of the others nobody is to be waited for.
+            // After the time limit, further tasks are not queried.
             true => Some(
                 machine
                     .can_migrate(tid, Some(&self.what.host))
@@ -330,7 +349,7 @@ impl<M: Machine> Emptying<'_, M> {
         Ok(rests)
     }
 
-    /// The job that is to be written now, if no more than this time is left.
+    /// Returns the job to checkpoint next, if no more than the time for checkpoints is left.
     fn due(&mut self, left: Duration) -> Result<Option<Rest>, Error> {
         if self
             .writing
@@ -356,16 +375,18 @@ impl<M: Machine> Emptying<'_, M> {
             let leave = leave_in_time(self.begun.elapsed(), self.heard.left, bytes, left);
             next = next_of(rests, leave, self.heard.moved, &self.tried);
         }
-        // Who is to be written anew, or may leave after all, is looked at again after a while.
+        // If no job is ready, the result is kept for [`RECKONED_FOR`]: jobs whose checkpoint failed
+        // and tasks that may still leave are examined again after that.
         let time = if left <= time { Duration::ZERO } else { time };
         self.writing.reckoned = next.is_none().then(|| (Instant::now(), time));
         Ok(next)
     }
 
-    /// Has a job checkpointed, and ended if it is wanted so. `again`: what may pass is tried again.
+    /// Checkpoints a job and, with `--checkpoint`, ends it. `again` is true if a temporary failure
+    /// is tried again later.
     fn write(&mut self, rest: &Rest, again: bool) -> Result<(), Error> {
         let (job, host, ends) = (rest.job, &self.what.host, self.what.checkpoint);
-        // Somebody else may have had it written while it was looked for.
+        // The daemons may have checkpointed the job during the estimate.
         self.heard.listen(self.machine)?;
         if !ends && self.heard.sets.contains_key(&job) {
             return Ok(());
@@ -403,7 +424,8 @@ impl<M: Machine> Emptying<'_, M> {
                 self.kept.insert(job, set);
             }
             Err(why) => {
-                // One of its tasks may be just on its way.
+                // Another checkpoint or restart of the job that is in progress will end; that
+                // failure is not permanent.
                 tried.for_good = !why.may_try_again() && why != CutFailure::UnderWay;
                 let again = if again && !tried.for_good {
                     ", and is tried again while there is time"
@@ -423,10 +445,11 @@ impl<M: Machine> Emptying<'_, M> {
         Ok(())
     }
 
-    /// Has all jobs checkpointed and ended that are still there, each once more: what was in the way may have passed.
+    /// Checkpoints and ends all remaining jobs. Each gets one more attempt, because earlier
+    /// obstacles may be gone.
     fn write_all(&mut self) -> Result<(), Error> {
         self.tried.clear();
-        // Also if nobody says how far it is.
+        // Continues even if progress cannot be read.
         while self.look().unwrap_or(true) {
             let rests = self.rests()?;
             let Some(rest) = rests
@@ -440,12 +463,12 @@ impl<M: Machine> Emptying<'_, M> {
         Ok(())
     }
 
-    /// What would be lost with the host now, if that was not prevented.
+    /// Prints what each remaining job would lose if the host left at this moment.
     fn warn(&mut self) -> Result<(), Error> {
         if self.tasks.is_empty() || self.what.checkpoint {
             return Ok(());
         }
-        // A store that cannot be read has none that could be counted on.
+        // A store that cannot be read counts as empty.
         let sets = match self.machine.ask(Request::Sets)? {
             Reply::Sets(sets) => sets.unwrap_or_default(),
             _ => return Err(misfit()),
@@ -461,7 +484,7 @@ impl<M: Machine> Emptying<'_, M> {
         Ok(())
     }
 
-    /// What is left in the end.
+    /// Prints what remains and returns the outcome.
     fn told(self, stay: u32) -> Outcome {
         let (host, tasks) = (&self.what.host, &self.tasks);
         let mut text = String::new();
@@ -494,7 +517,8 @@ impl<M: Machine> Emptying<'_, M> {
     }
 }
 
-/// Has a host emptied for this console and waits, until it is or its time is over; `show` gets each line as it comes.
+/// Drains a host and waits until it is empty or the time is over. Calls `show` with each line of
+/// progress.
 pub(crate) fn drain<M: Machine>(
     machine: &M,
     what: &Drain,
@@ -543,12 +567,13 @@ pub(crate) fn drain<M: Machine>(
     Ok(emptying.told(stay))
 }
 
-/// True if there is no resource manager at the moment, or none that answers.
+/// True if no resource manager is running, or it does not answer.
 fn is_silent(error: &Error) -> bool {
     matches!(error.code, PvmError::NoTask | PvmError::NotImpl)
 }
 
-/// What a job loses if a host leaves that it has tasks on. `kept`: the set that was made so that it does not lose more.
+/// Returns the line about what a job loses if the host leaves. `kept` is the checkpoint that this
+/// drain caused.
 fn at_risk(host: &str, job: Tid, sets: &[SetEntry], kept: Option<&String>) -> String {
     let newest = sets
         .iter()
@@ -564,7 +589,7 @@ fn at_risk(host: &str, job: Tid, sets: &[SetEntry], kept: Option<&String>) -> St
     format!("job {job} loses {lost} if {host} leaves now{more}\n")
 }
 
-/// How a job stands of which these tasks are there.
+/// Returns the state of a job with these tasks on the host.
 fn together(tasks: &[Standing]) -> Standing {
     let stuck = tasks.iter().find(|standing| **standing == Standing::Stuck);
     stuck
@@ -573,8 +598,11 @@ fn together(tasks: &[Standing]) -> Standing {
         .unwrap_or(Standing::Goes)
 }
 
-/// The job that is written next. Of those that nobody takes that with which most would be lost for each second that writing takes.
-/// Of those that wait for their turn the largest, which would be the last; none if they `leave` in time. Who was tried comes later.
+/// Selects the job to checkpoint next.
+///
+/// Jobs that no host accepts come first, the one that saves most work per second of writing before
+/// the others. Queued jobs follow, the largest first, because it would leave last; they are left
+/// out if `leave` says that they leave in time. Jobs with failed attempts come after those without.
 fn next_of(
     mut rests: Vec<Rest>,
     leave: bool,
@@ -606,8 +634,8 @@ fn next_of(
     })
 }
 
-/// True if so many bytes leave in the time that is left, as fast as others have left in the time that is over. As long as none has,
-/// nobody knows: they get a quarter of all the time.
+/// True if `bytes` can leave in the time `left` at the rate of those that have left so far. If none
+/// has left yet, true during the first quarter of the whole time.
 fn leave_in_time(over: Duration, gone: u64, bytes: u64, left: Duration) -> bool {
     match gone {
         0 => over < left / 3,
@@ -615,18 +643,18 @@ fn leave_in_time(over: Duration, gone: u64, bytes: u64, left: Duration) -> bool 
     }
 }
 
-/// What is to be written.
+/// Estimate of the time for checkpoints.
 #[derive(Debug, Default)]
 struct Writing {
-    /// What tasks have of memory, as far as it was asked for.
+    /// Memory of tasks that answered a query, in bytes.
     memory: BTreeMap<Tid, u64>,
-    /// How long it may take, and when that was reckoned.
+    /// When the estimate was computed, and its result.
     reckoned: Option<(Instant, Duration)>,
 }
 
 impl Writing {
-    /// Bytes of these tasks. `ask` is put for each that is not known, and for no more than [`ASKED_MAX`] of all; whoever is not known
-    /// is taken for ordinary.
+    /// Returns the bytes of these tasks. Calls `ask` for unknown ones, up to [`ASKED_MAX`] tasks in
+    /// total; those that stay unknown count with the mean of the others.
     fn bytes(&mut self, tasks: &[Tid], ask: impl Fn(Tid) -> Option<u64>) -> u64 {
         for tid in tasks {
             if self.memory.len() < ASKED_MAX && !self.memory.contains_key(tid) {
@@ -645,7 +673,8 @@ impl Writing {
     }
 }
 
-/// Seconds that it takes to write so many jobs of so many bytes, where tasks of so many moved in that time.
+/// Returns the seconds for checkpoints of `jobs` jobs with `bytes` bytes. `moved` is the measured
+/// rate of migrations.
 fn seconds_to_write(jobs: usize, bytes: u64, moved: Moved) -> f64 {
     let measured = moved.0 as f64 / (moved.1.0 as f64 / 1e6);
     let rate = if moved.1.0 > 0 {
@@ -656,15 +685,15 @@ fn seconds_to_write(jobs: usize, bytes: u64, moved: Moved) -> f64 {
     JOB_SECONDS * jobs as f64 + bytes as f64 / rate
 }
 
-/// The same with what disks that are shared may take longer.
+/// Returns the same time with the margin for shared disks.
 fn time_to_write(jobs: usize, bytes: u64, moved: Moved) -> Duration {
-    // A year is more than any deadline.
+    // Limits the result to a year, which exceeds any deadline.
     let time =
         Duration::from_secs_f64((seconds_to_write(jobs, bytes, moved) * WRITE_MARGIN).min(3e7));
     time.max(WRITE_MIN)
 }
 
-/// Who has spawned each task.
+/// Returns the parent of each task.
 fn parents(machine: &impl Machine) -> Result<BTreeMap<Tid, Tid>, Error> {
     Ok(machine
         .tasks(Tid::NONE)?
@@ -673,7 +702,7 @@ fn parents(machine: &impl Machine) -> Result<BTreeMap<Tid, Tid>, Error> {
         .collect())
 }
 
-/// The job of a task: these tasks were all spawned, whatever became of who did it.
+/// Returns the job of a task. Tasks on the host count as spawned even if their parent is gone.
 fn job_of(tid: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &Left) -> Tid {
     let spawned = |tid: &Tid| {
         tasks.contains_key(tid) || parents.get(tid).is_some_and(|parent| parent.is_task())
@@ -681,13 +710,15 @@ fn job_of(tid: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &Left) -> Tid {
     top(tid, parents, spawned)
 }
 
-/// The jobs of these tasks, that with the most of them first: one checkpoint brings them all away. `me`: the console.
+/// Returns the jobs of these tasks, the one with most tasks first, because one checkpoint covers
+/// all of them. `me` is the console.
 fn jobs(me: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &Left) -> Vec<Tid> {
     let mut jobs = BTreeMap::<Tid, usize>::new();
     for tid in tasks.keys() {
         *jobs.entry(job_of(*tid, parents, tasks)).or_default() += 1;
     }
-    // Whoever was started by hand and is alive would see its children end. It cannot be written itself.
+    // Leaves out jobs whose parent was started by hand and is alive: it cannot be checkpointed
+    // itself and would see its children end.
     jobs.retain(|job, _| {
         parents
             .get(job)
@@ -698,13 +729,13 @@ fn jobs(me: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &Left) -> Vec<Tid> {
     jobs.into_iter().map(|(job, _)| job).collect()
 }
 
-/// Has a job checkpointed, and ended if it `ends` with that.
+/// Checkpoints a job; with `ends`, the job ends after it.
 fn write_down(
     machine: &impl Machine,
     job: Tid,
     ends: bool,
 ) -> Result<Result<SetReport, CutFailure>, Error> {
-    // Whoever does not wait leaves it to the resource manager to start it again.
+    // Must wait: without waiting, the resource manager would be responsible for restarting the job.
     match machine.ask(Request::Checkpoint {
         job,
         pace: None,
@@ -716,10 +747,10 @@ fn write_down(
     }
 }
 
-/// The first task of the job that a task belongs to: the topmost of its ancestors that somebody has spawned.
+/// Returns the first task of the job of `tid`: the topmost ancestor that was spawned.
 fn top(tid: Tid, parents: &BTreeMap<Tid, Tid>, spawned: impl Fn(&Tid) -> bool) -> Tid {
     let mut top = tid;
-    // No longer than there are tasks, whatever a daemon says.
+    // Bounded by the number of tasks, in case a daemon reports a cycle.
     for _ in 0..parents.len() {
         match parents
             .get(&top)
@@ -732,7 +763,7 @@ fn top(tid: Tid, parents: &BTreeMap<Tid, Tid>, spawned: impl Fn(&Tid) -> bool) -
     top
 }
 
-/// Lets a host take tasks again.
+/// Lets a host accept tasks again.
 pub(crate) fn undrain(machine: &impl Machine, host: &str) -> Result<Outcome, Error> {
     let Some((drained, ..)) = left(machine.ask_rm(&Question::Undrain {
         host: host.to_string(),
@@ -761,8 +792,9 @@ mod tests {
         )
     }
 
+    /// Host and options of `drain` are accepted in any order.
     #[test]
-    fn a_host_and_a_deadline_are_read_in_any_order() {
+    fn drain_arguments_parse_in_any_order() {
         let seconds = |n| Some(Duration::from_secs(n));
         assert_eq!(
             words("h2"),
@@ -819,8 +851,9 @@ mod tests {
         }
     }
 
+    /// The estimated time for checkpoints follows from the jobs' memory and the rate of migrations.
     #[test]
-    fn jobs_are_written_when_the_time_is_just_enough_for_their_memory_at_the_rate_at_which_tasks_move()
+    fn write_time_depends_on_memory_and_rate()
      {
         let seconds = |jobs, bytes, moved| time_to_write(jobs, bytes, moved).as_secs();
         assert_eq!(
@@ -864,8 +897,10 @@ mod tests {
         assert_eq!(Writing::default().bytes(&[], ask), 0);
     }
 
+    /// Jobs that no host accepts are checkpointed before queued ones; migrating ones are not
+    /// checkpointed.
     #[test]
-    fn those_that_nobody_takes_are_written_before_those_that_wait_and_those_on_their_way_are_not() {
+    fn stuck_jobs_are_checkpointed_before_queued_ones() {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
         let rest = |n, tasks, bytes, standing| Rest {
             job: tid(n),
@@ -935,8 +970,10 @@ mod tests {
         );
     }
 
+    /// Of the jobs that no host accepts, the one that saves most work per second of writing comes
+    /// first.
     #[test]
-    fn of_those_that_nobody_takes_that_is_written_first_with_which_most_is_lost_for_the_time_that_it_takes()
+    fn job_saving_most_work_per_second_is_first()
      {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
         let rest = |n, tasks, hours: u64, bytes| {
@@ -953,12 +990,12 @@ mod tests {
             let next = next_of(rests.to_vec(), false, (0, Micros(0)), &BTreeMap::new());
             next.expect("there is one").job
         };
-        // Many tasks that were written a moment ago, and one that has computed for a month.
+        // Many tasks with a recent checkpoint, and one task that has run for a month.
         assert_eq!(
             first(&[rest(1, 60, 1, 1 << 20), rest(2, 1, 720, 1 << 20)]),
             tid(2)
         );
-        // Of 10 GB, which take 200 seconds: a hundred others are saved meanwhile.
+        // 10 GB take 200 seconds: a hundred other jobs can be saved in that time.
         assert_eq!(
             first(&[rest(1, 1, 20, 1 << 20), rest(2, 1, 720, 10_000_000_000)]),
             tid(1)
@@ -969,8 +1006,9 @@ mod tests {
         );
     }
 
+    /// Whether tasks leave in time is extrapolated from those that have left.
     #[test]
-    fn tasks_leave_in_time_if_they_go_on_as_fast_as_those_before_them() {
+    fn leave_in_time_extrapolates_rate() {
         let leave = |over, gone, bytes, left| {
             leave_in_time(
                 Duration::from_secs(over),
@@ -987,8 +1025,9 @@ mod tests {
         assert!(!leave(u64::from(u32::MAX), 1, u64::MAX, 1) && leave(1, 1, 0, 0));
     }
 
+    /// A job would lose its work since its newest checkpoint that is usable.
     #[test]
-    fn what_a_job_would_lose_is_what_it_has_done_since_its_newest_set_that_is_whole() {
+    fn loss_counts_from_newest_usable_checkpoint() {
         let (job, other) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         let entry = |set: &str, job, made, broken: Option<&str>| SetEntry {
             set: set.into(),
@@ -1023,10 +1062,12 @@ mod tests {
         assert!(all.starts_with("job t40002 loses all that it has done if h2 leaves now;"));
     }
 
+    /// The first task of a job is the topmost ancestor that was spawned.
     #[test]
-    fn the_job_of_a_task_begins_at_the_topmost_ancestor_that_somebody_has_spawned() {
+    fn job_starts_at_topmost_spawned_ancestor() {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
-        // A console, what it has spawned, and a grandchild; a task whose parent has ended; two that a liar made parents of each other.
+        // A console, its child and its grandchild; a task whose parent has ended; two tasks that a
+        // faulty daemon reports as parents of each other.
         let parents = BTreeMap::from([
             (tid(1), Tid::NONE),
             (tid(2), tid(1)),

@@ -1,4 +1,4 @@
-//! Ending the virtual machine and waiting until its daemon here is gone.
+//! Ends the virtual machine and waits until the local daemon has exited.
 
 use crate::daemon::Watched;
 use crate::screen::Screen;
@@ -6,16 +6,16 @@ use libpvm::Vm;
 use std::path::PathBuf;
 use std::process::{Child, ExitCode};
 
-/// The daemon of this host as far as this process knows it.
+/// What this process knows about the daemon of this host.
 #[derive(Debug)]
 pub(crate) struct Home {
-    /// Its lock file.
+    /// Path of the daemon's lock file.
     pub(crate) lock: PathBuf,
-    /// The daemon itself when this process started it.
+    /// The daemon's process, if this process started it.
     pub(crate) child: Option<Child>,
 }
 
-/// Ends the virtual machine.
+/// Halts the virtual machine and waits for the local daemon to exit.
 pub(crate) fn halt(vm: &Vm, home: &mut Home) -> ExitCode {
     let watched = Watched::holding(home.lock.clone());
     if let Err(error) = vm.halt() {

@@ -1,4 +1,5 @@
-//! What became of the host file with which the virtual machine was started, for whoever started it.
+//! Waits for the hosts of the host file with which the virtual machine was started, and reports
+//! those that did not join.
 
 use crate::screen::Screen;
 use libpvm::Vm;
@@ -8,21 +9,21 @@ use std::os::unix::ffi::OsStrExt;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time that hosts of a host file have to join: each has its own limits, which are shorter.
+/// Time that all hosts of a host file have to join. Each host has its own, shorter limits.
 const JOIN_MAX: Duration = Duration::from_secs(300);
-/// How often the log is looked at.
+/// Interval for polling the event log.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// Events fetched at once.
+/// Events fetched by one request.
 const EVENTS_AT_ONCE_MAX: u32 = 1000;
 
-/// True when a daemon that is started with these arguments reads a host file.
+/// True if a daemon started with these arguments reads a host file.
 pub(crate) fn is_given(args: &[OsString]) -> bool {
     args.iter().any(|arg| !arg.as_bytes().starts_with(b"-"))
         || std::env::var_os("PVMHOSTFILE").is_some_and(|path| !path.is_empty())
 }
 
-/// Waits until every host of the file has joined or not, as `pvm_start_pvmd` does, and tells what came to nothing. True
-/// when all is well.
+/// Waits until every host of the file has joined or failed, as `pvm_start_pvmd` does, and reports
+/// failures. Returns true if all have joined.
 pub(crate) fn settle(vm: &Vm) -> bool {
     let (deadline, mut next, mut good) = (Instant::now() + JOIN_MAX, 0, true);
     while Instant::now() < deadline {
@@ -61,8 +62,9 @@ pub(crate) fn settle(vm: &Vm) -> bool {
 mod tests {
     use super::*;
 
+    /// An argument that is not an option is a host file.
     #[test]
-    fn a_host_file_is_what_is_no_option() {
+    fn non_option_argument_is_host_file() {
         assert!(is_given(&["-d0".into(), "hosts".into()]));
         assert!(!is_given(&["-d0".into(), "-nh1".into()]));
     }

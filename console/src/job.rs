@@ -1,4 +1,6 @@
-//! `job`: whole jobs. A job is a top-level task and everything that it spawned, as the resource manager knows it.
+//! `job`: lists, shows, kills, suspends and resumes whole jobs.
+//!
+//! A job is a top-level task and all its descendants, as recorded by the resource manager.
 
 use crate::format;
 use crate::machine::Machine;
@@ -12,40 +14,38 @@ use sempa_proto::task::Request;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// How long the end of a job is waited for: its tasks get ten seconds to end by themselves.
+/// Time to wait for the end of a job. Its tasks have ten seconds to exit before they are killed.
 const KILL_TIME_MAX: Duration = Duration::from_secs(40);
-/// Pause between questions how far it is.
+/// Interval for polling the resource manager during a kill.
 const KILL_PAUSE: Duration = Duration::from_millis(100);
 
-/// What is to be done with jobs.
+/// A parsed `job` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Job {
-    /// Show them.
+    /// Lists jobs and waiting spawns.
     List {
-        /// Only this user's.
+        /// Only this user's jobs.
         user: Option<u32>,
     },
-    /// Show one with its tasks.
+    /// Shows a job and its tasks.
     Status(Tid),
-    /// End all its tasks.
+    /// Kills all tasks of a job.
     Kill(Tid),
-    /// Suspend it with all its tasks, or let it go on.
+    /// Suspends or resumes a job with all its tasks.
     Suspend {
-        /// The job.
         job: Tid,
-        /// False: let it go on.
+        /// False to resume.
         suspend: bool,
     },
-    /// Suspend one task alone, or let it go on.
+    /// Suspends or resumes a single task.
     SuspendTask {
-        /// The task.
         tid: Tid,
-        /// False: let it go on.
+        /// False to resume.
         suspend: bool,
     },
 }
 
-/// Reads the words.
+/// Parses the words after the command.
 pub(crate) fn parse(args: &[String]) -> Result<Job, ParseError> {
     let wrong = Err(ParseError::WrongArgs("job"));
     let Some((what, args)) = args.split_first() else {
@@ -85,7 +85,7 @@ pub(crate) fn parse(args: &[String]) -> Result<Job, ParseError> {
     }
 }
 
-/// Does it.
+/// Executes the command.
 pub(crate) fn run(machine: &impl Machine, job: &Job) -> Result<Outcome, Error> {
     match job {
         Job::List { user } => list(machine, *user),
@@ -122,7 +122,8 @@ fn list(machine: &impl Machine, user: Option<u32>) -> Result<Outcome, Error> {
     ))
 }
 
-/// "waiting: 3 of worker for job t40002, user 1000, since 2026-11-21T21:40:12.031Z, number 1 in turn: no host is free".
+/// Returns a line such as "waiting: 3 of worker for job t40002, user 1000, since
+/// 2026-11-21T21:40:12.031Z, number 1 in turn: no host is free".
 fn waiting_line(waits: &Waits) -> String {
     let Waits {
         program,
@@ -185,7 +186,7 @@ fn suspended_value(suspended: Option<&Suspended>) -> Value {
     )
 }
 
-/// "t40003: suspended by t80001 since 2026-11-21T21:40:12.031Z".
+/// Returns a line such as "t40003: suspended by t80001 since 2026-11-21T21:40:12.031Z".
 fn since(what: impl std::fmt::Display, suspended: &Suspended) -> String {
     format!(
         "{what}: {suspended} since {}\n",
@@ -205,7 +206,7 @@ fn value(job: &JobUse) -> Value {
     })
 }
 
-/// A task as a value.
+/// Returns a task as JSON.
 pub(crate) fn task_value(task: &TaskUse) -> Value {
     let status = task.ended.map(|(_, how)| how.to_string());
     json!({
@@ -233,7 +234,7 @@ fn not_known(command: &str, tid: Tid) -> Outcome {
     ))
 }
 
-/// A job with all its tasks, how they ended and what they used.
+/// Shows a job and its tasks, with their exit statuses and resource usage.
 pub(crate) fn status(machine: &impl Machine, command: &str, tid: Tid) -> Result<Outcome, Error> {
     let Answer::Job { job, tasks } = machine.ask_rm(&Question::Job(tid))? else {
         return Ok(not_known(command, tid));
@@ -290,7 +291,7 @@ fn task_line(task: &TaskUse) -> String {
     )
 }
 
-/// Suspends a job, or lets it go on.
+/// Suspends or resumes a job through the resource manager.
 fn suspend(machine: &impl Machine, tid: Tid, suspend: bool) -> Result<Outcome, Error> {
     let word = if suspend { "suspend" } else { "resume" };
     let Answer::Suspended { job, tasks, others } =
@@ -325,7 +326,7 @@ fn suspend(machine: &impl Machine, tid: Tid, suspend: bool) -> Result<Outcome, E
     Ok(Outcome::done(text, value, false))
 }
 
-/// Suspends one task, or lets it go on: its daemon does that, with or without a resource manager.
+/// Suspends or resumes one task. The daemon does it; no resource manager is needed.
 fn suspend_task(machine: &impl Machine, tid: Tid, suspend: bool) -> Result<Outcome, Error> {
     machine.ask(Request::Suspend {
         tid,
@@ -343,10 +344,10 @@ fn suspend_task(machine: &impl Machine, tid: Tid, suspend: bool) -> Result<Outco
     ))
 }
 
-/// Has all tasks of a job ended, and those that it starts meanwhile, and waits until nothing of it is left.
+/// Kills all tasks of a job, including those it spawns meanwhile, and waits until none is left.
 fn kill(machine: &impl Machine, tid: Tid) -> Result<Outcome, Error> {
     let (mut answer, begun) = (machine.ask_rm(&Question::Kill(tid))?, Instant::now());
-    // Also one that is just being ended to wait for room.
+    // Also covers a job that is being vacated at this moment.
     let waits = unpark(machine, tid)?;
     loop {
         match answer {
@@ -369,13 +370,14 @@ fn kill(machine: &impl Machine, tid: Tid) -> Result<Outcome, Error> {
         std::thread::sleep(KILL_PAUSE);
         answer = machine.ask_rm(&Question::Killed(tid))?;
         if answer == Answer::Unknown {
-            // Another resource manager has taken over, and goes on with it.
+            // Another resource manager has taken over and must be asked to continue.
             answer = machine.ask_rm(&Question::Kill(tid))?;
         }
     }
 }
 
-/// What became of a job that was ended.
+/// Returns the outcome of a kill from the numbers of tasks that were asked to exit, killed by
+/// SIGKILL, and left.
 fn killed(job: Tid, (asked, forced, left): (u32, u32, u32), failed: &[(Tid, String)]) -> Outcome {
     let mut text = match asked {
         0 => format!("job {job} has no tasks\n"),
@@ -405,7 +407,8 @@ fn killed(job: Tid, (asked, forced, left): (u32, u32, u32), failed: &[(Tid, Stri
     }
 }
 
-/// Ends a job that waits in the store for room; `None` if it does not.
+/// Cancels the restart of a vacated job, which waits in the store for free hosts. Returns `None` if
+/// the job does not wait.
 fn unpark(machine: &impl Machine, tid: Tid) -> Result<Option<Outcome>, Error> {
     let Answer::Unparked { job, set, starting } = machine.ask_rm(&Question::Unpark(tid))? else {
         return Ok(None);
@@ -433,8 +436,9 @@ mod tests {
         parse(&line.split(' ').map(String::from).collect::<Vec<_>>())
     }
 
+    /// All forms of `job` are parsed; any task of a job selects it.
     #[test]
-    fn jobs_are_named_by_any_of_their_tasks() {
+    fn job_arguments_parse() {
         let tid = Tid::from_raw(0x40001);
         assert_eq!(words("list"), Ok(Job::List { user: None }));
         assert_eq!(words("list --user 7"), Ok(Job::List { user: Some(7) }));

@@ -1,4 +1,5 @@
-//! What the console needs of a virtual machine: a narrow face, so that commands can be tested without one.
+//! The operations that the console needs from a virtual machine, as a trait: tests of commands
+//! implement it without a daemon.
 
 use bytes::Bytes;
 use libpvm::{Error, Match, MigrateError, MoveAnswer, Vm};
@@ -11,38 +12,36 @@ use sempa_proto::task::{MailboxRequest, MoveReport, Reply, Request, SpawnRequest
 use sempa_proto::{HostId, Message, PvmError, Tid};
 use std::time::Duration;
 
-/// How long the resource manager may take for an answer.
+/// Time the resource manager has to answer.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(5);
-/// Said when nobody can be asked.
+/// Error text for a question to the resource manager when none is running.
 const NO_RM: &str = "no resource manager runs, and only it knows: start the virtual machine with PVM_RM=pvm-rm, or 'pvm spawn pvm-rm'";
 
-/// The virtual machine as this console's task sees it.
+/// The virtual machine as seen by the console's task.
 pub(crate) trait Machine {
-    /// The console's own tid.
+    /// Returns the console's own tid.
     fn tid(&self) -> Tid;
-    /// The host it runs on.
+    /// Returns the console's host.
     fn here(&self) -> HostId;
-    /// The host table.
     fn hosts(&self) -> Result<HostTable, Error>;
-    /// All tasks, those of a host, or one.
+    /// Returns all tasks ([`Tid::NONE`]), those of a host, or one.
     fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error>;
-    /// Starts tasks.
     fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error>;
-    /// Adds hosts.
+    /// Adds hosts, one per host-file line.
     fn add(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error>;
-    /// Removes hosts.
+    /// Removes the named hosts.
     fn delete(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error>;
-    /// Moves a task and waits.
+    /// Migrates a task and waits for the end of the migration.
     fn migrate(&self, tid: Tid, to: &str) -> Result<MoveReport, MigrateError>;
-    /// Which hosts would take a task, or whether this one would.
+    /// Returns the hosts that would accept a task, or whether `to` would.
     fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<Survey, Error>;
-    /// The log from an entry on.
+    /// Returns up to `limit` events of the log, from number `from` on.
     fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error>;
-    /// Sends a message; to a task that has ended it vanishes.
+    /// Sends a message. A message to a task that has exited is dropped.
     fn send(&self, message: Message) -> Result<(), Error>;
-    /// Asks the resource manager.
+    /// Sends a question to the resource manager and waits for its answer.
     fn ask_rm(&self, what: &Question) -> Result<Answer, Error>;
-    /// Any other request. [`Reply::Failed`] comes as an error.
+    /// Sends any other request to the daemon. [`Reply::Failed`] becomes an error.
     fn ask(&self, what: Request) -> Result<Reply, Error>;
 }
 
@@ -147,7 +146,7 @@ impl Machine for Vm {
     }
 }
 
-/// The other side speaks another version.
+/// Error for a resource manager that speaks another protocol version.
 fn other_version(rm: Tid, other: u16) -> Error {
     let reason = format!(
         "resource manager {rm} speaks version {other} of questions and answers, this console {}: use programs of one version",
@@ -156,7 +155,7 @@ fn other_version(rm: Tid, other: u16) -> Error {
     Error::new(PvmError::Mismatch, reason)
 }
 
-/// An answer of the wrong kind.
+/// Error for a reply of an unexpected kind.
 pub(crate) fn misfit() -> Error {
     Error::new(
         PvmError::BadMsg,
@@ -164,11 +163,11 @@ pub(crate) fn misfit() -> Error {
     )
 }
 
-/// Waits for a message that is for the console. Tags below zero belong to the library, which waits for its own answers, and
-/// what the resource manager answers to whoever has asked.
+/// Waits for a message for the console. Skips negative tags, which the library uses for its own
+/// replies, and answers of the resource manager, which their callers wait for.
 ///
 /// # Errors
-/// The daemon is gone; why.
+/// Fails if the connection to the daemon is lost; the error gives the reason.
 pub(crate) fn receive(vm: &Vm) -> Result<Message, Error> {
     let runtime = vm.runtime();
     match runtime.inbox_wait(None, &mut |inbox| {
@@ -179,7 +178,7 @@ pub(crate) fn receive(vm: &Vm) -> Result<Message, Error> {
     }
 }
 
-/// The mailbox classes that match.
+/// Returns the mailbox classes that match `pattern`.
 pub(crate) fn names(
     machine: &impl Machine,
     pattern: &str,

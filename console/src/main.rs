@@ -1,13 +1,20 @@
-//! `pvm`: the console of a virtual machine. It starts one when none runs, and is otherwise an ordinary task of it.
+//! `pvm`: the console of a virtual machine.
 //!
-//! * [`words`], [`parse`], [`spawn`]: from a line to a command. Pure.
-//! * [`format`], [`json`], [`help`], [`jobs`], [`options`], [`trace`], [`records`]: from results to what is shown. Pure.
-//! * [`session`], [`collect`]: carry commands out on a [`machine`].
-//! * [`why`], [`usage`], [`job`], [`replay`]: what the resource manager can tell.
-//! * [`owner`]: what the owner of this machine says, and who uses it.
-//! * [`shell`], [`once`]: the two ways to use it; [`args`] tells them apart. [`apart`]: what outlives both.
-//! * [`editor`], [`complete`], [`above`]: lines at a terminal, and output that comes meanwhile.
-//! * [`daemon`], [`detach`], [`host_file`], [`halt`]: the daemon of this host, its start and its end.
+//! It starts a virtual machine if none is running. Apart from that it is an ordinary task of the
+//! virtual machine.
+//!
+//! | modules | purpose |
+//! | --- | --- |
+//! | [`words`], [`parse`], [`spawn`] | turn a line into a command (pure) |
+//! | [`format`], [`json`], [`jobs`], [`trace`], [`records`] | turn results into output (pure) |
+//! | [`help`], [`options`] | help texts, and the PVM options (pure) |
+//! | [`session`], [`collect`] | execute commands on a [`machine`] |
+//! | [`why`], [`usage`], [`job`], [`replay`] | show what the resource manager reports |
+//! | [`owner`] | directives of this machine's owner, and who uses the machine |
+//! | [`shell`], [`once`] | the two modes: interactive, and one command; [`args`] selects one |
+//! | [`apart`] | the drain process that outlives both modes |
+//! | [`editor`], [`complete`], [`above`] | line editing, and output that arrives during it |
+//! | [`daemon`], [`detach`], [`host_file`], [`halt`] | start and end of the local daemon |
 
 mod above;
 mod apart;
@@ -59,24 +66,27 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ExitCode};
 use std::time::{Duration, Instant};
 
-/// A daemon that was killed listens, and answers nobody, until the kernel has taken it apart; on a loaded machine that takes a moment.
+/// Time to wait for a killed daemon to disappear.
+///
+/// Until the kernel has torn it down, its socket still accepts connections, which are never
+/// answered.
 const GOING_MAX: Duration = Duration::from_secs(5);
 
-/// Said when a command needs a virtual machine and none is there.
+/// Error text for a command that needs a virtual machine when none is running.
 const NONE_RUNS: &str = "no virtual machine is running here: start one with `pvm`";
 
 fn main() -> ExitCode {
     let mode = match args::parse(std::env::args_os()) {
         Ok(mode) => mode,
         Err(ArgsError::Clap(error)) => {
-            // Help and version come this way as well, and go to standard output.
+            // Help and version also arrive here; they go to standard output.
             let _ = error.print();
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(1));
         }
         Err(error) => return fail(&format!("pvm: {error}")),
     };
     run(mode).unwrap_or_else(|error| {
-        // A reader that has gone away knows; it is as quiet as for any other command.
+        // A closed pipe ends the program silently, as it does any other command.
         if error.kind() != io::ErrorKind::BrokenPipe {
             Screen.complain(&format!("pvm: standard output cannot be written: {error}"));
         }
@@ -114,7 +124,7 @@ fn run(mode: Mode) -> io::Result<ExitCode> {
                             json,
                         ),
                     },
-                    // Somebody else halts it at this moment.
+                    // Another process is halting the virtual machine at the same time.
                     Err(error) if command == Command::Halt && daemon.is_ending(&error) => {
                         Ok(ExitCode::SUCCESS)
                     }
@@ -128,7 +138,8 @@ fn run(mode: Mode) -> io::Result<ExitCode> {
             Err(line) => fail(&line),
         }),
         Mode::Console(daemon) => {
-            // As in PVM an interrupt does not end the console. Threads made later do as this one.
+            // As in PVM, an interrupt does not end the console. Later threads inherit the signal
+            // mask.
             let mut interrupt = SigSet::empty();
             interrupt.add(Signal::SIGINT);
             interrupt.thread_block().map_err(io::Error::from)?;
@@ -159,7 +170,7 @@ fn run(mode: Mode) -> io::Result<ExitCode> {
     }
 }
 
-/// Root has to say that it means it.
+/// Refuses to run as root unless `PVM_ALLOW_ROOT` is set.
 fn allowed() -> Result<(), String> {
     if nix::unistd::geteuid().is_root() && std::env::var_os("PVM_ALLOW_ROOT").is_none() {
         return Err(
@@ -176,7 +187,7 @@ fn none_or(error: &EnrollError) -> String {
     }
 }
 
-/// The daemon's socket, where this process would look for it.
+/// Returns the path of the daemon's socket, by the same rules as the library.
 fn socket() -> Result<PathBuf, String> {
     if let Some(socket) = std::env::var_os("PVMSOCK").filter(|value| !value.is_empty()) {
         return Ok(socket.into());
@@ -189,22 +200,22 @@ fn socket() -> Result<PathBuf, String> {
         .map_err(|error| format!("pvm: {error}"))
 }
 
-/// The daemon's lock, which lies beside its socket.
+/// Returns the path of the daemon's lock file, which is in the folder of its socket.
 fn lock() -> Result<PathBuf, String> {
     let socket = socket()?;
     let dir = socket.parent().unwrap_or(Path::new("/"));
     Ok(dir.join("pvmd.lock"))
 }
 
-/// A daemon that takes tasks.
+/// A daemon that accepts tasks.
 enum Begun {
-    /// It ran already; this task is connected to it.
+    /// It was running already; this task is enrolled in it.
     Before(Vm),
-    /// It was started now.
+    /// This process started it.
     Now(Child),
 }
 
-/// Starts a daemon if none does its work.
+/// Starts a daemon if none is running.
 fn start(args: &[OsString]) -> Result<Begun, String> {
     let socket = socket()?;
     let listens = || std::os::unix::net::UnixStream::connect(&socket).is_ok();
@@ -213,7 +224,7 @@ fn start(args: &[OsString]) -> Result<Begun, String> {
         if listens() {
             match Vm::enroll() {
                 Ok(vm) => {
-                    // A console whose output nobody reads ends at its next line.
+                    // If standard output is closed, the console ends at its next line.
                     let _ = Screen.print(b"pvmd already running.\n");
                     return Ok(Begun::Before(vm));
                 }
@@ -228,16 +239,16 @@ fn start(args: &[OsString]) -> Result<Begun, String> {
         }
         match daemon::start(args) {
             Ok(child) => return Ok(Begun::Now(child)),
-            // Somebody else was faster.
+            // Another process started a daemon first.
             Err(_) if listens() => {}
-            // It has named itself.
+            // The daemon's line already starts with its program name.
             Err(StartError::Said(line)) => return Err(line),
             Err(error) => return Err(format!("pvm: {error}")),
         }
     }
 }
 
-/// Starts a daemon if none does its work; false when some of its host file came to nothing.
+/// Starts a daemon if none is running. Returns false if a host of the host file did not join.
 fn start_only(args: &[OsString]) -> Result<bool, String> {
     let (vm, is_new) = match start(args)? {
         Begun::Before(vm) => (vm, false),
@@ -245,12 +256,12 @@ fn start_only(args: &[OsString]) -> Result<bool, String> {
         Begun::Now(_) => (Vm::enroll().map_err(|error| format!("pvm: {error}"))?, true),
     };
     let good = !is_new || host_file::settle(&vm);
-    // The virtual machine forgets this task when its connection closes, whatever the answer would be.
+    // The virtual machine removes this task when its connection closes, even if `exit` fails.
     let _ = vm.exit();
     Ok(good)
 }
 
-/// A copy of the environment; what is not text cannot be exported and is left out.
+/// Returns a copy of the environment without entries that are not UTF-8, which cannot be exported.
 fn environment() -> BTreeMap<String, String> {
     std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))

@@ -1,4 +1,5 @@
-//! One command from the command line: it is carried out, and the exit status says whether all of it was done.
+//! Executes one command from the command line. The exit status is zero only if every part of it
+//! succeeded.
 
 use crate::drain::{self, Drain};
 use crate::format::{self, Names};
@@ -21,18 +22,18 @@ use std::process::ExitCode;
 use std::sync::mpsc;
 use std::thread;
 
-/// What has to be done with the words.
+/// Result of [`plan`]: what remains to be done for a command.
 pub(crate) enum Plan {
-    /// It is done: no virtual machine was needed.
+    /// Nothing: the command needed no virtual machine and is done.
     Done(ExitCode),
-    /// A virtual machine is needed.
+    /// The command must be executed on a virtual machine.
     Needs(Command),
 }
 
-/// Reads the words and carries out what needs no virtual machine.
+/// Parses the words and executes commands that need no virtual machine.
 ///
 /// # Errors
-/// When standard output cannot be written.
+/// Fails if standard output cannot be written.
 pub(crate) fn plan(words: &[String], json: bool) -> io::Result<Plan> {
     let command = match parse(words) {
         Ok(Some(command)) => command,
@@ -70,10 +71,10 @@ fn code(good: bool) -> ExitCode {
     }
 }
 
-/// Carries a command out and, if it collects output, waits for the end of its job.
+/// Executes a command and, if it collects output of a job, waits until the job ends.
 ///
 /// # Errors
-/// When standard output cannot be written.
+/// Fails if standard output cannot be written.
 pub(crate) fn run(
     vm: &Vm,
     mut home: Home,
@@ -110,18 +111,21 @@ pub(crate) fn run(
             }
         }
     }
-    // The virtual machine forgets this task when its connection closes, whatever the answer would be.
+    // The virtual machine removes this task when its connection closes, even if `exit` fails.
     let _ = vm.exit();
     Ok(code(!outcome.failed))
 }
 
-/// Has a host emptied, and shows how far it is as it goes. `apart`: the console that has it emptied, if it is not this one.
+/// Drains a host and prints progress.
+///
+/// `apart` is the console that requested the drain, if it is another process.
 ///
 /// # Errors
-/// When standard output cannot be written.
+/// Fails if standard output cannot be written.
 pub(crate) fn drain(vm: &Vm, what: &Drain, apart: Option<Tid>, json: bool) -> io::Result<ExitCode> {
     let (lines, said) = mpsc::channel::<String>();
-    // A reader that has gone away, or that was stopped, is no reason to leave the host half empty: the order stands.
+    // A separate thread prints: a reader that has stopped or closed the pipe must not leave the
+    // host half drained.
     let speaker = thread::spawn(move || {
         said.iter()
             .for_each(|line| drop(Screen.print(line.as_bytes())))
@@ -134,11 +138,11 @@ pub(crate) fn drain(vm: &Vm, what: &Drain, apart: Option<Tid>, json: bool) -> io
     let console = apart.filter(|tid| tid.is_task()).unwrap_or(vm.tid());
     let result = drain::drain(vm, what, console, &mut show);
     if result.is_ok() {
-        // Nothing is left of it in the virtual machine, however long it may take to say the rest.
+        // Leaves the virtual machine first, because printing the rest may take arbitrarily long.
         let _ = vm.exit();
     }
     drop(lines);
-    // It cannot have panicked.
+    // The thread contains nothing that can panic.
     let _ = speaker.join();
     match result {
         Ok(outcome) => {
@@ -152,19 +156,20 @@ pub(crate) fn drain(vm: &Vm, what: &Drain, apart: Option<Tid>, json: bool) -> io
     }
 }
 
-/// Shows events as they come.
+/// Prints events as they occur.
 struct Follow<'a> {
     vm: &'a Vm,
     names: Names,
-    /// Number of the first event that has not been shown.
+    /// Number of the next event to print.
     next: u64,
     json: bool,
 }
 
 impl Follow<'_> {
-    /// Ends only with an error of the virtual machine, which is returned.
+    /// Runs until the virtual machine fails, and returns its error. The outer error is one of
+    /// standard output.
     fn run(mut self) -> io::Result<Error> {
-        // Asked for first, so that nothing falls between what was and what comes.
+        // Subscribes before it reads the log, so that no event is missed in between.
         if let Err(error) = self.vm.subscribe(CTX_BASE, TAG_EVENTS) {
             return Ok(error);
         }
@@ -185,7 +190,7 @@ impl Follow<'_> {
         }
     }
 
-    /// Shows all events that the log has and that were not shown.
+    /// Prints all logged events from `next` on.
     fn catch_up(&mut self) -> io::Result<Result<(), Error>> {
         loop {
             let events = match self.vm.events(self.next, EVENTS_AT_ONCE_MAX) {

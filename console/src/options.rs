@@ -1,6 +1,6 @@
-//! The options of the console's own task (`getopt`, `setopt`).
+//! The PVM options of the console's own task (`getopt`, `setopt`).
 
-/// Name, value on a fresh console, least and largest value that can be set.
+/// Name, initial value, smallest and largest allowed value.
 const OPTIONS: [(&str, i32, i32, i32); 23] = [
     ("PvmRoute", 1, 1, 3),
     ("PvmDebugMask", 0, i32::MIN, i32::MAX),
@@ -27,35 +27,33 @@ const OPTIONS: [(&str, i32, i32, i32); 23] = [
     ("PvmNoReset", 1, 0, 1),
 ];
 
-/// The option that `trace buf` sets.
+/// Option that `trace buf` sets.
 pub(crate) const TRACE_BUFFER: &str = "PvmTraceBuffer";
-/// The option that `trace opt` sets.
+/// Option that `trace opt` sets.
 pub(crate) const TRACE_KIND: &str = "PvmTraceOptions";
 
-/// The names of all options.
+/// Returns the names of all options.
 pub(crate) fn names() -> impl Iterator<Item = &'static str> {
     OPTIONS.iter().map(|option| option.0)
 }
 
-/// Why an option was not shown or set; the text is shown as it is.
+/// Why an option was not shown or set. The text is printed as it is.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum OptionError {
-    /// No option has this name.
     #[error("PVM Option \"{0}\" Unknown.")]
     Unknown(String),
-    /// The value is out of range; the old one stays.
+    /// The value is out of range; the option keeps its value.
     #[error("setopt: {name} takes {min} to {max}")]
     Range {
-        /// The option.
         name: &'static str,
-        /// Least value.
+        /// Smallest allowed value.
         min: i32,
-        /// Largest value.
+        /// Largest allowed value.
         max: i32,
     },
 }
 
-/// The values.
+/// Current values, in the order of [`OPTIONS`].
 #[derive(Clone, Debug)]
 pub(crate) struct Options {
     values: [i32; OPTIONS.len()],
@@ -77,7 +75,7 @@ impl Options {
             .ok_or_else(|| OptionError::Unknown(name.to_string()))
     }
 
-    /// Name and value of one option, or of each.
+    /// Returns name and value of one option, or of all if `name` is `None`.
     pub(crate) fn get(&self, name: Option<&str>) -> Result<Vec<(&'static str, i32)>, OptionError> {
         let pair = |at: usize| (OPTIONS[at].0, self.values[at]);
         match name {
@@ -86,14 +84,17 @@ impl Options {
         }
     }
 
-    /// The value of an option that there is.
+    /// Returns the value of an existing option.
+    ///
+    /// # Panics
+    /// Panics if no option has this name.
     pub(crate) fn value(&self, name: &str) -> i32 {
         Self::find(name)
             .map(|at| self.values[at])
             .expect("the caller names an option")
     }
 
-    /// Sets one; answers the value before.
+    /// Sets an option and returns its previous value.
     pub(crate) fn set(&mut self, name: &str, value: i32) -> Result<i32, OptionError> {
         let at = Self::find(name)?;
         let (name, _, min, max) = OPTIONS[at];
@@ -108,8 +109,9 @@ impl Options {
 mod tests {
     use super::*;
 
+    /// Options are shown, set and refused as in PVM.
     #[test]
-    fn options_are_shown_and_set_as_in_pvm() {
+    fn options_match_pvm() {
         let mut options = Options::default();
         assert_eq!(options.get(Some("PvmRoute")), Ok(vec![("PvmRoute", 1)]));
         assert_eq!(options.get(None).expect("all").len(), 23);

@@ -1,5 +1,8 @@
-//! `owner`: what the owner of this machine says to all virtual machines on it, and who uses it. Needs no virtual machine and
-//! no rights in one: load watchers believe a file that only this user can have written, and answer whoever asks.
+//! `owner`: records the directives of this machine's owner for all virtual machines on it, and
+//! shows who uses it.
+//!
+//! Needs neither a virtual machine nor rights in one. Directives are files that only this user can
+//! write, so load watchers trust them; load watchers answer status queries of any user.
 
 use crate::clock::micros_now;
 use crate::parse::ParseError;
@@ -20,34 +23,32 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// What is said or asked.
+/// A parsed `owner` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Owner {
-    /// I am here, or away; for so long, or until the next login or logout.
+    /// Declares the owner present or absent, for `span`, or until the next login or logout.
     Say {
         state: State,
         span: Option<Duration>,
     },
-    /// Judge by signs again.
+    /// Removes that declaration: load watchers detect the owner's presence again.
     Auto,
-    /// No guests at these times.
+    /// Admits no guests at these times. An empty list removes the rule.
     Never(Vec<Hours>),
-    /// So many tasks at most; none: as many as come.
+    /// Limits the number of guest tasks; `None` removes the limit.
     Limit(Option<u32>),
-    /// These are my rules, in a file; or none any more; or which are they?
+    /// Shows, publishes or withdraws a policy file.
     Policy(Paper),
-    /// Who uses my machine, since when, why?
+    /// Shows who uses this machine, since when, and why.
     Status,
 }
 
-/// What is done with an owner's policy.
+/// Action on the owner's policy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Paper {
-    /// It is shown.
     Show,
-    /// What this file says counts from now on.
+    /// Copies this file as the policy in force.
     Publish(PathBuf),
-    /// It counts no more.
     Withdraw,
 }
 
@@ -59,7 +60,7 @@ fn not_a(word: &str, wanted: &'static str) -> ParseError {
     }
 }
 
-/// Reads the words behind the command.
+/// Parses the words after the command.
 pub(crate) fn parse(args: &[String]) -> Result<Owner, ParseError> {
     let words: Vec<&str> = args.iter().map(String::as_str).collect();
     let state = |word: &str| {
@@ -117,7 +118,7 @@ pub(crate) fn parse(args: &[String]) -> Result<Owner, ParseError> {
     }
 }
 
-/// The word after something was said at `now`.
+/// Returns the owner's directives as changed by the command at time `now`.
 fn after(word: Word, what: &Owner, now: Micros) -> Word {
     let Word {
         mut said,
@@ -141,7 +142,7 @@ fn after(word: Word, what: &Owner, now: Micros) -> Word {
     Word { said, policy }
 }
 
-/// One sentence about a word.
+/// Describes the owner's directives in one line.
 fn sentence(word: &Word) -> String {
     let mut parts = Vec::new();
     if let Some(Said {
@@ -195,7 +196,7 @@ fn word_json(word: &Word) -> serde_json::Value {
     json!({ "said": state, "until_us": until, "until_visit": visit, "never": never, "cores": word.policy.cores })
 }
 
-/// Says or asks. The user is the one who runs the console.
+/// Executes the command as the user who runs the console.
 pub(crate) fn run(what: &Owner) -> Outcome {
     let dir = words_dir(std::env::var_os(WORDS_ENV).map(Into::into));
     let uid = nix::unistd::geteuid().as_raw();
@@ -206,7 +207,7 @@ pub(crate) fn run(what: &Owner) -> Outcome {
     }
 }
 
-/// A file with a policy, as it will be published.
+/// Reads and validates a policy file before it is published.
 fn read_policy(file: &Path) -> Result<String, String> {
     let name = file.display().to_string();
     let mut text = String::new();
@@ -258,7 +259,7 @@ fn policy(dir: &Path, uid: u32, paper: &Paper) -> Outcome {
 }
 
 fn say(dir: &Path, uid: u32, what: &Owner) -> Outcome {
-    // A word that cannot be believed is replaced.
+    // Directives that cannot be trusted are replaced.
     let word = after(word::read(dir, uid).unwrap_or_default(), what, micros_now());
     match word::write(dir, uid, &word) {
         Ok(()) => Outcome::done(
@@ -311,7 +312,7 @@ fn status(dir: &Path, uid: u32) -> Outcome {
     }
 }
 
-/// What one load watcher says, for people.
+/// Formats the report of one load watcher.
 fn told(status: &Status) -> String {
     let Status {
         vm,
@@ -404,8 +405,9 @@ mod tests {
         )
     }
 
+    /// All forms of `owner` are parsed.
     #[test]
-    fn words_are_understood() {
+    fn owner_arguments_parse() {
         let say = |state, seconds: Option<u64>| {
             Ok(Owner::Say {
                 state,
@@ -436,8 +438,9 @@ mod tests {
         );
     }
 
+    /// Errors name the wrong word.
     #[test]
-    fn mistakes_are_named() {
+    fn errors_name_the_wrong_word() {
         for (line, says) in [
             ("never", "owner: wrong #args"),
             ("gone", "owner: wrong #args"),
@@ -454,8 +457,9 @@ mod tests {
         }
     }
 
+    /// Directives accumulate, can be removed one by one, and leave no file in the end.
     #[test]
-    fn what_is_said_adds_up_and_is_taken_back() {
+    fn directives_accumulate_and_can_be_removed() {
         let dir = tempfile::tempdir().expect("a folder");
         let uid = nix::unistd::geteuid().as_raw();
         let say = |line: &str| say(dir.path(), uid, &words(line).expect(line)).text;
@@ -478,8 +482,9 @@ mod tests {
         assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 0);
     }
 
+    /// A policy can be published, shown and withdrawn; an invalid one changes nothing.
     #[test]
-    fn a_policy_is_published_shown_and_taken_back_and_a_wrong_one_changes_nothing() {
+    fn invalid_policy_changes_nothing() {
         let dir = tempfile::tempdir().expect("a folder");
         let uid = nix::unistd::geteuid().as_raw();
         let (file, shown) = (dir.path().join("mine.toml"), || {
@@ -516,8 +521,9 @@ mod tests {
         assert!(shown().starts_with("you have no policy here"));
     }
 
+    /// If directives cannot be written, the refusal is one line.
     #[test]
-    fn a_word_that_cannot_be_written_is_refused_in_one_line() {
+    fn write_error_is_one_line() {
         let outcome = say(Path::new("/nowhere"), 7, &Owner::Limit(Some(1)));
         let line = outcome.refusal.expect("refused");
         assert!(
@@ -528,8 +534,9 @@ mod tests {
         );
     }
 
+    /// The status names the user, the times and the reasons.
     #[test]
-    fn a_status_says_who_since_when_and_why() {
+    fn status_names_user_time_and_reason() {
         let status = Status {
             vm: "pvm".into(),
             user: "alice".into(),

@@ -1,5 +1,7 @@
-//! From words to commands. Nothing here looks at the virtual machine, so whatever is wrong with a line is said before
-//! anything is done.
+//! Turns words into commands.
+//!
+//! The parser never contacts the virtual machine: every error in a line is reported before anything
+//! is done.
 
 use crate::checkpoint::{self, Checkpoint, Checkpoints, Restart};
 use crate::drain::{self, Drain};
@@ -19,21 +21,19 @@ use std::str::FromStr;
 /// Which tasks `ps` shows and how.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PsOptions {
-    /// Which hosts.
     pub(crate) scope: PsScope,
-    /// With parent and process id.
+    /// Also shows parent and process id.
     pub(crate) long: bool,
-    /// With the console itself.
+    /// Also shows the console itself and tasks without flags.
     pub(crate) all_tasks: bool,
 }
 
 /// Which hosts `ps` asks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) enum PsScope {
-    /// The console's own.
+    /// The console's own host.
     #[default]
     Here,
-    /// All.
     Everywhere,
     /// The host with this tid, or this one task.
     Tid(Tid),
@@ -41,169 +41,159 @@ pub(crate) enum PsScope {
     Host(String),
 }
 
-/// A signal and the tasks it is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Sig {
-    /// Its number.
+    /// Signal number.
     pub(crate) signal: i32,
-    /// The tasks.
     pub(crate) tids: Vec<Tid>,
 }
 
-/// One command, ready to be carried out.
+/// A parsed command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Command {
-    /// Host-file lines.
+    /// Adds hosts. Each string is a line in host-file format.
     Add(Vec<String>),
-    /// Define an alias.
     Alias { name: String, words: Vec<String> },
-    /// List aliases.
     Aliases,
-    /// Host table.
+    /// Shows the host table.
     Conf,
-    /// Task, and one host if only that is asked about.
+    /// Shows which hosts would accept the task, or whether `to` would.
     CanMigrate { tid: Tid, to: Option<String> },
-    /// A job to be written to the store.
+    /// Writes a checkpoint of a job to the store.
     Checkpoint(Checkpoint),
-    /// What lies in the store.
+    /// Lists or removes checkpoints in the store.
     Checkpoints(Checkpoints),
-    /// A set to be started again.
+    /// Restarts a job from a checkpoint.
     Restart(Restart),
-    /// A host to be emptied.
+    /// Drains a host.
     Drain(Drain),
-    /// A host that is to take tasks again.
+    /// Lets a drained host accept tasks again.
     Undrain { host: String },
-    /// Host names.
+    /// Removes the named hosts.
     Delete(Vec<String>),
-    /// Words.
     Echo(Vec<String>),
-    /// Event log from a number on, and whether to go on.
+    /// Shows the event log from number `from` on; with `follow`, waits for further events.
     Events { from: u64, follow: bool },
-    /// Variables to export; none: show.
+    /// Exports variables, or shows the exported ones if the list is empty.
     Export(Vec<String>),
-    /// One option, or all.
+    /// Shows one option, or all.
     Getopt(Option<String>),
-    /// End the virtual machine.
+    /// Ends the virtual machine.
     Halt,
-    /// About one command, or all.
+    /// Shows help about one command, or all.
     Help(Option<String>),
-    /// Own tid.
+    /// Shows the console's own tid.
     Id,
-    /// Memory of the console.
+    /// Shows the console's memory usage.
     Idump,
-    /// Whole jobs.
+    /// Lists, shows, kills, suspends or resumes whole jobs.
     Job(Job),
-    /// Jobs, with tasks.
+    /// Lists jobs; with `long`, also their tasks.
     Jobs { long: bool },
-    /// SIGTERM to tasks or to their children.
+    /// Sends SIGTERM to the tasks, or to their children.
     Kill { children: bool, tids: Vec<Tid> },
-    /// Task and host.
+    /// Migrates a task to a host.
     Migrate { tid: Tid, to: String },
-    /// Host names.
+    /// Shows the state of the named hosts.
     Mstat(Vec<String>),
-    /// Mailbox classes that match; empty for all.
+    /// Lists mailbox classes that match the pattern; an empty one matches all.
     Names(String),
-    /// The owner of this machine.
+    /// Directives of this machine's owner.
     Owner(Owner),
-    /// List tasks.
     Ps(PsOptions),
-    /// The words, for the table, and the tids they mean.
+    /// Shows the state of tasks. A word that is no tid becomes [`Tid::NONE`].
     Pstat(Vec<Tid>),
-    /// Mailbox class and flags.
+    /// Inserts an entry into a mailbox class.
     Put { name: String, flags: i32 },
-    /// Leave.
+    /// Leaves the console.
     Quit,
-    /// A recorded log, run under another policy; the words.
+    /// Simulates a recorded log under another policy. The words are the arguments.
     Replay(Vec<String>),
-    /// End tasks and clean the mailbox.
+    /// Kills all tasks and cleans the mailbox.
     Reset,
-    /// Remove ownerless entries of the mailbox: all, those of a class, or one.
+    /// Removes mailbox entries without an owner: all, those of a class, or one.
     ResetInfo {
         class: Option<String>,
         index: Option<i32>,
     },
-    /// Show all, show one, set one.
+    /// Without a name, shows all variables; without a value, shows one; otherwise sets one.
     Setenv {
         name: Option<String>,
         value: Option<String>,
     },
-    /// Option and value.
+    /// Sets an option.
     Setopt { name: String, value: i32 },
-    /// Signal to tasks.
+    /// Sends a signal to tasks.
     Sig(Sig),
-    /// Start tasks.
+    /// Starts tasks.
     Spawn(Spawn),
-    /// Start the virtual machine; only the command line of the program can.
+    /// Starts the virtual machine. Valid only on the program's command line.
     Start,
-    /// Questions to the daemon.
+    /// Sends a debug query to the daemon.
     Tickle(Vec<i32>),
-    /// Events that traced tasks record.
+    /// Selects the events that traced tasks record.
     Trace(Vec<Trace>),
-    /// Forget aliases.
+    /// Removes aliases.
     Unalias(Vec<String>),
-    /// Variables.
+    /// Removes variables from the exported ones.
     Unexport(Vec<String>),
-    /// What users and jobs have used.
+    /// Shows resource usage of users and jobs.
     Usage(Usage),
-    /// Version.
     Version,
-    /// Why things are as they are.
+    /// Explains decisions of the resource manager.
     Why(Why),
 }
 
-/// Why words are not a command; the text is shown as it is.
+/// Why words are not a valid command. The text is printed as it is.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ParseError {
-    /// No command has this name.
     #[error("{0}: not found")]
     NotFound(String),
     /// Too few or too many words.
     #[error("{0}: wrong #args")]
     WrongArgs(&'static str),
-    /// Options and nothing behind them.
+    /// Options without an argument after them.
     #[error("incorrect arg count")]
     OnlyOptions,
-    /// What is left of `->` when a shell has taken the `>` for itself.
+    /// A single `-`: what remains of `->` after a shell took the `>` as a redirection.
     #[error("unknown flag -; in a shell the option -> needs quotes: '->'")]
     LoneDash,
-    /// An option that the command does not have.
+    /// The command has no such option.
     #[error("unknown flag -{0}")]
     UnknownFlag(String),
-    /// Neither `t40001` nor `40001`.
+    /// The word is neither `t40001` nor `40001`.
     #[error("{command}: {word} is not a task id: write it as t40001")]
     NotATid {
-        /// The command.
         command: &'static str,
-        /// The word.
         word: String,
     },
-    /// Not a number where one is needed.
+    /// The word is not of the kind that is required.
     #[error("{command}: {word} is not {wanted}")]
     NotA {
-        /// The command.
         command: &'static str,
-        /// The word.
         word: String,
-        /// What it should be.
+        /// What is required, with an article, such as "a number".
         wanted: &'static str,
     },
-    /// An argument of `reset` that it does not know.
+    /// The argument of `reset` is unknown.
     #[error("\"{0}\" arg to reset not valid")]
     Reset(String),
 }
 
-/// Commands that print nothing a program could read.
+/// Commands without output that a program could read.
 const WITHOUT_JSON: [&str; 10] = [
     "echo", "halt", "help", "idump", "put", "quit", "reset", "start", "unalias", "unexport",
 ];
 
-/// True when a command can answer with values for programs.
+/// True if the command supports JSON output.
 pub(crate) fn has_json(command: &str) -> bool {
     !WITHOUT_JSON.contains(&command)
 }
 
-/// Takes `--json` out of a command's own words. What follows the program that `spawn` starts belongs to that program,
-/// and the words of an alias to the alias.
+/// Removes `--json` from a command's own words; true if it was there.
+///
+/// Words after the program of `spawn` belong to that program, and the words of an alias belong to
+/// the alias.
 pub(crate) fn take_json(words: &mut Vec<String>) -> bool {
     let Some(command) = words.first().filter(|name| has_json(name)) else {
         return false;
@@ -217,7 +207,7 @@ pub(crate) fn take_json(words: &mut Vec<String>) -> bool {
     found.map(|at| words.remove(at)).is_some()
 }
 
-/// The command that these words mean; `None` for no words.
+/// Parses words into a command. Returns `None` for no words.
 pub(crate) fn parse(words: &[String]) -> Result<Option<Command>, ParseError> {
     let Some((name, args)) = words.split_first() else {
         return Ok(None);
@@ -293,7 +283,7 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
                 .map(|word| parse_tid(word).unwrap_or(Tid::NONE))
                 .collect(),
         )),
-        // PVM's console wants a third word and does nothing with it.
+        // PVM's console requires a third word and ignores it.
         ("put", [class, flags] | [class, flags, _]) => Ok(Command::Put {
             name: class.clone(),
             flags: number(name, flags)?,
@@ -333,14 +323,14 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
     }
 }
 
-/// A tid as the console writes it: `t40001`, or the hexadecimal number alone.
+/// Parses a tid as the console prints it: `t40001`, or the hexadecimal number alone.
 pub(crate) fn parse_tid(word: &str) -> Option<Tid> {
     let digits = word
         .strip_prefix('t')
         .or_else(|| word.strip_prefix("0x"))
         .unwrap_or(word);
     let raw = u32::from_str_radix(digits, 16).ok()?;
-    // A sign is no digit of a tid, though the standard parser takes one.
+    // `from_str_radix` accepts a sign, but a tid has none.
     digits
         .starts_with(|c: char| c.is_ascii_hexdigit())
         .then(|| Tid::from_raw(raw.cast_signed()))
@@ -392,7 +382,7 @@ fn events(args: &[String]) -> Result<Command, ParseError> {
     Ok(Command::Events { from, follow })
 }
 
-/// As the C library puts a variable into the environment: the first `=` ends the name.
+/// Splits name and value as the C library's `putenv` does: the first `=` ends the name.
 fn setenv(name: &str, value: String) -> Command {
     let (name, value) = match name.split_once('=') {
         Some((name, more)) => (name, format!("{more}={value}")),
@@ -413,7 +403,10 @@ fn jobs(args: &[String]) -> Result<Command, ParseError> {
     }
 }
 
-/// Options are options only in front of the tids, as in PVM: behind them they would change whom it hits.
+/// Parses the arguments of `kill`.
+///
+/// As in PVM, options are recognized only before the tids. After them they would change which tasks
+/// are killed.
 fn kill(args: &[String]) -> Result<Command, ParseError> {
     let (options, tids) = args.split_at(args.iter().take_while(|arg| arg.starts_with('-')).count());
     let mut letters = options
@@ -533,8 +526,9 @@ mod tests {
         Tid::from_raw(raw)
     }
 
+    /// The parser knows every command that `help` lists.
     #[test]
-    fn every_listed_command_is_understood() {
+    fn every_listed_command_parses() {
         for entry in help::COMMANDS {
             let words = [entry.name.to_string()];
             assert!(
@@ -546,8 +540,9 @@ mod tests {
         assert_eq!(parse(&[]), Ok(None));
     }
 
+    /// Errors have the texts of PVM's console.
     #[test]
-    fn mistakes_are_named_as_in_pvm() {
+    fn error_texts_match_pvm() {
         assert_eq!(error("foo"), "foo: not found");
         assert_eq!(error("con"), "con: not found", "names must be complete");
         for name in [
@@ -614,8 +609,9 @@ mod tests {
         );
     }
 
+    /// An option letter may be repeated.
     #[test]
-    fn letters_of_options_may_be_doubled() {
+    fn repeated_option_letters_are_accepted() {
         assert_eq!(
             command("kill -cc t40002"),
             Command::Kill {
@@ -625,8 +621,9 @@ mod tests {
         );
     }
 
+    /// A variable's value is everything that follows its name.
     #[test]
-    fn a_variable_gets_all_that_follows_its_name() {
+    fn setenv_joins_remaining_words() {
         let set = |name: &str, value: &str| Command::Setenv {
             name: Some(name.into()),
             value: Some(value.into()),
@@ -636,8 +633,9 @@ mod tests {
         assert_eq!(command("setenv A=1 2"), set("A", "1=2"));
     }
 
+    /// Tids are accepted in all spellings, and other words are not.
     #[test]
-    fn tids_are_read_in_all_spellings() {
+    fn all_tid_spellings_parse() {
         for word in ["t40002", "40002", "0x40002"] {
             assert_eq!(parse_tid(word), Some(tid(0x40002)), "{word}");
         }
@@ -654,8 +652,9 @@ mod tests {
         assert_eq!(command("pstat zz"), Command::Pstat(vec![Tid::NONE]));
     }
 
+    /// Signals are accepted by number and by name.
     #[test]
-    fn signals_have_numbers_and_names() {
+    fn signals_parse_by_number_and_name() {
         for word in ["9", "KILL", "sigkill", "SIGKILL"] {
             assert_eq!(
                 command(&format!("sig {word} t40001")),
@@ -668,8 +667,9 @@ mod tests {
         assert_eq!(error("sig 99 t40001"), "sig: 99 is not a signal");
     }
 
+    /// `events` accepts a start number and `--follow`.
     #[test]
-    fn events_can_start_anywhere_and_go_on() {
+    fn events_options_parse() {
         assert_eq!(
             command("events"),
             Command::Events {

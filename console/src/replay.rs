@@ -1,14 +1,14 @@
-//! `replay`: a log that a resource manager has recorded, run once more under another policy. The decisions are the resource
-//! manager's, so its program does it; no virtual machine is needed.
+//! `replay`: simulates a log that a resource manager recorded, under another policy.
+//!
+//! Runs the resource manager's program, which makes the decisions. No virtual machine is needed.
 
 use crate::session::Outcome;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// The program.
 const PROGRAM: &str = "pvm-rm";
 
-/// Beside this program, where it is installed, else wherever PATH finds it.
+/// Returns the resource manager's program: in the folder of this one, or from `PATH`.
 fn program() -> PathBuf {
     let beside = std::env::current_exe()
         .ok()
@@ -18,7 +18,7 @@ fn program() -> PathBuf {
         .unwrap_or_else(|| PROGRAM.into())
 }
 
-/// Runs it with these words.
+/// Runs a replay with these arguments.
 pub(crate) fn run(words: &[String], json: bool) -> Outcome {
     let mut command = Command::new(program());
     command.arg("--replay").args(words);

@@ -1,32 +1,34 @@
-//! Where results go. A reader that has gone away ends the program quietly, as for any other command.
+//! Prints results. If the reader of standard output is gone, the program ends silently, as other
+//! commands do.
 
 use crate::session::Outcome;
 use std::io::{self, Write};
 
-/// Standard output and standard error.
+/// Standard output and standard error of this process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Screen;
 
 impl Screen {
-    /// Writes to standard output at once.
+    /// Writes to standard output and flushes it.
     ///
     /// # Errors
-    /// When nobody reads it any more.
+    /// Fails if the reader has closed the pipe.
     pub(crate) fn print(self, bytes: &[u8]) -> io::Result<()> {
         let mut out = io::stdout().lock();
         out.write_all(bytes)?;
         out.flush()
     }
 
-    /// Writes one line to standard error; what cannot be written there is lost.
+    /// Writes one line to standard error. Errors are ignored.
     pub(crate) fn complain(self, line: &str) {
         let _ = writeln!(io::stderr().lock(), "{line}");
     }
 
-    /// The outcome of a command that a person typed.
+    /// Prints the outcome of a command that was typed into the console. A refusal goes to standard
+    /// output.
     ///
     /// # Errors
-    /// As [`Screen::print`].
+    /// Fails as [`Screen::print`] does.
     pub(crate) fn show(self, outcome: &Outcome) -> io::Result<()> {
         self.results(outcome, outcome.as_json)?;
         if let Some(refusal) = &outcome.refusal {
@@ -39,10 +41,11 @@ impl Screen {
         Ok(())
     }
 
-    /// The outcome of a command given to the program: results on standard output, the rest on standard error.
+    /// Prints the outcome of a command that was given on the command line. A refusal goes to
+    /// standard error.
     ///
     /// # Errors
-    /// As [`Screen::print`].
+    /// Fails as [`Screen::print`] does.
     pub(crate) fn report(self, outcome: &Outcome, json: bool) -> io::Result<()> {
         self.results(outcome, json)?;
         outcome

@@ -1,5 +1,7 @@
-//! Carries commands out: one call per command, from words to what is shown. It keeps what lasts between commands:
-//! aliases, options, the environment for tasks, and jobs.
+//! Executes commands: one call per command, from words to output.
+//!
+//! A [`Session`] keeps the state that lasts between commands: aliases, options, the environment for
+//! tasks, and jobs.
 
 use crate::apart;
 use crate::checkpoint;
@@ -30,44 +32,43 @@ use sempa_proto::{HostId, Message, PvmError, Tid};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Tag of the messages with events.
+/// Tag of messages that carry events.
 pub(crate) const TAG_EVENTS: i32 = 2;
-/// Aliases that may lead to each other.
+/// Alias replacements per line; more of them mean a loop.
 const ALIAS_STEPS_MAX: usize = 100;
-/// Mailbox flag: several entries in one class.
+/// Mailbox flag that allows several entries in one class.
 const MBOX_MULTI_INSTANCE: i32 = 2;
-/// Events fetched at once.
+/// Events fetched by one request.
 pub(crate) const EVENTS_AT_ONCE_MAX: u32 = 1000;
 
 /// What the shell does after a command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Next {
-    /// Goes on.
+    /// Reads the next line.
     #[default]
     Line,
-    /// Leaves.
+    /// Ends the console; the virtual machine keeps running.
     Quit,
-    /// Ends the virtual machine.
+    /// Halts the virtual machine.
     Halt,
 }
 
-/// What a command came to.
+/// The result of a command.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Outcome {
-    /// For standard output.
+    /// Text for standard output.
     pub(crate) text: String,
-    /// For standard output instead of `text` when a machine reads: one value each.
+    /// Values for standard output in place of `text` when JSON is requested.
     pub(crate) json: Vec<Value>,
-    /// `json` was asked for.
+    /// True if the line requested JSON.
     pub(crate) as_json: bool,
-    /// Why nothing was done, without newline: PVM's console says it on standard output, a command from a shell on
-    /// standard error.
+    /// Why nothing was done, without newline. The interactive console prints it on standard output,
+    /// as PVM does; a command from a shell prints it on standard error.
     pub(crate) refusal: Option<String>,
-    /// For standard error, one line each, without newline.
+    /// Lines for standard error, without newlines.
     pub(crate) complaints: Vec<String>,
-    /// True when anything that was asked for was not done.
+    /// True if any part of the request failed.
     pub(crate) failed: bool,
-    /// What comes next.
     pub(crate) next: Next,
 }
 
@@ -79,7 +80,7 @@ impl Outcome {
         }
     }
 
-    /// A result of which `failed` parts were not done.
+    /// Creates a result with output; `failed` is true if part of the request failed.
     pub(crate) fn done(text: String, json: Value, failed: bool) -> Outcome {
         Outcome {
             text,
@@ -106,26 +107,26 @@ impl Outcome {
     }
 }
 
-/// What lasts between commands.
+/// State that lasts between commands.
 pub(crate) struct Session<M> {
     pub(crate) machine: M,
     aliases: BTreeMap<String, Vec<String>>,
     pub(crate) options: Options,
-    /// Events that traced tasks record.
+    /// Event kinds that traced tasks record.
     pub(crate) mask: EventMask,
     env: BTreeMap<String, String>,
     pub(crate) jobs: Jobs,
     pub(crate) collected: BTreeMap<u32, Collected>,
-    /// Hosts that need no announcement.
+    /// Hosts that were announced already.
     pub(crate) known: BTreeSet<HostId>,
-    /// What has to outlive this console is carried out by others.
+    /// True for an interactive console: work that must outlive it runs in another process.
     lasts: bool,
-    /// The line that is carried out asks for values.
+    /// True if the current line requested JSON.
     as_json: bool,
 }
 
 impl<M: Machine> Session<M> {
-    /// A session with a copy of the environment.
+    /// Creates a session with a copy of the environment.
     pub(crate) fn new(machine: M, env: BTreeMap<String, String>) -> Session<M> {
         Session {
             machine,
@@ -141,12 +142,12 @@ impl<M: Machine> Session<M> {
         }
     }
 
-    /// True while output of a job may still come.
+    /// True while output of a job may still arrive.
     pub(crate) fn has_jobs(&self) -> bool {
         !self.jobs.is_empty() || !self.collected.is_empty()
     }
 
-    /// Names that the editor can offer.
+    /// Returns the names that the editor can complete.
     pub(crate) fn known(&self) -> Known {
         Known {
             aliases: self.aliases.keys().cloned().collect(),
@@ -154,11 +155,11 @@ impl<M: Machine> Session<M> {
         }
     }
 
-    /// What a long-lived console asks for at its start: that `reset` spares it, and that it hears of new hosts. What it has others
-    /// do goes on when it ends.
+    /// Prepares an interactive console: `reset` must spare it, it is notified of new hosts, and
+    /// drains run in another process.
     ///
     /// # Errors
-    /// When the host table cannot be read; the rest is a comfort that may be missing.
+    /// Fails if the host table cannot be read. Errors of the two registrations are ignored.
     pub(crate) fn settle(&mut self) -> Result<(), Error> {
         self.lasts = true;
         self.known = self
@@ -170,8 +171,8 @@ impl<M: Machine> Session<M> {
             .collect();
         let mut body = Packer::new(Encoding::Xdr);
         body.int(self.machine.tid().raw());
-        // Neither is worth refusing to work for: without the first, `reset` ends this console as well; without the
-        // second, hosts that others add are not announced.
+        // Both requests are optional. Without the first, `reset` also ends this console; without
+        // the second, hosts that other consoles add are not announced.
         let _ = self.put(NO_RESET_CLASS, MBOX_MULTI_INSTANCE, body);
         let what = NotifyWhat::HostAdd { count: -1 };
         let notify = NotifyRequest {
@@ -184,7 +185,7 @@ impl<M: Machine> Session<M> {
         Ok(())
     }
 
-    /// Carries out one line of input.
+    /// Executes one line of input.
     pub(crate) fn line(&mut self, line: &str) -> Outcome {
         match words::split(line) {
             Err(error) => Outcome::refused(error),
@@ -202,7 +203,7 @@ impl<M: Machine> Session<M> {
         }
     }
 
-    /// Carries out the words of a command; aliases are not looked at.
+    /// Executes the words of a command without replacing aliases.
     pub(crate) fn words(&mut self, words: &[String]) -> Outcome {
         match parse(words) {
             Ok(None) => Outcome::default(),
@@ -215,7 +216,7 @@ impl<M: Machine> Session<M> {
         }
     }
 
-    /// Replaces an alias at the beginning; `None` when aliases lead to each other.
+    /// Replaces an alias at the beginning. Returns `None` if aliases form a loop.
     fn unalias(&self, mut words: Vec<String>) -> Option<Vec<String>> {
         for _ in 0..ALIAS_STEPS_MAX {
             let Some(meaning) = words.first().and_then(|first| self.aliases.get(first)) else {
@@ -272,7 +273,7 @@ impl<M: Machine> Session<M> {
         }
     }
 
-    /// Words that stand for others.
+    /// Defines, removes or lists aliases.
     fn alias(&mut self, command: Command) -> Outcome {
         match command {
             Command::Alias { name, words } => drop(self.aliases.insert(name, words)),
@@ -289,7 +290,7 @@ impl<M: Machine> Session<M> {
         Outcome::default()
     }
 
-    /// PVM's options.
+    /// Shows or sets PVM options.
     fn option(&mut self, command: Command) -> Outcome {
         match command {
             Command::Setopt { name, value } => {
@@ -313,7 +314,8 @@ impl<M: Machine> Session<M> {
         }
     }
 
-    /// What is for the resource manager, and what works on jobs, hosts and checkpoints as a whole; any other command comes back.
+    /// Executes commands for the resource manager and commands on whole jobs, hosts and
+    /// checkpoints. Returns any other command unchanged.
     fn managed(&mut self, command: Command) -> Result<Result<Outcome, Command>, Error> {
         Ok(Ok(match command {
             Command::Checkpoint(what) => checkpoint::checkpoint(&self.machine, &what)?,
@@ -345,7 +347,7 @@ impl<M: Machine> Session<M> {
         }))
     }
 
-    /// What the daemon is asked for.
+    /// Executes commands that the daemon answers.
     fn asked(&mut self, command: Command) -> Result<Outcome, Error> {
         Ok(match command {
             Command::Conf => {
@@ -398,7 +400,7 @@ impl<M: Machine> Session<M> {
                 }
                 _ => return Err(misfit()),
             },
-            // Carried out above.
+            // The callers have handled these.
             _ => Outcome::default(),
         })
     }
@@ -434,7 +436,7 @@ impl<M: Machine> Session<M> {
     fn delete(&self, names: &[String]) -> Result<Outcome, Error> {
         let hosts = self.machine.hosts()?;
         let here = hosts.get(self.machine.here());
-        // Only the console's own commands know a host by this name.
+        // Only the console's own commands accept `.` for the local host.
         let named = |name: &String| {
             here.filter(|_| name == ".")
                 .map_or(name, |host| &host.name)
@@ -537,7 +539,7 @@ impl<M: Machine> Session<M> {
         Outcome::default()
     }
 
-    /// `trace`: all that one line asks for.
+    /// Executes every part of one `trace` line.
     fn trace(&mut self, asked: Vec<Trace>) -> Outcome {
         let (mut outcome, mut refusals) = (Outcome::default(), Vec::new());
         for what in asked {
@@ -558,7 +560,7 @@ impl<M: Machine> Session<M> {
         outcome
     }
 
-    /// One thing that `trace` is asked for: what is shown, or why not.
+    /// Executes one part of a `trace` line. Returns the text to show, or the reason for a refusal.
     fn trace_one(&mut self, what: Trace) -> Result<String, String> {
         let (buffer, kind) = (
             self.options.value(TRACE_BUFFER),
@@ -591,7 +593,8 @@ impl<M: Machine> Session<M> {
         }
     }
 
-    /// `idump`: what the kernel counts for the console, for there is no heap of PVM's kind.
+    /// Returns the line for `idump`: the resident memory of the console. There is no separate PVM
+    /// heap to report.
     fn memory(&self) -> String {
         const PAGE_BYTES: u64 = 4096;
         let pages = std::fs::read_to_string("/proc/self/statm").ok();
@@ -605,7 +608,7 @@ impl<M: Machine> Session<M> {
         )
     }
 
-    /// What spawned tasks get into their environment: the exported variables, and their list.
+    /// Returns the environment entries for spawned tasks: `PVM_EXPORT` and the variables it lists.
     pub(crate) fn exports(&self) -> Vec<Vec<u8>> {
         let Some(list) = self.env.get("PVM_EXPORT").filter(|list| !list.is_empty()) else {
             return Vec::new();
@@ -635,7 +638,7 @@ impl<M: Machine> Session<M> {
         Ok(self.signal(&children, SIGTERM, false))
     }
 
-    /// A signal to tasks; the console is one of them, or says so.
+    /// Sends a signal to tasks. If `me_too` is false, the console skips itself and prints a note.
     fn signal(&self, tids: &[Tid], signal: i32, me_too: bool) -> Outcome {
         let (mut outcome, mut values) = (Outcome::default(), Vec::new());
         for tid in tids {
@@ -668,7 +671,7 @@ impl<M: Machine> Session<M> {
                 };
                 let json = vec![json::not_moved(tid, to, step, &error.to_string())];
                 let line = match &error {
-                    // What became of the task is not known: it has ended by now, wherever it was.
+                    // The virtual machine ended, and the task with it; on which host is unknown.
                     MigrateError::Refused(Error {
                         code: PvmError::SysErr,
                         reason,
@@ -696,7 +699,7 @@ impl<M: Machine> Session<M> {
         ))
     }
 
-    /// A line and a value for each of `items` with what the daemon says about it.
+    /// Asks the daemon about each of `items` and shows a line and a value for each.
     fn status<T>(
         &self,
         items: &[T],
@@ -732,7 +735,8 @@ impl<M: Machine> Session<M> {
         };
         let console = self.machine.tid();
         let mut tasks = self.machine.tasks(selector)?;
-        // The host where a task was born may be gone, and the task be elsewhere.
+        // A task may run on another host than its home, and its home may have left the virtual
+        // machine.
         if tasks.is_empty()
             && selector
                 .home()
@@ -773,7 +777,7 @@ impl<M: Machine> Session<M> {
     }
 }
 
-/// `help`.
+/// Returns the output of `help`.
 pub(crate) fn about(name: Option<&str>) -> Outcome {
     match help::about(name.unwrap_or("help")) {
         Some(text) => Outcome::text(text),
@@ -781,12 +785,12 @@ pub(crate) fn about(name: Option<&str>) -> Outcome {
     }
 }
 
-/// `version`: that of the interface.
+/// Returns the output of `version`: the version of the PVM interface.
 pub(crate) fn version() -> Outcome {
     Outcome::done("3.4.6\n".to_string(), json::version("3.4.6"), false)
 }
 
-/// What a failed `delete` means and what to do about it.
+/// Explains why a host was not deleted and what the user can do.
 fn not_deleted(error: PvmError) -> &'static str {
     match error {
         PvmError::NoHost => "there is no such host in the virtual machine; 'conf' lists them",

@@ -1,4 +1,4 @@
-//! `usage`: what users and jobs have used, as the resource manager has counted it.
+//! `usage`: shows the resource usage of users and jobs as recorded by the resource manager.
 
 use crate::job;
 use crate::machine::Machine;
@@ -9,16 +9,16 @@ use sempa_proto::Tid;
 use sempa_proto::rm::{Answer, Question, Sums, UserUse};
 use serde_json::{Value, json};
 
-/// Whose usage.
+/// A parsed `usage` command.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
-    /// Only this user's.
+    /// Only this user's usage.
     user: Option<u32>,
-    /// That of this job.
+    /// Shows this job and its tasks.
     job: Option<Tid>,
 }
 
-/// A user by number or by name.
+/// Parses a user id or user name.
 pub(crate) fn user(command: &'static str, word: &str) -> Result<u32, ParseError> {
     let named = || {
         nix::unistd::User::from_name(word)
@@ -37,7 +37,8 @@ pub(crate) fn user(command: &'static str, word: &str) -> Result<u32, ParseError>
         })
 }
 
-/// The value of an option written as `--name value` or `--name=value`, if this word is that option.
+/// Returns the value of an option written as `--name value` or `--name=value`. Returns `None` if
+/// `word` is not that option.
 pub(crate) fn option<'a>(
     command: &'static str,
     name: &str,
@@ -54,7 +55,7 @@ pub(crate) fn option<'a>(
     }
 }
 
-/// Reads the words.
+/// Parses the words after the command.
 pub(crate) fn parse(args: &[String]) -> Result<Usage, ParseError> {
     let (mut usage, mut rest) = (Usage::default(), args.iter());
     while let Some(arg) = rest.next() {
@@ -73,7 +74,7 @@ pub(crate) fn parse(args: &[String]) -> Result<Usage, ParseError> {
     Ok(usage)
 }
 
-/// Asks and tells.
+/// Asks the resource manager and formats its answer.
 pub(crate) fn run(machine: &impl Machine, usage: &Usage) -> Result<Outcome, Error> {
     if let Some(tid) = usage.job {
         return job::status(machine, "usage", tid);
@@ -89,11 +90,11 @@ pub(crate) fn run(machine: &impl Machine, usage: &Usage) -> Result<Outcome, Erro
     Ok(Outcome::done(head + &text, value, false))
 }
 
-/// Heads of the columns that [`sums`] fills.
+/// Headings of the columns that [`sums`] writes.
 pub(crate) const HEAD: &str =
     " TASKS RUNNING  FAILED      CPU S     WALL S  MOVED EVICTED   RSS MIB";
 
-/// Sums as columns.
+/// Returns usage sums as columns.
 pub(crate) fn sums(sums: &Sums) -> String {
     let seconds = |micros: u64| micros as f64 / 1e6;
     let Sums {
@@ -113,7 +114,7 @@ pub(crate) fn sums(sums: &Sums) -> String {
     )
 }
 
-/// Sums as a value.
+/// Returns usage sums as JSON.
 pub(crate) fn sums_value(sums: &Sums) -> Value {
     json!({
         "tasks": sums.tasks,
@@ -155,8 +156,9 @@ mod tests {
         )
     }
 
+    /// Options of `usage` select a user or a job.
     #[test]
-    fn options_choose_user_and_job() {
+    fn usage_arguments_parse() {
         assert_eq!(words(""), Ok(Usage::default()));
         assert_eq!(
             words("--user 7"),

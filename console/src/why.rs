@@ -1,4 +1,4 @@
-//! `why`: what the resource manager decided about a task, a job or a host, in its own words.
+//! `why`: shows the decisions of the resource manager about a task, a job or a host.
 
 use crate::format;
 use crate::machine::Machine;
@@ -8,19 +8,19 @@ use libpvm::Error;
 use sempa_proto::rm::{Answer, Decided, Decision, HostNow, Question, TaskUse};
 use serde_json::{Value, json};
 
-/// Decisions that are shown unless all are asked for.
+/// Number of newest decisions that are shown without `-a`.
 const SHOWN: usize = 20;
 
-/// What is asked about.
+/// A parsed `why` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Why {
-    /// The word as it was typed.
+    /// The task or host as it was typed.
     subject: String,
     question: Question,
     all: bool,
 }
 
-/// Reads the words: a task or job as `t40001`, or a host.
+/// Parses the words: a task or job such as `t40001`, or a host.
 pub(crate) fn parse(args: &[String]) -> Result<Why, ParseError> {
     let (all, rest): (Vec<&String>, Vec<&String>) = args.iter().partition(|arg| *arg == "-a");
     let [subject] = rest[..] else {
@@ -31,7 +31,8 @@ pub(crate) fn parse(args: &[String]) -> Result<Why, ParseError> {
             subject.trim_start_matches('-').to_string(),
         ));
     }
-    // A host may have a name of hexadecimal digits, but none begins with these.
+    // A host name may consist of hexadecimal digits, but never begins with `t` and a digit or with
+    // a digit.
     let is_tid = subject.starts_with('t') || subject.starts_with(|c: char| c.is_ascii_digit());
     let tid = parse_tid(subject).filter(|tid| is_tid && tid.is_task());
     let question = tid.map_or_else(|| Question::WhyHost(subject.clone()), Question::WhyTask);
@@ -42,7 +43,7 @@ pub(crate) fn parse(args: &[String]) -> Result<Why, ParseError> {
     })
 }
 
-/// Asks and tells.
+/// Asks the resource manager and formats its answer.
 pub(crate) fn run(machine: &impl Machine, why: &Why) -> Result<Outcome, Error> {
     let Answer::Why {
         task,
@@ -93,7 +94,7 @@ fn text(
     lines.join("\n") + "\n"
 }
 
-/// "t80003: worker of job t40002, user 1000, on h3 since …".
+/// Returns a line such as "t80003: worker, job t40002, user 1000, on h3, began …".
 fn describe(task: &TaskUse) -> String {
     let program = if task.program.is_empty() {
         "from a command line"
@@ -111,7 +112,7 @@ fn describe(task: &TaskUse) -> String {
     }
 }
 
-/// What is to be said of a task and does not stand in the decisions.
+/// Returns a note if the decisions do not include the placement of the task.
 fn not_placed(task: &TaskUse, decisions: &[Decision]) -> Option<&'static str> {
     let has = |tasks: &[(sempa_proto::Tid, String)]| tasks.iter().any(|(tid, _)| *tid == task.tid);
     let placed = |d: &Decision| match &d.what {
@@ -122,7 +123,7 @@ fn not_placed(task: &TaskUse, decisions: &[Decision]) -> Option<&'static str> {
     (!decisions.iter().any(placed)).then_some(line)
 }
 
-/// What holds of a host now.
+/// Describes whether tasks are placed on a host at present, and why not.
 fn holds(subject: &str, now: &HostNow) -> String {
     match now {
         HostNow::Gone => {
@@ -175,8 +176,9 @@ mod tests {
         parse(&line.split(' ').map(String::from).collect::<Vec<_>>())
     }
 
+    /// Words for tasks and names of hosts are distinguished.
     #[test]
-    fn tasks_are_told_from_hosts() {
+    fn tasks_are_distinguished_from_hosts() {
         let question = |line: &str| words(line).expect(line).question;
         assert_eq!(
             question("t40001"),
@@ -191,8 +193,9 @@ mod tests {
         assert_eq!(words("-x"), Err(ParseError::UnknownFlag("x".into())));
     }
 
+    /// The text about a host ends with its present state, whatever was decided before.
     #[test]
-    fn a_host_is_told_what_holds_now_and_not_what_was_decided_before() {
+    fn host_text_ends_with_present_state() {
         let came = Decided::OwnerCame {
             host: "h2".into(),
             why: "olga on pts/1".into(),

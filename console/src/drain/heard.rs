@@ -1,4 +1,5 @@
-//! What a drain reads from the event log: where tasks are on their way, how fast they leave, and what their jobs would lose.
+//! Progress of a drain as read from the event log: the migration step of each task, the rate of
+//! migrations, and the work that jobs would lose.
 
 use super::Standing;
 use crate::machine::Machine;
@@ -8,54 +9,55 @@ use sempa_proto::migration::Step;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeMap;
 
-/// Events in one question.
+/// Events fetched by one request.
 const EVENTS_AT_ONCE_MAX: u32 = 4096;
-/// Moves of fewer bytes say nothing of the way.
+/// Smaller migrations are not used to measure the rate.
 const TELLING_BYTES: u64 = 16 << 20;
 
-/// Bytes that have moved, and how long they were on their way.
+/// Total bytes migrated, and total duration of these migrations.
 pub(super) type Moved = (u64, Micros);
 
-/// Why a host is not emptied any more, or not by this order.
+/// Why a drain ended or was superseded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Over {
-    /// It was called off.
+    /// The drain was cancelled.
     Ended,
-    /// There is a later one with a time of its own; whose.
+    /// A later order with its own deadline replaced it; the tid of its console.
     Later(Tid),
 }
 
-/// What the event log tells of the moves of tasks, and of checkpoints.
+/// State accumulated from the event log.
 #[derive(Debug, Default)]
 pub(super) struct Heard {
-    /// Who has the host emptied.
+    /// The console that requested the drain.
     me: Tid,
-    /// The first event that has not been read.
+    /// Number of the next event to read.
     from: u64,
-    /// The step of its move that has ended last.
+    /// Last completed step of each running migration.
     steps: BTreeMap<Tid, Step>,
-    /// Bytes of its newest image.
+    /// Bytes of the newest image of each task.
     bytes: BTreeMap<Tid, u64>,
-    /// Bytes of all that have moved, and how long each was on its way.
+    /// Total of all migrations that are large enough for the rate.
     pub(super) moved: Moved,
-    /// The host that is being emptied.
+    /// The host that is being drained.
     pub(super) host: Option<HostId>,
-    /// Bytes of all that have left it since that has begun.
+    /// Bytes of the tasks that have left the host since the drain started.
     pub(super) left: u64,
-    /// The newest set of each job that was complete after that.
+    /// Newest checkpoint of each job that was completed since the drain started.
     pub(super) sets: BTreeMap<Tid, String>,
-    /// What has become of that order. The host may be emptied by another one when it is asked how far it is.
+    /// End of this drain. The host may still be drained by another order.
     pub(super) over: Option<Over>,
-    /// The time of the first event that is kept, in microseconds since 1970.
+    /// Time of the oldest event in the log, in microseconds since the Unix epoch.
     first: Option<Micros>,
-    /// When tasks that have not ended were started, as far as the log goes back; the same clock.
+    /// Start times of running tasks, as far as the log reaches back; the same clock.
     started: BTreeMap<Tid, Micros>,
-    /// When the newest set of each job was complete, also before the host was to be emptied; the same clock.
+    /// Completion time of each job's newest checkpoint, including those before the drain; the same
+    /// clock.
     written: BTreeMap<Tid, Micros>,
 }
 
 impl Heard {
-    /// `me` is about to have a host emptied.
+    /// Creates the state for a drain requested by `me`.
     pub(super) fn of(me: Tid) -> Heard {
         Heard {
             me,
@@ -63,6 +65,7 @@ impl Heard {
         }
     }
 
+    /// Reads all new events.
     pub(super) fn listen(&mut self, machine: &impl Machine) -> Result<(), Error> {
         loop {
             let events = machine.events(self.from, EVENTS_AT_ONCE_MAX)?;
@@ -83,7 +86,7 @@ impl Heard {
                 (self.host, self.left, self.sets, self.over) =
                     (Some(*host), 0, BTreeMap::new(), None);
             }
-            // The resource manager knows one time for each host, that which was named last.
+            // The resource manager keeps one deadline per host, the newest.
             EventKind::DrainBegun {
                 host,
                 by,
@@ -124,7 +127,8 @@ impl Heard {
         }
     }
 
-    /// What is lost with a job of these tasks if it is lost at this time: how long each has computed since it was written.
+    /// Returns the work that a job with these tasks would lose at this time: the sum of the times
+    /// since each task's start or the job's newest checkpoint.
     pub(super) fn at_stake(&self, now: Micros, job: Tid, tasks: &[Tid]) -> Micros {
         let (first, written) = (
             self.first.unwrap_or(now),
@@ -136,17 +140,17 @@ impl Heard {
         }))
     }
 
-    /// Where a task is that nothing keeps.
+    /// Describes the progress of a task that can leave.
     pub(super) fn way(&self, tid: Tid) -> String {
         match self.steps.get(&tid) {
             None => "it is on its way".into(),
-            // The coordinator lets few go at a time.
+            // The coordinator limits concurrent migrations, so the task is queued.
             Some(Step::Inspect) => "it waits for its turn; the smallest go first".into(),
             Some(step) => format!("it is on its way, {step} done"),
         }
     }
 
-    /// How a task stands that is kept by this, or by nothing.
+    /// Returns the state of a task; `why` is the reason why it cannot leave, if there is one.
     pub(super) fn standing(&self, tid: Tid, why: Option<&String>) -> Standing {
         match (why, self.steps.get(&tid)) {
             (Some(_), _) => Standing::Stuck,
@@ -155,7 +159,7 @@ impl Heard {
         }
     }
 
-    /// What the way of a task that has left cost.
+    /// Returns the size of a migration for the progress line, or nothing if it is unknown.
     pub(super) fn cost(&self, tid: Tid) -> String {
         self.bytes
             .get(&tid)
@@ -174,8 +178,9 @@ mod tests {
     use sempa_proto::MigrationId;
     use sempa_proto::migration::{Cause, Usage};
 
+    /// The text about a migrating task follows from the event log.
     #[test]
-    fn what_is_told_of_a_task_on_its_way_follows_from_the_log() {
+    fn progress_text_follows_log() {
         let (tid, host) = (Tid::from_raw(0x40001), HostId::MASTER);
         let moving = |step| EventKind::Moving {
             id: MigrationId(1),
@@ -221,8 +226,9 @@ mod tests {
         );
     }
 
+    /// Bytes that left and checkpoints count from the start of the drain.
     #[test]
-    fn what_has_left_and_what_is_in_the_store_counts_from_the_order_to_empty_the_host() {
+    fn totals_count_from_start_of_drain() {
         let [me, other, job] = [1, 2, 3].map(|n| Tid::from_raw(0x40000 + n));
         let (host, elsewhere, time) = (HostId::new(2).expect("a host"), HostId::MASTER, Micros(1));
         let begun = |by| EventKind::DrainBegun {
@@ -266,8 +272,9 @@ mod tests {
         );
     }
 
+    /// A drain is over if it is cancelled or a later order has a deadline.
     #[test]
-    fn an_order_is_over_when_it_is_called_off_or_a_later_one_names_a_time() {
+    fn cancel_or_later_deadline_ends_drain() {
         let [me, other] = [1, 2].map(|n| Tid::from_raw(0x40000 + n));
         let (host, elsewhere) = (HostId::new(2).expect("a host"), HostId::MASTER);
         let begun = |by, host, until: Option<u64>| EventKind::DrainBegun {
@@ -309,8 +316,9 @@ mod tests {
         );
     }
 
+    /// Unsaved work counts from a task's start or its job's newest checkpoint.
     #[test]
-    fn at_stake_is_what_each_task_has_done_since_its_start_or_the_newest_set() {
+    fn unsaved_work_counts_from_start_or_checkpoint() {
         let [job, child, other] = [1, 2, 3].map(|n| Tid::from_raw(0x40000 + n));
         let start = |tid| EventKind::TaskStarted {
             tid,
