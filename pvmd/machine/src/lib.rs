@@ -16,6 +16,15 @@
 //! * `engines`: tasks that are taken elsewhere by starting their program again.
 //! * `moves`, `handover`: the glue to the migration protocol, and what is kept in order while a task changes hosts.
 
+#![cfg_attr(
+    test,
+    allow(
+        clippy::disallowed_methods,
+        clippy::disallowed_types,
+        reason = "the simulator reads its seed count and starts its clock"
+    )
+)]
+
 mod asks;
 mod checkpoints;
 mod engines;
