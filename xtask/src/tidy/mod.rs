@@ -136,10 +136,7 @@ mod tests {
 
     #[test]
     fn plain_comment_has_no_findings() {
-        assert_eq!(
-            lines("/// Returns the number of waiting tasks.\nfn waiting() {}\n"),
-            []
-        );
+        assert!(lines("/// Returns the number of waiting tasks.\nfn waiting() {}\n").is_empty());
     }
 
     #[test]
@@ -152,7 +149,7 @@ mod tests {
 
     #[test]
     fn code_is_not_prose() {
-        assert_eq!(lines("fn anew() { let whoever = 1; }\n"), []);
+        assert!(lines("fn anew() { let whoever = 1; }\n").is_empty());
     }
 
     #[test]
@@ -166,11 +163,11 @@ mod tests {
     fn long_functions_need_a_reason() {
         let body = "    work();\n".repeat(FUNCTION_LINES_MAX);
         assert_eq!(lines(&format!("fn a() {{\n{body}}}\n")), [1]);
-        assert_eq!(
+        assert!(
             lines(&format!(
                 "// tidy: long because each arm is a message\nfn a() {{\n{body}}}\n"
-            )),
-            []
+            ))
+            .is_empty()
         );
     }
 }
