@@ -1,10 +1,10 @@
-//! Where the control groups of a process are, by the kernel's own texts about it.
+//! Locates the control groups of a process from the kernel's text files.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
-/// A hierarchy: its version, where it is mounted, and which of its groups is seen there.
+/// A mounted hierarchy: the group at its root, and the mount point.
 #[derive(Debug, PartialEq, Eq)]
 struct Mount {
     root: PathBuf,
@@ -12,13 +12,14 @@ struct Mount {
 }
 
 impl Mount {
-    /// Where a group of the hierarchy is.
+    /// Returns the directory of a group of the hierarchy.
     fn folder(&self, group: &Path) -> Option<PathBuf> {
         Some(self.point.join(group.strip_prefix(&self.root).ok()?))
     }
 }
 
-/// The mount of a hierarchy in the text of /proc/PID/mountinfo: of `controller`, or version 2 if none is named.
+/// Finds a mount in the text of /proc/PID/mountinfo: the hierarchy of `controller`, or version 2
+/// without one.
 fn mount_of(mountinfo: &[u8], controller: Option<&str>) -> Option<Mount> {
     let path = |word: &[u8]| PathBuf::from(OsString::from_vec(word.to_vec()));
     mountinfo.split(|b| *b == b'\n').find_map(|line| {
@@ -43,7 +44,8 @@ fn mount_of(mountinfo: &[u8], controller: Option<&str>) -> Option<Mount> {
     })
 }
 
-/// The group of a process in the text of /proc/PID/cgroup: of `controller`, or of version 2 if none is named.
+/// Finds the group of a process in the text of /proc/PID/cgroup: in the hierarchy of `controller`,
+/// or in version 2 without one.
 fn group_of(cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
     cgroups.split(|b| *b == b'\n').find_map(|line| {
         let mut parts = line.splitn(3, |b| *b == b':');
@@ -58,14 +60,14 @@ fn group_of(cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
     })
 }
 
-/// The folder of a process's group, by the texts of its /proc/PID/mountinfo and /proc/PID/cgroup: in the hierarchy of
-/// `controller`, or in version 2 if none is named. `None` when that hierarchy is not mounted, or the group lies outside of what
-/// is mounted.
+/// Returns the directory of a process's group, from the texts of its /proc/PID/mountinfo and
+/// /proc/PID/cgroup: in the hierarchy of `controller`, or in version 2 without one. `None` if the
+/// hierarchy is not mounted or the group lies outside the mounted part.
 pub fn folder(mountinfo: &[u8], cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
     mount_of(mountinfo, controller)?.folder(&group_of(cgroups, controller)?)
 }
 
-/// Where that hierarchy is mounted: the outermost of its groups that can be seen.
+/// Returns the mount point of a hierarchy, which is the directory of its outermost visible group.
 pub fn mount_point(mountinfo: &[u8], controller: Option<&str>) -> Option<PathBuf> {
     mount_of(mountinfo, controller).map(|mount| mount.point)
 }
@@ -75,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn groups_and_mounts_are_found_in_both_versions() {
+    fn groups_are_found_in_both_cgroup_versions() {
         let cgroups = b"3:cpuset:/\n2:cpu,cpuacct:/slice/one\n1:name=systemd:/x\n0::/user/two\n";
         assert_eq!(group_of(cgroups, Some("cpu")), Some("/slice/one".into()));
         assert_eq!(

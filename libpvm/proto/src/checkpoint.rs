@@ -1,4 +1,4 @@
-//! Checkpoints of jobs: all tasks of a job as they are at one moment, and the same tasks started again.
+//! Checkpoints of jobs: all tasks of a job at one moment, and their restart.
 
 use crate::group::GroupState;
 use crate::host::{Held, TaskRecord};
@@ -8,147 +8,147 @@ use crate::migration::{Failure, Refusal, Step, TaskFacts};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Tasks in one checkpoint at most.
+/// Largest number of tasks in one checkpoint.
 pub const SET_TASKS_MAX: usize = 1024;
-/// Bytes in the mailbox that belong to the tasks of one checkpoint at most.
+/// Largest total size of the mailbox entries that belong to the tasks of one checkpoint.
 pub const SAVED_MAILBOX_BYTES_MAX: usize = 16 << 20;
-/// Version of [`SetMeta`], [`PartRecord`] and of what lies beside the images.
+/// Version of [`SetMeta`], [`PartRecord`] and the other files next to the images.
 pub const SET_VERSION: u16 = 5;
 
-/// When a job is checkpointed by itself.
+/// Schedule of automatic checkpoints of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Pace {
-    /// Not any more.
+    /// No more automatic checkpoints.
     Never,
-    /// Again and again: each is complete so long after the one before it was begun, if checkpoints take about as long as the last one
-    /// did; but at least half of this time lies between the end of one and the beginning of the next.
+    /// At a fixed interval: each checkpoint is complete this long after the previous one began, if
+    /// it takes as long as the previous one. At least half of the interval passes between the end
+    /// of one checkpoint and the start of the next.
     Every(Micros),
-    /// So often that no more work than this is lost, if checkpoints take about as long as the last one did.
+    /// Often enough that at most this much work is lost, if a checkpoint takes as long as the
+    /// previous one.
     Loss(Micros),
 }
 
-/// A complete set.
+/// Result of a completed checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SetReport {
-    /// By this name it can be started again.
+    /// Name that identifies it for a restart.
     pub set: String,
-    /// The first task of the job.
+    /// First task of the job.
     pub job: Tid,
-    /// Its tasks.
     pub tasks: Vec<Tid>,
-    /// Bytes in the store.
+    /// Size in the store.
     pub bytes: u64,
-    /// From the moment at which the first task stood still until the last one was written.
+    /// From the stop of the first task until the images of the last one were written.
     pub frozen: Micros,
-    /// Those of its tasks that have written their own checkpoints, and were started again.
+    /// Tasks that wrote their own checkpoints and were restarted.
     pub own: Vec<Tid>,
 }
 
-/// One line of a list of sets.
+/// One checkpoint in a list.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SetEntry {
-    /// Its name.
+    /// Name of the checkpoint.
     pub set: String,
-    /// The first task of the job.
+    /// First task of the job.
     pub job: Tid,
-    /// When it was made, in microseconds since 1970.
+    /// Time of its creation, in microseconds since 1970.
     pub made: Micros,
-    /// Tasks in it.
+    /// Number of tasks in it.
     pub tasks: u32,
-    /// Bytes in the store.
+    /// Size in the store.
     pub bytes: u64,
-    /// Why it cannot be used, if so.
+    /// Why it is unusable; `None`: it is usable.
     pub broken: Option<String>,
-    /// When its job ended for good, in microseconds since 1970, if it did: then nobody is likely to want it.
+    /// Time at which its job ended permanently, in microseconds since 1970. Such a checkpoint is
+    /// most probably not needed any more.
     pub ended: Option<Micros>,
-    /// Names of hosts that have a copy of it, as far as this virtual machine has made them.
+    /// Hosts with a copy of it, as far as this virtual machine made the copies.
     pub copies: Vec<String>,
 }
 
-/// Sets that somebody wants removed.
+/// Selection of checkpoints to remove.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Unwanted {
-    /// These, by their names.
+    /// The checkpoints with these names.
     Sets(Vec<String>),
-    /// All that this virtual machine has made of this job.
+    /// All checkpoints of this job that this virtual machine made.
     Job(Tid),
 }
 
-/// Why a set stays that was to be removed.
+/// The reason why a checkpoint was not removed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum Stays {
-    /// There is none of this name.
+    /// No checkpoint has this name.
     #[error("there is no such checkpoint; 'pvm checkpoints' lists them")]
     Unknown,
-    /// It is being read: a job is started from it.
+    /// A restart is reading it.
     #[error("it is in use: a job is being started from it")]
     InUse,
-    /// A job would have nothing to go back to.
+    /// It is the only checkpoint from which this job can be restarted.
     #[error(
         "job {0} goes back to it when a host is lost; 'pvm checkpoint --stop {0}' before, or remove older ones"
     )]
     Wanted(Tid),
-    /// Another virtual machine has made it, which may still need it.
+    /// The named virtual machine made it and may still need it.
     #[error("the virtual machine {0:?} has made it; remove it there, or say --any if that is gone")]
     Foreign(String),
-    /// The store could not remove it.
+    /// The store reported an error.
     #[error("{0}")]
     Store(String),
 }
 
-/// What became of sets that were to be removed: their bytes, or why one stays.
+/// For each selected checkpoint its former size, or why it was not removed.
 pub type Removed = Vec<(String, Result<u64, Stays>)>;
 
-/// A job that runs again.
+/// Result of a successful restart.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RestartReport {
-    /// The set.
+    /// Name of the checkpoint.
     pub set: String,
-    /// Its tasks and where they run.
+    /// The restarted tasks and their hosts.
     pub tasks: Vec<(Tid, HostId)>,
 }
 
-/// Why there is no checkpoint. Every task goes on, and the sets that were there before are untouched.
+/// The reason why a checkpoint failed. All tasks continue, and earlier checkpoints are intact.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CutFailure {
-    /// There is no such task, and none of its descendants.
+    /// Neither the task nor any descendant of it exists.
     NoSuchJob(Tid),
-    /// More tasks than a set may have.
+    /// The job has more tasks than a checkpoint may have.
     TooMany {
-        /// How many there are.
+        /// Number of tasks of the job.
         tasks: usize,
     },
-    /// Another checkpoint of the job, or a restart, is under way.
+    /// Another checkpoint or a restart of the job is in progress.
     UnderWay,
-    /// One of the tasks cannot be written.
+    /// One of the tasks cannot be dumped.
     Task {
-        /// Which.
         tid: Tid,
-        /// In which step.
         step: Step,
-        /// Why.
         why: Failure,
     },
-    /// The job has spawned these tasks meanwhile.
+    /// The job spawned these tasks during the checkpoint.
     Grew(Vec<Tid>),
     /// A host was lost.
     HostLost(HostId),
-    /// Not all of it was done in time.
+    /// The checkpoint did not end in time.
     Deadline {
-        /// The time it had.
+        /// The time limit.
         allowed: Micros,
     },
-    /// The store did not take it.
+    /// The store reported an error.
     Store(String),
-    /// What its tasks have put into the mailbox is more than a set takes.
+    /// The mailbox entries of the job's tasks exceed [`SAVED_MAILBOX_BYTES_MAX`].
     Mailbox {
-        /// Bytes of it.
+        /// Total size of the entries.
         bytes: usize,
     },
 }
 
 impl CutFailure {
-    /// True if the same may well succeed in a moment: the job was changing, or one of its tasks had to leave.
+    /// True if a retry will probably succeed: the job was changing, or one of its tasks was
+    /// migrating.
     pub fn may_try_again(&self) -> bool {
         use Failure::TaskEnded;
         let is_moving = |why: &Failure| matches!(why, Failure::Refused(all) if all.iter().all(|r| matches!(r, Refusal::AlreadyMoving(_) | Refusal::NotConnected | Refusal::NoSuchTask | Refusal::MayEndYet)));
@@ -165,7 +165,7 @@ impl CutFailure {
 }
 
 impl CutFailure {
-    /// True if a program is still writing what it was asked for before.
+    /// True if a program is still writing its own checkpoint for an earlier request.
     pub fn is_being_written(&self) -> bool {
         matches!(self, CutFailure::Task { why: Failure::Refused(all), .. } if all.contains(&Refusal::MayEndYet))
     }
@@ -206,44 +206,40 @@ impl fmt::Display for CutFailure {
     }
 }
 
-/// Why a set was not started again. Nothing of it runs.
+/// The reason why a restart failed. No task of the checkpoint runs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RestartFailure {
-    /// The store has no such set, or cannot give it out.
+    /// The store does not have the checkpoint or cannot read it.
     Store(String),
-    /// These tasks of the set, or others with their numbers, are alive.
+    /// These tasks of the checkpoint, or other tasks with their tids, are alive.
     Alive(Vec<Tid>),
-    /// Groups of the set have members that are not of it.
+    /// Groups of the checkpoint have members that do not belong to it.
     Groups(Vec<String>),
-    /// Entries of the mailbox that are in the set are there already, and belong to others.
+    /// Mailbox entries of the checkpoint already exist and belong to other tasks.
     Mailbox(Vec<String>),
-    /// Contexts of the set belong to others.
+    /// Contexts of the checkpoint belong to other tasks.
     Contexts(Vec<i32>),
-    /// There is no such host.
+    /// The virtual machine has no such host.
     NoHost(String),
-    /// Another restart of this job, or a checkpoint of it, is under way.
+    /// Another restart or a checkpoint of the job is in progress.
     UnderWay,
-    /// One of the tasks could not be started again.
+    /// One of the tasks could not be restarted.
     Task {
-        /// Which.
         tid: Tid,
-        /// Where.
         host: HostId,
-        /// In which step.
         step: Step,
-        /// Why.
         why: Failure,
     },
-    /// A host was lost meanwhile.
+    /// A host was lost during the restart.
     HostLost(HostId),
-    /// Not all of it was done in time.
+    /// The restart did not end in time.
     Deadline {
-        /// The time it had.
+        /// The time limit.
         allowed: Micros,
     },
 }
 
-/// The first of a list, and how many more there are.
+/// Lists the first items and the number of all others.
 fn some<T>(list: &[T], name: impl Fn(&T) -> String) -> String {
     const SHOWN: usize = 10;
     let mut text = list
@@ -307,80 +303,75 @@ impl fmt::Display for RestartFailure {
     }
 }
 
-/// What a set is, beside the images.
+/// Metadata of a checkpoint, stored next to the images.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SetMeta {
-    /// [`SET_VERSION`].
+    /// Equals [`SET_VERSION`].
     pub version: u16,
-    /// Wire version of the libraries in it.
+    /// Wire version of the task libraries in the images.
     pub wire: u16,
-    /// The virtual machine, by the time of day at which it was founded, in microseconds.
+    /// The virtual machine, identified by the time of day of its start, in microseconds.
     pub vm: Micros,
-    /// The first task of the job.
+    /// First task of the job.
     pub job: Tid,
-    /// The latest timeline of the virtual machine.
+    /// Latest incarnation in the virtual machine.
     pub line: u16,
-    /// Its tasks.
+    /// The job's tasks.
     pub parts: Vec<PartMeta>,
-    /// Groups that they are in.
+    /// Groups of which the tasks are members.
     pub groups: Vec<SavedGroup>,
-    /// Their entries in the mailbox.
+    /// Mailbox entries of the tasks.
     pub mailbox: Vec<SavedEntry>,
-    /// Contexts that belong to them.
+    /// Contexts that belong to the tasks.
     pub contexts: Vec<(i32, Tid)>,
-    /// Whether it was checkpointed by itself.
+    /// The job's schedule of automatic checkpoints.
     pub pace: Option<Pace>,
 }
 
-/// An entry of the mailbox as it was.
+/// A mailbox entry at the time of the checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedEntry {
-    /// Its class.
+    /// Mailbox class.
     pub name: String,
-    /// Its index there.
+    /// Index in the class.
     pub index: i32,
-    /// Who owns it.
     pub owner: Tid,
-    /// As `pvm_putinfo` has them.
+    /// `PvmMbox*` bits.
     pub flags: i32,
-    /// What was stored.
     pub message: Message,
 }
 
-/// One task of a set.
+/// Metadata of one task of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PartMeta {
-    /// The task.
     pub tid: Tid,
-    /// Name of the host where it ran.
+    /// Name of the host on which it ran.
     pub host: String,
-    /// For the verdict of whoever is to take it.
+    /// Properties for the verdict of the restoring host.
     pub facts: TaskFacts,
-    /// The timeline that it lived on.
+    /// Incarnation of the task.
     pub line: u16,
 }
 
-/// A group as it was.
+/// A group at the time of the checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedGroup {
-    /// Its name.
     pub name: Vec<u8>,
     /// Dynamic, static or broken.
     pub state: GroupState,
-    /// Number of members when it was frozen.
+    /// Number of members when the group was frozen.
     pub frozen: u32,
-    /// By instance; NONE where there is none, or one that is not of the set.
+    /// Members by instance; NONE for a free instance and for a task outside the checkpoint.
     pub members: Vec<Tid>,
 }
 
-/// What the daemon of a task knew of it; lies beside its images.
+/// State that a task's daemon had of it, stored next to its images.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PartRecord {
-    /// [`SET_VERSION`].
+    /// Equals [`SET_VERSION`].
     pub version: u16,
-    /// The task's record.
     pub record: TaskRecord,
-    /// What waited for it. Of a task that has written its own checkpoint also what its process had said, and halves of messages
-    /// that it had got.
+    /// Items that were waiting for the task. For a task that wrote its own checkpoint, also the
+    /// messages that its process had sent and partial messages that it had received.
     pub waiting: Vec<Held>,
 }

@@ -1,8 +1,10 @@
-//! The ways by which a task can be taken from one host to another one, and how a task says which it wants.
+//! Migration engines: the ways to migrate a task, and the syntax by which a task selects them.
 //!
-//! CRIU takes any process as it is, between hosts that are alike, and needs privileges. A program can do it itself: it is
-//! asked by a signal or a message, writes what it needs, and ends with an agreed code; then it is started again. And what loses nothing
-//! worth keeping is just ended and started again. The last two work between any two hosts, and without privileges.
+//! | Engine | How it works | Requirements |
+//! | --- | --- | --- |
+//! | `criu` | CRIU dumps the processes and restores them. | similar hosts, privileges |
+//! | `own` | The program is asked by a signal or a message to write its own checkpoint. It exits with an agreed status and is restarted. | none |
+//! | `restart` | The program is ended and restarted; its state is lost. | none |
 
 use crate::ids::Tid;
 use crate::task::SpawnRequest;
@@ -12,30 +14,31 @@ use std::fmt;
 use std::path::PathBuf;
 use thiserror::Error;
 
-/// Environment of a spawn: how its tasks want to be taken elsewhere.
+/// Environment variable of a spawn that lists the engines its tasks permit.
 pub const ENGINE_ENV: &str = "SEMPA_ENGINE";
-/// Environment of a spawn: the files of which a program's own checkpoint consists, separated by colons. Those that do not
-/// begin with a slash are in its working directory; [`STATE_TID`] stands for the task's tid.
+/// Environment variable of a spawn that lists the files of a program's own checkpoint, separated by
+/// colons. Relative names are in the working directory; [`STATE_TID`] stands for the task's tid.
 pub const STATE_ENV: &str = "SEMPA_STATE";
-/// Where the tid of the task belongs in [`STATE_ENV`].
+/// Placeholder for the task's tid in [`STATE_ENV`].
 pub const STATE_TID: &str = "{tid}";
-/// Files that [`STATE_ENV`] may name.
+/// Largest number of files in [`STATE_ENV`].
 pub const STATE_FILES_MAX: usize = 64;
-/// Environment of a program that was started again: how often it has been.
+/// Environment variable of a restarted program: the number of its restarts.
 pub const AGAIN_ENV: &str = "SEMPA_AGAIN";
-/// A program that was asked to write its state ends with this, if it has not said otherwise: it is to be started again.
+/// Default exit status by which a program reports that it wrote its checkpoint and must be
+/// restarted.
 pub const EXIT_AGAIN: u8 = 85;
-/// It gets so many seconds for that, if it has not said otherwise.
+/// Default time, in seconds, for a program to write its own checkpoint and exit.
 pub const OWN_WAIT: u32 = 60;
-/// A task that is just started again gets so many seconds to end by itself.
+/// Default time, in seconds, for a program to exit before it is restarted.
 pub const RESTART_WAIT: u32 = 5;
-/// Nobody gets more seconds.
+/// Longest time, in seconds, that a program may get.
 pub const WAIT_MAX: u32 = 3600;
-/// SIGUSR1: what a program is asked by, if it has not said otherwise.
+/// Default signal that asks a program for its checkpoint.
 const SIGUSR1: i32 = 10;
-/// SIGTERM.
 const SIGTERM: i32 = 15;
-/// Signals that a program can be asked by, by name. Those that it cannot catch, or that stop it, are not among them.
+/// Signals that may be used to ask a program, by name. Signals that cannot be caught, or that stop
+/// a process, are excluded.
 const SIGNALS: [(&str, i32); 9] = [
     ("HUP", 1),
     ("INT", 2),
@@ -48,12 +51,13 @@ const SIGNALS: [(&str, i32); 9] = [
     ("WINCH", 28),
 ];
 
-/// How a program is asked to write its state.
+/// The way to ask a program for its own checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Asked {
     /// By this signal.
     Signal(i32),
-    /// By a message with this tag, from its daemon: how many seconds it gets, an integer.
+    /// By a message with this tag from its daemon. The message contains the time limit in seconds,
+    /// as an integer.
     Message(i32),
 }
 
@@ -66,29 +70,28 @@ impl fmt::Display for Asked {
     }
 }
 
-/// A way to take a task elsewhere.
+/// An engine with its settings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Engine {
-    /// CRIU writes the process and builds it again.
+    /// CRIU dumps the processes and restores them.
     #[default]
     Criu,
-    /// The program writes its own state and is started again.
+    /// The program writes its own checkpoint and is restarted.
     Own {
-        /// How it is asked.
         asked: Asked,
-        /// The exit status by which it says that it has done so.
+        /// Exit status by which the program reports success.
         exit: u8,
-        /// How many seconds it gets.
+        /// Time limit in seconds.
         wait: u32,
     },
-    /// The task is ended and started again.
+    /// The program is ended and restarted.
     Restart {
-        /// How many seconds it gets to end by itself.
+        /// Time to exit before it is killed, in seconds.
         wait: u32,
     },
 }
 
-/// A word that is no way to take a task elsewhere.
+/// A part of an engine list that is not valid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
     "{ENGINE_ENV}: \"{0}\" is not understood; it is a list of criu, \
@@ -96,7 +99,7 @@ pub enum Engine {
 )]
 pub struct EngineError(pub String);
 
-/// A text that does not name the files of a program's own checkpoint.
+/// A list of state files that is not valid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
     "{STATE_ENV}: \"{0}\" is not understood; it names up to {STATE_FILES_MAX} files, each once, separated by colons, in which \
@@ -104,10 +107,10 @@ pub struct EngineError(pub String);
 )]
 pub struct StateError(pub String);
 
-/// The files that a text names of which a program's own checkpoint consists, as they are named.
+/// Parses a list of state files; [`STATE_TID`] stays as it is.
 ///
 /// # Errors
-/// One is empty, or named twice, or a directory by its name, or there are too many.
+/// A name is empty, repeated or ends with a slash, or there are too many.
 pub fn state_files(text: &str) -> Result<Vec<String>, StateError> {
     let files: Vec<String> = text
         .split(':')
@@ -122,8 +125,8 @@ pub fn state_files(text: &str) -> Result<Vec<String>, StateError> {
     }
 }
 
-/// What the environment of a spawn says under a name, unless that is nothing. Of two entries the later one counts, as for the
-/// program.
+/// Returns the value of a variable in the environment of a spawn; `None` if it is empty. The last
+/// of several entries counts, as for the program.
 fn said(env: &[Vec<u8>], name: &str) -> Option<String> {
     let of = |entry: &Vec<u8>| {
         let text = entry
@@ -139,10 +142,10 @@ fn said(env: &[Vec<u8>], name: &str) -> Option<String> {
 }
 
 impl Engine {
-    /// Reads a list: the first that both hosts can do is taken.
+    /// Parses an engine list. Migrations use the first engine that both hosts support.
     ///
     /// # Errors
-    /// The word that is not understood.
+    /// The part that is not valid.
     pub fn list(text: &str) -> Result<Vec<Engine>, EngineError> {
         let words = text.split(',').map(str::trim);
         let list = words
@@ -179,7 +182,7 @@ impl Engine {
                 .split_once('=')
                 .map(|(n, v)| (n.trim(), v.trim()))
                 .ok_or_else(wrong)?;
-            // Either says how the program is asked.
+            // Both settings determine how the program is asked, so only one is permitted.
             let what = if name == "message" { "signal" } else { name };
             if said.contains(&what) {
                 return Err(wrong());
@@ -211,10 +214,10 @@ impl Engine {
         Ok(engine)
     }
 
-    /// What the environment of a spawn says; by CRIU alone if it says nothing.
+    /// Returns the engines that the environment of a spawn lists; CRIU alone if it lists none.
     ///
     /// # Errors
-    /// The word that is not understood.
+    /// The part that is not valid.
     pub fn wanted(env: &[Vec<u8>]) -> Result<Vec<Engine>, EngineError> {
         said(env, ENGINE_ENV).map_or_else(|| Ok(vec![Engine::Criu]), |text| Engine::list(&text))
     }
@@ -227,7 +230,7 @@ impl Engine {
         }
     }
 
-    /// How the program is asked, and the seconds that it gets; none for CRIU.
+    /// Returns how the program is asked to exit and its time limit in seconds; `None` for CRIU.
     pub fn asks(&self) -> Option<(Asked, u32)> {
         match *self {
             Engine::Criu => None,
@@ -236,7 +239,7 @@ impl Engine {
         }
     }
 
-    /// True if a process that was asked, and has ended with this wait status, is to be started again.
+    /// True if a process with this wait status must be restarted after it was asked to exit.
     pub fn goes_on_after(&self, status: i32) -> bool {
         match *self {
             Engine::Criu => false,
@@ -254,7 +257,7 @@ fn signal_named(text: &str) -> Option<i32> {
         .map(|(_, number)| *number);
     by_name.or_else(|| {
         let number = text.parse().ok()?;
-        // The realtime ones are anybody's, but for the few that the C library keeps for itself.
+        // Programs may use realtime signals, except a few that the C library reserves.
         ((35..=64).contains(&number) || SIGNALS.iter().any(|(_, known)| *known == number))
             .then_some(number)
     })
@@ -270,24 +273,24 @@ impl fmt::Display for Engine {
     }
 }
 
-/// How a program was started, so that it can be started again, and how it wants to be taken elsewhere.
+/// How a program was started, for its restart, and the engines that it permits.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Begin {
-    /// In this order.
+    /// Engines in order of preference.
     pub engines: Vec<Engine>,
-    /// What was asked for.
+    /// The spawn request, for one task.
     pub request: SpawnRequest,
-    /// How often it was started again.
+    /// Number of restarts so far.
     pub count: u32,
-    /// The files of which its own checkpoint consists, as [`STATE_ENV`] names them; none if that says nothing.
+    /// Files of its own checkpoint, as [`STATE_ENV`] names them; empty if it names none.
     pub state: Vec<String>,
 }
 
 impl Begin {
-    /// Of a program that is spawned like this.
+    /// Derives the value from a spawn request.
     ///
     /// # Errors
-    /// Words in its environment that are not understood.
+    /// An invalid part of the request's environment.
     pub fn of(request: &SpawnRequest) -> Result<Begin, String> {
         let engines = Engine::wanted(&request.env).map_err(|error| error.to_string())?;
         let state = said(&request.env, STATE_ENV)
@@ -307,7 +310,7 @@ impl Begin {
         })
     }
 
-    /// Its own checkpoint, if that is one of the ways.
+    /// Returns the engine for the program's own checkpoint, if it is permitted.
     pub fn own(&self) -> Option<Engine> {
         self.engines
             .iter()
@@ -315,7 +318,7 @@ impl Begin {
             .find(|engine| matches!(engine, Engine::Own { .. }))
     }
 
-    /// The files of which its own checkpoint consists, for the task with this tid.
+    /// Returns the files of the program's own checkpoint for the task with this tid.
     pub fn state_of(&self, tid: Tid) -> Vec<PathBuf> {
         self.state
             .iter()
@@ -323,17 +326,17 @@ impl Begin {
             .collect()
     }
 
-    /// True if its own checkpoint is one of the ways, and CRIU does not come before all others.
+    /// True if the program's own checkpoint is permitted and CRIU is not the first engine.
     pub fn own_first(&self) -> bool {
         self.own().is_some() && self.engines.first() != Some(&Engine::Criu)
     }
 
-    /// True if CRIU is one of the ways.
+    /// True if CRIU is permitted.
     pub fn by_criu(&self) -> bool {
         self.engines.contains(&Engine::Criu)
     }
 
-    /// The first way that starts the program again.
+    /// Returns the first engine that restarts the program.
     pub fn anew(&self) -> Option<Engine> {
         self.engines
             .iter()
@@ -341,7 +344,7 @@ impl Begin {
             .find(|engine| *engine != Engine::Criu)
     }
 
-    /// The working directory that was asked for.
+    /// Returns the working directory of the spawn request.
     pub fn dir(&self) -> Option<&str> {
         self.request
             .place
@@ -366,7 +369,7 @@ mod tests {
     const OWN: Engine = own(Asked::Signal(SIGUSR1));
 
     #[test]
-    fn a_list_names_ways_in_order_with_what_is_different() {
+    fn engine_list_parses_with_settings() {
         let list = |text| Engine::list(text).expect("good");
         assert_eq!(list("criu"), [Engine::Criu]);
         assert_eq!(
@@ -388,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_named() {
+    fn invalid_engine_is_named_in_the_error() {
         for word in [
             "",
             "own,",
@@ -416,8 +419,9 @@ mod tests {
         }
     }
 
+    /// The engine list comes from the spawn's environment; the default is CRIU.
     #[test]
-    fn the_environment_of_a_spawn_says_it_and_without_a_word_it_is_criu() {
+    fn engine_comes_from_environment_or_is_criu() {
         let env = |words: &[&str]| {
             words
                 .iter()
@@ -439,8 +443,9 @@ mod tests {
         assert!(Engine::wanted(&env(&["SEMPA_ENGINE=x"])).is_err());
     }
 
+    /// State files must be named once each; their names may contain the tid.
     #[test]
-    fn the_files_of_a_checkpoint_are_named_each_once_and_may_have_the_tid_in_their_names() {
+    fn state_files_are_unique_and_may_contain_tid() {
         let env = |state: &str| SpawnRequest {
             env: vec![format!("SEMPA_STATE={state}").into()],
             ..SpawnRequest::default()
@@ -473,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_agreed_end_of_a_program_that_was_asked_begins_it_again() {
+    fn only_agreed_exit_status_restarts_program() {
         assert!(OWN.goes_on_after(85 << 8) && !OWN.goes_on_after(0) && !OWN.goes_on_after(85));
         assert!(
             Engine::Restart { wait: 1 }.goes_on_after(9) && !Engine::Criu.goes_on_after(85 << 8)

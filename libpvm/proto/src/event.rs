@@ -1,4 +1,4 @@
-//! The event log: what happened in the virtual machine and why, for people and for programs.
+//! The event log: events in the virtual machine and their reasons, for users and for programs.
 
 use crate::engine::Engine;
 use crate::ids::{HostId, Micros, MigrationId, Tid};
@@ -7,346 +7,302 @@ use crate::suspend;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Events kept by the master; the oldest go first.
+/// Number of events that the master keeps; it drops the oldest.
 pub const EVENTS_MAX: usize = 65_536;
 
 /// One entry of the log.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Event {
-    /// Rising without gaps, given by the master.
+    /// Assigned by the master, ascending without gaps.
     pub number: u64,
-    /// When it happened, in microseconds since 1970, by the clock of `host`.
+    /// Time of the event by the clock of `host`, in microseconds since 1970.
     pub at: Micros,
-    /// The host where it happened.
+    /// The host on which it happened.
     pub host: HostId,
-    /// What happened.
     pub kind: EventKind,
 }
 
-/// What can happen.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum EventKind {
-    /// A host joined.
     HostAdded {
-        /// Its index.
         host: HostId,
-        /// Its name.
         name: String,
     },
     /// A host could not be added.
     HostRefused {
-        /// The name given.
+        /// The name that the user gave.
         name: String,
-        /// Why.
         why: String,
     },
-    /// Nothing more comes of the host file.
+    /// All lines of the host file have been processed.
     HostFileDone {
-        /// Hosts of it that joined.
+        /// Hosts of the file that joined.
         added: u32,
-        /// Lines that were not understood and hosts that did not join.
+        /// Lines with errors and hosts that did not join.
         refused: u32,
     },
     /// A host left or was lost.
     HostGone {
-        /// Its index.
         host: HostId,
-        /// Its name.
         name: String,
-        /// Why.
         why: String,
     },
     /// A task was started or connected.
     TaskStarted {
-        /// The task.
         tid: Tid,
-        /// Its parent.
         parent: Tid,
         /// Its program; empty for a task from a command line.
         name: String,
-        /// The user of the daemon that serves it.
+        /// The user whose daemon serves it.
         user: u32,
     },
-    /// A task ended.
     TaskEnded {
-        /// The task.
         tid: Tid,
-        /// Wait status.
+        /// Wait status of its process.
         status: i32,
-        /// What it used.
+        /// Resources that it used.
         used: Usage,
     },
     /// A resource manager registered.
     RmRegistered {
-        /// Its task.
         tid: Tid,
     },
-    /// The resource manager is gone; daemons place round robin.
+    /// The resource manager is gone; daemons place tasks round robin.
     RmGone {
-        /// Its task.
         tid: Tid,
     },
-    /// A spawn was placed.
+    /// The tasks of a spawn were placed.
     Placed {
-        /// The program.
+        /// The program that was spawned.
         name: String,
-        /// Hosts in the order of the tasks.
+        /// One host per task, in the order of the tasks.
         hosts: Vec<HostId>,
-        /// The resource manager's sentence.
+        /// The resource manager's reason, in one sentence.
         why: String,
     },
-    /// The owner of a host is there.
+    /// The owner of a host is present.
     OwnerPresent {
-        /// The host.
         host: HostId,
-        /// Time of the sign of life (for a login: of its record), in microseconds since 1970.
+        /// Time of the owner's activity (for a login: of its record), in microseconds since 1970.
         since: Micros,
-        /// When the watcher learned of it.
+        /// Time at which the load watcher detected it.
         seen: Micros,
-        /// One plain sentence.
+        /// The reason in one sentence.
         why: String,
     },
-    /// The owner of a host has left; it is used again.
+    /// The owner of a host is absent; guests may use it again.
     OwnerAbsent {
-        /// The host.
         host: HostId,
-        /// One plain sentence.
+        /// The reason in one sentence.
         why: String,
     },
     /// All foreign tasks have left a host.
     HostClean {
-        /// The host.
         host: HostId,
     },
-    /// A task is taken elsewhere by another way than CRIU.
+    /// A migration uses an engine other than CRIU.
     MovesBy {
-        /// The attempt.
         id: MigrationId,
-        /// The task.
         tid: Tid,
-        /// The way.
         engine: Engine,
     },
-    /// A move reached the end of a step.
+    /// A migration completed a step.
     Moving {
-        /// The attempt.
         id: MigrationId,
-        /// The task.
         tid: Tid,
-        /// Source.
+        /// Source host.
         from: HostId,
-        /// Target.
+        /// Target host.
         to: HostId,
-        /// The step that ended.
+        /// The completed step.
         step: Step,
-        /// Image bytes, for dump and transfer.
+        /// Size of the images, for dump and transfer.
         bytes: u64,
     },
-    /// A move is complete: the task runs at the target.
+    /// A migration is complete: the task runs at the target.
     Moved {
-        /// The attempt.
         id: MigrationId,
-        /// The task.
         tid: Tid,
-        /// Source.
+        /// Source host.
         from: HostId,
-        /// Target.
+        /// Target host.
         to: HostId,
-        /// Why it moved.
         cause: Cause,
-        /// Image bytes.
+        /// Size of the images.
         bytes: u64,
-        /// The task's memory that went with it, with the images or behind them; 0 when its program took along what it needs.
+        /// Task memory that was transferred, in the images or by post-copy; 0 if the program saved
+        /// its own state.
         resident: u64,
-        /// From the library's letting go to running again.
+        /// From the library's quiesce until the task runs again.
         frozen: Micros,
-        /// From the library's letting go until all of its memory was there, and the time for which memory went ahead before.
+        /// From the library's quiesce until all memory is at the target, plus the duration of
+        /// pre-copy.
         whole: Micros,
     },
-    /// A move failed; the task goes on at `from` unless the failure is its end.
+    /// A migration failed; the task continues at `from`, unless the failure is its exit.
     MoveFailed {
-        /// The attempt.
         id: MigrationId,
-        /// The task.
         tid: Tid,
-        /// Source.
+        /// Source host.
         from: HostId,
-        /// Target.
+        /// Target host.
         to: HostId,
-        /// Why it was to move.
         cause: Cause,
         /// The step that failed.
         step: Step,
-        /// Why.
         why: Failure,
     },
-    /// Nothing of the guests of a host runs any more, as its owner wants it.
+    /// All guests of a host are paused for its owner.
     GuestsStopped {
-        /// The host.
         host: HostId,
-        /// The tasks.
         guests: Vec<Tid>,
-        /// From the load watcher's word to its daemon until the last of them had stopped.
+        /// From the load watcher's directive until the last guest was stopped.
         took: Micros,
-        /// The load watcher's sentence.
+        /// The load watcher's reason, in one sentence.
         why: String,
     },
-    /// The guests of a host go on.
+    /// The guests of a host continue.
     GuestsContinued {
-        /// The host.
         host: HostId,
-        /// The tasks that had been stopped.
+        /// The tasks that were paused.
         guests: Vec<Tid>,
-        /// Why.
         why: String,
     },
-    /// The guests of a host are ended, as its owner wants it.
+    /// The guests of a host are being ended, as its owner's policy requires.
     GuestsEnded {
-        /// The host.
         host: HostId,
-        /// The tasks.
         guests: Vec<Tid>,
-        /// The load watcher's sentence.
+        /// The load watcher's reason, in one sentence.
         why: String,
     },
-    /// A task is suspended: it stands still until somebody lets it go on.
+    /// A task was suspended until a request resumes it.
     Suspended {
-        /// The task.
         tid: Tid,
-        /// Why.
         cause: suspend::Cause,
     },
-    /// A task that was suspended goes on, unless the owner of its host is there.
+    /// A suspended task was resumed. It runs unless its host's owner is present.
     Resumed {
-        /// The task.
         tid: Tid,
-        /// Why.
         cause: suspend::Cause,
     },
-    /// A whole job is suspended: its tasks, and those that it will have.
+    /// A whole job was suspended, including tasks that it spawns later.
     JobSuspended {
-        /// The task at its top.
+        /// First task of the job.
         job: Tid,
-        /// Who asked for it.
+        /// The task that requested it.
         by: Tid,
     },
-    /// A job that was suspended goes on.
+    /// A suspended job was resumed.
     JobResumed {
-        /// The task at its top.
+        /// First task of the job.
         job: Tid,
-        /// Who asked for it.
+        /// The task that requested it.
         by: Tid,
     },
-    /// Somebody has a host emptied: its tasks leave, and none comes.
+    /// A drain of a host was requested: its tasks leave, and no others are placed there.
     DrainBegun {
-        /// The host.
         host: HostId,
-        /// Who asked for it.
+        /// The task that requested it.
         by: Tid,
-        /// When it is to be empty, as time of day.
+        /// Deadline for the host to be empty, as time of day.
         until: Option<Micros>,
     },
-    /// A host that was emptied takes tasks again.
+    /// A drained host accepts tasks again.
     DrainEnded {
-        /// The host.
         host: HostId,
-        /// Who asked for it.
+        /// The task that requested it.
         by: Tid,
     },
     /// A checkpoint of a job is complete.
     Checkpointed {
-        /// Its name.
+        /// Name of the checkpoint.
         set: String,
-        /// The task at the job's top.
+        /// First task of the job.
         job: Tid,
-        /// Tasks in it.
+        /// Number of tasks in it.
         tasks: u32,
-        /// Bytes in the store.
+        /// Size in the store.
         bytes: u64,
-        /// How long its tasks stood still.
+        /// Time for which the job's tasks were stopped.
         frozen: Micros,
-        /// It was ended with that, and goes on when there is room: the resource manager wanted it so.
+        /// The resource manager vacated the job: it was ended and will be restarted when there is
+        /// room.
         parked: bool,
     },
-    /// A job was not checkpointed; it goes on.
+    /// A checkpoint of a job failed; the job continues.
     CheckpointFailed {
-        /// The task at the job's top.
+        /// First task of the job.
         job: Tid,
-        /// Why.
         why: String,
     },
     /// The tasks of a checkpoint run again.
     Restarted {
-        /// Its name.
+        /// Name of the checkpoint.
         set: String,
-        /// The task at the job's top.
+        /// First task of the job.
         job: Tid,
-        /// The tasks and where they run.
+        /// The tasks and their hosts.
         tasks: Vec<(Tid, HostId)>,
-        /// Why it was started again.
+        /// Reason for the restart.
         why: String,
     },
-    /// A checkpoint was not started again.
+    /// The restart of a checkpoint failed.
     RestartFailed {
-        /// Its name.
+        /// Name of the checkpoint.
         set: String,
-        /// Why it was to be started again.
+        /// Reason for the attempt.
         cause: String,
-        /// Why it was not.
+        /// Reason for the failure.
         why: String,
     },
-    /// Anything else worth knowing.
+    /// Any other event of interest.
     Note {
-        /// The sentence.
         text: String,
     },
-    /// Checkpoints are no more.
+    /// Checkpoints were removed.
     SetsRemoved {
-        /// Their names.
+        /// Names of the checkpoints.
         sets: Vec<String>,
-        /// Why they went.
+        /// Reason for the removal.
         why: String,
     },
-    /// A checkpoint has been copied into the stores of other hosts, or of some of those that were to have it.
+    /// A checkpoint was copied to the stores of all or some of the intended hosts.
     SetCopied {
-        /// Its name.
+        /// Name of the checkpoint.
         set: String,
-        /// The task at the job's top.
+        /// First task of the job.
         job: Tid,
-        /// Who has a copy.
+        /// Hosts that have a copy.
         hosts: Vec<HostId>,
-        /// So many copies are missing.
+        /// Number of copies that are missing.
         missing: u32,
-        /// Who did not take one, and why.
+        /// The hosts that did not store a copy, with reasons.
         why: String,
     },
-    /// The tasker of a host has ended, and with it all tasks that it had started. Another one begins.
+    /// The tasker of a host has ended, and with it all tasks that it had started. Another tasker
+    /// starts.
     TaskerGone {
-        /// The host.
         host: HostId,
-        /// Why.
         why: String,
     },
-    /// The rules of a host's owner let no guests in any more, whoever uses it.
+    /// The owner's policy closes a host to guests, whether or not anyone uses it.
     HostClosed {
-        /// The host.
         host: HostId,
-        /// The load watcher's sentence.
+        /// The load watcher's reason, in one sentence.
         why: String,
     },
-    /// A host that was closed takes guests again.
+    /// A closed host accepts guests again.
     HostOpened {
-        /// The host.
         host: HostId,
     },
 }
 
 impl EventKind {
-    /// The sentence with names of hosts where [`Display`](fmt::Display) has only their numbers, also in what other programs
-    /// have said; a host without a known name keeps its number.
+    /// Returns the sentence of [`Display`](fmt::Display) with host names in place of host numbers,
+    /// also within text from other programs. A host without a known name keeps its number.
     pub fn told<'a>(&self, name: impl Fn(HostId) -> Option<&'a str>) -> String {
         match self {
-            // These tell the name already.
+            // Their sentences already contain the name.
             EventKind::HostAdded { .. } | EventKind::HostGone { .. } => self.to_string(),
             EventKind::Placed {
                 name: program,
@@ -368,7 +324,7 @@ impl EventKind {
     }
 }
 
-/// Puts names in the place of hosts as [`HostId`] prints them.
+/// Replaces hosts as [`HostId`] prints them by their names.
 fn with_names<'a>(text: &str, name: impl Fn(HostId) -> Option<&'a str>) -> String {
     const SIGN: &str = "host ";
     let mut out = String::with_capacity(text.len());
@@ -604,7 +560,7 @@ fn write_end(f: &mut fmt::Formatter<'_>, tid: Tid, status: i32, used: &Usage) ->
     write!(f, "{tid} ended: {status}, {seconds:.2} s of processor time")
 }
 
-/// That a task's memory came behind it.
+/// Writes the duration of a post-copy migration.
 fn write_memory(f: &mut fmt::Formatter<'_>, resident: u64, whole: Micros) -> fmt::Result {
     write!(
         f,
@@ -613,7 +569,7 @@ fn write_memory(f: &mut fmt::Formatter<'_>, resident: u64, whole: Micros) -> fmt
     )
 }
 
-/// By which engine a task goes, and what is done with its process.
+/// Writes the engine of a migration and what it does with the task's process.
 fn write_way(
     f: &mut fmt::Formatter<'_>,
     id: MigrationId,
@@ -637,7 +593,7 @@ fn millis(time: Micros) -> f64 {
     time.0 as f64 / 1e3
 }
 
-/// Tasks in a sentence.
+/// Formats a list of tasks for a sentence.
 fn tasks(tids: &[Tid]) -> String {
     let names: Vec<String> = tids.iter().map(Tid::to_string).collect();
     if names.is_empty() {
@@ -647,7 +603,7 @@ fn tasks(tids: &[Tid]) -> String {
     }
 }
 
-/// A wait status in words.
+/// Describes a wait status in words.
 pub fn describe_status(status: i32) -> String {
     match (status & 0x7f, (status >> 8) & 0xff) {
         (0, code) => format!("exit status {code}"),
@@ -667,8 +623,9 @@ mod tests {
         [None, None, Some("leo"), Some("max")][usize::from(of.index())]
     }
 
+    /// Host names replace host numbers in every part of a sentence.
     #[test]
-    fn sentences_tell_hosts_by_name_wherever_they_stand() {
+    fn sentences_contain_host_names() {
         let why = "zoe is logged in on host 2".to_string();
         let present = EventKind::OwnerPresent {
             host: host(2),
@@ -712,7 +669,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_looks_like_a_host_is_left_alone() {
+    fn text_that_resembles_a_host_is_kept() {
         for text in [
             "a ghost 2",
             "host",

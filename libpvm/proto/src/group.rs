@@ -1,130 +1,118 @@
-//! Groups: what a task asks of the group service of the virtual machine, which the master's daemon keeps.
+//! Groups: requests to the group service of the virtual machine, which the master's daemon
+//! provides.
 
 use crate::error::PvmError;
 use crate::ids::Tid;
 use serde::{Deserialize, Serialize};
 
-/// Barrier count that stands for all members of the moment.
+/// Barrier count that means all current members.
 pub const ALL_MEMBERS: i32 = -1;
 
-/// What a task asks of the group service. Names are bytes as the program gives them.
+/// A request of a task to the group service. Names are bytes as the program passes them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GroupRequest {
-    /// Become a member under the lowest free instance number; an unknown name founds the group. → [`GroupReply::Number`]
+    /// Join under the lowest free instance number; an unknown name creates the group. →
+    /// [`GroupReply::Number`]
     Join {
-        /// The group.
         group: Vec<u8>,
     },
-    /// Be a member no longer. → [`GroupReply::Number`]
+    /// Leave the group. → [`GroupReply::Number`]
     Leave {
-        /// The group.
         group: Vec<u8>,
     },
-    /// Leave all groups: the task is about to leave the virtual machine. → [`GroupReply::Number`]
+    /// Leave all groups, before the task leaves the virtual machine. → [`GroupReply::Number`]
     LeaveAll,
-    /// Wait until so many members wait. → [`GroupReply::Number`] when they do
+    /// Wait until `count` members wait. → [`GroupReply::Number`] then
     Barrier {
-        /// The group.
         group: Vec<u8>,
-        /// How many; [`ALL_MEMBERS`]: as many as there are now.
+        /// [`ALL_MEMBERS`]: the current number of members.
         count: i32,
     },
-    /// Wait until so many members ask for this; then nobody joins any more. → [`GroupReply::Number`]
+    /// Wait until `count` members request this; then the group accepts no new members. →
+    /// [`GroupReply::Number`]
     Freeze {
-        /// The group.
         group: Vec<u8>,
-        /// How many.
         count: i32,
     },
-    /// Instance number of a task. → [`GroupReply::Number`]
+    /// Look up the instance number of a task. → [`GroupReply::Number`]
     Instance {
-        /// The group.
         group: Vec<u8>,
-        /// The task.
         tid: Tid,
     },
-    /// Task of an instance number. → [`GroupReply::Number`]
+    /// Look up the task with an instance number. → [`GroupReply::Number`]
     Member {
-        /// The group.
         group: Vec<u8>,
-        /// The number.
         instance: i32,
     },
-    /// Number of members. → [`GroupReply::Number`]
+    /// Count the members. → [`GroupReply::Number`]
     Size {
-        /// The group.
         group: Vec<u8>,
     },
-    /// All members by instance. → [`GroupReply::Members`]
+    /// List the members by instance. → [`GroupReply::Members`]
     Members {
-        /// The group.
         group: Vec<u8>,
     },
-    /// Everything about all groups. → [`GroupReply::Groups`]
+    /// List all groups with their state. → [`GroupReply::Groups`]
     List,
 }
 
-/// What the group service answers.
+/// A reply of the group service.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GroupReply {
-    /// An instance, a tid, a size, or 0 for done.
+    /// An instance, a tid, a size, or 0 for success.
     Number(i32),
-    /// Members by instance; [`Tid::NONE`] where a number is free.
+    /// Members by instance; [`Tid::NONE`] for a free instance.
     Members(Vec<Tid>),
-    /// All groups by name.
+    /// All groups, sorted by name.
     Groups(Vec<GroupInfo>),
 }
 
-/// How a group stands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GroupState {
-    /// Tasks join and leave.
+    /// Tasks may join and leave.
     #[default]
     Dynamic,
-    /// Frozen: nobody joins.
+    /// Frozen: no task may join.
     Static,
-    /// Frozen, and a member is missing since.
+    /// Frozen, and a member has left since.
     Broken,
 }
 
-/// A meeting that members wait for: a barrier or a freeze.
+/// A barrier or freeze for which members wait.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Meeting {
-    /// How many have to come.
+    /// Number of members that must arrive.
     pub wanted: u32,
-    /// Who waits.
+    /// Members that have arrived and wait.
     pub waiting: Vec<Tid>,
 }
 
-/// One group.
+/// State of one group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupInfo {
-    /// Its name.
     pub name: Vec<u8>,
-    /// How it stands.
     pub state: GroupState,
-    /// Members by instance; [`Tid::NONE`] where a number is free.
+    /// Members by instance; [`Tid::NONE`] for a free instance.
     pub members: Vec<Tid>,
-    /// The open barrier.
+    /// The barrier in progress.
     pub barrier: Option<Meeting>,
-    /// The open freeze.
+    /// The freeze in progress.
     pub freeze: Option<Meeting>,
 }
 
 impl GroupInfo {
-    /// Number of members.
+    /// Counts the members.
     pub fn size(&self) -> usize {
         self.members.iter().filter(|tid| **tid != Tid::NONE).count()
     }
 }
 
-/// The calls of `sempa_group_request`, by which the group library reaches the service through the library of the task.
+/// Call numbers of `sempa_group_request`, through which the group library reaches the service via
+/// the task's library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum GroupCall {
-    /// [`GroupRequest::Join`].
     Join = 1,
-    /// [`GroupRequest::Leave`].
     Leave = 2,
     /// [`GroupRequest::Barrier`]; the number is the count.
     Barrier = 3,
@@ -134,16 +122,14 @@ pub enum GroupCall {
     Instance = 5,
     /// [`GroupRequest::Member`]; the number is the instance.
     Member = 6,
-    /// [`GroupRequest::Size`].
     Size = 7,
-    /// [`GroupRequest::Members`]; the list has one tid per instance.
+    /// [`GroupRequest::Members`]; the list contains one tid per instance.
     Members = 8,
-    /// [`GroupRequest::List`]; the list is what [`list_words`] makes.
+    /// [`GroupRequest::List`]; [`list_words`] encodes the list.
     List = 9,
 }
 
 impl GroupCall {
-    /// All calls.
     pub const ALL: [GroupCall; 9] = [
         GroupCall::Join,
         GroupCall::Leave,
@@ -156,7 +142,7 @@ impl GroupCall {
         GroupCall::List,
     ];
 
-    /// The request for this call.
+    /// Converts the call into a request.
     pub fn request(self, group: Vec<u8>, number: i32) -> GroupRequest {
         match self {
             GroupCall::Join => GroupRequest::Join { group },
@@ -195,9 +181,11 @@ impl TryFrom<i32> for GroupCall {
     }
 }
 
-/// All groups as words for a C caller, in the order of PVM's own list of groups. Per group: length of the name, its bytes
-/// one by one, number of members, length of the member list, how many the barrier wants (−1 without one), how many wait;
-/// then the member list (−1 where a number is free) and who waits.
+/// Encodes all groups as integers for a C caller, in the order of PVM's own list of groups.
+///
+/// Per group: length of the name, its bytes as one integer each, number of members, length of the
+/// member list, barrier count (−1 without a barrier), number of waiting members; then the member
+/// list (−1 for a free instance) and the waiting members.
 pub fn list_words(groups: &[GroupInfo]) -> Vec<i32> {
     let mut words = vec![groups.len() as i32];
     for group in groups {
@@ -222,13 +210,11 @@ pub fn list_words(groups: &[GroupInfo]) -> Vec<i32> {
     words
 }
 
-/// Calls of the group library that a tracer can be told of, with what PVM records of them.
+/// Calls of the group library that can be traced, with the items that PVM records for them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum GroupEvent {
-    /// `pvm_joingroup`.
     Join,
-    /// `pvm_lvgroup`.
     Leave,
     /// `pvm_barrier`; the argument is the count.
     Barrier,
@@ -238,7 +224,6 @@ pub enum GroupEvent {
     Instance,
     /// `pvm_gettid`; the argument is the instance.
     Member,
-    /// `pvm_gsize`.
     Size,
     /// `pvm_gather`; the argument is the tag.
     Gather,
@@ -249,7 +234,6 @@ pub enum GroupEvent {
 }
 
 impl GroupEvent {
-    /// All events in their order.
     pub const ALL: [GroupEvent; 10] = [
         GroupEvent::Join,
         GroupEvent::Leave,
@@ -263,7 +247,7 @@ impl GroupEvent {
         GroupEvent::Reduce,
     ];
 
-    /// Name of the event, name of the item for the argument, name of the item for the answer.
+    /// Returns the event name, the item name of the argument and the item name of the result.
     pub fn names(self) -> (&'static str, Option<&'static str>, &'static str) {
         match self {
             GroupEvent::Join => ("joingroup", None, "CC"),

@@ -1,7 +1,9 @@
-//! Messages between daemons, over QUIC: control messages, and what is carried for tasks on the data channel.
+//! Messages between daemons, over QUIC: control messages, and messages for tasks on the data
+//! channel.
 //!
-//! Each channel keeps its order, but for link frames of different pairs of tasks; between the two nothing is promised. What
-//! must not overtake a task's own messages (its end, replies, notifications) therefore travels as [`Carried`].
+//! Each channel keeps its order, except link frames of different pairs of tasks; there is no order
+//! between the two channels. Items that must not overtake a task's own messages (its exit, replies,
+//! notifications) therefore travel as [`Carried`].
 
 use crate::engine::{Begin, Engine};
 use crate::event::EventKind;
@@ -17,301 +19,275 @@ use crate::task::{
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-/// Where a task runs that has left its birth host.
+/// Location of a task that has left its birth host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Location {
-    /// The task.
     pub tid: Tid,
-    /// Where it runs.
     pub host: HostId,
-    /// Where it ran before.
+    /// The host on which it ran before.
     pub from: HostId,
-    /// When it was decided; an older one never replaces a newer one.
+    /// Epoch of the decision; an older location never replaces a newer one.
     pub epoch: Epoch,
 }
 
-/// What one daemon asks another one. Questions that only the master can answer travel as [`HostMsg::Request`].
+/// A request from one daemon to another. Requests that only the master can serve travel as
+/// [`HostMsg::Request`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Question {
-    /// The tasks of the host, or only this one. → [`Reply::Tasks`]
+    /// Lists the tasks of the host. → [`Reply::Tasks`]
     Tasks {
-        /// Only this one.
+        /// Restricts the list to this task.
         only: Option<Tid>,
     },
-    /// Start tasks here. → [`Reply::Spawned`]
+    /// Starts tasks on the receiving host. → [`Reply::Spawned`]
     Exec {
-        /// Their parent.
         parent: Tid,
-        /// What; the host part of `place` has been dealt with.
+        /// The request; the host part of `place` is already resolved.
         request: SpawnRequest,
     },
-    /// Is this host alive? → [`Reply::Done`]
+    /// Checks whether the host is alive. → [`Reply::Done`]
     Ping,
-    /// Is this task alive? → [`Reply::Done`] or [`Reply::Failed`]
+    /// Checks whether a task is alive. → [`Reply::Done`] or [`Reply::Failed`]
     TaskStatus {
-        /// The task.
         tid: Tid,
     },
-    /// Send a signal. → [`Reply::Done`]
+    /// Sends a signal to a task. → [`Reply::Done`]
     Signal {
-        /// The task.
         tid: Tid,
-        /// Signal number.
         signal: i32,
     },
-    /// Suspend a task, or let it go on. → [`Reply::Done`] or [`Reply::Failed`]
+    /// Suspends or resumes a task. → [`Reply::Done`] or [`Reply::Failed`]
     Suspend(suspend::Order),
-    /// Is this task alive, and if not, how far had it sent? → [`Answer::Watched`]
+    /// Asks whether a task is alive and, if not, how far it had sent. → [`Answer::Watched`]
     Watch {
-        /// The task.
         tid: Tid,
-        /// Who wants to know.
+        /// The task that requested the notification.
         watcher: Tid,
     },
-    /// What is this task, and could it move at all? → [`Answer::Facts`]
+    /// Inspects a task and checks whether it can migrate at all. → [`Answer::Facts`]
     Facts {
-        /// The task.
         tid: Tid,
     },
-    /// Would this host take such a task? Nothing is made ready. → [`Answer::Verdict`]
+    /// Asks whether the host would accept such a task; nothing is prepared. → [`Answer::Verdict`]
     Verdict {
-        /// What it is.
         facts: TaskFacts,
     },
-    /// What tasks are there, and what belongs to them? For a checkpoint or a restart. → [`Answer::Count`]
+    /// Lists the host's tasks and contexts, for a checkpoint or a restart. → [`Answer::Count`]
     Count,
-    /// Master: would this host keep a copy of a set in its store? It comes as images do, under this number. → [`Reply::Done`] or
-    /// [`Reply::Failed`], then [`HostMsg::CopyKept`]
+    /// From the master: asks the host to store a copy of a checkpoint. The copy is transferred like
+    /// images, under this migration id. → [`Reply::Done`] or [`Reply::Failed`], then
+    /// [`HostMsg::CopyKept`]
     KeepCopy {
-        /// The transfer.
+        /// Id of the transfer.
         migration: MigrationId,
-        /// Name of the set.
+        /// Name of the checkpoint.
         set: String,
     },
-    /// These contexts belong to tasks again that are started from a checkpoint.
-    /// → [`Reply::Done`]
+    /// Assigns contexts again to tasks that are restarted from a checkpoint. → [`Reply::Done`]
     HoldContexts(Vec<(i32, Tid)>),
-    /// Time of day. → [`Reply::Clock`]
+    /// Reads the time of day. → [`Reply::Clock`]
     Clock,
-    /// → [`Reply::Done`] or [`Reply::Failed`]
+    /// Releases a context. → [`Reply::Done`] or [`Reply::Failed`]
     FreeContext {
-        /// Its owner, as far as the asker knows.
+        /// Its owner, as far as the sender knows.
         owner: Tid,
-        /// The context.
         ctx: i32,
     },
 }
 
-/// What is answered.
+/// A reply to a [`Question`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Answer {
-    /// As to a task.
+    /// The same reply as to a task.
     Reply(Reply),
-    /// The task in question has moved on; ask there.
+    /// The task has migrated; ask this host.
     Elsewhere(HostId),
-    /// To [`Question::Watch`].
+    /// Reply to [`Question::Watch`].
     Watched {
-        /// True when the task has ended, or never was.
+        /// True if the task has ended or never existed.
         gone: bool,
-        /// How far it had sent to the watcher, if anything.
+        /// Position up to which it had sent to the watcher, if it sent anything.
         after: Option<LinkMark>,
     },
-    /// To [`Question::Facts`]: what it is, or why it cannot move at all.
+    /// Reply to [`Question::Facts`]: the task's properties, or why it cannot migrate at all.
     Facts(Result<TaskFacts, Refusal>),
-    /// To [`Question::Verdict`], and by which way the task would come.
+    /// Reply to [`Question::Verdict`], and the engine that would be used.
     Verdict(Verdict, Engine),
-    /// To [`Question::Count`].
+    /// Reply to [`Question::Count`].
     Count {
         /// The tasks of the host.
         tasks: Vec<TaskInfo>,
-        /// Contexts that it has given out, with their owners, wherever these are.
+        /// Contexts that the host has allocated, with their owners on any host.
         contexts: Vec<(i32, Tid)>,
     },
 }
 
-/// On the control channel.
+/// A message on the control channel.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum HostMsg {
-    /// Master: this is the next host table. → [`HostMsg::Prepared`]
+    /// From the master: prepares the next host table. → [`HostMsg::Prepared`]
     Prepare {
-        /// The table, with its epoch.
+        /// The table with its epoch.
         table: HostTable,
         /// Tasks that do not run on their birth host; only for hosts that are new in this table.
         locations: Vec<Location>,
-        /// The resource manager of the virtual machine.
         rm: Option<RmInfo>,
-        /// Tasks in checkpoints have numbers up to this on the receiving host; it gives out higher ones.
+        /// Highest task number of the receiving host that occurs in a checkpoint; the host
+        /// allocates only higher ones.
         spared: u32,
     },
-    /// The table of this epoch has been understood.
+    /// The table of this epoch is prepared.
     Prepared {
-        /// Its epoch.
         epoch: Epoch,
     },
-    /// Master: the table that was prepared under this epoch is in force. → [`HostMsg::Committed`]
+    /// From the master: puts the prepared table of this epoch into force. → [`HostMsg::Committed`]
     Commit {
-        /// Its epoch.
         epoch: Epoch,
     },
-    /// The table of this epoch is in force here.
+    /// The table of this epoch is in force on the sender.
     Committed {
-        /// Its epoch.
         epoch: Epoch,
     },
-    /// Master: a task runs elsewhere now. → [`HostMsg::LocatedAck`]
+    /// From the master: a task has a new location. → [`HostMsg::LocatedAck`]
     Located(Location),
-    /// The new place of a task is known here.
+    /// The sender knows the new location of a task.
     LocatedAck {
-        /// The task.
         tid: Tid,
-        /// The epoch of the order.
+        /// Epoch of the new location.
         epoch: Epoch,
     },
-    /// Master: end all tasks here, then answer [`HostMsg::Leaving`] and wait for [`HostMsg::Shutdown`].
+    /// From the master: end all tasks, then answer [`HostMsg::Leaving`] and wait for
+    /// [`HostMsg::Shutdown`].
     Halt {
-        /// Why.
         why: String,
     },
-    /// The sender has no task left and leaves the virtual machine in good order.
+    /// The sender has no task left and leaves the virtual machine in an orderly way.
     Leaving {
-        /// Why.
         why: String,
     },
-    /// Master: end now.
+    /// From the master: exit immediately.
     Shutdown,
-    /// To the master: a task's request that only the master can serve. The reply goes to the task, wherever it is.
+    /// To the master: a task's request that only the master can serve. The reply goes to the task,
+    /// wherever it runs.
     Request {
-        /// The task.
         tid: Tid,
-        /// Its request.
+        /// Id that the task chose.
         id: RequestId,
-        /// What.
         what: Request,
     },
-    /// A question. → [`HostMsg::Answer`]
+    /// A request to another daemon. → [`HostMsg::Answer`]
     Ask {
-        /// Chosen by the asker.
+        /// Chosen by the sender.
         id: RequestId,
-        /// What.
         question: Question,
     },
-    /// The answer to [`HostMsg::Ask`].
+    /// The reply to [`HostMsg::Ask`].
     Answer {
-        /// The question.
+        /// Id of the request.
         id: RequestId,
-        /// The answer.
         answer: Answer,
     },
     /// A task's message to the receiving daemon.
     Message(Message),
-    /// To the master: for the event log.
+    /// To the master: an entry for the event log.
     Event {
-        /// When it happened, by the sender's clock.
+        /// Time of the event by the sender's clock.
         at: Micros,
-        /// What.
         kind: EventKind,
     },
-    /// To the master: output that nobody collects.
+    /// To the master: output without a collector.
     TaskOutput {
-        /// The task.
         tid: Tid,
-        /// The bytes.
         bytes: Bytes,
     },
-    /// Master: the resource manager of the virtual machine changed.
+    /// From the master: the resource manager of the virtual machine changed.
     Rm {
-        /// The new one.
+        /// The new one; `None`: there is none.
         rm: Option<RmInfo>,
     },
-    /// Master: the tracer of the virtual machine changed.
+    /// From the master: the tracer of the virtual machine changed.
     Tracer {
-        /// The new one.
+        /// The new one; `None`: there is none.
         tracer: Option<TracerInfo>,
     },
-    /// A task has left the virtual machine; its process lives on.
+    /// A task has left the virtual machine; its process continues.
     Left {
-        /// The task.
         tid: Tid,
     },
-    /// Master: end the spawned tasks, but for these (`reset`).
+    /// From the master: end the spawned tasks (`reset`).
     EndTasks {
-        /// Tasks to spare.
+        /// Tasks that must not be ended.
         spare: Vec<Tid>,
     },
-    /// Master, as coordinator of moves: an order to one end.
+    /// From the master as migration coordinator: an order to the source or the target.
     Order {
-        /// The move.
         of: Move,
-        /// The order.
         order: Order,
     },
-    /// To the master: a report of one end.
+    /// To the master: a report of the source or the target.
     Report {
-        /// The move.
         migration: MigrationId,
-        /// The report.
         report: Report,
     },
-    /// To the master: somebody wants a task suspended, or to go on, that is changing hosts. → [`HostMsg::SuspendDecided`]
+    /// To the master: a request to suspend or resume a task that is migrating. →
+    /// [`HostMsg::SuspendDecided`]
     SuspendMoving {
-        /// The move.
         migration: MigrationId,
         /// Chosen by the sender.
         id: RequestId,
-        /// What is wanted.
         order: suspend::Order,
     },
-    /// Master, as coordinator of moves: what holds by now, whatever becomes of the move.
+    /// From the master as migration coordinator: the suspension state that is now in force,
+    /// whatever the outcome of the migration.
     SuspendDecided {
-        /// The move.
         migration: MigrationId,
-        /// To what.
+        /// Id of [`HostMsg::SuspendMoving`].
         id: RequestId,
-        /// `None`: the task's daemon decides again, because the move is over, or its place is another one by now.
+        /// `None`: the task's daemon must decide again, because the migration is over or the task
+        /// is at another location.
         suspended: Option<Holds>,
     },
-    /// To the master: what has become of [`Question::KeepCopy`].
+    /// To the master: the outcome of [`Question::KeepCopy`].
     CopyKept {
-        /// The transfer.
+        /// Id of the transfer.
         migration: MigrationId,
-        /// Name of the set.
+        /// Name of the checkpoint.
         set: String,
-        /// Whether it is in the store, or why not.
+        /// Ok if the copy is in the store.
         result: Result<(), String>,
     },
-    /// Master: the copies of these sets are not needed any more.
+    /// From the master: copies of these checkpoints are not needed any more.
     DropCopies {
-        /// Their names.
+        /// Names of the checkpoints.
         sets: Vec<String>,
     },
-    /// To the master: somebody sends this task, which is here, a signal of which tasks end. Comes before the end.
+    /// To the master: a signal that usually ends a task is being sent to this task on the sender's
+    /// host. Precedes the task's exit.
     ToldToEnd {
-        /// The task.
         tid: Tid,
-        /// The signal.
         signal: i32,
     },
 }
 
-/// Something that waited for a task.
+/// An item that is waiting for a task.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Held {
     /// A link frame's body.
     Link(Bytes),
-    /// What a daemon has for the task.
+    /// A control message of a daemon for the task.
     Item(ToTask),
 }
 
-/// What a notification request waits for, one entry each.
+/// The subject of one pending notification.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WatchKind {
-    /// The end of this task.
+    /// The exit of this task.
     TaskExit(Tid),
-    /// The loss of this host, as given by the caller.
+    /// The loss of this host; host tid as the caller passed it.
     HostDelete(Tid),
-    /// Hosts that join; so many messages, negative without end.
+    /// Hosts that join.
     HostAdd {
-        /// Messages left.
+        /// Messages left; negative: unlimited.
         count: i32,
     },
 }
@@ -319,106 +295,92 @@ pub enum WatchKind {
 /// One pending notification of a task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Watch {
-    /// For what.
     pub kind: WatchKind,
-    /// Context of the message.
     pub ctx: i32,
-    /// Tag of the message.
     pub tag: i32,
 }
 
-/// All that a daemon knows about a task; goes with it when it moves.
+/// Everything that a daemon knows about a task. Transferred when the task migrates.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TaskRecord {
-    /// The task.
     pub tid: Tid,
-    /// Its parent, or raw −35.
+    /// A task, or raw −35 if the parent requested not to be known.
     pub parent: Tid,
-    /// Name as given to spawn.
+    /// Name given to spawn.
     pub name: String,
     /// `TASK_*` bits.
     pub flags: i32,
-    /// The number by which it claimed its tid.
+    /// Number by which the task claimed its tid.
     pub epid: Option<i32>,
-    /// Where its output goes.
     pub output: Sink,
-    /// Where its trace records go.
     pub trace: Sink,
-    /// The resource manager that is told of its end.
+    /// The resource manager to notify of its exit.
     pub rm: Option<Tid>,
-    /// How far each of its links has sent, as its daemons saw it.
+    /// Send position of each link, as the task's daemons saw it.
     pub marks: Vec<LinkMark>,
-    /// Requests without a reply so far.
+    /// Requests without a reply.
     pub requests: Vec<RequestId>,
-    /// Those of them by which it waits for others, for as long as that takes.
+    /// Those of `requests` that wait for other tasks without a time limit.
     pub meetings: Vec<RequestId>,
-    /// What its library does not know yet, if it was started again from a checkpoint.
+    /// Information that its library still needs, if it was restored from a checkpoint.
     pub restart: Option<Restart>,
-    /// How it was started, if it wants to be taken elsewhere by other ways than CRIU.
+    /// How it was started, if it permits engines other than CRIU.
     pub begin: Option<Box<Begin>>,
-    /// What its next process has to know of the one before.
+    /// Information that its next process needs about the previous one.
     pub successor: Option<Box<Successor>>,
-    /// Its notifications.
+    /// Pending notifications that the task requested.
     pub watches: Vec<Watch>,
-    /// Where its library looks for news while it has let go.
+    /// Address at which its quiesced library looks for a redirect.
     pub redirect_at: RedirectAt,
-    /// Hosts that its host knew, so that those which joined meanwhile are told.
+    /// Hosts known at its previous location; the task is notified of hosts that joined since.
     pub hosts: Vec<HostId>,
-    /// Epoch of the host table they are from.
+    /// Epoch of the host table from which `hosts` is.
     pub epoch: Epoch,
 }
 
-/// On the data channel: for a task on the receiving host, or about one.
+/// A message on the data channel: for a task on the receiving host, or about one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Carried {
-    /// A link frame's body as it came from the sending task.
+    /// A link frame's body as the sending task wrote it.
     Link(Bytes),
-    /// What a daemon has for a task.
+    /// A control message of a daemon for a task.
     Item {
-        /// The task.
         dst: Tid,
-        /// What.
         item: ToTask,
     },
-    /// A task has ended. Sent by its host to all hosts, behind everything that the task sent.
+    /// A task has ended. Its host sends this to all hosts, after everything that the task sent.
     Ended {
         /// The task that ended.
         dst: Tid,
-        /// How far each of its links had sent.
+        /// Send position of each link.
         marks: Vec<LinkMark>,
     },
-    /// To the source of a move: what the sender had for the task under its old place is on its way in front of this.
+    /// To the source of a migration: everything that the sender has routed to the task's old
+    /// location precedes this.
     Passed {
-        /// The task.
         dst: Tid,
-        /// Epoch of the new place.
+        /// Epoch of the new location.
         epoch: Epoch,
     },
-    /// To the target of a move: what the task is. It comes twice; the one that counts is complete.
+    /// To the target of a migration: the task's record. It is sent twice; the complete one replaces
+    /// the first.
     Record {
-        /// The task.
         dst: Tid,
-        /// The move.
         migration: MigrationId,
-        /// The record.
         record: Box<TaskRecord>,
         /// False while the task is still at the source.
         complete: bool,
     },
-    /// To the target of a move: something that waited at the source, in order.
+    /// To the target of a migration: an item that was waiting at the source. Items keep their
+    /// order.
     Handed {
-        /// The task.
         dst: Tid,
-        /// The move.
         migration: MigrationId,
-        /// What waited.
         held: Held,
     },
-    /// To the target of a move: nothing more waits at the source.
+    /// To the target of a migration: no more items wait at the source.
     HandedAll {
-        /// The task.
         dst: Tid,
-        /// The move.
         migration: MigrationId,
     },
 }

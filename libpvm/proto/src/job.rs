@@ -1,4 +1,4 @@
-//! A job file: what is to be started, how many times, and what it requires, in TOML.
+//! Job files in TOML: a program to start, the number of its tasks and their constraints.
 //!
 //! ```toml
 //! program = "worker"
@@ -14,8 +14,9 @@
 //! COLOUR = "blue"
 //! ```
 //!
-//! It says only what nobody else has said: what a call or a command line names goes before it, and so do exported variables.
-//! `pvm spawn --job FILE` starts it; a program with [`JOB_ENV`] in its environment has it filled in where it spawns.
+//! A job file supplies defaults only: arguments of a call or a command line and exported variables
+//! take precedence. `pvm spawn --job FILE` starts its tasks; the spawns of a program with
+//! [`JOB_ENV`] in its environment get its defaults.
 
 use crate::engine::{ENGINE_ENV, Engine, STATE_ENV, state_files};
 use crate::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
@@ -26,45 +27,44 @@ use std::ops::Range;
 use thiserror::Error;
 use toml::Spanned;
 
-/// The environment variable that names a job file for the spawns of a program.
+/// Environment variable that names a job file for the spawns of a program.
 pub const JOB_ENV: &str = "SEMPA_JOB";
-/// The environment variable that carries requirements with a spawn.
+/// Environment variable of a spawn that contains its constraints.
 pub const WANTS_ENV: &str = "SEMPA_WANTS";
-/// What becomes of open files when a task moves.
+/// Environment variable of a spawn that selects how open files are handled when a task migrates.
 pub const FILES_ENV: &str = "SEMPA_FILES";
-/// What [`FILES_ENV`] can be.
+/// Valid values of [`FILES_ENV`].
 const FILES: [&str; 3] = ["shared", "copy", "refuse"];
-/// Bytes of a job file at most.
+/// Largest size of a job file.
 pub const JOB_BYTES_MAX: usize = 64 << 10;
-/// Tasks that a job file may ask for.
+/// Largest number of tasks in a job file.
 pub const JOB_COUNT_MAX: u32 = 65_536;
 
-/// What is wrong with a job file.
+/// An error in a job file.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{file}, line {line}: {why}; nothing is started")]
 pub struct JobError {
-    /// The file, as it was named.
+    /// Name of the file as the user gave it.
     pub file: String,
-    /// The line, from 1.
+    /// Line number, from 1.
     pub line: usize,
-    /// What is wrong there.
+    /// Description of the error.
     pub why: String,
 }
 
-/// What a job file says.
+/// Content of a job file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct JobFile {
-    /// The program; where there is none, the file holds for every program that is spawned.
+    /// Program to which the file applies; `None`: every program that is spawned.
     pub program: Option<String>,
-    /// Its arguments.
     pub arguments: Vec<String>,
     /// Number of tasks.
     pub count: Option<u32>,
-    /// Flags and place: a host, an architecture, or neither.
+    /// `SPAWN_*` flag and name of a host or an architecture.
     pub place: Option<(i32, String)>,
     /// Working directory.
     pub directory: Option<String>,
-    /// Variables, requirements and ways to move among them.
+    /// Variables, including those that carry constraints and engines.
     pub environment: BTreeMap<String, String>,
 }
 
@@ -108,14 +108,14 @@ struct File {
     environment: BTreeMap<Spanned<String>, Spanned<String>>,
 }
 
-/// Where in the file, and why.
+/// Position in the file and description of an error.
 type Wrong = (Range<usize>, String);
 
 impl JobFile {
-    /// Reads a file's content; `file` is its name for errors.
+    /// Parses a job file; `file` is its name for errors.
     ///
     /// # Errors
-    /// The first thing that is wrong, with its line.
+    /// The first error with its line.
     pub fn parse(file: &str, text: &str) -> Result<JobFile, JobError> {
         let wrong = |at: usize, why: String| JobError {
             file: file.to_string(),
@@ -140,12 +140,12 @@ impl JobFile {
         read.job().map_err(|(span, why)| wrong(span.start, why))
     }
 
-    /// True when it is about this program.
+    /// True if the file applies to this program.
     pub fn is_about(&self, program: &str) -> bool {
         self.program.as_ref().is_none_or(|own| own == program)
     }
 
-    /// Fills in what a request does not say itself.
+    /// Adds defaults for everything that a request leaves open.
     pub fn fill(&self, request: &mut SpawnRequest) {
         if request.args.is_empty() {
             request.args = self
@@ -182,7 +182,7 @@ impl JobFile {
     }
 }
 
-/// A text that goes into one line of requirements.
+/// Checks a text that becomes a part of the constraints.
 fn part(text: &Spanned<String>, what: &str) -> Result<String, Wrong> {
     let bad = |c: char| c == ':' || c.is_control();
     let inner = text.get_ref().trim();
@@ -195,7 +195,7 @@ fn part(text: &Spanned<String>, what: &str) -> Result<String, Wrong> {
     Ok(inner.to_string())
 }
 
-/// A text that names something and so is not empty.
+/// Checks a name, which must not be empty.
 fn named(text: Spanned<String>, what: &str) -> Result<String, Wrong> {
     match text.get_ref().trim().is_empty() || text.get_ref().contains('\0') {
         true => Err((text.span(), format!("{what} is empty"))),
@@ -282,7 +282,7 @@ impl File {
         })
     }
 
-    /// The requirements in one line, in the words of `where`.
+    /// Encodes the constraints in one line, in the syntax of [`WANTS_ENV`].
     fn wants(&self) -> Result<String, Wrong> {
         let mut parts = Vec::new();
         if let Some(wants) = &self.wants {
@@ -361,8 +361,9 @@ COLOUR = "blue"
             .collect()
     }
 
+    /// A job file fills in only what the spawn request leaves open.
     #[test]
-    fn a_file_says_what_a_spawn_does_not_say_itself() {
+    fn job_file_supplies_defaults_only() {
         let job = JobFile::parse("job.toml", ALL).expect("nothing is wrong with it");
         assert_eq!(
             (job.program.as_deref(), job.count),
@@ -410,7 +411,7 @@ COLOUR = "blue"
     }
 
     #[test]
-    fn a_file_may_name_a_host_or_an_architecture_which_a_spawn_may_not_have_named() {
+    fn host_or_arch_applies_if_spawn_names_none() {
         for (text, flag, name) in [
             ("host = 'h2'", SPAWN_HOST, "h2"),
             ("arch = 'LINUX64'", SPAWN_ARCH, "LINUX64"),
@@ -435,7 +436,7 @@ COLOUR = "blue"
     }
 
     #[test]
-    fn what_is_wrong_is_told_with_file_line_and_reason() {
+    fn errors_contain_file_line_and_reason() {
         for (text, said) in [
             (
                 "program = 'x'\n\ncolour = 1\n",

@@ -1,16 +1,17 @@
-//! The link: the conversation of one task with one other, exactly once and in order, over routes that may break.
+//! The link: exactly-once, in-order messages between two tasks over routes that may break.
 //!
-//! A message is cut into fragments with rising sequence numbers. The sender keeps every message until the receiver's
-//! library has it; the receiver takes only the fragment it expects and drops the rest. When a route is replaced, or
-//! nothing is heard for a while, the sender asks with a small [`LinkKind::Probe`] what the receiver expects, and goes on
-//! from there. No route has to be reliable for this; reliable ones just make re-sending rare.
+//! - A message is split into fragments with ascending sequence numbers. The sender retains every
+//!   message until the receiver's library has it. The receiver accepts only the fragment it expects
+//!   and drops all others.
+//! - When a route is replaced, or the peer is silent for a while, the sender asks with a small
+//!   [`LinkKind::Probe`] which fragment the receiver expects, and continues from there. Routes need
+//!   not be reliable; reliable routes make retransmissions rare.
+//! - A task that was restarted from a checkpoint has a new *incarnation*: everything that it and
+//!   its peers sent after the checkpoint is void. Frames carry the incarnation's number, so a frame
+//!   of an earlier incarnation is recognized however late it arrives.
 //!
-//! A task that was started again from a checkpoint lives on a new *timeline*: what it and its peers said after the
-//! checkpoint was made did not happen. Frames carry the number of their timeline, so that none of the old one is taken for
-//! one of the new one, however long it was on its way.
-//!
-//! The shell calls [`Link::send`] and [`Link::handle`], then [`Link::poll`] until it is empty, then sleeps no longer than
-//! [`Link::next_wakeup`].
+//! The owner of a link calls [`Link::send`] and [`Link::handle`], then [`Link::poll`] until it
+//! returns `None`, and then sleeps at most until [`Link::next_wakeup`].
 
 mod frame;
 mod talk;
@@ -27,69 +28,70 @@ use bytes::Bytes;
 use std::collections::VecDeque;
 use thiserror::Error;
 
-/// Bytes of a fragment's payload at most.
+/// Largest payload of a fragment.
 pub const FRAGMENT_BYTES_MAX: usize = 64 << 10;
-/// Bytes on their way and not yet acknowledged, per direction of a link. Bounds what daemons hold for it.
+/// Unacknowledged bytes in flight per direction of a link. Bounds the memory that daemons need for
+/// it.
 pub const WINDOW_BYTES_MAX: usize = 4 << 20;
-/// Fragments on their way and not yet acknowledged, per direction of a link.
+/// Unacknowledged fragments in flight per direction of a link.
 pub const WINDOW_FRAGMENTS_MAX: u64 = 4096;
-/// Bytes a sender may keep for one receiver; beyond it [`Link::send`] refuses.
+/// Bytes that a sender may retain for one receiver; above this limit [`Link::send`] fails.
 pub const RETAINED_BYTES_MAX: usize = 1 << 36;
-/// Received bytes after which an acknowledgement is sent at once.
+/// Received bytes after which an acknowledgement is sent immediately.
 pub const ACK_BYTES: usize = WINDOW_BYTES_MAX / 8;
-/// Received fragments after which an acknowledgement is sent at once.
+/// Received fragments after which an acknowledgement is sent immediately.
 pub const ACK_FRAGMENTS: u64 = WINDOW_FRAGMENTS_MAX / 8;
-/// How long an acknowledgement may wait for data to travel with.
+/// Longest time that an acknowledgement waits for data to travel with.
 pub const ACK_DELAY: Micros = Micros::from_millis(20);
-/// Silence after which the sender asks what has arrived.
+/// Silence after which the sender probes the receiver.
 pub const PROBE_DELAY: Micros = Micros::from_millis(300);
-/// The longest pause between two probes; it doubles up to here.
+/// Longest interval between two probes; the interval doubles up to this limit.
 pub const PROBE_DELAY_MAX: Micros = Micros::from_secs(5);
-/// A second request to re-send from the same place within this time is taken for an echo.
+/// A second resync request for the same fragment within this time counts as a duplicate.
 pub const RESYNC_ECHO: Micros = Micros::from_millis(50);
 
-/// Bytes of a message's header at most.
+/// Largest header of a message.
 pub const HEAD_BYTES_MAX: usize = 24;
-/// Bodies up to this size are kept in the link's own list: for them memory of their own costs more than the copy.
+/// Bodies up to this size are stored inside the link's queue: a separate allocation costs more than
+/// the copy.
 pub const SMALL_BYTES_MAX: usize = 128;
-/// Messages of which a link keeps the list's memory when none waits any more.
+/// Queue capacity, in messages, that an idle link keeps allocated.
 const KEPT_MESSAGES: usize = 64;
 
-/// What happens to a link from outside.
+/// An external event for a link.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkEvent {
     /// A frame from the peer arrived.
     Frame(LinkFrame),
-    /// From now on this route may carry frames; what the former one carried may be lost.
+    /// From now on this route may carry frames; frames on the previous route may be lost.
     RouteUp(RouteId),
     /// There is no route; nothing is transmitted until the next [`LinkEvent::RouteUp`].
     RouteDown,
-    /// The peer runs elsewhere now; frames on their way may be lost.
+    /// The peer has migrated; frames in flight may be lost.
     PeerMoved,
-    /// The peer has ended for good.
+    /// The peer has ended permanently.
     PeerGone,
     /// The time of [`Link::next_wakeup`] has come.
     Wake,
 }
 
-/// What a link asks its shell to do.
+/// An action that a link requests from its owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkOutput {
-    /// Hand this message to the application. Messages come in the order sent.
+    /// Deliver this message to the application. Messages come in the order in which they were sent.
     Deliver(Bytes),
-    /// Put this frame on the current route.
+    /// Transmit this frame on the current route.
     Transmit(LinkFrame),
 }
 
-/// Why a message was not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum LinkError {
-    /// The receiver has not taken what was sent before; the message was not queued.
+    /// The receiver has not acknowledged enough earlier messages; the message was not queued.
     #[error("{RETAINED_BYTES_MAX} bytes wait for this receiver already; the message was not sent")]
     Full,
 }
 
-/// The body of a message that is kept.
+/// The body of a retained message.
 #[derive(Clone, Debug)]
 enum Body {
     Small {
@@ -100,7 +102,7 @@ enum Body {
 }
 
 impl Body {
-    /// A copy of a body that is small enough.
+    /// Copies a body of at most [`SMALL_BYTES_MAX`] bytes.
     #[inline]
     fn copy(body: &[u8]) -> Body {
         let mut bytes = [0; SMALL_BYTES_MAX];
@@ -127,12 +129,12 @@ impl Body {
     }
 }
 
-/// Fragments of a message of so many bytes, header included.
+/// Returns the number of fragments of a message with this length, header included.
 fn fragments_of(bytes: usize) -> u64 {
     (bytes.div_ceil(FRAGMENT_BYTES_MAX) as u64).max(1)
 }
 
-/// A message kept until it is acknowledged.
+/// A message that is retained until it is acknowledged.
 #[derive(Clone, Debug)]
 struct Retained {
     first_seq: u64,
@@ -174,7 +176,8 @@ impl Retained {
         self.first_seq + self.fragments
     }
 
-    /// Payload of the fragment `seq` of this message: the header in the first one, and a part of the body.
+    /// Returns the payload of fragment `seq`: the message header if it is the first fragment, and a
+    /// part of the body.
     fn fragment(&self, seq: u64) -> (&[u8], &[u8]) {
         let index = usize::try_from(seq - self.first_seq).expect("fragments fit the address space");
         let head = usize::from(self.head_len);
@@ -191,19 +194,19 @@ impl Retained {
     }
 }
 
-/// Sending half.
+/// Sending half of a link.
 #[derive(Clone, Debug)]
 struct Sender {
-    /// Not fully acknowledged messages, oldest first.
+    /// Messages that are not fully acknowledged, oldest first.
     retained: VecDeque<Retained>,
     retained_bytes: usize,
-    /// All below has been acknowledged.
+    /// All fragments below are acknowledged.
     acked: u64,
-    /// Next fragment to transmit; falls back to `acked` at most.
+    /// Next fragment to transmit; a resync sets it back, at most to `acked`.
     next: u64,
-    /// Next fragment never transmitted so far.
+    /// Lowest fragment that was never transmitted.
     fresh: u64,
-    /// Number of the fragment after the last queued one.
+    /// Number after the last queued fragment.
     end: u64,
     /// Sizes of the fragments `acked..next`.
     flight: VecDeque<usize>,
@@ -213,13 +216,14 @@ struct Sender {
     probe_wanted: bool,
     last_resync: Option<(u64, Micros)>,
     unlimited: bool,
-    /// What was transmitted below this went by ways that may have lost it, unless it is acknowledged.
+    /// Unacknowledged fragments below this number were transmitted on routes that may have lost
+    /// them.
     doubted: u64,
-    /// What the process before this one had sent has yet to come back.
+    /// Messages sent by the previous process of this task that its daemon has yet to return.
     back: Option<Box<talk::Back>>,
 }
 
-/// Receiving half.
+/// Receiving half of a link.
 #[derive(Clone, Debug)]
 struct Receiver {
     expected: u64,
@@ -228,13 +232,13 @@ struct Receiver {
     unacked_bytes: usize,
     unacked_fragments: u64,
     ack_due: Option<Micros>,
-    /// An acknowledgement to send at once; `true` asks to re-send.
+    /// An acknowledgement to send immediately; `true` requests a resync.
     answer: Option<bool>,
-    /// The gap at this number has been reported.
+    /// A resync was requested for the gap at this number.
     reported_gap: Option<u64>,
 }
 
-/// One end of the conversation of two tasks. A copy is what a checkpoint keeps of it.
+/// One end of a link between two tasks. A checkpoint stores a copy of it.
 #[derive(Clone, Debug)]
 pub struct Link {
     local: Tid,
@@ -246,17 +250,19 @@ pub struct Link {
     rx: Receiver,
 }
 
-/// True if the first of two timelines is the later one. They are few, so a difference of half of what there can be is none;
-/// but zero, that of whoever was never started again, is earlier than all others, however many they have been.
+/// True if `line` is a later incarnation than `than`.
+///
+/// Numbers wrap around: a number is later if it is less than half the number range ahead. Zero, the
+/// incarnation of a task that was never restarted, is earlier than all others.
 pub fn is_later(line: u16, than: u16) -> bool {
     line != than && line != 0 && (than == 0 || line.wrapping_sub(than) < 1 << 15)
 }
 
 impl Sender {
-    /// Which of the messages that are kept has this fragment.
+    /// Returns the index of the retained message that contains this fragment.
     #[inline]
     fn holder(&self, seq: u64) -> usize {
-        // Nearly always the newest.
+        // Nearly always the newest message.
         let newest = self
             .retained
             .back()
@@ -272,7 +278,7 @@ impl Sender {
         self.retained.push_back(message);
     }
 
-    /// Numbers what is kept from the beginning.
+    /// Renumbers the retained messages from 1.
     fn number_anew(&mut self) {
         self.end = 1;
         for message in &mut self.retained {
@@ -283,7 +289,7 @@ impl Sender {
 }
 
 impl Link {
-    /// A link at its beginning, without a route.
+    /// Creates a link without a route on which nothing has been sent.
     pub fn new(local: Tid, peer: Tid) -> Link {
         Link {
             local,
@@ -321,36 +327,35 @@ impl Link {
         }
     }
 
-    // ---- getters
 
-    /// The other end.
     pub fn peer(&self) -> Tid {
         self.peer
     }
 
-    /// Number after the last fragment that was queued. A notification about this end's death that carries it is handed
-    /// over only when the receiver has got that far.
+    /// Returns the number after the last queued fragment. A notification of this task's exit
+    /// carries it; the receiver delivers the notification only after all fragments below it.
     pub fn sent_end(&self) -> u64 {
         self.tx.end
     }
 
-    /// The number expected next from the peer.
+    /// Returns the number of the next fragment expected from the peer.
     pub fn expected(&self) -> u64 {
         self.rx.expected
     }
 
-    /// True when every message has been acknowledged.
+    /// True if every message has been acknowledged.
     pub fn is_flushed(&self) -> bool {
         self.tx.retained.is_empty()
     }
 
-    /// True when every fragment has been put on the current route at least once, and none has yet to come back.
+    /// True if every fragment was transmitted on the current route at least once and none has yet
+    /// to be returned by the daemon.
     #[inline]
     pub fn is_transmitted(&self) -> bool {
         self.tx.next >= self.tx.end && self.tx.back.is_none()
     }
 
-    /// Fragments that were transmitted and not acknowledged.
+    /// Returns the number of transmitted but unacknowledged fragments.
     #[inline]
     pub fn in_flight(&self) -> u64 {
         self.tx.next - self.tx.acked
@@ -362,12 +367,11 @@ impl Link {
         self.gone
     }
 
-    /// Bytes kept for the peer.
     pub fn retained_bytes(&self) -> usize {
         self.tx.retained_bytes
     }
 
-    /// When [`LinkEvent::Wake`] is wanted, if at all.
+    /// Returns when the link needs [`LinkEvent::Wake`], if at all.
     #[inline]
     pub fn next_wakeup(&self) -> Option<Micros> {
         self.route?;
@@ -380,10 +384,9 @@ impl Link {
         }
     }
 
-    // ---- mutators
 
-    /// Queues a message made of `head`, at most [`HEAD_BYTES_MAX`] bytes, and `body`, which is not copied. To a peer that has
-    /// ended it vanishes, as PVM wants.
+    /// Queues a message of `head`, at most [`HEAD_BYTES_MAX`] bytes, and `body`, which is not
+    /// copied. A message to a peer that has ended is dropped, as PVM requires.
     ///
     /// # Errors
     /// [`LinkError::Full`] when [`RETAINED_BYTES_MAX`] is reached; nothing was queued.
@@ -404,9 +407,11 @@ impl Link {
         Ok(())
     }
 
-    /// As [`Link::send`] with a body of [`SMALL_BYTES_MAX`] bytes at most, for a link that can transmit it at once and has
-    /// nothing else to transmit: the frame for the route, which counts as transmitted. `None`, and nothing was queued,
-    /// when something stands in the way.
+    /// Queues a message as [`Link::send`] does, with a body of at most [`SMALL_BYTES_MAX`] bytes,
+    /// and returns its frame for immediate transmission.
+    ///
+    /// Returns `None` and queues nothing unless the link has a route, an open window and nothing
+    /// else to transmit.
     #[inline]
     pub fn send_at_once(&mut self, now: Micros, head: &[u8], body: &[u8]) -> Option<FrameRef<'_>> {
         let idle =
@@ -424,16 +429,17 @@ impl Link {
         self.next_data(now)
     }
 
-    /// What the peer has not acknowledged is transmitted again, though nobody asked: what carried it may be lost, and there
-    /// is no time to find out.
+    /// Retransmits every unacknowledged fragment without a resync request. For a sender that has no
+    /// time to find out which ones were lost.
     pub fn transmit_again(&mut self) {
         self.tx.next = self.tx.acked;
         self.tx.flight.clear();
         self.tx.flight_bytes = 0;
     }
 
-    /// From now on transmits without regard to the window. For a task that ends: its daemon takes over what is left, and what
-    /// went by a route that was replaced since is transmitted again, because nobody will be there to hear what got through.
+    /// Transmits without regard to the window from now on. For a task that ends: its daemon takes
+    /// over the remaining frames. Fragments that used a replaced route are retransmitted, because
+    /// the task will not be there to learn which ones arrived.
     pub fn lift_window(&mut self) {
         self.tx.unlimited = true;
         if std::mem::replace(&mut self.tx.doubted, 1) > self.tx.acked {
@@ -441,10 +447,13 @@ impl Link {
         }
     }
 
-    /// This end was started again from a checkpoint, and everything of this timeline begins there. With `together` the peer
-    /// was, too, from the same one: what the two ends know of each other stays true, and only frames of the time before do
-    /// not count. Else the peer has gone on meanwhile: the conversation begins anew, with what was never on its way. The rest
-    /// the peer has most probably had in the time before, and it is not to have it twice.
+    /// Starts a new incarnation after this end was restored from a checkpoint.
+    ///
+    /// - `together`: the peer was restored from the same checkpoint. What the two ends know about
+    ///   each other is still true; only frames of earlier incarnations are void.
+    /// - Otherwise the peer continued to run. The link restarts with the messages that were never
+    ///   transmitted. The peer has most probably received all others and must not receive them
+    ///   twice.
     pub fn begin_timeline(&mut self, line: u16, together: bool) {
         if !together {
             let fresh = self.tx.fresh;
@@ -452,24 +461,26 @@ impl Link {
                 .retained
                 .retain(|message| message.first_seq >= fresh);
             self.tx.retained_bytes = self.tx.retained.iter().map(Retained::len).sum();
-            // What has yet to come back was on its way, too; unless that was before the conversation began anew already.
+            // Messages yet to be returned were transmitted, too, so they are dropped. Exception:
+            // the link was reset after they were sent, so the peer cannot have received them.
             self.tx.back.take_if(|back| !back.is_anew());
             self.restart(line);
         }
         self.line = line;
     }
 
-    /// True if this timeline is a later one: the peer was started again.
+    /// True if `line` is a later incarnation: the peer was restarted.
     pub fn is_before(&self, line: u16) -> bool {
         is_later(line, self.line)
     }
 
-    /// The timeline of this end.
+    /// Incarnation of this end.
     pub fn line(&self) -> u16 {
         self.line
     }
 
-    /// The conversation begins anew on this timeline: what is kept gets new numbers, and half a message from the peer is none.
+    /// Resets the link to this incarnation: retained messages get new numbers, and a partial
+    /// message from the peer is discarded.
     fn restart(&mut self, line: u16) {
         let tx = &mut self.tx;
         if let Some(back) = &mut tx.back {
@@ -491,10 +502,12 @@ impl Link {
         (self.line, self.gone) = (line, false);
     }
 
-    /// Looks at the timeline of a frame of the peer; true if the frame counts.
+    /// Checks the incarnation of a frame from the peer; true if the frame is valid.
     ///
-    /// A later one: the peer was started again, and this end follows it. An earlier one: the peer does not know yet, unless
-    /// the frame is an old one that was long on its way; either way an acknowledgement tells it.
+    /// - Later incarnation: the peer was restarted, and this end resets itself to the same
+    ///   incarnation.
+    /// - Earlier incarnation: the peer does not know of the restart yet, or the frame is old. In
+    ///   both cases an acknowledgement informs the peer.
     pub fn follow(&mut self, line: u16) -> bool {
         if line == self.line {
             return true;
@@ -507,7 +520,7 @@ impl Link {
         false
     }
 
-    /// Gives memory back that a busier time has left; for a link that is quiet.
+    /// Frees excess queue memory of a quiet link.
     pub fn trim(&mut self) {
         if self.tx.retained.is_empty() {
             self.tx.retained.shrink_to(KEPT_MESSAGES);
@@ -516,9 +529,8 @@ impl Link {
         }
     }
 
-    // ---- handle
 
-    /// Takes an event.
+    /// Processes an event.
     pub fn handle(&mut self, now: Micros, event: LinkEvent) {
         match event {
             LinkEvent::Frame(frame) => self.handle_frame(now, frame),
@@ -546,7 +558,8 @@ impl Link {
         }
     }
 
-    /// After a change of route: find out what got through, and make sure that the peer learns what got here.
+    /// Schedules a probe after a route change, to learn which fragments arrived, and an
+    /// acknowledgement of what arrived here.
     fn ask_again(&mut self) {
         self.tx.probe_delay = PROBE_DELAY;
         self.tx.probe_wanted = self.tx.fresh > self.tx.acked;
@@ -573,10 +586,12 @@ impl Link {
         }
     }
 
-    /// Takes a frame of the peer, as [`Link::handle`] does, from where it lies.
+    /// Processes a frame of the peer as [`Link::handle`] does, with the payload still in the
+    /// route's memory.
     #[inline]
     pub fn take(&mut self, now: Micros, kind: LinkKind, seq: u64, ack: u64, payload: impl Payload) {
-        // Also from a peer that has ended: what it sent before is still handed over, it just is not acknowledged.
+        // Frames from a peer that has ended are valid, too: its earlier messages are still
+        // delivered, only not acknowledged.
         match kind {
             LinkKind::Data { last } => {
                 self.handle_ack(now, ack, false);
@@ -591,12 +606,13 @@ impl Link {
         }
     }
 
-    /// Takes a whole message, header and body, whose first fragment has this number, as if it had come in fragments.
+    /// Processes a complete message, header and body, as if it had arrived in fragments. `seq` is
+    /// the number of the first one.
     pub fn take_whole(&mut self, now: Micros, seq: u64, ack: u64, message: Bytes) {
         self.handle_ack(now, ack, false);
         let rest = fragments_of(message.len()) - 1;
         if seq == self.rx.expected {
-            // Only a peer that breaks the protocol begins a message within another.
+            // Only a peer that violates the protocol starts a message within another one.
             self.rx.partial.clear();
             self.rx.expected += rest;
             self.rx.unacked_fragments += rest;
@@ -644,7 +660,7 @@ impl Link {
     fn handle_ack(&mut self, now: Micros, ack: u64, resync: bool) {
         let tx = &mut self.tx;
         if ack > tx.fresh {
-            // Never sent: a peer that lies harms only its own link.
+            // This fragment was never sent. A lying peer harms only its own link.
             return;
         }
         if ack > tx.acked {
@@ -662,7 +678,8 @@ impl Link {
             let is_owed = tx.fresh > tx.acked;
             tx.probe_delay = PROBE_DELAY;
             tx.probe_due = is_owed.then(|| now + tx.probe_delay);
-            // A question that was not asked yet is answered: asked behind this it would be asked for ever.
+            // This acknowledgement answers a probe that was not sent yet. Sent now, with nothing
+            // outstanding, the probe would repeat forever.
             tx.probe_wanted &= is_owed;
         }
         if resync && ack == tx.acked && tx.next > ack {
@@ -678,9 +695,8 @@ impl Link {
         }
     }
 
-    // ---- poll
 
-    /// What to do next, or `None` when there is nothing.
+    /// Returns the next action, or `None` if there is none.
     pub fn poll(&mut self, now: Micros) -> Option<LinkOutput> {
         if let Some(message) = self.take_message() {
             return Some(LinkOutput::Deliver(message));
@@ -688,13 +704,13 @@ impl Link {
         Some(LinkOutput::Transmit(self.next_frame(now)?.to_frame()))
     }
 
-    /// The next message for the application.
+    /// Returns the next message for the application.
     #[inline]
     pub fn take_message(&mut self) -> Option<Bytes> {
         self.rx.ready.pop_front()
     }
 
-    /// True when [`Link::next_frame`] has something.
+    /// True if [`Link::next_frame`] will return a frame.
     #[inline]
     pub fn has_frame(&self) -> bool {
         self.route.is_some()
@@ -704,7 +720,7 @@ impl Link {
                 || (self.tx.next < self.tx.end && self.is_open()))
     }
 
-    /// The next frame for the route; it counts as transmitted.
+    /// Returns the next frame for the route; it counts as transmitted.
     #[inline]
     pub fn next_frame(&mut self, now: Micros) -> Option<FrameRef<'_>> {
         self.route?;
@@ -712,7 +728,7 @@ impl Link {
             return None;
         }
         if let Some(resync) = self.rx.answer {
-            // What only acknowledges travels with data when there are any.
+            // A plain acknowledgement travels with data if there are any.
             let travels =
                 !resync && !self.tx.probe_wanted && self.tx.next < self.tx.end && self.is_open();
             if !travels {
@@ -727,7 +743,7 @@ impl Link {
         self.next_data(now)
     }
 
-    /// True when the window lets something through.
+    /// True if the window permits another fragment.
     #[inline]
     fn is_open(&self) -> bool {
         let tx = &self.tx;
@@ -770,8 +786,10 @@ impl Link {
         })
     }
 
-    /// The next message, header and body, for a route that can carry it whole: when it comes next, nothing of it has been
-    /// transmitted since the last re-sending, and its body has so many bytes at least.
+    /// Returns header and body of the next message for a route that can carry whole messages.
+    ///
+    /// Only if the message is next, its body has at least `bytes_min` bytes, and no fragment of it
+    /// was transmitted since the last resync.
     pub fn next_whole(&self, bytes_min: usize) -> Option<(&[u8], &Bytes)> {
         let ready = self.route.is_some()
             && !self.gone
@@ -788,8 +806,9 @@ impl Link {
         (message.first_seq == self.tx.next).then_some((message.head(), body))
     }
 
-    /// The message of [`Link::next_whole`] counts as transmitted: number of its first fragment, and what is acknowledged with
-    /// it. Its bytes do not count for the window, because no daemon holds them.
+    /// Marks the message of [`Link::next_whole`] as transmitted. Returns the number of its first
+    /// fragment and the acknowledgement to send with it. Its bytes do not count for the window,
+    /// because no daemon holds them.
     pub fn whole_sent(&mut self, now: Micros) -> (u64, u64) {
         let tx = &mut self.tx;
         let (seq, fragments) = (tx.next, tx.retained[tx.holder(tx.next)].fragments);
@@ -800,7 +819,7 @@ impl Link {
         (seq, self.acknowledge(false))
     }
 
-    /// A frame without payload.
+    /// Creates a frame without payload.
     fn frame(&mut self, kind: LinkKind, seq: u64) -> FrameRef<'_> {
         let ack = self.acknowledge(matches!(kind, LinkKind::Ack { .. }));
         let (src, dst, line) = (self.local, self.peer, self.line);
@@ -817,7 +836,8 @@ impl Link {
         }
     }
 
-    /// What the next frame acknowledges: all that has arrived. A request to re-send only goes with `answers`.
+    /// Returns the acknowledgement for the next frame: everything that has arrived. A pending
+    /// resync request stays pending unless this frame `answers` it.
     #[inline]
     fn acknowledge(&mut self, answers: bool) -> u64 {
         let rx = &mut self.rx;

@@ -1,20 +1,21 @@
-//! What a load watcher says about its host.
+//! Reports of a load watcher about its host.
 
 use crate::ids::{HostId, Micros};
 use crate::owner::Guests;
 use serde::{Deserialize, Serialize};
 
-/// Name of the mailbox class under which the resource manager tells watchers where to report.
+/// Mailbox class in which the resource manager publishes where load watchers must report.
 pub const LOAD_CLASS: &str = "###_SEMPA_LOAD_###";
 
-/// Program of the load watchers.
+/// Program name of the load watchers.
 pub const WATCHER_PROGRAM: &str = "pvm-load-watcher";
 
-/// Memory that a host is to have to spare for each task that is put there, in bytes, unless a request names an amount.
+/// Free memory that a host must have for each task placed there, unless the request names an
+/// amount.
 pub const HEADROOM_BYTES: u64 = 64 << 20;
 
-/// Tag, in the resource manager's context, of what a resource manager says to a load watcher that an earlier one has started: report
-/// to me, as you were told when you were started. There is nothing in it.
+/// Tag, in the resource manager's context, of an empty message to a load watcher that an earlier
+/// resource manager started. It tells the watcher to report to the sender.
 pub const TAG_REPORT_TO: i32 = 7;
 
 /// True if a program, named with or without its path, is a load watcher.
@@ -22,33 +23,35 @@ pub fn is_watcher(program: &str) -> bool {
     program.rsplit('/').next() == Some(WATCHER_PROGRAM)
 }
 
-/// Numbers read from /proc at one time.
+/// Values read from /proc at one time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LoadSample {
-    /// When it was read, in microseconds since 1970.
+    /// Time of the sample, in microseconds since 1970.
     pub at: Micros,
-    /// Processors that are online.
+    /// Number of online processors.
     pub cores: u32,
-    /// Processors that a limit (a control group's) leaves to this host's programs; 0: all that are online. The numbers below are
-    /// about these programs then, not about the whole machine.
+    /// Processors that a limit (of a control group) leaves to this host's programs; 0: no limit.
+    /// With a limit, the values below are about these programs and not about the whole machine.
     pub share: f32,
-    /// Runnable threads at this instant; with a limit, that ran or were held back since the sample before.
+    /// Runnable threads at this instant. With a limit: threads that ran or were throttled since the
+    /// previous sample.
     pub running: u32,
     /// Load average over one minute.
     pub load1: f32,
-    /// Share of processor time used since the sample before, 0.0 to 1.0 over all cores.
+    /// Share of processor time used since the previous sample, 0.0 to 1.0 over all cores.
     pub busy: f32,
-    /// Memory that can be had without swapping, in bytes.
+    /// Bytes of memory available without swapping.
     pub available_bytes: u64,
-    /// Share of time in which some task waited for a processor, 0.0 to 1.0 over ten seconds; 0 where the kernel does not say.
+    /// Share of time in which some task waited for a processor, 0.0 to 1.0 over ten seconds; 0 if
+    /// the kernel does not report it.
     pub pressure: f32,
-    /// Processors that our own tasks, all their processes, and the daemon have used since the sample before; `None` where it was
-    /// not measured, as on a host that does nothing.
+    /// Processors used since the previous sample by the virtual machine's tasks, with all their
+    /// processes, and by the daemon. `None` if not measured, for example on an idle host.
     pub ours: Option<f32>,
 }
 
 impl LoadSample {
-    /// Processors that the host's programs may use.
+    /// Number of processors that the host's programs may use.
     pub fn processors(&self) -> f32 {
         if self.share > 0.0 {
             self.share
@@ -58,37 +61,35 @@ impl LoadSample {
     }
 }
 
-/// Somebody who is logged in.
+/// One login record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Login {
-    /// User name of the record.
     pub user: String,
-    /// Terminal of the record.
     pub line: String,
-    /// Where the login came from; empty for a local one.
+    /// Origin of the login; empty for a local one.
     pub from: String,
     /// Time of the record, in microseconds since 1970.
     pub at: Micros,
 }
 
-/// What the owner's signs of life add up to.
+/// The load watcher's conclusion from all signs of the owner's presence.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OwnerVerdict {
-    /// Nobody uses the machine.
+    /// The machine is not in use.
     Absent {
-        /// When the last one left, if anybody was seen.
+        /// Time at which the last user left, if one was seen.
         since: Option<Micros>,
     },
-    /// Somebody may: guests stay, new ones go elsewhere first.
+    /// The machine may be in use: guests stay, new tasks are placed elsewhere first.
     Maybe {
-        /// Since when it looks so.
+        /// Start of this state.
         since: Micros,
     },
-    /// Somebody does.
+    /// The machine is in use.
     Present {
-        /// The earliest login that still lasts, or the owner's own word.
+        /// The earliest login that still lasts, or the owner's own command.
         since: Micros,
-        /// When the watcher learned of it.
+        /// Time at which the watcher detected it.
         seen: Micros,
     },
 }
@@ -99,21 +100,21 @@ impl Default for OwnerVerdict {
     }
 }
 
-/// What the owner of a host allows guests while they are welcome.
+/// The owner's limits for guests while they may run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GuestLimits {
-    /// So many of them at once at most.
+    /// Largest number of guests at the same time.
     pub cores: Option<u32>,
-    /// Memory in bytes that stays free for the owner.
+    /// Bytes of memory that stay free for the owner.
     pub memory_free: u64,
-    /// Programs that are not to run here: names, in which `*` stands for anything.
+    /// Programs that must not run here: name patterns, in which `*` stands for any characters.
     pub programs: Vec<String>,
-    /// Users whose tasks are not to run here.
+    /// Users whose tasks must not run here.
     pub users: Vec<u32>,
 }
 
 impl GuestLimits {
-    /// The pattern that blocks a program, given by its path or name.
+    /// Returns the pattern that blocks a program, given by its path or name.
     pub fn blocked(&self, program: &str) -> Option<&str> {
         let name = program.rsplit('/').next().unwrap_or(program);
         self.programs
@@ -123,7 +124,7 @@ impl GuestLimits {
     }
 }
 
-/// True when a name is what the pattern says; `*` stands for anything.
+/// True if a name matches the pattern; `*` stands for any characters.
 fn fits(pattern: &str, name: &str) -> bool {
     let Some((head, mut rest)) = pattern.split_once('*') else {
         return pattern == name;
@@ -143,25 +144,22 @@ fn fits(pattern: &str, name: &str) -> bool {
 /// A message of a load watcher to the resource manager.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LoadReport {
-    /// The host it speaks of.
+    /// The watcher's host.
     pub host: HostId,
-    /// When it was written, in microseconds since 1970.
+    /// Time of the report, in microseconds since 1970.
     pub at: Micros,
-    /// The newest sample.
     pub sample: LoadSample,
-    /// The verdict on the owner.
     pub owner: OwnerVerdict,
-    /// How sure that is, in percent.
+    /// Confidence in `owner`, in percent.
     pub confidence: u8,
-    /// One plain sentence that says why.
+    /// Reason for `owner`, in one sentence.
     pub why: String,
-    /// The logins behind it.
+    /// Logins that support `owner`.
     pub logins: Vec<Login>,
-    /// What guests may do now.
     pub guests: Guests,
-    /// One plain sentence that says why they may do no more; empty when they may work.
+    /// Reason for a restriction of `guests`, in one sentence; empty if guests may run.
     pub guests_why: String,
-    /// What they may have while they may work.
+    /// Limits for guests while they may run.
     pub limits: GuestLimits,
 }
 
@@ -170,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_blocked_program_is_recognised_by_name_path_and_pattern() {
+    fn programs_are_blocked_by_name_path_and_pattern() {
         let limits = |programs: &[&str]| GuestLimits {
             programs: programs.iter().map(|p| p.to_string()).collect(),
             ..GuestLimits::default()

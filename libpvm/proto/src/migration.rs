@@ -1,7 +1,9 @@
-//! The words of the migration protocol: steps, orders of the coordinator, reports of the two ends, and typed reasons.
+//! Messages of the migration protocol: steps, orders of the coordinator, reports of source and
+//! target, and typed reasons.
 //!
-//! The order of steps is that of [`Step`]. Up to [`Step::Commit`] the task can go on at the source; after it only the
-//! target may run it. The state machines that speak these words are in the `checkpoint` crate.
+//! [`Step`] lists the steps in order. Before [`Step::Commit`] the task can continue at the source;
+//! afterwards only the target may run it. The state machines of the protocol are in the
+//! `checkpoint` crate.
 
 use crate::engine::{Asked, Begin, Engine, STATE_ENV};
 use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
@@ -10,38 +12,37 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::PathBuf;
 
-/// The steps of a move, in order.
+/// The steps of a migration, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Step {
-    /// The source says what the task is and holds.
+    /// The source reports the task's properties and resources.
     Inspect,
-    /// The target gives its verdict; nothing is frozen yet.
+    /// The target gives its verdict. Nothing is stopped yet.
     Prepare,
-    /// Memory goes ahead of a task that is large and may run on meanwhile, if it is to follow (pre-copy).
+    /// Part of the memory of a large task is sent while the task still runs, if post-copy follows.
     PreCopy,
-    /// The task's library lets go of everything that leads out of the process.
+    /// The task's library closes all connections outside its process.
     Quiesce,
     /// The task's processes are stopped.
     Stop,
     /// The engine writes the images; the source stays stopped.
     Dump,
-    /// The images travel to the target and are verified there.
+    /// The images are transferred to the target and verified there.
     Transfer,
-    /// The task is rebuilt on the target up to the point where nothing runs yet.
+    /// The target rebuilds the task, up to the point where it could run.
     Restore,
-    /// The new location is recorded and made known under a new epoch.
+    /// The new location is recorded and distributed under a new epoch.
     Commit,
     /// The source's copy is killed and reaped.
     KillSource,
     /// The target's copy runs.
     Run,
-    /// All of its memory is at the target. Nothing is left to do there if it went with the images; else (post-copy) it follows a
-    /// task that runs already.
+    /// All memory is at the target. Without post-copy this is already true; with post-copy the
+    /// memory follows a task that already runs.
     Arrive,
 }
 
 impl Step {
-    /// All steps in order.
     pub const ALL: [Step; 12] = [
         Step::Inspect,
         Step::Prepare,
@@ -77,32 +78,32 @@ impl fmt::Display for Step {
     }
 }
 
-/// Why a move was asked for.
+/// The reason for a migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Cause {
-    /// A user or program asked for it.
+    /// A user or program requested it.
     Asked {
-        /// The task that asked.
+        /// The task that sent the request.
         by: Tid,
     },
-    /// The owner of the machine came back.
+    /// The owner of the host returned.
     Owner {
-        /// The watcher's sentence.
+        /// The load watcher's reason, in one sentence.
         why: String,
     },
-    /// The load is uneven.
+    /// The load is unbalanced.
     Load {
-        /// The resource manager's sentence.
+        /// The resource manager's reason, in one sentence.
         why: String,
     },
-    /// The host is being emptied.
+    /// The host is being drained.
     Drain {
-        /// The task that asked for it.
+        /// The task that requested the drain.
         by: Tid,
     },
-    /// It does not move: it stands still for a checkpoint of its job.
+    /// Not a migration: the task stops for a checkpoint of its job.
     Checkpoint,
-    /// It does not move: it is started again from a checkpoint of its job.
+    /// Not a migration: the task is restarted from a checkpoint of its job.
     Restart,
 }
 
@@ -119,52 +120,49 @@ impl fmt::Display for Cause {
     }
 }
 
-/// One attempt to move one task.
+/// One attempt to migrate one task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Move {
-    /// Number of the attempt.
     pub id: MigrationId,
-    /// The task.
     pub tid: Tid,
-    /// Where it runs.
+    /// Source host.
     pub from: HostId,
-    /// Where it is to run.
+    /// Target host.
     pub to: HostId,
-    /// Why.
     pub cause: Cause,
 }
 
-/// A file that the task needs to find on the target as well.
+/// A file that the task also needs on the target.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileFact {
     /// Absolute path as the task sees it.
     pub path: PathBuf,
     /// Length in bytes.
     pub bytes: u64,
-    /// What has to agree on both hosts.
+    /// Properties that must be equal on both hosts.
     pub must: FileMatch,
 }
 
-/// How exactly a file has to agree.
+/// The required equality of a file on source and target.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FileMatch {
     /// Same length and same BLAKE3 hash of the content: programs and libraries.
     Content(String),
     /// Same length: files open for reading.
     Length,
-    /// It has to exist and be no shorter: files open for writing, which grow until the task stands still; files that are
-    /// appended to and devices, of which no length is told.
+    /// The file must exist and be at least as long. For files open for writing, which may grow
+    /// until the task is stopped. For files in append mode and devices no length is recorded.
     Exists,
-    /// It has to be a directory.
+    /// The path must be a directory.
     Directory,
-    /// Same length; where there is none it is carried along.
+    /// Same length. A missing file is copied to the target.
     LengthOrCarried,
-    /// As [`FileMatch::Exists`]; where there is none it is carried along.
+    /// As [`FileMatch::Exists`]. A missing file is copied to the target.
     ExistsOrCarried,
 }
 
 impl FileMatch {
-    /// True for a file that is carried along where there is none.
+    /// True if the file is copied to a target that lacks it.
     pub fn is_carried(&self) -> bool {
         matches!(
             self,
@@ -173,39 +171,41 @@ impl FileMatch {
     }
 }
 
-/// What a task is and holds: the ground for the target's verdict.
+/// Properties and resources of a task, on which the target bases its verdict.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TaskFacts {
-    /// Its program, as it was asked for; empty where nobody knows it yet.
+    /// Its program as requested; empty if not known yet.
     pub program: Box<str>,
     /// Memory in bytes, resident or swapped out.
     pub resident_bytes: u64,
-    /// User the task runs as.
+    /// User that the task runs as.
     pub uid: u32,
-    /// Processor features of the source, as /proc/cpuinfo names them, sorted.
+    /// Processor features of the source, as named in /proc/cpuinfo, sorted.
     pub cpu_features: Vec<String>,
-    /// What the kernel of the source can do and others may not, sorted: system calls by name, found by calling them. A program
-    /// that has found one may go on using it.
+    /// System calls that the source's kernel has and other kernels may lack, by name, sorted. They
+    /// were probed by calling them. A program that has found one may continue to use it.
     pub kernel_features: Vec<String>,
-    /// Kernel release of the source, for people.
+    /// Kernel release of the source, for messages.
     pub kernel: Box<str>,
-    /// Version of the dump engine at the source, for people.
+    /// Version of the dump engine at the source, for messages.
     pub engine: String,
-    /// Threads of all its processes.
+    /// Number of threads in all its processes.
     pub threads: u32,
-    /// Files that must be found on the target.
+    /// Files that the target must have.
     pub files: Vec<FileFact>,
-    /// How it was started, and by which ways it can be taken elsewhere; nothing means by CRIU only. What is above is for CRIU.
+    /// How the task was started, and the engines that it permits; `None`: CRIU only. The fields
+    /// above are needed only for CRIU.
     pub begin: Option<Box<Begin>>,
 }
 
 impl TaskFacts {
-    /// True if it may be taken by CRIU.
+    /// True if CRIU may migrate the task.
     pub fn by_criu(&self) -> bool {
         self.begin.as_ref().is_none_or(|begin| begin.by_criu())
     }
 
-    /// The signal that asks it for its state, if it is taken by its own checkpoint and asked by one.
+    /// Returns the signal that requests the task's own checkpoint, if its first engine is that and
+    /// uses a signal.
     pub fn signal(&self) -> Option<i32> {
         match self.begin.as_ref()?.engines.first()? {
             Engine::Own {
@@ -216,150 +216,152 @@ impl TaskFacts {
         }
     }
 
-    /// The first way that starts its program again.
+    /// Returns the first engine that restarts the program.
     pub fn anew(&self) -> Option<Engine> {
         self.begin.as_ref().and_then(|begin| begin.anew())
     }
 }
 
-/// Why a task cannot move, or cannot move there. Nothing was frozen.
+/// The reason why a task cannot migrate, or not to this target. Nothing was stopped.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Refusal {
-    /// There is no such task in the virtual machine.
+    /// The virtual machine has no such task.
     NoSuchTask,
-    /// There is no such host in the virtual machine.
+    /// The virtual machine has no such host.
     NoSuchHost,
-    /// It runs there already.
+    /// The task already runs on the target.
     AlreadyThere,
-    /// Another move of the same task is under way.
+    /// Another migration of the task is in progress.
     AlreadyMoving(MigrationId),
-    /// It was started from a command line, not by the virtual machine, so nobody here is its parent.
+    /// The task was started from a command line, so no process of the virtual machine is its
+    /// parent.
     NotSpawned,
-    /// It has not connected to its daemon, or has left the virtual machine.
+    /// The task has not connected to its daemon, or has left the virtual machine.
     NotConnected,
-    /// It belongs to one host: a load watcher, a console, a resource manager.
+    /// The task is bound to its host: a load watcher, a console, a resource manager.
     Pinned,
-    /// The host cannot dump or restore at all.
+    /// The host has no working dump engine.
     NoEngine {
-        /// The host that cannot.
         host: HostId,
-        /// Why, and how to get it.
+        /// The reason, and how to install one.
         why: String,
     },
-    /// The task holds something that does not survive a move.
+    /// The task has a resource that cannot be migrated.
     Holds {
-        /// What, in words (`io_uring ring`, `System V shared memory`, …).
+        /// The resource in words (`io_uring ring`, `System V shared memory`, …).
         what: String,
     },
-    /// The target's processor lacks features that the program may be using.
+    /// The target's processor lacks features that the program may use.
     CpuFeatures {
-        /// What is missing there.
+        /// The features that the target lacks.
         missing: Vec<String>,
     },
-    /// The target's kernel lacks system calls that the program may be using.
+    /// The target's kernel lacks system calls that the program may use.
     KernelFeatures {
-        /// What is missing there.
+        /// The system calls that the target lacks.
         missing: Vec<String>,
-        /// Release at the source.
+        /// Kernel release of the source.
         source: String,
-        /// Release at the target.
+        /// Kernel release of the target.
         target: String,
     },
     /// A file is missing or different on the target.
     File {
-        /// Its path.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The difference.
         why: String,
     },
-    /// Not enough free memory on the target.
+    /// The target has too little free memory.
     Memory {
         /// Bytes needed.
         need: u64,
         /// Bytes available.
         have: u64,
     },
-    /// A control group of the target allows no more processes and threads.
+    /// A control group of the target limits the number of processes and threads.
     Threads {
         /// Threads of the task.
         need: u64,
-        /// Threads that are allowed.
+        /// Threads that the limit still permits.
         have: u64,
     },
     /// The host did not answer in time or has left.
     HostLost(HostId),
-    /// The owner of the target wants no guests to run there now.
+    /// The owner of the target permits no guests to run at present.
     OwnerThere {
-        /// The target.
+        /// The target host.
         host: HostId,
-        /// The sentence of its load watcher.
+        /// The load watcher's reason, in one sentence.
         why: String,
     },
-    /// The owner of the target does not allow one more guest, or this program.
+    /// The owner of the target does not permit one more guest, or this program.
     OwnerLimits {
-        /// The target.
+        /// The target host.
         host: HostId,
-        /// What the owner allows.
+        /// The owner's limit.
         why: String,
     },
-    /// The coordinator has as many moves under way as it allows.
+    /// The coordinator's limit of concurrent migrations is reached.
     TooManyMoves {
-        /// The limit.
         limit: usize,
     },
-    /// Its own policy keeps it where its files are.
+    /// The task must not migrate while files are open (`SEMPA_FILES=refuse`).
     FilesStay {
-        /// One that it has open.
+        /// One of its open files.
         path: PathBuf,
     },
-    /// Its open files are more than what is carried along.
+    /// Its open files exceed the limit for copying files.
     FilesTooLarge {
-        /// Files.
+        /// Number of open files.
         files: usize,
-        /// Bytes of them.
+        /// Total size of these files.
         bytes: u64,
-        /// Bytes that are carried at most.
+        /// Largest total size that is copied.
         limit: u64,
     },
-    /// It writes its own checkpoint, and is suspended.
+    /// The task writes its own checkpoint, which a suspended task cannot do.
     Suspended,
-    /// It was asked in vain to write its own checkpoint, and may end by that yet.
+    /// The task was asked for its own checkpoint without success, and may still exit for that
+    /// reason.
     MayEndYet,
-    /// It is to be asked for its own checkpoint by a signal that it does not handle, or not yet: it would just be ended by it.
+    /// The signal that would request the task's own checkpoint has no handler, or none yet, and
+    /// would only kill the task.
     NotMinded {
-        /// The signal.
         signal: i32,
     },
-    /// A checkpoint of a job is written by CRIU or by the program itself, and the task wants neither.
+    /// Checkpoints of jobs are written by CRIU or by the program itself, and the task permits
+    /// neither.
     NotByCriu {
-        /// How it wants to be taken.
+        /// The engine that the task permits.
         engine: Engine,
     },
-    /// It writes its own checkpoint, and nobody has said into which files.
+    /// The task writes its own checkpoint, but its state files are not configured.
     NoState,
-    /// There would be enough free memory on the target if others were not on their way there.
+    /// The target would have enough memory, but part of it is reserved for tasks that are migrating
+    /// there.
     MemoryPromised {
         /// Bytes needed.
         need: u64,
         /// Bytes available.
         have: u64,
-        /// Bytes of these that tasks need which were accepted and are not all there yet.
+        /// Bytes of `have` that are reserved for accepted tasks whose memory has not completely
+        /// arrived.
         promised: u64,
     },
-    /// Its images would become a process of another user than the virtual machine's.
+    /// The images would become a process of a user other than the virtual machine's.
     OtherUser {
         /// The user in the images.
         found: u32,
-        /// The user as whom it would be built.
+        /// The user that restored tasks run as.
         expected: u32,
     },
-    /// It was spawned to be debugged (`PvmTaskDebug`): whoever debugs it does so where it is.
+    /// The task was spawned for debugging (`PvmTaskDebug`); its debugger works on its host only.
     Debugged,
-    /// The files that it needs there are more than can be named to a target.
+    /// The task needs more files than a request to a target can list.
     FilesTooMany {
-        /// Files until then.
+        /// Number of files at which the limit was reached.
         files: usize,
-        /// Bytes that name files at most.
+        /// Largest total size of the list.
         limit: u64,
     },
 }
@@ -468,26 +470,25 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// The target's answer before anything freezes; empty means that it would take the task.
+/// The target's answer before anything is stopped. Empty: it accepts the task.
 pub type Verdict = Vec<Refusal>;
 
-/// Which hosts would take a task, asked of all without a change anywhere.
+/// The hosts that would accept a task. The query changes nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Survey {
-    /// The task.
     pub tid: Tid,
-    /// Where it runs.
+    /// The host on which it runs.
     pub from: HostId,
     /// Its memory in bytes, resident or swapped out.
     pub resident_bytes: u64,
-    /// The other hosts that were asked, the nearest first, and what each has against it; nothing means that it would take it.
+    /// The other hosts that were asked, nearest first, with their verdicts.
     pub verdicts: Vec<(HostId, Verdict)>,
-    /// By which way it would go to those that would take it.
+    /// The engine for each host that would accept the task.
     pub engines: Vec<(HostId, Engine)>,
 }
 
 impl Survey {
-    /// The nearest host that would take it.
+    /// Returns the nearest host that would accept the task.
     pub fn nearest(&self) -> Option<HostId> {
         self.verdicts
             .iter()
@@ -495,7 +496,7 @@ impl Survey {
             .map(|(host, _)| *host)
     }
 
-    /// By which way it would go to this host.
+    /// Returns the engine for a migration to this host.
     pub fn engine(&self, host: HostId) -> Engine {
         self.engines
             .iter()
@@ -505,32 +506,31 @@ impl Survey {
     }
 }
 
-/// Why a step failed.
+/// The reason why a step failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Failure {
-    /// The task or a host cannot: the verdict.
+    /// The task cannot migrate, or a host refused it.
     Refused(Verdict),
-    /// The step did not end in its time.
+    /// The step did not end in time.
     Deadline {
-        /// The time it had.
+        /// The time limit.
         allowed: Micros,
     },
-    /// The engine's process was killed.
+    /// The engine's process was killed by a signal.
     Killed {
-        /// By which signal.
         signal: i32,
     },
-    /// The engine reported an error; its own words.
+    /// The engine reported an error; its own message.
     Engine(String),
     /// The images did not arrive as they were sent.
     Images(String),
     /// A file operation failed.
     Io(String),
-    /// A host left while it was needed.
+    /// A host that was needed has left.
     HostLost(HostId),
-    /// The task ended by itself meanwhile.
+    /// The task exited during the migration.
     TaskEnded,
-    /// The move was called off.
+    /// The migration was cancelled.
     CalledOff(String),
 }
 
@@ -565,7 +565,7 @@ pub struct Usage {
 }
 
 impl Usage {
-    /// Adds what the same task used on another host.
+    /// Adds the usage of the same task on another host.
     #[must_use]
     pub fn plus(self, other: Usage) -> Usage {
         Usage {
@@ -576,29 +576,31 @@ impl Usage {
     }
 }
 
-/// What a task is when its copy at the source is gone: its target goes on from there.
+/// State of a task when the source's copy is gone. The target continues with it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parting {
-    /// What it had used, as far as is known.
+    /// Resources used so far, as far as known.
     pub used: Usage,
-    /// For whom it stands still, and is to go on doing so.
+    /// Suspensions that remain in force.
     pub suspended: Holds,
 }
 
-/// What tasks that are started again from a checkpoint together have in common.
+/// Tasks that are restarted together from a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Timeline {
-    /// Its number; frames of links with an earlier one are of a time that did not happen.
+    /// Their incarnation. Link frames of an earlier incarnation are void.
     pub line: u16,
-    /// All tasks that begin on it, and the timeline of each at the time of the checkpoint: one of them may have begun again
-    /// then without the others, who had not heard of it.
+    /// All restarted tasks, each with its incarnation at the time of the checkpoint. These can
+    /// differ: a task may have been restarted before while the others had not heard of it.
     pub members: Vec<(Tid, u16)>,
-    /// It is the virtual machine in which the checkpoint was made: tasks outside it may be those that they were.
+    /// True in the virtual machine that made the checkpoint: there, tasks outside the group may
+    /// still be the ones that the checkpoint refers to.
     pub same: bool,
 }
 
 impl Timeline {
-    /// The timeline of this task at the time of the checkpoint, if it is one of those that begin.
+    /// Returns the incarnation of a restarted task at the time of the checkpoint; `None` if it is
+    /// not in the group.
     pub fn before(&self, tid: Tid) -> Option<u16> {
         self.members
             .iter()
@@ -607,125 +609,128 @@ impl Timeline {
     }
 }
 
-/// What the coordinator orders one end to do.
+/// An order of the coordinator to the source or the target.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Order {
-    /// Source: say what the task is. Nothing changes.
+    /// Source: report the task's properties. Nothing changes.
     Inspect,
-    /// Target: give a verdict and make room.
+    /// Target: give a verdict and prepare for the task.
     Prepare {
-        /// What the task is.
+        /// Properties of the task.
         facts: TaskFacts,
-        /// For whom it stands still, for those who ask before it runs there.
+        /// Suspensions of the task, for requests that arrive before it runs on the target.
         suspended: Holds,
-        /// It is started again from a checkpoint; `None`: it moves.
+        /// Set if the task is restarted from a checkpoint; `None`: it migrates.
         timeline: Option<Timeline>,
-        /// Its memory may follow it.
+        /// The source supports post-copy for this task.
         memory_can_follow: bool,
-        /// If it does, a part of it goes ahead.
+        /// Pre-copy precedes the dump if post-copy is used.
         pre_copies: bool,
     },
-    /// Source: quiesce, stop, dump and send the images to the target. `token` is where the target will wake the task.
+    /// Source: quiesce, stop, dump and send the images to the target.
     Leave {
         /// Path, on the target, of the file that wakes the quiesced library.
         token: PathBuf,
-        /// Most of its memory stays, and is handed out when the target asks for it.
+        /// Post-copy: most memory stays at the source and is served on demand.
         memory_follows: bool,
-        /// Before anything else what there is of its memory goes ahead.
+        /// Pre-copy: send memory before any other step.
         pre_copies: bool,
-        /// By which way. Where that starts the program again, it is asked to end instead.
+        /// The engine. One that restarts the program asks it to exit instead of dumping it.
         engine: Engine,
     },
-    /// Source, before the commit: the move is off; the task goes on here.
+    /// Source, before the commit: the migration is aborted; the task continues here.
     Resume {
-        /// Unless it stands still for somebody, who may have said so at the target.
+        /// Suspensions that are in force, including requests that arrived at the target. A
+        /// suspended task stays stopped.
         suspended: Holds,
     },
-    /// Target, before the commit: throw everything away.
+    /// Target, before the commit: discard everything.
     Discard,
-    /// Source, after the commit: kill and reap the copy, pass on what waits for the task.
+    /// Source, after the commit: kill and reap the copy, and forward the items that wait for the
+    /// task.
     Yield,
-    /// Target, after the source's copy is gone: let it run.
+    /// Target, after the source's copy is gone: run the task.
     Run(Parting),
-    /// Source, for a checkpoint: quiesce and stop, and stay so.
+    /// Source, for a checkpoint: quiesce and stop the task, and keep it stopped.
     Stand,
-    /// Source, for a checkpoint, when all tasks of the job stand still: write the images, let the task go on, and send them
-    /// to the master.
+    /// Source, for a checkpoint, when all tasks of the job are stopped: write the images, resume
+    /// the task, and send the images to the master.
     Write {
-        /// Requests by which the task waits for others, as the master knows them. What else is open is answered already.
+        /// Requests for which the task waits, as the master knows them. All other requests are
+        /// already answered.
         open: Vec<RequestId>,
-        /// Tasks of the job that have ended since its last checkpoint, and before its first one whoever has ended a moment ago: their
-        /// last words, which nobody would say again, are heard before.
+        /// Tasks of the job that ended since its last checkpoint; before the first checkpoint,
+        /// tasks that ended recently. Their last messages would not be sent again, so they are
+        /// delivered first.
         ended: Vec<Tid>,
     },
-    /// Source, for a checkpoint: it is off; the task goes on.
+    /// Source, for a checkpoint: it is aborted; resume the task.
     GoOn,
 }
 
-/// What one end reports to the coordinator.
+/// A report of the source or the target to the coordinator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Report {
-    /// Source: what the task is.
+    /// Source: the task's properties.
     Inspected {
         /// For the target's verdict.
         facts: TaskFacts,
-        /// For whom it stands still. From now on the coordinator knows that best: the ends pass on what somebody wants.
+        /// Suspensions of the task. From now on the coordinator's state is authoritative: both ends
+        /// forward requests to it.
         suspended: Holds,
-        /// It is worth while, and possible as far as the source is concerned, that its memory follows it.
+        /// Post-copy pays off for this task and is possible as far as the source is concerned.
         memory_can_follow: bool,
-        /// It is large enough for memory to go ahead.
+        /// The task is large enough for pre-copy.
         can_pre_copy: bool,
     },
-    /// Target: the verdict, and where it will put the token that wakes the task.
+    /// Target: the verdict and the path of the file that will wake the task.
     Prepared {
-        /// Empty if it would take the task.
+        /// Empty if the target accepts the task.
         verdict: Verdict,
         /// Path of the token file on the target.
         token: PathBuf,
-        /// Its memory is to follow it: both ends can do that.
+        /// Post-copy will be used: source and target support it.
         memory_follows: bool,
-        /// By which way.
         engine: Engine,
     },
-    /// Source: so many bytes went ahead, and are at the target.
+    /// Source: pre-copy has ended, and these bytes are at the target.
     PreCopied {
-        /// Those that were sent again among them.
+        /// Includes bytes that were sent more than once.
         bytes: u64,
     },
-    /// Source: the library has let go.
+    /// Source: the library has quiesced.
     Quiesced,
-    /// Source: nothing of the task runs any more.
+    /// Source: all processes of the task are stopped.
     Stopped,
     /// Source: the images are written.
     Dumped {
-        /// Their size.
+        /// Size of the images.
         bytes: u64,
     },
-    /// Target: all images are here and verified.
+    /// Target: all images have arrived and are verified.
     Received {
-        /// Their size.
+        /// Size of the images.
         bytes: u64,
     },
-    /// Target: the copy is complete and nothing of it runs.
+    /// Target: the copy is complete and stopped.
     Restored,
-    /// Source: the copy is gone; what it had used.
+    /// Source: the copy is gone; the resources that it had used.
     SourceGone(Usage),
     /// Target: the task runs.
     Running,
-    /// Target: nothing of it is missing.
+    /// Target: all memory has arrived.
     Arrived,
-    /// Either end: the step failed. Source: the task still exists there. Target: nothing is left there. If it is
-    /// [`Step::Arrive`] the task is dead.
+    /// Either end: the step failed. At the source the task still exists; at the target nothing is
+    /// left of it. If the step is [`Step::Arrive`], the task is dead.
     Failed {
         /// The step that failed.
         step: Step,
-        /// Why.
         why: Failure,
     },
 }
 
 impl Report {
-    /// The step that this report ends.
+    /// Returns the step that this report completes.
     pub fn step(&self) -> Step {
         match self {
             Report::Inspected { .. } => Step::Inspect,

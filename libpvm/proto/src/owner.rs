@@ -1,5 +1,5 @@
-//! What the owner of a host wants done with foreign tasks on it, as its load watcher tells the host's daemon and the resource
-//! manager.
+//! Permissions of guests (foreign tasks) on a host. The host's load watcher sends them to the
+//! host's daemon and the resource manager, as the owner's policy requires.
 
 use crate::error::PvmError;
 use crate::ids::Micros;
@@ -7,23 +7,23 @@ use crate::load::GuestLimits;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Bytes of [`GuestsWord::why`] at most; the rest is cut.
+/// Largest size of [`GuestsWord::why`]; longer sentences are truncated.
 pub const WHY_BYTES_MAX: usize = 512;
-/// The answer of a host whose owner wants no guests now, no more of them, or not this program. Who places tasks then tries other
-/// hosts, if the spawn names none.
+/// Error of a host whose owner permits no guests at present, no more of them, or not this program.
+/// The placement then tries other hosts, unless the spawn names one.
 pub const NO_GUESTS: PvmError = PvmError::OutOfRes;
 
-/// How foreign tasks leave a host whose owner does not want them any more; in files as "move", "kill" and
-/// "checkpoint".
+/// How guests are evicted from a host; in files "move", "kill" and "checkpoint".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Leave {
-    /// To another host; without one they stay and stand still.
+    /// Migrate to another host. Without one they stay paused.
     #[default]
     Move,
-    /// They are ended.
+    /// End the tasks.
     Kill,
-    /// To another host; without one their jobs are checkpointed and ended, and go on when there is room.
+    /// Migrate to another host. Without one their jobs are checkpointed, ended, and restarted when
+    /// there is room.
     Checkpoint,
 }
 
@@ -37,28 +37,30 @@ impl fmt::Display for Leave {
     }
 }
 
-/// What foreign tasks may do on a host now.
+/// Permission of guests to run on a host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Guests {
-    /// Work.
+    /// Guests may run.
     #[default]
     Welcome,
-    /// Stand still, from this moment.
+    /// Guests must be paused immediately.
     Stopped {
-        /// When they are to leave if the owner is still there then, in microseconds since 1970; `None`: they only wait.
+        /// Time of the eviction if the owner is still present then, in microseconds since 1970;
+        /// `None`: guests stay paused.
         leave_at: Option<Micros>,
-        /// How they leave.
+        /// How guests are evicted.
         then: Leave,
     },
 }
 
-/// A load watcher's word to the daemon of its host. It counts until the next one, or until the watcher ends.
+/// A load watcher's directive to the daemon of its host. It is in force until the next one, or
+/// until the watcher ends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestsWord {
-    /// What they may do.
     pub guests: Guests,
-    /// One plain sentence that says why.
+    /// The reason in one sentence.
     pub why: String,
-    /// What they may have while they may work; the host keeps to it whoever places tasks, but for the memory, which is measured.
+    /// Limits for guests while they may run. The host enforces them regardless of who places tasks, except
+    /// the memory limit, which is measured.
     pub limits: GuestLimits,
 }

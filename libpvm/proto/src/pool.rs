@@ -1,17 +1,19 @@
-//! Large buffers are used again: the first touch of fresh memory costs several times what copying into it does.
+//! A pool of large buffers. The first write to fresh memory costs several times as much as the copy
+//! itself, so buffers are reused.
 //!
-//! The pool belongs to the process and is bounded. Whoever finds it busy does without it, so a forked child never waits for a
-//! thread that it does not have.
+//! The pool belongs to the process and is bounded. A thread that finds it locked allocates or frees
+//! the buffer instead, so a forked child never waits for a thread that it does not have.
 
 use bytes::Bytes;
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
-/// Buffers smaller than this are left to the allocator. It gives memory from here on back to the system, piece by piece, as
-/// soon as it is free at the end of the heap, and the next message would touch it for the first time again.
+/// Smaller buffers are left to the allocator. When the end of its heap is free, the allocator
+/// returns larger ones to the system page by page, and the next message would fault these pages in
+/// again.
 pub const POOLED_BYTES_MIN: usize = 64 << 10;
-/// Bytes that the pool keeps at most.
+/// Largest total size of pooled buffers.
 pub const POOL_BYTES_MAX: usize = 96 << 20;
-/// Buffers that the pool keeps at most.
+/// Largest number of pooled buffers.
 const BUFFERS_MAX: usize = 64;
 
 static POOL: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
@@ -24,7 +26,8 @@ fn pool() -> Option<MutexGuard<'static, Vec<Vec<u8>>>> {
     }
 }
 
-/// A kept buffer with this capacity, the smallest or the largest of them, or a fresh one.
+/// Takes a buffer with at least this capacity from the pool, the smallest or the `largest` one, or
+/// allocates a new one.
 fn take(capacity: usize, largest: bool) -> Vec<u8> {
     let kept = pool().and_then(|mut pool| {
         let fits = pool
@@ -42,7 +45,7 @@ fn take(capacity: usize, largest: bool) -> Vec<u8> {
     kept.unwrap_or_else(|| Vec::with_capacity(capacity))
 }
 
-/// Gives a buffer back. When there are enough already the smallest goes.
+/// Returns a buffer to the pool. A full pool drops its smallest buffer.
 pub fn give(mut buffer: Vec<u8>) {
     if buffer.capacity() < POOLED_BYTES_MIN || buffer.capacity() > POOL_BYTES_MAX {
         return;
@@ -66,12 +69,12 @@ pub fn give(mut buffer: Vec<u8>) {
     }
 }
 
-/// Makes room for `more` bytes behind what a buffer holds.
+/// Reserves space for `more` bytes after the buffer's content.
 pub fn make_room(buffer: &mut Vec<u8>, more: usize) {
     make(buffer, more, false);
 }
 
-/// As [`make_room`], for a buffer that gets one piece after the other and will grow further.
+/// As [`make_room`], for a buffer that is filled piece by piece and will grow further.
 pub fn make_room_for_a_piece(buffer: &mut Vec<u8>, more: usize) {
     make(buffer, more, true);
 }
@@ -84,7 +87,7 @@ fn make(buffer: &mut Vec<u8>, more: usize, growing: bool) {
     if wanted < POOLED_BYTES_MIN {
         return buffer.reserve(more);
     }
-    // Behind the first piece comes another one.
+    // At least one more piece follows the first.
     let least = if growing { 2 * POOLED_BYTES_MIN } else { 0 };
     let mut larger = take(
         wanted.max(buffer.capacity().saturating_mul(2)).max(least),
@@ -94,7 +97,7 @@ fn make(buffer: &mut Vec<u8>, more: usize, growing: bool) {
     give(std::mem::replace(buffer, larger));
 }
 
-/// A buffer that goes back when its last reader has gone.
+/// A buffer that returns to the pool when its last reader drops it.
 struct Pooled(Vec<u8>);
 
 impl AsRef<[u8]> for Pooled {
@@ -109,7 +112,7 @@ impl Drop for Pooled {
     }
 }
 
-/// A buffer that will not be written to any more.
+/// Makes a finished buffer immutable and shareable.
 pub fn seal(buffer: Vec<u8>) -> Bytes {
     if buffer.capacity() < POOLED_BYTES_MIN {
         buffer.into()
@@ -118,7 +121,7 @@ pub fn seal(buffer: Vec<u8>) -> Bytes {
     }
 }
 
-/// Lets go of all that is kept, so that a dump does not carry it.
+/// Frees all pooled buffers, so that a dump does not contain them.
 pub fn empty() {
     drop(pool().map(|mut pool| std::mem::take(&mut *pool)));
 }
@@ -127,9 +130,10 @@ pub fn empty() {
 mod tests {
     use super::*;
 
-    // One test, because the pool is one for the process.
+    // One test, because the process has only one pool.
+    /// The pool reuses large buffers within its limits and never holds small ones.
     #[test]
-    fn large_buffers_come_back_within_limits_and_small_ones_never_go_there() {
+    fn pool_reuses_large_buffers_within_its_limits() {
         let mut buffer = Vec::new();
         make_room(&mut buffer, 1 << 20);
         let place = buffer.as_ptr();
@@ -170,7 +174,8 @@ mod tests {
         );
         drop(buffer);
         empty();
-        // A message of two pieces lies in one buffer from the first of them on, and the next one in the same.
+        // A message of two pieces uses one buffer from its first piece on, and the next message
+        // uses the same buffer.
         let places: Vec<*const u8> = (0..3)
             .map(|_| {
                 let mut buffer = Vec::new();

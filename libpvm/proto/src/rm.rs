@@ -1,11 +1,12 @@
-//! What the resource manager of Sempa answers when it is asked why, how much, and what a job is.
+//! Queries to Sempa's resource manager about its decisions, resource usage and jobs.
 //!
-//! A question is a message to the resource manager in context [`CTX_RM`] with tag [`TAG_ASK`], its answer one with tag
-//! [`TAG_ANSWER`] and the question's wait id. Both bodies are raw bytes: the version of this protocol as two bytes, low one
-//! first, then [`Question`] or [`Answer`] in postcard. Who is asked in another version answers [`Answer::Version`], whose
-//! encoding never changes. A resource manager that is not ours leaves such messages alone; who asks gives up after a time.
+//! A query is a message to the resource manager in context [`CTX_RM`] with tag [`TAG_ASK`]. The
+//! reply has tag [`TAG_ANSWER`] and the query's wait id. Both bodies are raw bytes: the protocol
+//! version as two bytes, low byte first, then [`Question`] or [`Answer`] in postcard. The reply to
+//! a query of another version is [`Answer::Version`], whose encoding never changes. A resource
+//! manager other than Sempa's ignores these messages; the sender gives up after a timeout.
 //!
-//! Hosts appear by name, because a decision is asked about when its hosts may be gone.
+//! Hosts are identified by name, because they may be gone when a decision is queried.
 
 mod decided;
 
@@ -19,164 +20,157 @@ use crate::suspend;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::fmt;
 
-/// Version of questions, answers and decisions.
+/// Version of queries, replies and decisions.
 pub const RM_VERSION: u16 = 6;
-/// Context of everything that comes to the resource manager beside PVM's documented messages.
+/// Context of all messages to the resource manager other than PVM's documented ones.
 pub const CTX_RM: i32 = 0x7ffe0;
-/// Tag of questions.
 pub const TAG_ASK: i32 = 10;
-/// Tag of answers.
 pub const TAG_ANSWER: i32 = 11;
-/// Hosts that one decision lists as not used; of the others it gives the number.
+/// Number of rejected hosts that a decision lists; of all others it stores only the number.
 pub const NOT_USED_MAX: usize = 64;
-/// Entries in one answer at most; the newest are given.
+/// Largest number of entries in one reply; the newest are returned.
 pub const ANSWER_ENTRIES_MAX: usize = 1000;
 
-/// What can be asked.
+/// A query or command for the resource manager.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Question {
-    /// The decisions about a task, or about a job and its tasks. → [`Answer::Why`]
+    /// Lists the decisions about a task, or about a job and its tasks. → [`Answer::Why`]
     WhyTask(Tid),
-    /// The decisions about a host, by its name. → [`Answer::Why`]
+    /// Lists the decisions about a host, by its name. → [`Answer::Why`]
     WhyHost(String),
-    /// What users have used. → [`Answer::Users`]
+    /// Lists the resource usage of users. → [`Answer::Users`]
     Users {
-        /// Only this one.
+        /// Restricts the list to this user.
         user: Option<u32>,
     },
-    /// Jobs. → [`Answer::Jobs`]
+    /// Lists jobs. → [`Answer::Jobs`]
     Jobs {
-        /// Only this user's.
+        /// Restricts the list to this user's jobs.
         user: Option<u32>,
     },
-    /// One job and its tasks; any of its tasks may be named. → [`Answer::Job`]
+    /// Lists one job and its tasks; any of its tasks may be named. → [`Answer::Job`]
     Job(Tid),
-    /// Suspend a job with all its tasks, and those that it will have, or let it go on; any of its tasks may be named.
-    /// → [`Answer::Suspended`]
+    /// Suspends or resumes a job with all its tasks, including later ones; any of its tasks may be
+    /// named. → [`Answer::Suspended`]
     Suspend {
-        /// The job.
         job: Tid,
-        /// False: let it go on.
+        /// False: resumes the job.
         suspend: bool,
     },
-    /// Have all tasks leave a host, and keep others away. → [`Answer::Drain`]
+    /// Drains a host: all tasks leave, and no others are placed there. → [`Answer::Drain`]
     Drain {
-        /// The host's name.
         host: String,
-        /// It is to be empty within this time; what is left by then is told.
+        /// Time limit for the drain; tasks that are left by then are reported.
         within: Option<Micros>,
     },
-    /// Let a host take tasks again. → [`Answer::Drain`], with whatever is there
+    /// Ends a drain: the host accepts tasks again. → [`Answer::Drain`] with the tasks on the host
     Undrain {
-        /// The host's name.
         host: String,
     },
-    /// How far is it? → [`Answer::Drain`]
+    /// Reports the progress of a drain. → [`Answer::Drain`]
     Draining {
-        /// The host's name.
         host: String,
     },
-    /// Do not start a job again that was checkpointed and ended to wait for room; any of its tasks may be named.
-    /// → [`Answer::Unparked`]
+    /// Cancels the pending restart of a vacated job, which was checkpointed and ended until there
+    /// is room; any of its tasks may be named. → [`Answer::Unparked`]
     Unpark(Tid),
-    /// End all tasks of a job, and those that are just being started; any of its tasks may be named. They are asked to end, and
-    /// ended after a time. → [`Answer::Killed`], as far as it is by then
+    /// Ends all tasks of a job, including those that are being started; any of its tasks may be
+    /// named. Tasks are asked to exit, and killed after a timeout. → [`Answer::Killed`] with the
+    /// progress so far
     Kill(Tid),
-    /// How far is it? → [`Answer::Killed`]
+    /// Reports the progress of [`Question::Kill`]. → [`Answer::Killed`]
     Killed(Tid),
-    /// Spawns that wait for a place. → [`Answer::Waiting`]
+    /// Lists the spawns that wait for hosts. → [`Answer::Waiting`]
     Waiting {
-        /// Only this user's.
+        /// Restricts the list to this user's spawns.
         user: Option<u32>,
     },
 }
 
-/// What is answered. New kinds go to the end: [`Answer::Version`] is the first for ever.
+/// A reply of the resource manager. New variants must be added at the end, and [`Answer::Version`]
+/// must stay the first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Answer {
-    /// The question was not understood: the version that is.
+    /// The query's version is not supported; the supported version.
     Version(u16),
-    /// Decisions, the oldest first.
+    /// Decisions, oldest first.
     Why {
-        /// What is known of the task, if one was asked about.
+        /// The task's record, if the query named a task.
         task: Option<TaskUse>,
-        /// The decisions.
         decisions: Vec<Decision>,
-        /// What holds of the host now, if one was asked about.
+        /// The host's current state, if the query named a host.
         now: Option<HostNow>,
     },
-    /// Users, by rising number.
+    /// Users in ascending order of their ids.
     Users(Vec<UserUse>),
-    /// Jobs, the oldest first.
+    /// Jobs, oldest first.
     Jobs(Vec<JobUse>),
-    /// A job and its tasks, the oldest first.
+    /// A job with its tasks.
     Job {
-        /// The job.
         job: JobUse,
-        /// Its tasks.
+        /// Its tasks, oldest first.
         tasks: Vec<TaskUse>,
     },
-    /// Nothing is known of it.
+    /// The named task, job or host is unknown.
     Unknown,
-    /// A job is suspended, or goes on.
+    /// A job was suspended or resumed.
     Suspended {
-        /// The job.
         job: Tid,
-        /// Its tasks that stand still from now on, or go on.
+        /// Tasks that were suspended or resumed by this query.
         tasks: Vec<Tid>,
-        /// Its tasks that are as they were, and why; [`ANSWER_ENTRIES_MAX`] of them at most.
+        /// Tasks whose state did not change, with reasons; at most [`ANSWER_ENTRIES_MAX`].
         others: Vec<(Tid, String)>,
     },
-    /// A host that is emptied, or is not any more.
+    /// State of a host's drain.
     Drain {
-        /// It is being emptied, or kept empty.
+        /// True while the host is being drained or kept empty.
         drained: bool,
-        /// The tasks that are there and that could leave, and why those stay that do not leave at present;
-        /// [`ANSWER_ENTRIES_MAX`] of them at most.
+        /// Tasks on the host that can leave, each with the reason if it is not leaving at present;
+        /// at most [`ANSWER_ENTRIES_MAX`].
         tasks: Vec<(Tid, Option<String>)>,
-        /// Tasks that belong to the host or to nobody here, and stay until they end.
+        /// Number of tasks that are bound to the host or not managed here; they stay until they
+        /// end.
         stay: u32,
     },
-    /// A job that waited for room does not wait any more.
+    /// The pending restart of a vacated job was cancelled.
     Unparked {
-        /// The first task of it.
+        /// First task of the job.
         job: Tid,
-        /// Its checkpoint, which stays.
+        /// Its checkpoint, which is kept.
         set: String,
-        /// It is just being started: nothing can be called off.
+        /// The restart is already in progress and cannot be cancelled.
         starting: bool,
     },
-    /// A job is being ended.
+    /// Progress of ending a job.
     Killed {
-        /// The job.
         job: Tid,
-        /// Its tasks that were asked to end.
+        /// Number of tasks that were asked to exit.
         asked: u32,
-        /// Those of them that did not, and were ended.
+        /// Number of these tasks that did not exit and were killed.
         forced: u32,
-        /// What is left of it: tasks, and requests for tasks.
+        /// Number of tasks and spawn requests that are left.
         left: u32,
-        /// Tasks to which no signal could be sent, and why; [`ANSWER_ENTRIES_MAX`] of them at most.
+        /// Tasks that could not be signalled, with reasons; at most [`ANSWER_ENTRIES_MAX`].
         failed: Vec<(Tid, String)>,
     },
-    /// Spawns that wait, whose turn it is first; [`ANSWER_ENTRIES_MAX`] of them at most.
+    /// Waiting spawns in queue order; at most [`ANSWER_ENTRIES_MAX`].
     Waiting(Vec<Waits>),
 }
 
-/// Writes a question or an answer down.
+/// Encodes a query or reply.
 ///
 /// # Errors
-/// When it cannot be encoded.
+/// The value cannot be encoded.
 pub fn pack<T: Serialize>(what: &T) -> Result<Vec<u8>, FrameError> {
     let mut out = RM_VERSION.to_le_bytes().to_vec();
     out.extend(to_bytes(what)?);
     Ok(out)
 }
 
-/// Reads a question or an answer. `None` for one of another version.
+/// Decodes a query or reply. `None` if it has another version.
 ///
 /// # Errors
-/// When the bytes are neither.
+/// The bytes are malformed.
 pub fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<Option<T>, FrameError> {
     let Some((version, rest)) = bytes.split_first_chunk::<2>() else {
         return Err(FrameError::BadBody("it has no version".into()));
@@ -187,19 +181,19 @@ pub fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<Option<T>, FrameError
     from_bytes(rest).map(Some)
 }
 
-/// The version that an answer of another version names, if it is such an answer.
+/// Returns the version prefix of a message; `None` if it is too short.
 pub fn version_of(bytes: &[u8]) -> Option<u16> {
     bytes
         .first_chunk::<2>()
         .map(|version| u16::from_le_bytes(*version))
 }
 
-/// How a task ended.
+/// Outcome of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum End {
-    /// By itself or by a signal.
+    /// Wait status of its process.
     Status(i32),
-    /// With its host, or while nobody watched.
+    /// The task ended with its host, or while no resource manager was running.
     Lost,
 }
 
@@ -219,12 +213,11 @@ impl fmt::Display for End {
     }
 }
 
-/// Since when something is suspended, and why.
+/// Start and cause of a suspension.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Suspended {
-    /// Since when, in microseconds since 1970.
+    /// Start of the suspension, in microseconds since 1970.
     pub since: Micros,
-    /// Why.
     pub cause: suspend::Cause,
 }
 
@@ -239,174 +232,168 @@ impl fmt::Display for Suspended {
     }
 }
 
-/// What is kept of a task.
+/// The resource manager's record of a task.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TaskUse {
-    /// The task.
     pub tid: Tid,
-    /// The task at the top of its job.
+    /// First task of its job.
     pub job: Tid,
-    /// Its user.
+    /// User id of the task.
     pub user: u32,
-    /// Its program; empty for one from a command line.
+    /// Its program; empty for a task from a command line.
     pub program: String,
-    /// Name of the host where it runs, or ran last.
+    /// Name of the host on which it runs, or ran last.
     pub host: String,
-    /// When it began, in microseconds since 1970.
+    /// Start time, in microseconds since 1970.
     pub began: Micros,
-    /// When and how it ended.
+    /// Time and outcome of its end; `None` while it runs.
     pub ended: Option<(Micros, End)>,
-    /// What it used; known when it has ended.
+    /// Resources used; known only after its end.
     pub used: Usage,
-    /// Moves.
+    /// Number of migrations.
     pub moves: u32,
-    /// How often it had to go because of an owner: by a move, which counts there as well, or by its end.
+    /// Number of times that an owner evicted it, by a migration (which also counts in `moves`) or
+    /// by its end.
     pub evictions: u32,
-    /// It counts against the limits of its user and job.
+    /// True if it counts toward the limits of its user and job.
     pub counted: bool,
-    /// It is suspended.
+    /// Set while the task is suspended.
     pub suspended: Option<Suspended>,
-    /// How long it was suspended before that.
+    /// Total duration of earlier suspensions.
     pub stood: Micros,
 }
 
-/// What is kept of a job.
+/// The resource manager's record of a job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobUse {
-    /// The task at its top.
+    /// First task of the job.
     pub job: Tid,
-    /// Its user.
+    /// User id of the job.
     pub user: u32,
-    /// The program at its top; empty for one from a command line.
+    /// Program of the first task; empty for a task from a command line.
     pub program: String,
-    /// When it began, in microseconds since 1970.
+    /// Start time, in microseconds since 1970.
     pub began: Micros,
-    /// When its last task ended; `None` while one runs.
+    /// End of its last task; `None` while one runs.
     pub ended: Option<Micros>,
-    /// What its tasks came to.
+    /// Totals over its tasks.
     pub sums: Sums,
-    /// It is suspended, with all its tasks and those that it will have.
+    /// Set while the job is suspended, which includes tasks that it spawns later.
     pub suspended: Option<Suspended>,
 }
 
-/// What is kept of a user.
+/// The resource manager's record of a user.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct UserUse {
-    /// The user.
     pub user: u32,
-    /// What the user's tasks came to.
+    /// Totals over the user's tasks.
     pub sums: Sums,
-    /// The index of the Up-Down scheme; the lowest is served first.
+    /// Index of the Up-Down scheme; the user with the lowest index is served first.
     pub index: f64,
 }
 
-/// Sums over tasks.
+/// Totals over several tasks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sums {
-    /// Tasks begun.
+    /// Number of tasks started.
     pub tasks: u64,
-    /// Of them, those that run.
+    /// Number of tasks that still run.
     pub running: u64,
-    /// Those that ended otherwise than with status 0.
+    /// Number of tasks with an outcome other than exit status 0.
     pub failed: u64,
-    /// Processor time and largest size of those that have ended.
+    /// Processor time and largest memory size of all ended tasks.
     pub used: Usage,
-    /// Time between begin and end of those that have ended, all together, without that for which they were suspended.
+    /// Total time between start and end of all ended tasks, without their suspensions.
     pub wall: Micros,
-    /// Moves.
+    /// Number of migrations.
     pub moves: u64,
-    /// How often they had to go because of an owner: by a move, which counts there as well, or by their end.
+    /// Number of evictions by owners, by a migration (which also counts in `moves`) or by the end
+    /// of a task.
     pub evictions: u64,
 }
 
-/// Something that was decided, or that happened and on which decisions rest.
+/// A decision, or an event on which decisions are based.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Decision {
-    /// Rising.
+    /// Ascending number of the decision.
     pub number: u64,
-    /// When, in microseconds since 1970.
+    /// Time in microseconds since 1970.
     pub at: Micros,
-    /// What.
     pub what: Decided,
 }
 
-/// How places were chosen.
+/// The rule by which hosts were selected, or the reason why none was.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Choice {
     /// The request names the host.
     Asked,
-    /// One after another.
+    /// Round robin over the hosts.
     InTurn,
-    /// Where a task gets most of a processor.
+    /// The host on which a task gets the largest share of a processor.
     Load {
-        /// The first host.
+        /// The first selected host.
         host: String,
-        /// Thousandths of an ordinary processor there.
+        /// Usable speed of that host, in thousandths of an ordinary processor.
         permille: u64,
     },
-    /// By the number that the request prefers.
+    /// The request's rank expression decides.
     Rank,
-    /// All on one host.
+    /// All tasks on one host.
     SameHost,
-    /// Somebody else chose.
+    /// An external policy program decides.
     Chosen,
-    /// The user or the job has its share.
+    /// The limit of the user or job is reached.
     Limit,
-    /// The requirements are not understood.
+    /// The request's constraints are invalid.
     NotUnderstood,
     /// The request names no host of the virtual machine.
     NoSuchHost,
-    /// No host is free.
     NoneFree,
 }
 
-/// One attempt to find places.
+/// One attempt to select hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attempt {
-    /// How.
     pub choice: Choice,
-    /// The whole sentence.
+    /// The complete reason in one sentence.
     pub sentence: String,
-    /// Hosts that were not used.
+    /// Hosts that were rejected.
     pub not_used: Vec<NotUsed>,
 }
 
-/// A host that was not used.
+/// A host that was rejected for a placement.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NotUsed {
-    /// Its name.
     pub host: String,
-    /// Why.
     pub why: Excluded,
 }
 
-/// Why a host was not used.
+/// The reason why a host was rejected.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Excluded {
-    /// Another one was asked for.
+    /// The request names another host.
     NotAsked,
-    /// The architecture is another one.
+    /// The host has another architecture.
     Arch {
-        /// What the host is.
+        /// The host's architecture.
         has: String,
     },
-    /// Its owner is there.
+    /// The host's owner is present.
     Owner {
-        /// The watcher's sentence.
+        /// The load watcher's reason, in one sentence.
         why: String,
     },
-    /// A condition of the request does not hold there.
+    /// The host violates a constraint of the request.
     Unmet {
-        /// The condition.
         condition: String,
-        /// What the host has instead.
+        /// The host's actual value.
         has: String,
     },
-    /// It was lost or did not answer.
+    /// The host was lost or did not answer.
     NoAnswer,
-    /// Something else.
+    /// Any other reason.
     Other {
-        /// The sentence.
+        /// The reason in one sentence.
         why: String,
     },
 }
@@ -424,49 +411,49 @@ impl fmt::Display for Excluded {
     }
 }
 
-/// What holds of a host now.
+/// Current state of a host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HostNow {
-    /// It is not part of the virtual machine.
+    /// The host is not in the virtual machine.
     Gone,
-    /// Nothing is placed there.
+    /// No tasks are placed on the host.
     LeftOut {
-        /// Why, whether it is emptied or not.
+        /// The reason other than a drain, if there is one.
         why: Option<Excluded>,
-        /// Who has it emptied.
+        /// The task that requested a drain, if there is one.
         drained: Option<Tid>,
     },
-    /// It is used; what there is to say of it all the same.
+    /// The host is used; remarks about it.
     Used(Vec<String>),
 }
 
-/// A spawn that waits for a place.
+/// A spawn that waits for hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Waits {
-    /// The program.
+    /// The program to spawn.
     pub program: String,
-    /// Places that it needs.
+    /// Number of tasks to place.
     pub count: u32,
-    /// The task that asked.
+    /// The requesting task.
     pub by: Tid,
-    /// Its job.
+    /// Job of the requesting task.
     pub job: Tid,
-    /// Its user.
+    /// User id of the requesting task.
     pub user: u32,
-    /// Since when, in microseconds since 1970.
+    /// Start of the wait, in microseconds since 1970.
     pub since: Micros,
-    /// As the how manieth it is tried, from 1.
+    /// Position in the queue, from 1.
     pub turn: u32,
-    /// What came of it when it was tried last.
+    /// Result of the last attempt to place it.
     pub why: String,
 }
 
-/// What a move is expected to save and to cost, or has.
+/// Expected or actual benefit and cost of a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Expected {
-    /// What it saves all tasks concerned; 0 for moves that must be.
+    /// Time saved over all affected tasks; 0 for a migration that is mandatory.
     pub gain: Micros,
-    /// What it costs.
+    /// Time that the migration costs.
     pub cost: Micros,
 }
 
@@ -475,7 +462,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn questions_of_another_version_are_recognised_and_rubbish_is_an_error() {
+    fn other_versions_are_recognized_and_garbage_refused() {
         let bytes = pack(&Question::Jobs { user: Some(7) }).expect("it can be written");
         assert_eq!(
             unpack::<Question>(&bytes),
@@ -491,8 +478,10 @@ mod tests {
         assert!(unpack::<Question>(&bytes[..2]).is_err());
     }
 
+    /// A placement decision concerns its tasks, the used hosts and the rejected hosts, but not
+    /// hosts that the request does not name.
     #[test]
-    fn a_decision_is_about_its_tasks_and_the_hosts_that_it_used_or_left_out() {
+    fn decision_concerns_its_tasks_and_hosts() {
         let (job, tid) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         let left_out = NotUsed {
             host: "h3".into(),

@@ -1,7 +1,8 @@
-//! The documented messages between tasks, resource managers and daemons (`SM_*`), in PVM's default encoding.
+//! The documented messages between tasks, resource managers and daemons (`SM_*`), in PVM's default
+//! encoding.
 //!
-//! They are ordinary PVM messages in context 0, paired by their wait id, so that a resource manager written for PVM 3.4
-//! serves here and ours serves as any other.
+//! They are ordinary PVM messages in context 0, paired by their wait id. A resource manager written
+//! for PVM 3.4 works here, and Sempa's works with any PVM.
 
 use crate::body::{Encoding, Packer, Unpacker};
 use crate::error::{PvmError, PvmResult};
@@ -16,7 +17,7 @@ const BASE: i32 = 0x8004_0001_u32 as i32;
 pub const SM_SPAWN: i32 = BASE;
 /// Resource manager to daemon: start tasks here.
 pub const SM_EXEC: i32 = BASE + 1;
-/// Daemon to resource manager: what was started; also a task that connected by itself.
+/// Daemon to resource manager: tasks that were started, or a task that connected itself.
 pub const SM_EXECACK: i32 = BASE + 2;
 /// Task to resource manager and back: `pvm_tasks`.
 pub const SM_TASK: i32 = BASE + 3;
@@ -36,7 +37,7 @@ pub const SM_NOTIFY: i32 = BASE + 9;
 pub const SM_TASKX: i32 = BASE + 10;
 /// Master to its resource manager: a host left.
 pub const SM_HOSTX: i32 = BASE + 11;
-/// Resource manager to its daemon: another one takes over.
+/// Resource manager to its daemon: another resource manager takes over.
 pub const SM_HANDOFF: i32 = BASE + 12;
 /// Task to resource manager and back: `pvm_reg_rm`.
 pub const SM_SCHED: i32 = BASE + 13;
@@ -47,13 +48,16 @@ pub const SM_STHOSTACK: i32 = BASE + 15;
 /// Daemon to tasker: start a task.
 pub const SM_STTASK: i32 = BASE + 16;
 
-/// Resource manager to task, and not PVM's: a request [`SM_SPAWN`] waits for a place and nothing of it has been started, or it
-/// waits no more. A task that knows it may ask the next resource manager when this one dies.
+/// Resource manager to task, not in PVM: a request [`SM_SPAWN`] starts or stops waiting for hosts;
+/// no task of it has been started. If the resource manager dies, the task may send the request to
+/// the next one.
 pub const SM_SPAWN_WAITS: i32 = BASE + 0x100;
-/// Resource manager to task, and not PVM's: where the next tasks go that the task spawns by requests like the one that was
-/// answered under this wait id. It need not ask for these, see [`Grant`].
+/// Resource manager to task, not in PVM: the hosts for the task's next spawns by requests like the
+/// one that was answered under this wait id. The task can use them without a request, see
+/// [`Grant`].
 pub const SM_GRANT: i32 = BASE + 0x101;
-/// Daemon to resource manager, and not PVM's: tasks were started by a grant. The wait id is that of the grant.
+/// Daemon to resource manager, not in PVM: tasks were started by a placement lease. The wait id is
+/// that of the lease.
 pub const SM_GRANT_TAKEN: i32 = BASE + 0x102;
 
 /// Well-known mailbox class of resource managers.
@@ -64,7 +68,7 @@ pub const HOSTER_CLASS: &str = "###_PVM_HOSTER_###";
 pub const TASKER_CLASS: &str = "###_PVM_TASKER_###";
 /// Well-known mailbox class of the tracer.
 pub const TRACER_CLASS: &str = "###_PVM_TRACER_###";
-/// Well-known mailbox class of tasks that a reset spares.
+/// Well-known mailbox class of tasks that are exempt from a reset.
 pub const NO_RESET_CLASS: &str = "###_PVM_NO_RESET_###";
 
 fn pack_sink(out: &mut Packer, sink: Sink) {
@@ -96,38 +100,42 @@ fn unpack_time(from: &mut Unpacker) -> PvmResult<Micros> {
     Ok(Micros(word(from)? << 32 | word(from)?))
 }
 
-/// Body of [`SM_SPAWN_WAITS`]: the time of day since which the request waits; `None`: it waits no more.
+/// Encodes the body of [`SM_SPAWN_WAITS`]: the time of day since which the request waits; `None`:
+/// it has stopped waiting.
 pub fn pack_waits(since: Option<Micros>) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     pack_time(&mut out, since.unwrap_or_default());
     out.finish()
 }
 
-/// Reads [`SM_SPAWN_WAITS`].
+/// Decodes [`SM_SPAWN_WAITS`].
 ///
 /// # Errors
-/// [`PvmError::NoData`] when the body is not one.
+/// [`PvmError::NoData`] if the body is too short.
 pub fn unpack_waits(body: Bytes) -> PvmResult<Option<Micros>> {
     Ok(Some(unpack_time(&mut Unpacker::xdr(body))?).filter(|at| *at != Micros::default()))
 }
 
-/// Places that a grant names at most.
+/// Largest number of hosts in a placement lease.
 pub const GRANT_HOSTS_MAX: usize = 3 * GRANT_COUNT_MAX;
-/// Tasks that a request asks for at most, if others like it are to be granted. For more of them, asking takes little beside starting.
+/// Largest number of tasks in a request that can get a placement lease. For larger requests the
+/// round trip is short compared to the start of the tasks.
 pub const GRANT_COUNT_MAX: usize = 16;
 
-/// A resource manager's answer to requests that were not made yet: a task that spawns again and again, by requests for as many
-/// tasks with the same program, place, flags and environment, need not ask for each. After Condor's claims,
-/// by which a queue starts job after job on a machine without a word to the matchmaker.
+/// A placement lease: hosts that a resource manager assigns to future requests.
+///
+/// A task that spawns repeatedly, by requests for the same number of tasks with the same program,
+/// place, flags and environment, need not ask for each. Modeled on Condor's claims, by which a
+/// queue starts successive jobs on a machine without asking the matchmaker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Grant {
-    /// The hosts of the next tasks, in their order; [`GRANT_HOSTS_MAX`] at most.
+    /// Hosts of the next tasks, in this order; at most [`GRANT_HOSTS_MAX`].
     pub hosts: Vec<HostId>,
-    /// How long after the last such request it holds.
+    /// Time for which the lease is valid after the last such request.
     pub span: Micros,
 }
 
-/// Body of [`SM_GRANT`].
+/// Encodes the body of [`SM_GRANT`].
 pub fn pack_grant(grant: &Grant) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     pack_time(&mut out, grant.span);
@@ -136,10 +144,10 @@ pub fn pack_grant(grant: &Grant) -> Bytes {
     out.finish()
 }
 
-/// Reads [`SM_GRANT`].
+/// Decodes [`SM_GRANT`].
 ///
 /// # Errors
-/// [`PvmError::NoData`] or [`PvmError::BadMsg`] when the body is not one.
+/// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
 pub fn unpack_grant(body: Bytes) -> PvmResult<Grant> {
     let mut from = Unpacker::xdr(body);
     let (span, count) = (unpack_time(&mut from)?, from.int()?);
@@ -156,16 +164,16 @@ pub fn unpack_grant(body: Bytes) -> PvmResult<Grant> {
     })
 }
 
-/// Tasks that were started by a grant, by one request.
+/// Tasks that one request started by a placement lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Taken {
-    /// Who spawned them.
+    /// The task that spawned them.
     pub by: Tid,
-    /// Where each was started; [`GRANT_COUNT_MAX`] at most.
+    /// Host and tid of each task; at most [`GRANT_COUNT_MAX`].
     pub tasks: Vec<(HostId, Tid)>,
 }
 
-/// Body of [`SM_GRANT_TAKEN`].
+/// Encodes the body of [`SM_GRANT_TAKEN`].
 pub fn pack_taken(taken: &Taken) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     out.int(taken.by.raw()).int(taken.tasks.len() as i32);
@@ -175,10 +183,10 @@ pub fn pack_taken(taken: &Taken) -> Bytes {
     out.finish()
 }
 
-/// Reads [`SM_GRANT_TAKEN`].
+/// Decodes [`SM_GRANT_TAKEN`].
 ///
 /// # Errors
-/// [`PvmError::NoData`] or [`PvmError::BadMsg`] when the body is not one.
+/// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
 pub fn unpack_taken(body: Bytes) -> PvmResult<Taken> {
     let mut from = Unpacker::xdr(body);
     let (by, count) = (Tid::from_raw(from.int()?), from.int()?);
@@ -203,7 +211,8 @@ pub fn unpack_taken(body: Bytes) -> PvmResult<Taken> {
     Ok(Taken { by, tasks })
 }
 
-/// Body of a request [`SM_SPAWN`]; `since` when a resource manager that has died had let it wait since then.
+/// Encodes the body of a request [`SM_SPAWN`]. `since` is set if a previous resource manager, which
+/// has died, let the request wait since then.
 pub fn pack_spawn(request: &SpawnRequest, since: Option<Micros>) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     out.str(request.file.as_bytes())
@@ -215,16 +224,17 @@ pub fn pack_spawn(request: &SpawnRequest, since: Option<Micros>) -> Bytes {
     pack_sink(&mut out, request.trace);
     out.strs(&request.env);
     if let Some(since) = since {
-        // Ours, behind what PVM reads.
+        // Not in PVM, which ignores bytes after its own fields.
         pack_time(&mut out, since);
     }
     out.finish()
 }
 
-/// Reads a request [`SM_SPAWN`], and since when it waits if another resource manager had let it wait.
+/// Decodes a request [`SM_SPAWN`], and the time since which it has been waiting with another
+/// resource manager.
 ///
 /// # Errors
-/// [`PvmError::NoData`] or [`PvmError::BadMsg`] when the body is not one.
+/// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
 pub fn unpack_spawn(body: Bytes) -> PvmResult<(SpawnRequest, Option<Micros>)> {
     let mut from = Unpacker::xdr(body);
     let (file, flags, place) = (from.string()?, from.int()?, from.string()?);
@@ -252,8 +262,8 @@ pub fn unpack_spawn(body: Bytes) -> PvmResult<(SpawnRequest, Option<Micros>)> {
     ))
 }
 
-/// Body of [`SM_EXEC`]: start these tasks on the daemon's host for `parent`. `first` and `total` are the position of
-/// these tasks in the whole spawn.
+/// Encodes the body of [`SM_EXEC`]: start these tasks on the daemon's host for `parent`. `first`
+/// and `total` are the position of these tasks in the whole spawn.
 pub fn pack_exec(parent: Tid, request: &SpawnRequest, first: i32, total: i32) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     out.int(parent.raw())
@@ -264,15 +274,16 @@ pub fn pack_exec(parent: Tid, request: &SpawnRequest, first: i32, total: i32) ->
     pack_sink(&mut out, request.output);
     pack_sink(&mut out, request.trace);
     out.strs(&request.env).int(first).int(total);
-    // Ours, behind what PVM reads: the working directory part of `place`, which PVM carries nowhere.
+    // Not in PVM, which ignores bytes after its own fields: the working directory part of `place`.
     out.str(request.place.as_bytes());
     out.finish()
 }
 
-/// Reads [`SM_EXEC`]. The two trailing ints must be there; their values, and what follows, may be anything.
+/// Decodes [`SM_EXEC`]. The two trailing ints must be present; their values, and any bytes after
+/// them, are not checked.
 ///
 /// # Errors
-/// [`PvmError::NoData`] or [`PvmError::BadMsg`] when the body is not one.
+/// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
 pub fn unpack_exec(body: Bytes) -> PvmResult<(Tid, SpawnRequest)> {
     let mut from = Unpacker::xdr(body);
     let parent = Tid::from_raw(from.int()?);
@@ -302,7 +313,8 @@ pub fn unpack_exec(body: Bytes) -> PvmResult<(Tid, SpawnRequest)> {
     ))
 }
 
-/// Body of the replies [`SM_SPAWN`] and [`SM_EXECACK`]: a count, then a tid or an error code for each.
+/// Encodes the body of the replies [`SM_SPAWN`] and [`SM_EXECACK`]: a count, then a tid or an error
+/// code for each task.
 pub fn pack_tids(results: &[Result<Tid, PvmError>]) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     out.int(results.len() as i32);
@@ -314,7 +326,7 @@ pub fn pack_tids(results: &[Result<Tid, PvmError>]) -> Bytes {
     out.finish()
 }
 
-/// Reads what [`pack_tids`] wrote.
+/// Decodes the result of [`pack_tids`].
 ///
 /// # Errors
 /// The code that the peer sent in place of the count, [`PvmError::NoData`] or [`PvmError::BadMsg`].
@@ -336,24 +348,25 @@ pub fn unpack_tids(body: Bytes) -> PvmResult<Vec<Result<Tid, PvmError>>> {
     Ok(words.into_iter().map(tid).collect())
 }
 
-/// A task for a tasker to start.
+/// A request to a tasker to start a task.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TaskOrder {
-    /// The task it becomes.
+    /// Tid of the new task.
     pub tid: Tid,
     /// `PvmTask*` bits.
     pub flags: i32,
     /// Absolute path of the program.
     pub path: Vec<u8>,
-    /// All arguments, argv[0] included.
+    /// All arguments, including argv[0].
     pub argv: Vec<Vec<u8>>,
     /// Additions to the tasker's own environment; `PVMEPID` comes first.
     pub env: Vec<Vec<u8>>,
-    /// Its position among the tasks of this order, how many those are, and how many the whole spawn has.
+    /// Position of the task in this request, number of tasks in this request, number of tasks in
+    /// the whole spawn.
     pub position: [i32; 3],
 }
 
-/// Body of [`SM_STTASK`].
+/// Encodes the body of [`SM_STTASK`].
 pub fn pack_task_order(order: &TaskOrder) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     out.int(order.tid.raw()).int(order.flags).str(&order.path);
@@ -361,18 +374,17 @@ pub fn pack_task_order(order: &TaskOrder) -> Bytes {
     out.finish()
 }
 
-/// What a tasker says of a task that has ended, or could not be started.
+/// A tasker's report about a task that has ended or could not be started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TaskEnd {
-    /// The task.
     pub tid: Tid,
-    /// Wait status.
+    /// Wait status of its process.
     pub status: i32,
-    /// What it used.
+    /// Resources that it used.
     pub used: Usage,
 }
 
-/// Body of [`SM_TASKX`].
+/// Encodes the body of [`SM_TASKX`].
 pub fn pack_task_end(end: &TaskEnd) -> Bytes {
     let (seconds, rest) = (
         |t: Micros| (t.0 / 1_000_000) as i32,
@@ -391,10 +403,10 @@ pub fn pack_task_end(end: &TaskEnd) -> Bytes {
     out.finish()
 }
 
-/// Reads [`SM_TASKX`]. The times may be missing.
+/// Decodes [`SM_TASKX`]. The times may be missing.
 ///
 /// # Errors
-/// [`PvmError::NoData`] when tid or status are missing.
+/// [`PvmError::NoData`] if tid or status are missing.
 pub fn unpack_task_end(body: Bytes) -> PvmResult<TaskEnd> {
     let mut from = Unpacker::xdr(body);
     let (tid, status) = (Tid::from_raw(from.int()?), from.int()?);
@@ -417,22 +429,22 @@ pub fn unpack_task_end(body: Bytes) -> PvmResult<TaskEnd> {
     })
 }
 
-/// A daemon for a hoster to start on another host.
+/// A request to a hoster to start a daemon on another host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostOrder {
     /// Tid of the new host.
     pub host: Tid,
-    /// Value of the host option `so=`; empty without.
+    /// Value of the host option `so=`; empty without it.
     pub option: String,
-    /// Where to log in: `host` or `user@host`.
+    /// Login name for ssh: `host` or `user@host`.
     pub login: String,
-    /// What to run there.
+    /// Command to run on the host.
     pub command: String,
-    /// What goes to its standard input as `PVM_VMID=…`; empty for nothing.
+    /// Sent to the command's standard input as `PVM_VMID=…`; empty: nothing is sent.
     pub vmid: String,
 }
 
-/// Body of [`SM_STHOST`].
+/// Encodes the body of [`SM_STHOST`].
 pub fn pack_host_orders(orders: &[HostOrder]) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     out.int(orders.len() as i32);
@@ -440,7 +452,7 @@ pub fn pack_host_orders(orders: &[HostOrder]) -> Bytes {
         out.int(order.host.raw())
             .str(order.option.as_bytes())
             .str(order.login.as_bytes());
-        // There is no other command for Windows.
+        // The command for Windows hosts is always empty.
         out.str(order.command.as_bytes())
             .str(b"")
             .str(order.vmid.as_bytes());
@@ -448,10 +460,11 @@ pub fn pack_host_orders(orders: &[HostOrder]) -> Bytes {
     out.finish()
 }
 
-/// Reads [`SM_STHOSTACK`]: hosts, and for each the line that the daemon there said, or the name of an error.
+/// Decodes [`SM_STHOSTACK`]: for each host the line that the daemon there printed, or the name of
+/// an error.
 ///
 /// # Errors
-/// [`PvmError::NoData`] or [`PvmError::BadMsg`] when the body is not one.
+/// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
 pub fn unpack_host_answers(body: Bytes) -> PvmResult<Vec<(Tid, String)>> {
     let mut from = Unpacker::xdr(body);
     let count = usize::try_from(from.int()?).map_err(|_| PvmError::BadMsg)?;
@@ -485,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn spawn_and_exec_come_back_as_sent() {
+    fn spawn_and_exec_round_trip() {
         assert_eq!(
             unpack_spawn(pack_spawn(&request(), None)),
             Ok((request(), None))
@@ -510,7 +523,7 @@ mod tests {
     }
 
     #[test]
-    fn exec_needs_the_two_trailing_ints_and_nothing_more() {
+    fn exec_requires_only_the_two_trailing_ints() {
         let whole = pack_exec(Tid::NONE, &request(), 0, 3);
         let mut place = Packer::new(Encoding::Xdr);
         place.str(request().place.as_bytes());
@@ -526,7 +539,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_task_is_read_as_it_was_written_and_without_its_times() {
+    fn task_exit_round_trips_and_times_are_optional() {
         let used = Usage {
             user: Micros(1_500_000),
             system: Micros(7),
@@ -551,7 +564,7 @@ mod tests {
     }
 
     #[test]
-    fn hostile_answers_of_hosters_are_errors() {
+    fn hostile_hoster_replies_are_refused() {
         for count in [-1, i32::MAX] {
             let mut out = Packer::new(Encoding::Xdr);
             out.int(count);

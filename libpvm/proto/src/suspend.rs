@@ -1,4 +1,5 @@
-//! Who wants a task to stand still, and why: it does until somebody lets it go on, wherever it is moved meanwhile.
+//! Suspension of tasks by users and by the resource manager. A suspended task stays stopped, also
+//! through migrations, until it is resumed.
 
 use crate::event::EventKind;
 use crate::ids::Tid;
@@ -6,23 +7,22 @@ use crate::text::cut;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// That somebody wants a task suspended, or to go on.
+/// A request to suspend or resume a task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Order {
-    /// The task.
     pub tid: Tid,
-    /// False: let it go on.
+    /// False: resume the task.
     pub suspend: bool,
-    /// Why.
     pub cause: Cause,
 }
 
-/// For whom a task stands still. It goes on when it is for nobody.
+/// The suspensions of a task. It runs when there are none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holds {
-    /// Who asked for it, or for its whole job.
+    /// The task that requested the suspension of this task or its job.
     pub asked: Option<Tid>,
-    /// It gives way to another user: a resource manager's own decision, which ends when nobody can take it back any more.
+    /// The resource manager preempted the task in favor of another user. The suspension ends when
+    /// that resource manager is gone, because only it can lift it.
     pub gives_way: bool,
 }
 
@@ -33,12 +33,16 @@ impl Holds {
         self.asked.is_some() || self.gives_way
     }
 
-    /// What holds after this order. Whoever asks for a task to go on is not told to wait for others; a whole job that goes on
-    /// takes back nothing of what its tasks have given way, and the end of giving way nothing of what somebody asked for.
+    /// Returns the suspensions after this request.
+    ///
+    /// - A request to resume this task lifts all suspensions.
+    /// - A request to resume the whole job does not lift a preemption.
+    /// - The end of a preemption does not lift a requested suspension.
     #[must_use]
     pub fn after(self, order: &Order) -> Holds {
         match (&order.cause, order.suspend) {
-            // Also when it does not give way any more: a user may have let it go on and suspended it since.
+            // Valid without a preemption, too: a user may have resumed the task and suspended it
+            // again since.
             (Cause::Share { .. }, suspend) => Holds {
                 gives_way: suspend,
                 ..self
@@ -55,14 +59,15 @@ impl Holds {
         }
     }
 
-    /// What an order has changed, for the event log; `None` if the task stands still as before, or goes on as before.
+    /// Returns the event for the change that a request caused; `None` if the task stays suspended
+    /// or stays running.
     #[must_use]
     pub fn change(self, after: Holds, order: &Order) -> Option<EventKind> {
         let Order { tid, cause, .. } = order.clone();
         match (self.any(), after.any()) {
             (false, true) => Some(EventKind::Suspended { tid, cause }),
             (true, false) => Some(EventKind::Resumed { tid, cause }),
-            // It gives way no more, and stands still all the same.
+            // The preemption has ended, but the task stays suspended by request.
             (true, true) if self.gives_way && !after.gives_way => {
                 after.asked.map(|by| EventKind::Suspended {
                     tid,
@@ -74,31 +79,30 @@ impl Holds {
     }
 }
 
-/// Bytes of a sentence in [`Cause::Share`] at most; the rest is cut.
+/// Largest size of the sentence in [`Cause::Share`]; longer ones are truncated.
 pub const WHY_BYTES_MAX: usize = 512;
 
-/// Why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Cause {
-    /// A program asked for this task.
+    /// A program requested it for this task.
     Asked {
-        /// The task that asked.
+        /// The task that sent the request.
         by: Tid,
     },
-    /// Somebody asked for its whole job.
+    /// A request for the whole job.
     Job {
-        /// The task that asked.
+        /// The task that sent the request.
         by: Tid,
     },
-    /// It gives way to a user who has taken less, or need not any more.
+    /// The task was preempted for a user with a smaller share, or this preemption has ended.
     Share {
-        /// The resource manager's sentence.
+        /// The resource manager's reason, in one sentence.
         why: String,
     },
 }
 
 impl Cause {
-    /// With no more than [`WHY_BYTES_MAX`] bytes of a sentence.
+    /// Truncates the sentence to [`WHY_BYTES_MAX`] bytes.
     #[must_use]
     pub fn cut(mut self) -> Cause {
         if let Cause::Share { why } = &mut self {
@@ -122,8 +126,10 @@ impl fmt::Display for Cause {
 mod tests {
     use super::*;
 
+    /// A task is suspended while any cause remains; a resume request for the task itself lifts all
+    /// of them.
     #[test]
-    fn a_task_stands_still_while_anybody_wants_it_and_goes_on_at_once_for_who_asks_for_it_alone() {
+    fn direct_resume_lifts_all_suspensions() {
         let by = Tid::from_raw(0x40001);
         let (asked, job, share) = (
             Cause::Asked { by },

@@ -1,9 +1,10 @@
 //! Control messages between a task's library and the daemon of its host, over a Unix stream socket.
 //!
-//! The first frame from a task is [`ToDaemon::Hello`]; the daemon answers [`ToTask::Welcome`] or [`ToTask::Refused`].
-//! After that both sides send what they like: control frames and link frames ([`crate::link`]). The socket is reliable, so
-//! control messages are not numbered; requests carry an id because their replies come when they are ready, possibly
-//! from another daemon after the task has moved.
+//! The task's first frame is [`ToDaemon::Hello`]; the daemon answers [`ToTask::Welcome`] or
+//! [`ToTask::Refused`]. Afterwards both sides send control frames and link frames ([`crate::link`])
+//! at any time. The socket is reliable, so control messages are not numbered. Requests carry an id,
+//! because replies come when they are ready, possibly from another daemon after the task has
+//! migrated.
 
 mod spawn;
 
@@ -29,212 +30,192 @@ use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
 use std::path::PathBuf;
 
-/// First bytes of a [`Hello`]: tells a task of ours from anything else that finds the socket.
+/// First bytes of a [`Hello`]. They distinguish a task from any other program that connects to the
+/// socket.
 pub const TASK_MAGIC: [u8; 4] = *b"SMPT";
 
-/// Requests a task may have unanswered; the daemon refuses more with [`PvmError::OutOfRes`].
+/// Unanswered requests that a task may have; the daemon refuses more with [`PvmError::OutOfRes`].
 pub const REQUESTS_OPEN_MAX: usize = 4096;
-/// Names, patterns and host lines a task may send, in bytes each.
+/// Largest size of each name, pattern and host line that a task may send.
 pub const NAME_BYTES_MAX: usize = 64 << 10;
 
-/// File status flag (`O_APPEND`) by which a task's library marks its connections: to the daemon, and to other tasks. It means
-/// nothing for a socket; whoever looks at the task sees by it which connections the library closes before a move, and in a forked
-/// child.
+/// File status flag (`O_APPEND`) by which a task's library marks its connections to the daemon and
+/// to other tasks. It has no effect on a socket. An inspector of the task recognizes by it the
+/// connections that the library closes before a migration and in a forked child.
 pub const LIBRARY_SOCKET_FLAG: i32 = 0o2000;
 
-/// A number that a spawned process presents to claim its tid (environment variable `PVMEPID`), always positive.
+/// Number by which a spawned process claims its tid (environment variable `PVMEPID`); always
+/// positive.
 pub type ExpectedPid = i32;
 
-/// How far one end of a link has sent, for the order of notifications.
+/// Position up to which one end of a link has sent. Orders notifications after messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LinkMark {
-    /// The other end.
     pub peer: Tid,
-    /// Number after the last fragment sent to it.
+    /// Number after the last fragment sent to the peer.
     pub end: u64,
 }
 
-/// Who is connecting.
+/// Identity of a connecting process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Claim {
-    /// Nobody, who only wants to know whether a daemon is at work here. It refuses that; one that ends says nothing.
+    /// A probe for a running daemon. A running daemon refuses it; a daemon that is ending sends no
+    /// answer.
     Nobody,
-    /// A process that was not started by the virtual machine.
+    /// A process that the virtual machine did not start.
     New,
     /// A process that the daemon started.
     Spawned {
-        /// The number from its environment.
+        /// The number from the environment of the process.
         epid: ExpectedPid,
     },
-    /// A task that let go of its daemon for a move, here or elsewhere.
+    /// A task that closed its daemon connection for a migration, on this host or another one.
     Resume {
-        /// The task.
         tid: Tid,
-        /// The move.
         migration: MigrationId,
     },
 }
 
-/// What a task from a command line wants when its daemon ends. Tasks that a daemon or a tasker started end with it in any
-/// case.
+/// Behavior of a task from a command line when its daemon ends. Tasks that a daemon or a tasker
+/// started always end with it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AtEnd {
-    /// SIGTERM, as PVM does it: a program of PVM's interface waits for nothing else.
+    /// SIGTERM, as in PVM: a program of PVM's interface expects nothing else.
     #[default]
     Signalled,
-    /// Its calls tell it (`PvmSysErr`); its process has other things to do.
+    /// No signal; subsequent PVM calls return `PvmSysErr`. For a process that has other work to do.
     Told,
 }
 
-/// The first frame of a task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// [`TASK_MAGIC`].
+    /// Must be [`TASK_MAGIC`].
     pub magic: [u8; 4],
-    /// [`crate::WIRE_VERSION`].
+    /// Must be [`crate::WIRE_VERSION`].
     pub version: u16,
-    /// Who it is.
     pub claim: Claim,
-    /// Its process number as it sees it itself.
+    /// Process id in the process's own PID namespace.
     pub pid: i32,
-    /// Name of its program.
     pub program: String,
-    /// What it wants when the daemon ends.
+    /// Behavior when the daemon ends.
     pub at_end: AtEnd,
 }
 
-/// Where output or trace records of a task go: a task, a context and a tag. `tid` NONE: the log.
+/// Destination of a task's output or trace records: a task, a context and a tag. `tid` NONE: the
+/// log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sink {
-    /// The collecting task.
     pub tid: Tid,
-    /// Context of the messages.
     pub ctx: i32,
-    /// Tag of the messages.
     pub tag: i32,
 }
 
-/// What a notification is about (`pvm_notify`).
+/// The subject of a notification (`pvm_notify`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NotifyWhat {
-    /// One message for each task when it ends.
+    /// One message for each of these tasks when it ends.
     TaskExit(Vec<Tid>),
-    /// One message for each host when it leaves; host tids as given by the caller.
+    /// One message for each host that leaves; host tids as the caller passed them.
     HostDelete(Vec<Tid>),
-    /// A message whenever hosts join; `count` messages, −1 without end, 0 cancels.
+    /// One message whenever hosts join.
     HostAdd {
-        /// How many messages.
+        /// Number of messages; −1: unlimited, 0: cancel.
         count: i32,
     },
 }
 
-/// A notification request.
+/// A request of `pvm_notify`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NotifyRequest {
-    /// About what.
     pub what: NotifyWhat,
-    /// Context of the messages.
     pub ctx: i32,
-    /// Tag of the messages.
     pub tag: i32,
-    /// Take back an earlier request instead.
+    /// Cancels an earlier request instead.
     pub cancel: bool,
 }
 
-/// Operations on the mailbox of the virtual machine (`pvm_putinfo` and friends).
+/// An operation on the mailbox of the virtual machine (`pvm_putinfo` and related calls).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MailboxRequest {
-    /// Store a message.
     Put {
-        /// Class.
+        /// Mailbox class.
         name: String,
         /// `PvmMbox*` bits.
         flags: i32,
-        /// The message.
         message: Message,
     },
-    /// Fetch a message.
     Take {
-        /// Class.
+        /// Mailbox class.
         name: String,
-        /// Index.
         index: i32,
         /// `PvmMbox*` bits.
         flags: i32,
     },
-    /// Remove an entry.
     Delete {
-        /// Class.
+        /// Mailbox class.
         name: String,
-        /// Index.
         index: i32,
     },
-    /// Remove persistent entries that nobody owns.
+    /// Removes persistent entries that have no owner.
     Clean {
-        /// Class; empty for all.
+        /// Mailbox class; empty for all classes.
         name: String,
-        /// Only this index.
+        /// Restricts the removal to this index.
         index: Option<i32>,
     },
-    /// List classes that match a pattern.
+    /// Lists the classes that match a pattern.
     List {
-        /// Pattern; empty for all.
+        /// Pattern; empty for all classes.
         pattern: String,
     },
 }
 
-/// One class of the mailbox.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MailboxClass {
-    /// Its name.
     pub name: String,
-    /// Its entries: index, owner, flags.
+    /// Index, owner and flags of each entry.
     pub entries: Vec<(i32, Tid, i32)>,
 }
 
-/// Which requests a resource manager wants to serve; the daemon goes on serving the others.
+/// Requests that a resource manager serves; the daemon continues to serve all others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RmServes {
     /// Placement of spawns (`SM_SPAWN`).
     pub spawn: bool,
     /// All others: `SM_CONFIG`, `SM_ADDHOST`, `SM_DELHOST`, `SM_TASK`, `SM_NOTIFY`.
     pub others: bool,
-    /// It is told of the ends of its tasks (`SM_TASKX`). One that follows the event log knows of them.
+    /// Exits of its tasks (`SM_TASKX`). A resource manager that follows the event log does not need
+    /// them.
     pub ends: bool,
 }
 
-/// The resource manager that a task is to ask.
+/// The resource manager that a task must ask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RmInfo {
-    /// Its task.
     pub tid: Tid,
-    /// What it serves.
     pub serves: RmServes,
 }
 
-/// A service that a task may do in the place of its daemon.
+/// A service that a task provides instead of its daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Service {
-    /// Starting daemons on other hosts (`pvm_reg_hoster`); on the master only.
+    /// Starts daemons on other hosts (`pvm_reg_hoster`); only on the master.
     Hoster,
-    /// Starting tasks on its host (`pvm_reg_tasker`).
+    /// Starts tasks on its host (`pvm_reg_tasker`).
     Tasker,
 }
 
-/// What a tracer wants of the tasks that have no other place for their output and trace (`pvm_reg_tracer`).
+/// Settings of a tracer (`pvm_reg_tracer`) for tasks without another destination for output and
+/// trace records.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TracerSettings {
-    /// Context of trace messages.
     pub trace_ctx: i32,
-    /// Tag of trace messages.
     pub trace_tag: i32,
-    /// Context of output messages.
     pub out_ctx: i32,
-    /// Tag of output messages.
     pub out_tag: i32,
-    /// The events that are wanted, as in `PVMTMASK`.
+    /// Traced events, encoded as in `PVMTMASK`.
     pub mask: Vec<u8>,
-    /// Bytes that a task collects before it sends.
+    /// Bytes that a task buffers before it sends trace records.
     pub buffer: i32,
     /// `PvmTrace*` option.
     pub options: i32,
@@ -243,14 +224,11 @@ pub struct TracerSettings {
 /// The tracer of the virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TracerInfo {
-    /// Its task.
     pub tid: Tid,
-    /// What it wants.
     pub settings: TracerSettings,
 }
 
 impl TracerInfo {
-    /// Where trace records go.
     pub fn trace(&self) -> Sink {
         Sink {
             tid: self.tid,
@@ -259,7 +237,6 @@ impl TracerInfo {
         }
     }
 
-    /// Where output goes.
     pub fn output(&self) -> Sink {
         Sink {
             tid: self.tid,
@@ -269,376 +246,357 @@ impl TracerInfo {
     }
 }
 
-/// Numbers in one `pvm_tickle` at most.
+/// Largest number of integers in one `pvm_tickle`.
 pub const TICKLE_WORDS_MAX: usize = 10;
 
-/// What a task asks its daemon.
+/// A request of a task to its daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Request {
-    /// Leave the virtual machine (`pvm_exit`). All that was sent has been put on the socket before. → [`Reply::Done`]
+    /// Leaves the virtual machine (`pvm_exit`). Everything that the task sent precedes this request
+    /// on the socket. → [`Reply::Done`]
     Exit {
-        /// How far each link has sent.
+        /// Send position of each link.
         marks: Vec<LinkMark>,
     },
-    /// → [`Reply::Hosts`]
+    /// Lists the hosts. → [`Reply::Hosts`]
     Config,
-    /// All hosts (0), one host (host tid) or one task. → [`Reply::Tasks`]
+    /// Lists the tasks of all hosts (0) or of one host (host tid), or one task. → [`Reply::Tasks`]
     Tasks {
-        /// The filter.
+        /// 0, a host tid or a task.
         selector: Tid,
     },
-    /// Place and start without a resource manager. → [`Reply::Spawned`]
+    /// Places and starts tasks without a resource manager. → [`Reply::Spawned`]
     Spawn(SpawnRequest),
-    /// Host-file lines. → [`Reply::HostsAdded`]
+    /// Adds hosts by host-file lines. → [`Reply::HostsAdded`]
     AddHosts {
         /// One line per host.
         lines: Vec<String>,
     },
-    /// → [`Reply::HostsDeleted`]
+    /// Removes hosts by name. → [`Reply::HostsDeleted`]
     DelHosts {
-        /// Host names.
         names: Vec<String>,
     },
-    /// → [`Reply::Done`] or [`Reply::Failed`]
+    /// Checks whether a host is alive. → [`Reply::Done`] or [`Reply::Failed`]
     HostStatus {
         /// Host name; `.` is the task's own.
         name: String,
     },
-    /// → [`Reply::Done`] or [`Reply::Failed`]
+    /// Checks whether a task is alive. → [`Reply::Done`] or [`Reply::Failed`]
     TaskStatus {
-        /// The task.
         tid: Tid,
     },
-    /// → [`Reply::Done`]
+    /// Sends a signal to a task. → [`Reply::Done`]
     Signal {
-        /// The task.
         tid: Tid,
-        /// Signal number.
         signal: i32,
     },
-    /// Has a task stand still until somebody lets it go on; it stays so through moves. A task from a command line, or
-    /// one that serves the virtual machine, is not suspended. → [`Reply::Done`], also for one that is so already, or
-    /// [`Reply::Failed`]
+    /// Suspends a task until a request resumes it; it stays suspended when it migrates. Fails for a
+    /// task from a command line and for one that serves the virtual machine. → [`Reply::Done`],
+    /// also if the state does not change, or [`Reply::Failed`]
     Suspend {
-        /// The task.
         tid: Tid,
-        /// False: let it go on.
+        /// False: resumes the task.
         suspend: bool,
-        /// The resource manager's reason when it is one that asks; `None`: asked by the caller.
+        /// Reason of the resource manager; `None`: the caller requests it.
         cause: Option<crate::suspend::Cause>,
     },
-    /// → [`Reply::Done`]
+    /// Requests or cancels notifications. → [`Reply::Done`]
     Notify(NotifyRequest),
-    /// Stop the whole virtual machine. → [`Reply::Done`], then the socket closes.
+    /// Stops the whole virtual machine. → [`Reply::Done`], then the socket closes.
     Halt,
-    /// Become the resource manager of this daemon. → [`Reply::Rm`]
+    /// Registers the task as the resource manager of this daemon. → [`Reply::Rm`]
     RegisterRm(RmServes),
-    /// → [`Reply::Mailbox`], [`Reply::MailboxIndex`], [`Reply::MailboxClasses`], [`Reply::Done`]
+    /// Accesses the mailbox. → [`Reply::Mailbox`], [`Reply::MailboxIndex`],
+    /// [`Reply::MailboxClasses`], [`Reply::Done`]
     Mailbox(MailboxRequest),
-    /// → [`Reply::Group`]
+    /// Asks the group service. → [`Reply::Group`]
     Group(GroupRequest),
-    /// → [`Reply::Context`]
+    /// Allocates a context. → [`Reply::Context`]
     NewContext,
-    /// → [`Reply::Done`] or [`Reply::Failed`]
+    /// Releases a context. → [`Reply::Done`] or [`Reply::Failed`]
     FreeContext {
-        /// The context.
         ctx: i32,
     },
-    /// → [`Reply::Clock`]
+    /// Reads the clock of a host. → [`Reply::Clock`]
     HostSync {
         /// Host tid.
         host: Tid,
     },
-    /// Where this task's own output goes from now on. → [`Reply::Done`]
+    /// Sets the destination of this task's own output. → [`Reply::Done`]
     SetOutput(Sink),
-    /// Remove what a reset removes; with `kill` end all tasks but the caller and those that asked not to be. → [`Reply::Done`]
+    /// Resets the virtual machine: removes persistent mailbox entries without an owner. →
+    /// [`Reply::Done`]
     Reset {
-        /// End tasks as well.
+        /// Also ends all spawned tasks except the caller, the resource manager and those that
+        /// requested exemption.
         kill: bool,
     },
-    /// Move a task. → [`Reply::MoveStarted`] at once, or with `wait` [`Reply::Moved`] when it has ended.
+    /// Migrates a task. → [`Reply::MoveStarted`] immediately, or with `wait` [`Reply::Moved`] when
+    /// the migration has ended.
     Migrate {
-        /// The task.
         tid: Tid,
         /// Host name, or host tid in hex as `t80000`.
         to: String,
-        /// The resource manager's reason when it is one that asks; `None`: asked by the caller.
+        /// Reason of the resource manager; `None`: the caller requests it.
         cause: Option<crate::migration::Cause>,
-        /// Answer only when the move has ended.
+        /// Reply only when the migration has ended.
         wait: bool,
     },
-    /// Which hosts would take a task? Nothing changes anywhere. → [`Reply::Survey`]
+    /// Asks which hosts would accept a task; nothing changes. → [`Reply::Survey`]
     CanMigrate {
-        /// The task.
         tid: Tid,
-        /// Only this one: host name, or host tid in hex as `t80000`.
+        /// Asks only this host: its name, or its host tid in hex as `t80000`.
         to: Option<String>,
     },
-    /// What foreign tasks may do on this host, as its owner wants it; from a load watcher. → [`Reply::Done`]
+    /// Sets the permissions of guests on this host; sent by a load watcher for the host's owner. →
+    /// [`Reply::Done`]
     Guests(crate::owner::GuestsWord),
-    /// The log from an entry on. → [`Reply::Events`]
+    /// Reads the event log. → [`Reply::Events`]
     Events {
-        /// First number wanted.
+        /// Number of the first event to return.
         from: u64,
-        /// At most so many.
+        /// Largest number of events to return.
         limit: u32,
     },
-    /// From now on every new event comes as a message in this context with this tag; body: [`Event`] in postcard as raw
-    /// bytes. → [`Reply::Done`]
+    /// Requests a message for every new event. Body: [`Event`] in postcard as raw bytes. →
+    /// [`Reply::Done`]
     Subscribe {
-        /// Context of the messages.
         ctx: i32,
-        /// Tag of the messages.
         tag: i32,
     },
-    /// Adds an entry to the log (resource managers and load watchers). → [`Reply::Done`]
+    /// Adds an entry to the event log (resource managers and load watchers). → [`Reply::Done`]
     Record {
-        /// When it happened.
         at: Micros,
-        /// What happened.
         kind: EventKind,
     },
-    /// Serve this daemon, or stop serving it when the task does so already. → [`Reply::Serving`]
+    /// Starts to provide a service for this daemon; stops if the task already provides it. →
+    /// [`Reply::Serving`]
     Serve(Service),
-    /// Be the tracer of the virtual machine, or stop being it. → [`Reply::Serving`]
+    /// Registers the task as the tracer of the virtual machine; unregisters it if it is. →
+    /// [`Reply::Serving`]
     ServeTracer(TracerSettings),
-    /// Where this task's trace records go from now on. → [`Reply::Done`]
+    /// Sets the destination of this task's own trace records. → [`Reply::Done`]
     SetTrace(Sink),
-    /// A question about the inside of the daemon (`pvm_tickle`). → [`Reply::Numbers`]
+    /// Queries internal state of the daemon (`pvm_tickle`). → [`Reply::Numbers`]
     Tickle(Vec<i32>),
-    /// How does this host stop guests? → [`Reply::Freezer`]
+    /// Asks how this host pauses guests. → [`Reply::Freezer`]
     Freezer,
-    /// Writes all tasks of a job to the store, as they are at one moment. → [`Reply::Checkpointed`]
+    /// Checkpoints all tasks of a job at one moment. → [`Reply::Checkpointed`]
     Checkpoint {
-        /// Its first task: it and everything that it and its descendants have spawned.
+        /// First task of the job. The job consists of this task and all its descendants.
         job: Tid,
-        /// Whether it goes on by itself from now on. When a host is lost the job then goes back to its newest checkpoint.
+        /// Schedule of further checkpoints. If there is one, the job is restarted from its newest
+        /// checkpoint when a host is lost.
         pace: Option<Pace>,
-        /// When the checkpoint is complete its tasks are ended, wherever they have got meanwhile: the job can be started again
-        /// from it. If there is none, they go on.
+        /// Ends the job's tasks when the checkpoint is complete, wherever they run by then; the job
+        /// can be restarted from it. If the checkpoint fails, the tasks continue.
         end: bool,
-        /// False: the answer is [`Reply::Done`] and comes at once; the event log tells the rest.
+        /// False: [`Reply::Done`] comes immediately, and the event log reports the outcome.
         wait: bool,
     },
-    /// What lies in the store. → [`Reply::Sets`]
+    /// Lists the checkpoints in the store. → [`Reply::Sets`]
     Sets,
-    /// Starts the tasks of a set again. → [`Reply::Restarted`]
+    /// Restarts the tasks of a checkpoint. → [`Reply::Restarted`]
     Restart {
-        /// The set.
+        /// Name of the checkpoint.
         set: String,
-        /// Names of hosts to start them on; none: where they were, and elsewhere where that cannot be.
+        /// Names of the hosts to start them on. Empty: the hosts on which they ran, or others where
+        /// that is impossible.
         on: Vec<String>,
-        /// False: the answer is [`Reply::Done`] and comes at once; the event log tells the rest.
+        /// False: [`Reply::Done`] comes immediately, and the event log reports the outcome.
         wait: bool,
     },
-    /// Removes sets from the store. → [`Reply::SetsRemoved`]
+    /// Removes checkpoints from the store. → [`Reply::SetsRemoved`]
     RemoveSets {
-        /// Which.
         which: Unwanted,
-        /// Also those that other virtual machines have made.
+        /// Permits the removal of checkpoints that other virtual machines made.
         any: bool,
     },
-    /// The program ends, and its library was told once that it would be asked to: if it is still waited for,
-    /// [`ToTask::TakeNothing`] comes before the answer. → [`Reply::Done`]
+    /// The program is about to exit. An earlier migration had asked it to exit and was cancelled. If
+    /// the daemon still accepts that exit, [`ToTask::TakeNothing`] precedes the reply. →
+    /// [`Reply::Done`]
     LastWords,
-    /// Start tasks where the resource manager has said beforehand. → [`Reply::Spawned`], or [`Reply::Failed`] when it
-    /// is the resource manager no more
+    /// Starts tasks on the hosts of a placement lease. → [`Reply::Spawned`], or [`Reply::Failed`]
+    /// if the lease's issuer is not the resource manager any more
     SpawnGranted {
-        /// The tasks.
         request: SpawnRequest,
-        /// What was said.
         grant: GrantOf,
     },
 }
 
-/// Outcome of a move.
+/// Outcome of a successful migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MoveReport {
-    /// The attempt.
     pub id: MigrationId,
-    /// Bytes of the images.
+    /// Size of the images.
     pub bytes: u64,
-    /// How long the task stood still.
+    /// Time for which the task was stopped.
     pub frozen: Micros,
-    /// By which way it went.
     pub engine: Engine,
 }
 
-/// What a daemon answers.
+/// A reply of a daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Reply {
-    /// Done.
     Done,
-    /// Not done.
+    /// The request failed.
     Failed {
-        /// PVM's code.
         error: PvmError,
-        /// One sentence: what was tried, what happened, what to do.
+        /// One sentence: the attempt, its failure and a remedy.
         reason: String,
     },
-    /// The host table.
     Hosts(HostTable),
-    /// Tasks.
     Tasks(Vec<TaskInfo>),
     /// One result per requested task.
     Spawned(Vec<Result<Tid, PvmError>>),
-    /// One result per line.
+    /// One result per host-file line.
     HostsAdded(Vec<AddedHost>),
-    /// One result per name.
+    /// One result per host name.
     HostsDeleted(Vec<Result<(), PvmError>>),
-    /// The resource manager before: PVM returns its tid, or 0.
+    /// The task is registered as resource manager.
     Rm {
-        /// The former one.
+        /// The previous resource manager, which PVM returns; [`Tid::NONE`] if there was none.
         previous: Tid,
     },
     /// A message from the mailbox.
     Mailbox(Message),
-    /// Index of a stored entry.
+    /// Index of a stored mailbox entry.
     MailboxIndex(i32),
-    /// Mailbox classes.
     MailboxClasses(Vec<MailboxClass>),
-    /// Of the group service.
+    /// Reply of the group service.
     Group(GroupReply),
-    /// A new context.
+    /// A newly allocated context.
     Context(i32),
     /// The host's time of day, in microseconds since 1970.
     Clock(Micros),
-    /// The move has begun.
+    /// The migration has begun.
     MoveStarted(MigrationId),
-    /// The move has ended.
+    /// The migration has ended.
     Moved(Result<MoveReport, MoveError>),
-    /// Which hosts would take the task, or why it cannot move at all.
+    /// The hosts that would accept the task, or why it cannot migrate at all.
     Survey(Result<Survey, Refusal>),
     /// Entries of the log, oldest first.
     Events(Vec<Event>),
-    /// True: the task serves from now on. False: it does so no longer.
+    /// True: the task provides the service from now on. False: it has stopped.
     Serving(bool),
-    /// Numbers.
     Numbers(Vec<i32>),
-    /// The checkpoint is complete, or why there is none.
+    /// The completed checkpoint, or why there is none.
     Checkpointed(Result<SetReport, CutFailure>),
-    /// What lies in the store, oldest first.
+    /// The checkpoints in the store, oldest first.
     Sets(Result<Vec<SetEntry>, String>),
-    /// The tasks run, or why they do not.
+    /// The restarted tasks, or why they were not restarted.
     Restarted(Result<RestartReport, RestartFailure>),
-    /// Guests of this host are frozen by control groups, or why they are stopped by signals. `None`: no tasker has said so far.
+    /// Ok: control groups freeze the guests of this host. Err: why signals stop them instead.
+    /// `None`: no tasker has reported yet.
     Freezer(Option<Result<(), String>>),
-    /// What became of each set, or why the store cannot be looked at.
+    /// The outcome for each checkpoint, or why the store is not readable.
     SetsRemoved(Result<Removed, String>),
 }
 
-/// A move that did not happen; the task goes on where it was.
+/// A failed migration; the task continues at the source.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{step} failed: {why}")]
 pub struct MoveError {
-    /// The step that failed.
     pub step: Step,
-    /// Why.
     pub why: Failure,
 }
 
-/// What a task's library learns when it is accepted.
+/// Information for the library of an accepted task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
-    /// The task's id.
     pub tid: Tid,
-    /// Its parent: NONE, a task, or raw −35 when the parent asked not to be known.
+    /// NONE, a task, or raw −35 if the parent requested not to be known.
     pub parent: Tid,
-    /// The host it runs on.
     pub host: HostId,
-    /// Addresses of this host, most useful first, for routes of the task's own.
+    /// Addresses of this host for the task's own routes, most useful first.
     pub addresses: Vec<IpAddr>,
-    /// The resource manager to ask.
     pub rm: Option<RmInfo>,
-    /// Where its output goes.
     pub output: Sink,
-    /// Where its trace records go.
     pub trace: Sink,
     /// Data signature of the host.
     pub dsig: i32,
-    /// Why it runs as spawned; true when its standard output is collected by the daemon.
+    /// True if the task was spawned; the daemon collects its standard output.
     pub spawned: bool,
-    /// What the tracer wants, when `trace` leads to it because nothing else was asked for.
+    /// Settings of the tracer, if `trace` leads to it because the task has no other destination.
     pub tracer: Option<TracerSettings>,
-    /// The process was started again from a checkpoint, and this is the first that it hears.
+    /// The process was restored from a checkpoint, and this is its first message since then.
     pub restart: Option<Restart>,
-    /// The process takes the place of another one, and this is the first that it hears.
+    /// The process replaces an earlier one of the same task, and this is its first message.
     pub successor: Option<Box<Successor>>,
 }
 
-/// What a library has to know whose process takes the place of one that has ended. What that one had sent comes right behind
-/// the welcome, in the name of the task itself.
+/// Information for a library whose process replaces one that has ended. The frames that the old
+/// process had sent follow the welcome, with the task itself as their source.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Successor {
-    /// The timeline on which links begin.
+    /// Incarnation of new links.
     pub line: u16,
-    /// How many there were before.
+    /// Number of earlier processes of the task.
     pub count: u32,
-    /// Conversations that go on.
+    /// States of the links to continue.
     pub talks: Vec<Talk>,
 }
 
-/// What a library has to know whose process was started again from a checkpoint.
+/// Information for a library whose process was restored from a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Restart {
-    /// Who began again with it, and on which timeline.
+    /// The tasks restarted together with it, and their incarnation.
     pub timeline: Timeline,
-    /// Requests that nobody will answer unless they are made again.
+    /// Requests that will get no reply unless they are repeated.
     pub again: Vec<RequestId>,
 }
 
 /// From a task to its daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToDaemon {
-    /// The first frame.
+    /// Must be the first frame.
     Hello(Hello),
-    /// Something to be answered with [`ToTask::Reply`].
+    /// A request to be answered with [`ToTask::Reply`].
     Request {
         /// Chosen by the task, unique for it.
         id: RequestId,
-        /// What.
         what: Request,
     },
     /// A message to a daemon's address (`SM_*`).
     Message(Message),
-    /// Nothing of this task leads out of its process any more; the socket closes after this frame. Everything that the
-    /// library had to write before is on the socket in front of it.
+    /// The task has no connection outside its process any more; the socket closes after this frame.
+    /// Everything that the library had to write precedes it on the socket.
     Quiesced {
-        /// The move.
         migration: MigrationId,
-        /// How far each link has sent.
+        /// Send position of each link.
         marks: Vec<LinkMark>,
-        /// Where the library looks for a [`Redirect`].
+        /// Address at which the library looks for a [`Redirect`].
         redirect_at: RedirectAt,
     },
-    /// To [`ToTask::TakeNothing`], first: where the task stands with others. Behind it come link frames that whoever takes its
-    /// place has to get: halves of messages from others, in their names, and what others have not acknowledged. Then comes
-    /// [`ToDaemon::TakesNothing`].
+    /// First answer to [`ToTask::TakeNothing`]: the state of the task's links.
+    ///
+    /// The link frames that the next process needs follow: partial messages from peers, with the
+    /// peers as sources, and everything that peers have not acknowledged.
+    /// [`ToDaemon::TakesNothing`] ends the handoff.
     Parting {
-        /// The move.
         by: MigrationId,
-        /// The timeline on which links begin.
+        /// Incarnation of new links.
         line: u16,
-        /// Each of its links.
+        /// State of each link.
         talks: Vec<Talk>,
-        /// Notifications that wait for the last messages of others.
+        /// Notifications that wait for the last messages of peers.
         later: Vec<(LinkMark, Message)>,
     },
-    /// It is ready for its end: whatever becomes of it, its daemon knows what the next process has to know.
+    /// The task has handed off its state: from now on it may exit at any time without losing
+    /// anything.
     TakesNothing {
-        /// The move.
         by: MigrationId,
     },
-    /// To [`ToTask::TakeNothing`] of no move: it is no more ready for its end.
+    /// Answer to [`ToTask::TakeNothing`] without a migration: the task continues and must not exit.
     TakesAgain {
-        /// The move.
+        /// The migration of the earlier [`ToTask::TakeNothing`].
         by: MigrationId,
     },
-    /// A word to another task about a route of their own.
+    /// A message to another task about a route between the two.
     Route {
         /// The other task.
         to: Tid,
-        /// The word. Its descriptors travel with the frame.
+        /// Its descriptors travel with the frame.
         word: RouteWord,
     },
 }
@@ -646,93 +604,92 @@ pub enum ToDaemon {
 /// From a daemon to a task.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToTask {
-    /// Accepted.
+    /// The daemon accepts the task.
     Welcome(Welcome),
-    /// Not accepted; the socket closes after this frame.
+    /// The daemon refuses the task; the socket closes after this frame.
     Refused {
-        /// Why, and what to do.
+        /// The cause and a remedy.
         reason: String,
     },
-    /// The answer to a request.
+    /// The reply to a request.
     Reply {
-        /// The request.
         id: RequestId,
-        /// The answer.
         reply: Reply,
     },
-    /// A message made by a daemon. With `after`, the library hands it over only when it has got that far from that
-    /// peer (or the peer's link is gone): a notification comes after the task's last message.
+    /// A message made by a daemon. With `after`, the library delivers it only after it has received
+    /// everything up to that position, or when the peer's link has ended. So a notification follows
+    /// the task's last message.
     Deliver {
-        /// The message.
         message: Message,
-        /// What has to be here before.
+        /// Position that must be reached before the delivery.
         after: Option<LinkMark>,
     },
-    /// This task has ended for good, or never was: what is kept for it can be dropped.
+    /// This task has ended or never existed: messages retained for it can be dropped.
     PeerGone {
-        /// The task.
         tid: Tid,
     },
-    /// This task runs elsewhere now: frames on their way to it may be lost.
+    /// This task has migrated: frames in flight to it may be lost.
     PeerMoved {
-        /// The task.
         tid: Tid,
     },
-    /// The resource manager changed (or died: `None`).
+    /// The resource manager changed or died.
     RmChanged {
-        /// The new one.
+        /// The new one; `None`: it died.
         rm: Option<RmInfo>,
     },
-    /// The program is about to be asked to end, to be started again. What other tasks send from now on is for the next process:
-    /// nothing but replies comes any more, until the program is not asked any more. → [`ToDaemon::Parting`] if it is
+    /// The program is about to be asked to exit, for a restart. Messages that other tasks send from
+    /// now on are for the next process: only replies are delivered to this one. →
+    /// [`ToDaemon::Parting`]
     TakeNothing {
-        /// For this move. `None`: it is not asked any more. → [`ToDaemon::TakesAgain`]
+        /// The migration that restarts it. `None` cancels the request, and delivery continues. →
+        /// [`ToDaemon::TakesAgain`]
         by: Option<MigrationId>,
     },
-    /// Let go of everything that leads out of the process: answer [`ToDaemon::Quiesced`], close the socket, then wait
-    /// until one of these files holds a [`ResumeToken`], and connect again with [`Claim::Resume`].
+    /// Close all connections outside the process: answer [`ToDaemon::Quiesced`], close the socket,
+    /// then wait until one of these files contains a [`ResumeToken`], and connect again with
+    /// [`Claim::Resume`].
     Quiesce {
-        /// The move.
         migration: MigrationId,
         /// Files to watch: at the source, at the target.
         tokens: Vec<PathBuf>,
     },
-    /// A word of another task about a route of their own.
+    /// A message from another task about a route between the two.
     Route {
         /// The other task.
         from: Tid,
-        /// It runs on this host.
+        /// True if it runs on this host.
         near: bool,
-        /// The word. Its descriptors travel with the frame.
+        /// Its descriptors travel with the frame.
         word: RouteWord,
     },
 }
 
-/// Bytes of a [`Redirect`] in a library's memory at most.
+/// Largest size of a [`Redirect`] in a library's memory.
 pub const REDIRECT_BYTES_MAX: usize = 12 << 10;
 
-/// A place of [`REDIRECT_BYTES_MAX`] bytes in the memory of a library.
+/// Address of a buffer of [`REDIRECT_BYTES_MAX`] bytes in a library's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RedirectAt {
-    /// The process, by the number that it sees itself: it keeps that one on all hosts.
+    /// Process id in its own PID namespace, which is the same on all hosts.
     pub pid: i32,
-    /// The address.
+    /// Address in that process.
     pub at: u64,
 }
 
-/// What a library that has let go is to wait for instead: it was stopped before anybody knew where it would go on, and
-/// nobody may let it run to tell it. It is written into its memory while it stands still: the length as eight bytes in the
-/// machine's order, then this in postcard.
+/// Replaces the token files for which a quiesced library waits.
+///
+/// The library was stopped before its next location was known, and it must not run to receive a
+/// message. Its daemon therefore writes this into the stopped library's memory: the length as eight
+/// bytes in native byte order, then this value in postcard.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Redirect {
-    /// The move.
     pub migration: MigrationId,
     /// Files to watch.
     pub tokens: Vec<PathBuf>,
 }
 
 impl Redirect {
-    /// As it lies in memory.
+    /// Encodes the value as it is stored in memory.
     ///
     /// # Errors
     /// It is longer than [`REDIRECT_BYTES_MAX`].
@@ -753,10 +710,11 @@ impl Redirect {
     }
 }
 
-/// Content of the file that wakes a quiesced library (postcard, written to a temporary name and renamed).
+/// Content of the file that wakes a quiesced library (postcard, written under a temporary name and
+/// renamed).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResumeToken {
-    /// The move it belongs to; a token of another move is ignored.
+    /// The library ignores a token of another migration.
     pub migration: MigrationId,
     /// The daemon's socket to connect to.
     pub socket: PathBuf,

@@ -1,7 +1,9 @@
-//! Control messages between a daemon and the tasker of its host, over the socket pair that the tasker is started with.
+//! Control messages between a daemon and the tasker of its host, over a socket pair that the tasker
+//! inherits.
 //!
-//! The tasker is the parent of all spawned tasks and the only privileged program. It does what it is told and reports;
-//! it decides nothing. When its socket closes it kills every task it has and ends.
+//! The tasker is the parent of all spawned tasks and the only privileged program. It executes
+//! requests and reports results; it makes no decisions. When its socket closes it kills all its
+//! tasks and exits.
 
 use crate::engine::Engine;
 use crate::ids::{Micros, MigrationId, RequestId, Tid};
@@ -10,421 +12,374 @@ use crate::task::RedirectAt;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// Bytes of output in one [`FromTasker::Output`] at most; PVM's collectors get chunks of up to this size.
+/// Largest output chunk in one [`FromTasker::Output`]. PVM's collectors expect chunks of up to this
+/// size.
 pub const OUTPUT_CHUNK_BYTES_MAX: usize = 3999;
 
-/// A program to start.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StartTask {
-    /// The task it becomes.
+    /// Tid of the new task.
     pub tid: Tid,
     /// Absolute path of the program.
     pub path: PathBuf,
-    /// All arguments, argv[0] included.
+    /// All arguments, including argv[0].
     pub argv: Vec<Vec<u8>>,
-    /// The whole environment, `NAME=value`.
+    /// The complete environment, `NAME=value`.
     pub env: Vec<Vec<u8>>,
-    /// Working directory; if it cannot be entered, the task is not started.
+    /// Working directory. If it is not accessible, the task is not started.
     pub dir: PathBuf,
-    /// It belongs to its host and may have to do with the processes of others, which it could not name from a process-id
-    /// namespace of its own: it gets none, and never moves.
+    /// The task is bound to its host and may access processes outside a PID namespace. It gets no
+    /// PID namespace and never migrates.
     pub pinned: bool,
 }
 
-/// What the tasker can do here.
+/// Capabilities of the tasker on this host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Capabilities {
-    /// Each task gets a process-id namespace of its own.
+    /// Each task gets a PID namespace.
     pub pid_namespaces: bool,
-    /// Version of the dump engine, or why there is none that works and how to get it.
+    /// Version of the dump engine, or why none works and how to install one.
     pub engine: Result<String, String>,
-    /// Held tasks are frozen by control groups, or why they are stopped by signal instead.
+    /// Ok if control groups freeze paused tasks; otherwise the reason why signals stop them.
     pub freezer: Result<(), String>,
 }
 
-/// Bytes to be written into the memory of a stopped process.
+/// Bytes to write into the memory of a stopped process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Redirection {
-    /// Where.
     pub place: RedirectAt,
-    /// What.
     pub bytes: Vec<u8>,
 }
 
-/// What a dump wrote.
+/// Result of a dump.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DumpReport {
-    /// Bytes of all image files.
+    /// Total size of the image files.
     pub bytes: u64,
     /// Number of image files.
     pub files: u32,
 }
 
-/// From the daemon.
+/// A request of the daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToTasker {
     /// Start a task. → [`FromTasker::Started`] or [`FromTasker::StartFailed`]
     Start(StartTask),
-    /// Send a signal to the task's process. No answer. While the task is stopped for a move the signal waits; it is
-    /// delivered when the task goes on here, and lost if it goes on elsewhere. A task that is held for the owner is ended
-    /// by SIGKILL at once, and gets a moment to end by itself after SIGTERM; other signals wait.
+    /// Send a signal to the task's process. No answer.
+    ///
+    /// While the task is stopped for a migration the signal is queued: it is delivered if the task
+    /// continues here, and lost if it continues elsewhere. For a paused task SIGKILL takes effect
+    /// immediately, after SIGTERM it may run for a short time, and other signals are queued.
     Signal {
-        /// The task.
         tid: Tid,
-        /// Signal number.
         signal: i32,
     },
-    /// Ask the task's process to end, so that the program can be started again: by a signal, or by a message, which the daemon
-    /// sends when it hears that the end is expected (→ [`FromTasker::ExpectsEnd`]). If it ends in the way that was
-    /// agreed, everybody else whom the task has is ended as well before that is reported (without a process-id namespace: is
-    /// being ended). A task that is held may run so long
-    /// for it. → [`FromTasker::Exited`], when it has ended, or [`FromTasker::NotAsked`]
+    /// Ask the task's process to exit, so that the program can be restarted: by a signal, or by a
+    /// message, which the daemon sends on [`FromTasker::ExpectsEnd`].
+    ///
+    /// If the process exits in the agreed way, all other processes of the task are killed before
+    /// this is reported (without a PID namespace: are being killed). A paused task may run until
+    /// the time limit. → [`FromTasker::Exited`] after its exit, or [`FromTasker::NotAsked`]
     End {
-        /// The task.
         tid: Tid,
-        /// How it is asked, and what is agreed.
+        /// The engine, with the way to ask and the agreed exit status.
         engine: Engine,
     },
-    /// What it was asked by [`ToTasker::End`] does not count any more: if it ends, it has ended.
+    /// Withdraw [`ToTasker::End`]: an exit of the task is final from now on.
     EndsForGood {
-        /// The task.
         tid: Tid,
     },
-    /// End every process of the task for sure. → [`FromTasker::Exited`]
+    /// Kill all processes of the task. → [`FromTasker::Exited`]
     Kill {
-        /// The task.
         tid: Tid,
     },
-    /// Say what the task is and holds; nothing changes. → [`FromTasker::Inspected`]
+    /// Report the task's properties and resources; nothing changes. → [`FromTasker::Inspected`]
     Inspect {
-        /// The move.
         migration: MigrationId,
-        /// The task.
         tid: Tid,
     },
-    /// Has the task prepared for this signal, by which it is to be asked for its state? Nothing changes. → [`FromTasker::Minds`]
+    /// Check whether the task handles this signal, which would ask it for its own checkpoint;
+    /// nothing changes. → [`FromTasker::Minds`]
     Minds {
-        /// The move or checkpoint.
+        /// Id of the migration or checkpoint.
         migration: MigrationId,
-        /// The task.
         tid: Tid,
-        /// The signal.
         signal: i32,
     },
-    /// Would this host take such a task? Makes room (a fresh namespace) if so. → [`FromTasker::Prepared`]
+    /// Give a verdict on such a task and, if it is accepted, prepare a PID namespace. →
+    /// [`FromTasker::Prepared`]
     Prepare {
-        /// The move.
         migration: MigrationId,
-        /// The task.
         tid: Tid,
-        /// What it is.
+        /// Properties of the task.
         facts: TaskFacts,
     },
-    /// As [`ToTasker::Inspect`], for whoever only asks. → [`FromTasker::Seen`]
+    /// As [`ToTasker::Inspect`], for a query without a migration. → [`FromTasker::Seen`]
     Look {
-        /// The question.
+        /// Id of the query.
         question: RequestId,
-        /// The task.
         tid: Tid,
     },
-    /// As [`ToTasker::Prepare`], for whoever only asks: no room is made. → [`FromTasker::Judged`]
+    /// As [`ToTasker::Prepare`], for a query without a migration: nothing is prepared. →
+    /// [`FromTasker::Judged`]
     Judge {
-        /// The question.
+        /// Id of the query.
         question: RequestId,
-        /// What the task is.
+        /// Properties of the task.
         facts: TaskFacts,
     },
-    /// Hold the task, for the owner of the host or because it is suspended: until the time is over it may run, behind
-    /// everybody else, so that its library can let go; then all its processes are stopped, and they stay so whatever becomes
-    /// of a move, until [`ToTasker::GoOn`]. Said again to a task that is stopped, it lets it run once more for that time.
-    /// While a move has the task nothing happens at once. → [`FromTasker::Held`], each time when nothing of it runs
+    /// Pause the task, for the host's owner or because it is suspended. → [`FromTasker::Held`],
+    /// each time when it is stopped
+    ///
+    /// The task may run for `after`, at a priority below all other processes, so that its library
+    /// can quiesce. Then all its processes are stopped, and they stay stopped until
+    /// [`ToTasker::GoOn`], whatever the outcome of a migration. A task that is already paused runs
+    /// once more for that time. While a migration controls the task, the pause is deferred.
     Hold {
-        /// The task.
         tid: Tid,
-        /// How long it may run yet.
+        /// Time for which the task may still run.
         after: Micros,
     },
-    /// As [`ToTasker::Hold`], for a task that was stopped before its library had let go: at first, where that can be done, only
-    /// the threads of its library run, and nothing of the program. → [`FromTasker::Held`], in the end
+    /// As [`ToTasker::Hold`], for a task that was stopped before its library had quiesced. Where
+    /// possible, only the library's threads run at first. → [`FromTasker::Held`], once
     Ease {
-        /// The task.
         tid: Tid,
-        /// How long they are alone: the program may have what they need.
+        /// Time for which only the library runs. Afterwards the program runs, too, because it may
+        /// hold locks that the library needs.
         alone: Micros,
-        /// How long it may run in all.
+        /// Total time for which the task may run.
         after: Micros,
     },
-    /// It need not stand still any more: let the task go on, unless a move has it. No answer.
+    /// End a pause: resume the task, unless a migration controls it. No answer.
     GoOn {
-        /// The task.
         tid: Tid,
     },
-    /// Source: send memory of the running task ahead, on the way on which it will be asked for the rest. It ends early when the task is
-    /// held. → [`FromTasker::PreCopied`]
+    /// Source: pre-copy memory of the running task, over the connection on which the target will
+    /// request the rest. Ends early if the task is paused. → [`FromTasker::PreCopied`]
     PreCopy {
-        /// The move.
         migration: MigrationId,
-        /// The task.
         tid: Tid,
         /// Socket on which the daemon listens.
         memory_way: PathBuf,
     },
-    /// Source: no memory goes ahead any more, and what has is of no use. No answer.
+    /// Source: stop the pre-copy; its result is not needed. No answer.
     EndPreCopy {
-        /// The move.
         migration: MigrationId,
     },
-    /// Target: keep the memory that comes ahead on this way, on which the rest will be asked for. No answer but
-    /// [`FromTasker::PreCopyLost`].
+    /// Target: receive pre-copied memory over the connection on which the rest will be requested.
+    /// No answer except [`FromTasker::PreCopyLost`].
     TakePreCopy {
-        /// The move.
         migration: MigrationId,
         /// Socket on which the daemon listens.
         memory_way: PathBuf,
     },
     /// Stop all processes of the task. → [`FromTasker::Stopped`]
     Stop {
-        /// The move.
         migration: MigrationId,
-        /// The task.
         tid: Tid,
-        /// What to write into it when it has stopped: a library that has let go already learns where it will go on.
+        /// Bytes to write into the stopped task. They tell a library that has already quiesced its
+        /// next location.
         redirection: Option<Redirection>,
     },
-    /// Write the images of the stopped task into this new directory; it stays stopped. → [`FromTasker::Dumped`]
+    /// Write the images of the stopped task into this new directory; the task stays stopped. →
+    /// [`FromTasker::Dumped`]
     Dump {
-        /// The move.
         migration: MigrationId,
-        /// The task.
         tid: Tid,
-        /// Where to.
+        /// Directory for the images.
         dir: PathBuf,
-        /// Socket on which the daemon listens: most of the memory stays, and is handed out to whoever asks there, also when the
-        /// task has been killed. `None`: all of it goes into the directory.
+        /// Socket on which the daemon listens, for post-copy: most memory stays here and is served
+        /// on request, also after the task was killed. `None`: all memory is written into the
+        /// directory.
         memory_way: Option<PathBuf>,
     },
-    /// The move is off: end a running dump if there is one and let the task go on. → [`FromTasker::Continued`]
+    /// The migration is aborted: end a running dump and resume the task. →
+    /// [`FromTasker::Continued`]
     Continue {
-        /// The move.
         migration: MigrationId,
-        /// The task.
         tid: Tid,
     },
-    /// The move is committed: kill the stopped task, reap it, read its last output. → [`FromTasker::SourceGone`]
+    /// The migration is committed: kill the stopped task, reap it and read its last output. →
+    /// [`FromTasker::SourceGone`]
     KillMoved {
-        /// The move.
         migration: MigrationId,
-        /// The task.
         tid: Tid,
     },
-    /// Rebuild the task from these images up to the point where nothing runs yet. → [`FromTasker::Restored`]
+    /// Rebuild the task from these images, up to the point where it could run. →
+    /// [`FromTasker::Restored`]
     Restore {
-        /// The move.
         migration: MigrationId,
-        /// The task.
         tid: Tid,
-        /// Where the images are.
+        /// Directory of the images.
         dir: PathBuf,
-        /// It is started again from a checkpoint: files that have grown by what it wrote since then are cut back, and this
-        /// is written into it when it is there, so that it learns where it goes on.
+        /// For a restart from a checkpoint: bytes to write into the restored task, which tell it
+        /// its next location. Files to which it had appended since the checkpoint are truncated.
         again: Option<Redirection>,
-        /// Socket on which the daemon listens: most of the memory is to be asked for there. → [`FromTasker::Arrived`], after
-        /// [`FromTasker::Ran`], unless it is discarded
+        /// Socket on which the daemon listens, for post-copy: most memory must be requested there.
+        /// → [`FromTasker::Arrived`], after [`FromTasker::Ran`], unless the task is discarded
         memory_way: Option<PathBuf>,
     },
-    /// Start a program anew, in the place of one that has ended on another host, up to the point where nothing of it runs yet.
-    /// → [`FromTasker::Restored`]
+    /// Start a program in place of a process that has ended on another host, up to the point where
+    /// it could run. → [`FromTasker::Restored`]
     Build {
-        /// The move.
         migration: MigrationId,
-        /// What.
+        /// The program to start.
         start: StartTask,
     },
-    /// Let the rebuilt task run. → [`FromTasker::Ran`]
+    /// Run the rebuilt task. → [`FromTasker::Ran`]
     Run {
-        /// The move.
         migration: MigrationId,
-        /// What it had used elsewhere; added to what [`FromTasker::Exited`] reports.
+        /// Resources that it used elsewhere; [`FromTasker::Exited`] reports the sum.
         used: Usage,
-        /// It is ours, but stays stopped until [`ToTasker::GoOn`].
+        /// The migration is complete, but the task stays paused until [`ToTasker::GoOn`].
         held: bool,
     },
-    /// What is missing of the memory of a task that came here will not come: the task must not go on. →
+    /// The missing memory of a post-copied task will not arrive: the task must not continue. →
     /// [`FromTasker::Arrived`] or [`FromTasker::Restored`]
     MemoryLost {
-        /// The move.
         migration: MigrationId,
-        /// Why.
         why: String,
     },
-    /// Throw away whatever exists of this move on this host, as target. → [`FromTasker::Discarded`]
+    /// Target: discard everything that belongs to this migration. → [`FromTasker::Discarded`]
     Discard {
-        /// The move.
         migration: MigrationId,
     },
 }
 
-/// From the tasker.
+/// A report of the tasker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromTasker {
-    /// The first message. It comes once more if the engine, tried in the background by a real dump and restore, turns out
-    /// not to work here after all.
+    /// Must be the first message. It is sent again if a test of the engine, by a real dump and
+    /// restore in the background, fails.
     Ready(Capabilities),
     /// The process exists.
     Started {
-        /// The task.
         tid: Tid,
-        /// Its process number as the tasker sees it.
+        /// Its process id in the tasker's PID namespace.
         pid: i32,
     },
-    /// The process could not be made; there will be no [`FromTasker::Exited`].
+    /// The process could not be created; no [`FromTasker::Exited`] follows.
     StartFailed {
-        /// The task.
         tid: Tid,
-        /// What was tried and what happened.
+        /// The attempt and its failure.
         why: String,
     },
-    /// A program that is to be asked by a message may end now.
+    /// From now on an exit of the program counts as requested; the daemon may send the message that
+    /// asks it.
     ExpectsEnd {
-        /// The task.
         tid: Tid,
     },
-    /// A program was not asked to end: it would not know why.
+    /// The program was not asked to exit, because it would not handle the request.
     NotAsked {
-        /// The task.
         tid: Tid,
-        /// One sentence.
+        /// The reason in one sentence.
         why: String,
     },
-    /// Bytes of standard output or error.
+    /// Bytes of standard output or standard error.
     Output {
-        /// The task.
         tid: Tid,
         /// At most [`OUTPUT_CHUNK_BYTES_MAX`].
         bytes: Vec<u8>,
     },
-    /// The process has ended and all its output has been reported.
+    /// The process has ended, and all its output has been reported.
     Exited {
-        /// The task.
         tid: Tid,
-        /// Wait status.
+        /// Wait status of the process.
         status: i32,
-        /// What it used, here and before.
+        /// Resources that it used, on this and earlier hosts.
         used: Usage,
     },
-    /// What the task is, or why it cannot move at all. The tasker does not know which host it is on: the `host` of a
-    /// [`Refusal::NoEngine`] from it means "here", and the daemon puts its own index in. Likewise in
-    /// [`FromTasker::Prepared`].
+    /// The task's properties, or why it cannot migrate at all.
+    ///
+    /// The tasker does not know the index of its host. The daemon inserts it as the `host` of a
+    /// [`Refusal::NoEngine`], here and in [`FromTasker::Prepared`].
     Inspected {
-        /// The move.
         migration: MigrationId,
-        /// The answer.
         result: Result<TaskFacts, Refusal>,
-        /// Most of its memory could follow it, and that would be worth while.
+        /// Post-copy is possible and pays off for this task.
         memory_can_follow: bool,
-        /// If it does, a part of it should go ahead.
+        /// Pre-copy should precede a post-copy.
         can_pre_copy: bool,
     },
-    /// Whether a signal would do more than just end a task, as far as can be seen.
+    /// Whether the task handles a signal, as far as can be determined.
     Minds {
-        /// The move or checkpoint.
+        /// Id of the migration or checkpoint.
         migration: MigrationId,
-        /// The answer.
+        /// True if the signal would do more than end the task.
         minds: bool,
     },
-    /// The verdict; empty means yes.
+    /// The target's verdict; empty: the task is accepted.
     Prepared {
-        /// The move.
         migration: MigrationId,
-        /// The answer.
         verdict: Verdict,
-        /// Memory can follow a task to here.
+        /// This host supports post-copy as target.
         memory_can_follow: bool,
     },
     /// As [`FromTasker::Inspected`].
     Seen {
-        /// The question.
+        /// Id of the query.
         question: RequestId,
-        /// The answer.
         result: Result<TaskFacts, Refusal>,
     },
     /// As [`FromTasker::Prepared`].
     Judged {
-        /// The question.
+        /// Id of the query.
         question: RequestId,
-        /// The answer.
         verdict: Verdict,
     },
-    /// Nothing of the task runs, because it is held.
+    /// The task is paused: none of its processes runs.
     Held {
-        /// The task.
         tid: Tid,
     },
-    /// So many bytes went ahead of the task and are at the target, or nothing of use did.
+    /// Pre-copy has ended: the number of bytes at the target, or why none are usable.
     PreCopied {
-        /// The move.
         migration: MigrationId,
-        /// The answer.
         result: Result<u64, Failure>,
     },
-    /// Target: the memory that was to come ahead does not come, or came in vain.
+    /// Target: the pre-copied memory is lost or not usable.
     PreCopyLost {
-        /// The move.
         migration: MigrationId,
-        /// Why.
         why: Failure,
     },
-    /// Nothing of the task runs.
+    /// All processes of the task are stopped.
     Stopped {
-        /// The move.
         migration: MigrationId,
-        /// The answer.
         result: Result<(), Failure>,
     },
-    /// The dump is over. On failure the task still exists and is still stopped.
+    /// The dump has ended. On failure the task still exists and is still stopped.
     Dumped {
-        /// The move.
         migration: MigrationId,
-        /// The answer.
         result: Result<DumpReport, Failure>,
     },
-    /// The task goes on here.
+    /// The task continues on this host.
     Continued {
-        /// The move.
         migration: MigrationId,
     },
-    /// The source's copy is gone and reaped.
+    /// The source's copy is killed and reaped.
     SourceGone {
-        /// The move.
         migration: MigrationId,
-        /// What it had used, here and before.
+        /// Resources that it used, on this and earlier hosts.
         used: Usage,
     },
-    /// The restore is over. On failure nothing is left of it. A failure may follow a success when the engine that holds
-    /// the copy dies before [`ToTasker::Run`].
+    /// The restore has ended. On failure nothing is left of it. A failure may follow a success if
+    /// the engine that holds the copy dies before [`ToTasker::Run`].
     Restored {
-        /// The move.
         migration: MigrationId,
-        /// Process number, or why not.
+        /// Process id of the restored task.
         result: Result<i32, Failure>,
     },
-    /// The restored task runs, or could not be let go.
+    /// The restored task runs, or could not be started.
     Ran {
-        /// The move.
         migration: MigrationId,
-        /// The answer.
         result: Result<(), Failure>,
     },
-    /// All memory of a task that runs is here; on failure the task has been killed.
+    /// All memory of a running task has arrived; on failure the task has been killed.
     Arrived {
-        /// The move.
         migration: MigrationId,
-        /// The answer.
         result: Result<(), Failure>,
     },
-    /// Nothing is left of the move on this host.
+    /// Nothing is left of the migration on this host.
     Discarded {
-        /// The move.
         migration: MigrationId,
     },
 }

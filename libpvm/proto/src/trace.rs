@@ -1,41 +1,42 @@
-//! Trace records: what tasks and daemons tell a tracer, as PVM's tracers read it.
+//! Trace records of tasks and daemons, in the format that PVM's tracers read.
 //!
-//! A record is an event and its items. The first one of a kind that a sender tells a tracer describes itself; later ones
-//! hold the values only. Before all others a tracer gets the table of the items' numbers and names.
+//! A record consists of an event and its items. The first record of each event that a sender sends
+//! to a tracer describes itself; later ones contain only values. Before all other records a tracer
+//! receives the table of item numbers and names.
 
 use crate::body::Packer;
 use std::ffi::CStr;
 
-/// Begins and ends a group of records that were collected.
+/// Markers before and after a group of buffered records.
 pub const GROUP: [i32; 2] = [-1, -2];
-/// Begins and ends the table of items.
+/// Markers before and after the table of items.
 pub const ITEM_TABLE: [i32; 2] = [-3, -4];
-/// Begins and ends a record that describes itself.
+/// Markers before and after a record that describes itself.
 pub const DESCRIBED: [i32; 2] = [-5, -6];
-/// Begins and ends a record of values only.
+/// Markers before and after a record of values only.
 pub const VALUES: [i32; 2] = [-7, -8];
-/// Ends a user's own event.
+/// Marker after a user-defined event.
 pub const USER_EVENT_END: i32 = -10;
 
-/// Added to the number of an event: a call begins.
+/// Added to the number of an event when a call begins.
 pub const EVENT_ENTRY: i32 = 0x4000;
-/// Added to the number of an event: a call ends.
+/// Added to the number of an event when a call ends.
 pub const EVENT_EXIT: i32 = 0x8000;
 
-/// A task has started or connected.
+/// Event of a task that has started or connected.
 pub const NEW_TASK: (i32, &str) = (75, "newtask");
-/// A task has ended.
+/// Event of a task that has ended.
 pub const END_TASK: (i32, &str) = (76, "endtask");
-/// A daemon was asked for a task.
+/// Event of a daemon that was asked to start a task.
 pub const SPAWN_TASK: (i32, &str) = (77, "spntask");
 
-/// Type of an item that is a list.
+/// Type flag of an item that is a list.
 const LIST: i32 = 0x80;
 const INT: i32 = 6;
 const LONG: i32 = 8;
 const TEXT: i32 = 12;
 
-/// Short names of the items of records; the number of an item is its position.
+/// Short names of record items. The position is the item's number.
 pub const DATA_IDS: [&CStr; 123] = [
     c"AN", c"AC", c"AS", c"BF", c"CC", c"CN", c"CI", c"CF", c"CD", c"CR", c"CL", c"CDA", c"CDT",
     c"CDX", c"CDC", c"CGI", c"CRF", c"CXC", c"CXF", c"CXN", c"CXS", c"ERI", c"ERR", c"FDS", c"FP",
@@ -50,10 +51,10 @@ pub const DATA_IDS: [&CStr; 123] = [
     c"VID", c"WID",
 ];
 
-/// The number of the item with this name.
+/// Returns the number of the item with this name.
 ///
 /// # Panics
-/// When there is none: names are written in the program.
+/// The name is unknown; names are constants of the program.
 pub fn item_number(name: &str) -> i32 {
     let at = DATA_IDS
         .iter()
@@ -61,37 +62,31 @@ pub fn item_number(name: &str) -> i32 {
     at.unwrap_or_else(|| panic!("{name} is no item of trace records")) as i32
 }
 
-/// True when a mask, as in `PVMTMASK`, wants this event.
+/// True if a mask, encoded as in `PVMTMASK`, selects this event.
 pub fn mask_has(mask: &[u8], event: i32) -> bool {
     let place = usize::try_from(event / 4).ok().and_then(|at| mask.get(at));
     place.is_some_and(|byte| byte & 1 << (event & 3) != 0)
 }
 
-/// The value of an item.
+/// Value of an item.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Value {
-    /// A number.
     Int(i32),
-    /// An address or a long number.
+    /// An address or another 64-bit number.
     Long(i64),
-    /// A text.
     Text(Vec<u8>),
-    /// Numbers.
     Ints(Vec<i32>),
-    /// Texts.
     Texts(Vec<Vec<u8>>),
 }
 
 /// One item of a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Item {
-    /// Its name, one of [`DATA_IDS`].
+    /// One of [`DATA_IDS`].
     pub name: &'static str,
-    /// Its value.
     pub value: Value,
 }
 
-/// An item that is a number.
 pub fn int(name: &'static str, value: i32) -> Item {
     Item {
         name,
@@ -99,7 +94,6 @@ pub fn int(name: &'static str, value: i32) -> Item {
     }
 }
 
-/// An item that is a text.
 pub fn text(name: &'static str, value: impl Into<Vec<u8>>) -> Item {
     Item {
         name,
@@ -107,7 +101,6 @@ pub fn text(name: &'static str, value: impl Into<Vec<u8>>) -> Item {
     }
 }
 
-/// An item that is numbers.
 pub fn ints(name: &'static str, value: Vec<i32>) -> Item {
     Item {
         name,
@@ -115,12 +108,12 @@ pub fn ints(name: &'static str, value: Vec<i32>) -> Item {
     }
 }
 
-/// The three items that every record begins with: when, and whose.
+/// Returns the items with which every record begins: time and tid.
 pub fn head(seconds: i32, micros: i32, tid: i32) -> Vec<Item> {
     vec![int("TS", seconds), int("TU", micros), int("TID", tid)]
 }
 
-/// Appends the table of items.
+/// Packs the table of items.
 pub fn pack_item_table(out: &mut Packer) {
     out.int(ITEM_TABLE[0]);
     for (number, name) in DATA_IDS.iter().enumerate() {
@@ -131,7 +124,7 @@ pub fn pack_item_table(out: &mut Packer) {
     out.int(ITEM_TABLE[1]);
 }
 
-/// Appends a record. With a name it describes itself.
+/// Packs a record. With `name` it describes itself.
 pub fn pack_record(out: &mut Packer, event: i32, name: Option<&str>, items: &[Item]) {
     let [begin, end] = if name.is_some() { DESCRIBED } else { VALUES };
     out.int(begin).int(event);
@@ -160,7 +153,7 @@ pub fn pack_record(out: &mut Packer, event: i32, name: Option<&str>, items: &[It
     out.int(end);
 }
 
-/// Marks around records that were collected.
+/// Packs buffered records with the group markers.
 pub fn pack_group(out: &mut Packer, records: &[u8]) {
     out.int(GROUP[0]).append_encoded(records).int(GROUP[1]);
 }
@@ -171,7 +164,7 @@ mod tests {
     use crate::body::{Encoding, Unpacker};
 
     #[test]
-    fn a_record_describes_itself_once_and_then_holds_values_only() {
+    fn record_describes_itself_only_with_a_name() {
         let mut items = head(1, 2, 0x40001);
         items.extend([int("CC", -2), ints("STL", vec![7]), text("SW", "h2")]);
         let mut out = Packer::new(Encoding::Xdr);
@@ -204,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn items_have_the_numbers_that_tracers_know() {
+    fn item_numbers_match_pvm() {
         for (name, number) in [
             ("AN", 0),
             ("CC", 4),

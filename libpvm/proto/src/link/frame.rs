@@ -1,30 +1,30 @@
-//! The frames of a link, for routes by the daemons and for those that only the two ends use.
+//! The frames of a link: one format for routes through the daemons, a shorter one for routes
+//! between the two ends only.
 
 use crate::ids::Tid;
 use bytes::{Buf, BufMut, Bytes};
 
-/// Bytes of a frame's header on the wire.
+/// Size of a frame header on the wire.
 pub const LINK_HEAD_BYTES: usize = 28;
 
-/// What a link frame means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkKind {
-    /// A fragment; `last` ends its message.
+    /// A fragment of a message.
     Data {
-        /// This fragment completes a message.
+        /// The fragment completes its message.
         last: bool,
     },
-    /// Acknowledges all below `ack`; `resync` asks to re-send from there.
+    /// Acknowledges all fragments below `ack`.
     Ack {
-        /// The receiver misses something.
+        /// A fragment is missing: requests retransmission from `ack`.
         resync: bool,
     },
-    /// Asks what the receiver expects; `seq` is the next fragment the sender will send for the first time.
+    /// Asks which fragment the receiver expects; `seq` is the lowest fragment never transmitted.
     Probe,
 }
 
 impl LinkKind {
-    /// Its number and its flag in a header.
+    /// Returns the number and the flag of this kind in a header.
     fn code(self) -> (u8, bool) {
         match self {
             LinkKind::Data { last } => (1, last),
@@ -43,19 +43,22 @@ impl LinkKind {
     }
 }
 
-/// Bytes of a header on a route that only the two ends use: it names nobody.
+/// Size of a short header, for a route between the two ends only. It contains no tids.
 pub const SHORT_HEAD_BYTES: usize = 16;
-/// A byte of that header that is the route's own.
+/// Byte of a short header that is free for the route; it carries a hint about the sender's
+/// processor.
 pub const SHORT_HEAD_SPARE: usize = 7;
-/// Numbers of fragments in it have this many bits: enough for a million a second through eight years.
+/// Sequence numbers in a short header have 48 bits: at a million fragments a second they last eight
+/// years.
 const SHORT_SEQ_BITS: u32 = 48;
-/// The bit for the flag, above the kind.
+/// Bit of the flag, above the kind.
 const SHORT_FLAG: u64 = 0x10;
-/// Bit of the first byte of such a header: the route carries a whole message apart, the record says where it is.
+/// Bit of a short header's first byte: the message lies outside the frame, and the record contains
+/// its location.
 pub const SHORT_HEAD_APART: u8 = 0x20;
 const KIND_BITS: u64 = 0xf;
 
-/// A short header; [`SHORT_HEAD_SPARE`] is 0.
+/// Encodes a short header; [`SHORT_HEAD_SPARE`] is 0.
 #[inline]
 pub fn encode_short_head(kind: LinkKind, seq: u64, ack: u64) -> [u8; SHORT_HEAD_BYTES] {
     let (kind, flag) = kind.code();
@@ -68,7 +71,8 @@ pub fn encode_short_head(kind: LinkKind, seq: u64, ack: u64) -> [u8; SHORT_HEAD_
     head
 }
 
-/// What stands in a short header: kind, number and acknowledgement. `None` when the kind is unknown.
+/// Decodes a short header into kind, sequence number and acknowledgement. `None` if the kind is
+/// unknown.
 #[inline]
 pub fn decode_short_head(head: [u8; SHORT_HEAD_BYTES]) -> Option<(LinkKind, u64, u64)> {
     let mut head = &head[..];
@@ -77,27 +81,26 @@ pub fn decode_short_head(head: [u8; SHORT_HEAD_BYTES]) -> Option<(LinkKind, u64,
     Some((kind, word >> 8 & ((1 << SHORT_SEQ_BITS) - 1), ack))
 }
 
-/// One unit between the two ends of a link.
+/// One unit of transmission between the two ends of a link.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinkFrame {
-    /// The end that made it.
+    /// Tid of the sending end.
     pub src: Tid,
-    /// The end it is for.
+    /// Tid of the receiving end.
     pub dst: Tid,
-    /// What it means.
     pub kind: LinkKind,
-    /// Number of the fragment (data), next new number (probe), 0 (ack).
+    /// Number of the fragment (data), lowest fragment never transmitted (probe), 0 (ack).
     pub seq: u64,
-    /// The number `src` expects next from `dst`: all below has arrived.
+    /// The fragment that `src` expects next from `dst`: all below have arrived.
     pub ack: u64,
-    /// The timeline that it belongs to; see [`super::Link::begin_timeline`].
+    /// Incarnation of the link; see [`super::Link::begin_timeline`].
     pub line: u16,
-    /// The fragment; empty unless data.
+    /// Payload of a data frame; otherwise empty.
     pub payload: Bytes,
 }
 
 impl LinkFrame {
-    /// The header: kind, flag, timeline, src, dst, seq, ack; little-endian.
+    /// Encodes the header: kind, flag, incarnation, src, dst, seq, ack; little-endian.
     pub fn encode_head(&self) -> [u8; LINK_HEAD_BYTES] {
         let (kind, flag) = self.kind.code();
         let mut head = [0; LINK_HEAD_BYTES];
@@ -112,13 +115,13 @@ impl LinkFrame {
         head
     }
 
-    /// What a frame means, without a look at the rest.
+    /// Returns the kind of an encoded frame without decoding the rest.
     pub fn kind_of(bytes: &[u8]) -> Option<LinkKind> {
         let head: &[u8; LINK_HEAD_BYTES] = bytes.first_chunk()?;
         LinkKind::from_code(head[0], head[1] != 0)
     }
 
-    /// Reads a frame, or `None` when it is too short or of an unknown kind.
+    /// Decodes a frame; `None` if it is too short or of an unknown kind.
     pub fn decode(mut bytes: Bytes) -> Option<LinkFrame> {
         if bytes.len() < LINK_HEAD_BYTES {
             return None;
@@ -143,17 +146,16 @@ impl LinkFrame {
     }
 }
 
-/// The bytes of a fragment, wherever they lie: they are copied at most once on their way into a message.
+/// The bytes of a fragment in any kind of memory. They are copied at most once on their way into a
+/// message.
 pub trait Payload {
-    /// How many there are.
     fn len(&self) -> usize;
-    /// True when there are none.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
-    /// All of them as one piece.
+    /// Converts the payload into one contiguous buffer.
     fn into_bytes(self) -> Bytes;
-    /// Puts them behind others.
+    /// Appends the payload to a buffer.
     fn append_to(self, out: &mut Vec<u8>);
 }
 
@@ -181,37 +183,33 @@ impl Payload for &[u8] {
     }
 }
 
-/// A frame to be put on the route, whose payload still lies where the message lies.
+/// A frame to transmit, whose payload is borrowed from the retained message.
 #[derive(Clone, Copy, Debug)]
 pub struct FrameRef<'a> {
-    /// The end that makes it.
+    /// Tid of the sending end.
     pub src: Tid,
-    /// The end it is for.
+    /// Tid of the receiving end.
     pub dst: Tid,
-    /// As in [`LinkFrame`].
     pub kind: LinkKind,
-    /// As in [`LinkFrame`].
     pub seq: u64,
-    /// As in [`LinkFrame`].
     pub ack: u64,
-    /// As in [`LinkFrame`].
     pub line: u16,
-    /// First part of the payload: the message's header, in its first fragment.
+    /// First part of the payload: the message header, in the first fragment only.
     pub head: &'a [u8],
-    /// The rest of the payload: a part of the message's body.
+    /// Second part of the payload: a part of the message body.
     pub body: &'a [u8],
-    /// The whole body, where it can be shared.
+    /// The whole body, if it can be shared without a copy.
     pub(super) shared: Option<&'a Bytes>,
 }
 
 impl FrameRef<'_> {
-    /// The header for a route that only the two ends use; [`SHORT_HEAD_SPARE`] is 0.
+    /// Encodes the short header; [`SHORT_HEAD_SPARE`] is 0.
     #[inline]
     pub fn encode_short_head(&self) -> [u8; SHORT_HEAD_BYTES] {
         encode_short_head(self.kind, self.seq, self.ack)
     }
 
-    /// The frame by itself. A payload without a header is shared with the message, not copied.
+    /// Converts into an owned frame. A payload without a message header shares the body's memory.
     pub fn to_frame(&self) -> LinkFrame {
         let payload = match self.shared {
             Some(whole) if self.head.is_empty() => whole.slice_ref(self.body),

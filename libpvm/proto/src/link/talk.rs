@@ -1,8 +1,11 @@
-//! A conversation that a new process takes over from one that has ended, in the place of the same task.
+//! Handoff of a link from a process that has ended to the process that replaces it in the same
+//! task.
 //!
-//! The old process says of each link where it stands, as a [`Talk`], and says again what the peer has not acknowledged: its
-//! daemon keeps that, with all that the process says afterwards. The new process gets both, and goes on as if it were the old
-//! one: the peer notices nothing.
+//! 1. The old process records the state of each link as a [`Talk`] and repeats all unacknowledged
+//!    frames to its daemon. The daemon keeps them, with everything that the process sends
+//!    afterwards.
+//! 2. The new process receives both and continues the link as if it were the old one. The peer
+//!    notices nothing.
 
 use super::{Body, FRAGMENT_BYTES_MAX, Link, LinkFrame, LinkKind, Retained, SMALL_BYTES_MAX};
 use crate::ids::{Micros, Tid};
@@ -10,25 +13,23 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 
-/// Where one end of a link stands.
+/// State of one end of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Talk {
-    /// The other end.
     pub peer: Tid,
-    /// The timeline of the link.
+    /// Incarnation of the link.
     pub line: u16,
-    /// The number of the fragment that is to come next.
+    /// Number of the next fragment expected from the peer.
     pub expected: u64,
-    /// The number of the first fragment that is said again.
+    /// Number of the first fragment that the old process repeated.
     pub first: u64,
-    /// The number after the last one.
+    /// Number after the last repeated fragment.
     pub end: u64,
-    /// The peer has ended.
     pub gone: bool,
 }
 
 impl Talk {
-    /// Nothing has been said.
+    /// Creates the state of a link on which nothing was sent.
     pub fn new(peer: Tid, line: u16) -> Talk {
         Talk {
             peer,
@@ -41,40 +42,43 @@ impl Talk {
     }
 }
 
-/// What a process still has to get of what the one before it had sent.
+/// Reassembles the messages of the previous process from the frames that the daemon returns.
 #[derive(Clone, Debug)]
 pub(super) struct Back {
     next: u64,
     end: u64,
     first: u64,
     part: Vec<u8>,
-    /// The conversation has begun anew meanwhile; what comes back has its old numbers still.
+    /// Set if the link was reset since then; returned frames still carry their old numbers.
     anew: Option<Anew>,
 }
 
-/// How a conversation stood when it began anew before everything had come back.
+/// State of a link that was reset before all messages had returned.
 #[derive(Clone, Copy, Debug)]
 struct Anew {
-    /// All below had been acknowledged.
+    /// All fragments below were acknowledged before the reset.
     acked: u64,
-    /// So many messages that have come back are kept, in front of those that were sent since.
+    /// Number of returned messages at the front of the retained queue. Messages sent since then
+    /// follow them.
     placed: usize,
 }
 
 impl Back {
-    /// The conversation begins anew; what is kept has its old numbers still, unless it did so before.
+    /// Records that the link is about to be reset. The retained messages still have their old
+    /// numbers, unless an earlier reset changed them.
     pub(super) fn begin_anew(&mut self, acked: u64, retained: &VecDeque<Retained>) {
         let placed = retained.partition_point(|message| message.first_seq < self.first);
         self.anew.get_or_insert(Anew { acked, placed });
     }
 
-    /// True if the conversation has begun anew.
+    /// True if the link was reset since the handoff.
     pub(super) fn is_anew(&self) -> bool {
         self.anew.is_some()
     }
 
-    /// The place of a message that has come back with these numbers among those that are kept, behind which waits what was sent
-    /// since; none if it was acknowledged. On this timeline all below `acked` was.
+    /// Returns the index in the retained queue for a returned message with these numbers; messages
+    /// sent since then follow it. `None` if the message was acknowledged: in the current
+    /// incarnation all fragments below `acked` are.
     fn place(
         &mut self,
         (first, end): (u64, u64),
@@ -93,9 +97,12 @@ impl Back {
 }
 
 impl Link {
-    /// Where this end stands, and all that whoever takes its place has to get, in order: half a message that came from the peer,
-    /// as it came, and what the peer has not acknowledged. From now on this end transmits without regard to the window; what is
-    /// said here counts as transmitted.
+    /// Records the state of this end and returns it with all frames that the next process needs, in
+    /// order: a partial message from the peer as it arrived, and all frames that the peer has not
+    /// acknowledged.
+    ///
+    /// From now on this end transmits without regard to the window. The returned frames count as
+    /// transmitted.
     pub fn part(&mut self, now: Micros) -> (Talk, Vec<LinkFrame>) {
         let half = self.rx.partial.len().div_ceil(FRAGMENT_BYTES_MAX) as u64;
         let first = self
@@ -157,13 +164,13 @@ impl Link {
         (talk, frames)
     }
 
-    /// Transmits with regard to the window again.
+    /// Obeys the window again after [`Link::lift_window`].
     pub fn restore_window(&mut self) {
         self.tx.unlimited = false;
     }
 
-    /// Takes the place of the end that stood there. It transmits nothing of its own before it has got back what that one had
-    /// sent ([`Link::take_back`]).
+    /// Creates the link of a process that replaces one whose state was `talk`. It transmits nothing
+    /// before all frames of the previous process have returned ([`Link::take_back`]).
     pub fn go_on(local: Tid, talk: &Talk) -> Link {
         let mut link = Link::new(local, talk.peer);
         (link.line, link.gone, link.rx.expected) = (talk.line, talk.gone, talk.expected);
@@ -183,7 +190,7 @@ impl Link {
         link
     }
 
-    /// Takes a frame that the process before this one had sent.
+    /// Processes a returned frame that the previous process had sent.
     pub fn take_back(&mut self, frame: &LinkFrame) {
         let LinkKind::Data { last } = frame.kind else {
             return;
@@ -250,7 +257,7 @@ mod tests {
             .collect()
     }
 
-    /// Queues three messages, of which the second has three fragments; what is to come.
+    /// Queues three messages, the second of which has three fragments; returns their contents.
     fn say_three(link: &mut Link) -> [Vec<u8>; 3] {
         let big = vec![7; FRAGMENT_BYTES_MAX * 2 + 5];
         link.send([1], Bytes::from_static(b"a")).expect("queued");
@@ -259,7 +266,7 @@ mod tests {
         [b"\x01a".to_vec(), [vec![2, 3], big].concat(), b"z".to_vec()]
     }
 
-    /// A new process takes over; the daemon has seen these frames.
+    /// Hands `link` over to a new process; the daemon has also seen the frames in `later`.
     fn take_over(link: &mut Link, later: &[LinkFrame]) -> Link {
         let (mut talk, said) = link.part(NOW);
         let own: Vec<LinkFrame> = said
@@ -277,7 +284,7 @@ mod tests {
         }
         let mut new = Link::go_on(tid(1), &talk);
         new.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
-        // It says something at once.
+        // The new process sends a message immediately.
         new.send([], Bytes::from_static(b"new")).expect("queued");
         own.iter().for_each(|frame| new.take_back(frame));
         give(
@@ -290,8 +297,9 @@ mod tests {
         new
     }
 
+    /// The new process sends the old process's unacknowledged messages again, once and in order.
     #[test]
-    fn what_the_old_process_had_sent_and_nobody_has_acknowledged_the_new_one_sends_again_once_and_in_order()
+    fn successor_resends_unacknowledged_messages_once()
      {
         for heard in 0..6 {
             let [mut old, mut peer] = pair();
@@ -316,8 +324,10 @@ mod tests {
         }
     }
 
+    /// If the peer is restarted during the handoff, it receives the returned messages once and in
+    /// order.
     #[test]
-    fn what_comes_back_when_the_peer_was_started_again_meanwhile_is_sent_to_it_once_and_in_order() {
+    fn returned_messages_reach_restarted_peer_once() {
         for (heard, restarts) in [(0, 1), (1, 1), (0, 2)] {
             for came in 0..6 {
                 let [mut old, mut peer] = pair();
@@ -329,7 +339,7 @@ mod tests {
                 let mut new = Link::go_on(tid(1), &talk);
                 new.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
                 new.send([], Bytes::from_static(b"new")).expect("queued");
-                // What it acknowledges before it is started again is not sent any more.
+                // Messages that the peer acknowledges before its restart are not sent again.
                 peer.handle(NOW, LinkEvent::PeerMoved);
                 give(&mut new, &frames(&mut peer));
                 said[..came.min(said.len())]
@@ -382,8 +392,10 @@ mod tests {
         }
     }
 
+    /// An end restored from a checkpoint does not repeat returned messages to a peer that continued
+    /// to run.
     #[test]
-    fn a_peer_that_went_on_meanwhile_gets_nothing_twice_of_what_comes_back_to_one_started_from_a_checkpoint()
+    fn restored_end_drops_returned_messages()
      {
         let [mut old, _] = pair();
         old.send([], Bytes::from_static(b"old")).expect("queued");
@@ -402,14 +414,15 @@ mod tests {
         assert_eq!(messages(&mut peer), [b"new"]);
     }
 
+    /// A partially received message and messages held back by the window survive the handoff.
     #[test]
-    fn half_a_message_and_what_the_window_kept_back_are_not_lost() {
+    fn partial_and_queued_messages_survive_handoff() {
         let [mut old, mut peer] = pair();
         let big = vec![3; FRAGMENT_BYTES_MAX * 3];
         peer.send([9], big.clone().into()).expect("queued");
         let coming = frames(&mut peer);
         give(&mut old, &coming[..2]);
-        // The peer hears that these two are there, and does not send them again.
+        // The peer learns that these two fragments arrived and does not repeat them.
         give(
             &mut peer,
             &old.part(NOW)

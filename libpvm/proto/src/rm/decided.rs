@@ -1,5 +1,5 @@
-//! What the resource manager remembers of decisions, and of what happened on which they rest. New kinds go to the end: those that are
-//! written in books keep their numbers.
+//! Decisions that the resource manager records, and the events on which they are based. New
+//! variants must be added at the end, because the stored history contains the variant numbers.
 
 use super::{Attempt, Excluded, Expected, NotUsed};
 use crate::error::PvmError;
@@ -12,247 +12,218 @@ use std::fmt;
 const BEGAN_AGAIN: &str =
     "the resource manager began again with what was known; meanwhile spawns were placed in turn";
 
-/// What can be decided, or happen.
+/// The content of a decision or event.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Decided {
     /// A spawn was answered.
     Spawn {
-        /// The program.
+        /// The spawned program.
         program: String,
-        /// The task that asked.
+        /// The requesting task.
         by: Tid,
-        /// Its job.
+        /// Job of the requesting task.
         job: Tid,
-        /// Its user.
+        /// User id of the requesting task.
         user: u32,
-        /// Tasks that were asked for.
+        /// Number of requested tasks.
         count: u32,
-        /// Those that were started, and where.
+        /// Started tasks with their hosts.
         started: Vec<(Tid, String)>,
-        /// Why the others were not.
+        /// Why the other tasks were not started.
         error: Option<PvmError>,
-        /// From the request to the last search for a place.
+        /// Time from the request to the last placement attempt.
         waited: Micros,
-        /// The searches.
+        /// The placement attempts.
         attempts: Vec<Attempt>,
     },
-    /// A task was told to go.
+    /// A migration was ordered.
     Go {
-        /// The task.
         tid: Tid,
-        /// Where it was.
+        /// Source host.
         from: String,
-        /// Where it is to go.
+        /// Target host.
         to: String,
-        /// Why.
         cause: Cause,
-        /// What is expected of it.
+        /// Expected benefit and cost.
         expected: Expected,
-        /// Why it did not begin, if it did not.
+        /// Why it did not begin; `None`: it began.
         refused: Option<String>,
     },
-    /// A move is complete.
+    /// A migration is complete.
     Moved {
-        /// The task.
         tid: Tid,
-        /// Where it was.
+        /// Source host.
         from: String,
-        /// Where it is.
+        /// Target host.
         to: String,
-        /// Why.
         cause: Cause,
-        /// Bytes of its image.
+        /// Size of the images.
         bytes: u64,
-        /// How long it stood still.
+        /// Time for which the task was stopped.
         frozen: Micros,
     },
-    /// A move has failed; the task went on where it was.
+    /// A migration failed; the task continued at the source.
     NotMoved {
-        /// The task.
         tid: Tid,
-        /// Where it was.
+        /// Source host.
         from: String,
-        /// Where it was to go.
+        /// Target host.
         to: String,
-        /// Why it was to go.
+        /// Reason for the migration.
         cause: Cause,
         /// The step that failed.
         step: Step,
-        /// Why.
+        /// Reason for the failure.
         why: String,
     },
-    /// A task stays although the owner of its host is there.
+    /// A task stays although the owner of its host is present.
     Stays {
-        /// The task.
         tid: Tid,
-        /// Where.
         host: String,
-        /// Why.
         why: String,
-        /// Hosts that would not take it.
+        /// Hosts that would not accept it.
         not_used: Vec<NotUsed>,
     },
-    /// The owner of a host came.
+    /// The owner of a host returned.
     OwnerCame {
-        /// The host.
         host: String,
-        /// The watcher's sentence.
+        /// The load watcher's reason, in one sentence.
         why: String,
     },
     /// The owner of a host left.
     OwnerLeft {
-        /// The host.
         host: String,
-        /// The watcher's sentence.
+        /// The load watcher's reason, in one sentence.
         why: String,
     },
     /// A host joined.
     HostJoined {
-        /// The host.
         host: String,
     },
     /// A host is gone, with the tasks on it.
     HostGone {
-        /// The host.
         host: String,
-        /// Why.
         why: String,
     },
     /// A task was suspended.
     Suspended {
-        /// The task.
         tid: Tid,
-        /// Where.
         host: String,
-        /// Why.
         cause: suspend::Cause,
     },
-    /// A task that was suspended goes on.
+    /// A suspended task was resumed.
     Resumed {
-        /// The task.
         tid: Tid,
-        /// Where.
         host: String,
-        /// Why.
         cause: suspend::Cause,
     },
-    /// A whole job was suspended, or goes on.
+    /// A whole job was suspended or resumed.
     JobSuspended {
-        /// The job.
         job: Tid,
-        /// False: it goes on.
+        /// False: it was resumed.
         suspend: bool,
-        /// Who asked for it.
+        /// The task that requested it.
         by: Tid,
     },
-    /// A host is being emptied, or takes tasks again.
+    /// A drain of a host began or ended.
     Drain {
-        /// The host.
         host: String,
-        /// False: it takes tasks again.
+        /// False: it ended, and the host accepts tasks again.
         begun: bool,
-        /// Who asked for it.
+        /// The task that requested it.
         by: Tid,
     },
-    /// The resource manager began to work.
+    /// The resource manager started.
     Began {
-        /// It goes on with what one before it knew.
+        /// True if it continues with the state of a predecessor.
         again: bool,
     },
-    /// A job is checkpointed and ended, because a task of it has to leave and no host takes it; it goes on when there is room.
+    /// A job was vacated: one of its tasks must leave its host and no other host accepts it, so the
+    /// job was checkpointed and ended. It will be restarted when there is room.
     Parked {
-        /// The first task of it.
+        /// First task of the job.
         job: Tid,
-        /// The task.
+        /// The task that must leave.
         tid: Tid,
-        /// The host that it has to leave.
+        /// The host that it must leave.
         host: String,
-        /// Why it cannot move.
+        /// Why it cannot migrate.
         why: String,
     },
-    /// A job goes on from a checkpoint.
+    /// A job was restarted from a checkpoint.
     Restarted {
-        /// The job.
         job: Tid,
-        /// Name of the set.
+        /// Name of the checkpoint.
         set: String,
-        /// Its tasks, and where they are now.
+        /// Its tasks with their hosts.
         tasks: Vec<(Tid, String)>,
-        /// Why.
         why: String,
     },
-    /// What a move for the sake of the load has brought is known: its task has ended, or worked there for long.
+    /// The benefit of a load migration is known: the task has ended, or has run long enough on the
+    /// target.
     CameOut {
-        /// The task.
         tid: Tid,
-        /// Where it was.
+        /// Source host.
         from: String,
-        /// Where it went.
+        /// Target host.
         to: String,
-        /// What was expected.
+        /// Expected benefit and cost.
         expected: Expected,
-        /// What came, as far as what the task got and did there tells.
+        /// Actual benefit and cost, estimated from the task's progress on the target.
         came: Expected,
     },
-    /// The rules of a host's owner let no guests in any more, whoever uses it.
+    /// The owner's policy closes a host to guests, whether or not anyone uses it.
     HostClosed {
-        /// The host.
         host: String,
-        /// The watcher's sentence.
+        /// The load watcher's reason, in one sentence.
         why: String,
     },
-    /// A host that was closed takes guests again.
+    /// A closed host accepts guests again.
     HostOpened {
-        /// The host.
         host: String,
     },
-    /// The guests of a host were ended, as its owner wants it.
+    /// The guests of a host were ended, as its owner's policy requires.
     GuestsEnded {
-        /// The host.
         host: String,
-        /// The tasks.
+        /// The ended tasks.
         tasks: Vec<Tid>,
-        /// The watcher's sentence.
+        /// The load watcher's reason, in one sentence.
         why: String,
     },
-    /// A job was not checkpointed.
+    /// A checkpoint of a job failed.
     CheckpointFailed {
-        /// The first task of it.
+        /// First task of the job.
         job: Tid,
-        /// Why.
         why: String,
     },
-    /// A checkpoint was not started again.
+    /// The restart of a checkpoint failed.
     RestartFailed {
-        /// The first task of the job, if it is known.
+        /// First task of the job, if known.
         job: Option<Tid>,
-        /// Name of the set.
+        /// Name of the checkpoint.
         set: String,
-        /// Why it was to be started again.
+        /// Reason for the attempt.
         cause: String,
-        /// Why it was not.
+        /// Reason for the failure.
         why: String,
     },
     /// The tasker of a host has ended, and with it the tasks that it had started.
     TaskerGone {
-        /// The host.
         host: String,
-        /// The tasks.
+        /// The lost tasks.
         tasks: Vec<Tid>,
-        /// Why.
         why: String,
     },
-    /// A host was not added.
+    /// A host could not be added.
     HostRefused {
-        /// The name given.
+        /// The name that the user gave.
         host: String,
-        /// Why.
         why: String,
     },
 }
 
 impl Decided {
-    /// True when it speaks of a task of which this is so.
+    /// True if the decision concerns a task for which `is_so` returns true.
     pub fn is_about(&self, is_so: impl Fn(Tid) -> bool) -> bool {
         match self {
             Decided::Spawn { job, started, .. } => {
@@ -280,7 +251,8 @@ impl Decided {
         }
     }
 
-    /// True when it speaks of this host: something came, went, or was kept from there.
+    /// True if the decision concerns this host as source or target, or because the host was
+    /// rejected.
     pub fn is_about_host(&self, name: &str) -> bool {
         let not_used = |list: &[NotUsed]| {
             list.iter()
@@ -328,7 +300,7 @@ fn seconds(span: Micros) -> f64 {
     span.0 as f64 / 1e6
 }
 
-/// "the owner of h2 is there: olga on pts/1".
+/// Describes a cause, for example "the owner of h2 is there (olga on pts/1)".
 fn because(cause: &Cause, from: &str) -> String {
     match cause {
         Cause::Asked { by } => format!("{by} asked for it"),
@@ -566,8 +538,9 @@ mod tests {
     use super::*;
     use crate::frame::to_bytes;
 
+    /// Variants keep their numbers, so that stored decisions stay readable.
     #[test]
-    fn kinds_of_decisions_keep_their_numbers_so_that_older_books_are_read() {
+    fn variant_numbers_are_stable() {
         let number = |what: Decided| to_bytes(&what).expect("it can be written")[0];
         let host = || "h2".to_string();
         assert_eq!(number(Decided::HostJoined { host: host() }), 7);
@@ -589,7 +562,7 @@ mod tests {
     }
 
     #[test]
-    fn tasks_that_an_owner_has_ended_and_those_that_died_with_their_tasker_are_told_so() {
+    fn ended_and_lost_guests_are_described() {
         let tasks = vec![Tid::from_raw(0x80001), Tid::from_raw(0x80002)];
         let ended = Decided::GuestsEnded {
             host: "h2".into(),
