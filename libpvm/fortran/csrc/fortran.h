@@ -1,22 +1,23 @@
 /*
- * How Fortran calls: names in lower case with an underscore, every argument by reference, and the length of each
- * CHARACTER argument by value behind all others, in their order.
+ * Calling convention of Fortran: names are in lower case with a trailing underscore, every argument is passed by
+ * reference, and the lengths of the CHARACTER arguments follow all other arguments by value, in the same order.
  */
 #ifndef SEMPA_FORTRAN_H
 #define SEMPA_FORTRAN_H
 
 #include <pvm3.h>
 
-/* Room for a string that comes from Fortran, with its NUL. */
+/* Size of the buffer for a string from Fortran, including its NUL. */
 #define TEXT_BYTES 257
 
-/* Copies a Fortran string without its trailing blanks; PvmBadParam when it does not fit. */
+/* Copies a Fortran string without its trailing blanks. Returns PvmBadParam if it does not fit. */
 int ftocstr(char *c, int csize, char *f, int flen);
 
-/* Fills a Fortran string: cut or filled up with blanks. */
+/* Copies a C string to a Fortran string: truncated, or padded with blanks. */
 int ctofstr(char *f, int flen, char *c);
 
-/* The C text of a Fortran string: `text` in the block that follows, unless it is too long, which `answer` is told. */
+/* Converts a Fortran string to the C string `text`, evaluates `call` with it and stores the result in `answer`. If the
+   string is too long, stores PvmBadParam instead. */
 #define WITH_TEXT(text, f, flen, answer, call)                  \
     do {                                                        \
         char text[TEXT_BYTES];                                  \

@@ -1,4 +1,4 @@
-/* Groups: programs that use them link with libgpvm3 as well. */
+/* Group functions. Programs that use them must link with libgpvm3 as well. */
 
 #include "fortran.h"
 

@@ -1,9 +1,9 @@
-/* Hosts and daemons. */
+/* Functions for hosts and daemons. */
 
 #include "fortran.h"
 #include <string.h>
 
-/* Words in the arguments of a daemon. */
+/* Maximum number of arguments of a daemon. */
 #define WORDS_MAX (TEXT_BYTES / 2)
 
 void pvmfhalt_(int *info) { *info = pvm_halt(); }
@@ -56,7 +56,7 @@ void pvmfhostsync_(int *host, int *clock_seconds, int *clock_micros, int *delta_
     *delta_micros = (int)delta.tv_usec;
 }
 
-/* One host of the table with each call, from the beginning again behind the last one or when the count comes in as -1. */
+/* Returns one host of the table per call. Starts again after the last one, or if the count is passed as -1. */
 void pvmfconfig_(int *count, int *formats, int *tid, char *name, char *arch, int *speed, int *info, int name_length,
                  int arch_length)
 {

@@ -1,4 +1,4 @@
-/* Buffers, packing, sending, receiving, handlers. */
+/* Functions for buffers, packing, sending, receiving and message handlers. */
 
 #include "fortran.h"
 
@@ -11,7 +11,7 @@ void pvmfsetsbuf_(int *mid, int *old) { *old = pvm_setsbuf(*mid); }
 void pvmfsetrbuf_(int *mid, int *old) { *old = pvm_setrbuf(*mid); }
 void pvmfbufinfo_(int *mid, int *bytes, int *tag, int *tid, int *info) { *info = pvm_bufinfo(*mid, bytes, tag, tid); }
 
-/* Strings are packed as so many bytes; their length behind the other arguments does not count. */
+/* A string is packed as `count` bytes; the length that Fortran passes after the other arguments is ignored. */
 void pvmfpack_(int *type, void *items, int *count, int *stride, int *info)
 {
     switch (*type) {
@@ -50,7 +50,7 @@ void pvmfrecv_(int *tid, int *tag, int *mid) { *mid = pvm_recv(*tid, *tag); }
 void pvmfnrecv_(int *tid, int *tag, int *mid) { *mid = pvm_nrecv(*tid, *tag); }
 void pvmfprobe_(int *tid, int *tag, int *mid) { *mid = pvm_probe(*tid, *tag); }
 
-/* -1 seconds: for ever. */
+/* With -1 seconds, waits without limit. */
 void pvmftrecv_(int *tid, int *tag, int *seconds, int *micros, int *mid)
 {
     struct timeval time = { .tv_sec = *seconds, .tv_usec = *micros };
@@ -69,7 +69,7 @@ void pvmfprecv_(int *tid, int *tag, void *items, int *count, int *type, int *fro
     *info = pvm_precv(*tid, *tag, items, *count, *type, from_tid, from_tag, from_length);
 }
 
-/* The handler gets the number of the message by value, as in C. */
+/* The handler receives the buffer number of the message by value, as in C. */
 void pvmfaddmhf_(int *src, int *tag, int *ctx, int (*handler)(int), int *mhid)
 {
     *mhid = pvm_addmhf(*src, *tag, *ctx, handler);

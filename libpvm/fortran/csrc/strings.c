@@ -1,4 +1,4 @@
-/* Strings between the two languages. */
+/* Conversion of strings between C and Fortran. */
 
 #include "fortran.h"
 #include <string.h>

@@ -1,4 +1,4 @@
-/* The own task, other tasks, options, contexts, the mailbox. */
+/* Functions for tasks, options, contexts and the mailbox. */
 
 #include "fortran.h"
 
@@ -25,7 +25,7 @@ void pvmfnotify_(int *what, int *tag, int *count, int *tids, int *info)
     *info = pvm_notify(*what, *tag, *count, tids);
 }
 
-/* A place that begins with a star is any place. */
+/* A `where` that begins with a star means any host. */
 void pvmfspawn_(char *file, int *flags, char *where, int *count, int *tids, int *started, int file_length,
                 int where_length)
 {
@@ -39,7 +39,7 @@ void pvmfspawn_(char *file, int *flags, char *where, int *count, int *tids, int 
     *started = pvm_spawn(program, NULL, *flags, place[0] == '*' ? NULL : place, *count, tids);
 }
 
-/* One task of the spawn that this one belongs to; they are asked for once. */
+/* Returns one task of the spawn that started this task. The list is requested from the daemon only once. */
 void pvmfsiblings_(int *count, int *index, int *tid)
 {
     static int known = -1;
@@ -51,7 +51,7 @@ void pvmfsiblings_(int *count, int *index, int *tid)
     *tid = *index >= 0 && *index < known ? tids[*index] : PvmNoTask;
 }
 
-/* One task of a list with each call, from the beginning again behind the last one or when the count comes in as -1. */
+/* Returns one task of a list per call. Starts again after the last one, or if the count is passed as -1. */
 void pvmftasks_(int *where, int *count, int *tid, int *parent, int *host, int *flag, char *name, int *info, int length)
 {
     static struct pvmtaskinfo *tasks;
@@ -98,7 +98,7 @@ void pvmfdelinfo_(char *name, int *index, int *flags, int *info, int length)
     WITH_TEXT(class, name, length, info, pvm_delinfo(class, *index, *flags));
 }
 
-/* One class of the mailbox with each call, as pvmftasks; the arrays have to be long enough for its entries. */
+/* Returns one mailbox class per call, as pvmftasks does. The arrays must be long enough for its entries. */
 void pvmfgetmboxinfo_(char *pattern, char *name, int *count, int *entries, int *indices, int *owners, int *flags,
                       int *info, int pattern_length, int name_length)
 {
