@@ -1,8 +1,8 @@
 /*
- * Functions with a variable number of arguments, which Rust cannot define. Each only turns its arguments into a
- * va_list; the work is done in Rust. The readers below take one argument from such a list.
+ * Variadic functions, which Rust cannot define. Each converts its arguments to a va_list and calls a Rust function. The
+ * functions sempa_va_* read one argument from such a list.
  *
- * The library exports the names pvm_packf, pvm_unpackf and pvmlogprintf; they jump here (src/ffi/format.rs).
+ * The exported functions pvm_packf, pvm_unpackf and pvmlogprintf jump to this file (src/ffi/format.rs).
  */
 #include <stdarg.h>
 
@@ -47,7 +47,7 @@ int sempa_logprintf(const char *format, ...)
     return answer;
 }
 
-/* On x86-64 a va_list parameter is a pointer to the caller's list, so reading moves the caller's position. */
+/* On x86-64 a va_list parameter is a pointer to the caller's list, so each read advances the caller's position. */
 int sempa_va_int(va_list items) { return va_arg(items, int); }
 long sempa_va_long(va_list items) { return va_arg(items, long); }
 double sempa_va_double(va_list items) { return va_arg(items, double); }

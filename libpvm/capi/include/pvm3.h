@@ -2,7 +2,7 @@
  * pvm3.h - the C interface of a parallel virtual machine.
  *
  * Source and binary compatible with version 3.4.6 of PVM. Programs include this header and link with -lpvm3.
- * Every call answers 0 or a useful number when it succeeds, and one of the negative error codes below when it fails.
+ * Unless stated otherwise, a call returns 0 or a positive result, and one of the negative error codes below on failure.
  */
 #ifndef _PVM3_H_
 #define _PVM3_H_
@@ -19,30 +19,30 @@
 /* ---- Encodings of messages: pvm_initsend, pvm_mkbuf ---- */
 
 #define PvmDataDefault 0                /* portable (XDR) */
-#define PvmDataRaw     1                /* as memory lies on this machine */
-#define PvmDataInPlace 2                /* raw, read from memory when sent */
+#define PvmDataRaw     1                /* memory layout of this machine */
+#define PvmDataInPlace 2                /* raw; memory is read when the message is sent */
 #define PvmDataFoo     PvmDataDefault
-#define PvmDataTrace   4                /* a trace event of the program */
+#define PvmDataTrace   4                /* a user-defined trace event */
 
 /* ---- Where to start tasks: pvm_spawn ---- */
 
 #define PvmTaskDefault    0
-#define PvmTaskHost       1             /* on the host that is named */
-#define PvmTaskArch       2             /* on hosts of the architecture that is named */
+#define PvmTaskHost       1             /* on the named host */
+#define PvmTaskArch       2             /* on hosts of the named architecture */
 #define PvmTaskDebug      4             /* under a debugger */
 #define PvmTaskTrace      8
 #define PvmMppFront      16
 #define PvmHostCompl     32             /* on all other hosts */
-#define PvmNoSpawnParent 64             /* the task does not learn who started it */
+#define PvmNoSpawnParent 64             /* hides the parent from the task */
 
-/* ---- What to be told about: pvm_notify ---- */
+/* ---- Events: pvm_notify ---- */
 
 #define PvmTaskExit       1
 #define PvmHostDelete     2
 #define PvmHostAdd        3
 #define PvmRouteAdd       4
 #define PvmRouteDelete    5
-#define PvmNotifyCancel 256             /* added to one of the others */
+#define PvmNotifyCancel 256             /* added to an event: cancels the request */
 
 /* ---- Options: pvm_getopt, pvm_setopt ---- */
 
@@ -80,7 +80,7 @@
 #define PvmSelfTraceContext  24
 #define PvmNoReset           25
 
-/* ---- Whose trace mask: pvm_gettmask, pvm_settmask ---- */
+/* ---- Owner of the trace mask: pvm_gettmask, pvm_settmask ---- */
 
 #define PvmTaskSelf  0
 #define PvmTaskChild 1
@@ -89,15 +89,15 @@
 
 #define PvmBaseContext 0
 
-/* ---- The mailbox: pvm_putinfo and its kin ---- */
+/* ---- Mailbox flags: pvm_putinfo, pvm_recvinfo ---- */
 
 #define PvmMboxDefault         0
-#define PvmMboxPersistent      1        /* stays when its owner ends */
-#define PvmMboxMultiInstance   2        /* a further entry, not in place of one */
-#define PvmMboxOverWritable    4        /* others may replace it */
-#define PvmMboxFirstAvail      8        /* the first one from an index on */
+#define PvmMboxPersistent      1        /* stays after the exit of its owner */
+#define PvmMboxMultiInstance   2        /* adds an entry to those of the class */
+#define PvmMboxOverWritable    4        /* other tasks may replace it */
+#define PvmMboxFirstAvail      8        /* the first entry at or after an index */
 #define PvmMboxReadAndDelete  16
-#define PvmMboxWaitForInfo    32        /* wait until there is one */
+#define PvmMboxWaitForInfo    32        /* waits until there is an entry */
 #define PvmMboxMaxFlag       512
 #define PvmMboxDirectIndexShift 10
 #define PvmMboxMaxDirectIndex ((unsigned)1 << (31 - PvmMboxDirectIndexShift))
@@ -107,7 +107,7 @@
 #define PvmMboxDirectIndexOf(flags_) \
     (((flags_) >> PvmMboxDirectIndexShift) & (PvmMboxMaxDirectIndex - 1))
 
-/* Mailbox classes with a meaning of their own. */
+/* Mailbox classes with a special meaning. */
 #define PVMNORESETCLASS "###_PVM_NO_RESET_###"
 #define PVMHOSTERCLASS  "###_PVM_HOSTER_###"
 #define PVMTASKERCLASS  "###_PVM_TASKER_###"
@@ -133,41 +133,41 @@
 
 #define PvmOk             0
 #define PvmBadParam      -2             /* an argument is out of range */
-#define PvmMismatch      -3             /* counts of a collective call differ */
+#define PvmMismatch      -3             /* arguments of a collective call differ */
 #define PvmOverflow      -4             /* a value does not fit */
 #define PvmNoData        -5             /* read past the end of the message */
 #define PvmNoHost        -6             /* no such host */
 #define PvmNoFile        -7             /* no such executable */
 #define PvmDenied        -8             /* not allowed */
 #define PvmNoMem        -10             /* out of memory */
-#define PvmBadMsg       -12             /* the message cannot be read */
-#define PvmSysErr       -14             /* no daemon answers */
+#define PvmBadMsg       -12             /* the message is malformed */
+#define PvmSysErr       -14             /* the daemon does not answer */
 #define PvmNoBuf        -15             /* no active buffer */
 #define PvmNoSuchBuf    -16             /* no buffer with this number */
-#define PvmNullGroup    -17             /* the group has no name */
-#define PvmDupGroup     -18             /* in the group already */
+#define PvmNullGroup    -17             /* the group name is null */
+#define PvmDupGroup     -18             /* already in the group */
 #define PvmNoGroup      -19             /* no such group */
 #define PvmNotInGroup   -20             /* not in the group */
 #define PvmNoInst       -21             /* no such instance in the group */
 #define PvmHostFail     -22             /* the host failed */
-#define PvmNoParent     -23             /* not started by a task */
+#define PvmNoParent     -23             /* the task has no parent */
 #define PvmNotImpl      -24             /* not available here */
 #define PvmDSysErr      -25             /* the daemon failed */
 #define PvmBadVersion   -26             /* versions differ */
 #define PvmOutOfRes     -27             /* a limit was reached */
-#define PvmDupHost      -28             /* the host is in already */
+#define PvmDupHost      -28             /* the host has already been added */
 #define PvmCantStart    -29             /* the daemon could not be started */
-#define PvmAlready      -30             /* somebody else is doing this */
+#define PvmAlready      -30             /* another task does this already */
 #define PvmNoTask       -31             /* no such task */
-#define PvmNotFound     -32             /* nothing under this name */
-#define PvmExists       -33             /* it exists already */
+#define PvmNotFound     -32             /* no entry with this name */
+#define PvmExists       -33             /* already exists */
 #define PvmHostrNMstr   -34             /* a hoster must run on the master's host */
-#define PvmParentNotSet -35             /* the starter does not want to be known */
+#define PvmParentNotSet -35             /* the parent hid itself (PvmNoSpawnParent) */
 #define PvmIPLoopback   -36             /* the master's address is a loopback address */
 #define PvmNoEntry      PvmNotFound
 #define PvmDupEntry     PvmDenied
 
-/* Room for a name that pvmtmpnam makes. */
+/* Size of the buffer for a name made by pvmtmpnam. */
 #define PVMTMPNAMLEN 128
 #define PVMTMPNAMFUN(place_) pvmtmpnam(place_)
 
@@ -178,7 +178,7 @@ struct pvmhostinfo {                    /* a host: pvm_config, pvm_reg_rm */
     char *hi_name;
     char *hi_arch;
     int hi_speed;
-    int hi_dsig;                        /* how its machine lays out numbers */
+    int hi_dsig;                        /* data signature: layout of numbers */
 };
 
 struct pvmtaskinfo {                    /* a task: pvm_tasks */
@@ -213,7 +213,7 @@ struct pvmmboxinfo {                    /* a class of the mailbox: pvm_getmboxin
 extern "C" {
 #endif
 
-/* ---- The own task ---- */
+/* ---- This task ---- */
 
 int pvm_mytid(void);
 int pvm_parent(void);
@@ -332,7 +332,7 @@ int pvm_insert(char *name, int index, int value);
 int pvm_lookup(char *name, int index, int *value);
 int pvm_delete(char *name, int index);
 
-/* ---- Parts in running the virtual machine ---- */
+/* ---- Roles in running the virtual machine ---- */
 
 int pvm_reg_rm(struct pvmhostinfo **master);
 int pvm_reg_hoster(void);
@@ -358,7 +358,7 @@ void PvmMin(int *type, void *x, void *y, int *count, int *info);
 void PvmSum(int *type, void *x, void *y, int *count, int *info);
 void PvmProduct(int *type, void *x, void *y, int *count, int *info);
 
-/* ---- Small helpers ---- */
+/* ---- Utilities ---- */
 
 char *pvmgettmp(void);
 char *pvmgetrsh(void);

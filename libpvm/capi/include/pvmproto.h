@@ -1,8 +1,8 @@
 /*
- * pvmproto.h: numbers that tasks, resource managers, taskers, hosters and tracers meet in messages. They are PVM 3.4.6's.
+ * pvmproto.h: message tags and constants for tasks, resource managers, taskers, hosters and tracers, as in PVM 3.4.6.
  *
- * SM_ and TC_ messages are spoken here as in PVM. What libraries and daemons say among themselves (TM_, DM_) is another
- * language here; those numbers are given because programs print their names.
+ * SM_ and TC_ messages have PVM's format. The messages between libraries and daemons (TM_, DM_) do not: this system
+ * uses another protocol there. Those numbers are defined because programs print their names.
  */
 #ifndef _PVMPROTO_H_
 #define _PVMPROTO_H_
@@ -16,7 +16,7 @@
 #endif
 #define SDPROTOCOL 4302
 
-/* Task to daemon. */
+/* Messages from tasks to daemons. */
 #define TM_FIRST ((int)0x80010001)
 #define TM_CONNECT (TM_FIRST + 0)
 #define TM_CONN2 (TM_FIRST + 1)
@@ -45,7 +45,7 @@
 #define TM_SHMCONN (TM_FIRST + 24)
 #define TM_LAST (TM_FIRST + 24)
 
-/* Daemon to daemon. */
+/* Messages between daemons. */
 #define DM_FIRST ((int)0x80020001)
 #define DM_ADD (DM_FIRST + 0)
 #define DM_ADDACK (DM_FIRST + 1)
@@ -78,7 +78,7 @@
 #define DM_HOSTSYNCACK (DM_FIRST + 28)
 #define DM_LAST (DM_FIRST + 28)
 
-/* Library to library, in the context SYSCTX_TC. */
+/* Messages between the libraries of tasks, in the context SYSCTX_TC. */
 #define TC_FIRST ((int)0x80030001)
 #define TC_CONREQ (TC_FIRST + 0)
 #define TC_CONACK (TC_FIRST + 1)
@@ -94,7 +94,7 @@
 #define TC_SIBLINGS (TC_FIRST + 11)
 #define TC_LAST (TC_FIRST + 11)
 
-/* Tasks, resource managers, taskers, hosters and daemons, in the context 0. */
+/* Messages between tasks, resource managers, taskers, hosters and daemons, in the context 0. */
 #define SM_FIRST ((int)0x80040001)
 #define SM_SPAWN (SM_FIRST + 0)
 #define SM_EXEC (SM_FIRST + 1)
@@ -115,19 +115,19 @@
 #define SM_STTASK (SM_FIRST + 16)
 #define SM_LAST (SM_FIRST + 16)
 
-/* Kinds of TM_DB: the mailbox. */
+/* Operations of TM_DB (mailbox). */
 #define TMDB_PUT 1
 #define TMDB_REMOVE 2
 #define TMDB_GET 3
 #define TMDB_NAMES 4
 #define TMDB_RESET 5
 
-/* What an output message says instead of a length. */
+/* Special values of the length field of an output message. */
 #define TO_EOF 0
 #define TO_SPAWN -1
 #define TO_NEW -2
 
-/* Kinds of TM_SETOPT. */
+/* Options of TM_SETOPT. */
 #define TS_OUTTID 1
 #define TS_OUTCTX 2
 #define TS_OUTTAG 3
@@ -135,7 +135,7 @@
 #define TS_TRCCTX 5
 #define TS_TRCTAG 6
 
-/* Contexts of the system, downwards from the first. */
+/* Reserved contexts, in descending order. */
 #define SYSCTX_FIRST ((int)0x0007ffff)
 #define SYSCTX_TC (SYSCTX_FIRST - 0)
 #define SYSCTX_TM (SYSCTX_FIRST - 1)

@@ -1,8 +1,8 @@
 /*
  * pvmtev.h: trace events. Names and numbers are those of PVM 3.4.6, so that its tracers and traced programs compile.
  *
- * A trace message is a sequence of records. Each begins and ends with a marker; the first record of a kind describes its
- * items, later ones hold the values only. docs/COMPATIBILITY.md says what is traced here.
+ * A trace message is a sequence of records. Each record begins and ends with a marker. The first record of an event
+ * describes its items, later ones contain only the values. docs/COMPATIBILITY.md lists the events that are traced.
  */
 #ifndef _PVMTEV_H_
 #define _PVMTEV_H_
@@ -10,7 +10,7 @@
 #include <sys/time.h>
 
 /* Markers: begin and end of a group of collected records, of the table of items, of a record with its description, of a
-   record of values, and of a user's own event. */
+   record of values, and of a user-defined event. */
 #define TEV_MARK_EVENT_BUFFER -1
 #define TEV_MARK_EVENT_BUFFER_END -2
 #define TEV_MARK_DATA_ID -3
@@ -22,11 +22,11 @@
 #define TEV_MARK_USER_EVENT_RECORD -9
 #define TEV_MARK_USER_EVENT_RECORD_END -10
 
-/* Where a user's own event (a PvmDataTrace buffer) is sent: pvm_send(PVM_TRACE_TID, PVM_TRACE_CODE). */
+/* Destination of a user-defined event (a PvmDataTrace buffer): pvm_send(PVM_TRACE_TID, PVM_TRACE_CODE). */
 #define PVM_TRACE_TID -1111
 #define PVM_TRACE_CODE -2222
 
-/* Types of items; a list has TEV_DATA_ARRAY added, and its length in front of its values. */
+/* Types of items. For an array TEV_DATA_ARRAY is added, and its length precedes its values. */
 #define TEV_DATA_NULL 0
 #define TEV_DATA_BYTE 1
 #define TEV_DATA_CPLX 2
@@ -46,7 +46,7 @@
 #define TEV_DATA_SCALAR 0x00
 #define TEV_DATA_ARRAY 0x80
 
-/* Items, by their short names. */
+/* Item numbers, by short name. */
 #define TEV_DID_FIRST 0
 #define TEV_DID_AN 0
 #define TEV_DID_AC 1
@@ -173,13 +173,13 @@
 #define TEV_DID_WID 122
 #define TEV_DID_MAX 122
 
-/* An item: its short name and what it is. */
+/* An item: its short name and its description. */
 struct Pvmtevdid {
     char *did;
     char *desc;
 };
 
-/* Events. In a record the number of a call has one of the two bits below added. */
+/* Event numbers. For a call, one of the bits TEV_EVENT_ENTRY and TEV_EVENT_EXIT is added in the record. */
 #define TEV_FIRST 0
 #define TEV_ADDHOSTS 0
 #define TEV_BARRIER 1
@@ -295,7 +295,7 @@ struct Pvmtevdid {
 #define TEV_EVENT_ENTRY 0x4000 /* the call begins */
 #define TEV_EVENT_EXIT 0x8000  /* the call ends */
 
-/* An event: its name, and what a tracer keeps about it. */
+/* An event: its name, and the data that a tracer keeps about it. */
 struct Pvmtevinfo {
     char *name;
     int desc_status;
@@ -304,7 +304,7 @@ struct Pvmtevinfo {
     int count;
 };
 
-/* Which events are wanted: text, four events in the low bits of each character. */
+/* Mask of enabled events: a text with four events in the low bits of each character. */
 #define TEV_MASK_LENGTH 36
 
 typedef char Pvmtmask[TEV_MASK_LENGTH];
@@ -320,7 +320,7 @@ typedef char Pvmtmask[TEV_MASK_LENGTH];
         (mask)[TEV_MASK_LENGTH - 1] = 0; \
     }
 
-/* Where trace and output of a task go, and what is traced. */
+/* Destinations of the trace and output of a task, and the trace options. */
 struct Pvmtracer {
     int trctid;
     int trcctx;

@@ -43,19 +43,20 @@ ints! {
     pvmmyupid = -1;
     /// Uid of the process at enrolment.
     pvm_useruid = -1;
-    /// Option `PvmAutoErr`.
+    /// Value of the option `PvmAutoErr`.
     pvmautoerr = 1;
-    /// Option `PvmShowTids`.
+    /// Value of the option `PvmShowTids`.
     pvmshowtaskid = 1;
-    /// Nonzero at the top level. Group functions clear it, so that calls inside them are not traced.
+    /// Nonzero at the top level. Group functions clear it, so that calls inside them are not
+    /// traced.
     pvmtoplvl = 1;
     /// Number of siblings; −1 while unknown.
     pvmnsibs = -1;
     /// Index of this task's entry in the no-reset class of the mailbox; −1 if it has none.
     pvmnoresetindex = -1;
-    /// Option `PvmRoute`.
+    /// Value of the option `PvmRoute`.
     pvmrouteopt = 2;
-    /// Option `PvmFragSize`.
+    /// Value of the option `PvmFragSize`.
     pvmfrgsiz = 4080;
     /// Largest datagram between daemons in PVM; not used here.
     pvmudpmtu = 4080;
@@ -64,11 +65,11 @@ ints! {
     pvmmydsig = 0;
     /// Tid of this task's resource manager; 0 if it has none.
     pvmschedtid = 0;
-    /// Option `PvmResvTids`.
+    /// Value of the option `PvmResvTids`.
     pvmrescode = 0;
-    /// Option `PvmDebugMask`.
+    /// Value of the option `PvmDebugMask`.
     pvmdebmask = 0;
-    /// Option `PvmNoReset`.
+    /// Value of the option `PvmNoReset`.
     pvmnoreset = 0;
     /// Size of PVM's buffer table; not used here.
     pvmmidhsiz = 0;

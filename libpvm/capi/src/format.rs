@@ -14,32 +14,32 @@ pub(crate) enum Number {
     Argument,
 }
 
-/// Data type of a conversion. The comments give its letters in the format string.
+/// Data type of a conversion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// `c`
+    /// Written `c` in a format string.
     Byte,
-    /// `hd`
+    /// Written `hd` in a format string.
     Short,
-    /// `hu`
+    /// Written `hu` in a format string.
     UShort,
-    /// `d`
+    /// Written `d` in a format string.
     Int,
-    /// `u`
+    /// Written `u` in a format string.
     UInt,
-    /// `ld`
+    /// Written `ld` in a format string.
     Long,
-    /// `lu`
+    /// Written `lu` in a format string.
     ULong,
-    /// `f`
+    /// Written `f` in a format string.
     Float,
-    /// `lf`
+    /// Written `lf` in a format string.
     Double,
-    /// `x`
+    /// Written `x` in a format string.
     Complex,
-    /// `lx`
+    /// Written `lx` in a format string.
     DoubleComplex,
-    /// `s`
+    /// Written `s` in a format string.
     Text,
 }
 

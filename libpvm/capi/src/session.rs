@@ -52,7 +52,7 @@ static SESSION: LazyLock<Mutex<Session>> = LazyLock::new(|| {
     Mutex::new(Session::default())
 });
 
-/// Locks the session.
+/// Locks the session until the guard is dropped.
 pub(crate) fn lock() -> MutexGuard<'static, Session> {
     SESSION.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -35,6 +35,7 @@ unsafe extern "C" {
 macro_rules! jump {
     ($($(#[$doc:meta])* $name:ident to $target:ident;)*) => {$(
         $(#[$doc])*
+        ///
         /// # Safety
         /// The arguments must fit the format.
         #[unsafe(no_mangle)]

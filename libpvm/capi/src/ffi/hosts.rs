@@ -120,7 +120,7 @@ unsafe extern "C" fn pvm_addhosts(
                 };
                 let results: Vec<i32> =
                     added.iter().take(count.max(0) as usize).map(code).collect();
-                // SAFETY: as above.
+                // SAFETY: as above, by this function's contract.
                 unsafe { statuses(status, &results, |status| status > 0) }
             };
             answer("pvm_addhosts", ask())
@@ -154,7 +154,7 @@ unsafe extern "C" fn pvm_delhosts(
                     .take(count.max(0) as usize)
                     .map(code)
                     .collect();
-                // SAFETY: as above.
+                // SAFETY: as above, by this function's contract.
                 unsafe { statuses(status, &results, |status| status == 0) }
             };
             answer("pvm_delhosts", ask())
@@ -209,7 +209,7 @@ extern "C" fn pvm_tidtohost(tid: c_int) -> c_int {
     Tid::from_raw(tid).host_part().raw()
 }
 
-/// Stores the time of day of a host, and the difference from it to the local clock.
+/// Stores the time of day of a host, and how far the local clock is ahead of it.
 ///
 /// # Safety
 /// Each pointer must be null or valid for one structure.

@@ -52,7 +52,7 @@ extern "C" fn umbuf_new(encoding: c_int) -> c_int {
     super::buffers::make(encoding).unwrap_or_else(PvmError::code)
 }
 
-/// Frees a buffer.
+/// Frees a buffer; returns 0 or an error code.
 #[unsafe(no_mangle)]
 extern "C" fn umbuf_free(mid: c_int) -> c_int {
     zero(lock().free(mid)).unwrap_or_else(PvmError::code)
@@ -191,7 +191,7 @@ macro_rules! wire_numbers {
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $put(place: *mut u8, number: c_int) -> c_int {
             const BYTES: usize = size_of::<$t>();
-            // SAFETY: as above.
+            // SAFETY: as above, by this function's contract.
             if let Some(bytes) = unsafe { place.cast::<[u8; BYTES]>().as_mut() } {
                 *bytes = (number as $t).to_be_bytes();
             }

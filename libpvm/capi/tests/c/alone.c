@@ -1,4 +1,4 @@
-/* One task and its daemon: what a task can do with itself shows most of the interface. */
+/* Tests most of the interface with a single task and its daemon: the task communicates with itself. */
 #include <stdio.h>
 #include <pvm3.h>
 #include <signal.h>
@@ -50,7 +50,7 @@ static void receiving(void)
     IS(1, got_int());
     IS(1, pvm_trecv(-1, -1, &none) > 0);
     IS(3, got_int());
-    /* An unsuccessful receive has freed the one before. */
+    /* A receive without a message frees the previous receive buffer as well. */
     again = pvm_getrbuf();
     IS(0, pvm_nrecv(-1, -1));
     IS(0, pvm_getrbuf());
@@ -76,7 +76,7 @@ static void sending(void)
     IS(1, pvm_setopt(PvmResvTids, 0));
     pvm_freebuf(pvm_getsbuf());
     IS(PvmNoBuf, pvm_send(me, 1));
-    /* The own task is left out, others twice count once. */
+    /* A multicast omits the calling task and sends once to a task that is listed twice. */
     mid = pvm_initsend(PvmDataDefault);
     tids[0] = tids[1] = me;
     tids[2] = me + 1;
@@ -118,7 +118,7 @@ static void in_place(void)
     mid = pvm_recv(me, 2);
     IS(0, pvm_upkint(got, 100, 1));
     IS(-7, got[7]);
-    /* A received message can be sent on as it is. */
+    /* A received message can be forwarded unchanged. */
     pvm_setsbuf(mid);
     IS(0, pvm_getrbuf());
     IS(0, pvm_send(me, 3));
@@ -167,7 +167,7 @@ static void matching(void)
     send_int(9, 2);
     IS(1, pvm_nrecv(-1, -1) > 0);
     IS(1, pvm_recvf(own) == rank_by_value);
-    /* The first of the two with the highest rank is gone. */
+    /* The first of the two messages with the highest rank was received. */
     IS(0, pvm_nrecv(-1, 3));
     IS(1, pvm_recv(-1, 2) > 0);
     IS(1, pvm_recv(-1, 1) > 0);
@@ -325,7 +325,7 @@ static void notifications(void)
     IS(0, pvm_upkint(gone, 2, 1));
     IS(0x40007, gone[0]);
     IS(-1, gone[1]);
-    /* A cancelled request for the own end is answered at once. */
+    /* A cancelled notification of the task's own exit is delivered immediately. */
     tids[0] = me;
     IS(0, pvm_notify(PvmTaskExit, 32, 1, tids));
     IS(0, pvm_nrecv(-1, 32));
@@ -351,7 +351,7 @@ static void forking(void)
     fflush(stdout);
     child = fork();
     if (child == 0) {
-        /* The daemon of this test gives every process the same id; a new connection is what counts. */
+        /* The daemon of this test assigns the same tid to every process; only the new connection matters. */
         IS(1, pvm_mytid() > 0);
         send_int(3, 3);
         IS(1, pvm_recv(-1, 3) > 0);
@@ -370,7 +370,7 @@ int main(int argc, char **argv)
 {
     int tids[2], *siblings;
 
-    /* A test that hangs ends here. */
+    /* Ends a test that hangs. */
     alarm(60);
     me = pvm_mytid();
     IS(0x40001, me);
@@ -407,7 +407,7 @@ int main(int argc, char **argv)
     IS(1, pvm_addmhf(-1, 40, -1, last_words) > 0);
     IS(0, pvm_exit());
     IS(me, told);
-    /* Another call makes the process a task again. */
+    /* The next call enrols the process again. */
     IS(1, pvm_mytid() > 0);
     IS(0, pvm_exit());
     return 0;

@@ -1,4 +1,4 @@
-/* A failed check says where and ends the program. */
+/* Checks for test programs: a failed check prints its position and exits the program. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

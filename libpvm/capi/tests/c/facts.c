@@ -1,4 +1,4 @@
-/* Prints what a header of PVM says; compiled once with this one and once with Debian's. */
+/* Prints the constants and structure layouts of pvm3.h. The test compiles it with this header and with Debian's. */
 #include <stddef.h>
 #include <stdio.h>
 

@@ -1,4 +1,4 @@
-/* What works without a daemon: buffers, packing, options, errors. */
+/* Tests the calls that work without a daemon: buffers, packing, options, errors. */
 #include <stdio.h>
 #include <pvm3.h>
 #include <unistd.h>
@@ -61,7 +61,7 @@ static void sizes(void)
     IS(0, packed(PvmDataInPlace, int3));
 }
 
-/* A buffer that was packed can be read as the receive buffer. */
+/* A packed buffer can be read after it has become the receive buffer. */
 static void round_trip(int encoding)
 {
     int i, mid, got[6] = {0};
@@ -269,10 +269,10 @@ static void no_daemon(void)
 int main(int argc, char **argv)
 {
     (void)argv;
-    /* A test that hangs ends here. */
+    /* Ends a test that hangs. */
     alarm(60);
     if (argc > 1) {
-        /* One call, whose lines the test reads. */
+        /* Makes the calls whose error lines the test reads. */
         printf("%d\n", pvm_mytid());
         fflush(stdout);
         pvm_perror("I");

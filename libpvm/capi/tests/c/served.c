@@ -1,6 +1,6 @@
 /*
- * Tasks that work in the place of the daemon, written as any user of PVM would, and tasks that use them.
- * The first argument says which part this process plays.
+ * Tasks that take over work of the daemon (tasker, hoster, resource manager), written as a user of PVM would write
+ * them, and tasks that use them. The first argument selects the role of this process.
  */
 #include <pvm3.h>
 
@@ -40,7 +40,7 @@ static void say(const char *text)
     fflush(stdout);
 }
 
-/* ---- a tasker */
+/* ---- Tasker ---- */
 
 static struct {
     pid_t pid;
@@ -115,7 +115,7 @@ static int tasker(void)
     }
 }
 
-/* ---- a hoster */
+/* ---- Hoster ---- */
 
 static void start_daemon(const char *login, const char *command, const char *vmid, char *line)
 {
@@ -188,7 +188,7 @@ static int hoster(int silent)
     return 0;
 }
 
-/* ---- resource managers: this one starts everything on one host */
+/* ---- Resource manager: starts all tasks on one host ---- */
 
 static int manager(int host)
 {
@@ -265,7 +265,7 @@ static int manager(int host)
     return 0;
 }
 
-/* ---- users */
+/* ---- Programs that use these services ---- */
 
 static int worker(void)
 {
@@ -282,7 +282,7 @@ static int worker(void)
     return go;
 }
 
-/* Spawns, hears who started the workers, lets them go and waits until their ends are told. */
+/* Spawns workers, prints who started each of them, lets them exit and waits for their exit notifications. */
 static int spawner(const char *self, int count)
 {
     int tids[CHILDREN], i, tid, host;
@@ -309,7 +309,7 @@ static int spawner(const char *self, int count)
     return 0;
 }
 
-/* Spawns one worker that never ends and tells of its end. */
+/* Spawns one worker that does not exit by itself, and reports the notification of its end. */
 static int watcher(const char *self)
 {
     char *argv[] = {"worker", 0};
@@ -337,7 +337,7 @@ static int add(int count, char **names)
     return 0;
 }
 
-/* A kind of service can be had once, given back, and is a mark on the task. */
+/* A service can be registered and unregistered. While registered, it shows in the task's flags and in the mailbox. */
 static int twice(void)
 {
     struct pvmtaskinfo *tasks;

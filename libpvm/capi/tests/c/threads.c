@@ -1,4 +1,4 @@
-/* Threads that call at the same time, children that do and do not call, and a descriptor to wait on. */
+/* Tests concurrent calls of threads, forked children with and without calls, and the descriptor of pvm_getfds. */
 #include <pvm3.h>
 
 #include "check.h"
@@ -12,8 +12,8 @@
 
 static int me;
 
-/* Each thread sends itself numbers under a tag of its own and must get them back in order. Buffers are one per process, as
-   in PVM, so a thread uses what carries its own data: pvm_psend and pvm_precv. */
+/* Sends numbers with the thread's own tag to this task and must receive them in order. As in PVM, all threads of a
+   process share the active buffers, so the threads use pvm_psend and pvm_precv, which need none. */
 static void *talk(void *argument)
 {
     int tag = (int)(long)argument, i, got[4], len;
@@ -29,7 +29,7 @@ static void *talk(void *argument)
     return 0;
 }
 
-/* Others make and free buffers and ask for things meanwhile. */
+/* Meanwhile creates and frees buffers and queries the daemon. */
 static void *disturb(void *argument)
 {
     int i, n;

@@ -1,6 +1,6 @@
 /*
- * A tracer that reads records as the manual describes them and prints them, and a task that is traced.
- * The first argument says which part this process plays.
+ * A tracer that prints trace records in the format of PVM's manual, and a task that is traced.
+ * The first argument selects the role of this process.
  */
 #include <pvm3.h>
 
@@ -99,7 +99,7 @@ static void own_event(void)
     printf("own event %d %s %d: %d of type %d\n", event, text, seconds > 0, next(), type);
 }
 
-/* One message: records alone, or a group of them. */
+/* Reads one message: single records or a group of records. */
 static void records(void)
 {
     int marker = next(), grouped = marker == -1;
