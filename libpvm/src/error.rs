@@ -6,14 +6,14 @@ use std::io;
 use std::path::PathBuf;
 use thiserror::Error;
 
-/// Reason why this process did not become a task. No descriptor or thread is left behind.
+/// Reason why this process did not become a task. All descriptors and threads of the attempt are
+/// released.
 #[derive(Debug, Error)]
 pub enum EnrollError {
     /// No process listens on the daemon's socket.
     #[error("no daemon answers at {}: {source}; start a virtual machine with 'pvm' or 'pvmd', or set PVM_TMP and PVM_VMID as it was started", path.display())]
     NoDaemon {
         path: PathBuf,
-        /// Error of `connect`.
         source: io::Error,
     },
     /// The process runs as root without `PVM_ALLOW_ROOT`.

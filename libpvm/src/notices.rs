@@ -113,7 +113,7 @@ impl Notices {
         self.advance(|vm, wanted| vm.try_recv(wanted))
     }
 
-    /// Waits for the next notice for at most `span`.
+    /// Waits for the next notice, but not longer than the given time.
     ///
     /// # Errors
     /// As [`Vm::recv_timeout`].

@@ -89,13 +89,11 @@ impl Spawn {
         self
     }
 
-    /// Appends one argument.
     pub fn arg(mut self, arg: impl AsRef<OsStr>) -> Spawn {
         self.request.args.push(arg.as_ref().as_bytes().to_vec());
         self
     }
 
-    /// Appends several arguments.
     pub fn args<S: AsRef<OsStr>>(self, args: impl IntoIterator<Item = S>) -> Spawn {
         args.into_iter().fold(self, |spawn, arg| spawn.arg(arg))
     }

@@ -28,7 +28,6 @@ use std::time::{Duration, Instant};
 pub struct Body {
     /// Encoding word of the message header.
     pub enc: i32,
-    /// Packed items.
     pub bytes: Bytes,
 }
 
@@ -67,7 +66,7 @@ pub struct Match {
 }
 
 impl Match {
-    /// Matches every message.
+    /// Matches every message, whatever its sender, tag and context.
     pub fn any() -> Match {
         Match::default()
     }
@@ -364,7 +363,7 @@ impl Vm {
         self.runtime.sleep_at_once();
     }
 
-    /// Waits for a selected message for at most `span`.
+    /// Waits for a selected message, but not longer than the given time.
     ///
     /// # Errors
     /// `SysErr` if the connection to the daemon is lost and no such message has arrived.

@@ -36,7 +36,6 @@ impl Alarm {
             .is_ok()
     }
 
-    /// Disarms the timer.
     pub(super) fn unset(&self) {
         // An error costs at most one spurious wake-up.
         let _ = self.0.get().unset();

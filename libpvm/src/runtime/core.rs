@@ -1,7 +1,8 @@
-//! The runtime as a value: links, inbox, open requests and the phase of the connection, without socket, thread or clock.
+//! State of the runtime as a value: links, inbox, open requests and the phase of the connection,
+//! without socket, thread or clock.
 //!
-//! The shell feeds frames and the time in, and writes out what gathers in the outbox. Everything an application thread
-//! may wait for raises [`Core::news`].
+//! The caller passes in frames and the current time, and writes out the frames that collect in the
+//! outbox. Every change for which an application thread may wait increments [`Core::news`].
 
 use super::far::Direct;
 use super::near::{Near, Wakes};
@@ -27,53 +28,55 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Bytes that may wait for the socket before links have to wait with theirs. Control messages are not held back.
+/// Size of the outbox above which links do not add further frames. Control frames are always added.
 pub(crate) const BACKLOG_BYTES_MAX: usize = 1 << 20;
-/// Bytes of control messages that may gather while there is no connection during a move.
+/// Maximum size of the control frames that are queued while a migration interrupts the connection.
 pub(crate) const LATER_BYTES_MAX: usize = 256 << 20;
-/// Bytes of messages that may wait to be received. Beyond it senders keep their messages, and ask again now and then.
+/// Maximum size of the inbox. Above it fragments are not accepted; senders keep their messages and
+/// send probes from time to time.
 const INBOX_BYTES_MAX: usize = 1 << 36;
-/// Conversations a task may have at a time.
+/// Maximum number of links of a task.
 pub(crate) const LINKS_MAX: usize = 1 << 18;
-/// Remembered conversations with tasks that have ended.
+/// Maximum number of links to ended tasks that are remembered.
 pub(crate) const LINKS_GONE_MAX: usize = 1 << 14;
-/// Notifications that may wait for the last messages of their task; beyond it the oldest is handed over early.
+/// Maximum number of notifications that wait for the last messages of their task. Above it the
+/// oldest is delivered early.
 pub(crate) const HELD_MAX: usize = 1 << 16;
 
-/// Fragments up to this size are copied out of the read buffer, so that a small message does not keep a large buffer.
+/// Fragments up to this size are copied out of the read buffer, so that a small message does not
+/// keep a large buffer alive.
 const COPY_BYTES_MAX: usize = 16 << 10;
 
-/// A move that the daemon announced.
+/// Migration for which the daemon requested to quiesce.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Quiesce {
-    /// The move.
     pub(crate) migration: MigrationId,
-    /// Files to watch for the token.
+    /// Paths where the token file may appear.
     pub(crate) tokens: Vec<PathBuf>,
 }
 
-/// What the connection is like.
+/// Phase of the connection to the daemon.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Up.
+    /// The connection is usable.
     Connected,
-    /// The last frame is queued; the shell closes the socket when all is written.
+    /// The last frame is queued; the socket is closed when all frames are written.
     Quiescing(Quiesce),
-    /// The socket is closed; the shell waits for the token.
+    /// The socket is closed; the I/O thread waits for the token file.
     Quiesced(Quiesce),
-    /// Gone for good; one sentence why.
+    /// The connection is lost for good, for the given reason.
     Lost(String),
 }
 
-/// A request that was made.
+/// Request to the daemon that was sent.
 #[derive(Debug)]
 struct Open {
-    /// As it was sent, for the case that it has to be made again.
+    /// Encoded request, kept in case it must be sent again.
     frame: Bytes,
     reply: Option<Reply>,
 }
 
-/// The runtime without its shell.
+/// State of the runtime without I/O.
 #[derive(Debug)]
 pub(crate) struct Core {
     me: Tid,
@@ -86,37 +89,38 @@ pub(crate) struct Core {
     rm: Option<RmInfo>,
     rm_generation: u64,
     rm_deaths: u64,
-    /// What has arrived.
+    /// Messages that were not received yet.
     pub(crate) inbox: Inbox,
-    /// What waits to be written.
+    /// Bytes to be written to the daemon.
     pub(crate) outbox: Outbox,
     later: VecDeque<Bytes>,
     later_bytes: usize,
-    /// Rings to tasks on this host.
+    /// Shared-memory rings to tasks on this host.
     pub(crate) near: Near,
     /// Direct routes to tasks on other hosts, and the agreements about them.
     pub(crate) direct: Direct,
     links: FxHashMap<Tid, Link>,
     gone: VecDeque<Tid>,
-    /// Links that may have something to transmit and wait for room in the outbox.
+    /// Links that may have frames to transmit and wait for space in the outbox.
     busy: VecDeque<Tid>,
     is_busy: HashSet<Tid>,
     held: VecDeque<(LinkMark, Message)>,
     requests: HashMap<RequestId, Open>,
     last_request: RequestId,
-    /// What threads ask resource managers.
+    /// Open requests of this task's threads to resource managers.
     pub(crate) questions: Questions,
-    /// What a resource manager has answered ahead.
+    /// Placements that the resource manager leased in advance.
     pub(crate) grants: Grants,
     route: RouteId,
-    /// The timeline that new links begin on; see [`Link::begin_timeline`].
+    /// Incarnation on which new links begin; see [`Link::begin_timeline`].
     line: u16,
     lifted: bool,
-    /// The move for which all was told to the daemon; nothing has come since.
+    /// Migration for which the whole state was handed off to the daemon. No message has been
+    /// accepted since.
     parted: Option<MigrationId>,
-    /// The program was asked to end some time.
+    /// The program was asked to exit at least once.
     was_asked: bool,
-    /// The process ends.
+    /// The process is exiting.
     ends: bool,
     earliest: Option<Micros>,
     news: u64,
@@ -124,7 +128,7 @@ pub(crate) struct Core {
 }
 
 impl Core {
-    /// A task that has just been accepted.
+    /// Creates the state of a task that a daemon has just accepted.
     pub(crate) fn new(welcome: &Welcome) -> Core {
         let (line, last_request) = successor::beginning(welcome);
         let mut core = Core {
@@ -172,7 +176,6 @@ impl Core {
         core
     }
 
-    // ---- getters
 
     pub(crate) fn phase(&self) -> &Phase {
         &self.phase
@@ -182,12 +185,12 @@ impl Core {
         matches!(self.phase, Phase::Connected)
     }
 
-    /// True until the connection is gone for good; may be looked at without the lock.
+    /// Returns a flag that is true until the connection is lost for good; reading it needs no lock.
     pub(crate) fn alive(&self) -> Arc<AtomicBool> {
         self.alive.clone()
     }
 
-    /// Why the connection is gone for good.
+    /// Returns the reason why the connection is lost for good.
     pub(crate) fn lost(&self) -> Option<&str> {
         match &self.phase {
             Phase::Lost(why) => Some(why),
@@ -215,27 +218,27 @@ impl Core {
         self.rm
     }
 
-    /// Rises with every change of the resource manager.
+    /// Counter that increases with every change of the resource manager.
     pub(crate) fn rm_generation(&self) -> u64 {
         self.rm_generation
     }
 
-    /// Rises whenever there is no resource manager any more.
+    /// Counter that increases whenever the resource manager is lost.
     pub(crate) fn rm_deaths(&self) -> u64 {
         self.rm_deaths
     }
 
-    /// Rises with everything an application thread may wait for.
+    /// Counter that increases with every event for which an application thread may wait.
     pub(crate) fn news(&self) -> u64 {
         self.news
     }
 
-    /// True when this peer is known to have ended.
+    /// True if this peer is known to have ended.
     pub(crate) fn is_gone(&self, peer: Tid) -> bool {
         self.links.get(&peer).is_some_and(Link::is_gone)
     }
 
-    /// True when the link has fragments that the window, not the outbox, keeps back.
+    /// True if the window, not the outbox, keeps back fragments of the link.
     pub(crate) fn waits_for_window(&self, peer: Tid) -> bool {
         !self.is_busy.contains(&peer)
             && self
@@ -244,24 +247,24 @@ impl Core {
                 .is_some_and(|link| !link.is_transmitted())
     }
 
-    /// True when the link waits for room in the outbox.
+    /// True if the link waits for space in the outbox.
     pub(crate) fn waits_for_room(&self, peer: Tid) -> bool {
         self.is_busy.contains(&peer)
     }
 
-    /// True when some link waits for room in the outbox.
+    /// True if any link waits for space in the outbox.
     pub(crate) fn has_more(&self) -> bool {
         !self.busy.is_empty()
     }
 
-    /// True when everything that was sent has been put on the route.
+    /// True if every link has transmitted all its fragments.
     pub(crate) fn all_transmitted(&self) -> bool {
         self.links
             .values()
             .all(|link| link.is_gone() || link.is_transmitted())
     }
 
-    /// How far each link has sent.
+    /// Returns the sequence number up to which each link has sent.
     pub(crate) fn marks(&self) -> Vec<LinkMark> {
         let sent = |link: &&Link| !link.is_gone() && link.sent_end() > 1;
         let mark = |link: &Link| LinkMark {
@@ -271,17 +274,18 @@ impl Core {
         self.links.values().filter(sent).map(mark).collect()
     }
 
-    /// Rises with everything that a thread may wait for that waits for its message to be out.
+    /// Counter that increases with every event that can unblock a thread that waits for its message
+    /// to be written.
     pub(crate) fn route_news(&self) -> u64 {
         self.route_news
     }
 
-    /// When [`Core::wake`] is wanted, at the latest; may be too early.
+    /// Time at which [`Core::wake`] must be called at the latest; may be earlier than necessary.
     pub(crate) fn earliest(&self) -> Option<Micros> {
         self.earliest
     }
 
-    // ---- what the application does
+    // ---- calls of the application
 
     /// Queues a message to another task.
     pub(crate) fn send(&mut self, now: Micros, message: Message) -> PvmResult<()> {
@@ -309,8 +313,9 @@ impl Core {
         Ok(())
     }
 
-    /// Sends a small message to a task, if that needs nothing but a ring that has room: whom to wake afterwards. `None`, and
-    /// nothing was sent, when it is not as simple as that. `direct`: the program wants direct routes.
+    /// Sends a small message to a task if writing to a ring with enough space suffices. Returns the
+    /// peers to wake. `None` if it does not suffice; nothing was sent then. `direct`: the program
+    /// wants direct routes.
     #[inline]
     pub(crate) fn send_at_once(
         &mut self,
@@ -326,7 +331,8 @@ impl Core {
         self.send_near(now, peer, head, body)
     }
 
-    /// Puts a message of this task, or one made in the library, into the inbox.
+    /// Delivers a message from this task itself or from the library: into the inbox, or to the part
+    /// of the library that handles it.
     pub(crate) fn deliver(&mut self, message: Message) {
         self.news += 1;
         match message.tag {
@@ -346,7 +352,7 @@ impl Core {
         self.push_control(frame)
     }
 
-    /// Queues a request.
+    /// Queues a request to the daemon.
     pub(crate) fn ask(&mut self, what: Request) -> Result<RequestId, Reply> {
         let failed = |error: PvmError, reason: &str| Reply::Failed {
             error,
@@ -376,7 +382,7 @@ impl Core {
         Ok(id)
     }
 
-    /// The reply to a request, once it is here, or when it will never come.
+    /// Returns the reply to a request when it has arrived, or a failure when it can never arrive.
     pub(crate) fn take_reply(&mut self, id: RequestId) -> Option<Reply> {
         if self
             .requests
@@ -396,12 +402,13 @@ impl Core {
         Some(reply)
     }
 
-    /// From now on windows do not hold anything back: the process ends.
+    /// Makes all links ignore their flow-control windows, because the process is exiting.
     pub(crate) fn lift_windows(&mut self, now: Micros) {
         if !self.lifted {
             self.end_rings(now);
             for peer in self.end_direct(now) {
-                // What the connection had not delivered dies with this process.
+                // The process does not live until the connection has delivered these fragments, so
+                // they are sent again.
                 self.links
                     .get_mut(&peer)
                     .into_iter()
@@ -419,9 +426,10 @@ impl Core {
         self.pump(now);
     }
 
-    // ---- what the shell does
+    // ---- calls of the threads that do I/O
 
-    /// Takes a frame from the daemon. An error is one sentence: the connection cannot be used any further.
+    /// Handles a frame from the daemon. The error is a sentence; the connection cannot be used
+    /// after it.
     pub(crate) fn take_frame(
         &mut self,
         now: Micros,
@@ -456,7 +464,7 @@ impl Core {
         }
     }
 
-    /// Lets links transmit as far as the outbox has room.
+    /// Lets the queued links transmit while the outbox has space.
     pub(crate) fn pump(&mut self, now: Micros) {
         while self.outbox.backlog() < BACKLOG_BYTES_MAX {
             let Some(peer) = self.busy.pop_front() else {
@@ -467,7 +475,7 @@ impl Core {
         }
     }
 
-    /// Lets one link transmit as far as the outbox has room.
+    /// Lets one link transmit while the outbox has space.
     pub(crate) fn pump_link(&mut self, now: Micros, peer: Tid) {
         self.pump_route(now, peer, usize::MAX);
     }
@@ -480,7 +488,7 @@ impl Core {
         }
     }
 
-    /// Tells links whose time has come.
+    /// Handles all timers that have expired.
     pub(crate) fn wake(&mut self, now: Micros) {
         if self.earliest.is_none_or(|due| due > now) {
             return;
@@ -505,7 +513,7 @@ impl Core {
         self.pump(now);
     }
 
-    /// All is written and the socket is closed.
+    /// Enters the quiesced phase: all frames are written and the socket is closed.
     pub(crate) fn let_go(&mut self) {
         if let Phase::Quiescing(quiesce) = &self.phase {
             self.phase = Phase::Quiesced(quiesce.clone());
@@ -513,7 +521,7 @@ impl Core {
         }
     }
 
-    /// A daemon has accepted the task again after a move, or after one that failed.
+    /// Continues on a new connection, after a migration or a failed one.
     pub(crate) fn resume(&mut self, now: Micros, welcome: &Welcome) {
         self.phase = Phase::Connected;
         (self.host, self.dsig) = (welcome.host, welcome.dsig);
@@ -521,7 +529,7 @@ impl Core {
         self.outbox.clear();
         if let Some(restart) = &welcome.restart {
             self.begin_again(restart);
-            // A resource manager that was asked before does not know of it.
+            // A resource manager that received a request before the restart does not know it.
             self.set_rm(None);
         }
         self.set_rm(welcome.rm);
@@ -542,12 +550,12 @@ impl Core {
         self.news += 1;
     }
 
-    /// The connection is gone for good. The first reason stays.
+    /// Marks the connection as lost for good. The first reason is kept.
     pub(crate) fn lose(&mut self, why: impl Into<String>) {
         if self.lost().is_some() {
             return;
         }
-        // What peers here have sent is theirs to have received.
+        // Messages that peers on this host have sent can still be received.
         self.end_rings(Micros(0));
         self.end_direct(Micros(0));
         self.unshare();
@@ -559,7 +567,7 @@ impl Core {
         self.busy.clear();
         self.is_busy.clear();
         self.earliest = None;
-        // Nothing more will come: what waited for a last message is handed over.
+        // Nothing else will arrive, so notifications that wait for a last message are delivered.
         for (_, message) in std::mem::take(&mut self.held) {
             self.inbox.push(message);
         }
@@ -567,7 +575,7 @@ impl Core {
         self.news += 1;
     }
 
-    // ---- inside
+    // ---- internal functions
 
     fn push_control(&mut self, frame: Bytes) -> PvmResult<()> {
         match self.phase {
@@ -602,8 +610,8 @@ impl Core {
         link
     }
 
-    /// The link to a peer, made on first use. One to a peer that ended without having said a word is made anew: the
-    /// number may have been given to a task since then.
+    /// Returns the link to a peer; creates it on first use. A link to a peer that ended without
+    /// sending anything is replaced, because the tid may have been reused.
     pub(super) fn link_to_send(&mut self, peer: Tid) -> Option<&mut Link> {
         let stale = self
             .links
@@ -630,8 +638,8 @@ impl Core {
         if self.inbox_is_full() && matches!(frame.kind, LinkKind::Data { .. }) {
             return;
         }
-        // A task that ended without a word may have left acknowledgements on the way; only a first fragment shows that
-        // there is a task of this number after all.
+        // A task that ended without sending a message may have left acknowledgements in transit.
+        // Only a first fragment proves that a task with this tid exists.
         let first = frame.seq == 1 && matches!(frame.kind, LinkKind::Data { .. });
         let ended =
             |link: &Link| link.is_gone() && link.expected() == 1 && !link.is_before(frame.line);
@@ -663,22 +671,23 @@ impl Core {
         self.release_held(peer);
     }
 
-    /// True while messages stay with those who send them.
+    /// True if fragments are not accepted, so that messages stay with their senders.
     pub(super) fn inbox_is_full(&self) -> bool {
         self.inbox.bytes() >= INBOX_BYTES_MAX
     }
 
-    /// Hands over the messages that are complete.
+    /// Delivers all complete messages of a peer.
     pub(super) fn deliver_from(&mut self, peer: Tid) {
         while let Some(bytes) = self.links.get_mut(&peer).and_then(Link::take_message) {
-            // Shorter than a header: only a peer that breaks the protocol sends such; its message is nothing.
+            // Only a peer that violates the protocol sends a message shorter than a header; it is
+            // dropped.
             if let Some(message) = Message::decode(peer, self.me, bytes) {
                 self.deliver(message);
             }
         }
     }
 
-    // ---- for rings and direct routes
+    // ---- access for rings and direct routes
 
     pub(super) fn direct_and_links(&mut self) -> (&mut Direct, &mut FxHashMap<Tid, Link>) {
         (&mut self.direct, &mut self.links)
@@ -713,19 +722,20 @@ impl Core {
         self.route_news += 1;
     }
 
-    /// [`Core::wake`] is wanted then.
+    /// Ensures that [`Core::wake`] is called at this time.
     pub(super) fn wake_at(&mut self, at: Micros) {
         self.earliest = Some(self.earliest.map_or(at, |e| e.min(at)));
     }
 
-    /// [`Core::wake`] is wanted when this link wants it.
+    /// Ensures that [`Core::wake`] is called when this link needs it.
     pub(super) fn note_wakeup(&mut self, peer: Tid) {
         if let Some(at) = self.links.get(&peer).and_then(Link::next_wakeup) {
             self.wake_at(at);
         }
     }
 
-    /// Takes a link's frames until it has none, the outbox is full, or `transmissions` were queued.
+    /// Transmits frames of a link until it has none, the outbox is full, or `transmissions` frames
+    /// were queued.
     fn pump_some(&mut self, now: Micros, peer: Tid, mut transmissions: usize) {
         while let Some(frame) = self
             .links
@@ -795,7 +805,8 @@ impl Core {
         if !self.far_gone(now, peer) {
             return;
         }
-        // Remembered also without a link: a notification that waits for this peer's last message must not wait for ever.
+        // Remembered even if there was no link: a notification that waits for this peer's last
+        // message must not wait forever.
         let Some(link) = self.link_to_send(peer) else {
             return;
         };

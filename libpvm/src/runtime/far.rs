@@ -1,7 +1,10 @@
-//! Direct routes to tasks on other hosts: how they come about, how they are read and written, how they end.
+//! Direct routes to tasks on other hosts: setup, reading, writing and teardown of the connections.
 //!
-//! As a ring, such a route is one way for a link's frames and nothing more: it may end at any time, and the daemons carry on.
-//! All descriptors are in one set of the kernel's, which the helper watches while nobody waits awake.
+//! Like a ring, a direct route is only a route of a link: it may end at any time, and the daemons
+//! then carry the messages. [`Routes`] decides with which tasks to connect; this module carries the
+//! decisions out.
+//!
+//! All sockets are in one epoll set, which the I/O thread watches while no thread spins on it.
 
 use super::core::Core;
 use super::direct::{Acceptor, Dialer, DirectEnd, NoRoute};
@@ -20,57 +23,58 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-/// Direct routes of one task at a time.
+/// Maximum number of direct routes of one task.
 pub(crate) const DIRECT_MAX: usize = 512;
-/// Ready descriptors looked at in one go.
+/// Maximum number of ready descriptors handled in one poll.
 const READY_MAX: usize = 64;
-/// Marks those of routes that do not stand yet.
+/// Event data of all descriptors of routes in setup.
 const NEGOTIATION: u64 = u64::MAX;
-/// So long after a thread has looked itself, the helper does not.
+/// Time for which the I/O thread does not watch the direct routes after another thread polled them.
 pub(crate) const ATTENDED: Micros = Micros::from_millis(2);
-/// A connection of which only the end is awaited is given up after so long a silence.
+/// Silence after which a connection that is only drained is closed.
 pub(crate) const LAST_WORDS_SILENCE: Micros = Micros::from_secs(2);
-/// It is given up after so long in any case.
+/// Time after which a connection that is only drained is closed in any case.
 pub(crate) const LAST_WORDS_WITHIN: Micros = Micros::from_secs(30);
-/// A route over which nothing went for so long gives its buffers back.
+/// Time without traffic after which a route frees its buffers.
 const REST_AFTER: Micros = Micros::from_secs(60);
-/// How often that is looked at.
+/// Interval of the check for idle routes.
 const REST_LOOK: Micros = Micros::from_secs(10);
-/// No certificate: tasks on one host need none.
+/// Absent certificate: tasks on one host need none.
 const NOBODY: Fingerprint = [0; 32];
 
-/// An end, and how it stands with it.
+/// Connection of a direct route, with its state.
 #[derive(Debug)]
 struct Far {
     end: DirectEnd,
-    /// Its output waits for the socket.
+    /// Output is waiting until the socket becomes writable.
     blocked: bool,
-    /// The last look has left something in the socket.
+    /// The last read left data in the socket.
     unread: bool,
-    /// Nothing more is written; what the peer had sent is still read.
+    /// Set while the connection is drained: nothing is written, but what the peer sent is still
+    /// read.
     last_words: Option<LastWords>,
-    /// When something went last.
+    /// Time of the last traffic.
     used: Micros,
 }
 
-/// How long a connection is read whose peer can be told nothing more.
+/// Time limits for draining a connection on which nothing can be written.
 #[derive(Clone, Copy, Debug)]
 struct LastWords {
-    /// As long as nothing comes: until then.
+    /// Time at which draining ends if nothing arrives.
     silent_until: Micros,
     until: Micros,
-    /// The peer has ended; everybody else is told when it has been heard out.
+    /// The peer has ended. The rest of the task is notified when the connection has been drained.
     gone: bool,
 }
 
-/// What a task that asks has said of where it listens.
+/// Addresses and certificate of a peer that offers a route.
 #[derive(Debug)]
 struct Asking {
     addresses: Vec<SocketAddr>,
     fingerprint: Fingerprint,
 }
 
-/// The kernel's set of descriptors that can be read or written.
+/// Epoll set of all descriptors of the direct routes.
 #[derive(Debug)]
 pub(crate) struct ReadySet(Epoll);
 
@@ -87,24 +91,24 @@ pub(crate) struct Direct {
     /// Addresses of this host.
     addresses: Vec<IpAddr>,
     acceptor: Acceptor,
-    /// Whom our offers are for.
+    /// Peers to which this task's offers were sent.
     offered: FxHashMap<OfferId, Tid>,
     dialers: FxHashMap<Tid, Dialer>,
-    /// What the offer says that is being answered.
+    /// Contents of the offer that is being handled.
     asking: Option<Asking>,
-    /// What the acceptance says that is being taken.
+    /// Certificate of the acceptance that is being handled.
     accepting: Fingerprint,
     ends: FxHashMap<Tid, Far>,
     blocked: usize,
-    /// When it is looked at the next time which ones may rest.
+    /// Time of the next check for idle routes.
     rest_look: Option<Micros>,
     ready: Option<Arc<Own<ReadySet>>>,
-    /// When a thread that waits awake looked last.
+    /// Time at which a spinning thread last polled the routes.
     attended: Option<Micros>,
 }
 
 impl Direct {
-    /// None yet.
+    /// Creates an empty set of routes.
     pub(crate) fn new(me: Tid, addresses: Vec<IpAddr>) -> Direct {
         Direct {
             routes: Routes::new(me),
@@ -122,48 +126,48 @@ impl Direct {
         }
     }
 
-    /// The task is on another host now.
+    /// Sets the addresses of the host, after a migration.
     pub(crate) fn set_addresses(&mut self, addresses: Vec<IpAddr>) {
         self.addresses = addresses;
     }
 
-    /// True when a direct route leads to this task.
+    /// True if there is a direct route to this peer.
     pub(crate) fn leads_to(&self, peer: Tid) -> bool {
         self.ends.contains_key(&peer)
     }
 
-    /// True when nothing can come by a direct route.
+    /// True if there is no direct route.
     pub(crate) fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }
 
-    /// True when what was sent to this task waits for its socket.
+    /// True if messages to this peer wait for its socket.
     pub(crate) fn is_blocked(&self, peer: Tid) -> bool {
         self.ends.get(&peer).is_some_and(|far| far.blocked)
     }
 
-    /// What the helper has to watch, unless a thread is at it.
+    /// Returns the epoll set that the I/O thread must watch; `None` while another thread polls it.
     pub(crate) fn to_watch(&self, now: Micros) -> Option<Arc<Own<ReadySet>>> {
         let attended = self.attended.is_some_and(|at| now.since(at) < ATTENDED);
         self.ready.clone().filter(|_| !attended || self.has_work())
     }
 
-    /// True when the helper must not leave the watching to others.
+    /// True if the I/O thread must watch the routes because no other thread does.
     pub(crate) fn must_be_watched(&self) -> bool {
         self.is_open() && (self.attended.is_none() || self.has_work())
     }
 
-    /// There is something to be done that no waiting thread looks for.
+    /// True if there is work that a spinning thread does not do.
     fn has_work(&self) -> bool {
         self.blocked > 0 || !self.dialers.is_empty() || !self.acceptor.is_idle()
     }
 
-    /// True when there is something to watch at all.
+    /// True if there are routes, or routes in setup.
     pub(crate) fn is_open(&self) -> bool {
         self.ready.is_some()
     }
 
-    /// A thread looks itself now, or (`None`) none does any more.
+    /// Records that a thread polls the routes itself, or (`None`) that it stops.
     pub(crate) fn attend(&mut self, now: Option<Micros>) {
         self.attended = now;
     }
@@ -176,7 +180,7 @@ impl Direct {
         self.ready.clone()
     }
 
-    /// Has the set watch everything of routes that do not stand yet.
+    /// Adds all descriptors of routes in setup to the epoll set.
     fn watch_negotiations(&mut self) {
         let Some(set) = self.set() else { return };
         let mut fds: Vec<PollFd<'_>> = Vec::new();
@@ -190,22 +194,23 @@ impl Direct {
     }
 }
 
-/// Has the set watch a descriptor, in another way if it does already.
+/// Adds a descriptor to the epoll set, or changes its events if it is in the set.
 fn watch(set: &Own<ReadySet>, fd: BorrowedFd<'_>, wants: PollFlags, mark: u64) {
     let mut flags = EpollFlags::empty();
     flags.set(EpollFlags::EPOLLOUT, wants.contains(PollFlags::POLLOUT));
     flags.set(EpollFlags::EPOLLIN, wants.contains(PollFlags::POLLIN));
     let mut event = EpollEvent::new(flags, mark);
     if set.get().0.add(fd, event) == Err(Errno::EEXIST) {
-        // Without memory for it in the kernel the route is looked at when its time is up.
+        // If the kernel has no memory for the entry, the route is handled when its timer expires.
         let _ = set.get().0.modify(fd, &mut event);
     }
 }
 
 impl Core {
-    // ---- the agreement
+    // ---- agreement
 
-    /// The program wants a direct route to this task; true when a message need not wait for it.
+    /// Requests a direct route to this peer for the program. Returns true if a message need not
+    /// wait for the answer.
     pub(crate) fn want_route(&mut self, now: Micros, peer: Tid) -> bool {
         if !self.is_connected() || self.is_lifted() || peer == self.tid() || !peer.is_task() {
             return true;
@@ -219,7 +224,7 @@ impl Core {
         self.direct.routes.is_settled(peer)
     }
 
-    /// Changes what the program wants to know of routes.
+    /// Changes the program's requests for notifications about routes.
     pub(crate) fn watch_routes(
         &mut self,
         now: Micros,
@@ -230,7 +235,7 @@ impl Core {
         changed
     }
 
-    /// A word of another task about a direct route.
+    /// Handles a route message of a peer about direct routes.
     pub(super) fn take_direct_word(&mut self, now: Micros, from: Tid, near: bool, word: RouteWord) {
         let event = match word {
             RouteWord::DirectOffer {
@@ -272,8 +277,9 @@ impl Core {
         }
     }
 
-    /// What goes directly says nothing of timelines, and it may be the first that these two say to each other since one of
-    /// them began again.
+    /// Adopts the incarnation that a peer announces in a route message. Frames on direct routes do
+    /// not carry it, and they may be the first that the two tasks exchange since one of them was
+    /// restarted.
     fn agree_on_line(&mut self, now: Micros, peer: Tid, line: u16) {
         if line != self.line_with(peer)
             && let Some(link) = self.link_to_send(peer)
@@ -291,7 +297,7 @@ impl Core {
         self.carry_out(now);
     }
 
-    /// Does what the agreement wants.
+    /// Carries out the decisions of the agreement.
     fn carry_out(&mut self, now: Micros) {
         while let Some(output) = self.direct.routes.poll() {
             match output {
@@ -407,7 +413,7 @@ impl Core {
         )
     }
 
-    /// Goes on with routes that do not stand yet.
+    /// Advances all routes in setup.
     fn negotiate(&mut self, now: Micros) {
         if self.direct.acceptor.is_idle() && self.direct.dialers.is_empty() {
             if self.direct.ends.is_empty() {
@@ -469,13 +475,14 @@ impl Core {
         self.drain_direct(now, peer);
     }
 
-    /// Lets go of what leads to this task; the daemons carry what waits.
+    /// Closes the connection to this peer, or its setup; the daemons carry the queued messages.
     fn close_direct(&mut self, now: Micros, peer: Tid) {
         self.direct.dialers.remove(&peer);
         if let Some(Far { end, blocked, .. }) = self.direct.ends.remove(&peer) {
             self.direct.blocked -= usize::from(blocked);
             if let Some(set) = &self.direct.ready {
-                // A forked child may have a copy of the descriptor, with which it would stay in the set.
+                // Closing alone is not enough: a forked child may have a copy of the descriptor,
+                // which would keep the entry in the set.
                 let _ = set.get().0.delete(end.as_fd());
             }
             end.close();
@@ -486,7 +493,7 @@ impl Core {
 
     // ---- reading and writing
 
-    /// Takes in what has come by direct routes; true when there was anything.
+    /// Reads all direct routes that have data. Returns true if a frame arrived.
     pub(crate) fn look_far(&mut self, now: Micros) -> bool {
         let Some(set) = self.direct.ready.clone() else {
             return false;
@@ -518,7 +525,7 @@ impl Core {
         found
     }
 
-    /// Takes in what has come by one route; true when there was anything.
+    /// Reads one route. Returns true if a frame arrived.
     pub(super) fn drain_direct(&mut self, now: Micros, peer: Tid) -> bool {
         if self.inbox_is_full() {
             return false;
@@ -558,7 +565,7 @@ impl Core {
         found
     }
 
-    /// A connection has been read to its end.
+    /// Ends the route whose connection has been read to its end.
     fn end_far(&mut self, now: Micros, peer: Tid) {
         let gone = self
             .direct
@@ -573,8 +580,8 @@ impl Core {
         }
     }
 
-    /// Nothing more can be said to a peer: reads what it had said before, until the connection ends or has been silent for
-    /// a while.
+    /// Starts draining a connection on which nothing can be written: reads what the peer sent
+    /// before, until the connection ends or has been silent for a while.
     fn hear_out(&mut self, now: Micros, peer: Tid, gone: bool) {
         let direct = &mut self.direct;
         let Some(far) = direct.ends.get_mut(&peer) else {
@@ -598,14 +605,14 @@ impl Core {
         while self.drain_direct(now, peer) {}
     }
 
-    /// Sends what the link has, as far as the socket takes it.
+    /// Writes frames of the link, as far as the socket accepts them.
     pub(super) fn pump_direct(&mut self, now: Micros, peer: Tid) {
         let (direct, links) = self.direct_and_links();
         let (Some(far), Some(link)) = (direct.ends.get_mut(&peer), links.get_mut(&peer)) else {
             return;
         };
-        // If the peer has just ended, its kernel would answer by dropping what it has not delivered yet: what it has said is
-        // read first. Its window bounds how much that can be.
+        // If the peer has just ended, writing would make its kernel discard data that it has not
+        // delivered. Its data must be read first; the window bounds the amount.
         if far.last_words.is_some() || far.unread {
             return;
         }
@@ -644,15 +651,15 @@ impl Core {
         if ended {
             self.hear_out(now, peer, false);
         } else if !blocked {
-            // Otherwise the socket says when it is time.
+            // If blocked, the socket's readiness triggers the next write.
             self.note_wakeup(peer);
         }
     }
 
-    // ---- end
+    // ---- teardown
 
-    /// Reads what is there and lets go of all direct routes: from here on everything goes through the daemon. Says to
-    /// whom they led.
+    /// Reads what has arrived and closes all direct routes: from here on everything goes through
+    /// the daemon. Returns the peers of the closed routes.
     pub(super) fn end_direct(&mut self, now: Micros) -> Vec<Tid> {
         let peers: Vec<Tid> = self.direct.ends.keys().copied().collect();
         for peer in &peers {
@@ -676,7 +683,8 @@ impl Core {
         peers
     }
 
-    /// A task has ended. False when it has to be heard out first, or has been: then this is no concern of the caller's.
+    /// Handles the end of a peer. Returns false if its connection must be drained first;
+    /// [`Core::peer_gone`] is then called again after that.
     pub(super) fn far_gone(&mut self, now: Micros, peer: Tid) -> bool {
         if self.direct.leads_to(peer) {
             self.hear_out(now, peer, true);
@@ -686,15 +694,15 @@ impl Core {
         true
     }
 
-    /// A task runs elsewhere.
+    /// Closes the direct route to a peer that has migrated.
     pub(super) fn far_moved(&mut self, now: Micros, peer: Tid) {
         while self.drain_direct(now, peer) {}
         self.route_event(now, RouteEvent::Moved(peer));
     }
 
-    /// Answers that did not come, and connections that have been silent for long enough.
+    /// Handles expired timers: unanswered offers, drained connections and idle routes.
     pub(super) fn wake_far(&mut self, now: Micros) {
-        // Before anything is written because its time has come: this task may have stood still for long.
+        // Read before any timer causes a write: this task may have been stopped for a long time.
         self.look_far(now);
         let heard_out = self
             .direct
@@ -702,7 +710,7 @@ impl Core {
             .iter()
             .filter(|(_, far)| far.last_words.is_some());
         for peer in heard_out.map(|(peer, _)| *peer).collect::<Vec<Tid>>() {
-            // This task may have stood still itself.
+            // This task may have been stopped, so data may have arrived in time.
             while self.drain_direct(now, peer) {}
             match self.direct.ends.get(&peer).and_then(|far| far.last_words) {
                 Some(last) if last.silent_until <= now => self.end_far(now, peer),
@@ -714,7 +722,7 @@ impl Core {
         self.route_event(now, RouteEvent::Wake);
     }
 
-    /// Routes that nobody uses give their buffers back.
+    /// Frees the buffers of idle routes.
     fn let_rest(&mut self, now: Micros) {
         let direct = &mut self.direct;
         if direct.rest_look.is_some_and(|due| due <= now) {
@@ -732,7 +740,7 @@ impl Core {
         }
     }
 
-    /// Bytes of memory for what comes and goes by direct routes.
+    /// Returns the size of all buffers of direct routes.
     #[cfg(test)]
     pub(super) fn direct_buffer_bytes(&self) -> usize {
         self.direct

@@ -1,8 +1,8 @@
 //! I/O thread (`pvm-helper`): reads and writes while the application computes, and reconnects the
 //! task after a migration.
 //!
-//! The thread blocks all signals and sleeps unless it is needed. Of its own it holds only the
-//! socket, an eventfd, and a timer.
+//! The thread blocks all signals and sleeps unless it is needed. While it sleeps, it polls the
+//! daemon's socket, an eventfd, the epoll set of the direct routes, and a timer.
 //!
 //! In a migration it does the following:
 //!

@@ -1,7 +1,14 @@
-//! Large messages to tasks on this host: copied once into this task's store, and read there by everybody who gets them.
+//! Zero-copy transfer of large messages between tasks on this host: the sender copies a message
+//! once into its shared pool, and all receivers read it there.
 //!
-//! A store is offered through the daemon when a ring has its first large message; until it is accepted, and when it is full,
-//! messages are copied through the ring. The link keeps a message as always, so a loan may come to nothing at any time.
+//! 1. When a ring has its first large message, the sender offers its pool through the daemon. Until
+//!    the pool is accepted, and while it is full, messages are copied through the ring.
+//! 2. The sender puts the message into a block of the pool and writes a record to the ring that
+//!    names the block: a lease.
+//! 3. The receiver uses the block in place and then returns the lease through the ring's memory.
+//!
+//! The link keeps the message until it is acknowledged, as for every route, so a lease may be lost
+//! at any time.
 
 use super::core::Core;
 use super::near::{Near, Ring, Slot};
@@ -19,31 +26,33 @@ use sempa_ring::store::{LOANS_MAX, Loan, OwnStore, PeerStore, Returns, STORE_BYT
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Weak};
 
-/// Shorter messages are copied through the ring: reader and writer copy at the same time as long as they fit well into it.
+/// Minimum size of a message to one task for a lease. Smaller messages are copied through the ring,
+/// where reader and writer copy at the same time.
 const LEND_BYTES_MIN: usize = RING_BYTES / 2;
-/// Shorter messages to several tasks are, too.
+/// Minimum size of a message to several tasks for a lease.
 const LEND_TO_MANY_BYTES_MIN: usize = 32 << 10;
-/// A store of which so much is lost to tasks that ended, or went, with a message in their hands is given up for a new one.
+/// A pool of which more bytes than this are lost to tasks that ended or left with a lease is
+/// replaced by a new one.
 const ABANDONED_BYTES_MAX: usize = STORE_BYTES / 2;
-/// After no store could be made none is tried for so long.
+/// Delay of the next attempt after no pool could be created.
 const STORE_PAUSE: Micros = Micros::from_secs(30);
-/// Stores of one other task that messages may lie in at a time: the one that it lends from, and older ones.
+/// Maximum number of pools of one peer that hold leased messages: the current one and older ones.
 const STORES_OF_ONE_MAX: usize = 8;
-/// A store from which nothing was lent for so long is given up.
+/// Time without a new lease after which a pool is dropped.
 const STORE_IDLE_MAX: Micros = Micros::from_secs(60);
 
-/// This task's store.
+/// This task's own pool, with its current use.
 #[derive(Debug)]
 struct Store {
     own: Own<OwnStore>,
     id: OfferId,
     fd: Arc<Own<OwnedFd>>,
     used: Micros,
-    /// What lies in it for several tasks, and ends with it.
+    /// Block of the message that is being sent to several tasks.
     one_copy: Option<OneCopy>,
 }
 
-/// A message that goes to several tasks.
+/// Message that is sent to several tasks.
 #[derive(Debug)]
 struct OneCopy {
     head: Vec<u8>,
@@ -51,27 +60,27 @@ struct OneCopy {
     block: Block,
 }
 
-/// What this task lends and has borrowed.
+/// This task's pool and the pools of peers from which it has leases.
 #[derive(Debug, Default)]
 pub(super) struct Lending {
     store: Option<Store>,
     last_id: u64,
-    /// None can be made before.
+    /// Earliest time of the next attempt to create a pool.
     not_before: Option<Micros>,
-    /// The same message is about to go to several tasks.
+    /// One message is being sent to several tasks.
     to_many: bool,
-    /// Stores of others that messages may lie in.
+    /// Pools of peers that may hold leased messages.
     borrowed: Vec<(Tid, Weak<PeerStore>)>,
 }
 
-/// What goes on about loans over one ring.
+/// Leases over one ring, in both directions.
 #[derive(Debug)]
 pub(super) struct Loans {
-    /// What is lent, with the store that it lies in.
+    /// Blocks leased to the peer, each with the pool that contains it.
     lent: Vec<Option<(OfferId, Block)>>,
-    /// The store that the other task has been told of, and whether it can read it.
+    /// Pool that was offered to the peer, and whether the peer has accepted it.
     offered: Option<(OfferId, bool)>,
-    /// The other task's store.
+    /// Pool that the peer offered and this task accepted.
     theirs: Option<(OfferId, Arc<PeerStore>)>,
     returns: Arc<Returns>,
 }
@@ -87,7 +96,7 @@ impl Loans {
     }
 }
 
-/// A borrowed message. A forked child never gives it back.
+/// Leased message. A forked child never returns the lease.
 struct Borrowed(Own<Loan>);
 
 impl AsRef<[u8]> for Borrowed {
@@ -96,11 +105,11 @@ impl AsRef<[u8]> for Borrowed {
     }
 }
 
-/// Where a message lies, as a record says it: store, offset, length, place among the loans.
+/// Number of words in a lease record: pool, offset, length, index of the lease.
 const PLACE_WORDS: usize = 4;
 
 impl Ring {
-    /// Takes a whole message that lies in the other task's store; its length.
+    /// Accepts a message that is in the peer's pool; returns its length.
     pub(super) fn borrow(
         loans: &Loans,
         mut record: Record<'_, Shared>,
@@ -129,7 +138,7 @@ impl Ring {
         Ok(block.len)
     }
 
-    /// Takes note of what the other task is done with.
+    /// Frees the blocks of all leases that the peer has returned.
     fn collect(&mut self, mut store: Option<&mut Store>) {
         let mut returned = self.ends.writer.take_returned();
         while returned != 0 {
@@ -146,7 +155,7 @@ impl Ring {
 }
 
 impl Lending {
-    /// A copy of the message in the store.
+    /// Copies the message into the pool, unless the pool already contains it for another receiver.
     fn copy(&mut self, head: &[u8], body: &Bytes) -> Option<Block> {
         let Store { own, one_copy, .. } = self.store.as_mut()?;
         let own = own.get_mut();
@@ -172,7 +181,8 @@ impl Lending {
 }
 
 impl Near {
-    /// Lends the next message of a link instead of copying it; false when it has to be copied, or is none for that.
+    /// Leases the next message of a link to the peer instead of copying it. Returns false if the
+    /// message must be copied, or is too small.
     pub(super) fn lend(&mut self, now: Micros, slot: usize, link: &mut Link) -> bool {
         let Near { slots, lending, .. } = self;
         let Some(Slot::Ring(ring)) = slots.get_mut(slot) else {
@@ -229,7 +239,7 @@ impl Near {
         true
     }
 
-    /// How many messages are lent to a task.
+    /// Returns the number of messages leased to a peer.
     #[cfg(test)]
     pub(super) fn lent_to(&mut self, peer: Tid) -> usize {
         let Some(slot) = self.slot(peer) else {
@@ -243,7 +253,7 @@ impl Near {
         ring.get().loans.lent.iter().flatten().count()
     }
 
-    /// How many stores of others there are with messages in use, or that are known to.
+    /// Returns the number of peers' pools that are mapped.
     #[cfg(test)]
     pub(super) fn stores_borrowed(&self) -> usize {
         self.lending
@@ -253,7 +263,7 @@ impl Near {
             .count()
     }
 
-    /// Uses a message of a task's store and never lets go of it.
+    /// Takes a lease on a peer's message and never returns it.
     #[cfg(test)]
     pub(super) fn hold_a_loan(&mut self, lender: Tid) {
         let Some(Slot::Ring(ring)) = self.slot(lender).and_then(|slot| self.slots.get_mut(slot))
@@ -266,13 +276,13 @@ impl Near {
         }
     }
 
-    /// Which store there is.
+    /// Returns the id of the current pool.
     #[cfg(test)]
     pub(super) fn store_id(&self) -> Option<OfferId> {
         self.lending.store.as_ref().map(|store| store.id)
     }
 
-    /// How many places of the store are in use.
+    /// Returns the number of blocks of the pool that are in use.
     #[cfg(test)]
     pub(super) fn places_lent(&self) -> usize {
         self.lending
@@ -281,7 +291,8 @@ impl Near {
             .map_or(0, |store| store.own.get().in_use())
     }
 
-    /// A ring has ended: what is lent over it will never come back, what is borrowed need not go back.
+    /// Ends all leases over a ring that has ended: blocks leased to the peer are lost, and leases
+    /// from the peer need not be returned.
     pub(super) fn end_loans(&mut self, ring: &mut Ring) {
         ring.collect(self.lending.store.as_mut());
         ring.loans.returns.end();
@@ -298,7 +309,7 @@ impl Near {
         }
     }
 
-    /// Gives up a store that nobody has used for long.
+    /// Drops the pool if it has no leases and was not used for a while.
     pub(super) fn end_idle_store(&mut self, now: Micros) {
         for slot in &mut self.slots {
             if let Slot::Ring(ring) = slot {
@@ -313,12 +324,13 @@ impl Near {
         }
     }
 
-    /// The store is no more; whoever reads in it keeps what is there.
+    /// Drops the pool. Receivers keep their mappings, so their messages stay readable.
     pub(super) fn end_store(&mut self) {
         self.lending.store = None;
     }
 
-    /// Makes own memory of all messages that lie in stores of others. Where there is none left, they stay where they are.
+    /// Copies all leased messages into private memory. If memory is short, they stay where they
+    /// are.
     pub(super) fn keep_borrowed(&mut self) {
         for store in self
             .lending
@@ -326,15 +338,15 @@ impl Near {
             .drain(..)
             .filter_map(|(_, store)| store.upgrade())
         {
-            // What could not be kept is still there to be read.
+            // Ignored: what could not be copied remains readable.
             let _ = store.keep();
         }
     }
 }
 
 impl Core {
-    /// Queues the same message for several tasks; those on this host read one copy of it. The first one that it cannot be sent
-    /// to ends that.
+    /// Queues one message for several tasks; those on this host read one copy of it. Stops at the
+    /// first task to which it cannot be sent.
     pub(crate) fn send_to_many(
         &mut self,
         now: Micros,
@@ -363,7 +375,7 @@ impl Core {
         sent
     }
 
-    /// See [`Core::send_to_many`].
+    /// Ends [`Core::send_to_many`] by dropping its own reference to the block.
     fn went_to_many(&mut self) {
         let lending = &mut self.near.lending;
         lending.to_many = false;
@@ -374,7 +386,7 @@ impl Core {
         }
     }
 
-    /// Tells a task of this task's store, which is made if there is none.
+    /// Offers the pool to a peer; creates the pool if there is none.
     pub(super) fn offer_store(&mut self, now: Micros, slot: usize) {
         let near = &mut self.near;
         if near.lending.store.is_none() {
@@ -411,7 +423,7 @@ impl Core {
         self.say(peer, RouteWord::StoreOffer { id }, vec![fd]);
     }
 
-    /// A word of another task about stores.
+    /// Handles a route message of a peer about pools.
     pub(super) fn take_store_word(
         &mut self,
         now: Micros,
@@ -419,7 +431,7 @@ impl Core {
         word: &RouteWord,
         descriptors: &[OwnedFd],
     ) {
-        // Records that were written before the word do not know of it.
+        // Records that were written before this message refer to the previous pool.
         self.drain_peer(now, from);
         let Some(slot) = self.near.slot(from) else {
             return;
@@ -431,7 +443,7 @@ impl Core {
         let loans = &mut ring.get_mut().loans;
         match *word {
             RouteWord::StoreOffer { id } => {
-                // The one before stays only as long as messages of it are in use.
+                // The previous pool stays mapped only while its messages are in use.
                 loans.theirs = None;
                 lending
                     .borrowed
@@ -467,8 +479,9 @@ impl Core {
         }
     }
 
-    /// A forked child goes on reading messages that lie in stores of others, whose lenders know of this process only: before
-    /// the fork they become memory of the process. Rings they came by end, and come back when they are needed.
+    /// Copies leased messages into private memory before a fork: the child may keep reading them,
+    /// but their owners know this process only. Rings with such leases are closed and set up again
+    /// when they are needed.
     pub(crate) fn prepare_for_fork(&mut self, now: Micros) {
         for slot in 0..self.near.slots.len() {
             let used = |ring: &Ring| {
@@ -492,7 +505,7 @@ impl Core {
             .filter_map(|(_, store)| store.upgrade())
             .filter(|store| store.is_used())
         {
-            // As in `keep_borrowed`.
+            // Ignored, as in [`Near::keep_borrowed`].
             let _ = store.keep();
         }
     }

@@ -1,12 +1,13 @@
 //! Task runtime: the connection to the daemon, the links to other tasks, and the background threads
 //! that serve both.
 //!
-//! - `core` holds the whole state as a value, without any I/O. `shared` protects it with one lock.
+//! - The state is a value without any I/O, protected by one lock.
 //! - Application threads read and write the socket without blocking while they hold the lock.
-//!   Otherwise they block on futexes only.
-//! - The I/O thread (`helper`) reads and writes while the application computes. When the task
-//!   migrates, it closes the connection to the daemon (quiesces) and connects to the next daemon.
-//!   Between the two, all calls keep working in memory.
+//!   Otherwise they block on futexes, or one of them on the socket.
+//! - The I/O thread reads and writes while the application computes. When the task migrates, it
+//!   closes the connection to the daemon (quiesces) and connects to the next daemon. Between the
+//!   two, all calls keep working in memory.
+//! - A drainer thread reads rings that are full while the application computes.
 
 mod alarm;
 mod clock;

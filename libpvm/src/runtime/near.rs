@@ -1,9 +1,17 @@
-//! Rings to tasks on the same host: how they come about, how they are read and written, how they end.
+//! Shared-memory rings to tasks on the same host: reading, writing and waking. See [`agreement`]
+//! for setup and teardown.
 //!
-//! A ring is a route of a link and nothing more. What it carries is kept by the link until the other end has it, so a ring may
-//! end at any time. It begins with an offer through the daemon. From the offer to its answer nothing is transmitted to that
-//! task, and a ring is read before anything that came from its writer through the daemon, so a change of route reorders
-//! nothing.
+//! A ring is only a route of a link. The link keeps every fragment until the peer has acknowledged
+//! it, so a ring may end at any time.
+//!
+//! Changing the route never reorders messages:
+//!
+//! - Setup begins with an offer through the daemon. From the offer to its answer nothing is
+//!   transmitted to that peer.
+//! - A ring is read before anything that its writer sent through the daemon is handled.
+//!
+//! The doorbell of a task has one bit for each ring. A writer sets the bit and learns whether it
+//! must wake the reader. A reader polls only the rings whose bit is set.
 
 mod agreement;
 
@@ -27,58 +35,62 @@ use sempa_ring::store::STORE_BYTES;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// Bytes read from one ring before others get their turn.
+/// Maximum number of bytes read from one ring in one go.
 const DRAIN_BYTES_MAX: usize = 4 << 20;
-/// After so many turns all has been read that a ring and a store held before the first, whatever is written meanwhile.
+/// Number of [`Core::drain`] calls after which everything is read that a ring and a pool held
+/// before the first call, regardless of concurrent writes.
 const TURNS_MAX: usize = HEARD_BYTES_MAX / DRAIN_BYTES_MAX + 2;
-/// What one ring can have, with what is lent over it.
+/// Maximum number of unread bytes of one ring, including the leased messages that its records refer
+/// to.
 const HEARD_BYTES_MAX: usize = RING_BYTES + STORE_BYTES;
-/// The longest record.
+/// Maximum length of a record.
 const RECORD_BYTES_MAX: usize = SHORT_HEAD_BYTES + FRAGMENT_BYTES_MAX + MESSAGE_HEAD_BYTES;
 const _: () = assert!(RECORD_BYTES_MAX <= RING_BYTES / 4);
 
-/// Small messages written to a ring between two looks at the processor.
+/// Number of small messages written to a ring between two checks of the current CPU.
 const WRITES_PER_LOOK: u8 = 16;
 
-/// Fragments on their way from which on a sender reads what the receiver has acknowledged.
+/// Number of fragments in flight from which a sender reads the ring for acknowledgements before it
+/// sends.
 const HEAR_FRAGMENTS: u64 = ACK_FRAGMENTS * 2;
 
-/// So many rings that were rung for and have nothing cost little to look at.
+/// Polling up to this number of empty rings is cheap.
 const QUIET_MIN: usize = 4;
-/// After so many looks in vain beside more than those a ring is not looked at any more until its writer rings again.
+/// Number of empty polls, each together with more than [`QUIET_MIN`] empty rings, after which a
+/// ring is not polled until its writer rings the doorbell again.
 const QUIET_LOOKS: u8 = 8;
 
-/// A processor that is not known.
+/// Value for an unknown CPU.
 const NO_PROCESSOR: u8 = u8::MAX;
 
-/// The processor that this thread is on, as far as a byte tells; a hint.
+/// Returns the CPU of the calling thread, reduced to one byte. It serves as a hint only.
 fn processor() -> u8 {
     nix::sched::sched_getcpu().map_or(NO_PROCESSOR, |number| {
         (number % usize::from(NO_PROCESSOR)) as u8
     })
 }
 
-/// A ring in use.
+/// Ring that is in use.
 #[derive(Debug)]
 pub(super) struct Ring {
     pub(super) peer: Tid,
     pub(super) ends: Ends,
     pub(super) loans: Loans,
-    /// A large message had to be copied because the other task does not know of this one's store.
+    /// A large message was copied into the ring because the peer does not have this task's pool.
     pub(super) wants_store: bool,
-    /// The other task's bell, and our place in it.
+    /// The peer's doorbell, followed by the slot of this ring in it.
     bell: Arc<Own<PeerBell>>,
     theirs: usize,
     used: Micros,
-    /// Looks since anything was there, as far as they count.
+    /// Number of consecutive empty polls that count as described at [`QUIET_LOOKS`].
     quiet: u8,
-    /// It is in the list of those that have something to write.
+    /// The ring is in the list of waiting rings.
     waits: bool,
-    /// Nothing more is written to it.
+    /// Nothing else may be written to the ring, which is about to end.
     ends_now: bool,
-    /// Where its last frame was written.
+    /// CPU on which the peer wrote its last frame.
     processor: u8,
-    /// Where ours are written, and for how many more that is believed.
+    /// CPU on which this task writes, and the number of writes until it is checked again.
     ours: (u8, u8),
 }
 
@@ -100,7 +112,7 @@ impl Ring {
         }
     }
 
-    /// The processor that frames are written on, nearly always.
+    /// Returns the CPU on which this task writes. The value may be outdated.
     pub(super) fn our_processor(&mut self) -> u8 {
         if self.ours.1 == 0 {
             self.ours = (processor(), WRITES_PER_LOOK);
@@ -109,12 +121,13 @@ impl Ring {
         self.ours.0
     }
 
-    /// True when something is to be read, or the end of it has come, at a glance.
+    /// True if the ring has a record or the peer has closed it. Reads only the indices.
     fn has_something(&self) -> bool {
         !self.ends.reader.is_empty() || self.ends.reader.is_closed()
     }
 
-    /// A look has found nothing, here as in `others - 1` before it; true when it was one too many.
+    /// Counts an empty poll; `others` is the number of empty rings in this round, including this
+    /// one. Returns true if the ring should not be polled again.
     fn is_quiet(&mut self, others: usize) -> bool {
         self.quiet = if others > QUIET_MIN {
             self.quiet.saturating_add(1)
@@ -124,7 +137,7 @@ impl Ring {
         self.quiet >= QUIET_LOOKS
     }
 
-    /// Gives the next record to the link; how many bytes it had, 0 when there is none.
+    /// Passes the next record to the link. Returns the number of bytes, 0 if there is no record.
     fn take_record(&mut self, now: Micros, link: &mut Link) -> Result<usize, Broken> {
         let Some((bytes, processor)) = take_record(&mut self.ends.reader, &self.loans, now, link)?
         else {
@@ -135,7 +148,8 @@ impl Ring {
     }
 }
 
-/// Gives the next record to the link, if there is one: how many bytes it had, and where it was written.
+/// Passes the next record to the link. Returns the number of bytes and the CPU on which the record
+/// was written.
 fn take_record(
     reader: &mut Reader<Shared>,
     loans: &Loans,
@@ -157,23 +171,23 @@ fn take_record(
     Ok(Some((bytes, processor)))
 }
 
-/// Where a task stands that has no ring.
+/// State of the setup with a peer to which there is no ring.
 #[derive(Debug)]
 enum Standing {
-    /// So many messages went to it.
+    /// Number of messages sent to the peer through the daemon.
     Sent(u32),
-    /// An offer is on its way; nothing is transmitted until the answer.
+    /// An offer was sent. Nothing is transmitted to the peer until the answer arrives.
     Offered {
         id: OfferId,
         slot: usize,
         ends: Own<Ends>,
         until: Micros,
     },
-    /// It does not want one, or cannot.
+    /// The peer refused, or setup failed.
     Refused { until: Micros },
 }
 
-/// What a slot of the bell is for.
+/// State of one slot of the doorbell.
 #[derive(Debug)]
 #[expect(
     clippy::large_enum_variant,
@@ -189,32 +203,32 @@ pub(super) enum Slot {
 #[derive(Debug, Default)]
 pub(crate) struct Near {
     bell: Option<Arc<Own<OwnBell>>>,
-    /// The memory behind the bell, for peers.
+    /// Descriptor of the doorbell's memory, for peers.
     shared: Option<Arc<Own<OwnedFd>>>,
     pub(super) slots: Vec<Slot>,
-    /// Slots of rings whose links have more to write than there was room for; each once.
+    /// Slots of the rings that had no space for all frames of their link, each listed once.
     waiting: Vec<usize>,
-    /// What is lent and borrowed.
+    /// Pools and leases for large messages.
     pub(super) lending: Lending,
     by_peer: FxHashMap<Tid, usize>,
     standing: FxHashMap<Tid, Standing>,
     last_offer: u64,
-    /// Where the last thing that was read had been written.
+    /// CPU on which the record that was read last had been written.
     heard_from: u8,
-    /// The last word of this task went, or the last one to it came, by the ring with this peer, which is there still: so will the
-    /// next one, as far as can be guessed.
+    /// Peer whose ring carried the most recent message from or to this task, if that ring still
+    /// exists. The next message is likely to come through the same ring.
     spoke_last: Option<Tid>,
-    /// Whom to wake when the lock is free again.
+    /// Peers to wake when the lock is released.
     wakes: Vec<Call>,
-    /// Whom to wake when this task needs its processor no more.
+    /// Peers whose wake-up is deferred until this task no longer needs its CPU.
     put_off: Vec<Call>,
-    /// Not when the lock is free the next time.
+    /// The next release of the lock must not wake the deferred peers yet.
     not_yet: bool,
     idle_look: Option<Micros>,
 }
 
 impl Near {
-    /// Rings with this bell.
+    /// Creates an empty set of rings with this doorbell.
     pub(crate) fn new(bell: Arc<Own<OwnBell>>) -> Near {
         Near {
             bell: Some(bell),
@@ -223,37 +237,37 @@ impl Near {
         }
     }
 
-    /// True when somebody has to listen for calls of peers.
+    /// True if peers can ring the doorbell, so a drainer thread is needed.
     pub(crate) fn is_shared(&self) -> bool {
         self.shared.is_some()
     }
 
-    /// True when nothing can come through a ring.
+    /// True if there is no ring.
     pub(crate) fn is_empty(&self) -> bool {
         self.by_peer.is_empty()
     }
 
-    /// True when the next word to this task may be expected in a ring, and not from the daemon.
+    /// True if the next message to this task is expected through a ring, not from the daemon.
     pub(crate) fn is_expected(&self) -> bool {
         self.spoke_last.is_some()
     }
 
-    /// This task has said something to the daemon, or by way of it: that is where the answer comes from.
+    /// Records that this task sent something through the daemon; the answer is expected from there.
     pub(crate) fn spoke_elsewhere(&mut self) {
         self.spoke_last = None;
     }
 
-    /// True when there is a ring to this task.
+    /// True if there is a ring to this peer.
     pub(crate) fn leads_to(&self, peer: Tid) -> bool {
         self.by_peer.contains_key(&peer)
     }
 
-    /// True while the answer to an offer is waited for.
+    /// True while an offer to this peer is unanswered.
     pub(crate) fn is_offered(&self, peer: Tid) -> bool {
         matches!(self.standing.get(&peer), Some(Standing::Offered { .. }))
     }
 
-    /// To whom an offer is on its way, and until when the answer is waited for.
+    /// Returns the peers with unanswered offers, and the times at which the offers expire.
     fn offered(&self) -> impl Iterator<Item = (Tid, Micros)> {
         self.standing
             .iter()
@@ -267,7 +281,8 @@ impl Near {
         self.by_peer.get(&peer).copied()
     }
 
-    /// True when a ring that was rung for is to be looked at: it has something, at a glance, or has had nothing for long.
+    /// True if a ring whose doorbell bit is set must be drained: it has a record, or it has been
+    /// empty often enough to clear its bit.
     pub(crate) fn has_something(&mut self) -> bool {
         let Near {
             bell: Some(bell),
@@ -294,17 +309,18 @@ impl Near {
         false
     }
 
-    /// A look has found nothing in this slot, as in `others - 1` before it; true when it is not worth another one until it is rung
-    /// for. So peers that spoke once cost nothing more, also if this task never sleeps.
+    /// Counts an empty poll of this slot; `others` is the number of empty rings in this round.
+    /// Returns true if the slot should not be polled until its writer rings again. Peers that sent
+    /// once thus cost nothing, even if this task never sleeps.
     fn is_quiet(&mut self, slot: usize, others: usize) -> bool {
         match self.ring(slot) {
             Some(ring) => !ring.has_something() && ring.is_quiet(others),
-            // Nobody we know; a ring that is installed later is looked at then.
+            // Unknown slot. A ring that is installed there later is read at its installation.
             None => true,
         }
     }
 
-    /// How many rings a look looks at.
+    /// Returns the number of rings that a poll checks.
     #[cfg(test)]
     pub(super) fn rung(&self) -> usize {
         let Some(bell) = self.bell.as_ref().map(|bell| bell.get()) else {
@@ -314,13 +330,13 @@ impl Near {
         words.map(|(_, bits)| bits.count_ones() as usize).sum()
     }
 
-    /// How many rings had no room for everything.
+    /// Returns the number of rings that had no space for all frames.
     #[cfg(test)]
     pub(super) fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Notes whether a ring has something to write when there is room again.
+    /// Records whether the ring has frames to write when space is freed.
     fn note_waiting(&mut self, slot: usize, waits: bool) {
         let Some(ring) = self.ring(slot) else { return };
         let waited = std::mem::replace(&mut ring.waits, waits);
@@ -342,12 +358,13 @@ impl Near {
         }
     }
 
-    /// True when whoever was heard of last is on this thread's own processor: it cannot answer while this one waits awake.
+    /// True if the last received record was written on the CPU of this thread: the peer cannot
+    /// answer while this thread spins.
     pub(crate) fn shares_processor(&self) -> bool {
         self.heard_from == processor()
     }
 
-    /// Whom to wake; to be done without the lock.
+    /// Returns the peers to wake; the caller wakes them without the lock.
     pub(crate) fn take_wakes(&mut self) -> Wakes {
         let mut wakes = std::mem::take(&mut self.wakes);
         if !std::mem::take(&mut self.not_yet) {
@@ -356,8 +373,8 @@ impl Near {
         Wakes(wakes)
     }
 
-    /// Leaves those asleep who would wake up on this thread's processor, until wakes are taken the time after the next. True when
-    /// there are such.
+    /// Defers waking the peers that would run on this thread's CPU. The next [`Near::take_wakes`]
+    /// does not return them, the one after it does. Returns true if there are any.
     pub(crate) fn put_off(&mut self) -> bool {
         let here = processor();
         let late = self.wakes.extract_if(.., |call| {
@@ -368,12 +385,12 @@ impl Near {
         self.not_yet
     }
 
-    /// True when the waking of peers was put off, and they are to be woken the next time.
+    /// True if there are deferred wake-ups and the next [`Near::take_wakes`] returns them.
     pub(crate) fn has_put_off(&self) -> bool {
         !self.put_off.is_empty() && !self.not_yet
     }
 
-    /// They are to be woken the next time after all.
+    /// Makes the next [`Near::take_wakes`] return the deferred wake-ups.
     pub(crate) fn put_off_no_more(&mut self) {
         self.not_yet = false;
     }
@@ -392,7 +409,7 @@ impl Near {
         })
     }
 
-    /// The descriptor of the bell's memory, made shared on first use.
+    /// Returns the descriptor of the doorbell's memory, which becomes shared on first use.
     fn share(&mut self) -> Option<Arc<Own<OwnedFd>>> {
         if self.shared.is_none() {
             self.shared = Some(Arc::new(Own::fd(self.bell.as_ref()?.get().share().ok()?)));
@@ -401,21 +418,20 @@ impl Near {
     }
 }
 
-/// A peer to be woken.
+/// Pending wake-up of a peer.
 #[derive(Debug)]
 struct Call {
     bell: Arc<Own<PeerBell>>,
     wake: Wake,
-    /// Where it has written last, and will likely wake up.
+    /// CPU on which the peer wrote last, and where it will probably wake up.
     processor: u8,
 }
 
-/// Peers to be woken.
+/// Wake-ups that the caller performs without the lock.
 #[derive(Debug)]
 pub(crate) struct Wakes(Vec<Call>);
 
 impl Wakes {
-    /// Wakes them.
     pub(crate) fn wake(self) {
         for call in self.0 {
             wake_now(call.bell.get(), call.wake);
@@ -431,7 +447,7 @@ fn wake_now(bell: &PeerBell, wake: Wake) {
     }
 }
 
-/// A frame's payload in a ring.
+/// Payload of a frame that is still in the ring.
 struct InRing<'a>(Record<'a, Shared>);
 
 impl Payload for InRing<'_> {
@@ -450,7 +466,7 @@ impl Payload for InRing<'_> {
     }
 }
 
-/// The header of a record.
+/// Reads the header of a record.
 fn read_head(record: &mut Record<'_, Shared>) -> Result<[u8; SHORT_HEAD_BYTES], Broken> {
     let head = record.take().ok_or(Broken)?;
     if record.len() > FRAGMENT_BYTES_MAX {
@@ -463,12 +479,13 @@ fn read_head(record: &mut Record<'_, Shared>) -> Result<[u8; SHORT_HEAD_BYTES], 
 impl Core {
     // ---- reading
 
-    /// Takes in what has arrived in rings; true when there was anything.
+    /// Reads the rings whose doorbell bit is set. Returns true if any had a record.
     pub(crate) fn look(&mut self, now: Micros) -> bool {
         self.look_with(now, false)
     }
 
-    /// As [`Core::look`]; afterwards every writer rings again for what it writes.
+    /// As [`Core::look`], and clears the bits, so that every writer rings the doorbell again for
+    /// its next record.
     pub(crate) fn look_before_sleep(&mut self, now: Micros) -> bool {
         self.look_with(now, true)
     }
@@ -501,14 +518,14 @@ impl Core {
         found
     }
 
-    /// As [`Core::look`], whatever the bell says: other tasks write there.
+    /// Reads all rings, regardless of the doorbell, to which other tasks have write access.
     pub(crate) fn look_everywhere(&mut self, now: Micros) {
         for slot in 0..self.near.slots.len() {
             self.drain(now, slot);
         }
     }
 
-    /// Takes in what one ring has; true when it had anything.
+    /// Reads one ring. Returns true if it had a record.
     pub(super) fn drain(&mut self, now: Micros, slot: usize) -> bool {
         if self.inbox_is_full() {
             return false;
@@ -521,7 +538,7 @@ impl Core {
         let Some(link) = links.get_mut(&peer) else {
             return false;
         };
-        // Looked at first: what was written before the end is there then.
+        // Checked before reading: if the ring is closed, everything written before is then visible.
         let closed = ring.ends.reader.is_closed();
         let (mut read, mut starved) = (0, false);
         let broken = loop {
@@ -571,7 +588,7 @@ impl Core {
         found
     }
 
-    /// A sender that is far ahead of this task reads what it has acknowledged.
+    /// Reads the ring for acknowledgements if many fragments are in flight to the peer.
     pub(super) fn hear(&mut self, now: Micros, peer: Tid) {
         if self
             .link_mut(peer)
@@ -581,14 +598,15 @@ impl Core {
         }
     }
 
-    /// Reads the ring of a task before something is believed that came from or of it another way.
+    /// Reads the ring of a peer. Called before anything is handled that came from or about this
+    /// peer by another route.
     pub(super) fn drain_peer(&mut self, now: Micros, peer: Tid) {
         if let Some(slot) = self.near.slot(peer) {
             self.drain_all(now, slot);
         }
     }
 
-    /// Takes in everything that one ring has.
+    /// Reads one ring until it is empty.
     pub(super) fn drain_all(&mut self, now: Micros, slot: usize) {
         for _ in 0..TURNS_MAX {
             if !self.drain(now, slot) {
@@ -599,7 +617,7 @@ impl Core {
 
     // ---- writing
 
-    /// Writes what the link has for its ring, as far as there is room.
+    /// Writes frames of the link to its ring, as far as there is space.
     pub(super) fn pump_ring(&mut self, now: Micros, slot: usize) {
         let (near, links) = self.near_and_links();
         let Some(peer) = near.ring(slot).map(|ring| ring.peer) else {
@@ -636,7 +654,8 @@ impl Core {
                 .is_err();
             wrote += 1;
             if wrote == 1 && !link.is_transmitted() {
-                // The reader copies the first pieces of a large message while the next are written.
+                // The reader copies the first fragments of a large message while the next ones are
+                // written.
                 wake_now(ring.bell.get(), ring.bell.get().ring(ring.theirs, false));
             }
         }
@@ -677,8 +696,8 @@ impl Core {
         }
     }
 
-    /// Sends a small message by a ring that has room, when nothing else waits for that task: whom to wake afterwards. `None`,
-    /// and nothing was sent, when something stands in the way.
+    /// Sends a small message through a ring that has space, if nothing else is queued for the peer.
+    /// Returns the peers to wake; `None`, and nothing was sent, if this is not possible.
     #[inline]
     pub(super) fn send_near(
         &mut self,
@@ -729,14 +748,15 @@ impl Core {
         Some(Wakes(wakes))
     }
 
-    /// True when the ring of this task is too full for what its link has.
+    /// True if the ring to this peer has no space for the queued frames of its link.
     pub(crate) fn waits_for_ring(&mut self, peer: Tid) -> bool {
         let (near, links) = self.near_and_links();
         let waits = near.slot(peer).is_some() && links.get(&peer).is_some_and(Link::has_frame);
         waits && !self.is_lifted()
     }
 
-    /// Writes to one ring what there is room for; true when something was written or the ring is no more.
+    /// Writes to one ring as far as there is space. Returns true if something was written or the
+    /// ring has ended.
     pub(crate) fn pump_one_ring(&mut self, now: Micros, peer: Tid) -> bool {
         let Some(slot) = self.near.slot(peer) else {
             return true;
@@ -751,7 +771,8 @@ impl Core {
                 .ring(slot)
                 .is_some_and(|ring| ring.ends.writer.is_closed())
         {
-            // What it sends meanwhile, it may be waiting with the same.
+            // Read the ring: the peer may be blocked in the same way, because the ring to this task
+            // is full.
             self.drain(now, slot);
             return false;
         }
@@ -759,7 +780,7 @@ impl Core {
         true
     }
 
-    /// Writes to the rings that had no room for everything what there is room for now.
+    /// Continues writing to the rings that had no space for all frames.
     pub(crate) fn pump_rings(&mut self, now: Micros) {
         for slot in std::mem::take(&mut self.near.waiting) {
             if let Some(ring) = self.near.ring(slot) {

@@ -1,5 +1,4 @@
-//! Buffer in this process's memory through which a quiesced library is told that its next location
-//! has changed.
+//! Buffer in this process's memory that changes the next location of a quiesced library.
 //!
 //! A task that is paused for the owner of its host quiesces before its target is known. It must not
 //! run to be notified, so the tasker writes the new location here while the task is stopped.

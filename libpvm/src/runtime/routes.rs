@@ -1,66 +1,68 @@
-//! The agreement of two programs about a direct route (`PvmRouteDirect`), without the route itself.
+//! Agreement between tasks about direct routes (`PvmRouteDirect`), as a state machine without I/O.
 //!
-//! The first message to a task asks it. The answer counts for life: who has refused is not asked again, and a route that
-//! stands carries both directions. When it breaks, or one of the two moves, the next message asks anew. On one host nothing
-//! more is needed, because tasks there have their rings; on two hosts one of the two connects to the other.
+//! - The first message to a peer sends an offer. A peer that refused is not asked again, and an
+//!   established route carries both directions.
+//! - When a route breaks, or one of the two tasks migrates, the next message sends a new offer.
+//! - On the same host the acceptance is sufficient, because the tasks have their rings. Between two
+//!   hosts the peer that accepts connects to the task that offers.
 
 use rustc_hash::FxHashMap;
 use sempa_proto::route::OfferId;
 use sempa_proto::{Micros, PvmError, PvmResult, Tid};
 use std::collections::VecDeque;
 
-/// How long a task may take to answer; after that it counts as having refused.
+/// Time to answer an offer; after it the peer counts as having refused.
 pub(crate) const ANSWER_WITHIN: Micros = Micros::from_secs(10);
-/// Tasks with which one task has an agreement, or is about to.
+/// Maximum number of peers with an agreement, or an offer in progress.
 pub(crate) const AGREEMENTS_MAX: usize = 1 << 16;
-/// Notifications that a program may ask for.
+/// Maximum number of notifications that a program may request.
 pub(crate) const WATCHES_MAX: usize = 4096;
 
-/// What happens.
+/// Input of the state machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RouteEvent {
-    /// The program sends to this task and wants a direct route.
+    /// The program sends to this peer and wants a direct route.
     Wanted(Tid),
-    /// A task asks us.
+    /// A peer's offer has arrived.
     Asked { peer: Tid, id: OfferId, near: bool },
-    /// A task has said yes.
+    /// A peer has accepted this task's offer.
     Accepted { peer: Tid, id: OfferId, near: bool },
-    /// A task has said no.
+    /// A peer has refused this task's offer.
     Refused { peer: Tid, id: OfferId },
-    /// The connection stands.
+    /// The connection to the peer is established.
     Stands(Tid),
-    /// It could not be made.
+    /// The connection to the peer could not be established.
     Failed(Tid),
-    /// It has ended.
+    /// The connection to the peer has ended.
     Ended(Tid),
-    /// The task runs elsewhere now.
+    /// The peer has migrated.
     Moved(Tid),
-    /// The task has ended.
+    /// The peer has ended.
     Gone(Tid),
-    /// This task lets go of everything.
+    /// This task quiesces or exits: all routes must be closed.
     LetGo,
     /// The time of [`Routes::next_wakeup`] has come.
     Wake,
 }
 
-/// What is to be done.
+/// Action for the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RouteOutput {
-    /// Listen, and ask this task.
+    /// Listen, and send an offer to this peer.
     Offer { to: Tid, id: OfferId },
-    /// Listen no longer.
+    /// Stop listening for this offer.
     Withdraw { id: OfferId },
-    /// Say yes to a task on this host.
+    /// Accept the offer of a peer on this host.
     Accept { to: Tid, id: OfferId },
-    /// Connect to where the task that asks says, and say yes.
+    /// Connect to the addresses in the peer's offer, and accept it.
     Dial { to: Tid, id: OfferId },
-    /// The task that was asked is going to connect.
+    /// Accept the connection of the peer that has accepted this offer.
     Expect { id: OfferId },
-    /// Say no.
+    /// Refuse the peer's offer.
     Refuse { to: Tid, id: OfferId },
-    /// Close what leads to this task, or was about to.
+    /// Close the connection to this peer, established or in progress.
     Close { peer: Tid },
-    /// Tell the program.
+    /// Deliver a notification to the program.
     Note { ctx: i32, tag: i32, words: [i32; 2] },
 }
 
@@ -72,12 +74,12 @@ enum Standing {
     Refused,
 }
 
-/// A program wants to know of new routes.
+/// Request of the program for notifications about new routes.
 #[derive(Debug)]
 struct Watch {
     ctx: i32,
     tag: i32,
-    /// How often yet; negative: always.
+    /// Number of notifications left; negative if unlimited.
     left: i32,
     fd: i32,
 }
@@ -86,18 +88,18 @@ struct Watch {
 #[derive(Debug)]
 pub(crate) struct Routes {
     me: Tid,
-    /// What is said to those who ask.
+    /// False if offers of peers are refused.
     pub(crate) willing: bool,
     last: u64,
     peers: FxHashMap<Tid, Standing>,
     watches: Vec<Watch>,
-    /// Whose route is watched, in which context and with which tag.
+    /// Requests for notification of a route's end: peer, context, tag.
     ends: Vec<(Tid, i32, i32)>,
     out: VecDeque<RouteOutput>,
 }
 
 impl Routes {
-    /// None yet.
+    /// Creates a state without agreements.
     pub(crate) fn new(me: Tid) -> Routes {
         let (peers, watches, ends, out) = (
             FxHashMap::default(),
@@ -116,7 +118,7 @@ impl Routes {
         }
     }
 
-    /// True when a message need not wait for an answer: there is a route, or there will be none.
+    /// True if a message need not wait for an answer: a route is established, or was refused.
     pub(crate) fn is_settled(&self, peer: Tid) -> bool {
         matches!(
             self.peers.get(&peer),
@@ -124,7 +126,7 @@ impl Routes {
         )
     }
 
-    /// When [`RouteEvent::Wake`] is wanted.
+    /// Returns the time at which [`RouteEvent::Wake`] is due.
     pub(crate) fn next_wakeup(&self) -> Option<Micros> {
         let until = |standing: &Standing| match standing {
             Standing::Asking { until, .. } | Standing::Dialling { until } => Some(*until),
@@ -133,15 +135,16 @@ impl Routes {
         self.peers.values().filter_map(until).min()
     }
 
-    /// The next thing to do.
+    /// Returns the next action.
     pub(crate) fn poll(&mut self) -> Option<RouteOutput> {
         self.out.pop_front()
     }
 
-    /// Tells the program of the next `count` new routes, of all if it is negative, of none if it is 0.
+    /// Requests notification of the next `count` new routes; a negative count means all, 0 cancels
+    /// the request.
     ///
     /// # Errors
-    /// `OutOfRes` when as many are watched as can be.
+    /// `OutOfRes` if the maximum number of requests is reached.
     pub(crate) fn watch_new(&mut self, ctx: i32, tag: i32, count: i32, fd: i32) -> PvmResult<()> {
         self.watches
             .retain(|watch| (watch.ctx, watch.tag) != (ctx, tag));
@@ -159,10 +162,11 @@ impl Routes {
         Ok(())
     }
 
-    /// Tells the program of the end of the route to this task; at once if there is none.
+    /// Requests notification of the end of the route to this peer. It comes immediately if there is
+    /// no route.
     ///
     /// # Errors
-    /// `OutOfRes` when as many are watched as can be.
+    /// `OutOfRes` if the maximum number of requests is reached.
     pub(crate) fn watch_end(&mut self, peer: Tid, ctx: i32, tag: i32) -> PvmResult<()> {
         if self.ends.len() >= WATCHES_MAX {
             return Err(PvmError::OutOfRes);
@@ -174,7 +178,7 @@ impl Routes {
         Ok(())
     }
 
-    /// Forgets what [`Routes::watch_end`] was asked for.
+    /// Cancels a request of [`Routes::watch_end`].
     pub(crate) fn unwatch_end(&mut self, peer: Tid, ctx: i32, tag: i32) {
         if let Some(at) = self
             .ends
@@ -185,7 +189,7 @@ impl Routes {
         }
     }
 
-    /// Takes an event.
+    /// Handles an event; the resulting actions are queued for [`Routes::poll`].
     pub(crate) fn handle(&mut self, now: Micros, event: RouteEvent) {
         match event {
             RouteEvent::Wanted(peer) => self.wanted(now, peer),
@@ -263,9 +267,10 @@ impl Routes {
 
     fn asked(&mut self, now: Micros, peer: Tid, id: OfferId, near: bool) {
         match self.peers.get(&peer) {
-            // Both asked at once: the offer of the smaller number counts.
+            // Both tasks sent offers at the same time: the offer of the task with the smaller tid
+            // counts.
             Some(Standing::Asking { .. }) if self.willing && self.me < peer => return,
-            // It would not ask if it had its end.
+            // A peer that sends an offer has lost its end of the route.
             Some(Standing::Up) => self.ended(peer),
             Some(_) => self.drop_attempt(peer),
             None => {}
@@ -287,7 +292,7 @@ impl Routes {
         }
     }
 
-    /// Nothing is under way to this task any more.
+    /// Cancels an offer or connection attempt to this peer.
     fn drop_attempt(&mut self, peer: Tid) {
         match self.peers.get(&peer) {
             Some(Standing::Asking { id, .. }) => {
@@ -299,7 +304,8 @@ impl Routes {
         self.peers.remove(&peer);
     }
 
-    /// There will be no route: asking again with every message would make each of them wait.
+    /// Ends a failed attempt as refused. With a new offer for every message, each message would
+    /// wait for an answer.
     fn failed(&mut self, peer: Tid) {
         if matches!(
             self.peers.get(&peer),
@@ -326,7 +332,7 @@ impl Routes {
         self.watches.retain(|watch| watch.left != 0);
     }
 
-    /// The route, if there was one, is no more; another one may be asked for.
+    /// Removes the route, if there was one. A later message may request another.
     fn ended(&mut self, peer: Tid) {
         if self.peers.remove(&peer) == Some(Standing::Up) {
             self.out.push_back(RouteOutput::Close { peer });
@@ -377,7 +383,8 @@ mod tests {
 
     const ID: OfferId = OfferId(1);
 
-    /// Two tasks of different hosts with a route, both told of new ones with tag 4.
+    /// Returns two tasks on different hosts with an established route; both get notifications of
+    /// new routes with tag 4.
     fn two() -> (Routes, Routes) {
         let (mut a, mut b) = (Routes::new(A), Routes::new(B));
         for routes in [&mut a, &mut b] {
@@ -406,16 +413,18 @@ mod tests {
         (a, b)
     }
 
+    /// An established route causes no second offer, and both programs were notified of it.
     #[test]
-    fn a_route_is_asked_for_once_and_both_are_told() {
+    fn route_is_offered_once_and_both_are_notified() {
         let (mut a, mut b) = two();
         assert_eq!(at(&mut a, RouteEvent::Wanted(B)), []);
         assert_eq!(at(&mut b, RouteEvent::Wanted(A)), []);
         assert_eq!((a.next_wakeup(), b.next_wakeup()), (None, None));
     }
 
+    /// On the same host the acceptance of the offer establishes the route, without a connection.
     #[test]
-    fn on_one_host_the_answer_is_the_route() {
+    fn acceptance_suffices_on_same_host() {
         let mut b = Routes::new(B);
         let asked = RouteEvent::Asked {
             peer: A,
@@ -440,8 +449,9 @@ mod tests {
         assert!(!a.is_settled(B));
     }
 
+    /// A peer that refused gets no second offer, but its own offer is still accepted.
     #[test]
-    fn who_refused_is_not_asked_again_until_it_asks_itself() {
+    fn refusing_peer_is_not_asked_again() {
         let mut a = Routes::new(A);
         at(&mut a, RouteEvent::Wanted(B));
         assert_eq!(
@@ -476,8 +486,9 @@ mod tests {
         );
     }
 
+    /// A program that does not accept routes refuses offers, but can still send its own.
     #[test]
-    fn a_program_that_wants_none_refuses() {
+    fn unwilling_program_refuses_offers() {
         let mut b = Routes::new(B);
         b.willing = false;
         let asked = RouteEvent::Asked {
@@ -492,8 +503,9 @@ mod tests {
         );
     }
 
+    /// Of two offers that cross, the one of the task with the smaller tid counts.
     #[test]
-    fn of_two_offers_that_cross_the_one_of_the_smaller_number_counts() {
+    fn smaller_tid_wins_when_offers_cross() {
         let (mut a, mut b) = (Routes::new(A), Routes::new(B));
         at(&mut a, RouteEvent::Wanted(B));
         at(&mut b, RouteEvent::Wanted(A));
@@ -522,15 +534,16 @@ mod tests {
         );
     }
 
+    /// An offer that is not answered in time counts as refused; a late answer is ignored.
     #[test]
-    fn no_answer_counts_as_a_refusal() {
+    fn missing_answer_counts_as_refusal() {
         let mut a = Routes::new(A);
         at(&mut a, RouteEvent::Wanted(B));
         assert_eq!(a.next_wakeup(), Some(Micros(1) + ANSWER_WITHIN));
         a.handle(Micros(1) + ANSWER_WITHIN, RouteEvent::Wake);
         assert_eq!(all(&mut a), [RouteOutput::Withdraw { id: ID }]);
         assert!(a.is_settled(B));
-        // An answer that comes later means nothing.
+        // A late answer is ignored.
         assert_eq!(
             at(
                 &mut a,
@@ -545,8 +558,9 @@ mod tests {
         assert_eq!(at(&mut a, RouteEvent::Stands(B)), []);
     }
 
+    /// The end of a route is notified once, and a later message sends a new offer.
     #[test]
-    fn the_end_of_a_route_is_told_once_and_a_later_message_asks_anew() {
+    fn route_end_is_notified_once() {
         let (mut a, _) = two();
         a.watch_end(B, 7, 5).expect("room");
         a.watch_end(B, 7, 6).expect("room");
@@ -563,13 +577,14 @@ mod tests {
                 id: OfferId(2)
             }]
         );
-        // There is none yet: the watch is answered at once.
+        // Without a route the notification comes immediately.
         a.watch_end(B, 7, 5).expect("room");
         assert_eq!(all(&mut a), [note(5, [B.raw(), -1])]);
     }
 
+    /// An offer from a peer with an established route closes that route and starts a new one.
     #[test]
-    fn a_peer_that_asks_again_has_lost_its_end() {
+    fn offer_from_connected_peer_replaces_route() {
         let (_, mut b) = two();
         b.watch_end(A, 7, 5).expect("room");
         let asked = RouteEvent::Asked {
@@ -588,8 +603,9 @@ mod tests {
         assert_eq!(at(&mut b, asked), expected);
     }
 
+    /// New routes are notified as often as requested, up to the maximum number of requests.
     #[test]
-    fn new_routes_are_told_as_often_as_was_asked() {
+    fn new_route_notifications_are_counted() {
         let mut a = Routes::new(A);
         a.watch_new(7, 4, 2, 9).expect("room");
         a.watch_new(7, 5, -1, 9).expect("room");
@@ -613,8 +629,9 @@ mod tests {
         assert_eq!(a.watch_new(7, 1, 1, 9), Err(PvmError::OutOfRes));
     }
 
+    /// A task that quiesces closes all routes and withdraws its offers.
     #[test]
-    fn who_lets_go_leaves_nothing_open() {
+    fn quiesce_closes_routes_and_offers() {
         let (mut a, mut b) = two();
         at(&mut a, RouteEvent::Wanted(Tid::from_raw(0x80009)));
         let out = at(&mut a, RouteEvent::LetGo);

@@ -27,7 +27,8 @@ impl AsFd for Set {
     }
 }
 
-/// Epoll sets of the application threads (`front`) and of the I/O thread (`back`).
+/// The two epoll sets of the daemon's socket: one of the application threads, one of the I/O
+/// thread.
 #[derive(Debug)]
 pub(crate) struct Seats {
     front: Own<Set>,
@@ -71,8 +72,8 @@ impl Seats {
         }
     }
 
-    /// Sleeps until the socket is readable, until [`Seats::kick`], or for `span`. May return
-    /// without a reason.
+    /// Sleeps until the socket is readable, until [`Seats::kick`], or until the given time has
+    /// passed. May return without a reason.
     pub(crate) fn sleep(&self, span: Duration) {
         let mut events = [EpollEvent::empty(); 2];
         let timeout = EpollTimeout::try_from(span).unwrap_or(EpollTimeout::MAX);

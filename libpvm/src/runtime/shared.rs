@@ -1,4 +1,9 @@
-//! The runtime's one lock, and what is done under it: reading and writing without waiting, and waiting on futexes.
+//! The runtime's one lock, and the operations under it: non-blocking reads and writes of the
+//! socket, and blocking waits.
+//!
+//! A thread waits for an event in up to three stages: it spins on the rings and direct routes, then
+//! it sleeps, either on the daemon's socket (one thread at a time) or on a futex in the task's
+//! doorbell. Each release of the lock wakes exactly the threads for which something has changed.
 
 use super::alarm::Alarm;
 use super::clock::Clock;
@@ -22,100 +27,106 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
-/// How often a process that ends looks whether its daemon knows that.
+/// Interval at which an exiting process checks whether its daemon has confirmed the exit notice.
 const LAST_WORDS_LOOK: Duration = Duration::from_millis(10);
-/// Room made for one read.
+/// Buffer space provided for one read.
 const READ_BYTES: usize = 128 << 10;
-/// Bytes read under the lock in one go, so that others get their turn.
+/// Maximum number of bytes read under the lock in one go, so that other threads get the lock.
 const READ_BYTES_MAX: usize = 2 << 20;
-/// Looks at the rings between two looks at the clock.
+/// Number of ring polls between two readings of the clock.
 const LOOKS_PER_TIME: u32 = 32;
-/// The socket is not read more often than this by threads that have something else to look at; the helper watches it.
+/// Minimum interval between two reads of the socket by threads that also poll rings or direct
+/// routes. The I/O thread watches the socket meanwhile.
 const READ_PAUSE: Micros = Micros(500);
-/// How long a sender waits for a reader that makes no room.
+/// Time for which a sender waits for a reader that frees no space in the ring.
 const ROOM_PATIENCE: Duration = Duration::from_micros(50);
-/// Descriptors that may wait for their frames.
+/// Maximum number of received descriptors whose frames have not been handled.
 const DESCRIPTORS_MAX: usize = 16;
-/// A wait shorter than this needs a finer clock than the socket's.
+/// Minimum wait for sleeping on the socket, whose timeouts have millisecond resolution. Shorter
+/// waits use the futex.
 const SEAT_MIN: Duration = Duration::from_millis(10);
-/// How long a fork waits for a thread that has the lock: it may be below the fork on the same stack.
+/// Time for which a fork waits for the lock. The thread that holds it may have called the fork
+/// itself, further down the stack.
 const FORK_PATIENCE: Duration = Duration::from_secs(1);
-/// Longest sleep on a futex: after a move to a host with another clock a sleep by the old one must not last for ever.
+/// Maximum sleep on a futex with a deadline. After a migration to a host with another clock a sleep
+/// by the old clock must not last forever.
 const NAP_MAX: Duration = Duration::from_secs(1);
-/// The same for who sleeps until there is news, and otherwise for ever. It wakes a processor that may have nothing else to do.
+/// Maximum sleep without a deadline. Each wake-up disturbs a CPU that may be idle.
 const LONG_NAP: Duration = Duration::from_secs(30);
 
-/// What the helper thread has gone to sleep with.
+/// Conditions that wake the I/O thread from its current sleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sleep {
-    /// It is awake, and looks at everything before it sleeps.
+    /// The thread is awake and checks everything before it sleeps.
     Awake,
-    /// It sleeps until the socket can be read, or (`write`) written, or until the time.
+    /// The thread sleeps until the socket is readable, or until one of these conditions holds.
     On {
-        /// Also wakes when the socket can be written.
+        /// The socket is writable.
         write: bool,
-        /// Wakes at this time.
         until: Option<Micros>,
-        /// Also wakes when something comes by a direct route.
+        /// Something arrives by a direct route.
         far: bool,
-        /// Also wakes when the alarm goes.
+        /// The timer for deferred wake-ups expires.
         alarm: bool,
     },
 }
 
-/// All that threads share, under the lock.
+/// State that all threads share under the lock.
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) core: Core,
     pub(crate) clock: Clock,
     pub(crate) socket: Option<Arc<Own<UnixStream>>>,
     pub(crate) decoder: FrameDecoder,
-    /// Descriptors that were read and belong to frames that were not taken yet.
+    /// Received descriptors that belong to frames not handled yet.
     passed: Passed,
     pub(crate) sleep: Sleep,
-    /// Whether waiting for news awake has paid off lately.
+    /// Decides by recent success whether waiting threads spin.
     spin: Spin,
-    /// When the socket was read last.
+    /// Time of the last read of the socket.
     read_at: Micros,
-    /// The ear listens.
+    /// The drainer thread runs.
     pub(crate) has_ear: bool,
-    /// Threads that wait for news.
+    /// Number of threads that sleep until the next event.
     awaiting_news: usize,
-    /// One more waits at the daemon's socket, and reads it.
+    /// One more thread sleeps on the daemon's socket, and reads it.
     seated: bool,
-    /// It has left something unread.
+    /// The last read of the socket stopped at its limit and left data unread.
     unread: bool,
-    /// Threads that wait until something has been written.
+    /// Number of threads that wait until bytes have been written.
     awaiting_writes: usize,
-    /// The sign for programs that wait on descriptors is up.
+    /// The descriptor for programs that wait on descriptors is readable.
     sign_is_up: bool,
-    /// Wakes the helper when peers have been left asleep for long enough; made when there are such.
+    /// Timer that wakes the I/O thread when deferred wake-ups are due; created on first use.
     pub(crate) alarm: Option<Arc<Alarm>>,
 }
 
-/// The state with its lock.
+/// State of the runtime with its lock.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) me: Tid,
-    /// False once the connection is gone for good.
+    /// False when the connection is lost for good.
     alive: Arc<AtomicBool>,
     state: Mutex<State>,
-    /// Threads that have found the lock taken. Who holds it while he waits lets them have it.
+    /// Number of threads that are blocked on the lock. A thread that spins while it holds the lock
+    /// releases it for them.
     wanted: AtomicU32,
-    /// Where threads sleep until something has happened that they may wait for; peers on this host wake them, too.
+    /// Doorbell on which threads sleep until the next event. Peers on this host ring it, too.
     listening: Arc<Own<OwnBell>>,
-    /// Bytes were written, or will never be.
+    /// Signalled when bytes were written or never will be.
     written: Condvar,
-    /// Who is woken by the daemon.
+    /// Epoll sets for the daemon's socket.
     pub(crate) seats: Arc<Seats>,
     bell: Own<EventFd>,
-    /// Readable while something is here, for programs that wait on descriptors themselves; made when one asks for it.
+    /// Readable while a message can be received, for programs that wait on descriptors themselves;
+    /// created on first use.
     sign: OnceLock<Own<EventFd>>,
     generation: u64,
     stop: AtomicBool,
 }
 
-/// The lock, held. On release the waiting threads and the helper are told what concerns them.
+/// Guard of the lock. On release it wakes the waiting threads and the I/O thread if something has
+/// changed for them.
 pub(crate) struct Held<'a> {
     shared: &'a Shared,
     state: Option<MutexGuard<'a, State>>,
@@ -164,7 +175,7 @@ impl<'a> Held<'a> {
         )
     }
 
-    /// Whom the changes made under this lock concern: threads that wait for news, threads that wait for writing, the helper.
+    /// Returns the threads for which something has changed under this lock.
     fn concerned(&self) -> Concerned {
         let (news, out, phase) = Held::seen(self);
         let changed = phase != self.phase || self.core.lost().is_some();
@@ -202,7 +213,8 @@ impl<'a> Held<'a> {
         }
     }
 
-    /// Puts the sign up while something can be received, or the connection is gone, and takes it down otherwise.
+    /// Makes the ready descriptor readable if a message can be received or the connection is lost,
+    /// and otherwise not readable.
     fn show(&mut self) {
         let Some(sign) = self.shared.sign.get() else {
             return;
@@ -210,7 +222,7 @@ impl<'a> Held<'a> {
         let up = !self.core.inbox.is_empty() || self.core.lost().is_some();
         if up != self.sign_is_up {
             self.sign_is_up = up;
-            // The counter is 0 or 1, and only changed under the lock.
+            // The counter is 0 or 1 and changes only under the lock.
             let _ = if up {
                 sign.get().write(1).map(drop)
             } else {
@@ -219,7 +231,8 @@ impl<'a> Held<'a> {
         }
     }
 
-    /// Unlocks, then wakes whom it concerns, so that nobody wakes up only to find the lock taken.
+    /// Unlocks first and wakes threads afterwards, so that no thread wakes up only to block on the
+    /// lock.
     fn release(&mut self) {
         self.show();
         let concerned = self.concerned();
@@ -228,11 +241,13 @@ impl<'a> Held<'a> {
         Held::tell(self.shared, concerned, wakes);
     }
 
-    /// Waits awake for a little while, if that has paid off lately; true when there is news, or others want the lock.
+    /// Spins for a short time if that has paid off lately. Returns true if there is an event, or if
+    /// other threads want the lock.
     ///
-    /// What has just woken this thread is found here, too, and counts as paid off: after each message that it hears it stays
-    /// awake once more. With many that take turns that rarely helps itself, but it keeps its processor from falling asleep,
-    /// for which whoever is woken there next would have to wait longer than for a turn.
+    /// An event that has just woken this thread is found here, too, and counts as success, so the
+    /// thread spins once more after each message. With many peers that alternate this rarely
+    /// catches the next message, but it keeps the CPU from entering an idle state, and waking a
+    /// thread on an idle CPU takes longer than a peer's turn.
     pub(crate) fn wait_awake(&mut self, span: Option<Duration>) -> bool {
         if self.core.near.is_empty() && self.core.direct.is_empty() {
             return false;
@@ -248,7 +263,8 @@ impl<'a> Held<'a> {
         if self.core.near.has_put_off() {
             self.take_wakes().wake();
         }
-        // Whoever has to answer needs this very processor: he gets it at once, or this thread sleeps.
+        // The peer that must answer ran on this CPU last: yield the CPU to it immediately, or
+        // sleep.
         let shares = self.core.near.shares_processor();
         if shares && !self.spin.gives_way() {
             return false;
@@ -261,7 +277,7 @@ impl<'a> Held<'a> {
                     let now = self.clock.about();
                     self.core.look(now);
                     if self.core.news() != news {
-                        // In the first round nobody has looked at the clock: it was short enough.
+                        // The clock was not read in the first round, which took a negligible time.
                         let after = begin.map_or(Duration::ZERO, |begin: Instant| begin.elapsed());
                         self.spin.ended(after, budget);
                         return true;
@@ -287,12 +303,12 @@ impl<'a> Held<'a> {
         }
     }
 
-    /// From now on nobody waits awake.
+    /// Makes threads of this task sleep immediately when they wait.
     pub(crate) fn sleep_at_once(&mut self) {
         self.spin = Spin::never();
     }
 
-    /// Lets those have the lock who have found it taken.
+    /// Releases the lock for the threads that are blocked on it, and takes it again.
     fn let_others(&mut self) {
         self.release();
         std::thread::yield_now();
@@ -305,8 +321,9 @@ impl<'a> Held<'a> {
         self.state = Some(state);
     }
 
-    /// After a send: while the ring of this task is full and its reader is at it, the rest is written as room comes. A reader
-    /// that does something else finds the ring full later; the rest waits here then, and the sender goes on.
+    /// After a send to a full ring: writes the rest as the reader frees space, as long as the
+    /// reader is active. If the reader does something else, the rest stays queued and the sender
+    /// continues.
     pub(crate) fn make_room(&mut self, peer: Tid) {
         if !self.core.waits_for_ring(peer) {
             return;
@@ -327,7 +344,7 @@ impl<'a> Held<'a> {
         }
     }
 
-    /// Sleeps until there is news, or for `span` at most.
+    /// Sleeps until the next event, at most for `span`.
     pub(crate) fn wait_arrived(&mut self, span: Option<Duration>) {
         self.show();
         let by_daemon = self.core.near.is_empty() || !self.core.near.is_expected();
@@ -337,9 +354,10 @@ impl<'a> Held<'a> {
         let seen = self.shared.listening.get().about_to_sleep();
         let (now, news) = (self.now(), self.core.news());
         self.core.look_before_sleep(now);
-        // From here on the helper watches.
+        // From here on the I/O thread watches the direct routes.
         self.core.direct.attend(None);
-        // What was done since the lock was taken may concern others, who must not wait for our return.
+        // Changes made under the lock may matter to other threads, which must not wait until this
+        // thread returns.
         let concerned = self.concerned();
         let wakes = self.take_wakes();
         if self.core.news() != news {
@@ -353,7 +371,7 @@ impl<'a> Held<'a> {
         self.awaiting_news -= 1;
     }
 
-    /// Sleeps until there is news, which is most likely the daemon's answer to what it was asked.
+    /// Sleeps until the next event, which is most likely the daemon's reply to a request.
     pub(crate) fn wait_for_reply(&mut self) {
         if self.seated || !self.can_sit() {
             return self.wait_arrived(None);
@@ -362,7 +380,8 @@ impl<'a> Held<'a> {
         self.wait_at_socket(NAP_MAX);
     }
 
-    /// Sleeps until the daemon says something, and hears it, or until the ear has heard something in a ring.
+    /// Sleeps until the daemon sends something, and reads it, or until the drainer thread has read
+    /// a ring.
     fn wait_at_socket(&mut self, span: Duration) {
         let shared = self.shared;
         let bell = shared.listening();
@@ -385,7 +404,7 @@ impl<'a> Held<'a> {
         bell.call_for_everything(shared.sign.get().is_some());
     }
 
-    /// Sleeps until bytes have been written or the connection has changed, or for `span` at most.
+    /// Sleeps until bytes have been written or the connection has changed, at most for `span`.
     pub(crate) fn wait_written(&mut self, span: Option<Duration>) {
         self.show();
         let (concerned, wakes) = (self.concerned(), self.take_wakes());
@@ -403,14 +422,14 @@ impl<'a> Held<'a> {
     }
 }
 
-/// Whom a change concerns.
+/// Threads to wake after a change.
 #[derive(Clone, Copy, Debug, Default)]
 struct Concerned {
-    /// Threads that wait for news.
+    /// Threads that wait for an event.
     arrived: bool,
-    /// The one that waits at the socket.
+    /// The thread that sleeps on the socket.
     seated: bool,
-    /// Threads that wait for writing.
+    /// Threads that wait for written bytes.
     written: bool,
     helper: bool,
 }
@@ -420,20 +439,21 @@ fn nap(span: Option<Duration>) -> Duration {
 }
 
 impl State {
-    /// True when all that a thread may wait for comes by the daemon's socket, from other threads, or through the ear.
+    /// True if every event for which a thread may wait comes through the daemon's socket, from
+    /// other threads, or through the drainer thread.
     fn can_sit(&self) -> bool {
         self.core.is_connected()
             && self.core.direct.is_empty()
             && (self.core.near.is_empty() || self.has_ear)
     }
 
-    /// True while a thread sleeps on the bell, or is about to.
+    /// True while a thread sleeps on the doorbell, or is about to.
     #[cfg(test)]
     pub(crate) fn is_awaited(&self) -> bool {
         self.awaiting_news > 0
     }
 
-    /// True when the helper sleeps through something that has come up.
+    /// True if the I/O thread sleeps and none of its wake conditions covers a pending change.
     fn helper_is_needed(&self) -> bool {
         let Sleep::On {
             write,
@@ -456,7 +476,7 @@ impl State {
         closing || unwritten || earlier || deaf || unwatched || unheard || self.unread
     }
 
-    /// Whom to wake; to be done without the lock.
+    /// Returns the peers to wake; the caller wakes them without the lock.
     fn take_wakes(&mut self) -> Wakes {
         if self.core.near.has_put_off()
             && let Some(alarm) = &self.alarm
@@ -466,10 +486,11 @@ impl State {
         self.core.near.take_wakes()
     }
 
-    /// Lets peers sleep on that would take this thread's processor from it and keep it while they read something long: until
-    /// this task waits, or for a moment.
+    /// Defers waking peers that would run on this thread's CPU and keep it while they read a long
+    /// message. They are woken when this task waits, or after a short delay.
     pub(crate) fn put_off_wakes(&mut self) {
-        // Who is to wake them if the application computes has to be there.
+        // The I/O thread must be asleep, because it wakes the peers if the application keeps
+        // computing.
         if !matches!(self.sleep, Sleep::On { .. }) || !self.core.near.put_off() {
             return;
         }
@@ -481,7 +502,8 @@ impl State {
         }
     }
 
-    /// Takes in what has arrived in rings, and from the socket unless that was done just now.
+    /// Handles what has arrived in rings and direct routes, and reads the socket unless that was
+    /// done very recently.
     pub(crate) fn take_in(&mut self) {
         let now = self.now();
         let news = self.core.news();
@@ -493,7 +515,8 @@ impl State {
         }
     }
 
-    /// Takes in what has come by direct routes; the helper leaves them to this thread for a while.
+    /// Handles what has arrived by direct routes. The I/O thread does not watch them for a while
+    /// after that.
     fn look_far(&mut self, now: Micros) -> bool {
         if !self.core.direct.is_open() {
             return false;
@@ -502,12 +525,12 @@ impl State {
         self.core.look_far(now)
     }
 
-    /// Now, by the runtime's clock.
+    /// Returns the current time of the runtime's clock.
     pub(crate) fn now(&mut self) -> Micros {
         self.clock.now()
     }
 
-    /// Writes what the socket takes without waiting.
+    /// Writes as much of the outbox as the socket accepts without blocking.
     pub(crate) fn flush(&mut self) {
         let Some(socket) = &self.socket else { return };
         let fd = socket.get().as_raw_fd();
@@ -524,12 +547,14 @@ impl State {
                 Ok(n) => self.core.outbox.advance(n),
                 Err(nix::Error::EINTR) => {}
                 Err(nix::Error::EAGAIN) => return,
-                // Of this user's; the word comes to nothing, and the daemon carries what would have gone by its route.
+                // Too many descriptors of this user are in transit. The frame is dropped, and the
+                // daemon carries the messages that would have used the route.
                 Err(nix::Error::ETOOMANYREFS) if !descriptors.is_empty() => {
                     self.core.outbox.skip_word()
                 }
                 Err(e) => {
-                    // What the daemon said before it closed is still worth reading.
+                    // The last frames that the daemon sent before it closed the connection are
+                    // still handled.
                     self.read_all();
                     return self.lose(&format!("the daemon is gone: writing to it: {e}"));
                 }
@@ -537,11 +562,13 @@ impl State {
         }
     }
 
-    /// Reads what is there and acts on it; afterwards links have answered and what fits has been written.
+    /// Reads and handles all available frames; then lets links transmit and writes what the socket
+    /// accepts.
     pub(crate) fn pump(&mut self) {
         self.read_all();
         let now = self.now();
-        // Whoever reads at the same time may take all that there was room for, and nobody would be told that there is room again.
+        // The daemon reads concurrently and may empty the outbox while links still wait for space
+        // in it. No later event would resume them, so the loop continues.
         loop {
             self.core.pump(now);
             self.flush();
@@ -560,7 +587,8 @@ impl State {
         let mut total = 0;
         while self.core.is_connected() && total < READ_BYTES_MAX {
             let buffer = self.decoder.buffer_mut();
-            // From the front again, if nobody has parts of it any more: the same few pages serve all that is small.
+            // Reuses the start of the buffer if no message refers to it any more, so small messages
+            // always occupy the same few pages.
             let fresh = buffer.is_empty() && buffer.try_reclaim(READ_BYTES);
             if !fresh && buffer.capacity() - buffer.len() < READ_BYTES / 4 {
                 buffer.reserve(READ_BYTES);
@@ -586,11 +614,11 @@ impl State {
                 Err(e) => return self.lose(&format!("the daemon is gone: reading from it: {e}")),
             }
         }
-        // After an order to let go nothing comes that has to be read.
+        // After the quiesce request the daemon sends nothing that must be read.
         self.unread = self.core.is_connected();
     }
 
-    /// Acts on the frames that have been read.
+    /// Handles the frames that have been read.
     pub(crate) fn take_frames(&mut self) {
         let now = self.now();
         loop {
@@ -610,21 +638,21 @@ impl State {
         }
     }
 
-    /// The connection is gone for good. The helper closes the socket.
+    /// Marks the connection as lost for good. The I/O thread closes the socket.
     pub(crate) fn lose(&mut self, why: &str) {
         self.core.lose(why);
         self.decoder = FrameDecoder::new();
         self.passed.clear();
     }
 
-    /// Closes the socket, which nobody watches any more.
+    /// Closes the socket and stops watching it.
     pub(crate) fn leave_socket(&mut self, seats: &Seats) {
         if let Some(socket) = self.socket.take() {
             seats.take(socket.get());
         }
     }
 
-    /// Takes over a connection, the first or one after a move.
+    /// Takes over a connection: the first one, or one after a migration.
     pub(crate) fn adopt(
         &mut self,
         socket: Arc<Own<UnixStream>>,
@@ -642,7 +670,7 @@ impl State {
 }
 
 impl Shared {
-    /// The state of a task that has just been accepted.
+    /// Creates the state of a task that a daemon has just accepted.
     pub(crate) fn new(accepted: Accepted) -> io::Result<Shared> {
         let bell =
             EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
@@ -690,18 +718,20 @@ impl Shared {
         })
     }
 
-    /// True in a child that was forked off the task: the lock may be held by a thread that does not exist here.
+    /// True in a forked child of the task. The lock may be held there by a thread that does not
+    /// exist in the child.
     pub(crate) fn is_foreign(&self) -> bool {
         self.generation != process::generation()
     }
 
-    /// False once the connection is gone for good.
+    /// False when the connection is lost for good.
     pub(crate) fn is_alive(&self) -> bool {
         self.alive.load(Ordering::Acquire)
     }
 
-    /// See [`Core::send_at_once`]; false also when another thread has the lock. Such a send changes nothing that [`Held`]
-    /// would have to tell of but what the helper sleeps through.
+    /// As [`Core::send_at_once`]; also returns false if another thread holds the lock. Such a send
+    /// changes nothing for which a [`Held`] would wake threads, except conditions of the I/O
+    /// thread's sleep.
     pub(crate) fn send_at_once(&self, peer: Tid, head: &[u8], body: &[u8], direct: bool) -> bool {
         let Ok(mut state) = self.state.try_lock() else {
             return false;
@@ -723,7 +753,7 @@ impl Shared {
         true
     }
 
-    /// The lock; never to be taken when [`Shared::is_foreign`].
+    /// Locks the state. Must not be called if [`Shared::is_foreign`].
     pub(crate) fn lock(&self) -> Held<'_> {
         debug_assert!(!self.is_foreign(), "callers look before they lock");
         Held::new(self, self.guard())
@@ -745,7 +775,8 @@ impl Shared {
         }
     }
 
-    /// The lock, or `None` when it cannot be had until the deadline (its holder may be below us on this very stack).
+    /// Locks the state; `None` if the lock is not free before the deadline. Its holder may be a
+    /// caller of this function.
     pub(crate) fn lock_until(&self, deadline: Instant) -> Option<Held<'_>> {
         loop {
             match self.state.try_lock() {
@@ -759,18 +790,18 @@ impl Shared {
         }
     }
 
-    /// Wakes the helper.
+    /// Wakes the I/O thread.
     pub(crate) fn ring(&self) {
-        // Full means rung already.
+        // Fails if the counter is full; then a wake-up is pending.
         let _ = self.bell.get().write(1);
     }
 
-    /// A descriptor that is readable while something can be received.
+    /// Returns a descriptor that is readable while a message can be received.
     pub(crate) fn sign_fd(&self) -> io::Result<RawFd> {
         if self.sign.get().is_none() {
             let fresh =
                 EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-            // Another thread may have been faster; its sign counts then.
+            // Fails if another thread created the descriptor first; that one is used.
             let _ = self.sign.set(Own::fd(fresh));
         }
         let held = self.lock();
@@ -785,34 +816,34 @@ impl Shared {
             .as_raw_fd())
     }
 
-    /// The sign, once somebody has asked for it.
+    /// Returns the ready descriptor if a program has requested one.
     #[cfg(test)]
     pub(crate) fn sign(&self) -> Option<&EventFd> {
         self.sign.get().map(Own::get)
     }
 
-    /// True while a thread sleeps at the socket, or is about to.
+    /// True while a thread sleeps on the socket, or is about to.
     #[cfg(test)]
     pub(crate) fn is_seated(&self) -> bool {
         self.lock().seated
     }
 
-    /// Where peers on this host call.
+    /// Returns the doorbell that peers on this host ring.
     pub(crate) fn listening(&self) -> &OwnBell {
         self.listening.get()
     }
 
-    /// The bell, for the helper.
+    /// Returns the eventfd on which the I/O thread sleeps.
     pub(crate) fn bell(&self) -> &EventFd {
         self.bell.get()
     }
 
-    /// True when the helper is to end.
+    /// True if the background threads must end.
     pub(crate) fn is_stopped(&self) -> bool {
         self.stop.load(Ordering::Acquire)
     }
 
-    /// Asks the helper to end.
+    /// Asks the background threads to end.
     pub(crate) fn stop(&self) {
         self.stop.store(true, Ordering::Release);
         self.ring();
@@ -821,7 +852,7 @@ impl Shared {
         }
     }
 
-    /// See [`Core::prepare_for_fork`]; nothing in a forked child.
+    /// See [`Core::prepare_for_fork`]. Does nothing in a forked child.
     pub(crate) fn prepare_for_fork(&self) {
         if !self.is_foreign()
             && let Some(mut state) = self.lock_until(Instant::now() + FORK_PATIENCE)
@@ -831,7 +862,8 @@ impl Shared {
         }
     }
 
-    /// Hands everything that was sent to the daemon as far as that is possible until the deadline: the process ends.
+    /// Gives all sent messages to the daemon before the process exits, as far as that is possible
+    /// before the deadline.
     pub(crate) fn flush_until(&self, deadline: Instant) {
         let Some(mut state) = self.lock_until(deadline) else {
             return;

@@ -1,12 +1,15 @@
-//! A grant: where the next tasks of a request go that the resource manager has answered already, so that a program which spawns
-//! again and again need not ask each time. It holds for requests that are alike, until the resource manager says something else or a
-//! while has passed.
+//! Placement leases: hosts that the resource manager assigns in advance to further spawn requests
+//! like the last one. A program that spawns repeatedly then need not ask each time.
+//!
+//! A lease is valid for requests that equal the leased one except for the arguments of the program.
+//! It ends when the resource manager changes it or is replaced, or when it was not used for its
+//! time span.
 
 use sempa_proto::sm::{GRANT_COUNT_MAX, Grant, unpack_grant};
 use sempa_proto::task::{GrantOf, SpawnRequest};
 use sempa_proto::{Message, Micros, Tid};
 
-/// The request that was asked last, and what the resource manager has said of others like it.
+/// Last spawn request to the resource manager, with the lease that it granted.
 #[derive(Debug, Default)]
 pub(crate) struct Grants(Option<Asked>);
 
@@ -15,13 +18,13 @@ struct Asked {
     rm: Tid,
     wid: i32,
     like: SpawnRequest,
-    /// When it was asked, or places were taken last: a grant holds for a while from then on.
+    /// Time of the request, or of the last use of the lease; the lease's time span begins here.
     last: Micros,
     grant: Option<Grant>,
 }
 
 impl Grants {
-    /// A resource manager is about to be asked.
+    /// Records a request that is about to be sent to a resource manager.
     pub(crate) fn asks(&mut self, now: Micros, rm: Tid, wid: i32, request: &SpawnRequest) {
         let like = SpawnRequest {
             args: Vec::new(),
@@ -37,7 +40,7 @@ impl Grants {
         });
     }
 
-    /// A resource manager says where the next tasks go.
+    /// Stores the lease in a message of the resource manager.
     pub(super) fn hear(&mut self, message: Message) {
         let asked = self
             .0
@@ -48,7 +51,7 @@ impl Grants {
         }
     }
 
-    /// Takes the next places for such a request.
+    /// Takes hosts from the lease for such a request.
     pub(crate) fn take(&mut self, now: Micros, request: &SpawnRequest) -> Option<GrantOf> {
         let asked = self
             .0
@@ -68,7 +71,7 @@ impl Grants {
         })
     }
 
-    /// What was said does not hold any more.
+    /// Drops the lease, which is no longer valid.
     pub(crate) fn forget(&mut self) {
         self.0 = None;
     }

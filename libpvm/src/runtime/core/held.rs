@@ -1,4 +1,9 @@
-//! What comes from daemons behind the last messages of a task: a notification of its end waits for them.
+//! Deferred deliveries: a notification of a task's end is delivered after the last messages of that
+//! task.
+//!
+//! The daemon sends with such a notification a watermark: the sequence number up to which the ended
+//! task had sent. The notification is held back until the link has received everything below the
+//! watermark.
 
 use super::{Core, HELD_MAX};
 use sempa_proto::Message;
@@ -7,7 +12,8 @@ use sempa_proto::{Micros, Tid};
 
 impl Core {
     fn has_come(&self, mark: LinkMark) -> bool {
-        // A connection of their own brings everything before it ends, and the daemon cannot know how much that is.
+        // A direct connection delivers everything before it ends, and the daemon does not know how
+        // much that is.
         if self.direct.leads_to(mark.peer) {
             return false;
         }
@@ -17,9 +23,10 @@ impl Core {
         }
     }
 
-    /// Something from a daemon: handed over at once, or when the messages are there that it has to come behind.
+    /// Handles a message from a daemon: delivers it immediately, or defers it until the messages
+    /// below the watermark `after` have arrived.
     pub(super) fn take_delivery(&mut self, now: Micros, message: Message, after: Option<LinkMark>) {
-        // The daemon knows how far it carried, not how far the rings did.
+        // The watermark counts what the daemon carried, so the ring must be read first.
         if let Some(mark) = after {
             self.drain_peer(now, mark.peer);
         }
@@ -35,7 +42,7 @@ impl Core {
         }
     }
 
-    /// Hands over what waited for messages of this peer, as far as they are there.
+    /// Delivers the notifications whose watermark for this peer has been reached.
     pub(in crate::runtime) fn release_held(&mut self, peer: Tid) {
         if !self.held.iter().any(|(mark, _)| mark.peer == peer) {
             return;

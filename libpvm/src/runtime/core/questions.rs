@@ -1,26 +1,26 @@
-//! Questions to resource managers that threads of this task wait for.
+//! Calls to resource managers for which threads of this task wait.
 
 use bytes::Bytes;
 use sempa_proto::sm::unpack_waits;
 use sempa_proto::{Message, Micros, Tid};
 
-/// A question to a resource manager that a thread waits for.
+/// Call to a resource manager for which a thread waits.
 #[derive(Debug)]
 struct Question {
     rm: Tid,
     tag: i32,
     wid: i32,
     answer: Option<Bytes>,
-    /// What it asks for waits for a place since then, says the resource manager.
+    /// Time since which the request has waited for a free slot, as the resource manager reported.
     waits: Option<Micros>,
 }
 
-/// All of them. Their answers never show in the inbox.
+/// All open calls. Their answers never appear in the inbox.
 #[derive(Debug, Default)]
 pub(crate) struct Questions(Vec<Question>);
 
 impl Questions {
-    /// A thread is about to ask.
+    /// Registers a call that a thread is about to make.
     pub(crate) fn open(&mut self, rm: Tid, tag: i32, wid: i32) {
         self.0.push(Question {
             rm,
@@ -31,12 +31,12 @@ impl Questions {
         });
     }
 
-    /// The thread has its answer, or has given up.
+    /// Removes a call: the thread has its answer or has given up.
     pub(crate) fn close(&mut self, wid: i32) {
         self.0.retain(|question| question.wid != wid);
     }
 
-    /// The body of the answer to a question, once it is here.
+    /// Returns the body of the answer when it has arrived.
     pub(crate) fn take_answer(&mut self, wid: i32) -> Option<Bytes> {
         self.0
             .iter_mut()
@@ -45,12 +45,12 @@ impl Questions {
             .take()
     }
 
-    /// Since when the request of a question waits for a place, if it does.
+    /// Returns the time since which the request has waited for a free slot, if it waits.
     pub(crate) fn waits_since(&self, wid: i32) -> Option<Micros> {
         self.0.iter().find(|question| question.wid == wid)?.waits
     }
 
-    /// A resource manager says since when a request waits.
+    /// Stores the resource manager's report that a request waits for a free slot.
     pub(super) fn hear_of_waiting(&mut self, message: Message) {
         let asked = |q: &&mut Question| q.rm == message.src && q.wid == message.wid;
         if let Some(question) = self.0.iter_mut().find(asked) {
@@ -58,8 +58,8 @@ impl Questions {
         }
     }
 
-    /// Takes a message that answers a question; gives any other back. An answer with a wrong wait id is used all the same, as
-    /// in PVM, unless another question has it.
+    /// Consumes a message that answers a call; returns any other message. An answer with a wrong
+    /// wait id is accepted, as in PVM, unless another call has that wait id.
     pub(super) fn hear(&mut self, message: Message) -> Option<Message> {
         let fits = |q: &Question| q.rm == message.src && q.tag == message.tag && q.answer.is_none();
         let exact = self.0.iter().position(|q| fits(q) && q.wid == message.wid);

@@ -1,4 +1,14 @@
-//! What a library does whose program is about to be asked to end, to be started again; and what it does in the new process.
+//! Handoff of a task to a new process: the program is asked to exit and is started again, and the
+//! new process continues the old one's links.
+//!
+//! 1. The daemon announces that the program will be asked to exit ([`Core::take_nothing`]). The old
+//!    process sends its state: the position of each link, the unacknowledged fragments, and
+//!    deferred notifications. After that the daemon passes it no messages.
+//! 2. If the request is withdrawn, the old process accepts messages again.
+//! 3. When the process exits later than the daemon expected, it reports that first
+//!    ([`Core::begin_to_end`]).
+//! 4. The new process takes over the links ([`Core::succeed`]). The daemon sends it the
+//!    unacknowledged fragments of the old process ([`Core::take_back`]).
 
 use super::Core;
 use bytes::Bytes;
@@ -8,13 +18,14 @@ use sempa_proto::task::{LinkMark, Successor, ToDaemon, Welcome};
 use sempa_proto::{Message, Micros, MigrationId, RequestId};
 use std::collections::VecDeque;
 
-/// The end of a mark that comes behind nothing.
+/// Watermark of an unread message: delivery waits for nothing.
 const COME: u64 = 0;
-/// Numbers of requests begin so many bits higher for each process that there was before.
+/// Position of the number of predecessor processes in a request id, so that ids of different
+/// processes never collide.
 const REQUEST_BITS: u32 = 40;
 
-/// The timeline of a new process, and the number before that of its first request. Answers to what the process before it had
-/// asked are not for it.
+/// Returns the incarnation of a new process and the id before its first request. Replies to
+/// requests of a predecessor process do not match any id of the new process.
 pub(super) fn beginning(welcome: &Welcome) -> (u16, RequestId) {
     let successor = welcome.successor.as_deref();
     (
@@ -24,7 +35,7 @@ pub(super) fn beginning(welcome: &Welcome) -> (u16, RequestId) {
 }
 
 impl Core {
-    /// Goes on with the conversations of the process before this one.
+    /// Continues the links of the predecessor process.
     pub(super) fn succeed(&mut self, successor: &Successor) {
         for talk in &successor.talks {
             let mut link = Link::go_on(self.me, talk);
@@ -37,7 +48,7 @@ impl Core {
         }
     }
 
-    /// What the process before this one had sent comes back.
+    /// Returns an unacknowledged fragment of the predecessor process to its link.
     pub(super) fn take_back(&mut self, now: Micros, frame: &LinkFrame) {
         if let Some(link) = self.links.get_mut(&frame.dst) {
             link.take_back(frame);
@@ -45,15 +56,16 @@ impl Core {
         }
     }
 
-    /// The program is about to be asked to end, for this move: from now on nothing goes by the daemon that knows where all
-    /// stands. What the library has got so far the program can receive. Or it is not asked any more.
+    /// Handles the announcement that the program will be asked to exit for migration `by`: hands
+    /// off the state, so that the daemon knows it completely. The program can still receive the
+    /// messages that have arrived. With `None` the request was withdrawn.
     pub(super) fn take_nothing(&mut self, now: Micros, by: Option<MigrationId>) {
         if !self.is_connected() {
             return;
         }
         match by {
             Some(by) => self.tell_all(now, by),
-            // Its end has begun, and nobody can call it off.
+            // The process is exiting, which cannot be undone.
             None if self.ends => {}
             None => {
                 self.lifted = false;
@@ -68,8 +80,9 @@ impl Core {
         self.news += 1;
     }
 
-    /// The process ends. True if its daemon has to hear of that first, by [`sempa_proto::task::Request::LastWords`]: the program was asked to end
-    /// once, and has been late.
+    /// Records that the process is exiting. Returns true if the daemon must be notified first with
+    /// [`sempa_proto::task::Request::LastWords`]: the program was asked to exit before and exits
+    /// late.
     pub(crate) fn begin_to_end(&mut self) -> bool {
         self.ends = true;
         self.was_asked && self.parted.is_none()
@@ -82,8 +95,9 @@ impl Core {
             .for_each(|word| self.outbox.push(word));
     }
 
-    /// What the next process is to get of what has come here, in its order. A program that is asked to end takes what has come
-    /// before it does; one whose end has begun takes nothing any more.
+    /// Returns the received messages and deferred notifications for the next process, in order. A
+    /// program that is asked to exit receives the messages itself before it exits; a process that
+    /// is exiting does not.
     fn unread(&mut self) -> Vec<(LinkMark, Message)> {
         let mut unread = VecDeque::new();
         if self.ends {
@@ -113,7 +127,7 @@ impl Core {
         self.route = self.route.next();
         let (mut talks, mut frames) = (Vec::new(), Vec::new());
         for link in self.links.values_mut() {
-            // What came by other ways may be on its way still.
+            // Fragments that went by other routes may still be in transit.
             link.handle(now, LinkEvent::RouteUp(self.route));
             let (talk, said) = link.part(now);
             talks.push(talk);
@@ -131,7 +145,8 @@ impl Core {
             encode_control(&parting),
             encode_control(&ToDaemon::TakesNothing { by }),
         ) else {
-            // Too much for a frame: nothing is said, and the program is not asked.
+            // The state is too large for a frame: nothing is handed off, and the program is not
+            // asked to exit.
             if let ToDaemon::Parting { later, .. } = parting {
                 later
                     .into_iter()

@@ -1,4 +1,5 @@
-//! The runtime as a value: limits, and what it does without a connection.
+//! Tests of the runtime's state without I/O: limits, restarts, handoffs, and operation without a
+//! connection.
 
 use super::*;
 use sempa_proto::frame::{FrameDecoder, encode_link};
@@ -63,8 +64,9 @@ fn quiesced() -> Core {
     core
 }
 
+/// Above the limit of deferred notifications the oldest is delivered early; none is lost.
 #[test]
-fn held_notifications_have_a_limit_and_none_is_lost_at_it() {
+fn deferred_notifications_are_bounded_without_loss() {
     let mut core = core();
     for tag in 0..=HELD_MAX as i32 {
         let message = message(ME, tag, Bytes::new());
@@ -83,8 +85,9 @@ fn held_notifications_have_a_limit_and_none_is_lost_at_it() {
     assert!(core.inbox.iter().zip(0..).all(|(m, tag)| m.tag == tag));
 }
 
+/// The number of remembered links to ended tasks is limited.
 #[test]
-fn ended_conversations_are_remembered_up_to_a_limit() {
+fn remembered_ended_links_are_bounded() {
     let mut core = core();
     for local in 2..(LINKS_GONE_MAX as u32 + 100) {
         let tid = Tid::task(HostId::MASTER, local).expect("a tid");
@@ -93,8 +96,9 @@ fn ended_conversations_are_remembered_up_to_a_limit() {
     assert_eq!(core.links.len(), LINKS_GONE_MAX);
 }
 
+/// The control frames queued during a migration are limited in size.
 #[test]
-fn what_waits_for_the_end_of_a_move_has_a_limit() {
+fn control_queue_during_migration_is_bounded() {
     let mut core = quiesced();
     let order = message(HostId::MASTER.daemon(), 1, vec![0; 32 << 20].into());
     let taken = (0..100)
@@ -104,8 +108,9 @@ fn what_waits_for_the_end_of_a_move_has_a_limit() {
     assert_eq!(core.tell(order), Err(PvmError::OutOfRes));
 }
 
+/// The number of open requests is limited.
 #[test]
-fn open_requests_have_a_limit() {
+fn open_requests_are_bounded() {
     let mut core = core();
     for _ in 0..REQUESTS_OPEN_MAX {
         core.ask(Request::Config).expect("asked");
@@ -119,8 +124,9 @@ fn open_requests_have_a_limit() {
     ));
 }
 
+/// Links that wait for space in the outbox transmit in turn.
 #[test]
-fn links_wait_when_the_outbox_is_full_and_go_on_in_turn() {
+fn links_share_full_outbox_in_turn() {
     let mut core = core();
     let others = [PEER, Tid::from_raw(0x40003)];
     for peer in others {
@@ -160,8 +166,9 @@ fn links_wait_when_the_outbox_is_full_and_go_on_in_turn() {
     );
 }
 
+/// A quiesce request to a quiesced task is a protocol error.
 #[test]
-fn a_second_order_to_let_go_is_an_error() {
+fn second_quiesce_request_is_an_error() {
     let mut core = quiesced();
     assert!(
         tell(
@@ -175,8 +182,9 @@ fn a_second_order_to_let_go_is_an_error() {
     );
 }
 
+/// A quiesced task transmits nothing and has no timers.
 #[test]
-fn nothing_is_transmitted_without_a_connection() {
+fn quiesced_task_transmits_nothing() {
     let mut core = quiesced();
     core.send(Micros(0), message(PEER, 1, Bytes::from_static(b"x")))
         .expect("kept");
@@ -185,8 +193,10 @@ fn nothing_is_transmitted_without_a_connection() {
     assert!(core.outbox.is_empty() && core.earliest().is_none() && !core.all_transmitted());
 }
 
+/// An acknowledgement that arrives after the end of its sender does not make the peer count as
+/// alive.
 #[test]
-fn a_late_acknowledgement_does_not_bring_a_dead_task_back() {
+fn late_ack_does_not_revive_ended_peer() {
     let mut core = core();
     core.send(Micros(0), message(PEER, 1, Bytes::new()))
         .expect("sent");
@@ -208,7 +218,7 @@ fn a_late_acknowledgement_does_not_bring_a_dead_task_back() {
     assert!(core.is_gone(PEER));
 }
 
-/// The frames that wait to be written.
+/// Returns the frames in the outbox and marks them as written.
 fn written(core: &mut Core) -> Vec<Frame> {
     let mut decoder = FrameDecoder::new();
     while !core.outbox.is_empty() {
@@ -253,7 +263,7 @@ fn take(core: &mut Core, frame: &LinkFrame) {
         .expect("taken");
 }
 
-/// A process that was quiesced is started again, on timeline 3 and together with PEER.
+/// Quiesces a process and restarts it from a checkpoint, on incarnation 3 and together with PEER.
 fn begin_again(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Vec<Frame> {
     tell(
         core,
@@ -281,8 +291,9 @@ fn begin_again(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Ve
     written(core)
 }
 
+/// A restarted task repeats the requests that its daemon lists as lost, with the same ids.
 #[test]
-fn who_begins_again_makes_open_requests_again_that_nobody_answers_under_the_same_numbers() {
+fn restarted_task_repeats_unanswered_requests() {
     let mut core = core();
     let ids: Vec<RequestId> = (0..4)
         .map(|_| core.ask(Request::Config).expect("asked"))
@@ -296,7 +307,7 @@ fn who_begins_again_makes_open_requests_again_that_nobody_answers_under_the_same
     )
     .expect("noted");
     let frames = begin_again(&mut core, None, vec![ids[0], ids[1], ids[3], RequestId(77)]);
-    // The second one has its answer, the third one's waits at the daemon.
+    // The second request has its reply, and the reply to the third is still at the daemon.
     assert_eq!(requests_of(frames), [ids[0], ids[3]]);
     assert_eq!(core.take_reply(ids[1]), Some(Reply::Done));
     for id in [ids[0], ids[2], ids[3]] {
@@ -313,8 +324,10 @@ fn who_begins_again_makes_open_requests_again_that_nobody_answers_under_the_same
     }
 }
 
+/// A restart counts as one death of the resource manager that was known before, whether or not
+/// there is a new one.
 #[test]
-fn to_who_begins_again_the_resource_manager_has_died_once() {
+fn restart_counts_as_rm_death() {
     let rm = |tid| {
         Some(RmInfo {
             tid: Tid::from_raw(tid),
@@ -337,8 +350,10 @@ fn to_who_begins_again_the_resource_manager_has_died_once() {
     }
 }
 
+/// After a restart, links between restarted tasks keep their sequence numbers; all other links
+/// start at 1.
 #[test]
-fn links_of_those_who_begin_again_together_keep_their_numbers_and_others_begin_anew() {
+fn restart_keeps_links_between_members_only() {
     const OTHER: Tid = Tid::from_raw(0x40003);
     let (mut core, now) = (core(), Micros(0));
     for peer in [PEER, OTHER] {
@@ -366,7 +381,7 @@ fn links_of_those_who_begin_again_together_keep_their_numbers_and_others_begin_a
         .iter()
         .map(|f| (f.dst, f.kind, f.seq, f.ack, f.line))
         .collect();
-    // The member is asked what it has; the other one has most probably had it.
+    // PEER, which restarted too, is probed. The other peer has most probably received everything.
     assert!(
         said.contains(&(PEER, LinkKind::Probe, 2, 2, 3)) && said.iter().all(|said| said.0 == PEER),
         "{said:?}"
@@ -383,8 +398,10 @@ fn links_of_those_who_begin_again_together_keep_their_numbers_and_others_begin_a
     }
 }
 
+/// Offers of direct routes make both ends use the later incarnation before the route is
+/// established.
 #[test]
-fn before_a_direct_route_stands_both_ends_have_agreed_on_the_later_timeline() {
+fn direct_offer_aligns_incarnations() {
     let offer = |line| {
         let word = RouteWord::DirectOffer {
             id: OfferId(1),
@@ -406,7 +423,7 @@ fn before_a_direct_route_stands_both_ends_have_agreed_on_the_later_timeline() {
         core.take_frame(Micros(0), frame, &mut Passed::default())
             .expect("taken");
     };
-    // Whoever has stayed outside: what it keeps for the other one goes on the new timeline.
+    // A peer that did not restart sends its queued fragments on the new incarnation.
     let mut core = core();
     core.send(Micros(0), message(PEER, 1, Bytes::new()))
         .expect("sent");
@@ -418,7 +435,7 @@ fn before_a_direct_route_stands_both_ends_have_agreed_on_the_later_timeline() {
         (last.kind, last.seq, last.line),
         (LinkKind::Data { last: true }, 1, 3)
     );
-    // Who has begun again stays on its own, and says so.
+    // A restarted task keeps its own incarnation and announces it.
     begin_again(&mut core, None, vec![]);
     hear(&mut core, offer(2));
     assert_eq!(core.line_with(PEER), 3);
@@ -464,8 +481,9 @@ fn words_of(frames: &[Frame]) -> Vec<ToDaemon> {
 
 const MOVE: MigrationId = MigrationId(7);
 
+/// A successor process continues the links of its predecessor and uses other request ids.
 #[test]
-fn a_process_in_the_place_of_another_one_goes_on_with_its_conversations_and_numbers_its_requests_apart()
+fn successor_continues_links_with_new_request_ids()
  {
     let talk = Talk {
         peer: PEER,
@@ -485,7 +503,7 @@ fn a_process_in_the_place_of_another_one_goes_on_with_its_conversations_and_numb
         ..welcome()
     });
     assert!(core.ask(Request::Config).expect("asked").0 > 3 << 40);
-    // What it says at once comes behind what the process before it had said.
+    // A new message is sent only after the predecessor's unacknowledged ones.
     core.send(Micros(0), message(PEER, 9, Bytes::new()))
         .expect("sent");
     assert!(
@@ -519,8 +537,10 @@ fn a_process_in_the_place_of_another_one_goes_on_with_its_conversations_and_numb
     assert_eq!(core.inbox.len(), 1);
 }
 
+/// Before a requested exit the task hands off link states, deferred notifications and
+/// unacknowledged fragments.
 #[test]
-fn who_is_about_to_be_asked_to_end_says_where_all_stands_and_what_nobody_has_acknowledged() {
+fn handoff_contains_links_and_unacked_fragments() {
     let mut core = core();
     take(&mut core, &data(PEER, ME, 1, 2));
     core.send(Micros(0), message(PEER, 3, Bytes::new()))
@@ -568,7 +588,7 @@ fn who_is_about_to_be_asked_to_end_says_where_all_stands_and_what_nobody_has_ack
             .any(|frame| frame.seq == 1 && matches!(frame.kind, LinkKind::Data { .. })),
         "{again:?}"
     );
-    // What it says from now on goes out whatever the window.
+    // From here on messages are sent regardless of the window.
     core.send(
         Micros(0),
         message(
@@ -597,8 +617,9 @@ fn who_is_about_to_be_asked_to_end_says_where_all_stands_and_what_nobody_has_ack
     assert!(core.begin_to_end(), "its daemon may wait for this still");
 }
 
+/// An exiting task hands off its unread messages, and the next process receives them first.
 #[test]
-fn what_came_for_a_program_whose_end_has_begun_is_for_its_next_process_and_comes_first() {
+fn exiting_task_hands_off_unread_messages() {
     let mut core = core();
     tell(&mut core, ToTask::TakeNothing { by: Some(MOVE) }).expect("noted");
     tell(&mut core, ToTask::TakeNothing { by: None }).expect("noted");
@@ -625,7 +646,7 @@ fn what_came_for_a_program_whose_end_has_begun_is_for_its_next_process_and_comes
         later.iter().map(|(mark, _)| mark.end).collect::<Vec<_>>(),
         [0, 0, 9]
     );
-    // The next process has them before anything else.
+    // The next process receives these messages before all others.
     let successor = Successor {
         line: 0,
         count: 1,
@@ -653,8 +674,9 @@ fn what_came_for_a_program_whose_end_has_begun_is_for_its_next_process_and_comes
     );
 }
 
+/// Withdrawing the exit request does not stop a task that is already exiting.
 #[test]
-fn an_end_that_has_begun_is_not_called_off() {
+fn exit_in_progress_cannot_be_withdrawn() {
     let mut core = core();
     tell(&mut core, ToTask::TakeNothing { by: Some(MOVE) }).expect("noted");
     written(&mut core);

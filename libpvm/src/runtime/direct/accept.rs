@@ -1,4 +1,5 @@
-//! The side that offers a route: it listens, and finds out who connects.
+//! Listening side of a direct route: keeps the offers of this task, and authenticates the peers
+//! that connect.
 
 use super::handshake::Handshake;
 use super::{
@@ -15,12 +16,12 @@ use std::io::ErrorKind;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
 
-/// What a connection begins with, in clear: these bytes and the number of the offer. It chooses between certificates and
-/// proves nothing.
+/// First bytes of a connection, in plain text; the id of the offer follows. The preamble selects
+/// the certificate and proves nothing.
 const PREAMBLE: [u8; 8] = *b"sempa-d1";
 pub(super) const PREAMBLE_BYTES: usize = 16;
 
-/// The preamble for an offer.
+/// Returns the preamble for an offer.
 pub(super) fn preamble(id: OfferId) -> [u8; PREAMBLE_BYTES] {
     let mut bytes = [0; PREAMBLE_BYTES];
     bytes[..8].copy_from_slice(&PREAMBLE);
@@ -30,16 +31,17 @@ pub(super) fn preamble(id: OfferId) -> [u8; PREAMBLE_BYTES] {
 
 struct Offer {
     identity: Identity,
-    /// Known when the other task has accepted.
+    /// Expected certificate; known when the peer has accepted the offer.
     peer: Option<Fingerprint>,
     until: Micros,
 }
 
-/// How far somebody who has connected has got.
+/// Setup stage of a connection.
 enum Stage {
-    /// Which offer is meant has not been said in full.
+    /// The preamble has not arrived completely.
     Preamble(Vec<u8>, Own<TcpStream>),
-    /// The acceptance of this offer has not come; the daemons may be slower than the connection.
+    /// The peer's acceptance of this offer has not arrived: the daemons can be slower than the
+    /// connection.
     Early(OfferId, Own<TcpStream>),
     Handshake(OfferId, Box<Handshake>),
 }
@@ -49,7 +51,7 @@ struct Stranger {
     until: Micros,
 }
 
-/// Offers of this task, and the connections of those who take them. It listens while an offer is open.
+/// Offers of this task and the unauthenticated connections to them. Listens while an offer is open.
 #[derive(Default)]
 pub(crate) struct Acceptor {
     listener: Option<Own<TcpListener>>,
@@ -76,10 +78,11 @@ impl std::fmt::Debug for Acceptor {
 }
 
 impl Acceptor {
-    /// Opens an offer; the port to connect to and the certificate to expect there.
+    /// Opens an offer. Returns the port to connect to and the fingerprint of this side's
+    /// certificate.
     ///
     /// # Errors
-    /// Too many offers are open, or the system gives us no socket or key.
+    /// Too many offers are open, or this host provides no socket or key.
     pub(crate) fn offer(
         &mut self,
         now: Micros,
@@ -109,30 +112,30 @@ impl Acceptor {
         Ok((self.port, fingerprint))
     }
 
-    /// The other task has accepted: it will connect with this certificate.
+    /// Records that the peer has accepted the offer and will use this certificate.
     pub(crate) fn accepted(&mut self, id: OfferId, fingerprint: Fingerprint) {
         if let Some(offer) = self.offers.get_mut(&id) {
             offer.peer = Some(fingerprint);
         }
     }
 
-    /// Takes an offer back.
+    /// Withdraws an offer, so that connections to it are refused.
     pub(crate) fn withdraw(&mut self, id: OfferId) {
         self.offers.remove(&id);
         self.tidy();
     }
 
-    /// Takes all offers back and closes everything.
+    /// Withdraws all offers and closes all connections.
     pub(crate) fn close(&mut self) {
         *self = Acceptor::default();
     }
 
-    /// True when it holds no descriptor.
+    /// True if no descriptor is open.
     pub(crate) fn is_idle(&self) -> bool {
         self.listener.is_none() && self.strangers.is_empty()
     }
 
-    /// Adds what has to be waited for.
+    /// Adds the descriptors to poll.
     pub(crate) fn watch<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
         if let Some(listener) = &self.listener {
             fds.push(PollFd::new(listener.get().as_fd(), PollFlags::POLLIN));
@@ -142,7 +145,8 @@ impl Acceptor {
                 Stage::Preamble(_, socket) => {
                     fds.push(PollFd::new(socket.get().as_fd(), PollFlags::POLLIN))
                 }
-                // It may have said more already; its end is noticed by its deadline.
+                // Not polled: data that the peer has sent already would keep the descriptor
+                // readable. If the peer disconnects, the deadline removes it.
                 Stage::Early(..) => {}
                 Stage::Handshake(_, handshake) => {
                     fds.push(PollFd::new(handshake.fd(), handshake.wants()))
@@ -151,7 +155,8 @@ impl Acceptor {
         }
     }
 
-    /// When [`step`](Self::step) has to be called without anything having happened.
+    /// Returns the time at which [`step`](Self::step) must be called even if no descriptor is
+    /// ready.
     pub(crate) fn next_wakeup(&self) -> Option<Micros> {
         self.offers
             .values()
@@ -160,7 +165,8 @@ impl Acceptor {
             .min()
     }
 
-    /// Goes as far as it can without waiting. Says which offers have become routes, or cannot any more.
+    /// Advances all connections without blocking. Returns the offers that have become routes or
+    /// have failed.
     pub(crate) fn step(&mut self, now: Micros) -> Vec<(OfferId, Result<DirectEnd, NoRoute>)> {
         self.admit(now);
         let mut done = Vec::new();
@@ -170,7 +176,8 @@ impl Acceptor {
             }
             let until = stranger.until;
             match self.advance(stranger.stage) {
-                // A stranger's failure is its own: the offer stays for the right one.
+                // An unauthenticated peer that fails does not affect the offer, which stays open
+                // for the right peer.
                 Err(_) => {}
                 Ok(Advanced::Stage(stage)) => self.strangers.push(Stranger { stage, until }),
                 Ok(Advanced::Done(id, end)) => {
@@ -193,7 +200,7 @@ impl Acceptor {
         done
     }
 
-    /// Without an offer there is nothing to listen for.
+    /// Stops listening if no offer is open.
     fn tidy(&mut self) {
         if self.offers.is_empty() {
             self.listener = None;
@@ -206,7 +213,7 @@ impl Acceptor {
             let socket = match listener.get().accept() {
                 Ok((socket, _)) => socket,
                 Err(e) if e.kind() == ErrorKind::Interrupted => continue,
-                // Nobody more, or out of descriptors: the next call tries again.
+                // No further connection, or no descriptor left: the next call tries again.
                 Err(_) => return,
             };
             let prepared = socket
@@ -251,7 +258,7 @@ impl Acceptor {
                     return Ok(Advanced::Stage(Stage::Handshake(id, handshake)));
                 }
                 let mut end = handshake.finish()?;
-                // Says that we believe it: until then the other side sends nothing.
+                // Confirms to the peer that it is authenticated. Until then the peer sends nothing.
                 end.push(&[]);
                 end.flush().map_err(|e| NoRoute::Stranger(e.to_string()))?;
                 Ok(Advanced::Done(id, Box::new(end)))
@@ -298,7 +305,7 @@ fn unknown() -> NoRoute {
     NoRoute::Stranger("it names no offer that is open".into())
 }
 
-/// A port of the system's choice, for both kinds of addresses where the system has both.
+/// Listens on a port that the kernel chooses, for IPv6 and IPv4 if the host supports both.
 fn listen() -> std::io::Result<TcpListener> {
     let any = [
         SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)),

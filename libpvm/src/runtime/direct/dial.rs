@@ -1,4 +1,4 @@
-//! The side that accepts an offer: it connects.
+//! Connecting side of a direct route: accepts a peer's offer and connects to it.
 
 use super::accept::preamble;
 use super::handshake::Handshake;
@@ -14,26 +14,26 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
 
 enum Stage {
-    /// No connection is being made.
+    /// No connection attempt is in progress.
     None,
-    /// The kernel is connecting.
+    /// The TCP connection is being established.
     Connecting(Own<TcpStream>),
     Handshake(Box<Handshake>),
-    /// We believe the peer; it has not said that it believes us.
+    /// The peer is authenticated, but has not confirmed that this side is.
     Unconfirmed(Box<DirectEnd>),
 }
 
-/// One way to a task that has offered a route.
+/// Connection attempt to a peer that has offered a route.
 pub(crate) struct Dialer {
     id: OfferId,
     identity: Identity,
     peer: Fingerprint,
     addresses: VecDeque<SocketAddr>,
     stage: Stage,
-    /// The address that is being tried is given up then.
+    /// Deadline of the current address.
     address_until: Micros,
     until: Micros,
-    /// Why the last address was given up.
+    /// Error of the last address that failed.
     last: NoRoute,
 }
 
@@ -47,11 +47,12 @@ impl std::fmt::Debug for Dialer {
 }
 
 impl Dialer {
-    /// Will connect to one of these addresses, where exactly this peer has to be. [`fingerprint`](Self::fingerprint) is
-    /// what that peer has to be told; it may be told later.
+    /// Creates an attempt to connect to one of these addresses, where the peer must have this
+    /// certificate. The peer must be sent this side's [`fingerprint`](Self::fingerprint), which may
+    /// happen later.
     ///
     /// # Errors
-    /// The system has no randomness.
+    /// The system provides no randomness.
     pub(crate) fn new(
         now: Micros,
         id: OfferId,
@@ -70,12 +71,12 @@ impl Dialer {
         })
     }
 
-    /// This side's certificate.
+    /// Returns the fingerprint of this side's certificate.
     pub(crate) fn fingerprint(&self) -> Fingerprint {
         self.identity.fingerprint()
     }
 
-    /// Adds what has to be waited for.
+    /// Adds the descriptors to poll.
     pub(crate) fn watch<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
         match &self.stage {
             Stage::None => {}
@@ -94,7 +95,8 @@ impl Dialer {
         }
     }
 
-    /// When [`step`](Self::step) has to be called without anything having happened.
+    /// Returns the time at which [`step`](Self::step) must be called even if no descriptor is
+    /// ready.
     pub(crate) fn next_wakeup(&self) -> Micros {
         match self.stage {
             Stage::None => Micros::default(),
@@ -102,8 +104,8 @@ impl Dialer {
         }
     }
 
-    /// Goes as far as it can without waiting. The route, or why there will be none; `None` while it is open. To be called
-    /// once at the beginning.
+    /// Advances the attempt without blocking. Returns the route, or the reason why there is none;
+    /// `None` while the attempt is in progress. Must be called once at the beginning.
     pub(crate) fn step(&mut self, now: Micros) -> Option<Result<DirectEnd, NoRoute>> {
         loop {
             if now >= self.until {
@@ -137,7 +139,8 @@ impl Dialer {
         }
     }
 
-    /// The next stage and whether there is more to do: an unconfirmed end with more to do is confirmed.
+    /// Returns the next stage, and whether to continue immediately. With `true`, an unconfirmed end
+    /// has been confirmed.
     fn advance(&mut self, stage: Stage) -> Result<(Stage, bool), NoRoute> {
         match stage {
             Stage::None => Ok((Stage::None, true)),
@@ -170,7 +173,7 @@ impl Dialer {
     }
 }
 
-/// Begins to connect.
+/// Starts a TCP connection.
 fn begin(address: SocketAddr) -> Result<Own<TcpStream>, NoRoute> {
     let family = if address.is_ipv4() {
         AddressFamily::Inet

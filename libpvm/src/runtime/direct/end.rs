@@ -1,4 +1,8 @@
-//! One end of a direct route: whole frames in, whole frames out, never waiting.
+//! End of an established direct route: sends and receives whole frames without blocking.
+//!
+//! Outgoing frames are packed into TLS records of up to 16 KiB in one buffer, which is written to
+//! the socket. Incoming records are decrypted in place, so that the frames in them become
+//! contiguous. After [`RECORDS_PER_KEY`] records the sender switches to a new key.
 
 use super::record::{
     CONTENT_BYTES_MAX, HEAD_BYTES, Key, Kind, RECORD_BYTES_MAX, TAIL_BYTES, length,
@@ -14,31 +18,34 @@ use rustls::server::ServerConnectionData;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
-/// Length in front of a frame.
+/// Size of the length before each frame.
 const LENGTH_BYTES: usize = 4;
-/// Bytes of records that may wait for the socket.
+/// Size of the output buffer.
 const OUT_BYTES: usize = 384 << 10;
-/// Room that one frame may need: itself, a record that it fills up, those that it fills, and one that it begins.
+/// Maximum buffer space for one frame: its bytes, plus headers and tags of the record that it
+/// completes, those that it fills and the one that it begins, plus a key update.
 const FRAME_ROOM: usize = LENGTH_BYTES
     + FRAME_BYTES_MAX
     + (FRAME_BYTES_MAX / CONTENT_BYTES_MAX + 3) * (HEAD_BYTES + TAIL_BYTES)
     + KEY_UPDATE.len()
     + HEAD_BYTES
     + TAIL_BYTES;
-/// Room for what comes.
+/// Size of the input buffer.
 const IN_BYTES: usize = 384 << 10;
-/// Room below which what is there moves to the front: reads should be large.
+/// If less space than this is free, the data moves to the front of the buffer: reads should be
+/// large.
 const READ_BYTES_MIN: usize = 128 << 10;
-/// Bytes read in one call, so that a fast peer does not keep the caller for ever.
+/// Maximum number of bytes read in one call, so that a fast peer does not occupy the caller
+/// forever.
 const READ_BYTES_MAX: usize = 1 << 20;
-/// Records that one key seals; TLS wants fewer than 2^24.5 for AES.
+/// Number of records encrypted with one key. TLS allows at most 2^24.5 for AES.
 const RECORDS_PER_KEY: u64 = 1 << 23;
-/// The handshake message that announces a new key and asks for none.
+/// Handshake message that announces a new key and requests none.
 const KEY_UPDATE: [u8; 5] = [24, 0, 0, 1, 0];
-/// The alert that ends a connection in order.
+/// Alert that closes a connection properly.
 const CLOSE_NOTIFY: [u8; 2] = [1, 0];
 
-/// The part of the finished handshake that makes further keys.
+/// Part of the finished handshake that derives further keys.
 pub(super) enum Keys {
     Connecting(KernelConnection<ClientConnectionData>),
     Listening(KernelConnection<ServerConnectionData>),
@@ -62,17 +69,18 @@ impl Keys {
     }
 }
 
-/// What waits to be sent: records from `from` to `to`, and behind them one that is being filled. No memory while it rests.
+/// Output buffer: finished records from `from` to `to`, then one that is being filled. Unallocated
+/// while the route is idle.
 struct Out {
     bytes: Vec<u8>,
     from: usize,
     to: usize,
-    /// Content of the last record, which is not sealed yet.
+    /// Number of content bytes in the last record, which is not encrypted yet.
     open: usize,
 }
 
-/// What has come: content from `plain_from` to `plain_to`, records that are not opened from `from` to `to`. No memory while it
-/// rests.
+/// Input buffer: decrypted content from `plain_from` to `plain_to`, encrypted records from `from`
+/// to `to`. Unallocated while the route is idle.
 struct In {
     bytes: Vec<u8>,
     plain_from: usize,
@@ -81,7 +89,7 @@ struct In {
     to: usize,
 }
 
-/// One end of a route that stands. Dropped, it closes.
+/// End of an established route. Dropping it closes the connection.
 pub(crate) struct DirectEnd {
     socket: Own<TcpStream>,
     seal: Key,
@@ -90,9 +98,9 @@ pub(crate) struct DirectEnd {
     records_per_key: u64,
     out: Out,
     come: In,
-    /// Nothing more can be read.
+    /// Set when nothing more can be read.
     ended: Option<Ended>,
-    /// Nothing more can be sent; what the peer has sent before may still be on its way.
+    /// Set when nothing more can be written. Data that the peer has sent before may still arrive.
     mute: Option<Ended>,
 }
 
@@ -112,7 +120,8 @@ impl AsFd for DirectEnd {
 }
 
 impl DirectEnd {
-    /// An end behind a finished handshake, with what was to be sent and has come already.
+    /// Creates an end after a finished handshake, with the bytes that the handshake has not written
+    /// and those that it has read in advance.
     pub(super) fn new(
         socket: Own<TcpStream>,
         secrets: ExtractedSecrets,
@@ -152,7 +161,7 @@ impl DirectEnd {
         })
     }
 
-    /// Gives back the memory of what is empty, until there is something again.
+    /// Frees the buffers that are empty, until they are needed again.
     pub(crate) fn rest(&mut self) {
         if !self.wants_write() {
             self.out = Out {
@@ -168,40 +177,41 @@ impl DirectEnd {
         }
     }
 
-    /// Bytes of memory for what comes and goes.
+    /// Returns the size of both buffers.
     #[cfg(test)]
     pub(crate) fn buffer_bytes(&self) -> usize {
         self.out.bytes.len() + self.come.bytes.len()
     }
 
-    /// Changes keys after so many records.
+    /// Sets the number of records after which the key changes.
     #[cfg(test)]
     pub(super) fn change_keys_after(&mut self, records: u64) {
         self.records_per_key = records;
     }
 
-    /// Puts bytes on the route that need not be a frame.
+    /// Sends bytes that need not form a frame.
     #[cfg(test)]
     pub(super) fn push_bytes(&mut self, bytes: &[u8]) {
         self.append(bytes);
     }
 
-    // ---- out
+    // ---- output
 
-    /// True when a frame of any length would be taken.
+    /// True if there is space for a frame of any length.
     pub(crate) fn has_room(&self) -> bool {
         OUT_BYTES - (self.out.pending() - self.out.from) >= FRAME_ROOM
     }
 
-    /// True when something waits for the socket.
+    /// True if data waits for the socket.
     pub(crate) fn wants_write(&self) -> bool {
         self.out.from < self.out.to || self.out.open > 0
     }
 
-    /// Takes a frame in parts, to be sent by [`flush`](Self::flush). False when there is no room: nothing was taken.
+    /// Queues a frame, given in parts, for [`flush`](Self::flush). Returns false, and queues
+    /// nothing, if there is no space.
     ///
     /// # Panics
-    /// When the frame is longer than [`FRAME_BYTES_MAX`].
+    /// The frame is longer than [`FRAME_BYTES_MAX`].
     pub(crate) fn push(&mut self, parts: &[&[u8]]) -> bool {
         let length = parts.iter().map(|part| part.len()).sum::<usize>();
         assert!(length <= FRAME_BYTES_MAX, "links cut what they send");
@@ -228,7 +238,7 @@ impl DirectEnd {
         }
     }
 
-    /// Seals the record that is being filled.
+    /// Encrypts the record that is being filled.
     fn finish_record(&mut self, kind: Kind) {
         let end = self.out.pending();
         self.seal.seal(kind, &mut self.out.bytes[self.out.to..end]);
@@ -243,10 +253,10 @@ impl DirectEnd {
         }
     }
 
-    /// Sends what the socket takes at once.
+    /// Writes as much as the socket accepts without blocking.
     ///
     /// # Errors
-    /// Nothing more can be sent. [`read`](Self::read) still hands over what has come.
+    /// Nothing more can be written. [`read`](Self::read) still returns what has arrived.
     pub(crate) fn flush(&mut self) -> Result<(), Ended> {
         if self.out.open > 0 {
             self.finish_record(Kind::Data);
@@ -270,25 +280,26 @@ impl DirectEnd {
         self.mute.clone().map_or(Ok(()), Err)
     }
 
-    /// Says that nothing more will come, as far as the socket takes it at once, and closes.
+    /// Sends the closing alert, if the socket accepts it without blocking, and closes the
+    /// connection.
     pub(crate) fn close(mut self) {
         if self.flush().is_ok() && self.out.from == self.out.to {
             self.out.make_room();
             self.append(&CLOSE_NOTIFY);
             self.finish_record(Kind::Alert);
-            // The peer notices the end in any case.
+            // The peer notices the end even without the alert.
             let _ = self.flush();
         }
     }
 
-    // ---- in
+    // ---- input
 
-    /// Hands over the whole frames that are there. To be called once when the route stands, because the first ones may
-    /// have come with the end of the handshake, and then whenever the socket can be read. True when it has left something
-    /// for the next call.
+    /// Passes the frames that have arrived to `take`. Must be called once when the route is
+    /// established, because the first frames may have arrived with the end of the handshake, and
+    /// then whenever the socket is readable. Returns true if data is left for the next call.
     ///
     /// # Errors
-    /// The route has ended; all whole frames before that have been handed over.
+    /// The route has ended; all complete frames before the end were passed on.
     pub(crate) fn read(&mut self, take: &mut dyn FnMut(&[u8])) -> Result<bool, Ended> {
         let mut got = self.open_records(take);
         let (mut total, mut emptied) = (0, false);
@@ -297,7 +308,7 @@ impl DirectEnd {
             match recv(self.socket.get().as_raw_fd(), room, MsgFlags::MSG_DONTWAIT) {
                 Ok(0) => got = Err(self.come.end_of_stream()),
                 Ok(bytes) => {
-                    // A read that does not fill its room has emptied the socket.
+                    // A read that does not fill the buffer has emptied the socket.
                     emptied = bytes < room.len();
                     self.come.to += bytes;
                     total += bytes;
@@ -316,14 +327,14 @@ impl DirectEnd {
             .map_or_else(|| Ok(!emptied && self.has_more()), Err)
     }
 
-    /// True when the socket holds something.
+    /// True if the socket has data.
     fn has_more(&self) -> bool {
         let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_PEEK;
         recv(self.socket.get().as_raw_fd(), &mut [0], flags).is_ok_and(|bytes| bytes > 0)
     }
 
-    /// Waits for the empty frame by which the listening side says that it believes this one; true when it has come.
-    /// Nothing behind it is looked at.
+    /// Returns true when the empty frame has arrived by which the listening side confirms that this
+    /// side is authenticated. Reads nothing after that frame.
     pub(super) fn is_confirmed(&mut self) -> Result<bool, Ended> {
         let room = self.come.make_room();
         match recv(self.socket.get().as_raw_fd(), room, MsgFlags::MSG_DONTWAIT) {
@@ -347,7 +358,7 @@ impl DirectEnd {
         Ok(true)
     }
 
-    /// Opens the records that are there, and hands over the frames in them.
+    /// Decrypts the complete records and passes on the frames in them.
     fn open_records(&mut self, take: &mut dyn FnMut(&[u8])) -> Result<(), Ended> {
         while self.open_record()? {
             self.come.hand_over(take)?;
@@ -357,7 +368,7 @@ impl DirectEnd {
         Ok(())
     }
 
-    /// Opens one record; false when none is whole.
+    /// Decrypts one record; returns false if none is complete.
     fn open_record(&mut self) -> Result<bool, Ended> {
         let come = &mut self.come;
         let Some(length) =
@@ -386,7 +397,7 @@ impl DirectEnd {
 }
 
 impl Out {
-    /// Where the record that is being filled will end.
+    /// Returns the position at which the record that is being filled will end.
     fn pending(&self) -> usize {
         if self.open == 0 {
             self.to
@@ -395,7 +406,7 @@ impl Out {
         }
     }
 
-    /// Room behind what waits, which is little enough for it.
+    /// Makes space for one frame after the queued data, by moving it to the front if necessary.
     fn make_room(&mut self) {
         if self.bytes.is_empty() {
             self.bytes = vec![0; OUT_BYTES];
@@ -409,7 +420,7 @@ impl Out {
 }
 
 impl In {
-    /// Room for the next read.
+    /// Returns the space for the next read.
     fn make_room(&mut self) -> &mut [u8] {
         if self.bytes.is_empty() {
             self.bytes = vec![0; IN_BYTES];
@@ -442,7 +453,7 @@ impl In {
         Ok(())
     }
 
-    /// An empty buffer begins at its beginning, which is warm.
+    /// Rewinds an empty buffer to its start, which is in the CPU cache.
     fn reset(&mut self) {
         if self.plain_from == self.plain_to {
             (self.plain_from, self.plain_to) = (0, 0);

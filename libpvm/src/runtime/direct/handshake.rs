@@ -1,4 +1,4 @@
-//! From a connection to an end of a route, step by step.
+//! TLS handshake that turns a TCP connection into a [`DirectEnd`], without blocking.
 
 use super::end::{DirectEnd, Keys};
 use super::{HANDSHAKE_BYTES_MAX, Identity, NoRoute};
@@ -13,28 +13,28 @@ use sempa_proto::route::Fingerprint;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
-/// The two sides.
+/// TLS state of the connecting or the listening side.
 enum Tls {
     Connecting(UnbufferedClientConnection),
     Listening(UnbufferedServerConnection),
 }
 
-/// What a handshake wants next.
+/// Next step of a handshake.
 enum Next {
-    /// It can be called again at once.
+    /// The handshake can continue immediately.
     Again,
-    /// Something has to come first.
+    /// Data from the peer is needed.
     Read,
-    /// It is over.
+    /// The handshake is complete.
     Over,
 }
 
-/// A handshake in progress.
+/// Handshake that is in progress.
 pub(super) struct Handshake {
     socket: Own<TcpStream>,
     tls: Tls,
     come: Vec<u8>,
-    /// Bytes that have come in all.
+    /// Total number of bytes received.
     total: usize,
     unsent: Vec<u8>,
 }
@@ -44,7 +44,7 @@ fn stranger(e: impl std::fmt::Display) -> NoRoute {
 }
 
 impl Handshake {
-    /// The side that connected; it says `preamble` in front of everything.
+    /// Starts the handshake of the side that connected; `preamble` is sent first.
     pub(super) fn connecting(
         socket: Own<TcpStream>,
         identity: &Identity,
@@ -61,7 +61,7 @@ impl Handshake {
         })
     }
 
-    /// The side that listened.
+    /// Starts the handshake of the side that listened.
     pub(super) fn listening(
         socket: Own<TcpStream>,
         identity: &Identity,
@@ -89,7 +89,7 @@ impl Handshake {
         }
     }
 
-    /// Goes as far as it can without waiting; true when both sides have proved who they are.
+    /// Advances without blocking. Returns true when both sides are authenticated.
     pub(super) fn step(&mut self) -> Result<bool, NoRoute> {
         loop {
             let (discard, next) = match &mut self.tls {
@@ -115,7 +115,7 @@ impl Handshake {
         }
     }
 
-    /// The end of the route, when the handshake is over.
+    /// Converts a complete handshake into the end of the route.
     pub(super) fn finish(self) -> Result<DirectEnd, NoRoute> {
         let (secrets, keys) = match self.tls {
             Tls::Connecting(tls) => {
@@ -143,7 +143,7 @@ impl Handshake {
         Ok(())
     }
 
-    /// Reads what is there; false when nothing is.
+    /// Reads available data; returns false if there is none.
     fn receive(&mut self) -> Result<bool, NoRoute> {
         let mut bytes = [0; HANDSHAKE_BYTES_MAX];
         match recv(self.fd().as_raw_fd(), &mut bytes, MsgFlags::MSG_DONTWAIT) {
@@ -162,7 +162,8 @@ impl Handshake {
     }
 }
 
-/// Carries out what TLS wants; how much of what came is used up, and what is next.
+/// Performs the action that TLS requests. Returns the number of consumed input bytes and the next
+/// step.
 fn take<Side>(
     status: UnbufferedStatus<'_, '_, Side>,
     unsent: &mut Vec<u8>,
@@ -172,7 +173,7 @@ fn take<Side>(
             encode(|room| data.encode(room), unsent).map(|()| Next::Again)
         }
         Ok(ConnectionState::TransmitTlsData(data)) => {
-            // It is sent in order before anything else, by `unsent`.
+            // The data is in `unsent`, which is sent in order before anything else.
             data.done();
             Ok(Next::Again)
         }

@@ -1,4 +1,5 @@
-//! Keys and certificates of one route, and TLS that believes one certificate only.
+//! Key and certificate of one side of a route, and TLS configurations that accept exactly one
+//! certificate.
 
 use super::NoRoute;
 use rcgen::{CertificateParams, KeyPair};
@@ -15,12 +16,12 @@ use rustls::{
 use sempa_proto::route::Fingerprint;
 use std::sync::{Arc, OnceLock};
 
-/// The name in every certificate. It says nothing: who a peer is, the fingerprint says.
+/// Server name in every certificate. It has no meaning: the fingerprint identifies the peer.
 const NAME: &str = "task.sempa";
-/// What both sides must offer in the handshake.
+/// Protocol name that both sides must offer in the handshake.
 const ALPN: &[u8] = b"sempa-direct/1";
 
-/// The key and certificate of one side of one route.
+/// Key and certificate of one side of one route.
 pub(crate) struct Identity {
     certificate: CertificateDer<'static>,
     key: PrivateKeyDer<'static>,
@@ -37,10 +38,10 @@ fn failed(e: impl std::fmt::Display) -> NoRoute {
 }
 
 impl Identity {
-    /// A fresh one.
+    /// Creates a new key and certificate.
     ///
     /// # Errors
-    /// When the system has no randomness.
+    /// The system provides no randomness.
     pub(crate) fn new() -> Result<Identity, NoRoute> {
         let key = KeyPair::generate().map_err(failed)?;
         let params = CertificateParams::new(vec![NAME.to_string()]).map_err(failed)?;
@@ -51,12 +52,12 @@ impl Identity {
         })
     }
 
-    /// What the peer has to be told.
+    /// Returns the fingerprint that the peer must be sent.
     pub(crate) fn fingerprint(&self) -> Fingerprint {
         fingerprint(&self.certificate)
     }
 
-    /// The connecting side of a handshake with exactly this peer.
+    /// Creates the connecting side of a handshake with exactly this peer.
     pub(super) fn connecting(
         &self,
         peer: Fingerprint,
@@ -75,7 +76,7 @@ impl Identity {
         UnbufferedClientConnection::new(Arc::new(config), name).map_err(failed)
     }
 
-    /// The listening side of a handshake with exactly this peer.
+    /// Creates the listening side of a handshake with exactly this peer.
     pub(super) fn listening(
         &self,
         peer: Fingerprint,
@@ -98,7 +99,8 @@ fn fingerprint(certificate: &[u8]) -> Fingerprint {
     *blake3::hash(certificate).as_bytes()
 }
 
-/// The algorithms: AES where the processor computes it, else ChaCha.
+/// Returns the cryptographic algorithms: AES first if the CPU has instructions for it, otherwise
+/// ChaCha20.
 fn provider() -> Arc<CryptoProvider> {
     static PROVIDER: OnceLock<Arc<CryptoProvider>> = OnceLock::new();
     let make = || {
@@ -127,7 +129,7 @@ fn computes_aes() -> bool {
     false
 }
 
-/// Believes the certificate with this fingerprint, and no other.
+/// Certificate verifier that accepts the certificate with this fingerprint and no other.
 #[derive(Debug)]
 struct Exactly(Fingerprint);
 
@@ -146,7 +148,7 @@ impl Exactly {
         }
     }
 
-    /// That the peer has the key of the certificate.
+    /// Verifies that the peer has the private key of the certificate.
     fn proved(
         &self,
         message: &[u8],
@@ -162,7 +164,7 @@ impl Exactly {
     }
 }
 
-/// What TLS 1.2 would ask for; it is never spoken.
+/// Rejects TLS 1.2, which is never negotiated.
 fn never() -> Result<HandshakeSignatureValid, Error> {
     Err(Error::General("a direct route speaks TLS 1.3 only".into()))
 }

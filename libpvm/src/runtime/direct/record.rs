@@ -1,5 +1,5 @@
-//! TLS 1.3 records with the keys that a finished handshake has left: sealed where they lie in the buffer to be sent, and
-//! opened so that the contents of neighbours join without being copied.
+//! TLS 1.3 records, encrypted and decrypted in place with the keys of a finished handshake.
+//! Decryption makes the contents of adjacent records contiguous without copying.
 
 use super::Ended;
 use ring::aead::{
@@ -7,27 +7,27 @@ use ring::aead::{
 };
 use rustls::ConnectionTrafficSecrets;
 
-/// Type, version and length in front of a record.
+/// Size of type, version and length before a record.
 pub(super) const HEAD_BYTES: usize = 5;
-/// The type of the content and the tag, behind it.
+/// Size of the content type and the authentication tag after the content.
 pub(super) const TAIL_BYTES: usize = 17;
-/// The longest content.
+/// Maximum length of the content.
 pub(super) const CONTENT_BYTES_MAX: usize = 16 << 10;
-/// The longest record that a peer may send: TLS allows padding.
+/// Maximum length of a record from a peer: TLS allows padding.
 pub(super) const RECORD_BYTES_MAX: usize = HEAD_BYTES + CONTENT_BYTES_MAX + 256;
-/// Tag of the ciphers.
+/// Size of the ciphers' authentication tag.
 const TAG_BYTES: usize = 16;
-/// First three bytes of every record behind the handshake.
+/// First three bytes of every record after the handshake.
 const HEAD: [u8; 3] = [23, 3, 3];
 
-/// What the content of a record is.
+/// Content type of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// The end, or a complaint.
+    /// Closing of the connection, or an error.
     Alert,
-    /// A change of keys.
+    /// Message of the handshake protocol: a key update.
     Handshake,
-    /// What is carried.
+    /// Application data, here frames.
     Data,
 }
 
@@ -47,7 +47,7 @@ impl Kind {
     }
 }
 
-/// The key of one direction.
+/// Traffic key of one direction.
 pub(super) struct Key {
     key: LessSafeKey,
     iv: [u8; NONCE_LEN],
@@ -55,7 +55,8 @@ pub(super) struct Key {
 }
 
 impl Key {
-    /// The key that TLS gave, and how many records have used it.
+    /// Creates a key from the secrets of TLS and the number of records that have used it. `None`
+    /// for an unknown cipher.
     pub(super) fn new((records, secrets): (u64, ConnectionTrafficSecrets)) -> Option<Key> {
         let (algorithm, key, iv) = match &secrets {
             ConnectionTrafficSecrets::Aes128Gcm { key, iv } => (&AES_128_GCM, key, iv),
@@ -71,12 +72,12 @@ impl Key {
         })
     }
 
-    /// Records that have used it.
+    /// Returns the number of records that have used the key.
     pub(super) fn records(&self) -> u64 {
         self.records
     }
 
-    /// Never the same twice: it holds the number of the record.
+    /// Returns the next nonce. It contains the record number, so no nonce repeats.
     fn nonce(&mut self) -> Nonce {
         let mut nonce = self.iv;
         for (byte, number) in nonce[NONCE_LEN - 8..]
@@ -89,7 +90,8 @@ impl Key {
         Nonce::assume_unique_for_key(nonce)
     }
 
-    /// Makes a record of bytes whose content stands behind [`HEAD_BYTES`] and before [`TAIL_BYTES`].
+    /// Encrypts a record in place. Its content starts at [`HEAD_BYTES`] and is followed by
+    /// [`TAIL_BYTES`] of space.
     pub(super) fn seal(&mut self, kind: Kind, record: &mut [u8]) {
         let length = record.len() - HEAD_BYTES;
         let head = head(length);
@@ -106,8 +108,8 @@ impl Key {
         );
     }
 
-    /// Opens a record that begins at `at` and goes to the end of the bytes. Its content then stands at their beginning;
-    /// its length and what it is.
+    /// Decrypts the record from `at` to the end of `bytes`, and moves its content to the start of
+    /// `bytes`. Returns length and type of the content.
     pub(super) fn open(&mut self, bytes: &mut [u8], at: usize) -> Result<(usize, Kind), Ended> {
         let mut head = [0; HEAD_BYTES];
         head.copy_from_slice(&bytes[at..at + HEAD_BYTES]);
@@ -116,7 +118,7 @@ impl Key {
             .key
             .open_within(nonce, Aad::from(head), bytes, at + HEAD_BYTES..)
             .map_err(|_| Ended::Garbage("a record was not made with the key of this route"))?;
-        // TLS allows zeros behind the type.
+        // TLS allows zero padding after the type.
         let end = inner
             .iter()
             .rposition(|byte| *byte != 0)
@@ -136,7 +138,8 @@ fn head(length: usize) -> [u8; HEAD_BYTES] {
     [HEAD[0], HEAD[1], HEAD[2], high, low]
 }
 
-/// The length of the record that begins here, its head included; `None` when the head is not all there.
+/// Returns the length of the record that begins here, including its header; `None` if the header is
+/// incomplete.
 pub(super) fn length(bytes: &[u8]) -> Result<Option<usize>, Ended> {
     let Some(head) = bytes.first_chunk::<HEAD_BYTES>() else {
         return Ok(None);

@@ -1,4 +1,4 @@
-//! Real connections on the loopback address; time is a number.
+//! Tests of direct routes with real connections on the loopback address and simulated time.
 
 use super::{
     Acceptor, DIAL_WITHIN, Dialer, DirectEnd, Ended, FRAME_BYTES_MAX, Identity, NoRoute,
@@ -12,7 +12,7 @@ use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 const ID: OfferId = OfferId(0x1234);
-/// Time for anything here; far more than needed, because machines may be loaded.
+/// Timeout of every wait; far more than needed, because test machines may be loaded.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 type Outcome = Result<DirectEnd, NoRoute>;
@@ -21,7 +21,7 @@ fn at(port: u16) -> SocketAddr {
     (Ipv4Addr::LOCALHOST, port).into()
 }
 
-/// The same numbers for the same seed.
+/// Deterministic random number generator.
 struct Dice(u64);
 
 impl Dice {
@@ -33,7 +33,7 @@ impl Dice {
     }
 }
 
-/// Calls until it says something, waiting in between for what it watches.
+/// Calls `step` until it returns a value.
 fn until<T>(what: &str, mut step: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + DEADLINE;
     loop {
@@ -45,7 +45,7 @@ fn until<T>(what: &str, mut step: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// An acceptor with one offer, its port and its certificate.
+/// Returns an acceptor with one offer, its port and its certificate.
 fn offered() -> (Acceptor, u16, Fingerprint) {
     let mut acceptor = Acceptor::default();
     let (port, fingerprint) = acceptor.offer(Micros(1), ID).expect("a socket");
@@ -56,7 +56,8 @@ fn dialer(addresses: &[SocketAddr], peer: Fingerprint) -> Dialer {
     Dialer::new(Micros(1), ID, addresses, peer).expect("a key")
 }
 
-/// Has both sides go on until the dialer is done; what became of it, and of the offer.
+/// Advances both sides until the dialer is done. Returns the outcomes of the dialer and of the
+/// offer.
 fn meet(acceptor: &mut Acceptor, dialer: &mut Dialer) -> (Outcome, Option<Outcome>) {
     let mut accepted = None;
     let dialled = until("an answer for the dialer", || {
@@ -73,7 +74,8 @@ fn meet(acceptor: &mut Acceptor, dialer: &mut Dialer) -> (Outcome, Option<Outcom
     (dialled, accepted)
 }
 
-/// A route: the end that listened and the one that connected, to this address if it is not the first one's.
+/// Establishes a route; the dialer connects to the port that the function returns, which may be a
+/// proxy's. Returns the listening and the connecting end.
 fn route_by(by: impl FnOnce(u16) -> u16) -> (DirectEnd, DirectEnd) {
     let (mut acceptor, port, fingerprint) = offered();
     let mut dialer = dialer(&[at(by(port))], fingerprint);
@@ -90,7 +92,7 @@ fn route() -> (DirectEnd, DirectEnd) {
     route_by(|port| port)
 }
 
-/// A frame that says its number, of a random length.
+/// Returns a frame of random length that begins with its number.
 fn frame(dice: &mut Dice, number: u32) -> Vec<u8> {
     let length = match dice.roll(4) {
         0 => 4 + dice.roll(60),
@@ -103,7 +105,7 @@ fn frame(dice: &mut Dice, number: u32) -> Vec<u8> {
     frame
 }
 
-/// Checks frames as they come.
+/// Checks number and content of received frames.
 #[derive(Default)]
 struct Check {
     next: u32,
@@ -121,7 +123,8 @@ impl Check {
     }
 }
 
-/// Sends `count` frames both ways at once; why each end stopped, if it did, and how many frames came to it.
+/// Sends `count` frames in both directions at once. Returns for each end the reason why it ended,
+/// if it did, and the number of frames received.
 fn talk(ends: [&mut DirectEnd; 2], count: u32, seed: u64) -> [(Option<Ended>, u32); 2] {
     let mut dice = Dice(seed);
     let mut state = [(None, Check::default(), 0), (None, Check::default(), 0)];
@@ -143,7 +146,7 @@ fn talk(ends: [&mut DirectEnd; 2], count: u32, seed: u64) -> [(Option<Ended>, u3
         let flushed = !a.wants_write() && !b.wants_write();
         (state.iter().any(|s| s.0.is_some()) || (flushed && state.iter().all(all))).then_some(())
     });
-    // Behind the end of one, what is on its way to the other.
+    // After the end of one side, data may still be in transit to the other.
     for (end, (ended, check, _)) in [a, b].into_iter().zip(&mut state) {
         if let Err(e) = end.read(&mut |frame| check.take(frame)) {
             ended.get_or_insert(e);
@@ -152,8 +155,9 @@ fn talk(ends: [&mut DirectEnd; 2], count: u32, seed: u64) -> [(Option<Ended>, u3
     state.map(|(ended, check, _)| (ended, check.next))
 }
 
-/// Stands between the two: hands on what comes in pieces of random lengths, and does `harm` to what goes to the listening
-/// side, which gets to know how many bytes have passed.
+/// Starts a proxy that forwards data in chunks of random lengths. `harm` gets each chunk for the
+/// listening side, with the number of bytes before it, and may change it; if it returns false, the
+/// connection is cut. Returns the proxy's port.
 fn between(port: u16, seed: u64, harm: impl Fn(usize, &mut [u8]) -> bool + Send + 'static) -> u16 {
     let listener = TcpListener::bind(at(0)).expect("a port");
     let own = listener.local_addr().expect("it has one").port();
@@ -197,13 +201,14 @@ fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("/proc").count()
 }
 
+/// Frames of all lengths arrive whole and in order in both directions.
 #[test]
-fn frames_of_all_lengths_come_whole_and_in_order_in_both_directions() {
+fn frames_arrive_whole_and_in_order() {
     let (mut a, mut b) = route();
     for seed in 1..6 {
         assert_eq!(talk([&mut a, &mut b], 60, seed), [(None, 60), (None, 60)]);
     }
-    // A frame may be empty, too.
+    // An empty frame is valid, too.
     assert!(a.push(&[]));
     a.flush().expect("the route stands");
     let mut empty = 0;
@@ -214,8 +219,9 @@ fn frames_of_all_lengths_come_whole_and_in_order_in_both_directions() {
     });
 }
 
+/// Both sockets carry the mark of sockets that the library closes before a migration.
 #[test]
-fn both_sockets_are_marked_as_closed_before_a_move() {
+fn both_sockets_carry_library_mark() {
     let (a, b) = route();
     for end in [&a, &b] {
         let flags = nix::fcntl::fcntl(end, nix::fcntl::FcntlArg::F_GETFL).expect("open");
@@ -223,8 +229,9 @@ fn both_sockets_are_marked_as_closed_before_a_move() {
     }
 }
 
+/// Frames arrive unchanged, however the byte stream is divided into chunks.
 #[test]
-fn a_stream_that_is_cut_anywhere_means_the_same() {
+fn chunk_boundaries_do_not_matter() {
     for seed in 1..8 {
         let (mut a, mut b) = route_by(|port| between(port, seed, |_, _| true));
         assert_eq!(
@@ -235,8 +242,9 @@ fn a_stream_that_is_cut_anywhere_means_the_same() {
     }
 }
 
+/// Key updates in the middle of a stream do not affect the frames.
 #[test]
-fn keys_change_in_the_middle_without_a_trace() {
+fn key_updates_are_transparent() {
     let (mut a, mut b) = route();
     a.change_keys_after(40);
     b.change_keys_after(25);
@@ -248,8 +256,9 @@ fn keys_change_in_the_middle_without_a_trace() {
     }
 }
 
+/// A flipped bit ends the route, and no damaged frame is passed on.
 #[test]
-fn a_changed_byte_ends_the_route_and_nothing_wrong_is_handed_over() {
+fn flipped_bit_ends_route() {
     for seed in 1..10u64 {
         let place = 20_000 + 7919 * seed as usize;
         let flip = move |passed: usize, bytes: &mut [u8]| {
@@ -260,7 +269,8 @@ fn a_changed_byte_ends_the_route_and_nothing_wrong_is_handed_over() {
         };
         let (mut a, mut b) = route_by(|port| between(port, seed, flip));
         let [(listening, came), _] = talk([&mut a, &mut b], 200, seed);
-        // A record that was made longer may be waited for until there is no more.
+        // If a flipped bit makes a record longer, the receiver may wait for the rest until the
+        // connection ends.
         assert!(
             matches!(listening, Some(Ended::Garbage(_) | Ended::Broken(_))),
             "{listening:?} (seed {seed})"
@@ -269,8 +279,9 @@ fn a_changed_byte_ends_the_route_and_nothing_wrong_is_handed_over() {
     }
 }
 
+/// A connection that is cut passes on whole frames only.
 #[test]
-fn a_connection_that_is_cut_in_the_middle_hands_over_what_was_whole() {
+fn cut_connection_passes_whole_frames_only() {
     for seed in 1..10u64 {
         let cut =
             move |passed: usize, bytes: &mut [u8]| passed + bytes.len() < 30_000 * seed as usize;
@@ -281,17 +292,18 @@ fn a_connection_that_is_cut_in_the_middle_hands_over_what_was_whole() {
     }
 }
 
+/// Each side refuses a peer with another certificate, and the offer stays open for the right one.
 #[test]
-fn each_side_refuses_whoever_has_another_certificate() {
+fn each_side_refuses_other_certificates() {
     let other = Identity::new().expect("a key").fingerprint();
-    // The one that connects meets somebody else.
+    // The dialer connects to a peer with another certificate.
     let (mut acceptor, port, _) = offered();
     let mut dialer_ = dialer(&[at(port)], other);
     acceptor.accepted(ID, dialer_.fingerprint());
     let (dialled, accepted) = meet(&mut acceptor, &mut dialer_);
     assert!(matches!(dialled, Err(NoRoute::Stranger(_))), "{dialled:?}");
     assert!(accepted.is_none(), "{accepted:?}");
-    // Somebody else connects. The offer stays open for the right one.
+    // A dialer with another certificate connects. The offer stays open for the right one.
     let (mut acceptor, port, fingerprint) = offered();
     let mut right = dialer(&[at(port)], fingerprint);
     acceptor.accepted(ID, right.fingerprint());
@@ -305,8 +317,9 @@ fn each_side_refuses_whoever_has_another_certificate() {
     );
 }
 
+/// Connections that send garbage are closed, and the offer stays open for the right peer.
 #[test]
-fn garbage_is_closed_and_the_offer_stays_for_the_right_one() {
+fn garbage_does_not_consume_offer() {
     let (mut acceptor, port, fingerprint) = offered();
     let mut right = dialer(&[at(port)], fingerprint);
     acceptor.accepted(ID, right.fingerprint());
@@ -316,13 +329,13 @@ fn garbage_is_closed_and_the_offer_stays_for_the_right_one() {
         let mut garbage = match round % 4 {
             0 => b"GET / HTTP/1.1\r\n\r\n".to_vec(),
             1 => super::accept::preamble(OfferId(9)).to_vec(),
-            // A record with data in front of any handshake, and anything.
+            // A data record before any handshake, then random bytes.
             2 => [&preamble[..], &[23, 3, 3, 0, 40], &[0; 40]].concat(),
             _ => preamble.to_vec(),
         };
         garbage.extend((0..dice.roll(40_000)).map(|_| dice.roll(256) as u8));
         let mut stranger = TcpStream::connect(at(port)).expect("it listens");
-        // It may be closed before all is written.
+        // Fails if the acceptor closes the connection before all is written.
         let _ = stranger.write_all(&garbage);
         let _ = stranger.shutdown(Shutdown::Write);
         stranger.set_nonblocking(true).expect("a socket");
@@ -342,8 +355,9 @@ fn garbage_is_closed_and_the_offer_stays_for_the_right_one() {
     );
 }
 
+/// Connections that send nothing are limited in number and expire.
 #[test]
-fn those_that_say_nothing_are_few_and_do_not_stay() {
+fn silent_connections_are_bounded_and_expire() {
     let before = descriptors();
     let (mut acceptor, port, fingerprint) = offered();
     let strangers: Vec<TcpStream> = (0..2 * STRANGERS_MAX)
@@ -354,7 +368,7 @@ fn those_that_say_nothing_are_few_and_do_not_stay() {
         assert!(acceptor.step(Micros(2)).is_empty());
         (descriptors() - strangers.len() == own + STRANGERS_MAX).then_some(())
     });
-    // One more, the right one, gets in all the same.
+    // The right peer is still accepted as a further connection.
     let mut right = dialer(&[at(port)], fingerprint);
     acceptor.accepted(ID, right.fingerprint());
     acceptor
@@ -378,8 +392,10 @@ fn those_that_say_nothing_are_few_and_do_not_stay() {
     assert_eq!(descriptors(), before, "nothing stays open");
 }
 
+/// An address that stalls in the handshake is abandoned after its timeout, and the next address is
+/// tried.
 #[test]
-fn a_peer_that_stalls_in_the_handshake_is_given_up_and_another_address_is_tried() {
+fn stalled_address_is_skipped() {
     let mute = TcpListener::bind(at(0)).expect("a port");
     let mute_at = mute.local_addr().expect("it has one");
     let (mut acceptor, port, fingerprint) = offered();
@@ -400,7 +416,7 @@ fn a_peer_that_stalls_in_the_handshake_is_given_up_and_another_address_is_tried(
         done
     });
     assert!(dialled.is_ok(), "{dialled:?}");
-    // None of them answers.
+    // None of these addresses answers.
     let mut alone = dialer(&[closed, mute_at], fingerprint);
     let refused = until("the end", || {
         now = now + Micros::from_millis(10);
@@ -420,11 +436,12 @@ fn a_peer_that_stalls_in_the_handshake_is_given_up_and_another_address_is_tried(
     );
 }
 
+/// A connection that arrives before the acceptance of its offer waits for it.
 #[test]
-fn a_connection_that_is_faster_than_its_acceptance_waits_for_it() {
+fn early_connection_waits_for_acceptance() {
     let (mut acceptor, port, fingerprint) = offered();
     let mut dialer = dialer(&[at(port)], fingerprint);
-    // What it sends at first is here, and nothing of it is answered.
+    // The dialer's first message has arrived and is not answered.
     until("it has connected", || {
         assert!(dialer.step(Micros(2)).is_none() && acceptor.step(Micros(2)).is_empty());
         (format!("{acceptor:?}").contains("strangers: 1")).then_some(())
@@ -440,8 +457,9 @@ fn a_connection_that_is_faster_than_its_acceptance_waits_for_it() {
     );
 }
 
+/// A frame over the maximum length ends the route after the frames before it were passed on.
 #[test]
-fn a_frame_over_the_limit_ends_the_route() {
+fn oversized_frame_ends_route() {
     let (mut a, mut b) = route();
     assert!(a.push(&[&[1; 4]]));
     a.push_bytes(&(FRAME_BYTES_MAX as u32 + 1).to_le_bytes());
@@ -459,8 +477,9 @@ fn a_frame_over_the_limit_ends_the_route() {
     assert_eq!(came, 1);
 }
 
+/// The output buffer is bounded if the peer does not read, and all frames arrive when it does.
 #[test]
-fn a_peer_that_does_not_read_keeps_a_bounded_backlog() {
+fn backlog_for_slow_reader_is_bounded() {
     let (mut a, mut b) = route();
     let mut sent = 0u32;
     loop {
@@ -483,8 +502,9 @@ fn a_peer_that_does_not_read_keeps_a_bounded_backlog() {
     });
 }
 
+/// An idle end has no buffers, and continues without loss when it is used again.
 #[test]
-fn an_end_that_rests_has_no_buffers_and_goes_on_where_it_was() {
+fn idle_end_frees_buffers_and_continues() {
     let (mut a, mut b) = route();
     for round in 0..3u32 {
         let mut came = Vec::new();
@@ -514,8 +534,9 @@ fn an_end_that_rests_has_no_buffers_and_goes_on_where_it_was() {
     );
 }
 
+/// A properly closed route and the death of the peer are reported differently.
 #[test]
-fn an_end_in_order_and_the_death_of_a_peer_are_noticed() {
+fn close_and_peer_death_are_distinguished() {
     let (mut a, b) = route();
     b.close();
     let ended = until("the end", || {
@@ -523,7 +544,7 @@ fn an_end_in_order_and_the_death_of_a_peer_are_noticed() {
     });
     assert_eq!(ended, Ended::Closed);
     let (mut a, mut b) = route();
-    // Dies with half of a frame on the way and with something that it has not read.
+    // The peer dies with half a frame in transit and with unread input.
     b.push_bytes(&2000u32.to_le_bytes());
     b.push_bytes(&[7; 1000]);
     b.flush().expect("the route stands");
@@ -538,8 +559,9 @@ fn an_end_in_order_and_the_death_of_a_peer_are_noticed() {
     assert!(matches!(ended, Ended::Broken(_)), "{ended:?}");
 }
 
+/// After a write error, the frames that the peer sent before are still received.
 #[test]
-fn who_can_say_nothing_more_still_reads_what_was_said_before() {
+fn input_stays_readable_after_write_error() {
     let (mut a, mut b) = route();
     const FRAMES: u32 = 3;
     for number in 0..FRAMES {
@@ -567,8 +589,9 @@ fn who_can_say_nothing_more_still_reads_what_was_said_before() {
     assert_eq!(came, FRAMES, "{ended:?}");
 }
 
+/// The number of offers is limited, and a connection to a withdrawn offer is refused.
 #[test]
-fn offers_are_bounded_and_what_is_withdrawn_is_refused() {
+fn offers_are_bounded_and_can_be_withdrawn() {
     let (mut acceptor, port, fingerprint) = offered();
     for n in 1..OFFERS_MAX as u64 {
         acceptor.offer(Micros(1), OfferId(n)).expect("room");

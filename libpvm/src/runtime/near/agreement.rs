@@ -1,4 +1,11 @@
-//! How rings come about, by words that the daemon passes, and how they end.
+//! Setup and teardown of rings. The two tasks exchange route messages, which the daemon passes on.
+//!
+//! 1. After a first message through the daemon, one task offers a ring: it sends the ring's memory
+//!    and its doorbell.
+//! 2. The peer accepts and sends its own doorbell, or refuses. Without an answer within
+//!    [`OFFER_MAX`] the offer is dropped.
+//! 3. Either task closes the ring when it is idle, when a task ends or migrates, or when the peer
+//!    violates the protocol. The link then continues through the daemon.
 
 use super::super::core::Core;
 use super::super::lend::Loans;
@@ -14,25 +21,29 @@ use sempa_ring::memory::{Ends, PeerBell, accept, offer};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-/// Messages to a task that go through the daemon before a ring is offered: many tasks say one word to each other only.
+/// Number of messages that go to a peer through the daemon before a ring is offered. Many pairs of
+/// tasks exchange only one message.
 const MESSAGES_BEFORE_OFFER: u32 = 1;
-/// How long an offer is waited for. A task that is stopped does not answer; the daemon carries on then.
+/// Time for which an offer is valid. A stopped task does not answer; the daemon carries the
+/// messages then.
 const OFFER_MAX: Micros = Micros::from_millis(500);
-/// How long a refusal counts.
+/// Time for which a refusal is remembered.
 const REFUSAL: Micros = Micros::from_secs(30);
-/// The same where the other task is on another host, for which a daemon refuses: when one of the two moves this is forgotten.
+/// Time for which a refusal is remembered when the peer is on another host and its daemon refused.
+/// Forgotten earlier if one of the two migrates.
 const REFUSAL_FAR: Micros = Micros::from_secs(600);
-/// A ring over which nothing went for so long is given up.
+/// Time without traffic after which a ring is closed.
 const RING_IDLE_MAX: Micros = Micros::from_secs(60);
-/// How often that is looked at.
+/// Interval of the check for idle rings.
 const IDLE_LOOK: Micros = Micros::from_secs(10);
-/// No new ring is offered so soon after one has ended: the other task may be leaving, or moving.
+/// Delay of the next offer after a ring has ended, because the peer may be exiting or migrating.
 const AFTER_END: Micros = Micros::from_secs(1);
 
 impl Core {
-    // ---- beginning
+    // ---- setup
 
-    /// A message went to this task through the daemon: is it time for a ring?
+    /// Offers a ring to the peer if it is time; called after a message to it went through the
+    /// daemon.
     pub(in crate::runtime) fn consider_ring(&mut self, now: Micros, peer: Tid) {
         self.near.spoke_elsewhere();
         if self.near.bell.is_none()
@@ -87,7 +98,7 @@ impl Core {
             },
         );
         self.wake_at(until);
-        // What is sent from here on must not overtake what the daemon carries.
+        // Nothing sent from here on may overtake what the daemon carries.
         if let Some(link) = self.link_mut(peer) {
             link.handle(now, LinkEvent::RouteDown);
         }
@@ -110,7 +121,7 @@ impl Core {
         true
     }
 
-    /// A word of another task about a ring.
+    /// Handles a route message of a peer about rings or pools.
     pub(in crate::runtime) fn take_ring_word(
         &mut self,
         now: Micros,
@@ -149,13 +160,14 @@ impl Core {
         }
     }
 
-    /// A word of another task has come for whose descriptors this process has no room: the daemon carries on.
+    /// Handles a route message whose descriptors could not be received because this process has too
+    /// many open. The daemon continues to carry the messages.
     pub(in crate::runtime) fn could_not_take(&mut self, now: Micros, from: Tid, word: &RouteWord) {
         match *word {
             RouteWord::RingOffer { id, .. } => {
                 self.say(from, RouteWord::RingRefuse { id }, Vec::new());
             }
-            // The other task has its ring, and sees that this end of it is closed.
+            // The peer has installed its ring and notices that this end is closed.
             RouteWord::RingAccept { .. } => self.drop_offer(
                 now,
                 from,
@@ -163,12 +175,12 @@ impl Core {
                     until: now + REFUSAL,
                 },
             ),
-            // Its large messages are copied.
+            // Without the pool, large messages are copied through the ring.
             _ => {}
         }
     }
 
-    /// Forgets an offer; the daemon carries what waits.
+    /// Drops the offer to a peer; the daemon carries the queued messages.
     fn drop_offer(&mut self, now: Micros, peer: Tid, standing: Standing) {
         if !self.near.is_offered(peer) {
             return;
@@ -177,7 +189,8 @@ impl Core {
             self.near.standing.insert(peer, standing)
         {
             self.near.slots[slot] = Slot::Free;
-            // It may have been accepted, and be written to, while the word of that is still on its way.
+            // The peer may have accepted and written to the ring, with its acceptance still in
+            // transit.
             if let Some(mut ends) = ends.into_inner() {
                 let loans = Loans::new(&ends);
                 self.close_and_read(now, peer, &mut ends, &loans);
@@ -219,7 +232,7 @@ impl Core {
             self.end_ring(now, old);
         }
         let slot = self.near.free_slot()?;
-        // Behind everything that the daemon carries already.
+        // The acceptance is queued after everything that the daemon already carries.
         if !self.say(
             peer,
             RouteWord::RingAccept {
@@ -280,13 +293,13 @@ impl Core {
         }
         self.news_of_routes();
         self.pump_ring(now, slot);
-        // The bell may have been rung before the slot was known.
+        // The peer may have rung the doorbell before the slot was known.
         self.drain(now, slot);
     }
 
-    // ---- end
+    // ---- teardown
 
-    /// Lets go of a ring. The other end learns of it; what it has not read it reads first.
+    /// Closes a ring. The peer notices that, and first reads what it has not read yet.
     pub(in crate::runtime) fn end_ring(&mut self, now: Micros, slot: usize) {
         let Some(place) = self.near.slots.get_mut(slot) else {
             return;
@@ -332,8 +345,8 @@ impl Core {
         self.news_of_routes();
     }
 
-    /// Lets go of the ends of a ring, and takes in what the other task has written before it could see that: if it has left since,
-    /// nobody will say it again.
+    /// Closes this end of a ring and reads what the peer wrote before it could notice that. A peer
+    /// that has exited since will not send it again.
     fn close_and_read(&mut self, now: Micros, peer: Tid, ends: &mut Ends, loans: &Loans) {
         ends.writer.close();
         ends.reader.close();
@@ -341,7 +354,7 @@ impl Core {
         let Some(link) = self.link_mut(peer).filter(|_| !is_full) else {
             return;
         };
-        // No more than there can be: who goes on writing all the same is not to keep this task busy.
+        // Bounded, so that a peer that keeps writing nevertheless cannot keep this task busy.
         let mut heard = 0;
         while heard < HEARD_BYTES_MAX
             && let Ok(Some((bytes, _))) = take_record(&mut ends.reader, loans, now, link)
@@ -354,7 +367,8 @@ impl Core {
         }
     }
 
-    /// Reads and writes what can be, and lets go of all rings: from here on everything goes through the daemon, in order.
+    /// Reads and writes what is possible, then closes all rings: from here on everything goes
+    /// through the daemon, in order.
     pub(in crate::runtime) fn end_rings(&mut self, now: Micros) {
         for slot in 0..self.near.slots.len() {
             self.drain_all(now, slot);
@@ -367,7 +381,7 @@ impl Core {
         }
     }
 
-    /// Nothing of this task leads out of its process any more.
+    /// Releases all memory that is shared with other processes.
     pub(in crate::runtime) fn unshare(&mut self) {
         self.near.standing.clear();
         self.near.slots.clear();
@@ -375,12 +389,13 @@ impl Core {
         self.near.end_store();
         self.near.shared = None;
         if let Some(bell) = &self.near.bell {
-            // Without memory for a page of its own the task keeps one that nobody else writes to any more.
+            // Fails without memory for a private page. The task then keeps the shared page, to
+            // which no peer writes anymore.
             let _ = bell.get().unshare();
         }
     }
 
-    /// A task has ended or runs elsewhere.
+    /// Closes the ring and forgets the setup with a peer that has ended or migrated.
     pub(in crate::runtime) fn forget_near(&mut self, now: Micros, peer: Tid) {
         self.drain_peer(now, peer);
         if let Some(slot) = self.near.slot(peer) {
@@ -391,7 +406,7 @@ impl Core {
         self.near.standing.remove(&peer);
     }
 
-    /// Offers that nobody answered, rings that nobody uses.
+    /// Drops unanswered offers that have expired, and closes idle rings.
     pub(in crate::runtime) fn wake_near(&mut self, now: Micros) {
         let late: Vec<Tid> = self
             .near

@@ -1,5 +1,6 @@
-//! The route of one conversation changes at random while both sides talk: daemon, ring, direct connection, moves in between,
-//! and connections that break. Nothing is lost, doubled, damaged or out of order.
+//! Property test: the route between two communicating tasks changes at random among daemon, ring
+//! and direct connection, with migrations and broken connections. No message may be lost,
+//! duplicated, damaged or reordered.
 
 use super::fake::Fake;
 use super::{PATIENCE, message, until};
@@ -18,30 +19,31 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Instant;
 
-/// Scripts that are tried, unless `PROPTEST_CASES` says otherwise.
+/// Number of scripts, unless `PROPTEST_CASES` is set.
 const CASES: u32 = 24;
-/// Changes in one script.
+/// Maximum number of changes in one script.
 const CHANGES_MAX: usize = 8;
-/// Messages that have to pass in each direction between two changes.
+/// Number of messages in each direction between two changes.
 const MESSAGES_BETWEEN: std::ops::Range<u32> = 0..120;
-/// Messages of one side that the other one has not taken yet.
+/// Maximum number of messages of one side that the other has not received.
 const WINDOW: u32 = 150;
 const LARGE_BYTES: usize = 3 << 20;
 const TAG_NUMBER: i32 = 1;
 const TAG_END: i32 = 2;
 
-/// What happens to the route between two tasks, `0` and `1`.
+/// Change of the route between the two tasks, which have the numbers 0 and 1.
 #[derive(Clone, Copy, Debug)]
 enum Change {
-    /// This one wants a direct route.
+    /// The task requests a direct route.
     Want(usize),
-    /// From now on this one agrees to direct routes, or refuses them.
+    /// The task begins to accept or to refuse direct routes.
     Willing(usize, bool),
-    /// This one moves; afterwards both are on one host, or not. The other one hears of it before it is back, or later.
+    /// The task migrates and is then on the same host as its peer or not. The peer is notified
+    /// before the task is back (`early`) or after that.
     Move { who: usize, near: bool, early: bool },
-    /// Both move at once; this one is back first.
+    /// Both tasks migrate at once; `first` is back first.
     BothMove { first: usize, near: bool },
-    /// Every direct connection breaks.
+    /// All direct connections break.
     Break,
 }
 
@@ -56,7 +58,7 @@ fn change() -> impl Strategy<Value = Change> {
     ]
 }
 
-/// Ways that a message may go.
+/// Route of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Way {
     Daemon,
@@ -73,7 +75,7 @@ fn way(task: &Runtime, peer: Tid) -> Way {
     task.look(look).expect("not forked")
 }
 
-/// Stands in the direct connections of a daemon's tasks, and can break them.
+/// Proxies in the direct connections of a daemon's tasks, which can break them.
 #[derive(Clone, Default)]
 struct Lines(Arc<Mutex<Vec<TcpStream>>>);
 
@@ -91,7 +93,7 @@ impl Lines {
         lines
     }
 
-    /// One connection. Who offers, or dials, may have given it up meanwhile.
+    /// Runs the proxy of one connection. Either side may have given up meanwhile.
     fn stand(&self, listener: &TcpListener, offered: SocketAddr) {
         let Ok((dialled, _)) = listener.accept() else {
             return;
@@ -129,18 +131,18 @@ fn reversed([a, b]: [TcpStream; 2]) -> [TcpStream; 2] {
     [b, a]
 }
 
-/// Two tasks that talk, and the daemon of both.
+/// Two communicating tasks with their daemon.
 struct Talk {
     fake: Fake,
     tasks: [Runtime; 2],
     lines: Lines,
-    /// What each has taken of the other one's messages.
+    /// Number of messages that each task has received.
     taken: [AtomicU32; 2],
     enough: AtomicBool,
     moves: AtomicU32,
 }
 
-/// Content of a message: its number, and bytes that follow from it.
+/// Returns the content of a message: its number, and bytes derived from it.
 fn body(number: u32) -> Vec<u8> {
     let len = match number % 64 {
         63 => LARGE_BYTES,
@@ -176,7 +178,7 @@ impl Talk {
         self.tasks[who].tid()
     }
 
-    /// Sends numbered messages until it is enough, each as programs do: at once if that needs memory alone.
+    /// Sends numbered messages until the test is stopped: inline if possible, as programs do.
     fn send(&self, who: usize) {
         let (task, to) = (&self.tasks[who], self.tid(1 - who));
         let send = |tag: i32, body: Vec<u8>| {
@@ -199,7 +201,7 @@ impl Talk {
         send(TAG_END, number.to_le_bytes().to_vec());
     }
 
-    /// Takes them until the last one, and checks each.
+    /// Receives messages until the last one and checks each.
     fn take(&self, who: usize) {
         let (task, from) = (&self.tasks[who], self.tid(1 - who));
         for number in 0u32.. {
@@ -219,7 +221,7 @@ impl Talk {
         }
     }
 
-    /// Waits until so many more messages have passed in each direction.
+    /// Waits until `count` more messages have passed in each direction.
     fn pass(&self, count: u32) {
         let all = || {
             self.taken
@@ -282,7 +284,7 @@ impl Talk {
     }
 }
 
-/// Plays a script; the ways on which messages went before and after each change.
+/// Runs a script and returns the route before each change and after the last.
 fn play(near: bool, script: &[(u32, Change)]) -> Vec<Way> {
     let talk = Talk::new(near);
     let mut ways = Vec::new();
@@ -313,8 +315,10 @@ fn play(near: bool, script: &[(u32, Change)]) -> Vec<Way> {
     ways
 }
 
+/// Whatever routes two tasks use and however they change, no message is lost, duplicated, damaged
+/// or reordered.
 #[test]
-fn whatever_route_a_conversation_has_and_however_it_changes_nothing_is_lost_doubled_or_out_of_order()
+fn route_changes_preserve_messages()
  {
     let cases = std::env::var("PROPTEST_CASES")
         .ok()
@@ -337,7 +341,7 @@ fn whatever_route_a_conversation_has_and_however_it_changes_nothing_is_lost_doub
         Ok(())
     });
     result.unwrap_or_else(|error| panic!("{error}"));
-    // All of it would be worth nothing if a route had never come about, or never changed.
+    // The test proves nothing unless every route was used and routes changed.
     let seen = seen.into_inner();
     for wanted in [Way::Daemon, Way::Ring, Way::Direct] {
         assert!(

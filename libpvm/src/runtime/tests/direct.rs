@@ -1,4 +1,4 @@
-//! Direct routes between tasks, as the programs ask for them.
+//! Tests of direct routes between tasks, requested as programs do.
 
 use super::fake::Fake;
 use super::{PATIENCE, expect_numbered, message, next, send_numbered, until};
@@ -15,14 +15,14 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Two tasks of different hosts.
+/// Returns two tasks on different hosts.
 fn two() -> (Fake, Runtime, Runtime) {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     (fake, a, b)
 }
 
-/// The next message with this tag.
+/// Returns the next message with this tag.
 fn tagged(task: &Runtime, tag: i32) -> Message {
     let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == tag);
     task.inbox_wait(Some(Instant::now() + PATIENCE), wanted)
@@ -57,20 +57,21 @@ fn leads(task: &Runtime, to: Tid) -> bool {
         .expect("not forked")
 }
 
+/// Messages over a direct route go in both directions without the daemon.
 #[test]
-fn messages_go_both_ways_without_the_daemon() {
+fn direct_route_bypasses_daemon() {
     let (fake, a, b) = two();
     a.open_route(b.tid());
     until("both ends", || {
         (leads(&a, b.tid()) && leads(&b, a.tid())).then_some(())
     });
-    // What the daemon carries is lost now.
+    // Frames through the daemon are lost from here on.
     fake.net().lossy = true;
     send_numbered(&a, b.tid(), 0..300);
     send_numbered(&b, a.tid(), 0..300);
     expect_numbered(&b, a.tid(), 0..300);
     expect_numbered(&a, b.tid(), 0..300);
-    // More than any socket takes, while nobody receives.
+    // More than any socket buffers, while neither task receives.
     for task in [&a, &b] {
         let to = if task.tid() == a.tid() {
             b.tid()
@@ -87,8 +88,9 @@ fn messages_go_both_ways_without_the_daemon() {
     assert_eq!(offers(&fake), 1);
 }
 
+/// A route that was idle for a minute frees its buffers and stays usable.
 #[test]
-fn a_route_that_nobody_uses_for_a_minute_keeps_no_buffers_and_stands() {
+fn idle_route_frees_buffers_and_stays() {
     let (fake, a, b) = two();
     a.open_route(b.tid());
     until("both ends", || {
@@ -104,7 +106,8 @@ fn a_route_that_nobody_uses_for_a_minute_keeps_no_buffers_and_stands() {
         expect_numbered(&a, b.tid(), round * 20..round * 20 + 20);
         for task in [&a, &b] {
             assert!(buffers(task) > 0);
-            // Its links may have something to say when the time comes; a minute later they have not.
+            // A link may have acknowledgements to send when time advances; a minute later it has
+            // none.
             until("nothing on its way", || {
                 minutes += 1;
                 let mut held = task.lock().expect("not forked");
@@ -118,8 +121,9 @@ fn a_route_that_nobody_uses_for_a_minute_keeps_no_buffers_and_stands() {
     assert_eq!(offers(&fake), 1);
 }
 
+/// Two tasks that request a route at the same time get one.
 #[test]
-fn both_may_ask_at_once() {
+fn crossing_offers_establish_one_route() {
     for _ in 0..10 {
         let (fake, a, b) = two();
         std::thread::scope(|scope| {
@@ -137,8 +141,9 @@ fn both_may_ask_at_once() {
     }
 }
 
+/// A program that refuses routes is asked once and reached through the daemons.
 #[test]
-fn a_program_that_wants_no_route_is_asked_once_and_reached_by_the_daemons() {
+fn refusing_program_is_asked_once() {
     let (fake, a, b) = two();
     b.allow_routes(false);
     for number in 0..5 {
@@ -149,8 +154,9 @@ fn a_program_that_wants_no_route_is_asked_once_and_reached_by_the_daemons() {
     assert!(offers(&fake) == 1 && !leads(&a, b.tid()));
 }
 
+/// Programs are notified of new routes and of their ends.
 #[test]
-fn programs_are_told_of_routes_and_of_their_ends() {
+fn programs_are_notified_of_routes_and_ends() {
     let (fake, a, b) = two();
     a.tell_of_route_end(b.tid(), CTX_BASE, 5, false)
         .expect("room");
@@ -177,12 +183,13 @@ fn programs_are_told_of_routes_and_of_their_ends() {
     drop(fake);
 }
 
+/// A task that exits loses no message that it sent over a direct route.
 #[test]
-fn a_task_that_leaves_takes_nothing_along_that_it_has_sent() {
+fn exit_loses_no_direct_messages() {
     for round in 0..5 {
         let (_fake, a, b) = two();
         a.open_route(b.tid());
-        // Something that it never reads makes the kernel forget what is on its way.
+        // Input that the exiting task never reads makes its kernel discard output in transit.
         send_numbered(&b, a.tid(), 0..50);
         send_numbered(&a, b.tid(), 0..200 + round);
         a.exit().expect("connected");
@@ -190,8 +197,9 @@ fn a_task_that_leaves_takes_nothing_along_that_it_has_sent() {
     }
 }
 
+/// A migration during transfers over a direct route loses, duplicates and reorders nothing.
 #[test]
-fn a_move_in_the_middle_of_a_stream_loses_doubles_and_reorders_nothing() {
+fn migration_preserves_direct_messages() {
     let (fake, a, b) = two();
     a.tell_of_routes(CTX_BASE, 4, -1).expect("room");
     b.tell_of_route_end(a.tid(), CTX_BASE, 5, false)
@@ -214,7 +222,7 @@ fn a_move_in_the_middle_of_a_stream_loses_doubles_and_reorders_nothing() {
             );
             fake.wake(u64::from(round));
         });
-        // Until then it asks nobody for a route.
+        // Without a connection the task requests no route.
         until("the return", || a.socket_fd());
         expect_numbered(&b, a.tid(), from..to);
         expect_numbered(&a, b.tid(), from..to);
@@ -223,8 +231,9 @@ fn a_move_in_the_middle_of_a_stream_loses_doubles_and_reorders_nothing() {
     assert_eq!(offers(&fake), 3);
 }
 
+/// On the same host a direct route uses the ring, and no task listens.
 #[test]
-fn on_one_host_the_rings_are_the_direct_route() {
+fn same_host_route_uses_rings() {
     let fake = Fake::start();
     fake.net().near = true;
     let (a, b) = (fake.join(), fake.join());
@@ -239,22 +248,23 @@ fn on_one_host_the_rings_are_the_direct_route() {
     );
 }
 
-/// What stands in a direct connection does with what goes to the side that dialled.
+/// State of the proxy for data to the dialing side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Gate {
     Open,
-    /// Keeps it.
+    /// The proxy holds the data back.
     Shut,
-    /// Hands over what it has kept, and closes the connection as the kernel does when a task has been killed.
+    /// The proxy forwards the held data and closes the connection, as the kernel does for a killed
+    /// task.
     Last,
 }
 
-/// The gate, and how many bytes are kept behind it.
+/// Proxy in a direct connection: its state, and the number of bytes that it holds back.
 #[derive(Clone)]
 struct Way(Arc<Mutex<(Gate, usize)>>);
 
 impl Way {
-    /// Puts a gate in the direct connections of this daemon's tasks.
+    /// Inserts a proxy into the direct connections of this daemon's tasks.
     fn through(fake: &Fake) -> Way {
         let way = Way(Arc::new(Mutex::new((Gate::Open, 0))));
         let gate = way.clone();
@@ -311,7 +321,7 @@ impl Way {
     }
 }
 
-/// A task that has asked for the other one's notification of its end, with a shut gate between; the daemon carries nothing.
+/// Returns two tasks with a direct route through a closed proxy; the daemon drops link frames.
 fn two_with_a_gate() -> (Fake, Runtime, Runtime, Way) {
     let (fake, a, b) = two();
     let way = Way::through(&fake);
@@ -324,7 +334,7 @@ fn two_with_a_gate() -> (Fake, Runtime, Runtime, Way) {
     (fake, a, b, way)
 }
 
-/// The daemon says that a task has ended: as fact, and then as the notification with tag 9.
+/// Reports the end of a task to `to`: first as fact, then as the notification with tag 9.
 fn tell_of_end(fake: &Fake, to: &Runtime, ended: Tid) {
     fake.tell(to.tid(), ToTask::PeerGone { tid: ended });
     let deliver = |tag, after| ToTask::Deliver {
@@ -341,13 +351,15 @@ fn tell_of_end(fake: &Fake, to: &Runtime, ended: Tid) {
             }),
         ),
     );
-    // What comes behind it is here: so both have been taken.
+    // When this later message has arrived, both reports have been handled.
     fake.tell(to.tid(), deliver(8, None));
     assert_eq!(next(to).tag, 8);
 }
 
+/// The messages of a killed task are received before the notification of its end, however late they
+/// arrive.
 #[test]
-fn what_a_killed_task_had_sent_comes_before_the_word_of_its_end_however_late() {
+fn messages_of_killed_task_precede_its_end() {
     const COUNT: u32 = 30;
     const BYTES: usize = 100_000;
     let (fake, a, b, way) = two_with_a_gate();
@@ -365,7 +377,7 @@ fn what_a_killed_task_had_sent_comes_before_the_word_of_its_end_however_late() {
             && b.inbox_try(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ()))
                 .is_none()
     );
-    // What is sent to it now vanishes.
+    // Messages to the ended task are dropped from here on.
     b.send(message(a.tid(), 1, vec![1; 1 << 20]))
         .expect("as to anybody who has ended");
     way.set(Gate::Last);
@@ -380,8 +392,10 @@ fn what_a_killed_task_had_sent_comes_before_the_word_of_its_end_however_late() {
     assert!(!leads(&b, a.tid()) && b.look(|core| core.is_gone(a.tid())).expect("not forked"));
 }
 
+/// A host that dies silently delays the notification of its task's end only until the silence
+/// timeout.
 #[test]
-fn a_host_that_died_without_a_word_delays_the_word_of_its_tasks_end_for_a_moment_only() {
+fn dead_host_delays_end_notification_briefly() {
     let (fake, a, b, _way) = two_with_a_gate();
     a.send(message(b.tid(), 1, "lost with its host"))
         .expect("sent");
@@ -392,8 +406,9 @@ fn a_host_that_died_without_a_word_delays_the_word_of_its_tasks_end_for_a_moment
     assert!(!leads(&b, a.tid()) && b.look(|core| core.is_gone(a.tid())).expect("not forked"));
 }
 
+/// A task that migrates while it drains a connection still reports the end of the peer.
 #[test]
-fn a_task_that_is_moved_while_it_hears_another_out_tells_of_its_end() {
+fn migration_while_draining_reports_peer_end() {
     let (fake, a, b, _way) = two_with_a_gate();
     tell_of_end(&fake, &b, a.tid());
     fake.quiesce(b.tid(), 1);

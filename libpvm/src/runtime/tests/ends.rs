@@ -1,4 +1,4 @@
-//! Refusals, exits, a daemon that dies or talks nonsense, and forks.
+//! Tests of refused enrollment, exits, daemons that die or violate the protocol, and forks.
 #![allow(unsafe_code)] // A test of fork has to fork.
 
 use super::fake::Fake;
@@ -16,8 +16,9 @@ use std::io::Write;
 use std::os::unix::net::UnixListener;
 use std::thread;
 
+/// The error for a missing daemon says what the user can do.
 #[test]
-fn no_daemon_is_said_with_what_to_do() {
+fn missing_daemon_error_says_what_to_do() {
     let dir = tempfile::TempDir::new().expect("a directory");
     let options = |name: &str| EnrollOptions {
         socket: dir.path().join(name),
@@ -38,8 +39,9 @@ fn no_daemon_is_said_with_what_to_do() {
     ));
 }
 
+/// The daemon's reason for a refusal is returned.
 #[test]
-fn a_refusal_is_handed_on() {
+fn refusal_reason_is_returned() {
     let fake = Fake::start();
     fake.net().refuse = Some("the virtual machine is stopping".into());
     let refused = Runtime::connect(fake.options()).expect_err("refused");
@@ -48,8 +50,9 @@ fn a_refusal_is_handed_on() {
     );
 }
 
+/// A refusal is understood even if the daemon does not read the hello.
 #[test]
-fn a_daemon_that_refuses_without_listening_is_understood() {
+fn refusal_before_hello_is_understood() {
     let dir = tempfile::TempDir::new().expect("a directory");
     let socket = dir.path().join("s");
     let listener = UnixListener::bind(&socket).expect("a socket");
@@ -83,8 +86,9 @@ fn a_daemon_that_refuses_without_listening_is_understood() {
     server.join().expect("served");
 }
 
+/// A listener that is not a daemon is rejected.
 #[test]
-fn a_listener_that_is_no_daemon_is_not_believed() {
+fn listener_of_other_protocol_is_rejected() {
     for (answer, version) in [
         (&b"HTTP/1.1 400 Bad Request\r\n\r\n"[..], true),
         (b"\x01\0\0\0\0", true),
@@ -117,8 +121,9 @@ fn a_listener_that_is_no_daemon_is_not_believed() {
     }
 }
 
+/// The hello contains process id, program name and claim.
 #[test]
-fn the_hello_tells_who_comes() {
+fn hello_identifies_process() {
     let fake = Fake::start();
     let options = EnrollOptions {
         claim: Claim::Spawned { epid: 31 },
@@ -135,8 +140,9 @@ fn the_hello_tells_who_comes() {
     assert_eq!(hello.claim, Claim::Spawned { epid: 31 });
 }
 
+/// The death of the daemon ends all waits; messages that have arrived can still be received.
 #[test]
-fn when_the_daemon_dies_every_wait_ends_and_arrived_messages_stay() {
+fn daemon_death_ends_waits_and_keeps_messages() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     b.send(message(a.tid(), 1, "kept")).expect("sent");
@@ -175,8 +181,9 @@ fn when_the_daemon_dies_every_wait_ends_and_arrived_messages_stay() {
     assert!(a.why_lost().contains("daemon"), "{}", a.why_lost());
 }
 
+/// The death of the daemon ends a send that waits for the socket.
 #[test]
-fn a_sender_that_waits_for_the_socket_learns_that_the_daemon_is_dead() {
+fn daemon_death_ends_blocked_send() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     fake.stall(a.tid(), true);
@@ -192,8 +199,9 @@ fn a_sender_that_waits_for_the_socket_learns_that_the_daemon_is_dead() {
     fake.stall(a.tid(), false);
 }
 
+/// Malformed frames from the daemon end the connection with a reason.
 #[test]
-fn nonsense_from_the_daemon_ends_the_connection_with_a_reason() {
+fn malformed_frames_end_connection() {
     let nonsense: [&[u8]; 4] = [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff\xff\xff\xff",
@@ -216,8 +224,9 @@ fn nonsense_from_the_daemon_ends_the_connection_with_a_reason() {
     }
 }
 
+/// Replies without a request and notices about unknown tasks are ignored.
 #[test]
-fn answers_to_nobody_and_frames_for_others_change_nothing() {
+fn stray_control_frames_are_ignored() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     fake.reply(a.tid(), sempa_proto::RequestId(99), Reply::Done);
@@ -232,11 +241,12 @@ fn answers_to_nobody_and_frames_for_others_change_nothing() {
     assert_eq!(next(&a).tag, 4);
 }
 
+/// An exit writes all sent messages before the exit request.
 #[test]
-fn leaving_hands_over_all_that_was_sent_before_it_says_so() {
+fn exit_flushes_all_messages_first() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
-    // Nothing is acknowledged: only a lifted window lets all of it out.
+    // No fragment is acknowledged, so only lifting the window lets all of them out.
     fake.quiesce(b.tid(), 1);
     fake.has_let_go(b.tid(), 1);
     send_numbered(&a, b.tid(), 0..1000);
@@ -261,8 +271,9 @@ fn leaving_hands_over_all_that_was_sent_before_it_says_so() {
     assert_eq!(next(&b).body.len(), 3 * WINDOW_BYTES_MAX);
 }
 
+/// Messages that have arrived can be received after the exit.
 #[test]
-fn arrived_messages_can_be_received_after_leaving() {
+fn messages_can_be_received_after_exit() {
     let fake = Fake::start();
     let task = fake.join();
     task.send(message(task.tid(), 3, "")).expect("sent");
@@ -271,8 +282,9 @@ fn arrived_messages_can_be_received_after_leaving() {
     assert_eq!(task.exit(), Err(PvmError::SysErr));
 }
 
+/// Dropping the last clone of the runtime writes all sent messages.
 #[test]
-fn the_last_clone_hands_over_what_was_sent() {
+fn dropping_last_clone_flushes_messages() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     fake.quiesce(b.tid(), 1);
@@ -288,9 +300,10 @@ fn the_last_clone_hands_over_what_was_sent() {
     assert_eq!(next(&b).body.len(), 3 * WINDOW_BYTES_MAX);
 }
 
-/// Runs `child` in a forked process; its answer is the exit status.
+/// Runs `child` in a forked process and checks that it returns true.
 fn in_child(child: impl FnOnce() -> bool) {
-    // SAFETY: the child ends by `_exit`; what it uses (allocator, std's own locks) is made fit for it by the C library.
+    // SAFETY: the child ends with `_exit`, and the C library keeps the allocator and the locks of
+    // std usable in it.
     match unsafe { fork() }.expect("forked") {
         ForkResult::Child => {
             let good =
@@ -308,14 +321,15 @@ fn in_child(child: impl FnOnce() -> bool) {
     }
 }
 
+/// A forked child is not a task, but can enroll as a new one.
 #[test]
-fn a_forked_child_is_no_task_and_may_become_one_of_its_own() {
+fn forked_child_can_enroll_as_new_task() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     let fd = a.socket_fd().expect("connected");
     in_child(|| {
         let closed = nix::fcntl::fcntl(
-            // SAFETY: only asks whether the number is open.
+            // SAFETY: the call only checks whether the number is an open descriptor.
             unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) },
             nix::fcntl::FcntlArg::F_GETFD,
         );
@@ -343,14 +357,15 @@ fn a_forked_child_is_no_task_and_may_become_one_of_its_own() {
     assert_eq!(next(&b).tag, 8);
 }
 
+/// Messages are received even if their sender ends without exit or destructors.
 #[test]
-fn what_was_sent_survives_a_sudden_end() {
+fn sent_messages_survive_sudden_exit() {
     let fake = Fake::start();
     let b = fake.join();
     in_child(|| {
         let own = fake.join();
         send_numbered(&own, b.tid(), 0..100);
-        // No exit, no destructor.
+        // The process ends without exit or destructors.
         true
     });
     let from = fake
@@ -363,8 +378,9 @@ fn what_was_sent_survives_a_sudden_end() {
     expect_numbered(&b, from, 0..100);
 }
 
+/// A process that ends normally without leaving still writes more than a window of messages.
 #[test]
-fn a_normal_end_without_leaving_hands_over_more_than_a_window() {
+fn process_exit_flushes_beyond_window() {
     let fake = Fake::start();
     let b = fake.join();
     fake.quiesce(b.tid(), 1);
@@ -374,7 +390,7 @@ fn a_normal_end_without_leaving_hands_over_more_than_a_window() {
         own.send(message(b.tid(), 2, vec![7; 3 * WINDOW_BYTES_MAX]))
             .expect("sent");
         std::mem::forget(own);
-        // SAFETY: `exit` runs the exit hooks; no other thread of this child is in one.
+        // SAFETY: `exit` runs the exit hooks, and no other thread of this child runs one.
         unsafe { libc::exit(0) }
     });
     fake.wake(1);

@@ -1,5 +1,5 @@
-//! A daemon as small as tests need: it seats tasks, forwards link frames, keeps what comes for a task that is being moved,
-//! and writes down the rest.
+//! Minimal daemon for tests: enrolls tasks, forwards link frames, queues frames for a migrating
+//! task, and logs all other frames.
 
 use super::{PATIENCE, until};
 use crate::runtime::{EnrollOptions, Runtime};
@@ -25,30 +25,30 @@ use std::thread;
 use std::time::Instant;
 use tempfile::TempDir;
 
-/// Bytes to write, and descriptors that go with them.
+/// Bytes to write, with the descriptors to send with them.
 type Parcel = (Bytes, Vec<OwnedFd>);
-/// Who said to whom a word between tasks, the word, and copies of the descriptors that came with it.
+/// Recorded route message: sender, receiver, message, and copies of its descriptors.
 pub(super) type Kept = (Tid, Tid, RouteWord, Vec<OwnedFd>);
 type Answer = Box<dyn Fn(Tid, &Request) -> Option<Reply> + Send>;
 type Detour = Box<dyn Fn(SocketAddr) -> SocketAddr + Send>;
 
-/// What came for a task while it had no connection.
+/// Frame for a task that has no connection.
 enum Held {
     Parcel(Parcel),
-    /// Whether the two are near each other, only the moment of its return says.
+    /// Whether both tasks are on the same host is decided when the task returns.
     Route {
         from: Tid,
         word: RouteWord,
     },
 }
 
-/// One task as the daemon sees it.
+/// State of one task at the daemon.
 #[derive(Default)]
 pub(super) struct Seat {
     stream: Option<UnixStream>,
     out: Option<Sender<Parcel>>,
     held: Vec<Held>,
-    /// It was told to let go: keep everything.
+    /// A quiesce request was sent: all frames are queued.
     holding: bool,
     stalled: bool,
     pub(super) closed: bool,
@@ -61,7 +61,7 @@ impl Seat {
 
     fn give_with(&mut self, bytes: Bytes, descriptors: Vec<OwnedFd>) {
         match &self.out {
-            // A connection that broke takes nothing more; that is the task's loss.
+            // A broken connection loses frames; only its task is affected.
             Some(out) if !self.holding => drop(out.send((bytes, descriptors))),
             _ if self.closed => {}
             _ => self.held.push(Held::Parcel((bytes, descriptors))),
@@ -76,18 +76,19 @@ impl Seat {
 #[derive(Default)]
 pub(super) struct Net {
     pub(super) seats: HashMap<Tid, Seat>,
-    /// Everything that is no link frame, as it came.
+    /// All control frames, in order of arrival.
     pub(super) log: Vec<(Tid, ToDaemon)>,
     pub(super) hellos: Vec<Hello>,
     pub(super) rm: Option<RmInfo>,
     pub(super) refuse: Option<String>,
-    /// Link frames vanish.
+    /// Link frames are dropped.
     pub(super) lossy: bool,
-    /// Tasks may have rings; otherwise their offers are refused as if they ran on different hosts.
+    /// The tasks count as being on the same host and may have rings. Otherwise their offers are
+    /// refused.
     pub(super) near: bool,
-    /// What tasks say to each other, kept when there is a list.
+    /// Recorded route messages, if recording is enabled.
     pub(super) kept: Option<Vec<Kept>>,
-    /// Where those who connect to a task are sent instead.
+    /// Rewrites the addresses in offers of direct routes, to insert a proxy.
     pub(super) detour: Option<Detour>,
     answer: Option<Answer>,
     locals: u32,
@@ -98,7 +99,7 @@ pub(super) struct Shared {
     changed: Condvar,
 }
 
-/// The daemon; ends with its listener when dropped.
+/// The fake daemon. Dropping it closes its connections.
 pub(super) struct Fake {
     pub(super) dir: TempDir,
     shared: Arc<Shared>,
@@ -143,7 +144,7 @@ impl Fake {
         self.shared.net.lock().expect("no panic under the lock")
     }
 
-    /// How requests are answered; those it does not answer stay open.
+    /// Sets the function that answers requests; those for which it returns `None` stay open.
     pub(super) fn answer(&self, answer: impl Fn(Tid, &Request) -> Option<Reply> + Send + 'static) {
         self.net().answer = Some(Box::new(answer));
     }
@@ -164,14 +165,14 @@ impl Fake {
             .give(bytes.into());
     }
 
-    /// Waits for an entry of the log.
+    /// Waits for a log entry for which `f` returns a value.
     pub(super) fn logged<R>(&self, what: &str, f: impl Fn(Tid, &ToDaemon) -> Option<R>) -> R {
         until(what, || {
             self.net().log.iter().find_map(|(tid, said)| f(*tid, said))
         })
     }
 
-    /// Waits for a request and answers its id.
+    /// Waits for a request and returns its id.
     pub(super) fn asked(&self, what: &str, f: impl Fn(&Request) -> bool) -> RequestId {
         self.logged(what, |_, said| match said {
             ToDaemon::Request { id, what } if f(what) => Some(*id),
@@ -179,7 +180,7 @@ impl Fake {
         })
     }
 
-    /// From now on the daemon does not read from this task, or reads again.
+    /// Stops or resumes reading from this task.
     pub(super) fn stall(&self, tid: Tid, stalled: bool) {
         self.net().seats.get_mut(&tid).expect("seated").stalled = stalled;
         self.shared.changed.notify_all();
@@ -189,7 +190,7 @@ impl Fake {
         self.dir.path().join(format!("resume-{migration}"))
     }
 
-    /// Orders a task to let go; from here on nothing is sent to it.
+    /// Sends a quiesce request to a task; from here on frames for it are queued.
     pub(super) fn quiesce(&self, tid: Tid, migration: u64) {
         let tokens = vec![self.dir.path().join("nowhere"), self.token(migration)];
         let order = ToTask::Quiesce {
@@ -202,7 +203,7 @@ impl Fake {
         seat.holding = true;
     }
 
-    /// Waits until it has let go.
+    /// Waits until the task has quiesced.
     pub(super) fn has_let_go(&self, tid: Tid, migration: u64) {
         self.logged("letting go", |who, said| {
             let wanted = MigrationId(migration);
@@ -213,7 +214,7 @@ impl Fake {
         });
     }
 
-    /// Wakes it, here.
+    /// Writes the token file, so that the quiesced task reconnects to this daemon.
     pub(super) fn wake(&self, migration: u64) {
         self.wake_with(migration, MigrationId(migration), self.socket());
     }
@@ -225,7 +226,7 @@ impl Fake {
         std::fs::rename(temporary, self.token(file)).expect("renamed");
     }
 
-    /// The daemon dies, as far as this task can see.
+    /// Closes the connection to a task, as if the daemon had died.
     pub(super) fn hang_up(&self, tid: Tid) {
         let net = self.net();
         let stream = net.seats[&tid].stream.as_ref().expect("connected");
@@ -300,7 +301,7 @@ fn serve(shared: &Shared, stream: UnixStream) {
     seat.closed = !seat.holding;
 }
 
-/// Answers a hello; `None` when it was refused.
+/// Answers a hello; `None` if the task was refused.
 fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
     let mut writing = stream.try_clone().expect("a descriptor");
     let mut net = shared.net.lock().expect("no panic under the lock");
@@ -419,7 +420,8 @@ fn route_frame(from: Tid, near: bool, word: RouteWord) -> Bytes {
     encode_control(&ToTask::Route { from, near, word }).expect("small")
 }
 
-/// A word from one task to another. One with descriptors goes to a task that is near and listens, or comes to nothing.
+/// Forwards a route message. A message with descriptors reaches only a connected task on the same
+/// host; otherwise its sender gets a refusal or a migration notice, or nothing.
 fn pass_on(net: &mut Net, from: Tid, to: Tid, mut word: RouteWord, descriptors: Vec<OwnedFd>) {
     let near = net.near;
     if let Some(kept) = &mut net.kept {

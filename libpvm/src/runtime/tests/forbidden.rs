@@ -1,5 +1,5 @@
-//! Where the kernel refuses what rings and stores need, messages go all the same: in a process of its own, because what it
-//! forbids itself is for life.
+//! Tests that messages still arrive where the kernel refuses what rings and pools need. They use
+//! processes of their own, because a process cannot undo the restrictions.
 #![allow(unsafe_code)] // What a process forbids itself has no safe form.
 
 use super::fake::Fake;
@@ -11,10 +11,11 @@ use sempa_proto::Tid;
 use sempa_proto::task::{AtEnd, Claim};
 use std::process::{Command, Stdio};
 
-/// Longer than a store is lent from.
+/// Larger than the minimum size for a lease.
 const LARGE: usize = 1 << 20;
 
-/// From now on this thread, and those that it starts, get EPERM for a call of the kernel; `second`: only with this second argument.
+/// Makes a system call fail with EPERM in this thread and the threads that it starts. With
+/// `second`, only calls with this second argument fail.
 fn refuse(call: libc::c_long, second: Option<u32>) {
     const fn step(code: u32, jump: u8, k: u32) -> libc::sock_filter {
         libc::sock_filter {
@@ -34,7 +35,8 @@ fn refuse(call: libc::c_long, second: Option<u32>) {
         step(equal, if second.is_some() { 3 } else { 1 }, call as u32),
     ];
     if let Some(second) = second {
-        // Behind the number, the architecture and the place of the call, and the first argument.
+        // Offset of the second argument in `seccomp_data`: number, architecture, instruction
+        // pointer and first argument come before it.
         steps.extend([step(load, 0, 24), step(equal, 1, second)]);
     }
     steps.push(step(
@@ -47,7 +49,7 @@ fn refuse(call: libc::c_long, second: Option<u32>) {
         len: steps.len() as u16,
         filter: steps.as_mut_ptr(),
     };
-    // SAFETY: the kernel reads the program, which lives through the call, and nothing else.
+    // SAFETY: the kernel only reads the program, which lives through the call.
     let done = unsafe {
         libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1u64, 0u64, 0u64, 0u64) == 0
             && libc::prctl(
@@ -59,7 +61,7 @@ fn refuse(call: libc::c_long, second: Option<u32>) {
     assert!(done, "a filter: {}", std::io::Error::last_os_error());
 }
 
-/// Not a test of its own: what the process does that goes without.
+/// Helper process of other tests: exchanges messages under a restriction.
 #[test]
 #[ignore = "run by the tests of what is forbidden"]
 fn goes_without() {
@@ -142,19 +144,23 @@ fn messages_go_without(what: &str) {
     assert!(other.wait().expect("it ends").success(), "without {what}");
 }
 
+/// Messages arrive if the kernel refuses to create shared memory.
 #[test]
-fn messages_go_though_the_kernel_refuses_memory_to_share() {
+fn messages_arrive_without_shared_memory() {
     messages_go_without("memory");
 }
 
+/// Messages arrive if the kernel refuses to seal memory.
 #[test]
-fn messages_go_though_the_kernel_refuses_to_seal() {
+fn messages_arrive_without_seals() {
     messages_go_without("seals");
 }
 
+/// Messages arrive, and no process is killed, under a file size limit below the size of a ring or a
+/// pool.
 #[test]
-fn messages_go_and_nobody_dies_where_files_may_not_be_as_long_as_a_ring_or_a_store() {
-    // Only a bell; a ring, too, but no store.
+fn messages_arrive_under_file_size_limit() {
+    // The first limit allows only a doorbell; the second allows a ring, too, but no pool.
     ["65536", "2097152"]
         .into_iter()
         .for_each(messages_go_without);

@@ -1,4 +1,5 @@
-//! A task that scribbles in what it shares, or dies in the middle of writing there, harms its own conversations only.
+//! Tests with a hostile task that corrupts shared memory, or dies while it writes: only its own
+//! links are affected.
 
 use super::fake::{Fake, Kept};
 use super::rings::{near, pair};
@@ -15,14 +16,14 @@ use sempa_ring::store::OwnStore;
 use std::os::fd::OwnedFd;
 use std::process::{Command, Stdio};
 
-/// Where the words of the two rings of a pair lie, and how far apart they are: `tail`, `head`, then `starved`, `closed` and
-/// `returned`.
+/// Layout of the control words of the two rings of a pair: their distance, and the offsets of
+/// `head`, `starved`, `closed` and `returned`; `tail` is at offset 0.
 const WORDS_BYTES: u64 = 384;
 const HEAD: u64 = 128;
 const STARVED: u64 = 256;
 const CLOSED: u64 = 260;
 const RETURNED: u64 = 264;
-/// Where the data of the first ring begins.
+/// Offset of the data of the first ring.
 const DATA: u64 = 4096;
 
 struct Dice(u64);
@@ -36,7 +37,8 @@ impl Dice {
         (self.0 >> 33) % below
     }
 
-    /// Small numbers and the largest ones are frequent: those are what lengths and positions break on.
+    /// Returns small numbers and very large ones most often, because they are critical for lengths
+    /// and positions.
     fn word(&mut self) -> u64 {
         match self.roll(4) {
             0 => self.roll(2),
@@ -51,7 +53,7 @@ fn put(fd: &OwnedFd, at: u64, bytes: &[u8]) {
     pwrite(fd, bytes, i64::try_from(at).expect("small")).expect("such memory can be written to");
 }
 
-/// A record that looks like one: the right head, and of what a link says, or lends, whatever comes.
+/// Returns a record with a valid header and random link or lease contents.
 fn record(dice: &mut Dice) -> Vec<u8> {
     let kind = match dice.roll(3) {
         0 => LinkKind::Data {
@@ -79,7 +81,7 @@ fn record(dice: &mut Dice) -> Vec<u8> {
     bytes
 }
 
-/// Scribbles once in the memory of a pair.
+/// Corrupts the memory of a pair of rings once.
 fn scribble_in_rings(dice: &mut Dice, fd: &OwnedFd) {
     let words = dice.roll(2) * WORDS_BYTES;
     match dice.roll(9) {
@@ -94,7 +96,7 @@ fn scribble_in_rings(dice: &mut Dice, fd: &OwnedFd) {
             &dice.word().to_le_bytes(),
         ),
         _ => {
-            // Behind what was written last, and the word that says so.
+            // Writes a record after the last one, and advances the tail past it.
             let (ring, ring_bytes) = (dice.roll(2), (PAIR_BYTES as u64 - DATA) / 2);
             let mut tail = [0; 8];
             assert_eq!(pread(fd, &mut tail, (ring * WORDS_BYTES) as i64), Ok(8));
@@ -107,7 +109,8 @@ fn scribble_in_rings(dice: &mut Dice, fd: &OwnedFd) {
     }
 }
 
-/// What a task that breaks the rules has in its hands by now: rings of its own, and everybody's bells.
+/// Corrupts one piece of memory that the hostile task can write: the rings that it shares, or a
+/// doorbell.
 fn scribble(fake: &Fake, dice: &mut Dice, from: Tid, bells: bool) {
     let net = fake.net();
     let all = net.kept.iter().flatten();
@@ -117,7 +120,7 @@ fn scribble(fake: &Fake, dice: &mut Dice, from: Tid, bells: bool) {
     if mine.is_empty() {
         return;
     }
-    // The latest are in use.
+    // The most recent ones are in use.
     let (_, _, word, fds) = mine[mine.len() - 1 - dice.roll(mine.len().min(4) as u64) as usize];
     match word {
         RouteWord::RingOffer { .. } if !bells => scribble_in_rings(dice, &fds[0]),
@@ -128,23 +131,23 @@ fn scribble(fake: &Fake, dice: &mut Dice, from: Tid, bells: bool) {
                 dice.roll(BELL_BYTES as u64 / 8) * 8,
                 &dice.word().to_le_bytes(),
             );
-            // The words that count are the first ones.
+            // The most important words are the first ones.
             put(bell, dice.roll(4) * 4, &(dice.word() as u32).to_le_bytes());
         }
         _ => {}
     }
 }
 
-/// Scribbles until rings have broken several times, and new ones have come.
+/// Corrupts memory until several rings have failed and new ones have been set up.
 fn scribble_on(fake: &Fake, bad: &Runtime, victims: [Tid; 2]) {
     const RINGS: usize = 8;
-    /// Each may cost a second: what wakes a sleeper may be gone.
+    /// Number of corrupted doorbells. Each may delay a wake-up by a second.
     const BELLS: u64 = 10;
     let (mut dice, mut rounds, mut bells) = (Dice(3), 0u64, 0);
     until("broken rings", || {
         for _ in 0..20 {
             rounds += 1;
-            // So that there are rings again, and stores that others read in.
+            // Messages make the tasks set up rings again, and large ones make them use pools.
             let len = if rounds.is_multiple_of(50) {
                 300_000
             } else {
@@ -164,8 +167,9 @@ fn scribble_on(fake: &Fake, bad: &Runtime, victims: [Tid; 2]) {
     });
 }
 
+/// A task that corrupts all memory it shares does not affect the messages between other tasks.
 #[test]
-fn a_task_that_scribbles_in_everything_it_shares_harms_nobody_elses_conversation() {
+fn corrupted_shared_memory_affects_own_links_only() {
     const NUMBERS: u32 = 10_000;
     let fake = near();
     fake.net().kept = Some(Vec::new());
@@ -193,7 +197,7 @@ fn a_task_that_scribbles_in_everything_it_shares_harms_nobody_elses_conversation
                     scope.spawn(move || expect_numbered(one, other.tid(), wanted));
                 }
             });
-            // What the bad one has sent, whatever it is.
+            // Drops whatever the hostile task has sent.
             for task in [&a, &b] {
                 task.inbox_try(&mut |inbox| {
                     while inbox.take_first(|m| m.src == bad.tid()).is_some() {}
@@ -206,8 +210,9 @@ fn a_task_that_scribbles_in_everything_it_shares_harms_nobody_elses_conversation
     });
 }
 
+/// A message in a ring is received even if a hostile task has cleared the doorbell.
 #[test]
-fn what_lies_in_a_ring_is_found_though_somebody_has_wiped_the_bell() {
+fn ring_is_read_despite_cleared_doorbell() {
     let fake = near();
     fake.net().kept = Some(Vec::new());
     let (a, b) = pair(&fake);
@@ -220,16 +225,17 @@ fn what_lies_in_a_ring_is_found_though_somebody_has_wiped_the_bell() {
             .filter_map(|(_, _, _, fds)| fds.last());
         bells.for_each(|bell| put(bell, from, bytes));
     };
-    // From here on it expects to hear by the ring.
+    // From here on the next message is expected through the ring.
     a.send(message(b.tid(), 0, "")).expect("sent");
     assert_eq!(next(&b).tag, 0);
     for n in 1..4 {
         std::thread::scope(|scope| {
             let hearing = scope.spawn(|| next(&b));
             until("a sleeper", || b.0.shared.lock().is_awaited().then_some(()));
-            // Nobody sleeps, and the ear has been called already: so the writer wakes nobody.
+            // No thread seems to sleep and the drainer thread seems to be woken, so the writer
+            // wakes no thread.
             wipe(0, &[[0u8; 4], [0; 4], [1, 0, 0, 0], [0; 4]].concat());
-            // As long as this is held the writer cannot ask what has become of it.
+            // While the lock is held, the writer cannot probe.
             let mut held = a.lock().expect("not forked");
             let now = held.now();
             held.core.send(now, message(b.tid(), n, "")).expect("sent");
@@ -239,8 +245,9 @@ fn what_lies_in_a_ring_is_found_though_somebody_has_wiped_the_bell() {
     }
 }
 
+/// The number of pools of one peer is limited.
 #[test]
-fn a_lender_that_offers_one_store_after_the_other_fills_no_table() {
+fn pools_of_one_peer_are_bounded() {
     let fake = near();
     let (a, b) = pair(&fake);
     let stores = |task: &Runtime| {
@@ -268,7 +275,7 @@ fn a_lender_that_offers_one_store_after_the_other_fills_no_table() {
     expect_numbered(&b, a.tid(), 0..200);
 }
 
-/// Not a test of its own: what the killed process does.
+/// Helper process of another test: sends messages until it is killed.
 #[test]
 #[ignore = "run by a_process_that_is_killed_in_the_middle_of_writing_leaves_whole_messages_only"]
 fn writes_without_end() {
@@ -294,8 +301,9 @@ fn writes_without_end() {
     }
 }
 
+/// A process that is killed while it writes leaves only whole messages.
 #[test]
-fn a_process_that_is_killed_in_the_middle_of_writing_leaves_whole_messages_only() {
+fn killed_writer_leaves_whole_messages_only() {
     let fake = near();
     let (a, b) = pair(&fake);
     for round in 0..12 {
@@ -331,7 +339,7 @@ fn a_process_that_is_killed_in_the_middle_of_writing_leaves_whole_messages_only(
         for number in 1..50 + round * 7 {
             whole(number, &next(&a));
         }
-        // It writes all the time: somewhere in the middle of a message.
+        // The process writes continuously, so it is killed in the middle of a message.
         writer.kill().expect("it runs");
         writer.wait().expect("it has ended");
         until("the closed socket", || fake.is_closed(from).then_some(()));

@@ -1,4 +1,5 @@
-//! Large messages between tasks of one host lie in the sender's store.
+//! Tests of zero-copy transfer: large messages between tasks on the same host stay in the sender's
+//! pool.
 
 use super::fake::Fake;
 use super::rings::{near, pair};
@@ -18,12 +19,12 @@ fn large(n: u8) -> Vec<u8> {
         .collect()
 }
 
-/// How many messages `task` has lent to `peer`.
+/// Returns the number of messages that `task` has leased to `peer`.
 fn lent(task: &Runtime, peer: Tid) -> usize {
     task.lock().expect("not forked").core.near.lent_to(peer)
 }
 
-/// Two tasks, of which the first can lend to the second.
+/// Returns two tasks; the second has the pool of the first.
 fn lenders(fake: &Fake) -> (Runtime, Runtime) {
     let (a, b) = pair(fake);
     let mut n = 0;
@@ -37,8 +38,10 @@ fn lenders(fake: &Fake) -> (Runtime, Runtime) {
     (a, b)
 }
 
+/// A large message is read in the sender's pool, and its block is reused after the lease has been
+/// returned.
 #[test]
-fn a_large_message_is_read_where_the_sender_put_it_and_the_place_is_used_again() {
+fn pool_blocks_are_leased_and_reused() {
     let fake = near();
     let (a, b) = lenders(&fake);
     let held: Vec<Message> = (0..5)
@@ -66,8 +69,9 @@ fn a_large_message_is_read_where_the_sender_put_it_and_the_place_is_used_again()
     );
 }
 
+/// A receiver that keeps all messages gets copies when the pool is full.
 #[test]
-fn a_receiver_that_keeps_everything_gets_copies_when_the_store_is_full() {
+fn full_pool_falls_back_to_copies() {
     let fake = near();
     let (a, b) = lenders(&fake);
     let held: Vec<Message> = (0..200)
@@ -82,8 +86,9 @@ fn a_receiver_that_keeps_everything_gets_copies_when_the_store_is_full() {
     assert!(lent(&a, b.tid()) <= 64);
 }
 
+/// A message to several tasks uses one block of the pool.
 #[test]
-fn one_message_to_many_is_copied_once() {
+fn multicast_uses_one_block() {
     let fake = near();
     let a = fake.join();
     let others: Vec<Runtime> = (0..4).map(|_| fake.join()).collect();
@@ -113,7 +118,7 @@ fn one_message_to_many_is_copied_once() {
     );
 }
 
-/// A task and others that have rings to it and read in its store.
+/// Returns a task and others that have rings to it and its pool.
 fn lender_to(fake: &Fake, count: usize) -> (Runtime, Vec<Runtime>, Vec<Tid>) {
     let a = fake.join();
     let others: Vec<Runtime> = (0..count).map(|_| fake.join()).collect();
@@ -129,7 +134,8 @@ fn lender_to(fake: &Fake, count: usize) -> (Runtime, Vec<Runtime>, Vec<Tid>) {
     (a, others, tids)
 }
 
-/// Five of seven let go of a task that does not know it yet and multicasts to all of them.
+/// Quiesces five of seven receivers and then multicasts to all seven; the sender does not know yet
+/// that they quiesced.
 fn to_many_of_whom_five_have_gone(fake: &Fake, a: &Runtime, tids: &[Tid]) {
     let mut held = a.lock().expect("not forked");
     for (tid, migration) in tids[1..6].iter().zip(1..) {
@@ -142,8 +148,9 @@ fn to_many_of_whom_five_have_gone(fake: &Fake, a: &Runtime, tids: &[Tid]) {
         .expect("sent");
 }
 
+/// A pool that is dropped during a multicast loses no message, neither new nor leased.
 #[test]
-fn a_store_that_is_given_up_while_a_message_goes_to_many_takes_nobody_along() {
+fn pool_dropped_during_multicast_loses_nothing() {
     let fake = near();
     let (a, others, tids) = lender_to(&fake, 7);
     let held: Vec<Message> = others[1..6]
@@ -192,8 +199,9 @@ fn a_store_that_is_given_up_while_a_message_goes_to_many_takes_nobody_along() {
     });
 }
 
+/// A block that several receivers took with them counts as lost only once.
 #[test]
-fn one_message_that_five_have_taken_away_is_lost_once() {
+fn block_lost_to_many_counts_once() {
     let fake = near();
     let (a, others, tids) = lender_to(&fake, 7);
     a.send_to_many(&message(Tid::NONE, 1, vec![1; 8 << 20]), &tids)
@@ -214,7 +222,7 @@ fn one_message_that_five_have_taken_away_is_lost_once() {
         .for_each(|other| assert_eq!(next(other).tag, 3));
 }
 
-/// All threads that this one makes from now on share a processor with it.
+/// Pins this thread, and the threads that it creates from here on, to one CPU.
 fn on_one_processor() {
     let here = nix::sched::sched_getcpu().expect("this is Linux");
     let mut set = nix::sched::CpuSet::new();
@@ -222,8 +230,9 @@ fn on_one_processor() {
     nix::sched::sched_setaffinity(nix::unistd::Pid::from_raw(0), &set).expect("ours");
 }
 
+/// Peers whose wake-up was deferred are woken even if the sender makes no further call.
 #[test]
-fn peers_that_are_left_asleep_are_woken_though_their_sender_goes_on_and_says_nothing() {
+fn deferred_wakes_happen_without_sender() {
     const ROUNDS: usize = 100;
     on_one_processor();
     let fake = near();
@@ -244,7 +253,7 @@ fn peers_that_are_left_asleep_are_woken_though_their_sender_goes_on_and_says_not
         for n in 0..ROUNDS {
             a.send_to_many(&message(Tid::NONE, n as i32, large(n as u8)), &tids)
                 .expect("sent");
-            // Whoever looks wakes them: every other time nobody does.
+            // Locking the state wakes the peers, so only every other round does it.
             if n % 2 == 0 {
                 let held = a.lock().expect("not forked");
                 if held.core.near.has_put_off() {
@@ -265,14 +274,15 @@ fn peers_that_are_left_asleep_are_woken_though_their_sender_goes_on_and_says_not
     assert!(left_asleep > 0, "nobody was left asleep");
 }
 
+/// Leased messages stay intact when either side migrates.
 #[test]
-fn messages_in_hand_stay_whole_through_moves_of_either_side() {
+fn leased_messages_survive_migrations() {
     let fake = near();
     for round in 1..=6u64 {
         let (a, b) = lenders(&fake);
         a.send(message(b.tid(), 1, large(1))).expect("sent");
         let held = next(&b);
-        // This one is borrowed, too, and waits.
+        // This message is leased, too, and not received yet.
         a.send(message(b.tid(), 2, large(2))).expect("sent");
         let moved = if round % 2 == 0 { &a } else { &b };
         let stays = if round % 2 == 0 { &b } else { &a };
@@ -283,7 +293,7 @@ fn messages_in_hand_stay_whole_through_moves_of_either_side() {
             sempa_proto::task::ToTask::PeerMoved { tid: moved.tid() },
         );
         fake.wake(round);
-        // Whatever the lender writes from now on.
+        // Later messages must not change it.
         send_numbered(&a, b.tid(), 0..50);
         assert_eq!(held.body[..], large(1));
         let waiting = next(&b);
@@ -296,8 +306,9 @@ fn messages_in_hand_stay_whole_through_moves_of_either_side() {
     }
 }
 
+/// Leased messages stay intact when the sender ends.
 #[test]
-fn a_lender_that_ends_leaves_what_it_has_lent() {
+fn leased_messages_survive_end_of_sender() {
     let fake = near();
     let (a, b) = lenders(&fake);
     a.send(message(b.tid(), 1, large(1))).expect("sent");
@@ -315,14 +326,15 @@ fn a_lender_that_ends_leaves_what_it_has_lent() {
     );
 }
 
+/// Preparing a fork copies leased messages into private memory.
 #[test]
-fn what_a_fork_takes_along_is_no_loan_any_more() {
+fn fork_turns_leases_into_private_memory() {
     let fake = near();
     let (a, b) = lenders(&fake);
     a.send(message(b.tid(), 1, large(1))).expect("sent");
     let held = next(&b);
     b.prepare_for_fork();
-    // A forked child has the same memory; what the lender writes from now on must not reach it.
+    // A forked child shares this memory, so later messages of the sender must not change it.
     for n in 2..40 {
         a.send(message(b.tid(), n, large(n as u8))).expect("sent");
         let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == n);

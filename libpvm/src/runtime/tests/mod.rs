@@ -1,4 +1,5 @@
-//! The runtime against a daemon made for tests: several tasks in one process, real sockets, real threads.
+//! Tests of the runtime with a fake daemon: several tasks in one process, real sockets, real
+//! threads.
 
 mod any_route;
 mod direct;
@@ -19,10 +20,10 @@ use sempa_proto::message::{CTX_BASE, ENC_XDR, Message};
 use sempa_proto::{PvmError, Tid};
 use std::time::{Duration, Instant};
 
-/// Longer than any loaded machine needs.
+/// Timeout of every wait; longer than any loaded machine needs.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Waits until `f` answers.
+/// Calls `f` until it returns a value.
 pub(super) fn until<R>(what: &str, mut f: impl FnMut() -> Option<R>) -> R {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -46,7 +47,7 @@ pub(super) fn message(dst: Tid, tag: i32, body: impl Into<Bytes>) -> Message {
     }
 }
 
-/// The next message, within the test's patience.
+/// Returns the next message; panics after [`PATIENCE`].
 pub(super) fn next(task: &Runtime) -> Message {
     let first = &mut |inbox: &mut Inbox| inbox.take_first(|_| true);
     task.inbox_wait(Some(Instant::now() + PATIENCE), first)
@@ -54,7 +55,7 @@ pub(super) fn next(task: &Runtime) -> Message {
         .expect("a message in time")
 }
 
-/// Sends `count` numbered messages whose lengths differ.
+/// Sends messages of different lengths, each with its number.
 pub(super) fn send_numbered(task: &Runtime, to: Tid, numbers: std::ops::Range<u32>) {
     for number in numbers {
         let len = 4 + (number as usize * 7919) % 200_000 / (1 + number as usize % 50);
@@ -64,7 +65,7 @@ pub(super) fn send_numbered(task: &Runtime, to: Tid, numbers: std::ops::Range<u3
     }
 }
 
-/// Receives those from one sender, and checks that they are all there, once, in order and whole.
+/// Receives these messages from one sender and checks that all arrive once, in order and undamaged.
 pub(super) fn expect_numbered(task: &Runtime, from: Tid, numbers: std::ops::Range<u32>) {
     for number in numbers {
         let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.src == from);
@@ -77,16 +78,18 @@ pub(super) fn expect_numbered(task: &Runtime, from: Tid, numbers: std::ops::Rang
     }
 }
 
+/// Wait ids are positive and differ.
 #[test]
-fn a_fresh_wait_id_is_positive_and_another_one_each_time() {
+fn wait_ids_are_positive_and_unique() {
     let fake = fake::Fake::start();
     let task = fake.join();
     let wids: std::collections::HashSet<i32> = (0..100).map(|_| task.next_wid()).collect();
     assert!(wids.len() == 100 && wids.iter().all(|wid| *wid > 0));
 }
 
+/// Sending to an address that is neither a task nor a daemon fails.
 #[test]
-fn an_address_that_is_neither_task_nor_daemon_is_refused() {
+fn invalid_address_is_refused() {
     let fake = fake::Fake::start();
     let task = fake.join();
     for raw in [0, -1, 0x40000, 0x4000_0001] {

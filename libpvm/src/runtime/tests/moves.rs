@@ -1,4 +1,4 @@
-//! A task lets go of its daemon and comes back while everything goes on.
+//! Tests of migrations: a task quiesces and reconnects without losing anything.
 
 use super::fake::Fake;
 use super::{expect_numbered, message, next, send_numbered, until};
@@ -9,8 +9,9 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
+/// A task quiesces, reconnects with a resume claim, and keeps its tid.
 #[test]
-fn a_task_lets_go_comes_back_and_keeps_its_id() {
+fn task_keeps_tid_through_migration() {
     let fake = Fake::start();
     let task = fake.join();
     let tid = task.tid();
@@ -30,8 +31,9 @@ fn a_task_lets_go_comes_back_and_keeps_its_id() {
     assert_eq!(task.tid(), tid);
 }
 
+/// Repeated migrations of communicating tasks lose, duplicate and reorder no message.
 #[test]
-fn nothing_is_lost_doubled_or_out_of_order_when_talking_tasks_are_moved_again_and_again() {
+fn repeated_migrations_preserve_messages() {
     let fake = Fake::start();
     let (a, b, c) = (fake.join(), fake.join(), fake.join());
     let done = AtomicBool::new(false);
@@ -64,21 +66,22 @@ fn nothing_is_lost_doubled_or_out_of_order_when_talking_tasks_are_moved_again_an
     });
 }
 
+/// Sends return and requests wait while the task has no connection.
 #[test]
-fn calls_go_on_in_memory_while_there_is_no_connection() {
+fn calls_work_while_quiesced() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     fake.answer(|_, _| Some(Reply::Context(5)));
     fake.quiesce(a.tid(), 3);
     fake.has_let_go(a.tid(), 3);
     thread::scope(|scope| {
-        // Sends return although nothing can leave.
+        // Sends return although nothing can be transmitted.
         send_numbered(&a, b.tid(), 0..100);
         a.send(message(HostId::MASTER.daemon(), -1, "order"))
             .expect("kept");
         a.send(message(a.tid(), 8, "to myself")).expect("delivered");
         assert_eq!(next(&a).tag, 8);
-        // A question and a receive wait, and are answered after the return.
+        // A request and a receive block until the task has reconnected.
         let asking = scope.spawn(|| a.request(Request::NewContext));
         let receiving = scope.spawn(|| next(&a));
         b.send(message(a.tid(), 9, "for later")).expect("sent");
@@ -92,8 +95,9 @@ fn calls_go_on_in_memory_while_there_is_no_connection() {
     });
 }
 
+/// A request that is open at a migration is answered after it.
 #[test]
-fn an_open_question_is_answered_after_the_move() {
+fn open_request_is_answered_after_migration() {
     let fake = Fake::start();
     let task = fake.join();
     thread::scope(|scope| {
@@ -108,8 +112,9 @@ fn an_open_question_is_answered_after_the_move() {
     });
 }
 
+/// The watermarks of a quiesced task report how far each link has sent.
 #[test]
-fn the_marks_say_how_far_each_link_has_sent() {
+fn watermarks_report_sent_fragments() {
     let fake = Fake::start();
     let (a, b, c) = (fake.join(), fake.join(), fake.join());
     (0..3).for_each(|tag| a.send(message(b.tid(), tag, "x")).expect("sent"));
@@ -130,8 +135,10 @@ fn the_marks_say_how_far_each_link_has_sent() {
     fake.wake(5);
 }
 
+/// A redirect that is written into the memory of a quiesced task makes it wait for another
+/// migration's token.
 #[test]
-fn a_library_that_has_let_go_finds_in_its_memory_that_it_is_to_wait_for_another_move() {
+fn redirect_in_memory_changes_awaited_migration() {
     let fake = Fake::start();
     let task = fake.join();
     fake.quiesce(task.tid(), 8);
@@ -164,8 +171,9 @@ fn a_library_that_has_let_go_finds_in_its_memory_that_it_is_to_wait_for_another_
     );
 }
 
+/// Frames that were queued before the quiesce request are written before the last frame.
 #[test]
-fn what_was_queued_before_is_written_before_the_last_word() {
+fn queued_frames_precede_quiesced_frame() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     fake.stall(a.tid(), true);
@@ -176,7 +184,7 @@ fn what_was_queued_before_is_written_before_the_last_word() {
                 .filter(|full| *full)
         });
         fake.quiesce(a.tid(), 6);
-        // The sender is not held up by the move.
+        // The migration does not block the sender.
         sending.join().expect("sent");
         fake.stall(a.tid(), false);
         fake.has_let_go(a.tid(), 6);
@@ -186,8 +194,9 @@ fn what_was_queued_before_is_written_before_the_last_word() {
     expect_numbered(&b, a.tid(), 0..400);
 }
 
+/// A token of another migration and a malformed token are ignored.
 #[test]
-fn a_token_of_another_move_or_of_garbage_is_ignored() {
+fn foreign_and_malformed_tokens_are_ignored() {
     let fake = Fake::start();
     let task = fake.join();
     fake.quiesce(task.tid(), 7);
@@ -195,7 +204,8 @@ fn a_token_of_another_move_or_of_garbage_is_ignored() {
     fake.wake_with(7, MigrationId(6), fake.socket());
     let greeted = fake.net().hellos.len();
     std::fs::write(fake.dir.path().join("nowhere"), b"\xff\xff\xff").expect("written");
-    // A look at the tokens takes a millisecond; a hundred of the task's own clock ticks show that it looked.
+    // The task polls for tokens every millisecond. 100 waits of 1 ms in the same process show that
+    // it polled meanwhile.
     for _ in 0..100 {
         task.inbox_wait(
             Some(std::time::Instant::now() + std::time::Duration::from_millis(1)),
@@ -208,8 +218,9 @@ fn a_token_of_another_move_or_of_garbage_is_ignored() {
     until("the return", || task.socket_fd());
 }
 
+/// If the daemon refuses a migrated task, its calls fail with the reason.
 #[test]
-fn a_task_that_is_not_wanted_after_its_move_says_why() {
+fn refusal_after_migration_is_reported() {
     let fake = Fake::start();
     let task = fake.join();
     fake.quiesce(task.tid(), 8);
@@ -227,8 +238,9 @@ fn a_task_that_is_not_wanted_after_its_move_says_why() {
     );
 }
 
+/// An exit during a migration waits for its end.
 #[test]
-fn leaving_waits_for_the_end_of_the_move() {
+fn exit_waits_for_migration() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     fake.quiesce(a.tid(), 9);
@@ -242,8 +254,9 @@ fn leaving_waits_for_the_end_of_the_move() {
     expect_numbered(&b, a.tid(), 0..200);
 }
 
+/// After a peer's migration lost fragments are sent again.
 #[test]
-fn a_moved_peer_is_asked_what_it_has() {
+fn migrated_peer_is_probed() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     fake.net().lossy = true;

@@ -1,4 +1,5 @@
-//! Rings between tasks of one host: they come about by themselves, carry everything, and end without a trace.
+//! Tests of rings between tasks on the same host: automatic setup, transfer of all messages, and
+//! teardown without loss.
 
 use super::fake::Fake;
 use super::{PATIENCE, expect_numbered, message, next, send_numbered, until};
@@ -11,7 +12,7 @@ use sempa_proto::{Message, Micros, Tid};
 use std::os::fd::AsFd;
 use std::time::Instant;
 
-/// A daemon whose tasks may have rings.
+/// Returns a daemon whose tasks count as being on the same host.
 pub(super) fn near() -> Fake {
     let fake = Fake::start();
     fake.net().near = true;
@@ -23,7 +24,7 @@ fn has_ring(task: &Runtime, peer: Tid) -> bool {
         .expect("not forked")
 }
 
-/// Two tasks with a ring between them.
+/// Returns two tasks with a ring between them.
 pub(super) fn pair(fake: &Fake) -> (Runtime, Runtime) {
     let (a, b) = (fake.join(), fake.join());
     for n in 0..3 {
@@ -36,8 +37,10 @@ pub(super) fn pair(fake: &Fake) -> (Runtime, Runtime) {
     (a, b)
 }
 
+/// Two tasks that exchange messages get a ring, and the messages in transit during its setup stay
+/// in order.
 #[test]
-fn tasks_that_talk_get_a_ring_and_what_was_under_way_keeps_its_order() {
+fn ring_setup_keeps_message_order() {
     let fake = near();
     let (a, b) = (fake.join(), fake.join());
     std::thread::scope(|scope| {
@@ -51,8 +54,10 @@ fn tasks_that_talk_get_a_ring_and_what_was_under_way_keeps_its_order() {
     assert!(has_ring(&a, b.tid()) && has_ring(&b, a.tid()));
 }
 
+/// A ring is offered again 30 s after a refusal, 600 s after a refusal by the daemon, and
+/// immediately after a migration.
 #[test]
-fn who_is_far_is_offered_a_ring_rarely_who_has_refused_soon_again_and_who_moves_at_once() {
+fn ring_offers_repeat_after_refusal_windows() {
     let fake = near();
     let task = fake.join();
     let peer = Tid::from_raw(task.tid().raw() + 77);
@@ -86,14 +91,15 @@ fn who_is_far_is_offered_a_ring_rarely_who_has_refused_soon_again_and_who_moves_
     assert_eq!([offers(core, 631), offers(core, 631)], [false, true]);
 }
 
+/// The messages of a peer that exits are received, even if its ring offer was dropped meanwhile.
 #[test]
-fn of_who_leaves_behind_an_offer_that_was_given_up_meanwhile_the_last_words_are_heard() {
-    /// Longer than an offer is waited for.
+fn messages_in_dropped_ring_offer_are_received() {
+    /// More than the timeout of an offer.
     const LATE: Micros = Micros::from_secs(2);
     for gives_up_first in [false, true] {
         let fake = near();
         let (a, b) = (fake.join(), fake.join());
-        // While this is held the word that the offer is accepted does not arrive.
+        // While the lock is held, the acceptance of the offer cannot be handled.
         let mut held = a.lock().expect("not forked");
         let now = held.now();
         for n in 0..2 {
@@ -113,8 +119,9 @@ fn of_who_leaves_behind_an_offer_that_was_given_up_meanwhile_the_last_words_are_
     }
 }
 
+/// Messages through a ring do not go through the daemon.
 #[test]
-fn what_goes_through_a_ring_does_not_pass_the_daemon() {
+fn ring_messages_bypass_daemon() {
     let fake = near();
     let (a, b) = pair(&fake);
     fake.net().lossy = true;
@@ -122,12 +129,13 @@ fn what_goes_through_a_ring_does_not_pass_the_daemon() {
     expect_numbered(&b, a.tid(), 0..500);
 }
 
+/// A thread that sleeps on the daemon's socket is woken by a message through a ring.
 #[test]
-fn who_waits_for_the_daemon_hears_a_ring_all_the_same() {
+fn thread_waiting_at_socket_gets_ring_messages() {
     let fake = near();
     let (a, b) = pair(&fake);
     fake.net().lossy = true;
-    // Far less than all the sleeps together would take, were each of them slept through.
+    // If each sleep lasted until its timeout, this deadline would be exceeded.
     let deadline = Some(Instant::now() + PATIENCE);
     for n in 0..100 {
         b.send(message(Tid::MY_DAEMON, n, "")).expect("sent");
@@ -149,8 +157,9 @@ fn who_waits_for_the_daemon_hears_a_ring_all_the_same() {
     assert!(has_ring(&a, b.tid()) && has_ring(&b, a.tid()));
 }
 
+/// Both tasks can send far more than a ring holds before either receives.
 #[test]
-fn both_send_far_more_than_a_ring_holds_before_either_receives() {
+fn mutual_sends_beyond_ring_size_complete() {
     let fake = near();
     let (a, b) = pair(&fake);
     let body = vec![7u8; 1 << 20];
@@ -166,8 +175,9 @@ fn both_send_far_more_than_a_ring_holds_before_either_receives() {
     }
 }
 
+/// Messages that a task sent through a ring before it exits are received.
 #[test]
-fn a_task_that_leaves_has_sent_what_it_sent() {
+fn exit_loses_no_ring_messages() {
     let fake = near();
     let (a, b) = pair(&fake);
     send_numbered(&a, b.tid(), 0..300);
@@ -176,8 +186,9 @@ fn a_task_that_leaves_has_sent_what_it_sent() {
     expect_numbered(&b, a.tid(), 0..300);
 }
 
+/// Migrations close the rings of the task, and no message is lost.
 #[test]
-fn moves_take_rings_down_and_lose_nothing() {
+fn migrations_close_rings_without_loss() {
     let fake = near();
     let (a, b) = pair(&fake);
     for round in 1..=20u64 {
@@ -197,12 +208,13 @@ fn moves_take_rings_down_and_lose_nothing() {
     }
 }
 
+/// A quiesced task has no shared memory mapped or open, and its leased messages stay readable.
 #[test]
-fn nothing_of_a_ring_is_mapped_or_open_while_a_task_is_moved() {
+fn migrating_task_has_no_shared_memory() {
     let fake = near();
     let (a, b) = pair(&fake);
     let large = vec![5; 1 << 20];
-    // By the second one it is known that the first task lends.
+    // After the first large message the receiver has the sender's pool.
     let held: Vec<_> = std::iter::repeat_with(|| {
         a.send(message(b.tid(), 1, large.clone())).expect("sent");
         next(&b)
@@ -214,7 +226,7 @@ fn nothing_of_a_ring_is_mapped_or_open_while_a_task_is_moved() {
     fake.has_let_go(a.tid(), 1);
     fake.has_let_go(b.tid(), 2);
     let maps = || std::fs::read_to_string("/proc/self/maps").expect("readable");
-    // Other tests of this process may have rings of their own; under a runner with one process for each test none have.
+    // With one process for each test, as under nextest, no other test has rings in this process.
     if std::env::var_os("NEXTEST").is_some() {
         until("no shared memory", || {
             (!maps().contains("sempa-")).then_some(())
@@ -237,8 +249,9 @@ fn nothing_of_a_ring_is_mapped_or_open_while_a_task_is_moved() {
     assert_eq!(next(&b).tag, 9);
 }
 
+/// Messages that a peer wrote to a ring before its death are received.
 #[test]
-fn a_peer_that_dies_in_the_middle_leaves_what_it_had_written() {
+fn messages_of_killed_peer_are_received() {
     let fake = near();
     let (a, b) = pair(&fake);
     send_numbered(&a, b.tid(), 0..50);
@@ -250,8 +263,9 @@ fn a_peer_that_dies_in_the_middle_leaves_what_it_had_written() {
     });
 }
 
+/// Tasks on different hosts get no ring and use their daemons.
 #[test]
-fn tasks_on_different_hosts_go_on_through_their_daemons() {
+fn tasks_on_different_hosts_get_no_ring() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     send_numbered(&a, b.tid(), 0..200);
@@ -259,8 +273,9 @@ fn tasks_on_different_hosts_go_on_through_their_daemons() {
     assert!(!has_ring(&a, b.tid()) && !has_ring(&b, a.tid()));
 }
 
+/// A ring and a pool that were idle for a minute are freed, and set up again when needed.
 #[test]
-fn a_ring_and_a_store_that_nobody_uses_for_a_minute_are_given_back_and_come_again() {
+fn idle_ring_and_pool_are_freed_and_recreated() {
     let fake = near();
     let (a, b) = pair(&fake);
     let large = vec![3; 1 << 20];
@@ -303,13 +318,15 @@ fn a_ring_and_a_store_that_nobody_uses_for_a_minute_are_given_back_and_come_agai
     });
 }
 
-/// How many rings a look at what is here looks at.
+/// Returns the number of rings that a poll checks.
 fn looked_at(task: &Runtime) -> usize {
     task.look(|core| core.near.rung()).expect("not forked")
 }
 
+/// A task that never sleeps stops polling the rings of peers that sent once, and still gets their
+/// next messages.
 #[test]
-fn who_never_sleeps_looks_no_more_at_peers_that_spoke_once() {
+fn polling_skips_quiet_rings() {
     const PEERS: usize = 40;
     let fake = near();
     let a = fake.join();
@@ -321,7 +338,7 @@ fn who_never_sleeps_looks_no_more_at_peers_that_spoke_once() {
         });
         peer.send(message(a.tid(), 1, "")).expect("sent");
     }
-    // From here on it only tries: who sleeps makes all of them ring again.
+    // From here on the task only polls; a sleep would make all writers ring the doorbell again.
     until("all of it", || {
         a.inbox_try(&mut |inbox| {
             (inbox.iter().filter(|m| m.tag == 1).count() == PEERS).then_some(())
@@ -331,7 +348,7 @@ fn who_never_sleeps_looks_no_more_at_peers_that_spoke_once() {
         a.inbox_try(&mut |_| None::<()>);
         (looked_at(&a) <= 4).then_some(())
     });
-    // Each of them is heard again, at once and in order.
+    // Each peer's next message is still received immediately.
     for round in 2..5 {
         for peer in peers.iter().rev() {
             peer.send(message(a.tid(), round, "")).expect("sent");
@@ -343,8 +360,9 @@ fn who_never_sleeps_looks_no_more_at_peers_that_spoke_once() {
     }
 }
 
+/// When the last sender's ring has ended, the next message is expected from the daemon.
 #[test]
-fn when_the_peer_that_spoke_last_has_ended_the_next_word_is_expected_from_the_daemon() {
+fn ended_ring_peer_is_not_expected_to_send() {
     let fake = near();
     let (a, stays) = pair(&fake);
     let ends = fake.join();
@@ -365,8 +383,9 @@ fn when_the_peer_that_spoke_last_has_ended_the_next_word_is_expected_from_the_da
     assert!(!expected() && has_ring(&a, stays.tid()));
 }
 
+/// Only rings that had no space for all frames are in the waiting list.
 #[test]
-fn rings_with_nothing_to_write_are_not_gone_through_when_one_has_room_again() {
+fn only_full_rings_are_in_waiting_list() {
     let fake = near();
     let a = fake.join();
     let others: Vec<Runtime> = (0..5).map(|_| fake.join()).collect();
@@ -379,7 +398,7 @@ fn rings_with_nothing_to_write_are_not_gone_through_when_one_has_room_again() {
     }
     let waiting = || a.look(|core| core.near.waiting()).expect("not forked");
     until("all is written", || (waiting() == 0).then_some(()));
-    // More than a ring and the window hold; its receiver's ear makes room for it.
+    // More than the ring and the window hold; the receiver's drainer thread frees space.
     for n in 0..64 {
         a.send(message(others[2].tid(), n, vec![n as u8; 200_000]))
             .expect("sent");
@@ -392,8 +411,9 @@ fn rings_with_nothing_to_write_are_not_gone_through_when_one_has_room_again() {
     until("all is written", || (waiting() == 0).then_some(()));
 }
 
+/// The ready descriptor becomes readable when a message arrives through a ring.
 #[test]
-fn a_program_that_waits_on_its_descriptor_sees_what_comes_through_a_ring() {
+fn ready_fd_reports_ring_messages() {
     let fake = near();
     let (a, b) = pair(&fake);
     b.ready_fd().expect("a descriptor");

@@ -1,4 +1,4 @@
-//! Requests that a resource manager serves, and what happens when it dies.
+//! Tests of requests that a resource manager serves, and of its death.
 
 use super::fake::Fake;
 use super::{message, next, until};
@@ -32,7 +32,7 @@ fn request() -> SpawnRequest {
     }
 }
 
-/// A resource manager and a task that knows it.
+/// Returns a resource manager and a task that knows it.
 fn pair(fake: &Fake, serves: RmServes) -> (Runtime, Runtime) {
     let rm = fake.join();
     fake.net().rm = Some(RmInfo {
@@ -49,7 +49,7 @@ fn answer(rm: &Runtime, asked: &Message, wid: i32, body: bytes::Bytes) {
     rm.send(reply).expect("answered");
 }
 
-/// Tells a task since when its request waits, and waits until it has heard.
+/// Reports to a task since when its request has waited, and waits until the report has arrived.
 fn waits(rm: &Runtime, task: &Runtime, asked: &Message, since: Option<Micros>) {
     let mut word = message(asked.src, SM_SPAWN_WAITS, pack_waits(since));
     word.wid = asked.wid;
@@ -63,8 +63,9 @@ fn waits(rm: &Runtime, task: &Runtime, asked: &Message, since: Option<Micros>) {
     });
 }
 
+/// A spawn goes to the resource manager, and its answer is returned.
 #[test]
-fn a_spawn_goes_to_the_resource_manager_and_its_answer_comes_back() {
+fn spawn_is_answered_by_rm() {
     let fake = Fake::start();
     let (rm, task) = pair(
         &fake,
@@ -85,13 +86,14 @@ fn a_spawn_goes_to_the_resource_manager_and_its_answer_comes_back() {
         answer(&rm, &asked, asked.wid, pack_tids(&results));
         assert_eq!(spawning.join().expect("ended"), Ok(results.clone()));
     });
-    // What it does not serve goes to the daemon.
+    // Requests that the resource manager does not serve go to the daemon.
     fake.answer(|_, what| (*what == Request::Config).then(|| Reply::Hosts(HostTable::default())));
     assert_eq!(task.config(), Ok(HostTable::default()));
 }
 
+/// An answer with a wrong wait id is accepted, as in PVM.
 #[test]
-fn an_answer_with_a_wrong_wait_id_is_used_all_the_same() {
+fn answer_with_wrong_wait_id_is_accepted() {
     let fake = Fake::start();
     let (rm, task) = pair(&fake, EVERYTHING);
     thread::scope(|scope| {
@@ -119,8 +121,9 @@ fn an_answer_with_a_wrong_wait_id_is_used_all_the_same() {
     });
 }
 
+/// Each of several concurrent calls gets its own answer, in any order.
 #[test]
-fn many_threads_ask_and_each_gets_its_own_answer() {
+fn concurrent_calls_get_their_own_answers() {
     let fake = Fake::start();
     let (rm, task) = pair(&fake, EVERYTHING);
     thread::scope(|scope| {
@@ -159,8 +162,9 @@ fn many_threads_ask_and_each_gets_its_own_answer() {
     });
 }
 
+/// A thread that receives all messages does not get a resource manager's answers.
 #[test]
-fn an_answer_is_not_taken_by_a_thread_that_receives_everything() {
+fn answers_do_not_reach_inbox() {
     let fake = Fake::start();
     let (rm, task) = pair(&fake, EVERYTHING);
     thread::scope(|scope| {
@@ -183,8 +187,9 @@ fn an_answer_is_not_taken_by_a_thread_that_receives_everything() {
     });
 }
 
+/// When the resource manager dies, an open call goes to the daemon.
 #[test]
-fn when_the_resource_manager_dies_the_daemon_is_asked() {
+fn rm_death_redirects_call_to_daemon() {
     let fake = Fake::start();
     let (rm, task) = pair(&fake, EVERYTHING);
     fake.answer(|_, what| {
@@ -202,12 +207,13 @@ fn when_the_resource_manager_dies_the_daemon_is_asked() {
         );
     });
     assert_eq!((task.rm(), task.rm_generation()), (None, generation + 1));
-    // And from then on at once.
+    // Later requests go to the daemon immediately.
     assert_eq!(task.spawn(request()), Ok(vec![Err(PvmError::NoHost); 2]));
 }
 
+/// A spawn that waits for free slots is sent to the next resource manager, with its waiting time.
 #[test]
-fn a_request_that_waits_goes_on_waiting_under_the_next_resource_manager() {
+fn waiting_spawn_continues_at_next_rm() {
     let fake = Fake::start();
     let (rm, task) = pair(&fake, EVERYTHING);
     let other = fake.join();
@@ -248,8 +254,9 @@ fn a_request_that_waits_goes_on_waiting_under_the_next_resource_manager() {
     assert_eq!(task.inbox_try(&mut |inbox| inbox.get(0).cloned()), None);
 }
 
+/// A spawn that stopped waiting before the resource manager died goes to the daemon.
 #[test]
-fn a_request_that_waits_no_more_when_the_resource_manager_dies_is_the_daemons() {
+fn spawn_not_waiting_at_rm_death_goes_to_daemon() {
     let fake = Fake::start();
     let (rm, task) = pair(&fake, EVERYTHING);
     fake.answer(|_, what| {
@@ -269,8 +276,9 @@ fn a_request_that_waits_no_more_when_the_resource_manager_dies_is_the_daemons() 
     });
 }
 
+/// Replacing the resource manager does not repeat an open call.
 #[test]
-fn a_handover_to_another_resource_manager_does_not_repeat_the_question() {
+fn rm_replacement_does_not_repeat_call() {
     let fake = Fake::start();
     let (rm, task) = pair(&fake, EVERYTHING);
     let other = fake.join();
@@ -304,12 +312,12 @@ fn one() -> SpawnRequest {
     }
 }
 
-/// The task spawns one task, the resource manager answers with this one and says where the next ones go.
+/// Spawns one task; the resource manager answers and leases hosts for further spawns.
 fn spawn_with_grant(rm: &Runtime, task: &Runtime, child: Tid, hosts: &[u16], span: Micros) -> i32 {
     spawn_some_with_grant(rm, task, &[child], (hosts, span))
 }
 
-/// The same for a request for several tasks.
+/// As [`spawn_with_grant`], for a request for several tasks.
 fn spawn_some_with_grant(
     rm: &Runtime,
     task: &Runtime,
@@ -342,7 +350,7 @@ fn spawn_some_with_grant(
     })
 }
 
-/// The task spawns, and the resource manager is asked.
+/// Spawns tasks and checks that the resource manager is asked.
 fn spawn_is_asked(rm: &Runtime, task: &Runtime, what: SpawnRequest) {
     thread::scope(|scope| {
         let spawning = scope.spawn(|| task.spawn(what.clone()));
@@ -359,7 +367,7 @@ fn spawn_is_asked(rm: &Runtime, task: &Runtime, what: SpawnRequest) {
 const CHILD: Tid = Tid::from_raw(0x40009);
 const LONG: Micros = Micros::from_secs(3600);
 
-/// A daemon that starts what was granted, except on the third host.
+/// Makes the daemon start leased tasks, except on the third host.
 fn obliging(fake: &Fake) {
     let start = |host: &HostId| match host.index() {
         3 => Err(PvmError::OutOfRes),
@@ -373,8 +381,10 @@ fn obliging(fake: &Fake) {
     });
 }
 
+/// A placement lease serves requests that differ in the arguments only; others go to the resource
+/// manager.
 #[test]
-fn what_was_granted_beforehand_is_asked_of_nobody_and_only_for_requests_like_the_one_before() {
+fn lease_serves_similar_requests_only() {
     let fake = Fake::start();
     let (rm, task) = pair(
         &fake,
@@ -430,8 +440,9 @@ fn what_was_granted_beforehand_is_asked_of_nobody_and_only_for_requests_like_the
     }
 }
 
+/// Of several leased tasks, only those that could not be started go to the resource manager.
 #[test]
-fn of_tasks_that_were_granted_together_those_that_cannot_be_started_there_are_asked_for() {
+fn failed_leased_tasks_go_to_rm() {
     let fake = Fake::start();
     let (rm, task) = pair(
         &fake,
@@ -466,8 +477,10 @@ fn of_tasks_that_were_granted_together_those_that_cannot_be_started_there_are_as
     rest(&[at(4), none], vec![at(4), at(2), none]);
 }
 
+/// The resource manager is asked if a lease has expired, its host fails, or its resource manager
+/// was replaced.
 #[test]
-fn the_resource_manager_is_asked_when_a_grant_is_over_leads_nowhere_or_its_giver_has_gone() {
+fn invalid_lease_falls_back_to_rm() {
     let fake = Fake::start();
     let (rm, task) = pair(
         &fake,
@@ -497,8 +510,9 @@ fn the_resource_manager_is_asked_when_a_grant_is_over_leads_nowhere_or_its_giver
     spawn_is_asked(&other, &task, one());
 }
 
+/// The resource manager's own requests go to the daemon.
 #[test]
-fn the_resource_manager_itself_asks_the_daemon() {
+fn rm_itself_uses_daemon() {
     let fake = Fake::start();
     let task = fake.join();
     fake.answer(|_, what| (*what == Request::Config).then(|| Reply::Hosts(HostTable::default())));
@@ -515,8 +529,9 @@ fn the_resource_manager_itself_asks_the_daemon() {
     assert_eq!(task.config(), Ok(HostTable::default()));
 }
 
+/// A notification request to the resource manager has the documented format.
 #[test]
-fn a_notification_asked_of_the_resource_manager_has_the_documented_form() {
+fn notify_message_has_documented_format() {
     let fake = Fake::start();
     let (rm, task) = pair(&fake, EVERYTHING);
     let tids = vec![Tid::from_raw(0x40005), Tid::from_raw(0x40006)];
@@ -535,8 +550,9 @@ fn a_notification_asked_of_the_resource_manager_has_the_documented_form() {
     );
 }
 
+/// Malformed answers of a resource manager are errors.
 #[test]
-fn nonsense_from_a_resource_manager_is_an_error_and_not_a_panic() {
+fn malformed_rm_answers_are_errors() {
     let fake = Fake::start();
     let (rm, task) = pair(&fake, EVERYTHING);
     let mut negative = Packer::new(Encoding::Xdr);
@@ -565,8 +581,9 @@ fn nonsense_from_a_resource_manager_is_an_error_and_not_a_panic() {
     }
 }
 
+/// A reply of the wrong kind is a protocol error; a failure keeps its code and reason.
 #[test]
-fn an_answer_to_another_question_is_an_error() {
+fn reply_of_wrong_kind_is_an_error() {
     let fake = Fake::start();
     let vm = Vm::over(fake.join());
     fake.answer(|_, _| Some(Reply::Done));
@@ -587,8 +604,9 @@ fn an_answer_to_another_question_is_an_error() {
     );
 }
 
+/// A resource manager's start order goes to the daemon of the host.
 #[test]
-fn an_order_to_start_tasks_goes_to_the_daemon_of_the_host() {
+fn exec_goes_to_daemon_of_host() {
     let fake = Fake::start();
     let vm = Vm::over(fake.join());
     let host = sempa_proto::HostId::new(2).expect("an index");

@@ -1,4 +1,4 @@
-//! Tasks that talk while nothing unusual happens.
+//! Tests of messages and requests between tasks without migrations or failures.
 
 use super::fake::Fake;
 use super::{PATIENCE, expect_numbered, message, next, send_numbered, until};
@@ -10,8 +10,9 @@ use sempa_proto::{HostId, PvmError, Tid};
 use std::thread;
 use std::time::{Duration, Instant};
 
+/// A message arrives with the same header and body.
 #[test]
-fn a_message_arrives_as_it_was_sent() {
+fn message_arrives_unchanged() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     let mut sent = message(b.tid(), 9, "body");
@@ -21,8 +22,9 @@ fn a_message_arrives_as_it_was_sent() {
     assert_eq!(next(&b), sent);
 }
 
+/// A message to the sending task itself does not go through the daemon.
 #[test]
-fn a_message_to_oneself_does_not_leave_the_library() {
+fn message_to_self_stays_in_library() {
     let fake = Fake::start();
     let task = fake.join();
     fake.stall(task.tid(), true);
@@ -31,8 +33,9 @@ fn a_message_to_oneself_does_not_leave_the_library() {
     assert_eq!(next(&task).body.len(), 10 << 20);
 }
 
+/// A message to any daemon goes to the task's own daemon in one control frame.
 #[test]
-fn a_message_to_a_daemon_goes_to_the_own_daemon_whole() {
+fn message_to_daemon_goes_to_own_daemon() {
     let fake = Fake::start();
     let task = fake.join();
     let to = HostId::MASTER.daemon();
@@ -47,8 +50,9 @@ fn a_message_to_a_daemon_goes_to_the_own_daemon_whole() {
     );
 }
 
+/// Messages of all sizes between several tasks arrive once and in order.
 #[test]
-fn messages_of_all_sizes_between_many_tasks_arrive_once_and_in_order() {
+fn messages_of_all_sizes_arrive_once_in_order() {
     let fake = Fake::start();
     let tasks: Vec<_> = (0..4).map(|_| fake.join()).collect();
     let tids: Vec<Tid> = tasks.iter().map(|t| t.tid()).collect();
@@ -64,8 +68,9 @@ fn messages_of_all_sizes_between_many_tasks_arrive_once_and_in_order() {
     });
 }
 
+/// Two tasks that send much data before they receive do not block each other.
 #[test]
-fn two_tasks_that_send_much_before_they_receive_do_not_block_each_other() {
+fn mutual_bulk_sends_do_not_deadlock() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     let (count, len) = (64, 2 * WINDOW_BYTES_MAX / 4);
@@ -86,8 +91,9 @@ fn two_tasks_that_send_much_before_they_receive_do_not_block_each_other() {
     });
 }
 
+/// A send returns even if the receiver's window is closed.
 #[test]
-fn a_send_returns_when_the_window_is_closed() {
+fn send_returns_while_window_is_closed() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     fake.net().lossy = true;
@@ -101,11 +107,12 @@ fn a_send_returns_when_the_window_is_closed() {
     }
 }
 
+/// A receiver that only computes still accepts messages, through its I/O thread.
 #[test]
-fn a_receiver_that_only_computes_lets_the_sender_go_on() {
+fn computing_receiver_does_not_block_sender() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
-    // Far more than a window: it gets through only because the receiver's helper acknowledges.
+    // Far more than a window: it arrives only because the receiver's I/O thread acknowledges.
     for i in 0..12 {
         a.send(message(b.tid(), i, vec![0; WINDOW_BYTES_MAX / 2]))
             .expect("sent");
@@ -115,8 +122,9 @@ fn a_receiver_that_only_computes_lets_the_sender_go_on() {
     });
 }
 
+/// A send fails when the bytes queued for its receiver exceed the limit.
 #[test]
-fn more_than_can_be_kept_for_a_receiver_is_refused() {
+fn send_beyond_retained_limit_is_refused() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     fake.net().lossy = true;
@@ -130,8 +138,9 @@ fn more_than_can_be_kept_for_a_receiver_is_refused() {
     fake.hang_up(a.tid());
 }
 
+/// Each of several concurrent requests gets its own reply.
 #[test]
-fn requests_get_their_own_answers() {
+fn concurrent_requests_get_their_own_replies() {
     let fake = Fake::start();
     let task = fake.join();
     let answers = |_: Tid, what: &Request| match what {
@@ -160,8 +169,9 @@ fn requests_get_their_own_answers() {
     );
 }
 
+/// A request that exceeds the frame size fails without being sent.
 #[test]
-fn a_request_too_large_for_the_daemon_is_answered_at_once() {
+fn oversized_request_fails_locally() {
     let fake = Fake::start();
     let task = fake.join();
     let lines = vec!["x".repeat(65 << 20)];
@@ -175,8 +185,9 @@ fn a_request_too_large_for_the_daemon_is_answered_at_once() {
     assert!(task.is_connected());
 }
 
+/// A wait for a message ends at its deadline, not before.
 #[test]
-fn a_wait_ends_at_its_deadline() {
+fn wait_ends_at_deadline() {
     let fake = Fake::start();
     let task = fake.join();
     let start = Instant::now();
@@ -186,15 +197,16 @@ fn a_wait_ends_at_its_deadline() {
     assert_eq!(task.inbox_wait(Some(start), &mut |_| None::<()>), Ok(None));
 }
 
+/// A notification is delivered after the messages below its watermark.
 #[test]
-fn a_notification_comes_after_the_last_message_of_its_task() {
+fn notification_follows_last_message() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     let note = |peer: Tid, end: u64, tag: i32| ToTask::Deliver {
         message: message(b.tid(), tag, ""),
         after: Some(LinkMark { peer, end }),
     };
-    // Announced before a single fragment is here.
+    // The notification arrives before any fragment.
     fake.tell(b.tid(), note(a.tid(), 4, 100));
     fake.tell(b.tid(), note(a.tid(), 1, 99));
     for tag in 1..=3 {
@@ -204,8 +216,9 @@ fn a_notification_comes_after_the_last_message_of_its_task() {
     assert_eq!(tags, [99, 1, 2, 3, 100]);
 }
 
+/// A notification does not wait for messages of a task that is known to have ended.
 #[test]
-fn a_notification_does_not_wait_for_a_task_that_is_gone() {
+fn notification_does_not_wait_for_ended_peer() {
     let fake = Fake::start();
     let task = fake.join();
     let peer = Tid::task(HostId::MASTER, 77).expect("a tid");
@@ -220,8 +233,9 @@ fn a_notification_does_not_wait_for_a_task_that_is_gone() {
     assert_eq!(next(&task).tag, 2);
 }
 
+/// Messages to a task that does not exist are dropped and not retained.
 #[test]
-fn what_is_sent_to_nobody_vanishes_and_is_not_kept() {
+fn messages_to_missing_task_are_dropped() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     let nobody = Tid::task(HostId::MASTER, 99).expect("a tid");
@@ -237,8 +251,9 @@ fn what_is_sent_to_nobody_vanishes_and_is_not_kept() {
     a.exit().expect("nothing is in the way");
 }
 
+/// A task can be reached even if messages were sent to its tid before it existed.
 #[test]
-fn a_task_that_gets_the_number_of_nobody_can_be_talked_to() {
+fn reused_tid_can_be_reached() {
     let fake = Fake::start();
     let a = fake.join();
     let next_tid = Tid::task(HostId::MASTER, 2).expect("a tid");
@@ -254,8 +269,9 @@ fn a_task_that_gets_the_number_of_nobody_can_be_talked_to() {
     assert_eq!(next(&b).tag, 3);
 }
 
+/// Messages that arrive after the notice of their sender's end are still received.
 #[test]
-fn the_last_words_of_a_task_are_heard_after_the_news_of_its_end() {
+fn messages_after_peer_end_notice_are_received() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     a.send(message(b.tid(), 1, "one")).expect("sent");
@@ -268,8 +284,9 @@ fn the_last_words_of_a_task_are_heard_after_the_news_of_its_end() {
     assert_eq!(next(&b).tag, 2);
 }
 
+/// Frames that the daemon loses are sent again.
 #[test]
-fn lost_frames_are_sent_again() {
+fn lost_frames_are_retransmitted() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     fake.net().lossy = true;
@@ -279,8 +296,9 @@ fn lost_frames_are_sent_again() {
     expect_numbered(&b, a.tid(), 0..100);
 }
 
+/// The runtime reports the settings from the daemon's welcome.
 #[test]
-fn output_goes_where_the_welcome_said() {
+fn welcome_settings_are_reported() {
     let fake = Fake::start();
     let task = fake.join();
     assert_eq!(
@@ -290,8 +308,9 @@ fn output_goes_where_the_welcome_said() {
     assert!(!task.spawned() && task.is_connected() && task.socket_fd().is_some());
 }
 
+/// Of several threads that wait for different tags, each gets its messages.
 #[test]
-fn of_many_threads_that_wait_each_gets_what_comes_for_it_by_the_daemon() {
+fn each_waiting_thread_gets_its_messages() {
     let fake = Fake::start();
     let (a, b) = (fake.join(), fake.join());
     std::thread::scope(|scope| {
