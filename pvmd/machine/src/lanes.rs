@@ -290,7 +290,7 @@ impl<T> Join<T> {
     }
 
     /// What comes next, if its turn has come.
-    pub fn next(&mut self) -> Option<T> {
+    pub fn pop(&mut self) -> Option<T> {
         self.out.pop_front()
     }
 
@@ -478,7 +478,7 @@ mod tests {
                     };
                     self.join.take_lane(*lane, parcel);
                 }
-                self.came.extend(std::iter::from_fn(|| self.join.next()));
+                self.came.extend(std::iter::from_fn(|| self.join.pop()));
             }
         }
 
@@ -527,7 +527,7 @@ mod tests {
                 for parcel in std::mem::take(self.lanes.get_mut(&lane).expect("it is in the list"))
                 {
                     self.join.take_lane(lane, parcel);
-                    self.came.extend(std::iter::from_fn(|| self.join.next()));
+                    self.came.extend(std::iter::from_fn(|| self.join.pop()));
                 }
             }
         }

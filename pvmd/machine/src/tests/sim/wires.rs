@@ -55,7 +55,7 @@ impl Wires {
             Parcel::Main(parcel) => join.take_main(parcel),
             Parcel::Lane(lane, parcel) => join.take_lane(lane, parcel),
         }
-        std::iter::from_fn(|| join.next())
+        std::iter::from_fn(|| join.pop())
             .map(|carried| Event::HostCarried {
                 host: wire.0,
                 carried,
