@@ -1,11 +1,15 @@
-//! A way for very many bytes from one daemon to another: one TCP connection, for one transfer, from the listener of the
-//! one that sends. A QUIC session does for datagrams of a few kilobytes what the kernel does here for whole megabytes; where TCP
-//! does not get through, a stream of it has to do ([`super::detour`]).
+//! Bulk transfers between daemons: one TCP connection per transfer, to a listener of the sender.
 //!
-//! Nobody shakes hands: both ends derive keys for this connection alone from their session (RFC 5705, RFC 8446 7.5), in which
-//! each has proved which host of this virtual machine it is. What passes is records: length, content, tag of AES-256-GCM.
-//! Records are counted in the nonce, so that none can be changed, left out, repeated or exchanged; that the last one is
-//! there, whoever reads them has to know. The first record of the end that connects is empty: it proves that this end has the keys.
+//! The kernel transfers whole megabytes per call here, while a QUIC session processes datagrams of
+//! a few kilobytes. Where TCP is blocked, a stream of the session is used instead
+//! ([`super::detour`]).
+//!
+//! - There is no handshake. Both ends derive keys for this connection from their session (RFC 5705,
+//!   RFC 8446 7.5), in which each has proved which host of this virtual machine it is.
+//! - Data travels in records: length, content, tag of AES-256-GCM. The record number is the nonce,
+//!   so no record can be altered, omitted, repeated or reordered. The reader must know which record
+//!   is the last.
+//! - The first record of the connecting end is empty and proves that this end has the keys.
 
 use super::stream::Stream;
 use super::zeros;
@@ -23,42 +27,45 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-/// Content of a record at most: a read, a cipher and a write of it stay in a processor's own cache.
+/// Largest content of a record: it fits into a processor's own cache while it is read, encrypted
+/// and written.
 pub(super) const CONTENT_BYTES_MAX: usize = (256 << 10) + 64;
-/// The length in front of a record.
+/// Length field before a record's content.
 const HEAD_BYTES: usize = 4;
-/// The tag behind it.
+/// Authentication tag after a record's content.
 const TAG_BYTES: usize = 16;
 const SALT_BYTES: usize = 32;
 const KEY_BYTES: usize = 32;
-/// Time for the other end to be heard, by TCP or by the session, and for a stranger's proof.
+/// Time for the other end to connect, by TCP or by the session, and for a peer's proof.
 const CONNECT_WITHIN: Duration = Duration::from_secs(10);
-/// Time for its kernel to answer before TCP is taken to be blocked. A segment that was lost is sent again after one second.
+/// Time for the peer's kernel to answer before TCP is considered blocked. A lost segment is
+/// retransmitted after one second.
 const REACHED_WITHIN: Duration = Duration::from_millis(2500);
-/// Connections that have not proved anything yet; more wait.
+/// Most connections without a proof; further ones wait.
 const STRANGERS_MAX: usize = 8;
-/// Silence on a connection, or time in which nothing more is taken, after which it is given up. A dead host is noticed much sooner,
-/// by its session.
+/// Time without progress on a connection, in either direction, after which it is aborted. The
+/// session detects a dead host much earlier.
 pub(super) const SILENCE_MAX: Duration = Duration::from_secs(120);
 
-/// Where the sender of a transfer listens, and what makes the keys of this connection its own.
+/// The port of a sender's listener, and the salt that makes the keys of this connection unique.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Offer {
     port: u16,
     salt: [u8; SALT_BYTES],
 }
 
-/// What a transfer goes by.
+/// The transport of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Route {
-    /// A connection of its own.
+    /// A TCP connection.
     Tcp,
     /// A stream of the session.
     Session,
 }
 
 impl Route {
-    /// What the keys are for, as TLS wants to be told. Both ways may be tried, and no key is used on both.
+    /// Returns the label for exporting keys from TLS. Both transports may be tried, and no key is
+    /// used for both.
     fn label(self) -> &'static [u8] {
         match self {
             Route::Tcp => b"EXPORTER-sempa-images",
@@ -69,14 +76,14 @@ impl Route {
 
 /// The keys of one connection.
 pub(super) struct Keys {
-    /// What the end that listens seals with.
+    /// Encrypts what the listening end sends.
     pub(super) out: Key,
-    /// What the end that connects seals with.
+    /// Encrypts what the connecting end sends.
     back: Key,
 }
 
 impl Keys {
-    /// The keys that only the ends of this session can know, and that no other connection has.
+    /// Derives keys that only the ends of this session can know and that no other connection has.
     pub(super) fn of(
         session: &quinn::Connection,
         migration: MigrationId,
@@ -100,24 +107,24 @@ impl Keys {
         })
     }
 
-    /// What the end that listens seals with, and what it opens with.
+    /// Returns the keys with which the listening end encrypts and decrypts.
     pub(super) fn of_who_listens(self) -> (Key, Key) {
         (self.out, self.back)
     }
 
-    /// The same of the end that connects.
+    /// Returns the keys with which the connecting end encrypts and decrypts.
     pub(super) fn of_who_connects(self) -> (Key, Key) {
         (self.back, self.out)
     }
 
-    /// Keys without a session.
+    /// Returns keys without a session.
     #[cfg(test)]
     pub(super) fn for_test(byte: u8) -> Keys {
         Keys::from_bytes(&[byte; 2 * KEY_BYTES]).expect("bytes of the right number")
     }
 }
 
-/// The key of one direction, and how many records have used it.
+/// The key of one direction, and the number of records that have used it.
 pub(super) struct Key {
     key: LessSafeKey,
     records: u64,
@@ -133,7 +140,7 @@ impl Key {
         })
     }
 
-    /// Never the same twice: it is the number of the record.
+    /// Returns the number of the record as nonce; never the same twice.
     fn nonce(&mut self) -> Nonce {
         let mut nonce = [0; NONCE_LEN];
         nonce[NONCE_LEN - 8..].copy_from_slice(&self.records.to_be_bytes());
@@ -141,7 +148,7 @@ impl Key {
         Nonce::assume_unique_for_key(nonce)
     }
 
-    /// Makes a record of what stands between the room for head and tag.
+    /// Completes a record: encrypts its content in place and fills in head and tag.
     fn seal(&mut self, record: &mut [u8]) -> io::Result<()> {
         let content = record.len() - HEAD_BYTES - TAG_BYTES;
         let head = u32::try_from(content)
@@ -161,7 +168,7 @@ impl Key {
         Ok(())
     }
 
-    /// The content of a record, where it lies.
+    /// Decrypts the content of a record in place.
     fn open<'a>(&mut self, head: [u8; HEAD_BYTES], body: &'a mut [u8]) -> io::Result<&'a mut [u8]> {
         let nonce = self.nonce();
         self.key
@@ -174,7 +181,7 @@ fn invalid(what: &str) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, what)
 }
 
-/// Where records are written.
+/// Encrypts and writes records.
 pub(super) struct Outgoing<W> {
     to: W,
     key: Key,
@@ -190,10 +197,11 @@ impl<W: Write> Outgoing<W> {
         }
     }
 
-    /// Sends a record of `length` bytes that `fill` puts there.
+    /// Sends a record of `length` bytes that `fill` writes.
     ///
     /// # Errors
-    /// What `fill` said, or in the second place why nothing could be sent.
+    /// The outer result is the error of `fill`; the inner one tells why the record could not be
+    /// sent.
     pub(super) fn send<E>(
         &mut self,
         length: usize,
@@ -211,11 +219,12 @@ impl<W: Write> Outgoing<W> {
             .and_then(|()| self.to.write_all(record)))
     }
 
-    /// Sends a record of `front` and behind that `length` bytes that `fill` puts there, runs of zeros among them only counted
-    /// ([`super::zeros`]). How many bytes leave is what `leaves` is told before they do, and what comes back.
+    /// Sends a record of `front` followed by `length` bytes that `fill` writes, packed by
+    /// [`super::zeros`]. Calls `leaves` with the size of the record before it is sent, and returns
+    /// that size.
     ///
     /// # Errors
-    /// What `fill` said, or in the second place why nothing could be sent.
+    /// As [`Outgoing::send`].
     pub(super) fn send_packed<E>(
         &mut self,
         front: &[u8],
@@ -241,14 +250,14 @@ impl<W: Write> Outgoing<W> {
             .map(|()| record.len()))
     }
 
-    /// Sends an empty record: whoever can do that has the keys.
+    /// Sends an empty record, which proves that this end has the keys.
     pub(super) fn prove(&mut self) -> io::Result<()> {
         let Ok(sent) = self.send(0, |_| Ok::<(), Infallible>(()));
         sent
     }
 }
 
-/// Where records come from.
+/// Reads and decrypts records.
 pub(super) struct Incoming<R> {
     from: R,
     key: Key,
@@ -264,10 +273,10 @@ impl<R: Read> Incoming<R> {
         }
     }
 
-    /// The content of the next record.
+    /// Returns the content of the next record.
     ///
     /// # Errors
-    /// There is none, or it is none of the other end's.
+    /// The stream has ended or failed, or the record was not made by the other end.
     pub(super) fn next(&mut self) -> io::Result<&[u8]> {
         let mut head = [0; HEAD_BYTES];
         self.from.read_exact(&mut head)?;
@@ -281,19 +290,18 @@ impl<R: Read> Incoming<R> {
     }
 }
 
-/// A blocking connection that threads read and write.
+/// A blocking connection for threads that read and write.
 #[derive(Clone, Debug)]
 pub(super) enum Line {
-    /// Of TCP.
     Tcp(Arc<std::net::TcpStream>),
     /// A stream of the session.
     Stream(Arc<Stream>),
 }
 
-/// An end of a way: where to write, where to read, and what cuts both.
+/// One end of a transfer's connection: its writer, its reader, and a handle that aborts both.
 pub(super) type Ends = (Outgoing<Line>, Incoming<Line>, Line);
 
-/// An end of a stream, with what it seals and opens with.
+/// Returns one end of a session stream; `seals` encrypts and `opens` decrypts.
 pub(super) fn over_stream(
     out: quinn::SendStream,
     back: quinn::RecvStream,
@@ -317,10 +325,10 @@ impl Line {
         Ok(Line::Tcp(Arc::new(stream)))
     }
 
-    /// Ends it now: whoever reads or writes gets an error.
+    /// Makes all current and future reads and writes fail.
     pub(super) fn cut(&self) {
         match self {
-            // It may have ended already.
+            // A failure means that the connection has already ended.
             Line::Tcp(stream) => drop(stream.shutdown(std::net::Shutdown::Both)),
             Line::Stream(stream) => stream.cut(),
         }
@@ -351,7 +359,7 @@ impl Write for Line {
     }
 }
 
-/// The kernel's word for a deadline is "try again".
+/// Replaces the kernel's error for an expired timeout ("try again") by a readable one.
 fn waited(e: io::Error) -> io::Error {
     match e.kind() {
         ErrorKind::WouldBlock | ErrorKind::TimedOut => io::Error::new(
@@ -369,7 +377,7 @@ pub(super) struct Listener {
 }
 
 impl Listener {
-    /// At any port, for both protocols if this host has both.
+    /// Listens on a free port, for IPv4 and IPv6 if this host has both.
     pub(super) async fn open() -> io::Result<Listener> {
         let socket = match TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).await {
             Ok(socket) => socket,
@@ -386,12 +394,13 @@ impl Listener {
         Ok(Listener { socket, offer })
     }
 
-    /// What the other end has to be told.
+    /// Returns the data that the other end needs to connect.
     pub(super) fn offer(&self) -> &Offer {
         &self.offer
     }
 
-    /// The connection of the one who has the keys. Others are sent away, or wait for their turn to be.
+    /// Accepts the connection that proves it has the keys. Other connections are closed; further
+    /// ones wait.
     pub(super) async fn accept(self, mut keys: Keys) -> io::Result<Ends> {
         let accepted = async {
             let mut knocking = JoinSet::new();
@@ -402,7 +411,8 @@ impl Listener {
                     }
                     Some(ended) = knocking.join_next() => {
                         let Ok(Ok(Ok((stream, mut record)))) = ended else { continue };
-                        // A wrong proof uses the nonce of the right one, to open and for nothing else.
+                        // A failed proof must not advance the record counter. The nonce is reused
+                        // only for decryption.
                         keys.back.records = 0;
                         let (head, tag) = record.split_first_chunk_mut::<HEAD_BYTES>().expect("it is longer");
                         if keys.back.open(*head, tag).is_ok() {
@@ -427,7 +437,7 @@ impl Listener {
     }
 }
 
-/// What somebody says first.
+/// Reads the first record of a connection.
 async fn first_record(
     mut stream: TcpStream,
 ) -> io::Result<(TcpStream, [u8; HEAD_BYTES + TAG_BYTES])> {
@@ -436,15 +446,15 @@ async fn first_record(
     Ok((stream, record))
 }
 
-/// Why the one who sends was not reached.
+/// Why the sender could not be reached.
 #[derive(Debug)]
 pub(super) struct Unreached {
     pub(super) why: io::Error,
-    /// TCP does not get there at all, and nothing was said.
+    /// TCP does not reach the sender at all; no data was exchanged.
     pub(super) is_blocked: bool,
 }
 
-/// Connects to the one who sends.
+/// Connects to the sender of a transfer.
 pub(super) async fn connect(to: IpAddr, offer: &Offer, keys: Keys) -> Result<Ends, Unreached> {
     let blocked = |why| Unreached {
         why,
@@ -479,8 +489,9 @@ mod tests {
     use super::*;
     use tokio::io::AsyncWriteExt;
 
+    /// Connections without the keys are not accepted, and do not keep the right one out.
     #[tokio::test(flavor = "multi_thread")]
-    async fn strangers_at_the_port_neither_get_in_nor_keep_the_right_one_out() {
+    async fn unauthenticated_peers_neither_enter_nor_block() {
         let listener = Listener::open().await.expect("a port");
         let offer = listener.offer().clone();
         let to = IpAddr::from(Ipv4Addr::LOCALHOST);
@@ -498,7 +509,7 @@ mod tests {
             stranger.write_all(said).await.expect("there is room");
             strangers.push(stranger);
         }
-        // The keys of another transfer, and those of this one.
+        // First with the keys of another transfer, then with the right ones.
         let other = connect(to, &offer, Keys::for_test(2))
             .await
             .expect("somebody listens");
@@ -518,8 +529,9 @@ mod tests {
         drop((other, line));
     }
 
+    /// Threads blocked in a read or write end when the connection is aborted.
     #[tokio::test(flavor = "multi_thread")]
-    async fn whoever_waits_for_an_end_that_says_nothing_stops_waiting_when_the_line_is_cut() {
+    async fn cut_ends_blocked_reads_and_writes() {
         let listener = Listener::open().await.expect("a port");
         let offer = listener.offer().clone();
         let accepting = tokio::spawn(listener.accept(Keys::for_test(1)));

@@ -1,4 +1,4 @@
-//! The command line of `pvmd`, as PVM's: options may be glued to their values.
+//! The command line of `pvmd`. As in PVM, option values may follow the option without a space.
 
 use super::daemon::{self, Role, Setup, variable};
 use super::net::LEASE;
@@ -15,7 +15,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Bytes of a host file at most.
+/// Size limit of a host file.
 const HOSTFILE_BYTES_MAX: u64 = 4 << 20;
 /// Shortest and longest lease that can be set, in milliseconds.
 const LEASE_MS: std::ops::RangeInclusive<u64> = 200..=3_600_000;
@@ -44,7 +44,8 @@ struct Arguments {
         conflicts_with = "hostfile"
     )]
     slave: bool,
-    /// With -s: fetch the instructions there, with the secret from standard input (for hosters, and by hand: so=ms).
+    /// With -s: fetch the instructions from these addresses of the master, with the secret from
+    /// standard input (for hosters, and by hand: so=ms).
     #[arg(
         short = 'j',
         long = "join",
@@ -65,7 +66,7 @@ fn parse_mask(text: &str) -> Result<u32, String> {
     parsed.map_err(|e| format!("{e}: a mask is a number such as 0x1f"))
 }
 
-/// Runs the program; its exit status. Call it before anything has been opened.
+/// Runs the program and returns its exit status. Must be called before anything is opened.
 pub fn main() -> i32 {
     sys::close_inherited();
     let arguments = Arguments::parse();
@@ -81,7 +82,7 @@ pub fn main() -> i32 {
     }
 }
 
-/// Why root may not run a daemon here, unless it has been allowed.
+/// Returns why root may not run a daemon here, or `None` if this is allowed.
 pub(crate) fn allows_root(allowed_by_master: bool) -> Option<String> {
     let allowed = allowed_by_master || std::env::var_os("PVM_ALLOW_ROOT").is_some();
     (getuid().is_root() && !allowed)
@@ -141,14 +142,16 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
         role: Role::Master { hostfile },
     };
     daemon::run(setup, |standing| {
-        // Callers wait for this line; one that has closed its end does not want it.
+        // Programs that start the daemon wait for this line; a closed pipe means that the line is
+        // not wanted.
         let mut out = std::io::stdout();
         let _ = writeln!(out, "{}", standing.socket.display()).and_then(|()| out.flush());
         Ok(())
     })
 }
 
-/// A variable for [`Place::of`]: the directory as an absolute path, because tasks and moves use it from elsewhere.
+/// Looks up a variable for [`Place::of`]. The directory is made absolute, because tasks and
+/// migrations use it from other directories.
 pub(crate) fn place_variable(name: &str) -> Option<String> {
     let value = variable(name)?;
     if name != "PVM_TMP" {
@@ -190,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn options_may_be_glued_as_in_pvm() {
+    fn option_values_may_follow_without_space() {
         let got = Arguments::try_parse_from(["pvmd", "-d0x1f", "-nh1", "hosts"]).expect("as PVM");
         assert_eq!((got.debug, got.name.as_deref()), (Some(31), Some("h1")));
         assert_eq!(got.hostfile, Some(PathBuf::from("hosts")));

@@ -1,7 +1,8 @@
-//! A set of checkpoints on its way into the store of another host: what the master sends of it, and what is made of that there.
+//! Copies a checkpoint from the master's store to the store of another host.
 //!
-//! It travels unsealed within a connection that has keys of its own ([`super::bulk`]), and is sealed there with the key of that
-//! host's store; so no store has to know the key of another one. Nothing is seen of it there before all of it is on the disk.
+//! The data travels decrypted inside a connection with keys of its own ([`super::bulk`]), and is
+//! encrypted there with the key of that host's store; no store needs another one's key. The copy
+//! becomes visible only when all of it is on the disk.
 
 use super::bulk::{Incoming, Outgoing};
 use super::rate::Rate;
@@ -14,23 +15,23 @@ use serde::{Deserialize, Serialize};
 use std::convert::Infallible;
 use std::io::{self, ErrorKind, Read, Write};
 
-/// Bytes of a set in one record at most.
+/// Most bytes of a checkpoint in one record.
 const PIECE_BYTES: usize = 256 << 10;
 
-/// What stands between the pieces.
+/// Structure records between the pieces.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Mark {
-    /// What comes first: when the set was begun (since 1970), and its bytes in the master's store.
+    /// Sent first: when the checkpoint was begun (since 1970), and its size in the master's store.
     Set { made: Micros, bytes: u64 },
-    /// What the set has of a task begins; its images have so many bytes when they are unpacked.
+    /// The part of a task begins; its images have `images_bytes` bytes when unpacked.
     Part { tid: Tid, images_bytes: u64 },
-    /// What its maker says of it begins, which is the last.
+    /// The checkpoint's metadata begins; it is the last part.
     Meta,
-    /// That was all of it: so many bytes.
+    /// A part or the metadata is complete; it has `bytes` bytes.
     End { bytes: u64 },
 }
 
-/// Sends a set. Pieces leave at this rate at most.
+/// Sends a checkpoint, at most at this rate.
 pub(super) fn send_set<W: Write>(
     set: &Set,
     mut out: Outgoing<W>,
@@ -88,8 +89,8 @@ fn send_pieces<W: Write>(out: &mut Outgoing<W>, rate: &Rate, content: &[u8]) -> 
     })
 }
 
-/// Makes a copy of what comes, in the draft that `begin` makes for a set that was begun then and has so many bytes; the number of
-/// bytes that came.
+/// Receives a checkpoint into the draft that `begin` creates from its time and size. Returns the
+/// number of bytes received.
 pub(super) fn receive_set<R: Read>(
     incoming: &mut Incoming<R>,
     begin: impl FnOnce(Micros, u64) -> Result<Draft, StoreError>,
@@ -127,7 +128,7 @@ pub(super) fn receive_set<R: Read>(
     }
 }
 
-/// What comes.
+/// A received record.
 enum Said<'a> {
     Mark(Mark),
     Piece(&'a [u8]),
@@ -145,7 +146,7 @@ fn next<R: Read>(incoming: &mut Incoming<R>) -> io::Result<Said<'_>> {
     }
 }
 
-/// Hands on the pieces up to the end mark; their bytes.
+/// Passes the pieces up to the end mark to `put` and returns their total length.
 fn take_pieces<R: Read>(
     incoming: &mut Incoming<R>,
     put: &mut dyn FnMut(&[u8]) -> io::Result<()>,
@@ -184,7 +185,7 @@ mod tests {
             .of_vm("pvm")
     }
 
-    /// A set of two tasks, and its name.
+    /// Creates a checkpoint of two tasks and returns its id.
     fn made(dir: &Path, store: &Store) -> SetId {
         let draft = store.begin(JOB, Micros::from_secs(5)).expect("room");
         for tid in [0x40001, 0x80001] {
@@ -220,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_set_that_was_sent_is_in_the_other_store_as_it_was() {
+    fn copied_checkpoint_equals_the_original() {
         let scratch = tempfile::tempdir().expect("a directory");
         let (here, there) = (
             store(scratch.path(), "here"),
@@ -260,8 +261,9 @@ mod tests {
         );
     }
 
+    /// A copy that arrives truncated or altered leaves nothing visible in the store.
     #[test]
-    fn whatever_is_missing_or_changed_of_what_comes_nothing_is_seen_of_it() {
+    fn truncated_or_altered_copy_is_not_visible() {
         let scratch = tempfile::tempdir().expect("a directory");
         let (here, there) = (
             store(scratch.path(), "here"),

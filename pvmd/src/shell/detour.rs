@@ -1,8 +1,9 @@
-//! How two hosts get at each other for very many bytes: by a TCP connection ([`super::bulk`]), or, where something between
-//! them lets none through, by a stream of their session, which is there already but does more work for each byte.
+//! Connects two hosts for a bulk transfer: by TCP ([`super::bulk`]), or by a stream of their
+//! session where TCP is blocked.
 //!
-//! The end that connects finds that out, opens the stream instead, and remembers the host for a while. Whoever waits for it takes
-//! what comes first.
+//! The session always exists but costs more work per byte. The connecting end finds out that TCP is
+//! blocked, opens a session stream instead, and remembers the host for a while. The listening end
+//! accepts whichever arrives first.
 
 use super::bulk::{Ends, Keys, Listener, Offer, Route, connect, over_stream};
 use super::log::Log;
@@ -17,19 +18,19 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
-/// A host that TCP did not get to is not tried by TCP for so long.
+/// Time for which TCP is not tried again with a host that it could not reach.
 const REMEMBERED: Duration = Duration::from_secs(600);
-/// Time for the other end to take a stream.
+/// Time the other end has to accept a session stream.
 const TAKEN_WITHIN: Duration = Duration::from_secs(5);
-/// Said by the end that takes a stream.
+/// Sent by the end that accepts a session stream.
 const TAKEN: [u8; 1] = [1];
 
-/// What is to be had on a way.
+/// What a bulk transfer carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum What {
-    /// Images of a move.
+    /// Images of a migration or checkpoint.
     Images,
-    /// Memory that follows its task.
+    /// Memory of a task in post-copy.
     Memory,
 }
 
@@ -37,20 +38,21 @@ type Streams = (SendStream, RecvStream);
 
 #[derive(Debug, Default)]
 struct Known {
-    /// Transfers of this host for which the other end may come by the session. Each is dropped with its [`Turn`].
+    /// Transfers for which the other end may open a session stream. Each entry is removed with its
+    /// [`Turn`].
     waiting: HashMap<(MigrationId, What), (HostId, oneshot::Sender<Streams>)>,
-    /// Hosts that TCP did not get to, and when.
+    /// Hosts that TCP could not reach, and when.
     blocked: HashMap<HostId, Instant>,
 }
 
-/// What is known of ways to other hosts; all copies are one.
+/// State of bulk connections with other hosts; all clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct Detours {
     known: Arc<Mutex<Known>>,
     log: Log,
 }
 
-/// A transfer that waits for its other end.
+/// A transfer that waits for the other end to connect.
 pub(super) struct Turn {
     detours: Detours,
     what: (MigrationId, What),
@@ -64,7 +66,6 @@ impl Drop for Turn {
 }
 
 impl Detours {
-    /// Nothing is known.
     pub(crate) fn new(log: Log) -> Detours {
         Detours {
             known: Arc::default(),
@@ -76,7 +77,8 @@ impl Detours {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on this host may come by its session; before it is told of the transfer.
+    /// Lets this host open a session stream for the transfer. Must be called before the host learns
+    /// of the transfer.
     pub(super) fn expect(&self, from: HostId, migration: MigrationId, what: What) -> Turn {
         let (tell, streams) = oneshot::channel();
         self.lock().waiting.insert((migration, what), (from, tell));
@@ -87,7 +89,7 @@ impl Detours {
         }
     }
 
-    /// A host has opened a stream of its session.
+    /// Handles a stream that a host has opened in its session.
     pub(crate) fn arrived(
         &self,
         from: HostId,
@@ -98,7 +100,7 @@ impl Detours {
         let mut known = self.lock();
         match known.waiting.remove(&(migration, what)) {
             Some((host, tell)) if host == from => {
-                // Dropped streams tell the other end that nobody wants them.
+                // If the transfer has ended, the streams are dropped, which tells the other end.
                 let _ = tell.send(streams);
             }
             other => {
@@ -113,7 +115,7 @@ impl Detours {
         }
     }
 
-    /// Notes that TCP does not get to a host. True if that is news.
+    /// Records that TCP does not reach a host. Returns true if this was not known.
     pub(super) fn block(&self, host: HostId) -> bool {
         self.lock().blocked.insert(host, Instant::now()).is_none()
     }
@@ -124,7 +126,8 @@ impl Detours {
         known.blocked.contains_key(&host)
     }
 
-    /// The end that connects: gets to where the other one listens, or else to the other one by its session.
+    /// At the connecting end: connects to the listener of the other end, or else opens a session
+    /// stream.
     pub(super) async fn reach(
         &self,
         (pair, session): (&Pair, &Connection),
@@ -156,12 +159,13 @@ impl Detours {
             )
         };
         let taken = timeout(TAKEN_WITHIN, taken).await.map_err(late).flatten();
-        // Whoever does not want to be reached any more is not reached by TCP either, and what was wrong then is that.
+        // If the session stream fails, too, the transfer may have ended; the error then reports
+        // both attempts.
         let (out, back) = taken.map_err(|e| match &blocked {
             Some(why) => io::Error::new(e.kind(), format!("{why}; nor by the session: {e}")),
             None => e,
         })?;
-        // Two transfers of one move find it out at the same time.
+        // Two transfers of one migration may both find out; only one writes a line.
         if let Some(why) = blocked
             && self.block(host)
         {
@@ -175,7 +179,7 @@ impl Detours {
 }
 
 impl Turn {
-    /// The end that is connected to, by TCP or by a stream of the session.
+    /// At the listening end: waits for the TCP connection or the session stream.
     pub(super) async fn accept(
         mut self,
         session: &Connection,

@@ -1,6 +1,9 @@
-//! Checkpoint images from daemon to daemon. A stream of the session announces each move's and stands as long as they are on
-//! their way; the images themselves take a connection of their own ([`super::bulk`], [`super::detour`]), as pieces of files ([`super::travel`]).
-//! Reading, ciphers and writing happen on threads of their own, so that the daemon's loop never waits for a disk.
+//! Transfers of checkpoint images between daemons.
+//!
+//! A stream of the session announces each transfer and stays open as long as it lasts. The images
+//! travel as pieces of files ([`super::travel`]) over a connection of their own ([`super::bulk`],
+//! [`super::detour`]). Reading, encryption and writing run on blocking threads, so the daemon's
+//! loop never waits for a disk.
 
 use super::bulk::{Incoming, Line, Listener, Offer, Outgoing};
 use super::detour::{Detours, What};
@@ -28,37 +31,39 @@ use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, JoinHandle};
 use tokio::time::sleep;
 
-/// Code with which a stream is refused or broken off.
+/// Code with which a stream is refused or aborted.
 const STREAM_REFUSED: VarInt = VarInt::from_u32(1);
-/// Time for the target's own reason to be acted upon before the source is told to stop.
+/// Delay before a target tells the source to stop: its own reason for the failure must be handled
+/// first.
 const REFUSE_AFTER: Duration = Duration::from_secs(2);
 
-/// Freed memory is given back so often after a transfer: its threads may end a little after it.
+/// Number of times freed memory is returned to the kernel after a transfer: its threads may end a
+/// little later than the transfer.
 const GIVE_BACKS: u8 = 2;
 
-/// A transfer under way.
+/// A transfer in progress.
 #[derive(Debug)]
 struct Transfer {
-    /// None for what is done on this host alone.
+    /// The task that serves the stream; `None` for work on this host only.
     stream: Option<AbortHandle>,
-    /// Reads or writes the files; ends soon after the stream.
+    /// Thread that reads or writes the files; ends soon after the stream.
     disk: JoinHandle<()>,
-    /// Of the directory that is sent while it is being written, until it is complete.
+    /// State of the directory if it is sent while it is being written; taken when it is complete.
     ahead: Option<Arc<Progress>>,
-    /// All that was to come is here: the stream ends when the source has heard that.
+    /// All data has arrived. The stream ends when the source has received the confirmation.
     here: Arc<AtomicBool>,
 }
 
-/// The connection of a transfer, for the thread that does the work.
+/// The two directions of a transfer's connection, passed to its thread.
 type Way = (Outgoing<Line>, Incoming<Line>);
-/// Waits for it.
+/// Waits until the connection is established.
 type Came = Box<dyn FnOnce() -> Result<Way, Failure>>;
-/// Takes what comes; the bytes of it.
+/// Receives the data of a transfer and returns its size in bytes.
 type Take = Box<dyn FnOnce(&mut Incoming<Line>) -> Result<u64, Failure> + Send>;
-/// What became of a transfer, from that thread.
+/// Delivers the result of a transfer from its thread.
 type Told<T> = oneshot::Receiver<Result<T, Failure>>;
 
-/// Ends the work of a transfer when nobody waits for it any more.
+/// Aborts the work of a transfer when dropped.
 #[derive(Default)]
 struct Hold {
     progress: Option<Arc<Progress>>,
@@ -83,15 +88,15 @@ pub(crate) struct Images {
     log: Log,
     rate: Arc<Rate>,
     detours: Detours,
-    /// From whom, and what is made of it.
+    /// By migration: the host that sends the images, and how they are received.
     expected: HashMap<MigrationId, (HostId, Take)>,
     transfers: HashMap<MigrationId, Transfer>,
-    /// So often memory is still to be given back between transfers.
+    /// Number of times freed memory must still be returned to the kernel.
     give_back: u8,
 }
 
 impl Images {
-    /// No transfers, in this place. No more than `rate` leaves this host.
+    /// Creates a state without transfers. `rate` limits what leaves this host.
     pub(crate) fn new(
         place: Place,
         inputs: Inputs,
@@ -112,7 +117,8 @@ impl Images {
         }
     }
 
-    /// Asked from time to time: whether freed memory is to be given back now. It is between transfers, [`GIVE_BACKS`] times.
+    /// Returns true if freed memory must be returned to the kernel: [`GIVE_BACKS`] times after the
+    /// last transfer. Polled by the loop.
     pub(crate) fn gives_back(&mut self) -> bool {
         let gives = self.transfers.is_empty() && self.give_back > 0;
         self.give_back -= u8::from(gives);
@@ -124,12 +130,14 @@ impl Images {
         self.transfers.insert(migration, transfer);
     }
 
-    /// Begins to send the images of a move while they are being written; [`Images::send`] says that they are complete.
+    /// Starts to send the images of a migration while they are being written; a later
+    /// [`Images::send`] marks them as complete.
     pub(crate) fn send_ahead(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
         self.start(migration, to, net, State::Growing, |_| Ok(()));
     }
 
-    /// Sends the images of a move, or what of them was not sent ahead; [`Event::ImagesSent`] tells the end.
+    /// Sends the images of a migration, or the part of them not sent yet. Reports
+    /// [`Event::ImagesSent`].
     pub(crate) fn send(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
         match self
             .transfers
@@ -141,8 +149,9 @@ impl Images {
         }
     }
 
-    /// As [`Images::send`], when `complete` has put the last of them into the directory. Without another host to send them to
-    /// [`Event::ImagesReceived`] tells the end.
+    /// Runs `complete`, which adds the last files to the directory, then sends the images as
+    /// [`Images::send`] does. Without a destination host, reports [`Event::ImagesReceived`] on this
+    /// host instead.
     pub(crate) fn complete(
         &mut self,
         migration: MigrationId,
@@ -174,7 +183,7 @@ impl Images {
         });
     }
 
-    /// Sends a set into the store of another host; [`Event::ImagesSent`] tells the end.
+    /// Sends a checkpoint to the store of another host. Reports [`Event::ImagesSent`].
     pub(crate) fn send_copy(
         &mut self,
         migration: MigrationId,
@@ -188,7 +197,8 @@ impl Images {
         });
     }
 
-    /// Begins a transfer. `work` sends all of it by the way that it is given when there is one, and gives the other end of that back.
+    /// Starts a transfer. `work` runs on a thread: it sends everything over the connection, once
+    /// that is established, and returns the receiving direction.
     fn start_work(
         &mut self,
         migration: MigrationId,
@@ -280,13 +290,13 @@ impl Images {
         );
     }
 
-    /// From now on the images of this move are taken from this host.
+    /// Accepts the images of this migration from this host.
     pub(crate) fn expect(&mut self, migration: MigrationId, from: HostId) {
         let dir = self.place.images(migration);
         self.expect_with(migration, from, move |incoming| receive(&dir, incoming));
     }
 
-    /// From now on what this host sends under this number is taken in this way.
+    /// Accepts what this host sends under this migration's id, and receives it with `take`.
     pub(crate) fn expect_with(
         &mut self,
         migration: MigrationId,
@@ -296,7 +306,7 @@ impl Images {
         self.expected.insert(migration, (from, Box::new(take)));
     }
 
-    /// True if they are expected from this host.
+    /// True if this host is expected to send images of this migration.
     #[cfg(test)]
     pub(crate) fn expects(&self, migration: MigrationId, from: HostId) -> bool {
         self.expected
@@ -304,7 +314,7 @@ impl Images {
             .is_some_and(|(expected, _)| *expected == from)
     }
 
-    /// Takes the announcement of images if they are expected; [`Event::ImagesReceived`] tells the end.
+    /// Starts to receive announced images if they are expected. Reports [`Event::ImagesReceived`].
     pub(crate) fn arrived(
         &mut self,
         Announced {
@@ -318,7 +328,7 @@ impl Images {
         let from = pair.host;
         let take = match self.expected.entry(migration) {
             Entry::Occupied(expected) if expected.get().0 == from => expected.remove().1,
-            // Whoever else announces them does not take the place of the one who has them.
+            // An announcement by another host must not displace the expected one.
             _ => {
                 self.log.line(format!(
                     "refused images of {migration} from {from}: nobody expects them"
@@ -368,11 +378,13 @@ impl Images {
                 .send(Input::Event(Event::ImagesReceived { migration, result }))
                 .await;
             if !failed {
-                // It ends when the source has heard that all is here; to give it up before would be a refusal.
+                // The stream ends when the source has received the confirmation; dropping it
+                // earlier would be a refusal.
                 let _ = stream.read_chunk(1, true).await;
             } else {
-                // The source would report that it could not go on; why not is known here, and has to be heard first. What
-                // is done about it drops this transfer, and its stream and connection with it.
+                // The source would only report that it cannot continue. The reason is known here
+                // and must be handled first. Its handler drops this transfer, and the stream and
+                // connection with it.
                 sleep(REFUSE_AFTER).await;
                 let _ = stream.stop(STREAM_REFUSED);
             }
@@ -388,7 +400,8 @@ impl Images {
         );
     }
 
-    /// Breaks off what is under way and removes the images; ends when nothing is written any more.
+    /// Aborts a transfer and removes the images. The returned task ends when nothing is written any
+    /// more.
     pub(crate) fn drop_images(&mut self, migration: MigrationId) -> JoinHandle<()> {
         self.expected.remove(&migration);
         let transfer = self.transfers.remove(&migration);
@@ -398,11 +411,12 @@ impl Images {
                 stream, disk, here, ..
             }) = transfer
             {
-                // What is here may be of no use any more before the source has heard that it is.
+                // A complete transfer is not aborted: the images may become unneeded here before
+                // the source has the confirmation.
                 if let Some(stream) = stream.filter(|_| !here.load(Ordering::Acquire)) {
                     stream.abort();
                 }
-                // It notices that its connection has gone.
+                // The thread notices that its connection is closed.
                 let _ = disk.await;
             }
             let _ = tokio::task::spawn_blocking(move || remove_images(&dir)).await;
@@ -410,7 +424,7 @@ impl Images {
     }
 }
 
-/// Announces images, lets the other host connect and waits until the thread has sent all of them.
+/// Announces images, lets the other host connect and waits until the thread has sent everything.
 async fn send_over(
     (pair, session): (Pair, Connection),
     detours: &Detours,
@@ -437,7 +451,7 @@ async fn send_over(
             result = &mut told => return outcome(result),
             why = refused(&stream) => return Err(why),
         };
-        // A thread that does not take it says why.
+        // A thread that has ended reports the reason as its result.
         let _ = way.send((out, back));
         tokio::select! {
             biased;
@@ -462,7 +476,7 @@ fn outcome<T>(told: Result<Result<T, Failure>, oneshot::error::RecvError>) -> Re
     })
 }
 
-/// Waits until the target wants no more, or is lost.
+/// Waits until the target refuses the images or the session is lost.
 async fn refused(stream: &SendStream) -> Failure {
     match stream.stopped().await {
         Ok(_) => Failure::Images("the target refused them".into()),
@@ -470,7 +484,7 @@ async fn refused(stream: &SendStream) -> Failure {
     }
 }
 
-/// Gets to where the source waits for it, and waits until the thread has written all that comes.
+/// Connects to the source and waits until the thread has written everything that arrives.
 async fn receive_over(
     session: (&Pair, &Connection),
     detours: &Detours,
@@ -498,7 +512,7 @@ async fn receive_over(
     tokio::select! {
         result = &mut told => outcome(result),
         ended = read_frame(stream, &mut decoder) => match ended {
-            // It has been told that all is here, or has given up, which its connection tells.
+            // The source has the confirmation, or has given up; the thread's result shows which.
             Ok(None) => outcome(told.await),
             Ok(Some(_)) => Err(failed(&"it said more than was to be said")),
             Err(why) => Err(failed(&why)),

@@ -1,8 +1,9 @@
-//! Starting a daemon by hand (`so=ms`), as PVM's master does it when somebody sits at its terminal: it prints what to type
-//! on the other host, and reads the new daemon's answer from its standard input.
+//! Manual start of a daemon (`so=ms`), as in PVM: the master prints the command to type on the
+//! other host and reads the new daemon's reply from its standard input.
 //!
-//! The certificate comes as it does with a hoster ([`super::join`]): the person carries a one-time secret over and the
-//! daemon's line back. [`read_secret`] is the other side of that.
+//! The certificate is delivered as with a hoster ([`super::join`]): the person enters a one-time
+//! secret on the other host and types the daemon's line here. [`read_secret`] is the new daemon's
+//! part.
 
 use super::bootstrap::{BOOTSTRAP_BYTES_MAX, Ready, Refusal, parse_reply};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -17,12 +18,13 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 
-/// Time for a person to log in on the other host, start the daemon and bring its answer.
+/// Time for a person to log in on the other host, start the daemon and type its reply.
 const ANSWER_WITHIN: Duration = Duration::from_secs(600);
-/// How often standard input is looked at while an answer is awaited. It cannot be waited for: it must not be read while
-/// the master is in the background of its terminal, which nothing announces, and a blocked read would hold up the end.
+/// Interval at which standard input is polled for a reply. Blocking is not possible: the master
+/// must not read while it is in the background of its terminal, which is not signaled, and a
+/// blocked read would delay the daemon's end.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// Bytes of an answer that are looked at.
+/// Longest reply accepted.
 const ANSWER_BYTES_MAX: usize = 4096;
 
 fn cant(text: String) -> Refusal {
@@ -32,10 +34,10 @@ fn cant(text: String) -> Refusal {
     }
 }
 
-/// Refuses when nobody can be asked.
+/// Checks that a person can be asked.
 ///
 /// # Errors
-/// Why, and what to do.
+/// Why not, and what to do.
 pub(crate) fn can_ask() -> Result<(), Refusal> {
     let why = if stdin().is_terminal() {
         if in_foreground() {
@@ -57,18 +59,18 @@ pub(crate) fn can_ask() -> Result<(), Refusal> {
     )))
 }
 
-/// False when reading the terminal would stop this process.
+/// False if reading from the terminal would stop this process.
 fn in_foreground() -> bool {
-    // On a terminal that is not its own a process may always read.
+    // A terminal that is not the controlling one can always be read.
     tcgetpgrp(stdin()).map_or(true, |front| front == getpgrp())
 }
 
-/// Asks for one start and waits for the answer. One call at a time: there is one terminal.
+/// Asks for one start and waits for the reply. Only one call at a time: there is one terminal.
 ///
 /// # Errors
-/// What the daemon said instead, or that nobody answered.
+/// The daemon's refusal, or that no reply was typed.
 pub(crate) async fn ask(order: &StartOrder) -> Result<Ready, Refusal> {
-    // What has been typed before the question is no answer to it.
+    // Input typed before the question is not a reply to it.
     while let Some(bytes) = typed()? {
         drop(bytes);
     }
@@ -105,7 +107,7 @@ pub(crate) async fn ask(order: &StartOrder) -> Result<Ready, Refusal> {
     result
 }
 
-/// Tells the person when the question is withdrawn, as by a halt.
+/// Tells the person if the question is withdrawn, for example by a halt.
 struct GivenUp<'a> {
     login: &'a str,
     open: bool,
@@ -119,23 +121,23 @@ impl Drop for GivenUp<'_> {
     }
 }
 
-/// Prints to standard error.
+/// Prints to standard error and waits until that is done.
 async fn say(text: String) {
     let (done, printed) = oneshot::channel();
     write_aside(text, Some(done));
     let _ = printed.await;
 }
 
-/// Prints from a thread of its own: a terminal that has been stopped does not stop the daemon.
+/// Prints from a separate thread: a stopped terminal must not stop the daemon.
 fn write_aside(text: String, done: Option<oneshot::Sender<()>>) {
     std::thread::spawn(move || {
-        // A terminal that is gone shows nothing; the answer will fail to come.
+        // If the terminal is gone, the reply will time out.
         let _ = stderr().write_all(text.as_bytes());
         done.map(|done| done.send(()))
     });
 }
 
-/// The next line that is not blank.
+/// Returns the next line that is not blank.
 async fn answer_line() -> Result<String, Refusal> {
     let mut bytes = Vec::new();
     loop {
@@ -158,7 +160,7 @@ async fn answer_line() -> Result<String, Refusal> {
     }
 }
 
-/// What can be read at once; `None` if that is nothing.
+/// Returns the bytes that can be read without waiting; `None` if there are none.
 fn typed() -> Result<Option<Vec<u8>>, Refusal> {
     let stdin = stdin();
     let ended = |why: &str| {
@@ -183,10 +185,11 @@ fn typed() -> Result<Option<Vec<u8>>, Refusal> {
     }
 }
 
-/// The new daemon: reads the secret from standard input. At a terminal it asks for it, and does not show it.
+/// Reads the secret from standard input; called by the new daemon. At a terminal it prompts and
+/// disables echo.
 ///
 /// # Errors
-/// As the system says.
+/// The system's error.
 pub(crate) fn read_secret() -> std::io::Result<String> {
     let _hidden = stdin().is_terminal().then(Hidden::begin);
     let mut line = String::new();
@@ -197,14 +200,14 @@ pub(crate) fn read_secret() -> std::io::Result<String> {
     Ok(line.strip_prefix("PVM_VMID=").unwrap_or(line).to_string())
 }
 
-/// What is typed is not shown until this is dropped.
+/// Disables the terminal's echo until dropped.
 struct Hidden(Option<Termios>);
 
 impl Hidden {
     fn begin() -> Hidden {
         let before = tcgetattr(stdin()).ok();
         if let Some(mut quiet) = before.clone() {
-            // An interrupt would leave the terminal silent.
+            // An interrupt would leave the echo disabled.
             quiet
                 .local_flags
                 .remove(LocalFlags::ECHO | LocalFlags::ISIG);

@@ -1,8 +1,11 @@
-//! Memory that follows a task from daemon to daemon (post-copy): a connection of its own ([`super::bulk`]), at each end of
-//! which the tasker's engine reads and writes through a socket of this daemon. What passes is the engines' own affair.
+//! Post-copy memory transfers between daemons.
 //!
-//! The end that fetches closes its socket when it has everything. If the way ends before that, its daemon tells the machine,
-//! and holds the socket open: whoever needs the memory has to be dead before the engine learns of it.
+//! A transfer has a connection of its own ([`super::bulk`]). At each end the tasker's engine reads
+//! and writes through a socket of the daemon; the daemons do not interpret the engines' protocol.
+//!
+//! The target's engine closes its socket when it has fetched everything. If the connection ends
+//! earlier, the target's daemon reports [`Event::MemoryLost`] and keeps the socket open: the task
+//! that needs the memory must be dead before the engine sees the end of its stream.
 
 use super::bulk::{Incoming, Line, Listener, Offer, Outgoing};
 use super::detour::{Detours, What};
@@ -28,27 +31,30 @@ use std::time::{Duration, Instant};
 use tokio::net::UnixListener;
 use tokio::task::{JoinHandle, spawn_blocking};
 
-/// How long an engine may say nothing before the other host is told that this end is still there.
+/// Time without data from an engine after which an empty record is sent, so that the other host
+/// sees that this end is alive.
 const SILENCE: Duration = Duration::from_secs(30);
-/// The source's engine ends before the target's has read its last word; so long the way stays, for that one to close it, and so
-/// long the target waits for that when its engine has read everything.
+/// Time the connection stays open after the source's engine has ended: the target's engine may
+/// still have to read its last data and close. Also the time the target waits for its engine to
+/// close after the engine has read everything.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 const LOOK_PAUSE: Duration = Duration::from_millis(2);
-/// Bytes that are read from an engine at once.
+/// Most bytes read from an engine at once.
 const READ_BYTES: usize = zeros::PLAIN_BYTES_MAX;
-/// What is written for zeros that were only counted.
+/// Written to the engine for runs of zeros.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
-/// One way, from this host or to it.
+/// One transfer, from this host or to it.
 #[derive(Debug)]
 struct Way {
     other: HostId,
     task: JoinHandle<()>,
-    /// Once both ends are there it ends by itself, or when this is cut.
+    /// The connection, once both ends are established. The transfer then ends by closing, or when
+    /// the connection is aborted.
     line: Arc<Mutex<Option<Line>>>,
 }
 
-/// All ways of this host. Owned by the daemon's loop.
+/// All memory transfers of this host. Owned by the daemon's loop.
 pub(crate) struct Memory {
     place: Place,
     inputs: Inputs,
@@ -60,7 +66,7 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    /// No ways yet. No more than `rate` leaves this host.
+    /// Creates a state without transfers. `rate` limits what leaves this host.
     pub(crate) fn new(
         place: Place,
         inputs: Inputs,
@@ -79,7 +85,7 @@ impl Memory {
         }
     }
 
-    /// Source: brings what the tasker hands out to the target.
+    /// On the source: transfers the memory that the tasker serves to the target.
     pub(crate) fn lend(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
         let Some(tasker) = self.listen(migration) else {
             return;
@@ -99,7 +105,7 @@ impl Memory {
                 let opened = announcing_stream(&pair, &session, Purpose::Memory(migration)).await;
                 let mut stream = opened.map_err(|e| failed(&e))?;
                 stream.write_chunk(offer).await.map_err(|e| failed(&e))?;
-                // The target reads one frame and no more.
+                // The target reads only one frame.
                 let _ = stream.finish();
                 turn.accept(&session, migration, listener)
                     .await
@@ -113,7 +119,7 @@ impl Memory {
                 Ok((engine, (out, incoming, line))) => {
                     *lock(&known) = Some(line.clone());
                     lend_over(engine, out, incoming, line, of_task).await;
-                    // There is nothing to be cut any more: its descriptor goes now and not with the next way.
+                    // Drops the descriptor now, not with the next transfer.
                     *lock(&known) = None;
                 }
                 Err(why) => log.line(why),
@@ -129,14 +135,14 @@ impl Memory {
         );
     }
 
-    /// Target: from now on the tasker may ask; the answers come from this host.
+    /// On the target: lets the tasker request memory, which this host will send.
     pub(crate) fn expect(&mut self, migration: MigrationId, from: HostId) {
         if let Some(tasker) = self.listen(migration) {
             self.expected.insert(migration, (from, tasker));
         }
     }
 
-    /// Target: takes the announcement of memory if it is expected.
+    /// On the target: connects to the source if its announcement is expected.
     pub(crate) fn arrived(&mut self, mut announced: Announced) {
         let (from, migration) = (announced.pair.host, announced.migration);
         let Some((_, tasker)) = self
@@ -178,7 +184,8 @@ impl Memory {
                 Ok((engine, (out, incoming, line))) => {
                     *lock(&known) = Some(line.clone());
                     let lost = move |why| {
-                        // The loop may have ended: then nobody has to be told.
+                        // A send error means that the loop has ended; the report is not needed
+                        // then.
                         let _ = inputs
                             .blocking_send(Input::Event(Event::MemoryLost { migration, why }));
                     };
@@ -198,7 +205,8 @@ impl Memory {
         );
     }
 
-    /// The move is over here, or off: what nobody has begun to use is not needed any more.
+    /// Ends a transfer that no engine has begun to use, after the end or failure of the migration
+    /// on this host.
     pub(crate) fn give_up_unused(&mut self, migration: MigrationId) {
         self.expected.remove(&migration);
         if let Some(way) = self
@@ -211,7 +219,7 @@ impl Memory {
         remove_any(&self.place.memory_way(migration));
     }
 
-    /// A host is lost: nothing comes from there any more.
+    /// Aborts all transfers with a lost host.
     pub(crate) fn host_lost(&mut self, host: HostId) {
         for way in self.ways.values().filter(|way| way.other == host) {
             match &*lock(&way.line) {
@@ -254,7 +262,7 @@ fn blocking(engine: tokio::net::UnixStream) -> Result<UnixStream, String> {
     engine.map_err(|e| format!("a socket that cannot be used: {e}"))
 }
 
-/// Source: until either end has closed.
+/// On the source: forwards data in both directions until either end has closed.
 async fn lend_over(
     engine: UnixStream,
     out: Outgoing<Line>,
@@ -281,13 +289,14 @@ async fn lend_over(
         let _hurry = Hurry::begin();
         let _why = to_engine(incoming, &asked);
         has_closed.store(true, Ordering::Release);
-        // Nobody will ask any more.
+        // No further requests will arrive.
         let _ = asked.shutdown(Shutdown::Both);
     });
     let _ = tokio::join!(answers, questions);
 }
 
-/// Target: until the engine has closed its end. If there is nothing more to be had before that, `lost` is told why.
+/// On the target: forwards data in both directions until the engine has closed its end. Calls
+/// `lost` with the reason if the connection ends earlier.
 async fn fetch_over(
     engine: UnixStream,
     out: Outgoing<Line>,
@@ -309,7 +318,8 @@ async fn fetch_over(
     let answers = spawn_blocking(move || {
         let _hurry = Hurry::begin();
         let why = to_engine(incoming, &answered);
-        // An engine that gets no processor for a while, or stands still, may have the last of it before itself.
+        // An engine that is not scheduled or is stopped may have unread data: its time begins when
+        // it has read all of it.
         let mut read = Instant::now();
         while !closed.load(Ordering::Acquire) && read.elapsed() < LAST_WORDS {
             std::thread::sleep(LOOK_PAUSE);
@@ -320,13 +330,15 @@ async fn fetch_over(
         if !closed.load(Ordering::Acquire) {
             lost(format!("its memory does not come any more: {why}"));
         }
-        // The engine's end is open until the other thread has seen it closed.
+        // Returned so that the engine's socket stays open until the other thread has seen the
+        // engine close it.
         answered
     });
     let _ = tokio::join!(questions, answers);
 }
 
-/// Brings what an engine says to the other host, until it closes its end or the way is gone. `wait` for each piece before it leaves.
+/// Forwards an engine's data to the other host until the engine closes its end or the connection is
+/// lost. Calls `wait` with the size of each piece before it is sent.
 fn from_engine(mut engine: UnixStream, mut out: Outgoing<Line>, wait: impl Fn(usize)) {
     let mut bytes = vec![0; READ_BYTES];
     while let Some(length) = heard(&mut engine, &mut bytes) {
@@ -336,14 +348,16 @@ fn from_engine(mut engine: UnixStream, mut out: Outgoing<Line>, wait: impl Fn(us
         };
         let Ok(sent) = out.send_packed(&[], length, fill, &wait);
         if sent.is_err() {
-            // What the engine says has to be taken all the same: it must not stand still until it has seen the end.
+            // The engine's output must be read to the end: otherwise the engine would block and not
+            // notice the end.
             while heard(&mut engine, &mut bytes).is_some() {}
             return;
         }
     }
 }
 
-/// What an engine says next, in bytes, 0 if it says nothing for long; `None` when it has closed its end.
+/// Reads from an engine and returns the number of bytes: 0 after [`SILENCE`] without data, `None`
+/// at the end of the stream.
 fn heard(engine: &mut UnixStream, bytes: &mut [u8]) -> Option<usize> {
     loop {
         match engine.read(bytes) {
@@ -358,7 +372,7 @@ fn heard(engine: &mut UnixStream, bytes: &mut [u8]) -> Option<usize> {
     }
 }
 
-/// Brings what comes from the other host to an engine; why it ended.
+/// Forwards data of the other host to an engine, and returns why that ended.
 fn to_engine(mut incoming: Incoming<Line>, mut engine: &UnixStream) -> std::io::Error {
     loop {
         if let Err(why) = incoming
@@ -370,7 +384,7 @@ fn to_engine(mut incoming: Incoming<Line>, mut engine: &UnixStream) -> std::io::
     }
 }
 
-/// Writes what was packed.
+/// Writes the data of a packed record.
 fn unpack(packed: &[u8], to: &mut impl Write) -> std::io::Result<()> {
     for part in zeros::parts(packed) {
         match part.map_err(|_| {

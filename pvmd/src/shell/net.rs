@@ -1,6 +1,8 @@
-//! The daemon's way to other daemons: one UDP port, sessions with the hosts of this virtual machine, dialling until a
-//! session stands, and queues for what has to wait for one. Owned by the daemon's loop; a session's streams are served
-//! in [`super::session`].
+//! Connections with other daemons: one UDP port, sessions with the hosts of this virtual machine,
+//! repeated connection attempts until a session is up, and queues for data that must wait for a
+//! session.
+//!
+//! Owned by the daemon's loop. [`super::session`] serves the streams of a session.
 
 use super::detour::What;
 use super::input::{Input, Inputs, LineLimit};
@@ -34,98 +36,101 @@ use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
-/// Silence after which a host is lost; `SEMPA_LEASE_MS` sets another time for the whole virtual machine.
+/// Default silence after which a host is considered lost; `SEMPA_LEASE_MS` sets it for the whole
+/// virtual machine.
 pub(crate) const LEASE: Duration = Duration::from_secs(10);
-/// Keep-alives are sent so often within a lease (every 2 s by default).
+/// Keep-alives sent within a lease (one every 2 s by default).
 const KEEP_ALIVES_PER_LEASE: u32 = 5;
-/// Bytes that wait for a host without a session at most, beside link frames; more are refused with a line in the log.
+/// Most bytes, without link frames, queued for a host without a session; further ones are dropped
+/// with a log line.
 const WAITING_BYTES_MAX: usize = 64 << 20;
-/// Bytes that wait for a host that takes nothing; over it the session is given up.
+/// Most bytes queued for a host that does not read; above it the session is closed.
 const UNSENT_BYTES_MAX: usize = 512 << 20;
-/// The lower index of two hosts lets the other one dial first for this long.
+/// Time for which the host with the lower index of two leaves connecting to the other.
 const DIAL_GRACE: Duration = Duration::from_secs(1);
-/// Time for one address to answer.
+/// Time one address has to answer.
 const DIAL_WITHIN: Duration = Duration::from_secs(4);
-/// Addresses of one host are tried this far apart.
+/// Interval between attempts at the addresses of one host.
 const DIAL_STAGGER: Duration = Duration::from_millis(200);
-/// Pause between two rounds of dialling; doubles up to [`DIAL_PAUSE_MAX`].
+/// Pause after the first round of attempts; it doubles up to [`DIAL_PAUSE_MAX`].
 const DIAL_PAUSE: Duration = Duration::from_millis(100);
 const DIAL_PAUSE_MAX: Duration = Duration::from_secs(5);
-/// How long a transfer waits for a session with a host that is not heard just now.
+/// Time a transfer waits for a session with a host that is currently unreachable.
 const SESSION_WAIT: Duration = Duration::from_secs(3);
-/// Time for a handshake that somebody else began.
+/// Time limit of an incoming handshake.
 const HANDSHAKE_WITHIN: Duration = Duration::from_secs(10);
-/// Handshakes of others at once; more are refused.
+/// Most concurrent incoming handshakes; more are refused.
 const HANDSHAKES_MAX: usize = 256;
-/// Time for a forgotten host to take what was sent to it before.
+/// Time an expelled host has to receive what was sent before.
 const FORGET_WITHIN: Duration = Duration::from_secs(2);
-/// Addresses kept for one host.
+/// Most addresses kept per host.
 const ADDRESSES_MAX: usize = 16;
-/// Received and not yet read, per stream and per session: room for 500 MB/s over 30 ms.
+/// Received but unread bytes, per stream and per session: enough for 500 MB/s over 30 ms.
 const STREAM_WINDOW_BYTES: u32 = 16 << 20;
 const SESSION_WINDOW_BYTES: u32 = 256 << 20;
-/// Streams of a peer at once: its channels, twice its lanes because old ones may be ending, and images.
+/// Concurrent streams of a peer: its channels, pair streams (doubled because old ones may still be
+/// ending), and announcements of transfers.
 const STREAMS_MAX: u32 = 2 + 2 * LANES_MAX as u32 + 64;
-/// Transfers of a peer at once that go by the session for want of TCP; more wait.
+/// Concurrent transfers of a peer over the session because TCP is blocked; more wait.
 const DETOURS_MAX: u32 = 64;
-/// Sent and not yet acknowledged, per session.
+/// Sent but unacknowledged bytes per session.
 const SEND_WINDOW_BYTES: u64 = 16 << 20;
-/// What a path is taken to bear at the beginning.
+/// Initial congestion window.
 const INITIAL_WINDOW_BYTES: u64 = 256 << 10;
-/// Largest datagram tried, for jumbo frames and loopback. The endpoint hands ten datagrams at once to the kernel, which
-/// takes no more than 65,507 bytes in one call and drops all ten otherwise.
+/// Largest datagram tried, for jumbo frames and loopback. The endpoint passes ten datagrams at once
+/// to the kernel, which accepts at most 65,507 bytes in one call and drops all ten otherwise.
 pub(super) const DATAGRAM_BYTES_MAX: u16 = 6400;
-/// Kernel buffers of the UDP port, if the user may have so much.
+/// Kernel buffers of the UDP port, if the user's limits allow them.
 const SOCKET_BUFFER_BYTES: usize = 8 << 20;
 
-/// What the sessions tell the loop.
+/// Inputs from the sessions to the loop.
 #[derive(Debug)]
 pub(crate) enum NetInput {
-    /// A connection has passed the handshake.
+    /// A connection has completed its handshake.
     Arrived {
         host: HostId,
         connection: Connection,
     },
-    /// A session stands.
+    /// A session is up.
     Up {
         host: HostId,
         number: u64,
         channels: Channels,
     },
-    /// A control message.
     Control {
         host: HostId,
         number: u64,
         message: HostMsg,
     },
-    /// A parcel of the data channel, in the order of its stream.
+    /// An item of the data channel, in the order of its stream.
     Data {
         host: HostId,
         number: u64,
         parcel: DataParcel,
     },
-    /// The beginning of an image transfer.
+    /// Announces an image transfer.
     Images(Announced),
-    /// Memory that is to follow a task can be had.
+    /// Announces a post-copy memory transfer.
     Memory(Announced),
-    /// A stream of the session for what could not be had by TCP.
+    /// A session stream for a bulk transfer, because TCP is blocked.
     Detour {
         host: HostId,
         migration: MigrationId,
         what: What,
         streams: (quinn::SendStream, quinn::RecvStream),
     },
-    /// A session has ended, or never came to stand.
+    /// A session has ended, or failed to come up.
     Down {
         host: HostId,
         number: u64,
         why: String,
     },
-    /// A round of dialling has ended with a connection (which has arrived) or will not.
+    /// A connection attempt has ended. A successful one was reported before as
+    /// [`NetInput::Arrived`].
     DialEnded { host: HostId },
 }
 
-/// What another host announces on a stream of its own, which has more to say.
+/// A transfer that another host announces on a stream of its own; the stream carries further data.
 #[derive(Debug)]
 pub(crate) struct Announced {
     pub(crate) pair: Pair,
@@ -135,16 +140,14 @@ pub(crate) struct Announced {
     pub(crate) decoder: FrameDecoder,
 }
 
-/// What the loop learns from [`Net::take`].
+/// Changes of sessions reported by [`Net::take`].
 #[derive(Debug)]
 pub(crate) enum NetNews {
-    /// The session stands.
     Connected(HostId),
-    /// It ended.
     Lost(HostId, String),
 }
 
-/// Another host, as far as sessions go.
+/// The session state of another host.
 #[derive(Debug, Default)]
 struct Peer {
     addresses: Vec<SocketAddr>,
@@ -152,11 +155,11 @@ struct Peer {
     forgotten: bool,
     session: Option<Session>,
     dialler: Option<AbortHandle>,
-    /// Whole frames and link frames that wait for a session: true for the control stream.
+    /// Frames that wait for a session; true for the control stream.
     waiting: VecDeque<(bool, Parcel)>,
     waiting_bytes: usize,
     waiting_link_bytes: usize,
-    /// Transfers that wait for a session, one for each move at most.
+    /// Transfers that wait for a session, at most one per migration.
     transfers: Vec<oneshot::Sender<(Pair, Connection)>>,
 }
 
@@ -183,7 +186,7 @@ impl Session {
         }
     }
 
-    /// Puts something on the main stream of the data channel.
+    /// Queues an item on the main stream of the data channel.
     fn put_data(&mut self, parcel: Parcel) {
         if self
             .channels
@@ -194,7 +197,8 @@ impl Session {
         }
     }
 
-    /// Sends a link frame on its way; `pair` is for a lane that has to be opened.
+    /// Queues a link frame on its pair's stream or on the main stream. `pair` is called if a stream
+    /// must be opened.
     fn put_link(&mut self, pair: impl FnOnce(u64) -> Pair, body: Bytes) {
         let way = ends_of(&body).map(|ends| (ends, self.fork.way(ends, Instant::now())));
         let Some((ends, Way::Lane { lane, new, behind })) = way else {
@@ -223,7 +227,7 @@ impl Session {
         }
     }
 
-    /// Sends a word behind all that it has to be behind.
+    /// Sends a control item, preceded by the barrier it needs.
     fn put_word(&mut self, word: &Carried, frame: Bytes) {
         if let Some(marks) = self.fork.fence(word) {
             self.put_data(Parcel::Sure(
@@ -236,7 +240,7 @@ impl Session {
         }
     }
 
-    /// Ends lanes that are not needed any more, or that one task has to do with.
+    /// Closes pair streams that are idle, or those of `task` if it is given.
     fn close_lanes(&mut self, task: Option<Tid>) {
         for mark in self.fork.close(Instant::now(), task) {
             if let Some(lane) = self.lanes.remove(&mark.lane) {
@@ -248,7 +252,7 @@ impl Session {
         }
     }
 
-    /// Has all streams end after what was put there before.
+    /// Closes all streams after what was queued before.
     fn end(&self) {
         let Some(channels) = &self.channels else {
             return;
@@ -275,7 +279,7 @@ pub(crate) struct Net {
     next_session: u64,
 }
 
-/// A session that is there, or is to come.
+/// A session that exists or is being established.
 #[derive(Debug)]
 pub(crate) struct Soon {
     host: HostId,
@@ -283,10 +287,10 @@ pub(crate) struct Soon {
 }
 
 impl Soon {
-    /// Waits for it: a task stands still meanwhile.
+    /// Waits for the session. A task is paused meanwhile.
     ///
     /// # Errors
-    /// It did not come.
+    /// No session was established within [`SESSION_WAIT`].
     pub(crate) async fn session(self) -> Result<(Pair, Connection), Failure> {
         let silent = || {
             Failure::Images(format!(
@@ -299,10 +303,10 @@ impl Soon {
     }
 }
 
-/// Opens the UDP port (any free one), for both protocols if this host has both.
+/// Opens a UDP port (0: any free one), for IPv4 and IPv6 if this host has both.
 ///
 /// # Errors
-/// When there is none.
+/// The port cannot be opened.
 pub(crate) fn bind_udp(port: u16) -> std::io::Result<UdpSocket> {
     let socket = match UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port)) {
         Ok(socket) => socket,
@@ -310,7 +314,7 @@ pub(crate) fn bind_udp(port: u16) -> std::io::Result<UdpSocket> {
         Err(_) => UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port))?,
     };
     use nix::sys::socket::{setsockopt, sockopt};
-    // Larger buffers only make it faster; root may exceed the system's limit.
+    // Larger buffers are only an optimization; root may exceed the system's limit.
     let _ = setsockopt(&socket, sockopt::RcvBuf, &SOCKET_BUFFER_BYTES);
     let _ = setsockopt(&socket, sockopt::SndBuf, &SOCKET_BUFFER_BYTES);
     let _ = setsockopt(&socket, sockopt::RcvBufForce, &SOCKET_BUFFER_BYTES);
@@ -326,7 +330,8 @@ fn transport(lease: Duration) -> anyhow::Result<Arc<TransportConfig>> {
     mtu.upper_bound(DATAGRAM_BYTES_MAX);
     transport
         .keep_alive_interval(Some(lease / KEEP_ALIVES_PER_LEASE))
-        // The lease is watched in the session; this only ends what is dead for sure.
+        // The session watches the lease; this timeout only removes connections that are certainly
+        // dead.
         .max_idle_timeout(Some((lease * 2).try_into()?))
         .stream_receive_window(VarInt::from_u32(STREAM_WINDOW_BYTES))
         .receive_window(VarInt::from_u32(SESSION_WINDOW_BYTES))
@@ -343,7 +348,7 @@ impl Net {
     /// Starts the endpoint on a bound port.
     ///
     /// # Errors
-    /// When certificates or the socket cannot be used.
+    /// The certificates or the socket cannot be used.
     pub(crate) fn start(
         socket: UdpSocket,
         identity: &Identity,
@@ -378,15 +383,15 @@ impl Net {
         })
     }
 
-    /// The port, for announcing it.
+    /// Returns the UDP port, to be announced to other hosts.
     ///
     /// # Errors
-    /// When the kernel does not tell.
+    /// The system's error.
     pub(crate) fn port(&self) -> std::io::Result<u16> {
         Ok(self.endpoint.local_addr()?.port())
     }
 
-    /// Has a session with this host: dials unless one stands, and goes on trying.
+    /// Establishes a session with this host, and again whenever it is lost.
     pub(crate) fn connect(&mut self, host: HostId, addresses: Vec<SocketAddr>) {
         let peer = self.peers.entry(host).or_default();
         peer.wanted = true;
@@ -399,7 +404,7 @@ impl Net {
         self.dial(host);
     }
 
-    /// Ends the session and refuses new ones.
+    /// Ends the session with a host and refuses new ones.
     pub(crate) fn forget(&mut self, host: HostId) {
         let peer = self.peers.entry(host).or_default();
         if let Some(dialler) = peer.dialler.take() {
@@ -414,7 +419,7 @@ impl Net {
         };
     }
 
-    /// Sends a control message, now or when a session stands.
+    /// Sends a control message, or queues it until a session is up.
     pub(crate) fn send(&mut self, host: HostId, message: &HostMsg) {
         let frame = match encode_control(message) {
             Ok(frame) => frame,
@@ -432,7 +437,7 @@ impl Net {
         self.give_up_if_stuck(host);
     }
 
-    /// Sends something for a task there, now or when a session stands.
+    /// Sends an item or frame for a task on this host, or queues it until a session is up.
     pub(crate) fn carry(&mut self, host: HostId, carried: Carried) {
         if let Carried::Link(body) = carried {
             let (vm, me, lease) = (&self.vm, self.me, self.lease);
@@ -462,12 +467,12 @@ impl Net {
         self.give_up_if_stuck(host);
     }
 
-    /// A host that has not been forgotten.
+    /// Returns the state of a host unless it is expelled.
     fn known(&mut self, host: HostId) -> Option<&mut Peer> {
         Some(self.peers.entry(host).or_default()).filter(|peer| !peer.forgotten)
     }
 
-    /// Gives up the session with a host that takes nothing.
+    /// Closes the session with a host that does not read.
     fn give_up_if_stuck(&mut self, host: HostId) {
         let session = self.peers.get(&host).and_then(|peer| peer.session.as_ref());
         let Some(channels) = session.and_then(|s| s.channels.as_ref()) else {
@@ -484,7 +489,7 @@ impl Net {
         }
     }
 
-    /// Keeps something until there is a session.
+    /// Queues an item until there is a session.
     fn keep(&mut self, host: HostId, control: bool, parcel: Parcel) {
         let peer = self.peers.entry(host).or_default();
         let (len, sure) = match &parcel {
@@ -507,14 +512,14 @@ impl Net {
         peer.waiting.push_back((control, parcel));
     }
 
-    /// The connection of a session that stands, for transfers.
+    /// Returns the connection of a session that is up, for bulk transfers.
     fn bulk(&self, host: HostId) -> Option<(Pair, Connection)> {
         let session = self.peers.get(&host)?.session.as_ref()?;
         let channels = session.channels.as_ref()?;
         Some((self.pair(host, session.number), channels.connection.clone()))
     }
 
-    /// The same, also if the two hosts do not hear each other just now and begin a new session soon.
+    /// As [`Net::bulk`], but also waits for a new session if the hosts currently have none.
     pub(crate) fn bulk_soon(&mut self, host: HostId) -> Soon {
         let (tell, told) = oneshot::channel();
         match self.bulk(host) {
@@ -535,7 +540,7 @@ impl Net {
         pair_of(&self.vm, self.me, self.lease, host, number)
     }
 
-    /// True if this is the session that counts.
+    /// True if this is the current session with the host.
     pub(crate) fn is_current(&self, host: HostId, number: u64) -> bool {
         self.peers
             .get(&host)
@@ -543,7 +548,8 @@ impl Net {
             .is_some_and(|s| s.number == number)
     }
 
-    /// Takes what a session or dialler reports; control messages, carried things and images are the loop's own.
+    /// Handles the inputs about sessions and connection attempts. The other inputs belong to the
+    /// loop.
     pub(crate) fn take(&mut self, input: NetInput) -> Vec<NetNews> {
         match input {
             NetInput::Arrived { host, connection } => self.arrived(host, connection),
@@ -576,7 +582,7 @@ impl Net {
         let pair = self.pair(host, number);
         let peer = self.peers.entry(host).or_default();
         if self.me > host {
-            // We decide, and there is one session at a time.
+            // This host has the higher index, so it decides, and there is one session at a time.
             if peer.session.is_some() {
                 connection.close(CLOSE_DUPLICATE, b"");
                 return;
@@ -598,7 +604,7 @@ impl Net {
         if let Some(old) = peer.session.take()
             && old.number != number
         {
-            // The other one decides, and has given the old one up.
+            // The other host decides, and has given up the old session.
             old.connection.close(CLOSE_DUPLICATE, b"");
             news.push(NetNews::Lost(host, "it has begun a new session".into()));
         }
@@ -621,7 +627,7 @@ impl Net {
             .into_iter()
             .zip(std::iter::from_fn(|| self.bulk(host)))
         {
-            // Who waited may have given up.
+            // The waiting transfer may have ended.
             let _ = transfer.send(bulk);
         }
         self.log.line(format!("session with {host} stands"));
@@ -643,7 +649,7 @@ impl Net {
             "did not come to stand"
         };
         self.log.line(format!("session with {host} {verb}: {why}"));
-        // A slave that its master does not want any more is not to go on dialling it.
+        // A slave that its master has expelled must not connect again.
         let expelled = host == HostId::MASTER && is_forgotten(&session.connection);
         if stood || expelled {
             vec![NetNews::Lost(host, why)]
@@ -652,7 +658,8 @@ impl Net {
         }
     }
 
-    /// Takes a parcel of the data channel of the session that counts; what its turn has come for is [`Net::carried`].
+    /// Takes an item of the current session's data channel; [`Net::carried`] returns the items that
+    /// are due.
     pub(crate) fn take_data(&mut self, host: HostId, number: u64, parcel: DataParcel) {
         let Some(session) = self.current(host, number) else {
             return;
@@ -663,9 +670,9 @@ impl Net {
         }
     }
 
-    /// The next thing for the machine out of the data channel.
+    /// Returns the next item of the data channel for the state machine.
     pub(crate) fn carried(&mut self, host: HostId, number: u64) -> Option<Carried> {
-        self.current(host, number)?.join.next()
+        self.current(host, number)?.join.pop()
     }
 
     fn current(&mut self, host: HostId, number: u64) -> Option<&mut Session> {
@@ -676,7 +683,7 @@ impl Net {
             .filter(|s| s.number == number)
     }
 
-    /// Dials again where a session is wanted and none stands, and ends lanes without use. Called now and then.
+    /// Connects to hosts that lack a session, and closes idle pair streams. Called once a second.
     pub(crate) fn tick(&mut self) {
         self.peers
             .values_mut()
@@ -718,14 +725,14 @@ impl Net {
             let _ = inputs
                 .send(Input::Net(NetInput::Arrived { host, connection }))
                 .await;
-            // The session needs a moment to come to stand before dialling again makes sense.
+            // The session needs time to come up before another attempt makes sense.
             sleep(DIAL_GRACE).await;
             let _ = inputs.send(Input::Net(NetInput::DialEnded { host })).await;
         });
         peer.dialler = Some(task.abort_handle());
     }
 
-    /// Has all sessions end after what was sent before. The loop goes on feeding [`Net::take`] until
+    /// Ends all sessions after what was sent before. The loop must keep calling [`Net::take`] until
     /// [`Net::has_sessions`] is false.
     pub(crate) fn begin_leaving(&mut self) {
         for peer in self.peers.values_mut() {
@@ -741,19 +748,20 @@ impl Net {
         }
     }
 
-    /// True while a session has not ended.
+    /// True if any session has not ended.
     pub(crate) fn has_sessions(&self) -> bool {
         self.peers.values().any(|p| p.session.is_some())
     }
 
-    /// As if this host's network had gone: sends and hears nothing any more on its port, and says so to nobody.
+    /// Simulates the loss of this host's network: the port sends and receives nothing any more, and
+    /// no peer is notified.
     #[cfg(test)]
     pub(crate) fn silence(&mut self) {
         let nowhere = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
         self.endpoint.rebind(nowhere).expect("a socket");
     }
 
-    /// Closes the port after telling those who still listen.
+    /// Notifies the peers and closes the port.
     pub(crate) async fn close(self, allowed: Duration) {
         self.endpoint.close(CLOSE_LEAVING, b"leaving");
         let _ = timeout(allowed, self.endpoint.wait_idle()).await;
@@ -761,8 +769,8 @@ impl Net {
 }
 
 fn pair_of(vm: &str, me: HostId, lease: Duration, host: HostId, number: u64) -> Pair {
-    // A slave gives its master up before the master gives up the slave: when the master counts a host's tasks as
-    // dead, they are.
+    // A slave gives up its master before the master gives up the slave: when the master considers a
+    // host's tasks dead, they are.
     let lease = if host == HostId::MASTER {
         lease * 4 / 5
     } else {
@@ -777,7 +785,7 @@ fn pair_of(vm: &str, me: HostId, lease: Duration, host: HostId, number: u64) -> 
     }
 }
 
-/// True if the other end has closed the connection because it does not count this host in.
+/// True if the peer closed the connection because this host is not in its virtual machine.
 fn is_forgotten(connection: &Connection) -> bool {
     matches!(connection.close_reason(), Some(quinn::ConnectionError::ApplicationClosed(c)) if c.error_code == CLOSE_FORGOTTEN)
 }
@@ -795,8 +803,8 @@ fn end_session(session: Session) {
     });
 }
 
-/// Takes connections of others for ever. Whoever has no certificate of this virtual machine does not get past the
-/// handshake; what is not QUIC at all is ignored by the endpoint.
+/// Accepts connections forever. A peer without a certificate of this virtual machine fails the
+/// handshake; the endpoint ignores everything that is not QUIC.
 async fn accept(endpoint: Endpoint, vm: String, inputs: Inputs) {
     let limit = Arc::new(LineLimit::new());
     while let Some(incoming) = endpoint.accept().await {
@@ -834,7 +842,7 @@ async fn shake_hands(incoming: Incoming, vm: &str) -> Result<(HostId, Connection
     }
 }
 
-/// The host that the peer's verified certificate names.
+/// Returns the host that the peer's verified certificate names.
 fn identity(connection: &Connection, vm: &str) -> Option<HostId> {
     let chain = connection
         .peer_identity()?
@@ -843,7 +851,7 @@ fn identity(connection: &Connection, vm: &str) -> Option<HostId> {
     host_named(chain.first()?, vm)
 }
 
-/// One host being dialled.
+/// Connection attempts to one host.
 struct Dialler {
     endpoint: Endpoint,
     client: ClientConfig,
@@ -854,7 +862,7 @@ struct Dialler {
 }
 
 impl Dialler {
-    /// Tries all addresses, again and again, until one answers as the right host.
+    /// Tries all addresses repeatedly until one answers with the right certificate.
     async fn until_connected(&self) -> Connection {
         let mut pause = DIAL_PAUSE;
         let mut told = false;
@@ -873,7 +881,7 @@ impl Dialler {
         }
     }
 
-    /// All addresses once, a little apart; the first that answers counts.
+    /// Tries each address once, [`DIAL_STAGGER`] apart; returns the first connection.
     async fn round(&self) -> Result<Connection, String> {
         let mut tries = JoinSet::new();
         for (n, address) in self.addresses.iter().copied().enumerate() {

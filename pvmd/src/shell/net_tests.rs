@@ -1,4 +1,5 @@
-//! Two or three daemons' nets on loopback: who gets a session, and what a session carries.
+//! Tests with the networks of two or three daemons on loopback: how sessions are established, and
+//! what they carry.
 
 use super::detour::{Detours, What};
 use super::images::Images;
@@ -27,7 +28,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-/// Time for anything in these tests; far more than needed, because machines may be loaded.
+/// Time limit of each step; far more than needed, because machines may be loaded.
 const DEADLINE: Duration = Duration::from_secs(30);
 
 struct Daemon {
@@ -37,7 +38,7 @@ struct Daemon {
     inputs: mpsc::Receiver<Input>,
     me: HostId,
     dir: PathBuf,
-    /// The session by which something came last.
+    /// The session that delivered data last.
     carried: (HostId, u64),
 }
 
@@ -87,7 +88,7 @@ impl Daemon {
         SocketAddr::from(([127, 0, 0, 1], self.net.port().expect("bound")))
     }
 
-    /// The next thing that a daemon's loop would act on.
+    /// Returns the next thing that a daemon's loop would act on.
     async fn next(&mut self) -> Seen {
         loop {
             let (host, number) = self.carried;
@@ -131,7 +132,7 @@ impl Daemon {
         }
     }
 
-    /// Waits for a session; strangers may knock meanwhile.
+    /// Waits for a session; refused connections are ignored.
     async fn connected(&mut self, other: HostId) {
         loop {
             match timeout(DEADLINE, self.next()).await {
@@ -160,7 +161,7 @@ enum Seen {
     Event(Event),
 }
 
-/// Master and host 2 of one virtual machine, both told to connect.
+/// Starts the master and host 2 of one virtual machine and waits for their session.
 async fn two(test: &str, lease: Duration) -> (Daemon, Daemon) {
     let authority = Authority::new("pvm").expect("a key");
     let mut one = Daemon::start(test, 1, &authority.admit(host(1)).expect("a key"), lease);
@@ -178,7 +179,7 @@ fn committed(epoch: u64) -> HostMsg {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nothing_is_lost_of_what_was_said_to_a_host_before_its_session_stood() {
+async fn frames_queued_before_session_all_arrive() {
     let authority = Authority::new("pvm").expect("a key");
     let mut one = Daemon::start(
         "early",
@@ -209,7 +210,7 @@ async fn nothing_is_lost_of_what_was_said_to_a_host_before_its_session_stood() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_hosts_that_dial_each_other_have_one_session_and_talk_in_order() {
+async fn mutual_connect_yields_one_ordered_session() {
     let (mut one, mut two) = two("talk", Duration::from_secs(10)).await;
     for n in 0..2000 {
         one.net.send(two.me, &committed(n));
@@ -228,7 +229,7 @@ async fn two_hosts_that_dial_each_other_have_one_session_and_talk_in_order() {
     }
 }
 
-/// A frame from one task of host 1 to one of host 2.
+/// Builds a frame from a task of host 1 to a task of host 2.
 fn frame(src: u32, dst: u32, seq: u64, bytes: usize) -> Bytes {
     let (src, dst) = (
         Tid::task(host(1), src).expect("a task"),
@@ -247,7 +248,7 @@ fn frame(src: u32, dst: u32, seq: u64, bytes: usize) -> Bytes {
     [&frame.encode_head()[..], &vec![7; bytes]].concat().into()
 }
 
-/// The next link frame that has come: its ends and its number.
+/// Returns the ends and the sequence number of the next link frame.
 async fn next_frame(daemon: &mut Daemon) -> ((Tid, Tid), u64) {
     match timeout(DEADLINE, daemon.next()).await {
         Ok(Seen::Carried(Carried::Link(body))) => {
@@ -258,11 +259,11 @@ async fn next_frame(daemon: &mut Daemon) -> ((Tid, Tid), u64) {
     }
 }
 
-// On one thread, as the daemon is: all is said before the first of it leaves.
+// On one thread, as in the daemon: everything is queued before the first frame leaves.
 #[tokio::test]
-async fn a_pair_with_much_to_say_does_not_delay_another_pair() {
+async fn busy_pair_does_not_delay_another_pair() {
     const BEFORE: u64 = 20;
-    // Far more than what is on its way at once.
+    // Far more than can be in flight.
     const MUCH: u64 = 2000;
     let (mut one, mut two) = two("lanes", Duration::from_secs(10)).await;
     for seq in 0..BEFORE {
@@ -293,12 +294,13 @@ async fn a_pair_with_much_to_say_does_not_delay_another_pair() {
     );
 }
 
-// On one thread, as the daemon is: all is said before the first of it leaves.
+// On one thread, as in the daemon: everything is queued before the first frame leaves.
+/// A small frame of one pair does not wait for the backlog of a hundred streaming pairs.
 #[tokio::test]
-async fn a_word_of_one_pair_does_not_wait_for_a_hundred_pairs_that_stream() {
+async fn frame_overtakes_backlog_of_hundred_pairs() {
     const BEFORE: u64 = 10;
     const STREAMING: u32 = 100;
-    // Together far more than what is on its way at once.
+    // In total far more than can be in flight.
     const MUCH: u64 = 16;
     let (mut one, mut two) = two("hundred", Duration::from_secs(10)).await;
     let last = STREAMING + 1;
@@ -338,13 +340,14 @@ async fn a_word_of_one_pair_does_not_wait_for_a_hundred_pairs_that_stream() {
     );
 }
 
+/// Control items and frames of one task arrive in the order in which they were sent.
 #[tokio::test(flavor = "multi_thread")]
-async fn words_stay_behind_the_frames_of_their_task_and_frames_behind_the_words() {
+async fn control_items_and_frames_keep_their_order() {
     const ROUNDS: u64 = 300;
     let (mut one, mut two) = two("fences", Duration::from_secs(10)).await;
     let dst = Tid::task(host(2), 1).expect("a task");
     for seq in 0..ROUNDS {
-        // Large ones are long on their way; the words are small.
+        // Large frames take long in transit; control items are small.
         one.net
             .carry(two.me, Carried::Link(frame(1, 1, 2 * seq, 50_000)));
         one.net.carry(
@@ -367,12 +370,13 @@ async fn words_stay_behind_the_frames_of_their_task_and_frames_behind_the_words(
     }
 }
 
+/// More pairs than pair streams, and the exits of their tasks, lose no frame.
 #[tokio::test(flavor = "multi_thread")]
-async fn more_pairs_than_there_are_lanes_and_their_ends_lose_nothing() {
+async fn more_pairs_than_streams_lose_nothing() {
     const PAIRS: u32 = LANES_MAX as u32 + 90;
     const EACH: u64 = 6;
     let (mut one, mut two) = two("many", Duration::from_secs(10)).await;
-    // Two generations of tasks, each of which ends.
+    // Two generations of tasks, both of which exit.
     for generation in 0..2 {
         let first = generation * PAIRS + 1;
         for seq in 0..EACH {
@@ -410,13 +414,13 @@ async fn more_pairs_than_there_are_lanes_and_their_ends_lose_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_sent_before_there_is_a_session_waits_for_it() {
+async fn control_message_waits_for_session() {
     let authority = Authority::new("pvm").expect("a key");
     let lease = Duration::from_secs(10);
     let mut one = Daemon::start("wait", 1, &authority.admit(host(1)).expect("a key"), lease);
     let mut two = Daemon::start("wait", 2, &authority.admit(host(2)).expect("a key"), lease);
     one.net.send(two.me, &committed(7));
-    // Only the lower index knows where the other one is.
+    // Only the host with the lower index has an address of the other.
     one.net.connect(two.me, vec![two.address()]);
     tokio::join!(one.connected(host(2)), two.connected(host(1)));
     assert!(
@@ -425,7 +429,7 @@ async fn what_is_sent_before_there_is_a_session_waits_for_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_certificate_of_another_virtual_machine_is_refused_in_the_handshake() {
+async fn foreign_certificate_fails_handshake() {
     let (ours, theirs) = (
         Authority::new("pvm").expect("a key"),
         Authority::new("pvm").expect("a key"),
@@ -443,13 +447,13 @@ async fn a_certificate_of_another_virtual_machine_is_refused_in_the_handshake() 
     }
     assert!(timeout(quiet, stranger.next()).await.is_err());
     stranger.net.forget(one.me);
-    // The refused one hurts nobody else.
+    // The refused connection does not affect others.
     let mut three = Daemon::start("foreign", 3, &ours.admit(host(3)).expect("a key"), lease);
     three.net.connect(one.me, vec![one.address()]);
     tokio::join!(one.connected(host(3)), three.connected(host(1)));
 }
 
-/// A client that believes every daemon.
+/// A client that accepts every server certificate.
 #[derive(Debug)]
 struct Careless(Arc<CryptoProvider>);
 
@@ -488,8 +492,9 @@ impl ServerCertVerifier for Careless {
     }
 }
 
+/// A client that accepts every server is refused if it has a foreign certificate or none.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_client_that_believes_every_daemon_is_not_believed() {
+async fn client_without_valid_certificate_is_refused() {
     let (ours, theirs) = (
         Authority::new("pvm").expect("a key"),
         Authority::new("pvm").expect("a key"),
@@ -548,7 +553,7 @@ async fn a_client_that_believes_every_daemon_is_not_believed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_silent_host_is_lost_after_the_lease_and_a_forgotten_one_stays_out() {
+async fn silent_host_is_lost_after_lease() {
     let lease = Duration::from_millis(1000);
     let (mut one, mut two) = two("lease", lease).await;
     let quiet = timeout(lease * 2, one.next()).await;
@@ -568,7 +573,8 @@ async fn a_silent_host_is_lost_after_the_lease_and_a_forgotten_one_stays_out() {
     one.net.forget(host(2));
 }
 
-/// Images that the second daemon does not take from the first one, which hears of it; the second tells nobody.
+/// Sends images and checks that the second daemon refuses them, and that only the first one reports
+/// that.
 async fn are_refused(one: &mut Daemon, two: &mut Daemon, migration: MigrationId) {
     one.images.send(migration, host(2), &mut one.net);
     let refused = tokio::select! {
@@ -585,7 +591,7 @@ async fn are_refused(one: &mut Daemon, two: &mut Daemon, migration: MigrationId)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn images_travel_and_only_where_they_are_expected() {
+async fn images_arrive_only_where_expected() {
     let (mut one, mut two) = two("images", Duration::from_secs(10)).await;
     let migration = MigrationId(5);
     let from = one.images_dir(migration);
@@ -594,10 +600,10 @@ async fn images_travel_and_only_where_they_are_expected() {
     std::fs::write(from.join("pages-1.img"), &content).expect("writable");
     std::fs::write(from.join("core-1.img"), b"core").expect("writable");
 
-    // Nobody expects them yet.
+    // No images are expected yet.
     are_refused(&mut one, &mut two, migration).await;
 
-    // They are expected from another host, which has its turn nevertheless.
+    // Images are expected from another host, and stay expected.
     two.images.expect(migration, host(3));
     are_refused(&mut one, &mut two, migration).await;
     assert!(two.images.expects(migration, host(3)));
@@ -629,7 +635,7 @@ async fn images_travel_and_only_where_they_are_expected() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn images_take_a_stream_of_the_session_to_a_host_that_tcp_does_not_get_to() {
+async fn images_use_session_stream_if_tcp_is_blocked() {
     let (mut one, mut two) = two("detour", Duration::from_secs(10)).await;
     two.detours.block(host(1));
     let content: Vec<u8> = (0..20_000_000u32).map(|i| (i >> 7) as u8).collect();
@@ -641,7 +647,7 @@ async fn images_take_a_stream_of_the_session_to_a_host_that_tcp_does_not_get_to(
         two.images.expect(migration, host(1));
         let Daemon { images, net, .. } = &mut one;
         images.send(migration, host(2), net);
-        // Each has to read its inputs for the other one to get on.
+        // Each daemon must read its inputs for the other to make progress.
         let (mut sent, mut received) = (None, None);
         while sent.is_none() || received.is_none() {
             tokio::select! {
@@ -668,8 +674,9 @@ async fn images_take_a_stream_of_the_session_to_a_host_that_tcp_does_not_get_to(
     }
 }
 
+/// A session stream for an unexpected transfer is refused, and the session continues.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stream_for_what_nobody_expects_is_not_taken_and_hurts_nobody() {
+async fn unexpected_bulk_stream_is_refused() {
     let (mut one, mut two) = two("uninvited", Duration::from_secs(10)).await;
     let (pair, session) = two
         .net
@@ -692,8 +699,9 @@ async fn a_stream_for_what_nobody_expects_is_not_taken_and_hurts_nobody() {
     );
 }
 
+/// Images wait for a session that is being established; for an unknown host they fail at once.
 #[tokio::test(flavor = "multi_thread")]
-async fn images_wait_for_a_session_that_is_about_to_stand_and_for_none_with_a_host_that_nobody_knows()
+async fn images_wait_for_pending_session()
  {
     let authority = Authority::new("pvm").expect("a key");
     let mut one = Daemon::start(
@@ -748,8 +756,9 @@ async fn images_wait_for_a_session_that_is_about_to_stand_and_for_none_with_a_ho
     );
 }
 
+/// Images that the target drops on arrival are reported as sent at the source.
 #[tokio::test(flavor = "multi_thread")]
-async fn images_that_are_of_no_use_any_more_the_moment_they_are_here_were_sent_all_the_same() {
+async fn images_dropped_on_arrival_count_as_sent() {
     let (mut one, mut two) = two("at-once", Duration::from_secs(10)).await;
     for number in 0..100 {
         let migration = MigrationId(100 + number);
@@ -777,8 +786,9 @@ async fn images_that_are_of_no_use_any_more_the_moment_they_are_here_were_sent_a
     }
 }
 
+/// Images are sent while they are being written, and either end may abort the transfer.
 #[tokio::test(flavor = "multi_thread")]
-async fn images_that_are_still_being_written_are_on_their_way_and_either_end_may_give_up() {
+async fn growing_images_are_sent_and_either_end_may_abort() {
     for target_gives_up in [true, false] {
         let (mut one, mut two) = two("ahead", Duration::from_secs(10)).await;
         let migration = MigrationId(5);
@@ -791,7 +801,7 @@ async fn images_that_are_still_being_written_are_on_their_way_and_either_end_may
         let there = two.images_dir(migration).join("pages-1.img");
         let arrives = async {
             while std::fs::metadata(&there).map_or(0, |meta| meta.len()) < 1 << 20 {
-                // Its inputs have to be read for anything to happen.
+                // The daemon must read its inputs to make progress.
                 let _ = timeout(Duration::from_millis(10), two.next()).await;
             }
         };
@@ -820,7 +830,7 @@ async fn images_that_are_still_being_written_are_on_their_way_and_either_end_may
 }
 
 impl Daemon {
-    /// Waits until images are removed, which is when nothing works on them any more.
+    /// Waits until the images are removed, which happens when no work on them is left.
     async fn gone(&self, migration: MigrationId) {
         let gone = async {
             while self.images_dir(migration).exists() {

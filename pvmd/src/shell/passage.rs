@@ -89,6 +89,6 @@ impl Receiving {
             Ok(parcel @ Lane::Item(_)) => self.join.take_lane(LANE, parcel),
             Ok(Lane::Behind(_)) | Err(_) => return None,
         }
-        self.join.next()
+        self.join.pop()
     }
 }

@@ -1,9 +1,12 @@
 //! The daemons' UDP port, as the QUIC library uses it.
 //!
-//! What a datagram costs is mostly the system call that carries it and the wake-up that announces it. So this port wakes
-//! the daemon for what comes in only, not for each datagram that has left; it asks for more only when there may be more;
-//! and it gathers the runs of equal datagrams that the library makes, ten at a time, into one call for all that the
-//! kernel takes at once.
+//! A datagram costs mostly the system call that carries it and the wakeup that announces it.
+//! Therefore this port
+//!
+//! - wakes the daemon only for incoming data, not for each datagram that has left,
+//! - reads again only if more datagrams may be queued,
+//! - joins runs of equal datagrams, which the library makes ten at a time, into one system call of
+//!   the kernel's maximum size.
 
 use super::net::DATAGRAM_BYTES_MAX;
 use super::sys::watch;
@@ -20,17 +23,17 @@ use std::time::Instant;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// Datagrams that the library hands over at once when it has more to send.
+/// Datagrams that the library passes in one call when it has more to send.
 const RUN: usize = 10;
-/// Bytes that one call takes: the longest UDP payload over IPv4.
+/// Most bytes sent by one system call: the longest UDP payload over IPv4.
 const CALL_BYTES_MAX: usize = 65_507;
-/// Datagrams, or runs of them that the kernel has joined, taken at once. More would leave the processor's cache before
-/// they are decrypted.
+/// Most datagrams, or runs joined by the kernel, received at once. More would leave the processor's
+/// cache before they are decrypted.
 const RECEIVE_MAX: usize = 4;
-/// Bytes that the kernel joins at most.
+/// Most bytes the kernel joins on receipt (GRO).
 const JOINED_BYTES_MAX: usize = 64 << 10;
 
-/// Tokio, with this port as its UDP socket.
+/// The tokio runtime, with this port as its UDP socket.
 #[derive(Debug)]
 pub(crate) struct PortRuntime;
 
@@ -52,33 +55,34 @@ impl Runtime for PortRuntime {
     }
 }
 
-/// The socket and what is gathered for its next call.
+/// The socket and the datagrams collected for its next system call.
 #[derive(Debug)]
 struct Port {
-    /// For the library; the flusher has its own.
+    /// State shared with the flush task.
     shared: Arc<Shared>,
 }
 
 #[derive(Debug)]
 struct Shared {
-    /// Registered for reading only: an event for every datagram that has left would cost a wake-up each.
+    /// Registered for reading only: a writable event for every datagram sent would cost a wakeup
+    /// each.
     socket: AsyncFd<UdpSocket>,
     state: UdpSocketState,
     gathered: Mutex<Gathered>,
-    /// The kernel has taken no more the last time.
+    /// The last send found the kernel's buffer full.
     blocked: AtomicBool,
 }
 
-/// Datagrams of one length for one address, that go out together.
+/// Datagrams of equal length and destination that are sent together.
 #[derive(Debug)]
 struct Gathered {
     bytes: Vec<u8>,
-    /// Length of each but the last.
+    /// Length of each datagram; the last may be shorter.
     segment: usize,
     to: SocketAddr,
     ecn: Option<EcnCodepoint>,
     from: Option<IpAddr>,
-    /// Somebody will send them.
+    /// A flush task is running, which will send them.
     flusher: bool,
 }
 
@@ -95,13 +99,13 @@ impl Gathered {
         }
     }
 
-    /// True if this may follow in the same call.
+    /// True if a transmit may join the same system call.
     fn takes(&self, transmit: &Transmit<'_>, segments_max: usize) -> bool {
         let fits = match transmit.segment_size {
             Some(segment) => segment == self.segment,
             None => transmit.contents.len() <= self.segment,
         };
-        // Only the last may be shorter than the others.
+        // Only the last datagram may be shorter than the others.
         let is_even = self.bytes.len().is_multiple_of(self.segment);
         fits && is_even
             && (transmit.destination, transmit.ecn, transmit.src_ip)
@@ -142,7 +146,7 @@ impl Port {
 
 impl Shared {
     fn gathered(&self) -> MutexGuard<'_, Gathered> {
-        // What a panic leaves there is datagrams all the same; those that are lost are sent again.
+        // After a panic the datagrams are still valid; lost ones are retransmitted.
         self.gathered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -154,7 +158,7 @@ impl Shared {
         sent
     }
 
-    /// Sends what is gathered; it stays when the kernel takes nothing now.
+    /// Sends the collected datagrams. They are kept if the kernel's buffer is full.
     fn flush(&self, gathered: &mut Gathered) -> io::Result<()> {
         if gathered.bytes.is_empty() {
             return Ok(());
@@ -188,7 +192,7 @@ impl Shared {
         if more_follows && gathered.has_room(length, segments_max)
             || self.flush(&mut gathered).is_err()
         {
-            // The library must not wait with what comes next, or what is gathered might stay for ever.
+            // The library may not call again, so a task must send what is collected.
             if !std::mem::replace(&mut gathered.flusher, true) {
                 tokio::spawn(flush_soon(self.clone()));
             }
@@ -197,7 +201,7 @@ impl Shared {
     }
 }
 
-/// Sends what is gathered once nothing is added any more while all others have had their turn.
+/// Sends the collected datagrams once no more were added while all other tasks ran.
 async fn flush_soon(port: Arc<Shared>) {
     let mut before = 0;
     loop {
@@ -216,13 +220,13 @@ async fn flush_soon(port: Arc<Shared>) {
                 port: port.clone(),
                 watch: None,
             };
-            // After an error of the socket the next attempt tells.
+            // A socket error shows at the next send.
             let _ = poll_fn(|cx| Pin::new(&mut writable).poll_writable(cx)).await;
         }
     }
 }
 
-/// Waits until every task that is ready has run, without a look at the sockets.
+/// Waits until every runnable task has run once, without polling the sockets.
 async fn after_the_others() {
     let mut waited = false;
     poll_fn(|cx| {
@@ -264,7 +268,7 @@ impl AsyncUdpSocket for Port {
             ) {
                 Ok(count) => {
                     if count < room {
-                        // There was no more, and what comes from now on is announced again.
+                        // The kernel's queue was empty, and later datagrams are signaled again.
                         ready.clear_ready();
                     }
                     return Poll::Ready(Ok(count));
@@ -288,8 +292,8 @@ impl AsyncUdpSocket for Port {
     }
 
     fn max_receive_segments(&self) -> usize {
-        // The kernel joins no more than it can put into one datagram. Room for more would be megabytes, cleared at every
-        // start of a daemon.
+        // The kernel joins at most one maximal datagram. More buffer space would be megabytes,
+        // cleared at every start of a daemon.
         self.shared
             .state
             .gro_segments()
@@ -297,7 +301,8 @@ impl AsyncUdpSocket for Port {
     }
 }
 
-/// Waits until the kernel takes datagrams again. It watches only while it has to.
+/// Waits until the kernel accepts datagrams again. Watches the socket only while its buffer is
+/// full.
 #[derive(Debug)]
 struct Writable {
     port: Arc<Shared>,
@@ -310,7 +315,8 @@ impl UdpPoller for Writable {
             if self.watch.is_none() {
                 let again = self.port.socket.get_ref().try_clone();
                 let Ok(watch) = again.and_then(|socket| watch(socket, Interest::WRITABLE)) else {
-                    // No room for one more descriptor: to try again and again is all that is left, with the others in turn.
+                    // Out of descriptors: all that is left is to retry, in turn with the other
+                    // tasks.
                     self.port.blocked.store(false, Ordering::Relaxed);
                     cx.waker().wake_by_ref();
                     return Poll::Pending;
@@ -332,10 +338,10 @@ mod tests {
     use super::*;
     use std::time::Duration;
 
-    /// Bytes of the datagrams in the tests.
+    /// Length of the datagrams in the tests.
     const SEGMENT: usize = 1000;
 
-    /// A port, and an ordinary socket for which it sends.
+    /// Returns a port, and an ordinary socket to which it sends.
     fn pair() -> (Port, UdpSocket) {
         let any = (Ipv4Addr::LOCALHOST, 0);
         let receiver = UdpSocket::bind(any).expect("a socket");
@@ -348,7 +354,7 @@ mod tests {
         )
     }
 
-    /// Has the port send datagrams together, each filled with its number.
+    /// Sends datagrams in one transmit, each filled with its number.
     fn send(port: &Port, to: &UdpSocket, lengths: &[usize], next: &mut u8) {
         let mut contents = Vec::new();
         for length in lengths {
@@ -379,7 +385,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn datagrams_arrive_one_by_one_and_in_order_however_they_were_gathered() {
+    async fn batched_datagrams_arrive_singly_and_in_order() {
         let (port, receiver) = pair();
         let run = [SEGMENT; RUN];
         let sent: [&[usize]; 9] = [
@@ -402,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_follows_a_shorter_datagram_in_the_same_call() {
+    fn shorter_datagram_ends_a_batch() {
         let (run, short) = ([1; 3 * SEGMENT], [2; 30]);
         let transmit = |contents, segment_size| {
             let destination = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
@@ -420,7 +426,7 @@ mod tests {
             gathered.takes(&transmit(&run, Some(SEGMENT)), 64)
                 && gathered.takes(&transmit(&short, None), 64)
         );
-        // The kernel takes nothing now, so it stays.
+        // The kernel's buffer is assumed to be full, so the datagrams stay collected.
         gathered.add(&transmit(&short, None));
         assert!(
             !gathered.takes(&transmit(&run, Some(SEGMENT)), 64)
@@ -429,7 +435,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_run_that_nothing_follows_leaves_by_itself() {
+    async fn last_run_is_flushed_without_another_send() {
         let (port, receiver) = pair();
         send(&port, &receiver, &[SEGMENT; RUN], &mut 0);
         let read = tokio::task::spawn_blocking(move || {
@@ -440,7 +446,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_port_that_was_full_sends_again_as_soon_as_the_kernel_takes_more() {
+    async fn full_port_sends_when_writable_again() {
         let (port, receiver) = pair();
         let shared = port.shared.clone();
         let mut poller = Arc::new(port).create_io_poller();
@@ -456,12 +462,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_port_hears_what_comes_after_it_has_taken_all_there_was() {
+    async fn datagrams_after_an_empty_queue_are_received() {
         let (port, sender) = pair();
         let to = port.local_addr().expect("an address");
         let mut room = vec![0; RECEIVE_MAX * (64 << 10)];
         for round in 0..2 * RECEIVE_MAX + 3 {
-            // As many as are taken at once, fewer, and more.
+            // Fewer datagrams than one receive call takes, equally many, and more.
             for number in 0..=round {
                 sender.send_to(&[number as u8], to).expect("room");
             }

@@ -1,6 +1,9 @@
-//! One session with another daemon: a QUIC connection with a control and a data stream each way, and one more stream for
-//! every transfer of images. Of two daemons the one with the higher index decides which connection is the session: it
-//! says hello first, and the other one says nothing on a connection before that, so both always mean the same one.
+//! One session with another daemon: a QUIC connection with a control stream and a data stream in
+//! each direction, pair streams for busy pairs of tasks, and one more stream for every transfer.
+//!
+//! Of two daemons, the one with the higher index decides which connection is the session: it sends
+//! its hello first. The other daemon sends nothing on a connection before that, so both always mean
+//! the same connection.
 
 use super::detour::What;
 use super::input::{Input, Inputs};
@@ -20,43 +23,43 @@ use tokio::time::{Instant, MissedTickBehavior, interval_at, timeout};
 
 /// Time from the handshake to the peer's hello.
 const HELLO_WITHIN: Duration = Duration::from_secs(10);
-/// Pieces taken from a stream at once; each is what one datagram brought.
+/// Most chunks read from a stream at once; each is the content of one datagram.
 const READ_PIECES: usize = 32;
-/// Frames handed to a stream at once.
+/// Most frames passed to a stream at once.
 const WRITE_FRAMES_MAX: usize = 64;
-/// Time for the peer to take our last words.
+/// Time the peer has to receive our last data.
 const FAREWELL_WITHIN: Duration = Duration::from_secs(2);
-/// A lease is watched in so many steps.
+/// Number of checks per lease.
 const LEASE_STEPS: u32 = 20;
 
 /// First bytes of every stream.
 const MAGIC: [u8; 4] = *b"SMPH";
 
-/// Code of a connection that is one too many.
+/// Close code of a redundant connection.
 pub(crate) const CLOSE_DUPLICATE: VarInt = VarInt::from_u32(1);
-/// Code of a connection with a host that is not (any longer) of this virtual machine.
+/// Close code for a host that is not, or no longer, in this virtual machine.
 pub(crate) const CLOSE_FORGOTTEN: VarInt = VarInt::from_u32(2);
-/// Code of a connection on which something was not understood.
+/// Close code after a protocol error.
 const CLOSE_GARBAGE: VarInt = VarInt::from_u32(3);
-/// Code of an orderly end.
+/// Close code of an orderly end.
 pub(crate) const CLOSE_LEAVING: VarInt = VarInt::from_u32(4);
-/// Code of a connection whose peer was not heard for too long.
+/// Close code if the peer was silent for too long.
 pub(crate) const CLOSE_SILENT: VarInt = VarInt::from_u32(5);
 
-/// What a stream is for.
+/// The purpose of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Purpose {
-    /// [`HostMsg`]s.
+    /// Carries [`HostMsg`]s.
     Control,
-    /// Words between the machines, and link frames: parcels of [`Main`].
+    /// The main stream of the data channel: control items and link frames, as [`Main`].
     Data,
-    /// Link frames of one pair of tasks: parcels of [`Lane`].
+    /// Link frames of one pair of tasks, as [`Lane`].
     Lane(LaneId),
-    /// Where the images of one move are to be had; it stands as long as they are on their way.
+    /// Announces an image transfer; open as long as the transfer lasts.
     Images(MigrationId),
-    /// Where memory that follows the task of one move is to be had.
+    /// Announces a post-copy memory transfer.
     Memory(MigrationId),
-    /// Both ways: what was announced, for want of TCP.
+    /// Bidirectional: carries an announced transfer because TCP is blocked.
     Detour(MigrationId, What),
 }
 
@@ -71,42 +74,41 @@ struct StreamHello {
     purpose: Purpose,
 }
 
-/// Who talks with whom, and how patiently.
+/// The two ends of a session, and its lease.
 #[derive(Clone, Debug)]
 pub(crate) struct Pair {
-    /// The virtual machine.
     pub(crate) vm: String,
     /// This host.
     pub(crate) me: HostId,
-    /// The other one, as its certificate says.
+    /// The peer, as named by its certificate.
     pub(crate) host: HostId,
     /// Number of the session, unique in this daemon.
     pub(crate) number: u64,
-    /// Silence after which the other one is lost.
+    /// Silence after which the peer is considered lost.
     pub(crate) lease: Duration,
 }
 
-/// A parcel of one of the streams that make up the data channel.
+/// An item of one of the streams that make up the data channel.
 #[derive(Debug)]
 pub(crate) enum DataParcel {
-    /// Of the main stream.
+    /// From the main stream.
     Main(Main<Carried>),
-    /// Of a lane.
+    /// From a pair stream.
     Lane(LaneId, Lane<Carried>),
 }
 
-/// The queues of a session that stands.
+/// The queues of a session that is up.
 #[derive(Clone, Debug)]
 pub(crate) struct Channels {
-    /// Whole control frames.
+    /// Complete control frames.
     pub(crate) control: Outbox,
     /// The main stream of the data channel.
     pub(crate) data: Outbox,
-    /// For lanes, image transfers and for closing.
+    /// For opening further streams and for closing the session.
     pub(crate) connection: Connection,
 }
 
-/// Serves a connection as session from the hellos to its end, which it reports.
+/// Serves a connection as a session, from the hellos to its end, and reports the end.
 pub(crate) async fn run(pair: Pair, connection: Connection, inputs: Inputs) {
     let why = match timeout(HELLO_WITHIN, pair.open(&connection)).await {
         Ok(Ok(streams)) => pair.serve(&connection, streams, &inputs).await,
@@ -122,7 +124,7 @@ pub(crate) async fn run(pair: Pair, connection: Connection, inputs: Inputs) {
     let _ = inputs.send(Input::Net(down)).await;
 }
 
-/// The four streams of a session.
+/// The streams of a session that exist after the hellos.
 struct Streams {
     control_out: SendStream,
     data_out: SendStream,
@@ -130,7 +132,7 @@ struct Streams {
 }
 
 impl Pair {
-    /// Exchanges hellos: the higher index first.
+    /// Exchanges hellos: the host with the higher index sends first.
     async fn open(&self, connection: &Connection) -> Result<Streams, String> {
         if self.me > self.host {
             let (control_out, data_out) = self.say_hello(connection).await?;
@@ -157,7 +159,7 @@ impl Pair {
         Ok((control, data))
     }
 
-    /// Opens a stream and says what it is for. Streams of higher priority go first.
+    /// Opens a stream and sends its purpose. Streams of higher priority are sent first.
     async fn stream(
         &self,
         connection: &Connection,
@@ -220,7 +222,7 @@ impl Pair {
         Ok(hello.purpose)
     }
 
-    /// The life of a session; why it ended.
+    /// Serves a session until it ends, and returns the reason.
     async fn serve(&self, connection: &Connection, streams: Streams, inputs: &Inputs) -> String {
         let (control, control_queue) = outbox(0);
         let (data, data_queue) = outbox(LINK_BYTES_MAX);
@@ -252,7 +254,7 @@ impl Pair {
         why
     }
 
-    /// Hands on control messages until the peer ends the stream.
+    /// Forwards control messages until the peer ends the stream.
     async fn read_control(
         &self,
         connection: &Connection,
@@ -283,7 +285,7 @@ impl Pair {
         }
     }
 
-    /// Takes the further streams of the peer. Ends only with the connection or at something not understood.
+    /// Serves the other unidirectional streams of the peer. Returns only at a protocol error.
     async fn accept_streams(&self, connection: &Connection, inputs: &Inputs) -> String {
         let (mut has_data, mut readers) = (false, JoinSet::new());
         loop {
@@ -294,7 +296,8 @@ impl Pair {
                 },
                 stream = connection.accept_uni() => match stream {
                     Ok(stream) => stream,
-                    // The control stream's reader knows more, once it has read what came before.
+                    // The reader of the control stream reports the end, once it has read what came
+                    // before.
                     Err(_) => std::future::pending().await,
                 },
             };
@@ -344,10 +347,10 @@ impl Pair {
         }
     }
 
-    /// Takes the streams of the peer that go both ways. Ends only at something not understood.
+    /// Accepts the bidirectional streams of the peer. Returns only at a protocol error.
     async fn accept_detours(&self, connection: &Connection, inputs: &Inputs) -> String {
         loop {
-            // The control stream's reader knows more.
+            // The reader of the control stream reports the end.
             let Ok((out, mut back)) = connection.accept_bi().await else {
                 std::future::pending().await
             };
@@ -360,7 +363,7 @@ impl Pair {
             let Purpose::Detour(migration, what) = purpose else {
                 return format!("it opened a stream both ways for {purpose:?}");
             };
-            // Before this is taken nothing more is said.
+            // The peer must send nothing more until the stream is accepted.
             if !decoder.is_empty() {
                 return "it said more on a stream than was to be said".into();
             }
@@ -376,8 +379,10 @@ impl Pair {
         }
     }
 
-    /// Ends when nothing that the peer has authenticated came for the lease. Counts steps, not time, so that a pause of
-    /// this whole process is not blamed on the peer.
+    /// Returns when no authenticated data came from the peer for a lease.
+    ///
+    /// It counts checks, not time, so that a pause of this whole process is not attributed to the
+    /// peer.
     async fn watch_lease(&self, connection: &Connection) -> String {
         let mut steps = interval_at(
             next_step(self.lease / LEASE_STEPS),
@@ -403,8 +408,8 @@ impl Pair {
     }
 }
 
-/// The next of the moments at which all sessions of this daemon look at their leases: each at moments of its own would wake
-/// the daemon once for every host.
+/// Returns the next common time at which all sessions of this daemon check their leases: separate
+/// times would wake the daemon once per host.
 fn next_step(step: Duration) -> Instant {
     static FIRST: OnceLock<Instant> = OnceLock::new();
     let first = *FIRST.get_or_init(Instant::now);
@@ -412,10 +417,11 @@ fn next_step(step: Duration) -> Instant {
     first + step * u32::try_from(steps).unwrap_or(0)
 }
 
-/// Hands on what comes on the main stream of the data channel, or on a lane, until the peer ends it.
+/// Forwards the items of the main stream of the data channel, or of a pair stream, until the peer
+/// ends it.
 ///
 /// # Errors
-/// It sent something that cannot be understood, or this daemon ends.
+/// A protocol error of the peer, or the end of this daemon.
 async fn read_data(
     pair: Pair,
     lane: Option<LaneId>,
@@ -424,7 +430,7 @@ async fn read_data(
     inputs: Inputs,
 ) -> Result<(), String> {
     loop {
-        // What is to be said about the end, the control stream says.
+        // The control stream reports the reason of an end.
         let Ok(Some(frame)) = read_frame(&mut stream, &mut decoder).await else {
             return Ok(());
         };
@@ -470,20 +476,21 @@ pub(super) fn lane_parcel(frame: Frame) -> Result<Lane<Carried>, String> {
     }
 }
 
-/// Serves a lane from its opening to its end.
+/// Serves a pair stream from its opening to its end.
 pub(crate) async fn run_lane(
     pair: Pair,
     connection: Connection,
     lane: LaneId,
     queue: OutboxReader,
 ) {
-    // Without a stream the session is at its end, which others report.
+    // Without a stream the session is ending; the control stream reports that.
     if let Ok(stream) = pair.stream(&connection, Purpose::Lane(lane), 1).await {
         write_stream(stream, queue).await;
     }
 }
 
-/// Writes what is queued; after [`Parcel::End`] it ends the stream and waits until the peer has everything.
+/// Writes queued frames. After [`Parcel::End`] it finishes the stream and waits until the peer has
+/// received everything.
 async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
     let mut batch = Vec::with_capacity(WRITE_FRAMES_MAX);
     let mut chunks: Vec<Bytes> = Vec::with_capacity(2 * WRITE_FRAMES_MAX);
@@ -508,7 +515,7 @@ async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
     }
 }
 
-/// Opens a stream that announces images or memory.
+/// Opens a stream that announces a transfer of images or memory.
 ///
 /// # Errors
 /// What happened to the session.
@@ -520,7 +527,7 @@ pub(crate) async fn announcing_stream(
     pair.stream(connection, what, 0).await
 }
 
-/// Opens a stream on which both hosts speak, this one after the other has.
+/// Opens a bidirectional stream. The peer sends first.
 ///
 /// # Errors
 /// What happened to the session.
@@ -535,7 +542,7 @@ pub(crate) async fn both_ways(
     Ok((out, back))
 }
 
-/// The next frame, `None` at the end of the stream, or why there is none.
+/// Returns the next frame, `None` at the end of the stream, or why there is none.
 pub(crate) async fn read_frame(
     stream: &mut RecvStream,
     decoder: &mut FrameDecoder,
@@ -555,7 +562,7 @@ pub(crate) async fn read_frame(
     }
 }
 
-/// Why a connection ended, in words for the user.
+/// Describes the end of a connection for the user.
 pub(crate) fn describe(e: &quinn::ConnectionError) -> String {
     match e {
         quinn::ConnectionError::ApplicationClosed(close) => match close.error_code {
@@ -587,7 +594,7 @@ pub(crate) fn describe(e: &quinn::ConnectionError) -> String {
     }
 }
 
-/// Codes of QUIC that stand for an alert of TLS.
+/// True for QUIC error codes that stand for a TLS alert.
 fn is_tls(code: quinn::TransportErrorCode) -> bool {
     (0x100..0x200).contains(&u64::from(code))
 }

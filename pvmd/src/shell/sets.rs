@@ -1,5 +1,7 @@
-//! The master's store of checkpoints, and the small file that lies beside the images of each task in it. Everything that may
-//! wait for a disk happens on threads of its own.
+//! The master's checkpoint store, and the record file next to the images of each task in a
+//! checkpoint.
+//!
+//! Everything that may wait for a disk runs on blocking threads and reports its end as an event.
 
 mod unwanted;
 
@@ -25,17 +27,19 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::task::JoinHandle;
 
-/// Name of the file beside the images that says what the task's daemon knew.
+/// Name of the file next to the images with the daemon's state of the task.
 const PART_FILE: &str = "sempa-part";
-/// Bytes of that file at most. What a program had said, that has written its own checkpoint, may be in it.
+/// Size limit of that file. For a program that writes its own checkpoints it may include messages
+/// that the program had sent.
 const PART_BYTES_MAX: u64 = 1 << 30;
 
-/// Complete sets that a store may be told to keep at most: all are looked through when one is added.
+/// Highest limit of complete checkpoints that a store may have: all are listed when one is added.
 const SETS_MAX: usize = 4096;
-/// Bytes that it has to be allowed at least.
+/// Lowest limit of bytes that a store may have.
 const STORE_BYTES_MIN: u64 = 1_000_000;
 
-/// Where a store is, its directory and the file of its key, how much it may hold, and where its sets are copied to.
+/// Settings of a store: its directory, the file of its key, its limits, and the hosts to which
+/// checkpoints are copied.
 #[derive(Clone, Debug)]
 pub(crate) struct Whereabouts {
     dir: PathBuf,
@@ -45,11 +49,12 @@ pub(crate) struct Whereabouts {
 }
 
 impl Whereabouts {
-    /// As the environment says: `SEMPA_STORE` and `SEMPA_STORE_KEY`, else among the user's own files; `SEMPA_STORE_SETS` and
-    /// `SEMPA_STORE_BYTES`; `SEMPA_STORE_COPIES`.
+    /// Reads the settings from the environment: `SEMPA_STORE` and `SEMPA_STORE_KEY` (default: in
+    /// the user's XDG directories); `SEMPA_STORE_SETS` and `SEMPA_STORE_BYTES`;
+    /// `SEMPA_STORE_COPIES`.
     ///
     /// # Errors
-    /// One sentence, when nothing says where, or a limit is none.
+    /// One sentence if there is no location, or a value is invalid.
     pub(crate) fn of(env: impl Fn(&str) -> Option<String>) -> Result<Whereabouts, String> {
         let under = |name: &str, below: &str| {
             let set = env(name)
@@ -86,7 +91,6 @@ impl Whereabouts {
         })
     }
 
-    /// Where sets are copied to.
     pub(crate) fn copies(&self) -> &Copies {
         &self.copies
     }
@@ -95,23 +99,23 @@ impl Whereabouts {
         Ok(Store::open(&self.dir, &self.key, self.limits)?.of_vm(vm))
     }
 
-    /// The highest number of a task in the store on each host, so that nobody else gets it. A store that does not exist has none.
-    /// What is superfluous goes before.
+    /// Returns the highest task number in stored checkpoints for each host; these tids must not be
+    /// assigned again. Empty if the store does not exist. Removes superfluous checkpoints first.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// The store cannot be read.
     pub(crate) fn spared(
         &self,
         vm: &str,
         now: Micros,
     ) -> Result<BTreeMap<HostId, u32>, StoreError> {
         let mut spared = BTreeMap::new();
-        // Looking must not make one.
+        // Opening would create the store.
         if !self.dir.is_dir() {
             return Ok(spared);
         }
         let store = self.open(vm)?;
-        // What cannot be removed is shown as before.
+        // On failure the superfluous checkpoints stay listed.
         let _ = store.tidy(now, |_| false);
         let (sets, _) = store.list()?;
         for tid in sets.iter().flat_map(|set| &set.parts).map(|part| part.tid) {
@@ -144,7 +148,7 @@ fn limits(env: impl Fn(&str) -> Option<String>) -> Result<Limits, String> {
     Ok(limits)
 }
 
-/// Longest name of a host (HOST_NAME_MAX).
+/// Longest host name (HOST_NAME_MAX).
 const HOST_NAME_MAX: usize = 64;
 
 fn copies(env: impl Fn(&str) -> Option<String>) -> Result<Copies, String> {
@@ -178,7 +182,7 @@ fn copies(env: impl Fn(&str) -> Option<String>) -> Result<Copies, String> {
     }
 }
 
-/// The store and what is under way in it.
+/// The store and the operations in progress on it.
 pub(crate) struct Sets {
     place: Place,
     whereabouts: Result<Whereabouts, String>,
@@ -187,7 +191,7 @@ pub(crate) struct Sets {
     store: Arc<Mutex<Option<Store>>>,
     drafts: Arc<Mutex<HashMap<CutId, Arc<Draft>>>>,
     open: Arc<Mutex<HashMap<u64, Arc<Set>>>>,
-    /// Jobs that have ended or run again, in the order in which that is to be written.
+    /// Checkpoints whose jobs ended or run again, in the order in which that must be written.
     marks: unwanted::Marks,
 }
 
@@ -196,7 +200,7 @@ fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Sets {
-    /// Nothing is opened before it is needed.
+    /// Opens nothing until the first operation.
     pub(crate) fn new(
         place: Place,
         whereabouts: Result<Whereabouts, String>,
@@ -216,12 +220,12 @@ impl Sets {
         }
     }
 
-    /// False when no store has been made so far: looking must not make one.
+    /// False if no store exists yet. Check first: opening would create it.
     fn is_there(&self) -> bool {
         self.whereabouts.as_ref().map_or(true, |at| at.dir.exists())
     }
 
-    /// Does something with the store, on a thread of its own, and tells the machine.
+    /// Runs work with the store on a blocking thread and sends the event that it returns.
     fn work(&self, work: impl FnOnce(Result<Store, String>) -> Event + Send + 'static) {
         let inputs = self.inputs.clone();
         self.aside(move |store| {
@@ -229,12 +233,12 @@ impl Sets {
         });
     }
 
-    /// Does something with the store, on a thread of its own.
+    /// Runs work with the store on a blocking thread.
     fn aside(&self, work: impl FnOnce(Result<Store, String>) + Send + 'static) {
         self.aside_after(None, work);
     }
 
-    /// The same, when something else is over.
+    /// As [`Sets::aside`], but starts when another task has ended.
     fn aside_after(
         &self,
         after: Option<JoinHandle<()>>,
@@ -251,7 +255,7 @@ impl Sets {
         }
     }
 
-    /// Opens the store, unless it is open; where there is time for that.
+    /// Returns a function that opens the store unless it is open. It may wait for the disk.
     fn opening(&self) -> impl FnOnce() -> Result<Store, String> + Send + 'static {
         let (store, whereabouts) = (self.store.clone(), self.whereabouts.clone());
         let vm = self.place.vm().to_string();
@@ -267,7 +271,7 @@ impl Sets {
         }
     }
 
-    /// What sends a set into the store of another host.
+    /// Returns a function that sends a checkpoint to the store of another host.
     pub(crate) fn send_copy(
         &self,
         name: String,
@@ -285,7 +289,8 @@ impl Sets {
         }
     }
 
-    /// What takes a set of another host into the store, and removes what that does not keep then.
+    /// Returns a function that receives another host's checkpoint into the store and then removes
+    /// what the store does not keep.
     pub(crate) fn take_copy(
         &self,
         name: String,
@@ -303,7 +308,7 @@ impl Sets {
         }
     }
 
-    /// Makes room for a set; [`Event::SetBegun`].
+    /// Starts a checkpoint in the store. Reports [`Event::SetBegun`].
     pub(crate) fn begin(&self, cut: CutId, job: Tid, now: Micros) {
         let drafts = self.drafts.clone();
         self.work(move |store| {
@@ -316,7 +321,7 @@ impl Sets {
         });
     }
 
-    /// Puts the images of a part into a set; [`Event::PartKept`].
+    /// Adds the images of a task to a checkpoint. Reports [`Event::PartKept`].
     pub(crate) fn keep(&self, cut: CutId, migration: MigrationId, tid: Tid) {
         let (drafts, dir) = (self.drafts.clone(), self.place.images(migration));
         self.work(move |_| {
@@ -328,7 +333,7 @@ impl Sets {
         });
     }
 
-    /// Completes a set; [`Event::SetSealed`].
+    /// Completes a checkpoint. Reports [`Event::SetSealed`].
     pub(crate) fn seal(&self, cut: CutId, meta: &SetMeta, keep: Vec<String>, now: Micros) {
         let (drafts, log, meta) = (
             self.drafts.clone(),
@@ -342,7 +347,8 @@ impl Sets {
                 .ok_or("the set was given up".to_string())
                 .and_then(|draft| {
                     let info = draft.finish(&meta?).map_err(|e| e.to_string())?;
-                    // The set is there, whatever becomes of this; the limits are kept when the next one is begun.
+                    // The checkpoint is complete even if this fails; the limits are enforced again
+                    // at the next one.
                     unwanted::tidy(store, now, &keep, &inputs, &log);
                     Ok((info.id.to_string(), info.bytes))
                 });
@@ -350,13 +356,13 @@ impl Sets {
         });
     }
 
-    /// Removes what there is of a set.
+    /// Removes an incomplete checkpoint.
     pub(crate) fn abandon(&self, cut: CutId) {
         let draft = lock(&self.drafts).remove(&cut);
         tokio::task::spawn_blocking(move || drop(draft));
     }
 
-    /// Looks into a set; [`Event::SetOpened`].
+    /// Opens a checkpoint for reading. Reports [`Event::SetOpened`].
     pub(crate) fn open(&self, restart: u64, name: String) {
         let open = self.open.clone();
         self.work(move |store| {
@@ -372,7 +378,7 @@ impl Sets {
         });
     }
 
-    /// What unpacks a part of an open set into the directory that it is given.
+    /// Returns a function that unpacks a task's part of an open checkpoint into a directory.
     pub(crate) fn unpack(
         &self,
         restart: u64,
@@ -387,12 +393,12 @@ impl Sets {
         }
     }
 
-    /// A set is needed no more.
+    /// Closes a checkpoint opened by [`Sets::open`].
     pub(crate) fn close(&self, restart: u64) {
         lock(&self.open).remove(&restart);
     }
 
-    /// What there is; [`Event::SetsListed`].
+    /// Lists all checkpoints. Reports [`Event::SetsListed`].
     pub(crate) fn list(&self, tid: Tid, id: RequestId) {
         if !self.is_there() {
             let event = Event::SetsListed {
@@ -433,7 +439,7 @@ impl Sets {
         });
     }
 
-    /// Reads what lies beside the images of a part; [`Event::PartRead`].
+    /// Reads the record file next to the images of a task. Reports [`Event::PartRead`].
     pub(crate) fn read_part(&self, migration: MigrationId) {
         let (path, inputs) = (
             self.place.images(migration).join(PART_FILE),
@@ -458,7 +464,7 @@ fn read_part(path: &Path) -> Result<PartRecord, Failure> {
         .map_err(|e| bad(e.to_string()))
 }
 
-/// What puts this beside the images.
+/// Returns a function that writes the record file next to the images.
 pub(crate) fn write_part(
     record: Box<PartRecord>,
 ) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
@@ -499,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn the_store_is_where_the_environment_says_or_among_the_users_own_files() {
+    fn store_location_follows_environment_or_xdg() {
         let home = ("HOME", "/home/x");
         let own = (
             "/home/x/.local/state/sempa/checkpoints".into(),
@@ -517,7 +523,7 @@ mod tests {
         assert!(of(&[home, ("SEMPA_STORE", "relative")]).is_err());
     }
 
-    /// A store in this directory, and what the environment says of it besides.
+    /// Returns settings of a store in this directory, with further environment variables.
     fn whereabouts(dir: &Path, more: &[(&str, &str)]) -> Result<Whereabouts, String> {
         let (store, key) = (dir.join("store"), dir.join("key"));
         Whereabouts::of(|name| match name {
@@ -531,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_keeps_as_many_sets_as_the_environment_says_and_the_newest() {
+    fn store_keeps_the_newest_within_its_limit() {
         let dir = tempfile::tempdir().expect("a directory");
         let images = dir.path().join("images");
         std::fs::create_dir(&images).expect("made");
@@ -571,8 +577,9 @@ mod tests {
         );
     }
 
+    /// Without settings the defaults apply; an invalid value yields an error that names it.
     #[test]
-    fn without_a_word_the_limits_are_the_usual_ones_and_a_wrong_one_is_told() {
+    fn invalid_limits_are_refused_by_name() {
         let dir = Path::new("/nowhere");
         let usual = whereabouts(dir, &[]).expect("good");
         assert_eq!(
@@ -594,7 +601,7 @@ mod tests {
     }
 
     #[test]
-    fn sets_are_copied_to_as_many_hosts_or_to_those_that_the_environment_says() {
+    fn copies_are_a_number_or_a_list_of_hosts() {
         let dir = Path::new("/nowhere");
         let copies =
             |text: &str| whereabouts(dir, &[("SEMPA_STORE_COPIES", text)]).map(|at| at.copies);

@@ -1,5 +1,6 @@
-//! The few calls that the safe libraries do not offer: forking before any thread exists, what a child gets of our
-//! descriptors, processes by descriptor, priorities, what a socket still holds, and local time. Everything else of the daemon is safe code.
+//! System calls without a safe wrapper: fork before any thread exists, descriptors and limits of
+//! children, pidfds, thread priority, unread bytes of a socket, local time. All other code of the
+//! daemon is safe.
 #![allow(unsafe_code)] // fork, pre_exec, pidfd, setpriority, TIOCOUTQ and localtime_r have no safe form
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -14,27 +15,29 @@ use std::process::Command;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// The priority of a thread that a stopped task waits for: above all that is ordinary, below the engine.
+/// Nice value of threads that a stopped task waits for: above all ordinary processes, below the
+/// engine (-20).
 const HURRY_NICE: libc::c_int = -10;
 
-/// Forks. Call it only while the process has one thread: the child goes on with everything the parent had.
+/// Forks. Must be called while the process has only one thread.
 pub(crate) fn fork_before_threads() -> nix::Result<ForkResult> {
     // SAFETY: the caller has not started a thread, so no lock can be held by a thread that the child lacks.
     unsafe { fork() }
 }
 
-/// Closes what this process has inherited beside its three standard streams: the daemon outlives whoever starts it, whose
-/// pipes and locks must not live as long. Call it before anything else has been opened.
+/// Closes all inherited descriptors except the standard streams. The daemon outlives the program
+/// that starts it and must not keep its pipes and locks open. Must be called before anything else
+/// is opened.
 pub(crate) fn close_inherited() {
     // SAFETY: the call takes numbers only, and nothing in this process owns a descriptor yet.
     unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, 0) };
 }
 
-/// This thread has priority over all that is ordinary as long as this lives. Without the right to that it goes on as it is.
+/// Raises the priority of the calling thread until dropped. Without the capability the priority
+/// stays unchanged.
 pub(crate) struct Hurry(());
 
 impl Hurry {
-    /// From now on.
     pub(crate) fn begin() -> Hurry {
         set_nice(HURRY_NICE);
         Hurry(())
@@ -48,11 +51,12 @@ impl Drop for Hurry {
 }
 
 fn set_nice(nice: libc::c_int) {
-    // SAFETY: the call takes numbers only. On Linux it is about the calling thread alone.
+    // SAFETY: the call takes numbers only. On Linux it affects only the calling thread.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, nice) };
 }
 
-/// Has the command's child inherit `fd` under the same number. The descriptor must stay open until the spawn.
+/// Makes the command's child inherit `fd` under the same number. The descriptor must stay open
+/// until the spawn.
 pub(crate) fn pass_descriptor(command: &mut Command, fd: RawFd) {
     let hand_over = move || {
         // SAFETY: fcntl is async-signal-safe and only touches a flag in the child's own descriptor table.
@@ -67,12 +71,12 @@ pub(crate) fn pass_descriptor(command: &mut Command, fd: RawFd) {
     unsafe { command.pre_exec(hand_over) };
 }
 
-/// The limit on open descriptors as this process found it.
+/// The limit on open descriptors that this process started with.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FilesLimit(libc::rlimit);
 
-/// Raises this process's own limit on open descriptors as far as it may: it holds two for each task that is connected.
-/// Returns what it was, for its children.
+/// Raises this process's limit on open descriptors to the hard limit: each connected task takes
+/// two. Returns the previous limit, for child processes.
 pub(crate) fn raise_files_limit() -> nix::Result<FilesLimit> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
@@ -83,7 +87,7 @@ pub(crate) fn raise_files_limit() -> nix::Result<FilesLimit> {
 }
 
 impl FilesLimit {
-    /// Has the command's child begin with this limit.
+    /// Makes the command's child start with this limit.
     pub(crate) fn give(self, command: &mut Command) {
         let limit = self.0;
         let give = move || {
@@ -100,11 +104,12 @@ impl FilesLimit {
     }
 }
 
-/// A descriptor of the process that made this connection, `pid` by the peer credentials. It stands for that process and
-/// no other, also when the number is used again.
+/// Returns a pidfd of the process that opened this connection; `pid` is from the peer credentials.
+///
+/// The pidfd refers to that process even if its id is reused.
 ///
 /// # Errors
-/// The process has ended, the kernel does not know it here, or there are no descriptors left.
+/// The process has ended, it is not visible in this PID namespace, or no descriptors are left.
 pub(crate) fn peer_process(connection: BorrowedFd<'_>, pid: i32) -> io::Result<OwnedFd> {
     let mut fd: RawFd = -1;
     let mut size = size_of::<RawFd>() as libc::socklen_t;
@@ -125,7 +130,7 @@ pub(crate) fn peer_process(connection: BorrowedFd<'_>, pid: i32) -> io::Result<O
         return Ok(unsafe { OwnedFd::from_raw_fd(fd) });
     }
     let error = io::Error::last_os_error();
-    // Kernels before 6.5 do not know the question.
+    // Kernels before 6.5 lack SO_PEERPIDFD.
     if error.raw_os_error() == Some(libc::ENOPROTOOPT) {
         process_behind(connection, pid)
     } else {
@@ -133,7 +138,8 @@ pub(crate) fn peer_process(connection: BorrowedFd<'_>, pid: i32) -> io::Result<O
     }
 }
 
-/// The same by the number alone: the number is still that process's as long as the connection stands.
+/// As [`peer_process`], but by process id: the id belongs to that process while the connection is
+/// open.
 fn process_behind(connection: BorrowedFd<'_>, pid: i32) -> io::Result<OwnedFd> {
     // SAFETY: the call takes two numbers and makes a descriptor, or fails.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
@@ -152,13 +158,13 @@ fn process_behind(connection: BorrowedFd<'_>, pid: i32) -> io::Result<OwnedFd> {
     }
 }
 
-/// Sends a signal to the process of a descriptor.
+/// Sends a signal to the process of a pidfd.
 ///
 /// # Errors
-/// The process has ended, or there is no such signal.
+/// The process has ended, or the signal number is invalid.
 pub(crate) fn signal_process(process: BorrowedFd<'_>, signal: i32) -> io::Result<()> {
     let none = std::ptr::null::<libc::siginfo_t>();
-    // SAFETY: the call takes numbers and a null pointer, which stands for an ordinary signal.
+    // SAFETY: the call takes numbers and a null pointer, which requests an ordinary signal.
     let done = unsafe {
         libc::syscall(
             libc::SYS_pidfd_send_signal,
@@ -175,10 +181,11 @@ pub(crate) fn signal_process(process: BorrowedFd<'_>, signal: i32) -> io::Result
     }
 }
 
-/// What was written to a local socket and not yet read at the other end, at least one for each byte; 0 also where nobody can tell.
+/// Returns the bytes written to a local socket and not read by the peer, counted with the kernel's
+/// overhead. 0 if that is unknown.
 pub(crate) fn unread(socket: &UnixStream) -> usize {
     let mut bytes: libc::c_int = 0;
-    // SAFETY: the kernel writes one int to the place, which lives through the call.
+    // SAFETY: the kernel writes one int to `bytes`, which lives through the call.
     let done = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
     if done == 0 {
         usize::try_from(bytes).unwrap_or(0)
@@ -187,21 +194,21 @@ pub(crate) fn unread(socket: &UnixStream) -> usize {
     }
 }
 
-/// Has the runtime watch a socket for reading only, or for writing only.
+/// Registers a socket with the runtime for reading only or for writing only.
 ///
 /// # Errors
-/// The kernel has no room for one more.
+/// The socket cannot be registered.
 pub(crate) fn watch<S: Socket>(socket: S, interest: Interest) -> io::Result<AsyncFd<S>> {
     // SAFETY: the socket owns its descriptor, which stays open and the same as long as it lives.
     Ok(unsafe { AsyncFd::register_with_interest(socket, interest) }?)
 }
 
-/// What [`watch`] watches: it owns its descriptor and never exchanges it.
+/// Sockets that [`watch`] accepts: a type that owns its descriptor and never replaces it.
 pub(crate) trait Socket: AsRawFd + Sized {
-    /// The same socket under another number.
+    /// Duplicates the socket's descriptor.
     ///
     /// # Errors
-    /// No room for one more descriptor.
+    /// No descriptors are left.
     fn again(&self) -> io::Result<Self>;
 }
 
@@ -217,7 +224,7 @@ impl Socket for UnixStream {
     }
 }
 
-/// Local month, day, hour, minute and second of a time in seconds since 1970.
+/// Converts seconds since 1970 to local month, day, hour, minute and second.
 pub(crate) fn local_time(unix_s: i64) -> (i32, i32, i32, i32, i32) {
     // SAFETY: all-zero bytes are a valid `tm`: integers and a null pointer.
     let mut tm: libc::tm = unsafe { std::mem::zeroed() };
@@ -236,10 +243,10 @@ mod tests {
     use std::os::unix::process::ExitStatusExt;
     use std::process::{Child, Stdio};
 
-    /// Names the socket to the process that the tests start.
+    /// Passes the socket's path to the process that the tests start.
     const CALL: &str = "SEMPA_TEST_CALLS";
 
-    /// Not a test by itself: what a process does that the tests start.
+    /// Not a test: the code of the process that the tests start.
     #[test]
     fn calls_and_waits() {
         if let Some(path) = std::env::var_os(CALL) {
@@ -248,7 +255,8 @@ mod tests {
         }
     }
 
-    /// A process that connects and waits, the connection, and its number as the connection tells it.
+    /// Starts a process that connects and waits. Returns it, the connection, and the process id
+    /// from the peer credentials.
     fn caller() -> (Child, UnixStream, i32) {
         let dir = tempfile::TempDir::new().expect("a directory");
         let path = dir.path().join("s");
@@ -272,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_other_end_of_a_socket_has_not_read_is_seen() {
+    fn unread_counts_bytes_the_peer_has_not_read() {
         let (mut ours, mut theirs) = UnixStream::pair().expect("a pair");
         assert_eq!(unread(&ours), 0);
         ours.write_all(&[7; 3000]).expect("room");
@@ -286,11 +294,11 @@ mod tests {
 
     type Find = fn(BorrowedFd<'_>, i32) -> io::Result<OwnedFd>;
 
-    /// The two ways to a process; the second one is for older kernels.
+    /// Both ways to get a pidfd; the second one is for older kernels.
     const WAYS: [Find; 2] = [peer_process, process_behind];
 
     #[test]
-    fn a_signal_reaches_the_process_that_made_the_connection() {
+    fn signal_reaches_connecting_process() {
         for way in WAYS {
             let (mut child, connection, pid) = caller();
             let process = way(connection.as_fd(), pid).expect("it lives");
@@ -302,8 +310,9 @@ mod tests {
         }
     }
 
+    /// Neither a dead peer nor a process with its reused id gets a signal.
     #[test]
-    fn a_process_that_has_ended_gets_nothing_and_neither_does_who_has_its_number() {
+    fn dead_peer_and_reused_pid_get_no_signal() {
         for way in WAYS {
             let (mut child, connection, pid) = caller();
             let process = way(connection.as_fd(), pid).expect("it lives");
@@ -311,7 +320,7 @@ mod tests {
             child.wait().expect("our child");
             let sent = signal_process(process.as_fd(), libc::SIGTERM).expect_err("it has ended");
             assert_eq!(sent.raw_os_error(), Some(libc::ESRCH));
-            // By now the number may be anybody's: here it is this test's, which does not end.
+            // By now the id may be reused; here it is this test's own id.
             let own = i32::try_from(std::process::id()).expect("process numbers are ints");
             let found = way(connection.as_fd(), own)
                 .and_then(|process| signal_process(process.as_fd(), libc::SIGTERM));

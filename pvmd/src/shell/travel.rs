@@ -1,10 +1,15 @@
-//! Files of a directory on their way to another host: what is sent for them, and what is made of that there.
+//! Transfers the files of a directory to another host.
 //!
-//! A directory may be sent while it is still being written. Files that only grow are followed then; when the directory is
-//! complete, the rest of them travels, and all other files. What has left of such a file is given back to the file system at
-//! once: where that is memory, nothing is there twice, and what was just given back takes up what comes next. Runs of zeros are
-//! counted and not sent, and become holes at the other end. Nothing counts before the end mark, which has the counts of
-//! everything; whoever began to write anew, in a new directory of the same name, has the other end begin anew as well.
+//! A directory may be sent while it is still being written:
+//!
+//! 1. Files that only grow are sent as they grow. What has been sent is punched out of the file at
+//!    once: if the file system is in memory, nothing is stored twice, and the freed memory is
+//!    available for what is written next.
+//! 2. When the directory is complete, the rest of these files and all other files are sent.
+//! 3. The end mark has the counts of everything. Nothing is valid before it.
+//!
+//! Runs of zeros are counted instead of sent, and become holes at the receiver. If the writer
+//! starts again in a new directory of the same name, the transfer restarts as well.
 
 mod receive;
 mod send;
@@ -22,31 +27,31 @@ use serde::{Deserialize, Serialize};
 use std::io::{self, Write};
 use std::path::Path;
 
-/// Bytes of a file in one record at most.
+/// Most bytes of a file in one record.
 const PIECE_BYTES: usize = zeros::PLAIN_BYTES_MAX;
-/// What a record is, and the number of the file that a piece belongs to.
+/// Kind of the record, and the number of the file that a piece belongs to.
 const PIECE_HEAD_BYTES: usize = 5;
 pub(super) const MARK: u8 = 0;
 pub(super) const PIECE: u8 = 1;
-/// Files that are open at the same time at most.
+/// Most files open at the same time.
 const OPEN_FILES_MAX: usize = 64;
 
 const _: () = assert!(PIECE_HEAD_BYTES + zeros::HEAD_BYTES + PIECE_BYTES <= CONTENT_BYTES_MAX);
 
-/// What stands between the pieces of files.
+/// Structure records between the pieces of files.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Mark {
-    /// A file begins; they are counted from 0.
+    /// A file begins; files are numbered from 0.
     File { number: u32, name: String },
-    /// It has ended and is so long.
+    /// A file is complete and has `bytes` bytes.
     FileEnd { number: u32, bytes: u64 },
-    /// All that came is void.
+    /// Everything received so far is void.
     Anew,
     /// All files have been sent.
     End { files: u32, bytes: u64 },
 }
 
-/// Sends a record that stands between pieces.
+/// Sends a structure record.
 pub(super) fn send_mark<W: Write>(
     out: &mut Outgoing<W>,
     mark: &impl Serialize,
@@ -60,7 +65,7 @@ pub(super) fn send_mark<W: Write>(
     sent.map_err(not_taken)
 }
 
-/// Why nothing more came.
+/// Describes why no more data arrives.
 pub(super) fn broken_off(e: io::Error) -> Failure {
     match e.kind() {
         io::ErrorKind::UnexpectedEof => wrong("the transfer ended in the middle"),
@@ -68,12 +73,12 @@ pub(super) fn broken_off(e: io::Error) -> Failure {
     }
 }
 
-/// What came is not what is sent.
+/// Describes received data that violates the format.
 pub(super) fn wrong(what: &str) -> Failure {
     Failure::Images(what.to_string())
 }
 
-/// Why nothing more could be sent.
+/// Describes why no more data could be sent.
 pub(super) fn not_taken(e: io::Error) -> Failure {
     Failure::Images(format!("the target took no more: {e}"))
 }

@@ -1,4 +1,4 @@
-//! Sets that go: those that somebody names, and those that the store does not keep.
+//! Removal of checkpoints: those that a user names, and those that the store does not keep.
 
 use super::{Sets, lock};
 use crate::shell::input::{Input, Inputs};
@@ -11,17 +11,17 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
 use tokio::task::JoinHandle;
 
-/// Names of sets, and when their jobs ended for good, if they have.
+/// Names of checkpoints, and when their jobs ended for good; `None` if the jobs run again.
 type Mark = (Vec<String>, Option<Micros>);
 
-/// What is still to be written, and who is writing.
+/// Marks that must still be written, and the lock of the writer.
 #[derive(Clone, Default)]
 pub(super) struct Marks {
     queue: Arc<Mutex<VecDeque<Mark>>>,
     turn: Arc<Mutex<()>>,
 }
 
-/// Removes what the store does not keep, and says so.
+/// Removes what the store does not keep; reports it in the log and as [`Event::SetsSwept`].
 pub(super) fn tidy(
     store: Result<Store, String>,
     now: Micros,
@@ -45,14 +45,14 @@ pub(super) fn tidy(
 }
 
 impl Sets {
-    /// Removes sets that nobody is to have, when this is over.
+    /// Removes checkpoints that must not be used, after another task has ended.
     pub(crate) fn discard(&self, sets: Vec<String>, after: Option<JoinHandle<()>>) {
         let log = self.log.clone();
         if !self.is_there() {
             return;
         }
         self.aside_after(after, move |store| {
-            // Only what this virtual machine has made, whatever else may have the same name.
+            // Only checkpoints of this virtual machine, even if others have the same name.
             let remove = |store: Store| -> Result<(), StoreError> {
                 let (there, _) = store.list()?;
                 let gone = there
@@ -68,7 +68,8 @@ impl Sets {
         });
     }
 
-    /// The jobs of these sets have ended for good at this time, or run again. Calls are carried out one after the other.
+    /// Marks that the jobs of these checkpoints ended for good at this time, or run again. Calls
+    /// take effect in order.
     pub(crate) fn mark(&self, sets: Vec<String>, ended: Option<Micros>, keep: Vec<String>) {
         let (marks, inputs, log) = (self.marks.clone(), self.inputs.clone(), self.log.clone());
         lock(&marks.queue).push_back((sets, ended));
@@ -88,7 +89,7 @@ impl Sets {
         });
     }
 
-    /// Removes sets; [`Event::SetsRemoved`].
+    /// Removes checkpoints. Reports [`Event::SetsRemoved`].
     pub(crate) fn remove(
         &self,
         (tid, id): (Tid, RequestId),
@@ -151,7 +152,7 @@ fn remove_one(
     broken: &Unreadable,
 ) -> Result<u64, Stays> {
     let Ok(id) = name.parse::<SetId>() else {
-        // Somebody has put it there.
+        // Not one of our names: another program may have created the entry.
         let stranger = broken.iter().find(|(stranger, _)| stranger == name);
         return Err(stranger.map_or(Stays::Unknown, |(_, why)| Stays::Store(why.to_string())));
     };
@@ -172,8 +173,9 @@ mod tests {
     use super::*;
     use checkpoint::store::Limits;
 
+    /// Checkpoints are removed by name or job; each one that stays has a reason.
     #[test]
-    fn sets_go_by_name_or_job_and_each_that_stays_has_its_reason() {
+    fn removal_by_name_or_job_reports_each_reason() {
         let scratch = tempfile::tempdir().expect("a directory");
         let (dir, key) = (scratch.path().join("store"), scratch.path().join("key"));
         let store = Store::open(&dir, &key, Limits::default())

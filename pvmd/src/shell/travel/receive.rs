@@ -1,4 +1,4 @@
-//! What is made of the files that come.
+//! The receiver: writes the files of a transfer.
 
 use super::super::bulk::Incoming;
 use super::super::zeros::{self, Part};
@@ -11,16 +11,15 @@ use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Files of one move at most.
+/// Most files of one transfer.
 const IMAGE_FILES_MAX: u32 = 65_536;
-/// Bytes of one move at most.
+/// Most bytes of one transfer.
 const IMAGE_BYTES_MAX: u64 = 1 << 42;
-/// Bytes of a file name at most (NAME_MAX).
+/// Longest file name (NAME_MAX).
 const NAME_BYTES_MAX: usize = 255;
-/// How often a directory may be begun anew: more often than a dump is tried where many are in each other's way.
+/// Most restarts of a directory: more than a dump is retried when several dumps conflict.
 pub(super) const ANEW_MAX: u32 = 256;
 
-/// A file being written.
 struct Open {
     file: File,
     path: PathBuf,
@@ -37,7 +36,7 @@ impl Open {
     }
 }
 
-/// Writes what comes into a new directory.
+/// Writes received files into a new directory.
 struct Receiver<'a> {
     dir: &'a Path,
     open: BTreeMap<u32, Open>,
@@ -47,7 +46,8 @@ struct Receiver<'a> {
     anew: u32,
 }
 
-/// Writes what comes into the new directory `dir` and checks it; the number of bytes.
+/// Writes the files of a transfer into the new directory `dir` and checks their counts. Returns the
+/// number of bytes.
 pub(in crate::shell) fn receive<R: Read>(
     dir: &Path,
     incoming: &mut Incoming<R>,
@@ -102,7 +102,7 @@ impl Receiver<'_> {
         Ok(())
     }
 
-    /// Takes a mark; the number of bytes, if it was the last one.
+    /// Handles a mark. Returns the number of bytes if it was the end mark.
     fn mark(&mut self, mark: Mark) -> Result<Option<u64>, Failure> {
         match mark {
             Mark::File { number, name } => {
@@ -131,7 +131,7 @@ impl Receiver<'_> {
                         "{came} bytes of {path} came, {bytes} were sent"
                     )));
                 }
-                // It may end with a hole.
+                // The file may end with a hole.
                 done.file
                     .set_len(bytes)
                     .map_err(io_failure("write", &done.path))?;
@@ -169,7 +169,7 @@ fn is_empty_dir(dir: &Path) -> bool {
     real && std::fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_none())
 }
 
-/// A new file of a plain name.
+/// Creates a new file; the name must not contain a path.
 fn create(dir: &Path, name: &str) -> Result<Open, Failure> {
     let plain = !name.is_empty()
         && name.len() <= NAME_BYTES_MAX

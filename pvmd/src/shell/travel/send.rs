@@ -1,4 +1,4 @@
-//! What is sent for the files of a directory, also while they are being written.
+//! The sender: sends the files of a directory, also while they are being written.
 
 use super::super::bulk::Outgoing;
 use super::super::rate::Rate;
@@ -16,24 +16,23 @@ use std::path::{Path, PathBuf};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-/// How often a directory is looked at while it is being written.
+/// Interval at which a directory is checked while it is being written.
 pub(super) const LOOK_EVERY: Duration = Duration::from_millis(1);
-/// Names of the engine's files that only grow while they are being written: the contents of memory.
+/// Prefix and suffix of the engine's files that only grow while they are written: memory contents.
 const GROWS: (&str, &str) = ("pages-", ".img");
 
-/// Whether a directory is complete.
+/// State of a directory that is being sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in crate::shell) enum State {
-    /// It is being written.
     #[default]
     Growing,
     /// Nothing is written to it any more.
     Complete,
-    /// Nobody wants it any more.
+    /// It is no longer needed.
     Void,
 }
 
-/// The state of the directory that is being sent, for whoever sends it.
+/// The shared state of a directory, for the thread that sends it.
 #[derive(Debug, Default)]
 pub(in crate::shell) struct Progress {
     state: Mutex<State>,
@@ -41,7 +40,7 @@ pub(in crate::shell) struct Progress {
 }
 
 impl Progress {
-    /// It changes once; what comes later counts nothing.
+    /// Sets the state. Only the first change takes effect.
     pub(in crate::shell) fn turn(&self, state: State) {
         let mut now = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if *now == State::Growing {
@@ -51,7 +50,7 @@ impl Progress {
         self.changed.notify_all();
     }
 
-    /// The state that it has changed to; [`State::Growing`] if it has not after so long.
+    /// Waits for a change of the state, at most `at_most`, and returns the state.
     fn wait(&self, at_most: Duration) -> State {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self
@@ -65,23 +64,24 @@ fn is_same(one: &Metadata, other: &Metadata) -> bool {
     (one.dev(), one.ino()) == (other.dev(), other.ino())
 }
 
-/// A directory as it was when it was opened: one that takes its name later is another, and none of its files is found here. That
-/// matters because what was sent is given back: nothing may be given back that is to be sent once more.
+/// A directory that was opened once. Another directory that takes its name later is not confused
+/// with it, and none of its files is found here. That matters because sent data is punched out:
+/// data that must be sent again must never be punched out.
 struct Folder {
     open: File,
-    /// By which its files are reached.
+    /// Path by which its files are reached.
     path: PathBuf,
 }
 
 impl Folder {
     fn open(path: &Path) -> io::Result<Folder> {
         let open = File::open(path)?;
-        // As long as it is open no other one has its inode number.
+        // While it is open, no other directory can have its inode number.
         let path = PathBuf::from(format!("/proc/self/fd/{}", open.as_raw_fd()));
         Ok(Folder { open, path })
     }
 
-    /// The names of its files.
+    /// Returns the names of its files.
     fn names(&self) -> io::Result<Vec<String>> {
         let unfit = |name| {
             io::Error::new(
@@ -94,7 +94,7 @@ impl Folder {
             .collect()
     }
 
-    /// Its files in the order of their names, with what the system says of each.
+    /// Returns its files in the order of their names, with their metadata.
     fn entries(&self) -> io::Result<Vec<(String, Metadata)>> {
         let mut names = self.names()?;
         names.sort();
@@ -110,12 +110,12 @@ struct Begun {
     number: u32,
     file: File,
     sent: u64,
-    /// What was sent is not kept.
+    /// What was sent is punched out of the file.
     used_up: bool,
 }
 
 impl Begun {
-    /// Gives back what was sent last. A file system that cannot do that keeps it.
+    /// Punches the bytes sent last out of the file. A file system that cannot do that keeps them.
     fn give_back(&self, bytes: usize) {
         if self.used_up {
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
@@ -128,7 +128,7 @@ impl Begun {
         }
     }
 
-    /// True if this is the file, and nothing that was sent of it is void.
+    /// True if this is the same file and it has not been truncated below what was sent.
     fn is(&self, meta: &Metadata) -> bool {
         self.file.metadata().is_ok_and(|own| is_same(&own, meta)) && self.sent <= meta.len()
     }
@@ -137,37 +137,37 @@ impl Begun {
 /// Sends the files of a directory.
 pub(in crate::shell) struct Sender<'a, W> {
     dir: &'a Path,
-    /// What is sent of it so far is of this one.
+    /// The directory to which everything sent so far belongs.
     folder: Option<Folder>,
     pub(super) out: Outgoing<W>,
     rate: &'a Rate,
-    /// By name.
+    /// Partly sent files by name.
     begun: BTreeMap<String, Begun>,
     files: u32,
     bytes: u64,
-    /// Of these, what left before the directory was complete.
+    /// Part of `bytes` that was sent before the directory was complete.
     ahead: u64,
-    /// Bytes that have left for the pieces.
+    /// Bytes on the wire for the pieces.
     left: u64,
-    /// Bytes of files of directories that were given up.
+    /// File bytes sent for directories that were replaced.
     in_vain: u64,
 }
 
-/// What was sent.
+/// The amounts of a finished transfer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in crate::shell) struct Sent {
-    /// Of files.
+    /// File bytes.
     pub(in crate::shell) bytes: u64,
-    /// Of these, what left before the directory was complete.
+    /// Part of `bytes` that was sent before the directory was complete.
     pub(in crate::shell) ahead: u64,
-    /// Bytes that have left for them.
+    /// Bytes on the wire for these files.
     pub(in crate::shell) left: u64,
-    /// Bytes of files of directories that were given up for this one.
+    /// File bytes sent for directories that were replaced.
     pub(in crate::shell) in_vain: u64,
 }
 
 impl<'a, W: Write> Sender<'a, W> {
-    /// Nothing is sent yet. Pieces leave at this rate at most.
+    /// Sends nothing yet. `rate` limits the transfer.
     pub(in crate::shell) fn new(dir: &'a Path, out: Outgoing<W>, rate: &'a Rate) -> Sender<'a, W> {
         Sender {
             dir,
@@ -183,7 +183,7 @@ impl<'a, W: Write> Sender<'a, W> {
         }
     }
 
-    /// Sends what there is and what comes, to the end mark.
+    /// Sends all files, including what is written meanwhile, up to the end mark.
     pub(in crate::shell) fn send(mut self, progress: &Progress) -> Result<Sent, Failure> {
         loop {
             match progress.wait(LOOK_EVERY) {
@@ -194,7 +194,8 @@ impl<'a, W: Write> Sender<'a, W> {
                 }
             }
             let followed = self.follow();
-            // What cannot be read may be badly written: it is for those who judge that to say so.
+            // An unreadable file may be a fault of its writer. The writer reports that by its
+            // state, so wait for it before failing.
             if matches!(followed, Err(Failure::Io(_)))
                 && progress.wait(Duration::MAX) == State::Void
             {
@@ -204,7 +205,8 @@ impl<'a, W: Write> Sender<'a, W> {
         }
     }
 
-    /// Opens the directory, if it is there; whatever was sent of one that had its name before is void.
+    /// Opens the directory. If another directory had its name before, everything sent is declared
+    /// void.
     fn find(&mut self) -> Result<(), Failure> {
         let there = std::fs::symlink_metadata(self.dir).map_err(io_failure("read", self.dir))?;
         let is_it = |folder: &Folder| {
@@ -227,9 +229,9 @@ impl<'a, W: Write> Sender<'a, W> {
         Ok(())
     }
 
-    /// Sends what files have grown by.
+    /// Sends what the files have grown by.
     fn follow(&mut self) -> Result<(), Failure> {
-        // It may not be there yet, or not be there any more: it is looked at once more when it is complete.
+        // The directory may not exist yet, or no longer; it is opened again when it is complete.
         match self.find() {
             Err(Failure::Io(_)) => return Ok(()),
             found => found?,
@@ -238,7 +240,7 @@ impl<'a, W: Write> Sender<'a, W> {
             return Ok(());
         };
         let path = folder.path.clone();
-        // A file may have gone in between.
+        // A file may have been removed meanwhile.
         for name in folder.names().unwrap_or_default() {
             let grows = name.starts_with(GROWS.0) && name.ends_with(GROWS.1);
             if grows && !self.begun.contains_key(&name) && self.begun.len() < OPEN_FILES_MAX - 1 {
@@ -259,7 +261,7 @@ impl<'a, W: Write> Sender<'a, W> {
                 .metadata()
                 .map_err(io_failure("read", &self.dir.join(&name)))?
                 .len();
-            // Whole pieces only: what is left will be more soon, or goes with the rest.
+            // Only whole pieces: the remainder will grow or is sent at the end.
             let whole = length - length % PIECE_BYTES as u64;
             self.send_to(&name, whole)?;
         }
@@ -332,7 +334,7 @@ impl<'a, W: Write> Sender<'a, W> {
         self.mark(&Mark::File { number, name })
     }
 
-    /// Sends a file up to this length.
+    /// Sends a file up to `length`.
     fn send_to(&mut self, name: &str, length: u64) -> Result<(), Failure> {
         let Some(begun) = self.begun.get_mut(name) else {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Both ends on one wire.
+//! Tests of sender and receiver over one buffer.
 
 use super::super::bulk::{Incoming, Keys, Outgoing};
 use super::super::rate::Rate;
@@ -12,10 +12,10 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Duration;
 
-/// Bytes of the head of a record and of its tag.
+/// Bytes that head and tag add to a record.
 const AROUND: usize = 20;
 
-/// Two directories of this test alone, of which the second is still to be made.
+/// Returns a root and two directories in it for one test; the second one does not exist yet.
 fn scratch(name: &str) -> (PathBuf, PathBuf, PathBuf) {
     let root = std::env::temp_dir().join(format!("pvmd-travel-{name}-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&root);
@@ -23,7 +23,7 @@ fn scratch(name: &str) -> (PathBuf, PathBuf, PathBuf) {
     (root.clone(), root.join("from"), root.join("to"))
 }
 
-/// What is sent for a directory, and how many bytes of files that says it is.
+/// Returns what is sent for a directory, and the number of file bytes reported.
 fn sent(from: &Path) -> (Vec<u8>, u64) {
     let progress = Progress::default();
     progress.turn(State::Complete);
@@ -38,7 +38,7 @@ fn received(to: &Path, wire: impl Read) -> Result<u64, Failure> {
     receive(to, &mut Incoming::new(wire, Keys::for_test(1).out))
 }
 
-/// The records of what was sent.
+/// Splits what was sent into its records.
 fn records(mut wire: &[u8]) -> Vec<&[u8]> {
     let mut all = Vec::new();
     while let Some(head) = wire.first_chunk::<4>() {
@@ -49,7 +49,7 @@ fn records(mut wire: &[u8]) -> Vec<&[u8]> {
     all
 }
 
-/// Sends these marks and pieces, in good records.
+/// Sends these marks and pieces in correctly encrypted records.
 fn said(what: &[Result<Mark, (u32, usize)>]) -> Vec<u8> {
     let (mut wire, rate) = (Vec::new(), Rate::default());
     let mut sender = Sender::new(
@@ -101,10 +101,11 @@ fn files_arrive_as_they_were_sent() {
     std::fs::remove_dir_all(root).expect("ours");
 }
 
+/// Zeros are neither sent nor written, and files that end with zeros keep their length.
 #[test]
-fn zeros_are_neither_sent_nor_written_and_files_that_end_with_them_are_as_long_as_they_were() {
+fn zeros_become_holes_and_lengths_are_kept() {
     let (root, from, to) = scratch("zeros");
-    // Something at the begin, across the border of two pieces, and in front of an end in zeros.
+    // Data at the beginning, across the border of two pieces, and before trailing zeros.
     let mut big = vec![0; 8 * PIECE_BYTES + 12_345];
     big[..5000].fill(1);
     big[3 * PIECE_BYTES - 700..3 * PIECE_BYTES + 900].fill(2);
@@ -127,7 +128,7 @@ fn zeros_are_neither_sent_nor_written_and_files_that_end_with_them_are_as_long_a
 }
 
 #[test]
-fn what_really_leaves_is_charged_to_the_rate() {
+fn only_sent_bytes_count_for_the_rate_limit() {
     let (root, from, _) = scratch("charged");
     std::fs::write(from.join("pages-1.img"), vec![0; 64 * PIECE_BYTES]).expect("writable");
     std::fs::write(from.join("pages-2.img"), vec![7; PIECE_BYTES]).expect("writable");
@@ -154,8 +155,9 @@ fn what_really_leaves_is_charged_to_the_rate() {
     std::fs::remove_dir_all(root).expect("ours");
 }
 
+/// Records that are altered, omitted, reordered or repeated, and a missing end, are refused.
 #[test]
-fn records_cannot_be_changed_left_out_exchanged_or_repeated_and_the_end_cannot_be_cut_off() {
+fn tampered_or_truncated_records_are_refused() {
     let (root, from, to) = scratch("tampered");
     std::fs::write(from.join("core.img"), [5; 1000]).expect("writable");
     let (wire, _) = sent(&from);
@@ -202,8 +204,9 @@ fn records_cannot_be_changed_left_out_exchanged_or_repeated_and_the_end_cannot_b
     std::fs::remove_dir_all(root).expect("ours");
 }
 
+/// A source that has the keys but violates the format gets an error.
 #[test]
-fn a_source_that_has_the_keys_and_does_not_keep_to_the_rules_gets_an_error() {
+fn malformed_sequences_from_source_are_refused() {
     let (root, _, to) = scratch("rules");
     let end = |files, bytes| Ok(Mark::End { files, bytes });
     let ends = |number, bytes| Ok(Mark::FileEnd { number, bytes });
@@ -230,7 +233,7 @@ fn a_source_that_has_the_keys_and_does_not_keep_to_the_rules_gets_an_error() {
     rules.extend(names.map(|name| vec![file(0, name)]));
     for what in rules {
         let mut wire = said(&what);
-        // What follows is cut off: nothing of that may have been waited for.
+        // The rest is cut off: the error must be reported without waiting for it.
         wire.push(0);
         let result = received(&to, &wire[..]);
         let middle = result == Err(wrong("the transfer ended in the middle"));
@@ -244,7 +247,7 @@ fn a_source_that_has_the_keys_and_does_not_keep_to_the_rules_gets_an_error() {
 }
 
 #[test]
-fn a_record_that_announces_too_much_is_refused_before_it_comes() {
+fn oversized_record_is_refused_by_its_head() {
     let (root, _, to) = scratch("announced");
     let result = received(&to, &u32::MAX.to_le_bytes()[..]);
     assert!(
@@ -254,7 +257,7 @@ fn a_record_that_announces_too_much_is_refused_before_it_comes() {
     std::fs::remove_dir_all(root).expect("ours");
 }
 
-/// Holds what was written, for whoever looks meanwhile.
+/// A shared buffer of what was sent.
 #[derive(Clone, Default)]
 struct Wire(std::sync::Arc<Mutex<Vec<u8>>>);
 
@@ -269,7 +272,7 @@ impl Write for Wire {
     }
 }
 
-/// Waits until so much was sent.
+/// Waits until at least `bytes` bytes were sent.
 fn until(wire: &Wire, bytes: usize) {
     let begin = std::time::Instant::now();
     while wire.0.lock().expect("no panic").len() < bytes {
@@ -281,13 +284,15 @@ fn until(wire: &Wire, bytes: usize) {
     }
 }
 
+/// Growing files are sent before they are complete, and a restarted directory arrives in its final
+/// state.
 #[test]
-fn what_grows_is_sent_before_it_is_complete_and_a_directory_begun_anew_arrives_as_it_is_in_the_end()
+fn growing_files_stream_and_restarts_are_followed()
 {
     let content: Vec<u8> = (0..2 * PIECE_BYTES + 100)
         .map(|i| (i % 241) as u8)
         .collect();
-    // A directory that is begun anew may have more files, and all of that may be sent while it is written.
+    // The new directory may have more files, some of them completely sent while they are written.
     for (anew, more) in [(false, 0), (true, 5), (true, content.len())] {
         let (root, from, to) = scratch(&format!("grows-{anew}-{more}"));
         let (progress, wire, rate) = (Progress::default(), Wire::default(), Rate::default());
@@ -355,7 +360,7 @@ fn what_grows_is_sent_before_it_is_complete_and_a_directory_begun_anew_arrives_a
 }
 
 #[test]
-fn a_file_that_was_sent_in_part_and_is_replaced_is_not_sent_as_if_it_were_whole() {
+fn replaced_partly_sent_file_is_an_error() {
     let (root, from, _) = scratch("replaced");
     let (progress, wire) = (Progress::default(), Wire::default());
     let result = std::thread::scope(|scope| {
@@ -379,7 +384,7 @@ fn a_file_that_was_sent_in_part_and_is_replaced_is_not_sent_as_if_it_were_whole(
     std::fs::remove_dir_all(root).expect("ours");
 }
 
-/// Cuts a file when something was sent of it.
+/// Truncates a file once some of it was sent.
 struct Cuts<'a> {
     wire: Wire,
     path: &'a Path,
@@ -398,8 +403,9 @@ impl Write for Cuts<'_> {
     }
 }
 
+/// An unreadable growing file is reported when the directory is complete, and not if it is dropped.
 #[test]
-fn what_grows_and_cannot_be_read_is_told_when_it_is_said_to_be_complete_and_not_before() {
+fn unreadable_growing_file_fails_at_completion() {
     for (state, told) in [
         (State::Complete, "pages-1.img"),
         (State::Void, "broken off"),
@@ -435,7 +441,7 @@ fn what_grows_and_cannot_be_read_is_told_when_it_is_said_to_be_complete_and_not_
 }
 
 #[test]
-fn a_directory_that_nobody_wants_any_more_is_sent_no_further() {
+fn dropped_directory_is_not_sent() {
     let (root, from, _) = scratch("void");
     let progress = Progress::default();
     progress.turn(State::Void);
