@@ -1,19 +1,19 @@
-//! Whether a program that is to be asked by a signal has prepared for it.
+//! Checks whether a program handles the signal that asks it to checkpoint itself.
 
 use checkpoint::status::Status;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
-/// True unless this signal would end the process by its default action, as far as can be told from outside.
+/// True unless this signal would end the process by its default action, as far as /proc shows.
 pub(crate) fn minds(pid: i32, signal: i32) -> bool {
     let bit = 1u64 << (signal - 1);
-    // Whoever has ended cannot be harmed.
+    // A process that has ended cannot be harmed.
     let Some(status) = Status::of(pid) else {
         return true;
     };
     let has = |set| status.signals(set) & bit != 0;
-    // That it is blocked alone says nothing: so is every signal for a moment where a process is just being made.
+    // A blocked signal alone is no evidence: a new process has all signals blocked for a moment.
     has("SigCgt")
         || has("SigIgn")
         || waits_for(pid, bit)
@@ -29,7 +29,7 @@ fn entries(pid: i32, folder: &str) -> impl Iterator<Item = PathBuf> {
         .map(|entry| entry.path())
 }
 
-/// It reads its blocked signals from a signalfd, and this one is among them.
+/// True if the process reads this signal from a signalfd.
 fn has_descriptor_for(pid: i32, bit: u64) -> bool {
     entries(pid, "fdinfo").any(|path| {
         let text = fs::read_to_string(path).unwrap_or_default();
@@ -39,7 +39,8 @@ fn has_descriptor_for(pid: i32, bit: u64) -> bool {
     })
 }
 
-/// A thread of it waits for this signal (`sigwait`): its call has them in memory. For so long they do not count as blocked.
+/// True if a thread waits for this signal in `sigwait`: the signal set is read from the memory of
+/// the call. While it waits, the signal does not count as blocked.
 fn waits_for(pid: i32, bit: u64) -> bool {
     let call = libc::SYS_rt_sigtimedwait.to_string();
     let waited_for = |thread: PathBuf| {
@@ -98,8 +99,10 @@ mod tests {
         }
     }
 
+    /// A signal that a program catches, ignores or waits for counts as handled; other signals do
+    /// not.
     #[test]
-    fn a_program_that_catches_ignores_or_waits_for_a_signal_minds_it_and_another_one_does_not() {
+    fn caught_ignored_and_awaited_signals_are_handled() {
         let catches =
             program("import signal; signal.signal(signal.SIGUSR1, print)\nwhile 1: signal.pause()");
         comes_to_mind(&catches, Signal::SIGUSR1);
@@ -116,8 +119,9 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_that_is_blocked_and_that_nobody_takes_from_there_is_not_minded() {
-        // The mask of a process is that of its first thread, which is not this one: so another process.
+    fn signal_that_is_only_blocked_is_not_handled() {
+        // /proc shows the signal mask of a process's first thread, and the test runs in another
+        // thread; so a separate process is used.
         let blocks = program(
             "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\nwhile 1: signal.pause()",
         );
@@ -131,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_that_take_signals_are_told_by_what_they_take() {
+    fn signalfd_counts_only_for_its_own_signals() {
         let mut set = SigSet::empty();
         set.add(Signal::SIGUSR1);
         let bit = 1u64 << (Signal::SIGUSR1 as i32 - 1);

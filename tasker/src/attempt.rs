@@ -1,4 +1,5 @@
-//! One dump may take several attempts: what the next one has to know, and the pause before it.
+//! A dump may take several attempts. This module holds the state of an attempt and the delay before
+//! the next one.
 
 use checkpoint::again::Again;
 use checkpoint::criu::SentAhead;
@@ -13,22 +14,19 @@ use std::time::{Duration, Instant};
 /// An attempt to dump a task.
 #[derive(Clone, Debug)]
 pub(crate) struct Attempt {
-    /// Where the images go.
     pub(crate) dir: PathBuf,
-    /// Where the memory will be asked for, if it does not go there too.
+    /// With post-copy: the socket on which the memory will be requested.
     pub(crate) asked_on: Option<Arc<OwnedFd>>,
-    /// What of it went ahead on the same way.
+    /// What was already sent on this socket by pre-copy.
     pub(crate) sent: Option<Arc<SentAhead>>,
-    /// When the first attempt began.
     pub(crate) begun: Instant,
-    /// It is the first.
     pub(crate) is_first: bool,
-    /// Pauses before further ones.
+    /// Delays before further attempts.
     pub(crate) again: Again,
 }
 
 impl Attempt {
-    /// The first one, which begins now.
+    /// Creates the first attempt, which starts now.
     pub(crate) fn first(
         dir: PathBuf,
         asked_on: Option<Arc<OwnedFd>>,
@@ -45,7 +43,7 @@ impl Attempt {
     }
 }
 
-/// Waits so long, or until it is called off.
+/// Sleeps for `span`, or until it is cancelled.
 pub(crate) fn rest(called_off: &Cancel, span: Duration) {
     let until = Instant::now() + span;
     loop {
@@ -62,9 +60,9 @@ pub(crate) fn rest(called_off: &Cancel, span: Duration) {
     }
 }
 
-/// A random number, for pauses.
+/// Returns a random number, for delays.
 pub(crate) fn roll() -> u64 {
-    // Each state has keys of its own.
+    // Each `RandomState` has new random keys.
     RandomState::new().build_hasher().finish()
 }
 
@@ -73,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pause_lasts_as_long_as_it_should_unless_it_is_called_off() {
+    fn delay_lasts_until_cancelled() {
         let cancel = Cancel::new().expect("a descriptor");
         let begun = Instant::now();
         rest(&cancel, Duration::from_millis(20));
@@ -84,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn two_rolls_differ() {
+    fn two_random_numbers_differ() {
         assert_ne!(roll(), roll());
     }
 }

@@ -1,4 +1,4 @@
-//! The tasker's side of its socket to the daemon: frames in, frames out, without blocking.
+//! The tasker's end of the socket to the daemon: reads and writes frames without blocking.
 
 use nix::errno::Errno;
 use sempa_proto::frame::{FrameDecoder, FrameError, encode_control};
@@ -8,9 +8,10 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// Bytes that wait for the daemon before the tasker stops reading its tasks' output (their pipes fill and they wait).
+/// Queued bytes above which the tasker stops reading its tasks' output; the pipes fill and the
+/// tasks wait.
 pub(crate) const OUTBOUND_BYTES_HIGH: usize = 4 << 20;
-/// Bytes read from the socket at once.
+/// Most bytes read from the socket at once.
 const READ_BYTES: usize = 64 << 10;
 
 /// The socket with its buffers.
@@ -23,10 +24,10 @@ pub(crate) struct Control {
 }
 
 impl Control {
-    /// Takes the socket over and makes it non-blocking.
+    /// Takes over the socket and makes it non-blocking.
     ///
     /// # Errors
-    /// When it is not a descriptor that can be made so.
+    /// The descriptor cannot be made non-blocking.
     pub(crate) fn new(socket: OwnedFd) -> io::Result<Control> {
         nix::fcntl::fcntl(
             &socket,
@@ -40,33 +41,34 @@ impl Control {
         })
     }
 
-    /// The socket, for polling.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 
-    /// True when bytes wait to be written.
+    /// True if bytes are queued for writing.
     pub(crate) fn wants_write(&self) -> bool {
         !self.outbound.is_empty() && !self.closed
     }
 
-    /// True when so much waits that tasks' output should not be read now.
+    /// True if so many bytes are queued that the tasks' output should not be read.
     pub(crate) fn is_full(&self) -> bool {
         self.outbound.len() >= OUTBOUND_BYTES_HIGH
     }
 
-    /// True when the daemon is gone.
+    /// True if the daemon is gone.
     pub(crate) fn is_closed(&self) -> bool {
         self.closed
     }
 
-    /// Sends what can be sent now and keeps the rest. What does not fit into a frame is answered in its place by why.
+    /// Sends a message as far as possible and queues the rest. A message that does not fit into a
+    /// frame is replaced by a refusal.
     pub(crate) fn send(&mut self, message: &FromTasker) {
         let frame =
             encode_control(message).or_else(|error| encode_control(&instead_of(message, &error)));
         match frame {
             Ok(frame) => self.outbound.extend(frame.iter()),
-            // Whoever waits for it would wait for ever: the daemon takes us for dead and starts another tasker.
+            // The daemon would wait forever for this message. Closing makes it consider the tasker
+            // dead and start another one.
             Err(error) => {
                 eprintln!("pvm-tasker: what the daemon was to be told cannot be said: {error}");
                 self.closed = true;
@@ -75,7 +77,7 @@ impl Control {
         self.flush();
     }
 
-    /// Writes as much as the socket takes.
+    /// Writes as much as the socket accepts.
     pub(crate) fn flush(&mut self) {
         while self.wants_write() {
             let (front, _) = self.outbound.as_slices();
@@ -88,10 +90,10 @@ impl Control {
         }
     }
 
-    /// Reads what is there and returns the whole messages.
+    /// Reads available data and returns the complete messages.
     ///
     /// # Errors
-    /// When the bytes are not frames; the socket is of no use any more.
+    /// The bytes are not frames; the socket cannot be used any more.
     pub(crate) fn receive(&mut self) -> Result<Vec<ToTasker>, FrameError> {
         let mut bytes = vec![0u8; READ_BYTES];
         match nix::unistd::read(&self.socket, &mut bytes) {
@@ -108,7 +110,8 @@ impl Control {
     }
 }
 
-/// What is said in the place of something that is too long: of all that a tasker says only this can be.
+/// Returns the substitute for a message that is too long. Only the messages listed here can be too
+/// long.
 fn instead_of(message: &FromTasker, error: &FrameError) -> FromTasker {
     let refusal = || Refusal::Holds {
         what: format!("more than can be told of a task: {error}"),
@@ -149,7 +152,7 @@ mod tests {
     use std::io::Read;
     use std::os::unix::net::UnixStream;
 
-    /// Facts that no frame takes.
+    /// Returns facts that do not fit into a frame.
     fn facts() -> TaskFacts {
         let path = "x".repeat(4096);
         let file = |n: usize| FileFact {
@@ -163,8 +166,10 @@ mod tests {
         }
     }
 
+    /// A message that does not fit into a frame is replaced by a refusal, and the socket stays
+    /// usable.
     #[test]
-    fn what_is_too_long_for_a_frame_is_refused_and_the_tasker_goes_on() {
+    fn oversized_message_is_replaced_by_a_refusal() {
         let (here, mut there) = UnixStream::pair().expect("a pair");
         let mut control = Control::new(here.into()).expect("it can be made so");
         let (migration, question) = (MigrationId(7), RequestId(8));

@@ -1,9 +1,13 @@
-//! Control groups (version 2) that freeze tasks: everybody inside stands still at once, also whoever is just being made, and no
-//! program can tell by a signal. A task is born in its group, so it cannot have got anybody out of it before.
+//! Freezes tasks by control groups (version 2).
 //!
-//! Where only version 1 is mounted the tasker mounts version 2 for itself, where nobody else sees it: each kernel that knows process
-//! descriptors, as the tasker needs them, has its freezer. Version 1's own is not used: what it has frozen cannot even be killed, so a
-//! tasker that dies would leave processes behind for ever. In version 2 they die like others.
+//! All processes of a group stop at once, including those being created, and a program cannot
+//! detect the freeze by a signal. A task is created inside its group, so none of its processes can
+//! be outside.
+//!
+//! If only version 1 is mounted, the tasker mounts version 2 privately; every kernel with pidfds,
+//! which the tasker needs, supports it. The freezer of version 1 is not used: its frozen processes
+//! cannot be killed, so a tasker that dies would leave them behind forever. In version 2 they die
+//! like others.
 
 use crate::birth;
 use crate::init;
@@ -20,31 +24,33 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-/// Beginning of the name of a tasker's folder of groups, within its own group.
+/// Prefix of the name of a tasker's folder of groups, within its own group.
 const FOLDER_NAME: &str = "sempa-";
-/// `off`: no control groups.
+/// Variable that disables control groups if it is `off`.
 const SWITCH: &str = "SEMPA_FREEZER";
-/// How long the trial may take.
+/// Time limit of the probe.
 const TRIAL_ALLOWED: Duration = Duration::from_secs(2);
-/// How often that is looked at.
+/// Poll interval of the probe.
 const TRIAL_LOOK: Duration = Duration::from_micros(100);
-/// Another tasker that tidies up may take a new folder for one that was left behind, so often at most.
+/// Attempts to create the folder: another tasker that cleans up may take a new folder for a stale
+/// one.
 const FOLDER_TRIES: usize = 3;
 
 /// The folder of this tasker's groups. Dropping it removes them.
 #[derive(Debug)]
 pub(crate) struct Freezer {
-    /// Locked as long as the tasker lives: others remove folders that nobody has locked.
+    /// Locked while the tasker lives: other taskers remove unlocked folders.
     _folder: Flock<File>,
     path: PathBuf,
-    /// Version 2, where the tasker has mounted it for itself: the path leads through it.
+    /// A private mount of version 2, if there is one; `path` leads through it.
     _mount: Option<OwnedFd>,
     made: u64,
-    /// Groups in which somebody had not ended when they were given up.
+    /// Dropped groups that could not be removed yet because processes were inside.
     given_up: Rc<RefCell<Vec<PathBuf>>>,
 }
 
-/// A control group for the processes of a task. Dropping it removes it, if everybody inside has ended, or else later.
+/// A control group for the processes of a task. It is removed when dropped, or later if processes
+/// are still inside.
 #[derive(Debug)]
 pub(crate) struct ControlGroup {
     path: PathBuf,
@@ -53,10 +59,10 @@ pub(crate) struct ControlGroup {
 }
 
 impl Freezer {
-    /// Makes the folder, and tries whether what is born in a group can be frozen and killed.
+    /// Creates the folder, and checks that a process created in a group can be frozen and killed.
     ///
     /// # Errors
-    /// One sentence: why there can be none here.
+    /// One sentence why freezing is not possible here.
     pub(crate) fn new() -> Result<Freezer, String> {
         if std::env::var_os(SWITCH).is_some_and(|value| value == "off") {
             return Err(format!("{SWITCH}=off"));
@@ -67,7 +73,7 @@ impl Freezer {
         let of_self = |name: &str| fs::read(Path::new("/proc/self").join(name)).unwrap_or_default();
         let mounts = of_self("mountinfo");
         if cgroup::mount_point(&mounts, None).is_some() {
-            // What is mounted, and how, is as the administrator wants it.
+            // An existing mount is used as the administrator has configured it.
             let own = cgroup::folder(&mounts, &of_self("cgroup"), None)
                 .ok_or("the tasker's own control group of version 2 is not to be seen here")?;
             return Freezer::within(&own, None);
@@ -79,7 +85,7 @@ impl Freezer {
         Freezer::within(&own, Some(mount))
     }
 
-    /// In a folder of its own within this group.
+    /// Creates the folder within this group and probes it.
     fn within(own: &Path, mount: Option<OwnedFd>) -> Result<Freezer, String> {
         remove_left_behind(own);
         let (path, folder) = (0..FOLDER_TRIES)
@@ -102,12 +108,12 @@ impl Freezer {
         Ok(freezer)
     }
 
-    /// A new group with nobody inside.
+    /// Creates an empty group.
     ///
     /// # Errors
-    /// What the system said; there may be a limit on groups.
+    /// The system's error; there may be a limit on groups.
     pub(crate) fn group(&mut self) -> io::Result<ControlGroup> {
-        // What is still not over stays in the list.
+        // Groups that still have processes stay in the list.
         self.given_up
             .borrow_mut()
             .retain(|path| fs::remove_dir(path).is_err());
@@ -131,10 +137,10 @@ impl Freezer {
     }
 }
 
-/// Kills it and waits until it has ended. It may be frozen.
+/// Kills a process, which may be frozen, and waits until it has ended.
 fn end(process: &Child) {
     sys::kill_by(process.pidfd.as_fd());
-    // A child of ours, which nobody else reaps.
+    // A child of ours, reaped only here.
     let _ = sys::reap_wait(process.pid);
 }
 
@@ -145,22 +151,22 @@ impl Drop for Freezer {
 }
 
 impl ControlGroup {
-    /// The folder, in which a process can be born. Nobody keeps it open for long: a host has thousands of tasks and a limit of
-    /// descriptors.
+    /// Opens the group's folder, in which a process can be created. Close it soon: a host has
+    /// thousands of tasks and a limit on descriptors.
     ///
     /// # Errors
-    /// Somebody has removed it.
+    /// The group was removed by another process.
     pub(crate) fn open(&self) -> io::Result<OwnedFd> {
         Ok(File::open(&self.path)?.into())
     }
 
-    /// Who is inside.
+    /// Returns the processes in the group.
     ///
     /// # Errors
-    /// Somebody has removed the group.
+    /// The group was removed by another process.
     pub(crate) fn members(&self) -> io::Result<Vec<i32>> {
         let text = fs::read_to_string(self.entrance())?;
-        // Whom the kernel does not name here it calls 0.
+        // The kernel lists processes outside this PID namespace as 0.
         Ok(text
             .lines()
             .filter_map(|line| line.parse().ok())
@@ -168,35 +174,35 @@ impl ControlGroup {
             .collect())
     }
 
-    /// The file that takes the numbers of processes that are to come in.
+    /// Returns the file to which the ids of joining processes are written.
     pub(crate) fn entrance(&self) -> PathBuf {
         self.path.join("cgroup.procs")
     }
 
-    /// Begins to freeze everybody inside.
+    /// Starts to freeze all processes of the group.
     ///
     /// # Errors
-    /// Somebody has removed the group.
+    /// The group was removed by another process.
     pub(crate) fn freeze(&self) -> io::Result<()> {
         self.order("1")?;
         self.frozen.set(true);
         Ok(())
     }
 
-    /// Lets everybody go on. No program learns of it.
+    /// Thaws all processes. Programs do not notice that.
     pub(crate) fn thaw(&self) {
         if self.frozen.replace(false) {
-            // A group that was frozen by us with somebody inside is there.
+            // Cannot fail: a group that contains frozen processes exists.
             let _ = self.order("0");
         }
     }
 
-    /// It was told to freeze, and not to thaw since.
+    /// True after [`ControlGroup::freeze`], until it is thawed.
     pub(crate) fn is_frozen(&self) -> bool {
         self.frozen.get()
     }
 
-    /// True if nobody inside runs.
+    /// True if all processes of the group are frozen.
     pub(crate) fn is_still(&self) -> bool {
         fs::read_to_string(self.path.join("cgroup.events"))
             .is_ok_and(|text| text.lines().any(|line| line == "frozen 1"))
@@ -229,11 +235,11 @@ impl Drop for ControlGroup {
     }
 }
 
-/// Brings processes, of which none runs, into the group with this entrance. The first one takes milliseconds, because the
-/// kernel waits until all its processors have come by.
+/// Moves stopped processes into the group with this file. The first one takes milliseconds, because
+/// the kernel waits for all processors.
 ///
 /// # Errors
-/// One that is still there could not be brought in.
+/// An existing process could not be moved.
 pub(crate) fn bring_in(entrance: &Path, pids: &[i32]) -> io::Result<()> {
     for pid in pids {
         match fs::write(entrance, pid.to_string()) {
@@ -244,9 +250,11 @@ pub(crate) fn bring_in(entrance: &Path, pids: &[i32]) -> io::Result<()> {
     Ok(())
 }
 
-/// Mounts the tasker's own group of version 2 nowhere: it can be reached through this descriptor only, and is gone with it. A thread
-/// does it that is in a namespace of control groups of its own: in the first one a mount sets options (`nsdelegate` and others) for
-/// the whole machine.
+/// Mounts the tasker's own group of version 2 without a mount point: it is reachable only through
+/// this descriptor, and disappears with it.
+///
+/// The thread that mounts is in a cgroup namespace of its own: in the initial one a mount would set
+/// options such as `nsdelegate` for the whole machine.
 fn mount_own_group() -> io::Result<OwnedFd> {
     let mounts = || {
         unshare(CloneFlags::CLONE_NEWCGROUP)?;
@@ -266,7 +274,8 @@ fn mount_own_group() -> io::Result<OwnedFd> {
     })
 }
 
-/// A new folder within `own`, locked; `None` if another tasker came between and has taken it for one left behind.
+/// Creates a new folder within `own` and locks it. Returns `None` if another tasker has removed it
+/// as stale.
 fn make_folder(own: &Path) -> io::Result<Option<(PathBuf, Flock<File>)>> {
     let path = nix::unistd::mkdtemp(&own.join(format!("{FOLDER_NAME}XXXXXX")))?;
     let Ok(file) = File::open(&path) else {
@@ -278,8 +287,8 @@ fn make_folder(own: &Path) -> io::Result<Option<(PathBuf, Flock<File>)>> {
     Ok(path.exists().then_some((path, folder)))
 }
 
-/// Removes the folders of taskers that were killed. Their tasks have died with them; groups that still have somebody inside, who
-/// is about to end, are left to the next tasker.
+/// Removes the folders of taskers that were killed. Their tasks died with them; groups that still
+/// have processes, which are about to end, are left to the next tasker.
 fn remove_left_behind(own: &Path) {
     for entry in fs::read_dir(own).into_iter().flatten().flatten() {
         let path = entry.path();
@@ -303,7 +312,7 @@ fn remove_groups(folder: &Path) {
         .flatten()
         .filter(is_folder)
     {
-        // One with somebody inside stays, and the folder with it.
+        // A group that contains processes stays, and the folder with it.
         let _ = fs::remove_dir(group.path());
     }
     let _ = fs::remove_dir(folder);

@@ -1,14 +1,16 @@
-//! Tasks that stand still because the owner of the host is there.
+//! Pauses tasks while the owner of the host needs it.
 //!
-//! A held task runs for a moment yet, behind everybody else and its library's own threads before its others, so that the
-//! library can let go of what leads out of the process; then its control group is frozen, or, where it has none, all its
-//! processes are stopped by signal. That outlives moves: a move that fails leaves the task stopped.
+//! 1. The task runs for a short time so that its library can quiesce. Its threads have the lowest
+//!    priority meanwhile, those of the library a high one.
+//! 2. Its control group is frozen; without one, all its processes are stopped by signal.
+//! 3. The pause outlives migrations: after a failed migration the task stays stopped.
 //!
-//! A task that had not let go by then runs once more before it moves. Then its program's threads are pinned at first: the library
-//! has its moment, and the program does not run beside an owner.
+//! A task that had not quiesced when it was stopped runs once more before it migrates. The
+//! program's threads are frozen at first: the library gets its time, and the program does not run
+//! while the owner is present.
 //!
-//! The engine cannot dump what is frozen. So for a move everybody gets SIGSTOP while frozen, and is thawed then: nobody comes
-//! to run in between.
+//! The engine cannot dump a frozen control group. For a migration all processes get SIGSTOP while
+//! they are frozen, and are then thawed; none of them runs in between.
 
 use crate::ease::{self, Lowered};
 use crate::stop;
@@ -20,56 +22,55 @@ use sempa_proto::{Micros, Tid};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-/// A held task that is asked to end (SIGTERM) gets so long for it.
+/// Time a paused task that is asked to exit (SIGTERM) has to do so.
 const END_ALLOWED: Duration = Duration::from_millis(200);
-/// Processes that do not stop within this are looked at less often: one that waits in the kernel for a disk or a network
-/// file system runs no program either.
+/// Time after which processes that have not stopped are polled less often: one that waits in the
+/// kernel for a disk or a network file system executes nothing of the program.
 const STOPS_SOON: Duration = Duration::from_secs(2);
-/// So often.
+/// Poll interval after [`STOPS_SOON`].
 const LOOK_LATER: Duration = Duration::from_millis(100);
 
-/// Whether a task is held.
+/// Progress of pausing a task.
 #[derive(Debug, Default)]
 pub(crate) enum Hold {
-    /// It is not.
+    /// Not paused.
     #[default]
     Free,
-    /// It runs yet, until then.
+    /// The task still runs so that its library can quiesce.
     Easing {
-        /// When it is to be stopped.
+        /// When the task is stopped.
         until: Instant,
-        /// How urgent its threads were.
+        /// The threads' previous priorities.
         lowered: Lowered,
-        /// Whether its library is alone.
+        /// Whether only the library's threads run.
         alone: Alone,
     },
-    /// It was told to stop.
+    /// The task was told to stop.
     Stopping {
-        /// Processes that have been sent SIGSTOP, if its control group does not freeze them.
+        /// Processes that got SIGSTOP, if no control group freezes them.
         told: BTreeSet<i32>,
-        /// When.
         since: Instant,
-        /// How urgent its threads were.
+        /// The threads' previous priorities.
         lowered: Lowered,
     },
-    /// Nothing of it runs, or nothing will when the move that has it lets go of it.
+    /// The task is stopped, or will stay stopped when its current migration ends.
     Still,
 }
 
-/// Whether of a task that runs to let go only the library does.
+/// Whether only the library's threads of a quiescing task run.
 #[derive(Debug, Default)]
 pub(crate) enum Alone {
-    /// Nobody has said so, or it cannot be done.
+    /// Not requested, or not possible.
     #[default]
     Not,
-    /// The program's threads do not run.
+    /// The program's threads are frozen.
     Until {
-        /// Then they may.
+        /// When the program may run.
         until: Instant,
-        /// They run when it is dropped.
+        /// Dropping it lets the program's threads run.
         _pinned: Pinned,
     },
-    /// It was, and that was not enough: it needs something that its program has.
+    /// The time of the library alone is over: it needs something that the program's threads hold.
     Over,
 }
 
@@ -80,7 +81,7 @@ impl Alone {
 }
 
 impl Hold {
-    /// How long until it has to be looked at, if at all.
+    /// Returns the time until the next check, if one is needed.
     pub(crate) fn pause(&self, soon: Duration) -> Option<Duration> {
         match self {
             Hold::Free | Hold::Still => None,
@@ -97,7 +98,7 @@ impl Hold {
         }
     }
 
-    /// Makes the threads as urgent as they were. Answers who has been told to stop.
+    /// Restores the threads' priorities. Returns the processes that got SIGSTOP.
     fn restore(self, task: &Task) -> BTreeSet<i32> {
         let (lowered, told) = match self {
             Hold::Free | Hold::Still => return BTreeSet::new(),
@@ -108,14 +109,14 @@ impl Hold {
         told
     }
 
-    /// True unless it is held.
+    /// True if the task is not paused.
     pub(crate) fn is_free(&self) -> bool {
         matches!(self, Hold::Free)
     }
 }
 
 impl Task {
-    /// Holds the task; it may run for so long yet.
+    /// Pauses the task; it may still run for `after`.
     fn hold(&mut self, after: Duration) {
         match (&self.phase, std::mem::take(&mut self.hold)) {
             (Phase::Running, hold) if after.is_zero() => self.stop_held(hold),
@@ -136,7 +137,8 @@ impl Task {
                     alone: Alone::Not,
                 };
             }
-            // It stands still, or will in a moment, and stays so when the move lets go of it.
+            // The task is stopped for a migration, or soon will be; it stays stopped when the
+            // migration ends.
             (_, hold) => {
                 hold.restore(self);
                 self.hold = Hold::Still;
@@ -144,7 +146,8 @@ impl Task {
         }
     }
 
-    /// Lets a held task run for so long, and nothing but its library at first. Said again meanwhile it changes nothing.
+    /// Lets a paused task run for `after`, at first (`alone`) only its library. A repeated call
+    /// while it runs changes nothing.
     fn ease(&mut self, alone: Duration, after: Duration) {
         if !matches!(self.phase, Phase::Running) || matches!(&self.hold, Hold::Free) {
             return self.hold(after);
@@ -154,7 +157,7 @@ impl Task {
                 alone: Alone::Until { .. } | Alone::Over,
                 ..
             } => return self.hold = hold,
-            // Whom the kernel has to wake for that must not be behind everybody else.
+            // Freezing a thread wakes it first, so the threads must not have the lowest priority.
             hold => {
                 let stood = !matches!(hold, Hold::Easing { .. });
                 hold.restore(self);
@@ -180,17 +183,17 @@ impl Task {
         };
     }
 
-    /// Gives a held task a moment in which it can end by itself.
+    /// Gives a paused task a short time in which it can exit.
     pub(crate) fn let_end(&mut self) {
         self.hold(END_ALLOWED);
     }
 
-    /// Gives a held task so long to end as it was asked to.
+    /// Gives a paused task time to exit on request.
     pub(crate) fn let_run_for(&mut self, time: Duration) {
         self.hold(time);
     }
 
-    /// Stops it, from whatever it is.
+    /// Stops the task, whatever its state is.
     fn stop_held(&mut self, hold: Hold) {
         let (lowered, alone) = match hold {
             Hold::Still | Hold::Stopping { .. } => return self.hold = hold,
@@ -198,10 +201,10 @@ impl Task {
             Hold::Easing { lowered, alone, .. } => (lowered, alone),
         };
         if let Some(group) = self.group() {
-            // A group that somebody has removed holds nobody; then signals do it.
+            // Fails if the group was removed; then it has no members, and signals stop them.
             let _ = group.freeze();
         }
-        // Who had been stopped by signal shows as such in a frozen group, too.
+        // Processes stopped by signal before show as stopped in a frozen group, too.
         self.note_stopped();
         let told = match alone {
             Alone::Until { .. } if self.frozen().is_none() => stop::stop_frozen(&self.crowd()),
@@ -215,8 +218,8 @@ impl Task {
         };
     }
 
-    /// Keeps the program from running. Who had been stopped before does not run anyway, and is to be found like that. `None` where that
-    /// cannot be done.
+    /// Freezes the program's threads; `None` if that is impossible. Processes that had been stopped
+    /// before are left out: they do not run, and must be found in that state.
     fn pin_program(&self) -> Option<Pinned> {
         let threads = ease::of_programs(&stop::that_ran(self.members(), &self.stopped_before));
         if threads.is_empty() {
@@ -226,12 +229,12 @@ impl Task {
         }
     }
 
-    /// Notes which processes stand still already, for their own reasons.
+    /// Records which processes are already stopped for other reasons.
     fn note_stopped(&mut self) {
         self.stopped_before = stop::stopped_now(&self.members());
     }
 
-    /// A move wants it stopped: the hold is the move's business from now on. Answers who has been told to stop.
+    /// Hands the stopping of the task over to a migration. Returns the processes that got SIGSTOP.
     pub(crate) fn hold_for_move(&mut self) -> BTreeSet<i32> {
         let hold = std::mem::take(&mut self.hold);
         if matches!(hold, Hold::Free | Hold::Easing { .. }) {
@@ -255,7 +258,7 @@ impl Task {
         told
     }
 
-    /// Not held any more.
+    /// Ends the pause.
     fn free(&mut self) {
         let hold = std::mem::take(&mut self.hold);
         let stands = match &hold {
@@ -269,7 +272,7 @@ impl Task {
         }
     }
 
-    /// One look at a task that is held and does not stand still yet; true when it does now.
+    /// Checks a task that is paused but not stopped yet. Returns true if it has stopped.
     fn look_at_hold(&mut self) -> bool {
         let now = Instant::now();
         if let Hold::Easing { until, alone, .. } = &mut self.hold {
@@ -295,7 +298,7 @@ impl Task {
             None => stop::all_still(&self.crowd(), &mut told),
         };
         if still {
-            // A dump takes the urgency of threads along.
+            // Images include the threads' priorities, so they must be restored before a dump.
             lowered.restore(&self.members());
             self.hold = Hold::Still;
         } else {
@@ -310,12 +313,12 @@ impl Task {
 }
 
 impl Supervisor {
-    /// The owner's side wants this task held.
+    /// Pauses a task on the daemon's order.
     pub(crate) fn hold(&mut self, tid: Tid, after: Micros) {
         self.hold_by(tid, |task| task.hold(Duration::from_micros(after.0)));
     }
 
-    /// A held task has to let go yet.
+    /// Lets a paused task run so that it can quiesce.
     pub(crate) fn ease(&mut self, tid: Tid, alone: Micros, after: Micros) {
         self.hold_by(tid, |task| {
             task.ease(
@@ -331,7 +334,7 @@ impl Supervisor {
         };
         hold(task);
         let is_still = matches!(task.hold, Hold::Still);
-        // It changes nothing of its memory any more: what has not gone ahead is not sooner there for that.
+        // A paused task does not change its memory, so pre-copying more of it gains nothing.
         self.moves.pre_copies.hurry_up(tid);
         if is_still {
             self.say(&FromTasker::Held { tid });
@@ -339,14 +342,14 @@ impl Supervisor {
         self.look_at_holds();
     }
 
-    /// The owner does not mind any more.
+    /// Ends the pause of a task on the daemon's order.
     pub(crate) fn free(&mut self, tid: Tid) {
         if let Some(task) = self.tasks.get_mut(&tid) {
             task.free();
         }
     }
 
-    /// Looks at tasks that are held and do not stand still yet.
+    /// Checks the tasks that are paused but not stopped yet.
     pub(crate) fn look_at_holds(&mut self) {
         let due = |task: &Task| match &task.hold {
             Hold::Easing { .. } => task

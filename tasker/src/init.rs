@@ -1,5 +1,7 @@
-//! The idle init of a process-id namespace. It is a copy of the tasker that has given up the tasker's memory: it would keep all
-//! of it as it was in that moment, for as long as its task lives, and a host has thousands of tasks.
+//! The idle init of a PID namespace.
+//!
+//! The init is a copy of the tasker that unmaps the tasker's heap. Otherwise it would keep a
+//! snapshot of all that memory as long as its task lives, and a host has thousands of tasks.
 #![allow(unsafe_code)] // What a new process does between system calls has no safe interface.
 
 use crate::sys::{self, Child};
@@ -8,15 +10,17 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
-/// Ranges of memory that an init gives up at most; what more there is it keeps.
+/// Most memory ranges that an init unmaps; it keeps any further ones.
 const RANGES_MAX: usize = 256;
 
-/// Makes the idle init of a new process-id namespace. It holds `control` and nothing else: a byte on it means "end when
-/// nobody else is left here", its end of file means "end now", which ends everybody in the namespace. It is in the tasker's own
-/// control group, or in this one.
+/// Creates the idle init of a new PID namespace.
+///
+/// The init holds only `control`. A byte on it means "end when the namespace is empty"; its end of
+/// file means "end now", which kills all processes in the namespace. The init is in the tasker's
+/// own control group, or in `group`.
 ///
 /// # Errors
-/// What `clone3` says; `EPERM` when the tasker may not make namespaces.
+/// Those of `clone3`; `EPERM` if the tasker may not create namespaces.
 pub(crate) fn start(control: BorrowedFd<'_>, group: Option<BorrowedFd<'_>>) -> io::Result<Child> {
     let (control, heap) = (control.as_raw_fd(), Heap::of_this_process());
     // SAFETY: the new process goes straight into `life`, which never returns.
@@ -27,15 +31,15 @@ pub(crate) fn start(control: BorrowedFd<'_>, group: Option<BorrowedFd<'_>>) -> i
     }
 }
 
-/// Memory that a process has written to and a copy of it that makes nothing but system calls does without. Nothing of this list
-/// is there itself.
+/// Memory ranges that a copy of this process does not need if it makes only system calls. The list
+/// itself is not on the heap.
 struct Heap {
     ranges: [(usize, usize); RANGES_MAX],
     count: usize,
 }
 
 impl Heap {
-    /// Nothing if the system does not say what there is.
+    /// Lists the ranges; empty if /proc/self/maps cannot be read.
     fn of_this_process() -> Heap {
         let mut heap = Heap {
             ranges: [(0, 0); RANGES_MAX],
@@ -44,8 +48,9 @@ impl Heap {
         let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else {
             return heap;
         };
-        // The stack, and where the C library keeps what belongs to this thread.
-        // SAFETY: the call takes nothing and tells an address.
+        // Keep the stack and the C library's thread-local storage.
+        //
+        // SAFETY: the call takes no arguments and returns an address.
         let needed = [
             (&raw const heap).addr(),
             unsafe { libc::__errno_location() }.addr(),
@@ -61,8 +66,8 @@ impl Heap {
     }
 }
 
-/// Ranges of private memory that belongs to no file: the heap, and stacks of threads. What adjoins a file are variables of a
-/// program or library (proc_pid_maps(5)).
+/// Returns the ranges of private memory without a file: the heap, and stacks of threads. A range
+/// that adjoins a mapped file holds variables of the program or a library (proc_pid_maps(5)).
 fn heap_in(maps: &str) -> impl Iterator<Item = Range<usize>> {
     let mut end_of_file = None;
     maps.lines().filter_map(move |line| {
@@ -79,20 +84,22 @@ fn heap_in(maps: &str) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
-/// The life of an idle init.
+/// Runs the idle init.
 ///
 /// # Safety
-/// Only in a process made by [`sys::clone3`]; only async-signal-safe calls are made here, and once `heap` has been given up none
-/// but those that are in use by then.
+/// Only in a process made by [`sys::clone3`]. Only async-signal-safe calls are made, and after the
+/// heap is unmapped only those whose code is already in use.
 unsafe fn life(control: RawFd, heap: &Heap) -> ! {
     const NAME: &CStr = c"pvm-init";
-    // SAFETY: plain system calls on values of this process; the buffer is a local byte. What is unmapped is used by nobody: no
-    // other thread was copied, and nothing that was allocated is looked at any more.
+    // SAFETY: plain system calls on values of this process; the buffer is a local byte. The
+    // unmapped memory is unused: no other thread was copied, and no allocation is accessed
+    // afterwards.
     unsafe {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
         libc::setsid();
         libc::chdir(c"/".as_ptr());
-        // Orphans of the task end up here; ignoring SIGCHLD lets the kernel reap them.
+        // Orphans of the task become children of this process; ignoring SIGCHLD makes the kernel
+        // reap them.
         libc::signal(libc::SIGCHLD, libc::SIG_IGN);
         libc::dup2(control, 0);
         libc::syscall(libc::SYS_close_range, 1, u32::MAX, 0);
@@ -109,7 +116,7 @@ unsafe fn life(control: RawFd, heap: &Heap) -> ! {
                 _ => libc::_exit(1),
             }
         }
-        // With SIGCHLD ignored this returns only when no child is left.
+        // With SIGCHLD ignored, waitpid returns only when no child is left.
         while libc::waitpid(-1, std::ptr::null_mut(), libc::__WALL) != -1
             || *libc::__errno_location() == libc::EINTR
         {}
@@ -125,7 +132,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     #[test]
-    fn heap_is_private_memory_of_no_file_that_does_not_adjoin_one() {
+    fn heap_is_private_memory_not_adjoining_a_file() {
         let maps = "\
             1000-2000 r--p 00000000 fe:01 77  /bin/a program\n\
             2000-3000 rw-p 00001000 fe:01 77  /bin/a program\n\
@@ -143,7 +150,7 @@ mod tests {
         );
     }
 
-    /// KiB of memory without a file that a process has, once it is an init.
+    /// Returns the anonymous memory of a process in KiB, once it has become an init.
     fn own_memory(pid: i32) -> u64 {
         let begin = Instant::now();
         while std::fs::read_to_string(format!("/proc/{pid}/comm")).expect("it lives")
@@ -166,8 +173,9 @@ mod tests {
             .expect("a number")
     }
 
+    /// An init keeps none of the tasker's allocations, and ends on the byte or the end of its pipe.
     #[test]
-    fn an_init_keeps_nothing_of_what_its_tasker_had_allocated_and_does_what_it_is_told() {
+    fn init_frees_tasker_memory_and_ends_on_order() {
         let large = vec![7u8; 64 << 20];
         let small: Vec<Vec<u8>> = (0..100_000).map(|_| vec![7; 100]).collect();
         for last in [None, Some(b'x')] {

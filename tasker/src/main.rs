@@ -1,8 +1,9 @@
-//! `pvm-tasker FD`: the parent of all spawned tasks of a host, and the only privileged program of the virtual machine.
+//! `pvm-tasker FD`: the parent of all spawned tasks of a host, and the only privileged program of
+//! the virtual machine.
 //!
-//! The daemon starts it with one end of a Unix socket pair, whose descriptor number is the argument. It starts, signals,
-//! stops, dumps, restores and reaps task processes as it is told, and reports. When its socket closes it kills all of
-//! them and ends.
+//! The daemon starts it with one end of a Unix socket pair; the argument is the descriptor's
+//! number. On the daemon's orders it starts, signals, stops, dumps, restores and reaps task
+//! processes, and it reports the results. When the socket closes, it kills all tasks and exits.
 
 mod asking;
 mod attempt;
@@ -37,30 +38,29 @@ use nix::sys::signal::{SigHandler, Signal};
 use std::fs::File;
 use std::process::ExitCode;
 
-/// What it needs of root's rights, if it has them. Tasks, and the engine, which has to build any task, have by their own start what
-/// root has.
+/// Capabilities that the tasker keeps if it runs as root. Tasks and the engine, which must be able
+/// to build any task, regain root's capabilities by their exec.
 const NEEDED: [Capability; 11] = [
-    // Files that are carried along, and images.
+    // For files transferred with a task, and for images.
     Capability::CHOWN,
     Capability::DAC_OVERRIDE,
     Capability::DAC_READ_SEARCH,
     Capability::FOWNER,
     Capability::FSETID,
-    // Tasks that have become another user's.
+    // For tasks that have changed their user.
     Capability::KILL,
-    // What a task is, and the traces of the engine.
+    // For inspecting tasks, and for the engine's ptrace.
     Capability::SYS_PTRACE,
-    // Process-id namespaces, and filters of system calls that a trace suspends.
+    // For PID namespaces, and for suspending seccomp filters while tracing.
     Capability::SYS_ADMIN,
-    // Guests give way, and who moves one does not.
+    // For lowering the priority of guests and raising that of threads that migrate them.
     Capability::SYS_NICE,
-    // Large pipes, and limits.
+    // For large pipes, and for resource limits.
     Capability::SYS_RESOURCE,
-    // Processes with the numbers that they had.
+    // For restoring processes with their original ids.
     Capability::CHECKPOINT_RESTORE,
 ];
 
-/// What it says to people.
 const USAGE: &str = "usage: pvm-tasker FD; it is started by pvmd, not by hand, see pvm-tasker(1)";
 
 fn main() -> ExitCode {
@@ -93,20 +93,23 @@ fn run() -> anyhow::Result<()> {
         .parse()
         .with_context(|| format!("{fd:?} is not the number of a descriptor"))?;
     open_standard_descriptors()?;
-    // In a second one up to two mebibytes stayed when its workers had read images and files.
+    // A second arena would keep up to two mebibytes after worker threads have read images and
+    // files.
     heap::keep_in_places(1);
     let socket = sys::inherited(fd)
         .with_context(|| format!("there is no descriptor {fd} to talk to the daemon on"))?;
     quiet_signals()?;
     rights::keep_only(rights::set(&NEEDED)).context("cannot give up rights")?;
     let _notes = checkpoint::criu::KernelNotes::look();
-    // An owner waits until it has stopped the guests; nothing in this thread takes long, and its children are as urgent as usual.
+    // The owner waits for this thread to stop the guests. It never computes for long, and its
+    // children start with normal priority.
     sempa_socket::come_first();
     let mut supervisor = supervisor::Supervisor::new(socket).context("cannot set up")?;
     supervisor.run().context("lost the daemon")
 }
 
-/// Makes sure that no descriptor made later gets a number that standard input, output or error should have.
+/// Opens /dev/null for missing standard descriptors, so that no descriptor opened later gets one of
+/// their numbers.
 fn open_standard_descriptors() -> anyhow::Result<()> {
     loop {
         let null = File::options()
@@ -117,12 +120,12 @@ fn open_standard_descriptors() -> anyhow::Result<()> {
         if std::os::fd::AsRawFd::as_raw_fd(&null) > 2 {
             return Ok(());
         }
-        // It stays open on purpose, in the place of the missing one.
+        // Stays open on purpose, in place of the missing descriptor.
         let _ = std::os::fd::IntoRawFd::into_raw_fd(null);
     }
 }
 
-/// The daemon decides when we end; keys pressed at a terminal do not.
+/// Ignores signals of the terminal: the daemon decides when the tasker ends.
 fn quiet_signals() -> anyhow::Result<()> {
     for name in [
         Signal::SIGHUP,
@@ -133,7 +136,8 @@ fn quiet_signals() -> anyhow::Result<()> {
     ] {
         sys::set_handler(name, SigHandler::SigIgn)?;
     }
-    // Ignored by whoever started us, children would be reaped behind our back.
+    // If SIGCHLD were ignored, as our parent may have set it, the kernel would reap children before
+    // the tasker can.
     sys::set_handler(Signal::SIGCHLD, SigHandler::SigDfl)?;
     Ok(())
 }

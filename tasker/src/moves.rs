@@ -1,6 +1,8 @@
-//! Moving tasks: the orders, and what the tasker does as source (stop, dump, continue or kill) of a move; [`crate::target`] is
-//! the other half. It decides nothing; it makes sure that whatever fails, the source's task can go on and nothing is left at
-//! the target.
+//! Migration orders, and the source's part of a migration: stop, dump, continue or kill.
+//! [`crate::target`] is the other part.
+//!
+//! The tasker makes no decisions. It guarantees that after any failure the source's task can
+//! continue and nothing is left at the target.
 
 use crate::attempt::{Attempt, rest, roll};
 use crate::carry::Carry;
@@ -33,43 +35,46 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long the processes of a task may take to stop.
+/// Time the processes of a task have to stop.
 const STOP_ALLOWED: Duration = Duration::from_secs(2);
-/// Time of a dump or restore apart from its size.
+/// Time limit of a dump or restore without the part that depends on the size.
 const ENGINE_ALLOWED_BASE: Duration = Duration::from_secs(10);
-/// Image bytes for which a dump or restore gets one second more; fresh memory is slow on virtual machines.
+/// Image bytes for which a dump or restore gets one more second; memory that was never touched is
+/// slow on virtual machines.
 const ENGINE_BYTES_PER_SECOND: u64 = 100 << 20;
-/// Time for the first attempt to dump a task without memory. CRIU waits for ever for a thread that does not halt when it is told
-/// to (the one known cause is dealt with by its tracer, `checkpoint/src/criu/relay.rs`); a dump that works is done long before
-/// this, and the second attempt has the whole time.
+/// Time limit of the first attempt to dump a task, without the part for its memory.
+///
+/// CRIU waits forever for a thread that does not halt on request. The one known cause is handled by
+/// its tracer (`checkpoint/src/criu/relay.rs`). A working dump ends long before this limit, and the
+/// second attempt has the full time.
 const FIRST_DUMP_BASE: Duration = Duration::from_secs(5);
-/// Orders kept until it is known whether the engine works.
+/// Most orders deferred until the engine has been probed.
 const DEFERRED_MAX: usize = 256;
 
-/// Said when the tasker may not make namespaces.
+/// Reason given when the tasker may not create namespaces.
 pub(crate) const NO_NAMESPACES: &str = "the tasker may not make process-id namespaces here, which takes root; run the daemon as \
      root, or have the task write its own checkpoint (SEMPA_ENGINE), which takes no rights";
 
-/// What is known of the engine.
+/// What is known about the engine.
 #[derive(Clone, Debug)]
 pub(crate) enum EngineState {
-    /// It starts, this is its version, and a trial is under way.
+    /// The engine starts and has this version; a probe is running.
     Trying(String),
-    /// A trial dump and restore went well.
+    /// A probe (dump and restore) was successful; the version.
     Works(String),
-    /// It cannot be used; why, and how to get one.
+    /// The engine cannot be used: the reason, and how to get a working one.
     Broken(String),
-    /// The same, and a trial is under way that may change it.
+    /// As `Broken`, but another probe is running.
     TryingAgain(String),
 }
 
-/// Moves under way on this host, and the engine that does the work.
+/// The migrations in progress on this host, and the engine.
 pub(crate) struct Moves {
     pub(crate) engine: Option<Arc<dyn Engine>>,
     pub(crate) state: EngineState,
     pub(crate) workers: Workers,
     pub(crate) trial: Option<Trial>,
-    /// Trials in a row that went wrong.
+    /// Number of consecutive failed probes.
     pub(crate) trials_failed: u32,
     pub(crate) targets: BTreeMap<MigrationId, Target>,
     deferred: Vec<ToTasker>,
@@ -81,10 +86,10 @@ pub(crate) struct Moves {
 }
 
 impl Moves {
-    /// Looks for the engine and asks for its version, where there can be one.
+    /// Locates the engine and asks for its version if it could be used.
     ///
     /// # Errors
-    /// When there is no descriptor left.
+    /// No descriptors are left.
     pub(crate) fn new(namespaces: bool) -> io::Result<Moves> {
         let locate = || checkpoint::criu::Criu::locate(|name| std::env::var_os(name));
         let located = if namespaces {
@@ -116,7 +121,7 @@ impl Moves {
         })
     }
 
-    /// The engine's version, or why there is none.
+    /// Returns the engine's version, or why it cannot be used.
     pub(crate) fn engine_state(&self) -> Result<String, String> {
         match &self.state {
             EngineState::Trying(version) | EngineState::Works(version) => Ok(version.clone()),
@@ -124,12 +129,13 @@ impl Moves {
         }
     }
 
-    /// Readable when workers have something to say.
+    /// Becomes readable when workers have results.
     pub(crate) fn wake(&self) -> BorrowedFd<'_> {
         self.workers.wake()
     }
 
-    /// The held copies, each with a descriptor that becomes readable when it is lost.
+    /// Returns the copies held at this target, each with a descriptor that becomes readable when
+    /// the copy dies.
     pub(crate) fn held(&self) -> impl Iterator<Item = (MigrationId, BorrowedFd<'_>)> {
         self.targets
             .iter()
@@ -148,19 +154,19 @@ impl Moves {
         self.workers.waits_for(pid) || self.targets.values().any(held)
     }
 
-    /// How far a move to this host is, until its task runs.
+    /// Returns the stage of a migration to this host, until its task runs.
     pub(crate) fn stage_of(&mut self, migration: MigrationId) -> Option<&mut Stage> {
         self.targets
             .get_mut(&migration)
             .map(|target| &mut target.stage)
     }
 
-    /// True when no thread runs.
+    /// True if no worker is running.
     pub(crate) fn is_idle(&self) -> bool {
         self.workers.is_idle()
     }
 
-    /// Calls everything off and forgets all copies; for the end of the tasker.
+    /// Cancels everything and drops all copies; called when the tasker ends.
     pub(crate) fn cancel_all(&mut self) {
         self.following.withhold_all();
         self.pre_copies.end_all();
@@ -171,7 +177,7 @@ impl Moves {
 }
 
 impl Supervisor {
-    /// Carries out an order that is about a move.
+    /// Handles an order that concerns a migration.
     pub(crate) fn obey_move(&mut self, order: ToTasker) {
         if matches!(self.moves.state, EngineState::Trying(_))
             && verdict::needs_engine(&order)
@@ -241,14 +247,14 @@ impl Supervisor {
         }
     }
 
-    /// The engine's trial is over: what waited for it goes on.
+    /// Handles the orders that waited for the engine's probe.
     pub(crate) fn take_up_deferred(&mut self) {
         for order in std::mem::take(&mut self.moves.deferred) {
             self.obey_move(order);
         }
     }
 
-    /// Takes what workers have finished.
+    /// Handles the results of finished workers.
     pub(crate) fn hear_workers(&mut self) {
         for outcome in self.moves.workers.finished() {
             match outcome {
@@ -312,7 +318,7 @@ impl Supervisor {
         }
     }
 
-    /// Looks whether the tasks that were told to stop have stopped.
+    /// Checks whether the tasks that were told to stop have stopped.
     pub(crate) fn look_at_stopping(&mut self) {
         let now = Instant::now();
         let mut done = Vec::new();
@@ -336,7 +342,8 @@ impl Supervisor {
                 task.phase = Phase::Stopped { migration };
                 done.push((*tid, migration, redirected));
             } else if now >= *until {
-                // It stays in this phase: the daemon continues it like any move that failed.
+                // The task stays in this phase until the daemon continues it, as after any failed
+                // migration.
                 task.phase = Phase::Stopped { migration };
                 done.push((
                     *tid,
@@ -348,7 +355,8 @@ impl Supervisor {
             }
         }
         for (tid, migration, result) in done {
-            // Nobody writes any more: with the pipe empty nothing of it can be in the images and come twice.
+            // No process of the task writes any more. Data left in the pipe would be in the images,
+            // too, and arrive twice.
             self.drain_output(tid);
             self.say(&FromTasker::Stopped { migration, result });
         }
@@ -485,7 +493,8 @@ impl Supervisor {
         if matches!(task.phase, Phase::Dumping { migration: of, .. } if of == migration) {
             let phase = std::mem::replace(&mut task.phase, Phase::Stopped { migration });
             if let (Err(_), Some(namespace)) = (&result, &task.namespace) {
-                // An engine that died may have left it in any state; it is to be as it was.
+                // An engine that died may have left the task in any state; it must be stopped
+                // again.
                 stop::all_still(&Crowd::Namespace(namespace), &mut BTreeSet::new());
             }
             if let Phase::Dumping {
@@ -517,7 +526,8 @@ impl Supervisor {
         }
     }
 
-    /// Sees to it that a dump is begun once more if it only met another one on its way, or hung.
+    /// Restarts a dump that failed only because it met another dump or hung. Returns false if it is
+    /// not restarted.
     fn dumps_again(
         &mut self,
         migration: MigrationId,
@@ -557,7 +567,7 @@ impl Supervisor {
         true
     }
 
-    /// The pause before another attempt is over, or was called off.
+    /// Handles the end of the delay before another attempt, or its cancellation.
     fn rested(&mut self, migration: MigrationId, tid: Tid, failure: Failure) {
         if let Some(task) = self.tasks.get_mut(&tid)
             && let Phase::Dumping {
@@ -577,7 +587,7 @@ impl Supervisor {
         self.dumped(migration, tid, Err(failure));
     }
 
-    /// Begins a dump once more, in an empty directory.
+    /// Starts a dump again, in an empty directory.
     fn dump_anew(&mut self, migration: MigrationId, tid: Tid, attempt: Attempt) -> bool {
         let emptied = std::fs::remove_dir_all(&attempt.dir).map_err(|e| Failure::Io(e.to_string()));
         let attempt = Attempt {
@@ -598,7 +608,7 @@ impl Supervisor {
                 Phase::Dumping {
                     worker, called_off, ..
                 } => {
-                    // The answer comes when the engine is dead.
+                    // The reply is sent when the engine is dead.
                     *called_off = true;
                     let worker = *worker;
                     return self.moves.workers.cancel(worker);
@@ -633,7 +643,7 @@ impl Supervisor {
                 task.kill_all();
                 self.leave_to_die(migration, tid, used);
             }
-            // It has ended by itself, and was reported then.
+            // The task has exited, and that was reported.
             None => self.say(&FromTasker::SourceGone {
                 migration,
                 used: Usage::default(),
@@ -641,8 +651,10 @@ impl Supervisor {
         }
     }
 
-    /// A task that stood still and was killed gets no further instruction done; nobody needs to wait until the kernel has taken
-    /// its memory back, which takes the longer the more there is.
+    /// Forgets a task that was killed while it was stopped, and reports it as gone.
+    ///
+    /// The task executes no further instruction. Waiting until the kernel has freed its memory is
+    /// not necessary, and takes longer the more memory there is.
     fn leave_to_die(&mut self, migration: MigrationId, tid: Tid, used: Usage) {
         self.drain_output(tid);
         let Some(task) = self.tasks.remove(&tid) else {
@@ -654,7 +666,8 @@ impl Supervisor {
         }
     }
 
-    /// A task has ended while it was stopped for a move: whoever waits for a step of it gets an answer.
+    /// Ends the current migration step of a task that has exited while it was stopped: the daemon
+    /// gets a reply to the step.
     pub(crate) fn abandon_move_of(&mut self, task: &Task) {
         self.moves.pre_copies.ended(task.tid);
         match task.phase {
@@ -673,7 +686,8 @@ impl Supervisor {
     }
 }
 
-/// Writes into a stopped task what it is to find when it goes on elsewhere.
+/// Writes a redirection into a stopped task, which the task reads when it continues on another
+/// host.
 pub(crate) fn redirect(
     namespace: &Namespace,
     redirection: Option<Redirection>,
@@ -702,7 +716,7 @@ pub(crate) fn redirect(
     sys::write_memory(pid, at, &bytes).map_err(failed)
 }
 
-/// The time for a dump or restore of this many bytes, and a fresh handle to call it off.
+/// Returns the time limit of a dump or restore of this size, with a new cancellation handle.
 pub(crate) fn limits_for(bytes: u64) -> Result<Limits, Failure> {
     let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
     Ok(Limits {
@@ -711,7 +725,7 @@ pub(crate) fn limits_for(bytes: u64) -> Result<Limits, Failure> {
     })
 }
 
-/// Makes the directory for images, or accepts an empty one; only its owner may look into it.
+/// Creates the image directory with mode 0700, or accepts an empty one.
 pub(crate) fn private_directory(dir: &Path) -> Result<(), Failure> {
     let bad = |e: &dyn std::fmt::Display| {
         Failure::Io(format!(
@@ -733,7 +747,7 @@ pub(crate) fn private_directory(dir: &Path) -> Result<(), Failure> {
     }
 }
 
-/// Memory of these processes together, resident or swapped out.
+/// Returns the memory of these processes, resident or swapped out.
 pub(crate) fn resident_bytes(pids: &[i32]) -> u64 {
     pids.iter()
         .filter_map(|pid| checkpoint::facts::resident_bytes(*pid))

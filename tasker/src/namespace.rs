@@ -1,9 +1,10 @@
-//! A process-id namespace for one task, held by an idle init that is a child of the tasker.
+//! A PID namespace for one task, kept alive by an idle init that is a child of the tasker.
 //!
-//! Inside, a task's process numbers never collide with those of another host, so it can be rebuilt anywhere; and killing
-//! the init kills whatever is inside for sure. The init takes no part in dumps.
+//! Process ids inside never collide with those of another host, so the task can be rebuilt on any
+//! host. Killing the init reliably kills all processes inside. The init is not part of dumps.
 //!
-//! Where there is a freezer, a control group belongs to the namespace: everybody inside is in it but the init.
+//! If there is a freezer, the namespace has a control group that contains all processes inside
+//! except the init.
 
 use crate::freezer::{ControlGroup, Freezer};
 use crate::init;
@@ -20,36 +21,36 @@ use std::os::linux::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Namespaces that should lie ready; each costs a sleeping process.
+/// Namespaces kept ready; each costs a sleeping process.
 const SPARE_MIN: usize = 4;
-/// So many are kept while tasks come and go.
+/// Most namespaces kept while tasks come and go.
 const SPARE_MAX: usize = 64;
-/// After so long without a new task only the fewest are kept.
+/// Time without a new task after which only [`SPARE_MIN`] namespaces are kept.
 const SPARE_TIME: Duration = Duration::from_secs(60);
-/// Nothing to do for so long is a quiet moment.
+/// Idle time after which spare namespaces are created.
 const QUIET: Duration = Duration::from_millis(1);
 
-/// A namespace and its init. Dropping it ends everybody inside; the init itself still has to be reaped.
+/// A namespace and its init. Dropping it ends all processes inside; the init must still be reaped.
 #[derive(Debug)]
 pub(crate) struct Namespace {
     init: Child,
-    /// Our end of the init's control pipe.
     control: OwnedFd,
     inode: u64,
-    /// It was told to end.
+    /// The init was ordered to end.
     doomed: Cell<bool>,
-    /// For those inside.
+    /// The control group for the processes inside.
     group: Option<ControlGroup>,
-    /// They are in it.
+    /// The processes inside are in the control group.
     joined: Cell<bool>,
 }
 
 impl Namespace {
-    /// Makes a namespace with nobody but its init inside, and a control group for those to come if there is a freezer and it can
-    /// make one. To be called from the main thread, whose death kills the init.
+    /// Creates a namespace that contains only its init, and a control group if the freezer can
+    /// create one. Must be called from the main thread: the kernel kills the init when that thread
+    /// dies.
     ///
     /// # Errors
-    /// `EPERM` without the right to make namespaces.
+    /// `EPERM` if the tasker may not create namespaces.
     pub(crate) fn new(freezer: Option<&mut Freezer>) -> io::Result<Namespace> {
         let (theirs, ours) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
         let init = init::start(theirs.as_fd(), None)?;
@@ -70,7 +71,7 @@ impl Namespace {
         }
     }
 
-    /// True if the tasker may make namespaces: it makes one and ends it.
+    /// True if the tasker may create namespaces: it creates one and ends it.
     pub(crate) fn possible() -> bool {
         let Ok(namespace) = Namespace::new(None) else {
             return false;
@@ -79,43 +80,43 @@ impl Namespace {
         sys::reap_wait(namespace.init.pid).is_ok()
     }
 
-    /// True once the init has ended, and with it everybody inside.
+    /// True once the init has ended, and with it all processes inside.
     pub(crate) fn is_over(&self) -> bool {
         let mut fds = [PollFd::new(self.ended(), PollFlags::POLLIN)];
         matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..))
     }
 
-    /// Becomes readable when the init has ended, and with it everybody inside.
+    /// Becomes readable when the init has ended, and with it all processes inside.
     pub(crate) fn ended(&self) -> BorrowedFd<'_> {
         self.init.pidfd.as_fd()
     }
 
-    /// Inode number of the namespace, which names it in images.
+    /// Returns the inode number of the namespace, which identifies it in images.
     pub(crate) fn inode(&self) -> u64 {
         self.inode
     }
 
-    /// The namespace itself, to be named to the engine. Nobody keeps it open for long: a host has thousands of tasks and
-    /// a limit of descriptors.
+    /// Opens the namespace, for the engine. Close the descriptor soon: a host has thousands of
+    /// tasks and a limit on descriptors.
     ///
     /// # Errors
-    /// Its init has ended.
+    /// The init has ended.
     pub(crate) fn open(&self) -> io::Result<OwnedFd> {
         Ok(File::open(path_of(&self.init))?.into())
     }
 
-    /// Runs `make` so that the process it makes belongs to this namespace.
+    /// Runs `make`; processes that it creates belong to this namespace.
     fn inside<T>(&self, make: impl FnOnce() -> T) -> io::Result<T> {
         let own = File::open("/proc/self/ns/pid")?;
         setns(self.open()?, CloneFlags::CLONE_NEWPID)?;
         let made = make();
-        // A process can always name its own namespace again as that of its children.
+        // A process can always return to its own namespace.
         setns(own, CloneFlags::CLONE_NEWPID)
             .expect("the way back into one's own namespace is open");
         Ok(made)
     }
 
-    /// Starts a program inside; a direct child of the tasker.
+    /// Starts a program inside, as a direct child of the tasker.
     ///
     /// # Errors
     /// As [`sys::start_program`].
@@ -127,7 +128,7 @@ impl Namespace {
         self.start_by(|group| sys::start_program(plan, guard, group))
     }
 
-    /// Starts a process inside that waits before it becomes a program; a direct child of the tasker.
+    /// Starts a process inside that stops before its exec, as a direct child of the tasker.
     ///
     /// # Errors
     /// As [`sys::start_waiting`].
@@ -139,7 +140,7 @@ impl Namespace {
         self.start_by(|group| sys::start_waiting(plan, allowed, group))
     }
 
-    /// Makes a process inside, in the control group if there is one.
+    /// Creates a process inside, in the control group if possible.
     fn start_by(
         &self,
         make: impl Fn(Option<BorrowedFd<'_>>) -> Result<Child, NotStarted>,
@@ -150,7 +151,7 @@ impl Namespace {
         self.joined.set(false);
         if let Some(folder) = self.group.as_ref().and_then(|group| group.open().ok()) {
             match start(Some(folder.as_fd())) {
-                // Not in this group, but perhaps without.
+                // The kernel refused this group; try without it.
                 Err(NotStarted::NoProcess(_)) => {}
                 other => {
                     self.joined.set(true);
@@ -161,20 +162,24 @@ impl Namespace {
         start(None)
     }
 
-    /// The control group that everybody inside is in, if there is one.
+    /// Returns the control group if all processes inside are in it.
     pub(crate) fn group(&self) -> Option<&ControlGroup> {
         self.group.as_ref().filter(|_| self.joined.get())
     }
 
-    /// Numbers of everybody inside but the init; where there is a control group, as that has them. [`Namespace::pids`] looks at
-    /// everybody on the host, and while the tasker does that for one task, others that have to be stopped at once run on.
+    /// Returns the ids of all processes inside except the init.
+    ///
+    /// With a control group this reads the group's list. [`Namespace::pids`] scans all processes of
+    /// the host; during such a scan, other tasks that must be stopped immediately would continue to
+    /// run.
     pub(crate) fn members(&self) -> Vec<i32> {
         self.group()
             .and_then(|group| group.members().ok())
             .unwrap_or_else(|| self.pids())
     }
 
-    /// Where those inside, who were not born in the namespace's control group, can be brought into it.
+    /// Returns the file through which the processes inside can join the control group, if they were
+    /// not created in it.
     pub(crate) fn entrance(&self) -> Option<PathBuf> {
         self.group
             .as_ref()
@@ -182,7 +187,7 @@ impl Namespace {
             .map(ControlGroup::entrance)
     }
 
-    /// They were brought in.
+    /// Records that the processes inside have joined the control group.
     pub(crate) fn joined(&self) {
         self.joined.set(true);
     }
@@ -190,7 +195,7 @@ impl Namespace {
     /// Starts a process inside that only waits, in this directory.
     ///
     /// # Errors
-    /// What the system said.
+    /// A system call failed.
     pub(crate) fn start_sleeper(
         &self,
         dir: &CStr,
@@ -200,14 +205,15 @@ impl Namespace {
         self.inside(|| sys::start_sleeper(dir, stdin.as_fd(), output.as_fd()))?
     }
 
-    /// Kills everybody inside. The children among them, then the init, still have to be reaped, in this order.
+    /// Kills all processes inside. First the children of the tasker among them, then the init must
+    /// be reaped.
     pub(crate) fn kill(&self) {
         self.doomed.set(true);
         sys::kill_by(self.init.pidfd.as_fd());
     }
 
-    /// True if the task that was started inside, which has ended, left nobody there: whoever has lost his parent is a child
-    /// of the init.
+    /// True if the ended task left no process inside: the init adopts orphans, so it would have
+    /// children.
     fn is_deserted(&self) -> bool {
         let children = format!("/proc/{0}/task/{0}/children", self.init.pid);
         !self.doomed.get()
@@ -215,16 +221,16 @@ impl Namespace {
             && std::fs::read(children).is_ok_and(|list| list.is_empty())
     }
 
-    /// Tells the init to end as soon as nobody else is inside.
+    /// Orders the init to end as soon as the namespace is empty.
     pub(crate) fn end_when_empty(&self) {
         self.doomed.set(true);
-        // The pipe has room for the single byte it ever gets; if the init is gone there is nothing to tell.
+        // The pipe has space for the only byte it ever gets. A failure means that the init is gone.
         let _ = nix::unistd::write(&self.control, b"e");
     }
 
-    /// Process numbers of everybody inside but the init, as the tasker sees them.
+    /// Returns the ids of all processes inside except the init, as the tasker sees them.
     pub(crate) fn pids(&self) -> Vec<i32> {
-        // An ended namespace is empty, and its number may be another's by now.
+        // After the init's end its pid may belong to another process.
         if !std::fs::metadata(path_of(&self.init)).is_ok_and(|about| about.st_ino() == self.inode) {
             return Vec::new();
         }
@@ -242,24 +248,24 @@ impl Namespace {
     }
 }
 
-/// Where the kernel shows the namespace of an init. The number is its own until it is reaped.
+/// Returns the path of an init's namespace in /proc. The pid is not reused before the init is
+/// reaped.
 fn path_of(init: &Child) -> String {
     format!("/proc/{}/ns/pid", init.pid)
 }
 
-/// Namespaces for tasks to come: a task that is to start now does not wait for one. Those of tasks that left nobody behind
-/// are used again, and a few are made in quiet moments.
+/// Namespaces prepared for future tasks, so that starting a task does not wait for one. Namespaces
+/// of tasks that left no process are reused, and a few are created in idle moments.
 #[derive(Debug)]
 pub(crate) struct Spare {
     ready: Vec<Namespace>,
     /// When one was last taken.
     used: Instant,
-    /// The last attempt to make one failed; the next task will say why.
+    /// The last attempt to create one failed; the start of the next task reports why.
     failed: bool,
 }
 
 impl Spare {
-    /// None yet.
     pub(crate) fn new() -> Spare {
         Spare {
             ready: Vec::new(),
@@ -268,14 +274,14 @@ impl Spare {
         }
     }
 
-    /// A namespace, made now if none lies ready.
+    /// Returns a namespace; creates one if none is ready.
     ///
     /// # Errors
-    /// `EPERM` without the right to make namespaces.
+    /// `EPERM` if the tasker may not create namespaces.
     pub(crate) fn take(&mut self, freezer: Option<&mut Freezer>) -> io::Result<Namespace> {
         (self.used, self.failed) = (Instant::now(), false);
         while let Some(namespace) = self.ready.pop() {
-            // Anybody with the right to do so may have killed the init.
+            // Any privileged process may have killed the init.
             if !namespace.is_over() {
                 return Ok(namespace);
             }
@@ -283,7 +289,7 @@ impl Spare {
         Namespace::new(freezer)
     }
 
-    /// Keeps the namespace of a task that has ended for another one; gives it back if it is of no use for that.
+    /// Keeps the namespace of an ended task for reuse, or returns it if it cannot be reused.
     pub(crate) fn keep(&mut self, namespace: Namespace) -> Option<Namespace> {
         if self.ready.len() >= SPARE_MAX || !namespace.is_deserted() {
             return Some(namespace);
@@ -293,7 +299,7 @@ impl Spare {
         None
     }
 
-    /// How long after the last event [`Spare::tend`] should be called, if at all.
+    /// Returns the idle time after which [`Spare::tend`] must be called, if at all.
     pub(crate) fn pause(&self) -> Option<Duration> {
         match self.ready.len() {
             ready if ready < SPARE_MIN && !self.failed => Some(QUIET),
@@ -302,11 +308,11 @@ impl Spare {
         }
     }
 
-    /// In a quiet moment: makes one that is missing, or ends those that nobody has needed for long.
+    /// Called when idle: creates a missing namespace, or ends those that were not needed for long.
     pub(crate) fn tend(&mut self, freezer: Option<&mut Freezer>) {
         if self.ready.len() < SPARE_MIN {
             match Namespace::new(freezer) {
-                // Below those that have been in use just now.
+                // Inserted below namespaces that were used recently, which are taken first.
                 Ok(namespace) => self.ready.insert(0, namespace),
                 Err(_) => self.failed = true,
             }

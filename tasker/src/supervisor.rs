@@ -1,7 +1,8 @@
-//! The tasker's loop: orders from the daemon, ends and output of tasks, results of workers.
+//! The tasker's loop: handles the daemon's orders, exits and output of tasks, and results of
+//! workers.
 //!
-//! One thread does everything that makes, kills or reaps processes; workers (see [`crate::moves`]) only drive an engine
-//! or read files, and report back through a channel.
+//! One thread makes, kills and reaps all processes. Workers (see [`crate::moves`]) only drive an
+//! engine or read files, and report through a channel.
 
 use crate::asking;
 use crate::control::Control;
@@ -25,53 +26,57 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// Tasks alive at once on one host; a tid has room for more, the process table usually has not.
+/// Most tasks alive on one host. A tid has room for more, but usually the process table does not.
 pub(crate) const TASKS_MAX: usize = 16_384;
-/// How long the end may take when the daemon is gone.
+/// Time limit for ending all processes after the daemon is gone.
 const SHUTDOWN_ALLOWED: Duration = Duration::from_secs(5);
-/// How often a condition is looked at that the kernel has no descriptor for (a process reaching the stopped state).
+/// Interval at which conditions are polled that have no descriptor, such as a process reaching the
+/// stopped state.
 const LOOK_AGAIN_MS: u16 = 1;
-/// The engine is tried so long after the start, or when the first move wants it: at the start of a virtual machine all
-/// hosts have other things to do.
+/// Delay from the start to the probe of the engine, unless a migration needs it earlier: all hosts
+/// are busy when a virtual machine starts.
 const TRIAL_PAUSE: Duration = Duration::from_secs(1);
-/// Freed memory is given back so long after a worker has ended: it may be one of several steps of a move.
+/// Delay from the end of a worker to the release of freed memory: the next step of the migration
+/// may follow.
 const GIVE_BACK_PAUSE: Duration = Duration::from_secs(1);
-/// Shorter waits do not exist.
+/// Smallest timeout of poll(2).
 const TIMEOUT_UNIT: Duration = Duration::from_millis(1);
 
-/// A namespace without a task: what the task left running there goes on, or everybody in it was killed.
+/// A namespace without a task. Processes that the task left there still run, or all of them have
+/// been killed.
 #[derive(Debug)]
 struct Leftover {
     namespace: Namespace,
-    /// Read and dropped, so that those who write there do not block or die.
+    /// Output is read and dropped, so that writers neither block nor die.
     output: Option<Output>,
-    /// To be said when everybody is gone.
+    /// Messages to send when the namespace is empty.
     then: Vec<FromTasker>,
 }
 
-/// All that the tasker has.
+/// The complete state of the tasker.
 pub(crate) struct Supervisor {
     pub(crate) control: Control,
     pub(crate) tasks: BTreeMap<Tid, Task>,
     pub(crate) moves: Moves,
-    /// Each task gets a namespace of its own.
+    /// True if each task gets a namespace of its own.
     pub(crate) namespaces: bool,
-    /// Namespaces for tasks to come.
+    /// Namespaces prepared for future tasks.
     pub(crate) spare: Spare,
     pub(crate) inherited: Inherited,
     guard: StartGuard,
     leftovers: Vec<Leftover>,
-    /// When the engine is to be tried, for the first time or again.
+    /// When to probe the engine, for the first time or again.
     pub(crate) trial_at: Option<Instant>,
-    /// When freed memory is to be given back.
+    /// When to return freed memory to the kernel.
     give_back_at: Option<Instant>,
     signals: SignalFd,
     ending: bool,
-    /// What freezes tasks that are held, or why they are stopped by signal. Behind all that has groups of it.
+    /// Freezes paused tasks, or the reason why signals stop them. Declared last: it must be dropped
+    /// after all its groups.
     pub(crate) freezer: Result<Freezer, String>,
 }
 
-/// What a ready descriptor belongs to.
+/// The owner of a ready descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Source {
     Control,
@@ -85,13 +90,14 @@ enum Source {
 }
 
 impl Supervisor {
-    /// Takes the socket over and prepares the process: subreaper, signals, limits. To be called from the main thread
-    /// before there is another one.
+    /// Takes over the socket and sets up the process: subreaper, signals, limits. Must be called
+    /// from the main thread while it is the only thread.
     ///
     /// # Errors
-    /// What the system refused.
+    /// A system call failed.
     pub(crate) fn new(socket: OwnedFd) -> io::Result<Supervisor> {
-        // Orphans of tasks come to us; otherwise they pile up at the host's init.
+        // Orphans of tasks must become our children and not the host init's, where they would
+        // accumulate.
         nix::sys::prctl::set_child_subreaper(true)?;
         let mut watched = SigSet::empty();
         watched.add(Signal::SIGCHLD);
@@ -123,7 +129,7 @@ impl Supervisor {
     /// Serves until the daemon is gone, then ends every process of every task.
     ///
     /// # Errors
-    /// When the system's own calls fail, or the daemon sends what is not an order.
+    /// A system call failed, or the daemon sent something that is not an order.
     pub(crate) fn run(&mut self) -> anyhow::Result<()> {
         self.say(&FromTasker::Ready(self.capabilities()));
         let served = self.serve();
@@ -131,7 +137,7 @@ impl Supervisor {
         served
     }
 
-    /// What can be done here, as far as it is known now.
+    /// Returns what is possible on this host, as far as that is known yet.
     pub(crate) fn capabilities(&self) -> Capabilities {
         Capabilities {
             pid_namespaces: self.namespaces,
@@ -140,7 +146,7 @@ impl Supervisor {
         }
     }
 
-    /// Tells the daemon.
+    /// Sends a message to the daemon.
     pub(crate) fn say(&mut self, message: &FromTasker) {
         self.control.send(message);
     }
@@ -169,7 +175,8 @@ impl Supervisor {
                 }
             }
             if ready.iter().any(|(source, _)| *source == Source::Signals) {
-                // Behind the ends of tasks: what has ended and is left now is nobody's.
+                // After the exits of tasks: ended children that remain now are waited for by no
+                // other part of the tasker.
                 self.signalled();
             }
             if ready.is_empty() && self.spare_pause().is_some() {
@@ -202,7 +209,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Waits for something to do.
+    /// Waits for events.
     fn wait(&self) -> io::Result<Vec<(Source, PollFlags)>> {
         let mut watched: Vec<(Source, BorrowedFd<'_>)> = vec![
             (Source::Control, self.control.fd()),
@@ -211,7 +218,8 @@ impl Supervisor {
         ];
         let room = !self.control.is_full();
         for task in self.tasks.values() {
-            // Output first: what a task wrote before its end is then mostly passed on in order of arrival.
+            // Output comes before the exit, so that what a task wrote before its exit is mostly
+            // forwarded first.
             watched.extend(
                 task.output
                     .fd()
@@ -254,7 +262,7 @@ impl Supervisor {
         Ok(ready.collect())
     }
 
-    /// How long to wait for something to do.
+    /// Returns how long to wait for events.
     fn patience(&self) -> PollTimeout {
         if self.is_stopping() {
             return PollTimeout::from(LOOK_AGAIN_MS);
@@ -287,7 +295,7 @@ impl Supervisor {
                 tid,
                 signal,
             } => {
-                // Nothing can harm who is not there any more.
+                // A task that is gone cannot be harmed by the signal.
                 let minds = self
                     .tasks
                     .get(&tid)
@@ -304,7 +312,7 @@ impl Supervisor {
             ToTasker::Ease { tid, alone, after } => self.ease(tid, alone, after),
             ToTasker::GoOn { tid } => self.free(tid),
             about_a_move => {
-                // It waits for the first trial, so that need not wait.
+                // The order waits for the first probe, so the probe starts without its delay.
                 if matches!(self.moves.state, EngineState::Trying(_)) {
                     self.begin_trial_once();
                 }
@@ -352,7 +360,8 @@ impl Supervisor {
         task::start(order, namespace, &self.inherited, &self.guard)
     }
 
-    /// How long to wait until the spare namespaces are looked after; never while something is being stopped.
+    /// Returns the time until the spare namespaces must be checked; `None` while a task is being
+    /// stopped.
     fn spare_pause(&self) -> Option<Duration> {
         self.spare
             .pause()
@@ -384,12 +393,13 @@ impl Supervisor {
                 task.let_end();
             }
         } else if task.held_signals.len() < HELD_SIGNALS_MAX {
-            // A stopped task must stay as it is: a SIGCONT now would make two of it.
+            // A stopped task must stay stopped: a SIGCONT could let it run at the same time as its
+            // copy.
             task.held_signals.push(signal);
         }
     }
 
-    /// Asks a task to end, so that its program can be started again.
+    /// Asks a task to exit, so that its program can be restarted.
     fn end(&mut self, tid: Tid, engine: Engine) {
         let (Some(task), Some((asked, wait))) = (self.tasks.get_mut(&tid), engine.asks()) else {
             return;
@@ -429,7 +439,7 @@ impl Supervisor {
             .read(|bytes| control.send(&FromTasker::Output { tid, bytes }));
     }
 
-    /// Passes on what lies in the task's pipe now, however full the socket is.
+    /// Forwards all output that is in the task's pipe now, even if the socket's queue is full.
     pub(crate) fn drain_output(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(&tid) else {
             return;
@@ -439,7 +449,8 @@ impl Supervisor {
             .drain(|bytes| control.send(&FromTasker::Output { tid, bytes }));
     }
 
-    /// A task's process has ended. What it left running in its namespace goes on until it ends or the daemon does.
+    /// Handles the exit of a task's process. Processes that it left in its namespace continue until
+    /// they end or the daemon does.
     fn ended(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get(&tid) else {
             return;
@@ -450,10 +461,12 @@ impl Supervisor {
                 .ending
                 .is_some_and(|engine| sys::ended_as(pid).is_some_and(|s| engine.goes_on_after(s)))
         {
-            // Its group, as long as its number is nobody else's: nobody can be sure that this is all.
+            // Without a namespace only the process group can be killed, which may miss processes.
+            // The pid is not reused before it is reaped.
             let _ = sys::kill_raw(-pid, libc::SIGKILL);
         }
-        // ECHILD cannot be: nobody else waits for it. Then nothing is known of how it ended.
+        // ECHILD is not possible, because only this thread reaps the process. If it occurs, the
+        // exit status is unknown.
         let Some((status, used)) =
             sys::reap(pid).unwrap_or(Some((0, sempa_proto::migration::Usage::default())))
         else {
@@ -473,7 +486,7 @@ impl Supervisor {
             let exited = FromTasker::Exited { tid, status, used };
             return self.end_all_of(task, exited);
         }
-        // Whom it has left behind would stand still for ever.
+        // Otherwise processes that the task left behind would stay frozen forever.
         task.frozen().into_iter().for_each(ControlGroup::thaw);
         self.say(&FromTasker::Exited { tid, status, used });
         if let Some(namespace) = task
@@ -490,7 +503,7 @@ impl Supervisor {
         }
     }
 
-    /// Ends whom a task has left behind, and says this when they are gone.
+    /// Kills the processes that a task left behind; sends `then` when they are gone.
     fn end_all_of(&mut self, mut task: Task, then: FromTasker) {
         match task.namespace.take() {
             Some(namespace) => self.when_ended(namespace, vec![then]),
@@ -498,7 +511,7 @@ impl Supervisor {
         }
     }
 
-    /// Kills a namespace and says this when nobody in it is left.
+    /// Kills a namespace; sends the messages when it is empty.
     pub(crate) fn when_ended(&mut self, namespace: Namespace, then: Vec<FromTasker>) {
         namespace.kill();
         self.leftovers.push(Leftover {
@@ -528,14 +541,16 @@ impl Supervisor {
         self.reap_strangers();
     }
 
-    /// Reaps children that nobody is waiting for: orphans of tasks, ended inits, what a failed restore left.
+    /// Reaps children that no other part waits for: orphans of tasks, ended inits, remains of a
+    /// failed restore.
     pub(crate) fn reap_strangers(&self) {
         let known = |pid: &i32| {
             self.tasks.values().any(|task| task.process.pid == *pid) || self.moves.waits_for(*pid)
         };
         while let Some((pid, ended)) = sys::child_with_news() {
             if !ended || known(&pid) {
-                // It hides the others until whoever waits for it has heard.
+                // waitid reports this child until its waiter has reaped it, so the others must be
+                // checked one by one.
                 return self.reap_all_but(known);
             }
             let _ = sys::reap(pid);
@@ -544,12 +559,12 @@ impl Supervisor {
 
     fn reap_all_but(&self, known: impl Fn(&i32) -> bool) {
         for pid in children().into_iter().filter(|pid| !known(pid)) {
-            // It may still run, or have been reaped in the meantime; both are fine.
+            // A process that still runs, or was reaped meanwhile, needs no action.
             let _ = sys::reap(pid);
         }
     }
 
-    /// Ends everything that the tasker ever started and waits until it has ended.
+    /// Ends every process that the tasker started and waits until they are gone.
     fn shut_down(&mut self) {
         for task in self.tasks.values() {
             task.kill_all();
@@ -560,25 +575,25 @@ impl Supervisor {
         }
         let until = Instant::now() + SHUTDOWN_ALLOWED;
         while Instant::now() < until {
-            // Engines end through their workers, which also wait for them.
+            // Workers end their engines and also wait for them.
             self.hear_workers();
             let left = children();
             if left.is_empty() && self.moves.is_idle() {
                 return;
             }
             for pid in left.into_iter().filter(|pid| !self.moves.waits_for(*pid)) {
-                // Fails only if it has ended.
+                // Fails only if the process has ended.
                 let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
                 let _ = sys::reap(pid);
             }
             let mut fds = [PollFd::new(self.signals.as_fd(), PollFlags::POLLIN)];
-            // Only a pause: whatever it says, everything is looked at again.
+            // Used only as a pause; everything is checked again afterwards.
             let _ = poll(&mut fds, PollTimeout::from(LOOK_AGAIN_MS));
         }
     }
 }
 
-/// Process numbers of all children of this process.
+/// Returns the process ids of all children of this process.
 fn children() -> Vec<i32> {
     let Ok(threads) = std::fs::read_dir("/proc/self/task") else {
         return Vec::new();

@@ -1,5 +1,5 @@
-//! What a task is and whether this host would take it: asked by a move, or by somebody who only wants to know. Nothing is
-//! frozen, and nothing changes.
+//! Inspects a task and checks whether this host could run it, for a migration or a query. Nothing
+//! is frozen or changed.
 
 use crate::moves::NO_NAMESPACES;
 use crate::supervisor::Supervisor;
@@ -10,16 +10,16 @@ use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{HostId, MigrationId, RequestId, Tid};
 
-/// Who wants to know.
+/// The reason of a check, which determines where its result goes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum For {
-    /// A move of this task.
+    /// A migration of this task.
     Move { migration: MigrationId, tid: Tid },
-    /// Somebody who asks.
+    /// A query without a migration.
     Question(RequestId),
 }
 
-/// True for orders that are answered only when it is known whether the engine works.
+/// True for orders that are answered only after the engine has been probed.
 pub(crate) fn needs_engine(order: &ToTasker) -> bool {
     use ToTasker as T;
     matches!(
@@ -30,7 +30,7 @@ pub(crate) fn needs_engine(order: &ToTasker) -> bool {
 
 impl Supervisor {
     fn no_engine(&self) -> Option<Refusal> {
-        // The daemon knows which host this is and puts it in.
+        // The daemon replaces the host: the tasker does not know its own.
         self.moves
             .engine_state()
             .err()
@@ -40,7 +40,7 @@ impl Supervisor {
             })
     }
 
-    /// Looks at a task.
+    /// Inspects a task.
     pub(crate) fn look(&mut self, by: For, tid: Tid) {
         let refused = match (self.tasks.get(&tid), self.no_engine()) {
             (None, _) => Some(Refusal::NoSuchTask),
@@ -76,7 +76,7 @@ impl Supervisor {
         }
     }
 
-    /// The task has been looked at.
+    /// Reports the result of an inspection.
     pub(crate) fn seen(&mut self, by: For, result: Result<TaskFacts, Refusal>) {
         self.say(&match by {
             For::Move { migration, tid } => {
@@ -96,12 +96,13 @@ impl Supervisor {
         });
     }
 
-    /// Compares a task with this host.
+    /// Checks whether this host could run a task.
     pub(crate) fn judge(&mut self, by: For, facts: TaskFacts) {
         if let Some(refusal) = self.no_engine() {
             return self.judged(by, vec![refusal]);
         }
-        // Those who are judged meanwhile count as well: only one of two for whom there is room together may get it.
+        // Tasks that are being checked count as reserved: of two tasks that do not fit together
+        // only one may be accepted.
         let promised = self.promised_bytes();
         if let For::Move { migration, .. } = by {
             self.moves.promised.make(migration, facts.resident_bytes);
@@ -116,7 +117,7 @@ impl Supervisor {
         }
     }
 
-    /// The verdict is there. A move for which it is a good one gets its room.
+    /// Reports the verdict. A migration with a good verdict gets its place on this host.
     pub(crate) fn judged(&mut self, by: For, mut verdict: Verdict) {
         let word = match by {
             For::Question(question) => FromTasker::Judged { question, verdict },
@@ -137,7 +138,7 @@ impl Supervisor {
         self.say(&word);
     }
 
-    /// Starts a thread that nobody calls off.
+    /// Starts a thread that is never cancelled.
     pub(crate) fn begin_uncancelled(
         &mut self,
         work: impl FnOnce() -> Outcome + Send + 'static,

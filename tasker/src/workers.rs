@@ -1,6 +1,8 @@
-//! Threads that do what may take long (drive an engine, read files) and report to the loop through a channel.
+//! Threads for work that may take long: driving an engine or reading files. They report to the loop
+//! through a channel.
 //!
-//! They make no process and reap none but the engine's own, so the loop stays the only parent.
+//! Workers create no processes except the engine and reap only the engine, so the loop remains the
+//! parent of all other processes.
 
 use crate::files::Made;
 use crate::verdict::For;
@@ -16,105 +18,86 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-/// Threads at once; more work is refused.
+/// Most concurrent threads; more work is refused.
 pub(crate) const WORKERS_MAX: usize = 64;
 
-/// What a thread did.
+/// The result of a worker's work.
 pub(crate) enum Outcome {
-    /// A dump.
+    /// A dump has ended.
     Dumped {
-        /// The move.
         migration: MigrationId,
-        /// The task.
         tid: Tid,
-        /// How it went, and what has the memory that is not in the images.
+        /// The report, and the server of memory that is not in the images.
         result: Result<(DumpReport, Option<Box<dyn Serving>>), Failure>,
     },
-    /// Memory of a running task went ahead, or did not.
+    /// Pre-copying the memory of a running task has ended, at the source.
     PreCopied {
-        /// The move.
         migration: MigrationId,
-        /// What the target has.
+        /// What has been sent to the target.
         result: Result<SentAhead, Failure>,
     },
-    /// Memory came ahead of a task, or does not.
+    /// Receiving pre-copied memory has ended, at the target.
     PreCopyCame {
-        /// The move.
         migration: MigrationId,
-        /// All of it.
+        /// The received memory.
         result: Result<Store, Failure>,
     },
-    /// The memory of a dumped task was handed out, or is not handed out any more.
+    /// Serving the memory of a dumped task has ended.
     Served {
-        /// The move.
         migration: MigrationId,
-        /// The task.
         tid: Tid,
-        /// What the engine says of it.
         result: Result<(), Failure>,
     },
-    /// The memory of a restored task is here, or will not come.
+    /// The post-copied memory of a restored task is complete, or the rest will not arrive.
     Arrived {
-        /// The move.
         migration: MigrationId,
-        /// The answer.
         result: Result<(), (Failure, Missing)>,
     },
-    /// Processes that were killed because their memory does not come are dead.
+    /// Processes that were killed because their memory is lost are dead.
     Outlived,
-    /// The pause behind a dump that is to be begun again.
+    /// The delay before another dump attempt is over.
     Rested {
-        /// The move.
         migration: MigrationId,
-        /// The task.
         tid: Tid,
-        /// How the dump went.
+        /// Why the previous attempt failed.
         failure: Failure,
     },
-    /// Files that are carried along were put where they belong.
+    /// Files transferred with a task have been placed.
     Placed {
-        /// The move.
         migration: MigrationId,
-        /// What was made, or why nothing was.
+        /// The placed files; on an error none of them exists.
         result: Result<Made, Failure>,
     },
-    /// A restore. The task stands still.
+    /// A restore has ended. The task is stopped.
     Restored {
-        /// The move.
         migration: MigrationId,
-        /// Its first process, or why there is none.
+        /// The task's first process.
         result: Result<i32, Failure>,
     },
-    /// The processes of a restored task were brought into its control group, or not.
+    /// The processes of a restored task have joined their control group, or failed to.
     BroughtIn {
-        /// The move.
         migration: MigrationId,
-        /// Whether they were.
         done: bool,
     },
-    /// A task was looked at.
+    /// A task was inspected.
     Seen {
-        /// Who wants to know.
         by: For,
-        /// The answer.
         result: Result<TaskFacts, Refusal>,
     },
     /// A task's facts were compared with this host.
     Judged {
-        /// Who wants to know.
         by: For,
-        /// The answer.
         verdict: Verdict,
     },
-    /// Whether memory can follow tasks, the first part of the trial.
+    /// The check for post-copy support, the first part of the probe.
     TrialChecked(Result<(), Failure>),
-    /// The dump of the trial.
+    /// The dump of the probe.
     TrialDumped(Result<DumpReport, Failure>),
-    /// The restore of the trial.
+    /// The restore of the probe.
     TrialHeld(Result<Box<dyn Held>, Failure>),
 }
 
-/// One thread as the loop knows it.
+/// A running worker as the loop knows it.
 #[derive(Debug)]
 struct Worker {
     cancel: Cancel,
@@ -122,7 +105,7 @@ struct Worker {
     engine: Option<i32>,
 }
 
-/// All threads.
+/// All worker threads.
 pub(crate) struct Workers {
     running: BTreeMap<u64, Worker>,
     next: u64,
@@ -132,10 +115,10 @@ pub(crate) struct Workers {
 }
 
 impl Workers {
-    /// None yet.
+    /// Creates a pool without threads.
     ///
     /// # Errors
-    /// When there is no descriptor left.
+    /// No descriptors are left.
     pub(crate) fn new() -> io::Result<Workers> {
         let (sender, receiver) = channel();
         let wake = Arc::new(EventFd::from_flags(
@@ -150,17 +133,17 @@ impl Workers {
         })
     }
 
-    /// Readable when outcomes wait.
+    /// Becomes readable when results are available.
     pub(crate) fn wake(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
 
-    /// True when no thread runs.
+    /// True if no thread is running.
     pub(crate) fn is_idle(&self) -> bool {
         self.running.is_empty()
     }
 
-    /// True if a thread waits for this process.
+    /// True if a thread waits for this engine process.
     pub(crate) fn waits_for(&self, pid: i32) -> bool {
         self.running
             .values()
@@ -172,10 +155,10 @@ impl Workers {
         self.running.len() < WORKERS_MAX
     }
 
-    /// Starts a thread; its number.
+    /// Starts a thread and returns its number.
     ///
     /// # Errors
-    /// When there are too many or the system has none; `work` is dropped.
+    /// The limit is reached or the system refused; `work` is dropped.
     pub(crate) fn start(
         &mut self,
         cancel: &Cancel,
@@ -194,7 +177,7 @@ impl Workers {
             .name(format!("worker-{number}"))
             .spawn(move || {
                 let outcome = work();
-                // The loop outlives its workers but for the very end, when nobody needs the outcome.
+                // Fails only at the end of the tasker, when the result is not needed.
                 let _ = sender.send((number, outcome));
                 let _ = wake.write(1);
             })
@@ -209,9 +192,9 @@ impl Workers {
         Ok(number)
     }
 
-    /// Outcomes since the last call.
+    /// Returns the results since the last call.
     pub(crate) fn finished(&mut self) -> Vec<Outcome> {
-        // Nothing written yet is no error here.
+        // The eventfd is not readable if no worker has finished.
         let _ = self.wake.read();
         let mut outcomes = Vec::new();
         while let Ok((number, outcome)) = self.receiver.try_recv() {
@@ -221,14 +204,14 @@ impl Workers {
         outcomes
     }
 
-    /// Calls a thread's work off.
+    /// Cancels the work of a thread.
     pub(crate) fn cancel(&self, number: u64) {
         if let Some(worker) = self.running.get(&number) {
             worker.cancel.fire();
         }
     }
 
-    /// Calls everything off.
+    /// Cancels the work of all threads.
     pub(crate) fn cancel_all(&self) {
         for worker in self.running.values() {
             worker.cancel.fire();
