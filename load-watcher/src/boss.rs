@@ -1,5 +1,7 @@
-//! Whom a load watcher reports to. It outlives the resource manager that has started it, so that the owner of the host is guarded
-//! while there is none; the next one asks it to report there instead.
+//! Tracks the resource manager to which this load watcher reports.
+//!
+//! The load watcher outlives the resource manager that started it, so that the owner of the host
+//! stays protected. The next resource manager requests the reports for itself.
 
 use libpvm::{Match, Vm};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
@@ -12,23 +14,23 @@ use sempa_proto::{Message, Tid};
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Tag of the notification that a resource manager has ended.
+/// Tag of the notification that a resource manager has exited.
 const TAG_RM_GONE: i32 = 1;
 
-/// The resource manager that gets the reports, if there is one.
+/// The resource manager that receives the reports, if there is one.
 #[derive(Debug)]
 pub(crate) struct Boss {
     tid: Mutex<Option<Tid>>,
-    /// It is another one than before.
+    /// Readable after another resource manager has requested the reports.
     news: EventFd,
 }
 
 impl Boss {
-    /// Reports go to this resource manager, if there is one, until it ends or another one asks for them. When the virtual machine ends, this
-    /// process does.
+    /// Starts to track the resource manager in a thread. Reports go to `rm` until it exits or
+    /// another one requests them. When the virtual machine ends, this process exits.
     ///
     /// # Errors
-    /// What the system or the daemon refused.
+    /// The error of the system or of the daemon.
     pub(crate) fn follow(vm: &Vm, rm: Option<Tid>) -> anyhow::Result<Arc<Boss>> {
         let news = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let boss = Arc::new(Boss {
@@ -40,7 +42,7 @@ impl Boss {
         std::thread::Builder::new()
             .name("boss".into())
             .spawn(move || {
-                // Nothing else is received with this context.
+                // No other messages arrive with this context.
                 while let Ok(message) = vm.recv(Match::any().ctx(CTX_RM)) {
                     theirs.hear(&vm, &message);
                 }
@@ -64,7 +66,7 @@ impl Boss {
             }
             TAG_REPORT_TO if message.src.is_task() => {
                 *tid = Some(message.src);
-                // If it has ended already, the notification comes at once.
+                // If it has already exited, the notification arrives immediately.
                 drop(watch(vm, message.src));
                 let _ = self.news.write(1);
             }
@@ -72,20 +74,21 @@ impl Boss {
         }
     }
 
-    /// Whom to report to now.
+    /// Returns the tid of the resource manager that receives the reports.
     pub(crate) fn tid(&self) -> Option<Tid> {
         *self.tid.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// True once after another one has asked for reports.
+    /// Returns true once after another resource manager has requested the reports.
     pub(crate) fn is_new(&self) -> bool {
         self.news.read().is_ok()
     }
 
-    /// Becomes readable when another one asks for reports, or one of these can be read.
+    /// Creates an epoll descriptor that is readable when another resource manager requests the
+    /// reports, or when one of `others` is readable.
     ///
     /// # Errors
-    /// There is no descriptor left.
+    /// If no descriptor is left.
     pub(crate) fn beside<'a>(
         &self,
         others: impl IntoIterator<Item = BorrowedFd<'a>>,
@@ -99,7 +102,7 @@ impl Boss {
     }
 }
 
-/// Asks to be told when a resource manager ends.
+/// Requests a notification when a resource manager exits.
 fn watch(vm: &Vm, rm: Tid) -> Result<(), libpvm::Error> {
     vm.notify(NotifyRequest {
         what: NotifyWhat::TaskExit(vec![rm]),

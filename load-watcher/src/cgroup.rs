@@ -1,5 +1,8 @@
-//! What a limit of processors (cgroup v1 `cpu` and `cpuacct`, or v2 `cpu`) leaves to the programs of this host, and how much of
-//! it they use. In a container or a virtual host /proc tells of the whole machine; this tells of the part that is ours.
+//! Measures the processor limit of this host's control group (version 1 `cpu` and `cpuacct`, or
+//! version 2 `cpu`) and its use.
+//!
+//! In a container or a virtual host, /proc describes the whole machine; this module describes the
+//! part that belongs to the host.
 
 use crate::proc::{CpuTimes, field, group_used, numbers, quota_v2, read};
 use sempa_proto::Micros;
@@ -7,26 +10,27 @@ use sempa_proto::cgroup::folder;
 use std::fs::{self, File};
 use std::path::Path;
 
-/// Bytes of a file that are looked at.
+/// Maximum number of bytes that are read of a file.
 const TEXT_BYTES_MAX: usize = 1024;
-/// Shorter than this is no span to measure use over.
+/// Minimum period over which use is measured.
 const SPAN_MIN: Micros = Micros::from_millis(10);
 
-/// What the limit leaves, and what is made of it.
+/// The limit and its use.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limited {
     /// Processors that the group may use.
     pub share: f32,
-    /// Processors that it has used since the measurement before.
+    /// Processors used since the previous measurement.
     pub used: f32,
-    /// Threads that were held back meanwhile, on average.
+    /// Mean number of threads that the limit throttled in the same period.
     pub held: f32,
-    /// Processor time used since the group was made, in nanoseconds.
+    /// CPU time used since the group was created, in nanoseconds.
     pub total: u64,
 }
 
 impl Limited {
-    /// The group's use as /proc/stat would tell it on a machine of so many processors, at a time of day.
+    /// Returns the group's use in the form of /proc/stat, for a machine with `cores` processors at
+    /// this time of day.
     pub fn times(&self, at: Micros, cores: u32) -> CpuTimes {
         let total = at.0.saturating_mul(u64::from(cores));
         CpuTimes {
@@ -36,7 +40,7 @@ impl Limited {
     }
 }
 
-/// Where the numbers of this version of control groups are.
+/// The open files of one version of control groups.
 #[derive(Debug)]
 enum Files {
     V1 {
@@ -51,7 +55,7 @@ enum Files {
     },
 }
 
-/// What was read at a time, in nanoseconds of processor time.
+/// Counters at one time, in nanoseconds of CPU time.
 #[derive(Clone, Copy, Debug)]
 struct Reading {
     at: Micros,
@@ -86,11 +90,11 @@ impl Files {
         })
     }
 
-    /// Processors that the group may use; `None`: all.
+    /// Returns the processors that the group may use; `None` if there is no limit.
     fn share(&self, text: &mut [u8]) -> Option<f32> {
         match self {
             Files::V1 { quota, period, .. } => {
-                // Minus one, which is no number here, stands for no limit.
+                // The value −1, which is not parsed as a number, means no limit.
                 let quota = numbers(read(quota, text).ok()?).next()?;
                 let period = numbers(read(period, text).ok()?)
                     .next()
@@ -101,7 +105,7 @@ impl Files {
         }
     }
 
-    /// Nanoseconds of processor time used, and held back.
+    /// Returns the CPU time used and the throttled time, in nanoseconds.
     fn times(&self, text: &mut [u8]) -> Option<(u64, u64)> {
         match self {
             Files::V1 { usage, stat, .. } => {
@@ -121,8 +125,8 @@ impl Files {
 }
 
 impl Group {
-    /// The group of the process whose folder in /proc this is that limits its processors most, the groups around it
-    /// included. `None` when none does.
+    /// Returns the control group with the tightest processor limit, of the process with this folder
+    /// in /proc and of all groups that enclose it; `None` if there is no limit.
     pub fn of(process: &Path) -> Option<Group> {
         let cgroups = fs::read(process.join("cgroup")).ok()?;
         let mounts = fs::read(process.join("mountinfo")).ok()?;
@@ -139,7 +143,7 @@ impl Group {
             }
         };
         if let (Some(cpu), Some(accounts)) = (place(Some("cpu")), place(Some("cpuacct"))) {
-            // Both hierarchies have groups of the same names, or the use of a group cannot be known.
+            // The use of a group is known only if both hierarchies have a group of the same name.
             for (cpu, accounts) in cpu.ancestors().zip(accounts.ancestors()) {
                 if cpu.file_name() == accounts.file_name() {
                     weigh(Files::v1(cpu, accounts), &mut text[..]);
@@ -159,8 +163,8 @@ impl Group {
         })
     }
 
-    /// What the limit leaves and what was used of it since the measurement before, if there is a limit still. The first
-    /// measurement says that nothing was used. Allocates nothing.
+    /// Returns the limit, and its use since the previous measurement; `None` if the limit was
+    /// removed. The first measurement reports no use. Allocates no memory.
     pub fn measure(&mut self, at: Micros) -> Option<Limited> {
         let share = self.files.share(&mut self.text[..])?;
         let (used, held) = self.files.times(&mut self.text[..])?;
@@ -191,7 +195,8 @@ mod tests {
     use super::*;
     use std::path::PathBuf;
 
-    /// A process in the group `/a/b` of a hierarchy of version 2 that lies in `dir`, and the group's folder.
+    /// Creates a process in the group `/a/b` of a version 2 hierarchy in `dir`. Returns its folder
+    /// and the group's folder.
     fn process(dir: &Path) -> (PathBuf, PathBuf) {
         let (process, group) = (dir.join("proc"), dir.join("tree/a/b"));
         fs::create_dir_all(&process).expect("a folder");
@@ -215,8 +220,9 @@ mod tests {
         .expect("written");
     }
 
+    /// The tightest limit of all enclosing groups counts, with its use.
     #[test]
-    fn the_tightest_limit_counts_and_what_is_used_of_it() {
+    fn tightest_limit_and_its_use_are_measured() {
         let dir = tempfile::tempdir().expect("a folder");
         let (process, group) = process(dir.path());
         assert!(Group::of(&process).is_none(), "no files");
@@ -258,8 +264,9 @@ mod tests {
         assert_eq!(limited.measure(at(13)), None, "the limit is gone");
     }
 
+    /// A malformed limit counts as no limit.
     #[test]
-    fn garbage_is_no_limit() {
+    fn malformed_limit_is_ignored() {
         let dir = tempfile::tempdir().expect("a folder");
         let (process, group) = process(dir.path());
         for text in ["", "50000", "x 100000", "50000 0", "-1 100000"] {

@@ -1,5 +1,7 @@
-//! Guests on as many processors as the owner allows: all threads of all guests run on the same ones, so that together they
-//! use no more, however many each has.
+//! Confines guests to as many processors as the owner allows.
+//!
+//! All threads of all guests run on the same processors, so together they never use more, however
+//! many threads there are.
 
 use crate::system::threads;
 use nix::errno::Errno;
@@ -9,22 +11,22 @@ use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
 
-/// Who keeps guests on some processors: the last ones of those that there are.
+/// Confines guests to the last of the available processors.
 #[derive(Debug)]
 pub struct Confine {
-    /// Those that this process may use, in rising order: all that guests may ever have.
+    /// Processors that this process may use, in ascending order. Guests never get others.
     all: Vec<usize>,
-    /// On how many of them guests were kept since they last had all.
+    /// Numbers of processors to which guests were confined since they last had all.
     kept: BTreeSet<usize>,
-    /// Where that is noted, for whoever comes after this process.
+    /// File that records these numbers for the successor of this process.
     note: Option<PathBuf>,
 }
 
 impl Confine {
-    /// Guests are where the last one kept them that had this note.
+    /// Continues with the limits that a predecessor recorded in `note`.
     ///
     /// # Errors
-    /// The system does not say on which processors this process may run.
+    /// If the system does not report the processors of this process.
     pub fn new(note: Option<PathBuf>) -> io::Result<Confine> {
         let all = processors(&sched_getaffinity(Pid::from_raw(0))?);
         let text = note
@@ -40,22 +42,24 @@ impl Confine {
         Ok(Confine { all, kept, note })
     }
 
-    /// True if guests have to be looked at, because the owner limits them, or did.
+    /// True if guests must be checked, because the owner limits them or did so before.
     pub fn is_needed(&self, cores: Option<u32>) -> bool {
         cores.is_some() || !self.kept.is_empty()
     }
 
-    /// Keeps these processes on so many processors; `None`: on all. Threads that chose fewer among these keep them.
+    /// Confines these processes to `cores` processors, or to all with `None`. A thread that chose a
+    /// subset of these keeps its choice.
     pub fn keep(&mut self, cores: Option<u32>, pids: impl IntoIterator<Item = i32>) {
         let count = cores.map_or(self.all.len(), |cores| {
             (cores.max(1) as usize).min(self.all.len())
         });
         if count < self.all.len() && self.kept.insert(count) {
-            // Before it is so: this process may be killed at any moment.
+            // Recorded before the change, because this process may be killed at any moment.
             self.write();
         }
         let now = self.last(count).to_vec();
-        // One that has ended meanwhile needs none; of one that cannot be told, the next look may be luckier.
+        // A process that has exited needs no limit; a thread that cannot be changed is tried again
+        // in the next call.
         for thread in pids
             .into_iter()
             .filter_map(|pid| threads(pid).ok())
@@ -73,7 +77,7 @@ impl Confine {
         &self.all[self.all.len() - count..]
     }
 
-    /// What cannot be noted the next one does not know.
+    /// Records the limits. Errors are ignored: a successor then does not know these limits.
     fn write(&self) {
         let Some(note) = &self.note else { return };
         let counts: Vec<String> = self.kept.iter().map(usize::to_string).collect();
@@ -90,7 +94,7 @@ impl Confine {
             .copied()
             .filter(|one| now.contains(one))
             .collect();
-        // What it was kept on before was not its choice.
+        // A confinement of an earlier call was not the thread's own choice.
         let was_kept = self.kept.contains(&has.len()) && has == self.last(has.len());
         let wanted = if was_kept || among.is_empty() {
             now
@@ -117,8 +121,9 @@ mod tests {
     use super::*;
     use std::process::Command;
 
+    /// A guest is confined to the allowed number of processors, and has all again afterwards.
     #[test]
-    fn a_guest_is_kept_on_as_many_processors_as_are_allowed_and_has_all_again_when_that_is_over() {
+    fn guest_is_confined_and_released() {
         let mut confine = Confine::new(None).expect("the system says it");
         let mut child = Command::new("sleep").arg("60").spawn().expect("sleep");
         let pid = child.id().cast_signed();
@@ -145,8 +150,9 @@ mod tests {
         confine.keep(Some(1), [pid]);
     }
 
+    /// The successor of a killed load watcher releases guests from a limit that is no longer set.
     #[test]
-    fn who_comes_after_one_that_was_killed_frees_guests_of_a_limit_that_is_no_more() {
+    fn successor_releases_recorded_confinement() {
         let folder = tempfile::tempdir().expect("a folder");
         let note = folder.path().join("confined");
         let mut child = Command::new("sleep").arg("60").spawn().expect("sleep");
@@ -175,8 +181,9 @@ mod tests {
         );
     }
 
+    /// A thread that chose a subset of the processors keeps its choice.
     #[test]
-    fn a_thread_that_chose_some_of_the_processors_keeps_its_choice() {
+    fn own_affinity_of_thread_is_kept() {
         let mut confine = Confine::new(None).expect("the system says it");
         let last = confine.all[confine.all.len() - 1];
         let mut child = Command::new("sleep").arg("60").spawn().expect("sleep");

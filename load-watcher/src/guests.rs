@@ -1,4 +1,9 @@
-//! What guests may do: the owner's policy, the verdict on the owner and the clock on the wall, put together. Pure.
+//! Decides what guests may do, from the policy, the owner verdict, the available memory and the
+//! local time. Pure.
+//!
+//! Guests must stop if the owner is present, or if the machine is closed to them: the policy is
+//! unknown, the user is blocked, the hours forbid it, or less memory is available than the owner
+//! keeps free. The time to leave counts from the earlier of the two.
 
 use crate::hours::WallClock;
 use crate::policy::{LeaveAfter, Policy};
@@ -6,55 +11,52 @@ use sempa_proto::Micros;
 use sempa_proto::load::{GuestLimits, HEADROOM_BYTES, OwnerVerdict};
 use sempa_proto::owner::Guests;
 
-/// The decision.
+/// The decision about guests.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Decision {
-    /// What guests may do.
     pub guests: Guests,
-    /// One plain sentence that says why they may do no more; empty when they may work.
+    /// The reason why they must stop, as one plain sentence; empty if they are welcome.
     pub why: String,
-    /// What they may have.
+    /// Limits of guests that are welcome.
     pub limits: GuestLimits,
 }
 
-/// What a decision is made from.
+/// The inputs of a decision.
 #[derive(Clone, Copy, Debug)]
 pub struct Case<'a> {
-    /// What owner, administrator and user say.
     pub policy: &'a Policy,
-    /// Why nobody knows what the policy would forbid, if a file of it was never understood.
+    /// Why the policy is unknown: one of its files is malformed and was never valid.
     pub shut: Option<&'a str>,
-    /// Numbers of the users that the policy blocks.
+    /// Uids of the users that the policy blocks.
     pub blocked: &'a [u32],
-    /// The user whose virtual machine this is.
+    /// Uid of the user of the virtual machine.
     pub user: u32,
-    /// The verdict on the owner, and its sentence.
     pub owner: &'a OwnerVerdict,
-    /// Its sentence.
+    /// Reason of the owner verdict.
     pub why: &'a str,
-    /// Memory of the machine that could be had, in bytes; 0 if nobody knows.
+    /// Available memory of the machine in bytes; 0 if unknown.
     pub available: u64,
-    /// The clock on the wall.
     pub wall: WallClock,
     /// The time of day.
     pub now: Micros,
 }
 
-/// Once the owner's memory was touched, guests come back when there is so much more of it than he keeps: what placement wants for one
-/// more task.
+/// After memory was short, guests return only when this much more than the owner's reserve is
+/// available: the headroom that placement requires for one more task.
 const BACK_BYTES: u64 = HEADROOM_BYTES;
-/// And no sooner than this: who had to go leaves room.
+/// Minimum time before they return: the memory that leaving guests free must not readmit them
+/// at once.
 const SHORT_MIN: Micros = Micros::from_secs(30);
 
-/// Remembers since when guests are not wanted for a reason other than somebody at the machine.
+/// Remembers since when the machine is closed to guests for another reason than a present owner.
 #[derive(Debug, Default)]
 pub struct Door {
     closed: Option<Micros>,
-    /// Since when there is less memory than the owner keeps free.
+    /// Since when less memory is available than the owner keeps free.
     short: Option<Micros>,
 }
 
-/// Why the machine takes no guests at this time, whoever uses it.
+/// Returns why the machine is closed to guests at this time, whether or not the owner is present.
 fn closed(case: &Case<'_>) -> Option<String> {
     if let Some(why) = case.shut {
         return Some(why.to_string());
@@ -87,7 +89,8 @@ fn closed(case: &Case<'_>) -> Option<String> {
     ))
 }
 
-/// Since when there is less memory than the owner keeps free, if so.
+/// Returns since when less memory is available than the owner keeps free; `None` if there is
+/// enough.
 fn short(before: Option<Micros>, policy: &Policy, available: u64, now: Micros) -> Option<Micros> {
     let keeps = policy.memory_free.filter(|_| available > 0)?.0;
     let enough = match before {
@@ -100,12 +103,12 @@ fn short(before: Option<Micros>, policy: &Policy, available: u64, now: Micros) -
 }
 
 impl Door {
-    /// True if so much memory, now, makes another decision necessary.
+    /// True if this amount of memory requires a new decision.
     pub fn turns(&self, policy: &Policy, available: u64, now: Micros) -> bool {
         short(self.short, policy, available, now).is_some() != self.short.is_some()
     }
 
-    /// Decides.
+    /// Makes a new decision and remembers since when the machine is closed.
     pub fn decide(&mut self, case: &Case<'_>) -> Decision {
         self.short = short(self.short, case.policy, case.available, case.now);
         let short = self.short.and(case.policy.memory_free);
@@ -121,7 +124,8 @@ impl Door {
             _ => None,
         };
         let since = self.closed.zip(reason);
-        // Whoever is at the machine is the better reason; the earlier one says when to leave.
+        // A present owner is the better reason to show; the earlier of both times determines when
+        // guests leave.
         let from = seen.iter().chain(&since).map(|(at, _)| *at).min();
         let (guests, why) = match (from, seen.or(since)) {
             (Some(from), Some((_, why))) => (stopped(case.policy, from), why),
@@ -206,8 +210,9 @@ mod tests {
         }
     }
 
+    /// Without a policy, guests stop and leave at once when the owner is present, and only then.
     #[test]
-    fn without_any_rules_guests_stop_and_leave_at_once_when_the_owner_is_there_and_only_then() {
+    fn default_policy_evicts_guests_of_present_owner() {
         let there = once("", &PRESENT, 60);
         assert_eq!(there.guests, stopped_until(Some(50), Leave::Move));
         assert_eq!(there.why, "alice is here");
@@ -223,8 +228,9 @@ mod tests {
         }
     }
 
+    /// Guests wait for `leave_after` and then leave in the way that the policy names.
     #[test]
-    fn they_wait_as_long_as_the_owner_lets_them_and_go_as_he_says() {
+    fn leave_after_and_then_are_applied() {
         assert_eq!(
             once("leave_after = 30", &PRESENT, 60).guests,
             stopped_until(Some(80), Leave::Move)
@@ -239,8 +245,10 @@ mod tests {
         );
     }
 
+    /// At forbidden hours guests stop even if the owner is absent, and the time to leave counts
+    /// from the start of these hours.
     #[test]
-    fn at_forbidden_hours_they_stop_whoever_is_there_and_the_time_to_leave_counts_from_their_begin()
+    fn forbidden_hours_stop_guests_from_their_start()
     {
         let policy = parse("never = [\"mon 12-13\"]\nleave_after = 30");
         let mut door = Door::default();
@@ -257,7 +265,7 @@ mod tests {
             assert_eq!(closed.guests, stopped_until(Some(131), Leave::Move));
             assert_eq!(closed.why, "the owner wants no guests mon 12:00-13:00");
         }
-        // Somebody at the machine is the better reason.
+        // A present owner is the better reason to show.
         assert_eq!(
             decide(&mut door, &policy, &PRESENT, NOON, 155).why,
             "alice is here"
@@ -276,8 +284,9 @@ mod tests {
         );
     }
 
+    /// Outside of the hours in `only`, guests stop.
     #[test]
-    fn outside_of_the_only_hours_there_are_no_guests() {
+    fn guests_stop_outside_allowed_hours() {
         assert_eq!(
             once("only = [\"mon 9-17\"]", &ABSENT, 1).guests,
             Guests::Welcome
@@ -294,8 +303,9 @@ mod tests {
         );
     }
 
+    /// While the policy is unknown, guests stop as at forbidden hours.
     #[test]
-    fn while_nobody_knows_what_the_policy_forbids_guests_stop_as_at_forbidden_hours() {
+    fn unknown_policy_stops_guests() {
         let (policy, mut door) = (parse("leave_after = 30"), Door::default());
         let mut at = |seconds: u64, shut, owner| {
             let (policy, now) = (&policy, Micros::from_secs(seconds));
@@ -326,8 +336,10 @@ mod tests {
         assert_eq!(at(150, None, &ABSENT).guests, Guests::Welcome);
     }
 
+    /// Guests of a blocked user are never welcome; limits for other guests are part of the
+    /// decision.
     #[test]
-    fn a_blocked_user_is_never_welcome_and_limits_are_passed_on() {
+    fn blocked_user_is_refused_and_limits_are_passed() {
         let mut door = Door::default();
         let policy = parse("cores = 2\nmemory_free = \"1G\"\n[blocked]\nprograms = [\"x\"]");
         let decide = |door: &mut Door, user| {
@@ -357,8 +369,10 @@ mod tests {
         assert_eq!(other.limits, limits);
     }
 
+    /// Guests stop when less memory is available than the owner keeps free, and return when there
+    /// is headroom for one more.
     #[test]
-    fn guests_go_when_they_leave_less_memory_than_the_owner_keeps_and_come_back_when_there_is_room_for_one_again()
+    fn short_memory_stops_guests_until_headroom_returns()
      {
         let (policy, mut door) = (
             parse("memory_free = \"1G\"\nleave_after = 5"),
@@ -408,8 +422,10 @@ mod tests {
     }
 
     proptest! {
+        /// A present owner always stops guests, and the time to leave is never before the owner
+        /// came.
         #[test]
-        fn somebody_at_the_machine_always_stops_guests_and_nobody_ever_leaves_before_he_came(
+        fn present_owner_always_stops_guests(
             leave in prop::option::of(0_u64..100), day in 0_u8..7, minute in 0_u16..1440, there: bool, hours in 1_u16..24,
         ) {
             let leave = leave.map_or("\"never\"".to_string(), |s| s.to_string());

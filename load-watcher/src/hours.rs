@@ -1,4 +1,5 @@
-//! Times of the week as owners write them: `9-17`, `mon-fri 9:00-17:30`, `sat,sun`, `fri 22-6`, `always`. Pure.
+//! Times of the week in policy files: `9-17`, `mon-fri 9:00-17:30`, `sat,sun`, `fri 22-6`,
+//! `always`. Pure.
 
 use serde::Deserialize;
 use std::fmt;
@@ -8,17 +9,17 @@ use thiserror::Error;
 const DAYS: [&str; 7] = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"];
 const MINUTES: u16 = 24 * 60;
 
-/// A moment of the week, by the clock on the wall.
+/// A minute of the week in local time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WallClock {
-    /// 0 is Monday.
+    /// Day of the week; 0 is Monday.
     pub day: u8,
     /// Minutes since midnight, below 1440.
     pub minute: u16,
 }
 
-/// A stretch of the same hours on some days. One that ends before it begins goes over midnight and belongs to the day on
-/// which it begins.
+/// The same hours on one or more days. If the end is not after the start, the hours extend over
+/// midnight and belong to the day on which they start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub struct Hours {
@@ -27,7 +28,7 @@ pub struct Hours {
     to: u16,
 }
 
-/// A text that is no stretch of hours.
+/// Error of a text that is not a time of the week.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
     "{0:?} is no time of the week; it looks like '9-17', 'mon-fri 9:00-17:30', 'sat,sun' or 'always'"
@@ -35,7 +36,7 @@ pub struct Hours {
 pub struct HoursError(String);
 
 impl Hours {
-    /// True when the moment lies in it; the last minute does not.
+    /// True if the minute lies in these hours; the end itself does not.
     pub fn holds(&self, at: WallClock) -> bool {
         let (today, yesterday) = (
             self.days[usize::from(at.day % 7)],
@@ -48,7 +49,7 @@ impl Hours {
         }
     }
 
-    /// The same hours in parts of which none goes over midnight.
+    /// Splits hours that extend over midnight, so that no part does.
     fn parts(&self) -> Vec<Hours> {
         if self.from < self.to {
             return vec![*self];
@@ -70,7 +71,7 @@ impl Hours {
             .collect()
     }
 
-    /// The hours that both have.
+    /// Returns the hours that both have in common.
     pub fn and(&self, other: &Hours) -> Vec<Hours> {
         let meet = |a: Hours, b: &Hours| {
             let days = std::array::from_fn(|day| a.days[day] && b.days[day]);
@@ -205,8 +206,9 @@ mod tests {
         }
     }
 
+    /// Hours include their first minute and exclude their end.
     #[test]
-    fn hours_hold_from_their_first_minute_to_before_their_last() {
+    fn hours_include_start_and_exclude_end() {
         let office = hours("mon-fri 9-17:30");
         assert!(
             !office.holds(at(0, 8, 59)) && office.holds(at(0, 9, 0)) && office.holds(at(4, 17, 29))
@@ -216,8 +218,9 @@ mod tests {
         assert!(hours("22-24").holds(at(2, 23, 59)) && hours("always").holds(at(3, 3, 3)));
     }
 
+    /// Hours over midnight belong to the day on which they start, even at the end of the week.
     #[test]
-    fn a_night_belongs_to_the_day_on_which_it_begins() {
+    fn hours_over_midnight_belong_to_start_day() {
         let night = hours("fri 22-6");
         assert!(night.holds(at(4, 22, 0)) && night.holds(at(5, 5, 59)));
         assert!(
@@ -227,8 +230,9 @@ mod tests {
         assert!(hours("sat-mon 1-2").holds(at(6, 1, 0)) && hours("sat-mon 1-2").holds(at(0, 1, 0)));
     }
 
+    /// Malformed hours are refused with an error that quotes them.
     #[test]
-    fn other_text_is_refused_and_named() {
+    fn malformed_hours_are_refused_and_quoted() {
         for text in [
             "",
             "9",
@@ -248,15 +252,17 @@ mod tests {
     }
 
     proptest! {
+        /// Formatted hours are parsed unchanged.
         #[test]
-        fn what_is_told_reads_the_same_again(days in any::<[bool; 7]>(), from in 0_u16..1440, to in 1_u16..=1440) {
+        fn formatted_hours_parse_unchanged(days in any::<[bool; 7]>(), from in 0_u16..1440, to in 1_u16..=1440) {
             prop_assume!(from != to && days.contains(&true));
             let hours = Hours { days, from, to };
             prop_assert_eq!(hours.to_string().parse::<Hours>(), Ok(hours));
         }
 
+        /// The intersection of two hours contains exactly the minutes that both contain.
         #[test]
-        fn what_two_have_in_common_is_what_both_hold(
+        fn intersection_contains_common_minutes(
             days in any::<[[bool; 7]; 2]>(), from in any::<[u16; 2]>(), to in any::<[u16; 2]>(), day in 0_u8..7, minute in 0_u16..1440,
         ) {
             let [a, b] = std::array::from_fn(|i| Hours { days: days[i], from: from[i] % 1440, to: to[i] % 1440 + 1 });
@@ -266,8 +272,9 @@ mod tests {
             }
         }
 
+        /// Any text is parsed or refused without a panic.
         #[test]
-        fn any_text_is_survived(text in "[a-z0-9 :,-]{0,20}|.{0,20}") {
+        fn any_text_is_accepted_or_refused(text in "[a-z0-9 :,-]{0,20}|.{0,20}") {
             let _ = text.parse::<Hours>();
         }
     }

@@ -1,16 +1,20 @@
-//! The load watcher of a host: samples its load, senses its owner, decides what guests may do by the owner's policy, and
-//! tells its daemon and the resource manager.
+//! The load watcher of a host: samples its load, detects its owner, decides by the owner's policy
+//! what guests may do, and reports that to the daemon and the resource manager.
 //!
-//! * [`proc`]: reads numbers out of the text of /proc files; pure.
-//! * [`sampler`]: takes samples from /proc on descriptors that stay open; [`usage`]: what all processors have done, cheaply; [`ours`]: what our own tasks use, and so what others do;
-//!   [`cgroup`]: what a limit of processors leaves.
-//! * [`utmp`], [`sessions`]: read login records and sessions; pure. [`logind`]: asks for sessions over D-Bus.
-//! * [`owner`]: what all signs say about the owner; pure.
-//! * [`policy`], [`hours`], [`word`], [`published`]: what owners say about guests; [`guests`]: what follows from all that; pure.
-//! * [`senses`]: reads the sources where they are; [`rules`]: the files of the policy; [`watch`]: notices at once when they change.
-//! * [`confine`]: keeps guests on as many processors as the owner allows.
-//! * [`report`]: what is worth a message, and how often to look; pure.
-//! * [`status`]: answers those who ask what uses their machine.
+//! "Pure" modules perform no I/O.
+//!
+//! - Load: [`proc`] parses /proc files (pure). [`sampler`] takes samples. [`usage`] measures all
+//!   processors cheaply. [`ours`] separates the load of our tasks from external load. [`cgroup`]
+//!   measures a processor limit.
+//! - Logins: [`utmp`] parses login records (pure). [`sessions`] parses logind's sessions (pure).
+//!   [`logind`] queries logind over D-Bus.
+//! - Owner: [`senses`] reads the sources. [`owner`] derives the verdict from them (pure).
+//! - Policy: [`policy`] and [`hours`] parse policy files (pure). [`word`] and [`published`] read
+//!   and write owners' overrides and policies. [`rules`] merges all sources. [`guests`] decides
+//!   what guests may do (pure).
+//! - Enforcement: [`confine`] confines guests to the processors that the owner allows.
+//! - Communication: [`watch`] reports changes of files. [`report`] decides when to sample and to
+//!   send (pure). [`status`] answers queries of users of this host.
 
 pub mod cgroup;
 pub mod confine;

@@ -1,8 +1,9 @@
-//! Asks systemd-logind over D-Bus who has a session, and whether somebody uses its screen: desktops tell it when nobody has
-//! touched them for a while, and when they are locked, which neither session files nor terminals say.
+//! Queries systemd-logind over D-Bus for the sessions and for the use of their screens. Desktops
+//! report to logind when they are idle or locked, which neither session files nor terminals show.
 //!
-//! A thread of its own keeps the connection and reads everything anew when logind has news, so that a bus that does not answer
-//! delays nobody. Without a bus, or a logind on it, there is only a reason why.
+//! A separate thread keeps the connection and reads all sessions again after each signal of logind,
+//! so that a bus that does not answer delays no one. Without a bus or without logind the result is
+//! [`Evidence::Missing`] with the reason.
 
 use crate::owner::Evidence;
 use crate::sessions::{Idle, SESSIONS_MAX, Session, in_order, session};
@@ -21,15 +22,16 @@ use zbus::names::InterfaceName;
 use zbus::zvariant::{OwnedObjectPath, OwnedValue};
 use zbus::{Connection, MatchRule, MessageStream, connection, message};
 
-/// The bus of the system.
+/// Address of the system bus.
 pub const BUS: &str = "unix:path=/run/dbus/system_bus_socket";
-/// Without an answer for so long logind is asked no more, until the next attempt.
+/// Maximum time for an answer of logind; after that the connection is closed until the next
+/// attempt.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
-/// Between two attempts to reach it, at first; and at most, where it has never answered or not for long: most machines that have none
-/// will not get one.
+/// Pause between two attempts to connect: at first, and its maximum after repeated failures. Most
+/// machines without logind never get one.
 const AGAIN: Duration = Duration::from_secs(60);
 const AGAIN_MAX: Duration = Duration::from_secs(5 * 60);
-/// Signals that may wait to be read.
+/// Maximum number of queued signals.
 const SIGNALS_MAX: usize = 256;
 
 const LOGIND: &str = "org.freedesktop.login1";
@@ -37,22 +39,23 @@ const MANAGER_PATH: &str = "/org/freedesktop/login1";
 const MANAGER: &str = "org.freedesktop.login1.Manager";
 const SESSION: &str = "org.freedesktop.login1.Session";
 
-/// What [`Logind`] and its thread share.
+/// State that [`Logind`] shares with its thread.
 #[derive(Debug)]
 struct Known {
     sessions: Mutex<Evidence<Vec<Session>>>,
     news: EventFd,
 }
 
-/// What systemd-logind says, as far as it has answered.
+/// Client of systemd-logind with its latest answer.
 #[derive(Debug)]
 pub struct Logind(Arc<Known>);
 
 impl Logind {
-    /// Begins to ask the logind that is on the bus with this address, as D-Bus writes it. Nothing is known before it answers.
+    /// Starts to query logind on the bus with this D-Bus address. Nothing is known before the first
+    /// answer.
     ///
     /// # Errors
-    /// The system gives no descriptor or thread.
+    /// If the system has no descriptor or thread left.
     pub fn ask(address: String) -> std::io::Result<Logind> {
         let sessions = Mutex::new(Evidence::Missing("logind has not answered yet".into()));
         let news = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
@@ -81,17 +84,17 @@ impl Logind {
         Ok(Logind(known))
     }
 
-    /// Becomes readable when it says something else than before.
+    /// Returns the descriptor, which is readable after the answer has changed.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.0.news.as_fd()
     }
 
-    /// True once after it has said something else than before.
+    /// Returns true once after the answer has changed.
     pub fn is_new(&self) -> bool {
         self.0.news.read().is_ok()
     }
 
-    /// The sessions of people.
+    /// Returns the sessions of people.
     pub fn sessions(&self) -> Evidence<Vec<Session>> {
         self.0
             .sessions
@@ -102,27 +105,27 @@ impl Logind {
 }
 
 impl Known {
-    /// True when that is news.
+    /// Stores a new answer. Returns true if it differs from the previous one.
     fn tell(&self, sessions: Evidence<Vec<Session>>) -> bool {
         let mut known = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
         let is_news = *known != sessions;
         if is_news {
             *known = sessions;
-            // It is readable already if it cannot be written.
+            // Fails only if the descriptor is already readable.
             let _ = self.news.write(1);
         }
         is_news
     }
 }
 
-/// Tells what logind says, as long as it can be asked.
+/// Stores the answers of logind until the connection fails.
 async fn converse(address: &str, known: &Known) -> zbus::Result<Infallible> {
     let builder = connection::Builder::address(address)?.method_timeout(ANSWER_TIME);
     let bus = tokio::time::timeout(ANSWER_TIME, builder.build());
     let bus = bus
         .await
         .map_err(|_| zbus::Error::Failure("the bus does not answer".into()))??;
-    // Signals first, so that no change falls between.
+    // Subscribe to signals before the first query, so that no change is lost.
     let signal = || MatchRule::builder().msg_type(message::Type::Signal);
     let said = signal().sender(LOGIND)?.build();
     let came_or_went = signal()
@@ -148,7 +151,8 @@ async fn next(signals: &mut MessageStream) -> Option<zbus::Result<zbus::Message>
     std::future::poll_fn(|cx| Pin::new(&mut *signals).poll_next(cx)).await
 }
 
-/// All sessions of people. `locked`: since when sessions were seen to be locked, by their names.
+/// Reads all sessions of people. `locked` holds the names of locked sessions, with the time at
+/// which the lock was first seen.
 async fn read(
     bus: &Connection,
     locked: &mut BTreeMap<String, Micros>,
@@ -172,7 +176,7 @@ async fn read(
             .path(&path)?
             .build()
             .await?;
-        // One that has just ended is gone.
+        // A session that has just ended has no properties.
         let Ok(about) = about.get_all(InterfaceName::try_from(SESSION)?).await else {
             continue;
         };
@@ -196,7 +200,8 @@ fn number(about: &HashMap<String, OwnedValue>, name: &str) -> Option<u64> {
     u64::try_from(about.get(name)?).ok()
 }
 
-/// A session by its properties, under the names that its file would have. `locked`: since when it is known to be locked.
+/// Creates a session from its properties, which are mapped to the keys of a session file. `locked`
+/// is the time at which its lock was first seen.
 fn of_properties(
     name: &str,
     about: &HashMap<String, OwnedValue>,
@@ -220,7 +225,7 @@ fn of_properties(
         "REALTIME" => number(about, "Timestamp").map(|at| at.to_string()),
         _ => None,
     })?;
-    // Zero: its desktop has never said whether somebody uses it.
+    // Zero means that the desktop has never reported its use.
     let since = number(about, "IdleSinceHint")
         .filter(|since| *since > 0)
         .map(Micros);
@@ -260,8 +265,9 @@ mod tests {
             .idle
     }
 
+    /// The properties of a session give user, terminal, origin and start.
     #[test]
-    fn a_session_by_its_properties_says_who_where_and_since_when() {
+    fn session_properties_give_user_terminal_and_start() {
         let far = [
             ("Timestamp", 5_u64.into()),
             ("Remote", true.into()),
@@ -292,8 +298,9 @@ mod tests {
         assert_eq!(of_properties("3", &HashMap::new(), None), None);
     }
 
+    /// The idle hint of a desktop determines the use of its screen; a locked screen counts as idle.
     #[test]
-    fn a_desktop_that_has_said_so_is_in_use_or_idle_and_a_locked_one_is_not_used() {
+    fn idle_and_locked_hints_determine_screen_use() {
         let said =
             |hint: bool, since: u64| [("IdleHint", hint.into()), ("IdleSinceHint", since.into())];
         assert_eq!(idle(&said(true, 70), None), Idle::Since(Micros(70)));
@@ -314,8 +321,9 @@ mod tests {
         );
     }
 
+    /// Properties of a wrong type are ignored.
     #[test]
-    fn values_of_other_types_are_as_good_as_none() {
+    fn properties_of_wrong_type_are_ignored() {
         let wrong = [
             ("IdleHint", 1_u64.into()),
             ("IdleSinceHint", "long ago".into()),

@@ -1,4 +1,5 @@
-//! `pvm-load-watcher`: tells its daemon what guests may do on this host, and the resource manager about its load and owner.
+//! `pvm-load-watcher`: tells the daemon of its host what guests may do there, and reports load and
+//! owner to the resource manager.
 
 mod boss;
 mod watcher;
@@ -12,52 +13,57 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use watcher::Watcher;
 
-/// Watches one host for the resource manager of a Sempa virtual machine: samples its load and senses its owner.
+/// Watches one host for the resource manager of a Sempa virtual machine: samples its load and
+/// detects its owner.
 ///
-/// The resource manager starts one on every host, or, when it has died there, the daemon of the host. It outlives the resource
-/// manager, so that the owner is guarded without one too, and reports to the next one. Somebody who is logged in counts as the owner of the host, unless there was no input for
-/// a quarter of an hour. What guests may do then, and otherwise, is up to the owner's policy: `pvm help owner`.
+/// The resource manager starts one load watcher on every host; if one dies, the daemon of its host
+/// starts another. A load watcher outlives the resource manager, so that the owner stays protected,
+/// and reports to the next one. A user who is logged in counts as the owner of the host, unless
+/// there was no input for a quarter of an hour. The owner's policy decides what guests may do then
+/// and otherwise: see `pvm help owner`.
 #[derive(Debug, Parser)]
 #[command(name = "pvm-load-watcher", version)]
 struct Args {
-    /// Task id of the resource manager, as 't40002'; without it the load watcher reports to the first that asks.
+    /// Task id of the resource manager, as 't40002'; without it the load watcher reports to the
+    /// first one that asks.
     #[arg(long, value_name = "TID", value_parser = parse_tid)]
     report_to: Option<Tid>,
-    /// Context of the reports.
+    /// Message context of the reports.
     #[arg(long, default_value_t = 0)]
     ctx: i32,
-    /// Tag of the reports.
+    /// Message tag of the reports.
     #[arg(long, default_value_t = 5)]
     tag: i32,
-    /// File of the login records [default: /run/utmp, then /var/run/utmp].
+    /// File with the login records [default: /run/utmp, then /var/run/utmp].
     #[arg(long, env = "SEMPA_UTMP", value_name = "FILE")]
     utmp: Option<PathBuf>,
-    /// Folder of systemd-logind's sessions.
+    /// Folder with the sessions of systemd-logind.
     #[arg(long, env = "SEMPA_SESSIONS", value_name = "DIR", default_value = pvm_load_watcher::senses::SESSIONS_DIR)]
     sessions: PathBuf,
-    /// Address of the bus on which systemd-logind is asked.
+    /// Address of the D-Bus bus of systemd-logind.
     #[arg(long, env = "SEMPA_BUS", value_name = "ADDRESS", default_value = pvm_load_watcher::logind::BUS)]
     bus: String,
-    /// Folder of terminals.
+    /// Folder with the terminals.
     #[arg(long, env = "SEMPA_TERMINALS", value_name = "DIR", default_value = pvm_load_watcher::senses::TERMINALS_DIR)]
     terminals: PathBuf,
-    /// File in which interrupts are counted.
+    /// File with the interrupt counters.
     #[arg(long, env = "SEMPA_INTERRUPTS", value_name = "FILE", default_value = pvm_load_watcher::senses::INTERRUPTS_FILE)]
     interrupts: PathBuf,
-    /// File that says how much memory can be had, as /proc/meminfo does.
+    /// File with the available memory, in the format of /proc/meminfo.
     #[arg(long, env = "SEMPA_MEMINFO", value_name = "FILE")]
     meminfo: Option<PathBuf>,
-    /// The policy of the user of the virtual machine [default: his ~/.config/sempa/owner.toml].
+    /// Policy of the user of the virtual machine [default: the user's ~/.config/sempa/owner.toml].
     #[arg(long, env = "SEMPA_OWNER_POLICY", value_name = "FILE")]
     owner_policy: Option<PathBuf>,
-    /// The administrator's policy; unless the load watcher is root's, it has to be a file of root's.
+    /// Policy of the administrator; it must belong to root unless the load watcher runs as root.
     #[arg(long, env = "SEMPA_ADMIN_POLICY", value_name = "FILE", default_value = pvm_load_watcher::rules::ADMIN_FILE)]
     admin_policy: PathBuf,
-    /// Folder of what owners say with `pvm owner`; unless the load watcher is root's, it has to be a folder of root's.
+    /// Folder with what owners say with `pvm owner`; it must belong to root unless the load watcher
+    /// runs as root.
     #[arg(long, env = "SEMPA_OWNER_WORDS", value_name = "DIR", default_value = pvm_load_watcher::word::WORDS_DIR)]
     owner_words: PathBuf,
-    /// What the user of the virtual machine asks for where owner and administrator say nothing: settings as in a policy file,
-    /// as 'leave_after = 30'.
+    /// Settings that the user of the virtual machine asks for where owner and administrator set
+    /// nothing, in the format of a policy file, as 'leave_after = 30'.
     #[arg(long, env = "SEMPA_GUEST_DEFAULTS", value_name = "SETTINGS", value_parser = parse_settings, default_value = "")]
     guest_defaults: Policy,
 }
@@ -82,7 +88,7 @@ fn run(args: Args) -> anyhow::Result<()> {
     Watcher::new(vm, boss, args)?.run()
 }
 
-/// The error and its causes, each said once: some sentences contain their cause already.
+/// Joins an error and its causes in one line. Omits a cause that the text contains already.
 fn one_line(error: &anyhow::Error) -> String {
     error
         .chain()

@@ -1,9 +1,12 @@
-//! What the tasks of the virtual machine use on this host, and so what others use. A task in a control group of its own is read
-//! by the group, which counts all its processes; of others each process is read, children included. A reading allocates
-//! nothing: all descriptors stay open.
+//! Measures the load of the virtual machine's tasks on this host, and from it the external load of
+//! all other programs.
 //!
-//! The kernel's counters do not say what a task had used that has ended. So a span in which a task of ours came or went gives
-//! no mean, rather than a wrong one.
+//! A task with its own control group is measured by the group's counter, which covers all its
+//! processes. For other tasks each process is measured, including children. All files stay open, so
+//! a measurement allocates no memory.
+//!
+//! The kernel's counters do not include what an exited task had used. A period in which a task
+//! started or ended therefore gives no result instead of a wrong one.
 
 use crate::proc::{CpuTimes, TICK_US, group_used, read, used};
 use nix::time::{ClockId, clock_gettime};
@@ -12,62 +15,62 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-/// Processes and groups that are read; with more there is no figure.
+/// Maximum number of counters (processes and groups); with more there is no result.
 pub const PARTS_MAX: usize = 512;
-/// Bytes of a file that are looked at; they are shorter.
+/// Maximum number of bytes that are read of a file; the files are shorter.
 const TEXT_BYTES_MAX: usize = 1024;
-/// Processors in use below which it does not matter whose they are.
+/// Busy processors of the host below which the origin of the load does not matter.
 pub const QUIET: f32 = 0.25;
-/// Weight of a new measurement in the mean: with one every ten seconds, a mean over about half a minute.
+/// Weight of a new measurement in the mean. With one every ten seconds, the mean covers about half
+/// a minute.
 const WEIGHT: f32 = 0.3;
-/// How the folder of a tasker's control groups is named, in which each task has one.
+/// Prefix of the folder of a tasker's control groups, in which each task has one.
 const GROUPS_NAME: &str = "sempa-";
 
-/// What is read as one.
+/// Source of one counter.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Key {
-    /// A control group.
     Group(PathBuf),
-    /// A process.
     Process(i32),
 }
 
-/// A counter of ours.
+/// An open counter of CPU time.
 #[derive(Debug)]
 struct Part {
     file: File,
-    /// What it said last, in microseconds.
+    /// Last value in microseconds.
     last: u64,
-    /// It is a task, or stands for one; not a child, whose parent counts it when it has ended.
+    /// True for a task's main process or group. False for a child process, whose time is included
+    /// in its parent's after its exit.
     task: bool,
 }
 
-/// The processes of our tasks.
+/// CPU time of the tasks of the virtual machine.
 #[derive(Debug)]
 pub struct Ours {
     root: PathBuf,
     parts: BTreeMap<Key, Part>,
-    /// There are more than are read.
+    /// True if there are more counters than are read.
     many: bool,
-    /// A task came or went since the last measurement.
+    /// True if a task started or ended since the last measurement.
     changed: bool,
-    /// What all have used since this was made, in microseconds.
+    /// Total use of all tasks since this value was created, in microseconds.
     spent: u64,
     sampled: Option<(CpuTimes, u64)>,
     before: Option<(CpuTimes, u64)>,
-    /// Ticks since boot when it was last looked who there is.
+    /// Clock ticks since boot at which the processes were last listed.
     looked: u64,
     mean: Option<f32>,
 }
 
-/// Ticks since boot.
+/// Returns the clock ticks since boot.
 fn ticks_now() -> u64 {
     let since = clock_gettime(ClockId::CLOCK_BOOTTIME)
         .map_or(0, |time| time.tv_sec() * 100 + time.tv_nsec() / 10_000_000);
     u64::try_from(since).unwrap_or(0)
 }
 
-/// The control group of a task, if it has one of its own.
+/// Returns the control group of a task if it has its own.
 fn group_of(root: &Path, pid: i32, mounts: &[u8]) -> Option<PathBuf> {
     let text = fs::read(root.join(pid.to_string()).join("cgroup")).ok()?;
     let group = folder(mounts, &text, None)?;
@@ -75,7 +78,7 @@ fn group_of(root: &Path, pid: i32, mounts: &[u8]) -> Option<PathBuf> {
     (name.starts_with(GROUPS_NAME) && group.join("cpu.stat").exists()).then_some(group)
 }
 
-/// The processes that a process has made, and those that they have made.
+/// Returns all descendants of a process.
 fn descendants(root: &Path, pid: i32) -> BTreeSet<i32> {
     let (mut open, mut all) = (vec![pid], BTreeSet::new());
     while let Some(parent) = open.pop().filter(|_| all.len() < PARTS_MAX) {
@@ -89,13 +92,14 @@ fn descendants(root: &Path, pid: i32) -> BTreeSet<i32> {
     all
 }
 
-/// All processes of a task whose main process this is: everybody in its control group, or else all that it has made.
+/// Returns all processes of the task with this main process: the members of its control group, or
+/// else the process and its descendants.
 pub fn family(root: &Path, pid: i32) -> BTreeSet<i32> {
     let mounts = fs::read(root.join("self/mountinfo")).unwrap_or_default();
     let inside = group_of(root, pid, &mounts)
         .and_then(|group| fs::read_to_string(group.join("cgroup.procs")).ok());
     let mut all = match inside {
-        // Whom the kernel does not name here it calls 0.
+        // The kernel reports processes outside of this PID namespace as 0.
         Some(text) => text
             .lines()
             .filter_map(|line| line.parse().ok())
@@ -117,7 +121,7 @@ impl Key {
 }
 
 impl Ours {
-    /// Nobody yet; `root` is /proc but in tests.
+    /// Creates the measurement without tasks. `root` is /proc except in tests.
     pub fn new(root: &Path) -> Ours {
         Ours {
             root: root.to_path_buf(),
@@ -132,7 +136,7 @@ impl Ours {
         }
     }
 
-    /// These are the processes of our tasks now, as their daemon names them; the others that they have made are looked up.
+    /// Sets the main processes of our tasks, as the daemon names them. Their descendants are added.
     pub fn set(&mut self, pids: &[i32]) {
         let mounts = fs::read(self.root.join("self/mountinfo")).unwrap_or_default();
         let mut wanted: BTreeMap<Key, (i32, bool)> = BTreeMap::new();
@@ -149,7 +153,7 @@ impl Ours {
         }
         self.many = wanted.len() > PARTS_MAX;
         let looked = std::mem::replace(&mut self.looked, ticks_now());
-        // What it used since it was read last is read once more.
+        // Reads the counters once more before some of them are removed.
         self.spend();
         let changed = &mut self.changed;
         self.parts.retain(|key, part| {
@@ -167,7 +171,8 @@ impl Ours {
         }
     }
 
-    /// Begins to read one. What it used before it was looked last does not count; one that was started since is ours as a whole.
+    /// Opens a counter. Time used before this call does not count, unless the process started after
+    /// `looked`, the previous listing; then all its time counts.
     fn open(&self, key: &Key, pid: i32, task: bool, looked: u64) -> Option<Part> {
         let stat = self.root.join(pid.to_string()).join("stat");
         let file = match key {
@@ -188,7 +193,7 @@ impl Ours {
         })
     }
 
-    /// Adds up what all have used since they were read last.
+    /// Adds the use of all counters since their last reading to the total.
     fn spend(&mut self) {
         let mut text = [0; TEXT_BYTES_MAX];
         for (key, part) in &mut self.parts {
@@ -205,15 +210,16 @@ impl Ours {
         }
     }
 
-    /// True when what is busy on the host is more than what may be left out of account, so that it has to be known whose it
-    /// is. `times` are those of the newest sample.
+    /// True if the host is so busy since the last measurement that the origin of the load matters.
+    /// `times` are those of the newest sample.
     pub fn is_needed(&self, times: CpuTimes, cores: u32) -> bool {
         let busy = self.before.and_then(|(before, _)| times.busy_since(before));
         busy.is_none_or(|busy| busy * cores as f32 >= QUIET)
     }
 
-    /// Processors that our tasks have used since the call before this one, which was for the sample before; `None` the first time,
-    /// and when not all are read. `times` are those of the newest sample.
+    /// Returns the processors that our tasks have used since the previous call, which must have
+    /// belonged to the previous sample. `None` at the first call, and if not all counters are read.
+    /// `times` are those of the newest sample.
     pub fn sample(&mut self, times: CpuTimes, cores: u32) -> Option<f32> {
         self.spend();
         let (before, spent) = self.sampled.replace((times, self.spent))?;
@@ -224,13 +230,13 @@ impl Ours {
         (!self.many).then(|| processors(self.spent - spent, total, cores))
     }
 
-    /// There is no figure for this sample; the next one counts from a new begin.
+    /// Omits a sample; the next period starts with the next call.
     pub fn skip(&mut self) {
         self.sampled = None;
     }
 
-    /// Processors that others used since the last measurement, as a mean over some measurements. `None` while it cannot be
-    /// told: the first time, and when tasks of ours came or went; unless so little was used by all that it does not matter.
+    /// Returns the mean external load in processors over several measurements. `None` at the first
+    /// call, and if tasks of ours started or ended, unless the total load is too low to matter.
     pub fn measure(&mut self, times: CpuTimes, cores: u32) -> Option<f32> {
         self.spend();
         let comparable = !std::mem::take(&mut self.changed) && !self.many;
@@ -253,7 +259,8 @@ impl Ours {
     }
 }
 
-/// Processors that so much use is, in so much time of all processors together, both in microseconds.
+/// Converts CPU time used to processors. `total` is the time of all processors together; both are
+/// in microseconds.
 fn processors(spent: u64, total: u64, cores: u32) -> f32 {
     spent as f32 / total as f32 * cores as f32
 }
@@ -287,7 +294,7 @@ mod tests {
         }
     }
 
-    /// Of so many clock ticks.
+    /// Arguments are clock ticks.
     fn times(total: u64, idle: u64) -> CpuTimes {
         CpuTimes {
             total: total * TICK_US,
@@ -295,8 +302,9 @@ mod tests {
         }
     }
 
+    /// Busy time that is not ours is external load.
     #[test]
-    fn what_is_busy_and_not_ours_is_others() {
+    fn busy_time_of_others_is_external_load() {
         let proc = Proc::new();
         let mut ours = Ours::new(proc.0.path());
         proc.task(5, 100);
@@ -305,7 +313,8 @@ mod tests {
             (ours.measure(times(0, 0), 2), ours.sample(times(0, 0), 2)),
             (None, None)
         );
-        // Two processors for a hundred ticks each: one and a half busy, one of it ours.
+        // Two processors had a hundred ticks each: one and a half were busy, one of these with our
+        // task.
         proc.task(5, 200);
         assert_eq!(
             (
@@ -314,7 +323,7 @@ mod tests {
             ),
             (Some(1.0), Some(0.5))
         );
-        // Then only ours; the mean follows.
+        // Afterwards only our task is busy, and the mean decreases.
         proc.task(5, 300);
         let mean = ours.measure(times(400, 150), 2).expect("comparable");
         assert!(mean > 0.0 && mean < 0.5, "{mean}");
@@ -327,8 +336,9 @@ mod tests {
         assert_eq!(ours.sample(times(600, 150), 2), None);
     }
 
+    /// The time of a task's children counts as ours, even after their exit.
     #[test]
-    fn the_children_of_a_task_are_ours_also_when_they_have_ended() {
+    fn task_children_count_even_after_exit() {
         let proc = Proc::new();
         let mut ours = Ours::new(proc.0.path());
         proc.task(5, 0);
@@ -344,7 +354,7 @@ mod tests {
         proc.task(6, 90);
         proc.task(8, 50);
         assert_eq!(ours.sample(times(200, 100), 2), Some(1.0));
-        // One has ended, and its parent has it in its own times.
+        // One child has exited, and its time is included in its parent's.
         fs::remove_file(proc.0.path().join("6/stat")).expect("the test's own file");
         proc.task(5, 90);
         proc.task(8, 60);
@@ -357,8 +367,9 @@ mod tests {
         );
     }
 
+    /// A task with its own control group is measured by the group's counter.
     #[test]
-    fn a_task_in_a_group_of_its_own_is_read_by_it_with_all_that_has_run_there() {
+    fn task_with_own_group_is_measured_by_group() {
         let proc = Proc::new();
         let mount = proc.0.path().join("groups");
         proc.write(
@@ -367,7 +378,7 @@ mod tests {
         );
         proc.write("5/cgroup", "1:cpu:/\n0::/sempa-x1/3\n");
         proc.task(5, 1000);
-        // The daemon is in a group of everybody's.
+        // The daemon is in the root group.
         proc.write("4/cgroup", "0::/\n");
         proc.task(4, 7);
         let group = |used: u64| {
@@ -387,8 +398,10 @@ mod tests {
         assert_eq!(ours.sample(times(200, 100), 2), Some(1.0));
     }
 
+    /// A period in which a task started or ended gives no result, unless the load is too low to
+    /// matter.
     #[test]
-    fn a_span_in_which_tasks_came_or_went_gives_no_figure() {
+    fn period_with_task_change_gives_no_result() {
         let proc = Proc::new();
         let mut ours = Ours::new(proc.0.path());
         assert_eq!(ours.measure(times(0, 0), 1), None);
@@ -415,8 +428,9 @@ mod tests {
         );
     }
 
+    /// On a host with little load the origin of the load is not measured.
     #[test]
-    fn a_quiet_host_is_not_looked_into() {
+    fn idle_host_needs_no_measurement() {
         let mut ours = Ours::new(Path::new("/nowhere"));
         assert!(
             ours.is_needed(times(0, 0), 2),
@@ -427,8 +441,9 @@ mod tests {
         assert!(ours.is_needed(times(200, 150), 2));
     }
 
+    /// The time of a real child process counts from its start.
     #[test]
-    fn a_real_child_that_computes_is_counted_from_its_birth() {
+    fn new_child_counts_from_its_start() {
         let mut ours = Ours::new(Path::new("/proc"));
         let own = std::process::id().cast_signed();
         ours.set(&[own]);

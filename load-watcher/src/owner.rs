@@ -1,5 +1,19 @@
-//! What all signs of life add up to: is the owner of this host absent, perhaps there, or present, how sure is that, and why.
-//! Pure. Each sign is known, or not available with a reason; what is not available neither speaks for an owner nor against.
+//! Derives from all signs whether the owner of this host is absent, possibly present, or present,
+//! with a confidence and a reason. Pure.
+//!
+//! Each source is available, or unavailable with a reason. An unavailable source counts neither for
+//! nor against the presence of an owner. [`Sense::verdict`] checks the signs in this order; the
+//! first that applies decides:
+//!
+//! 1. an owner's override "here": present;
+//! 2. a login with recent input, or with input that no source can tell: present (an override "away"
+//!    hides the user's own logins, or all logins if its user counts as the owner of the whole
+//!    machine);
+//! 3. an override "away", with no other login left: absent;
+//! 4. recent input of keyboard or mouse without a login: present;
+//! 5. a login without recent input: possibly present;
+//! 6. high external load: possibly present;
+//! 7. otherwise absent.
 
 use crate::sessions::{Idle, Session, all_logins};
 use crate::word::{Said, State, Word};
@@ -8,109 +22,105 @@ use sempa_proto::load::{Login, OwnerVerdict};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// Somebody who uses keyboard or mouse without a login (at a greeter) is there for so long after the last time.
+/// Time after input at keyboard or mouse during which a person without a login (at a greeter)
+/// counts as present.
 pub const KEYS_SPAN: Micros = Micros::from_secs(300);
-/// From so many processors used by programs that are not ours on, somebody may need the machine.
+/// External load, in processors, from which somebody possibly uses the machine.
 pub const FOREIGN_HIGH: f32 = 0.5;
-/// Below so many he does not any more.
+/// External load, in processors, below which this ends again.
 pub const FOREIGN_LOW: f32 = 0.25;
-/// A word counts against a visit that ends only when it was said so long before.
+/// Minimum age of an override that a logout ends, so that a user can set one and then log out.
 const JUST_SAID: Micros = Micros::from_secs(2);
 
-/// What reading the login records gave.
+/// Result of reading the login records.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Records {
-    /// Who is logged in, earliest first.
+    /// Users who are logged in, earliest first.
     Logins(Vec<Login>),
-    /// There is no such file.
+    /// The file does not exist.
     Missing,
-    /// It cannot be read; the system's words.
+    /// The file cannot be read, with the system's error text.
     Unreadable(String),
 }
 
-/// What one source says.
+/// Information of one source.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Evidence<T> {
-    /// This.
     Known(T),
-    /// Nothing, and why.
+    /// The source is unavailable, with the reason.
     Missing(String),
 }
 
-/// Keyboard and mouse.
+/// Use of keyboard and mouse.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Keys {
-    /// Since when they are looked at.
+    /// Time since when they are observed.
     pub watched: Micros,
-    /// When they were last seen to be used.
+    /// Time of the last observed use.
     pub used: Option<Micros>,
 }
 
-/// An owner's word and whose it is.
+/// An owner's override and its user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spoken {
-    /// The user's number.
     pub uid: u32,
-    /// The user's name.
     pub user: String,
-    /// What was said.
     pub word: Word,
 }
 
 /// All signs at one moment. Times are times of day.
 #[derive(Clone, Debug)]
 pub struct Signs<'a> {
-    /// Where the login records are.
+    /// Path of the login records.
     pub path: &'a Path,
-    /// The login records.
     pub records: &'a Records,
-    /// Sessions of systemd-logind.
+    /// Sessions that systemd-logind knows.
     pub sessions: &'a Evidence<Vec<Session>>,
-    /// Why logind cannot be asked; `None`: these are its answers, not its files.
+    /// Why logind cannot be queried over D-Bus; the sessions then come from its files. `None` if
+    /// they come from logind.
     pub unasked: Option<&'a str>,
-    /// When the terminals of logins were last typed at; a line that is missing is one whose terminal cannot be looked at.
+    /// Time of the last input at the terminal of each login. A line is missing if its terminal
+    /// cannot be examined.
     pub typed: &'a BTreeMap<String, Micros>,
-    /// Keyboard and mouse.
     pub keys: &'a Evidence<Keys>,
-    /// Processors that programs which are not ours use, as a mean.
+    /// Mean number of processors that programs outside of the virtual machine use.
     pub foreign: &'a Evidence<f32>,
-    /// Explicit words.
+    /// Overrides of all users.
     pub words: &'a [Spoken],
-    /// Users whose word counts besides root's; everybody's when nobody is named.
+    /// Users who count as owners in addition to root; `None` if all users do.
     pub owners: Option<&'a [String]>,
-    /// A login without input for so long is perhaps nobody.
+    /// Time without input after which a login counts as possibly absent.
     pub idle_after: Micros,
 }
 
-/// The result.
+/// The verdict on the owner with its explanation.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sensed {
-    /// The verdict.
     pub owner: OwnerVerdict,
-    /// How sure it is, in percent.
+    /// Confidence of the verdict in percent.
     pub confidence: u8,
-    /// One plain sentence that says why.
+    /// The reason, as one plain sentence.
     pub why: String,
-    /// The logins behind it.
+    /// The logins on which the verdict is based.
     pub logins: Vec<Login>,
-    /// Each source by name and what it says.
+    /// Name and state of each source.
     pub sources: Vec<(&'static str, String)>,
 }
 
-/// Remembers since when it is as it is.
+/// Derives verdicts, and remembers since when the current state holds.
 #[derive(Debug, Default)]
 pub struct Sense {
     seen: Option<Micros>,
     maybe: Option<Micros>,
     left: Option<Micros>,
-    /// Load that is not ours was high, and has not been low since.
+    /// External load was high and has not been low since.
     loaded: bool,
     visits: Option<BTreeSet<(String, Micros)>>,
-    /// Words that a login or logout has ended.
+    /// Overrides that a login or logout has ended: uid and time of each.
     over: BTreeSet<(u32, Micros)>,
 }
 
-/// A time of day (UTC) for a sentence.
+/// Formats a time of day (UTC) for a sentence.
 pub fn clock(at: Micros) -> String {
     let seconds = at.0 / 1_000_000 % 86_400;
     format!(
@@ -121,7 +131,7 @@ pub fn clock(at: Micros) -> String {
     )
 }
 
-/// "alice is logged in on pts/3 from h9".
+/// Returns a phrase such as "alice is logged in on pts/3 from h9".
 fn logged_in(login: &Login) -> String {
     let from = if login.from.is_empty() {
         String::new()
@@ -139,7 +149,7 @@ fn and_more(others: usize) -> String {
     }
 }
 
-/// Who is logged in, as far as the sources tell; earliest first.
+/// Returns the users who are logged in according to the available sources, earliest first.
 pub fn logins(records: &Records, sessions: &Evidence<Vec<Session>>) -> Vec<Login> {
     let records = match records {
         Records::Logins(logins) => logins.as_slice(),
@@ -153,11 +163,11 @@ pub fn logins(records: &Records, sessions: &Evidence<Vec<Session>>) -> Vec<Login
 }
 
 impl Signs<'_> {
-    /// When somebody who is logged in last gave a sign of life; `None` when nobody can tell. What is typed at a screen does
-    /// not pass through the terminal of its session.
+    /// Returns the time of the last input of a login; `None` if no source can tell. Input at a
+    /// screen does not pass through the terminal of its session.
     fn last_input(&self, now: Micros, login: &Login) -> Option<Micros> {
         let Login { line, from, .. } = login;
-        // Records of screens name the display, or the terminal, as the place that the login came from.
+        // A login record of a screen has the display or the terminal in its `from` field.
         let of_screen = line.starts_with(':') || from.starts_with(':') || from == line;
         let keys = match self.keys {
             Evidence::Known(keys) if from.is_empty() || of_screen => {
@@ -174,7 +184,8 @@ impl Signs<'_> {
             .copied()
             .filter(|_| !of_screen && session.is_none());
         let told = match session.map(|s| s.idle) {
-            // Some desktops never call themselves idle. Keys that have been seen to count know better.
+            // Some desktops never report idleness. Keyboard interrupts are more reliable if they
+            // were ever observed.
             Some(Idle::InUse)
                 if !matches!(self.keys, Evidence::Known(Keys { used: Some(_), .. })) =>
             {
@@ -187,7 +198,7 @@ impl Signs<'_> {
         Some(last.max(login.at))
     }
 
-    /// Sessions with a screen.
+    /// Returns the sessions with a screen.
     fn screens(&self) -> impl Iterator<Item = &Session> {
         let all = match self.sessions {
             Evidence::Known(sessions) => sessions.as_slice(),
@@ -196,7 +207,7 @@ impl Signs<'_> {
         all.iter().filter(|s| s.graphical)
     }
 
-    /// What desktops say of their screens.
+    /// Describes what desktops report about their screens.
     fn screens_say(&self, now: Micros) -> String {
         if let Some(why) = self.unasked {
             return format!("not available: {why}");
@@ -223,12 +234,13 @@ impl Signs<'_> {
         spoken.uid == 0 || self.owners.is_none_or(named)
     }
 
-    /// True when this user's word is about the whole machine and not only about himself.
+    /// True if this user's override applies to the whole machine, not only to the user's own
+    /// logins.
     fn speaks_for_all(&self, spoken: &Spoken) -> bool {
         spoken.uid == 0 || self.owners.is_some()
     }
 
-    /// True when nobody can tell who is logged in.
+    /// True if no source can tell who is logged in.
     fn is_blind(&self) -> bool {
         !matches!(self.records, Records::Logins(_)) && matches!(self.sessions, Evidence::Missing(_))
     }
@@ -324,7 +336,7 @@ impl Signs<'_> {
     }
 }
 
-/// A verdict without what surrounds it.
+/// A verdict without the remembered times.
 enum Found {
     Present {
         since: Option<Micros>,
@@ -343,7 +355,7 @@ enum Found {
 }
 
 impl Sense {
-    /// The verdict at `now` (time of day).
+    /// Returns the verdict at `now` (time of day).
     pub fn verdict(&mut self, now: Micros, signs: &Signs<'_>) -> Sensed {
         let all = logins(signs.records, signs.sessions);
         self.end_words(now, signs, &all);
@@ -366,7 +378,7 @@ impl Sense {
         }
     }
 
-    /// Words end with the next login, and with a logout.
+    /// Ends overrides: a login that is later than an override ends it, and so does a logout.
     fn end_words(&mut self, now: Micros, signs: &Signs<'_>, logins: &[Login]) {
         let visits: BTreeSet<(String, Micros)> =
             logins.iter().map(|l| (l.line.clone(), l.at)).collect();
@@ -377,7 +389,7 @@ impl Sense {
         let newest = logins.iter().map(|l| l.at).max();
         let said = |s: &Spoken| Some((s.uid, s.word.said?));
         let known: Vec<(u32, Said)> = signs.words.iter().filter_map(said).collect();
-        // What is no word any more need not be remembered.
+        // Forget ended overrides that no longer exist.
         self.over
             .retain(|(uid, at)| known.iter().any(|(u, said)| (u, said.at) == (uid, *at)));
         for (uid, said) in known {
@@ -524,7 +536,7 @@ impl Sense {
     }
 }
 
-/// Somebody who is logged in and not idle.
+/// Returns a finding if a user is logged in and not idle.
 fn at_the_machine(now: Micros, signs: &Signs<'_>, logins: &[&Login]) -> Option<Found> {
     let idle = |login: &Login| signs.last_input(now, login).map(|at| now.since(at));
     let active = |login: &&&Login| idle(login).is_none_or(|span| span < signs.idle_after);

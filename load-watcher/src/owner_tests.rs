@@ -1,4 +1,4 @@
-//! Cases and properties of the verdict.
+//! Unit tests and properties of the owner verdict.
 
 use super::*;
 use crate::policy::Policy;
@@ -15,7 +15,7 @@ fn login(user: &str, line: &str, at: u64) -> Login {
     }
 }
 
-/// What a test changes, and what it leaves.
+/// The signs of one test case.
 #[derive(Debug)]
 struct Scene {
     records: Records,
@@ -81,8 +81,9 @@ fn spoken(uid: u32, user: &str, state: State, at: u64, until: u64) -> Spoken {
     }
 }
 
+/// The verdict contains the start of the visit while it lasts, and its end afterwards.
 #[test]
-fn the_verdict_keeps_when_the_visit_began_and_ended() {
+fn verdict_keeps_start_and_end_of_visit() {
     let mut sense = Sense::default();
     let mut at = |now: u64, logins: Vec<Login>| {
         let sensed = Scene::with(logins).at(&mut sense, now);
@@ -123,8 +124,10 @@ fn the_verdict_keeps_when_the_visit_began_and_ended() {
     );
 }
 
+/// Without login records the owner counts as absent, and the reason says so; with sessions the
+/// confidence is higher.
 #[test]
-fn a_missing_file_is_nobody_and_says_so() {
+fn missing_login_records_mean_absent_with_reason() {
     let sensed = Scene {
         records: Records::Missing,
         ..Scene::with(Vec::new())
@@ -143,7 +146,7 @@ fn a_missing_file_is_nobody_and_says_so() {
         "logins are unknown: /x/utmp cannot be read: permission denied"
     );
     assert!(sensed.confidence <= 50);
-    // Where systemd keeps sessions, a login record is not needed.
+    // If systemd keeps sessions, no login record is needed.
     let sessions = Evidence::Known(Vec::new());
     let sensed = Scene {
         records: Records::Missing,
@@ -170,8 +173,9 @@ fn at_a_screen(user: &str, at: u64) -> Session {
     }
 }
 
+/// For a login at a screen, keyboard and mouse count, not the input of its terminal.
 #[test]
-fn what_is_typed_at_a_screen_does_not_pass_through_its_terminal() {
+fn screen_logins_ignore_terminal_input() {
     let mut scene = Scene {
         sessions: Evidence::Known(vec![at_a_screen("olga", 50)]),
         ..Scene::with(Vec::new())
@@ -189,7 +193,7 @@ fn what_is_typed_at_a_screen_does_not_pass_through_its_terminal() {
         scene.once(90_000).owner,
         OwnerVerdict::Maybe { .. }
     ));
-    // The same by login records alone, as display managers write them.
+    // The same from login records alone, as display managers write them.
     for (line, from) in [("tty2", "tty2"), (":0", ":0"), ("tty2", ":0")] {
         let mut scene = Scene::with(vec![Login {
             from: from.into(),
@@ -211,7 +215,8 @@ fn what_is_typed_at_a_screen_does_not_pass_through_its_terminal() {
     }
 }
 
-/// Olga at a screen whose desktop says this about it, on a machine whose keyboard has no interrupts of its own.
+/// Returns a scene with Olga at a screen whose desktop reports this idle state. Keyboard and mouse
+/// have no observable interrupts.
 fn whose_desktop_says(idle: Idle) -> Scene {
     let session = Session {
         idle,
@@ -224,8 +229,9 @@ fn whose_desktop_says(idle: Idle) -> Scene {
     }
 }
 
+/// A desktop that reports an idle screen determines since when its user may be absent.
 #[test]
-fn a_desktop_that_calls_its_screen_idle_says_since_when() {
+fn idle_desktop_reports_start_of_idle_time() {
     let mut sense = Sense::default();
     let scene = whose_desktop_says(Idle::Since(Micros::from_secs(80_000)));
     assert!(matches!(
@@ -250,7 +256,7 @@ fn a_desktop_that_calls_its_screen_idle_says_since_when() {
         matches!(back.owner, OwnerVerdict::Present { .. }),
         "{back:?}"
     );
-    // The record of the same login names the display; it is the same screen.
+    // The login record of the same login names the display; both mean one screen.
     let record = Login {
         from: ":0".into(),
         ..login("olga", ":0", 50)
@@ -265,8 +271,10 @@ fn a_desktop_that_calls_its_screen_idle_says_since_when() {
     ));
 }
 
+/// A screen that is reported to be in use counts, unless observed keyboard interrupts contradict
+/// it.
 #[test]
-fn a_screen_in_use_counts_unless_keys_that_can_be_seen_say_otherwise() {
+fn observed_keys_override_screen_in_use() {
     let mut scene = whose_desktop_says(Idle::InUse);
     let keys = |used| {
         Evidence::Known(Keys {
@@ -286,8 +294,9 @@ fn a_screen_in_use_counts_unless_keys_that_can_be_seen_say_otherwise() {
     );
 }
 
+/// A session without a login record is enough for a present owner.
 #[test]
-fn a_session_alone_is_somebody() {
+fn session_without_record_counts_as_present() {
     let desk = at_a_screen("olga", 50);
     let scene = Scene {
         sessions: Evidence::Known(vec![desk]),
@@ -301,8 +310,10 @@ fn a_session_alone_is_somebody() {
     assert_eq!(sensed.why, "olga is logged in on tty2 since 00:00:50 UTC");
 }
 
+/// A login without input for a quarter of an hour counts as possibly absent, and as present again
+/// at the first key.
 #[test]
-fn a_login_without_input_for_a_quarter_of_an_hour_is_perhaps_nobody_and_the_first_key_is_somebody()
+fn idle_login_is_maybe_until_first_key()
 {
     let mut scene = Scene::with(vec![login("alice", "pts/3", 1000)]);
     scene.typed.insert("pts/3".into(), Micros::from_secs(2000));
@@ -335,8 +346,9 @@ fn a_login_without_input_for_a_quarter_of_an_hour_is_perhaps_nobody_and_the_firs
     assert_eq!(back.confidence, 99);
 }
 
+/// Keyboard and mouse count for local logins and for a person at a greeter, not for remote logins.
 #[test]
-fn keyboard_and_mouse_speak_for_local_logins_and_for_people_at_a_greeter() {
+fn keys_count_for_local_logins_and_greeter() {
     let local = Login {
         from: String::new(),
         ..login("olga", "tty2", 1000)
@@ -372,7 +384,7 @@ fn keyboard_and_mouse_speak_for_local_logins_and_for_people_at_a_greeter() {
         scene.once(89_990 + 300).owner,
         OwnerVerdict::Absent { .. }
     ));
-    // Who is logged in from elsewhere does not touch this keyboard.
+    // A user who is logged in over the network does not touch this keyboard.
     scene.records = Records::Logins(vec![login("alice", "pts/3", 1000)]);
     scene.typed.insert("pts/3".into(), Micros::from_secs(1000));
     assert!(matches!(
@@ -381,8 +393,9 @@ fn keyboard_and_mouse_speak_for_local_logins_and_for_people_at_a_greeter() {
     ));
 }
 
+/// High external load counts as a possibly present owner until it is low again.
 #[test]
-fn load_that_is_not_ours_is_perhaps_somebody_until_it_is_low() {
+fn external_load_is_maybe_until_low_again() {
     let mut scene = Scene::with(Vec::new());
     let mut sense = Sense::default();
     for (cores, maybe) in [
@@ -407,8 +420,9 @@ fn load_that_is_not_ours_is_perhaps_somebody_until_it_is_low() {
     );
 }
 
+/// An owner's override counts more than all other signs until its time is over.
 #[test]
-fn an_owners_word_counts_more_than_any_sign_and_ends() {
+fn override_beats_all_signs_until_it_expires() {
     let mut scene = Scene::with(vec![login("olga", "pts/3", 1000)]);
     scene.words = vec![spoken(5, "olga", State::Away, 2000, 3000)];
     let away = scene.once(2500);
@@ -444,8 +458,9 @@ fn an_owners_word_counts_more_than_any_sign_and_ends() {
     ));
 }
 
+/// An override ends with the next login or logout, unless the user gave it a duration.
 #[test]
-fn a_word_ends_with_the_next_login_and_with_a_logout_unless_it_has_a_time_of_its_own() {
+fn override_ends_with_login_or_logout() {
     let mut scene = Scene::with(vec![login("olga", "pts/3", 1000)]);
     scene.words = vec![spoken(5, "olga", State::Away, 2000, 9000)];
     let mut sense = Sense::default();
@@ -473,7 +488,7 @@ fn a_word_ends_with_the_next_login_and_with_a_logout_unless_it_has_a_time_of_its
         scene.at(&mut sense, 2200).owner,
         OwnerVerdict::Absent { .. }
     ));
-    // With `--for`.
+    // An override set with `--for` does not end with a visit.
     if let Some(said) = &mut scene.words[0].word.said {
         said.visit = false;
     }
@@ -483,8 +498,10 @@ fn a_word_ends_with_the_next_login_and_with_a_logout_unless_it_has_a_time_of_its
     ));
 }
 
+/// The override "away" hides only the user's own logins, unless the administrator has named the
+/// user as an owner.
 #[test]
-fn who_is_away_speaks_for_himself_unless_the_administrator_has_named_the_owners() {
+fn away_hides_own_logins_unless_named_owner() {
     let mut scene = Scene::with(vec![
         login("olga", "pts/3", 1000),
         login("bob", "pts/4", 1000),
@@ -509,8 +526,9 @@ fn who_is_away_speaks_for_himself_unless_the_administrator_has_named_the_owners(
     );
 }
 
+/// The assessment describes every source.
 #[test]
-fn every_source_says_something() {
+fn every_source_is_described() {
     let sensed = Scene::with(vec![login("olga", "pts/3", 1000)]).once(2000);
     let names: Vec<&str> = sensed.sources.iter().map(|(name, _)| *name).collect();
     assert_eq!(
@@ -615,8 +633,9 @@ fn any_scene() -> impl Strategy<Value = Scene> {
 }
 
 proptest! {
+    /// Every verdict has a reason, a confidence of at most 100 %, and no time in the future.
     #[test]
-    fn every_verdict_has_a_reason_a_sane_confidence_and_no_time_in_the_future(scene in any_scene(), now in 5000_u64..20_000) {
+    fn verdicts_are_well_formed(scene in any_scene(), now in 5000_u64..20_000) {
         let sensed = scene.once(now);
         prop_assert!(sensed.confidence <= 100 && !sensed.why.is_empty() && sensed.why.lines().count() == 1);
         let now = Micros::from_secs(now);
@@ -627,14 +646,15 @@ proptest! {
         }
     }
 
+    /// An additional login never makes the owner count as less present.
     #[test]
-    fn somebody_more_never_makes_the_machine_freer(mut scene in any_scene(), now in 5000_u64..20_000) {
+    fn additional_login_never_lowers_verdict(mut scene in any_scene(), now in 5000_u64..20_000) {
         scene.words.clear();
         scene.records = match scene.records {
             Records::Logins(logins) => Records::Logins(logins),
             _ => Records::Logins(Vec::new()),
         };
-        // Keys of a person at the greeter are taken for those of whoever is logged in.
+        // Input of a person at the greeter would be attributed to the user who is logged in.
         scene.keys = Evidence::Missing("not looked at".into());
         let before = rank(&scene.once(now).owner);
         if let Records::Logins(logins) = &mut scene.records {
@@ -643,15 +663,17 @@ proptest! {
         prop_assert!(rank(&scene.once(now).owner) >= before);
     }
 
+    /// Without new signs the verdict never changes towards present.
     #[test]
-    fn without_anything_new_time_alone_never_makes_somebody_appear(scene in any_scene(), now in 9000_u64..20_000, more in 0_u64..20_000) {
+    fn time_alone_never_raises_verdict(scene in any_scene(), now in 9000_u64..20_000, more in 0_u64..20_000) {
         let mut scene = scene;
         scene.words.clear();
         prop_assert!(rank(&scene.once(now + more).owner) <= rank(&scene.once(now).owner));
     }
 
+    /// The same signs at the same time give the same verdict.
     #[test]
-    fn the_same_signs_again_give_the_same_verdict(scene in any_scene(), now in 5000_u64..20_000) {
+    fn equal_signs_give_equal_verdicts(scene in any_scene(), now in 5000_u64..20_000) {
         let mut sense = Sense::default();
         let first = scene.at(&mut sense, now);
         prop_assert_eq!(scene.at(&mut sense, now), first);

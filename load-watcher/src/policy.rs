@@ -1,5 +1,10 @@
-//! What owner, administrator and user say about guests: TOML files, merged so that the owner's word wins over the
-//! administrator's and his over the user's. Pure; any text is accepted or refused with the line that is wrong.
+//! Policies about guests: TOML files of the owner, the administrator and the user of the virtual
+//! machine, and the rules for merging them. Pure.
+//!
+//! - Setting by setting, the owner's value wins over the administrator's, and the administrator's
+//!   over the user's ([`Merged::or`]).
+//! - Several owners have equal rights, so the most restrictive value wins ([`Merged::and`]).
+//! - A malformed text is refused with the line of its error.
 
 use crate::hours::Hours;
 use sempa_proto::owner::Leave;
@@ -11,29 +16,28 @@ use std::str::FromStr;
 use thiserror::Error;
 use toml::Spanned;
 
-/// Bytes of a policy file at most.
+/// Maximum size of a policy file in bytes.
 pub const POLICY_BYTES_MAX: usize = 64 << 10;
-/// Entries of one list in a policy file at most.
+/// Maximum number of entries of one list in a policy file.
 pub const ENTRIES_MAX: usize = 256;
-/// Entries of a list that several owners have said together at most.
+/// Maximum number of entries of a list that several owners' lists were merged into.
 const JOINED_MAX: usize = 4 * ENTRIES_MAX;
-/// Longest time that guests may be let wait: a day.
+/// Longest allowed `leave_after`, in seconds: a day.
 pub const LEAVE_AFTER_S_MAX: u64 = 86_400;
-/// Minutes after which a login without input counts as idle, unless the policy says otherwise.
+/// Default for `idle_after_min`: minutes without input after which a login counts as idle.
 pub const IDLE_AFTER_MIN: u32 = 15;
 
-/// An amount of memory: bytes, or a number with K, M, G or T.
+/// An amount of memory. In a file it is a number of bytes, or a text with the suffix K, M, G or T.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "NumberOrText")]
 pub struct Size(pub u64);
 
-/// When guests leave that are not wanted any more.
+/// When guests must leave after they are no longer welcome.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "NumberOrText")]
 pub enum LeaveAfter {
-    /// After so many seconds.
     Seconds(u64),
-    /// Not at all: they wait.
+    /// They stay paused and never leave.
     Never,
 }
 
@@ -108,25 +112,25 @@ impl fmt::Display for LeaveAfter {
     }
 }
 
-/// Programs and users that are never let in.
+/// Programs and users that are never admitted.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Blocked {
-    /// Names or paths of programs; `*` stands for anything.
+    /// Names or paths of programs; `*` matches anything.
     pub programs: Option<Vec<String>>,
-    /// Users.
     pub users: Option<Vec<BlockedUser>>,
 }
 
-/// A user who is never let in, as somebody has said it. Wherever it is said, the same name means the same.
+/// A user who is never admitted, as written in a policy file. Two entries with the same name are
+/// equal, wherever they were written.
 #[derive(Clone, Debug, Eq, Deserialize)]
 #[serde(from = "Spanned<NumberOrText>")]
 pub struct BlockedUser {
-    /// His name, or his number.
+    /// Login name, or uid as text.
     pub name: String,
-    /// File and line in which it is said.
+    /// File and line of the entry.
     pub place: String,
-    /// The byte of the text at which it is said.
+    /// Byte offset of the entry in its file.
     at: usize,
 }
 
@@ -151,47 +155,47 @@ impl PartialEq for BlockedUser {
     }
 }
 
-/// What one file says; what it does not mention is left to the next one.
+/// The settings of one policy file. A setting that is absent is taken from the policy with the next
+/// lower priority.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Policy {
-    /// Users whose word counts as the owner's, besides root; everybody's when nobody is named. Only the administrator's
-    /// file may say so.
+    /// Users who count as owners, in addition to root; all users if absent. Allowed only in the
+    /// administrator's file.
     pub owners: Option<Vec<String>>,
-    /// No guests at these times.
+    /// Times at which no guests are welcome.
     pub never: Option<Vec<Hours>>,
-    /// Guests only at these times.
+    /// The only times with guests.
     pub only: Option<Vec<Hours>>,
-    /// So many tasks at most.
+    /// Maximum number of guest tasks, and of processors that they use together.
     pub cores: Option<u32>,
-    /// Memory that stays free.
+    /// Memory that guests must leave free.
     pub memory_free: Option<Size>,
     /// Nice level of guests, 0 to 19.
     pub nice: Option<u8>,
-    /// When guests leave that are not wanted any more; until then they stand still.
+    /// When guests leave that are no longer welcome; until then they are paused.
     pub leave_after: Option<LeaveAfter>,
-    /// How they leave.
+    /// How guests leave that are no longer welcome.
     pub then: Option<Leave>,
-    /// Minutes without input after which somebody who is logged in may be away.
+    /// Minutes without input after which a user who is logged in counts as possibly absent.
     pub idle_after_min: Option<u32>,
-    /// Who is never let in.
+    /// Programs and users that are never admitted.
     pub blocked: Option<Blocked>,
 }
 
-/// A policy that is refused; the one before stays, and where there was none no guest is welcome.
+/// A policy that was refused. The previous policy of this source stays in force; if there was none,
+/// no guest is welcome.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{file}:{line}: {reason}")]
 pub struct PolicyError {
-    /// The file.
     pub file: String,
-    /// The line, counted from 1.
+    /// Line number, starting at 1.
     pub line: usize,
-    /// What is wrong there.
     pub reason: String,
 }
 
 impl PolicyError {
-    /// What the parser found wrong in this text.
+    /// Converts an error of the TOML parser in this text.
     pub(crate) fn of(file: &str, text: &str, error: &toml::de::Error) -> PolicyError {
         let reason = error
             .message()
@@ -207,7 +211,7 @@ impl PolicyError {
     }
 }
 
-/// The line in which a key gets its value, counted from 1; the first one if there is none.
+/// Returns the line in which a key is set, starting at 1; 1 if there is no such line.
 pub(crate) fn line_with(text: &str, key: &str) -> usize {
     let is = |l: &str| {
         l.trim_start()
@@ -218,10 +222,10 @@ pub(crate) fn line_with(text: &str, key: &str) -> usize {
 }
 
 impl Policy {
-    /// Reads the text of a file.
+    /// Parses the text of a policy file.
     ///
     /// # Errors
-    /// Says line and reason.
+    /// Names the line and the reason.
     pub fn parse(file: &str, text: &str) -> Result<Policy, PolicyError> {
         let refused = |line, reason| PolicyError {
             file: file.to_string(),
@@ -248,10 +252,10 @@ impl Policy {
         Ok(policy)
     }
 
-    /// Reads the text of a file that is not the administrator's.
+    /// Parses the text of a policy file of any user except the administrator.
     ///
     /// # Errors
-    /// As [`Policy::parse`]; and it must not say whose word counts.
+    /// As [`Policy::parse`]; also if it sets `owners`.
     pub fn parse_own(file: &str, text: &str) -> Result<Policy, PolicyError> {
         let policy = Policy::parse(file, text)?;
         if policy.owners.is_none() {
@@ -265,12 +269,12 @@ impl Policy {
         })
     }
 
-    /// True when it says nothing.
+    /// True if no setting is present.
     pub(crate) fn is_empty(&self) -> bool {
         *self == Policy::default()
     }
 
-    /// What the types do not say.
+    /// Checks what the types cannot express. The error names the key.
     fn check(&self) -> Result<(), (&'static str, String)> {
         if let Some(nice) = self.nice.filter(|nice| *nice > 19) {
             return Err(("nice", format!("nice = {nice}: the highest level is 19")));
@@ -292,7 +296,7 @@ impl Policy {
         }
     }
 
-    /// The settings in it, as they would be written, by their names.
+    /// Returns the settings that are present: their names and their values as in a policy file.
     fn settings(&self) -> BTreeMap<&'static str, String> {
         let quoted = |list: Vec<String>| format!("[{}]", list.join(", "));
         let words =
@@ -331,17 +335,17 @@ impl Policy {
     }
 }
 
-/// The policy that holds, and who said which part of it.
+/// A merged policy, with the origin of each setting.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Merged {
-    /// All that is said.
     pub policy: Policy,
-    /// Each setting: its name, its value as it would be written, and where it comes from.
+    /// Name of each setting, its value as in a policy file, and its origin.
     pub settings: Vec<(&'static str, String, String)>,
 }
 
 impl Merged {
-    /// Puts policies together; of each setting the first one counts. Each comes with where it is from.
+    /// Merges policies, each given with its origin. The first policy that has a setting determines
+    /// it.
     pub fn of<'a>(policies: impl IntoIterator<Item = (String, &'a Policy)>) -> Merged {
         policies
             .into_iter()
@@ -350,7 +354,7 @@ impl Merged {
             })
     }
 
-    /// All that this policy says, from one place.
+    /// Converts one policy whose settings all have the same origin.
     fn one(from: String, policy: Policy) -> Merged {
         let settings = policy
             .settings()
@@ -360,7 +364,7 @@ impl Merged {
         Merged { policy, settings }
     }
 
-    /// What is not said here, as it is said there.
+    /// Adds the settings of `next` that are absent here.
     pub fn or(self, next: Merged) -> Merged {
         let Merged {
             policy,
@@ -401,8 +405,8 @@ impl Merged {
         Merged { policy, settings }
     }
 
-    /// What several people want who have the same right: what any of them does not want is not done. Of the ways to leave, the
-    /// one that frees the machine for sure counts first.
+    /// Merges the policies of two owners with equal rights: the more restrictive value of each
+    /// setting wins. Of the ways to leave, the one that frees the machine most surely wins.
     pub fn and(self, other: Merged) -> Merged {
         let (a, b) = (self.policy, other.policy);
         let blocked = (a.blocked.unwrap_or_default(), b.blocked.unwrap_or_default());
@@ -418,7 +422,7 @@ impl Merged {
         let policy = Policy {
             owners: joined(a.owners, b.owners),
             never: joined(a.never, b.never),
-            // Cut short it leaves fewer hours than both have, never more.
+            // A truncated list allows fewer hours than both policies, never more.
             only: both(a.only, b.only, |a, b| {
                 a.iter()
                     .flat_map(|a| b.iter().flat_map(|b| a.and(b)))
@@ -442,7 +446,8 @@ impl Merged {
         };
         let said: Vec<(&str, String, String)> =
             self.settings.into_iter().chain(other.settings).collect();
-        // Whose word it is, if it is as somebody said it; or else it comes from all that spoke of it.
+        // The origin is the policy whose value was taken; if the value was computed from several,
+        // it is all of them.
         let from = |name: &str, value: &str| {
             let of_it: Vec<_> = said.iter().filter(|(known, ..)| *known == name).collect();
             let sayer = of_it
@@ -463,7 +468,7 @@ impl Merged {
     }
 }
 
-/// One of two, or what comes of both.
+/// Combines two values with `of` if both are present; otherwise returns the one that is.
 fn both<T>(a: Option<T>, b: Option<T>, of: impl Fn(T, T) -> T) -> Option<T> {
     match (a, b) {
         (Some(a), Some(b)) => Some(of(a, b)),
@@ -471,7 +476,7 @@ fn both<T>(a: Option<T>, b: Option<T>, of: impl Fn(T, T) -> T) -> Option<T> {
     }
 }
 
-/// All of two lists.
+/// Returns the union of two lists.
 fn joined<T: PartialEq>(a: Option<Vec<T>>, b: Option<Vec<T>>) -> Option<Vec<T>> {
     both(a, b, |mut a, b| {
         let new: Vec<T> = b.into_iter().filter(|one| !a.contains(one)).collect();
@@ -486,11 +491,12 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The example in the manual's folder.
+    /// The example policy file of the manual.
     const EXAMPLE: &str = include_str!("../../docs/owner.toml");
 
+    /// The example file is valid, with and without its commented lines, and shows every setting.
     #[test]
-    fn the_example_says_everything_there_is_to_say() {
+    fn example_policy_covers_all_settings() {
         let policy = Policy::parse("owner.toml", EXAMPLE).expect("the example is good");
         let said = Merged::of([("the example".to_string(), &policy)]).settings;
         let names: Vec<&str> = said.iter().map(|(name, ..)| *name).collect();
@@ -524,8 +530,9 @@ mod tests {
         assert!(names.iter().all(|name| all.contains(name)) && !names.is_empty());
     }
 
+    /// An error in a policy names file, line and reason in one line of text.
     #[test]
-    fn what_is_wrong_is_named_with_file_line_and_reason() {
+    fn policy_errors_name_file_line_and_reason() {
         for (text, line, reason) in [
             (
                 "cores = 2\nnever = [\"9-17\", \"noon\"]\n",
@@ -570,8 +577,9 @@ mod tests {
         assert!(Policy::parse("o.toml", &"#".repeat(POLICY_BYTES_MAX + 1)).is_err());
     }
 
+    /// Of each setting the first policy counts, and the merged policy names its origin.
     #[test]
-    fn of_each_setting_the_first_one_counts_and_says_where_it_is_from() {
+    fn first_policy_with_a_setting_determines_it() {
         let parse = |text: &str| Policy::parse("x", text).expect("good");
         let owner = parse("never = [\"9-17\"]\n[blocked]\nusers = [\"bob\"]");
         let admin = parse("never = []\ncores = 2\n[blocked]\nprograms = [\"miner\"]\nusers = []");
@@ -600,8 +608,9 @@ mod tests {
         );
     }
 
+    /// Of several owners' policies the most restrictive value of each setting wins.
     #[test]
-    fn what_one_of_several_owners_does_not_want_is_not_done() {
+    fn most_restrictive_owner_wins_per_setting() {
         let one = |from: &str, text: &str| {
             Merged::of([(from.to_string(), &Policy::parse("x", text).expect("good"))])
         };
@@ -629,8 +638,9 @@ mod tests {
         assert_eq!(told("blocked.users"), "[\"bob\", \"eve\"] (olga and otto)");
     }
 
+    /// Blocked users are given by name or uid, and each keeps its file and line.
     #[test]
-    fn blocked_users_are_given_by_name_or_number_and_known_by_their_lines() {
+    fn blocked_users_keep_their_file_and_line() {
         let text = "nice = 1\n[blocked]\nusers = [\"bob\", 1007,\n  \"1008\",\n\n  \"eve\"]\n";
         let policy = Policy::parse("o.toml", text).expect("good");
         let settings = policy.settings();
@@ -657,8 +667,9 @@ mod tests {
         );
     }
 
+    /// Only the administrator's policy may set `owners`.
     #[test]
-    fn only_the_administrators_file_says_whose_word_counts() {
+    fn only_admin_policy_may_name_owners() {
         let text = "cores = 1\nowners = [\"me\"]\n";
         assert_eq!(
             Policy::parse("o", text).expect("good").owners,
@@ -671,8 +682,9 @@ mod tests {
         );
     }
 
+    /// Memory sizes are parsed and formatted; malformed and too large ones are refused.
     #[test]
-    fn sizes_are_read_and_told() {
+    fn memory_sizes_are_parsed_and_formatted() {
         for (text, bytes) in [("4G", 4 << 30), ("512M", 512 << 20), ("7", 7), ("0", 0)] {
             assert_eq!(text.parse(), Ok(Size(bytes)));
             assert_eq!(Size(bytes).to_string(), text);
@@ -685,8 +697,9 @@ mod tests {
     }
 
     proptest! {
+        /// Any text is parsed, or refused with a line number inside the text.
         #[test]
-        fn any_text_is_read_or_refused_with_a_line_of_it(text in "(?s)[a-z0-9 =\\[\\]\"\n-]{0,80}|.{0,40}") {
+        fn any_text_parses_or_fails_with_valid_line(text in "(?s)[a-z0-9 =\\[\\]\"\n-]{0,80}|.{0,40}") {
             if let Err(error) = Policy::parse("f", &text) {
                 prop_assert!(error.line >= 1 && error.line <= text.lines().count().max(1) + 1, "{}", error);
             }

@@ -1,36 +1,37 @@
-//! Numbers out of the text of /proc files (proc(5)), and of control groups. Nothing is allocated; text that is not understood gives `None`.
+//! Parsers for /proc files (proc(5)) and control group files. They allocate no memory; malformed
+//! text gives `None`.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::str::FromStr;
 
-/// Clock ticks in /proc are so long, in microseconds (proc(5): 1/100 s on Linux).
+/// Length of a clock tick in /proc in microseconds (proc(5): 1/100 s on Linux).
 pub const TICK_US: u64 = 10_000;
 
-/// Processor time since boot, in microseconds over all processors.
+/// CPU time since boot in microseconds, summed over all processors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CpuTimes {
-    /// All time.
     pub total: u64,
-    /// Time in which there was nothing to do, waiting for disks included.
+    /// Time without work, including waits for disks.
     pub idle: u64,
 }
 
 impl CpuTimes {
-    /// Share of time used since `before`, 0.0 to 1.0; `None` when no time has passed.
+    /// Returns the used share of the time since `before`, 0.0 to 1.0; `None` if no time has passed.
     pub fn busy_since(self, before: CpuTimes) -> Option<f32> {
         let total = self.total.checked_sub(before.total).filter(|t| *t > 0)?;
-        // Idle time of single processors was seen to run backwards a little.
+        // The idle time of single processors can decrease slightly.
         let idle = self.idle.saturating_sub(before.idle).min(total);
         Some((total - idle) as f32 / total as f32)
     }
 }
 
-/// What a file that is kept open says now, as far as there is room.
+/// Reads an open file from its start into `text` and returns the content, truncated to the length
+/// of `text`.
 ///
 /// # Errors
-/// What the system says; a process that has ended gives ESRCH.
+/// The error of the system; ESRCH for a process that has exited.
 pub fn read<'a>(file: &File, text: &'a mut [u8]) -> io::Result<&'a [u8]> {
     loop {
         match file.read_at(text, 0) {
@@ -45,14 +46,14 @@ fn number<T: FromStr>(word: &[u8]) -> Option<T> {
     std::str::from_utf8(word).ok()?.parse().ok()
 }
 
-/// The first line, and what comes behind it.
+/// Returns the first line and the text after it.
 fn split_line(text: &[u8]) -> (&[u8], &[u8]) {
     let end = text.iter().position(|b| *b == b'\n').unwrap_or(text.len());
     (&text[..end], text.get(end + 1..).unwrap_or_default())
 }
 
-/// The number at the beginning, and what comes behind it; spaces before it do not count. A word that is no number as a whole
-/// gives `None`.
+/// Returns the number at the beginning and the text after it. Leading spaces are skipped. The first
+/// word must be a number as a whole.
 fn leading(text: &[u8]) -> Option<(u64, &[u8])> {
     let text = text.trim_ascii_start();
     let len = text
@@ -74,12 +75,12 @@ fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     text.split(|b| *b == b'\n')
 }
 
-/// The numbers at the beginning of a text, as far as they are some.
+/// Iterates over the numbers at the beginning of a text.
 pub fn numbers(text: &[u8]) -> impl Iterator<Item = u64> {
     words(text).map_while(number)
 }
 
-/// The number behind a name at the beginning of a line.
+/// Returns the number after `name` at the beginning of a line.
 pub fn field(text: &[u8], name: &[u8]) -> Option<u64> {
     lines(text).find_map(|line| {
         let rest = line
@@ -89,12 +90,13 @@ pub fn field(text: &[u8], name: &[u8]) -> Option<u64> {
     })
 }
 
-/// Processor time that a group of version 2 has used, in microseconds, from its `cpu.stat`.
+/// Returns the CPU time in microseconds from `cpu.stat` of a version 2 control group.
 pub fn group_used(text: &[u8]) -> Option<u64> {
     field(text, b"usage_usec")
 }
 
-/// Processors that a group of version 2 may use, from its `cpu.max`; `None`: all.
+/// Returns the processor limit from `cpu.max` of a version 2 control group; `None` if there is
+/// none.
 pub fn quota_v2(text: &[u8]) -> Option<f32> {
     let mut numbers = numbers(text);
     let (quota, period) = (
@@ -104,11 +106,13 @@ pub fn quota_v2(text: &[u8]) -> Option<f32> {
     Some(quota as f32 / period as f32)
 }
 
-/// Times of all processors together, and how many are online, from /proc/stat.
+/// Returns the times of all processors together and the number of online processors, from
+/// /proc/stat.
 pub fn stat(text: &[u8]) -> Option<(CpuTimes, u32)> {
     let (first, mut rest) = split_line(text);
     let mut fields = first.strip_prefix(b"cpu ")?;
-    // user nice system idle iowait irq softirq steal; guest times behind them are part of user and nice.
+    // Fields: user nice system idle iowait irq softirq steal. The guest times after them are part
+    // of user and nice.
     let mut times = CpuTimes::default();
     let mut count = 0;
     while count < 8 && !fields.trim_ascii_start().is_empty() {
@@ -120,7 +124,7 @@ pub fn stat(text: &[u8]) -> Option<(CpuTimes, u32)> {
         }
         (count, fields) = (count + 1, behind);
     }
-    // What comes behind the processors is long (a number for each interrupt) and is not looked at.
+    // The text after the processors is long (a number for each interrupt) and is not parsed.
     let mut cores = 0_usize;
     while rest.starts_with(b"cpu") && rest.get(3).is_some_and(u8::is_ascii_digit) {
         (cores, rest) = (cores + 1, split_line(rest).1);
@@ -128,7 +132,7 @@ pub fn stat(text: &[u8]) -> Option<(CpuTimes, u32)> {
     (count >= 4 && cores > 0).then_some((times, u32::try_from(cores).ok()?))
 }
 
-/// Load average over one minute and runnable threads, from /proc/loadavg.
+/// Returns the load average over one minute and the number of runnable threads, from /proc/loadavg.
 pub fn loadavg(text: &[u8]) -> Option<(f32, u32)> {
     let mut fields = words(text);
     let load1: f32 = number(fields.next()?)?;
@@ -136,13 +140,14 @@ pub fn loadavg(text: &[u8]) -> Option<(f32, u32)> {
     (load1.is_finite() && load1 >= 0.0).then_some((load1, running))
 }
 
-/// Memory that can be had without swapping, in bytes, from /proc/meminfo.
+/// Returns the memory that is available without swapping, in bytes, from /proc/meminfo.
 pub fn available_bytes(text: &[u8]) -> Option<u64> {
     let line = lines(text).find_map(|l| l.strip_prefix(b"MemAvailable:"))?;
     leading(line)?.0.checked_mul(1024)
 }
 
-/// Share of time in which some task waited for a processor, over ten seconds, from /proc/pressure/cpu.
+/// Returns the share of time in which a task waited for a processor, averaged over ten seconds,
+/// from /proc/pressure/cpu.
 pub fn pressure(text: &[u8]) -> Option<f32> {
     let line = lines(text).find_map(|l| l.strip_prefix(b"some "))?;
     let percent: f32 = number(words(line).find_map(|w| w.strip_prefix(b"avg10="))?)?;
@@ -151,24 +156,24 @@ pub fn pressure(text: &[u8]) -> Option<f32> {
         .then_some((percent / 100.0).clamp(0.0, 1.0))
 }
 
-/// What one process has used, from /proc/PID/stat.
+/// CPU use of one process, from /proc/PID/stat.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Used {
-    /// Clock ticks of all its threads, and of children that it has waited for.
+    /// Clock ticks used by all its threads, and by children for which it has waited.
     pub ticks: u64,
-    /// When it was started, in clock ticks since boot.
+    /// Start time in clock ticks since boot.
     pub started: u64,
 }
 
-/// The numbers of /proc/PID/stat that are looked at.
+/// Parses CPU use and start time in /proc/PID/stat.
 pub fn used(text: &[u8]) -> Option<Used> {
-    // The program's name may hold anything, also brackets.
+    // The program's name may contain any character, including brackets.
     let mut rest = &text[text.iter().rposition(|b| *b == b')')? + 1..];
-    // Behind it comes the state, a letter.
+    // The state, one letter, follows the name.
     rest = rest.trim_ascii_start().get(1..)?;
     let (mut ticks, mut at) = (0_u64, 4);
     loop {
-        // Fields may be negative; those that count are not.
+        // Fields may be negative; the fields that are used are not.
         rest = rest.trim_ascii_start();
         rest = rest.strip_prefix(b"-").unwrap_or(rest);
         let (value, behind) = leading(rest)?;
@@ -186,7 +191,7 @@ pub fn used(text: &[u8]) -> Option<Used> {
     }
 }
 
-/// Words by which interrupt lines of keyboards and pointing devices are known.
+/// Words that identify interrupt lines of keyboards and pointing devices.
 const KEY_WORDS: [&[u8]; 6] = [
     b"i8042",
     b"keyboard",
@@ -196,8 +201,8 @@ const KEY_WORDS: [&[u8]; 6] = [
     b"trackpoint",
 ];
 
-/// How often keyboards and mice have interrupted, from /proc/interrupts; `None` when no line is theirs (those on a USB bus
-/// have none of their own).
+/// Returns the number of interrupts of keyboards and mice from /proc/interrupts; `None` if there is
+/// no such line. Devices on a USB bus have no lines of their own.
 pub fn key_interrupts(text: &[u8]) -> Option<u64> {
     let is_key = |line: &&[u8]| {
         let has = |word: &[u8]| {
@@ -228,14 +233,16 @@ mod tests {
     const STAT: &[u8] = b"cpu  100 20 30 800 50 0 5 5 70 0\ncpu0 50 10 15 400 25 0 5 0 0 0\n\
         cpu1 50 10 15 400 25 0 0 5 0 0\nintr 123 4 5\nctxt 99\nprocs_running 2\n";
 
+    /// The CPU time of a control group is parsed.
     #[test]
-    fn a_groups_account_says_what_it_has_used() {
+    fn group_cpu_time_is_parsed() {
         assert_eq!(group_used(b"usage_usec 7\nuser_usec 1\n"), Some(7));
         assert_eq!(group_used(b"user_usec 1\n"), None);
     }
 
+    /// Files with known content give their numbers.
     #[test]
-    fn fixed_files_give_their_numbers() {
+    fn known_files_are_parsed() {
         assert_eq!(
             stat(STAT),
             Some((
@@ -255,8 +262,9 @@ mod tests {
         assert_eq!(pressure(psi), Some(0.125));
     }
 
+    /// `busy_since` returns the used share of the elapsed time, even if the idle time decreases.
     #[test]
-    fn busy_is_the_share_of_the_time_between() {
+    fn busy_is_share_of_elapsed_time() {
         let (before, _) = stat(STAT).expect("a good file");
         let after = CpuTimes {
             total: before.total + 200,
@@ -272,8 +280,9 @@ mod tests {
         assert_eq!(backwards.busy_since(before), Some(1.0));
     }
 
+    /// CPU use and start time of a process are parsed, whatever characters its name contains.
     #[test]
-    fn a_process_is_known_by_what_it_used_whatever_its_name() {
+    fn process_usage_is_parsed_with_any_name() {
         let stat =
             b"7 (a) b) (c) S 1 7 7 0 -1 4194560 100 200 0 0 11 22 33 44 20 0 1 0 5678 1000 2 18446744073709551615 1 1";
         assert_eq!(
@@ -287,8 +296,9 @@ mod tests {
         assert_eq!(used(b"7 x S 1 2 3"), None);
     }
 
+    /// Interrupts of keyboards and mice are summed over all lines and processors.
     #[test]
-    fn interrupts_of_keyboards_and_mice_are_counted_over_all_processors() {
+    fn input_interrupts_are_summed() {
         let text = b"           CPU0       CPU1\n  1:          9         11   IO-APIC   1-edge      i8042\n\
             12:          5          0   IO-APIC  12-edge      i8042\n 16: 1 2 IO-APIC 16-fasteoi ehci_hcd:usb1\n\
             40: 3 4 PCI-MSI 1-edge i2c_HID_acpi\nNMI: 70 80 Non-maskable interrupts\n";
@@ -300,8 +310,9 @@ mod tests {
         assert_eq!(key_interrupts(b""), None);
     }
 
+    /// Malformed text gives no value.
     #[test]
-    fn other_text_is_not_understood() {
+    fn malformed_text_gives_none() {
         for text in [
             &b""[..],
             b"\n",
@@ -336,8 +347,9 @@ mod tests {
     }
 
     proptest! {
+        /// Any bytes are parsed or refused without a panic; the idle time never exceeds the total.
         #[test]
-        fn rubbish_is_survived(text in prop::collection::vec(any::<u8>(), 0..300), cut in 0..STAT.len()) {
+        fn any_bytes_are_accepted(text in prop::collection::vec(any::<u8>(), 0..300), cut in 0..STAT.len()) {
             stat(&text);
             loadavg(&text);
             available_bytes(&text);

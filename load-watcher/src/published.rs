@@ -1,35 +1,36 @@
-//! Whole policies of owners: what `pvm owner policy FILE` lays beside his word for the load watchers of the machine. So an owner
-//! needs no rights in anybody's virtual machine, and nobody has to look into his home.
+//! Whole policies of owners, which `pvm owner policy FILE` publishes for the load watchers of the
+//! machine. An owner therefore needs no rights in another user's virtual machine, and no one needs
+//! access to the owner's home.
 //!
-//! A policy lies in `/var/tmp/sempa-owner-UID.policy.toml` and is believed as a word is (see [`word`]). It is read as any
-//! policy file: one that is wrong is refused, and what it said before stays; if it said nothing, no guest is welcome.
+//! A policy is stored in `/var/tmp/sempa-owner-UID.policy.toml` and trusted under the same
+//! conditions as an override (see [`word`]). It is parsed like any policy file: a malformed one is
+//! refused and the previous one stays in force; if there was none, no guest is welcome.
 
 use crate::policy::{POLICY_BYTES_MAX, Policy, PolicyError};
 use crate::word::{self, WORD_PREFIX};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// How names of these files end.
 const POLICY_END: &str = ".policy.toml";
 
 /// Why a policy does not count.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Wrong {
-    /// It may be somebody else's.
+    /// Another user could have written it.
     Doubted(String),
-    /// It cannot be understood.
+    /// Its text is malformed.
     Refused(PolicyError),
 }
 
-/// The policy file of a user.
+/// Returns the path of a user's published policy.
 pub fn policy_file(dir: &Path, uid: u32) -> PathBuf {
     dir.join(format!("{WORD_PREFIX}{uid}{POLICY_END}"))
 }
 
-/// What a user has published, and what it says; `None` when there is nothing.
+/// Reads the published policy of a user: its text and its settings; `None` if there is none.
 ///
 /// # Errors
-/// It is not the user's own, or cannot be understood.
+/// If another user could have written it, or if it is malformed.
 pub fn read(dir: &Path, uid: u32) -> Result<Option<(String, Policy)>, Wrong> {
     let path = policy_file(dir, uid);
     let text = word::believed(&path, uid, POLICY_BYTES_MAX as u64).map_err(Wrong::Doubted)?;
@@ -38,7 +39,7 @@ pub fn read(dir: &Path, uid: u32) -> Result<Option<(String, Policy)>, Wrong> {
     Ok(read.map(|(policy, text)| (text, policy)))
 }
 
-/// What each user has published.
+/// Reads the published policies of all users.
 pub fn read_all(dir: &Path) -> Vec<(u32, Result<Policy, Wrong>)> {
     let users = word::users_with(dir, POLICY_END).into_iter();
     users
@@ -53,10 +54,11 @@ pub fn read_all(dir: &Path) -> Vec<(u32, Result<Policy, Wrong>)> {
         .collect()
 }
 
-/// Makes this text, which is a good policy, the policy of a user, as whom (or as root) this process must run; `None` takes it back.
+/// Publishes a valid policy text for a user, or withdraws it with `None`. This process must run as
+/// that user or as root.
 ///
 /// # Errors
-/// What the system said.
+/// The error of the system.
 pub fn write(dir: &Path, uid: u32, text: Option<&str>) -> io::Result<()> {
     word::put(dir, uid, &policy_file(dir, uid), text)
 }
@@ -71,8 +73,9 @@ mod tests {
         nix::unistd::geteuid().as_raw()
     }
 
+    /// A policy is published, read and withdrawn, and is not mistaken for an override.
     #[test]
-    fn a_policy_is_published_read_and_taken_back_and_is_no_word() {
+    fn policy_is_published_read_and_withdrawn() {
         let dir = tempfile::tempdir().expect("a folder");
         assert_eq!(read(dir.path(), own()), Ok(None));
         write(dir.path(), own(), Some("leave_after = 30\n")).expect("written");
@@ -87,8 +90,10 @@ mod tests {
         assert_eq!(fs::read_dir(dir.path()).expect("a folder").count(), 0);
     }
 
+    /// A policy that another user could have written is not trusted, and a malformed one is refused
+    /// with its line.
     #[test]
-    fn a_policy_that_somebody_else_could_have_written_is_not_believed_and_a_wrong_one_is_refused_with_its_line()
+    fn untrusted_or_malformed_policy_is_rejected()
      {
         let dir = tempfile::tempdir().expect("a folder");
         write(dir.path(), own(), Some("nice = 3\nowners = [\"me\"]\n")).expect("written");

@@ -1,26 +1,26 @@
-//! What is worth a message to the resource manager, and how often to look. Pure.
+//! Decides when the load is sampled and which samples are reported to the resource manager. Pure.
 
 use sempa_proto::Micros;
 use sempa_proto::load::{LoadSample, OwnerVerdict};
 
-/// Pause between samples while things change.
+/// Interval of samples while the load changes.
 pub const PAUSE_BUSY: Micros = Micros::from_secs(1);
-/// Pause between samples while nothing changes.
+/// Interval of samples while the load does not change.
 pub const PAUSE_QUIET: Micros = Micros::from_secs(5);
-/// Samples without a change before the pause gets longer.
+/// Number of samples without a change before the interval gets longer.
 const QUIET_SAMPLES: u32 = 5;
-/// A report is sent at least this often; the resource manager believes a sample for 15 s.
+/// Maximum interval of reports. The resource manager treats a sample as valid for 15 s.
 pub const SIGN_OF_LIFE: Micros = Micros::from_secs(10);
-/// Difference in used processor time that is a change.
+/// Minimum difference of `busy` that counts as a change.
 const BUSY_CHANGE: f32 = 0.1;
-/// Difference in processors left by a limit that is a change.
+/// Difference of `share` (processors left by a limit) above which it counts as a change.
 const SHARE_CHANGE: f32 = 0.02;
-/// Difference in runnable threads that is a change.
+/// Minimum difference of runnable threads that counts as a change.
 const RUNNING_CHANGE: u32 = 2;
-/// Logins that a report lists at most.
+/// Maximum number of logins in a report.
 pub const LOGINS_MAX: usize = 64;
 
-/// True when a resource manager would want to know the difference.
+/// True if the difference of two samples is relevant to the resource manager.
 fn differ(a: &LoadSample, b: &LoadSample) -> bool {
     let memory = a.available_bytes.abs_diff(b.available_bytes);
     a.cores != b.cores
@@ -32,7 +32,7 @@ fn differ(a: &LoadSample, b: &LoadSample) -> bool {
         || memory > a.available_bytes.max(b.available_bytes) / 10
 }
 
-/// Decides when to sample and what to send.
+/// Remembers what was reported, and decides when to sample and to report next.
 #[derive(Debug, Default)]
 pub struct Reporter {
     sent: Option<(Micros, LoadSample, OwnerVerdict, String)>,
@@ -41,26 +41,27 @@ pub struct Reporter {
 }
 
 impl Reporter {
-    /// True when the owner's verdict, or the reason for it, is news.
+    /// True if the owner's verdict or its reason has changed since the last report.
     pub fn owner_is_news(&self, owner: &OwnerVerdict, why: &str) -> bool {
         self.sent
             .as_ref()
             .is_none_or(|(_, _, was, because)| was != owner || because != why)
     }
 
-    /// True when this sample is to be sent at `now` (a clock that never jumps).
+    /// True if this sample must be reported at `now` (monotonic clock): it has changed, or the last
+    /// report is too old.
     pub fn load_is_news(&self, now: Micros, sample: &LoadSample) -> bool {
         self.sent
             .as_ref()
             .is_none_or(|(at, last, ..)| now.since(*at) >= SIGN_OF_LIFE || differ(last, sample))
     }
 
-    /// Remembers what was sent.
+    /// Records what was reported.
     pub fn sent(&mut self, now: Micros, sample: LoadSample, owner: OwnerVerdict, why: String) {
         self.sent = Some((now, sample, owner, why));
     }
 
-    /// The pause until the sample after this one.
+    /// Returns the interval until the next sample.
     pub fn pause_after(&mut self, sample: &LoadSample) -> Micros {
         let changed = self.before.is_none_or(|before| differ(&before, sample));
         self.before = Some(*sample);
@@ -95,8 +96,9 @@ mod tests {
         OwnerVerdict::Absent { since: None }
     }
 
+    /// A changed verdict or a changed reason must be reported.
     #[test]
-    fn the_owner_is_news_when_verdict_or_reason_changes() {
+    fn changed_verdict_or_reason_is_reported() {
         let mut reporter = Reporter::default();
         assert!(reporter.owner_is_news(&absent(), "nobody"));
         reporter.sent(Micros(0), sample(0.0, 0), absent(), "nobody".into());
@@ -111,8 +113,9 @@ mod tests {
         ));
     }
 
+    /// Load must be reported when it changes, and at least every ten seconds.
     #[test]
-    fn load_is_news_when_it_changes_and_every_ten_seconds() {
+    fn load_is_reported_on_change_and_every_ten_seconds() {
         let mut reporter = Reporter::default();
         assert!(reporter.load_is_news(Micros(0), &sample(0.2, 1)));
         reporter.sent(Micros(0), sample(0.2, 1), absent(), String::new());
@@ -144,8 +147,10 @@ mod tests {
         assert!(reporter.load_is_news(Micros::from_secs(10), &sample(0.2, 1)));
     }
 
+    /// The sample interval is long after several samples without a change, and short again after
+    /// the first change.
     #[test]
-    fn the_pause_is_long_when_nothing_changes_and_short_again_at_the_first_change() {
+    fn sample_interval_depends_on_changes() {
         let mut reporter = Reporter::default();
         let pauses: Vec<_> = (0..7)
             .map(|_| reporter.pause_after(&sample(0.0, 0)))

@@ -1,11 +1,22 @@
-//! The policy as it holds now: the owners' words and policies, the administrator's file, the file and the wishes of the user of
-//! the virtual machine, read where they are. A file that is wrong is refused, and what it said before stays. If it said nothing
-//! before, nobody knows what it forbids, and no guest is welcome until it is right, or gone.
+//! The policy in force on this host, merged from all its sources: the overrides and published
+//! policies of owners, the administrator's file, and the file and the defaults of the user of the
+//! virtual machine.
 //!
-//! Owners come first. Several owners have the same right: what any of them does not want is not done. Of each owner his word
-//! counts before the policy that he has published. The user of the virtual machine asks for something, so what he says comes
-//! last, behind the administrator's file, unless he is an owner of this machine himself: the administrator has named him, or
-//! nobody is named and he is the one who was last logged in at the machine itself. Root always is.
+//! Priority, highest first:
+//!
+//! 1. The owners. They have equal rights, so of each setting the most restrictive value counts. For
+//!    each owner, the override has priority over the published policy.
+//! 2. The administrator's file.
+//! 3. The override, the published policy and the file of the user of the virtual machine, then the
+//!    user's defaults. If this user is an owner of this host, the first three count as an owner's.
+//!
+//! The user of the virtual machine is an owner if the user is root, if the administrator has named
+//! the user, or if no owners are named and the user was the last one logged in at the machine
+//! itself.
+//!
+//! A malformed file is refused, and what it contained before stays in force. If there was nothing
+//! before, nobody can know what the file forbids, so no guest is welcome until the file is
+//! corrected or removed.
 
 use crate::owner::Spoken;
 use crate::policy::{BlockedUser, Merged, Policy, PolicyError};
@@ -19,37 +30,33 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// The administrator's file.
+/// Path of the administrator's policy.
 pub const ADMIN_FILE: &str = "/etc/sempa/owner.toml";
 
-/// Blocked users of whom it is told that nobody here has that name, at most.
+/// Maximum number of blocked users without an account here that are reported.
 const UNKNOWN_MAX: usize = 16;
-/// Bytes of such a name that are told.
+/// Maximum number of bytes of such a name that are reported.
 const NAME_BYTES_MAX: usize = 64;
 
-/// Where the parts of the policy are.
+/// Paths of the parts of the policy.
 #[derive(Clone, Debug)]
 pub struct Places {
-    /// The file of the user of the virtual machine.
+    /// Policy file of the user of the virtual machine.
     pub own: PathBuf,
-    /// The administrator's file.
     pub admin: PathBuf,
-    /// The folder of the owners' words and policies.
+    /// Folder of the owners' overrides and published policies.
     pub words: PathBuf,
 }
 
-/// The user of the virtual machine.
 #[derive(Clone, Debug, Default)]
 pub struct VmUser {
-    /// His number.
     pub uid: u32,
-    /// His name.
     pub name: String,
-    /// What he asks for besides his file.
+    /// Defaults that the user asks for in addition to the policy file.
     pub wishes: Policy,
 }
 
-/// The parts, and what they come to.
+/// The parts of the policy, and the result of merging them.
 #[derive(Debug)]
 pub struct Rules {
     places: Places,
@@ -57,33 +64,37 @@ pub struct Rules {
     own: Policy,
     admin: Policy,
     words: Vec<Spoken>,
-    /// What owners have published.
+    /// Published policies of owners by uid.
     policies: BTreeMap<u32, Policy>,
-    /// Who was last logged in at the machine itself.
+    /// The users who were last logged in at the machine itself.
     seated: BTreeSet<String>,
     wrong: BTreeMap<&'static str, Vec<String>>,
-    /// What is wrong with the policies of users who had published nothing before.
+    /// Errors in published policies, by uid of users without a valid policy before.
     unheard: BTreeMap<u32, String>,
-    /// Why no guest is welcome: a file that counts is wrong, and said nothing before.
+    /// Why no guest is welcome: a file that counts is malformed, and it contained nothing before.
     shut: Option<String>,
     merged: Merged,
     blocked: Vec<u32>,
-    /// What is told of blocked users whom nobody knows here.
+    /// Reports about blocked users without an account here.
     unknown: Vec<String>,
 }
 
-/// The file of a user whose home is this.
+/// Returns the path of the policy file in a home directory.
 pub fn owner_file(home: &Path) -> PathBuf {
     home.join(".config/sempa/owner.toml")
 }
 
-/// The place of what the administrator says, if another one was named in the environment. Only root may name any: otherwise the
-/// user of a virtual machine could have what is said there not count. Others may name what belongs to root and nobody else can
-/// change. With a sentence if it does not count.
+/// Returns the path of an administrator's file or folder if the environment names another one than
+/// the `usual` one.
+///
+/// Only root may name any path; otherwise the user of a virtual machine could disable the
+/// administrator's settings. Other users may name a path that belongs to root and that no one else
+/// can change. If the named path is not accepted, the usual one is returned with a sentence that
+/// says why.
 pub fn trusted(named: PathBuf, usual: &Path, by: Uid) -> (PathBuf, Option<String>) {
     let of_root = |path: &Path| {
         let about = path.symlink_metadata();
-        // In a folder with the sticky bit nobody can change what is another's.
+        // In a folder with the sticky bit users cannot change files of others.
         let kept = |mode: u32, folder: bool| mode & 0o022 == 0 || (folder && mode & 0o1000 != 0);
         about.is_ok_and(|a| !a.is_symlink() && a.uid() == 0 && kept(a.mode(), a.is_dir()))
     };
@@ -97,7 +108,8 @@ pub fn trusted(named: PathBuf, usual: &Path, by: Uid) -> (PathBuf, Option<String
     (usual.to_path_buf(), Some(sentence))
 }
 
-/// True for a login at the machine itself: at a console, or in a desktop on a screen of it.
+/// True for a login at the machine itself: at a console, or in a desktop on a screen of the
+/// machine.
 fn is_at_machine(login: &Login) -> bool {
     let of_display = |text: &str| {
         text.strip_prefix(':')
@@ -106,7 +118,7 @@ fn is_at_machine(login: &Login) -> bool {
     login.from.is_empty() || login.from == login.line || of_display(&login.from)
 }
 
-/// Name of a user, or the number where there is none.
+/// Returns the name of a user, or the uid as text if there is no account.
 pub fn user_name(uid: u32) -> String {
     User::from_uid(Uid::from_raw(uid))
         .ok()
@@ -114,8 +126,8 @@ pub fn user_name(uid: u32) -> String {
         .map_or_else(|| uid.to_string(), |user| user.name)
 }
 
-/// Number of a blocked user, or what is told of one whom nobody knows here. The rest of his file counts: an account that is removed
-/// must not open the host to all others who are blocked.
+/// Returns the uid of a blocked user, or a sentence if there is no such account here. The rest of
+/// the file stays valid: a removed account must not admit all other blocked users.
 fn uid_of(user: &BlockedUser) -> Result<u32, String> {
     let BlockedUser { name, place, .. } = user;
     let why = match User::from_name(name) {
@@ -128,7 +140,8 @@ fn uid_of(user: &BlockedUser) -> Result<u32, String> {
         .map_err(|_| format!("{place}: blocked user {told:?}: {why}; nobody is kept away by it"))
 }
 
-/// What is told of a file that does not count. `said`: it said something before. `counts`: what it says would count.
+/// Returns the report about a refused file. `said`: it had valid content before. `counts`: its
+/// content would count.
 fn refused(sentence: &str, said: bool, counts: bool) -> String {
     let then = match (said, counts) {
         (true, _) => "what was said before stays",
@@ -138,7 +151,7 @@ fn refused(sentence: &str, said: bool, counts: bool) -> String {
     format!("{sentence}; {then}")
 }
 
-/// What a file says; nothing when it does not exist.
+/// Loads a policy file; an empty policy if it does not exist.
 fn load(
     path: &Path,
     parse: fn(&str, &str) -> Result<Policy, PolicyError>,
@@ -159,7 +172,7 @@ fn load(
 }
 
 impl Rules {
-    /// Reads everything.
+    /// Reads all parts of the policy.
     pub fn read(places: Places, user: VmUser) -> Rules {
         let mut rules = Rules {
             places,
@@ -182,13 +195,13 @@ impl Rules {
         rules
     }
 
-    /// Reads the file of the user of the virtual machine again. Answers what is wrong with it.
+    /// Reads the file of the user of the virtual machine again. Returns its error.
     pub fn read_own(&mut self) -> Option<String> {
         let read = load(&self.places.own, Policy::parse_own);
         self.take("own", read, |rules| &mut rules.own)
     }
 
-    /// Reads the administrator's file again. Answers what is wrong with it.
+    /// Reads the administrator's file again. Returns its error.
     pub fn read_admin(&mut self) -> Option<String> {
         let read = load(&self.places.admin, Policy::parse);
         self.take("admin", read, |rules| &mut rules.admin)
@@ -216,7 +229,7 @@ impl Rules {
         wrong
     }
 
-    /// Reads the owners' words and policies again. Answers what is wrong with them.
+    /// Reads the owners' overrides and published policies again. Returns their errors.
     pub fn read_words(&mut self) -> Vec<String> {
         let (words, mut wrong) = word::read_all(&self.places.words);
         self.words = words
@@ -257,7 +270,8 @@ impl Rules {
         wrong
     }
 
-    /// These are logged in. Who is at the machine itself counts as its owner until others are, if nobody is named.
+    /// Updates the logins. If no owners are named, the users who are logged in at the machine
+    /// itself count as its owners until others are.
     pub fn see(&mut self, logins: &[Login]) {
         let at_machine = logins.iter().filter(|login| is_at_machine(login));
         let seated: BTreeSet<String> = at_machine.map(|login| login.user.clone()).collect();
@@ -267,7 +281,7 @@ impl Rules {
         }
     }
 
-    /// True if what this user says counts as the owner's.
+    /// True if the settings of this user count as an owner's.
     fn is_owner(&self, uid: u32) -> bool {
         let name = if uid == self.user.uid {
             self.user.name.clone()
@@ -283,12 +297,14 @@ impl Rules {
                 .map_or_else(seated, |owners| owners.contains(&name))
     }
 
-    /// True if what this user publishes counts, as an owner's or as that of the user of the virtual machine.
+    /// True if a published policy of this user counts, as an owner's or as that of the user of the
+    /// virtual machine.
     fn counts(&self, uid: u32) -> bool {
         uid == self.user.uid || self.is_owner(uid)
     }
 
-    /// What one user has said, published, and, if he is the one of the virtual machine, has in his file.
+    /// Merges the override and the published policy of a user, and the policy file if it is the
+    /// user of the virtual machine.
     fn said_by(&self, uid: u32) -> Merged {
         let word = self
             .words
@@ -339,7 +355,7 @@ impl Rules {
         self.shut = silent.next().or_else(|| unheard.next()).cloned();
     }
 
-    /// Looks up who is blocked.
+    /// Looks up the uids of the blocked users.
     fn look_up(&mut self) {
         (self.blocked, self.unknown) = (Vec::new(), Vec::new());
         for user in self
@@ -358,32 +374,34 @@ impl Rules {
         self.unknown.truncate(UNKNOWN_MAX);
     }
 
-    /// The policy, and where each part of it comes from.
+    /// Returns the merged policy with the origin of each setting.
     pub fn merged(&self) -> &Merged {
         &self.merged
     }
 
-    /// Numbers of the users that it blocks; names that nobody has here are left out, and told with what is [`Rules::wrong`].
+    /// Returns the uids of the blocked users. Names without an account here are omitted and
+    /// reported by [`Rules::wrong`].
     pub fn blocked(&self) -> &[u32] {
         &self.blocked
     }
 
-    /// Why no guest is welcome whatever else is said: a file that is wrong, and said nothing before.
+    /// Returns why no guest is welcome, whatever the other parts contain: a malformed file that
+    /// contained nothing before.
     pub fn shut(&self) -> Option<&str> {
         self.shut.as_deref()
     }
 
-    /// The owners' words.
     pub fn words(&self) -> &[Spoken] {
         &self.words
     }
 
-    /// Users whose word counts, if the administrator has named them.
+    /// Returns the users who count as owners, if the administrator has named them.
     pub fn owners(&self) -> Option<&[String]> {
         self.admin.owners.as_deref()
     }
 
-    /// What was refused, files and names of blocked users, one sentence for each.
+    /// Returns all errors, one sentence each: refused files, and blocked users without an account
+    /// here.
     pub fn wrong(&self) -> Vec<String> {
         self.wrong
             .values()
@@ -393,7 +411,7 @@ impl Rules {
             .collect()
     }
 
-    /// True when what guests may do depends on the clock.
+    /// True if the decision about guests depends on the clock.
     pub fn has_hours(&self) -> bool {
         self.merged.policy.never.is_some() || self.merged.policy.only.is_some()
     }

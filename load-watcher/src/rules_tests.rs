@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 const ALICE: u32 = 21_001;
 const OLGA: u32 = 21_002;
 
-/// Rules of a virtual machine of alice's, who is a user like others.
+/// Reads the policy of a host for a virtual machine of Alice, who is an ordinary user.
 fn rules(dir: &Path, wishes: &str) -> Rules {
     let places = Places {
         own: dir.join("own"),
@@ -65,8 +65,10 @@ fn cores(rules: &Rules) -> (Option<u32>, String) {
     )
 }
 
+/// An owner's override has priority over the owner's policy, that over the administrator's file,
+/// and that over the user's file and defaults.
 #[test]
-fn the_owners_word_wins_over_his_policy_that_over_the_administrator_and_he_over_the_user() {
+fn policy_sources_are_merged_by_priority() {
     let dir = tempfile::tempdir().expect("a folder");
     put(dir.path(), "admin", "cores = 3\nnice = 5\n");
     put(
@@ -110,8 +112,10 @@ fn the_owners_word_wins_over_his_policy_that_over_the_administrator_and_he_over_
     );
 }
 
+/// Override and file of the user of the virtual machine have priority over the administrator's file
+/// only if the user is an owner.
 #[test]
-fn the_users_file_and_word_do_not_override_the_administrators_unless_he_is_the_owner() {
+fn vm_user_counts_before_admin_only_as_owner() {
     let dir = tempfile::tempdir().expect("a folder");
     put(dir.path(), "admin", "cores = 3\n");
     put(dir.path(), "own", "cores = 8\n");
@@ -122,7 +126,8 @@ fn the_users_file_and_word_do_not_override_the_administrators_unless_he_is_the_o
         .insert(ALICE, Policy::parse_own("x", "cores = 6").expect("good"));
     rules.merge();
     assert_eq!(cores(&rules).0, Some(3));
-    // Nobody is named, and she is there from elsewhere; then she sits at the machine.
+    // No owners are named. At first Alice is logged in only over the network, then at the machine
+    // itself.
     rules.see(&[
         login("alice", "pts/0", "h9"),
         login("alice", "pts/1", ":pts/0:S.0"),
@@ -151,8 +156,9 @@ fn the_users_file_and_word_do_not_override_the_administrators_unless_he_is_the_o
     assert_eq!(cores(&rules).0, Some(7));
 }
 
+/// Root is an owner of every machine.
 #[test]
-fn root_is_an_owner_of_every_machine() {
+fn root_is_always_an_owner() {
     let dir = tempfile::tempdir().expect("a folder");
     put(dir.path(), "admin", "cores = 3\nowners = [\"olga\"]\n");
     put(dir.path(), "own", "cores = 8\n");
@@ -172,8 +178,10 @@ fn root_is_an_owner_of_every_machine() {
     assert_eq!(cores(&rules).0, Some(8));
 }
 
+/// A malformed file is refused, and its previous content stays in force until it is corrected or
+/// removed.
 #[test]
-fn a_wrong_file_is_refused_and_what_was_said_before_stays_until_it_is_right_again() {
+fn malformed_file_keeps_previous_policy() {
     let dir = tempfile::tempdir().expect("a folder");
     let put = |text: &str| put(dir.path(), "own", text);
     put("cores = 2\n");
@@ -206,8 +214,10 @@ fn a_wrong_file_is_refused_and_what_was_said_before_stays_until_it_is_right_agai
     assert_eq!(rules.merged().policy.cores, None);
 }
 
+/// A malformed published policy is refused, and the previous one stays in force until it is
+/// withdrawn.
 #[test]
-fn a_published_policy_that_is_wrong_is_refused_and_the_one_before_stays_until_it_is_taken_back() {
+fn malformed_published_policy_keeps_previous_one() {
     let dir = tempfile::tempdir().expect("a folder");
     let words = dir.path().join("words");
     fs::create_dir(&words).expect("the test's own folder");
@@ -234,11 +244,12 @@ fn a_published_policy_that_is_wrong_is_refused_and_the_one_before_stays_until_it
     );
 }
 
-/// How the sentence ends of a file that said nothing before.
+/// End of the report about a malformed file that contained nothing before.
 const SHUT: &str = "; until that is mended no guest is welcome here";
 
+/// A file that was never valid closes the host to guests until it is corrected or removed.
 #[test]
-fn a_file_that_was_wrong_from_the_start_lets_no_guest_in_until_it_is_right_or_gone() {
+fn file_never_valid_closes_host_until_fixed() {
     let dir = tempfile::tempdir().expect("a folder");
     for file in ["admin", "own"] {
         let read = |rules: &mut Rules| {
@@ -266,7 +277,7 @@ fn a_file_that_was_wrong_from_the_start_lets_no_guest_in_until_it_is_right_or_go
         );
         put(dir.path(), file, "cores = 2\n");
         assert_eq!((read(&mut rules), rules.shut()), (None, None));
-        // From here on something was said before.
+        // From here on the file has valid content before each error.
         put(dir.path(), file, "corse = 3\n");
         assert!(read(&mut rules).is_some_and(|says| says.ends_with("what was said before stays")));
         assert_eq!((rules.shut(), rules.merged().policy.cores), (None, Some(2)));
@@ -283,8 +294,9 @@ fn a_file_that_was_wrong_from_the_start_lets_no_guest_in_until_it_is_right_or_go
     }
 }
 
+/// A file that cannot be read closes the host to guests.
 #[test]
-fn a_file_that_cannot_be_read_lets_no_guest_in_either() {
+fn unreadable_file_closes_host() {
     let dir = tempfile::tempdir().expect("a folder");
     fs::create_dir(dir.path().join("admin")).expect("the test's own folder");
     let why = rules(dir.path(), "")
@@ -297,8 +309,10 @@ fn a_file_that_cannot_be_read_lets_no_guest_in_either() {
     );
 }
 
+/// A published policy that was never valid closes the host to guests until it is corrected or
+/// withdrawn.
 #[test]
-fn a_published_policy_that_was_wrong_from_the_start_lets_no_guest_in_until_it_is_right_or_taken_back()
+fn published_policy_never_valid_closes_host()
  {
     let dir = tempfile::tempdir().expect("a folder");
     let words = dir.path().join("words");
@@ -330,8 +344,9 @@ fn a_published_policy_that_was_wrong_from_the_start_lets_no_guest_in_until_it_is
     assert_eq!((rules.read_words(), rules.shut()), (Vec::new(), None));
 }
 
+/// A malformed policy closes the host only if its user counts as an owner.
 #[test]
-fn a_wrong_policy_of_one_who_is_no_owner_keeps_nobody_out() {
+fn malformed_policy_of_non_owner_is_ignored() {
     let dir = tempfile::tempdir().expect("a folder");
     put(dir.path(), "admin", "owners = [\"olga\"]\n");
     let mut rules = rules(dir.path(), "");
@@ -346,8 +361,9 @@ fn a_wrong_policy_of_one_who_is_no_owner_keeps_nobody_out() {
     );
 }
 
+/// Blocked users are given by name or uid.
 #[test]
-fn blocked_users_are_known_by_name_or_number() {
+fn blocked_users_are_given_by_name_or_uid() {
     let dir = tempfile::tempdir().expect("a folder");
     let rules = rules(
         dir.path(),
@@ -359,7 +375,7 @@ fn blocked_users_are_known_by_name_or_number() {
     );
 }
 
-/// What is told of a blocked user whom nobody knows here.
+/// Returns the report about a blocked user without an account here.
 fn unknown(dir: &Path, file_and_line: &str, name: &str) -> String {
     let place = dir.join(file_and_line);
     let place = place.display();
@@ -368,8 +384,10 @@ fn unknown(dir: &Path, file_and_line: &str, name: &str) -> String {
     )
 }
 
+/// A blocked user without an account here is reported with file and line; the rest of the file
+/// counts.
 #[test]
-fn a_blocked_user_whom_nobody_knows_here_is_told_with_his_line_and_the_rest_of_the_file_counts() {
+fn unknown_blocked_user_is_reported_with_line() {
     let dir = tempfile::tempdir().expect("a folder");
     let users = |names: &str| {
         put(
@@ -392,7 +410,7 @@ fn a_blocked_user_whom_nobody_knows_here_is_told_with_his_line_and_the_rest_of_t
         rules.wrong(),
         told.map(|(line, name)| unknown(dir.path(), line, name))
     );
-    // The file is right, and stays so when it is read again.
+    // The file itself is valid, and is accepted again when it is read again.
     assert_eq!(
         (rules.read_admin(), rules.blocked()),
         (None, &[0, 12345][..])
@@ -404,8 +422,9 @@ fn a_blocked_user_whom_nobody_knows_here_is_told_with_his_line_and_the_rest_of_t
     );
 }
 
+/// Blocked users without an account are reported only if the list that names them counts.
 #[test]
-fn of_blocked_users_whom_nobody_knows_only_those_are_told_who_would_be_kept_away() {
+fn only_effective_unknown_users_are_reported() {
     let dir = tempfile::tempdir().expect("a folder");
     put(
         dir.path(),
@@ -427,8 +446,10 @@ fn of_blocked_users_whom_nobody_knows_only_those_are_told_who_would_be_kept_away
     );
 }
 
+/// The number of reports about blocked users without an account, and the length of their names, are
+/// limited.
 #[test]
-fn of_many_blocked_users_whom_nobody_knows_a_few_are_told_and_of_a_long_name_the_beginning() {
+fn unknown_user_reports_are_limited() {
     let dir = tempfile::tempdir().expect("a folder");
     let long = "x".repeat(NAME_BYTES_MAX + 1);
     let names: Vec<String> = (0..100).map(|n| format!("\"{long}{n}\"")).collect();
@@ -445,8 +466,9 @@ fn of_many_blocked_users_whom_nobody_knows_a_few_are_told_and_of_a_long_name_the
     assert_eq!(rules.wrong()[0], unknown(dir.path(), "own:2", &long[1..]));
 }
 
+/// If the administrator names owners, overrides and policies of other users do not count.
 #[test]
-fn where_the_administrator_names_owners_other_words_and_policies_do_not_count() {
+fn only_named_owners_count() {
     let dir = tempfile::tempdir().expect("a folder");
     put(dir.path(), "admin", "owners = [\"olga\", \"21009\"]\n");
     let mut rules = rules(dir.path(), "");
@@ -459,7 +481,7 @@ fn where_the_administrator_names_owners_other_words_and_policies_do_not_count() 
         (rules.merged().policy.cores, rules.merged().policy.nice),
         (None, None)
     );
-    // One who has no name here goes by his number.
+    // An owner without an account here is named by uid.
     rules.words = vec![limit(1, 21_009, "21009")];
     rules
         .policies
@@ -471,8 +493,10 @@ fn where_the_administrator_names_owners_other_words_and_policies_do_not_count() 
     );
 }
 
+/// Root may name any path as the administrator's; other users only one that belongs to root and
+/// that no one else can change.
 #[test]
-fn only_root_has_another_file_count_as_the_administrators_or_others_one_of_roots() {
+fn admin_path_must_belong_to_root() {
     let dir = tempfile::tempdir().expect("a folder");
     put(dir.path(), "admin", "");
     let (named, usual) = (dir.path().join("admin"), Path::new(ADMIN_FILE));
@@ -480,7 +504,7 @@ fn only_root_has_another_file_count_as_the_administrators_or_others_one_of_roots
         trusted(named.clone(), usual, Uid::from_raw(0)),
         (named.clone(), None)
     );
-    // Files of root's that nobody else can change count for all, whoever runs this.
+    // Paths of root that no one else can change are accepted for all users.
     for of_root in [Path::new("/etc/passwd"), Path::new("/var/tmp"), usual] {
         assert_eq!(
             trusted(of_root.to_path_buf(), usual, Uid::from_raw(ALICE)),

@@ -1,5 +1,5 @@
-//! Takes samples of the host's load from /proc, on descriptors that stay open and into one buffer: a sample allocates
-//! nothing.
+//! Samples the host's load from /proc. The files stay open and one buffer is reused, so a sample
+//! allocates no memory.
 
 use crate::cgroup::Group;
 use crate::proc::{self, read};
@@ -11,41 +11,45 @@ use std::io;
 use std::path::Path;
 use std::time::Instant;
 
-/// Bytes of a /proc file that are looked at. In /proc/stat the processors come first; this is enough for about a
-/// thousand.
+/// Maximum number of bytes that are read of a /proc file. /proc/stat lists the processors first;
+/// this suffices for about a thousand.
 const TEXT_BYTES_MAX: usize = 64 << 10;
-/// Where nobody keeps memory free, /proc/meminfo is read no more often than this: gathering it takes the kernel longer than all the
-/// rest of a sample, and memory that matters to placement does not come and go in seconds. Where somebody does, it is read for every
-/// second sample, and the pressure for the others, which the kernel works out anew every two seconds.
+/// Minimum interval of reading /proc/meminfo while no owner keeps memory free. The kernel needs
+/// longer to produce it than for the rest of a sample, and memory that matters for placement does
+/// not change within seconds.
+///
+/// While an owner keeps memory free, samples read memory and pressure alternately; the kernel
+/// updates the pressure every two seconds.
 pub const MEMORY_SPAN: Micros = Micros::from_secs(30);
 
-/// The open files and what the last sample needs to be remembered by.
+/// The open files and the state between two samples.
 #[derive(Debug)]
 pub struct Sampler {
     stat: File,
-    /// What all processors have used, for less than `stat` costs; and what is made of it.
+    /// CPU account of all processors, which costs less to read than `stat`, and the times derived
+    /// from it.
     account: Option<File>,
     tally: Option<Tally>,
     begun: Instant,
     loadavg: File,
     meminfo: File,
     pressure: Option<File>,
-    /// What it said last.
+    /// Pressure in its last reading.
     pressed: f32,
     group: Option<Group>,
-    /// The times of the group, if it is limited.
+    /// CPU times of the limiting control group, if there is a limit.
     of_group: Option<proc::CpuTimes>,
     text: Box<[u8]>,
     before: Option<proc::CpuTimes>,
-    /// Memory that could be had, and when that was read.
+    /// Available memory, and when it was read.
     memory: Option<(Micros, u64)>,
-    /// An owner keeps memory free: it is read in turn with the pressure.
+    /// True if an owner keeps memory free; memory and pressure are then read alternately.
     memory_matters: bool,
-    /// The last sample has read it.
+    /// True if the last sample has read the available memory.
     memory_read: bool,
 }
 
-/// A file says something that is not understood.
+/// Returns the error for a file that cannot be parsed.
 fn strange(name: &str) -> io::Error {
     io::Error::new(
         io::ErrorKind::InvalidData,
@@ -58,10 +62,11 @@ fn open(path: &Path) -> io::Result<File> {
 }
 
 impl Sampler {
-    /// Opens the files below `root`, which is /proc but in tests. Kernels without pressure information are fine.
+    /// Opens the files below `root`, which is /proc except in tests. The pressure file may be
+    /// missing.
     ///
     /// # Errors
-    /// When one of `stat`, `loadavg`, `meminfo` cannot be opened.
+    /// If one of `stat`, `loadavg`, `meminfo` cannot be opened.
     pub fn open(root: &Path) -> io::Result<Sampler> {
         Ok(Sampler {
             stat: open(&root.join("stat"))?,
@@ -82,27 +87,30 @@ impl Sampler {
         })
     }
 
-    /// Reads what memory there is from another file than /proc/meminfo, of the same form.
+    /// Reads the available memory from another file in the format of /proc/meminfo.
     ///
     /// # Errors
-    /// When it cannot be opened.
+    /// If it cannot be opened.
     pub fn memory_from(mut self, path: &Path) -> io::Result<Sampler> {
         self.meminfo = open(path)?;
         Ok(self)
     }
 
-    /// From now on memory is read for every second sample, the next one first, or no more often than [`MEMORY_SPAN`].
+    /// Sets whether memory is read for every second sample, starting with the next one, or at most
+    /// once per [`MEMORY_SPAN`].
     pub fn memory_matters(&mut self, matters: bool) {
         if self.memory_matters != matters {
             (self.memory_matters, self.memory_read) = (matters, false);
         }
     }
 
-    /// A sample, taken at `at` (time of day), that does not say whose the load is. `busy` is what was used since the sample before; the first one says what
-    /// the queue says. Memory may be as old as [`MEMORY_SPAN`]; if it matters, it or the pressure is as old as the sample before.
+    /// Takes a sample at `at` (time of day), without the part of the load that is ours. `busy`
+    /// covers the time since the previous sample; in the first sample it is estimated from the run
+    /// queue. The available memory may be as old as [`MEMORY_SPAN`]. While memory matters, memory
+    /// or pressure is from the previous sample.
     ///
     /// # Errors
-    /// When a file cannot be read or understood.
+    /// If a file cannot be read or parsed.
     pub fn sample(&mut self, at: Micros) -> io::Result<LoadSample> {
         let (times, cores) = self.processors()?;
         let (load1, running) = proc::loadavg(read(&self.loadavg, &mut self.text)?)
@@ -111,7 +119,7 @@ impl Sampler {
         if !(self.memory_matters && self.memory_read) {
             self.pressed = self.pressure();
         }
-        // The thread that reads is running itself.
+        // The reading thread itself is running and does not count.
         let running = running.saturating_sub(1);
         let queue = (running as f32 / cores as f32).min(1.0);
         let busy = self
@@ -122,7 +130,7 @@ impl Sampler {
         let limited = self.group.as_mut().and_then(|group| group.measure(at));
         self.of_group = limited.map(|limited| limited.times(at, cores));
         if let Some(limited) = limited {
-            // Everything else that /proc tells is about the whole machine.
+            // The other numbers in /proc describe the whole machine, not the limited part.
             let demand = limited.used + limited.held;
             let (busy, running) = (
                 (limited.used / limited.share).min(1.0),
@@ -155,12 +163,12 @@ impl Sampler {
         })
     }
 
-    /// Processor times as of the newest sample; with a limit, of what it limits.
+    /// Returns the CPU times as of the newest sample; with a limit, those of the limited part.
     pub fn times(&self) -> Option<proc::CpuTimes> {
         self.of_group.or(self.before)
     }
 
-    /// Times of all processors together, and how many there are.
+    /// Returns the times of all processors together, and their number.
     fn processors(&mut self) -> io::Result<(proc::CpuTimes, u32)> {
         let now = Micros(u64::try_from(self.begun.elapsed().as_micros()).unwrap_or(u64::MAX));
         let says = |file: &File| proc::group_used(read(file, &mut self.text).ok()?);
@@ -181,14 +189,15 @@ impl Sampler {
         Ok(tally.look(now, used, stat, cores))
     }
 
-    /// Nothing where the kernel does not measure it; if it was switched off at boot, the file is there and cannot be read.
+    /// Returns the CPU pressure; 0 if the kernel does not measure it. If it was disabled at boot,
+    /// the file exists but cannot be read.
     fn pressure(&mut self) -> f32 {
         let says = |file: &File| proc::pressure(read(file, &mut self.text).ok()?);
         self.pressure.as_ref().and_then(says).unwrap_or(0.0)
     }
 
     fn available_bytes(&mut self, at: Micros) -> io::Result<u64> {
-        // The time of day may be set back.
+        // `abs_diff`, because the time of day may be set back.
         let counts = |read: Micros| match self.memory_matters {
             true => self.memory_read,
             false => at.0.abs_diff(read.0) < MEMORY_SPAN.0,

@@ -1,4 +1,4 @@
-//! Reads the sources of the owner's signs where they are: sessions, terminals, interrupts. The dear ones are read rarely.
+//! Reads the sources of the owner's signs: session files, terminals, interrupt counters.
 
 use crate::owner::{Evidence, Keys};
 use crate::proc::key_interrupts;
@@ -11,18 +11,18 @@ use std::io::{self, Read, Seek};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Where systemd-logind keeps its sessions.
+/// Folder of systemd-logind's session files.
 pub const SESSIONS_DIR: &str = "/run/systemd/sessions";
-/// Where terminals are.
 pub const TERMINALS_DIR: &str = "/dev";
-/// Where the kernel counts interrupts.
+/// File with the kernel's interrupt counters.
 pub const INTERRUPTS_FILE: &str = "/proc/interrupts";
-/// A machine without keyboard and mouse is looked at again after this: one may be plugged in.
+/// Interval after which a machine without keyboard and mouse is examined again; one may have been
+/// connected.
 pub const KEYS_AGAIN: Micros = Micros::from_secs(600);
-/// Bytes of the file of interrupts that are looked at.
+/// Maximum number of bytes that are read of the interrupt counters.
 const INTERRUPTS_BYTES_MAX: u64 = 256 << 10;
 
-/// The sessions in this folder.
+/// Reads the session files of this folder.
 pub fn sessions(dir: &Path) -> Evidence<Vec<Session>> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
@@ -36,7 +36,7 @@ pub fn sessions(dir: &Path) -> Evidence<Vec<Session>> {
     };
     let mut all = Vec::new();
     for entry in entries.flatten().take(SESSIONS_MAX) {
-        // Beside each session lies a pipe, which must not be opened.
+        // Each session also has a named pipe in this folder, which must not be opened.
         let name = entry.file_name().to_string_lossy().into_owned();
         if name.contains('.') || !entry.file_type().is_ok_and(|kind| kind.is_file()) {
             continue;
@@ -44,7 +44,7 @@ pub fn sessions(dir: &Path) -> Evidence<Vec<Session>> {
         let mut text = Vec::new();
         let read = File::open(entry.path())
             .and_then(|f| f.take(SESSION_BYTES_MAX as u64).read_to_end(&mut text));
-        // One that has just ended is gone.
+        // A session that has just ended has no file.
         all.extend(
             read.ok()
                 .and_then(|_| of_file(&name, &String::from_utf8_lossy(&text))),
@@ -53,10 +53,12 @@ pub fn sessions(dir: &Path) -> Evidence<Vec<Session>> {
     Evidence::Known(in_order(all))
 }
 
-/// When the terminals of these logins were last typed at. The kernel notes it to within eight seconds.
+/// Returns the time of the last input at the terminals of these logins. The kernel updates it with
+/// a resolution of eight seconds.
 pub fn typed(dir: &Path, logins: &[Login]) -> BTreeMap<String, Micros> {
     let last = |login: &Login| {
-        // Lines come from files that others write; only names below the folder are terminals.
+        // The lines come from files that other programs write, so only names inside the folder are
+        // accepted.
         let inside = !login.line.starts_with('/')
             && !login
                 .line
@@ -74,7 +76,7 @@ pub fn typed(dir: &Path, logins: &[Login]) -> BTreeMap<String, Micros> {
     logins.iter().filter_map(last).collect()
 }
 
-/// Keyboard and mouse by their interrupts.
+/// Detects use of keyboard and mouse by their interrupt counters.
 #[derive(Debug)]
 pub struct KeySense {
     path: PathBuf,
@@ -86,7 +88,6 @@ pub struct KeySense {
 }
 
 impl KeySense {
-    /// Not looked at yet.
     pub fn new(path: PathBuf) -> KeySense {
         let evidence = Evidence::Missing("not looked at yet".into());
         KeySense {
@@ -99,12 +100,13 @@ impl KeySense {
         }
     }
 
-    /// What is known.
+    /// Returns what is known of keyboard and mouse.
     pub fn evidence(&self) -> &Evidence<Keys> {
         &self.evidence
     }
 
-    /// Looks at `now` (time of day), unless there was no keyboard a short while ago.
+    /// Reads the interrupt counters at `now` (time of day). Does nothing if no keyboard was found
+    /// less than [`KEYS_AGAIN`] ago.
     pub fn look(&mut self, now: Micros) {
         if self
             .again
@@ -167,8 +169,9 @@ mod tests {
         Micros::from_secs(seconds)
     }
 
+    /// Session files are read; pipes, folders and reference files in the same folder are not.
     #[test]
-    fn session_files_are_read_and_other_things_beside_them_are_not() {
+    fn only_session_files_are_read() {
         let dir = tempfile::tempdir().expect("a folder");
         assert!(
             matches!(sessions(&dir.path().join("no")), Evidence::Missing(why) if why.contains("does not exist"))
@@ -186,8 +189,9 @@ mod tests {
         assert_eq!(users, ["olga"]);
     }
 
+    /// Terminals report the time of their last input; nothing outside of their folder is examined.
     #[test]
-    fn terminals_tell_when_they_were_typed_at_and_nothing_outside_their_folder_is_looked_at() {
+    fn terminal_input_times_stay_inside_folder() {
         let dir = tempfile::tempdir().expect("a folder");
         fs::create_dir(dir.path().join("pts")).expect("the test's own folder");
         let file = File::create(dir.path().join("pts/3")).expect("the test's own file");
@@ -224,8 +228,9 @@ mod tests {
         );
     }
 
+    /// Keyboard and mouse count as used when their interrupt counters change.
     #[test]
-    fn keys_are_used_when_their_interrupts_count_up() {
+    fn rising_interrupt_count_means_input() {
         let dir = tempfile::tempdir().expect("a folder");
         let path = dir.path().join("interrupts");
         let put = |n: u32| {
@@ -255,8 +260,10 @@ mod tests {
         );
     }
 
+    /// A machine without a keyboard is reported as such and examined again after the retry
+    /// interval.
     #[test]
-    fn a_machine_without_a_keyboard_says_so_and_is_looked_at_again_later() {
+    fn missing_keyboard_is_reported_and_retried() {
         let dir = tempfile::tempdir().expect("a folder");
         let path = dir.path().join("interrupts");
         fs::write(&path, "  CPU0\n 4: 10 IO-APIC ttyS0\n").expect("the test's own file");

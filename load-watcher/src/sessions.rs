@@ -1,43 +1,42 @@
-//! Sessions of systemd-logind, as it keeps them in files, one for each (`/run/systemd/sessions`), or tells of them. Pure; any
-//! text is accepted.
+//! Parser for sessions of systemd-logind, from its files (`/run/systemd/sessions`, one per session)
+//! or from its D-Bus properties. Pure; accepts any text.
 //!
-//! Only people count: sessions of class `user` that have a terminal or a screen. A greeter, a lock screen, a cron job and a
-//! command over ssh are nobody at the machine.
+//! Only sessions of people count: class `user` with a terminal or a screen. A greeter, a lock
+//! screen, a cron job or a command over ssh does not mean that somebody uses the machine.
 
 use sempa_proto::Micros;
 use sempa_proto::load::Login;
 
-/// Bytes of a session file that are looked at.
+/// Maximum number of bytes that are read of a session file.
 pub const SESSION_BYTES_MAX: usize = 16 << 10;
-/// Session files that are looked at.
+/// Maximum number of session files that are read.
 pub const SESSIONS_MAX: usize = 1024;
 
-/// Whether somebody uses the screen of a session, as its desktop says.
+/// Use of a session's screen, as its desktop reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Idle {
-    /// It does not say.
+    /// The desktop does not report it.
     #[default]
     Unknown,
-    /// Somebody does.
     InUse,
-    /// Nobody has since then (time of day).
+    /// Idle since this time of day.
     Since(Micros),
 }
 
-/// Somebody's session.
+/// The session of a user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Session {
-    /// Who, where and since when. Without a terminal the line is the display, or the session's name.
+    /// User, terminal and start. Without a terminal, `line` is the display or the session's name.
     pub login: Login,
-    /// It came over the network.
+    /// True for a login over the network.
     pub remote: bool,
-    /// It has a screen of its own: what is typed there does not pass through its terminal.
+    /// True if it has its own screen, whose input does not pass through the terminal.
     pub graphical: bool,
-    /// Whether it is used. Files do not tell.
+    /// Use of the screen; unknown if the session comes from a file.
     pub idle: Idle,
 }
 
-/// The session that a file of this name describes; `None` when nobody is there.
+/// Parses a session file with this name; `None` if the session does not count.
 pub fn of_file(name: &str, text: &str) -> Option<Session> {
     session(name, |key| {
         let line = text
@@ -47,7 +46,8 @@ pub fn of_file(name: &str, text: &str) -> Option<Session> {
     })
 }
 
-/// The session with this name and these values, by the names that they have in its file; `None` when nobody is there.
+/// Creates a session from its values, which `value` returns by their keys in a session file; `None`
+/// if the session does not count.
 pub(crate) fn session(name: &str, value: impl Fn(&str) -> Option<String>) -> Option<Session> {
     let value = |key: &str| {
         value(key)
@@ -90,13 +90,14 @@ pub(crate) fn session(name: &str, value: impl Fn(&str) -> Option<String>) -> Opt
     })
 }
 
-/// Sessions in the order of their begin.
+/// Sorts sessions by their start.
 pub(crate) fn in_order(mut all: Vec<Session>) -> Vec<Session> {
     all.sort_by(|a, b| (a.login.at, &a.login.line).cmp(&(b.login.at, &b.login.line)));
     all
 }
 
-/// A value without control characters that could play tricks on whoever prints it.
+/// Replaces control characters, because they could manipulate the terminal on which a value is
+/// printed.
 fn clean(value: &str) -> String {
     value
         .chars()
@@ -104,7 +105,8 @@ fn clean(value: &str) -> String {
         .collect()
 }
 
-/// Logins of both kinds, earliest first; a session whose terminal has a login record is the same visit.
+/// Merges login records and sessions, earliest first. A session whose terminal has a login record
+/// is the same visit and is omitted.
 pub fn all_logins(records: &[Login], sessions: &[Session]) -> Vec<Login> {
     let mut all = records.to_vec();
     let new = sessions
@@ -133,8 +135,9 @@ mod tests {
         of_file("3", &format!("{}\n{key}={value}\n", lines.join("\n")))
     }
 
+    /// A session file gives user, terminal, origin and start.
     #[test]
-    fn a_session_at_the_desk_says_who_where_and_since_when() {
+    fn session_file_gives_user_terminal_and_start() {
         let Session {
             login,
             remote,
@@ -167,8 +170,9 @@ mod tests {
         );
     }
 
+    /// Greeters, background jobs and closing sessions do not count.
     #[test]
-    fn greeters_jobs_and_sessions_that_end_are_nobody() {
+    fn greeters_jobs_and_closing_sessions_are_ignored() {
         for (key, value) in [
             ("CLASS", "greeter"),
             ("CLASS", "lock-screen"),
@@ -181,8 +185,9 @@ mod tests {
         }
     }
 
+    /// A session whose terminal has a login record is one visit.
     #[test]
-    fn a_session_with_a_login_record_is_one_visit() {
+    fn session_with_login_record_is_merged() {
         let record = Login {
             user: "alice".into(),
             line: "tty2".into(),
@@ -205,8 +210,9 @@ mod tests {
     }
 
     proptest! {
+        /// Any text is parsed or refused without a panic.
         #[test]
-        fn any_text_is_survived(text in "(?s).{0,200}") {
+        fn any_text_is_accepted(text in "(?s).{0,200}") {
             let _ = of_file("1", &text);
             let _ = of_file("1", &format!("{DESK}{text}"));
         }

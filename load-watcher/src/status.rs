@@ -1,5 +1,8 @@
-//! Answers those who ask what uses their machine: every load watcher listens on a socket in the kernel's abstract names, which
-//! leaves no file behind, and gives one value in JSON to whoever connects. It tells no more than `ps` does, and takes nothing.
+//! Answers queries about the use of this machine.
+//!
+//! Every load watcher listens on a socket with an abstract name, which leaves no file behind, and
+//! sends one JSON value to each client. The value contains no more than `ps` shows; the watcher
+//! reads nothing from the client. [`ask_all`] is the client side.
 
 use nix::sys::socket::{getsockopt, sockopt};
 use serde::{Deserialize, Serialize};
@@ -10,87 +13,81 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::Duration;
 
-/// How names of these sockets begin.
+/// Prefix of the names of these sockets.
 const NAME_PREFIX: &str = "sempa-owner/";
-/// Watchers of one virtual machine on one host that can listen at the same time.
+/// Maximum number of load watchers of one virtual machine that can listen on one host.
 const WATCHERS_MAX: u32 = 16;
-/// Answers given in one go.
+/// Maximum number of queries that are answered in one call.
 const ANSWERS_MAX: usize = 16;
-/// Bytes of an answer at most.
+/// Maximum size of an answer in bytes.
 const STATUS_BYTES_MAX: u64 = 1 << 20;
-/// A watcher answers in milliseconds; one that does not is not waited for.
+/// Time after which a client stops waiting; a load watcher normally answers in milliseconds.
 const ANSWER_TIME: Duration = Duration::from_secs(5);
-/// Tasks that an answer lists at most.
+/// Maximum number of tasks in an answer.
 pub const TASKS_MAX: usize = 512;
 
 /// One setting of the policy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Setting {
-    /// Its name.
     pub name: String,
-    /// Its value, as it would be written.
+    /// Value as in a policy file.
     pub value: String,
-    /// Where it comes from.
+    /// Origin: a file, an override or the user of the virtual machine.
     pub from: String,
 }
 
 /// A task of the virtual machine on this host.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Guest {
-    /// Its task id.
     pub tid: String,
-    /// Its program.
     pub program: String,
-    /// Its process.
     pub pid: i32,
-    /// Its user.
     pub user: String,
-    /// When its process was started here, in microseconds since 1970; 0 when nobody knows.
+    /// Start time of its process on this host, in microseconds since 1970; 0 if unknown.
     pub since_us: u64,
-    /// Processor time that it has used here, in seconds.
+    /// Processor time that its process has used on this host, in seconds.
     pub cpu_s: f64,
 }
 
-/// What a load watcher says to the owner of its host.
+/// The status that a load watcher sends to users of its host.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     /// Name of the virtual machine.
     pub vm: String,
-    /// Its user.
+    /// User of the virtual machine.
     pub user: String,
-    /// Name of this host in it.
+    /// Name of this host in the virtual machine.
     pub host: String,
     /// `absent`, `maybe` or `present`.
     pub owner: String,
-    /// How sure that is, in percent.
+    /// Confidence of the owner verdict in percent.
     pub confidence: u8,
-    /// Why.
+    /// Reason of the owner verdict.
     pub why: String,
-    /// Each source, and what it says.
+    /// Name and state of each source.
     pub sources: Vec<(String, String)>,
-    /// `welcome` or `stopped`.
+    /// Either `welcome` or `stopped`.
     pub guests: String,
-    /// Why they may do no more; empty when they may work.
+    /// Why guests must stop; empty if they are welcome.
     pub guests_why: String,
-    /// When they leave, in microseconds since 1970.
+    /// When guests leave, in microseconds since 1970.
     pub leave_at_us: Option<u64>,
-    /// How they leave, `move`, `kill` or `checkpoint`.
+    /// How they leave: `move`, `kill` or `checkpoint`.
     pub then: Option<String>,
     /// How they are stopped: `control groups`, `signals`, or `unknown`.
     #[serde(default)]
     pub stopped_by: String,
-    /// Why not by control groups; empty otherwise.
+    /// Why they are not stopped by control groups; empty otherwise.
     #[serde(default)]
     pub stopped_by_why: String,
-    /// The policy.
     pub policy: Vec<Setting>,
-    /// Files that were refused, and blocked users whom nobody knows here, and why.
+    /// Errors of the policy: refused files, and blocked users without an account here.
     pub wrong: Vec<String>,
-    /// Its tasks here; without those that serve the virtual machine.
+    /// Guest tasks on this host, without tasks that serve the virtual machine.
     pub tasks: Vec<Guest>,
 }
 
-/// Where a load watcher answers.
+/// The socket on which a load watcher answers queries.
 #[derive(Debug)]
 pub struct Listener(UnixListener);
 
@@ -98,7 +95,7 @@ impl Listener {
     /// Listens for a virtual machine of this user.
     ///
     /// # Errors
-    /// What the system said.
+    /// The error of the system.
     pub fn open(uid: u32, vm: &str) -> io::Result<Listener> {
         let mut result = Err(io::ErrorKind::AddrInUse.into());
         for number in 0..WATCHERS_MAX {
@@ -113,12 +110,13 @@ impl Listener {
         Ok(Listener(listener))
     }
 
-    /// Readable when somebody asks.
+    /// Returns the descriptor, which is readable when a client waits.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 
-    /// Answers those who wait. Whoever does not read gets what fits into the kernel's buffer.
+    /// Answers the waiting clients. A client that does not read gets only what fits into the
+    /// kernel's buffer.
     pub fn answer(&self, status: impl Fn() -> Status) {
         let mut text = None;
         for _ in 0..ANSWERS_MAX {
@@ -135,7 +133,7 @@ impl Listener {
     }
 }
 
-/// The name of a socket and the user in it, from a line of /proc/net/unix.
+/// Returns the name of a socket and the uid in it, from a line of /proc/net/unix.
 fn name_in(line: &str) -> Option<(&str, u32)> {
     let name = line.rsplit(' ').next()?.strip_prefix('@')?;
     let uid = name
@@ -149,7 +147,7 @@ fn name_in(line: &str) -> Option<(&str, u32)> {
 
 fn ask(name: &str, uid: u32) -> io::Result<Status> {
     let stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
-    // Anybody may take a free name; only the user in it is believed.
+    // Any process may bind a free name, so the answer is accepted only from the user in the name.
     let server = getsockopt(&stream, sockopt::PeerCredentials)?;
     if server.uid() != uid {
         return Err(io::Error::new(
@@ -163,13 +161,14 @@ fn ask(name: &str, uid: u32) -> io::Result<Status> {
     serde_json::from_slice(&text).map_err(io::Error::other)
 }
 
-/// Asks all load watchers of this host. Answers, and sentences about those that did not answer.
+/// Queries all load watchers of this host. Returns the answers, and a sentence for each one that
+/// did not answer.
 ///
 /// # Errors
-/// It cannot be known which there are.
+/// If the list of sockets cannot be read.
 pub fn ask_all() -> io::Result<(Vec<Status>, Vec<String>)> {
     let list = fs::read_to_string("/proc/net/unix")?;
-    // A connection that is being answered has the listener's name as well.
+    // A connection that is being answered has the same name as its listener.
     let mut names: Vec<(&str, u32)> = list.lines().filter_map(name_in).collect();
     names.sort_unstable();
     names.dedup();
@@ -188,8 +187,9 @@ pub fn ask_all() -> io::Result<(Vec<Status>, Vec<String>)> {
 mod tests {
     use super::*;
 
+    /// Running load watchers answer a query; one that has ended is not reported as silent.
     #[test]
-    fn whoever_asks_is_told_and_a_watcher_that_has_ended_is_not_asked() {
+    fn running_watchers_answer_queries() {
         let uid = nix::unistd::geteuid().as_raw();
         let vm = format!("test-{}", std::process::id());
         let listeners: Vec<Listener> = (0..2)
@@ -224,8 +224,9 @@ mod tests {
         );
     }
 
+    /// Only sockets of load watchers are recognized in the kernel's list.
     #[test]
-    fn only_sockets_of_load_watchers_are_known() {
+    fn only_watcher_sockets_are_recognized() {
         let line = |name: &str| {
             format!("0000000000000000: 00000002 00000000 00010000 0001 01 20114 {name}")
         };

@@ -1,5 +1,7 @@
-//! The two calls of the system that no crate here wraps, the clock on the wall and the nice level of a thread; and the time of
-//! day.
+//! Time of day, local time, and nice levels of threads.
+//!
+//! The two C calls of this module (`localtime_r`, `setpriority`) are not wrapped by any crate that
+//! the project uses.
 #![allow(unsafe_code)] // foreign functions can only be called so
 
 use crate::hours::WallClock;
@@ -10,12 +12,12 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// A span, as far as it can be expressed.
+/// Converts a duration; the maximum if it does not fit.
 pub fn micros(span: Duration) -> Micros {
     Micros(u64::try_from(span.as_micros()).unwrap_or(u64::MAX))
 }
 
-/// The time of day.
+/// Returns the time of day.
 pub fn wall() -> Micros {
     micros(
         SystemTime::now()
@@ -24,17 +26,18 @@ pub fn wall() -> Micros {
     )
 }
 
-/// The clock on the wall at this time of day (seconds since 1970), in the time zone of this machine or of `TZ`.
+/// Returns day of the week and minute at this time of day (seconds since 1970), in the time zone of
+/// this machine or of `TZ`.
 pub fn wall_clock(seconds: u64) -> WallClock {
     let time = libc::time_t::try_from(seconds).unwrap_or(0);
     let mut parts = MaybeUninit::<libc::tm>::zeroed();
-    // SAFETY: both point to values of the right type that live long enough; all-zero is a valid `tm`, so that it may be
-    // read whatever the call does.
+    // SAFETY: both pointers refer to live values of the right type. An all-zero `tm` is valid, so
+    // it may be read even if the call fails.
     let parts = unsafe {
         libc::localtime_r(&raw const time, parts.as_mut_ptr());
         parts.assume_init()
     };
-    // 0 is Sunday there.
+    // In `tm_wday`, 0 is Sunday.
     let day = (parts.tm_wday.rem_euclid(7) + 6) % 7;
     let minute = parts.tm_hour.clamp(0, 23) * 60 + parts.tm_min.clamp(0, 59);
     WallClock {
@@ -43,26 +46,26 @@ pub fn wall_clock(seconds: u64) -> WallClock {
     }
 }
 
-/// All threads of a process.
+/// Returns the ids of all threads of a process.
 ///
 /// # Errors
-/// There is no such process.
+/// If there is no such process.
 pub(crate) fn threads(pid: i32) -> io::Result<impl Iterator<Item = i32>> {
     let entries = fs::read_dir(format!("/proc/{pid}/task"))?.flatten();
     Ok(entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()))
 }
 
-/// Makes all threads of a process at least this nice. One that is nicer already stays so.
+/// Raises the nice level of all threads of a process to at least `level`.
 ///
 /// # Errors
-/// What the system said of the last thread that refused; threads that have ended do not count.
+/// The error of the last thread that failed; threads that have exited do not count.
 pub fn make_nice(pid: i32, level: i32) -> io::Result<()> {
     let mut result = Ok(());
     for thread in threads(pid)? {
         let thread = thread.cast_unsigned();
-        // SAFETY: only numbers go in and out.
+        // SAFETY: the call takes and returns only numbers.
         let now = unsafe { libc::getpriority(libc::PRIO_PROCESS, thread) };
-        // SAFETY: only numbers go in and out.
+        // SAFETY: the call takes and returns only numbers.
         if now < level && unsafe { libc::setpriority(libc::PRIO_PROCESS, thread, level) } != 0 {
             let error = io::Error::last_os_error();
             if error.raw_os_error() != Some(libc::ESRCH) {
@@ -77,9 +80,11 @@ pub fn make_nice(pid: i32, level: i32) -> io::Result<()> {
 mod tests {
     use super::*;
 
+    /// Local day and minute differ from UTC by at most fourteen hours.
     #[test]
-    fn the_wall_clock_tells_day_and_minute_somewhere_near_universal_time() {
-        // 2001-09-09T01:46:40Z, a Sunday: wherever this runs, it is within fourteen hours of it.
+    fn local_time_is_near_utc() {
+        // 2001-09-09T01:46:40Z was a Sunday. Every time zone differs from UTC by at most fourteen
+        // hours.
         let at = wall_clock(1_000_000_000);
         let minutes = i32::from(at.day) * 1440 + i32::from(at.minute);
         let universal = 6 * 1440 + 106;
@@ -87,8 +92,9 @@ mod tests {
         assert!(apart <= 14 * 60 || apart >= 7 * 1440 - 14 * 60, "{at:?}");
     }
 
+    /// The nice level of a process is raised, and never lowered.
     #[test]
-    fn a_process_gets_nicer_and_never_less_nice() {
+    fn nice_level_is_only_raised() {
         let mut child = std::process::Command::new("sleep")
             .arg("60")
             .spawn()

@@ -1,7 +1,12 @@
-//! What all processors together have done, as cheaply as the kernel tells it. Gathering /proc/stat takes the kernel two thirds of
-//! a whole sample's time, most of it for interrupts that nobody here wants to know of. The account of the outermost control group
-//! of version 2 says what was used at a quarter of that. It does not say how many processors there are, nor, since Linux 6.18 at
-//! the latest, what the host of a virtual machine has taken for others. So /proc/stat is read now and then, and tells both.
+//! Measures the time of all processors together as cheaply as possible.
+//!
+//! - Reading /proc/stat costs two thirds of a whole sample, mostly for interrupt counters that are
+//!   not needed.
+//! - The CPU account of the root control group (version 2) gives the used time at a quarter of that
+//!   cost. It contains neither the number of processors nor, since Linux 6.18 at the latest, the
+//!   time that the host of a virtual machine has given to others (steal).
+//! - Therefore the account is read for each sample, and /proc/stat only once per [`LOOK_SPAN`], for
+//!   the number of processors and the share of stolen time.
 
 use crate::proc::CpuTimes;
 use sempa_proto::Micros;
@@ -9,18 +14,20 @@ use sempa_proto::cgroup::mount_point;
 use std::fs::{self, File};
 use std::path::Path;
 
-/// /proc/stat is read no more often than this beside the account. So a processor that is switched off or on is noticed.
+/// Interval of reading /proc/stat in addition to the account. It bounds the time until a change in
+/// the number of processors is noticed.
 pub const LOOK_SPAN: Micros = Micros::from_secs(30);
-/// Shorter than this is no span to measure use over: the kernel itself counts in such steps.
+/// Minimum period over which use is measured; the kernel's own counters advance in such steps.
 const SPAN_MIN: Micros = Micros::from_millis(10);
-/// The same between two looks, which are to tell a small part of the time.
+/// Minimum period between two reference readings, which must resolve a small share of the time.
 const LOOK_SPAN_MIN: Micros = Micros::from_millis(900);
 
-/// The account of the whole machine in control groups of version 2, if they are mounted and it can be seen: `process` is the
-/// folder of a process in /proc.
+/// Opens the CPU account of the whole machine, if version 2 control groups are mounted and the root
+/// group is visible. `process` is the folder of a process in /proc.
 pub fn account(process: &Path) -> Option<File> {
     let outermost = mount_point(&fs::read(process.join("mountinfo")).ok()?, None)?;
-    // In a container the outermost group that is seen is one of many. Only the outermost of all has no type (cgroup-v2.rst).
+    // In a container the outermost visible group is one of many. Only the true root group has no
+    // `cgroup.type` (cgroup-v2.rst).
     let is_whole =
         outermost.join("cgroup.procs").exists() && !outermost.join("cgroup.type").exists();
     File::open(outermost.join("cpu.stat"))
@@ -28,7 +35,7 @@ pub fn account(process: &Path) -> Option<File> {
         .filter(|_| is_whole)
 }
 
-/// What /proc/stat and the account said at the same time.
+/// Simultaneous values of /proc/stat and the account.
 #[derive(Clone, Copy, Debug)]
 struct Look {
     at: Micros,
@@ -36,22 +43,23 @@ struct Look {
     used: u64,
 }
 
-/// Times of all processors together by an account, and now and then by /proc/stat. All times are by a clock that nobody sets and
-/// that stands still while the machine sleeps.
+/// Times of all processors together, derived from the account and periodically from /proc/stat. All
+/// times are by a monotonic clock that does not advance while the machine is suspended.
 #[derive(Debug)]
 pub struct Tally {
     times: CpuTimes,
     cores: u32,
-    /// When the account was read last, and what it said.
+    /// Time of the last reading of the account; `used` is its value.
     at: Micros,
     used: u64,
     look: Look,
-    /// Share of the time that was not idle and not in the account either, between the last two looks.
+    /// Share of the time between the last two reference readings that was neither idle nor in the
+    /// account.
     stolen: Option<f64>,
 }
 
 impl Tally {
-    /// From the first look.
+    /// Starts with the first reading of both sources.
     pub fn new(at: Micros, used: u64, stat: CpuTimes, cores: u32) -> Tally {
         Tally {
             times: stat,
@@ -63,12 +71,12 @@ impl Tally {
         }
     }
 
-    /// True when /proc/stat is to be read beside the account.
+    /// True if /proc/stat must be read in addition to the account.
     pub fn must_look(&self, at: Micros) -> bool {
         self.stolen.is_none() || at.since(self.look.at) >= LOOK_SPAN
     }
 
-    /// /proc/stat was read beside the account.
+    /// Updates the times after a reading of both sources.
     pub fn look(&mut self, at: Micros, used: u64, stat: CpuTimes, cores: u32) -> (CpuTimes, u32) {
         let before = self.look;
         if at.since(before.at) >= LOOK_SPAN_MIN {
@@ -82,7 +90,8 @@ impl Tally {
         self.step(at, used)
     }
 
-    /// The account was read; times of all processors now, and how many there are.
+    /// Updates the times after a reading of the account. Returns the times of all processors and
+    /// their number.
     pub fn step(&mut self, at: Micros, used: u64) -> (CpuTimes, u32) {
         let span = at.since(self.at);
         if span >= SPAN_MIN {
@@ -114,7 +123,8 @@ mod tests {
         Micros::from_secs(seconds)
     }
 
-    /// Two processors, after two looks at seconds 10 and 20, in which one of them was used and `stolen` was taken from both.
+    /// Returns the state for two processors after reference readings at seconds 10 and 20. One
+    /// processor was used in between, and `stolen` seconds were taken from both.
     fn tally(stolen: u64) -> Tally {
         let mut tally = Tally::new(at(10), 5 * SECOND, stat(100, 50), 2);
         assert!(tally.must_look(at(11)), "nobody knows what is stolen");
@@ -122,12 +132,13 @@ mod tests {
         tally
     }
 
+    /// Between two readings of /proc/stat the account determines the use.
     #[test]
-    fn what_was_used_is_told_by_the_account_between_two_looks() {
+    fn account_measures_use_between_stat_readings() {
         let mut tally = tally(0);
         let (before, _) = tally.step(at(20), 15 * SECOND);
         assert!(!tally.must_look(at(49)) && tally.must_look(at(50)));
-        // A second and a half of the four that two processors have in two seconds.
+        // Two processors have four seconds in two seconds; one and a half are used.
         let (after, cores) = tally.step(at(22), 16 * SECOND + SECOND / 2);
         assert_eq!((after.busy_since(before), cores), (Some(0.375), 2));
         let (all, _) = tally.step(at(23), 30 * SECOND);
@@ -140,8 +151,9 @@ mod tests {
         assert_eq!(none.busy_since(all), Some(0.0));
     }
 
+    /// Stolen time counts with the share of the last reference reading.
     #[test]
-    fn what_is_taken_by_others_outside_of_the_machine_counts_as_it_was_at_the_last_look() {
+    fn stolen_share_of_last_reading_applies() {
         let mut tally = tally(5);
         let (before, _) = tally.step(at(20), 15 * SECOND);
         let (after, _) = tally.step(at(21), 15 * SECOND);
@@ -156,12 +168,13 @@ mod tests {
         );
     }
 
+    /// A reading of /proc/stat changes only the time since the last reading of the account.
     #[test]
-    fn a_look_makes_no_leap() {
+    fn stat_reading_causes_no_jump() {
         let mut tally = tally(0);
         tally.step(at(39), 15 * SECOND);
         let (before, _) = tally.step(at(49), 15 * SECOND);
-        // Half of all was taken in all that time, which was not known.
+        // In all this time half of the time was stolen, which was not known before.
         let (after, cores) = tally.look(at(50), 15 * SECOND, stat(240, 120), 4);
         assert_eq!(
             (after.busy_since(before), cores),
@@ -170,8 +183,9 @@ mod tests {
         );
     }
 
+    /// A period below the minimum gives no use, and its time counts later.
     #[test]
-    fn too_short_a_span_says_nothing() {
+    fn too_short_period_gives_no_use() {
         let mut tally = tally(0);
         let (before, _) = tally.step(at(20), 15 * SECOND);
         let soon = at(20) + Micros(SPAN_MIN.0 - 1);
@@ -189,8 +203,9 @@ mod tests {
         );
     }
 
+    /// The account of a container's outermost group is not used for the machine.
     #[test]
-    fn the_account_of_a_container_is_not_that_of_the_machine() {
+    fn container_account_is_not_used() {
         let dir = tempfile::tempdir().expect("a folder");
         let groups = dir.path().join("groups");
         fs::create_dir(&groups).expect("the test's own folder");

@@ -1,8 +1,8 @@
-//! Login records as utmp(5) describes them: a file of records of fixed size, one per terminal, overwritten when a
-//! login ends. Pure; any bytes are accepted.
+//! Parser for login records in the format of utmp(5): a file of fixed-size records, one per
+//! terminal, overwritten when a login ends. Pure; accepts any bytes.
 //!
-//! Whether the process of a record still lives is not looked at: the watcher runs in a process-id namespace of its own,
-//! where these numbers mean nothing.
+//! It does not check whether the process of a record still exists: the watcher runs in a PID
+//! namespace of its own, in which the recorded pids have no meaning.
 
 use sempa_proto::Micros;
 use sempa_proto::load::Login;
@@ -10,15 +10,14 @@ use std::collections::BTreeMap;
 
 /// Bytes of one record on 64-bit Linux (glibc, `struct utmp`).
 pub const RECORD_BYTES: usize = 384;
-/// Bytes of the file that are looked at: about 2,700 terminals.
+/// Maximum number of bytes that are read of the file: about 2,700 terminals.
 pub const FILE_BYTES_MAX: usize = RECORD_BYTES * 2731;
 
-/// `ut_type` of somebody who is logged in.
+/// Value of `ut_type` for a user who is logged in.
 pub const USER_PROCESS: i16 = 7;
-/// `ut_type` of a login that has ended.
+/// Value of `ut_type` for a login that has ended.
 pub const DEAD_PROCESS: i16 = 8;
 
-/// What a record says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Record {
     kind: i16,
@@ -31,7 +30,8 @@ fn bytes<const N: usize>(record: &[u8], at: usize) -> [u8; N] {
         .expect("the offsets lie inside a record")
 }
 
-/// A text field up to its first NUL. Control characters could play tricks on whoever prints it.
+/// Returns a text field up to its first NUL. Control characters are replaced, because they could
+/// manipulate the terminal on which they are printed.
 fn text(field: &[u8]) -> String {
     let end = field.iter().position(|b| *b == 0).unwrap_or(field.len());
     String::from_utf8_lossy(&field[..end])
@@ -40,8 +40,8 @@ fn text(field: &[u8]) -> String {
         .collect()
 }
 
-/// Offsets of `struct utmp`: type 0, pid 4, line 8 (32), id 40 (4), user 44 (32), host 76 (256), exit 332, session 336,
-/// seconds 340, microseconds 344, address 348, unused 364.
+/// Parses a record. Offsets of `struct utmp`: type 0, pid 4, line 8 (32), id 40 (4), user 44 (32),
+/// host 76 (256), exit 332, session 336, seconds 340, microseconds 344, address 348, unused 364.
 fn parse(record: &[u8]) -> Record {
     let seconds = u64::from(u32::from_ne_bytes(bytes(record, 340)));
     let rest = u64::from(u32::from_ne_bytes(bytes(record, 344))).min(999_999);
@@ -56,7 +56,7 @@ fn parse(record: &[u8]) -> Record {
     }
 }
 
-/// Who is logged in according to the content of the file, earliest first. A piece of a record at the end is left out.
+/// Returns the users who are logged in, earliest first. An incomplete record at the end is ignored.
 ///
 /// Of several records of one terminal the newest counts; of equally old ones the last.
 pub fn logins(file: &[u8]) -> Vec<Login> {
@@ -78,7 +78,7 @@ pub fn logins(file: &[u8]) -> Vec<Login> {
     logins
 }
 
-/// A record as login programs write it.
+/// Creates a record as login programs write it.
 pub fn record(kind: i16, login: &Login) -> [u8; RECORD_BYTES] {
     let mut out = [0; RECORD_BYTES];
     out[..2].copy_from_slice(&kind.to_ne_bytes());
@@ -110,8 +110,9 @@ mod tests {
         }
     }
 
+    /// Logins are returned earliest first; other records are ignored.
     #[test]
-    fn users_are_found_earliest_first() {
+    fn logins_are_sorted_by_time() {
         let (bob, alice) = (login("bob", "pts/1", 200), login("alice", "pts/0", 300));
         let boot = record(2, &login("reboot", "~", 100));
         let file = [
@@ -123,14 +124,15 @@ mod tests {
         assert_eq!(logins(&file), [bob, alice]);
     }
 
+    /// A login that has ended is not returned, whatever the order of the records; a newer login is.
     #[test]
-    fn a_login_that_has_ended_is_gone_wherever_its_end_is_written() {
+    fn ended_login_is_removed_in_any_order() {
         let alice = record(USER_PROCESS, &login("alice", "pts/0", 300));
         let end = record(DEAD_PROCESS, &login("", "pts/0", 400));
         assert_eq!(logins(&end), []);
         assert_eq!(logins(&[alice, end].concat()), []);
         assert_eq!(logins(&[end, alice].concat()), []);
-        // An old end on a terminal that was used again does not hide the new login.
+        // The end of an older login does not hide a newer login at the same terminal.
         let again = login("carol", "pts/0", 500);
         assert_eq!(
             logins(&[record(USER_PROCESS, &again), end].concat()),
@@ -138,8 +140,9 @@ mod tests {
         );
     }
 
+    /// An incomplete record and a record without a user are ignored.
     #[test]
-    fn a_piece_of_a_record_and_a_record_without_user_are_left_out() {
+    fn incomplete_and_userless_records_are_ignored() {
         let alice = login("alice", "pts/0", 300);
         let whole = record(USER_PROCESS, &alice);
         assert_eq!(
@@ -149,20 +152,23 @@ mod tests {
         assert_eq!(logins(&record(USER_PROCESS, &login("", "pts/0", 300))), []);
     }
 
+    /// Control characters in a record are replaced.
     #[test]
-    fn what_is_shown_holds_no_control_characters() {
+    fn control_characters_are_replaced() {
         let tricky = login("a\x1b[2J", "pts/0", 1);
         assert_eq!(logins(&record(USER_PROCESS, &tricky))[0].user, "a?[2J");
     }
 
     proptest! {
+        /// Any bytes are accepted, and give at most one login per record.
         #[test]
-        fn rubbish_is_survived(file in prop::collection::vec(any::<u8>(), 0..RECORD_BYTES * 4)) {
+        fn any_bytes_are_accepted(file in prop::collection::vec(any::<u8>(), 0..RECORD_BYTES * 4)) {
             prop_assert!(logins(&file).len() <= file.len() / RECORD_BYTES);
         }
 
+        /// Written logins are parsed unchanged.
         #[test]
-        fn written_logins_are_read_back(
+        fn written_logins_parse_unchanged(
             users in prop::collection::btree_map("[a-z]{1,8}/[0-9]{1,3}", ("[a-z]{1,32}", 0_u64..4_000_000_000_000_000), 0..20),
         ) {
             let mut expected: Vec<Login> = users

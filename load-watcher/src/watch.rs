@@ -1,5 +1,8 @@
-//! Notices at once when files change: login records, sessions, policies, owners' words. A file is watched, and its folder, so
-//! that a file that comes later or is replaced is seen as well.
+//! Reports changes of files without polling: login records, sessions, policies, owners' overrides
+//! (inotify).
+//!
+//! For a file, its folder is watched as well, so that a file that is created later or replaced is
+//! noticed.
 
 use crate::owner::Records;
 use crate::utmp::{FILE_BYTES_MAX, logins};
@@ -15,10 +18,10 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The default places of the login records, the first that exists.
+/// Default paths of the login records; the first one that exists is used.
 const PLACES: [&str; 2] = ["/run/utmp", "/var/run/utmp"];
 
-/// Where the login records are: as set, else in the usual place.
+/// Returns the path of the login records: the one that was set, else the default.
 pub fn utmp_path(set: Option<PathBuf>) -> PathBuf {
     let usual = || {
         PLACES
@@ -30,7 +33,7 @@ pub fn utmp_path(set: Option<PathBuf>) -> PathBuf {
     set.unwrap_or_else(usual)
 }
 
-/// Who is logged in by the records at `path`.
+/// Reads the login records at `path`.
 pub fn records(path: &Path) -> Records {
     let mut bytes = Vec::new();
     let read = File::open(path).and_then(|f| f.take(FILE_BYTES_MAX as u64).read_to_end(&mut bytes));
@@ -41,26 +44,27 @@ pub fn records(path: &Path) -> Records {
     }
 }
 
-/// What is watched.
+/// Kind of a watched path.
 #[derive(Debug)]
 enum What {
     File,
-    /// A file that is read only when its writer has closed it: half of it, or nothing, would mean something else.
+    /// A file that is read only after its writer has closed it, because incomplete content could
+    /// mean something else.
     Settings,
-    /// The files in it whose names begin like this.
+    /// The files of a folder whose names begin with this prefix.
     Folder(&'static str),
 }
 
-/// One watched place; it need not be there.
+/// A watched path. The file or folder need not exist.
 #[derive(Debug)]
 pub struct Spot {
     path: PathBuf,
     what: What,
     file: Option<WatchDescriptor>,
     dir: Option<WatchDescriptor>,
-    /// There is no such folder.
+    /// True if the folder does not exist.
     absent: bool,
-    /// How often it was looked for in vain since.
+    /// Number of failed attempts to set a watch since then.
     missed: u32,
 }
 
@@ -76,22 +80,22 @@ impl Spot {
         }
     }
 
-    /// A file.
+    /// Watches a file at every write.
     pub fn file(path: PathBuf) -> Spot {
         Spot::new(path, What::File)
     }
 
-    /// A file of settings.
+    /// Watches a file of settings, which is read only after its writer has closed it.
     pub fn settings(path: PathBuf) -> Spot {
         Spot::new(path, What::Settings)
     }
 
-    /// The files of a folder whose names begin with `prefix`.
+    /// Watches the files of a folder whose names begin with `prefix`.
     pub fn folder(path: PathBuf, prefix: &'static str) -> Spot {
         Spot::new(path, What::Folder(prefix))
     }
 
-    /// The folder that is watched.
+    /// Returns the folder in which changes are watched.
     fn folder_path(&self) -> &Path {
         match self.what {
             What::File | What::Settings => self
@@ -110,7 +114,7 @@ impl Spot {
         let name = event.name.as_deref();
         Some(event.wd) == self.dir
             && match self.what {
-                // An event without a name is about the folder itself.
+                // An event without a name concerns the folder itself.
                 What::File | What::Settings => name.is_none() || name == self.path.file_name(),
                 What::Folder(prefix) => {
                     name.is_none_or(|n: &OsStr| n.as_bytes().starts_with(prefix.as_bytes()))
@@ -119,40 +123,41 @@ impl Spot {
     }
 }
 
-/// A place without its folder is read for so many looks: the folder may have come and gone between the look and the reading, and what was
-/// read last may not have been understood.
+/// Number of attempts after which a path without its folder is no longer read. More than one,
+/// because the folder may have come and gone between the watch and the read, and its last content
+/// may have been refused.
 const MISSED_READ: u32 = 2;
-/// Idle terminals that are watched at most; others are looked at from time to time.
+/// Maximum number of idle terminals that are watched; further ones are examined periodically.
 pub const IDLE_MAX: usize = 64;
-/// The bit of idle terminals.
+/// Bit in `changed` for input at an idle terminal.
 const IDLE: u32 = 1 << 31;
 
-/// What [`Watch::wait`] has seen.
+/// Reasons for which [`Watch::wait`] returned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Woken {
     changed: u32,
-    /// The other descriptor has something to read.
+    /// True if the other descriptor is readable.
     pub other: bool,
 }
 
 impl Woken {
-    /// True when this spot may have changed.
+    /// True if this path may have changed.
     pub fn has(self, spot: usize) -> bool {
         self.changed & (1 << spot) != 0
     }
 
-    /// True when somebody types at a terminal that was idle.
+    /// True if there was input at a terminal that was idle.
     pub fn typed(self) -> bool {
         self.changed & IDLE != 0
     }
 
-    /// True when some spot may have changed, or somebody types.
+    /// True if a path may have changed or there was input at an idle terminal.
     pub fn any(self) -> bool {
         self.changed != 0
     }
 }
 
-/// Places that are watched together, 31 at most; each is known by its number in the list. And terminals that are idle.
+/// Watches up to 31 paths, each known by its index, and idle terminals.
 #[derive(Debug)]
 pub struct Watch {
     inotify: Option<Inotify>,
@@ -161,7 +166,8 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Watches these places. Where the kernel has no watch left, changes are seen only by looking ([`Watch::is_blind`]).
+    /// Watches these paths. If the kernel has no watch left for one, its changes are noticed only
+    /// by reading it ([`Watch::is_blind`]).
     pub fn new(spots: Vec<Spot>) -> Watch {
         assert!(
             spots.len() < 32,
@@ -177,18 +183,19 @@ impl Watch {
         watch
     }
 
-    /// The watched place.
     pub fn path(&self, spot: usize) -> &Path {
         &self.spots[spot].path
     }
 
-    /// True when neither the file nor its folder could be watched: look from time to time.
+    /// True if neither the file nor its folder could be watched; the path must then be read
+    /// periodically.
     pub fn is_blind(&self, spot: usize) -> bool {
         self.spots[spot].file.is_none() && self.spots[spot].dir.is_none()
     }
 
-    /// Looks for a place that could not be watched so far, to be called from time to time. True when it has to be read; not where there
-    /// has been no folder for some looks.
+    /// Tries again to watch a path that could not be watched; must be called periodically. Returns
+    /// true if the path must be read, which is not the case after its folder was missing several
+    /// times.
     pub fn look_for(&mut self, spot: usize) -> bool {
         if !self.is_blind(spot) {
             return false;
@@ -203,8 +210,8 @@ impl Watch {
         spot.missed <= MISSED_READ
     }
 
-    /// Sets the watches that are missing; call it before reading, so that no change falls between. A file under this name
-    /// that is another one than before gets its own.
+    /// Sets the watches that are missing. Must be called before reading, so that no change between
+    /// watch and read is lost. A file that replaced another one of the same name gets a new watch.
     pub fn arm(&mut self, i: usize) {
         let Some(inotify) = &self.inotify else { return };
         let spot = &mut self.spots[i];
@@ -236,20 +243,20 @@ impl Watch {
             inotify.add_watch(&spot.path, flags).ok()
         };
         if let Some(old) = spot.file.filter(|old| Some(*old) != now) {
-            // The kernel may have taken it away already, with the file.
+            // Fails if the kernel has already removed the watch together with the file.
             let _ = inotify.rm_watch(old);
         }
         spot.file = now;
     }
 
-    /// Watches these terminals, and no others, until somebody types there. It takes the right to read them; without it the
-    /// next look will tell.
+    /// Watches exactly these terminals until there is input. That requires read permission; without
+    /// it, input is noticed only by the next periodic check.
     pub fn watch_idle(&mut self, terminals: &BTreeSet<PathBuf>) {
         let Some(inotify) = &self.inotify else { return };
         self.idle.retain(|path, wd| {
             let stays = terminals.contains(path);
             if !stays {
-                // The kernel has taken it away already if the terminal is gone.
+                // Fails if the terminal is gone, because the kernel has then removed the watch.
                 let _ = inotify.rm_watch(*wd);
             }
             stays
@@ -263,12 +270,12 @@ impl Watch {
         }
     }
 
-    /// Waits until some place may have changed or the other descriptor can be read, but no longer than `span`.
+    /// Waits until a path may have changed or the other descriptor is readable, at most for `span`.
     pub fn wait(&mut self, span: Duration, other: Option<BorrowedFd<'_>>) -> Woken {
         let until = Instant::now() + span;
         loop {
             let left = until.saturating_duration_since(Instant::now());
-            // Rounded up, so as not to spin through the last millisecond.
+            // Rounded up, to avoid a busy loop in the last millisecond.
             let millis = left.as_micros().div_ceil(1000);
             let timeout = PollTimeout::try_from(millis).unwrap_or(PollTimeout::MAX);
             let fd = |fd| PollFd::new(fd, PollFlags::POLLIN);
@@ -304,7 +311,7 @@ impl Watch {
         }
     }
 
-    /// Takes the waiting news: a bit for each place that they concern.
+    /// Reads the pending inotify events and returns a bit for each path that they concern.
     fn news(&mut self) -> u32 {
         let Some(inotify) = &self.inotify else {
             return 0;

@@ -1,5 +1,8 @@
-//! The watcher at work: waits for news of its sources and for the next sample, judges, and tells whom it concerns; the daemon
-//! of this host first, because it can stop guests at once.
+//! The main loop of the load watcher.
+//!
+//! It waits for a change of a watched source or for the next sample, derives a new assessment, and
+//! sends the result. The daemon of this host is notified first, because it can stop guests
+//! immediately; the report to the resource manager follows when nothing else is due.
 
 use crate::Args;
 use crate::boss::Boss;
@@ -37,21 +40,22 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The dear sources are read no more often than this, and everything is judged anew.
+/// Minimum interval of reading the expensive sources and of a new assessment without a change.
 const RARE: Micros = Micros::from_secs(5);
-/// What our tasks use, and which there are, is looked at no more often than this.
+/// Minimum interval of listing our tasks and measuring their load.
 const TASKS_SPAN: Micros = Micros::from_secs(10);
-/// The same where the owner limits guests, who may be new.
+/// The same interval while the owner limits guests, because new guests must be limited soon.
 const LIMITED_SPAN: Micros = Micros::from_secs(1);
-/// While there is a resource manager that does not ask for reports it goes on for so long.
+/// Time after which this load watcher exits if a resource manager exists but does not request its
+/// reports.
 const UNASKED_MAX: Micros = Micros::from_secs(30);
-/// Places that cannot be watched are looked at this often.
+/// Interval of reading paths that cannot be watched.
 const BLIND_SPAN: Micros = Micros::from_secs(10);
 
-/// What the watcher was doing when a number could not be read.
+/// Error context of a failed sample.
 const SAMPLING: &str = "sampling the load of this host";
 
-// The watched places, by their number.
+// Indices of the watched paths.
 const UTMP: usize = 0;
 const SESSIONS: usize = 1;
 const OWN: usize = 2;
@@ -63,11 +67,12 @@ fn say(line: &str) {
     eprintln!("pvm-load-watcher: {line}");
 }
 
-/// What the sources said when they were last read.
+/// What the sources reported when they were last read.
 struct Seen {
     records: Records,
     sessions: Evidence<Vec<Session>>,
-    /// Why logind cannot be asked; `None`: the sessions are its answers.
+    /// Why logind cannot be queried over D-Bus; the sessions then come from its files. `None` if
+    /// they come from logind.
     unasked: Option<String>,
     typed: BTreeMap<String, Micros>,
     keys: KeySense,
@@ -77,11 +82,12 @@ struct Seen {
 pub(crate) struct Watcher {
     vm: Vm,
     boss: Arc<Boss>,
-    /// There is a resource manager that does not ask for reports, since then.
+    /// Since when a resource manager exists that has not requested reports.
     unasked: Option<Micros>,
-    /// Wakes for owners that ask, for news of logind, and for another boss.
+    /// Readable when a user of this host queries the status, when logind reports a change, or when
+    /// another resource manager requests reports.
     wake: Epoll,
-    /// Of the virtual machine.
+    /// Name of the virtual machine.
     name: String,
     args: Args,
     user: u32,
@@ -93,28 +99,28 @@ pub(crate) struct Watcher {
     sense: Sense,
     door: Door,
     ours: Ours,
-    /// `None`: the system does not say which processors there are.
+    /// `None` if the system does not report its processors.
     confine: Option<Confine>,
-    /// The owner limits guests, by a nice level or by processors.
+    /// True if the owner limits guests by a nice level or by processors.
     limited: bool,
-    /// Processors that others used by the last sample, as far as is known.
+    /// External load in the last sample, in processors; 0 if unknown.
     strange: f32,
     reporter: Reporter,
     listener: Option<Listener>,
-    /// `None`: its files are all there is.
+    /// `None` if logind cannot be queried; only its files are read then.
     logind: Option<Logind>,
     sample: LoadSample,
     sensed: Sensed,
     decision: Decision,
     reported: Option<Decision>,
     told: Option<GuestsWord>,
-    /// The report that is to be sent.
+    /// The report to send when nothing else is due.
     outgoing: Option<Body>,
     deaf: Cell<bool>,
     due: Due,
 }
 
-/// When what is due next, on the watcher's own clock.
+/// Times at which the next periodic actions are due, by the watcher's monotonic clock.
 #[derive(Debug, Default)]
 struct Due {
     rare: Micros,
@@ -122,7 +128,7 @@ struct Due {
     blind: Micros,
 }
 
-/// What is watched, and what owners, administrator and user say.
+/// Determines the watched paths, and reads the policies of owners, administrator and user.
 fn read_rules(args: &Args, user: u32) -> (Watch, Rules) {
     let home = || {
         nix::unistd::User::from_uid(user.into())
@@ -183,7 +189,7 @@ impl Watcher {
             .ok()
             .filter(|name| !name.is_empty())
             .unwrap_or_else(|| "pvm".into());
-        // Without it the owner is not told; everything else goes on.
+        // Without a listener users of this host cannot query the status; everything else works.
         let listener = Listener::open(user, &name)
             .inspect_err(|e| say(&format!("nobody can ask: {e}")))
             .ok();
@@ -243,8 +249,8 @@ impl Watcher {
         micros(self.begin.elapsed())
     }
 
-    /// Writes down all there is to know, for the resource manager. It is sent when nothing else is to be done: whoever judges
-    /// waits neither for the socket nor for a processor that has to be woken.
+    /// Prepares a report for the resource manager. It is sent only when nothing else is due, so
+    /// that an assessment waits neither for the socket nor for the wake-up of another processor.
     fn report(&mut self) -> anyhow::Result<()> {
         let mut logins = self.sensed.logins.clone();
         logins.truncate(LOGINS_MAX);
@@ -276,15 +282,17 @@ impl Watcher {
         Ok(())
     }
 
-    /// Sends what was written down last, if anything was.
+    /// Sends the prepared report if there is one.
     fn send(&mut self) {
         if let (Some(body), Some(rm)) = (self.outgoing.take(), self.boss.tid()) {
-            // One that has just ended hears nothing, and the next one asks for everything anew.
+            // A resource manager that has just exited does not receive it; the next one requests a
+            // complete report.
             let _ = self.vm.send_in(rm, self.args.ctx, self.args.tag, body);
         }
     }
 
-    /// Judges everything anew. The daemon of this host hears first, because it can stop guests at once.
+    /// Derives a new assessment and decision from all sources. The daemon of this host is notified
+    /// first, because it can stop guests immediately.
     fn judge(&mut self) -> anyhow::Result<()> {
         let now = wall();
         let logins = logins(&self.seen.records, &self.seen.sessions);
@@ -337,7 +345,7 @@ impl Watcher {
         Ok(())
     }
 
-    /// Tells the daemon what guests may do, if that has changed.
+    /// Sends the daemon what guests may do, if that has changed.
     fn tell(&mut self) {
         let Decision {
             guests,
@@ -362,7 +370,8 @@ impl Watcher {
         self.told = Some(word);
     }
 
-    /// Reads the sources that may have changed. The watches come first, so that no change falls between.
+    /// Reads the selected sources. Missing watches are set first, so that no change between watch
+    /// and read is lost.
     fn read(&mut self, which: impl Fn(usize) -> bool) {
         (0..PLACES)
             .filter(|place| which(*place))
@@ -386,7 +395,7 @@ impl Watcher {
         self.say_wrong(&before);
     }
 
-    /// Says what is wrong with the rules that was not before.
+    /// Logs the errors of the policies that are not in `before`.
     fn say_wrong(&self, before: &[String]) {
         self.rules
             .wrong()
@@ -395,7 +404,7 @@ impl Watcher {
             .for_each(|line| say(line));
     }
 
-    /// Reads those of these places that cannot be watched.
+    /// Reads the selected paths that cannot be watched.
     fn look_where_blind(&mut self, which: impl Fn(usize) -> bool) {
         let new: Vec<bool> = (0..PLACES)
             .map(|place| which(place) && self.watch.look_for(place))
@@ -403,7 +412,7 @@ impl Watcher {
         self.read(|place| new[place]);
     }
 
-    /// By logind's answers, or else by its files, which tell less.
+    /// Reads the sessions from logind, or else from its files, which contain less.
     fn read_sessions(&mut self) {
         let why = match self.logind.as_ref().map(Logind::sessions) {
             Some(Evidence::Known(sessions)) => {
@@ -416,18 +425,18 @@ impl Watcher {
         (self.seen.sessions, self.seen.unasked) = (sessions(&self.args.sessions), Some(why));
     }
 
-    /// The tasks of the virtual machine on this host, by its daemon.
+    /// Asks the daemon for the tasks of the virtual machine on this host.
     fn tasks(&self) -> Vec<TaskInfo> {
         match self.vm.runtime().request(Request::Tasks {
             selector: self.vm.host().tid(),
         }) {
             Reply::Tasks(tasks) => tasks,
-            // The daemon is gone, and this task is about to end.
+            // The connection to the daemon is lost, and this task is about to exit.
             _ => Vec::new(),
         }
     }
 
-    /// Says in the sample what of it is ours, if it is more than what may be left out of account.
+    /// Stores in the sample which part of its load is ours, if the load is high enough to matter.
     fn measure_ours(&mut self) {
         let used = self.sample.busy * self.sample.processors();
         let Some(times) = self.sampler.times().filter(|_| used >= QUIET) else {
@@ -439,14 +448,15 @@ impl Watcher {
         };
         let before = std::mem::replace(&mut self.strange, used - ours);
         if self.strange > before + QUIET {
-            // Load that is new may be of tasks that are new: the next sample tells.
+            // New external load may come from new tasks of ours, so they are listed first; the next
+            // sample then attributes it correctly.
             self.list_ours(&self.tasks());
         } else {
             self.sample.ours = Some(ours);
         }
     }
 
-    /// Reads from now on what these tasks use, and what serves them.
+    /// Sets the processes whose load is ours: those of these tasks, and those of the daemon.
     fn list_ours(&mut self, tasks: &[TaskInfo]) {
         let mut pids: Vec<i32> = tasks
             .iter()
@@ -457,7 +467,7 @@ impl Watcher {
         self.ours.set(&pids);
     }
 
-    /// Whose load is it, and are guests nice enough?
+    /// Applies the owner's limits to guests, and measures the external load.
     fn look_at_tasks(&mut self) {
         let Some(times) = self.sampler.times() else {
             return;
@@ -476,7 +486,7 @@ impl Watcher {
                 let processes: Vec<i32> = guests
                     .flat_map(|task| family(Path::new("/proc"), task.pid))
                     .collect();
-                // One that has ended meanwhile needs no level.
+                // Fails for a process that has exited meanwhile, which needs no nice level.
                 let levels = nice
                     .map(i32::from)
                     .into_iter()
@@ -495,7 +505,7 @@ impl Watcher {
         };
     }
 
-    /// What is not worth doing at every sample. True: judge.
+    /// Runs the periodic actions that are due. Returns true if a new assessment is needed.
     fn rarely(&mut self, now: Micros) -> bool {
         self.look_where_blind(|place| place == UTMP);
         if now < self.due.rare {
@@ -506,7 +516,8 @@ impl Watcher {
         if now >= self.due.blind {
             self.due.blind = now + BLIND_SPAN;
             self.look_where_blind(|place| place != UTMP);
-            // Of a file that could not be read no watch says that it can be.
+            // A watch does not report that a file has become readable, so refused files are read
+            // again.
             if self.rules.shut().is_some() {
                 self.read(|place| [ADMIN, OWN, WORDS].contains(&place));
             }
@@ -524,8 +535,9 @@ impl Watcher {
         true
     }
 
-    /// Without a resource manager it goes on for the owner's sake. One that does not ask for reports has a load watcher of its own
-    /// here, or wants none.
+    /// Exits if the resource manager has not requested reports for [`UNASKED_MAX`]: it has another
+    /// load watcher here or wants none. Without a resource manager the load watcher keeps running
+    /// to protect the owner.
     fn end_if_nobody_asks(&mut self, now: Micros) {
         if self.boss.tid().is_some() || self.vm.runtime().rm().is_none() {
             self.unasked = None;
@@ -536,7 +548,8 @@ impl Watcher {
         }
     }
 
-    /// The pause before the next sample; where the clock counts, not over a full minute.
+    /// Returns the time until the next sample. If the policy depends on the clock, the sample is
+    /// not later than the next full minute.
     fn pause(&mut self) -> Micros {
         let pause = self.reporter.pause_after(&self.sample);
         let pause = if self.watch.is_blind(UTMP) {
@@ -601,7 +614,7 @@ impl Watcher {
         }
     }
 
-    /// What the owner wants to know.
+    /// Collects the status for a user of this host.
     fn status(&self) -> Status {
         let (guests, leave_at_us, then) = match self.decision.guests {
             Guests::Welcome => ("welcome", None, None),
@@ -655,12 +668,12 @@ impl Watcher {
     }
 }
 
-/// A spawned task that does not serve the virtual machine.
+/// True for a spawned task that does not serve the virtual machine.
 fn is_guest(task: &TaskInfo) -> bool {
     task.flags & TASK_FORKED != 0 && task.flags & TASK_SERVES == 0 && !is_watcher(&task.name)
 }
 
-/// How the daemon has guests stopped here, and why not by control groups.
+/// Returns the mechanism by which the daemon stops guests here, and why it is not control groups.
 fn stopped_by(reply: Reply) -> (&'static str, String) {
     match reply {
         Reply::Freezer(Some(Ok(()))) => ("control groups", String::new()),
@@ -670,12 +683,12 @@ fn stopped_by(reply: Reply) -> (&'static str, String) {
     }
 }
 
-/// A file in the place of the daemon of this host.
+/// Returns the path of a file in the runtime directory of this host's daemon.
 fn beside_socket(name: &str) -> Option<PathBuf> {
     Some(PathBuf::from(std::env::var_os("PVMSOCK")?).with_file_name(name))
 }
 
-/// The daemon of this host, and what works for it.
+/// Returns the pids of this host's daemon and of its child processes.
 fn servants() -> Vec<i32> {
     let Some(lock) = beside_socket("pvmd.lock") else {
         return Vec::new();
@@ -692,7 +705,7 @@ fn servants() -> Vec<i32> {
     std::iter::once(daemon).chain(children).collect()
 }
 
-/// When this machine was started, in seconds since 1970.
+/// Returns the boot time of this machine in seconds since 1970.
 fn boot_time() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/stat").ok()?;
     text.lines()

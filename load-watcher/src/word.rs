@@ -1,8 +1,10 @@
-//! The explicit word of an owner: what `pvm owner` writes for the load watchers of the machine, and how it is believed.
+//! Overrides of owners: the settings that `pvm owner` writes for the load watchers of the machine
+//! ("here", "away", times without guests, a number of cores).
 //!
-//! A word lies in `/var/tmp/sempa-owner-UID.toml` (the folder can be set), which only that user and root can write: the folder
-//! has the sticky bit, and a file counts only if it belongs to the user in its name. So an owner needs no rights in anybody's
-//! virtual machine. Pure but for [`read_all`] and [`write`].
+//! An override is stored in `/var/tmp/sempa-owner-UID.toml` (the folder can be set). Only that user
+//! and root can write it: the folder has the sticky bit, and a file counts only if it belongs to
+//! the user in its name. An owner therefore needs no rights in another user's virtual machine. Only
+//! [`read_all`], [`read`] and [`write`] perform I/O.
 
 use crate::hours::Hours;
 use crate::policy::{Policy, PolicyError, line_with};
@@ -15,56 +17,54 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Where words lie unless [`WORDS_ENV`] says otherwise.
+/// Folder of the overrides unless [`WORDS_ENV`] names another one.
 pub const WORDS_DIR: &str = "/var/tmp";
-/// The environment variable that names another folder for them.
+/// Environment variable that names another folder.
 pub const WORDS_ENV: &str = "SEMPA_OWNER_WORDS";
-/// How names of word files begin.
+/// Prefix of the names of override files.
 pub const WORD_PREFIX: &str = "sempa-owner-";
-/// A word without a time of its own ends after this.
+/// Validity of an override without an explicit duration.
 pub const WORD_TIME: Duration = Duration::from_secs(12 * 3600);
-/// Longest time that can be asked for: a week.
+/// Longest duration that a user may request: a week.
 pub const WORD_TIME_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
-/// How names of word files end.
 const WORD_END: &str = ".toml";
-/// Bytes of a word file at most.
+/// Maximum size of an override file in bytes.
 const WORD_BYTES_MAX: u64 = 16 << 10;
-/// Word files that are looked at.
+/// Maximum number of override files that are read.
 const WORDS_MAX: usize = 256;
 
-/// What an owner says of himself.
+/// The presence that an owner declares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
-    /// I do not need the machine.
+    /// The owner does not need the machine.
     Away,
-    /// I do.
+    /// The owner uses the machine.
     Here,
 }
 
-/// One owner's word.
+/// The override of one owner.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Word {
-    /// Here or away, when it was said, when it ends, and whether it ends before with the next login or logout.
+    /// The declared presence, if there is one.
     pub said: Option<Said>,
-    /// Rules beside it: times without guests, a number of tasks.
+    /// Additional policy settings: times without guests, a number of cores.
     pub policy: Policy,
 }
 
-/// Here or away.
+/// A declared presence and its validity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Said {
-    /// Which.
     pub state: State,
-    /// When it was said, in microseconds since 1970.
+    /// Time of the declaration.
     pub at: Micros,
-    /// When it ends.
+    /// End of its validity.
     pub until: Micros,
-    /// It ends before when somebody logs in or out.
+    /// True if the next login or logout ends it earlier.
     pub visit: bool,
 }
 
-/// The file as it is written.
+/// Content of an override file.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Text {
@@ -78,7 +78,7 @@ struct Text {
 }
 
 impl Word {
-    /// Reads a word file.
+    /// Parses an override file.
     ///
     /// # Errors
     /// As [`Policy::parse`].
@@ -123,7 +123,7 @@ impl Word {
         })
     }
 
-    /// The file that says so.
+    /// Formats the override as the text of its file.
     pub fn text(&self) -> String {
         let mut out = "# Written by `pvm owner`; `pvm owner auto` takes it back.\n".to_string();
         if let Some(Said {
@@ -149,31 +149,31 @@ impl Word {
         out
     }
 
-    /// True when nothing is said.
+    /// True if the override sets nothing.
     pub fn is_empty(&self) -> bool {
         *self == Word::default()
     }
 }
 
-/// The folder of the words: as set, else the usual one.
+/// Returns the folder of the overrides: `set` if it is given and not empty, else the default.
 pub fn words_dir(set: Option<PathBuf>) -> PathBuf {
     set.filter(|dir| !dir.as_os_str().is_empty())
         .unwrap_or_else(|| PathBuf::from(WORDS_DIR))
 }
 
-/// The word file of a user.
+/// Returns the path of a user's override file.
 pub fn word_file(dir: &Path, uid: u32) -> PathBuf {
     dir.join(format!("{WORD_PREFIX}{uid}{WORD_END}"))
 }
 
-/// The text of a file that only this user can have written; `None` when there is none. One that is longer is cut one byte behind
-/// `bytes_max`.
+/// Reads a file that only this user can have written; `None` if there is none. A longer file is
+/// truncated to `bytes_max` + 1 bytes.
 ///
 /// # Errors
-/// It is not the user's own, or cannot be read: one sentence.
+/// One sentence, if another user could have written the file or if it cannot be read.
 pub(crate) fn believed(path: &Path, uid: u32, bytes_max: u64) -> Result<Option<String>, String> {
     let doubt = |why: &dyn std::fmt::Display| format!("{} is not believed: {why}", path.display());
-    // A link could lead to anybody's file, a pipe could keep us waiting.
+    // A link could lead to a file of another user, and opening a pipe could block.
     let open = OpenOptions::new()
         .read(true)
         .custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK)
@@ -196,10 +196,10 @@ pub(crate) fn believed(path: &Path, uid: u32, bytes_max: u64) -> Result<Option<S
     Ok(Some(text))
 }
 
-/// The word of one user; nothing said when there is no file.
+/// Reads the override of a user; empty if there is no file.
 ///
 /// # Errors
-/// The file is not the user's own, cannot be read, or cannot be understood: one sentence.
+/// One sentence, if another user could have written the file, or if it cannot be read or parsed.
 pub fn read(dir: &Path, uid: u32) -> Result<Word, String> {
     let path = word_file(dir, uid);
     let Some(text) = believed(&path, uid, WORD_BYTES_MAX)? else {
@@ -208,7 +208,7 @@ pub fn read(dir: &Path, uid: u32) -> Result<Word, String> {
     Word::parse(&path.display().to_string(), &text).map_err(|e| e.to_string())
 }
 
-/// The users that have a file in the folder whose name ends so, each once, in order.
+/// Returns the users that have a file with this suffix in the folder, in ascending order.
 pub(crate) fn users_with(dir: &Path, end: &str) -> Vec<u32> {
     let uid = |entry: fs::DirEntry| {
         let name = entry.file_name();
@@ -227,7 +227,8 @@ pub(crate) fn users_with(dir: &Path, end: &str) -> Vec<u32> {
     users.into_iter().take(WORDS_MAX).collect()
 }
 
-/// The words of all users by uid, and sentences about those that are not believed.
+/// Reads the overrides of all users by uid. Also returns a sentence for each file that is not
+/// accepted.
 pub fn read_all(dir: &Path) -> (Vec<(u32, Word)>, Vec<String>) {
     let (mut words, mut wrong) = (Vec::new(), Vec::new());
     for uid in users_with(dir, WORD_END) {
@@ -239,16 +240,17 @@ pub fn read_all(dir: &Path) -> (Vec<(u32, Word)>, Vec<String>) {
     (words, wrong)
 }
 
-/// Makes this the word of a user, as whom (or as root) this process must run. Nothing said removes the file.
+/// Writes the override of a user; an empty override removes the file. This process must run as that
+/// user or as root.
 ///
 /// # Errors
-/// What the system said.
+/// The error of the system.
 pub fn write(dir: &Path, uid: u32, word: &Word) -> io::Result<()> {
     let text = (!word.is_empty()).then(|| word.text());
     put(dir, uid, &word_file(dir, uid), text.as_deref())
 }
 
-/// Writes a file of a user, or removes it.
+/// Writes a file of a user, or removes it with `None`.
 pub(crate) fn put(dir: &Path, uid: u32, path: &Path, text: Option<&str>) -> io::Result<()> {
     let Some(text) = text else {
         return match fs::remove_file(path) {
@@ -256,7 +258,7 @@ pub(crate) fn put(dir: &Path, uid: u32, path: &Path, text: Option<&str>) -> io::
             other => other,
         };
     };
-    // Written beside it under another name, so that nobody reads half of it.
+    // Written under another name first and then renamed, so that no reader sees an incomplete file.
     let draft = dir.join(format!(".{WORD_PREFIX}{uid}.{}", std::process::id()));
     let written = OpenOptions::new()
         .write(true)
@@ -298,8 +300,9 @@ mod tests {
         }
     }
 
+    /// An override is written, read and removed.
     #[test]
-    fn a_word_is_written_read_and_taken_back() {
+    fn override_is_written_read_and_removed() {
         let dir = tempfile::tempdir().expect("a folder");
         assert_eq!(read(dir.path(), own()), Ok(Word::default()));
         write(dir.path(), own(), &away()).expect("written");
@@ -309,8 +312,9 @@ mod tests {
         write(dir.path(), own(), &Word::default()).expect("nothing to remove is fine");
     }
 
+    /// A file that another user could have written, and a link, are not trusted.
     #[test]
-    fn a_file_that_somebody_else_could_have_written_is_not_believed() {
+    fn file_writable_by_others_is_not_trusted() {
         let dir = tempfile::tempdir().expect("a folder");
         let path = word_file(dir.path(), own());
         write(dir.path(), own(), &away()).expect("written");
@@ -320,7 +324,7 @@ mod tests {
                 .expect_err("writable by all")
                 .contains("not believed")
         );
-        // Under another user's name.
+        // The file belongs to another user than the one in its name.
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).expect("the test's own file");
         fs::rename(&path, word_file(dir.path(), own() + 1)).expect("the test's own file");
         let (words, wrong) = read_all(dir.path());
@@ -333,8 +337,9 @@ mod tests {
         );
     }
 
+    /// An error in an override names its line and reason.
     #[test]
-    fn what_is_wrong_in_a_word_is_named_with_its_line() {
+    fn override_errors_name_line_and_reason() {
         for (text, line, reason) in [
             (
                 "cores = 2\nnever = [\"noon\"]\n",
@@ -359,8 +364,9 @@ mod tests {
     }
 
     proptest! {
+        /// A formatted override is parsed unchanged.
         #[test]
-        fn what_is_written_reads_the_same(at in 0_u64..1 << 40, span in 0_u64..1 << 20, here: bool, visit: bool, cores: u32) {
+        fn formatted_override_parses_unchanged(at in 0_u64..1 << 40, span in 0_u64..1 << 20, here: bool, visit: bool, cores: u32) {
             let state = if here { State::Here } else { State::Away };
             let said = Said { state, at: Micros::from_secs(at), until: Micros::from_secs(at + span), visit };
             let never = Some(vec!["mon-fri 9-17".parse().expect("good")]);
@@ -368,8 +374,9 @@ mod tests {
             prop_assert_eq!(Word::parse("x", &word.text()), Ok(word));
         }
 
+        /// Any text is parsed or refused without a panic.
         #[test]
-        fn any_text_is_survived(text in "(?s).{0,100}") {
+        fn any_text_is_accepted(text in "(?s).{0,100}") {
             let _ = Word::parse("x", &text);
         }
     }
