@@ -1,4 +1,5 @@
-//! The whole contact of the resource manager with the virtual machine, so that the service can be tested without one.
+//! All access of the resource manager to the virtual machine, behind a trait so that the service
+//! can be tested without one.
 
 use bytes::Bytes;
 use libpvm::{Error, Match, MigrateError, MoveAnswer, Vm};
@@ -12,103 +13,101 @@ use sempa_proto::task::{NotifyRequest, NotifyWhat, RmServes, SpawnRequest};
 use sempa_proto::{HostId, Message, Micros, Tid};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// What the resource manager asks of the virtual machine, and the time.
+/// Calls to the virtual machine, and clocks.
 pub trait VmApi {
-    /// The own task.
     fn tid(&self) -> Tid;
-    /// The own host.
     fn host(&self) -> HostId;
-    /// Time that never jumps, from an arbitrary beginning.
+    /// Returns the time on a monotonic clock with an arbitrary start.
     fn now(&self) -> Micros;
-    /// Time of day, in microseconds since 1970.
+    /// Returns the time of day, in microseconds since 1970.
     fn wall(&self) -> Micros;
-    /// The next message, whatever it is; `None` after `span`.
+    /// Returns the next message of any kind; `None` after `span`.
     ///
     /// # Errors
-    /// When the daemon is gone.
+    /// The daemon is gone.
     fn recv(&self, span: Duration) -> Result<Option<Message>, Error>;
     /// Sends a message in the base context, in PVM's default encoding.
     ///
     /// # Errors
-    /// As the library says.
+    /// Errors of the library.
     fn send(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error>;
     /// Sends raw bytes in the resource manager's own context.
     ///
     /// # Errors
-    /// As the library says.
+    /// Errors of the library.
     fn answer(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error>;
-    /// The host table.
+    /// Returns the host table.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Errors of the daemon.
     fn config(&self) -> Result<HostTable, Error>;
-    /// All tasks.
+    /// Returns all tasks of the virtual machine.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Errors of the daemon.
     fn tasks(&self) -> Result<Vec<TaskInfo>, Error>;
-    /// Registers as resource manager for placing spawns; the one before.
+    /// Registers as the resource manager that places spawns. Returns the previous one.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Errors of the daemon.
     fn register(&self) -> Result<Tid, Error>;
-    /// Follows the event log.
+    /// Subscribes to the event log.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Errors of the daemon.
     fn subscribe(&self, ctx: i32, tag: i32) -> Result<(), Error>;
-    /// The event log from an entry on, so many entries at most.
+    /// Returns at most `limit` entries of the event log, starting with number `from`.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Errors of the daemon.
     fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error>;
-    /// The event in such a message.
+    /// Decodes the event in a message of the subscription.
     fn event_of(&self, message: &Message) -> Option<Event> {
         Vm::event_of(message)
     }
-    /// Asks for notifications.
+    /// Requests notifications about hosts or tasks.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Errors of the daemon.
     fn notify(&self, what: NotifyWhat, ctx: i32, tag: i32) -> Result<(), Error>;
-    /// Orders a host to start tasks; the wait id of its acknowledgement.
+    /// Orders a host to start tasks. Returns the wait id of the acknowledgement.
     ///
     /// # Errors
-    /// When the order cannot be sent.
+    /// The order cannot be sent.
     fn exec(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error>;
-    /// Asks for a move; returns when it has begun.
+    /// Requests a migration and returns when it has begun.
     ///
     /// # Errors
-    /// When it has not begun.
+    /// The migration has not begun.
     fn migrate(&self, tid: Tid, to: HostId, cause: Cause) -> Result<(), MigrateError>;
     /// Sends a signal to a task.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Errors of the daemon.
     fn signal(&self, tid: Tid, signal: i32) -> Result<(), Error>;
-    /// Suspends a task, or lets it go on.
+    /// Suspends or resumes a task.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Errors of the daemon.
     fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::Cause) -> Result<(), Error>;
-    /// Has a job checkpointed and ended; the event log tells what became of it.
+    /// Orders that a job is checkpointed and ended. The event log reports the result.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Errors of the daemon.
     fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error>;
-    /// Has a checkpoint started again on these hosts; the event log tells what became of it.
+    /// Orders that a checkpoint is restarted on these hosts. The event log reports the result.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Errors of the daemon.
     fn restart(&self, set: &str, on: &[String]) -> Result<(), Error>;
     /// Adds an entry to the event log.
     ///
     /// # Errors
-    /// As the daemon says.
+    /// Errors of the daemon.
     fn record(&self, at: Micros, kind: EventKind) -> Result<(), Error>;
 }
 
-/// A real task.
+/// Implementation over a task of the library.
 #[derive(Debug)]
 pub struct RealVm {
     vm: Vm,
@@ -116,9 +115,10 @@ pub struct RealVm {
 }
 
 impl RealVm {
-    /// Over a task that has joined.
+    /// Wraps a task that has joined the virtual machine.
     pub fn new(vm: Vm) -> RealVm {
-        // It has something to do whenever a task begins or ends: just then others need the processors.
+        // The resource manager has work whenever a task starts or ends, when other processes need
+        // the processors. It must not spin.
         vm.sleep_at_once();
         RealVm {
             vm,

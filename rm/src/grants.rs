@@ -1,9 +1,12 @@
-//! Answers to requests that were not made yet: a task that has just spawned twice in the same way will likely do so again, and
-//! need not ask each time. Pure; the service decides the places and sends what is given ([`sempa_proto::sm::Grant`]).
+//! Placements given in advance. A task that has just spawned twice in the same way is likely to do
+//! so again; with a grant it need not ask each time. Pure: the service decides the hosts and sends
+//! the grants ([`sempa_proto::sm::Grant`]).
 //!
-//! What is given is looked at again each second, and given anew where the same request would get other places by then: so as long as the
-//! resource manager works it is not older than what that knows. Daemons keep tasks off hosts whose owners want none whoever chose the
-//! place. All of it together is bounded, so that many tasks cannot be sent to the same good host before anybody has heard of the first.
+//! - Grants are reviewed each second and replaced if the same request would get other hosts. While
+//!   the resource manager works, a grant is therefore at most a second older than its knowledge.
+//! - Daemons keep tasks off hosts whose owners accept none, whoever chose the host.
+//! - The total of all grants is bounded, so that many tasks cannot be sent to the same good host
+//!   before the first one is known.
 
 use crate::spawns::Incoming;
 use sempa_proto::rm::Attempt;
@@ -12,52 +15,57 @@ use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
-/// How long after the last spawn of its kind a grant holds, and how soon a request has to follow another one like it to get one.
+/// How long a grant is valid after the last spawn of its kind, and the maximum time between two
+/// similar requests for a grant.
 pub const GRANT_SPAN: Micros = Micros::from_secs(30);
-/// How often is looked whether the same places would be given now.
+/// Interval at which grants are compared with a fresh placement.
 pub const REVIEW_PAUSE: Micros = Micros::from_secs(1);
-/// Places given to all tasks together that were not taken yet.
+/// Maximum number of granted and unused slots of all tasks together.
 pub const GRANTED_MAX: usize = 2 * GRANT_HOSTS_MAX;
-/// How long a request is remembered: daemons tell of the last places taken behind the end of the task that took them.
+/// How long a request is remembered. Daemons report the last used slots after the end of the task
+/// that used them.
 const REMEMBERED: Micros = Micros::from_secs(60);
-/// Tasks whose requests are remembered; of those that have no places who has spawned nothing for longest is forgotten first.
+/// Maximum number of tasks whose requests are remembered. Of the tasks without slots, the one that
+/// has spawned nothing for the longest time is dropped first.
 const TASKS_MAX: usize = 1024;
-/// Bytes of a request's environment at most; with more it is not remembered.
+/// Maximum size of a request's environment in bytes; a request with a larger one is not remembered.
 const ENV_BYTES_MAX: usize = 16 << 10;
-/// Kinds of requests remembered of a task: the last one, and the one before, of which something may be on its way.
+/// Requests remembered per task: the last one, and the one before, because reports about its slots
+/// may still arrive.
 const KINDS: usize = 2;
 
-/// The requests of tasks that ask for a few tasks each, and what was given to them.
+/// Requests of tasks that spawn a few tasks at a time, with their grants.
 #[derive(Debug, Default)]
 pub struct Grants {
     tasks: BTreeMap<Tid, VecDeque<Kind>>,
-    /// When all was looked at last.
+    /// Time of the last review.
     reviewed: Micros,
 }
 
-/// Requests of a task that are alike.
+/// Similar requests of one task, with their grant.
 #[derive(Debug)]
 struct Kind {
-    /// The last one that was asked.
+    /// The last of these requests that was asked.
     from: Incoming,
-    /// When it was asked, or a place was taken.
+    /// When a request was asked or a slot was used, whichever is later.
     last: Micros,
-    /// Places that were given and not taken.
+    /// Granted hosts that are not used yet.
     hosts: VecDeque<HostId>,
-    /// They cannot be taken any more, because the task was told so or has given them up. Of those that it took before may be told yet.
+    /// The slots cannot be used any more, because the task was notified or has given them up.
+    /// Reports about slots used before may still arrive.
     closed: bool,
-    /// What was said of the places.
+    /// Explanation of the granted placement.
     attempt: Option<Attempt>,
 }
 
-/// Places were taken.
+/// Slots of a grant were used.
 #[derive(Clone, Debug)]
 pub struct Granted {
-    /// The request, as the one before it came.
+    /// The request that the grant answers in advance.
     pub from: Incoming,
-    /// Why its tasks go there.
+    /// Why the tasks go to these hosts.
     pub attempt: Attempt,
-    /// Half of the places are taken: it is time for others.
+    /// At least half of the slots are used: a new grant is due.
     pub renew: bool,
 }
 
@@ -72,8 +80,8 @@ impl Kind {
 }
 
 impl Grants {
-    /// A request for [`GRANT_COUNT_MAX`] tasks at most was answered with all of them. True when it follows another one like it: it is
-    /// worth a grant.
+    /// Records that a request for at most [`GRANT_COUNT_MAX`] tasks was answered with all of them.
+    /// Returns whether it follows a similar one and deserves a grant.
     pub fn answered(&mut self, now: Micros, from: &Incoming) -> bool {
         self.forget(now);
         let env: usize = from.request.env.iter().map(Vec::len).sum();
@@ -81,7 +89,7 @@ impl Grants {
             return false;
         }
         if self.tasks.len() >= TASKS_MAX && !self.tasks.contains_key(&from.src) {
-            // There are fewer places than tasks.
+            // There are fewer slots than remembered tasks.
             let last =
                 |kinds: &VecDeque<Kind>| kinds.front().map(|kind| (kind.holds(now), kind.last));
             let oldest = self
@@ -115,7 +123,7 @@ impl Grants {
         again
     }
 
-    /// How many places may be given to a task now, instead of those it has.
+    /// Returns how many slots may be granted to a task instead of those it has.
     pub fn room(&self, now: Micros, task: Tid) -> usize {
         let others = self
             .tasks
@@ -129,12 +137,12 @@ impl Grants {
         GRANTED_MAX.saturating_sub(given).min(GRANT_HOSTS_MAX)
     }
 
-    /// The request that the next places of a task are for.
+    /// Returns the request for which the next grant of a task is made.
     pub fn next_of(&self, task: Tid) -> Option<&Incoming> {
         self.tasks.get(&task)?.front().map(|kind| &kind.from)
     }
 
-    /// When it is time to look whether all that was given would be given again; `None`: nothing is given.
+    /// Returns when the next review is due; `None` if no slots are granted.
     pub fn next_review(&self) -> Option<Micros> {
         let given = self
             .tasks
@@ -144,7 +152,7 @@ impl Grants {
         given.then_some(self.reviewed + REVIEW_PAUSE)
     }
 
-    /// What is given, and to whom. It is looked at now.
+    /// Starts a review. Returns the tasks with grants and their unused hosts.
     pub fn review(&mut self, now: Micros) -> Vec<(Tid, Vec<HostId>)> {
         self.reviewed = now;
         let given = self
@@ -157,7 +165,7 @@ impl Grants {
             .collect()
     }
 
-    /// The next tasks of this task's last request go to these hosts, instead of those given before.
+    /// Grants these hosts for the task's last request, in place of earlier ones.
     pub fn give(&mut self, task: Tid, hosts: &[HostId], attempt: Attempt) {
         if let Some(kind) = self
             .tasks
@@ -169,7 +177,8 @@ impl Grants {
         }
     }
 
-    /// A daemon says that places of the grant under this wait id were taken. `None`: nothing is known of such a grant.
+    /// Records a daemon's report that slots of the grant with this wait id were used. `None` if the
+    /// grant is unknown.
     pub fn taken(
         &mut self,
         now: Micros,
@@ -182,7 +191,8 @@ impl Grants {
         let kind = kinds.iter_mut().find(|kind| kind.from.wid == wid)?;
         let attempt = kind.attempt.clone()?;
         for host in hosts {
-            // It may be one of the grant before: those that were given since are all there still, and there will be new ones sooner.
+            // The slot may belong to the previous grant. Then the current slots are all unused, and
+            // are renewed slightly early.
             if let Some(at) = kind.hosts.iter().position(|given| *given == host) {
                 kind.hosts.remove(at);
             }
@@ -196,13 +206,13 @@ impl Grants {
         })
     }
 
-    /// Nothing that was given holds any more. Who is to be told, with the wait id of the grant: also those who may have places yet of
-    /// which is thought here that they have taken them.
+    /// Revokes all grants. Returns the tasks to notify, with the wait id of the grant. These
+    /// include tasks whose slots count as used here, because they may still have some.
     pub fn take_back(&mut self, now: Micros) -> Vec<(Tid, i32)> {
         self.take_back_where(|kind| kind.is_open(now))
     }
 
-    /// The same for what nobody has taken a place of for a moment: others want some.
+    /// Revokes grants that were not used recently, because other tasks want slots.
     pub fn take_back_idle(&mut self, now: Micros) -> Vec<(Tid, i32)> {
         self.take_back_where(|kind| kind.holds(now) && now.since(kind.last) >= REVIEW_PAUSE)
     }
@@ -218,7 +228,8 @@ impl Grants {
         told
     }
 
-    /// A task asks, or has ended: so it has none of the places any more that it was given.
+    /// Closes the grants of a task that asks itself or has ended: it has none of its slots any
+    /// more.
     pub fn given_up(&mut self, task: Tid) {
         self.tasks
             .get_mut(&task)
@@ -227,7 +238,7 @@ impl Grants {
             .for_each(|kind| kind.closed = true);
     }
 
-    /// The same for all that are not known any more.
+    /// Closes the grants of tasks that are not known any more.
     pub fn keep(&mut self, is_known: impl Fn(Tid) -> bool) {
         let gone = self.tasks.iter_mut().filter(|(task, _)| !is_known(**task));
         gone.flat_map(|(_, kinds)| kinds)

@@ -1,15 +1,18 @@
-//! The resource manager: an ordinary task that places what others spawn and moves tasks off hosts whose owner is there.
+//! The resource manager: an ordinary task that places spawned tasks and migrates tasks off hosts
+//! whose owner is present.
 //!
-//! * [`decide`]: what is to be done, as pure functions of a snapshot.
-//! * [`model`]: what is known of hosts and tasks, kept up to date by messages and events.
+//! * [`decide`]: decisions, as pure functions of a snapshot.
+//! * [`model`]: the known state of hosts and tasks, updated by messages and events.
 //! * [`spawns`]: spawn requests that are being carried out.
-//! * [`watchers`]: one load watcher per host, started again when it ends.
-//! * [`store`]: what outlives it: usage, decisions, what was learned.
-//! * [`policy`], [`policy_file`]: the policy as a file that may change at any time.
-//! * [`recording`], [`replay`]: what it was told, and the same under another policy.
-//! * [`service`]: the loop that feeds these values and carries out what they ask for, over [`api::VmApi`].
+//! * [`grants`]: placements given in advance to tasks that spawn repeatedly.
+//! * [`watchers`]: one load watcher per host, restarted when it ends.
+//! * [`store`]: persistent history: usage, decisions, learned values.
+//! * [`policy`], [`policy_file`]: the policy, as a file that may change at any time.
+//! * [`recording`], [`replay`]: recorded input, and running it again under another policy.
+//! * [`service`]: the loop that feeds these values and carries out their output through
+//!   [`api::VmApi`].
 //!
-//! Only [`api`] touches the virtual machine; everything else is a value that is fed and asked.
+//! Only [`api`] accesses the virtual machine. Everything else is a value with inputs and outputs.
 
 pub mod api;
 pub mod decide;

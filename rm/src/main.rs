@@ -19,52 +19,58 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// The resource manager of a Sempa virtual machine: places the tasks that others spawn, and moves running tasks off hosts
-/// whose owner is there.
+/// The resource manager of a Sempa virtual machine: places spawned tasks, and moves running tasks
+/// off hosts whose owner is present.
 ///
-/// It joins the virtual machine of this user as an ordinary task and stays in the foreground until the machine stops.
-/// A virtual machine has one resource manager; while there is none, the daemons place tasks round robin. It starts one
-/// pvm-load-watcher on every host, which senses load and owner. What it decides, and why, is in the event log
-/// ('pvm events').
+/// It joins the user's virtual machine as an ordinary task and stays in the foreground until the
+/// virtual machine stops. A virtual machine has one resource manager; while there is none, the
+/// daemons place tasks round robin. It starts a pvm-load-watcher on every host, which detects load
+/// and owner. Its decisions and their reasons are in the event log ('pvm events').
 #[derive(Debug, Parser)]
 #[command(name = "pvm-rm", version)]
 struct Args {
-    /// How new tasks are spread over the hosts: 'load', where the predicted share of a processor is largest;
-    /// 'round-robin', in turn, in blocks, as PVM does; 'choice:NAME', where an adapter of that name says; or the name of a policy file, which is read again whenever it
-    /// changes. A host whose owner is there, or has closed or limited it, is not used, also not by name.
+    /// How new tasks are distributed over the hosts: 'load', to the largest predicted share of a
+    /// processor; 'round-robin', in blocks, as PVM does; 'choice:NAME', by an adapter of that name;
+    /// or the name of a policy file, which is read again whenever it changes. A host whose owner is
+    /// present, or has closed or limited it, is not used, even by name.
     #[arg(long, default_value = "load", value_name = "NAME|FILE")]
     policy: String,
-    /// Move running tasks to hosts where they finish sooner, when that saves more than the move costs.
+    /// Move running tasks to hosts where they finish sooner, if that saves more than the move
+    /// costs.
     #[arg(long)]
     balance: bool,
-    /// How long a spawn that finds no free host waits for one before it is refused. Who has taken less goes first.
+    /// How long a spawn that finds no free host waits for one before it is refused. The user who
+    /// has taken less goes first.
     #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=604_800))]
     wait: u64,
-    /// Let spawns wait only for hosts that get free by themselves. Otherwise, while one waits, tasks of users who have taken
-    /// far more are suspended to make room, and go on when there is room for them again.
+    /// Let spawns wait only for hosts that become free. Without this option, while one waits, tasks
+    /// of users who have taken far more are suspended to make room, and resume when there is room
+    /// for them again.
     #[arg(long)]
     no_give_way: bool,
-    /// Tasks that a user may have at once.
+    /// Maximum number of tasks of a user at once.
     #[arg(long, value_name = "NUMBER")]
     user_tasks: Option<u32>,
-    /// Tasks that a job may have at once.
+    /// Maximum number of tasks of a job at once.
     #[arg(long, value_name = "NUMBER")]
     job_tasks: Option<u32>,
-    /// Something to say of a host that spawns can ask for, as 'h2:disk=ssd'; may be repeated.
+    /// A label of a host that spawns can ask for, as 'h2:disk=ssd'; may be repeated.
     #[arg(long = "label", value_name = "HOST:NAME=VALUE", value_parser = parse_label)]
     labels: Vec<(String, String, String)>,
-    /// Where to keep usage, decisions and what was learned, in a file that only the own user can read. Without it they are
-    /// kept beside the daemon's socket until the virtual machine is halted.
+    /// Directory for usage, decisions and learned values, in a file that only the user can read.
+    /// Without it they are kept in the directory of the daemon's socket until the virtual machine
+    /// is halted.
     #[arg(long, value_name = "DIR")]
     state: Option<PathBuf>,
-    /// Write down what the resource manager is told, for '--replay' and 'pvm replay'. A file that is there gets '.before'
-    /// behind its name.
+    /// Record the input of the resource manager in this file, for '--replay' and 'pvm replay'. An
+    /// existing file is renamed with the suffix '.before'.
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
-    /// Join no virtual machine: run such a record under the policy that it names and under that of '--policy', and compare.
+    /// Join no virtual machine: run such a record under its own policy and under that of
+    /// '--policy', and compare.
     #[arg(long, value_name = "FILE")]
     replay: Option<PathBuf>,
-    /// With '--replay': print a value for programs.
+    /// With '--replay': print the result as JSON.
     #[arg(long, requires = "replay")]
     json: bool,
     /// Start no load watchers: load and owners stay unknown, and no task is moved.
@@ -90,7 +96,7 @@ fn parse_label(text: &str) -> Result<(String, String, String), String> {
     ))
 }
 
-/// The labels of each host.
+/// Groups the labels by host.
 fn labels(given: &[(String, String, String)]) -> Labels {
     let mut of_hosts = BTreeMap::<String, BTreeMap<String, String>>::new();
     for (host, name, value) in given {
@@ -105,11 +111,12 @@ fn labels(given: &[(String, String, String)]) -> Labels {
         .collect()
 }
 
-/// Where the books are kept.
+/// Returns where the history is stored.
 fn shelf(state: Option<&Path>) -> anyhow::Result<Shelf> {
     let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let place = Place::of(nix::unistd::geteuid().as_raw(), variable).map_err(anyhow::Error::msg)?;
-    // A spawned task is told its daemon's socket, and perhaps not where the daemon found its place.
+    // A spawned task knows its daemon's socket, but possibly not how the daemon chose its
+    // directory.
     let socket = variable("PVMSOCK").map_or_else(|| place.socket(), PathBuf::from);
     Ok(match state {
         Some(dir) => Shelf {
@@ -123,7 +130,7 @@ fn shelf(state: Option<&Path>) -> anyhow::Result<Shelf> {
     })
 }
 
-/// Nobody may be listening (any more), which is no reason to stop.
+/// A closed standard output is no reason to stop.
 fn say(text: std::fmt::Arguments<'_>) {
     drop(writeln!(std::io::stdout(), "{text}"));
 }
@@ -132,7 +139,7 @@ fn complain(text: &str) {
     eprintln!("pvm-rm: {text}");
 }
 
-/// What the command line says about the policy, and the policy file.
+/// Returns the policy of the command line, and the policy file if one is named.
 fn conduct(args: &Args) -> anyhow::Result<(Conduct, Option<PathBuf>)> {
     let limits = Limits {
         user_tasks: args.user_tasks,
@@ -178,7 +185,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
     }
     let shelf = shelf(args.state.as_deref())?;
     let wrong = match policy.err() {
-        // No policy of before can be remembered.
+        // There is no history that could contain an earlier policy.
         Some(error) if !shelf.is_there() => return Err(error.into()),
         wrong => wrong,
     };
@@ -199,7 +206,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
         let followed = followed.with_context(|| format!("following changes of {}", file.display()));
         match (wrong, followed) {
             (None, followed) => followed?,
-            // The folder may be gone with the file.
+            // The directory may have been removed together with the file.
             (Some(why), followed) => {
                 complain(&format!("{why}; the policy stays as it was"));
                 followed.unwrap_or_else(|error| complain(&one_line(&error)));
@@ -224,7 +231,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-/// Runs a record under its own policy and another one, and compares.
+/// Runs a record under its own policy and under another one, and compares the results.
 fn replay(record: &Path, conduct: Conduct, json: bool) -> anyhow::Result<()> {
     let entries = recording::read(record)?;
     let recorded = replay::run(&entries, replay::recorded_policy(&entries))?;
@@ -241,7 +248,7 @@ fn replay(record: &Path, conduct: Conduct, json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The error and its causes, each said once: some sentences contain their cause already.
+/// Joins an error and its causes in one line. Causes that the text already contains are left out.
 fn one_line(error: &anyhow::Error) -> String {
     error
         .chain()

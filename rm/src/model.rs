@@ -1,8 +1,9 @@
-//! What the resource manager knows of hosts and tasks, kept up to date by host tables, task lists, events and load
-//! reports. Pure: every call is told the time, on a clock that never jumps.
+//! The resource manager's view of hosts and tasks, updated by host tables, task lists, events and
+//! load reports. Pure: every call receives the time, on a monotonic clock.
 //!
-//! What it hears may come twice or in another order (an acknowledgement from a host, the event from the master), so every
-//! update may be repeated. Entries of the event log are numbered without gaps; a gap asks for a fresh task list.
+//! Messages may arrive twice or in another order (an acknowledgement from a host, the event from
+//! the master), so every update is idempotent. Entries of the event log are numbered without gaps;
+//! a gap requires a fresh task list.
 
 use crate::decide::{
     Estimates, ForeignMean, HostView, Hosts, Journey, Outcome, Owner, Policy, Promises, Sampled,
@@ -22,27 +23,29 @@ mod reports;
 mod starting;
 mod work;
 
-/// Ended tasks that are remembered, so that late news of them does not bring them back.
+/// Maximum number of ended tasks that are remembered, so that late messages about them do not add
+/// them again.
 const ENDED_MAX: usize = 65_536;
-/// A move is asked about when no news of it came for so long.
+/// Time without news of a migration after which a task list is requested.
 pub const MOVE_SILENT_MAX: Micros = Micros::from_secs(60);
-/// A task list that says "not moving" is believed only when the move was begun longer ago than this: before, the list may
-/// be older than the move.
+/// A task list that says "not migrating" counts only if the migration began longer ago than this.
+/// Otherwise the list may be older than the migration.
 const MOVE_YOUNG: Micros = Micros::from_secs(3);
-/// A target that failed once is left out for this long, twice as long after each further failure, up to
+/// Time for which a target is left out after one failure. Doubles with each further failure, up to
 /// [`REFUSED_MAX`].
 pub const REFUSED_MIN: Micros = Micros::from_secs(2);
-/// A target that refused for a lasting reason, or failed often, is left out for this long.
+/// Time for which a target is left out that refused for a lasting reason or has failed often.
 pub const REFUSED_MAX: Micros = Micros::from_secs(60);
-/// A task that has just started is asked again after this: it has not connected yet.
+/// Delay before the next attempt to migrate a task that has not connected yet.
 pub const NOT_YET: Micros = Micros::from_millis(500);
 
-/// Moves of a task that are remembered.
+/// Maximum number of remembered migrations per task.
 const MOVES_MAX: usize = 6;
-/// What tasks have done is reckoned up at changes, but not more often than this: it looks at all hosts.
+/// Minimum interval between two updates of the work of all tasks, because an update examines all
+/// hosts.
 const ACCOUNT_PAUSE: Micros = Micros::from_millis(500);
 
-/// What the administrator says of hosts, by their names.
+/// Labels that the administrator gave the hosts, by host name.
 pub type Labels = BTreeMap<String, Arc<BTreeMap<String, String>>>;
 
 #[derive(Debug)]
@@ -55,15 +58,15 @@ struct Host {
     cores: u32,
     sample: Option<Sampled>,
     foreign_mean: Option<ForeignMean>,
-    /// Memory that spawns have asked for, and when.
+    /// Memory in bytes that spawns have asked for, with the time of the request.
     promised: VecDeque<(Micros, u64)>,
     owner: Owner,
-    /// When the last one left, on the model's clock.
+    /// When the last owner left, on the model's clock.
     left: Option<Micros>,
     terms: Terms,
-    /// Who has it emptied.
+    /// Task that requested the drain.
     drained: Option<Tid>,
-    /// That no guest is left has been said.
+    /// It was reported that no guest is left.
     clean_told: bool,
     no_moves: Option<Until>,
 }
@@ -72,12 +75,12 @@ struct Host {
 struct Task {
     host: HostId,
     job: Tid,
-    /// Known when somebody has described it.
+    /// `None` until an event or a list describes the task.
     parent: Option<Tid>,
     uid: u32,
     name: Arc<str>,
     since: Micros,
-    /// `since` is when it started, and not only when it was first heard of.
+    /// `since` is the start time; otherwise it is the time when the task was first seen.
     born: bool,
     done: Micros,
     bytes: u64,
@@ -125,35 +128,36 @@ impl Task {
     }
 }
 
-/// What is known.
+/// Known state of hosts and tasks.
 #[derive(Debug)]
 pub struct Model {
-    /// What decisions are made from; hosts in `touched` are not up to date in it.
+    /// Input of decisions. Hosts in `touched` are not up to date in it.
     view: Snapshot,
     touched: BTreeSet<HostId>,
-    /// Hosts whose last guest may have left since that was asked.
+    /// Hosts whose last guest may have left since the last check.
     maybe_clean: BTreeSet<HostId>,
-    /// Tasks on their way, as of the view.
+    /// Migrating tasks, as of the last update of the view.
     moving: BTreeSet<Tid>,
     labels: Labels,
     hosts: BTreeMap<HostId, Host>,
     tasks: BTreeMap<Tid, Task>,
-    /// The tasks of each host.
+    /// Tasks by host.
     on: BTreeMap<HostId, BTreeSet<Tid>>,
-    /// Tasks that are being started on each host.
+    /// Number of tasks that are being started, by host.
     starting: BTreeMap<HostId, u32>,
     ended: Recent<Tid>,
     last_event: Option<u64>,
     stale: bool,
     accounted: Micros,
-    /// Moves for the sake of the load, and what came of them.
+    /// Rebalancing migrations whose gain is being measured.
     promises: Promises,
     outcomes: Vec<Outcome>,
     user: u32,
 }
 
 impl Model {
-    /// Knows nothing; `local` is the host of the resource manager, behind which round robin begins.
+    /// Creates an empty model. `local`: host of the resource manager, after which round robin
+    /// starts.
     pub fn new(policy: Policy, local: HostId, labels: Labels) -> Model {
         Model {
             view: Snapshot {
@@ -178,13 +182,12 @@ impl Model {
         }
     }
 
-    /// Another policy from now on.
     pub fn set_policy(&mut self, policy: Policy, margin: f64) {
         self.view.policy = policy;
         self.view.costs.margin_percent = (margin * 100.0).round() as u32;
     }
 
-    /// Tasks of ours on a host that are part of its load.
+    /// Returns the number of own tasks on a host that are part of its load.
     pub fn guests_on(&self, host: HostId) -> u32 {
         u32::try_from(
             self.tasks_on(host)
@@ -194,48 +197,48 @@ impl Model {
         .unwrap_or(u32::MAX)
     }
 
-    /// The user of tasks of whom nothing else is known.
+    /// Sets the user of tasks about which nothing else is known.
     pub fn set_user(&mut self, user: u32) {
         self.user = user;
     }
 
-    /// What was learned of tasks and moves.
+    /// Returns the values learned from tasks and migrations.
     pub fn estimates(&self) -> &Estimates {
         &self.view.estimates
     }
 
-    /// Goes on with what was learned before.
+    /// Continues with values learned earlier.
     pub fn recall_estimates(&mut self, estimates: Estimates) {
         self.view.estimates = estimates;
     }
 
-    /// A task of which more is known than lists say: its job, and since when it runs.
+    /// Restores the job and the start time of a task; task lists lack both.
     pub fn recall_task(&mut self, tid: Tid, job: Tid, since: Micros) {
         if let Some(task) = self.edit(tid) {
             (task.job, task.since, task.born) = (job, since, true);
         }
     }
 
-    /// Where the rotation of round robin stands.
+    /// Sets the round-robin position.
     pub fn set_rotation(&mut self, rotation: HostId) {
         self.view.rotation = rotation;
     }
 
-    /// A task, to be changed; not its host.
+    /// Returns a task for modification. Its host must not be changed.
     fn edit(&mut self, tid: Tid) -> Option<&mut Task> {
         let task = self.tasks.get_mut(&tid)?;
         self.touched.insert(task.host);
         Some(task)
     }
 
-    /// A host, to be changed.
+    /// Returns a host for modification.
     fn edit_host(&mut self, id: HostId) -> Option<&mut Host> {
         let host = self.hosts.get_mut(&id)?;
         self.touched.insert(id);
         Some(host)
     }
 
-    /// The task is on this host; it is taken up when it was not known.
+    /// Sets the host of a task; adds the task if it is unknown.
     fn settle(&mut self, now: Micros, tid: Tid, host: HostId) -> &mut Task {
         let uid = self.user;
         let task = self.tasks.entry(tid).or_insert_with(|| Task {
@@ -260,7 +263,6 @@ impl Model {
         }
     }
 
-    /// The tasks on a host.
     fn tasks_on(&self, host: HostId) -> impl Iterator<Item = (Tid, &Task)> {
         self.on
             .get(&host)
@@ -269,13 +271,13 @@ impl Model {
             .filter_map(|tid| Some((*tid, self.tasks.get(tid)?)))
     }
 
-    /// The job of a task whose parent is known: that of the parent.
+    /// Returns the job of a task with this parent: the parent's job.
     fn job_of(&self, tid: Tid, parent: Tid) -> Tid {
         let top = if parent.is_task() { parent } else { tid };
         self.tasks.get(&parent).map_or(top, |task| task.job)
     }
 
-    /// Takes a host table over. Answers the hosts that are new.
+    /// Applies a host table. Returns the hosts that are new.
     pub fn set_hosts(&mut self, table: &HostTable) -> Vec<HostId> {
         let gone: Vec<HostId> = self
             .hosts
@@ -317,7 +319,7 @@ impl Model {
         new
     }
 
-    /// Takes a list of all tasks over, taken at `now`.
+    /// Applies a list of all tasks that was requested at `now`.
     pub fn set_tasks(&mut self, now: Micros, tasks: &[TaskInfo]) {
         self.stale = false;
         let listed: HashSet<Tid> = tasks.iter().map(|info| info.tid).collect();
@@ -328,7 +330,7 @@ impl Model {
             .filter(|tid| !listed.contains(tid))
             .collect();
         for tid in gone {
-            // Not counted as ended: it may have been started after the list was made.
+            // Not recorded as ended: the task may have started after the list was made.
             self.remove(tid);
         }
         let mut new = Vec::new();
@@ -359,36 +361,38 @@ impl Model {
             }
         }
         for (tid, job) in new {
-            // A daemon lists its own user; whose program it is, the top of its job tells.
+            // A daemon lists its own user as the owner of each task. The user of a spawned task is
+            // that of the top of its job.
             if let Some(user) = self.tasks.get(&job).map(|top| top.uid) {
                 self.belongs(tid, user);
             }
         }
     }
 
-    /// A task is this user's.
+    /// Sets the user of a task.
     pub fn belongs(&mut self, tid: Tid, user: u32) {
         if let Some(task) = self.edit(tid) {
             task.uid = user;
         }
     }
 
-    /// A host has left, and with it all its tasks.
+    /// Removes a host that has left, with all its tasks.
     pub fn host_gone(&mut self, id: HostId) {
         self.hosts.remove(&id);
         self.touched.insert(id);
         for tid in self.on.remove(&id).unwrap_or_default() {
-            // A move away may have been committed; then an event says where the task is, and it is back.
+            // A migration to another host may have been committed. Then an event names the task's
+            // host and adds the task again.
             self.tasks.remove(&tid);
         }
     }
 
-    /// A task has ended for good.
+    /// Removes a task that has ended for good.
     pub fn task_ended(&mut self, tid: Tid) {
         self.promise_ended(tid);
         if let Some(task) = self.tasks.get(&tid) {
             let job = task.job;
-            // What ended before anything was counted says nothing.
+            // A task that ended before its work was measured teaches nothing.
             if task.born && !task.pinned && task.done > Micros::default() {
                 self.view.estimates.ended(&task.name, task.done);
             }
@@ -405,7 +409,7 @@ impl Model {
         self.ended.put(tid);
     }
 
-    /// A task was started on a host.
+    /// Adds a task that was started on a host.
     pub fn task_started(&mut self, now: Micros, tid: Tid, host: HostId, pinned: bool) {
         if self.ended.has(tid) || !tid.is_task() {
             return;
@@ -418,14 +422,14 @@ impl Model {
         }
     }
 
-    /// A task of which nobody has told more yet belongs to this job.
+    /// Sets the job of a task that no event or list has described yet.
     pub fn task_of(&mut self, tid: Tid, job: Tid) {
         if let Some(task) = self.edit(tid).filter(|task| task.parent.is_none()) {
             task.job = job;
         }
     }
 
-    /// What the spawn of a task required. `named`: it named the host.
+    /// Records the constraints of a task's spawn. `named`: the spawn named the host.
     pub fn task_wanted(&mut self, tid: Tid, named: bool, wants: Wants) {
         let Some(task) = self.edit(tid) else { return };
         task.named |= named;
@@ -438,7 +442,8 @@ impl Model {
         }
     }
 
-    /// Whose child a task is, and what it runs. It is its parent's user's, wherever it runs; without one its own daemon's user's.
+    /// Records parent and program of a task. A task belongs to its parent's user, wherever it runs;
+    /// without a parent, to its daemon's user.
     fn task_described(&mut self, tid: Tid, (parent, user): (Tid, u32), name: &str) {
         let job = self.job_of(tid, parent);
         let uid = self.tasks.get(&parent).map(|task| task.uid);
@@ -457,7 +462,7 @@ impl Model {
         }
     }
 
-    /// A task stands still until somebody lets it go on, or goes on.
+    /// Records that a task was suspended or resumed.
     pub fn task_suspended(&mut self, tid: Tid, suspended: bool) {
         if suspended {
             self.promises.dropped(tid);
@@ -467,12 +472,10 @@ impl Model {
         }
     }
 
-    /// Whether a task is suspended.
     pub fn is_suspended(&self, tid: Tid) -> bool {
         self.tasks.get(&tid).is_some_and(|task| task.suspended)
     }
 
-    /// The tasks of a job.
     pub fn tasks_of(&self, job: Tid) -> Vec<Tid> {
         self.tasks
             .iter()
@@ -481,7 +484,7 @@ impl Model {
             .collect()
     }
 
-    /// True while a task of the family of this one moves, or stands still because its user wants that.
+    /// True while a task of this task's job migrates or is suspended.
     pub fn is_busy(&self, head: Tid) -> bool {
         let Some(job) = self.tasks.get(&head).map(|task| task.job) else {
             return false;
@@ -491,12 +494,14 @@ impl Model {
             .any(|task| task.job == job && (task.moving.is_some() || task.suspended))
     }
 
-    /// The first task of a job that can be checkpointed: the one without a parent above this one. `None` when one between them has
-    /// ended, because the others are not found from there; when one is not known yet; and when somebody has started the first
-    /// one by hand, who would see its children end.
+    /// Returns the root of the job for a checkpoint: the ancestor without a parent.
+    ///
+    /// `None` if an ancestor has ended (the other tasks cannot be found from the root then), if one
+    /// is not known yet, or if the top task was started by hand: its user would see the children
+    /// end.
     pub fn head_of(&self, tid: Tid) -> Option<Tid> {
         let mut at = (tid, self.tasks.get(&tid)?);
-        // A family is no deeper than there are tasks.
+        // A chain of parents is at most as long as the number of tasks.
         for _ in 0..self.tasks.len() {
             let above = at.1.parent?;
             if !above.is_task() {
@@ -510,45 +515,44 @@ impl Model {
         None
     }
 
-    /// Those of them that are part of the load of their hosts.
+    /// Returns the tasks of a job that are part of the load of their hosts.
     pub fn running_of(&self, job: Tid) -> Vec<Tid> {
         let runs = |tid: &Tid| self.tasks.get(tid).is_some_and(Task::is_load);
         self.tasks_of(job).into_iter().filter(runs).collect()
     }
 
-    /// True for a task that is known and has not ended.
+    /// True for a known task that has not ended.
     pub fn knows(&self, tid: Tid) -> bool {
         self.tasks.contains_key(&tid)
     }
 
-    /// True for a task of ours that is known and does not belong to its host.
+    /// True for a known task that is not pinned.
     pub fn is_guest(&self, tid: Tid) -> bool {
         self.tasks.get(&tid).is_some_and(|task| !task.pinned)
     }
 
-    /// The host on which a task runs: as known, else where it was born.
+    /// Returns the known host of a task, else the host in its tid.
     pub fn host_of(&self, tid: Tid) -> Option<HostId> {
         self.tasks.get(&tid).map(|t| t.host).or_else(|| tid.home())
     }
 
-    /// User and job of a task. Of one that is not known, the own user and its own job.
+    /// Returns user and job of a task. An unknown task belongs to the own user and is its own job.
     pub fn user_and_job(&self, tid: Tid) -> (u32, Tid) {
         self.tasks
             .get(&tid)
             .map_or((self.user, tid), |task| (task.uid, task.job))
     }
 
-    /// True when the host is in the table.
     pub fn has_host(&self, id: HostId) -> bool {
         self.hosts.contains_key(&id)
     }
 
-    /// The hosts by rising id.
+    /// Returns all hosts by ascending id.
     pub fn host_ids(&self) -> Vec<HostId> {
         self.hosts.keys().copied().collect()
     }
 
-    /// What a move is expected to cost a task, as of the newest snapshot.
+    /// Returns the expected cost of migrating a task, as of the latest snapshot.
     pub fn cost(&self, tid: Tid, (from, to): (HostId, HostId)) -> Micros {
         let (name, bytes) = self
             .tasks
@@ -562,14 +566,13 @@ impl Model {
         Some(Way::between(self.view.host(from)?, self.view.host(to)?))
     }
 
-    /// Name of a host, or its number when it is not known.
+    /// Returns the name of a host, or its number if it is unknown.
     pub fn host_name(&self, id: HostId) -> String {
         self.hosts
             .get(&id)
             .map_or_else(|| id.to_string(), |h| h.name.clone())
     }
 
-    /// The host of this name.
     pub fn host_called(&self, name: &str) -> Option<HostId> {
         self.hosts
             .iter()
@@ -577,7 +580,7 @@ impl Model {
             .map(|(id, _)| *id)
     }
 
-    /// Takes an entry of the event log in.
+    /// Applies an entry of the event log.
     pub fn event(&mut self, now: Micros, event: &Event) {
         match self.last_event {
             Some(last) if event.number <= last => {}
@@ -608,7 +611,7 @@ impl Model {
                 self.task_ended(*tid);
             }
             EventKind::Restarted { tasks, .. } => {
-                // They had ended, and live again; what they are a fresh list says.
+                // These tasks had ended and run again. A fresh list describes them.
                 tasks.iter().for_each(|(tid, _)| self.ended.forget(*tid));
                 self.stale = true;
             }
@@ -654,7 +657,8 @@ impl Model {
         }
     }
 
-    /// Takes a watcher's report in. Answers what is to be recorded when the owner came or went, or the host was closed or opened.
+    /// Applies a load watcher's report. Returns an event to record if the owner came or left, or if
+    /// the host was closed or opened.
     pub fn report(&mut self, now: Micros, report: &LoadReport) -> Option<EventKind> {
         let id = report.host;
         let own = self.guests_on(id);
@@ -689,7 +693,8 @@ impl Model {
         Some(reports::came_or_went(&was, report))
     }
 
-    /// All that decisions are made from, as of `now`. Costs what has changed since the last time.
+    /// Returns the input of decisions as of `now`. The cost depends on what has changed since the
+    /// last call.
     pub fn snapshot(&mut self, now: Micros) -> &Snapshot {
         for id in std::mem::take(&mut self.touched) {
             self.maybe_clean.insert(id);
@@ -715,7 +720,8 @@ impl Model {
         &self.view
     }
 
-    /// Which tasks of a host are on their way. Where they go, a guest is expected, and not any more when the move is over.
+    /// Updates which tasks of a host migrate. The target of a migration expects a guest until the
+    /// migration is over.
     fn know_moving(&mut self, id: HostId) {
         for tid in self.on.get(&id).into_iter().flatten() {
             match self.tasks.get(tid).and_then(|task| task.moving) {
@@ -729,9 +735,11 @@ impl Model {
         }
     }
 
-    /// True when a fresh host table and task list are needed: entries of the log were missed, or a move gives no news.
+    /// True if a fresh host table and task list are needed: entries of the event log were missed,
+    /// or a migration has been silent for too long.
     pub fn is_stale(&self, now: Micros) -> bool {
-        // Moves are few; those that have just begun are not in the view yet, and are young.
+        // There are few migrations. Those that have just begun are not in `moving` yet, and are not
+        // silent.
         let silent = |tid: &Tid| {
             self.tasks
                 .get(tid)
@@ -768,7 +776,7 @@ impl Host {
 }
 
 impl Task {
-    /// True for one that is part of its host's load.
+    /// True if the task is part of its host's load.
     fn is_load(&self) -> bool {
         !self.pinned && !self.suspended
     }
@@ -799,8 +807,8 @@ impl Task {
     }
 }
 
-/// Tasks that nobody can move, or that serve their host: started from a command line, resource managers, hosters,
-/// taskers, load watchers.
+/// True for tasks that cannot migrate or that serve their host: started from a command line,
+/// resource managers, hosters, taskers, load watchers.
 fn is_pinned(flags: i32, name: &str) -> bool {
     flags & TASK_FORKED == 0 || flags & TASK_SERVES != 0 || is_watcher(name)
 }

@@ -1,4 +1,4 @@
-//! The policy of the resource manager as a file: what it says, what is wrong with it, and what changes when it changes.
+//! The policy of the resource manager, and its file format.
 //!
 //! ```toml
 //! placing = "load"     # or "round-robin", or "choice:NAME"
@@ -10,7 +10,7 @@
 //! give_way = true      # suspend tasks of users who have taken much while one who has taken little waits
 //! ```
 //!
-//! What the file does not name is as the command line says.
+//! For keys that the file does not name, the command line counts.
 
 use crate::decide::{CHOICE_NAME_MAX, ChoiceName, Limits, MARGIN, Policy};
 use crate::spawns::Rules;
@@ -20,25 +20,24 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use thiserror::Error;
 
-/// Bytes of a policy file at most.
+/// Maximum size of a policy file in bytes.
 pub const POLICY_BYTES_MAX: usize = 64 << 10;
-/// Longest time that a spawn may wait, in seconds: a week.
+/// Maximum waiting time of a spawn, in seconds: a week.
 pub const WAIT_S_MAX: u64 = 604_800;
-/// Margins that make sense.
+/// Margins that are accepted.
 const MARGINS: std::ops::RangeInclusive<f64> = 1.0..=100.0;
 
-/// What is decided by policy.
+/// The policy in force.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Conduct {
-    /// How new tasks are spread.
+    /// How new tasks are distributed over the hosts.
     pub placing: Policy,
-    /// Move running tasks for the sake of the load.
+    /// Rebalance running tasks by load.
     pub balance: bool,
-    /// What that must save, as a multiple of what it costs.
+    /// Minimum gain of such a migration, as a multiple of its cost.
     pub margin: f64,
-    /// How long spawns may wait for a place, and how much one may have.
     pub rules: Rules,
-    /// Suspend tasks of users who have taken much, while a spawn of one who has taken little waits.
+    /// Suspend tasks of users with a high index while a spawn of a user with a low index waits.
     pub give_way: bool,
 }
 
@@ -79,25 +78,24 @@ impl fmt::Display for Conduct {
     }
 }
 
-/// What is wrong with a policy file.
+/// Error in a policy file.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{file}, line {line}: {why}")]
 pub struct PolicyError {
-    /// The file, as it was named.
+    /// Name of the file as it was given.
     pub file: String,
-    /// The line, from 1.
+    /// Line number, starting at 1.
     pub line: usize,
-    /// What is wrong there.
     pub why: String,
 }
 
-/// Before the name of somebody else who chooses places.
+/// Prefix of the name of an external chooser.
 const CHOICE: &str = "choice:";
 
-/// A way to place tasks by its name: `load`, `round-robin`, or `choice:NAME`.
+/// Parses the name of a placement policy: `load`, `round-robin`, or `choice:NAME`.
 ///
 /// # Errors
-/// What it could be.
+/// A sentence that lists the valid names.
 pub fn placing(name: &str) -> Result<Policy, String> {
     match (name, name.strip_prefix(CHOICE)) {
         ("load", _) => Ok(Policy::Load),
@@ -122,15 +120,15 @@ struct File {
 }
 
 impl Conduct {
-    /// With what a file says; `file` is its name for errors.
+    /// Returns this policy with the settings of a file. `file`: name of the file, for errors.
     ///
     /// # Errors
-    /// The first thing that is wrong, with its line. Nothing of the file is taken over then.
+    /// The first error, with its line. None of the file's settings is applied then.
     pub fn with_file(self, file: &str, content: impl AsRef<[u8]>) -> Result<Conduct, PolicyError> {
         let content = content.as_ref();
         let (text, is_text) = match std::str::from_utf8(content) {
             Ok(text) => (text, true),
-            // What is before that.
+            // The text before the invalid byte, for the line number.
             Err(error) => (
                 std::str::from_utf8(&content[..error.valid_up_to()]).unwrap_or_default(),
                 false,
@@ -204,8 +202,9 @@ mod tests {
             .map_err(|error| error.to_string())
     }
 
+    /// A file changes the settings that it names, and no others.
     #[test]
-    fn a_file_changes_what_it_names_and_nothing_else() {
+    fn file_changes_only_the_keys_it_names() {
         let rules = Rules {
             wait: Micros::from_secs(5),
             limits: Limits {
@@ -237,8 +236,9 @@ mod tests {
         );
     }
 
+    /// A file that is not UTF-8 is refused, with the line of the first invalid byte.
     #[test]
-    fn a_file_that_is_no_text_is_refused_with_the_line_where_that_begins() {
+    fn binary_file_is_refused_with_its_line() {
         let error = Conduct::default()
             .with_file("rm.toml", b"wait_s = 1\n# caf\xe9\n")
             .expect_err("Latin-1");
@@ -248,8 +248,9 @@ mod tests {
         );
     }
 
+    /// Each error in a policy file is reported with its line.
     #[test]
-    fn what_is_wrong_is_told_with_its_line() {
+    fn errors_name_the_line() {
         for (text, said) in [
             (
                 "balance = true\n\nplacing = \"best\"\n",

@@ -1,5 +1,5 @@
-//! The policy file on disk: read at the start, and followed. What it contains goes to the service as a message, because the
-//! service waits for messages only.
+//! The policy file on disk: read at the start and watched for changes. New content is sent to the
+//! service as a message, because the service waits for messages only.
 
 use crate::api::{RealVm, VmApi};
 use crate::policy::POLICY_BYTES_MAX;
@@ -14,7 +14,7 @@ use sempa_proto::rm::CTX_RM;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
-/// What it contains; of a longer one as much as shows that it is too long.
+/// Returns the content of the file. Of a file that is too long, just enough to detect that.
 fn content(path: &Path) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     std::fs::File::open(path)?
@@ -23,31 +23,32 @@ fn content(path: &Path) -> std::io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// What it contains at the start.
+/// Returns the content of the file at the start.
 ///
 /// # Errors
-/// Why it cannot be read.
+/// Why the file cannot be read.
 pub fn read(path: &Path) -> Result<Vec<u8>, String> {
     content(path).map_err(|error| error.to_string())
 }
 
-/// Sends the content to the own task whenever the file was written or replaced. `known`: what was read at the start.
+/// Sends the content to the own task whenever the file is written or replaced. `known`: the content
+/// read at the start.
 ///
 /// # Errors
-/// Its folder cannot be followed.
+/// The file's directory cannot be watched.
 pub fn follow(path: &Path, known: Result<Vec<u8>, String>, vm: &Vm) -> std::io::Result<()> {
     let (vm, path) = (vm.clone(), std::path::absolute(path)?);
     let folder = path
         .parent()
         .map_or_else(|| PathBuf::from("/"), Path::to_path_buf);
     let inotify = Inotify::init(InitFlags::IN_CLOEXEC)?;
-    // The folder and not the file: editors replace it.
+    // Watches the directory instead of the file, because editors replace the file.
     inotify.add_watch(
         &folder,
         AddWatchFlags::IN_CLOSE_WRITE | AddWatchFlags::IN_MOVED_TO,
     )?;
     std::thread::spawn(move || {
-        // It may have changed since then; the same again was told already.
+        // The file may have changed since it was first read. Unchanged content is not sent again.
         if read(&path) != known {
             tell(&path, &vm);
         }
@@ -64,7 +65,8 @@ pub fn follow(path: &Path, known: Result<Vec<u8>, String>, vm: &Vm) -> std::io::
     Ok(())
 }
 
-/// Sends the content to the own task. A file that was removed changes nothing, and neither does one that cannot be read, which is said.
+/// Sends the content to the own task. A missing file changes nothing. A file that cannot be read
+/// changes nothing either, and is noted in the event log.
 fn tell(path: &Path, vm: &Vm) {
     let body = match content(path) {
         Ok(bytes) => Bytes::from(bytes),

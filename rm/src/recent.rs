@@ -1,9 +1,9 @@
-//! The newest members of a set that would otherwise grow for ever.
+//! A set that keeps only its newest members, so that it does not grow forever.
 
 use std::collections::{HashSet, VecDeque};
 use std::hash::Hash;
 
-/// Remembers the last `max` values put in.
+/// Remembers the last `max` distinct values inserted.
 #[derive(Debug)]
 pub(crate) struct Recent<T> {
     max: usize,
@@ -30,7 +30,7 @@ impl<T: Copy + Eq + Hash> Recent<T> {
         }
     }
 
-    /// As if it had never been put in.
+    /// Removes a value as if it had never been inserted.
     pub(crate) fn forget(&mut self, value: T) {
         if self.set.remove(&value) {
             self.order.retain(|other| *other != value);
@@ -46,8 +46,9 @@ impl<T: Copy + Eq + Hash> Recent<T> {
 mod tests {
     use super::*;
 
+    /// Beyond the maximum, the oldest values are dropped first.
     #[test]
-    fn the_oldest_go_first() {
+    fn oldest_values_are_dropped_first() {
         let mut recent = Recent::new(2);
         [1, 2, 2, 3].into_iter().for_each(|n| recent.put(n));
         assert!(!recent.has(1) && recent.has(2) && recent.has(3));

@@ -1,17 +1,25 @@
-//! Moves for the sake of the load: a task goes where it, and those it leaves and joins, finish sooner, if what that saves
-//! is more than what the move costs by a margin.
+//! Rebalancing: migrates a task if it and the tasks on its source and target finish sooner, and if
+//! the time saved exceeds the cost of the migration by a margin.
 //!
-//! The unit of gain and cost is the time of tasks. A task alone gains what it finishes sooner; those that it leaves gain,
-//! those that it joins lose. The tasks of a job with barriers wait for the slowest one, so such a job gains what the slowest
-//! gains, once for each task, and every move costs all of them.
+//! **Unit.** Gain and cost are sums of task time. The task gains what it finishes sooner; tasks
+//! left at the source gain, tasks at the target lose. The tasks of a job with barriers wait for the
+//! slowest one. Such a job gains what its slowest task gains, once for each task, and each
+//! migration costs all its tasks.
 //!
-//! Where a program has told the work of its tasks ([`super::Wants::work`]), the end of the whole job counts before that
-//! ([`super::hasten`]): what is left of each task is no guess then.
+//! **Declared work.** If a program has declared the work of its tasks ([`super::Wants::work`]), the
+//! end of the whole job is optimized first ([`super::hasten`]): the remaining work is not a guess
+//! then.
 //!
-//! Against moves to and fro: load that is not ours counts at the source as the smaller, at the target as the larger one of
-//! its present value and what it has been over a time, as far as it went to and fro itself; so a host must be bad, or good,
-//! both now and nearly always. The task must run a fifth faster; it rests after a move, longer each time, and moves only so
-//! often in an hour. A pool whose tasks were placed by load gives no task a faster place, so it is left alone.
+//! **Stability.** These rules prevent migrations back and forth:
+//!
+//! - External load counts at the source as the smaller, at the target as the larger of its current
+//!   value and its mean, widened by its fluctuation. A host must be bad, or good, both at present
+//!   and nearly always.
+//! - The task must become faster by a fifth.
+//! - After a migration a cooldown applies, longer each time, and the number of migrations per hour
+//!   is limited.
+//!
+//! A pool whose tasks were placed by load offers no task a faster host, so it is left alone.
 
 use super::farm::{FASTER, Machine};
 use super::hasten::Farm;
@@ -23,51 +31,49 @@ use std::cell::{LazyCell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-/// Moves of one task for the sake of the load within [`SHIFTS_SPAN`] at most.
+/// Maximum number of rebalancing migrations of one task within [`SHIFTS_SPAN`].
 pub const SHIFTS_MAX: usize = 4;
-/// The span in which [`SHIFTS_MAX`] counts.
+/// Time window in which [`SHIFTS_MAX`] applies.
 pub const SHIFTS_SPAN: Micros = Micros::from_secs(3600);
-/// A task rests for so long after it has started or moved, whatever for.
+/// Cooldown of a task after its start and after each migration, whatever the cause.
 pub const REST: Micros = Micros::from_secs(20);
-/// After a move for the sake of the load it rests for so long, and twice as long after each further one within
-/// [`SHIFTS_SPAN`].
+/// Cooldown after a rebalancing migration. Doubles after each further one within [`SHIFTS_SPAN`].
 pub const SHIFT_REST: Micros = Micros::from_secs(30);
-/// So long where none of our tasks computes: that holds up nobody, and what it leaves gets more. Also twice as long after each
-/// further move.
+/// Cooldown before a migration to a host without computing tasks. Shorter, because it slows down no
+/// other task and the tasks at the source get more. Doubles after each further migration, too.
 pub const SHIFT_REST_TO_EMPTY: Micros = Micros::from_secs(10);
-/// A host whose owner left less than this ago gets no task for the sake of the load.
+/// A host whose owner left less than this ago gets no task by rebalancing.
 pub const OWNER_AWAY_MIN: Micros = Micros::from_secs(300);
-/// The gain must be so many times the cost, unless the policy says otherwise.
+/// Minimum ratio of gain to cost, unless the policy sets another one.
 pub const MARGIN: f64 = 1.5;
-/// What must be gained at least, beside the margin.
+/// Minimum gain in addition to the margin.
 pub(super) const GAIN_MIN: Micros = Micros::from_secs(1);
-/// Hosts with the slowest tasks that are looked at.
+/// Maximum number of sources examined: the hosts with the slowest tasks.
 const SOURCES_MAX: usize = 16;
-/// The best hosts that are looked at.
+/// Maximum number of targets examined: the best hosts.
 const TARGETS_MAX: usize = 8;
-/// Tasks of one host that are looked at.
+/// Maximum number of tasks examined per host.
 const TASKS_MAX: usize = 64;
 
-/// Why a task goes to another host.
+/// Why a task is rebalanced: rates, gain and cost.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ShiftWhy {
-    /// Thousandths of an ordinary processor that it gets where it is.
+    /// Rate at the source, in thousandths of an ordinary processor.
     pub has: u64,
-    /// What it gets where it goes.
+    /// Predicted rate at the target, in thousandths of an ordinary processor.
     pub gets: u64,
-    /// What that saves all tasks concerned.
+    /// Time that all affected tasks save, corrected by experience.
     pub gain: Micros,
-    /// What the move costs.
     pub cost: Micros,
-    /// Its job waits for its slowest task.
+    /// The job's tasks wait for each other at barriers.
     pub barrier: bool,
-    /// Its job ends with its last task, and so much sooner than it would.
+    /// Time by which the whole job ends sooner. Set if the end of the job was optimized.
     pub sooner: Option<Micros>,
-    /// Work that the task is taken to have left, in time of an ordinary processor.
+    /// Assumed remaining work of the task, in time of an ordinary processor.
     pub left: Micros,
-    /// Its program said so: it is no guess.
+    /// The program declared the remaining work; otherwise it is estimated.
     pub told: bool,
-    /// The gain as reckoned; what such gains have been worth is counted in only after that.
+    /// The computed gain before the correction by experience.
     pub reckoned: Micros,
 }
 
@@ -98,56 +104,53 @@ impl fmt::Display for ShiftWhy {
     }
 }
 
-/// A task goes to another host.
+/// A migration for performance.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Shift {
-    /// The task.
     pub tid: Tid,
-    /// Where it is.
     pub from: HostId,
-    /// Where it goes.
     pub to: HostId,
-    /// Why.
     pub why: ShiftWhy,
 }
 
-/// A host while the plan is made.
+/// State of one host during planning.
 #[derive(Clone, Debug)]
 pub(super) struct Place<'a> {
     pub(super) host: &'a HostView,
     pub(super) load: Load,
-    /// Load that is not ours: the smaller and the larger view of it.
+    /// Lower and upper estimate of the external load, in threads.
     pub(super) foreign: (f64, f64),
-    /// The mean of it.
     pub(super) foreign_mean: f64,
-    /// Work that each of our tasks on it has left, in seconds of an ordinary processor, in rising order.
+    /// Remaining work of each own task on the host, in seconds of an ordinary processor, in
+    /// ascending order.
     left: Vec<f64>,
-    /// Seconds that its tasks take all together, with the smaller and the larger load that is not ours.
+    /// Sum of the tasks' completion times in seconds, with the lower and with the upper external
+    /// load.
     flows: (f64, f64),
-    /// Thousandths of an ordinary processor that each of its tasks gets, beside the smaller load that is not ours.
+    /// Rate of each task with the lower external load, in thousandths of an ordinary processor.
     pub(super) has: f64,
-    /// What each would get beside one more of them, and beside the larger load that is not ours.
+    /// Rate of each task with one more task and the upper external load.
     pub(super) gets: f64,
 }
 
-/// A task that may go.
+/// A task that may migrate.
 struct Mover<'a> {
     task: &'a TaskView,
     from: HostId,
     left: f64,
-    /// It may go where others are, too.
+    /// The task may also go to hosts with other tasks, because its longer cooldown has passed.
     rested: bool,
 }
 
-/// A move that saves more than it costs.
+/// A migration that saves more than it costs.
 struct Offer {
-    /// What it saves beyond what it costs.
+    /// Gain less cost times margin, in seconds.
     net: f64,
-    /// Who goes, as a place in the list of movers.
+    /// Index in the list of candidate tasks.
     mover: usize,
     to: HostId,
     why: ShiftWhy,
-    /// It delays the end of the task's job, as far as is known.
+    /// The migration is known to delay the end of the task's job.
     delays: bool,
 }
 
@@ -157,7 +160,8 @@ impl Place<'_> {
         self.load.speed as f64 * (self.load.processors() / threads.max(1e-9)).min(1.0)
     }
 
-    /// The host for a look into the future. Of tasks that come from hosts outside the plan nothing is known.
+    /// Returns the host for a simulation. Tasks that arrive from hosts outside the plan are not
+    /// known; each counts as an external thread.
     pub(super) fn machine(&self, foreign: f64) -> Machine {
         let unknown = f64::from(self.load.own) - self.left.len() as f64;
         Machine {
@@ -167,13 +171,13 @@ impl Place<'_> {
         }
     }
 
-    /// Seconds that its tasks take all together.
+    /// Returns the sum of the tasks' completion times in seconds.
     fn flow(&self, foreign: f64) -> f64 {
         self.machine(foreign)
             .flow(self.left.len(), self.left.iter().copied())
     }
 
-    /// The same without one that has so much left.
+    /// Returns that sum without a task that has `gone` remaining work.
     fn flow_without(&self, foreign: f64, gone: f64) -> f64 {
         let Some(at) = self.left.iter().position(|left| *left == gone) else {
             return self.flow(foreign);
@@ -183,7 +187,7 @@ impl Place<'_> {
             .flow(self.left.len() - 1, left.copied())
     }
 
-    /// The same with one more.
+    /// Returns that sum with an additional task that has `more` remaining work.
     fn flow_with(&self, foreign: f64, more: f64) -> f64 {
         let (before, after) = self
             .left
@@ -193,7 +197,7 @@ impl Place<'_> {
             .flow(self.left.len() + 1, left.copied())
     }
 
-    /// Its tasks are others than before.
+    /// Recomputes the derived values after the tasks have changed.
     fn count_again(&mut self) {
         self.flows = (self.flow(self.foreign.0), self.flow(self.foreign.1));
         self.has = self.rate(self.load.own, self.foreign.0);
@@ -201,28 +205,28 @@ impl Place<'_> {
     }
 }
 
-/// The plan while it is made.
+/// The plan under construction.
 pub(super) struct Plan<'a> {
     pub(super) snapshot: &'a Snapshot,
     pub(super) places: BTreeMap<HostId, Place<'a>>,
-    /// What is expected of each task of these hosts.
+    /// Remaining work of each task on these hosts.
     pub(super) expected: BTreeMap<Tid, Expected>,
-    /// Jobs of all of whose tasks that is no guess.
+    /// Jobs whose work is declared for all tasks.
     pub(super) told: BTreeSet<Tid>,
-    /// Jobs with barriers that gain nothing: their tasks stay.
+    /// Jobs with barriers that would gain nothing: their tasks stay.
     pub(super) fixed: BTreeSet<Tid>,
     pub(super) moved: BTreeMap<Tid, HostId>,
     pub(super) shifts: Vec<Shift>,
-    /// The zones of those with whom a job's tasks on a host talk, as far as they were looked at.
+    /// Cache: zones of the peers of a job's tasks on a host.
     peers: RefCell<BTreeMap<(HostId, Tid), BTreeSet<u32>>>,
 }
 
-/// What is expected of a task.
+/// Expected remaining work of a task.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Expected {
-    /// Work left, in seconds of an ordinary processor.
+    /// In seconds of an ordinary processor.
     pub(super) left: f64,
-    /// Its program said so: it is no guess.
+    /// The program declared the work; otherwise it is estimated.
     pub(super) told: bool,
 }
 
@@ -234,15 +238,16 @@ pub(super) fn micros(seconds: f64) -> Micros {
     Micros((seconds.max(0.0) * 1e6) as u64)
 }
 
-/// What a reckoned gain is worth when such gains have been worth so much of it; a loss is one.
+/// Corrects a computed gain by experience. A loss counts in full.
 pub(super) fn worth(gain: f64, trust: f64) -> f64 {
     if gain > 0.0 { gain * trust } else { gain }
 }
 
-/// What is expected of a task.
+/// Returns the expected remaining work of a task.
 fn expected(snapshot: &Snapshot, task: &TaskView) -> Expected {
     let told = task.wants.as_ref().and_then(|wants| wants.work);
-    // A little beyond what its program said it is still near its end; much beyond, that word is worth nothing.
+    // A task slightly beyond its declared work is still near its end. A quarter beyond, the
+    // declaration is ignored.
     match told.filter(|work| task.done.0 < work.0.saturating_mul(5) / 4) {
         Some(work) => Expected {
             left: seconds(Micros(work.0.saturating_sub(task.done.0))),
@@ -255,7 +260,7 @@ fn expected(snapshot: &Snapshot, task: &TaskView) -> Expected {
     }
 }
 
-/// Moves of a task for the sake of the load that still count.
+/// Returns the number of rebalancing migrations that still count.
 fn recent_shifts(now: Micros, task: &TaskView) -> usize {
     task.shifts
         .iter()
@@ -263,12 +268,12 @@ fn recent_shifts(now: Micros, task: &TaskView) -> usize {
         .count()
 }
 
-/// Until when a task rests from its start and its moves.
+/// Returns the end of the task's cooldown after its start and its migrations.
 pub(super) fn rests_until(now: Micros, task: &TaskView) -> Micros {
     rested(now, task, REST, SHIFT_REST)
 }
 
-/// The same where none of our tasks computes.
+/// Returns the end of the cooldown for a target without computing tasks.
 fn rests_until_for_empty(now: Micros, task: &TaskView) -> Micros {
     rested(now, task, SHIFT_REST_TO_EMPTY, SHIFT_REST_TO_EMPTY)
 }
@@ -282,7 +287,7 @@ fn rested(now: Micros, task: &TaskView, after_move: Micros, after_shift: Micros)
         .fold(task.since + REST, Micros::max)
 }
 
-/// Moves for the sake of the load that a task may still make; 0 for one that stays where it is.
+/// Returns how many rebalancing migrations the task may still make; 0 if it must stay.
 pub(super) fn shifts_left(now: Micros, task: &TaskView) -> usize {
     let together = task.wants.as_ref().map_or(Together::Any, |w| w.together);
     let stays = !task.computes() || task.named || together != Together::Any;
@@ -293,17 +298,17 @@ pub(super) fn shifts_left(now: Micros, task: &TaskView) -> usize {
     }
 }
 
-/// True when the task may move for the sake of the load now.
+/// True if the task may be rebalanced at `now`.
 pub(super) fn may_shift(now: Micros, task: &TaskView) -> bool {
     could_shift(now, task) && rests_until(now, task) <= now
 }
 
-/// The same where none of our tasks computes.
+/// True if the task may be rebalanced at `now` to a host without computing tasks.
 fn may_shift_to_empty(now: Micros, task: &TaskView) -> bool {
     could_shift(now, task) && rests_until_for_empty(now, task) <= now
 }
 
-/// The same but for its rest.
+/// True if nothing but a cooldown prevents rebalancing.
 fn could_shift(now: Micros, task: &TaskView) -> bool {
     task.moving.is_none()
         && task.held.as_ref().is_none_or(|held| held.at <= now)
@@ -318,14 +323,14 @@ fn may_give_or_take(now: Micros, host: &HostView) -> bool {
             | Owner::Closed { .. }
             | Owner::Drained { .. }
             | Owner::Unknown => false,
-            // Load that is not ours is weighed as such; somebody who is idle may be back at any moment.
+            // External load is weighed as load; an idle user may return at any moment.
             Owner::Maybe { idle, .. } => !idle,
             Owner::Absent { left } => left.is_none_or(|left| now.since(left) >= OWNER_AWAY_MIN),
         }
 }
 
 impl<'a> Plan<'a> {
-    /// The hosts with the slowest tasks, and the best ones.
+    /// Selects the hosts with the slowest tasks, and the best hosts.
     fn new(snapshot: &'a Snapshot, fixed: BTreeSet<Tid>) -> Plan<'a> {
         let index = snapshot.hosts.index(snapshot.now);
         let known = |id: HostId| {
@@ -407,8 +412,8 @@ impl<'a> Plan<'a> {
             .map_or(0.0, |expected| expected.left)
     }
 
-    /// What a move of this task saves, and what it costs, if it is worth it; before that, by how much. `left_behind`: the
-    /// seconds that those take all together whom it leaves.
+    /// Returns why migrating this task is worthwhile, and the net gain in seconds; `None` if it is
+    /// not. `left_behind`: sum of the completion times of the tasks that stay at the source.
     fn judge(
         &self,
         mover: &Mover<'_>,
@@ -420,7 +425,7 @@ impl<'a> Plan<'a> {
         if to.load.own > 0 && !mover.rested {
             return None;
         }
-        // Far from those with whom it talks it waits for them longer.
+        // Far from its peers a task waits longer for messages.
         let (near, far) = self.near(mover, from, to);
         if gets * far < has * near * FASTER {
             return None;
@@ -459,7 +464,7 @@ impl<'a> Plan<'a> {
         ))
     }
 
-    /// What a share of a processor is worth to a task where it is, and where it may go.
+    /// Returns the weight of a processor share for the task at its source and at its target.
     fn near(&self, mover: &Mover<'_>, from: &Place<'_>, to: &Place<'_>) -> (f64, f64) {
         if from.host.zone == to.host.zone {
             return (1.0, 1.0);
@@ -473,7 +478,7 @@ impl<'a> Plan<'a> {
         (worth(from.host.zone), worth(to.host.zone))
     }
 
-    /// Tasks that may go, in the order of hosts.
+    /// Returns the tasks that may migrate, in the order of hosts.
     fn movers(&self) -> Vec<Mover<'a>> {
         let now = self.snapshot.now;
         let is_one_empty = self.places.values().any(|place| place.load.own == 0);
@@ -504,7 +509,7 @@ impl<'a> Plan<'a> {
             .collect()
     }
 
-    /// Moves that are worth their cost: all, or those from and to these hosts.
+    /// Collects the worthwhile migrations: all, or only those from and to the two hosts in `only`.
     fn offer(&self, movers: &[Mover<'_>], offers: &mut Vec<Offer>, only: Option<[HostId; 2]>) {
         let all: Vec<&Place<'_>> = self.places.values().collect();
         let some: Vec<&Place<'_>> = only.iter().flatten().map(|id| &self.places[id]).collect();
@@ -519,7 +524,7 @@ impl<'a> Plan<'a> {
             } else {
                 &some
             };
-            // The same wherever it goes, and asked for only where it gets more.
+            // Independent of the target, and computed only if needed.
             let left_behind = LazyCell::new(|| from.flow_without(from.foreign.0, mover.left));
             for to in to.iter().filter(|to| to.host.id != mover.from) {
                 let judged = self.judge(mover, from, to, || *left_behind);
@@ -534,7 +539,8 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// The one move that saves most, of those against which nothing speaks.
+    /// Returns the migration with the largest net gain whose target accepts the task and that
+    /// delays no job.
     fn best(
         &self,
         movers: &[Mover<'_>],
@@ -622,7 +628,7 @@ impl<'a> Plan<'a> {
             };
             let (tid, touched) = (shift.tid, [shift.from, shift.to]);
             self.take(shift, farm.as_mut());
-            // Only what these two hosts have part in has changed.
+            // Only migrations that involve these two hosts have changed.
             offers.retain(|offer| {
                 let mover = &movers[offer.mover];
                 mover.task.tid != tid
@@ -633,7 +639,8 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// The slowest task of a job before the plan and with it, how many tasks it has, and what the longest has left.
+    /// Returns the rate of the job's slowest task before and after the plan, the number of its
+    /// tasks, and the longest remaining work.
     fn slowest(&self, job: Tid) -> (f64, f64, usize, f64) {
         let index = self.snapshot.hosts.index(self.snapshot.now);
         let (mut before, mut after, mut count, mut longest) = (f64::MAX, f64::MAX, 0, 0.0_f64);
@@ -643,7 +650,7 @@ impl<'a> Plan<'a> {
             .filter_map(|id| Some((id, index.load(id)?)))
         {
             let Some(place) = self.places.get(&id) else {
-                // What is on hosts outside the plan stays there.
+                // Tasks on hosts outside the plan stay there.
                 (before, after) = (before.min(load.rate()), after.min(load.rate()));
                 count += index.computing(id, job);
                 continue;
@@ -664,7 +671,8 @@ impl<'a> Plan<'a> {
         (before, after, count, longest)
     }
 
-    /// Judges the moves of jobs with barriers together. Answers those that gain nothing.
+    /// Evaluates the migrations of each job with barriers together. Returns the jobs that gain
+    /// nothing.
     fn judge_barriers(&mut self) -> BTreeSet<Tid> {
         let mut costs = BTreeMap::<Tid, (f64, Vec<usize>)>::new();
         for (i, shift) in self.shifts.iter().enumerate() {
@@ -697,7 +705,8 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// The moves that make tasks finish sooner by more than they cost. None in a virtual machine that is in balance.
+/// Returns the migrations that let tasks finish sooner by more than they cost. Empty if the virtual
+/// machine is balanced.
 pub fn balance(snapshot: &Snapshot) -> Vec<Shift> {
     let under_way = snapshot.hosts.index(snapshot.now).under_way();
     let room = MOVES_AT_ONCE_MAX.saturating_sub(under_way);
@@ -713,7 +722,8 @@ pub fn balance(snapshot: &Snapshot) -> Vec<Shift> {
         if useless.is_empty() {
             return plan.shifts;
         }
-        // The others are judged again without these moves; each round fixes a job at least.
+        // The other migrations are evaluated again without these; each round fixes at least one
+        // job.
         fixed.extend(useless);
     }
 }

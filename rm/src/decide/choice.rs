@@ -1,5 +1,8 @@
-//! Places chosen by somebody else: a batch system that has reserved hosts, or any other rule. Its word is checked; the
-//! decision stays ours, and so does its sentence. The policy names who chooses ([`super::Policy::Choice`]).
+//! External choosers: a batch system that has reserved hosts, or any other rule, selects hosts for
+//! spawns.
+//!
+//! The resource manager checks each choice and explains it like its own decisions. The policy names
+//! the chooser ([`super::Policy::Choice`]).
 
 use super::{HostView, Policy, Share};
 use sempa_proto::task::SpawnRequest;
@@ -8,26 +11,25 @@ use std::fmt;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// A host that the request allows and that is free.
+/// A host that fits a request.
 #[derive(Clone, Copy, Debug)]
 pub struct Offer<'a> {
-    /// The host.
     pub host: &'a HostView,
-    /// What one more task would get there.
+    /// Processor share that one more task would get.
     pub share: Share,
-    /// Tasks that it can take at most.
+    /// Maximum number of tasks that the host can take.
     pub capacity: u32,
 }
 
-/// Somebody who chooses hosts.
+/// Selects hosts for spawns in place of the built-in policies.
 pub trait Choice {
-    /// Who it is, for sentences, and for the policy that wants it.
+    /// Returns the name that policies and explanations use.
     fn name(&self) -> &str;
-    /// Hosts for the tasks of one spawn: indices into `offers`, one for each task, in the order of the tasks. Fewer than
-    /// `count` leave the last tasks without a place.
+    /// Returns hosts for the tasks of one spawn, as indices into `offers`: one per task, in task
+    /// order. If there are fewer than `count`, the last tasks get no host.
     ///
     /// # Errors
-    /// Why there is none; the tasks are not placed.
+    /// Why no host was chosen; the tasks are not placed.
     fn choose(
         &self,
         request: &SpawnRequest,
@@ -36,15 +38,16 @@ pub trait Choice {
     ) -> Result<Vec<usize>, String>;
 }
 
-/// The name of a choice, as a policy has it.
+/// Name of a chooser in a policy.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChoiceName([u8; CHOICE_NAME_MAX]);
 
-/// Bytes of such a name at most.
+/// Maximum length of a chooser's name, in bytes.
 pub const CHOICE_NAME_MAX: usize = 32;
 
 impl ChoiceName {
-    /// `None` for what is no name: letters, digits, `-` and `_`, and not too many of them.
+    /// Returns `None` unless the name consists of 1 to [`CHOICE_NAME_MAX`] letters, digits, `-` and
+    /// `_`.
     pub fn new(name: &str) -> Option<ChoiceName> {
         let is_word = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
         if name.is_empty() || name.len() > CHOICE_NAME_MAX || !name.bytes().all(is_word) {
@@ -55,7 +58,6 @@ impl ChoiceName {
         Some(ChoiceName(bytes))
     }
 
-    /// It as a text.
     pub fn as_str(&self) -> &str {
         let end = self
             .0
@@ -72,32 +74,31 @@ impl fmt::Debug for ChoiceName {
     }
 }
 
-/// A policy that names somebody who is not there.
+/// The policy names a chooser that does not exist.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
     "the policy has places chosen by {name:?}, and {there}: use load or round-robin, or a pvm-rm that has it"
 )]
 pub struct NoSuchChoice {
-    /// The name.
     pub name: String,
-    /// Who is there, in words.
+    /// Text that lists the available choosers.
     pub there: String,
 }
 
-/// Those who can choose.
+/// Choosers available to the resource manager.
 #[derive(Clone, Default)]
 pub struct Choices(Vec<Arc<dyn Choice>>);
 
 impl Choices {
-    /// These; of two with one name the first counts.
+    /// Of choosers with equal names the first one counts.
     pub fn new(choices: impl IntoIterator<Item = Arc<dyn Choice>>) -> Choices {
         Choices(choices.into_iter().collect())
     }
 
-    /// Who chooses by this policy; `None`: the policy itself.
+    /// Returns the chooser that the policy names; `None` if it names none.
     ///
     /// # Errors
-    /// It names somebody who is not there.
+    /// The named chooser does not exist.
     pub fn of(&self, policy: Policy) -> Result<Option<&dyn Choice>, NoSuchChoice> {
         let Policy::Choice(name) = policy else {
             return Ok(None);
@@ -134,8 +135,10 @@ impl fmt::Debug for Choices {
 mod tests {
     use super::*;
 
+    /// Chooser names are short words, and the error for an unknown chooser lists the available
+    /// ones.
     #[test]
-    fn names_are_short_words_and_who_is_not_there_is_said_with_who_is() {
+    fn chooser_names_are_checked_and_unknown_reported() {
         assert_eq!(
             ChoiceName::new("slurm-2_x").map(|name| name.as_str().to_string()),
             Some("slurm-2_x".into())

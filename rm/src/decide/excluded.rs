@@ -1,5 +1,7 @@
-//! Hosts that a decision does not use, each with its reason. A decision over ten thousand hosts looks at all of them when it
-//! finds no place; it keeps the reasons that anybody will read, and of the others what it needs itself.
+//! Hosts that a decision does not use, each with its reason.
+//!
+//! A decision without a placement examines all hosts, possibly ten thousand. The list keeps only
+//! the reasons that may be reported, and counts or summarizes the rest.
 
 use super::{Figure, Name, Reason};
 use sempa_proto::HostId;
@@ -7,42 +9,41 @@ use std::fmt;
 use std::ops::Index;
 use std::sync::Arc;
 
-/// Hosts that are listed at most for each of two kinds of reasons: those of the hosts, and that the request does not speak of
-/// them. The others are counted.
+/// Maximum number of listed hosts for each of two groups: hosts with a reason of their own, and
+/// hosts that the request does not ask for. Further hosts are counted.
 pub const EXCLUDED_HOSTS_MAX: usize = 256;
 
-/// Hosts that were not used, and why not; clones share their list.
+/// Excluded hosts with their reasons. Clones share the list.
 #[derive(Clone, Default)]
 pub struct Excluded {
     first: Arc<Vec<(HostId, Reason)>>,
-    /// Not listed although it is in `first`, which is shared with decisions that another host is not part of.
+    /// Host that is omitted although it is in `first`, because `first` is shared with other
+    /// decisions.
     except: Option<HostId>,
-    /// Of those that are worth a word, how many are not listed.
+    /// Number of reportable hosts that are not listed.
     more: usize,
 }
 
 impl Excluded {
-    /// The first that were looked at, with why not.
+    /// Returns the listed hosts with reasons, in the order of examination.
     pub fn iter(&self) -> impl Iterator<Item = &(HostId, Reason)> {
         self.first.iter().filter(|(id, _)| Some(*id) != self.except)
     }
 
-    /// How many are listed.
     pub fn len(&self) -> usize {
         self.iter().count()
     }
 
-    /// True when none is listed.
     pub fn is_empty(&self) -> bool {
         self.iter().next().is_none()
     }
 
-    /// True when this host is listed with this reason.
+    /// True if this host is listed with this reason.
     pub fn contains(&self, host: &(HostId, Reason)) -> bool {
         self.iter().any(|listed| listed == host)
     }
 
-    /// Those that are worth a word, and how many more of them are not listed.
+    /// Returns the reportable hosts in the list, and the number of those that are not listed.
     pub(super) fn told(&self) -> (Vec<&(HostId, Reason)>, usize) {
         (
             self.iter().filter(|(_, why)| !is_untold(why)).collect(),
@@ -50,8 +51,8 @@ impl Excluded {
         )
     }
 
-    /// The same for a decision in which this host has no part. It is in here with a reason that is worth a word, and the
-    /// hosts were looked at by rising id.
+    /// Returns the same exclusions without this host. The host must have been added with a
+    /// reportable reason, and hosts must have been added by ascending id.
     pub(super) fn without(&self, host: HostId) -> Excluded {
         let may_be = self.first.last().is_some_and(|(last, _)| host <= *last);
         let listed = may_be
@@ -99,12 +100,12 @@ impl Index<usize> for Excluded {
     }
 }
 
-/// Nobody wants to hear of each host that he did not ask for.
+/// True for reasons that are not reported: the request did not ask for the host.
 fn is_untold<S>(why: &Reason<S>) -> bool {
     matches!(why, Reason::OtherHost | Reason::Complement)
 }
 
-/// True for reasons that may pass while the virtual machine stays as it is.
+/// True for reasons that may end while the set of hosts stays the same.
 fn may_pass(why: &Reason<&str>) -> bool {
     match why {
         Reason::Owner { .. }
@@ -121,22 +122,21 @@ fn may_pass(why: &Reason<&str>) -> bool {
     }
 }
 
-/// Hosts that are not used while a decision is made.
+/// Collects the excluded hosts of a decision.
 #[derive(Debug, Default)]
 pub(super) struct Excluding {
     first: Vec<(HostId, Reason)>,
     told: usize,
     untold: usize,
-    /// One of the reasons may pass.
+    /// At least one reason is temporary.
     pub(super) may_pass: bool,
-    /// One of the hosts did not answer.
+    /// At least one host did not answer.
     pub(super) no_answer: bool,
-    /// One of the hosts is what the request speaks of.
+    /// At least one host matches the request.
     pub(super) asked_for: bool,
 }
 
 impl Excluding {
-    /// One host more.
     pub(super) fn add(&mut self, host: HostId, why: Reason<&str>) {
         self.may_pass |= may_pass(&why);
         self.no_answer |= why == Reason::NoAnswer;
@@ -153,7 +153,7 @@ impl Excluding {
         }
     }
 
-    /// How many there are.
+    /// Returns the number of excluded hosts, listed or not.
     pub(super) fn count(&self) -> usize {
         self.told + self.untold
     }

@@ -1,32 +1,38 @@
-//! Whose turn it is: priorities by the Up-Down scheme (Mutka and Livny, Condor), limits, and the queue of requests that
-//! found no place.
+//! Priorities of users by the Up-Down scheme (Mutka and Livny, Condor), task limits, and the queue
+//! of requests that found no host.
 //!
-//! Each user has an index. It rises with every processor that the user holds and falls while the user waits for one; when
-//! neither is so, it goes back towards nothing. The lowest index is served first. So who takes much for long waits longer, and
-//! who asks for little now and then is served at once, whatever the others have taken.
+//! Each user has an index:
+//!
+//! - it rises with every processor that the user holds,
+//! - it falls while the user waits for a processor,
+//! - it decays towards zero while the user neither holds nor waits.
+//!
+//! The lowest index is served first. A user who holds many processors for long waits longer; a user
+//! who asks for little now and then is served at once, whatever the others hold.
 
 use sempa_proto::{Micros, Tid};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Requests that wait at most; more are refused.
+/// Maximum number of waiting requests; further ones are refused.
 pub const WAITING_MAX: usize = 65_536;
-/// Users whose indices are remembered; of more, those nearest to nothing that hold and want nothing are forgotten.
+/// Maximum number of users with a remembered index. Beyond it, the idle user whose index is nearest
+/// to zero is dropped.
 pub const USERS_MAX: usize = 65_536;
 
-/// A user gives way whose index is more than twice that of one who waits, and so many points more: an hour of ten
-/// processors. Users who take about the same do not disturb each other.
+/// A user is preempted only if the user's index exceeds twice the index of the waiting user by this
+/// many points: an hour of ten processors. Users with similar usage do not preempt each other.
 pub const GIVE_WAY_MARGIN: f64 = 10.0;
 
-/// How indices change, in points for each hour.
+/// Rates at which indices change, in points per hour.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct UpDown {
-    /// For each processor held.
+    /// Increase for each processor held.
     pub up: f64,
-    /// While anything is waited for.
+    /// Decrease while any request waits.
     pub down: f64,
-    /// Towards nothing otherwise: the part of the index that is left after an hour.
+    /// Fraction of an idle user's index that remains after an hour.
     pub kept: f64,
 }
 
@@ -40,33 +46,27 @@ impl Default for UpDown {
     }
 }
 
-/// How much one may hold.
+/// Limits on the tasks held at once; `None`: no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
-    /// Tasks of a user at once; `None`: no limit.
     pub user_tasks: Option<u32>,
-    /// Tasks of a job at once.
     pub job_tasks: Option<u32>,
 }
 
 /// Why a request must wait or is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Limited {
-    /// The user holds too much.
+    /// The user's limit would be exceeded.
     User {
-        /// What there is.
         has: u32,
-        /// The limit.
         most: u32,
     },
-    /// The job holds too much.
+    /// The job's limit would be exceeded.
     Job {
-        /// What there is.
         has: u32,
-        /// The limit.
         most: u32,
     },
-    /// Too many requests wait.
+    /// The queue is full.
     Queue,
 }
 
@@ -85,7 +85,7 @@ impl fmt::Display for Limited {
 }
 
 impl Limits {
-    /// Whether so many more tasks are allowed.
+    /// Checks whether `more` tasks are allowed.
     pub fn allow(&self, user_has: u32, job_has: u32, more: u32) -> Result<(), Limited> {
         let over =
             |has: u32, most: Option<u32>| most.filter(|most| has.saturating_add(more) > *most);
@@ -101,7 +101,8 @@ impl Limits {
         }
     }
 
-    /// Whether so many tasks would be allowed if the user and the job had no others. If not, it is no use to wait.
+    /// Checks whether `more` tasks would be allowed if the user and the job had no others. If not,
+    /// waiting is useless.
     pub fn could_allow(&self, user_has: u32, job_has: u32, more: u32) -> Result<(), Limited> {
         self.allow(0, 0, more).map_err(|limited| match limited {
             Limited::User { most, .. } => Limited::User {
@@ -114,16 +115,13 @@ impl Limits {
     }
 }
 
-/// A request that waits.
+/// A request in the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Waiting {
-    /// Its number: earlier ones are smaller.
+    /// Sequence number; earlier requests have smaller ones.
     pub number: u64,
-    /// Who asks.
     pub user: u32,
-    /// For which job.
     pub job: Tid,
-    /// Since when.
     pub since: Micros,
 }
 
@@ -136,7 +134,7 @@ struct User {
 }
 
 impl User {
-    /// The index at a later time, if nothing changes before.
+    /// Returns the index at `now` if the user's holdings and requests stay the same until then.
     fn index_at(&self, rules: &UpDown, now: Micros) -> f64 {
         let hours = now.since(self.at).0 as f64 / 3.6e9;
         if self.held == 0 && self.waiting == 0 {
@@ -147,18 +145,17 @@ impl User {
     }
 }
 
-/// Users, what they hold, and what they wait for.
+/// Indices, holdings and waiting requests of all users.
 #[derive(Clone, Debug, Default)]
 pub struct Fair {
     rules: UpDown,
     users: BTreeMap<u32, User>,
-    /// The requests of each user, in the order in which they came.
+    /// Waiting requests of each user, in the order of arrival.
     queue: BTreeMap<u32, BTreeMap<u64, Waiting>>,
     waiting: usize,
 }
 
 impl Fair {
-    /// Nobody holds or wants anything.
     pub fn new(rules: UpDown) -> Fair {
         Fair {
             rules,
@@ -186,34 +183,34 @@ impl Fair {
         entry
     }
 
-    /// The user has got so many processors.
+    /// Records that the user has obtained `count` processors.
     pub fn takes(&mut self, now: Micros, user: u32, count: u32) {
         let user = self.user(now, user);
         user.held = user.held.saturating_add(count);
     }
 
-    /// The user has given so many back.
+    /// Records that the user has returned `count` processors.
     pub fn gives(&mut self, now: Micros, user: u32, count: u32) {
         let user = self.user(now, user);
         user.held = user.held.saturating_sub(count);
     }
 
-    /// What the user holds.
+    /// Returns the number of processors that the user holds.
     pub fn held(&self, user: u32) -> u32 {
         self.users.get(&user).map_or(0, |u| u.held)
     }
 
-    /// The user's index; the lower one goes first.
+    /// Returns the user's index; the lower one goes first.
     pub fn index(&self, now: Micros, user: u32) -> f64 {
         self.users
             .get(&user)
             .map_or(0.0, |u| u.index_at(&self.rules, now))
     }
 
-    /// A request waits.
+    /// Adds a request to the queue.
     ///
     /// # Errors
-    /// [`Limited::Queue`]; it does not wait then.
+    /// [`Limited::Queue`]; the request is not added.
     pub fn wait(&mut self, now: Micros, request: Waiting) -> Result<(), Limited> {
         if self.waiting >= WAITING_MAX {
             return Err(Limited::Queue);
@@ -231,7 +228,7 @@ impl Fair {
         Ok(())
     }
 
-    /// A request waits no longer: it got its place, or was withdrawn.
+    /// Removes a request that got its host or was withdrawn.
     pub fn leave(&mut self, now: Micros, user: u32, number: u64) -> Option<Waiting> {
         let queue = self.queue.get_mut(&user)?;
         let request = queue.remove(&number)?;
@@ -244,12 +241,12 @@ impl Fair {
         Some(request)
     }
 
-    /// Requests that wait.
+    /// Returns the number of waiting requests.
     pub fn waiting(&self) -> usize {
         self.waiting
     }
 
-    /// All requests that wait, in the order of their turns.
+    /// Returns all waiting requests in the order of service.
     pub fn queue(&self, now: Micros) -> Vec<Waiting> {
         let with_index = |(user, queue): (&u32, &BTreeMap<u64, Waiting>)| {
             let index = self.index(now, *user);
@@ -263,7 +260,7 @@ impl Fair {
         all.into_iter().map(|(_, request)| request).collect()
     }
 
-    /// The same; none waits any longer.
+    /// Empties the queue and returns its requests in the order of service.
     pub fn take_waiting(&mut self, now: Micros) -> Vec<Waiting> {
         let all = self.queue(now);
         for request in &all {
@@ -272,7 +269,7 @@ impl Fair {
         all
     }
 
-    /// The indices of all users who have one.
+    /// Returns the users with a nonzero index, with their indices.
     pub fn indices(&self, now: Micros) -> impl Iterator<Item = (u32, f64)> {
         self.users
             .iter()
@@ -280,15 +277,15 @@ impl Fair {
             .filter(|(_, index)| *index != 0.0)
     }
 
-    /// Gives a user the index that was known `ago`; since then the user held nothing and waited for nothing.
+    /// Restores an index that was stored `ago`. The user is assumed idle since then.
     pub fn recall(&mut self, now: Micros, user: u32, index: f64, ago: Micros) {
         let hours = ago.0 as f64 / 3.6e9;
         let index = index * self.rules.kept.powf(hours);
         self.user(now, user).index = index;
     }
 
-    /// The users who wait, the one whose turn it is first, each with the oldest request. Of equal indices, the older
-    /// request goes first.
+    /// Returns the oldest request of each waiting user with the user's index, in the order of
+    /// service. Of equal indices, the older request goes first.
     pub fn turns(&self, now: Micros) -> Vec<(f64, Waiting)> {
         let first = |(user, queue): (&u32, &BTreeMap<u64, Waiting>)| {
             queue
@@ -301,8 +298,8 @@ impl Fair {
         turns
     }
 
-    /// Who has to give up processors when this user waits for some: the highest indices first, and only those that are above the
-    /// user's own by far (see [`GIVE_WAY_MARGIN`]).
+    /// Returns the users whose tasks may be preempted while this user waits: the highest index
+    /// first, and only users far above this user's index (see [`GIVE_WAY_MARGIN`]).
     pub fn give_way(&self, now: Micros, user: u32) -> Vec<u32> {
         let own = self.index(now, user);
         let holders = self
@@ -340,8 +337,10 @@ mod tests {
             .collect()
     }
 
+    /// The index rises with processors held, falls while a request waits, and decays while the user
+    /// is idle.
     #[test]
-    fn usage_raises_waiting_lowers_and_idleness_forgets() {
+    fn index_rises_with_use_and_falls_with_waiting() {
         let mut fair = Fair::new(UpDown::default());
         fair.takes(hour(0), 1, 10);
         assert_eq!(fair.index(hour(2), 1), 20.0);
@@ -354,8 +353,9 @@ mod tests {
         assert_eq!(fair.index(hour(5), 2), -7.0);
     }
 
+    /// The user with the lowest index goes first; among equal indices the older request does.
     #[test]
-    fn who_has_taken_less_goes_first_and_among_equals_the_older_request() {
+    fn lowest_index_then_oldest_request_goes_first() {
         let mut fair = Fair::new(UpDown::default());
         fair.takes(hour(0), 1, 100);
         for (number, user) in [(1, 1), (2, 1), (3, 2), (4, 3), (5, 2)] {
@@ -381,8 +381,9 @@ mod tests {
         assert_eq!(fair.leave(hour(11), 2, 99), None);
     }
 
+    /// Taking all requests at once gives the same order as taking them one by one.
     #[test]
-    fn all_that_wait_are_taken_in_the_order_in_which_they_would_be_one_by_one() {
+    fn draining_the_queue_keeps_the_service_order() {
         let mut fair = Fair::new(UpDown::default());
         fair.takes(hour(0), 1, 100);
         for (number, user) in [(1, 1), (2, 2), (3, 1), (4, 3), (5, 2), (6, 4)] {
@@ -403,15 +404,17 @@ mod tests {
         assert_eq!((taken, fair.waiting()), (expected, 0));
     }
 
+    /// A restored index has decayed since it was stored.
     #[test]
-    fn an_index_that_is_recalled_has_faded_meanwhile() {
+    fn restored_index_has_decayed() {
         let mut fair = Fair::new(UpDown::default());
         fair.recall(hour(5), 7, 20.0, hour(1));
         assert_eq!(fair.indices(hour(5)).collect::<Vec<_>>(), [(7, 10.0)]);
     }
 
+    /// A limit error states how many tasks there are and how many are allowed.
     #[test]
-    fn limits_say_what_there_is_and_what_is_allowed() {
+    fn limit_errors_state_count_and_limit() {
         let limits = Limits {
             user_tasks: Some(10),
             job_tasks: Some(4),
@@ -438,8 +441,9 @@ mod tests {
         );
     }
 
+    /// A full queue refuses further requests.
     #[test]
-    fn the_queue_has_an_end() {
+    fn full_queue_refuses_requests() {
         let mut fair = Fair::new(UpDown::default());
         for number in 0..WAITING_MAX as u64 {
             fair.wait(hour(0), request(number, (number % 7) as u32, hour(0)))

@@ -1,33 +1,37 @@
-//! When a farm ends: its tasks with what each has left, in a copy of the virtual machine in which time passes. Whoever weighs
-//! a move lets time pass with it and without.
+//! Simulates job completion on a copy of the cluster. A candidate migration is evaluated by running
+//! the simulation with it and without it.
 //!
-//! What would be moved later anyway counts on both sides: whenever a processor has nothing to do, the task that would end last
-//! goes there if that makes it faster. So a move now is weighed against waiting for a place, and not against waiting for ever.
+//! Later migrations are part of the simulation: whenever a processor becomes idle, the task that
+//! would end last migrates there if that makes it faster. A migration is therefore compared with
+//! waiting for a free processor, not with waiting forever.
+//!
+//! All tasks of a host run at the same rate. Each host has a queue of its tasks, sorted by
+//! remaining work. Time advances in steps: to the next end of a task or of a cooldown.
 
 use super::{SHIFT_REST, SHIFTS_MAX};
 
-/// A task must become faster by this factor to move for its own sake.
+/// Minimum speedup for a task to migrate for its own sake.
 pub(super) const FASTER: f64 = 1.2;
 
-/// A host.
+/// A host in the simulation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Machine {
-    /// Processors that may be used.
     pub(super) processors: f64,
-    /// Work that one of them does in a second, in seconds of an ordinary one.
+    /// Work of one processor per second, in seconds of an ordinary one.
     pub(super) speed: f64,
-    /// Threads that are not ours.
+    /// External load in threads.
     pub(super) foreign: f64,
 }
 
 impl Machine {
-    /// Work that each of so many tasks does in a second.
+    /// Returns the work that each of `tasks` tasks does per second.
     pub(super) fn rate(&self, tasks: usize) -> f64 {
         let threads = tasks as f64 + self.foreign;
         (self.speed * (self.processors / threads.max(1e-9)).min(1.0)).max(1e-9)
     }
 
-    /// The sum of the seconds until each of so many tasks ends, if all stay; `left`: what each has left, in rising order.
+    /// Returns the sum of the seconds until each of `tasks` tasks ends, if all stay. `left`:
+    /// remaining work of each, in ascending order.
     pub(super) fn flow(&self, tasks: usize, left: impl Iterator<Item = f64>) -> f64 {
         let (mut before, mut sum) = (0.0, 0.0);
         for (ended, left) in left.enumerate() {
@@ -39,23 +43,24 @@ impl Machine {
     }
 }
 
-/// A task.
+/// A task in the simulation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Piece {
-    /// Its host, as a place in the list of machines.
+    /// Index of the task's host.
     pub(super) at: usize,
-    /// What it has left, in seconds of an ordinary processor.
+    /// Remaining work, in seconds of an ordinary processor. Within a queue, [`Queue::done`] is
+    /// added.
     pub(super) left: f64,
-    /// Moves that it may still make.
+    /// Number of migrations that are left.
     pub(super) moves: usize,
-    /// Until then it makes none, in seconds from now.
+    /// End of the cooldown, in seconds of simulated time.
     pub(super) rests: f64,
-    /// It belongs to the farm whose end is asked for.
+    /// The task belongs to the job whose end is simulated.
     pub(super) counts: bool,
 }
 
 impl Piece {
-    /// It goes to another host at this time, and does so much less work meanwhile.
+    /// Changes the host at time `now`. The migration costs the task `work`.
     pub(super) fn go(&mut self, to: usize, work: f64, now: f64) {
         self.moves = self.moves.saturating_sub(1);
         let before = SHIFTS_MAX.saturating_sub(self.moves + 1);
@@ -64,72 +69,78 @@ impl Piece {
     }
 }
 
-/// What comes of it, in seconds.
+/// Result of a simulation, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Outcome {
-    /// Until the last task of the farm ends.
+    /// End of the job's last task.
     pub(super) end: f64,
-    /// Until each other task ends, all together.
+    /// Sum of the ends of all other tasks.
     pub(super) others: f64,
 }
 
-/// Behind the last one of a queue.
+/// Marks the end of a queue.
 const NONE: usize = usize::MAX;
-/// What a host offers where one more task would make others slower.
+/// Offer of a host where one more task would slow down others.
 const NO_GAP: f64 = -1.0;
 
-/// A host's tasks while time passes. All of them do the same work in the same time, so the one that has least left ends first.
-/// What is left of each counts from the beginning of time: it is what those who were here all the time will have `done` then.
+/// The tasks of one host, which all run at the same rate. The task with the least remaining work
+/// ends first.
+///
+/// The remaining work of a queued task counts from the start of the simulation: the task ends when
+/// `done` reaches it.
 #[derive(Clone, Copy, Debug)]
 struct Queue {
-    /// The one that ends first; the others follow in their order.
+    /// The task that ends first; [`Future::next`] links the others in their order.
     first: usize,
     last: usize,
     tasks: usize,
-    /// Work that a task had done at that time that was here all the time.
+    /// Work done, as of `since`, by a task that has been on the host from the start.
     done: f64,
     since: f64,
-    /// Work that each does in a second.
+    /// Work that each task does per second.
     rate: f64,
 }
 
-/// Time passes. Its steps cost as much as there are hosts, however many tasks they have. What is looked for among the hosts is
-/// in lists of its own, and nothing refers to memory elsewhere: a future is tried on a copy that takes an old one's place.
+/// State of a simulation. The cost of a step depends on the number of hosts, not on the number of
+/// tasks.
+///
+/// Values that are searched over all hosts are in arrays of their own, and there are no references.
+/// A trial therefore copies the state into memory that is already allocated.
 #[derive(Debug, Default)]
 pub(super) struct Future {
     machines: Vec<Machine>,
     queues: Vec<Queue>,
-    /// When the first task of each host ends, and when the last one would if all went on as now.
+    /// For each host: when its first task ends, and when its last one would end if nothing changed.
     ends: Vec<f64>,
     lasts: Vec<f64>,
-    /// What each host offers to one more task, or [`NO_GAP`].
+    /// For each host: the rate it offers to one more task, or [`NO_GAP`].
     offers: Vec<f64>,
-    /// What a task of each host must be offered to go.
+    /// For each host: the minimum rate for which a task leaves it.
     wants: Vec<f64>,
     pieces: Vec<Piece>,
-    /// Who follows each task in its queue.
+    /// Successor of each task in its queue.
     next: Vec<usize>,
-    /// Tasks that have not ended, and those of them that count.
+    /// Tasks that have not ended, and those of them that belong to the job.
     tasks: usize,
     counted: usize,
-    /// When each task has ended, if it has.
+    /// End of each task that has ended.
     ended: Vec<f64>,
-    /// When tasks will have rested, the first time last.
+    /// Ends of the cooldowns, in descending order.
     rested: Vec<f64>,
-    /// A processor has nothing to do.
+    /// Some processor is idle.
     gap: bool,
-    /// Nobody goes to a processor that offers no more than this: time alone makes nobody go who stays now.
+    /// Largest offer that no task accepted. Offers up to it are skipped: the passage of time alone
+    /// makes no task accept.
     declined: f64,
-    /// Seconds that a move costs its task.
+    /// Cost of a migration for its task, in seconds.
     cost: f64,
     now: f64,
     outcome: Outcome,
-    /// Steps that time has made in all futures that took this place.
+    /// Steps of all simulations that used this memory.
     steps: usize,
 }
 
 impl Future {
-    /// As it is now.
     pub(super) fn of(machines: Vec<Machine>, pieces: Vec<Piece>) -> Future {
         let queue = Queue {
             first: NONE,
@@ -162,12 +173,12 @@ impl Future {
             ..Future::default()
         };
         (0..future.queues.len()).for_each(|host| future.count_again(host));
-        // Of those that have as much left the first one counts as the longest.
+        // Of tasks with equal remaining work, the first one counts as the longest.
         (0..future.pieces.len()).rev().for_each(|i| future.put(i));
         future
     }
 
-    /// The same as another one, in the memory that is there.
+    /// Copies the state of another simulation into the allocated memory.
     pub(super) fn become_like(&mut self, other: &Future) {
         self.machines.clone_from(&other.machines);
         self.queues.clone_from(&other.queues);
@@ -184,7 +195,7 @@ impl Future {
         (self.cost, self.now, self.outcome) = (other.cost, other.now, other.outcome);
     }
 
-    /// The end asked for is that of these tasks, whose moves cost them so many seconds.
+    /// Selects the tasks of the job, and the cost of a migration in seconds.
     pub(super) fn ask(&mut self, counts: impl Fn(usize) -> bool, cost: f64) {
         self.pieces
             .iter_mut()
@@ -202,7 +213,7 @@ impl Future {
         &self.pieces
     }
 
-    /// Lets time pass until all tasks have ended, and answers when each did.
+    /// Runs until all tasks have ended. Returns the end of each.
     pub(super) fn ends(&mut self) -> &[f64] {
         while self.tasks > 0 {
             self.pass();
@@ -214,19 +225,19 @@ impl Future {
         self.steps
     }
 
-    /// A task goes to another host now.
+    /// Migrates a task at the current time.
     pub(super) fn go(&mut self, i: usize, to: usize) {
         let gets = self.machines[to].rate(self.queues[to].tasks + 1);
         self.shift(i, to, self.cost * gets);
     }
 
-    /// The same, at no cost and by a move that was decided before.
+    /// Applies a migration of the plan, at no cost.
     pub(super) fn has_gone(&mut self, i: usize, to: usize) {
         self.shift(i, to, 0.0);
     }
 
-    /// Lets time pass until all tasks have ended, unless it is seen before that it will not do: what comes of it is in no
-    /// number less than what is asked about.
+    /// Runs until all tasks have ended. Returns `None` as soon as `will_not_do` rejects the lower
+    /// bound of the outcome.
     pub(super) fn outcome_unless(
         &mut self,
         will_not_do: impl Fn(Outcome) -> bool,
@@ -246,7 +257,7 @@ impl Future {
         Some(self.outcome)
     }
 
-    /// Lets time pass until the farm has ended, and answers whether that is after so many seconds.
+    /// Runs until the job has ended. Returns whether that is later than `limit` seconds.
     pub(super) fn ends_after(&mut self, limit: f64) -> bool {
         while self.counted > 0 && self.now <= limit {
             self.pass();
@@ -254,7 +265,8 @@ impl Future {
         self.counted > 0 || self.outcome.end > limit
     }
 
-    /// Until a task ends, or has rested and may find a place.
+    /// Advances to the next end of a task, or to the end of a cooldown if the task may find an idle
+    /// processor.
     fn pass(&mut self) {
         self.steps += 1;
         while self.rested.last().is_some_and(|at| *at <= self.now) {
@@ -265,7 +277,7 @@ impl Future {
         let end = -greatest(&self.ends, |end| -end);
         let host = self.ends.iter().position(|at| *at == end).unwrap_or(0);
         if let Some(at) = self.rested.last().filter(|at| self.gap && **at < end) {
-            // A little more, so that what is over is over.
+            // Slightly later, so that the cooldown counts as over.
             self.now = at + 1e-6;
             return;
         }
@@ -287,7 +299,7 @@ impl Future {
         self.count_again(host);
     }
 
-    /// Tasks go to processors that have nothing to do.
+    /// Migrates tasks to idle processors.
     fn fill_gaps(&mut self) {
         for _ in 0..self.tasks {
             let gets = greatest(&self.offers, |offer| offer);
@@ -304,14 +316,14 @@ impl Future {
         }
     }
 
-    /// The task that would end last of those that this makes faster.
+    /// Returns the task that would end last among those that become faster by this rate.
     fn longest_for(&self, gets: f64) -> Option<usize> {
         let (mut latest, mut mover) = (self.now, None);
         for (host, (wants, ends)) in self.wants.iter().zip(&self.lasts).enumerate() {
             if gets < *wants || *ends <= latest {
                 continue;
             }
-            // Where the longest one gains nothing, the others do not either.
+            // If the longest task gains nothing, the others do not either.
             let Some(longest) = self.longest_of(host) else {
                 continue;
             };
@@ -326,7 +338,7 @@ impl Future {
         mover
     }
 
-    /// Of those that may go.
+    /// Returns the longest task of a host that may migrate.
     fn longest_of(&self, host: usize) -> Option<usize> {
         let queue = &self.queues[host];
         let may_go = |i: usize| self.pieces[i].moves > 0 && self.pieces[i].rests <= self.now;
@@ -400,19 +412,19 @@ impl Future {
         self.count_again(host);
     }
 
-    /// What has been done until now.
+    /// Adds the work done until now.
     fn settle(&mut self, host: usize) {
         let queue = &mut self.queues[host];
         queue.done += (self.now - queue.since) * queue.rate;
         queue.since = self.now;
     }
 
-    /// The tasks of a host are others than before.
+    /// Recomputes the values of a host after its tasks have changed.
     fn count_again(&mut self, host: usize) {
         let (queue, machine) = (&mut self.queues[host], &self.machines[host]);
         let tasks = queue.tasks;
         queue.rate = machine.rate(tasks);
-        // One more makes none of them slower, or there are none.
+        // One more task slows down no other one.
         let gap = tasks == 0 || (tasks + 1) as f64 + machine.foreign <= machine.processors;
         self.offers[host] = if gap { machine.rate(tasks + 1) } else { NO_GAP };
         let never = (f64::INFINITY, f64::INFINITY, f64::INFINITY);
@@ -431,7 +443,8 @@ impl Future {
     }
 }
 
-/// The greatest of what these numbers stand for. In four parts, so that the processor compares several at once.
+/// Returns the maximum of `of` over the list. Four independent maxima let the processor compare
+/// several numbers at once.
 fn greatest(list: &[f64], of: impl Fn(f64) -> f64) -> f64 {
     let more = |a: f64, b: f64| if a > b { a } else { b };
     let (fours, rest) = list.as_chunks::<4>();
@@ -476,8 +489,9 @@ mod tests {
         }
     }
 
+    /// Tasks share a processor until each has ended.
     #[test]
-    fn tasks_share_a_processor_until_each_has_ended() {
+    fn tasks_share_a_processor_until_they_end() {
         assert_eq!(
             end(&[ORDINARY], &[piece(0, 10.0), piece(0, 30.0)], 1.0),
             40.0
@@ -495,13 +509,14 @@ mod tests {
         assert_eq!(end(&[beside], &[piece(0, 10.0)], 1.0), 20.0);
     }
 
+    /// A task migrates to an idle processor, and that costs time.
     #[test]
-    fn a_task_goes_where_a_processor_has_nothing_to_do_and_that_costs() {
+    fn task_migrates_to_idle_processor_at_a_cost() {
         let both = [piece(0, 10.0), piece(0, 10.0)];
         assert_eq!(end(&[ORDINARY, ORDINARY], &both, 1.0), 11.0);
         let stays = both.map(|piece| Piece { moves: 0, ..piece });
         assert_eq!(end(&[ORDINARY, ORDINARY], &stays, 1.0), 20.0);
-        // A faster processor that gets free in time is waited for.
+        // A task waits for a faster processor that becomes free in time.
         let fast = Machine {
             speed: 2.0,
             ..ORDINARY
@@ -512,13 +527,14 @@ mod tests {
         );
     }
 
+    /// A task does not migrate before its cooldown has ended.
     #[test]
-    fn a_task_that_rests_or_stays_is_not_moved_before_its_time() {
+    fn cooldown_delays_migration() {
         let resting = Piece {
             rests: 5.0,
             ..piece(0, 10.0)
         };
-        // Five seconds of sharing, then the other half of the work beside an idle host.
+        // Five seconds of sharing, then each task has a host for itself.
         let both = end(&[ORDINARY, ORDINARY], &[resting, resting], 0.0);
         assert!((both - 12.5).abs() < 0.01, "{both}");
         let moved = {
@@ -532,9 +548,11 @@ mod tests {
         );
     }
 
+    /// A better offer is accepted although the one before it was not.
     #[test]
-    fn a_better_offer_is_taken_although_the_one_before_it_was_not() {
-        // Nobody leaves half a processor for one that is slower still. One that is four times as fast gets free after ten seconds.
+    fn better_offer_is_taken_after_a_declined_one() {
+        // No task leaves half a processor for one that is slower still. A processor that is four
+        // times as fast becomes free after ten seconds.
         let (slow, fast) = (
             Machine {
                 speed: 0.45,
@@ -547,12 +565,14 @@ mod tests {
         );
         let shared = [piece(0, 30.0), piece(0, 30.0), piece(1, 40.0)];
         let end = end(&[ORDINARY, fast, slow], &shared, 12.0);
-        // One of the two goes there, and the other one has 25 left for itself; together they would need 60.
+        // One of the two migrates there, and the other has 25 seconds left for itself. Together
+        // they would need 60 seconds.
         assert!((end - 35.0).abs() < 1e-6, "{end}");
     }
 
+    /// The maximum is found at any position of lists of any length.
     #[test]
-    fn the_greatest_of_any_number_of_numbers_is_found_wherever_it_is() {
+    fn greatest_finds_the_maximum_at_any_position() {
         for count in 0..=9 {
             for at in 0..count {
                 let list: Vec<f64> = (0..count)
@@ -568,8 +588,9 @@ mod tests {
         assert_eq!(greatest(&[], |x| x), f64::NEG_INFINITY);
     }
 
+    /// Tasks of other jobs take processor time, but the job's end does not wait for theirs.
     #[test]
-    fn tasks_of_others_take_time_and_their_ends_do_not_count() {
+    fn other_jobs_take_time_but_do_not_delay_the_end() {
         let other = Piece {
             counts: false,
             ..piece(0, 50.0)

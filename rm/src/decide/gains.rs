@@ -1,8 +1,10 @@
-//! Whether moves for the sake of the load brought what was expected of them, and what follows for the next ones.
+//! Compares the predicted gain of rebalancing migrations with the actual gain, and corrects later
+//! predictions.
 //!
-//! A move's gain rests on two guesses: what the task gets at the target, and how much work it has left. Each is compared with
-//! what came, and gains are taken for what they have been worth. Moves that do not pay are not made any more; because nothing is
-//! learned then, what was learned fades, and after some hours a move is tried again.
+//! A predicted gain rests on two guesses: the rate of the task at the target, and its remaining
+//! work. Each is compared with the observed value, and later gains are scaled by the learned ratio.
+//! Migrations that do not pay are therefore not repeated. Nothing is learned then, so the
+//! correction fades, and after some hours a migration is tried again.
 
 use super::predict::Estimates;
 use super::{HostId, Shift};
@@ -10,24 +12,25 @@ use sempa_proto::{Micros, Tid};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Moves that are followed at one time; of more, the new ones are not.
+/// Maximum number of migrations that are followed at once; further ones are not followed.
 pub const PROMISES_MAX: usize = 4096;
-/// Gains are taken for so much of what is reckoned at least, and at most.
+/// Bounds of the factor that corrects computed gains.
 pub const TRUST: std::ops::RangeInclusive<f64> = 0.1..=1.5;
-/// What was learned counts half after this, if nothing confirms it.
+/// Time after which a correction has half its effect if nothing confirms it.
 pub const TRUST_HALF: Micros = Micros::from_secs(2 * 3600);
-/// What a task gets is looked at when it has been at its target for so long.
+/// Time after the arrival when the rate of a task is measured.
 const LOOK_AFTER: Micros = Micros::from_secs(30);
-/// A task that ends sooner says nothing of what it got.
+/// Minimum time at the target for measuring the rate of a task that ends earlier.
 const RATE_AFTER: Micros = Micros::from_secs(5);
-/// Work that comes to so many times what was expected is known to be more; the rest is not waited for.
+/// Maximum ratio that is recorded. A task that has done this multiple of its expected work is not
+/// followed further.
 const MORE: f64 = 2.0;
-/// Weight of what happened last.
+/// Minimum weight of the newest observation.
 const NEWEST: f64 = 0.1;
-/// So many moves are taken to have come as expected before any was seen.
+/// Weight of the initial assumption that predictions are right, in migrations.
 const PRIOR: f64 = 3.0;
 
-/// The mean of what came over what was expected.
+/// Mean ratio of actual to predicted values.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 struct Ratio {
     mean: f64,
@@ -48,19 +51,19 @@ impl Ratio {
     }
 }
 
-/// What was learned of gains.
+/// Corrections of predicted gains.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Gains {
-    /// Of what tasks get at their targets.
+    /// Ratio for the rate at the target.
     rate: Ratio,
-    /// Of the work that they have left: guessed, and told by their programs.
+    /// Ratios for the remaining work: if it was estimated, and if it was declared.
     work: [Ratio; 2],
-    /// When something was learned last.
+    /// Time of the last observation.
     heard: Micros,
 }
 
 impl Gains {
-    /// What a reckoned gain is worth.
+    /// Returns the factor that corrects a computed gain.
     pub(super) fn trust(&self, now: Micros, told: bool) -> f64 {
         let learned = (self.rate.mean * self.work[usize::from(told)].mean)
             .clamp(*TRUST.start(), *TRUST.end());
@@ -68,7 +71,7 @@ impl Gains {
         learned.powf(0.5_f64.powf(age))
     }
 
-    /// The same on a clock that begins now.
+    /// Returns the same corrections for a clock that starts at zero.
     pub(super) fn on_new_clock(self) -> Gains {
         Gains {
             heard: Micros::default(),
@@ -76,7 +79,7 @@ impl Gains {
         }
     }
 
-    /// Rises with all that is learned.
+    /// Returns a counter that rises with every observation.
     pub(super) fn lessons(&self) -> u64 {
         self.rate.seen + self.work.iter().map(|work| work.seen).sum::<u64>()
     }
@@ -98,59 +101,58 @@ impl Gains {
     }
 }
 
-/// A move that is followed.
+/// Prediction about a migration that is followed.
 #[derive(Clone, Copy, Debug)]
 struct Promise {
     from: HostId,
     to: HostId,
-    /// Thousandths of an ordinary processor that it had, and was to get.
+    /// Rate before the migration and predicted rate after it, in thousandths of an ordinary
+    /// processor.
     has: f64,
     gets: f64,
-    /// Work that it was to have left, in seconds of an ordinary processor.
+    /// Predicted remaining work, in seconds of an ordinary processor.
     left: f64,
     told: bool,
-    /// What the move was to save, as reckoned, and as it was expected after what was learned.
+    /// Computed gain, and the gain after the correction by experience.
     reckoned: Micros,
     gain: Micros,
     cost: Micros,
     arrived: Option<Arrived>,
-    /// What it got over what it was to get, once that was looked at.
+    /// Ratio of actual to predicted rate gain, once measured.
     rate: Option<f64>,
 }
 
-/// A task is at its target.
+/// Arrival of a task at its target.
 #[derive(Clone, Copy, Debug)]
 struct Arrived {
     at: Micros,
-    /// The work that it had done by then.
+    /// Work done before the arrival.
     done: Micros,
-    /// What the move cost.
+    /// Actual cost of the migration.
     cost: Micros,
 }
 
-/// What came of a move for the sake of the load.
+/// Result of a rebalancing migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// The task.
     pub tid: Tid,
-    /// Where it was.
     pub from: HostId,
-    /// Where it went.
     pub to: HostId,
-    /// What it was expected to save, and to cost.
+    /// Predicted gain and cost.
     pub expected: (Micros, Micros),
-    /// What it saved, as far as what the task got and did tells, and what it cost.
+    /// Actual gain, as far as the task's rate and work tell, and actual cost.
     pub came: (Micros, Micros),
 }
 
-/// Moves for the sake of the load whose gain is not known yet.
+/// Rebalancing migrations whose actual gain is not known yet.
 #[derive(Clone, Debug, Default)]
 pub struct Promises {
     open: BTreeMap<Tid, Promise>,
 }
 
 impl Promise {
-    /// What the task got and was to get, by how much sooner its work is done; what it does not have a measure for is as expected.
+    /// Returns the ratio of actual to predicted time saved per unit of work. `work` seconds of work
+    /// were done in `span` seconds.
     fn rate(&self, work: f64, span: f64) -> f64 {
         let sooner = |rate: f64| 1.0 / self.has.max(1.0) - 1.0 / rate.max(1.0);
         (sooner(1e3 * work / span.max(1e-6)) / sooner(self.gets)).clamp(0.0, MORE)
@@ -170,7 +172,8 @@ impl Promise {
 }
 
 impl Promises {
-    /// A task was told to go. One that makes room for another and gets less itself is not followed.
+    /// Starts following a migration that was ordered. A task that makes room for another one and
+    /// gets less itself is not followed.
     pub fn made(&mut self, shift: &Shift) {
         let why = &shift.why;
         let (has, gets, left) = (why.has as f64, why.gets as f64, why.left.0 as f64 / 1e6);
@@ -195,8 +198,9 @@ impl Promises {
         self.open.insert(shift.tid, promise);
     }
 
-    /// The task has come to a host when it had done so much, which has cost so much. If that is another one, or it had come
-    /// before, nobody can say any more what the move would have brought.
+    /// Records that the task arrived at `to` after `done` work, in a migration of cost `cost`. If
+    /// `to` is not the predicted target, or if the task had arrived before, the prediction is
+    /// discarded: what the migration would have saved cannot be known.
     pub fn arrived(&mut self, at: Micros, tid: Tid, to: HostId, (done, cost): (Micros, Micros)) {
         match self.open.get_mut(&tid) {
             Some(promise) if promise.to == to && promise.arrived.is_none() => {
@@ -206,17 +210,18 @@ impl Promises {
         }
     }
 
-    /// The task did not move, or stands still, or is gone.
+    /// Discards the prediction for a task that did not migrate, was suspended, or is gone.
     pub fn dropped(&mut self, tid: Tid) {
         self.open.remove(&tid);
     }
 
-    /// The tasks that are followed.
+    /// Returns the tasks that are followed.
     pub fn tasks(&self) -> Vec<Tid> {
         self.open.keys().copied().collect()
     }
 
-    /// The task runs, and has done so much. Answers what came of its move when that is known.
+    /// Measures a running task that has done `done` work. Returns the result of its migration once
+    /// it is known.
     pub fn look(
         &mut self,
         now: Micros,
@@ -243,7 +248,8 @@ impl Promises {
         Some(outcome)
     }
 
-    /// The task has ended when it had done so much. Answers what came of its move.
+    /// Concludes the prediction for a task that ended after `done` work. Returns the result of its
+    /// migration.
     pub fn ended(
         &mut self,
         now: Micros,
@@ -282,7 +288,8 @@ mod tests {
         HostId::new(index).expect("an index")
     }
 
-    /// Twice as fast from host 1 to host 2, with so many seconds of work left.
+    /// Creates a migration from host 1 to host 2 at twice the rate, with `left` seconds of
+    /// remaining work.
     fn shift(left: u64) -> Shift {
         let (reckoned, cost) = (Micros::from_secs(left), Micros::from_secs(1));
         let left = Micros::from_secs(left);
@@ -305,7 +312,8 @@ mod tests {
         }
     }
 
-    /// What comes of such a move if the task does so many thousandths of a second's work in each second, and so many seconds of it.
+    /// Returns the result of such a migration if the task does `rate` thousandths of a second's
+    /// work per second, and `work` seconds of work.
     fn follow(estimates: &mut Estimates, at: u64, rate: u64, work: u64) -> Option<Outcome> {
         let (mut promises, at) = (Promises::default(), Micros::from_secs(at));
         promises.made(&shift(100));
@@ -324,8 +332,9 @@ mod tests {
         promises.ended(at + span, tid(), done(span), estimates)
     }
 
+    /// A result that equals the prediction is reported and leaves the factor at 1.
     #[test]
-    fn what_comes_as_expected_is_told_and_changes_nothing() {
+    fn accurate_prediction_keeps_confidence_at_one() {
         let mut estimates = Estimates::default();
         let outcome = follow(&mut estimates, 0, 1000, 100).expect("it has ended");
         let seconds = |pair: (Micros, Micros)| (pair.0.0 / 1_000_000, pair.1.0 / 1_000_000);
@@ -336,8 +345,9 @@ mod tests {
         assert!((estimates.trust(Micros::from_secs(100), false) - 1.0).abs() < 0.001);
     }
 
+    /// Gains are scaled by what earlier ones were worth, until those are long past.
     #[test]
-    fn gains_are_taken_for_what_they_have_been_worth_until_that_is_long_ago() {
+    fn confidence_follows_results_and_fades() {
         for (rate, work) in [(600, 100), (1000, 33)] {
             let mut estimates = Estimates::default();
             for n in 0..60 {
@@ -364,8 +374,9 @@ mod tests {
         }
     }
 
+    /// A task that ends up on another host, or gets less for the sake of others, teaches nothing.
     #[test]
-    fn a_task_that_goes_on_elsewhere_or_gets_less_for_the_sake_of_others_teaches_nothing() {
+    fn unmeasurable_migrations_teach_nothing() {
         let (mut promises, mut estimates) = (Promises::default(), Estimates::default());
         let far = Micros::from_secs(1000);
         promises.made(&Shift {
@@ -394,10 +405,10 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes, gains are neither forgotten nor blown up; and if always the same part of them comes, they are
-        /// taken for that.
+        /// For any observations the factor stays within its bounds, and an actual gain is at most
+        /// four times the predicted one.
         #[test]
-        fn trust_is_bounded_and_follows_what_comes(rate in 1_u64..3000, work in 1_u64..500, told in any::<bool>()) {
+        fn confidence_stays_within_bounds(rate in 1_u64..3000, work in 1_u64..500, told in any::<bool>()) {
             let mut estimates = Estimates::default();
             for n in 0..80 {
                 if let Some(outcome) = follow(&mut estimates, n, rate, work) {

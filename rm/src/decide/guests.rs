@@ -1,5 +1,5 @@
-//! Guests beside owners, as far as most decisions need to know them: when owners come everywhere, one look at the hosts
-//! serves all guests that can go to the same ones.
+//! Guests on hosts that accept no guests, grouped into classes that can go to the same hosts. When
+//! owners return everywhere at once, one search for a target serves all guests of a class.
 
 use super::{HostView, Leaving, Owner, TaskView};
 use sempa_proto::load::HEADROOM_BYTES;
@@ -7,53 +7,55 @@ use sempa_proto::{HostId, Tid};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// Guests of one kind can go to the same hosts.
+/// Class of guests that can go to the same hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Kind {
     arch: Box<str>,
     user: u32,
     program: Arc<str>,
-    /// One that is larger may find no room where another one does: the power of two below its bytes, and none where it takes
-    /// no more than anybody.
+    /// Power of two below the guest's memory in bytes, because a larger guest may find no room
+    /// where a smaller one does. `None` if the guest needs no more than the headroom that every
+    /// task gets.
     size: Option<u32>,
 }
 
-/// A guest that is not on its way.
+/// A guest that is not migrating.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Guest {
     pub(super) tid: Tid,
-    /// The number of its kind.
+    /// Index of the guest's class.
     pub(super) kind: usize,
-    /// Nothing else counts for it: it is to leave at once, and nobody has refused it.
+    /// Only the class matters: the guest must leave immediately, and no host has refused it.
     pub(super) is_plain: bool,
 }
 
-/// The guests of all hosts whose owner is there.
+/// The guests of all hosts that accept no guests.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Guests {
-    /// By host and place in its list of tasks.
+    /// By host and position in the host's task list.
     all: BTreeMap<(HostId, usize), Guest>,
     numbers: HashMap<Kind, usize>,
-    /// By number: the kind, and how many guests are of it.
+    /// By index: the class and its number of guests.
     kinds: Vec<Option<(Kind, usize)>>,
-    /// Numbers that no kind has.
+    /// Indices that no class uses.
     free: Vec<usize>,
 }
 
 impl Guests {
-    /// By rising host, and in the order of its tasks, with the place there.
+    /// Returns the guests by ascending host id and in task order, with the position in the host's
+    /// task list.
     pub(super) fn iter(&self) -> impl Iterator<Item = (HostId, usize, Guest)> {
         self.all
             .iter()
             .map(|((host, at), guest)| (*host, *at, *guest))
     }
 
-    /// Numbers of kinds are below this.
+    /// Returns the exclusive upper bound of class indices.
     pub(super) fn kinds(&self) -> usize {
         self.kinds.len()
     }
 
-    /// Takes in the guests of a host whose owner is there, and of which none are known.
+    /// Adds the guests of a host that accepts no guests. The host must not have been added already.
     pub(super) fn learn(&mut self, host: &HostView) {
         let leave_now =
             matches!(host.owner, Owner::Drained { .. }) || host.terms.leaving == Leaving::Now;
@@ -76,7 +78,7 @@ impl Guests {
         }
     }
 
-    /// The number of a task's kind, which has one guest more.
+    /// Returns the index of a task's class, after counting one more guest.
     fn number(&mut self, host: &HostView, task: &TaskView) -> usize {
         let size = (task.bytes > HEADROOM_BYTES).then(|| task.bytes.ilog2());
         let (user, program) = (task.user, task.name.clone());
@@ -102,7 +104,7 @@ impl Guests {
         number
     }
 
-    /// Forgets the guests of a host.
+    /// Removes the guests of a host.
     pub(super) fn forget(&mut self, host: HostId) {
         while let Some((key, guest)) = self
             .all
@@ -162,8 +164,10 @@ mod tests {
         }
     }
 
+    /// Guests of one class share its index; a class without guests leaves its index to the next new
+    /// class.
     #[test]
-    fn guests_of_one_kind_have_its_number_and_a_kind_without_guests_leaves_its_own_to_the_next_one()
+    fn empty_guest_class_frees_its_index()
     {
         let (mut guests, names) = (Guests::default(), ["a", "b", "a"]);
         guests.learn(&host(1, &names));

@@ -1,5 +1,9 @@
-//! Moves that make a whole job end sooner: where the work of its tasks is known, those that would end last go where they end
-//! sooner, or others make room for them. Each move is weighed by letting time pass with it and without ([`super::farm`]).
+//! Migrations that let a whole job end sooner (that shorten its makespan), for jobs whose work is
+//! declared.
+//!
+//! The tasks that would end last go where they end sooner, alone or in exchange for another task,
+//! or tasks on the same hosts make room for them. Each candidate is evaluated by simulating the
+//! hosts with it and without it ([`super::farm`]).
 
 use super::balance::{
     GAIN_MIN, Plan, Shift, ShiftWhy, may_shift, micros, rests_until, seconds, shifts_left, worth,
@@ -10,35 +14,40 @@ use super::{Snapshot, TaskView, slowness};
 use sempa_proto::{HostId, Tid};
 use std::collections::BTreeSet;
 
-/// Jobs on hosts with more tasks than this are left to [`super::balance`]: with so many each counts little.
+/// Maximum number of tasks on the hosts of the plan. With more, each task matters little, and the
+/// jobs are left to [`super::balance`].
 const TASKS_MAX: usize = 64;
-/// Tasks that would end last that are looked at.
+/// Maximum number of tasks examined: those that would end last.
 const LAST_MAX: usize = 8;
-/// Of those, as many are exchanged for another task.
+/// Number of those for which an exchange with another task is tried.
 const EXCHANGES_MAX: usize = 2;
-/// Where load that is not ours is so many threads off its mean, nobody knows what it will be, and tasks neither come nor go.
+/// Maximum spread of the external load, in threads. Above it the load of a host is unpredictable,
+/// and tasks neither leave nor arrive.
 const UNSTEADY: f64 = 1.0;
-/// A later end than this many times the other one is a later end.
+/// Minimum factor between two ends for the later one to count as a delay.
 const DELAY: f64 = 1.001;
-/// The job must end sooner by this part of the time that it has left.
+/// Minimum reduction of the job's remaining time, as a fraction of that time.
 const SOONER: f64 = 0.03;
-/// Steps that time makes in one look for moves, in all futures that are tried for the sake of jobs: no more are tried then.
+/// Maximum number of simulation steps for finding migrations in one plan.
 const STEPS_MAX: usize = 700;
-/// The same with those that are tried so that other moves delay no job: tasks of whose job nobody has seen that stay.
+/// Maximum number of steps that also includes the checks whether other migrations delay a job.
+/// Beyond it, tasks of jobs with declared work stay.
 const ALL_STEPS_MAX: usize = 2 * STEPS_MAX;
 
-/// What time passes in: all hosts of the plan and all their tasks, as they are with the moves planned so far.
+/// The simulated cluster: all hosts and tasks of the plan, with the migrations planned so far.
 pub(super) struct Farm<'a> {
     hosts: Vec<HostId>,
     tasks: Vec<&'a TaskView>,
     start: Future,
-    /// When each task ends without a move, if moves cost so many seconds.
+    /// When each task ends without a migration, and the cost of a migration in seconds for which
+    /// that holds.
     ends: Option<(f64, Vec<f64>)>,
-    /// Where a future is tried.
+    /// Simulation that is reused for each trial.
     tried: Future,
 }
 
-/// A task that goes to a host, as places in the lists of tasks and of hosts, and one that goes in exchange.
+/// Migration of one task, with an optional one in exchange. Each is a pair of indices into the
+/// lists of tasks and of hosts.
 #[derive(Clone, Copy, Debug)]
 struct Step {
     first: (usize, usize),
@@ -52,9 +61,10 @@ impl Step {
 }
 
 impl Farm<'_> {
-    /// Asks for the end of this job; what comes of it without a move.
+    /// Selects the job whose end is optimized. Returns the outcome without a migration.
     fn ask(&mut self, job: Tid, snapshot: &Snapshot) -> Outcome {
-        // Of the moves that come later only this much is known.
+        // Cost of the migrations that follow within the simulation. Their hosts are unknown, so the
+        // mean rate per task counts.
         let all: f64 = self
             .start
             .machines()
@@ -91,7 +101,7 @@ impl Farm<'_> {
         })
     }
 
-    /// The future with these moves.
+    /// Returns a simulation in which these migrations are made.
     fn tried(&mut self, moves: impl IntoIterator<Item = (usize, usize)>) -> &mut Future {
         self.tried.become_like(&self.start);
         moves
@@ -100,7 +110,7 @@ impl Farm<'_> {
         &mut self.tried
     }
 
-    /// The plan moves this task.
+    /// Applies a migration of the plan.
     pub(super) fn take(&mut self, task: Tid, to: HostId) {
         let i = self.tasks.iter().position(|t| t.tid == task);
         let to = self.hosts.iter().position(|host| *host == to);
@@ -112,7 +122,8 @@ impl Farm<'_> {
 }
 
 impl<'a> Plan<'a> {
-    /// The hosts and tasks of the plan, if there are jobs that have told their work.
+    /// Returns the hosts and tasks of the plan, if there are jobs with declared work and not too
+    /// many tasks.
     pub(super) fn farm(&mut self) -> Option<Farm<'a>> {
         self.told = self.told_jobs();
         if self.told.is_empty() {
@@ -159,7 +170,7 @@ impl<'a> Plan<'a> {
         })
     }
 
-    /// Jobs that have all their work told.
+    /// Returns the jobs whose work is declared for all tasks, except jobs with barriers.
     fn told_jobs(&self) -> BTreeSet<Tid> {
         let tasks = || {
             self.places
@@ -175,7 +186,8 @@ impl<'a> Plan<'a> {
         tasks().map(|t| t.job).filter(fits).collect()
     }
 
-    /// True when a move delays the end of the task's job, of which all is known.
+    /// True if a migration delays the end of the task's job. Only jobs with declared work are
+    /// checked.
     pub(super) fn delays(&self, farm: &mut Farm<'a>, task: &TaskView, to: HostId) -> bool {
         if !self.told.contains(&task.job) {
             return false;
@@ -191,11 +203,11 @@ impl<'a> Plan<'a> {
         farm.tried([(i, to)]).ends_after(before.end * DELAY)
     }
 
-    /// Moves for the sake of the ends of jobs.
+    /// Plans the migrations that let jobs end sooner.
     pub(super) fn hasten(&mut self, farm: &mut Farm<'a>, room: usize) {
         let jobs: Vec<Tid> = self.told.iter().copied().collect();
         for (i, job) in jobs.iter().enumerate() {
-            // Each job has its share of the futures that may be tried, and what others left.
+            // Each job gets an equal part of the steps that are left.
             let done = farm.tried.steps();
             let most = done + STEPS_MAX.saturating_sub(done) / (jobs.len() - i);
             while self.shifts.len() + 2 <= room {
@@ -223,7 +235,8 @@ impl<'a> Plan<'a> {
             }
             let cost: f64 = step.moves().map(|(i, to)| self.cost(farm, i, to)).sum();
             let most = best.map(|(most, ..)| most);
-            // Each task of the job has waited for its end; tasks of other jobs that it joins lose.
+            // Each task of the job gains what the job ends sooner; tasks of other jobs at the
+            // target lose.
             let gain =
                 |after: Outcome| count * (before.end - after.end) + before.others - after.others;
             let is_best = |after: Outcome| {
@@ -246,7 +259,7 @@ impl<'a> Plan<'a> {
         best.map(|(_, step, weighed, sooner)| self.shifts_of(farm, &step, weighed, sooner))
     }
 
-    /// What a move costs, in seconds.
+    /// Returns the cost of a migration in seconds.
     fn cost(&self, farm: &Farm<'_>, i: usize, to: usize) -> f64 {
         let (from, to) = (farm.hosts[farm.start.pieces()[i].at], farm.hosts[to]);
         let (has, gets) = self.rates(from, to);
@@ -257,7 +270,8 @@ impl<'a> Plan<'a> {
         )
     }
 
-    /// What a task has on one host and would get on the other, in thousandths of an ordinary processor.
+    /// Returns the rate of a task at its source and its predicted rate at the target, in
+    /// thousandths of an ordinary processor.
     fn rates(&self, from: HostId, to: HostId) -> (f64, f64) {
         (self.places[&from].has, self.places[&to].gets)
     }
@@ -297,8 +311,10 @@ impl<'a> Plan<'a> {
         step.moves().map(shift).collect()
     }
 
-    /// What is tried: tasks that would end last go elsewhere, alone or in exchange for another one; those that share their
-    /// hosts make room for them.
+    /// Returns the candidate migrations, the most promising first.
+    ///
+    /// Tasks that would end last go elsewhere, alone or in exchange for another task. Tasks that
+    /// share their hosts make room for them.
     fn steps(&self, farm: &Farm<'_>, job: Tid) -> Vec<Step> {
         let pieces = farm.start.pieces();
         let mut on = vec![Vec::new(); farm.hosts.len()];
@@ -309,7 +325,7 @@ impl<'a> Plan<'a> {
         let of_job = |i: &usize| farm.tasks[*i].job == job;
         let ends = |i: usize| {
             let piece = pieces[i];
-            // Those that are shorter take their share until they end.
+            // Shorter tasks take their share until they end.
             let before: f64 = on[piece.at]
                 .iter()
                 .map(|other| pieces[*other].left.min(piece.left))
@@ -342,7 +358,8 @@ impl<'a> Plan<'a> {
         };
         let steady: Vec<bool> = (0..farm.hosts.len()).map(steady).collect();
         let goes = |i: usize, to: usize| to != pieces[i].at && steady[to] && steady[pieces[i].at];
-        // Until it ends if everybody else stays and shares with it all the time.
+        // Time to the end of the task if all other tasks stay and share the host with it
+        // throughout.
         let there = |i: usize, to: usize, tasks: usize| {
             pieces[i].left / farm.start.machines()[to].rate(tasks)
         };
@@ -372,12 +389,12 @@ impl<'a> Plan<'a> {
                 }
             }
         }
-        // The most promising first: not all may be tried.
+        // The most promising first, because the number of steps is limited.
         steps.sort_by(|a, b| b.0.total_cmp(&a.0));
         steps.into_iter().map(|(_, step)| step).collect()
     }
 
-    /// True when nothing speaks against the hosts that tasks go to.
+    /// True if every target accepts its task.
     fn fits(&self, farm: &Farm<'_>, step: &Step) -> bool {
         let host = |at: usize| self.places[&farm.hosts[at]].host;
         let from = |i: usize| host(farm.start.pieces()[i].at);

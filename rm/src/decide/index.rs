@@ -1,8 +1,12 @@
-//! The hosts of a snapshot, with an index that ranks them by what one more task would get. A change of one host, of one of
-//! its tasks or the ageing of its sample costs O(log hosts); a decision looks at the best hosts, not at all of them.
+//! Hosts of a snapshot with an index that ranks them by the processor share that one more task
+//! would get.
 //!
-//! Whoever changes a host marks it, and [`Hosts::refresh`] ranks what is marked. A snapshot that was not refreshed is ranked
-//! as a whole when a decision needs it: slower, never wrong.
+//! A change of a host or of one of its tasks costs O(log hosts), and so does a sample that becomes
+//! too old. A decision examines the best hosts only.
+//!
+//! Every mutable access marks the host as changed, and [`Hosts::refresh`] reindexes the marked
+//! hosts. If a snapshot was not refreshed, a decision builds the whole index: slower, with the same
+//! result.
 
 use super::guests::Guests;
 use super::load::{Load, Share};
@@ -14,57 +18,57 @@ use std::collections::binary_heap::PeekMut;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::ops::{Deref, IndexMut};
 
-/// What the index keeps of a task that computes.
+/// Index entry of a computing task.
 #[derive(Clone, Copy, Debug)]
 struct Known {
     tid: Tid,
     user: u32,
     job: Tid,
     since: Micros,
-    /// It is where it can make room for others, and not on its way.
+    /// The task can be preempted: it is not migrating, and its host accepts guests.
     settled: bool,
 }
 
-/// What the index keeps of a host.
+/// Index entry of a host.
 #[derive(Clone, Debug)]
 struct Entry {
     load: Load,
-    /// Tasks of ours that are on it and stay, those included that are being started.
+    /// Computing tasks that stay on the host, including tasks that are being started.
     staying: u32,
     zone: u32,
-    /// It is in the ranking: its owner is not there.
+    /// The host accepts guests and is in the ranking.
     ranked: bool,
-    /// When its sample gets too old.
+    /// When the sample becomes too old.
     expires: Option<Micros>,
-    /// Where its tasks on their way go.
+    /// Targets of the host's migrating tasks, one entry per task.
     leaving: Vec<HostId>,
     under_way: usize,
     tasks: Vec<Known>,
 }
 
-/// Hosts ranked by what one more task would get.
+/// Hosts ranked by the share that one more task would get.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Index {
-    /// By the hosts' numbers.
+    /// Indexed by host number.
     entries: Vec<Option<Box<Entry>>>,
     zones: BTreeMap<u32, BTreeSet<Share>>,
-    /// Hosts in the ranking that have tasks of ours, by what each of these gets.
+    /// Ranked hosts with own tasks, by the rate that each of these tasks gets.
     slowest: BTreeSet<(u64, HostId)>,
     with_owner: BTreeSet<HostId>,
-    /// Guests there that are not on their way.
+    /// Guests on hosts that accept no guests, except migrating ones.
     guests: Guests,
     arriving: BTreeMap<HostId, u32>,
     expiry: BTreeSet<(Micros, HostId)>,
     under_way: usize,
-    /// Hosts with computing tasks of each job.
+    /// Jobs with the hosts on which they have computing tasks.
     jobs: BTreeSet<(Tid, HostId)>,
-    /// Tasks of each user that can make room for others, those first that began last.
+    /// Preemptible tasks by user, the most recently started first.
     settled: BTreeSet<(u32, Reverse<Micros>, Tid, HostId)>,
-    /// Hosts with tasks that stand still and are not on their way.
+    /// Hosts with suspended tasks that are not migrating.
     suspended: BTreeSet<HostId>,
 }
 
-/// All items of lists that begin with their greatest, the greatest first.
+/// Merges lists in descending order into one sequence in descending order.
 pub(super) fn merged<T: Ord, L: Iterator<Item = T>>(
     lists: impl Iterator<Item = L>,
 ) -> impl Iterator<Item = T> {
@@ -101,7 +105,7 @@ impl Index {
         self.entry(host).is_some_and(|e| e.ranked)
     }
 
-    /// Hosts with computing tasks of this job, by rising id.
+    /// Returns the hosts with computing tasks of this job, by ascending id.
     pub(super) fn hosts_of(&self, job: Tid) -> impl Iterator<Item = HostId> {
         let all = (job, HostId::MASTER)..;
         self.jobs
@@ -110,13 +114,13 @@ impl Index {
             .map(|(_, host)| *host)
     }
 
-    /// How many tasks of a job compute on a host.
+    /// Returns how many tasks of a job compute on a host.
     pub(super) fn computing(&self, host: HostId, job: Tid) -> usize {
         let tasks = self.entry(host).map_or(&[][..], |entry| &entry.tasks);
         tasks.iter().filter(|task| task.job == job).count()
     }
 
-    /// Tasks of this user that can make room for others, with their hosts; those first that began last.
+    /// Returns the preemptible tasks of a user with their hosts, the most recently started first.
     pub(super) fn settled(&self, user: u32) -> impl Iterator<Item = (Tid, HostId)> {
         let all = (user, Reverse(Micros(u64::MAX)), Tid::NONE, HostId::MASTER)..;
         self.settled
@@ -125,7 +129,7 @@ impl Index {
             .map(|(.., tid, host)| (*tid, *host))
     }
 
-    /// Hosts with tasks that stand still and are not on their way, by rising id.
+    /// Returns the hosts with suspended tasks that are not migrating, by ascending id.
     pub(super) fn suspended(&self) -> &BTreeSet<HostId> {
         &self.suspended
     }
@@ -134,27 +138,27 @@ impl Index {
         self.zones.iter()
     }
 
-    /// Hosts whose owner is there, by rising id.
+    /// Returns the hosts that accept no guests, by ascending id.
     pub(super) fn with_owner(&self) -> &BTreeSet<HostId> {
         &self.with_owner
     }
 
-    /// Guests beside owners that are not on their way.
+    /// Returns the guests on hosts that accept no guests, except migrating ones.
     pub(super) fn guests(&self) -> &Guests {
         &self.guests
     }
 
-    /// Tasks on their way.
+    /// Returns the number of migrating tasks.
     pub(super) fn under_way(&self) -> usize {
         self.under_way
     }
 
-    /// Hosts without an owner that have tasks of ours, those first whose tasks get least.
+    /// Returns the ranked hosts with own tasks, the host with the slowest tasks first.
     pub(super) fn slowest(&self) -> impl Iterator<Item = HostId> {
         self.slowest.iter().map(|(_, id)| *id)
     }
 
-    /// Hosts without an owner, those first where one more task gets most.
+    /// Returns the ranked hosts, the largest share first.
     pub(super) fn best(&self) -> impl Iterator<Item = HostId> {
         merged(self.zones.values().map(|shares| shares.iter().rev())).map(Share::host)
     }
@@ -176,7 +180,7 @@ impl Index {
         }
     }
 
-    /// Forgets a host. Answers the hosts to which its tasks were on their way.
+    /// Removes a host. Returns the targets of its migrating tasks.
     fn forget(&mut self, id: HostId) -> Vec<HostId> {
         self.with_owner.remove(&id);
         self.guests.forget(id);
@@ -215,7 +219,7 @@ impl Index {
         entry.leaving
     }
 
-    /// Takes a host in. Answers the hosts to which its tasks are on their way.
+    /// Adds a host. Returns the targets of its migrating tasks.
     fn learn(&mut self, host: &HostView, now: Micros) -> Vec<HostId> {
         let (mut staying, mut leaving) = (host.starting, Vec::new());
         for task in host.tasks.iter().filter(|t| t.computes()) {
@@ -302,7 +306,7 @@ impl Index {
         tasks
     }
 
-    /// Counts the tasks on their way to a host anew.
+    /// Updates the load of a host after the number of tasks migrating to it has changed.
     fn recount(&mut self, id: HostId) {
         let arriving = self.arriving.get(&id).copied().unwrap_or(0);
         let Some(entry) = self
@@ -330,8 +334,8 @@ impl Index {
     }
 }
 
-/// Where a host is in a list by rising id, or where it would be. Numbers are given out one after the other, so a host is
-/// mostly found where its number says.
+/// Finds a host in a list sorted by id, or its insertion point. Host numbers are assigned
+/// consecutively, so the first guess is usually right.
 fn position(list: &[HostView], id: HostId) -> Result<usize, usize> {
     let guess = usize::from(id.index()) - 1;
     if list.get(guess).is_some_and(|host| host.id == id) {
@@ -340,7 +344,7 @@ fn position(list: &[HostView], id: HostId) -> Result<usize, usize> {
     list.binary_search_by_key(&id, |host| host.id)
 }
 
-/// The hosts by rising id. Reads as a slice; every way to change a host marks it.
+/// Hosts sorted by id. Dereferences to a slice; every mutable access marks the host for reindexing.
 #[derive(Clone, Debug, Default)]
 pub struct Hosts {
     list: Vec<HostView>,
@@ -349,12 +353,12 @@ pub struct Hosts {
 }
 
 impl Hosts {
-    /// Where a host is in the list.
+    /// Returns the position of a host in the list.
     pub(super) fn position(&self, id: HostId) -> Option<usize> {
         position(&self.list, id).ok()
     }
 
-    /// Adds a host, or replaces it.
+    /// Adds or replaces a host.
     pub fn put(&mut self, host: HostView) {
         self.marked.insert(host.id);
         match position(&self.list, host.id) {
@@ -363,7 +367,6 @@ impl Hosts {
         }
     }
 
-    /// Takes a host out.
     pub fn remove(&mut self, id: HostId) {
         if let Some(i) = self.position(id) {
             self.list.remove(i);
@@ -371,20 +374,20 @@ impl Hosts {
         }
     }
 
-    /// A host, to be changed; not its id.
+    /// Returns a host for modification. Its id must not change.
     pub fn edit(&mut self, id: HostId) -> Option<&mut HostView> {
         let i = self.position(id)?;
         self.marked.insert(id);
         Some(&mut self.list[i])
     }
 
-    /// All hosts, to be changed.
+    /// Returns all hosts for modification and marks all of them.
     pub fn iter_mut(&mut self) -> std::slice::IterMut<'_, HostView> {
         self.marked.extend(self.list.iter().map(|h| h.id));
         self.list.iter_mut()
     }
 
-    /// Ranks what was changed, and what has got too old by `now`.
+    /// Reindexes marked hosts and hosts whose sample is too old at `now`.
     pub fn refresh(&mut self, now: Micros) {
         while let Some((at, id)) = self
             .index
@@ -401,7 +404,7 @@ impl Hosts {
         }
     }
 
-    /// The ranking at `now`.
+    /// Returns the index at `now`. Builds a new one if the hosts were not refreshed.
     pub(super) fn index(&self, now: Micros) -> Cow<'_, Index> {
         if self.marked.is_empty() && self.index.expiry.first().is_none_or(|(at, _)| *at > now) {
             return Cow::Borrowed(&self.index);

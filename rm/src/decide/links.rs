@@ -1,20 +1,22 @@
-//! How fast memory travels between hosts, as moves have shown: between these two, else between their zones, else anywhere.
+//! Learns from migrations how fast memory is transferred between hosts. The most specific known
+//! speed counts: that of the two hosts, else that of their zones, else the mean of all migrations.
 
 use super::{HostId, HostView};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::Hash;
 
-/// Pairs of hosts, and of zones, of which a speed is remembered; of more, those that were heard of longest ago go.
+/// Maximum number of host pairs, and of zone pairs, with a remembered speed. Beyond it, the pair
+/// that was updated longest ago is dropped.
 pub const PAIRS_MAX: usize = 4096;
-/// Bytes per second from the source's memory to the target's, before anything was learned.
+/// Assumed speed between two hosts' memories before any migration was observed.
 const BYTES_PER_SECOND: f64 = 200e6;
-/// Speeds that can be.
+/// Plausible speeds in bytes per second.
 const SPEEDS: std::ops::RangeInclusive<f64> = 1e3..=1e12;
-/// Weight of what happened last.
+/// Minimum weight of the newest observation.
 const NEWEST: f64 = 0.2;
 
-/// Between which hosts a task moves; there and back is one way.
+/// Unordered pair of hosts between which a task migrates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Way {
     hosts: (HostId, HostId),
@@ -22,7 +24,6 @@ pub struct Way {
 }
 
 impl Way {
-    /// Between these two.
     pub fn between(a: &HostView, b: &HostView) -> Way {
         let zones = (a.zone.min(b.zone), a.zone.max(b.zone));
         Way {
@@ -32,11 +33,11 @@ impl Way {
     }
 }
 
-/// A speed that was seen.
+/// Observed speed of one pair.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 struct Speed {
     moves: u32,
-    /// Mean of the logarithm of bytes per second.
+    /// Mean natural logarithm of bytes per second.
     log: f64,
     heard: u64,
 }
@@ -59,7 +60,7 @@ impl Speed {
     }
 }
 
-/// What was learned of links.
+/// Transfer speeds by host pair, by zone pair, and over all.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Links {
     hosts: BTreeMap<(HostId, HostId), Speed>,
@@ -69,7 +70,7 @@ pub(super) struct Links {
 }
 
 impl Links {
-    /// So many bytes have gone this way in so many seconds.
+    /// Records a transfer of `bytes` in `seconds`.
     pub(super) fn carried(&mut self, way: Option<Way>, bytes: u64, seconds: f64) {
         let log = (bytes as f64 / seconds.max(1e-6))
             .clamp(*SPEEDS.start(), *SPEEDS.end())
@@ -82,7 +83,7 @@ impl Links {
         self.all = Some(Speed::and(self.all, log, self.heard));
     }
 
-    /// Bytes per second that are expected this way; `None`: the target is not known yet.
+    /// Returns the expected bytes per second. `None`: the target is not known yet.
     pub(super) fn bytes_per_second(&self, way: Option<Way>) -> f64 {
         let of_hosts = way.and_then(|way| self.hosts.get(&way.hosts));
         let of_zones = || way.and_then(|way| self.zones.get(&way.zones));
@@ -90,7 +91,8 @@ impl Links {
         known.map_or(BYTES_PER_SECOND, |speed| speed.log.exp())
     }
 
-    /// How fast it is between a zone and the nearest of these, beside the links within either, where moves have shown both.
+    /// Returns the speed between a zone and the best connected of `peers`, relative to the faster
+    /// of the links within either zone. `None` until migrations have measured both.
     pub(super) fn beside_within(&self, zone: u32, peers: &BTreeSet<u32>) -> Option<f64> {
         let log = |a: u32, b: u32| self.zones.get(&(a.min(b), a.max(b))).map(|speed| speed.log);
         let within = |a: u32, b: u32| log(a, a).into_iter().chain(log(b, b)).reduce(f64::max);
@@ -100,12 +102,12 @@ impl Links {
         beside.reduce(f64::max)
     }
 
-    /// Hosts have other numbers from now on.
+    /// Drops the speeds of host pairs. Called when host numbers have other meanings.
     pub(super) fn forget_hosts(&mut self) {
         self.hosts.clear();
     }
 
-    /// False for what nobody has learned.
+    /// False if stored values are not finite or too many.
     pub(super) fn is_sound(&self) -> bool {
         let all = self
             .hosts
@@ -141,8 +143,10 @@ mod tests {
         })
     }
 
+    /// The speed of a pair comes from its own migrations, else from its zones, else from all
+    /// migrations.
     #[test]
-    fn a_pair_is_known_by_its_own_moves_then_by_its_zones_then_by_all() {
+    fn pair_speed_falls_back_to_zones_then_all() {
         let mut links = Links::default();
         let near = |links: &Links, way, mb: f64| {
             let speed = links.bytes_per_second(way) / 1e6;
@@ -155,7 +159,7 @@ mod tests {
         near(&links, way(1, 3, (0, 7)), 10.0);
         near(&links, way(2, 3, (0, 7)), 10.0);
         near(&links, way(4, 5, (0, 0)), 1000.0);
-        // Of a way that nobody has gone only the others are known.
+        // For a pair that no task has used, only the overall mean is known.
         near(
             &links,
             way(6, 7, (8, 8)),
@@ -165,8 +169,9 @@ mod tests {
         near(&links, way(1, 2, (0, 0)), 1000.0);
     }
 
+    /// Beyond the maximum, the pair that was updated longest ago is dropped.
     #[test]
-    fn the_pairs_that_were_heard_of_longest_ago_are_forgotten() {
+    fn least_recently_updated_pairs_are_dropped() {
         let mut links = Links::default();
         for n in 0..=PAIRS_MAX as u32 {
             links.carried(way(1, 2, (n, n)), 1 << 30, 1.0);

@@ -1,4 +1,6 @@
-//! Load evaluation: what share of a processor one more task would get on each host.
+//! Evaluates load: the processor share that one more task would get on each host.
+//!
+//! "Own" tasks are those of the virtual machine; "external" load is that of all other software.
 
 use super::index::{Index, merged};
 use super::{HostView, Reason, SAMPLE_AGE_MAX, Sampled, Snapshot};
@@ -8,62 +10,66 @@ use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Above this use of its processors a host has a queue, and runnable threads count instead of used processors.
+/// Utilization above which a host has a run queue. Then runnable threads count instead of used
+/// processors.
 const SATURATED: f32 = 0.95;
-/// Above this share of time spent waiting for a processor, a host that looks half idle is not: a limit of its processors
-/// (a cgroup's, a hypervisor's) holds its threads back.
+/// Share of time spent waiting for a processor above which a host that looks half idle is
+/// throttled: a processor limit of a cgroup or hypervisor holds its threads back.
 const PRESSED: f32 = 0.25;
 
-/// What one more task would get on a host. The greater one is the better one; the order is total, so that equal
+/// What one more task would get on a host. Greater is better. The order is total, so that equal
 /// snapshots give equal decisions.
 ///
-/// Hosts that nobody seems to use come first, then those with memory to spare. Then counts the share that one thread can use (at most one processor, times the
-/// host's speed), then what is in reserve (processors times speed over threads), then fewer tasks of ours, then the lower
-/// host id.
+/// Shares compare by, in this order:
+/// 1. no idle login on the host,
+/// 2. memory to spare,
+/// 3. the share that one thread can use (at most one processor, times the host's speed),
+/// 4. the same without the limit of one processor (processors times speed, divided by threads),
+/// 5. fewer own tasks,
+/// 6. the lower host id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Share {
-    /// Nobody seems to use the host.
+    /// No idle user is logged in.
     pub calm: bool,
-    /// There is [`HEADROOM_BYTES`] for one more task, or nobody knows.
+    /// [`HEADROOM_BYTES`] are available for one more task, or the memory is unknown.
     pub roomy: bool,
-    /// Thousandths of an ordinary processor that a single thread gets.
+    /// Share of a single thread, in thousandths of an ordinary processor.
     pub usable: u64,
-    /// The same without the limit of one processor.
+    /// Like `usable`, without the limit of one processor.
     pub reserve: u64,
     own: Reverse<u32>,
     host: Reverse<HostId>,
 }
 
 impl Share {
-    /// The host it speaks of.
     pub fn host(&self) -> HostId {
         self.host.0
     }
 }
 
-/// The load of one host as decisions see it.
+/// Load of one host as decisions see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Load {
     pub(super) host: HostId,
-    /// Thousandths of processors that may be used.
+    /// Usable processors, in thousandths.
     pub(super) capacity: u64,
     pub(super) speed: u64,
-    /// Tasks of ours, those on their way to it included.
+    /// Own tasks, including those that migrate to the host.
     pub(super) own: u32,
-    /// Demand that is not ours, in threads.
+    /// External demand, in threads.
     pub(super) foreign: u32,
-    /// What our tasks want beyond a thread for each, in threads.
+    /// Demand of own tasks beyond one thread each, in threads.
     pub(super) more: u32,
-    /// Tasks for which there is memory.
+    /// Number of further tasks for which there is memory.
     pub(super) room: u32,
-    /// Nobody seems to use the host.
+    /// No idle user is logged in.
     pub(super) calm: bool,
-    /// Tasks of ours at most.
+    /// Maximum number of own tasks that the owner allows.
     pub(super) most: u32,
 }
 
 impl Load {
-    /// Of a host on which `own` tasks of ours are.
+    /// Computes the load of a host with `own` own tasks.
     pub(super) fn of(host: &HostView, now: Micros, own: u32) -> Load {
         let fresh = host.fresh_sample(now);
         let available = fresh.map_or(0, |s| s.sample.available_bytes);
@@ -76,7 +82,7 @@ impl Load {
         let capacity = fresh.filter(|s| s.sample.share > 0.0).map_or(
             u64::from(host.cores.max(1)) * 1000,
             |limited| {
-                // Anybody may have written the number.
+                // The report is not trusted: any value may be in it.
                 (f64::from(limited.sample.share) * 1000.0).clamp(1.0, f64::from(u32::MAX)) as u64
             },
         );
@@ -97,7 +103,7 @@ impl Load {
         }
     }
 
-    /// Tasks that the host's owner still allows.
+    /// Returns how many more tasks the owner allows.
     pub(super) fn left(&self) -> u32 {
         self.most.saturating_sub(self.own)
     }
@@ -115,28 +121,28 @@ impl Load {
         }
     }
 
-    /// What each of our tasks gets now, in thousandths of an ordinary processor.
+    /// Returns what each own task gets, in thousandths of an ordinary processor.
     pub(super) fn rate(&self) -> f64 {
         self.speed as f64 * (self.processors() / self.threads().max(1) as f64).min(1.0)
     }
 
-    /// All that wants a processor.
+    /// Returns the total demand in threads.
     fn threads(&self) -> u64 {
         u64::from(self.own) + u64::from(self.foreign) + u64::from(self.more)
     }
 
-    /// Processors that may be used.
+    /// Returns the number of usable processors.
     pub(super) fn processors(&self) -> f64 {
         self.capacity as f64 / 1e3
     }
 
-    /// Hundredths of processors that nobody uses.
+    /// Returns the idle processors, in hundredths.
     pub(super) fn free_percent(&self) -> u64 {
         (self.capacity / 10).saturating_sub(self.threads() * 100)
     }
 }
 
-/// Why the host's owner allows no more tasks there, or not one that has so many bytes of memory already.
+/// Returns why the owner allows no further task, or none that already has `bytes` of memory.
 pub(super) fn full(
     host: &HostView,
     now: Micros,
@@ -155,33 +161,35 @@ pub(super) fn full(
         .then_some(Reason::Memory { keeps, has })
 }
 
-/// Demand for processors that is not ours, in threads. 0 when the sample is missing or too old.
+/// Returns the external demand in threads; 0 if the sample is missing or too old.
 pub(super) fn foreign(host: &HostView, now: Micros) -> f32 {
     host.fresh_sample(now).map_or(0.0, foreign_demand)
 }
 
-/// The mean of load that is not ours is over so long.
+/// Time constant of the mean external load.
 const FOREIGN_SPAN: Micros = Micros::from_secs(120);
-/// What the first sample of a host counts for.
+/// Time for which the first sample of a host counts.
 const FIRST_SPAN: Micros = Micros::from_secs(5);
 
-/// Demand for processors that is not ours, in threads, as a mean over some minutes. As long as a host has been looked at for less,
-/// all that was seen counts alike: a mean that begins with what the first sample happened to find would take it for the rule.
+/// Mean external demand for processors over some minutes, in threads.
 ///
-/// Load watchers report what has changed. So a demand counts for the time until the next report, not for that before it.
+/// While a host has been observed for less than that, all observed time weighs the same; otherwise
+/// the first sample would dominate the mean.
+///
+/// Load watchers report changes. A demand therefore counts for the time until the next report, not
+/// for the time before.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ForeignMean {
-    /// The mean.
     pub threads: f32,
-    /// How far from the mean it was, on average.
+    /// Mean absolute deviation from the mean.
     pub spread: f32,
     seen: Micros,
-    /// What the last sample said, and when it came.
+    /// Arrival time and demand of the last sample.
     last: (Micros, f32),
 }
 
 impl ForeignMean {
-    /// The first sample has this demand.
+    /// Starts the mean with the first sample.
     pub fn first(now: Micros, demand: f32) -> ForeignMean {
         ForeignMean {
             threads: demand,
@@ -191,7 +199,7 @@ impl ForeignMean {
         }
     }
 
-    /// Another one has come.
+    /// Returns the mean after one more sample.
     pub fn after(self, now: Micros, demand: f32) -> ForeignMean {
         let (since, before) = self.last;
         let span = now.since(since);
@@ -209,24 +217,25 @@ impl ForeignMean {
     }
 }
 
-/// Demand for processors, in threads, as a sample has it.
+/// Demand for processors in one sample, in threads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Demand {
-    /// That is not ours.
+    /// Demand of other software.
     foreign: f32,
-    /// Of our tasks, beyond a thread for each.
+    /// Demand of own tasks beyond one thread each.
     more: f32,
 }
 
 fn demand(sampled: &Sampled) -> Demand {
     let sample = &sampled.sample;
     let used = sample.busy * sample.processors();
-    // Runnable threads are a snapshot of one instant; the mean over a minute calms it.
+    // The number of runnable threads is momentary; averaging it with the one-minute load smooths
+    // it.
     let queued = (sample.running as f32 + sample.load1) / 2.0;
     let demand = if sample.busy >= SATURATED {
         used.max(queued)
     } else if sample.pressure >= PRESSED {
-        // Threads that get this share of what they want would use so much without the limit.
+        // Threads that wait for this share of their time would use this much without the limit.
         used / (1.0 - sample.pressure).max(0.25)
     } else {
         used
@@ -238,7 +247,8 @@ fn demand(sampled: &Sampled) -> Demand {
             more: 0.0,
         };
     };
-    // Whoever uses a half of what is used is taken for a half of those who want some.
+    // Demand is attributed in proportion to use: software with half of the use has half of the
+    // demand.
     let foreign = if used > 0.0 {
         (1.0 - ours / used).clamp(0.0, 1.0) * demand
     } else {
@@ -250,13 +260,14 @@ fn demand(sampled: &Sampled) -> Demand {
     }
 }
 
-/// Demand for processors that is not ours, in threads, as a sample has it: measured demand less the part of our tasks, by what
-/// they were measured to use. Where that is not known each of our tasks counts as a thread.
+/// Returns the external demand for processors in a sample, in threads: the measured demand less the
+/// part of own tasks, by their measured use. If their use is unknown, each own task counts as one
+/// thread.
 pub fn foreign_demand(sampled: &Sampled) -> f32 {
     demand(sampled).foreign
 }
 
-/// A share seen from the task's peers: a host behind a slower link counts for less.
+/// A share weighted for the task's peers: a host behind a slower link counts less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Near {
     calm: bool,
@@ -276,7 +287,7 @@ impl Near {
     }
 }
 
-/// The load of all hosts while decisions are being made: each decision changes it.
+/// Load of all hosts during a decision; each task that is placed changes it.
 #[derive(Debug)]
 pub(super) struct Loads<'a> {
     index: Cow<'a, Index>,
@@ -286,7 +297,7 @@ pub(super) struct Loads<'a> {
 }
 
 impl<'a> Loads<'a> {
-    /// The load as the snapshot has it; tasks on their way count at their target.
+    /// Starts with the load of the snapshot; migrating tasks count at their target.
     pub(super) fn of(snapshot: &'a Snapshot) -> Loads<'a> {
         let index = snapshot.hosts.index(snapshot.now);
         Loads {
@@ -306,12 +317,12 @@ impl<'a> Loads<'a> {
         self.changed.get(&host).copied().unwrap_or_else(of_index)
     }
 
-    /// What one more task would get on a host of the snapshot.
+    /// Returns what one more task would get on a host of the snapshot.
     pub(super) fn share(&self, host: HostId) -> Share {
         self.load(host).share()
     }
 
-    /// One more task goes to a host of the snapshot. Answers what the next one would get there.
+    /// Adds a task to a host of the snapshot. Returns what the next one would get there.
     pub(super) fn add(&mut self, host: HostId) -> Share {
         let before = self.load(host);
         let after = Load {
@@ -322,7 +333,7 @@ impl<'a> Loads<'a> {
         self.change(host, after)
     }
 
-    /// So many tasks fewer compute on a host of the snapshot, or more again.
+    /// Sets the number of own tasks on a host of the snapshot.
     pub(super) fn put(&mut self, host: HostId, own: u32) {
         let after = Load {
             own,
@@ -341,7 +352,7 @@ impl<'a> Loads<'a> {
         after.share()
     }
 
-    /// How much a host counts for a task whose peers are in these zones, in thousandths.
+    /// Returns the weight of a host, in thousandths, for a task with peers in these zones.
     pub(super) fn permille(&self, host: HostId, peers: &BTreeSet<u32>) -> u32 {
         self.index
             .zone(host)
@@ -352,7 +363,8 @@ impl<'a> Loads<'a> {
         Near::of(share, self.permille(share.host(), peers))
     }
 
-    /// All hosts without an owner, the best first. Nothing is looked at that is not asked for.
+    /// Returns the hosts that accept guests, the best first. Evaluates only the hosts that are
+    /// consumed.
     pub(super) fn best(&self, peers: &BTreeSet<u32>) -> impl Iterator<Item = Near> {
         let lists = self.index.zones().map(|(zone, shares)| {
             let permille = self.snapshot.permille(*zone, peers);
@@ -373,7 +385,8 @@ impl<'a> Loads<'a> {
     }
 }
 
-/// Names of those hosts whose samples are missing or too old, with their age, for the decision's sentence.
+/// Returns the names of hosts whose sample is missing or too old, with its age, for the decision's
+/// explanation.
 pub(super) fn unknown(snapshot: &Snapshot, among: impl Iterator<Item = HostId>) -> Vec<String> {
     let old = |host: &HostView| {
         Some(format!(
@@ -388,7 +401,7 @@ pub(super) fn unknown(snapshot: &Snapshot, among: impl Iterator<Item = HostId>) 
         .collect()
 }
 
-/// Why nobody knows the load of a host, if that is so.
+/// Returns why the load of a host is unknown, if it is.
 pub(super) fn why_unknown(host: &HostView, now: Micros) -> Option<String> {
     match &host.sample {
         None => Some("no sample".into()),
@@ -404,7 +417,7 @@ mod tests {
     use super::*;
     use sempa_proto::load::LoadSample;
 
-    /// Of a host with two processors.
+    /// Creates a sample of a host with two processors.
     fn sampled(busy: f32, queue: u32, ours: Option<f32>, own: u32) -> Sampled {
         let sample = LoadSample {
             cores: 2,
@@ -421,21 +434,23 @@ mod tests {
         }
     }
 
+    /// An idle guest does not hide the external load of its host.
     #[test]
-    fn a_guest_that_does_nothing_hides_nobody() {
-        // An owner's process, and a task of ours that waits.
+    fn idle_guests_do_not_hide_external_load() {
+        // One process of the owner, and one own task that waits.
         assert_eq!(foreign_demand(&sampled(0.5, 1, Some(0.0), 1)), 1.0);
         assert_eq!(
             foreign_demand(&sampled(0.5, 1, None, 1)),
             0.0,
             "nobody has measured it"
         );
-        // Two of the owner's at full load, and five that wait.
+        // Two busy processes of the owner, and five own tasks that wait.
         assert_eq!(foreign_demand(&sampled(1.0, 2, Some(0.0), 5)), 2.0);
     }
 
+    /// The threads of a guest are not external load, but they take processors.
     #[test]
-    fn the_threads_of_a_guest_are_not_somebody_elses_and_take_room_all_the_same() {
+    fn guest_threads_count_as_own_demand() {
         let eight = sampled(1.0, 8, Some(2.0), 1);
         assert_eq!(
             demand(&eight),
@@ -444,13 +459,13 @@ mod tests {
                 more: 7.0
             }
         );
-        // Beside two processes of the owner's.
+        // Next to two processes of the owner.
         let Demand { foreign, more } = demand(&sampled(1.0, 10, Some(1.6), 1));
         assert!(
             (foreign - 2.0).abs() < 0.01 && (more - 7.0).abs() < 0.01,
             "{foreign} {more}"
         );
-        // It needs less than a processor.
+        // The task needs less than one processor.
         assert_eq!(
             demand(&sampled(0.25, 0, Some(0.5), 1)),
             Demand {
@@ -460,8 +475,9 @@ mod tests {
         );
     }
 
+    /// Arbitrary values in a sample give a finite demand that is not negative.
     #[test]
-    fn what_anybody_may_have_written_gives_some_demand_that_is_not_negative() {
+    fn untrusted_samples_give_finite_demand() {
         for ours in [f32::NAN, f32::INFINITY, -3.0, 1e30] {
             for busy in [0.0, 0.3, 1.0] {
                 let Demand { foreign, more } = demand(&sampled(busy, 3, Some(ours), 2));

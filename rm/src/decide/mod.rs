@@ -1,10 +1,15 @@
-//! What is to be done, as pure functions of a [`Snapshot`]: where new tasks go ([`place()`]), which tasks leave their host
-//! because of its owner ([`moves()`]) or for the sake of the load ([`balance()`]), whose turn it is ([`Fair`]), and who stands
-//! still meanwhile ([`give_way()`], [`go_on()`]). Every
-//! decision, and every decision not to act, carries a typed reason.
+//! Decides what to do, as pure functions of a [`Snapshot`].
 //!
-//! Nothing here reads a clock, talks to the virtual machine or remembers anything: what has to be remembered (refusals,
-//! recent moves, where the rotation stands) is in the snapshot.
+//! - [`place()`]: on which hosts new tasks start.
+//! - [`moves()`]: which tasks leave their host because of its owner or a drain.
+//! - [`balance()`]: which tasks migrate for performance.
+//! - [`Fair`]: which waiting request is served first.
+//! - [`give_way()`], [`go_on()`]: which tasks are preempted, and which of them resume.
+//!
+//! Every decision, including a decision not to act, carries a typed reason.
+//!
+//! Nothing here reads a clock or communicates. The state that a decision depends on (refusals,
+//! recent migrations, the round-robin position) is part of the snapshot.
 
 mod balance;
 mod choice;
@@ -58,18 +63,19 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
-/// A load sample older than this says nothing about now.
+/// Maximum age of a load sample. An older sample counts as missing.
 pub const SAMPLE_AGE_MAX: Micros = Micros::from_secs(15);
 
 /// How new tasks are spread over hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Policy {
-    /// In turn, in blocks, as PVM does; load does not count.
+    /// Round robin in blocks, as in PVM; load does not count.
     RoundRobin,
-    /// Where the predicted share of a processor is largest.
+    /// The host with the largest predicted processor share.
     #[default]
     Load,
-    /// Where somebody else says, a batch system for example; hosts that a spawn names are used as ever.
+    /// An external chooser selects the hosts, for example a batch system. Hosts that a spawn names
+    /// are used as they are.
     Choice(ChoiceName),
 }
 
@@ -83,19 +89,20 @@ impl fmt::Display for Policy {
     }
 }
 
-/// Hosts that a sentence names as not used; of the others it gives the number.
+/// Maximum number of excluded hosts that one sentence names; further ones are counted.
 pub const TOLD_HOSTS_MAX: usize = 16;
 
-/// Hosts of a job whose zones count for where its tasks go.
+/// Maximum number of peer hosts whose zones are considered.
 const PEERS_MAX: usize = 64;
 
-/// What things cost, for decisions to weigh.
+/// Costs that decisions weigh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Costs {
-    /// What a share of a processor counts, in thousandths, on a host in another zone than the task's peers, as long as no move
-    /// has shown how fast the link is: messages take longer from there.
+    /// Weight of a processor share, in thousandths, on a host outside the zones of the task's
+    /// peers, because messages from there take longer. Used until a migration has measured the
+    /// link.
     pub far_permille: u32,
-    /// What a move for the sake of the load must save, in percent of what it costs.
+    /// Minimum gain of a rebalancing migration, in percent of its cost.
     pub margin_percent: u32,
 }
 
@@ -113,77 +120,73 @@ impl Costs {
         f64::from(self.margin_percent) / 100.0
     }
 
-    /// What it counts behind a link so many times as fast as those among the peers, as far as that is known. One half as fast is
-    /// what an unknown one is taken for.
+    /// Returns the weight of a processor share, in thousandths, behind a link with relative speed
+    /// `speed` (1.0: as fast as the links among the peers). An unknown link counts as half as fast,
+    /// which yields `far_permille`.
     fn behind(self, speed: Option<f64>) -> u32 {
         let less = f64::from(1000u32.saturating_sub(self.far_permille));
         1000 - (less * 2.0 * (1.0 - speed.unwrap_or(0.5).clamp(0.0, 1.0))).min(1000.0) as u32
     }
 }
 
-/// All that decisions are made from.
+/// All input of the decisions.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    /// The present, on the clock that all spans and deadlines in here use (it never jumps).
+    /// Current time. All times and deadlines in the snapshot are on this monotonic clock.
     pub now: Micros,
-    /// How new tasks are spread.
     pub policy: Policy,
-    /// The host that the last spawn in turn ended with; the next one begins behind it.
+    /// Host at which the last round-robin spawn ended; the next one starts after it.
     pub rotation: HostId,
-    /// What things cost.
     pub costs: Costs,
-    /// What was learned of tasks and moves.
+    /// Values learned from earlier tasks and migrations.
     pub estimates: Estimates,
-    /// Jobs whose tasks wait for each other, by the task at their top.
+    /// Jobs whose tasks wait for each other at barriers, by the task at the top of the job.
     pub barriers: BTreeSet<Tid>,
-    /// The hosts by rising id.
+    /// Sorted by ascending id.
     pub hosts: Hosts,
 }
 
-/// One host.
+/// State of one host as decisions see it.
 #[derive(Clone, Debug)]
 pub struct HostView {
-    /// Its index.
     pub id: HostId,
-    /// Its name in the host table.
     pub name: String,
-    /// Its architecture.
     pub arch: String,
-    /// Hosts of one zone reach each other over fast links.
+    /// Hosts of one zone are connected by fast links.
     pub zone: u32,
-    /// What the administrator says of it, for requirements.
+    /// Labels that the administrator gave the host, for constraints.
     pub labels: Arc<BTreeMap<String, String>>,
-    /// Relative speed, 1000 for an ordinary host.
+    /// Relative speed; 1000 is an ordinary host.
     pub speed: i32,
-    /// Processors as last heard, 1 when never heard.
+    /// Processors in the last report; 1 if there was none.
     pub cores: u32,
-    /// The newest sample, however old; `None` when there was never one.
+    /// Newest sample regardless of its age; `None` before the first report.
     pub sample: Option<Sampled>,
-    /// Demand for its processors that is not ours, over some minutes. `None`: as in the sample.
+    /// Mean processor demand of other software over some minutes. `None`: the sample's value
+    /// counts.
     pub foreign_mean: Option<ForeignMean>,
-    /// What is known of its owner.
     pub owner: Owner,
-    /// Bytes of memory that spawns have asked for since the sample's were read: they are as good as taken.
+    /// Bytes of memory that recent spawns asked for and the sample does not show yet. They count as
+    /// used.
     pub promised: u64,
-    /// What the owner lets guests do.
     pub terms: Terms,
-    /// Why moves to it make no sense at present (its dump engine does not work), and until when.
+    /// Why the host accepts no migrations at present (for example, its dump engine fails), and
+    /// until when.
     pub no_moves: Option<Until>,
-    /// Tasks that are being started on it: they are load already.
+    /// Tasks that are being started on the host; they count as load.
     pub starting: u32,
-    /// The tasks on it.
     pub tasks: Vec<TaskView>,
 }
 
 impl HostView {
-    /// Memory that can still be had, as far as anybody knows.
+    /// Returns the available memory in bytes, less what is promised. `None` without a sample.
     pub fn available_bytes(&self) -> Option<u64> {
         self.sample
             .as_ref()
             .map(|s| s.sample.available_bytes.saturating_sub(self.promised))
     }
 
-    /// The sample, if it is not older than [`SAMPLE_AGE_MAX`].
+    /// Returns the sample if it is at most [`SAMPLE_AGE_MAX`] old.
     pub fn fresh_sample(&self, now: Micros) -> Option<&Sampled> {
         self.sample
             .as_ref()
@@ -191,54 +194,53 @@ impl HostView {
     }
 }
 
-/// A sample and when it came.
+/// A load sample with its arrival time.
 #[derive(Clone, Debug)]
 pub struct Sampled {
-    /// The numbers.
     pub sample: LoadSample,
-    /// When the report arrived, on the snapshot's clock.
+    /// Arrival time of the report, on the snapshot's clock.
     pub at: Micros,
-    /// Tasks of ours that were on the host then; they are part of the numbers.
+    /// Tasks of the virtual machine on the host at that time; the sample includes their load.
     pub own: u32,
 }
 
-/// What is known of a host's owner.
+/// State of a host's owner.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Owner {
-    /// No watcher has reported.
+    /// No load watcher has reported.
     #[default]
     Unknown,
-    /// Nobody uses the machine.
+    /// The host is not in use.
     Absent {
-        /// When the last one left, on the snapshot's clock; `None` when nobody was seen.
+        /// When the last user left, on the snapshot's clock; `None` if no user was seen.
         left: Option<Micros>,
     },
-    /// Somebody may: guests stay, new ones go elsewhere first.
+    /// The host may be in use: guests stay. With an idle login, new tasks go to other hosts first.
     Maybe {
-        /// The watcher's sentence.
+        /// The load watcher's explanation.
         why: String,
-        /// Somebody is logged in, and idle; otherwise there is load that is not ours.
+        /// A user is logged in and idle. Otherwise the evidence is external load.
         idle: bool,
     },
-    /// Somebody does.
+    /// A user is active on the host.
     Present {
-        /// The watcher's sentence.
+        /// The load watcher's explanation.
         why: String,
     },
-    /// Guests are not wanted at present, whoever uses the machine.
+    /// The owner accepts no guests at present, whether or not the host is in use.
     Closed {
-        /// The watcher's sentence.
+        /// The load watcher's explanation.
         why: String,
     },
-    /// Nobody who uses it sends guests away, but somebody has it emptied.
+    /// The host is being drained; its owner alone would accept guests.
     Drained {
-        /// Who asked for it.
+        /// Task that requested the drain.
         by: Tid,
     },
 }
 
 impl Owner {
-    /// True when guests are not wanted: somebody uses the machine, its owner wants none at this time, or it is emptied.
+    /// True if the host accepts no guests: it is in use, closed by its owner, or being drained.
     pub fn is_present(&self) -> bool {
         matches!(
             self,
@@ -246,13 +248,13 @@ impl Owner {
         )
     }
 
-    /// False where somebody is logged in and idle: new tasks go there only when there is no other place. Load that is not ours
-    /// is weighed as load.
+    /// False if a user is logged in and idle: such a host gets new tasks only if no other host has
+    /// room. External load does not matter here; it is weighed as load.
     fn is_calm(&self) -> bool {
         !matches!(self, Owner::Maybe { idle: true, .. })
     }
 
-    /// Why the host is not used, if guests are not wanted there.
+    /// Returns why the host is excluded, if it accepts no guests.
     fn keeps_out(&self) -> Option<Reason<&str>> {
         match self {
             Owner::Present { why } => Some(Reason::Owner { why }),
@@ -263,33 +265,32 @@ impl Owner {
     }
 }
 
-/// When guests leave a host whose owner does not want them any more.
+/// When guests leave a host after its owner stops accepting them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Leaving {
-    /// At once.
     #[default]
     Now,
-    /// Then, on the snapshot's clock, if they are still not wanted.
+    /// At this time on the snapshot's clock, unless guests are accepted again before.
     At(Micros),
-    /// They wait there until they are wanted again.
+    /// Guests stay paused on the host until they are accepted again.
     Never,
-    /// Their daemon ends them.
+    /// The host's daemon terminates the guests; no migration is planned.
     Ended,
 }
 
-/// What the owner of a host lets guests do.
+/// Conditions under which the owner of a host accepts guests.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Terms {
-    /// When they leave if they are not wanted.
     pub leaving: Leaving,
-    /// The job of one that no other host takes is parked; else it stands still here.
+    /// If no other host takes a guest, its job is vacated (checkpointed and ended). Otherwise the
+    /// guest stays paused on the host.
     pub parks: bool,
-    /// What they may have while they are welcome.
+    /// Limits on guests while they are accepted.
     pub limits: Arc<GuestLimits>,
 }
 
 impl Terms {
-    /// Why the owner does not have this program of this user on the host.
+    /// Returns why the owner excludes this program or this user, if so.
     fn blocks(&self, user: u32, program: &str) -> Option<Reason<&str>> {
         if self.limits.users.contains(&user) {
             return Some(Reason::User { user });
@@ -300,64 +301,62 @@ impl Terms {
     }
 }
 
-/// A reason that holds for some time.
+/// A temporary obstacle and its reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Until {
-    /// When it ends, on the snapshot's clock.
+    /// End of the obstacle, on the snapshot's clock.
     pub at: Micros,
-    /// The reason.
     pub why: String,
 }
 
-/// One task.
+/// State of one task as decisions see it.
 #[derive(Clone, Debug)]
 pub struct TaskView {
-    /// Its id.
     pub tid: Tid,
-    /// It belongs to its host, or nobody here is its parent: it cannot move, and it is no guest.
+    /// The task serves its host or was not spawned: it cannot migrate and is not a guest.
     pub pinned: bool,
-    /// It is on its way; the target if it is known.
+    /// Set while the task migrates; the inner value is the target, if known.
     pub moving: Option<Option<HostId>>,
-    /// It stands still until somebody lets it go on, and is no load.
+    /// The task is suspended until an explicit resume, and is no load.
     pub suspended: bool,
-    /// Its user.
     pub user: u32,
-    /// The task at the top of its job: the one that somebody started by hand, or that has no parent.
+    /// Task at the top of the job: one that was started by hand or has no parent.
     pub job: Tid,
-    /// Its program.
     pub name: Arc<str>,
-    /// Since when it runs, on the snapshot's clock; for a task that was there before the resource manager, since then.
+    /// Start time on the snapshot's clock. For a task that the resource manager found running, the
+    /// time when it first saw the task.
     pub since: Micros,
-    /// The work that it has done, as far as can be told: time of an ordinary processor.
+    /// Estimated work done so far, in time of an ordinary processor.
     pub done: Micros,
-    /// Bytes of its memory when it was moved last; 0 when it was never moved.
+    /// Memory at the last migration, in bytes; 0 if the task has never migrated.
     pub bytes: u64,
-    /// Somebody chose its host by name, when it was started or later: it is not moved for the sake of the load.
+    /// The host was chosen by name, at the spawn or later: the task is not rebalanced.
     pub named: bool,
-    /// What its spawn required.
+    /// Constraints of the task's spawn.
     pub wants: Option<Arc<Wants>>,
-    /// When it was moved for the sake of the load within the last hour, oldest first.
+    /// Times of rebalancing migrations in the last hour, oldest first.
     pub shifts: Vec<Micros>,
-    /// Its newest moves, oldest first: it rests from them before it is moved for the sake of the load.
+    /// Times of the newest migrations, oldest first. After each, a cooldown applies before the task
+    /// is rebalanced.
     pub moves: Vec<Micros>,
-    /// Why it cannot move anywhere for a while.
+    /// Why the task cannot migrate to any host for a while.
     pub held: Option<Until>,
-    /// Targets that will not have it for a while.
+    /// Hosts that refuse the task for a while.
     pub refused: Vec<(HostId, Until)>,
 }
 
 impl TaskView {
-    /// True for a task that must leave when the owner of its host comes, and that is not on its way yet.
+    /// True for a guest that is not migrating. It must leave when its host stops accepting guests.
     pub fn is_settled_guest(&self) -> bool {
         !self.pinned && self.moving.is_none()
     }
 
-    /// True for one that computes here: a part of its host's load, with work to do.
+    /// True if the task is part of its host's load: neither pinned nor suspended.
     pub fn computes(&self) -> bool {
         !self.pinned && !self.suspended
     }
 
-    /// A task of which nothing is known but that it runs since then.
+    /// Creates a task of which only the id and the start time are known.
     pub fn new(tid: Tid, since: Micros) -> TaskView {
         TaskView {
             tid,
@@ -381,7 +380,7 @@ impl TaskView {
 }
 
 impl Snapshot {
-    /// Of these hosts, with nothing learned and the rotation of round robin at its beginning.
+    /// Creates a snapshot of these hosts with nothing learned; round robin starts after the master.
     pub fn new(now: Micros, policy: Policy, mut hosts: Hosts) -> Snapshot {
         hosts.refresh(now);
         let (costs, estimates, barriers) =
@@ -397,12 +396,12 @@ impl Snapshot {
         }
     }
 
-    /// The host with this index.
     pub fn host(&self, id: HostId) -> Option<&HostView> {
         self.hosts.position(id).map(|i| &self.hosts[i])
     }
 
-    /// What each of our tasks on a host gets now, in thousandths of an ordinary processor.
+    /// Returns what each task of the virtual machine gets on a host, in thousandths of an ordinary
+    /// processor.
     pub fn rate(&self, id: HostId) -> f64 {
         self.hosts
             .index(self.now)
@@ -410,9 +409,9 @@ impl Snapshot {
             .map_or(0.0, |load| load.rate())
     }
 
-    /// How slow the hosts of a move are for its own work, as they are now.
+    /// Returns the current [`slowness`] of two hosts for the work of a migration between them.
     pub fn slowness(&self, from: HostId, to: HostId) -> f64 {
-        // A host of which nothing is known counts as an ordinary one.
+        // An unknown host counts as an ordinary one.
         let rate = |id| {
             Some(self.rate(id))
                 .filter(|rate| *rate > 0.0)
@@ -421,14 +420,15 @@ impl Snapshot {
         slowness(rate(from), rate(to))
     }
 
-    /// What a move costs this task between these hosts, of that [`slowness`].
+    /// Returns the expected cost of migrating this task between hosts with this [`slowness`].
     pub fn cost(&self, task: &TaskView, from: &HostView, to: &HostView, slowness: f64) -> Micros {
         let bytes = self.estimates.bytes(&task.name, task.bytes);
         self.estimates
             .cost(bytes, slowness, Some(Way::between(from, to)))
     }
 
-    /// The hosts of those with whom a task of this job will talk: whoever spawns it, and the tasks that the job has.
+    /// Returns the hosts that a new task of this job will communicate with: the host of the
+    /// spawning task and the hosts of the job's tasks.
     pub fn peers_of(&self, caller: HostId, job: Tid) -> Vec<HostId> {
         let index = self.hosts.index(self.now);
         std::iter::once(caller)
@@ -441,7 +441,7 @@ impl Snapshot {
             .collect()
     }
 
-    /// The zones of those with whom a task talks: the tasks of its job on other hosts. Empty for one that is alone there.
+    /// Returns the zones of the other hosts on which the task's job runs; empty if there are none.
     fn zones_of_peers(&self, from: HostId, task: &TaskView) -> BTreeSet<u32> {
         let index = self.hosts.index(self.now);
         let others = index
@@ -451,8 +451,8 @@ impl Snapshot {
         others.filter_map(|id| index.zone(id)).collect()
     }
 
-    /// What a share of a processor counts, in thousandths, in a zone for a task whose peers are in these: less behind a link that
-    /// is slower than theirs.
+    /// Returns the weight of a processor share in `zone`, in thousandths, for a task with peers in
+    /// the zones `peers`. A share behind a slower link counts less.
     fn permille(&self, zone: u32, peers: &BTreeSet<u32>) -> u32 {
         match peers.is_empty() || peers.contains(&zone) {
             true => 1000,
@@ -460,18 +460,20 @@ impl Snapshot {
         }
     }
 
-    /// What a reckoned gain is worth; `told`: it rests on what programs have told of their work.
+    /// Returns the factor that corrects a computed gain by experience. `told`: the gain rests on
+    /// work that programs declared.
     fn trust(&self, told: bool) -> f64 {
         self.estimates.trust(self.now, told)
     }
 
-    /// Name of a host, or its number when it is not known.
+    /// Returns the host's name, or its number if the host is unknown.
     pub fn name(&self, id: HostId) -> String {
         self.host(id)
             .map_or_else(|| id.to_string(), |h| h.name.clone())
     }
 
-    /// "h1: reason; h2: reason; memory >= 2G excludes h3 (1.0G), h4 (512.0M); and 7 more".
+    /// Formats exclusions, for example "h1: reason; h2: reason; memory >= 2G excludes h3 (1.0G), h4
+    /// (512.0M); and 7 more".
     fn tell(&self, excluded: &Excluded) -> String {
         let (told, more) = excluded.told();
         let (mut parts, mut unmet) = (Vec::new(), Vec::<(String, Vec<String>)>::new());

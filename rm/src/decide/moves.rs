@@ -1,9 +1,13 @@
-//! Which tasks leave their host because of its owner: he is there, or wants no guests at this time. They leave when he says. A task that is
-//! elsewhere stays elsewhere when he has left, and a host without an owner is never disturbed. A host that somebody has emptied is
-//! left in the same way, at once.
+//! Decides which tasks leave their host because its owner is present or accepts no guests at this
+//! time. They leave when the owner's terms say so. Guests of a host that is being drained leave
+//! immediately.
 //!
-//! However often a task had to go before, it goes again: each time an owner has come, and while it stays it only stands still.
-//! Against moves to and fro hosts whose owners have just left are the last choice ([`SETTLE`]).
+//! - A task does not return when the owner leaves, and hosts that accept guests are never
+//!   disturbed.
+//! - A task leaves each time an owner comes, however often it has migrated before: as long as it
+//!   stays, it is only paused.
+//! - To avoid migrations back and forth, hosts whose owner has just left are the last choice
+//!   ([`SETTLE`]).
 
 use super::excluded::Excluding;
 use super::guests::Guest;
@@ -13,65 +17,59 @@ use sempa_proto::migration::Cause;
 use sempa_proto::{HostId, Micros, Tid};
 use std::fmt;
 
-/// Moves under way at once in the whole virtual machine; the others wait for their turn. Below the number that the
-/// master carries out, so that a person's own request finds room.
+/// Maximum number of concurrent migrations in the virtual machine; further ones wait. Lower than
+/// the master's limit, so that a request of a user finds room.
 pub const MOVES_AT_ONCE_MAX: usize = 48;
-/// A host whose owner left less than this ago is the last choice as a target: he may be back in a moment.
+/// A host whose owner left less than this ago is the last choice as a target, because the owner may
+/// return.
 pub const SETTLE: Micros = Micros::from_secs(10);
 
-/// What passes within this is waited for before a job is parked.
+/// Obstacles that end within this time do not vacate a job.
 const PATIENCE: Micros = Micros::from_secs(5);
-/// What passes within this is not told.
+/// Obstacles that end within this time are not logged.
 const MOMENT: Micros = Micros::from_secs(1);
 
-/// A task is to move.
+/// Decision to migrate one task.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MoveDecision {
-    /// The task.
     pub tid: Tid,
-    /// Where it is.
     pub from: HostId,
-    /// Where it is to go.
     pub to: HostId,
-    /// Why it must go, for the event log.
+    /// Why the task must leave, for the event log.
     pub cause: Cause,
-    /// Why it goes there: one sentence.
+    /// Why the target was chosen, in one sentence.
     pub why: String,
 }
 
-/// Why a task stays although the owner of its host is there.
+/// Why a guest stays although its host accepts no guests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StayReason {
-    /// No host would take it.
+    /// No other host accepts the guest.
     NoHost {
-        /// The other hosts and why not.
+        /// The other hosts with the reason for each.
         excluded: Excluded,
     },
-    /// It cannot be moved at all for a while.
+    /// The guest cannot migrate to any host for a while.
     Held {
-        /// Why.
         why: String,
     },
-    /// [`MOVES_AT_ONCE_MAX`] moves are under way; its turn comes.
+    /// [`MOVES_AT_ONCE_MAX`] migrations are running; the guest waits.
     Turn,
-    /// The owner lets guests wait for some time before they leave.
+    /// The owner grants guests some time before they leave.
     Grace,
-    /// The owner lets guests wait until he has left.
+    /// The owner lets guests stay paused until the host accepts guests again.
     Waits,
-    /// The owner has guests ended where they are.
+    /// The host's daemon terminates the guests.
     Ended,
 }
 
-/// A task that stays although the owner of its host is there.
+/// A guest that stays although its host accepts no guests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stay {
-    /// The task.
     pub tid: Tid,
-    /// Where it is.
     pub host: HostId,
-    /// Why.
     pub why: StayReason,
-    /// When to look again if nothing happens before, on the snapshot's clock.
+    /// When to decide again if nothing changes before, on the snapshot's clock.
     pub again: Option<Micros>,
 }
 
@@ -89,7 +87,7 @@ impl fmt::Display for StayReason {
 }
 
 impl Stay {
-    /// False for reasons that pass in a moment and are not worth an entry in the log.
+    /// False for reasons that are not logged because they end soon.
     pub fn is_news(&self, now: Micros) -> bool {
         match self.why {
             StayReason::Turn | StayReason::Grace | StayReason::Ended => false,
@@ -98,11 +96,11 @@ impl Stay {
         }
     }
 
-    /// True when the owner wants the task's job checkpointed and ended instead.
+    /// True if the owner wants the task's job checkpointed and ended instead.
     pub fn parks(&self, snapshot: &Snapshot) -> bool {
         let wants =
             |host: &HostView| host.terms.parks && !matches!(host.owner, Owner::Drained { .. });
-        // A host that has refused a task is asked again, first after a moment.
+        // A host that has refused a task is asked again, first after a short time.
         let passes = self
             .again
             .is_some_and(|again| again.since(snapshot.now) <= PATIENCE);
@@ -113,7 +111,7 @@ impl Stay {
         nowhere && !passes && snapshot.host(self.host).is_some_and(wants)
     }
 
-    /// Why, with the other hosts and what each has against it.
+    /// Describes the reason, with the other hosts and why each is excluded.
     pub fn reason(&self, snapshot: &Snapshot) -> String {
         match &self.why {
             StayReason::NoHost { excluded } if !excluded.is_empty() => {
@@ -123,7 +121,7 @@ impl Stay {
         }
     }
 
-    /// One sentence for the event log.
+    /// Describes the decision in one sentence for the event log.
     pub fn sentence(&self, snapshot: &Snapshot) -> String {
         let name = snapshot.name(self.host);
         let drained = |host: &HostView| matches!(host.owner, Owner::Drained { .. });
@@ -139,23 +137,23 @@ impl Stay {
     }
 }
 
-/// All decisions about running tasks.
+/// Decisions about all guests of hosts that accept no guests.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Moves {
-    /// Tasks that go, in the order of hosts and tids.
+    /// Tasks that migrate, ordered by host and tid.
     pub go: Vec<MoveDecision>,
-    /// Tasks that should go and stay.
+    /// Tasks that should leave but stay.
     pub stay: Vec<Stay>,
 }
 
 impl Moves {
-    /// When to decide again if nothing happens before.
+    /// Returns when to decide again if nothing changes before.
     pub fn again(&self) -> Option<Micros> {
         self.stay.iter().filter_map(|stay| stay.again).min()
     }
 }
 
-/// Decides for all tasks of hosts whose owner is there.
+/// Decides about all guests of hosts that accept no guests.
 pub fn moves(snapshot: &Snapshot) -> Moves {
     let index = snapshot.hosts.index(snapshot.now);
     let (loads, under_way) = (Loads::of(snapshot), index.under_way());
@@ -180,29 +178,29 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
     moving.out
 }
 
-/// A decision on all guests, while it is being made.
+/// State of one decision about all guests.
 struct Moving<'a> {
     snapshot: &'a Snapshot,
     loads: Loads<'a>,
     under_way: usize,
-    /// What is known of each kind of guests, by its number. When many owners come at once a decision looks for a place for
-    /// each kind that has none, and not for each task.
+    /// Search result for each class of guests, by class index. When many owners come at once, a
+    /// failed search runs once for each class instead of once for each task.
     places: Vec<Option<Place>>,
     out: Moves,
 }
 
-/// Where guests of one kind can go.
+/// Whether guests of one class have a target.
 enum Place {
     Somewhere,
     Nowhere(Nowhere),
 }
 
 impl Moving<'_> {
-    /// Why a guest stays, if it does like others of its kind.
+    /// Returns the decision for a guest that stays, if the result of its class determines it.
     fn as_others(&self, guest: Guest, host: HostId) -> Option<Stay> {
         match self.places[guest.kind].as_ref()? {
             Place::Nowhere(nowhere) => Some(nowhere.stay(guest.tid, host)),
-            // A move that ends makes room, and is an event; no need to look again by time.
+            // The end of a migration makes room and is an event, so no timer is needed.
             Place::Somewhere if self.under_way >= MOVES_AT_ONCE_MAX => Some(Stay {
                 tid: guest.tid,
                 host,
@@ -213,7 +211,7 @@ impl Moving<'_> {
         }
     }
 
-    /// Decides for the guest at this place of its host's list.
+    /// Decides about the guest at this position of its host's task list.
     fn look(&mut self, host: HostId, at: usize, guest: Guest) {
         let (snapshot, now) = (self.snapshot, self.snapshot.now);
         let Some(host) = snapshot.host(host) else {
@@ -228,7 +226,7 @@ impl Moving<'_> {
             why,
             again,
         };
-        // What some host has refused is the task's own affair.
+        // Refusals concern this task only, not its class.
         let refused = task.refused.iter().any(|(_, until)| until.at > now);
         let as_others = || self.as_others(guest, host.id).filter(|_| !refused);
         if let Some(stay) = waits(now, host, task).map(stay).or_else(as_others) {
@@ -276,7 +274,7 @@ impl Moving<'_> {
     }
 }
 
-/// Why a guest does not leave yet whatever place there is, and when to look again.
+/// Returns why a guest does not leave yet, regardless of targets, and when to decide again.
 fn waits(now: Micros, host: &HostView, task: &TaskView) -> Option<(StayReason, Option<Micros>)> {
     let leaving = match host.owner {
         Owner::Drained { .. } => Leaving::Now,
@@ -297,8 +295,10 @@ fn waits(now: Micros, host: &HostView, task: &TaskView) -> Option<(StayReason, O
     ))
 }
 
-/// Places for so many tasks of these users and programs that begin again together, as many on a host as its owner allows, in
-/// turn; `None` if there is not room for all. Hosts that would take all of the kinds for which room is kept are not used.
+/// Assigns hosts to `tasks` tasks of these users and programs that restart together: round robin,
+/// within each owner's task limit. `None` if there is not room for all.
+///
+/// Hosts that admit all of `kept_for` stay unused: their room is reserved for that job.
 pub fn room_for(
     snapshot: &Snapshot,
     tasks: u32,
@@ -340,7 +340,8 @@ pub fn room_for(
     Some(places)
 }
 
-/// True when so many tasks of these users and programs would find room if no owner and no other task were there.
+/// True if `tasks` tasks of these users and programs would find room without any owner and any
+/// other task.
 pub fn room_ever(snapshot: &Snapshot, tasks: u32, kinds: &[(u32, String)]) -> bool {
     let hosts = snapshot
         .hosts
@@ -358,7 +359,7 @@ fn lets_in(host: &HostView, kinds: &[(u32, String)]) -> bool {
         .all(|(user, program)| host.terms.blocks(*user, program).is_none())
 }
 
-/// Why tasks leave the host of this owner, if they do.
+/// Returns the cause of the migrations if tasks must leave the host of this owner.
 fn cause(owner: &Owner) -> Option<Cause> {
     match owner {
         Owner::Present { why } | Owner::Closed { why } => Some(Cause::Owner { why: why.clone() }),
@@ -367,9 +368,11 @@ fn cause(owner: &Owner) -> Option<Cause> {
     }
 }
 
-/// The best host for a task that must leave; one near the others of its job counts for more. Looks at the best hosts first, and
-/// at no more than it must. Requirements of
-/// its spawn come before a host's rest, but where no host meets them it goes all the same: the owner comes first.
+/// Returns the best target for a task that must leave; a host near the other tasks of its job
+/// counts for more. Examines the best hosts first, and no more than necessary.
+///
+/// A host that meets the constraints of the spawn is preferred, even if its owner has just left. If
+/// no host meets them, the task migrates all the same: the owner has priority.
 fn target<'a>(
     snapshot: &'a Snapshot,
     loads: &Loads<'_>,
@@ -397,7 +400,7 @@ fn target<'a>(
     others.into_iter().flatten().next()
 }
 
-/// Why no host is fit, and when one may be again if nothing happens before.
+/// Why no host is a target, and when one may become a target if nothing changes before.
 struct Nowhere {
     excluded: Excluded,
     again: Option<Micros>,
@@ -419,7 +422,8 @@ impl Nowhere {
         }
     }
 
-    /// So it is for a task of the same kind. The host where it is is in here, too, because of its owner.
+    /// Returns the decision for a guest of the same class. Its own host is omitted from the
+    /// reasons; the list contains it because of the owner.
     fn stay(&self, tid: Tid, host: HostId) -> Stay {
         let why = StayReason::NoHost {
             excluded: self.excluded.without(host),
@@ -443,7 +447,8 @@ fn unmet<'a>(
     Some(Reason::Unmet { condition, has })
 }
 
-/// Why a host is no target for this task, and until when. `strict`: what its spawn required must hold, too.
+/// Returns why a host is no target for this task, and until when. `strict`: the constraints of the
+/// spawn must hold, too.
 pub(super) fn unfit<'a>(
     snapshot: &Snapshot,
     host: &'a HostView,

@@ -1,5 +1,5 @@
-//! Where the tasks of one spawn go (`pvm_spawn`): which hosts the request allows, and how the policy spreads the tasks
-//! over them.
+//! Places the tasks of one spawn (`pvm_spawn`): which hosts the request allows, and how the policy
+//! distributes the tasks among them.
 
 use super::choice::Choice;
 use super::load::{Load, Loads, full, why_unknown};
@@ -9,35 +9,35 @@ use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError};
 use std::fmt;
 
-/// Tasks of one spawn at most; more are refused with `OutOfRes`.
+/// Maximum number of tasks per spawn; larger requests are refused with `OutOfRes`.
 pub const SPAWN_TASKS_MAX: u32 = 65_536;
-/// In virtual machines of at most so many hosts a decision speaks of all of them. In larger ones, it speaks of those that
-/// were looked at, and of as many beside an owner; only a request that finds no place looks at all.
+/// In virtual machines with at most this many hosts, a decision explains every host. In larger ones
+/// it explains the hosts that it examined and at most this many hosts that accept no guests. Only a
+/// request without a placement examines all hosts.
 pub const EXPLAINED_HOSTS_MAX: usize = 64;
 
-/// One request for places.
+/// Request to place tasks.
 #[derive(Clone, Copy, Debug)]
 pub struct Ask<'a> {
-    /// The user of the task that asks.
     pub user: u32,
-    /// What the task asked for.
     pub request: &'a SpawnRequest,
-    /// How many of its tasks need a place now.
+    /// Tasks of the request that need a host.
     pub count: u32,
-    /// The host of the task that asks: what `.` means.
+    /// Host of the requesting task: the meaning of `.` in `where`.
     pub caller: HostId,
-    /// Hosts of tasks with which the new ones will talk; hosts near them count for more.
+    /// Hosts of tasks that the new ones will communicate with; hosts near them are preferred.
     pub peers: &'a [HostId],
-    /// Hosts that were lost while this request was carried out.
+    /// Hosts that were lost while the request was carried out.
     pub without: &'a [HostId],
-    /// Hosts that took none of its tasks a moment ago: their owners know more than this host does.
+    /// Hosts that declined tasks of this request shortly before: their daemons know their owners'
+    /// wishes first.
     pub declined: &'a [HostId],
-    /// Hosts that are kept for another request.
+    /// Hosts that are reserved for another request.
     pub kept: &'a [HostId],
 }
 
 impl<'a> Ask<'a> {
-    /// For so many tasks of a request, with no host near to anybody, and none left out.
+    /// Creates a request for `count` tasks without peers and without excluded hosts.
     pub fn of(user: u32, request: &'a SpawnRequest, count: u32, caller: HostId) -> Ask<'a> {
         Ask {
             user,
@@ -52,55 +52,51 @@ impl<'a> Ask<'a> {
     }
 }
 
-/// Why the tasks go where they go, or nowhere.
+/// Why the tasks are placed as they are, or not placed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Why {
     /// The request names the host.
     Asked {
-        /// Its name.
         host: String,
     },
-    /// One after another.
+    /// Round robin over the hosts.
     InTurn {
-        /// How many take part.
+        /// Number of hosts that take part.
         hosts: usize,
     },
-    /// Where a task gets most of a processor.
+    /// Each task goes where it gets the largest processor share.
     Load {
-        /// The first one.
+        /// Host of the first task.
         host: String,
-        /// Thousandths of an ordinary processor there.
+        /// Share on that host, in thousandths of an ordinary processor.
         usable: u64,
     },
-    /// By the number that the request prefers.
+    /// Hosts in the order that the request prefers.
     Rank {
-        /// The preference.
         rank: Rank,
-        /// The first one.
+        /// Host of the first task.
         host: String,
     },
-    /// All on the one host where they get most.
+    /// All tasks on the one host where they get most.
     SameHost {
-        /// Its name.
         host: String,
     },
-    /// Somebody else chose.
+    /// An external chooser selected the hosts.
     Chosen {
-        /// Who.
+        /// Name of the external chooser.
         by: String,
     },
-    /// Somebody else chose nothing, or what cannot be.
+    /// The external chooser failed or made an invalid choice.
     NotChosen {
-        /// Who.
+        /// Name of the external chooser.
         by: String,
-        /// What is wrong.
         why: String,
     },
-    /// The requirements are not understood.
+    /// The constraints text is invalid.
     NotUnderstood(WantsError),
-    /// The request names no host of the virtual machine.
+    /// The request matches no host of the virtual machine.
     NoSuchHost,
-    /// All hosts that the request names are excluded.
+    /// All hosts that the request matches are excluded or full.
     NoneFree,
 }
 
@@ -135,23 +131,22 @@ impl fmt::Display for Why {
     }
 }
 
-/// Where the tasks go.
+/// Result of a placement decision.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// One entry per task, in the order of the tasks.
+    /// One entry per task, in task order.
     pub hosts: Vec<Result<HostId, PvmError>>,
-    /// Why.
     pub why: Why,
-    /// Hosts that were not used, and why not.
+    /// Hosts that were not used, with reasons.
     pub excluded: Excluded,
-    /// Hosts that were looked at although their load is unknown, with the reason.
+    /// Examined hosts whose load is unknown, with the reason.
     pub unknown: Vec<String>,
-    /// Where the rotation stands after this.
+    /// Round-robin position after this placement.
     pub rotation: HostId,
 }
 
 impl Placement {
-    /// One sentence for the event log.
+    /// Describes the placement in one sentence for the event log.
     pub fn sentence(&self, snapshot: &Snapshot) -> String {
         let failed = matches!(self.why, Why::NoneFree | Why::NoSuchHost);
         let told = snapshot.tell(&self.excluded);
@@ -172,12 +167,12 @@ impl Placement {
     }
 }
 
-/// `where` up to the first colon; behind it comes a directory.
+/// Returns `where` up to the first colon; a directory follows the colon.
 pub(super) fn named(place: &str) -> &str {
     place.split(':').next().unwrap_or_default()
 }
 
-/// Why the request itself does not allow this host.
+/// Returns why the request itself does not match this host.
 pub(super) fn not_asked<'a>(ask: &Ask<'_>, host: &'a HostView) -> Option<Reason<&'a str>> {
     let (flags, name) = (ask.request.flags, named(&ask.request.place));
     let complement = flags & SPAWN_COMPLEMENT != 0;
@@ -200,7 +195,7 @@ pub(super) fn not_asked<'a>(ask: &Ask<'_>, host: &'a HostView) -> Option<Reason<
     }
 }
 
-/// Why a host that the request allows is not used all the same.
+/// Returns why a host that the request matches cannot be used.
 pub(super) fn not_fit<'a>(
     ask: &Ask<'_>,
     wants: &Wants,
@@ -221,21 +216,22 @@ pub(super) fn not_fit<'a>(
         return Some(Reason::Unmet { condition, has });
     }
     let blocks = || host.terms.blocks(ask.user, &ask.request.file);
-    // Also where a spawn names it: the host's own daemon starts no guest beside its owner.
+    // Applies also if the spawn names the host: the host's own daemon starts no guest while the
+    // owner accepts none.
     host.owner
         .keeps_out()
         .or_else(blocks)
         .or_else(|| full(host, now, 0, load))
 }
 
-/// Why a host is not used whoever asks.
+/// Returns why a host is excluded for every request.
 pub fn left_out(snapshot: &Snapshot, id: HostId) -> Option<Reason> {
     let host = snapshot.host(id)?;
     let full = || full(host, snapshot.now, 0, || Loads::of(snapshot).load(id));
     host.owner.keeps_out().or_else(full).map(Reason::own)
 }
 
-/// What there is to say of a host that is used all the same.
+/// Returns the restrictions of a host that is not excluded, as sentences.
 pub fn used_but(snapshot: &Snapshot, id: HostId) -> Vec<String> {
     let Some(host) = snapshot.host(id) else {
         return Vec::new();
@@ -265,12 +261,13 @@ pub fn used_but(snapshot: &Snapshot, id: HostId) -> Vec<String> {
     all
 }
 
-/// Places all tasks of a request together, by the snapshot's policy.
+/// Places all tasks of a request by the snapshot's policy.
 pub fn place(snapshot: &Snapshot, ask: &Ask<'_>) -> Placement {
     place_by(snapshot, ask, None)
 }
 
-/// Places all tasks of a request together; somebody else may choose among the hosts that are fit.
+/// Places all tasks of a request. With `choice`, an external chooser selects among the hosts that
+/// fit.
 pub fn place_by(snapshot: &Snapshot, ask: &Ask<'_>, choice: Option<&dyn Choice>) -> Placement {
     match Wants::of(ask.request) {
         Ok(wants) => Placing::new(snapshot, ask, wants).decide(choice),

@@ -1,4 +1,5 @@
-//! How the tasks of one spawn are spread over the hosts that are fit: one decision while it is being made.
+//! Distributes the tasks of one spawn among the hosts that fit. Holds the state of one placement
+//! decision.
 
 use super::choice::{Choice, Offer};
 use super::excluded::Excluding;
@@ -9,11 +10,11 @@ use sempa_proto::{HostId, PvmError};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
-/// Hosts that are not fit and that are looked at in the order of what a task would get there; when it is more of them, all
-/// hosts are looked at in the order of their numbers, which is faster.
+/// Maximum number of excluded hosts that a search by share may meet. Beyond it, a scan of all hosts
+/// by id is faster.
 const UNFIT_MAX: usize = 256;
 
-/// No task gets a place.
+/// Returns a placement in which no task gets a host.
 pub(super) fn nowhere(
     snapshot: &Snapshot,
     ask: &Ask<'_>,
@@ -31,13 +32,13 @@ pub(super) fn nowhere(
     }
 }
 
-/// What is needed throughout one decision.
+/// State of one placement decision.
 pub(super) struct Placing<'a> {
     snapshot: &'a Snapshot,
     ask: &'a Ask<'a>,
     wants: Wants,
     loads: Loads<'a>,
-    /// Zones of the peers.
+    /// Zones of the request's peers.
     zones: BTreeSet<u32>,
     excluded: Excluding,
 }
@@ -60,7 +61,10 @@ impl<'a> Placing<'a> {
         }
     }
 
-    /// Decides.
+    /// Selects the strategy and places the tasks.
+    ///
+    /// In a virtual machine with more than [`EXPLAINED_HOSTS_MAX`] hosts, a placement by load tries
+    /// the best hosts first and scans all hosts only if that fails.
     pub(super) fn decide(mut self, choice: Option<&dyn Choice>) -> Placement {
         let plain = choice.is_none()
             && self.wants.rank.is_none()
@@ -86,14 +90,14 @@ impl<'a> Placing<'a> {
             .or_else(|| not_fit(self.ask, &self.wants, host, self.snapshot.now, load))
     }
 
-    /// How many tasks of this spawn a host can take.
+    /// Returns how many tasks of this spawn the host can take.
     fn capacity(&self, host: &HostView) -> u32 {
         self.wants
             .capacity(host, self.snapshot.now)
             .min(self.loads.load(host.id).left())
     }
 
-    /// Looks at every host first.
+    /// Checks every host, then places the tasks on those that fit.
     fn among_all(mut self, choice: Option<&dyn Choice>, by_load: bool) -> Placement {
         let snapshot = self.snapshot;
         let mut fit = Vec::new();
@@ -156,7 +160,7 @@ impl<'a> Placing<'a> {
             let why = self.why_load(hosts.first());
             (hosts, why)
         } else {
-            // Where somebody seems to be only what the others have no room for.
+            // Hosts with an idle login get only the tasks for which the other hosts have no room.
             let (calm, others): (Vec<_>, Vec<_>) = fit
                 .iter()
                 .copied()
@@ -192,7 +196,7 @@ impl<'a> Placing<'a> {
         self.done(hosts, unknown, why, rotation)
     }
 
-    /// What a decision without a place looks like.
+    /// Returns a placement without hosts. The error is `OutOfRes` if a later attempt may succeed.
     fn none(self) -> Placement {
         let (error, why) = if !self.excluded.asked_for && !self.has_fit() {
             (PvmError::NoHost, Why::NoSuchHost)
@@ -206,7 +210,7 @@ impl<'a> Placing<'a> {
         nowhere(self.snapshot, self.ask, error, why, self.excluded.done())
     }
 
-    /// Some host is allowed and free, but has no room.
+    /// True if some host is not excluded; it may still have no room.
     fn has_fit(&self) -> bool {
         self.excluded.count() < self.snapshot.hosts.len()
     }
@@ -241,7 +245,7 @@ impl<'a> Placing<'a> {
         Why::Load { host, usable }
     }
 
-    /// Some of the hosts that are not used because of their owners.
+    /// Records some of the hosts that accept no guests, to explain the decision.
     fn add_owners(&mut self) {
         let index = self.snapshot.hosts.index(self.snapshot.now);
         let owned = index
@@ -257,7 +261,8 @@ impl<'a> Placing<'a> {
             .for_each(|(host, why)| self.excluded.add(host, why));
     }
 
-    /// PVM's way: each host gets a consecutive run of tasks, the first host is the one behind the last one used.
+    /// Distributes tasks as PVM does: each host gets a consecutive run of tasks, starting after the
+    /// last host used.
     fn in_turn(&self, fit: &[&HostView], count: usize) -> Vec<HostId> {
         let start = fit
             .iter()
@@ -276,9 +281,11 @@ impl<'a> Placing<'a> {
         hosts
     }
 
-    /// Each task goes where it gets most, given where those before it went. Looks at the best hosts only, of all or of those
-    /// that are known to be fit; answers those that it looked at and that are fit. `None` when it would have to look at too
-    /// many of all that are not fit.
+    /// Places each task where it gets the largest share, given the tasks placed before.
+    ///
+    /// Examines the best hosts only, of all hosts or of `fit`. Returns the hosts of the tasks and
+    /// the examined hosts that fit. `None` if a search among all hosts meets more than
+    /// [`UNFIT_MAX`] excluded ones.
     fn by_load(&mut self, fit: Option<&[&HostView]>) -> Option<(Vec<HostId>, Vec<HostId>)> {
         let count = self.ask.count as usize;
         let mut unfit = 0;
@@ -295,7 +302,7 @@ impl<'a> Placing<'a> {
             .flatten();
         let mut best = all.chain(std::iter::from_fn(|| some.pop())).peekable();
         while hosts.len() < count {
-            // Everything that may be better than the best of those already looked at.
+            // Examine every host that may be better than the best one examined so far.
             while let Some(near) = best.next_if(|near| heap.peek().is_none_or(|top| near > top)) {
                 let Some(host) = self.snapshot.host(near.share.host()) else {
                     continue;
@@ -332,7 +339,7 @@ impl<'a> Placing<'a> {
         Some((hosts, looked_at))
     }
 
-    /// The host on which all tasks together get most; `None` when none has room for all.
+    /// Returns the host on which all tasks together get most; `None` if no host has room for all.
     fn same_host<'h>(&self, fit: &[&'h HostView]) -> Option<&'h HostView> {
         let count = self.ask.count;
         let room = fit.iter().filter(|h| self.capacity(h) >= count);
@@ -347,15 +354,15 @@ impl<'a> Placing<'a> {
         room.max_by_key(|h| last(h)).copied()
     }
 
-    /// By the number that the request prefers: the best host is filled to a task for each processor, then the next; then
-    /// each gets more, in the same order.
+    /// Places tasks by the requested rank: fills the best host with one task per processor, then
+    /// the next one. When all are filled, further rounds follow in the same order.
     fn ranked(&self, rank: Rank, fit: &[&HostView]) -> Vec<HostId> {
         let key = |h: &&HostView| {
             let number = rank.by.of(h, self.snapshot.now, || self.loads.load(h.id));
             let order = number.map(|n| if rank.least { u64::MAX - n } else { n });
             (!h.owner.is_calm(), Reverse(order), h.id)
         };
-        // The best first; those behind the last one that gets a task are never put in order.
+        // A heap instead of a sorted list: hosts after the last one that gets a task need no order.
         let mut behind: BinaryHeap<_> = fit
             .iter()
             .enumerate()
@@ -378,7 +385,7 @@ impl<'a> Placing<'a> {
         hosts
     }
 
-    /// What somebody else chose, if it can be.
+    /// Returns the hosts that the external chooser selected, after checking them.
     fn chosen(&self, choice: &dyn Choice, fit: &[&HostView]) -> Result<Vec<HostId>, String> {
         let offer = |host: &&HostView| (self.loads.share(host.id), self.capacity(host));
         let offers: Vec<Offer<'_>> = fit
@@ -404,7 +411,8 @@ impl<'a> Placing<'a> {
     }
 }
 
-/// A host gets a task for each of its processors, as far as it has room and tasks are left. Answers how many that would be.
+/// Gives a host one task per processor, limited by its room and the remaining tasks. Returns the
+/// number of slots used, which may exceed the remaining tasks.
 fn fill(hosts: &mut Vec<HostId>, host: &HostView, room: u32, count: usize) -> u32 {
     let share = host.cores.max(1).min(room);
     hosts.extend(std::iter::repeat_n(
@@ -414,25 +422,25 @@ fn fill(hosts: &mut Vec<HostId>, host: &HostView, room: u32, count: usize) -> u3
     share
 }
 
-/// How many tasks of a spawn would get places if some of those that run stood still: what [`super::place()`] would answer, kept
-/// up as one host after the other changes.
+/// Counts how many tasks of a spawn would get hosts if some running tasks were paused. The result
+/// equals that of [`super::place()`] and is updated host by host.
 pub(super) struct Places<'a> {
     placing: Placing<'a>,
     count: u64,
     room: Room,
 }
 
-/// What some hosts have.
+/// Slots summed over some hosts.
 #[derive(Clone, Copy, Default)]
 struct Room {
-    /// How many tasks of the spawn they take together.
+    /// Slots for tasks of the spawn.
     tasks: u64,
-    /// How many of them take all tasks.
+    /// Hosts with slots for all tasks of the spawn.
     for_all: u64,
 }
 
 impl<'a> Places<'a> {
-    /// As it is.
+    /// Counts the slots of the unchanged snapshot.
     ///
     /// # Errors
     /// Those of [`Wants::of`].
@@ -449,7 +457,7 @@ impl<'a> Places<'a> {
         Ok(places)
     }
 
-    /// Room on a host; none on one that is not fit.
+    /// Returns the slots on a host; 0 if it is excluded.
     fn room_on(&self, host: &HostView) -> u64 {
         if self.placing.exclusion(host).is_some() {
             return 0;
@@ -474,12 +482,13 @@ impl<'a> Places<'a> {
         self.room.tasks.min(self.count)
     }
 
-    /// True when all tasks get places.
+    /// True if all tasks get hosts.
     pub(super) fn are_enough(&self) -> bool {
         self.tasks() == self.count
     }
 
-    /// So many tasks on this host stand still if more tasks of the spawn get places then. Answers whether they do.
+    /// Assumes that `several` tasks on this host are paused, and keeps that assumption if more
+    /// tasks of the spawn get hosts. Returns whether they do.
     pub(super) fn gain_without(&mut self, id: HostId, several: u32) -> bool {
         let Some(host) = self.placing.snapshot.host(id) else {
             return false;

@@ -1,9 +1,14 @@
-//! What is expected of tasks and moves: how much work a task has left, how large it is, and what a move costs. Learns from
+//! Predicts the remaining work and the memory of tasks, and the cost of migrations. Learns from
 //! what happened.
 //!
-//! Work is the time that an ordinary processor (speed 1000) would need for it alone. What a move costs has three parts, which
-//! are learned apart: the freeze by the size of the task, because a large one's tells nothing of a small one's; the transfer by
-//! the link ([`super::links`]), whether memory goes with the images or follows; and warming up.
+//! Work is the time that an ordinary processor (speed 1000) needs for a task alone. The cost of a
+//! migration has three parts:
+//!
+//! - the freeze, learned by the size of the task, because large tasks tell nothing about small
+//!   ones;
+//! - the transfer, learned by link ([`super::links`]), whether the memory is part of the images or
+//!   follows by post-copy;
+//! - warm-up of caches and pages, a fixed rate.
 
 use super::gains::Gains;
 use super::links::{Links, Way};
@@ -12,68 +17,73 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// Programs whose lives are remembered; more forget the one that was heard of longest ago.
+/// Maximum number of programs with remembered statistics. Beyond it, the program that was updated
+/// longest ago is dropped.
 pub const PROGRAMS_MAX: usize = 1024;
-/// Lives of a program that must have been seen before they are believed.
+/// Completed tasks of a program that are required before their mean counts.
 const LIVES_MIN: u32 = 3;
-/// Weight of what happened last.
+/// Minimum weight of the newest observation.
 const NEWEST: f64 = 0.2;
-/// More work is expected of no task, whatever was seen.
+/// Maximum remaining work that is predicted for a task.
 pub const LEFT_MAX: Micros = Micros::from_secs(24 * 3600);
-/// What every move costs beside its bytes, where an ordinary processor has nothing else to do.
+/// Freeze of every migration in seconds, apart from the part proportional to memory, on an idle
+/// ordinary processor.
 const FREEZE: f64 = 0.06;
-/// No host is taken to be slower than an ordinary one by more.
+/// Maximum slowness of a host relative to an ordinary one.
 const SLOW_MAX: f64 = 100.0;
-/// Bytes per second of a task's memory that a dump walks while the task stands still, also where it does not copy them.
+/// Bytes per second of a task's memory that a dump scans while the task is frozen, even if it does
+/// not copy them.
 const WALKED_PER_SECOND: f64 = 7e9;
-/// Tasks of fewer bytes say nothing of a link: their transfer is lost in their freeze.
+/// Tasks of fewer bytes tell nothing about a link: their transfer cannot be told from their freeze.
 const MEASURED_MIN: u64 = 16 << 20;
-/// Tasks of fewer bytes than each of these, and larger ones, have freezes of their own kinds.
+/// Upper bounds of the size classes of freezes, in bytes. Larger tasks form the last class.
 const SIZES: [u64; 3] = [MEASURED_MIN, 256 << 20, 4 << 30];
-/// What a task loses after a move until its caches and pages are there again, beside its bytes.
+/// Time that a task loses after a migration until its caches and pages are present, apart from the
+/// part proportional to memory. In seconds.
 const WARM_UP: f64 = 0.2;
-/// Bytes per second of warming up.
+/// Memory that becomes warm per second, in bytes.
 const WARM_UP_BYTES_PER_SECOND: f64 = 1e9;
-/// A task that was never moved, and of whose program nobody has seen the size, is taken to have so many bytes.
+/// Assumed memory of a task that has never migrated and whose program's size is unknown, in bytes.
 const BYTES_UNKNOWN: u64 = 64 << 20;
 
 #[derive(Clone, Copy, Debug)]
 struct Lives {
     count: u32,
-    /// Mean of the logarithm of their work in seconds.
+    /// Mean logarithm of the work in seconds.
     mean_log: f64,
-    /// Mean of the logarithm of their bytes, where that was seen.
+    /// Mean logarithm of the memory in bytes, if observed.
     bytes_log: Option<f64>,
     heard: u64,
 }
 
-/// The freezes of tasks of one size.
+/// Freeze statistics of one size class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 struct Freezes {
-    /// Logarithm of what they took over what was expected.
+    /// Mean logarithm of actual over expected freeze time.
     bias: f64,
     moves: u64,
 }
 
-/// A move as it was.
+/// Measurements of one migration.
 #[derive(Clone, Copy, Debug)]
 pub struct Journey {
-    /// Between which hosts, if they are known.
+    /// The two hosts, if they are known.
     pub way: Option<Way>,
-    /// How slow they were for the move's own work ([`slowness`]).
+    /// Slowness of the hosts for the work of the migration itself ([`slowness`]).
     pub slowness: f64,
-    /// Bytes of the images.
+    /// Size of the images.
     pub images: u64,
-    /// The task's memory; 0 when its program took along what it needs: that says nothing of others.
+    /// The task's memory in bytes; 0 if the program saved its own state, which tells nothing about
+    /// other tasks.
     pub resident: u64,
-    /// How long the task stood still.
+    /// How long the task was frozen.
     pub frozen: Micros,
-    /// Until all of its memory was there.
+    /// Time until all of its memory was at the target.
     pub whole: Micros,
 }
 
-/// What was learned, to be kept: programs with how many lives were seen and the mean logarithms of their work and bytes;
-/// freezes by size; links; what gains were worth; and of how many moves.
+/// Learned values for storing. `lives` has, for each program, the number of completed tasks and the
+/// mean logarithms of their work and memory. `moves` counts the migrations.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Lessons {
     lives: Vec<(String, u32, f64, Option<f64>)>,
@@ -84,14 +94,14 @@ pub struct Lessons {
 }
 
 impl Lessons {
-    /// Of a virtual machine that is gone: its hosts' numbers mean others now.
+    /// Returns the values for another virtual machine, in which host numbers have other meanings.
     pub fn of_other_hosts(mut self) -> Lessons {
         self.links.forget_hosts();
         self
     }
 }
 
-/// What was learned.
+/// Values learned from earlier tasks and migrations.
 #[derive(Clone, Debug, Default)]
 pub struct Estimates {
     lives: BTreeMap<Arc<str>, Lives>,
@@ -102,7 +112,7 @@ pub struct Estimates {
     moves: u64,
 }
 
-/// The kind of freeze that tasks of so many bytes have.
+/// Returns the size class of the freeze of a task.
 fn kind(bytes: u64) -> usize {
     SIZES
         .iter()
@@ -119,7 +129,7 @@ fn micros(seconds: f64) -> Micros {
 }
 
 impl Estimates {
-    /// As it was kept.
+    /// Restores stored values. Values that are not finite are ignored.
     pub fn recall(lessons: Lessons) -> Estimates {
         let mut estimates = Estimates {
             moves: lessons.moves,
@@ -153,7 +163,7 @@ impl Estimates {
         estimates
     }
 
-    /// To be kept; the program that was heard of longest ago first.
+    /// Returns the learned values for storing, the program that was updated longest ago first.
     pub fn lessons(&self) -> Lessons {
         let mut programs: Vec<(&Arc<str>, &Lives)> = self.lives.iter().collect();
         programs.sort_by_key(|(_, lives)| lives.heard);
@@ -176,32 +186,34 @@ impl Estimates {
         }
     }
 
-    /// A number that changes with everything that is learned.
+    /// Returns a number that changes with every observation.
     pub fn version(&self) -> u64 {
         self.heard + self.moves + self.gains.lessons()
     }
 
-    /// How fast it is between a zone and the nearest of these, beside the links within either, where moves have shown both.
+    /// Returns the speed between a zone and the best connected of `peers`, relative to the faster
+    /// of the links within either zone. `None` until migrations have measured both.
     pub(super) fn beside_within(&self, zone: u32, peers: &BTreeSet<u32>) -> Option<f64> {
         self.links.beside_within(zone, peers)
     }
 
-    /// What a reckoned gain is worth; `told`: it rests on what programs have told of their work.
+    /// Returns the factor that corrects a computed gain by experience. `told`: the gain rests on
+    /// work that programs declared.
     pub(super) fn trust(&self, now: Micros, told: bool) -> f64 {
         self.gains.trust(now, told)
     }
 
-    /// A task that was moved gets so much of what it was to get.
+    /// Records the ratio of actual to predicted rate gain of a migrated task.
     pub(super) fn rate_came(&mut self, now: Micros, ratio: f64) {
         self.gains.rate_came(now, ratio);
     }
 
-    /// A task that was moved had so much of the work left that it was taken to have.
+    /// Records the ratio of actual to predicted remaining work of a migrated task.
     pub(super) fn work_came(&mut self, now: Micros, told: bool, ratio: f64) {
         self.gains.work_came(now, told, ratio);
     }
 
-    /// What is known of a program, to be changed.
+    /// Returns the statistics of a program for an update.
     fn program(&mut self, program: &Arc<str>) -> &mut Lives {
         self.heard += 1;
         if !self.lives.contains_key(program) && self.lives.len() >= PROGRAMS_MAX {
@@ -223,7 +235,7 @@ impl Estimates {
         lives
     }
 
-    /// A task of this program has ended after so much work.
+    /// Records that a task of this program ended after `work`.
     pub fn ended(&mut self, program: &Arc<str>, work: Micros) {
         let log = seconds(work).max(0.001).ln();
         let lives = self.program(program);
@@ -232,7 +244,7 @@ impl Estimates {
         lives.count = lives.count.saturating_add(1);
     }
 
-    /// A task of this program was seen to have so many bytes.
+    /// Records the memory of a task of this program.
     pub fn sized(&mut self, program: &Arc<str>, bytes: u64) {
         if bytes > 0 {
             let (log, lives) = ((bytes as f64).ln(), self.program(program));
@@ -244,8 +256,8 @@ impl Estimates {
         }
     }
 
-    /// How many bytes a task of this program has that had so many when it was moved last, 0 if nobody knows: as many as others
-    /// of its program.
+    /// Returns the memory of a task: `bytes`, its memory at the last migration, or the mean of its
+    /// program if `bytes` is 0.
     pub fn bytes(&self, program: &str, bytes: u64) -> u64 {
         let usual = || self.lives.get(program).and_then(|lives| lives.bytes_log);
         if bytes > 0 {
@@ -255,7 +267,7 @@ impl Estimates {
         }
     }
 
-    /// A move has ended.
+    /// Records a completed migration.
     pub fn moved(&mut self, journey: &Journey) {
         let Journey {
             way,
@@ -276,7 +288,8 @@ impl Estimates {
                     .carried(way, resident, seconds(whole.since(frozen)));
             }
         } else if images >= MEASURED_MIN {
-            // All went while it stood still: what that took beyond the freeze was the link.
+            // All memory was transferred during the freeze. The time beyond the expected freeze was
+            // the transfer.
             let frozen = seconds(frozen);
             self.links.carried(
                 way,
@@ -289,7 +302,7 @@ impl Estimates {
         }
     }
 
-    /// A task of so many bytes stood still for so many seconds, its transfer aside.
+    /// Records a freeze in seconds, without the transfer.
     fn froze(&mut self, bytes: u64, slowness: f64, seconds: f64) {
         let ratio = seconds.max(0.001) / expected_freeze(bytes, slowness);
         let freezes = &mut self.freezes[kind(bytes)];
@@ -298,8 +311,9 @@ impl Estimates {
         freezes.bias += weight * (ratio.clamp(0.05, 100.0).ln() - freezes.bias);
     }
 
-    /// How much work a task of this program has left when it has done so much. Where nothing was seen, as much again: half
-    /// of the processes that have run for some time run for that time again (Harchol-Balter and Downey, 1996).
+    /// Returns the expected remaining work of a task of this program after `done` work. Without
+    /// observations, as much again: half of the processes that have run for some time run for that
+    /// time again (Harchol-Balter and Downey, 1996).
     pub fn left(&self, program: &str, done: Micros) -> Micros {
         let usual = self
             .lives
@@ -308,15 +322,15 @@ impl Estimates {
             .map(|l| micros(l.mean_log.exp()));
         let left = match usual {
             Some(usual) if done < usual => Micros(usual.0 - done.0).max(Micros(done.0 / 2)),
-            // It has outlived the others; how long is anybody's guess.
+            // The task has outlived the mean; half of its work so far is a guess.
             Some(_) => Micros(done.0 / 2),
             None => done,
         };
         left.min(LEFT_MAX)
     }
 
-    /// Seconds that a task of so many bytes stands still, its transfer aside. Where no task of its size has moved, as smaller
-    /// ones do; what large ones do says nothing of it.
+    /// Returns the expected freeze of a task in seconds, without the transfer. If no task of its
+    /// size class has migrated, the next smaller class counts; larger ones tell nothing about it.
     fn freeze(&self, bytes: u64, slowness: f64) -> f64 {
         let known = self.freezes[..=kind(bytes)]
             .iter()
@@ -325,33 +339,38 @@ impl Estimates {
         expected_freeze(bytes, slowness) * known.map_or(1.0, |freezes| freezes.bias.exp())
     }
 
-    /// What a move costs a task of so many bytes, between hosts of this [`slowness`]: freeze, transfer and warming up. While its
-    /// memory follows a task runs only as long as it needs nothing of what is missing: that counts as if it stood still.
-    /// Without a `way`: to a host that is not known yet.
+    /// Returns the expected cost of migrating a task between hosts of this [`slowness`]: freeze,
+    /// transfer and warm-up.
+    ///
+    /// During post-copy a task runs only until it needs a missing page; the transfer therefore
+    /// counts as if the task were frozen. `way` is `None` if the target is not known yet.
     pub fn cost(&self, bytes: u64, slowness: f64, way: Option<Way>) -> Micros {
         let transfer = bytes as f64 / self.links.bytes_per_second(way);
         micros(self.freeze(bytes, slowness) + transfer + warm_up(bytes))
     }
 
-    /// What a move cost a task that had all its memory after so long.
+    /// Returns the actual cost of a migration whose memory was complete after `whole`.
     pub fn came(&self, bytes: u64, whole: Micros) -> Micros {
         micros(seconds(whole) + warm_up(bytes))
     }
 }
 
-/// Seconds that a task of so many bytes loses until its caches are warm again.
+/// Returns the seconds that a task loses until its caches are warm.
 fn warm_up(bytes: u64) -> f64 {
     WARM_UP + bytes as f64 / WARM_UP_BYTES_PER_SECOND
 }
 
-/// The freeze of a task of so many bytes before anything was learned, in seconds.
+/// Returns the freeze in seconds that is assumed before any observation.
 fn expected_freeze(bytes: u64, slowness: f64) -> f64 {
     (FREEZE + bytes as f64 / WALKED_PER_SECOND) * slowness
 }
 
-/// How many times slower than an ordinary processor that has nothing else to do the hosts of a move are, for the work of the
-/// move itself: one half of it is done where the task gets `has` thousandths of such a processor, the other where it gets
-/// `gets`. A faster one counts as an ordinary one.
+/// Returns how much slower the hosts of a migration do the migration's own work than an idle
+/// ordinary processor.
+///
+/// Half of the work is done at the source, where the task gets `has` thousandths of such a
+/// processor, and half at the target, where it gets `gets`. A faster host counts as an ordinary
+/// one.
 pub fn slowness(has: f64, gets: f64) -> f64 {
     let slow = |rate: f64| (1e3 / rate.max(1.0)).clamp(1.0, SLOW_MAX);
     (slow(has) + slow(gets)) / 2.0
@@ -361,8 +380,9 @@ pub fn slowness(has: f64, gets: f64) -> f64 {
 mod tests {
     use super::*;
 
+    /// A task is expected to do as much again, until others of its program have ended.
     #[test]
-    fn a_task_is_expected_to_do_as_much_again_until_others_of_its_program_have_ended() {
+    fn work_left_follows_completed_tasks_of_program() {
         let (mut estimates, program) = (Estimates::default(), Arc::from("worker"));
         let left = |e: &Estimates, done| seconds(e.left("worker", Micros::from_secs(done)));
         assert_eq!(left(&estimates, 30), 30.0);
@@ -374,7 +394,7 @@ mod tests {
         assert_eq!(seconds(estimates.left("other", Micros::from_secs(7))), 7.0);
     }
 
-    /// A move whose memory went with the images.
+    /// Creates a migration whose memory was part of the images.
     fn at_once(bytes: u64, frozen: Micros, slowness: f64) -> Journey {
         Journey {
             way: None,
@@ -386,8 +406,9 @@ mod tests {
         }
     }
 
+    /// The predicted cost of migrations follows their observed cost.
     #[test]
-    fn the_cost_of_moves_follows_what_moves_cost() {
+    fn predicted_cost_follows_observed_cost() {
         let mut estimates = Estimates::default();
         let before = estimates.cost(100 << 20, 1.0, None);
         assert!(before < estimates.cost(1 << 30, 1.0, None));
@@ -402,8 +423,10 @@ mod tests {
         assert!(estimates.cost(100 << 20, 1.0, None) < before);
     }
 
+    /// Post-copy of a large task does not change the predicted cost of a small one, and is not
+    /// considered nearly free.
     #[test]
-    fn a_large_task_whose_memory_follows_leaves_the_cost_of_a_small_one_as_it_was_and_is_not_nearly_free()
+    fn large_post_copy_keeps_cost_of_small_tasks()
      {
         let mut estimates = Estimates::default();
         let small = estimates.cost(1 << 20, 1.0, None);
@@ -428,15 +451,16 @@ mod tests {
             (14.0..15.0).contains(&large),
             "what it took, and warming up: {large}"
         );
-        // The other way round a small one does tell something of large ones, until these have moved.
+        // Small tasks do tell something about large ones, until large ones have migrated.
         let mut estimates = Estimates::default();
         let large = estimates.cost(resident, 1.0, None);
         (0..30).for_each(|_| estimates.moved(&at_once(1 << 20, Micros::from_millis(300), 1.0)));
         assert!(estimates.cost(resident, 1.0, None) > large);
     }
 
+    /// A task that has never migrated is assumed as large as others of its program.
     #[test]
-    fn a_task_that_never_moved_is_as_large_as_others_of_its_program() {
+    fn unmigrated_task_has_its_programs_size() {
         let (mut estimates, program) = (Estimates::default(), Arc::from("worker"));
         assert_eq!(estimates.bytes("worker", 0), BYTES_UNKNOWN);
         estimates.sized(&program, 0);
@@ -454,8 +478,9 @@ mod tests {
         );
     }
 
+    /// A migration in which the program saved its own state teaches nothing about others.
     #[test]
-    fn a_move_by_the_programs_own_means_teaches_nothing_of_others() {
+    fn self_saved_state_teaches_nothing() {
         let mut estimates = Estimates::default();
         let before = estimates.cost(1 << 20, 1.0, None);
         estimates.moved(&Journey {
@@ -465,8 +490,10 @@ mod tests {
         assert_eq!(estimates.cost(1 << 20, 1.0, None), before);
     }
 
+    /// A migration between slow hosts costs more, and does not distort the predictions for other
+    /// hosts.
     #[test]
-    fn a_move_between_slow_hosts_costs_more_and_teaches_nothing_false_about_others() {
+    fn slow_hosts_cost_more_and_teach_nothing_false() {
         assert_eq!(
             (
                 slowness(1000.0, 4000.0),
@@ -493,8 +520,9 @@ mod tests {
         assert!(estimates.cost(1 << 20, 1.0, None).0.abs_diff(ordinary.0) < 10);
     }
 
+    /// Predictions are the same after learned values were stored and restored.
     #[test]
-    fn what_was_learned_outlives_its_keeper() {
+    fn learned_values_survive_storing() {
         let (mut estimates, program) = (Estimates::default(), Arc::from("worker"));
         for _ in 0..LIVES_MIN {
             estimates.ended(&program, Micros::from_secs(100));
@@ -513,8 +541,9 @@ mod tests {
         assert_eq!(again.lessons(), estimates.lessons());
     }
 
+    /// Beyond the maximum, the programs that were updated longest ago are dropped.
     #[test]
-    fn programs_are_forgotten_when_there_are_too_many() {
+    fn excess_programs_are_dropped() {
         let mut estimates = Estimates::default();
         for n in 0..PROGRAMS_MAX + 10 {
             estimates.ended(&Arc::from(format!("p{n}")), Micros::from_secs(1));

@@ -1,87 +1,83 @@
-//! Why hosts are not used.
+//! Reasons why a decision excludes a host.
 
 use super::{Condition, Figure, Has};
 use sempa_proto::Tid;
 use std::fmt;
 use std::sync::Arc;
 
-/// Why a host is not used. `S` is its text: decisions look at many hosts whose reasons nobody will read, and borrow it from
-/// the snapshot until it is kept.
+/// Reason why a host is excluded.
+///
+/// `S` is the text type. Decisions examine many hosts whose reasons are never reported, so they
+/// borrow the text from the snapshot until a reason is kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reason<S = String> {
     /// The request names another host.
     OtherHost,
-    /// The architecture is another one.
+    /// The host has another architecture.
     OtherArch {
-        /// What the host is.
         has: S,
     },
-    /// The request wants the hosts that it does not name.
+    /// The request asks for the hosts that it does not name, and names this one.
     Complement,
-    /// Its owner is there.
+    /// The owner is present.
     Owner {
-        /// The watcher's sentence.
+        /// The load watcher's explanation.
         why: S,
     },
-    /// Its owner wants no guests at this time.
+    /// The owner accepts no guests at this time.
     Closed {
-        /// The watcher's sentence.
+        /// The load watcher's explanation.
         why: S,
     },
-    /// Somebody has it emptied.
+    /// The host is being drained.
     Drained {
-        /// Who asked for it.
+        /// Task that requested the drain.
         by: Tid,
     },
-    /// As many tasks are there as its owner allows.
+    /// The owner's task limit is reached.
     Cores {
-        /// How many.
         most: u32,
     },
-    /// Its owner keeps the memory that is free.
+    /// The free memory does not exceed what the owner keeps free by enough for a task.
     Memory {
-        /// Bytes that are to stay free.
+        /// Bytes that must stay free.
         keeps: u64,
         /// Bytes that are free.
         has: u64,
     },
-    /// Its owner blocks this program.
+    /// The owner blocks this program.
     Program {
-        /// The owner's words for it.
+        /// The owner's pattern that matches the program.
         pattern: S,
     },
-    /// Its owner blocks this user.
+    /// The owner blocks this user.
     User {
-        /// The user.
         user: u32,
     },
-    /// A condition of the request does not hold there.
+    /// A condition of the request does not hold.
     Unmet {
-        /// The condition.
         condition: Arc<Condition>,
-        /// What the host has instead.
         has: Has<S>,
     },
-    /// It is kept for a request that has waited for long.
+    /// The host is reserved for a request that has waited long.
     Kept,
-    /// It was lost or did not answer while this request was carried out.
+    /// The host was lost or did not answer while this request was carried out.
     NoAnswer,
-    /// It said a moment ago that it takes no more tasks, because of its owner or for want of room.
+    /// The host's daemon declined further tasks shortly before, because of its owner or for lack of
+    /// room.
     Declined,
-    /// It cannot take over running tasks at present.
+    /// The host cannot accept migrations at present.
     NoMoves {
-        /// Why.
         why: S,
     },
-    /// It did not take this task the last time.
+    /// The host refused this task at the last attempt.
     Refused {
-        /// Why.
         why: S,
     },
 }
 
 impl Reason<&str> {
-    /// The same with a text of its own.
+    /// Converts borrowed text to owned text.
     pub(super) fn own(self) -> Reason {
         match self {
             Reason::OtherHost => Reason::OtherHost,

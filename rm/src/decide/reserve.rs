@@ -1,15 +1,16 @@
-//! Hosts that are kept for a spawn that has waited for long, so that smaller ones do not always take what becomes free before it is
-//! enough for the large one.
+//! Reserves hosts for a spawn that has waited long. Otherwise smaller requests could take each slot
+//! that becomes free before there are enough for a large one.
 
 use super::place::{Ask, not_asked};
 use super::{HostView, Snapshot, Together, Wants};
 use sempa_proto::{HostId, Micros};
 use std::cmp::Reverse;
 
-/// A spawn that has waited for so long has hosts kept for it.
+/// Waiting time after which hosts are reserved for a spawn.
 pub const RESERVE_AFTER: Micros = Micros::from_secs(120);
 
-/// Tasks of a spawn that a host takes when nobody else is there; 0 where it never takes one, or its owner is there now.
+/// Returns how many tasks of a spawn an otherwise empty host takes; 0 if it can never take one or
+/// accepts no guests at present.
 fn takes(snapshot: &Snapshot, ask: &Ask<'_>, wants: &Wants, host: &HostView) -> u64 {
     let closed = host.owner.keeps_out().is_some()
         || host.terms.blocks(ask.user, &ask.request.file).is_some();
@@ -31,8 +32,8 @@ fn takes(snapshot: &Snapshot, ask: &Ask<'_>, wants: &Wants, host: &HostView) -> 
     }
 }
 
-/// Hosts that together take all tasks of a spawn when those that are there have ended; those of `before` first, then those that
-/// are nearly empty. None if it could never be enough.
+/// Returns hosts that together have slots for all tasks of a spawn once their current tasks have
+/// ended: hosts of `before` first, then the emptiest. Empty if all hosts together are not enough.
 pub fn reserve(snapshot: &Snapshot, ask: &Ask<'_>, before: &[HostId]) -> Vec<HostId> {
     let Ok(wants) = Wants::of(ask.request) else {
         return Vec::new();

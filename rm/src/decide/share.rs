@@ -1,5 +1,5 @@
-//! Who stands still for whom: tasks of users who have taken much give way to a request of one who has taken little and waits
-//! for a free host, and go on when there is room for them again.
+//! Preemption between users: tasks of users with a high index are suspended so that a waiting
+//! request of a user with a low index gets hosts. They resume when there is room again.
 
 use super::index::Index;
 use super::load::Load;
@@ -9,36 +9,37 @@ use super::{Ask, Fair, HostView, Snapshot, TaskView};
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Tasks that are looked at for one request at most.
+/// Maximum number of tasks examined for one request, and of hosts examined for a task that resumes.
 pub const GIVING_MAX: usize = 256;
-/// A task that gave way stands still for so long at least: what it made room for is to begin there.
+/// Minimum time that a preempted task stays suspended. The request it made room for must have time
+/// to start.
 const STAND_MIN: Micros = Micros::from_secs(20);
-/// Hundredths of a processor that have to be free where a task goes on.
+/// Hundredths of a processor that must be idle where a task resumes.
 const FREE_PERCENT: u64 = 100;
 
-/// A task that is to stand still.
+/// A task selected for preemption.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GivesWay {
-    /// The task.
     pub tid: Tid,
-    /// Why: one sentence.
+    /// Explanation in one sentence.
     pub why: String,
 }
 
-/// How a task that gave way comes to its turn again.
+/// Where a preempted task resumes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Again {
-    /// It goes on where it is.
+    /// On its current host.
     Here,
-    /// It has to go there first.
+    /// After a migration to this host.
     At(HostId),
 }
 
-/// Which tasks are to stand still so that a request that waits gets its places: of the users who have taken most, those that
-/// began last. As many places as it would get if nobody of them were there, and that may be fewer than it asks for. Empty for a
-/// request that needs nobody to give way.
+/// Selects the tasks to suspend so that a waiting request gets hosts: tasks of the users with the
+/// highest indices, the most recently started first.
 ///
-/// Those go first of which one is enough for a place; where several share a host, all that is needed of them.
+/// The request gets as many hosts as if none of these users' tasks ran, which may be fewer than it
+/// asks for. Tasks that free a slot alone are selected first, then groups of tasks on one host that
+/// free a slot only together. Empty if the request needs no preemption.
 pub fn give_way(snapshot: &Snapshot, fair: &Fair, ask: &Ask<'_>) -> Vec<GivesWay> {
     let now = snapshot.now;
     let users = fair.give_way(now, ask.user);
@@ -68,17 +69,18 @@ pub fn give_way(snapshot: &Snapshot, fair: &Fair, ask: &Ask<'_>) -> Vec<GivesWay
     giving.out
 }
 
-/// A decision on who gives way, while it is being made.
+/// State of one victim selection.
 struct Giving<'a> {
     places: Places<'a>,
     looked_at: usize,
-    /// Those that make no room yet, by host: of the users before, too, for a host may be shared by several who owe.
+    /// Tasks that do not free a slot yet, by host. Tasks of users examined before are kept, because
+    /// several users may share a host.
     together: BTreeMap<HostId, Vec<GivesWay>>,
     out: Vec<GivesWay>,
 }
 
 impl Giving<'_> {
-    /// Tasks of which each makes room alone; answers the others.
+    /// Selects the tasks that free a slot alone. Returns the others.
     fn one_each(
         &mut self,
         tasks: impl Iterator<Item = (Tid, HostId)>,
@@ -102,7 +104,7 @@ impl Giving<'_> {
         left
     }
 
-    /// Tasks that make room together with others on the same hosts.
+    /// Selects tasks that free a slot together with others on the same host.
     fn several(&mut self, tasks: Vec<(Tid, HostId)>, why: &str) {
         for (tid, host) in tasks {
             if self.places.are_enough() {
@@ -124,13 +126,15 @@ impl Giving<'_> {
     }
 }
 
-/// Which of the tasks that gave way, since then, come to their turn again; those first that have stood longest. `busy`: hosts
-/// where something is being started.
+/// Selects the preempted tasks that resume, the longest suspended first. `gave_way`: the preempted
+/// tasks and when they were suspended. `busy`: hosts on which tasks are being started.
 ///
-/// They go on where they are when there is a free processor for them, else go to a host that has one. Where there is none, it
-/// counts whose the load is. Tasks of other users that began meanwhile are not disturbed. Load that is not ours may stay for
-/// ever, and beside it they rather run slowly. Nobody who waits has the worse of it: a request that has found no place while
-/// they stand still finds none for that, and they give way again as soon as it helps.
+/// A task resumes on its host if a processor is idle there, else on another host with an idle
+/// processor. If there is none, external load is ignored: it may last forever, and a slow task is
+/// better than a suspended one. Tasks of other users that started meanwhile are not disturbed.
+///
+/// Waiting requests lose nothing. A request that finds no host while these tasks are suspended does
+/// not need their hosts, and the tasks are preempted again as soon as that helps.
 pub fn go_on(
     snapshot: &Snapshot,
     gave_way: &BTreeMap<Tid, Micros>,
@@ -158,7 +162,8 @@ pub fn go_on(
         taken: BTreeMap::new(),
     };
     let mut out = Vec::new();
-    // So nobody goes to where another one has stood and goes on himself.
+    // Tasks that resume in place come first, so that no task migrates to a host whose own task then
+    // resumes there.
     for (moves, slowly) in [(false, false), (true, false), (false, true), (true, true)] {
         ready.retain(|(since, host, task)| {
             let to = match (moves, slowly) {
@@ -181,24 +186,25 @@ pub fn go_on(
     out
 }
 
-/// What hosts have for tasks that go on one after the other.
+/// Capacity of hosts for tasks that resume one after the other.
 struct Rooms<'a> {
     snapshot: &'a Snapshot,
     index: &'a Index,
     busy: &'a BTreeSet<HostId>,
-    /// Tasks that go on by now.
+    /// Tasks already selected to resume, by host.
     taken: BTreeMap<HostId, u32>,
 }
 
 impl Rooms<'_> {
-    /// The load of a host that may have one more task of ours; none where something is being started.
+    /// Returns the load of a host that may take one more own task. `None` if it may not, or if a
+    /// task is being started there.
     fn load(&self, id: HostId) -> Option<Load> {
         let load = self.index.load(id).filter(|_| !self.busy.contains(&id))?;
         let own = load.own + self.taken.get(&id).copied().unwrap_or(0);
         Some(Load { own, ..load }).filter(|load| load.left() > 0)
     }
 
-    /// The host of a task, if it may go on there.
+    /// Returns the task's own host if the task may resume there.
     fn stays(&self, host: &HostView, enough: impl Fn(Load) -> bool) -> Option<HostId> {
         let load = self
             .load(host.id)
@@ -206,7 +212,8 @@ impl Rooms<'_> {
         load.is_some_and(enough).then_some(host.id)
     }
 
-    /// The best other host that has a processor for a task, or where it goes on slowly.
+    /// Returns the best other host with a processor for the task. `slowly`: a processor that is
+    /// shared with external load is enough.
     fn other(&self, host: &HostView, task: &TaskView, slowly: bool) -> Option<HostId> {
         let now = self.snapshot.now;
         if task.named || task.held.as_ref().is_some_and(|held| held.at > now) {
@@ -226,17 +233,19 @@ impl Rooms<'_> {
     }
 }
 
-/// Nobody uses one of the processors.
+/// True if a whole processor is idle.
 fn has_free(load: Load) -> bool {
     load.free_percent() >= FREE_PERCENT
 }
 
-/// None of our tasks uses one of the processors. A part of one is enough for one task.
+/// True if own tasks leave a processor for one more task. A fraction of a processor is enough for
+/// the only task.
 fn is_left_one(load: Load) -> bool {
     load.own == 0 || u64::from(load.own + 1) * 1000 <= load.capacity
 }
 
-/// Another user's task has begun since this one gave way: the one that it made room for, or one that came after that.
+/// True if another user's task has started on the host since this one was preempted: the request it
+/// made room for, or a later one.
 fn has_come(host: &HostView, task: &TaskView, since: Micros) -> bool {
     let stays = |other: &TaskView| other.computes() && other.moving.is_none();
     host.tasks

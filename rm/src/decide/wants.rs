@@ -1,4 +1,4 @@
-//! What a spawn requires of its hosts, and what it prefers: a small text.
+//! Constraints and preferences of a spawn, parsed from a small text.
 //!
 //! ```text
 //! text      = part { (";" | ",") part }
@@ -8,12 +8,14 @@
 //! seconds   = number [ "s" | "m" | "h" ]
 //! ```
 //!
-//! Names are `host`, `arch`, `memory` (bytes that can be had, for each task), `cores`, `speed` (1000 is an ordinary host),
-//! `free` (processors that nobody uses), or a label that the administrator has given to hosts. Sizes may end in K, M, G or T.
-//! Example: `memory >= 2G; arch = LINUX64; host != h3|h4; spread; rank = speed`.
+//! Names are `host`, `arch`, `memory` (available bytes for each task), `cores`, `speed` (1000 is an
+//! ordinary host), `free` (idle processors), or a label that the administrator gave to hosts. Sizes
+//! may end in K, M, G or T. Example: `memory >= 2G; arch = LINUX64; host != h3|h4; spread; rank =
+//! speed`.
 //!
-//! A spawn carries it in `where`, behind a question mark and without flags that give `where` another meaning, or in its
-//! environment as [`WANTS_ENV`]; both together must hold. There is no colon in it: behind one comes a directory.
+//! A spawn passes the text in `where`, after a question mark and without flags that give `where`
+//! another meaning, or in its environment as [`WANTS_ENV`]. If both are present, both must hold.
+//! The text contains no colon, because in `where` a directory follows the first colon.
 
 use super::HostView;
 use super::load::Load;
@@ -26,119 +28,104 @@ use std::fmt;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// Bytes of a text at most.
+/// Maximum length of a constraints text, in bytes.
 pub const WANTS_BYTES_MAX: usize = 4096;
 
-/// What is compared.
+/// Host attribute that a condition compares.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Name {
-    /// The name of the host.
     Host,
-    /// Its architecture.
     Arch,
-    /// One of its numbers.
     Figure(Figure),
-    /// A label of the host.
+    /// Label that the administrator gave the host.
     Label(String),
 }
 
-/// A number of a host.
+/// Numeric attribute of a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Figure {
-    /// Memory that can be had without swapping, in bytes.
+    /// Memory that is available without swapping, in bytes.
     Memory,
-    /// Processors.
     Cores,
-    /// Relative speed, 1000 for an ordinary host.
+    /// Relative speed; 1000 is an ordinary host.
     Speed,
-    /// Hundredths of processors that nobody uses.
+    /// Idle processors, in hundredths.
     Free,
 }
 
-/// How it is compared.
+/// Comparison operator of a condition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
-    /// One of the values.
+    /// Equal to one of the values.
     Is,
-    /// None of the values.
+    /// Equal to none of the values.
     IsNot,
-    /// At least.
     AtLeast,
-    /// At most.
     AtMost,
-    /// More than.
     Above,
-    /// Less than.
     Below,
 }
 
-/// One condition; all must hold.
+/// One condition of a spawn; all of them must hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Condition {
-    /// What is compared.
     pub name: Name,
-    /// How.
     pub op: Op,
-    /// With what, as it was written; more than one only with [`Op::Is`] and [`Op::IsNot`].
+    /// Right-hand sides as written. More than one is possible only with [`Op::Is`] and
+    /// [`Op::IsNot`].
     pub values: Vec<String>,
-    /// The numbers of `values` when a figure is compared.
+    /// The parsed `values` if the attribute is numeric.
     numbers: Vec<u64>,
 }
 
-/// How many tasks of one spawn may be on one host.
+/// How many tasks of one spawn may share a host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Together {
-    /// As many as come.
     #[default]
     Any,
-    /// All on one.
+    /// All tasks on one host.
     SameHost,
-    /// So many at most on each.
+    /// At most this many tasks per host.
     Spread(u32),
 }
 
-/// What the best host is.
+/// Preferred order of the hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rank {
-    /// By this number.
     pub by: Figure,
-    /// The smallest first.
+    /// Prefer the smallest value instead of the largest.
     pub least: bool,
 }
 
-/// Requirements and preference of a spawn.
+/// Constraints and preferences of a spawn.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wants {
-    /// All must hold.
     pub conditions: Vec<Arc<Condition>>,
-    /// How many on one host.
     pub together: Together,
-    /// The preference; by load when there is none.
+    /// Preferred order; without one, hosts are chosen by load.
     pub rank: Option<Rank>,
-    /// The tasks of the job wait for each other: it is as fast as its slowest task.
+    /// The tasks of the job wait for each other at barriers: the job is as fast as its slowest
+    /// task.
     pub barrier: bool,
-    /// What each task will do, in time of an ordinary processor, as the program says.
+    /// Work of each task as declared by the program, in time of an ordinary processor.
     pub work: Option<Micros>,
 }
 
-/// A text that is not understood; nothing is placed.
+/// Error of an invalid text; none of the tasks is placed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum WantsError {
-    /// Nothing comparable.
+    /// Neither a condition nor a keyword.
     #[error("{0:?} is not a requirement; it looks like 'memory >= 2G' or 'host != h3|h4'")]
     Part(String),
-    /// A figure needs a number.
+    /// A numeric attribute is compared with something that is not a number.
     #[error("{value:?} is not a number for {name}")]
     Number {
-        /// The figure.
         name: String,
-        /// What was written.
         value: String,
     },
-    /// `host` and `arch` have no order.
+    /// `host` and `arch` support only equality.
     #[error("{0} can only be compared with '=' or '!='")]
     NoOrder(String),
-    /// Too long.
     #[error("the requirements are longer than {WANTS_BYTES_MAX} bytes")]
     TooLong,
 }
@@ -154,8 +141,8 @@ impl Figure {
         })
     }
 
-    /// The number of a host at `now`; `None` when nobody knows it: a sample that is too old tells nothing. The load is asked for
-    /// only where it counts.
+    /// Returns the value for a host at `now`; `None` if the sample is missing or too old. `load` is
+    /// called only for [`Figure::Free`].
     pub(super) fn of(self, host: &HostView, now: Micros, load: impl Fn() -> Load) -> Option<u64> {
         let fresh = || host.fresh_sample(now);
         match self {
@@ -166,7 +153,7 @@ impl Figure {
         }
     }
 
-    /// A number as people write it.
+    /// Formats a value in a readable unit.
     pub(super) fn text(self, value: u64) -> String {
         match self {
             Figure::Memory => {
@@ -232,7 +219,7 @@ impl fmt::Display for Name {
 }
 
 impl Op {
-    /// The longer ones first, because the shorter ones are their beginnings.
+    /// Longer operators first, because shorter ones are their prefixes.
     const ALL: [(&'static str, Op); 6] = [
         ("!=", Op::IsNot),
         (">=", Op::AtLeast),
@@ -275,21 +262,20 @@ impl fmt::Display for Condition {
     }
 }
 
-/// What a host has instead of what a condition asks for.
+/// Actual value of a host that does not meet a condition.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Has<S = String> {
-    /// A number.
     Number(Figure, u64),
-    /// Another text.
+    /// A name, architecture or label.
     Text(S),
-    /// Nobody knows the number.
+    /// The host has not reported the value, or its sample is too old.
     Unknown,
-    /// No such label.
+    /// The host has no such label.
     NoLabel,
 }
 
 impl Has<&str> {
-    /// The same with a text of its own.
+    /// Converts borrowed text to owned text.
     pub(super) fn own(self) -> Has {
         match self {
             Has::Number(figure, value) => Has::Number(figure, value),
@@ -311,7 +297,7 @@ impl<S: fmt::Display> fmt::Display for Has<S> {
     }
 }
 
-/// What a host has instead of what a condition asks for; `None` where the condition holds.
+/// Returns the host's actual value if the condition does not hold, else `None`.
 fn lacks<'a>(
     condition: &Condition,
     host: &'a HostView,
@@ -392,7 +378,8 @@ impl Condition {
     }
 }
 
-/// A span of time as people write it: seconds, or with `m` or `h` behind them.
+/// Parses a duration: seconds, or a number with the suffix `s`, `m` or `h`. Limited to
+/// [`LEFT_MAX`].
 fn work(text: &str) -> Option<Micros> {
     let units = [("h", 3600.0), ("m", 60.0), ("s", 1.0)];
     let unit = units
@@ -404,10 +391,10 @@ fn work(text: &str) -> Option<Micros> {
 }
 
 impl Wants {
-    /// Reads a text.
+    /// Parses a constraints text.
     ///
     /// # Errors
-    /// [`WantsError`] names the part that is not understood.
+    /// [`WantsError`] names the invalid part.
     pub fn parse(text: &str) -> Result<Wants, WantsError> {
         if text.len() > WANTS_BYTES_MAX {
             return Err(WantsError::TooLong);
@@ -446,10 +433,10 @@ impl Wants {
         Ok(wants)
     }
 
-    /// What a spawn asks for: of its environment and of its `where`.
+    /// Returns the constraints of a spawn, combined from its environment and its `where` argument.
     ///
     /// # Errors
-    /// [`WantsError`] when a text is not understood.
+    /// [`WantsError`] if one of the texts is invalid.
     pub fn of(request: &SpawnRequest) -> Result<Wants, WantsError> {
         let of_env = |entry: &Vec<u8>| {
             let text = std::str::from_utf8(entry).ok()?;
@@ -457,7 +444,7 @@ impl Wants {
                 .strip_prefix('=')
                 .map(Wants::parse)
         };
-        // Of two entries the later one counts, as for the program.
+        // Of duplicate entries the last one counts, as it does for the program.
         let mut wants = request
             .env
             .iter()
@@ -482,7 +469,8 @@ impl Wants {
         Ok(wants)
     }
 
-    /// The first condition that a host does not meet at `now`, and what the host has.
+    /// Returns the first condition that the host does not meet at `now`, with the host's actual
+    /// value.
     pub(super) fn unmet<'a>(
         &self,
         host: &'a HostView,
@@ -494,7 +482,8 @@ impl Wants {
             .find_map(|c| Some((c.clone(), lacks(c, host, now, &load)?)))
     }
 
-    /// True for a host that will not meet the conditions, whoever leaves it.
+    /// True if the host cannot meet the conditions even without any task. Conditions on memory and
+    /// idle processors are ignored, because tasks that leave change these values.
     pub(super) fn is_never_met(&self, host: &HostView, now: Micros) -> bool {
         let passes =
             |c: &&Arc<Condition>| !matches!(c.name, Name::Figure(Figure::Memory | Figure::Free));
@@ -505,7 +494,7 @@ impl Wants {
             .any(|c| lacks(c, host, now, no_load).is_some())
     }
 
-    /// Bytes that each task needs, if the spawn says so.
+    /// Returns the bytes that each task needs, if the constraints state a lower bound.
     pub fn memory(&self) -> Option<u64> {
         let wanted = self
             .conditions
@@ -517,7 +506,8 @@ impl Wants {
             .max()
     }
 
-    /// How many tasks of this spawn a host can take at `now`.
+    /// Returns how many tasks of this spawn the host can take at `now`, by memory and by the
+    /// spread.
     pub(super) fn capacity(&self, host: &HostView, now: Micros) -> u32 {
         let spread = match self.together {
             Together::Spread(most) => most,
@@ -540,8 +530,9 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// A text is parsed into conditions, rank, spread and declared work.
     #[test]
-    fn a_text_gives_conditions_preference_and_spread() {
+    fn parses_conditions_rank_and_spread() {
         let wants =
             Wants::parse(" memory >= 1.5G ,arch=LINUX64|LINUX; host != h3 | h4;disk = ssd; spread=2; rank = -speed")
                 .expect("good");
@@ -586,8 +577,9 @@ mod tests {
         );
     }
 
+    /// The error of an invalid text names the invalid part.
     #[test]
-    fn what_is_not_understood_is_named() {
+    fn parse_error_names_invalid_part() {
         for (text, says) in [
             ("memory", "\"memory\" is not a requirement"),
             ("memory >= lots", "\"lots\" is not a number for memory"),
@@ -607,8 +599,9 @@ mod tests {
         assert_eq!(Wants::parse(&"x".repeat(5000)), Err(WantsError::TooLong));
     }
 
+    /// Constraints come from `where` and from the environment; flags keep their meaning.
     #[test]
-    fn where_and_environment_carry_it_and_flags_keep_their_meaning() {
+    fn constraints_come_from_where_and_environment() {
         let env = vec![b"SEMPA_WANTS=cores >= 4; rank = speed".to_vec()];
         let request = |flags, place: &str| SpawnRequest {
             flags,
@@ -643,8 +636,10 @@ mod tests {
     }
 
     proptest! {
+        /// Any text is parsed without a panic, and a formatted condition parses to the same
+        /// condition.
         #[test]
-        fn any_text_is_survived_and_what_is_told_reads_the_same_again(text in "[a-z0-9 =!<>|;,.?GM-]{0,60}|.{0,40}") {
+        fn any_text_parses_safely_and_round_trips(text in "[a-z0-9 =!<>|;,.?GM-]{0,60}|.{0,40}") {
             if let Ok(wants) = Wants::parse(&text) {
                 for condition in &wants.conditions {
                     prop_assert_eq!(&Condition::parse(&condition.to_string())?, condition.as_ref());

@@ -1,16 +1,18 @@
-//! Hosts where guests are not wanted: when the last one has left, and who is told why somebody stays.
+//! Hosts that accept no guests: when the last guest has left, and which reasons for staying are
+//! reported.
 
 use super::{Host, Model, Task};
 use crate::decide::{Moves, Owner, Stay};
 use sempa_proto::{HostId, Tid};
 
 impl Host {
-    /// Guests are not wanted there.
+    /// True if the host accepts no guests.
     fn is_closed(&self) -> bool {
         self.owner.is_present() || self.drained.is_some()
     }
 
-    /// Who keeps guests out, as decisions see it.
+    /// Returns the owner's state for decisions. A drain counts if the owner does not exclude guests
+    /// already.
     pub(super) fn keeper(&self) -> Owner {
         match self.drained.filter(|_| !self.owner.is_present()) {
             Some(by) => Owner::Drained { by },
@@ -20,10 +22,10 @@ impl Host {
 }
 
 impl Model {
-    /// Hosts whose owner is there and that the last guest has left, or that had none; each is answered once, and again
-    /// only when there were guests again.
+    /// Returns hosts that accept no guests and that the last guest has left, or that had none. Each
+    /// host is returned once, and again only after it had guests again.
     pub fn newly_clean(&mut self) -> Vec<HostId> {
-        // Those that are on their way to a host are guests there already.
+        // A task that migrates to a host counts as a guest there.
         let tasks = &self.tasks;
         self.moving
             .retain(|tid| tasks.get(tid).is_some_and(|task| task.moving.is_some()));
@@ -54,13 +56,13 @@ impl Model {
         clean
     }
 
-    /// A host is emptied from now on because this task asked for it, or is not any more.
+    /// Starts the drain of a host on behalf of `by`, or ends it (`None`).
     pub fn drain(&mut self, id: HostId, by: Option<Tid>) {
         if let Some(host) = self.edit_host(id) {
             (host.drained, host.clean_told) = (by, false);
         }
         for tid in self.on.get(&id).into_iter().flatten() {
-            // What was said of it was said of something else.
+            // Earlier reports concerned another reason.
             self.tasks
                 .get_mut(tid)
                 .into_iter()
@@ -68,24 +70,24 @@ impl Model {
         }
     }
 
-    /// Hosts that are emptied, and who asked for it.
+    /// Returns the hosts that are being drained, with the task that requested it.
     pub fn drained(&self) -> impl Iterator<Item = (HostId, Tid)> {
         self.hosts
             .iter()
             .filter_map(|(id, host)| Some((*id, host.drained?)))
     }
 
-    /// Whether a host is emptied.
     pub fn is_drained(&self, id: HostId) -> bool {
         self.drained_by(id).is_some()
     }
 
-    /// Who has a host emptied.
+    /// Returns the task that requested the drain of a host.
     pub fn drained_by(&self, id: HostId) -> Option<Tid> {
         self.hosts.get(&id)?.drained
     }
 
-    /// Tasks that stay beside an owner and of which that was not said, each once until its kind of reason changes.
+    /// Returns guests that stay although their host accepts none and that were not reported yet.
+    /// Each is returned once until its kind of reason changes.
     pub fn news<'m>(&mut self, moves: &'m Moves) -> Vec<&'m Stay> {
         let (mut news, snapshot) = (Vec::new(), &self.view);
         for stay in moves.stay.iter().filter(|stay| stay.is_news(snapshot.now)) {

@@ -1,4 +1,5 @@
-//! Moves as the model hears of them: begun, complete, failed, and what follows for the next ones.
+//! Updates of the model by migrations (begun, complete, failed), and their consequences for later
+//! ones.
 
 use super::{Going, MOVES_MAX, Model, NOT_YET, REFUSED_MAX, REFUSED_MIN};
 use crate::decide::{REST, SHIFTS_SPAN, Until};
@@ -13,7 +14,7 @@ impl Model {
         }
         let task = self.settle(now, tid, to);
         (task.moving, task.held, task.told) = (None, None, None);
-        // What its program took along is not all that it has.
+        // State that the program saved itself is not all of its memory.
         task.bytes = if bytes > 0 { bytes } else { task.bytes };
         task.refused.clear();
         task.named |= matches!(cause, Cause::Asked { .. });
@@ -37,7 +38,7 @@ impl Model {
         }
     }
 
-    /// A move that we asked for has begun.
+    /// Records that a requested migration has begun.
     pub fn move_begun(&mut self, now: Micros, tid: Tid, to: HostId) {
         if let Some(task) = self.edit(tid) {
             task.moving = Some(Going {
@@ -47,7 +48,7 @@ impl Model {
         }
     }
 
-    /// The master did not begin a move that we asked for.
+    /// Records that the master did not begin a requested migration.
     pub fn move_not_begun(&mut self, now: Micros, tid: Tid, to: HostId, error: &MigrateError) {
         let refused = match error {
             MigrateError::Failed(error) => return self.move_failed(now, tid, to, &error.why),
@@ -67,7 +68,7 @@ impl Model {
         }
     }
 
-    /// A move has failed; the task goes on where it was.
+    /// Records that a migration has failed. The task continues on its host.
     pub fn move_failed(&mut self, now: Micros, tid: Tid, to: HostId, why: &Failure) {
         let Some(task) = self.edit(tid) else { return };
         task.moving = None;
@@ -75,7 +76,7 @@ impl Model {
         self.maybe_clean.insert(to);
         self.promises.dropped(tid);
         match why {
-            // The event that says so is on its way.
+            // The event of the task's end will follow.
             Failure::TaskEnded => self.hold(tid, now + NOT_YET, &why.to_string()),
             Failure::Refused(reasons) if reasons.is_empty() => {
                 self.target_failed(now, tid, to, REFUSED_MIN, "it refused without a reason");
@@ -99,7 +100,7 @@ impl Model {
                     task.pinned = true;
                 }
             }
-            // Our view is old; a fresh list says where it is.
+            // The model is out of date; a fresh list names the task's host.
             Refusal::AlreadyThere | Refusal::AlreadyMoving(_) | Refusal::NoSuchHost => {
                 self.stale = true;
                 self.hold(tid, now + NOT_YET, &text);
@@ -157,7 +158,8 @@ impl Model {
         }
     }
 
-    /// Leaves a target out, longer each time. The same failure heard twice (as answer and as event) counts once.
+    /// Leaves a target out, longer each time. A failure that is reported twice (as a reply and as
+    /// an event) counts once.
     fn target_failed(&mut self, now: Micros, tid: Tid, to: HostId, first: Micros, why: &str) {
         let Some(task) = self.edit(tid) else { return };
         let tries = match task.refused.get(&to) {

@@ -1,4 +1,5 @@
-//! What the report of a load watcher says of the owner of its host, and of the terms on which guests are there.
+//! Translates the report of a load watcher into the state of the owner and the conditions for
+//! guests.
 
 use super::Model;
 use crate::decide::{Leaving, Owner, Terms};
@@ -9,18 +10,19 @@ use sempa_proto::{HostId, Micros};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// A watcher reads how much memory is free every half a minute: a report may not know of tasks that began in the last one.
+/// A watcher reads the free memory every 30 seconds. A report may not include tasks that started
+/// within this time.
 const MEMORY_AGE_MAX: Micros = Micros::from_secs(30);
-/// Promises that are told apart; more count as the last one.
+/// Maximum number of separate promises; further ones are added to the last one.
 const PROMISES_MAX: usize = 256;
 
-/// Promises that a report of this time knows of already are no more.
+/// Drops the promises that a report at `now` already includes.
 pub(super) fn keep_promises(promised: &mut VecDeque<(Micros, u64)>, now: Micros) {
     promised.retain(|(at, _)| now.since(*at) < MEMORY_AGE_MAX);
 }
 
 impl Model {
-    /// Tasks that need so much memory are being started on a host.
+    /// Records that tasks which need `bytes` of memory together are being started on a host.
     pub fn promise_memory(&mut self, now: Micros, id: HostId, bytes: u64) {
         let Some(host) = self.edit_host(id) else {
             return;
@@ -33,7 +35,7 @@ impl Model {
     }
 }
 
-/// What a report makes of the owner; `left`: when the last one left.
+/// Returns the owner's state according to a report. `left`: when the last owner left.
 pub(super) fn owner(report: &LoadReport, left: Option<Micros>) -> Owner {
     match (&report.guests, &report.owner) {
         (_, OwnerVerdict::Present { .. }) => Owner::Present {
@@ -50,7 +52,8 @@ pub(super) fn owner(report: &LoadReport, left: Option<Micros>) -> Owner {
     }
 }
 
-/// When guests leave, on the model's clock, and what they may have; limits that have not changed stay the same value.
+/// Returns the conditions for guests according to a report, with times on the model's clock.
+/// Unchanged limits keep sharing the same value.
 pub(super) fn terms(now: Micros, report: &LoadReport, before: &Terms) -> Terms {
     let leaving = match report.guests {
         Guests::Stopped {
@@ -83,14 +86,15 @@ pub(super) fn terms(now: Micros, report: &LoadReport, before: &Terms) -> Terms {
     }
 }
 
-/// True when there is something to record: guests are not wanted any more, or are again, or for another kind of reason.
+/// True if the change must be recorded: guests are accepted or excluded since, or excluded for
+/// another kind of reason.
 pub(super) fn is_news(was: &Owner, is: &Owner) -> bool {
     let unwanted = is.is_present();
     was.is_present() != unwanted
         || (unwanted && std::mem::discriminant(was) != std::mem::discriminant(is))
 }
 
-/// What is recorded then.
+/// Returns the event for such a change.
 pub(super) fn came_or_went(was: &Owner, report: &LoadReport) -> EventKind {
     let (host, why) = (report.host, report.why.clone());
     match (&report.guests, &report.owner, was) {

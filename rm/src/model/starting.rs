@@ -1,11 +1,12 @@
-//! Tasks that are being started: their hosts have acknowledged nothing yet, and whoever is placed next has to reckon with them.
+//! Tasks that are being started. Their hosts have not acknowledged them yet, but later placements
+//! must count them.
 
 use super::Model;
 use sempa_proto::HostId;
 use std::collections::BTreeMap;
 
 impl Model {
-    /// So many tasks are being started on these hosts, and on no other one.
+    /// Sets the number of tasks that are being started on each host; all other hosts have none.
     pub fn set_starting(&mut self, starting: BTreeMap<HostId, u32>) {
         let before = std::mem::replace(&mut self.starting, starting);
         let all = before.keys().chain(self.starting.keys());

@@ -1,4 +1,5 @@
-//! What tasks have done, as far as the load of their hosts tells, and what came of moves for the sake of the load.
+//! Estimates the work that tasks have done from the load of their hosts, and measures the gain of
+//! rebalancing migrations.
 
 use super::{ACCOUNT_PAUSE, Model};
 use crate::decide::{Outcome, Shift};
@@ -6,14 +7,15 @@ use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeMap;
 
 impl Model {
-    /// The same when something changes of which the load of hosts depends, but not too often.
+    /// Updates the work before the load of hosts changes, if the last update is old enough.
     pub fn account_change(&mut self, now: Micros) {
         if now.since(self.accounted) >= ACCOUNT_PAUSE {
             self.account(now);
         }
     }
 
-    /// Adds what the tasks have done since the last time, as far as can be told from the load of their hosts.
+    /// Adds the work that the tasks have done since the last update, as far as the load of their
+    /// hosts tells.
     pub fn account(&mut self, now: Micros) {
         let span = now.since(self.accounted).0 as f64;
         self.accounted = now;
@@ -35,17 +37,17 @@ impl Model {
         self.look_at_promises();
     }
 
-    /// A task was told to go for the sake of the load: what comes of it is followed.
+    /// Starts measuring the gain of a rebalancing migration.
     pub fn promised(&mut self, shift: &Shift) {
         self.promises.made(shift);
     }
 
-    /// What came of moves for the sake of the load since the last time.
+    /// Returns the results of rebalancing migrations since the last call.
     pub fn outcomes(&mut self) -> Vec<Outcome> {
         std::mem::take(&mut self.outcomes)
     }
 
-    /// Tasks that were moved for the sake of the load are looked at.
+    /// Checks the predictions about rebalanced tasks.
     fn look_at_promises(&mut self) {
         for tid in self.promises.tasks() {
             match self.tasks.get(&tid) {
@@ -59,7 +61,7 @@ impl Model {
         }
     }
 
-    /// One of them has ended.
+    /// Concludes the prediction about a task that has ended.
     pub(super) fn promise_ended(&mut self, tid: Tid) {
         let Some(done) = self.tasks.get(&tid).map(|task| task.done) else {
             return;
