@@ -1,12 +1,18 @@
-//! Output that comes while a line is typed: it is shown above the line, in order, and the line stays.
+//! Shows output that arrives while a line is being edited: above the prompt, in order, without
+//! disturbing the line.
 //!
-//! All of it passes through one queue under one lock, and one of two hands writes it: at the prompt the editor's thread,
-//! otherwise the console's. The editor has a printer for such output, but pieces given to it can change places with what
-//! is written beside it. So it gets only bells, and the text is written by the editor's thread when it has heard one: the
-//! rows of the prompt are cleared then, and it draws them again afterwards.
+//! All output passes through one queue under one lock. At the prompt the editor's thread writes it,
+//! otherwise the console's thread. The editor has a printer for such output, but text given to that
+//! printer can change places with text that is written directly. The printer is therefore used only
+//! to wake the editor:
 //!
-//! How the text gets its turn: the editor asks each hint for its text once when it gets it and once when it draws the line
-//! because of a key. Every further time it draws the line on cleared rows, which a bell makes it do.
+//! 1. A thread sends a wake sequence through the printer ([`Above::ring`]).
+//! 2. The editor clears the rows of its prompt and redraws its line.
+//! 3. During the redraw the editor asks its hint for text ([`Turn`]). The hint writes the queued
+//!    output to the cleared rows, and the editor draws the line below it.
+//!
+//! The editor calls `Hint::display` once when it receives a hint and once when it draws the line
+//! after a key. Every further call is a redraw on cleared rows, which a wake causes.
 
 use crate::screen::Screen;
 use rustyline::ExternalPrinter;
@@ -16,14 +22,16 @@ use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-/// Bytes of output that wait for the editor before the console takes no more.
+/// Bytes of queued output at which the console waits for the editor.
 const WAITING_BYTES_MAX: usize = 1 << 20;
-/// Rings for the editor. Its printer ends every text with a newline; the step up makes up for that.
+/// Wakes the editor. Its printer ends every text with a newline; the cursor-up sequence compensates
+/// for it.
 const BELL: &str = "\x1b[A\n";
-/// A bell that takes longer waits behind another one, and can no more be heard outside of the editor.
+/// Time to wait for a wake in progress, in milliseconds. One that takes longer is queued after
+/// another wake, and cannot reach the screen outside the editor.
 const BELL_MS_MAX: u64 = 100;
 
-/// The output, and how far the editor is.
+/// The output queue, and the state of the editor.
 #[derive(Default)]
 pub(crate) struct Above {
     state: Mutex<State>,
@@ -34,15 +42,16 @@ pub(crate) struct Above {
 struct State {
     /// Whole lines that wait to be shown.
     waiting: String,
-    /// The editor reads a line, or is about to.
+    /// True while the editor reads a line or is about to.
     at_prompt: bool,
-    /// It has the terminal: a bell reaches it and not the screen.
+    /// True while the editor has the terminal. Only then a wake reaches it; otherwise the printer
+    /// writes to the screen.
     listens: bool,
-    /// A bell has been rung and not been heard.
+    /// A wake was sent and no redraw has followed yet.
     rung: bool,
-    /// A bell is being rung.
+    /// A wake is being sent.
     ringing: bool,
-    /// The line is drawn next below a list of candidates, and not because of a bell.
+    /// The next redraw is caused by a list of candidates, not by a wake.
     listing: bool,
 }
 
@@ -67,10 +76,10 @@ impl Above {
             .expect("no thread panics with this lock")
     }
 
-    /// Shows whole lines: above the prompt if there is one. Waits when too much waits already.
+    /// Shows whole lines, above the prompt if there is one. Waits while the queue is full.
     ///
     /// # Errors
-    /// When standard output cannot be written.
+    /// Fails if standard output cannot be written.
     pub(crate) fn show(&self, bytes: &[u8]) -> io::Result<()> {
         let mut state = self.lock();
         while state.waiting.len() > WAITING_BYTES_MAX && state.at_prompt {
@@ -85,30 +94,30 @@ impl Above {
         }
     }
 
-    /// Shows what the editor has not come to: it has left its prompt, or nobody waits for it any more.
+    /// Writes queued output directly: the editor has left its prompt, or no more lines are read.
     ///
     /// # Errors
-    /// As [`Above::show`].
+    /// Fails as [`Above::show`] does.
     pub(crate) fn catch_up(&self) -> io::Result<()> {
         let mut state = self.lock();
         if state.at_prompt && !state.waiting.is_empty() {
-            // Behind what was being typed.
+            // Starts below the line that was being edited.
             state.waiting.insert(0, '\n');
         }
         state.write_waiting()
     }
 
-    /// The editor is about to read a line.
+    /// Must be called before the editor reads a line.
     pub(crate) fn enter(&self) {
         self.lock().at_prompt = true;
     }
 
-    /// The editor has read its line; from now on the console's thread writes.
+    /// Must be called when the editor has read its line. From then on the console's thread writes.
     pub(crate) fn leave(&self) {
         let mut state = self.lock();
         (state.at_prompt, state.listens) = (false, false);
         if state.ringing {
-            // It may miss the editor and get on the screen, where it must not disturb what comes next.
+            // A wake that misses the editor reaches the screen and must not mix with later output.
             let limit = Duration::from_millis(BELL_MS_MAX);
             let rings = |state: &mut State| state.ringing;
             let waited = self.changed.wait_timeout_while(state, limit, rings);
@@ -119,12 +128,12 @@ impl Above {
         self.changed.notify_all();
     }
 
-    /// The editor lists candidates.
+    /// The editor is about to list candidates.
     pub(crate) fn lists(&self) {
         self.lock().listing = true;
     }
 
-    /// What the editor gets as a hint when a key has changed the line.
+    /// Creates the hint for a line that a key has changed.
     pub(crate) fn hint(self: &Arc<Self>) -> Turn {
         let mut state = self.lock();
         (state.listens, state.listing) = (true, false);
@@ -136,19 +145,20 @@ impl Above {
         }
     }
 
-    /// The editor draws its line on cleared rows.
+    /// The editor redraws its line on cleared rows.
     fn turn(&self) {
         let mut state = self.lock();
         state.rung = false;
         if !std::mem::take(&mut state.listing) {
-            // A terminal that cannot be written ends the reading as well.
+            // If the terminal cannot be written, reading from it fails as well.
             let _ = state.write_waiting();
         }
         drop(state);
         self.changed.notify_all();
     }
 
-    /// Rings whenever something waits and the editor listens.
+    /// Wakes the editor whenever output is queued and the editor has the terminal. Returns if the
+    /// printer fails.
     pub(crate) fn ring(&self, mut printer: impl ExternalPrinter) {
         loop {
             let mut state = self.lock();
@@ -167,7 +177,7 @@ impl Above {
     }
 }
 
-/// A hint that shows nothing; see the description of the module.
+/// A hint that shows nothing. See the module description for how it writes output.
 pub(crate) struct Turn {
     above: Arc<Above>,
     asked: Cell<u8>,
@@ -178,7 +188,7 @@ impl Hint for Turn {
         let before = self.asked.get();
         self.asked.set(before.saturating_add(1));
         match before {
-            // An empty one would be taken for none.
+            // The editor ignores an empty hint, so it gets a space first.
             0 => " ",
             1 => "",
             _ => {

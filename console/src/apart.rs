@@ -105,7 +105,7 @@ fn leave_at(interrupts: SigSet, host: &str) {
     std::process::exit(i32::from(BY_SIGNAL + number));
 }
 
-/// Copies all output. A broken pipe at `to` does not stop reading, because the writer would then
+/// Copies all output. A broken pipe at the target does not stop reading, because the writer would then
 /// block forever.
 ///
 /// # Errors

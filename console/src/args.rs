@@ -7,10 +7,12 @@ use sempa_proto::Tid;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// Console of a Sempa virtual machine: starts it when none runs, adds hosts, starts, lists, moves and ends tasks.
+/// Console of a Sempa virtual machine: starts it when none runs, adds hosts, starts, lists, moves and
+/// ends tasks.
 ///
-/// Without a command it reads commands from its input. With one it carries it out and ends: `pvm conf`, `pvm add h2 h3`,
-/// `pvm spawn -3 hello`. `pvm help` lists the commands, `pvm help NAME` explains one.
+/// Without a command it reads commands from its input. With one it carries it out and ends: `pvm
+/// conf`, `pvm add h2 h3`, `pvm spawn -3 hello`. `pvm help` lists the commands, `pvm help NAME`
+/// explains one.
 #[derive(Debug, Parser)]
 #[command(
     name = "pvm",
@@ -43,7 +45,7 @@ pub(crate) enum Mode {
     Console(Vec<OsString>),
     /// Only starts a daemon, with these arguments, if none is running.
     Start(Vec<OsString>),
-    /// Executes one command.
+    /// Executes one command and exits.
     Once {
         /// The words of the command, at least one.
         words: Vec<String>,

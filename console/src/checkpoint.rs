@@ -30,7 +30,7 @@ pub(crate) struct Checkpoint {
 /// A parsed `restart` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Restart {
-    /// The checkpoint's name.
+    /// Name of the checkpoint in the store.
     pub(crate) set: String,
     /// Names of the hosts to use. If empty, any host is used.
     pub(crate) on: Vec<String>,
@@ -254,8 +254,8 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
     }
 }
 
-/// Returns what happens to a job whose checkpoint failed, as a clause. `it` is the word for the job
-/// in that clause.
+/// Returns what happens to a job whose checkpoint failed, as a clause. The last argument is the
+/// word for the job in that clause.
 pub(crate) fn of_its_job(why: &CutFailure, it: &str) -> String {
     match why {
         CutFailure::NoSuchJob(_) => String::new(),

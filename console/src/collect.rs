@@ -1,4 +1,4 @@
-//! Jobs of a session: starting tasks, and showing or filing what comes from them, output and trace records.
+//! Jobs of a session: starts tasks, and shows or files their output and trace records.
 
 use crate::clock::micros_now;
 use crate::format;
@@ -21,38 +21,38 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 
-/// Tag of the messages that announce hosts.
+/// Tag of messages that announce hosts.
 pub(crate) const TAG_HOSTS: i32 = 1;
-/// Output of the tasks of job n comes with this tag plus n.
+/// Output of tasks of job n arrives with this tag plus n.
 pub(crate) const TAG_JOBS: i32 = 16;
-/// Trace records of the tasks of job n come with this tag plus n.
+/// Trace records of tasks of job n arrive with this tag plus n.
 pub(crate) const TAG_TRACES: i32 = 1 << 24;
-/// The console reminds itself with this tag plus n that nothing more comes of the traced job n.
+/// The console sends itself this tag plus n to close the traced job n after its last records.
 pub(crate) const TAG_CLOSING: i32 = 1 << 25;
-/// Who may read a file that the console makes: what tasks write is nobody else's concern.
+/// Output files are readable only by their owner, because tasks may write confidential data.
 const FILE_MODE: u32 = 0o600;
 
-/// What is done with what comes from the tasks of a job.
+/// Where output and records of a job go.
 #[derive(Debug, Default)]
 pub(crate) struct Collected {
-    /// Output is shown.
+    /// True if output is shown on the console.
     shown: bool,
-    /// Output goes into a file instead.
+    /// Receives the output in place of the console.
     file: Option<File>,
-    /// Trace records are made.
+    /// Converts trace records, if the job is traced.
     traced: Option<Traced>,
 }
 
-/// The trace records of a job.
+/// Destination of a job's trace records.
 #[derive(Debug, Default)]
 struct Traced {
     records: Records,
-    /// They go into a file and not to the console.
+    /// Receives the records in place of the console.
     file: Option<File>,
 }
 
 impl<M: Machine> Session<M> {
-    /// `spawn`.
+    /// Executes a `spawn` command.
     pub(crate) fn spawn(&mut self, spawn: &Spawn) -> Result<Outcome, Error> {
         let (spawn, file) = &spawn.with_job()?;
         let (collected, job) = match self.open_job(spawn) {
@@ -81,7 +81,8 @@ impl<M: Machine> Session<M> {
             text.push_str(&format!("[{job}]\n"));
             text.push_str(&self.begin_records(job));
             let tids = results.iter().flatten().flatten().copied();
-            // Messages are looked at between commands, so no output has been seen yet and nothing can be finished.
+            // Messages are handled between commands, so no output has been seen yet and no task can
+            // have finished.
             self.jobs.started(job, tids);
             if !self.jobs.contains(job) {
                 self.collected.remove(&job);
@@ -106,7 +107,7 @@ impl<M: Machine> Session<M> {
         Ok(outcome)
     }
 
-    /// Opens the files and gives the job a number, if it is one.
+    /// Opens the files, and assigns a job number if output or records are collected.
     fn open_job(&mut self, spawn: &Spawn) -> Result<(Collected, Option<u32>), String> {
         let file = match &spawn.output {
             Output::Log | Output::Console => None,
@@ -133,7 +134,7 @@ impl<M: Machine> Session<M> {
         Ok((collected, is_job.then(|| self.jobs.open())))
     }
 
-    /// What a traced task finds in its environment.
+    /// Returns the environment variables of a traced task.
     fn trace_variables(&self) -> [Vec<u8>; 3] {
         [
             [b"PVMTMASK=", trace::told(&self.mask).as_bytes()].concat(),
@@ -142,7 +143,7 @@ impl<M: Machine> Session<M> {
         ]
     }
 
-    /// The beginning of a job's trace: where it was made, and the hosts of the virtual machine.
+    /// Starts a job's trace with the header and the hosts of the virtual machine.
     fn begin_records(&mut self, job: u32) -> String {
         let me = self.machine.tid();
         let Some(Traced { records, file }) = self
@@ -175,13 +176,13 @@ impl<M: Machine> Session<M> {
         out
     }
 
-    /// Tells the tasks of one spawn who the others are: what a parent's library does.
+    /// Sends each task of a spawn the tids of all of them, as a parent's library does.
     fn tell_siblings(&self, results: &[Result<Tid, PvmError>]) {
         let tids: Vec<Tid> = results.iter().flatten().copied().collect();
         let (src, Body { enc, bytes }) = (self.machine.tid(), siblings(&tids));
         for dst in tids {
             let (ctx, tag, body) = (CTX_TASK_CONTROL, TC_SIBLINGS, bytes.clone());
-            // A task that has ended already needs no siblings.
+            // A task that has already ended needs no siblings.
             let _ = self.machine.send(Message {
                 src,
                 dst,
@@ -194,7 +195,7 @@ impl<M: Machine> Session<M> {
         }
     }
 
-    /// `jobs`.
+    /// Executes a `jobs` command; `long` adds a line per task.
     pub(crate) fn list_jobs(&self, long: bool) -> Result<Outcome, Error> {
         let mut text = if long {
             format::ps_head(false)
@@ -228,7 +229,8 @@ impl<M: Machine> Session<M> {
         Ok(Outcome::done(text, json::jobs(values), false))
     }
 
-    /// A message that came by itself: output or records of a job, or new hosts. Answers what is to be shown.
+    /// Handles a message that no command waits for: output or records of a job, or new hosts.
+    /// Returns what must be shown.
     pub(crate) fn message(&mut self, message: &Message) -> Vec<u8> {
         if message.ctx != CTX_BASE {
             return Vec::new();
@@ -288,8 +290,9 @@ impl<M: Machine> Session<M> {
         shown
     }
 
-    /// Arranges for the end of a traced job. The last records of its tasks come right behind the ends of their outputs:
-    /// when every daemon has answered they are here, and what the console sends itself comes behind them.
+    /// Schedules the end of a traced job. The last records of its tasks arrive directly after the
+    /// ends of their outputs: once every daemon has replied, they are here, and a message that the
+    /// console sends itself arrives after them.
     fn remind(&self, job: u32) -> Result<(), Error> {
         self.machine.tasks(Tid::NONE)?;
         let (me, Body { enc, bytes }) = (self.machine.tid(), Body::empty());
@@ -352,7 +355,7 @@ impl<M: Machine> Session<M> {
 }
 
 impl Collected {
-    /// Something happened to a task of this job; answers what is to be shown.
+    /// Handles an event of a task of this job. Returns what must be shown.
     fn take(&mut self, job: u32, tid: Tid, happened: &Happened) -> Vec<u8> {
         let mut out = Vec::new();
         if let Some(Traced { records, file }) = &mut self.traced {
@@ -398,7 +401,7 @@ impl Collected {
     }
 }
 
-/// Puts records where they belong; answers what is to be shown.
+/// Writes records to the file if there is one. Returns what must be shown.
 fn place(file: &mut Option<File>, job: u32, from: Tid, text: &str) -> String {
     match file {
         None => text
@@ -439,7 +442,7 @@ fn open(path: &str, how: &mut OpenOptions) -> Result<File, String> {
     how.mode(FILE_MODE).open(path).map_err(|error| {
         let why = match error.kind() {
             std::io::ErrorKind::AlreadyExists => "File exists".to_string(),
-            // Without the number that the standard library adds.
+            // Omits the error number that the standard library adds.
             _ => error.raw_os_error().map_or_else(
                 || error.to_string(),
                 |number| Errno::from_raw(number).desc().into(),
@@ -449,7 +452,7 @@ fn open(path: &str, how: &mut OpenOptions) -> Result<File, String> {
     })
 }
 
-/// What a failed `spawn` means and what to do about it.
+/// Explains why a spawn failed and what the user can do.
 fn not_spawned(spawn: &Spawn, error: PvmError) -> String {
     let file = &spawn.file;
     let why = match error {

@@ -1,38 +1,35 @@
-//! What can complete a word of a command line. Pure but for the questions to [`World`].
+//! Completes words of a command line. Pure except for the queries of [`World`].
 
 use crate::help;
 use crate::options;
 use crate::trace;
 use std::path::Path;
 
-/// What the session knows and the editor offers.
+/// Names from the session that the editor offers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Known {
-    /// Names of aliases.
     pub(crate) aliases: Vec<String>,
-    /// Names of environment variables.
     pub(crate) variables: Vec<String>,
 }
 
-/// Where names come from.
+/// Source of names for completion.
 pub(crate) trait World {
-    /// What the session knew when the prompt came.
+    /// Returns the session's names as of the last prompt.
     fn known(&self) -> &Known;
-    /// Names of the hosts.
     fn hosts(&self) -> Vec<String>;
-    /// Tids of tasks.
+    /// Returns the tids of all tasks except the console.
     fn tids(&self) -> Vec<String>;
-    /// Names in a folder, and whether each is a folder.
+    /// Returns the names in a folder, each with true if it is a folder.
     fn entries(&self, dir: &Path) -> Vec<(String, bool)>;
 }
 
-/// The position where the unfinished last word of `line` begins, and what it can become, sorted. A single complete word
-/// comes with a blank behind it.
+/// Returns where the last word of `line` begins, and its completions, sorted. A single complete
+/// word is followed by a space.
 pub(crate) fn complete(line: &str, world: &impl World) -> (usize, Vec<String>) {
     let begin = line.rfind(char::is_whitespace).map_or(0, |at| at + 1);
     let word = &line[begin..];
     let before: Vec<&str> = line[..begin].split_whitespace().collect();
-    // The words of an alias are not looked into, nor quotes.
+    // Quoted words and comments are not completed.
     if word.contains(['\'', '"', '\\']) || before.iter().any(|word| word.starts_with('#')) {
         return (begin, Vec::new());
     }
@@ -85,13 +82,13 @@ fn files(prefix: &str, stem: &str, world: &impl World) -> Vec<String> {
         .entries(Path::new(folder))
         .into_iter()
         .filter(|(entry, _)| entry.starts_with(name));
-    // Hidden files only when they are asked for.
+    // Hidden files are offered only after a dot.
     let names = names.filter(|(entry, _)| name.starts_with('.') || !entry.starts_with('.'));
     let found = names.map(|(entry, dir)| format!("{path}{entry}{}", if dir { "/" } else { "" }));
     finish(found.collect(), prefix, " ")
 }
 
-/// What a word is.
+/// What kind of name a word is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Nothing,
@@ -106,7 +103,7 @@ enum Kind {
     File,
 }
 
-/// What the word after `before` is, and which part of it stands in front of the name.
+/// Returns what kind of name the word after `before` is, and the prefix in front of the name.
 fn wanted<'a>(before: &[&str], word: &'a str) -> (&'a str, Kind) {
     let [command, args @ ..] = before else {
         return ("", Kind::Command);
@@ -141,7 +138,7 @@ fn wanted<'a>(before: &[&str], word: &'a str) -> (&'a str, Kind) {
     ("", kind)
 }
 
-/// An option of `spawn`, or the program.
+/// Returns the same for a word after `spawn`: an option or the program.
 fn spawn_word(word: &str) -> (&str, Kind) {
     let prefixes = [
         ("->>", Kind::File),
@@ -199,8 +196,9 @@ mod tests {
         complete(line, &Fake(known)).1
     }
 
+    /// The first word is completed to a command or an alias.
     #[test]
-    fn the_first_word_is_a_command_or_an_alias() {
+    fn first_word_completes_to_command_or_alias() {
         assert_eq!(words("con"), ["conf", "conflict"]);
         assert_eq!(words("mig"), ["migrate "]);
         assert_eq!(words("help mst"), ["mstat "]);
@@ -208,8 +206,9 @@ mod tests {
         assert_eq!(words("unalias c"), ["conflict "]);
     }
 
+    /// Arguments are completed to names that their command accepts.
     #[test]
-    fn arguments_are_what_their_command_takes() {
+    fn arguments_complete_by_command() {
         assert_eq!(words("delete ha"), ["ha1", "ha2"]);
         assert_eq!(words("delete ha1 hb"), ["hb1 "]);
         assert_eq!(words("kill t4"), ["t40002 "]);
@@ -225,8 +224,9 @@ mod tests {
         assert_eq!(words("# delete ha"), [""; 0]);
     }
 
+    /// `spawn` completes hosts in options and files elsewhere.
     #[test]
-    fn spawn_completes_hosts_in_options_and_files_elsewhere() {
+    fn spawn_completes_hosts_and_files() {
         assert_eq!(words("spawn -hb"), ["-hb1 "]);
         assert_eq!(words("spawn --host=ha2"), ["--host=ha2 "]);
         assert_eq!(words("spawn -3 /bi"), ["/bin/"]);
@@ -242,8 +242,9 @@ mod tests {
         assert_eq!(words("spawn ."), [".hidden "]);
     }
 
+    /// A completion replaces the unfinished word from its beginning.
     #[test]
-    fn the_unfinished_word_is_replaced_from_its_beginning() {
+    fn completion_replaces_whole_word() {
         assert_eq!(complete("delete ha1 hb", &Fake(Known::default())).0, 11);
         assert_eq!(
             complete("conf", &Fake(Known::default())),

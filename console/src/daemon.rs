@@ -12,10 +12,10 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time the daemon has to print its socket address.
+/// Time limit for the daemon to print its socket address.
 const START_MAX: Duration = Duration::from_secs(60);
-/// Time the daemon has to exit after a halt. It waits for the other hosts, which have their own
-/// limits.
+/// Time limit for the daemon to exit after a halt. It waits for the other hosts, which have their
+/// own limits.
 const GONE_MAX: Duration = Duration::from_secs(60);
 /// Interval for polling the process table.
 pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(5);

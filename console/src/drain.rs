@@ -184,7 +184,7 @@ struct Tried {
     said: String,
 }
 
-/// A running drain.
+/// State of a running drain.
 struct Emptying<'a, M> {
     machine: &'a M,
     what: &'a Drain,
@@ -572,8 +572,8 @@ fn is_silent(error: &Error) -> bool {
     matches!(error.code, PvmError::NoTask | PvmError::NotImpl)
 }
 
-/// Returns the line about what a job loses if the host leaves. `kept` is the checkpoint that this
-/// drain caused.
+/// Returns the line about what a job loses if the host leaves. The last argument is the checkpoint
+/// that this drain caused, if there is one.
 fn at_risk(host: &str, job: Tid, sets: &[SetEntry], kept: Option<&String>) -> String {
     let newest = sets
         .iter()
@@ -673,8 +673,8 @@ impl Writing {
     }
 }
 
-/// Returns the seconds for checkpoints of `jobs` jobs with `bytes` bytes. `moved` is the measured
-/// rate of migrations.
+/// Returns the seconds that checkpoints of this number of jobs take, given their total bytes and the
+/// measured migrations.
 fn seconds_to_write(jobs: usize, bytes: u64, moved: Moved) -> f64 {
     let measured = moved.0 as f64 / (moved.1.0 as f64 / 1e6);
     let rate = if moved.1.0 > 0 {
@@ -711,7 +711,7 @@ fn job_of(tid: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &Left) -> Tid {
 }
 
 /// Returns the jobs of these tasks, the one with most tasks first, because one checkpoint covers
-/// all of them. `me` is the console.
+/// all of them. The first argument is the console.
 fn jobs(me: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &Left) -> Vec<Tid> {
     let mut jobs = BTreeMap::<Tid, usize>::new();
     for tid in tasks.keys() {

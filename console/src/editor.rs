@@ -1,7 +1,7 @@
-//! Reading lines at a terminal: editing, history and completion.
+//! Reads lines at a terminal, with editing, history and completion.
 //!
-//! The editor has a thread of its own and is at the prompt only between two commands. What comes meanwhile from tasks is
-//! shown [above] the prompt.
+//! The editor runs in its own thread and is at the prompt only between two commands. Output of
+//! tasks that arrives during that time is shown [above] the prompt.
 //!
 //! [above]: crate::above
 
@@ -26,23 +26,22 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
-/// Lines that the history keeps.
+/// Number of lines kept in the history.
 const HISTORY_LINES_MAX: usize = 1000;
-/// Candidates that are listed without asking first.
+/// Number of candidates listed without a confirmation.
 const CANDIDATES_LISTED_MAX: usize = 100;
-/// Exit status of a program that a signal has ended, without the signal's number.
+/// Exit status of a program killed by a signal is this plus the signal's number.
 const ENDED_BY_SIGNAL: i32 = 128;
 
-/// What the person at the terminal did.
+/// Input from the terminal.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Typed {
-    /// A line.
     Line(String),
     /// The end of the input.
     End,
 }
 
-/// The terminal.
+/// A terminal with a line editor.
 pub(crate) struct Terminal {
     above: Arc<Above>,
     go: Sender<Known>,
@@ -50,7 +49,8 @@ pub(crate) struct Terminal {
 }
 
 impl Terminal {
-    /// Takes the terminal over; lines go to `typed`. `None` when it is none that can be edited on.
+    /// Starts the editor, which passes input to `typed`. Returns `None` if standard input is not a
+    /// terminal that supports editing.
     pub(crate) fn open(
         vm: &Vm,
         history: Option<PathBuf>,
@@ -62,7 +62,7 @@ impl Terminal {
         let mut editor = editor(vm, above.clone()).ok()?;
         let printer = editor.create_external_printer().ok()?;
         if let Some(path) = &history {
-            // Without a history so far one begins.
+            // A missing history file is created later.
             let _ = editor.load_history(path);
         }
         restore_at_signals(before.clone());
@@ -80,39 +80,39 @@ impl Terminal {
         Some(Terminal { above, go, before })
     }
 
-    /// Lets the next line be typed.
+    /// Lets the editor read the next line.
     pub(crate) fn prompt(&self, known: Known) {
         self.above.enter();
-        // The reader ends only with the process.
+        // The reader thread ends only with the process.
         let _ = self.go.send(known);
     }
 
-    /// Shows whole lines of output: above the prompt if there is one.
+    /// Shows whole lines of output, above the prompt if there is one.
     ///
     /// # Errors
-    /// When the terminal cannot be written.
+    /// Fails if the terminal cannot be written.
     pub(crate) fn show(&self, bytes: &[u8]) -> io::Result<()> {
         self.above.show(bytes)
     }
 
-    /// Shows the output that came before the line that has been read.
+    /// Shows output that arrived before the line that was read.
     ///
     /// # Errors
-    /// As [`Terminal::show`].
+    /// Fails as [`Terminal::show`] does.
     pub(crate) fn catch_up(&self) -> io::Result<()> {
         self.above.catch_up()
     }
 
-    /// No more lines are read.
+    /// Ends the reading of lines and restores the terminal.
     ///
     /// # Errors
-    /// As [`Terminal::show`].
+    /// Fails as [`Terminal::show`] does.
     pub(crate) fn close(&self) -> io::Result<()> {
         self.restore();
         self.above.catch_up()
     }
 
-    /// Also when the editor is at its prompt: nobody waits for it any more.
+    /// Restores the terminal modes, even while the editor is at its prompt: no more lines are read.
     fn restore(&self) {
         let _ = tcsetattr(io::stdin(), SetArg::TCSADRAIN, &self.before);
     }
@@ -124,8 +124,8 @@ impl Drop for Terminal {
     }
 }
 
-/// How the terminal is between two prompts: keys typed ahead wait for the editor, which understands them all, and are shown
-/// when it reads them, not in the middle of some output.
+/// Returns the terminal modes between two prompts. Echo and line mode are off: keys typed ahead
+/// wait for the editor, which shows them when it reads them instead of in the middle of output.
 fn quiet(mut modes: Termios) -> Termios {
     modes
         .local_flags
@@ -135,8 +135,8 @@ fn quiet(mut modes: Termios) -> Termios {
     modes
 }
 
-/// A signal that ends the console finds the terminal as it was before. Threads made later leave these signals to the one
-/// that waits for them.
+/// Restores the terminal modes when a signal ends the console. Later threads inherit the mask, so
+/// only the thread started here receives these signals.
 fn restore_at_signals(before: Termios) {
     let mut ending = SigSet::empty();
     for signal in [Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT] {
@@ -158,7 +158,7 @@ fn editor(vm: &Vm, above: Arc<Above>) -> rustyline::Result<Editor<Candidates, Fi
         .history_ignore_space(true)
         .completion_type(rustyline::CompletionType::List)
         .completion_prompt_limit(CANDIDATES_LISTED_MAX)
-        // Pasted lines are commands, each on its own, as if they had been typed.
+        // Each pasted line is a command, as if it had been typed.
         .bracketed_paste(false)
         .build();
     let mut editor = Editor::with_config(config)?;
@@ -199,7 +199,7 @@ impl Reader {
                     self.remember(&line);
                     return Typed::Line(line);
                 }
-                // Ctrl-C gives the line up; a changed window is drawn again.
+                // Ctrl-C discards the line; a resized window is redrawn.
                 Err(ReadlineError::Interrupted | ReadlineError::Signal(_)) => {}
                 Err(_) => return Typed::End,
             }
@@ -209,13 +209,13 @@ impl Reader {
     fn remember(&mut self, line: &str) {
         let new = self.editor.add_history_entry(line).unwrap_or(false);
         if let (true, Some(path)) = (new, &self.history) {
-            // A history that cannot be written lasts as long as the console.
+            // If the file cannot be written, the history lasts as long as the console.
             let _ = self.editor.append_history(path);
         }
     }
 }
 
-/// What can stand where the cursor is.
+/// The editor's helper: supplies completion candidates and hints.
 struct Candidates {
     vm: Vm,
     known: Known,

@@ -1,4 +1,4 @@
-//! What the commands print for people, in PVM's columns. Pure: tables in, text out.
+//! Formats the output of commands for people, in the columns of PVM. Pure.
 
 use sempa_proto::engine::Engine;
 use sempa_proto::event::{Event, EventKind};
@@ -23,7 +23,7 @@ const FLAG_LETTERS: [(i32, char); 8] = [
     (TASK_TASKER, 'T'),
 ];
 
-/// Adds formatted text; writing to a string cannot fail.
+/// Appends a formatted line; writing to a string cannot fail.
 macro_rules! put {
     ($out:expr, $($arg:tt)*) => {
         writeln!($out, $($arg)*).expect("a string takes everything")
@@ -34,7 +34,7 @@ fn plural(count: usize) -> &'static str {
     if count == 1 { "" } else { "s" }
 }
 
-/// `conf`.
+/// Formats the output of `conf`.
 pub(crate) fn conf(table: &HostTable) -> String {
     let (hosts, formats) = (table.hosts.len(), table.formats());
     let mut out = format!(
@@ -64,7 +64,7 @@ pub(crate) fn conf(table: &HostTable) -> String {
     out
 }
 
-/// The announcement of hosts that somebody else added.
+/// Formats the announcement of hosts that others have added.
 pub(crate) fn announce(table: &HostTable, added: &[HostId]) -> String {
     let mut out = format!(
         "\nConsole: {} new host{} added\n",
@@ -92,12 +92,12 @@ pub(crate) fn announce(table: &HostTable, added: &[HostId]) -> String {
     out
 }
 
-/// The name of a host in a host-file line.
+/// Returns the name of the host in a host-file line.
 pub(crate) fn line_name(line: &str) -> &str {
     line.split_whitespace().next().unwrap_or(line)
 }
 
-/// `add`.
+/// Formats the output of `add`.
 pub(crate) fn added(lines: &[String], results: &[AddedHost]) -> String {
     let mut out = format!(
         "{} successful\n",
@@ -113,7 +113,7 @@ pub(crate) fn added(lines: &[String], results: &[AddedHost]) -> String {
     out
 }
 
-/// `delete`.
+/// Formats the output of `delete`.
 pub(crate) fn deleted(names: &[String], results: &[Result<(), PvmError>]) -> String {
     let mut out = format!(
         "{} successful\n",
@@ -130,7 +130,7 @@ pub(crate) fn deleted(names: &[String], results: &[Result<(), PvmError>]) -> Str
     out
 }
 
-/// `spawn`, after the job's number.
+/// Formats the output of `spawn` after the job's number.
 pub(crate) fn spawned(results: &[Result<Tid, PvmError>]) -> String {
     let mut out = format!(
         "{} successful\n",
@@ -145,7 +145,7 @@ pub(crate) fn spawned(results: &[Result<Tid, PvmError>]) -> String {
     out
 }
 
-/// `mstat`, one line.
+/// Formats one line of `mstat`.
 pub(crate) fn mstat(name: &str, status: Result<(), PvmError>) -> String {
     format!(
         "{name:>24}  {}\n",
@@ -153,7 +153,7 @@ pub(crate) fn mstat(name: &str, status: Result<(), PvmError>) -> String {
     )
 }
 
-/// `pstat`, one line.
+/// Formats one line of `pstat`.
 pub(crate) fn pstat(tid: Tid, status: Result<(), PvmError>) -> String {
     format!(
         "t{tid:>8x}  {}\n",
@@ -161,7 +161,7 @@ pub(crate) fn pstat(tid: Tid, status: Result<(), PvmError>) -> String {
     )
 }
 
-/// The head of task tables.
+/// Returns the header of task tables.
 pub(crate) fn ps_head(long: bool) -> String {
     let ids = if long {
         format!(" {:>8} {:>6}", "PTID", "PID")
@@ -174,7 +174,7 @@ pub(crate) fn ps_head(long: bool) -> String {
     )
 }
 
-/// One row of a task table. `console` is the console's own tid.
+/// Formats one row of a task table. `console` is the console's own tid.
 pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, long: bool) -> String {
     let host = table
         .get(task.host)
@@ -197,7 +197,7 @@ pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, long: boo
     } else {
         &task.name
     };
-    // Behind what PVM's console prints: it stands still because its host's owner is there, or until it is resumed.
+    // Not in PVM: stopped while the owner of its host is present, or suspended until it is resumed.
     let state = match (task.stopped, task.suspended) {
         (false, false) => "",
         (true, false) => " (stopped)",
@@ -208,7 +208,7 @@ pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, long: boo
     out
 }
 
-/// `ps`: the tasks in the order of hosts and tids.
+/// Formats the output of `ps` for tasks sorted by host and tid.
 pub(crate) fn ps(table: &HostTable, tasks: &[TaskInfo], console: Tid, long: bool) -> String {
     let mut out = ps_head(long);
     tasks
@@ -217,7 +217,7 @@ pub(crate) fn ps(table: &HostTable, tasks: &[TaskInfo], console: Tid, long: bool
     out
 }
 
-/// Task flags as a hexadecimal number and letters: `6/c,f`.
+/// Formats task flags as a hexadecimal number and letters, such as `6/c,f`.
 fn flags(flags: i32) -> String {
     let mut out = format!("{flags:x}/");
     let letters = FLAG_LETTERS.iter().filter(|(bit, _)| flags & bit != 0);
@@ -230,7 +230,7 @@ fn flags(flags: i32) -> String {
     out
 }
 
-/// `names`.
+/// Formats the output of `names`.
 pub(crate) fn names(classes: &[MailboxClass]) -> String {
     let mut out = String::new();
     for class in classes {
@@ -247,13 +247,13 @@ pub(crate) fn names(classes: &[MailboxClass]) -> String {
     out
 }
 
-/// `tickle`: the numbers of the answer.
+/// Formats the numbers of a reply to `tickle`.
 pub(crate) fn tickle(numbers: &[i32]) -> String {
     let list: String = numbers.iter().map(|number| format!(" {number}")).collect();
     format!("({list} )\n")
 }
 
-/// `can-migrate`.
+/// Formats the output of `can-migrate`.
 pub(crate) fn survey(table: &HostTable, survey: &Survey) -> String {
     let name = |host: HostId| {
         table
@@ -293,7 +293,7 @@ pub(crate) fn survey(table: &HostTable, survey: &Survey) -> String {
     out
 }
 
-/// `migrate`, when it went well.
+/// Formats the output of a successful `migrate`.
 pub(crate) fn moved(tid: Tid, to: &str, report: &MoveReport) -> String {
     let ms = (report.frozen.0 + 500) / 1000;
     match report.engine {
@@ -305,18 +305,18 @@ pub(crate) fn moved(tid: Tid, to: &str, report: &MoveReport) -> String {
     }
 }
 
-/// Names of hosts, those that have left included.
+/// Names of hosts, including those that have left.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Names(BTreeMap<HostId, String>);
 
 impl Names {
-    /// Takes the names of a table.
+    /// Adds the names of a host table.
     pub(crate) fn learn_table(&mut self, table: &HostTable) {
         self.0
             .extend(table.hosts.iter().map(|host| (host.id, host.name.clone())));
     }
 
-    /// Takes the name that an event tells.
+    /// Adds the name that an event contains, if any.
     pub(crate) fn learn(&mut self, event: &Event) {
         if let EventKind::HostAdded { host, name } | EventKind::HostGone { host, name, .. } =
             &event.kind
@@ -325,13 +325,13 @@ impl Names {
         }
     }
 
-    /// The name of a host, if it was ever heard.
+    /// Returns the name of a host, if it is known.
     pub(crate) fn get(&self, host: HostId) -> Option<&str> {
         self.0.get(&host).map(String::as_str)
     }
 }
 
-/// One event: time, host, text.
+/// Formats one event: time, host, text.
 pub(crate) fn event(names: &Names, event: &Event) -> String {
     let host = names
         .get(event.host)
@@ -343,15 +343,15 @@ pub(crate) fn event(names: &Names, event: &Event) -> String {
     )
 }
 
-/// A day and the seconds since it began, in UTC.
+/// A date and a time of day in UTC.
 struct Civil {
     year: u64,
-    /// From 1.
+    /// Counts from 1 to 12.
     month: u64,
-    /// From 1.
+    /// Counts from 1 to 31.
     day: u64,
     second: u64,
-    /// From Sunday.
+    /// Days since the last Sunday.
     weekday: usize,
 }
 
@@ -359,7 +359,7 @@ impl Civil {
     fn new(at: Micros) -> Civil {
         let seconds = at.0 / 1_000_000;
         let (days, second) = (seconds / 86_400, seconds % 86_400);
-        // Civil date from days since 1970 in the calendar of 400-year eras that begin on 1 March.
+        // Converts days since 1970 to a civil date, in 400-year eras that begin on 1 March.
         let shifted = days + 719_468;
         let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
         let year_of_era =
@@ -373,7 +373,7 @@ impl Civil {
             march_month - 9
         };
         let year = era * 400 + year_of_era + u64::from(month <= 2);
-        // The first of all days was a Thursday.
+        // 1 January 1970 was a Thursday.
         Civil {
             year,
             month,
@@ -393,7 +393,7 @@ impl Civil {
     }
 }
 
-/// A point in time in UTC with milliseconds: `2026-11-21T09:34:01.123Z`.
+/// Formats a time in UTC with milliseconds, such as `2026-11-21T09:34:01.123Z`.
 pub(crate) fn time(at: Micros) -> String {
     let civil = Civil::new(at);
     let Civil {
@@ -406,7 +406,7 @@ pub(crate) fn time(at: Micros) -> String {
     )
 }
 
-/// A point in time in UTC as C programs write it: `Sat Nov 21 09:34:01 2026`.
+/// Formats a time in UTC as C's `ctime` does, such as `Sat Nov 21 09:34:01 2026`.
 pub(crate) fn clock(at: Micros) -> String {
     const DAYS: [&str; 7] = ["Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat"];
     const MONTHS: [&str; 12] = [
@@ -471,8 +471,9 @@ pub(crate) mod tests {
         }
     }
 
+    /// `conf` has the columns of PVM.
     #[test]
-    fn conf_has_the_columns_of_pvm() {
+    fn conf_layout_matches_pvm() {
         let expected = "\
 3 hosts, 1 data format
                     HOST     DTID     ARCH   SPEED       DSIG
@@ -487,8 +488,9 @@ pub(crate) mod tests {
         assert!(conf(&two).starts_with("1 host, 1 data format\n"));
     }
 
+    /// `add` and `delete` have the columns of PVM.
     #[test]
-    fn add_and_delete_have_the_columns_of_pvm() {
+    fn add_and_delete_layouts_match_pvm() {
         let lines: Vec<String> = ["ha2 sp=2000", "ha3", "nohost"].map(String::from).to_vec();
         let ok = |index, name| AddedHost {
             result: Ok(host(index, name)),
@@ -519,8 +521,9 @@ pub(crate) mod tests {
         assert_eq!(deleted(&names, &[Ok(()), Err(PvmError::NoHost)]), expected);
     }
 
+    /// `ps` has the columns of PVM.
     #[test]
-    fn ps_has_the_columns_of_pvm() {
+    fn ps_layout_matches_pvm() {
         let console = Tid::from_raw(0x40001);
         let tasks = [
             task(0x40001, 0, 11690, 4, ""),
@@ -541,8 +544,9 @@ pub(crate) mod tests {
         assert_eq!(ps(&table(), &tasks, console, true), expected);
     }
 
+    /// `spawn`, `mstat`, `pstat` and `names` have the layouts of PVM.
     #[test]
-    fn spawn_mstat_pstat_and_names_have_the_shapes_of_pvm() {
+    fn status_layouts_match_pvm() {
         let results = [Ok(Tid::from_raw(0x80001)), Err(PvmError::NoFile)];
         assert_eq!(spawned(&results), "1 successful\nt80001\nNo such file\n");
         assert_eq!(mstat("ha2", Ok(())), "                     ha2  ok\n");
@@ -574,8 +578,9 @@ Console: 2 new hosts added
         assert_eq!(announce(&table(), &two), expected);
     }
 
+    /// A migration and an event take one line each.
     #[test]
-    fn moves_and_events_are_one_line_each() {
+    fn migrations_and_events_are_one_line() {
         let id = sempa_proto::MigrationId(1);
         let report = MoveReport {
             id,
@@ -621,8 +626,9 @@ Console: 2 new hosts added
         );
     }
 
+    /// A host that has left keeps its name in the log.
     #[test]
-    fn a_host_that_has_left_keeps_its_name_in_the_log() {
+    fn departed_host_keeps_name_in_log() {
         let id = HostId::new(7).expect("7");
         let gone = EventKind::HostGone {
             host: id,
@@ -646,6 +652,7 @@ Console: 2 new hosts added
         assert!(event(&names, &before).starts_with("1970-01-01T00:00:00.000Z h7 "));
     }
 
+    /// Times are formatted as civil dates.
     #[test]
     fn times_are_civil_dates() {
         assert_eq!(time(Micros(0)), "1970-01-01T00:00:00.000Z");

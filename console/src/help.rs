@@ -1,19 +1,19 @@
-//! The commands: their names, one-line descriptions and full help.
+//! The help texts of all commands.
 
-/// A command as `help` shows it.
+/// Help for one command.
 pub(crate) struct Entry {
-    /// Its name, as typed.
+    /// The name as typed.
     pub(crate) name: &'static str,
-    /// One line.
+    /// One line for the list of commands.
     pub(crate) summary: &'static str,
-    /// Everything below the first line.
+    /// The lines below the summary: syntax, options and details.
     pub(crate) detail: &'static str,
 }
 
-/// Commands that `help` does not list: they look into the daemon and the console.
+/// Commands that the list omits, because they only inspect the daemon or the console.
 const NOT_LISTED: [&str; 2] = ["idump", "tickle"];
 
-/// All commands by name.
+/// All commands, sorted by name.
 pub(crate) const COMMANDS: &[Entry] = &[
     Entry {
         name: "add",
@@ -305,12 +305,12 @@ pub(crate) const COMMANDS: &[Entry] = &[
     },
 ];
 
-/// The command with this name.
+/// Returns the command with this name.
 pub(crate) fn find(name: &str) -> Option<&'static Entry> {
     COMMANDS.iter().find(|entry| entry.name == name)
 }
 
-/// What `help NAME` prints, or `None` when there is no such command.
+/// Returns the text of `help NAME`, or `None` if there is no such command.
 pub(crate) fn about(name: &str) -> Option<String> {
     let entry = find(name)?;
     let mut text = format!("{:<12}{}\n{}", entry.name, entry.summary, entry.detail);
@@ -320,7 +320,7 @@ pub(crate) fn about(name: &str) -> Option<String> {
     Some(text)
 }
 
-/// The list of all commands.
+/// Returns the list of all commands.
 fn list() -> String {
     let mut text = String::from("Commands are:\n");
     for entry in COMMANDS
@@ -336,8 +336,9 @@ fn list() -> String {
 mod tests {
     use super::*;
 
+    /// The commands are sorted by name, and each has its syntax.
     #[test]
-    fn commands_are_sorted_and_each_says_its_syntax() {
+    fn commands_are_sorted_and_have_syntax() {
         assert!(COMMANDS.windows(2).all(|pair| pair[0].name < pair[1].name));
         for entry in COMMANDS {
             assert!(entry.detail.starts_with("Syntax:  "), "{}", entry.name);
@@ -345,8 +346,9 @@ mod tests {
         }
     }
 
+    /// The help texts have the layout of PVM's.
     #[test]
-    fn help_has_the_shape_of_pvm() {
+    fn help_layout_matches_pvm() {
         let text = about("help").expect("a command");
         assert!(
             text.starts_with("help        Explain a command\nSyntax:  help [ command ]\nCommands are:\n  add         ")

@@ -9,7 +9,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time that all hosts of a host file have to join. Each host has its own, shorter limits.
+/// Time limit for all hosts of a host file to join. Each host has its own, shorter limits.
 const JOIN_MAX: Duration = Duration::from_secs(300);
 /// Interval for polling the event log.
 const LOOK_EVERY: Duration = Duration::from_millis(20);

@@ -34,13 +34,13 @@ pub(crate) enum Job {
     /// Suspends or resumes a job with all its tasks.
     Suspend {
         job: Tid,
-        /// False to resume.
+        /// True to suspend, false to resume.
         suspend: bool,
     },
     /// Suspends or resumes a single task.
     SuspendTask {
         tid: Tid,
-        /// False to resume.
+        /// True to suspend, false to resume.
         suspend: bool,
     },
 }
@@ -85,7 +85,7 @@ pub(crate) fn parse(args: &[String]) -> Result<Job, ParseError> {
     }
 }
 
-/// Executes the command.
+/// Executes a parsed `job` command.
 pub(crate) fn run(machine: &impl Machine, job: &Job) -> Result<Outcome, Error> {
     match job {
         Job::List { user } => list(machine, *user),

@@ -1,30 +1,30 @@
-//! Jobs: spawned tasks, and all that they spawn, whose output comes to the console.
+//! Jobs: spawned tasks and their descendants whose output comes to the console.
 //!
-//! The daemons send messages about each task: that it was asked for, that it was created, pieces of its output, and its
-//! end. Pieces are cut anywhere; this puts lines together again.
+//! The daemons send messages about each task: that its spawn was requested, that it was created,
+//! pieces of its output, and its end. Pieces may end anywhere; this module reassembles lines.
 
 use sempa_proto::Tid;
 use sempa_proto::body::Unpacker;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
-/// Longest line that is put together, in bytes; a longer one is broken.
+/// Longest line in bytes. A longer one is broken.
 pub(crate) const OUTPUT_LINE_BYTES_MAX: usize = 64 << 10;
 
-/// What a message about a task says.
+/// Content of a message about a task.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum TaskOutput {
-    /// Somebody has asked for it.
+    /// Its spawn was requested.
     Spawned,
-    /// It was created.
+    /// The task was created.
     Created,
-    /// Some of its output.
+    /// A piece of its output.
     Data(Vec<u8>),
-    /// Nothing more comes.
+    /// No more output follows.
     End,
 }
 
-/// Reads a message about a task's output; `None` when it is not one.
+/// Reads a message about a task's output. Returns `None` if it is malformed.
 pub(crate) fn read_output(mut body: Unpacker) -> Option<(Tid, TaskOutput)> {
     let tid = Tid::from_raw(body.int().ok()?);
     let what = match body.int().ok()? {
@@ -36,7 +36,6 @@ pub(crate) fn read_output(mut body: Unpacker) -> Option<(Tid, TaskOutput)> {
     tid.is_task().then_some((tid, what))
 }
 
-/// A task of a job.
 #[derive(Debug, Default)]
 struct Member {
     met: bool,
@@ -45,7 +44,8 @@ struct Member {
 }
 
 impl Member {
-    /// Adds output; lines that are complete now, or too long to wait, come out.
+    /// Adds a piece of output. Lines that are complete or have reached the limit are appended to
+    /// `out`.
     fn lines(&mut self, bytes: &[u8], out: &mut Vec<Happened>) {
         for piece in bytes.split_inclusive(|byte| *byte == b'\n') {
             self.partial.extend_from_slice(piece);
@@ -60,54 +60,53 @@ impl Member {
     }
 }
 
-/// A job.
 #[derive(Debug, Default)]
 struct Job {
-    /// True when the answer to the spawn is known, so that no member is missing.
+    /// True once the reply to the spawn is known and the job contains all tasks of the spawn.
     started: bool,
     members: BTreeMap<Tid, Member>,
 }
 
-/// All jobs of this console.
 #[derive(Debug, Default)]
 pub(crate) struct Jobs {
     newest: u32,
     jobs: BTreeMap<u32, Job>,
 }
 
-/// What a message says about a task of a job.
+/// An event of a task of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Happened {
-    /// It was not known before.
+    /// The first message about the task arrived.
     Met,
-    /// As [`TaskOutput::Spawned`].
+    /// Its spawn was requested ([`TaskOutput::Spawned`]).
     Spawned,
-    /// As [`TaskOutput::Created`].
+    /// The task was created ([`TaskOutput::Created`]).
     Created,
-    /// It wrote a line; without its newline.
+    /// A line of output, without its newline.
     Line(Vec<u8>),
-    /// It writes nothing any more.
+    /// The task writes no more output.
     Ended,
 }
 
-/// What became of a job.
+/// Result of a message for its job.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct News {
-    /// In this order.
+    /// Events in order of occurrence.
     pub(crate) happened: Vec<Happened>,
-    /// True when the job is complete; it is forgotten.
+    /// True if the job is finished. It is removed then.
     pub(crate) finished: bool,
 }
 
 impl Jobs {
-    /// A new job, before its tasks are started. Numbers count from 1.
+    /// Creates a job before its tasks are spawned. Returns its number; numbers start at 1.
     pub(crate) fn open(&mut self) -> u32 {
         self.newest += 1;
         self.jobs.insert(self.newest, Job::default());
         self.newest
     }
 
-    /// The tasks with which a job was started. A job without any is forgotten. True when it is finished already.
+    /// Records the tasks of a job's spawn. A job without any is removed. Returns true if the job is
+    /// finished already.
     pub(crate) fn started(&mut self, number: u32, tids: impl Iterator<Item = Tid>) -> bool {
         let Some(job) = self.jobs.get_mut(&number) else {
             return false;
@@ -123,14 +122,14 @@ impl Jobs {
         self.close_if_done(number)
     }
 
-    /// A message about a task of a job.
+    /// Handles a message about a task of a job.
     pub(crate) fn take(&mut self, number: u32, tid: Tid, what: TaskOutput) -> News {
         if number == 0 || number > self.newest {
             return News::default();
         }
         let job = match self.jobs.entry(number) {
             Entry::Occupied(known) => known.into_mut(),
-            // A grandchild may be heard of only after the others have ended.
+            // A grandchild may appear after all other tasks have ended.
             Entry::Vacant(_) if what == TaskOutput::End => return News::default(),
             Entry::Vacant(new) => new.insert(Job {
                 started: true,
@@ -162,7 +161,7 @@ impl Jobs {
         }
     }
 
-    /// True when all members have ended; the job is forgotten then.
+    /// Removes the job if all its tasks have ended, and returns true then.
     fn close_if_done(&mut self, number: u32) -> bool {
         let done = |job: &Job| job.started && job.members.values().all(|member| member.ended);
         let finished = self.jobs.get(&number).is_some_and(done);
@@ -177,12 +176,11 @@ impl Jobs {
         self.jobs.contains_key(&number)
     }
 
-    /// True when no job is left.
     pub(crate) fn is_empty(&self) -> bool {
         self.jobs.is_empty()
     }
 
-    /// Jobs with those of their tasks that have not ended.
+    /// Returns the jobs, each with those of its tasks that have not ended.
     pub(crate) fn running(&self) -> impl Iterator<Item = (u32, Vec<Tid>)> {
         self.jobs.iter().map(|(number, job)| {
             (
@@ -213,8 +211,9 @@ mod tests {
         TaskOutput::Data(text.into())
     }
 
+    /// Lines are reassembled from pieces.
     #[test]
-    fn lines_are_put_together_from_pieces() {
+    fn lines_are_reassembled() {
         let mut jobs = Jobs::default();
         let job = jobs.open();
         jobs.started(job, [A].into_iter());
@@ -229,8 +228,9 @@ mod tests {
         assert!(end.finished && jobs.is_empty());
     }
 
+    /// A job ends with the last of its tasks and their children.
     #[test]
-    fn a_job_ends_with_the_last_of_its_tasks_and_their_children() {
+    fn job_ends_with_last_task() {
         let mut jobs = Jobs::default();
         let job = jobs.open();
         assert_eq!(
@@ -258,16 +258,18 @@ mod tests {
         );
     }
 
+    /// A job whose tasks end before the reply to the spawn finishes with the reply.
     #[test]
-    fn a_job_whose_tasks_end_before_the_answer_finishes_with_the_answer() {
+    fn job_may_end_with_spawn_reply() {
         let mut jobs = Jobs::default();
         let job = jobs.open();
         jobs.take(job, A, TaskOutput::End);
         assert!(jobs.started(job, [A].into_iter()));
     }
 
+    /// A job without tasks is removed, and unknown numbers are ignored.
     #[test]
-    fn a_job_without_tasks_is_forgotten_and_foreign_numbers_are_ignored() {
+    fn empty_job_is_removed() {
         let mut jobs = Jobs::default();
         let job = jobs.open();
         assert!(!jobs.started(job, [].into_iter()));
@@ -276,8 +278,9 @@ mod tests {
         assert!(jobs.is_empty());
     }
 
+    /// A line that reaches the limit is broken.
     #[test]
-    fn endless_lines_are_broken() {
+    fn overlong_lines_are_broken() {
         let mut jobs = Jobs::default();
         let job = jobs.open();
         let news = jobs.take(job, A, TaskOutput::Data(vec![b'x'; OUTPUT_LINE_BYTES_MAX]));
@@ -287,8 +290,9 @@ mod tests {
         );
     }
 
+    /// Output messages are read, malformed ones are not.
     #[test]
-    fn output_messages_are_read_and_garbage_is_not() {
+    fn malformed_output_message_is_refused() {
         let read = |words: &[i32], bytes: &[u8]| {
             let mut body = Packer::new(Encoding::Xdr);
             body.items(words.iter().copied()).bytes(bytes);

@@ -1,5 +1,6 @@
-//! What the one-shot commands print with `--json`: one value per line. Tids are written as `t40001`, times in
-//! microseconds since 1970.
+//! Builds the values that commands print with `--json`, one per line.
+//!
+//! Tids are written as `t40001`, times in microseconds since the Unix epoch.
 
 use crate::format::Names;
 use sempa_proto::event::Event;
@@ -26,7 +27,7 @@ fn host(entry: &HostEntry) -> Value {
     })
 }
 
-/// `conf`.
+/// Returns the value of `conf`.
 pub(crate) fn conf(table: &HostTable) -> Value {
     json!({
         "epoch": table.epoch.0,
@@ -35,12 +36,12 @@ pub(crate) fn conf(table: &HostTable) -> Value {
     })
 }
 
-/// One value for each thing that was asked about.
+/// Combines one value per requested item.
 pub(crate) fn results(values: Vec<Value>) -> Value {
     json!({ "results": values })
 }
 
-/// `mstat` and `pstat`, one line.
+/// Returns one item of `mstat` or `pstat`, with its name under the given key.
 pub(crate) fn status(what: &str, name: &str, status: Result<(), PvmError>) -> Value {
     match status {
         Ok(()) => json!({ what: name, "up": true }),
@@ -48,7 +49,7 @@ pub(crate) fn status(what: &str, name: &str, status: Result<(), PvmError>) -> Va
     }
 }
 
-/// `kill` and `sig`, one task.
+/// Returns one task of `kill` or `sig`.
 pub(crate) fn signalled(tid: Tid, why_not: Option<&str>) -> Value {
     match why_not {
         None => json!({ "tid": tid.to_string(), "sent": true }),
@@ -56,12 +57,12 @@ pub(crate) fn signalled(tid: Tid, why_not: Option<&str>) -> Value {
     }
 }
 
-/// `alias` without arguments.
+/// Returns the value of `alias` without arguments.
 pub(crate) fn aliases(aliases: &BTreeMap<String, Vec<String>>) -> Value {
     json!({ "aliases": aliases })
 }
 
-/// `getopt`.
+/// Returns the value of `getopt`.
 pub(crate) fn options(options: &[(&str, i32)]) -> Value {
     let options: Map<String, Value> = options
         .iter()
@@ -70,39 +71,39 @@ pub(crate) fn options(options: &[(&str, i32)]) -> Value {
     json!({ "options": options })
 }
 
-/// `setopt`.
+/// Returns the value of `setopt`.
 pub(crate) fn option_set(name: &str, old: i32, new: i32) -> Value {
     json!({ "option": name, "old": old, "new": new })
 }
 
-/// `id`.
+/// Returns the value of `id`.
 pub(crate) fn id(tid: Tid) -> Value {
     json!({ "tid": tid.to_string() })
 }
 
-/// One job of `jobs`.
+/// Returns one job of `jobs`.
 pub(crate) fn job(number: u32, traced: bool, tids: &[Tid]) -> Value {
     json!({ "number": number, "traced": traced, "tids": tids.iter().map(Tid::to_string).collect::<Vec<_>>() })
 }
 
-/// `jobs`.
+/// Returns the value of `jobs`.
 pub(crate) fn jobs(jobs: Vec<Value>) -> Value {
     json!({ "jobs": jobs })
 }
 
-/// `names`.
+/// Returns the value of `names`.
 pub(crate) fn names(classes: &[MailboxClass]) -> Value {
     let entry = |(index, owner, flags): &(i32, Tid, i32)| json!({ "index": index, "owner": owner.is_task().then(|| owner.to_string()), "flags": flags });
     let class = |class: &MailboxClass| json!({ "name": class.name, "entries": class.entries.iter().map(entry).collect::<Vec<_>>() });
     json!({ "classes": classes.iter().map(class).collect::<Vec<_>>() })
 }
 
-/// `export` without arguments.
+/// Returns the value of `export` without arguments.
 pub(crate) fn exported(names: &[String]) -> Value {
     json!({ "exported": names })
 }
 
-/// `setenv` without a value.
+/// Returns the value of `setenv` without a value.
 pub(crate) fn variables<'a>(
     variables: impl IntoIterator<Item = (&'a String, &'a String)>,
 ) -> Value {
@@ -113,17 +114,17 @@ pub(crate) fn variables<'a>(
     json!({ "variables": variables })
 }
 
-/// `tickle`.
+/// Returns the value of `tickle`.
 pub(crate) fn tickle(numbers: &[i32]) -> Value {
     json!({ "numbers": numbers })
 }
 
-/// `version`.
+/// Returns the value of `version`.
 pub(crate) fn version(interface: &str) -> Value {
     json!({ "interface": interface, "sempa": env!("CARGO_PKG_VERSION") })
 }
 
-/// `ps`.
+/// Returns the value of `ps`.
 pub(crate) fn ps(table: &HostTable, tasks: &[TaskInfo]) -> Value {
     let task = |task: &TaskInfo| {
         json!({
@@ -143,7 +144,7 @@ pub(crate) fn ps(table: &HostTable, tasks: &[TaskInfo]) -> Value {
     json!({ "tasks": tasks.iter().map(task).collect::<Vec<_>>() })
 }
 
-/// `add`.
+/// Returns the value of `add`.
 pub(crate) fn added(lines: &[String], results: &[AddedHost]) -> Value {
     let one = |(line, added): (&String, &AddedHost)| match &added.result {
         Ok(entry) => json!({ "line": line, "host": host(entry) }),
@@ -152,7 +153,7 @@ pub(crate) fn added(lines: &[String], results: &[AddedHost]) -> Value {
     json!({ "results": lines.iter().zip(results).map(one).collect::<Vec<_>>() })
 }
 
-/// `delete`.
+/// Returns the value of `delete`.
 pub(crate) fn deleted(names: &[String], results: &[Result<(), PvmError>]) -> Value {
     let one = |(name, result): (&String, &Result<(), PvmError>)| match result {
         Ok(()) => json!({ "name": name, "deleted": true }),
@@ -161,7 +162,7 @@ pub(crate) fn deleted(names: &[String], results: &[Result<(), PvmError>]) -> Val
     json!({ "results": names.iter().zip(results).map(one).collect::<Vec<_>>() })
 }
 
-/// `spawn`; `job` is the number of the job, when output or records are collected.
+/// Returns the value of `spawn`. `job` is the job's number if output or records are collected.
 pub(crate) fn spawned(job: Option<u32>, results: &[Result<Tid, PvmError>]) -> Value {
     let one = |result: &Result<Tid, PvmError>| match result {
         Ok(tid) => json!({ "tid": tid.to_string() }),
@@ -170,7 +171,7 @@ pub(crate) fn spawned(job: Option<u32>, results: &[Result<Tid, PvmError>]) -> Va
     json!({ "job": job, "results": results.iter().map(one).collect::<Vec<_>>() })
 }
 
-/// `can-migrate`: each host with what it has against the task, as the virtual machine keeps it and in words.
+/// Returns the value of `can-migrate`: the refusals of each host, as records and as text.
 pub(crate) fn survey(table: &HostTable, survey: &Survey) -> Value {
     let name = |host: HostId| table.get(host).map(|entry| entry.name.clone());
     let one = |(host, verdict): &(HostId, Verdict)| {
@@ -193,7 +194,7 @@ pub(crate) fn survey(table: &HostTable, survey: &Survey) -> Value {
     })
 }
 
-/// `migrate`, when it went well.
+/// Returns the value of a successful `migrate`.
 pub(crate) fn moved(tid: Tid, to: &str, report: &MoveReport) -> Value {
     json!({
         "tid": tid.to_string(),
@@ -206,12 +207,13 @@ pub(crate) fn moved(tid: Tid, to: &str, report: &MoveReport) -> Value {
     })
 }
 
-/// `migrate`, when it did not: the step that failed, if one was begun, and the reason.
+/// Returns the value of a failed `migrate`. `step` is the step that failed, if the migration had
+/// begun.
 pub(crate) fn not_moved(tid: Tid, to: &str, step: Option<String>, reason: &str) -> Value {
     json!({ "tid": tid.to_string(), "to": to, "moved": false, "step": step, "reason": reason })
 }
 
-/// One event; `kind` is the record as the virtual machine keeps it.
+/// Returns the value of an event. `kind` is the event record in the virtual machine's own form.
 pub(crate) fn event(names: &Names, event: &Event) -> Value {
     json!({
         "number": event.number,
@@ -231,8 +233,9 @@ mod tests {
     use sempa_proto::event::EventKind;
     use sempa_proto::{HostId, Micros};
 
+    /// Tables become JSON values.
     #[test]
-    fn tables_become_values_that_programs_can_read() {
+    fn tables_become_json() {
         let conf = conf(&table());
         assert_eq!(conf["hosts"][1]["name"], "ha2");
         assert_eq!(conf["hosts"][1]["dtid"], "t80000");
@@ -252,8 +255,9 @@ mod tests {
         assert_eq!(ps["tasks"][1]["host"], "ha2");
     }
 
+    /// Failures have code, text and reason.
     #[test]
-    fn failures_carry_code_text_and_reason() {
+    fn failures_have_code_text_and_reason() {
         let failed = AddedHost {
             result: Err(PvmError::CantStart),
             reason: "ssh: no route".into(),
@@ -267,6 +271,7 @@ mod tests {
         );
     }
 
+    /// An event has its text and its record.
     #[test]
     fn events_have_text_and_record() {
         let kind = EventKind::HostClean {

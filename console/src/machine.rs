@@ -12,7 +12,7 @@ use sempa_proto::task::{MailboxRequest, MoveReport, Reply, Request, SpawnRequest
 use sempa_proto::{HostId, Message, PvmError, Tid};
 use std::time::Duration;
 
-/// Time the resource manager has to answer.
+/// Time limit for an answer of the resource manager.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(5);
 /// Error text for a question to the resource manager when none is running.
 const NO_RM: &str = "no resource manager runs, and only it knows: start the virtual machine with PVM_RM=pvm-rm, or 'pvm spawn pvm-rm'";

@@ -118,7 +118,7 @@ pub(crate) fn run(
 
 /// Drains a host and prints progress.
 ///
-/// `apart` is the console that requested the drain, if it is another process.
+/// The optional tid is the console that requested the drain, if that is another process.
 ///
 /// # Errors
 /// Fails if standard output cannot be written.

@@ -46,9 +46,7 @@ pub(crate) enum OptionError {
     #[error("setopt: {name} takes {min} to {max}")]
     Range {
         name: &'static str,
-        /// Smallest allowed value.
         min: i32,
-        /// Largest allowed value.
         max: i32,
     },
 }

@@ -26,7 +26,7 @@ use std::time::Duration;
 /// A parsed `owner` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Owner {
-    /// Declares the owner present or absent, for `span`, or until the next login or logout.
+    /// Declares the owner present or absent, for a given time, or until the next login or logout.
     Say {
         state: State,
         span: Option<Duration>,

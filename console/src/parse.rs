@@ -43,12 +43,11 @@ pub(crate) enum PsScope {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Sig {
-    /// Signal number.
     pub(crate) signal: i32,
     pub(crate) tids: Vec<Tid>,
 }
 
-/// A parsed command.
+/// A parsed console command with its arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Command {
     /// Adds hosts. Each string is a line in host-file format.
@@ -65,7 +64,7 @@ pub(crate) enum Command {
     Checkpoints(Checkpoints),
     /// Restarts a job from a checkpoint.
     Restart(Restart),
-    /// Drains a host.
+    /// Migrates all tasks away from a host.
     Drain(Drain),
     /// Lets a drained host accept tasks again.
     Undrain { host: String },
@@ -105,7 +104,7 @@ pub(crate) enum Command {
     Pstat(Vec<Tid>),
     /// Inserts an entry into a mailbox class.
     Put { name: String, flags: i32 },
-    /// Leaves the console.
+    /// Leaves the console; the virtual machine keeps running.
     Quit,
     /// Simulates a recorded log under another policy. The words are the arguments.
     Replay(Vec<String>),
@@ -121,11 +120,10 @@ pub(crate) enum Command {
         name: Option<String>,
         value: Option<String>,
     },
-    /// Sets an option.
+    /// Sets a PVM option of the console.
     Setopt { name: String, value: i32 },
     /// Sends a signal to tasks.
     Sig(Sig),
-    /// Starts tasks.
     Spawn(Spawn),
     /// Starts the virtual machine. Valid only on the program's command line.
     Start,
@@ -133,7 +131,7 @@ pub(crate) enum Command {
     Tickle(Vec<i32>),
     /// Selects the events that traced tasks record.
     Trace(Vec<Trace>),
-    /// Removes aliases.
+    /// Names of aliases to remove.
     Unalias(Vec<String>),
     /// Removes variables from the exported ones.
     Unexport(Vec<String>),

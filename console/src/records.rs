@@ -1,8 +1,9 @@
-//! Trace records as text: what traced tasks and their daemons send, in the self-describing form that PVM's console
-//! prints (SDDF). Pure.
+//! Converts trace records of tasks and daemons to text, in the self-describing format (SDDF) that
+//! PVM's console prints. Pure.
 //!
-//! A message holds records one after the other. An event describes itself when a task sends it first; the text describes
-//! it when it comes first in a job.
+//! A message contains a sequence of records. A task sends the description of an event with the
+//! event's first record. The text contains the description before the first record of each event in
+//! a job.
 
 use sempa_proto::body::Unpacker;
 use sempa_proto::trace::{
@@ -12,23 +13,24 @@ use sempa_proto::{PvmError, PvmResult, Tid};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// Begins the event of a program; [`USER_EVENT_END`] ends it.
+/// Marks the start of a program's own event; [`USER_EVENT_END`] marks its end.
 const USER_EVENT_BEGIN: i32 = -9;
-/// Set in the type of an array.
+/// Bit set in the type of an array.
 const ARRAY: i32 = 0x80;
-/// Kinds of events that a job may describe, and names of items.
+/// Limit for both event descriptions and item names per job.
 const DESCRIPTIONS_MAX: usize = 4096;
-/// Numbers of the records that the console itself makes.
+/// Event numbers of the records that the console itself makes.
 const HOST_ADD: i32 = 401;
 const OUTPUT: i32 = 404;
-/// What stands before every item of a record: seconds, microseconds, task.
+/// Items at the beginning of every record: seconds, microseconds, task. Each with short and long
+/// name.
 const HEAD: [(&str, &str); 3] = [
     ("TS", "Time Seconds"),
     ("TU", "Time Microseconds"),
     ("TID", "Task ID"),
 ];
 
-/// An item of a kind of event.
+/// Description of one item of an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Item {
     short: String,
@@ -36,27 +38,28 @@ struct Item {
     kind: i32,
 }
 
-/// A kind of event.
+/// Description of an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Kind {
     name: String,
     items: Vec<Item>,
 }
 
-/// The records of one job.
+/// Converts the records of one job.
 #[derive(Debug, Default)]
 pub(crate) struct Records {
     names: BTreeMap<i32, (String, String)>,
     kinds: BTreeMap<i32, Kind>,
-    /// Numbers of those that were described.
+    /// Numbers of the events whose description was printed.
     described: BTreeMap<i32, ()>,
 }
 
 impl Records {
-    /// The text of a message, lines with their newlines.
+    /// Appends the text of a message to `out`, as lines with newlines.
     ///
     /// # Errors
-    /// The message ends in the middle, or holds something else; what was read before is in the text.
+    /// Fails if the message is truncated or malformed. The text of the records before the error is
+    /// in `out`.
     pub(crate) fn read(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
         while body.remaining() > 0 {
             match body.int()? {
@@ -150,7 +153,7 @@ impl Records {
                 kind: number,
             });
         }
-        // Each of these may have other items, so each says which.
+        // Every such event may have other items, so each prints its description.
         self.described.remove(&number_of(id));
         self.print(&titled(&kind, id), number_of(id), &values, out);
         Ok(())
@@ -177,7 +180,8 @@ impl Records {
         );
     }
 
-    /// A record that the console makes: something was written by a task, or happened to its output.
+    /// Returns a record that the console makes for a line of output, or for an event of a task's
+    /// output.
     pub(crate) fn output(&mut self, at: Time, tid: Tid, text: &str) -> String {
         let mut kind = Kind {
             name: "output(0)".into(),
@@ -198,7 +202,7 @@ impl Records {
         out
     }
 
-    /// A record that the console makes: a host of the virtual machine.
+    /// Returns a record that the console makes for a host of the virtual machine.
     pub(crate) fn host(&mut self, at: Time, host: &HostFacts<'_>) -> String {
         let mut kind = Kind {
             name: "host_add(0)".into(),
@@ -227,7 +231,8 @@ impl Records {
     }
 }
 
-/// The names of an item that were not told: a sender tells them once, maybe with an earlier job.
+/// Returns names for an item whose names were not sent. A task sends them once, possibly with an
+/// earlier job.
 fn known(id: i32) -> (String, String) {
     let short = usize::try_from(id)
         .ok()
@@ -239,12 +244,11 @@ fn known(id: i32) -> (String, String) {
     )
 }
 
-/// Seconds and microseconds since 1970.
+/// Time since the Unix epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Time {
-    /// Seconds.
     pub(crate) seconds: u64,
-    /// The rest.
+    /// Microseconds of the current second.
     pub(crate) micros: u32,
 }
 
@@ -254,19 +258,15 @@ impl Time {
     }
 }
 
-/// What is known of a host.
+/// Properties of a host for its record.
 pub(crate) struct HostFacts<'a> {
-    /// Its tid.
     pub(crate) tid: Tid,
-    /// Its name.
     pub(crate) name: &'a str,
-    /// Its architecture.
     pub(crate) arch: &'a str,
-    /// Its speed.
     pub(crate) speed: i32,
 }
 
-/// What stands at the beginning of the records of a job.
+/// Returns the header of a job's trace.
 pub(crate) fn preamble(date: &str) -> String {
     format!(
         "/*\n * \"Creation Date\" \"{date}\"\n * \"Machine\" \"Console 3.4.6 (PVM 3.4.6)\"\n */ ;;\n\n"
@@ -291,7 +291,8 @@ fn head() -> Vec<Item> {
         .collect()
 }
 
-/// The kind with the name that its records have.
+/// Returns the description with the name used in its records, which has a suffix for entry and
+/// exit.
 fn titled(kind: &Kind, id: i32) -> Kind {
     let suffix = match id & (EVENT_ENTRY | EVENT_EXIT) {
         EVENT_ENTRY => "(0.0)",
@@ -304,7 +305,7 @@ fn titled(kind: &Kind, id: i32) -> Kind {
     }
 }
 
-/// The number of a kind of records in the text.
+/// Returns the number of an event's records in the text.
 fn number_of(id: i32) -> i32 {
     let event = (id & !(EVENT_ENTRY | EVENT_EXIT)).rem_euclid(EVENT_ENTRY);
     if id & EVENT_EXIT != 0 {
@@ -322,7 +323,7 @@ const FLOAT: i32 = 5;
 const INT: i32 = 6;
 const STRING: i32 = 12;
 
-/// The type's name in the text.
+/// Returns the name of a type in the text.
 fn word(kind: i32) -> &'static str {
     match kind & !ARRAY {
         BYTE | STRING => "char",
@@ -349,7 +350,7 @@ fn quoted(text: &[u8]) -> String {
     format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""))
 }
 
-/// One value of a type as text.
+/// Reads one value of a type and returns it as text.
 fn value(body: &mut Unpacker, kind: i32) -> PvmResult<String> {
     if kind & ARRAY == 0 {
         return if kind == STRING {
@@ -359,7 +360,7 @@ fn value(body: &mut Unpacker, kind: i32) -> PvmResult<String> {
         };
     }
     let count = usize::try_from(body.int()?).map_err(|_| PvmError::BadMsg)?;
-    // The shortest item has a byte; a count beyond what is there is no count.
+    // Every item takes at least one byte, so a larger count is invalid.
     if count > body.remaining() {
         return Err(PvmError::NoData);
     }
@@ -408,7 +409,7 @@ mod tests {
         micros: 720_903,
     };
 
-    /// The table of names and one record of `spawn`, as a task sends them.
+    /// Writes the table of names and one record of `spawn`, as a task sends them.
     fn spawn_exit(out: &mut Packer) {
         out.int(-3);
         for (id, short, long) in [
@@ -440,8 +441,9 @@ mod tests {
         (out, result)
     }
 
+    /// An event is described before its first record and not again.
     #[test]
-    fn an_event_is_described_when_it_comes_first_and_then_not_again() {
+    fn event_is_described_once() {
         let mut records = Records::default();
         let mut body = Packer::new(Encoding::Xdr);
         spawn_exit(&mut body);
@@ -466,8 +468,9 @@ mod tests {
         );
     }
 
+    /// Strings and lists of strings are printed with their lengths.
     #[test]
-    fn strings_and_lists_of_strings_have_lengths() {
+    fn strings_are_printed_with_lengths() {
         let mut records = Records::default();
         let mut body = Packer::new(Encoding::Xdr);
         body.items([-5, 106])
@@ -487,8 +490,9 @@ mod tests {
         ));
     }
 
+    /// The console makes records for hosts and output.
     #[test]
-    fn the_console_adds_hosts_and_output() {
+    fn console_makes_host_and_output_records() {
         let mut records = Records::default();
         let tid = Tid::from_raw(262_146);
         assert!(
@@ -514,8 +518,9 @@ mod tests {
         ));
     }
 
+    /// Events of programs describe their items.
     #[test]
-    fn events_of_programs_name_their_items_themselves() {
+    fn user_events_describe_their_items() {
         let mut records = Records::default();
         let mut body = Packer::new(Encoding::Xdr);
         body.items([-9, 108])
@@ -536,8 +541,9 @@ mod tests {
         );
     }
 
+    /// Malformed records cause errors and no panic.
     #[test]
-    fn rubbish_is_an_error_and_never_more() {
+    fn malformed_records_are_errors() {
         for words in [
             vec![-7, 52],
             vec![5],

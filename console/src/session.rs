@@ -638,7 +638,7 @@ impl<M: Machine> Session<M> {
         Ok(self.signal(&children, SIGTERM, false))
     }
 
-    /// Sends a signal to tasks. If `me_too` is false, the console skips itself and prints a note.
+    /// Sends a signal to tasks. The console skips itself and prints a note, unless it is included.
     fn signal(&self, tids: &[Tid], signal: i32, me_too: bool) -> Outcome {
         let (mut outcome, mut values) = (Outcome::default(), Vec::new());
         for tid in tids {

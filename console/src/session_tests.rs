@@ -1,4 +1,4 @@
-//! The commands against a virtual machine made of tables.
+//! Tests of commands against a virtual machine that answers from tables.
 
 use super::*;
 use crate::collect::{TAG_CLOSING, TAG_TRACES};
@@ -19,7 +19,7 @@ use std::cell::RefCell;
 
 const CONSOLE: Tid = Tid::from_raw(0x40001);
 
-/// Answers from tables and remembers what it was asked.
+/// Answers from tables and records the requests.
 #[derive(Default)]
 struct Fake {
     asked: RefCell<Vec<Request>>,
@@ -166,7 +166,7 @@ impl Machine for Fake {
                 text: format!("number {number}"),
             },
         };
-        // Two at a time, five in all.
+        // Two events per request, five in total.
         Ok((from..5).take(2).map(event).collect())
     }
 
@@ -314,8 +314,9 @@ fn output(tag: i32, tid: i32, words: &[i32], bytes: &[u8]) -> Message {
     }
 }
 
+/// Empty lines, comments and wrong commands do nothing.
 #[test]
-fn empty_lines_comments_and_mistakes_harm_nothing() {
+fn empty_lines_and_errors_do_nothing() {
     let mut session = session();
     assert_eq!(session.line(""), Outcome::default());
     assert_eq!(session.line("  # all of it"), Outcome::default());
@@ -333,8 +334,9 @@ fn empty_lines_comments_and_mistakes_harm_nothing() {
     }
 }
 
+/// Aliases add words, and a loop of aliases is refused.
 #[test]
-fn aliases_add_words_and_may_not_go_round() {
+fn alias_loop_is_refused() {
     let mut session = session();
     text(&mut session, "alias x echo 1 2");
     assert_eq!(text(&mut session, "x 3"), "1 2 3\n");
@@ -352,8 +354,9 @@ fn aliases_add_words_and_may_not_go_round() {
     assert_eq!(text(&mut session, "alias"), "");
 }
 
+/// `ps` shows only this host, and the console only on request.
 #[test]
-fn ps_shows_this_host_without_the_console_unless_asked() {
+fn ps_omits_other_hosts_and_console() {
     let mut session = session();
     let commands = |text: String| -> Vec<String> {
         text.lines()
@@ -392,8 +395,9 @@ fn ps_shows_this_host_without_the_console_unless_asked() {
     );
 }
 
+/// A host that could not be added is shown with the reason.
 #[test]
-fn a_host_that_cannot_be_added_comes_with_its_reason() {
+fn failed_add_shows_reason() {
     let outcome = session().line("add ha9 'ha8 lo=x'");
     assert!(outcome.failed);
     assert_eq!(outcome.complaints, ["add ha8: ssh: no route to it"]);
@@ -402,8 +406,9 @@ fn a_host_that_cannot_be_added_comes_with_its_reason() {
     ));
 }
 
+/// Signals go to the named tasks; only `sig` sends one to the console itself.
 #[test]
-fn signals_go_to_the_tasks_and_only_sig_means_the_console_too() {
+fn only_sig_signals_the_console() {
     let mut session = session();
     assert_eq!(text(&mut session, "kill t40001"), "t40001: that's me.\n");
     assert_eq!(text(&mut session, "kill t40002"), "");
@@ -425,8 +430,9 @@ fn signals_go_to_the_tasks_and_only_sig_means_the_console_too() {
     );
 }
 
+/// The status commands show what does not exist.
 #[test]
-fn status_tables_say_what_is_missing() {
+fn status_tables_show_errors() {
     let mut session = session();
     let outcome = session.line("mstat ha2 nohost");
     assert!(outcome.failed);
@@ -438,6 +444,7 @@ fn status_tables_say_what_is_missing() {
     assert_eq!(text(&mut session, "pstat t40002"), "t   40002  run\n");
 }
 
+/// Exported variables are in the environment of spawned tasks.
 #[test]
 fn exported_variables_reach_spawned_tasks() {
     let mut session = session();
@@ -456,8 +463,9 @@ fn exported_variables_reach_spawned_tasks() {
     assert_eq!(spawned[0].output, Sink::default());
 }
 
+/// Output of a job is shown until the job has finished.
 #[test]
-fn output_of_a_job_is_shown_until_it_has_finished() {
+fn job_output_is_shown_until_end() {
     let mut session = session();
     assert_eq!(
         text(&mut session, "spawn -> hello"),
@@ -480,8 +488,9 @@ fn output_of_a_job_is_shown_until_it_has_finished() {
     assert_eq!(text(&mut session, "jobs"), "");
 }
 
+/// Output can go to a file, and an existing file is not overwritten.
 #[test]
-fn output_can_go_to_a_file_which_is_never_overwritten() {
+fn output_file_is_never_overwritten() {
     let path = std::env::temp_dir().join(format!("pvm-console-job-{}", std::process::id()));
     let _ = std::fs::remove_file(&path);
     let path_text = path.display().to_string();
@@ -506,8 +515,9 @@ fn output_can_go_to_a_file_which_is_never_overwritten() {
     std::fs::remove_file(&path).expect("ours");
 }
 
+/// The error about a missing program says what to do.
 #[test]
-fn a_program_that_is_missing_is_named_with_what_to_do() {
+fn missing_program_error_gives_advice() {
     let mut session = session();
     let outcome = session.line("spawn -> nofile");
     assert_eq!(outcome.text, "[1]\n0 successful\nNo such file\n");
@@ -523,8 +533,9 @@ fn a_program_that_is_missing_is_named_with_what_to_do() {
     );
 }
 
+/// Spawned tasks receive the tids of their siblings.
 #[test]
-fn spawned_tasks_learn_who_their_siblings_are() {
+fn spawned_tasks_receive_siblings() {
     let mut session = session();
     text(&mut session, "spawn hello");
     let sent = session.machine.sent.borrow();
@@ -537,8 +548,9 @@ fn spawned_tasks_learn_who_their_siblings_are() {
     assert_eq!((body.int(), body.int()), (Ok(1), Ok(0x80001)));
 }
 
+/// A host that could not be deleted is shown with the reason.
 #[test]
-fn a_host_that_cannot_be_deleted_is_named_with_the_reason() {
+fn failed_delete_shows_reason() {
     let outcome = session().line("delete ha2 nohost");
     assert!(outcome.failed && outcome.text.starts_with("1 successful\n"));
     assert_eq!(
@@ -554,8 +566,9 @@ fn a_host_that_cannot_be_deleted_is_named_with_the_reason() {
     );
 }
 
+/// Messages of other tasks are not mistaken for output.
 #[test]
-fn messages_of_other_tasks_are_not_mistaken_for_output() {
+fn forged_output_is_ignored() {
     let mut session = session();
     text(&mut session, "spawn -> hello");
     let tag = session.machine.spawned.borrow()[0].output.tag;
@@ -566,8 +579,9 @@ fn messages_of_other_tasks_are_not_mistaken_for_output() {
     assert_eq!(session.message(&forged), b"");
 }
 
+/// Hosts that others add are announced once.
 #[test]
-fn hosts_that_others_add_are_announced_once() {
+fn foreign_hosts_are_announced_once() {
     let mut session = session();
     text(&mut session, "add ha9");
     let added = |tid: i32| output(TAG_HOSTS, 1, &[tid], b"");
@@ -591,8 +605,9 @@ fn hosts_that_others_add_are_announced_once() {
     );
 }
 
+/// `can-migrate` lists the hosts that accept a task and the reasons of the others.
 #[test]
-fn who_would_take_a_task_is_listed_with_what_others_have_against_it() {
+fn can_migrate_lists_hosts_and_refusals() {
     let mut session = session();
     let all = session.line("can-migrate t40002");
     let expected = "t40002 is on ha1, 4097 KiB\n\
@@ -622,8 +637,9 @@ fn who_would_take_a_task_is_listed_with_what_others_have_against_it() {
     );
 }
 
+/// `migrate` reports the cost of a migration or the step that failed.
 #[test]
-fn moves_say_what_they_cost_or_which_step_failed() {
+fn migrate_reports_cost_or_failed_step() {
     let mut session = session();
     assert_eq!(
         text(&mut session, "migrate t40002 ha2"),
@@ -643,8 +659,9 @@ fn moves_say_what_they_cost_or_which_step_failed() {
     assert!(refused.failed && refused.json[0]["step"].is_null());
 }
 
+/// The whole log is fetched in batches.
 #[test]
-fn the_whole_log_is_fetched_in_pieces() {
+fn log_is_fetched_in_batches() {
     let mut session = session();
     let shown = text(&mut session, "events --from 1");
     assert_eq!(shown.lines().count(), 4);
@@ -655,8 +672,9 @@ fn the_whole_log_is_fetched_in_pieces() {
     assert!(session.line("events --follow").failed);
 }
 
+/// The simple commands answer as in PVM.
 #[test]
-fn names_options_and_the_rest_answer_as_in_pvm() {
+fn simple_commands_answer_as_in_pvm() {
     let mut session = session();
     assert_eq!(
         text(&mut session, "names"),
@@ -678,8 +696,9 @@ fn names_options_and_the_rest_answer_as_in_pvm() {
     assert_eq!(session.line("halt").next, Next::Halt);
 }
 
+/// A traced job shows the records of its tasks and those that the console adds.
 #[test]
-fn a_traced_job_shows_the_records_of_its_tasks_and_what_the_console_adds() {
+fn traced_job_shows_records() {
     let mut session = session();
     text(&mut session, "trace buf 100");
     text(&mut session, "trace opt count");
@@ -776,8 +795,9 @@ fn a_traced_job_shows_the_records_of_its_tasks_and_what_the_console_adds() {
     assert!(!session.has_jobs());
 }
 
+/// A trace can go to a file that only its owner can read.
 #[test]
-fn a_trace_can_go_to_a_file_that_only_its_owner_reads() {
+fn trace_file_is_private() {
     use std::os::unix::fs::PermissionsExt;
     let path = std::env::temp_dir().join(format!("pvm-console-trace-{}", std::process::id()));
     let _ = std::fs::remove_file(&path);
@@ -817,8 +837,9 @@ fn a_trace_can_go_to_a_file_that_only_its_owner_reads() {
     std::fs::remove_file(&path).expect("ours");
 }
 
+/// Trace settings are shown as in PVM.
 #[test]
-fn trace_settings_are_shown_as_in_pvm() {
+fn trace_settings_match_pvm() {
     let mut session = session();
     assert_eq!(
         text(&mut session, "trace buf"),
@@ -852,8 +873,9 @@ fn trace_settings_are_shown_as_in_pvm() {
     assert_eq!(text(&mut session, "trace").matches('*').count(), 1);
 }
 
+/// A mailbox reset selects the entries to remove.
 #[test]
-fn a_reset_of_the_mailbox_names_what_is_to_go() {
+fn mailbox_reset_selects_entries() {
     let mut session = session();
     for line in ["reset", "reset info", "reset info svc", "reset info svc 3"] {
         assert_eq!(text(&mut session, line), "");
@@ -874,8 +896,9 @@ fn a_reset_of_the_mailbox_names_what_is_to_go() {
     assert_eq!(asked.as_slice(), wanted);
 }
 
+/// Every command that prints something has JSON output.
 #[test]
-fn every_command_that_prints_has_values_for_programs() {
+fn printing_commands_have_json() {
     let mut session = session();
     text(&mut session, "alias x echo 1");
     for line in [
@@ -918,8 +941,9 @@ fn every_command_that_prints_has_values_for_programs() {
     }
 }
 
+/// A migration that the end of the virtual machine interrupts is not reported as failed.
 #[test]
-fn a_move_that_the_end_of_the_virtual_machine_cuts_off_is_not_called_a_failed_one() {
+fn migration_cut_off_by_halt_is_not_failed() {
     let outcome = session().line("migrate t40002 gone");
     assert_eq!(
         outcome.complaints,
@@ -927,8 +951,9 @@ fn a_move_that_the_end_of_the_virtual_machine_cuts_off_is_not_called_a_failed_on
     );
 }
 
+/// `job kill` goes through the resource manager and waits for the end of the job.
 #[test]
-fn a_job_is_ended_by_the_resource_manager_and_waited_for() {
+fn job_kill_waits_for_end() {
     let mut session = session();
     let outcome = session.line("job kill t40002");
     assert_eq!(
@@ -951,8 +976,9 @@ fn a_job_is_ended_by_the_resource_manager_and_waited_for() {
     );
 }
 
+/// `job kill` cancels the restart of a vacated job.
 #[test]
-fn a_job_that_waits_in_the_store_is_ended_by_not_starting_it_again() {
+fn job_kill_cancels_vacated_job() {
     let outcome = session().line("job kill t40009");
     assert!(
         !outcome.failed
@@ -965,8 +991,9 @@ fn a_job_that_waits_in_the_store_is_ended_by_not_starting_it_again() {
     assert!(nobody.failed, "{nobody:?}");
 }
 
+/// A command about something the resource manager does not know fails and says so.
 #[test]
-fn what_the_resource_manager_does_not_know_or_cannot_do_is_a_failure_that_says_so() {
+fn unknown_to_rm_is_failure() {
     for (line, said) in [
         (
             "why nohost",
@@ -993,8 +1020,9 @@ fn what_the_resource_manager_does_not_know_or_cannot_do_is_a_failure_that_says_s
     }
 }
 
+/// Jobs are suspended through the resource manager, single tasks by their daemon.
 #[test]
-fn a_job_is_suspended_and_resumed_by_the_resource_manager_and_a_task_alone_by_its_daemon() {
+fn suspend_uses_rm_for_jobs_and_daemon_for_tasks() {
     let mut session = session();
     let outcome = session.line("job suspend t40003");
     let text = "2 tasks of job t40002 are suspended: t40003 t40004\nt40002 is as it was: no daemon has started it\n";
@@ -1019,8 +1047,9 @@ fn a_job_is_suspended_and_resumed_by_the_resource_manager_and_a_task_alone_by_it
     );
 }
 
+/// Waiting spawns are listed after the jobs, with their position and reason.
 #[test]
-fn spawns_that_wait_stand_below_the_jobs_with_their_turn_and_their_reason() {
+fn waiting_spawns_follow_jobs() {
     let outcome = session().line("job list");
     let line = "waiting: 3 of worker for job t40002, user 7, since 1970-01-01T00:00:00.000Z, number 1 in turn: \
                 no host is free: h1: owner present (olga on pts/1)";
@@ -1036,8 +1065,9 @@ fn spawns_that_wait_stand_below_the_jobs_with_their_turn_and_their_reason() {
     assert_eq!(outcome.json[0]["waiting"].as_array().map(Vec::len), Some(0));
 }
 
+/// `usage` and `job status` have text and JSON output.
 #[test]
-fn usage_and_jobs_have_a_table_and_a_value() {
+fn usage_and_jobs_have_text_and_json() {
     let outcome = session().line("usage");
     assert!(
         outcome

@@ -1,4 +1,5 @@
-//! The console that reads commands: from `$HOME/.pvmrc`, then from its input, until `quit`, `halt` or the end.
+//! The interactive console. It reads commands from `$HOME/.pvmrc`, then from its input, until
+//! `quit`, `halt` or the end of the input.
 
 use crate::editor::{Terminal, Typed};
 use crate::halt::{Home, halt};
@@ -16,26 +17,26 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
 const PROMPT: &str = "pvm> ";
-/// Lines and messages read ahead of the console.
+/// Lines and messages that are queued for the console.
 const INPUT_AHEAD_MAX: usize = 256;
 
-/// What the console waits for.
+/// An event that the console handles.
 enum Input {
     /// A line, with its newline if it has one.
     Line(String),
-    /// No more lines.
+    /// The end of the input.
     End,
-    /// A message to this task.
     Message(Message),
-    /// The daemon is gone; why.
+    /// The daemon is lost; the text is the reason.
     Lost(String),
 }
 
-/// How the console speaks with whoever gives the commands.
+/// How the console reads commands and shows output.
 enum Face {
-    /// A terminal with editing.
+    /// A terminal with line editing.
     Terminal(Terminal),
-    /// A file, a pipe, or a terminal that cannot be edited on. True: lines are repeated in the output.
+    /// A file, a pipe, or a terminal without line editing. If `echo` is true, lines are repeated in
+    /// the output.
     Plain { echo: bool },
 }
 
@@ -50,7 +51,7 @@ impl Face {
         }
     }
 
-    /// Shows what came by itself.
+    /// Shows output that no command caused.
     fn show(&self, bytes: &[u8]) -> io::Result<()> {
         match self {
             Face::Terminal(terminal) => terminal.show(bytes),
@@ -58,7 +59,7 @@ impl Face {
         }
     }
 
-    /// Shows what came by itself before a line, ahead of what the line does.
+    /// Shows output that arrived before a line was read, before the line is executed.
     fn catch_up(&self) -> io::Result<()> {
         match self {
             Face::Terminal(terminal) => terminal.catch_up(),
@@ -70,7 +71,7 @@ impl Face {
         matches!(self, Face::Plain { echo: true })
     }
 
-    /// No more commands are read.
+    /// Ends the reading of commands.
     fn close(&self) -> io::Result<()> {
         match self {
             Face::Terminal(terminal) => terminal.close(),
@@ -79,10 +80,10 @@ impl Face {
     }
 }
 
-/// Runs the console to its end.
+/// Runs the console until it ends.
 ///
 /// # Errors
-/// When standard output cannot be written.
+/// Fails if standard output cannot be written.
 pub(crate) fn run(vm: &Vm, mut home: Home, env: BTreeMap<String, String>) -> io::Result<ExitCode> {
     let home_dir = env.get("HOME").map(PathBuf::from);
     let rc = home_dir.as_deref().map(|dir| dir.join(".pvmrc"));
@@ -110,16 +111,16 @@ pub(crate) fn run(vm: &Vm, mut home: Home, env: BTreeMap<String, String>) -> io:
         return Ok(halt(vm, &mut home));
     }
     Screen.print(b"\nConsole: exit handler called\npvmd still running.\n")?;
-    // The virtual machine forgets this task when its connection closes, whatever the answer would be.
+    // The virtual machine removes this task when its connection closes, even if `exit` fails.
     let _ = vm.exit();
     Ok(ExitCode::SUCCESS)
 }
 
-/// Reads commands until one ends the console; `None` when the daemon is lost.
+/// Reads commands until one ends the console. Returns `None` if the daemon is lost.
 fn converse(vm: &Vm, session: &mut Session<Vm>, home: Option<&Path>) -> io::Result<Option<Next>> {
     let (face, inputs) = inputs(vm, home);
     face.prompt(session)?;
-    // Both senders live as long as their threads, and each says why it ends.
+    // Both senders live as long as their threads, and each sends the reason before it ends.
     while let Ok(input) = inputs.recv() {
         match input {
             Input::Line(line) => {
@@ -148,7 +149,8 @@ fn converse(vm: &Vm, session: &mut Session<Vm>, home: Option<&Path>) -> io::Resu
     Ok(Some(Next::Quit))
 }
 
-/// Carries a line out. With `echo` it is repeated, as PVM's console does: if it has ended with a newline.
+/// Executes a line. With `echo`, prints it first, as PVM's console does, provided it ended with a
+/// newline.
 fn command(session: &mut Session<Vm>, line: &str, echo: bool) -> io::Result<Next> {
     if echo && line.ends_with('\n') {
         Screen.print(line.as_bytes())?;
@@ -158,7 +160,8 @@ fn command(session: &mut Session<Vm>, line: &str, echo: bool) -> io::Result<Next
     Ok(outcome.next)
 }
 
-/// Lines from standard input and messages from the virtual machine, in the order in which they come.
+/// Starts the threads that read lines from standard input and messages from the virtual machine.
+/// The receiver yields both in order of arrival.
 fn inputs(vm: &Vm, home: Option<&Path>) -> (Face, Receiver<Input>) {
     let (sender, receiver) = sync_channel(INPUT_AHEAD_MAX);
     let face = face(vm, home, &sender);
@@ -177,7 +180,7 @@ fn inputs(vm: &Vm, home: Option<&Path>) -> (Face, Receiver<Input>) {
     (face, receiver)
 }
 
-/// The face that fits standard input and output; what is typed goes to `sender`.
+/// Selects the frontend for standard input and output. Typed lines go to `sender`.
 fn face(vm: &Vm, home: Option<&Path>, sender: &SyncSender<Input>) -> Face {
     let typing = io::stdin().is_terminal();
     if typing && io::stdout().is_terminal() {
@@ -197,19 +200,19 @@ fn face(vm: &Vm, home: Option<&Path>, sender: &SyncSender<Input>) -> Face {
     }
     let lines = sender.clone();
     thread::spawn(move || read_lines(&mut io::stdin().lock(), &lines));
-    // On a terminal the user has seen what he typed.
+    // A terminal has already shown the line.
     Face::Plain { echo: !typing }
 }
 
-/// Sends the lines of `from`, then [`Input::End`]. A line beyond the limit is cut a little behind it, so that it is
-/// refused and not carried out in pieces.
+/// Sends the lines of `from`, then [`Input::End`]. A line over the limit is cut slightly after it,
+/// so that it is refused as a whole instead of executed in pieces.
 fn read_lines(from: &mut impl BufRead, to: &SyncSender<Input>) {
     let limit = LINE_BYTES_MAX as u64 + 2;
     loop {
         let mut line = Vec::new();
         let read = from.by_ref().take(limit).read_until(b'\n', &mut line);
         if !read.is_ok_and(|bytes| bytes > 0) {
-            // The console may have ended meanwhile.
+            // The console may have ended already.
             let _ = to.send(Input::End);
             return;
         }
@@ -242,8 +245,9 @@ mod tests {
         receiver.iter().map(line).collect()
     }
 
+    /// Every line is read, including lines after empty ones and a last line without newline.
     #[test]
-    fn every_line_of_a_chunk_is_read_also_behind_empty_ones_and_without_a_newline_at_the_end() {
+    fn all_lines_are_read() {
         assert_eq!(
             lines(b"conf\n\n# comment\nps -a"),
             ["conf\n", "\n", "# comment\n", "ps -a", "END"]
@@ -252,8 +256,9 @@ mod tests {
         assert_eq!(lines(b"a\xffb\n"), ["a\u{fffd}b\n", "END"]);
     }
 
+    /// A line over the limit stays one line.
     #[test]
-    fn a_line_beyond_the_limit_stays_one_line() {
+    fn overlong_line_stays_one_line() {
         let mut text = vec![b'x'; LINE_BYTES_MAX * 2];
         text.extend_from_slice(b"\nconf\n");
         let lines = lines(&text);

@@ -1,4 +1,4 @@
-//! The options of `spawn`.
+//! Parses `spawn` and builds the spawn request.
 
 use crate::parse::ParseError;
 use libpvm::Error;
@@ -8,56 +8,53 @@ use sempa_proto::task::{
     SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, Sink, SpawnRequest,
 };
 
-/// What `spawn` is asked for.
+/// A parsed `spawn` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Spawn {
-    /// A file that says what is not said here.
+    /// Job file with defaults for everything that the command does not set.
     pub(crate) job: Option<String>,
-    /// Number of tasks; 1, or what the job file says.
+    /// Number of tasks. Defaults to the job file's number, or 1.
     pub(crate) count: Option<u32>,
-    /// `PvmTask*` bits; the console never tells who the parent is.
+    /// `PvmTask*` bits. [`SPAWN_NO_PARENT`] is always set: the tasks do not see a parent.
     pub(crate) flags: i32,
-    /// Host or architecture; empty for any.
+    /// Host or architecture. Empty for any.
     pub(crate) place: String,
-    /// Working directory; empty for the host's own.
+    /// Working directory. Empty for the host's default.
     pub(crate) directory: String,
-    /// Where the output goes.
     pub(crate) output: Output,
-    /// Where trace records go; none: the tasks are not traced.
+    /// Destination of trace records. `None` if the tasks are not traced.
     pub(crate) trace: Option<TraceOutput>,
-    /// The program; may be empty when a job file names it.
+    /// The program. May be empty if a job file names it.
     pub(crate) file: String,
-    /// Its arguments.
     pub(crate) args: Vec<String>,
 }
 
-/// Where the output of spawned tasks goes.
+/// Destination of the output of spawned tasks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Output {
-    /// Into the log of the virtual machine.
+    /// The log of the virtual machine.
     Log,
-    /// To the console, as a job.
+    /// The console, which numbers the spawn as a job.
     Console,
-    /// Into a file that must not exist yet.
+    /// A file that must not exist yet.
     New(String),
-    /// To the end of a file.
+    /// A file that output is appended to.
     Append(String),
 }
 
-/// Where trace records of spawned tasks go.
+/// Destination of the trace records of spawned tasks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum TraceOutput {
-    /// To the console.
     Console,
-    /// Into a file that must not exist yet.
+    /// A file that must not exist yet.
     New(String),
 }
 
 impl Spawn {
-    /// The same with program and job file in hand.
+    /// Reads the job file and returns the command with its defaults applied.
     ///
     /// # Errors
-    /// The job file cannot be read, or says something wrong; or nobody names a program.
+    /// Fails if the job file cannot be read or is invalid, or if no program is named.
     pub(crate) fn with_job(&self) -> Result<(Spawn, JobFile), Error> {
         let Some(name) = &self.job else {
             return Ok((self.clone(), JobFile::default()));
@@ -77,7 +74,7 @@ impl Spawn {
         Ok((spawn, job))
     }
 
-    /// The request, with output and trace records going to sinks and `env` added to the environment.
+    /// Builds the request. `env` is added to the environment.
     pub(crate) fn request(
         &self,
         job: &JobFile,
@@ -109,7 +106,7 @@ impl Spawn {
     }
 }
 
-/// How many of the words that follow `spawn` are options; the program and what belongs to it come behind them.
+/// Returns how many words after `spawn` are options. The program and its arguments follow them.
 pub(crate) fn options(args: &[String]) -> usize {
     let mut at = 0;
     while args.get(at).is_some_and(|word| word.starts_with('-')) {
@@ -118,7 +115,7 @@ pub(crate) fn options(args: &[String]) -> usize {
     at.min(args.len())
 }
 
-/// Reads what follows the word `spawn`.
+/// Parses the words after `spawn`.
 pub(crate) fn parse(args: &[String]) -> Result<Spawn, ParseError> {
     let mut spawn = Spawn {
         job: None,
@@ -155,7 +152,7 @@ pub(crate) fn parse(args: &[String]) -> Result<Spawn, ParseError> {
 }
 
 impl Spawn {
-    /// Takes one option without its leading `-`.
+    /// Applies one option, given without its leading `-`.
     fn option(&mut self, option: &str) -> Result<(), ParseError> {
         let unknown = || ParseError::UnknownFlag(option.to_string());
         if option.is_empty() {
@@ -197,7 +194,7 @@ impl Spawn {
         Ok(())
     }
 
-    /// Takes `place` or `place:directory`; `None` when the place is empty.
+    /// Sets the location from `place` or `place:directory`. Returns `None` if the place is empty.
     fn put(&mut self, flag: i32, place: &str) -> Option<()> {
         let (place, directory) = place.split_once(':').unwrap_or((place, ""));
         self.place = nonempty(place)?;
@@ -228,8 +225,9 @@ mod tests {
             .to_string()
     }
 
+    /// Count, location, directory and arguments are distinguished.
     #[test]
-    fn count_place_directory_and_arguments_are_told_apart() {
+    fn spawn_options_and_arguments_parse() {
         let three = spawn("-3 hello -v --x");
         assert_eq!((three.count, three.file.as_str()), (Some(3), "hello"));
         assert_eq!(
@@ -272,8 +270,9 @@ mod tests {
         );
     }
 
+    /// Output goes to the log, the console or a file.
     #[test]
-    fn output_goes_to_the_log_the_console_or_a_file() {
+    fn output_options_parse() {
         assert_eq!(spawn("hello").output, Output::Log);
         assert_eq!(spawn("-> hello").output, Output::Console);
         assert_eq!(spawn("->out hello").output, Output::New("out".into()));
@@ -291,8 +290,9 @@ mod tests {
         );
     }
 
+    /// A job file supplies what the command does not set.
     #[test]
-    fn a_job_file_says_what_the_words_do_not() {
+    fn job_file_supplies_defaults() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("job.toml");
         let write = |text: &str| std::fs::write(&path, text).expect("it can be written");
@@ -352,8 +352,9 @@ mod tests {
         assert!(error("--job /nowhere/at/all").contains("/nowhere/at/all cannot be read"));
     }
 
+    /// Errors name the wrong option.
     #[test]
-    fn mistakes_are_named() {
+    fn errors_name_the_wrong_option() {
         for line in ["-3", "->", "-h2", "--job"] {
             assert_eq!(error(line), "incorrect arg count", "{line}");
         }

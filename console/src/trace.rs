@@ -1,12 +1,12 @@
-//! The command `trace`: which events the tasks of a traced job record. Pure.
+//! The command `trace`: selects the events that tasks of a traced job record. Pure.
 
 use crate::parse::ParseError;
 use libpvm::trace_events::{EVENTS, EventMask};
 use serde_json::{Value, json};
 
-/// Events that no call makes. Nobody chooses them: they always belong to a trace.
+/// Events that no call makes. They are always recorded and cannot be selected.
 const NOT_CHOSEN: [&str; 5] = ["newtask", "endtask", "spntask", "timing", "profiling"];
-/// The events of `trace xpvm`, and of a fresh console: those that the display program XPVM shows.
+/// Events selected by `trace xpvm` and in a new console: those that the display program XPVM shows.
 const XPVM: [&str; 24] = [
     "addmhf",
     "barrier",
@@ -33,27 +33,27 @@ const XPVM: [&str; 24] = [
     "trecv",
     "user_defined",
 ];
-/// Columns of the list.
+/// Columns of the list of events.
 const COLUMNS: usize = 4;
-/// How much is recorded of each event, in the order of their numbers from 1.
+/// Levels of detail, numbered from 1.
 const KINDS: [&str; 3] = ["full", "time", "count"];
 
-/// One of the things that `trace` is asked for.
+/// One request of a `trace` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Trace {
-    /// The list of events.
+    /// Shows the list of events.
     Show,
-    /// Choose an event, or no longer; `*` means all.
+    /// Selects or deselects an event; `*` stands for all.
     Choose { on: bool, name: String },
-    /// Choose those of [`XPVM`] and no others.
+    /// Selects exactly the events of [`XPVM`].
     Xpvm,
-    /// Show or set how many bytes a task collects before it sends them.
+    /// Shows or sets the number of bytes that a task collects before it sends records.
     Buffer(Option<i32>),
-    /// Show or set how much is recorded.
+    /// Shows or sets the level of detail.
     Kind(Option<String>),
 }
 
-/// Reads what follows the word `trace`: one thing after the other.
+/// Parses the words after `trace`, which may contain several requests.
 pub(crate) fn parse(args: &[String]) -> Result<Vec<Trace>, ParseError> {
     if args.is_empty() {
         return Ok(vec![Trace::Show]);
@@ -89,7 +89,7 @@ fn bytes(word: &str) -> Result<i32, ParseError> {
     })
 }
 
-/// Words that can follow `trace`.
+/// Returns the words that can follow `trace`, for completion.
 pub(crate) fn words() -> impl Iterator<Item = &'static str> {
     choosable()
         .map(|(_, name)| name)
@@ -97,7 +97,7 @@ pub(crate) fn words() -> impl Iterator<Item = &'static str> {
         .chain(KINDS)
 }
 
-/// Number and name of the events that can be chosen.
+/// Returns number and name of the events that can be selected.
 fn choosable() -> impl Iterator<Item = (usize, &'static str)> {
     let named = EVENTS
         .iter()
@@ -106,7 +106,7 @@ fn choosable() -> impl Iterator<Item = (usize, &'static str)> {
     named.filter(|(_, name)| !NOT_CHOSEN.contains(name))
 }
 
-/// What a traced task is told: what was chosen, and what always belongs to a trace.
+/// Returns the mask for a traced task: the selected events and those that are always recorded.
 pub(crate) fn told(mask: &EventMask) -> EventMask {
     let mut told = *mask;
     NOT_CHOSEN
@@ -116,7 +116,7 @@ pub(crate) fn told(mask: &EventMask) -> EventMask {
     told
 }
 
-/// What a fresh console chooses.
+/// Returns the mask of a new console.
 pub(crate) fn xpvm() -> EventMask {
     let mut mask = EventMask::none();
     XPVM.into_iter()
@@ -125,7 +125,7 @@ pub(crate) fn xpvm() -> EventMask {
     mask
 }
 
-/// Chooses an event or not; false when none has this name.
+/// Selects or deselects events by name. Returns false if no event has this name.
 pub(crate) fn choose(mask: &mut EventMask, on: bool, name: &str) -> bool {
     let mut found = false;
     for (event, _) in choosable().filter(|(_, event)| name == "*" || *event == name) {
@@ -135,7 +135,7 @@ pub(crate) fn choose(mask: &mut EventMask, on: bool, name: &str) -> bool {
     found
 }
 
-/// The list of all events by name; a star stands before those that are chosen.
+/// Returns the list of all events by name, with a star before selected ones.
 pub(crate) fn list(mask: &EventMask) -> String {
     let mut events: Vec<(usize, &str)> = choosable().collect();
     events.sort_by_key(|(_, name)| *name);
@@ -151,7 +151,7 @@ pub(crate) fn list(mask: &EventMask) -> String {
     (0..rows).map(line).collect()
 }
 
-/// Number of a kind of records.
+/// Returns the number of a level of detail.
 pub(crate) fn kind_number(name: &str) -> Option<i32> {
     KINDS
         .iter()
@@ -159,7 +159,7 @@ pub(crate) fn kind_number(name: &str) -> Option<i32> {
         .and_then(|at| i32::try_from(at + 1).ok())
 }
 
-/// Name of a kind of records.
+/// Returns the name of a level of detail.
 pub(crate) fn kind_name(number: i32) -> &'static str {
     usize::try_from(number - 1)
         .ok()
@@ -168,7 +168,7 @@ pub(crate) fn kind_name(number: i32) -> &'static str {
         .unwrap_or("none")
 }
 
-/// The list for programs.
+/// Returns the selection as JSON.
 pub(crate) fn value(mask: &EventMask, buffer: i32, kind: i32) -> Value {
     let chosen: Vec<&str> = choosable()
         .filter(|(event, _)| mask.has(*event))
@@ -186,8 +186,9 @@ mod tests {
         parse(&split(line).expect(line)).map_err(|error| error.to_string())
     }
 
+    /// All forms of `trace` are parsed.
     #[test]
-    fn all_forms_of_the_command_are_told_apart() {
+    fn trace_arguments_parse() {
         let choose = |on, name: &str| Trace::Choose {
             on,
             name: name.into(),
@@ -213,8 +214,9 @@ mod tests {
         );
     }
 
+    /// One line may contain several requests.
     #[test]
-    fn one_line_can_ask_for_several_things() {
+    fn one_line_may_contain_several_requests() {
         let choose = |on, name: &str| Trace::Choose {
             on,
             name: name.into(),
@@ -236,8 +238,9 @@ mod tests {
         assert_eq!(trace("buf 5 send opt time xpvm"), Ok(all.to_vec()));
     }
 
+    /// The list of events has the layout of PVM's.
     #[test]
-    fn the_list_has_the_shape_of_pvm() {
+    fn event_list_matches_pvm() {
         let list = list(&xpvm());
         let lines: Vec<&str> = list.lines().collect();
         assert_eq!(lines.len(), 26);
@@ -256,8 +259,9 @@ mod tests {
         assert_eq!(list.matches('*').count(), XPVM.len(), "every name is one");
     }
 
+    /// Events are selected by name or all at once.
     #[test]
-    fn events_are_chosen_by_name_and_all_at_once() {
+    fn events_are_selected_by_name_or_all() {
         let mut mask = EventMask::none();
         assert!(
             choose(&mut mask, true, "send")

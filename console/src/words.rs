@@ -1,24 +1,26 @@
-//! Splits a console line into words, as PVM's console does: blanks separate, `'…'` and `"…"` quote, `\` takes the next
-//! character as it is outside quotes, and `#` at the beginning of a word starts a comment.
+//! Splits a console line into words, as PVM's console does.
+//!
+//! Whitespace separates words, `'…'` and `"…"` quote, `\` outside quotes takes the next character
+//! literally, and `#` at the beginning of a word starts a comment.
 
 use crate::parse::ParseError;
 use std::time::Duration;
 
-/// Longest line in bytes (PVM's console allows 1023).
+/// Longest line in bytes. PVM's console allows 1023.
 pub(crate) const LINE_BYTES_MAX: usize = 64 << 10;
 
-/// Why a line is not a command.
+/// Why a line cannot be split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum LineError {
-    /// A quote was opened and not closed, or a backslash has nothing behind it.
+    /// An unclosed quote, or a backslash at the end.
     #[error("unmatched {0}")]
     Unmatched(char),
-    /// Longer than [`LINE_BYTES_MAX`].
+    /// The line is longer than [`LINE_BYTES_MAX`].
     #[error("command too long")]
     TooLong,
 }
 
-/// The words of a line; none for an empty line or a comment.
+/// Returns the words of a line; none for an empty line or a comment.
 pub(crate) fn split(line: &str) -> Result<Vec<String>, LineError> {
     if line.len() > LINE_BYTES_MAX {
         return Err(LineError::TooLong);
@@ -50,11 +52,11 @@ pub(crate) fn split(line: &str) -> Result<Vec<String>, LineError> {
     Ok(words)
 }
 
-/// The value of an option that is written `--name value` or `--name=value`, where `arg` is that option: from `arg` itself, or the
-/// next of the words behind it.
+/// Returns the value of an option written as `--name value` or `--name=value`: from `arg` itself,
+/// or the next word of `rest`. Returns `None` if `arg` is not that option.
 ///
 /// # Errors
-/// There is no word behind it; `command` is what was called wrongly.
+/// Fails if the value is missing; `command` is named in the error.
 pub(crate) fn option<'a>(
     command: &'static str,
     name: &str,
@@ -71,7 +73,7 @@ pub(crate) fn option<'a>(
     }
 }
 
-/// A span as `2h`, `90m`, `30s`, `1d`; none is no span.
+/// Parses a duration such as `2h`, `90m`, `30s` or `1d`. Zero is invalid.
 pub(crate) fn span(text: &str) -> Option<Duration> {
     let unit = match text.chars().last()? {
         's' => 1,
@@ -91,8 +93,9 @@ pub(crate) fn span(text: &str) -> Option<Duration> {
 mod tests {
     use super::*;
 
+    /// Quotes, backslashes and comments work as in PVM.
     #[test]
-    fn quotes_backslashes_and_comments_work_as_in_pvm() {
+    fn quoting_matches_pvm() {
         let ok = |line: &str| split(line).expect(line);
         assert_eq!(
             ok(r#"echo "a   b" c\ d 'x"y'"#),
@@ -112,15 +115,17 @@ mod tests {
         assert_eq!(ok("'' \"\""), ["", ""]);
     }
 
+    /// Empty lines and comments have no words.
     #[test]
-    fn empty_lines_and_comments_have_no_words() {
+    fn comments_have_no_words() {
         for line in ["", "   \t", "# nothing", "  # 'unclosed"] {
             assert_eq!(split(line), Ok(Vec::new()), "{line:?}");
         }
     }
 
+    /// Unclosed quotes and overlong lines are errors.
     #[test]
-    fn open_quotes_and_endless_lines_are_errors() {
+    fn unclosed_quotes_are_errors() {
         assert_eq!(
             split("echo \"abc").expect_err("open").to_string(),
             "unmatched \""

@@ -1,4 +1,5 @@
-//! `pvm_gstat` prints the groups of the virtual machine; under the name `pvmgroups`, in the form of PVM's dump.
+//! `pvm_gstat` prints the groups of the virtual machine. Under the name `pvmgroups` it prints them
+//! in the format of PVM's dump.
 
 use libpvm::Vm;
 use libpvm::proto::Tid;
@@ -18,7 +19,7 @@ fn main() -> ExitCode {
     match asked(std::env::args().nth(1).as_deref(), &name) {
         Ok(text) => match std::io::stdout().write_all(text.as_bytes()) {
             Ok(()) => ExitCode::SUCCESS,
-            // Nobody reads on.
+            // The reader has closed the pipe.
             Err(_) => ExitCode::FAILURE,
         },
         Err(error) => {
@@ -28,7 +29,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What to print.
+/// Returns the text to print.
 fn asked(option: Option<&str>, name: &str) -> Result<String, String> {
     match option {
         None => {}
@@ -46,7 +47,7 @@ fn asked(option: Option<&str>, name: &str) -> Result<String, String> {
     }
     let vm = Vm::enroll().map_err(|error| error.to_string())?;
     let groups = vm.groups().map_err(|error| error.to_string())?;
-    // It has nothing to leave but its connection, which ends with the process anyway.
+    // The connection closes with the process anyway, so an error does not matter.
     let _ = vm.exit();
     Ok(if name == "pvmgroups" {
         dump(&groups)
@@ -55,7 +56,7 @@ fn asked(option: Option<&str>, name: &str) -> Result<String, String> {
     })
 }
 
-/// Members with their instances.
+/// Returns the members with their instance numbers.
 fn members(group: &GroupInfo) -> impl Iterator<Item = (usize, Tid)> {
     group
         .members
@@ -65,16 +66,16 @@ fn members(group: &GroupInfo) -> impl Iterator<Item = (usize, Tid)> {
         .filter(|(_, tid)| *tid != Tid::NONE)
 }
 
-/// How many are wanted (−1: nobody waits) and how many have come.
+/// Returns how many tasks a meeting requires and how many have arrived; −1 and 0 if there is none.
 fn progress(meeting: Option<&Meeting>) -> (i64, usize) {
     meeting.map_or((-1, 0), |meeting| {
         (i64::from(meeting.wanted), meeting.waiting.len())
     })
 }
 
-// Writing to a string does not fail: hence the results that are dropped below.
+// Writing to a string cannot fail, so the results below are dropped.
 
-/// The form of `pvm_gstat`.
+/// Formats groups as `pvm_gstat` does.
 fn status(groups: &[GroupInfo]) -> String {
     if groups.is_empty() {
         return "no groups exist\n".to_string();
@@ -103,7 +104,7 @@ fn status(groups: &[GroupInfo]) -> String {
     out
 }
 
-/// The form of the dump that PVM's group server writes.
+/// Formats groups as the dump of PVM's group server.
 fn dump(groups: &[GroupInfo]) -> String {
     let mut out = format!("DUMP {} groups:\n", groups.len());
     for group in groups {
@@ -155,8 +156,9 @@ mod tests {
         }
     }
 
+    /// The status of groups is printed as PVM prints it.
     #[test]
-    fn groups_are_printed_as_pvm_prints_them() {
+    fn group_status_matches_pvm() {
         let text = "group: gg, size: 2,  barrier_count 3, barrier_reached 1\ntids:\n1 0x40007\t2 0x40001\t\n\
                     tids waiting on barrier:\n0x40001\t\n";
         assert_eq!(status(&[group()]), text);
@@ -171,8 +173,9 @@ mod tests {
         );
     }
 
+    /// The dump lists the waiting tasks of each meeting.
     #[test]
-    fn the_dump_tells_who_waits_for_what() {
+    fn dump_lists_waiting_tasks() {
         let text = dump(&[group()]);
         assert!(
             text.starts_with(

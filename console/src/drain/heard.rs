@@ -57,7 +57,7 @@ pub(super) struct Heard {
 }
 
 impl Heard {
-    /// Creates the state for a drain requested by `me`.
+    /// Creates the state for a drain requested by this console.
     pub(super) fn of(me: Tid) -> Heard {
         Heard {
             me,
