@@ -1,11 +1,11 @@
-//! A fixed amount of work, by which the figures of two machines, or of two hours of one, are compared: it depends on the
-//! processor and on who else uses it, and on nothing of ours.
+//! A fixed amount of work that depends only on the processor and its other load, not on our code.
+//! It makes figures of different machines and times comparable.
 
 use divan::{Bencher, black_box};
 
-/// Steps, each of which needs the one before.
+/// Steps of a chain in which each depends on the one before.
 const STEPS: u64 = 10_000;
-/// Bytes copied beside them: as much as a message that fits the first cache.
+/// Bytes that are copied in addition: as many as a message that fits the first-level cache.
 const BYTES: usize = 16 << 10;
 
 fn main() {

@@ -1,5 +1,5 @@
-//! What the daemon does with a data frame between two tasks: its state machine from the event to the output, and between
-//! hosts also the queues and lanes of the data channel. No I/O.
+//! Forwarding of a data frame between two tasks in the daemon: the state machine from the event to
+//! the output and, between hosts, also the queues and pair streams of the data channel. No I/O.
 
 #[path = "../../pvmd/machine/tests/one_of_two/mod.rs"]
 mod one_of_two;
@@ -14,16 +14,16 @@ use sempa_proto::host::Carried;
 use sempa_proto::link::LinkKind;
 use sempa_proto::{HostId, Tid};
 
-/// Tasks on the host: forwarding must not depend on it.
+/// Numbers of tasks on the host. The cost of forwarding must not depend on it.
 const TASKS: [usize; 3] = [2, 32, 512];
 /// Bytes of a frame's payload.
 const PAYLOADS: [usize; 2] = [64, 60 << 10];
-/// The same where it does not matter, because nobody looks at it.
+/// Payload bytes where the size does not matter, because the payload is not read.
 const PAYLOAD: usize = 64;
-/// Frames before those that are measured: a pair gets its places in tables, and a lane.
+/// Unmeasured frames at the start, during which the pair gets its table entries and its stream.
 const WARM: usize = 100;
 
-/// `bench micro` ends with an error when any of these allocates.
+/// Counts allocations. `bench micro` fails if the forwarding path allocates.
 #[global_allocator]
 static ALLOCATIONS: AllocProfiler = AllocProfiler::system();
 
@@ -41,13 +41,13 @@ fn data(ends: (Tid, Tid), bytes: usize) -> Bytes {
     )
 }
 
-/// Measures after a few that are not.
+/// Measures `once` after unmeasured warm-up rounds.
 fn measure<T>(bencher: Bencher, mut once: impl FnMut() -> T) {
     (0..WARM).for_each(|_| drop(once()));
     bencher.counter(ItemsCount::new(1usize)).bench_local(once);
 }
 
-/// Measures a daemon that forwards what it is given, so that this comes out.
+/// Measures a daemon that handles the event and must produce the expected output.
 fn forward(
     bencher: Bencher,
     mut daemon: Daemon,
@@ -104,7 +104,7 @@ fn a_frame_from_another_host(bencher: Bencher, tasks: usize) {
     });
 }
 
-/// From the task's socket to what the stream of its pair is given.
+/// From the task's socket to the stream of its pair.
 #[divan::bench(args = PAYLOADS)]
 fn queued_to_another_host(bencher: Bencher, bytes: usize) {
     let (mut daemon, mut sending) = (Daemon::new(1), Sending::default());
@@ -129,7 +129,7 @@ fn queued_to_another_host(bencher: Bencher, bytes: usize) {
     );
 }
 
-/// From the stream of a pair to what the task's socket is given.
+/// From the stream of a pair to the task's socket.
 #[divan::bench(args = PAYLOADS)]
 fn unqueued_from_another_host(bencher: Bencher, bytes: usize) {
     let (mut daemon, mut sending, mut receiving) =

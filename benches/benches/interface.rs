@@ -1,5 +1,6 @@
-//! Packing and unpacking of each type through the C library's own functions, as a C program calls them: 1,000 items at a
-//! time. What is unpacked was packed before, into a buffer of its own; to choose that buffer is part of the time.
+//! Packing and unpacking of each type through the functions of the C library, as a C program calls
+//! them: 1,000 items at a time. Unpacking uses a buffer that was packed before; selecting that
+//! buffer is part of the time.
 #![allow(unsafe_code)] // The functions are C's.
 
 use divan::counter::ItemsCount;
@@ -7,9 +8,9 @@ use divan::{Bencher, black_box};
 use pvm3 as _;
 use std::ffi::{c_char, c_double, c_float, c_int, c_long, c_short, c_uint, c_ulong, c_ushort};
 
-/// Items of one call.
+/// Number of items per call.
 const ITEMS: usize = 1000;
-/// `PvmDataDefault` and `PvmDataRaw`.
+/// The values of `PvmDataDefault` and `PvmDataRaw`.
 const ENCODINGS: [c_int; 2] = [0, 1];
 
 unsafe extern "C" {
@@ -25,34 +26,35 @@ fn main() {
     divan::main();
 }
 
-/// An empty active send buffer.
+/// Clears the active send buffer.
 fn begin(encoding: c_int) {
-    // SAFETY: it takes any number.
+    // SAFETY: `pvm_initsend` accepts any number.
     let buffer = unsafe { pvm_initsend(encoding) };
     assert!(buffer > 0, "a send buffer: {buffer}");
 }
 
-/// A buffer that can be unpacked once; it is freed in the end.
+/// A buffer that can be unpacked once. It is freed on drop.
 struct Packed(c_int);
 
 impl Packed {
-    /// What this packs.
+    /// Creates a buffer with what `pack` packs.
     fn new(encoding: c_int, pack: impl FnOnce()) -> Packed {
         begin(encoding);
         pack();
-        // SAFETY: it takes any number. Without an active send buffer, nobody frees this one.
+        // SAFETY: `pvm_setsbuf` accepts any number. With no active send buffer, `pvm_initsend` does
+        // not free this one.
         Packed(unsafe { pvm_setsbuf(0) })
     }
 
     fn choose(&self) {
-        // SAFETY: it takes any number.
+        // SAFETY: `pvm_setrbuf` accepts any number.
         assert!(unsafe { pvm_setrbuf(black_box(self.0)) } >= 0);
     }
 }
 
 impl Drop for Packed {
     fn drop(&mut self) {
-        // SAFETY: it takes any number.
+        // SAFETY: `pvm_freebuf` accepts any number.
         assert_eq!(unsafe { pvm_freebuf(self.0) }, 0);
     }
 }
@@ -69,14 +71,14 @@ macro_rules! types {
             let items: Vec<$t> = vec![$value; ITEMS];
             let packed = || {
                 Packed::new(encoding, || {
-                    // SAFETY: so many items are there.
+                    // SAFETY: `items` contains `ITEMS` items.
                     assert_eq!(unsafe { $pk(items.as_ptr(), ITEMS as c_int, 1) }, 0);
                 })
             };
             let mut place = items.clone();
             bencher.counter(ItemsCount::new(ITEMS)).with_inputs(packed).bench_local_refs(|packed| {
                 packed.choose();
-                // SAFETY: there is room for so many items.
+                // SAFETY: `place` has room for `ITEMS` items.
                 assert_eq!(unsafe { $upk(black_box(&mut place).as_mut_ptr(), ITEMS as c_int, 1) }, 0);
             });
         }
@@ -86,7 +88,7 @@ macro_rules! types {
             let items: Vec<$t> = vec![$value; ITEMS];
             bencher.counter(ItemsCount::new(ITEMS)).bench_local(|| {
                 begin(encoding);
-                // SAFETY: so many items are there.
+                // SAFETY: `items` contains `ITEMS` items.
                 assert_eq!(unsafe { $pk(black_box(&items).as_ptr(), ITEMS as c_int, 1) }, 0);
             });
         }
@@ -107,7 +109,7 @@ types! {
     pack_dcplx unpack_dcplx pvm_pkdcplx pvm_upkdcplx [c_double; 2], [7.0; 2];
 }
 
-/// A string of 999 bytes.
+/// Packs a string of 999 bytes.
 #[divan::bench(args = ENCODINGS)]
 fn pack_string(bencher: Bencher, encoding: c_int) {
     let mut text = vec![b'a' as c_char; ITEMS];
@@ -119,7 +121,7 @@ fn pack_string(bencher: Bencher, encoding: c_int) {
     });
 }
 
-/// The same string.
+/// Unpacks the same string.
 #[divan::bench(args = ENCODINGS)]
 fn unpack_string(bencher: Bencher, encoding: c_int) {
     let mut text = vec![b'a' as c_char; ITEMS];
@@ -133,7 +135,7 @@ fn unpack_string(bencher: Bencher, encoding: c_int) {
     let mut place = text.clone();
     bencher.with_inputs(packed).bench_local_refs(|packed| {
         packed.choose();
-        // SAFETY: there is room for the text and its zero.
+        // SAFETY: `place` has room for the text and its zero.
         assert_eq!(unsafe { pvm_upkstr(black_box(&mut place).as_mut_ptr()) }, 0);
     });
 }

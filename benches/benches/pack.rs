@@ -1,10 +1,10 @@
-//! Packing and unpacking of each type, in both encodings: 1,000 items at a time, as programs do it.
+//! Packing and unpacking of each type in both encodings, 1,000 items at a time.
 
 use divan::counter::ItemsCount;
 use divan::{Bencher, black_box};
 use sempa_proto::body::{Encoding, Item, Packer, Unpacker};
 
-/// Items of one call.
+/// Number of items per call.
 const ITEMS: usize = 1000;
 const ENCODINGS: [Encoding; 2] = [Encoding::Xdr, Encoding::Raw];
 

@@ -1,5 +1,5 @@
-//! What the shared memory of two tasks costs without tasks: records through a ring, in one thread and between two, and a
-//! bell from the ring to the answer.
+//! Shared memory between two tasks without the tasks: records through a ring, in one thread and
+//! between two threads, and the doorbell.
 
 use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};
@@ -10,27 +10,27 @@ use sempa_ring::ring::{Broken, Reader, Writer};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Bytes of a record behind its header.
+/// Bytes of a record after its header.
 const SIZES: [usize; 3] = [16, 1 << 10, 64 << 10];
-/// Conversations that have rung when the bell is looked at.
+/// Numbers of peers that have notified a task when it reads its doorbell.
 const RINGERS: [usize; 3] = [1, 64, 1000];
-/// Bytes of a link's header in front of a fragment.
+/// Bytes of the link header before a fragment.
 const HEAD_BYTES: usize = 16;
-/// Looks at an empty ring before somebody else may have the core.
+/// Polls of an empty ring before the thread yields its core.
 const LOOKS: u32 = 2000;
 
 fn main() {
     divan::main();
 }
 
-/// Both ends of the rings of a pair.
+/// Creates both ends of the rings of a pair.
 fn pair() -> (Ends, Ends) {
     let (one, fd) = offer().expect("the system has memory");
     let other = accept(fd.as_fd()).expect("it is ours");
     (one, other)
 }
 
-/// Takes the next record, if there is one, into `out`.
+/// Copies the next record to `out`. Returns false if there is none.
 fn take<A: sempa_ring::ring::Area>(
     reader: &mut Reader<A>,
     out: &mut Vec<u8>,
@@ -74,8 +74,9 @@ fn push_and_pop(bencher: Bencher, bytes: usize) {
     });
 }
 
-/// Keeps the calling thread on one of the processors that the process may use: the first, or the second if there is one. Threads that
-/// wait awake may stay together on one for as long as a benchmark takes.
+/// Pins the calling thread to one of the processors that the process may use: the first, or the
+/// second if there is one. Without pinning, two busy-waiting threads may share one processor for a
+/// whole benchmark.
 fn keep_to(number: usize) {
     let all = sched_getaffinity(Pid::from_raw(0)).expect("the kernel says it");
     let mut usable = (0..CpuSet::count()).filter(|cpu| all.is_set(*cpu).is_ok_and(|is| is));
@@ -86,7 +87,7 @@ fn keep_to(number: usize) {
     }
 }
 
-/// There and back between two threads that wait awake, a core each where there are two.
+/// Round trip between two busy-waiting threads, on a core each if there are two.
 #[divan::bench(args = SIZES)]
 fn round_trip_of_two_threads(bencher: Bencher, bytes: usize) {
     let (mut one, mut other) = pair();
@@ -121,7 +122,7 @@ fn round_trip_of_two_threads(bencher: Bencher, bytes: usize) {
     });
 }
 
-/// So many peers ring, the task finds all of them and takes the bits back; nobody sleeps.
+/// `ringers` peers notify; the task finds all of them and clears their bits. No thread sleeps.
 #[divan::bench(args = RINGERS)]
 fn a_bell_is_rung_and_answered(bencher: Bencher, ringers: usize) {
     let own = OwnBell::new().expect("the system has memory");

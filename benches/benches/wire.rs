@@ -1,4 +1,4 @@
-//! What a message costs before it meets a socket: packing, framing, and the link's bookkeeping.
+//! Cost of a message before it reaches a socket: packing, framing, and the link's bookkeeping.
 
 use bytes::Bytes;
 use divan::counter::BytesCount;
@@ -36,7 +36,7 @@ fn frame_and_decode(bencher: Bencher, bytes: usize) {
     });
 }
 
-/// One message from one end to the other, acknowledgements included.
+/// One message from end to end, including acknowledgements.
 #[divan::bench(args = SIZES)]
 fn link_hands_a_message_over(bencher: Bencher, bytes: usize) {
     let body = Bytes::from(vec![7u8; bytes]);

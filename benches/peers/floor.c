@@ -1,10 +1,14 @@
 /*
- * What the machine and its kernel can do without any message-passing library: the floor under the figures of peers.c.
+ * Measures what the machine and its kernel achieve without a message-passing library: the lower bound for the times of
+ * peers.c.
  *
  *   floor WHAT [name=value ...]      see measure.h for the names
  *
- * WHAT: spin, futex, socket (round trips of two processes), copy, start (a process to its first word), tcp (to a `serve` on
- * the named host: a round trip, or with batch=N a stream).
+ * WHAT:
+ *   spin, futex, socket   round trips between two processes
+ *   copy                  a copy in memory
+ *   start                 from the start of a process to its first output
+ *   tcp                   to a `serve` on the named host: a round trip, or with batch=N a stream
  */
 #define _GNU_SOURCE
 #include "measure.h"
@@ -33,7 +37,7 @@ static void must(int good, const char *doing)
     exit(3);
 }
 
-/* Two words in memory that both processes see, each on a line of its own. */
+/* Two words in shared memory, each on a cache line of its own. */
 struct words {
     _Alignas(128) atomic_int there;
     _Alignas(128) atomic_int back;
@@ -86,7 +90,7 @@ static void put(int fd, const char *bytes, long count)
         must((n = write(fd, bytes + done, count - done)) > 0, "write");
 }
 
-/* False at the end of the stream. */
+/* Returns 0 at the end of the stream. */
 static int get(int fd, char *bytes, long count)
 {
     for (long done = 0, n; done < count; done += n)
@@ -130,7 +134,7 @@ static void copy(void)
     for (int i = -o.warm; i < o.rounds; i++) {
         double begun = now_us();
         memcpy(to, from, o.size);
-        /* The next copy differs, and nobody may guess that this one is not looked at. */
+        /* Changes the source and uses the target, so that the compiler cannot remove the copy. */
         from[(i + o.warm) % o.size] = to[0] + 1;
         __asm__ volatile("" : : "r"(to) : "memory");
         if (i >= 0)
@@ -163,7 +167,7 @@ static void start(char *own)
     tell("time", &times);
 }
 
-/* What a client of `serve` sends first. */
+/* The first data that a client sends to `serve`. */
 struct course {
     long size, batch;
 };
@@ -199,7 +203,7 @@ static int dial(void)
             setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
             return fd;
         }
-        /* The server may not listen yet. */
+        /* The server may not be listening yet. */
         close(fd);
         usleep(10000);
     }

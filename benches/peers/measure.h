@@ -1,6 +1,5 @@
 /*
- * What both programs, the one with PVM's calls and the one with MPI's, share: their options, the clock, and how a row of
- * samples is told.
+ * Shared by the program with PVM calls and the one with MPI calls: options, clock, and output of samples.
  */
 #ifndef MEASURE_H
 #define MEASURE_H
@@ -13,21 +12,21 @@
 
 struct options {
     const char *what;
-    long size;    /* bytes of a message */
-    int rounds;   /* how many samples */
-    int warm;     /* rounds before the first sample */
-    int batch;    /* messages of one sample, one way */
-    int tasks;    /* how many others */
-    int idle;     /* tasks that only wait, beside those that talk */
-    int direct;   /* PVM: ask for the direct route */
-    int keep;     /* hosts that were added stay */
-    int pause;    /* PVM: milliseconds between two spawns */
-    int xdr;      /* PVM: the encoding for foreign machines */
-    int cores[2]; /* where the first and the second task stay; -1: anywhere */
+    long size;    /* bytes per message */
+    int rounds;   /* number of samples */
+    int warm;     /* unmeasured rounds before the first sample */
+    int batch;    /* messages per sample, in one direction */
+    int tasks;    /* number of other tasks */
+    int idle;     /* additional tasks that only wait */
+    int direct;   /* PVM: request the direct route */
+    int keep;     /* do not delete added hosts */
+    int pause;    /* PVM: milliseconds before each spawn */
+    int xdr;      /* PVM: use the portable encoding */
+    int cores[2]; /* cores of the first and the second task; -1: any */
     const char *host;
 };
 
-/* Sets what `name=value` says; 0 if there is no such name. */
+/* Sets an option from `name=value`. Returns 0 if the name is unknown or the value malformed. */
 static int set_option(struct options *o, const char *name, char *value)
 {
     struct { const char *name; int *place; } numbers[] = {
@@ -86,7 +85,7 @@ static void stay_on(int core)
     }
 }
 
-/* A row of samples in microseconds. */
+/* Samples in microseconds. */
 struct samples {
     double *us;
     int count, room;
@@ -112,7 +111,7 @@ static int by_size(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* One line: the name, how many, the median, the 99th of a hundred, the least. */
+/* Prints one line: name, number of samples, median, 99th percentile, minimum. */
 static void tell(const char *name, struct samples *s)
 {
     if (s->count == 0)
@@ -133,12 +132,12 @@ static char *block_of(long size)
     return block;
 }
 
-/* Shorter messages say little about memory. */
+/* Copies of shorter messages do not measure memory. */
 #define COPY_MIN (64 << 10)
 #define COPIES 100
 
-/* What one copy of a message takes here and now, without any library: beside a round trip of large messages, which is
- * copies for the most part, it says whether the machine's memory was slow just then. */
+/* Measures one copy of a message without any library. A round trip of large messages consists mostly of copies; this
+ * shows whether memory was slow during the run. */
 static inline void tell_copy(long size)
 {
     if (size < COPY_MIN)
@@ -148,7 +147,7 @@ static inline void tell_copy(long size)
     for (int i = 0; i < COPIES; i++) {
         double begun = now_us();
         memcpy(to, from, size);
-        __asm__ volatile("" : : "r"(to) : "memory"); /* somebody might read it */
+        __asm__ volatile("" : : "r"(to) : "memory"); /* prevents removal of the copy */
         note(&copies, now_us() - begun);
     }
     tell("copy", &copies);

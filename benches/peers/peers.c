@@ -1,10 +1,10 @@
 /*
- * What messages and tasks cost, measured with PVM's calls only: the same program runs on every PVM.
+ * Measures the cost of messages and tasks. It uses only PVM calls, so the same program runs on every PVM.
  *
  *   peers WHAT [name=value ...]      see measure.h for the names
  *
- * WHAT: rtt, ring, one_way, spawn, mcast, fan, packing, add_hosts,
- * await. A round trip is whole: pack, send, receive, unpack, there and back.
+ * WHAT: rtt, ring, one_way, spawn, mcast, fan, packing, add_hosts, await.
+ * A round trip includes packing, sending, receiving and unpacking in both directions.
  */
 #define _GNU_SOURCE
 #include "measure.h"
@@ -50,8 +50,8 @@ static void give_up(int count, const int *tids, const char *words)
     exit(3);
 }
 
-/* Starts others of this program with the same options: where the system likes, on the named host, or, if several are
- * named with commas, one on each. */
+/* Starts further tasks of this program with the same options: on hosts that the system chooses, on the named host, or,
+ * if several hosts are named with commas, one task on each. */
 static void start(char **argv, int count, int *tids)
 {
     int started = 0;
@@ -78,7 +78,7 @@ static void start(char **argv, int count, int *tids)
     }
 }
 
-/* Tells a child which it is and, in rings, who comes after it. */
+/* Sends a child its number and, for rings, the tid of its successor. */
 static void appoint(int tid, int number, int next)
 {
     int facts[2] = { number, next };
@@ -93,7 +93,7 @@ static void appoint_all(int count, const int *tids)
         appoint(tids[i], i, i + 1 < count ? tids[i + 1] : pvm_mytid());
 }
 
-/* The end of a run: the children may go when all has been measured. */
+/* Lets the children exit after the last measurement. */
 static void dismiss(int count, const int *tids)
 {
     for (int i = 0; i < count; i++)
@@ -131,7 +131,7 @@ static void rtt_child(int parent, int number)
     }
 }
 
-/* A message goes round; each sample is one lap, told per hop. */
+/* Sends a message around a ring. Each sample is one lap divided by the number of hops. */
 static void ring(char **argv)
 {
     static int tids[TASKS_MAX];
@@ -158,7 +158,7 @@ static void ring_child(int next)
     }
 }
 
-/* Many messages in a row, then a word that all have come; each sample is one such batch, told per message. */
+/* Sends a batch of messages and waits for one acknowledgement. Each sample is a batch divided by its messages. */
 static void one_way(char **argv)
 {
     int tid;
@@ -188,7 +188,7 @@ static void one_way_child(int parent)
     }
 }
 
-/* From the call of pvm_spawn to its return, to the first word of a child, to the first words of all. */
+/* Measures from the call of pvm_spawn to its return, to the first message of a child, and to those of all. */
 static void spawn(char **argv)
 {
     static int tids[TASKS_MAX];
@@ -211,7 +211,7 @@ static void spawn(char **argv)
             note(&first, heard - begun);
             note(&all, up - begun);
         }
-        /* The next round begins when nothing of this one is left. */
+        /* The next round begins when all tasks of this one have exited. */
         check(pvm_notify(PvmTaskExit, TAG_GONE, o.tasks, tids), "pvm_notify");
         for (int k = 0; k < o.tasks; k++)
             appoint(tids[k], k, 0);
@@ -230,7 +230,7 @@ static void answers(int count)
         take(-1, TAG_PONG, 1);
 }
 
-/* One message to one task, then one to all: the call alone, and until all have said that they have it. */
+/* A send to one task and a multicast to all: the call alone, and until all receivers have acknowledged. */
 static void mcast(char **argv)
 {
     static int tids[TASKS_MAX];
@@ -273,7 +273,7 @@ static void mcast_child(int parent, int number)
         }
 }
 
-/* Round trips with many others in turn; where no host is named, the tasks are placed as the system likes. */
+/* Round trips with many tasks in turn. If no host is named, the system places the tasks. */
 static void fan(char **argv)
 {
     static int tids[TASKS_MAX];
@@ -300,7 +300,7 @@ static void fan_child(int parent)
     }
 }
 
-/* Packing `batch` items of a type and unpacking them from a message to oneself: the calls alone. */
+/* Measures the calls that pack `batch` items of a type and unpack them from a message to the task itself. */
 #define PACKING(name, type, pk, upk)                                                                                   \
     static void packing_##name(int encoding, const char *called)                                                       \
     {                                                                                                                  \
@@ -356,7 +356,7 @@ static void packing(void)
     }
 }
 
-/* host=h2,h3: all in one call. They are deleted again unless keep=1. */
+/* Adds the hosts of host=h2,h3 in one call. Deletes them again unless keep=1. */
 static void add_hosts(void)
 {
     static char names[4096];
@@ -375,7 +375,7 @@ static void add_hosts(void)
     tell("call", &call);
 }
 
-/* Waits until there are so many tasks beside this one. */
+/* Waits until at least `tasks` tasks run in addition to this one. */
 static void await(void)
 {
     for (int tries = 0; tries < 3000; tries++) {

@@ -1,5 +1,5 @@
 /*
- * The same measurements as peers.c with MPI's calls, for those that MPI has. Rank 0 is the one that measures.
+ * The measurements of peers.c with MPI calls, as far as MPI has the operations. Rank 0 measures.
  *
  *   twin WHAT [name=value ...]      rtt, ring, one_way, mcast
  */
@@ -92,7 +92,7 @@ static void one_way(int rank)
         tell("message", &each);
 }
 
-/* MPI's broadcast, and a plain send to one, each until the others have said that they have it. */
+/* A send to one rank and a broadcast to all: the call alone, and until all receivers have acknowledged. */
 static void mcast(int rank, int ranks)
 {
     struct samples send_call = samples_for(o.rounds), send_all = samples_for(o.rounds);

@@ -1,8 +1,15 @@
-//! `cargo xtask bench balance`: a farm of unequal tasks on hosts that control groups make unequal. Two sets of such hosts are up
-//! at the same time, so that a busy minute hurts both alike: on one the farm runs without a resource manager, in turn, on the
-//! other one under a resource manager that balances, first without a word about its tasks, then with their work told. They
-//! are measured by the best assignment there is, which is found by trying all. A last farm is in balance from the beginning, and
-//! nothing of it is to be moved.
+//! `cargo xtask bench balance`: runs farms of unequal tasks on hosts that control groups make
+//! unequal.
+//!
+//! Two sets of such hosts are up at the same time, so that other load on the machine affects both
+//! alike:
+//!
+//! - On one set the farm runs without a resource manager; tasks are placed in turn.
+//! - On the other set it runs under a resource manager that balances, first without and then with
+//!   declared work of each task.
+//!
+//! The results are compared with the best assignment, which is found by exhaustive search. A last
+//! farm is in balance from the start; none of its tasks may be migrated.
 
 use crate::figures::median;
 use crate::machine::Machine;
@@ -21,59 +28,60 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// What of one processor each host has; twice that has to fit on the machine.
+/// Share of one processor that each host has. The machine must have twice their sum.
 const SHARES: [f64; 4] = [0.1, 0.1, 0.2, 0.4];
-/// Tasks of the farm.
+/// Number of tasks in the farm.
 const TASKS: usize = 12;
-/// The work of each, in milliseconds of processor time, is between these.
+/// Range of the work of a task, in milliseconds of processor time.
 const WORK_MS: (usize, usize) = (2_500, 14_500);
-/// A quick run has less of it.
+/// Divisor of the work in a quick run.
 const QUICK: usize = 3;
-/// Repetitions, each with other tasks.
+/// Repetitions, each with different tasks.
 const REPETITIONS: usize = 3;
-/// Time for one farm.
+/// Time limit for one farm.
 const FARM_TIME: Duration = Duration::from_secs(1200);
-/// Load watchers have told of their hosts by then.
+/// Time after which load watchers have reported their hosts.
 const TOLD_TIME: Duration = Duration::from_secs(8);
-/// Goals: seconds over those of the best assignment at most, and those in turn over ours at least.
+/// Goals: largest ratio of our time to that of the best assignment, and smallest speedup over
+/// placement in turn.
 const OVER_BEST_MAX: f64 = 1.15;
 const FASTER_MIN: f64 = 1.5;
 
-/// A farm in balance: each task gets the same where the hosts' shares are one, one, two and four parts. The work of each, in
-/// milliseconds.
+/// Number of tasks in the balanced farm, and work of each in milliseconds. With host shares of one,
+/// one, two and four parts, every task gets the same share of a processor.
 const EVEN_TASKS: usize = 8;
 const EVEN_WORK_MS: usize = 8_000;
 
-/// A farm, run once.
+/// Result of one run of a farm.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Once {
     seconds: f64,
-    /// Why tasks were moved, one sentence for each move.
+    /// One sentence per migration, with its reason.
     moves: Vec<String>,
-    /// How many of them before the first task had ended.
+    /// Number of migrations before the first task ended.
     #[serde(default)]
     early_moves: usize,
     failed_moves: usize,
-    /// When each task started, moved and ended, and where; in seconds from the first start.
+    /// Starts, migrations and ends of tasks with their hosts, in seconds after the first start.
     #[serde(default)]
     course: Vec<String>,
 }
 
-/// One repetition, with its own tasks.
+/// One repetition with its own tasks.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Round {
-    /// Its number; the same number gives the same tasks.
+    /// Number of the repetition, which is also the seed of its tasks.
     number: usize,
-    /// Seconds of processor time.
+    /// Work of each task in seconds of processor time.
     work: Vec<f64>,
-    /// Seconds of the best assignment that never changes.
+    /// Seconds of the best static assignment.
     best: f64,
-    /// Seconds if nothing is known of the tasks, and moves cost nothing.
+    /// Seconds that are achievable without knowledge of the tasks if migrations cost nothing.
     blind: f64,
     in_turn: Once,
     untold: Once,
     told: Once,
-    /// One of equal tasks that is in balance from the beginning, and about which nothing is told.
+    /// Run of equal tasks that are balanced from the start, without declared work.
     #[serde(default)]
     even: Option<Once>,
 }
@@ -82,32 +90,33 @@ struct Round {
 struct Results {
     machine: Machine,
     shares: [f64; SHARES.len()],
-    /// Seconds of processor time for a unit of work.
+    /// Seconds of processor time per unit of work.
     unit: f64,
     rounds: Vec<Round>,
 }
 
-/// How to measure.
+/// Settings of `bench balance`.
 #[derive(Clone, Debug)]
 pub struct Balance {
-    /// Where our programs are installed.
+    /// Folder in which our programs are installed.
     pub prefix: PathBuf,
-    /// They were built for this run, from these sources.
+    /// True if the programs were built from these sources for this run.
     pub own_build: bool,
-    /// One repetition with less work.
+    /// Runs one repetition with less work.
     pub quick: bool,
-    /// Repetitions, if not the usual number.
+    /// Number of repetitions in place of the default.
     pub repetitions: Option<usize>,
-    /// Only these repetitions; the others are taken from the results that are there.
+    /// Runs only these repetitions and keeps the stored results of the others.
     pub only: Vec<usize>,
     /// Folder for table and JSON.
     pub results: PathBuf,
 }
 
-/// Measures, prints a table, writes it and JSON after each repetition. True if the medians meet the goals.
+/// Measures, prints a table, and writes it and JSON after each repetition. Returns true if the
+/// medians meet the goals.
 ///
 /// # Errors
-/// Hosts cannot be made, a farm goes wrong, or the results cannot be written.
+/// Fails if hosts cannot be created, a farm fails, or the results cannot be written.
 pub fn balanced(how: &Balance) -> Result<bool> {
     if let Some(lack) = needs::lacks().or_else(limits::lacks) {
         bail!("bench balance: {lack}");
@@ -133,7 +142,8 @@ pub fn balanced(how: &Balance) -> Result<bool> {
         Unequal::new(&how.prefix, &SHARES)?,
     ];
     let unit = std::thread::scope(|scope| {
-        // Both at once: processors that share a core are slower together.
+        // Calibrates both sets at the same time, because processors that share a core are slower
+        // together.
         let each = sides.each_ref().map(|side| scope.spawn(|| side.unit()));
         let each = each.map(|side| side.join().expect("it does not panic"));
         each.into_iter()
@@ -163,7 +173,7 @@ pub fn balanced(how: &Balance) -> Result<bool> {
     Ok(good)
 }
 
-/// The repetitions that a file has.
+/// Reads the stored repetitions.
 fn rounds_of(file: &Path) -> Result<Vec<Round>> {
     let Ok(text) = fs::read_to_string(file) else {
         return Ok(Vec::new());
@@ -212,7 +222,8 @@ fn round(sides: &[Unequal; 2], unit: f64, number: usize, quick: bool) -> Result<
     })
 }
 
-/// Runs the farm once: in turn, or under a resource manager, perhaps with a word about what a unit of work takes.
+/// Runs the farm once: without a resource manager if `managed` is `None`, otherwise under one. The
+/// inner value is the declared work per unit, if it is declared.
 fn once(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Result<Once> {
     let vm = hosts.start()?;
     let manager = managed.map(|_| hosts.manage(&vm)).transpose()?;
@@ -280,7 +291,7 @@ fn once(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Result<
     })
 }
 
-/// What became of the tasks of a farm, one line for each event.
+/// Returns the starts, migrations and ends of the farm's tasks, one line each.
 fn course(events: &[Entry], harvest: &Harvest) -> Vec<String> {
     let units = |tid: &Tid| {
         harvest
@@ -311,7 +322,7 @@ fn course(events: &[Entry], harvest: &Harvest) -> Vec<String> {
         .collect()
 }
 
-/// The table, and whether the goals are met.
+/// Returns the table, and whether the goals are met.
 fn table(rounds: &[Round]) -> (String, bool) {
     let head = [
         "",

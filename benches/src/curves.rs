@@ -1,4 +1,4 @@
-//! Costs that grow: with the size of a message, with the number of tasks on a host, of peers of one task, of hosts.
+//! Measures costs as functions of message size, tasks on a host, peers of one task, and hosts.
 
 use crate::figures::{Samples, System, Trouble, median, of_repetitions};
 use crate::netpipe;
@@ -9,13 +9,14 @@ use anyhow::Result;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// What `--only` calls the curves, and what each shows.
+/// Names of the curves for `--only`.
 pub(crate) const NAMES: [&str; 5] = ["sizes", "netpipe", "tasks", "peers", "hosts"];
 
-/// Repetitions of each point, and of a quick run.
+/// Repetitions of each point, in a full run and in a quick one.
 const REPETITIONS: usize = 5;
 const REPETITIONS_QUICK: usize = 1;
-/// Bytes that a point of the curve over sizes sends at most, so that large messages do not take for ever.
+/// Maximum bytes that one point of the size curve sends, which limits the rounds with large
+/// messages.
 const BYTES_MAX: usize = 64 << 20;
 const SIZES: [usize; 10] = [
     8,
@@ -33,16 +34,14 @@ const TASKS: [usize; 6] = [2, 8, 32, 128, 512, 1000];
 const PEERS: [usize; 6] = [2, 8, 32, 128, 512, 1000];
 const HOSTS: [usize; 5] = [2, 4, 8, 16, 32];
 
-/// The curves of a run, and what could not be measured.
+/// The curves of a run, and the measurements that failed.
 #[derive(Debug, Default)]
 pub(crate) struct Curves {
-    /// The pictures.
     pub(crate) charts: Vec<Chart>,
-    /// What could not be.
     pub(crate) troubles: Vec<Trouble>,
 }
 
-/// A line of a curve: a system, and whether PVM's direct route is asked for.
+/// A line of a curve: the system, and whether PVM's direct route is requested.
 type Line = (System, bool);
 
 const ALL_LINES: [Line; 6] = [
@@ -60,10 +59,10 @@ const PVM_LINES: [Line; 4] = [
     (System::Sempa, true),
 ];
 
-/// Measures the curve of this name, on virtual machines of its own.
+/// Measures the curve of this name on virtual machines of its own.
 ///
 /// # Errors
-/// No testbed can be made, or a virtual machine does not start.
+/// Fails if no testbed can be created or a virtual machine does not start.
 pub(crate) fn measure(prefix: &Path, name: &str, quick: bool) -> Result<Curves> {
     let mut curves = Curves::default();
     if name == "hosts" {
@@ -117,7 +116,7 @@ fn rounds(count: usize) -> String {
     format!("rounds={count}")
 }
 
-/// How often each point is measured.
+/// Returns the number of repetitions of each point.
 fn repetitions(quick: bool) -> usize {
     if quick {
         REPETITIONS_QUICK
@@ -126,8 +125,9 @@ fn repetitions(quick: bool) -> usize {
     }
 }
 
-/// The places of so many systems, without those that have ended, in the order of this repetition: each second time the other
-/// way round, because who comes first may find a colder machine.
+/// Returns the indexes of `count` systems without those that have failed, in the order of this
+/// repetition. Every second repetition reverses the order, because the first system may find cold
+/// caches.
 fn turns(count: usize, repetition: usize, ended: &BTreeSet<usize>) -> Vec<usize> {
     let mut all: Vec<usize> = (0..count).filter(|place| !ended.contains(place)).collect();
     if repetition % 2 == 1 {
@@ -136,7 +136,7 @@ fn turns(count: usize, repetition: usize, ended: &BTreeSet<usize>) -> Vec<usize>
     all
 }
 
-/// Adds a point to a line: median and p99 of what was measured there.
+/// Adds a point with median and p99 to a line.
 fn add_point(series: &mut Series, x: f64, all: &[Samples]) {
     if let Some(trip) = of_repetitions(all, "rtt") {
         series.points.push((x, trip.median_us));
@@ -199,7 +199,8 @@ impl Curves {
         });
     }
 
-    /// Runs the program at each point, all lines in turn. A line ends where the program no longer works.
+    /// Runs the program at each point, all lines in turn. A line ends at the first point where the
+    /// program fails.
     fn sweep(
         &mut self,
         peers: &Peers,
@@ -256,7 +257,7 @@ impl Curves {
         series
     }
 
-    /// Debian's NPpvm, unchanged: one course each, in turns. Each course tells one time for each size that it chose.
+    /// Runs NPpvm on both systems in turn. Each run gives one time for each size that it chose.
     fn netpipe(&mut self, peers: &Peers, quick: bool) {
         let systems = [System::Pvm, System::Sempa];
         let mut times: [BTreeMap<u64, Vec<f64>>; 2] = Default::default();
@@ -310,7 +311,8 @@ impl Curves {
         );
     }
 
-    /// More and more daemons on this machine; one task on each of them answers.
+    /// Measures round trips with one task on each other host, for increasing numbers of hosts. All
+    /// daemons run on this machine.
     fn hosts(&mut self, prefix: &Path, quick: bool) -> Result<()> {
         let points = few(&HOSTS, quick);
         let most = points.last().copied().unwrap_or(2);
@@ -343,7 +345,7 @@ impl Curves {
                 warm(5),
             ];
             let mut given = [const { Vec::new() }; 2];
-            // The hosts are added first, then all repetitions take turns.
+            // The hosts are added first; then the repetitions alternate between the systems.
             for turn in 0..=repetitions(quick) {
                 for place in turns(systems.len(), turn, &ended) {
                     let words: &[String] = if turn == 0 { &add } else { &all };
@@ -388,8 +390,9 @@ impl Curves {
 mod tests {
     use super::*;
 
+    /// Every second repetition reverses the order of the systems.
     #[test]
-    fn systems_take_turns_and_each_second_time_the_other_way_round() {
+    fn every_second_repetition_reverses_order() {
         let ended = BTreeSet::from([1]);
         assert_eq!(turns(3, 0, &ended), [0, 2]);
         assert_eq!(turns(3, 1, &ended), [2, 0]);

@@ -1,6 +1,9 @@
-//! `cargo xtask bench owners --sizes`: an owner logs in where a task of so much memory is the only guest. When does it stand still,
-//! when does it run elsewhere, when is the host clean of it, and when of its memory? One size after the other; the task itself
-//! says when it ran.
+//! `cargo xtask bench owners --sizes`: measures the eviction of a task for an owner, by size of its
+//! memory.
+//!
+//! An owner logs in on a host whose only guest is the task. Measured are the times until the task
+//! stops, runs on another host, and has left no process and no memory on the first host. Sizes are
+//! measured one after another; the task itself records when it ran.
 
 use crate::figures::median;
 use crate::machine::Machine;
@@ -19,40 +22,41 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 const HOSTS: usize = 4;
-/// Visits to each task, the first one apart, which finds everything cold.
+/// Logins per task. The first one is not counted, because caches are cold.
 const VISITS: usize = 5;
-/// Time for each single thing that is waited for.
+/// Time limit for each condition that is awaited.
 const SOON: Duration = Duration::from_secs(120);
 
-/// How to measure.
+/// Settings of `bench owners --sizes`.
 #[derive(Clone, Debug)]
 pub struct Evict {
-    /// Where our programs are installed.
+    /// Folder in which our programs are installed.
     pub prefix: PathBuf,
-    /// They were built for this run, from these sources.
+    /// True if the programs were built from these sources for this run.
     pub own_build: bool,
-    /// MiB that the tasks hold.
+    /// Memory of the tasks in MiB.
     pub sizes: Vec<u32>,
-    /// Visits to each task, if not the usual number.
+    /// Logins per task in place of the default.
     pub visits: Option<usize>,
     /// Folder for table and JSON.
     pub results: PathBuf,
 }
 
-/// A visit, in milliseconds after the login record where nothing else is said.
+/// Times of one eviction, in milliseconds after the login record unless stated otherwise.
 #[derive(Clone, Debug, Serialize)]
 struct Visit {
-    /// It ran no more, by its own clock.
+    /// The task stopped running, by its own clock.
     stood_still_ms: f64,
-    /// The virtual machine said that the guests are stopped.
+    /// The event log reported that the guests are stopped.
     stopped_ms: f64,
-    /// For so long it did not run, by its own clock.
+    /// Duration during which the task did not run, by its own clock.
     freeze_ms: f64,
-    /// It ran elsewhere, by its own clock.
+    /// The task ran on another host, by its own clock.
     ran_ms: f64,
-    /// The virtual machine said that the host is clean: nothing of the task is left, its memory neither.
+    /// The event log reported that the host is clean: neither processes nor memory of the task are
+    /// left.
     clean_ms: f64,
-    /// Its process on the host had no memory any more, and all was where it runs.
+    /// The process on the host had no memory left, and all memory had arrived on the new host.
     gone_ms: f64,
 }
 
@@ -73,10 +77,11 @@ struct Size {
     visits: Vec<Visit>,
 }
 
-/// Measures, prints a table, writes it and JSON.
+/// Measures, prints a table, and writes it and JSON.
 ///
 /// # Errors
-/// Hosts cannot be made, a task does not leave, its memory is not what it was, or the results cannot be written.
+/// Fails if hosts cannot be created, a task does not leave, its memory has changed, or the results
+/// cannot be written.
 pub fn evicted(how: &Evict) -> Result<()> {
     if let Some(lack) = needs::lacks() {
         bail!("bench owners: {lack}");
@@ -200,13 +205,14 @@ fn visit(vm: &Vm<'_>, tid: &str, notes: &Notes) -> Result<Visit> {
     Ok(visit)
 }
 
-/// A process that is being ended has none.
+/// True if the process has memory. A process that is exiting has an empty command line.
 fn has_memory(pid: u32) -> bool {
     fs::read(Path::new("/proc").join(pid.to_string()).join("cmdline"))
         .is_ok_and(|line| !line.is_empty())
 }
 
-/// What the event log and the task itself say of a visit, or what they do not say yet.
+/// Computes the times of an eviction from the event log and the task's records, or returns which
+/// entry is still missing.
 fn read(events: &[Entry], tid: &str, gone: i64, notes: &Notes) -> Result<Visit, String> {
     let at = |what: &str, is_it: &dyn Fn(&EventKind) -> bool| {
         let found = events.iter().find(|entry| is_it(&entry.kind));
@@ -231,7 +237,7 @@ fn read(events: &[Entry], tid: &str, gone: i64, notes: &Notes) -> Result<Visit, 
     let arrived = at("end of the move", &step(Step::Arrive))?;
     let (from, until) = notes.gap_at(at("dump", &step(Step::Dump))?)?;
     Ok(Visit {
-        // It may have waited for a processor since before that.
+        // The task may have been waiting for a processor before the login record.
         stood_still_ms: ms(login, from).max(0.0),
         stopped_ms: ms(login, stopped),
         freeze_ms: ms(from, until),
@@ -262,8 +268,9 @@ fn table(sizes: &[Size]) -> String {
 mod tests {
     use super::*;
 
+    /// The table shows the median and the worst value of each figure.
     #[test]
-    fn the_table_has_the_middle_and_the_worst_of_each_figure() {
+    fn table_shows_median_and_worst() {
         let visit = |by: f64| Visit {
             stood_still_ms: by,
             stopped_ms: 2.0 * by,

@@ -1,28 +1,25 @@
-//! What a measured program says, and what is made of several repetitions.
+//! Parses the output of measured programs and combines repetitions.
 
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// A message-passing system that is measured.
+/// A measured message-passing system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum System {
-    /// Debian's PVM 3.4.6.
+    /// PVM 3.4.6 from Debian.
     Pvm,
-    /// Ours.
     Sempa,
-    /// Open MPI.
     OpenMpi,
-    /// MPICH.
     Mpich,
 }
 
 impl System {
-    /// All, in the order of the table's columns.
+    /// All systems, in the order of the table's columns.
     pub const ALL: [System; 4] = [System::Pvm, System::Sempa, System::OpenMpi, System::Mpich];
 
-    /// Its name for people.
+    /// Returns the name for the table.
     pub fn name(self) -> &'static str {
         match self {
             System::Pvm => "PVM 3.4.6",
@@ -32,18 +29,17 @@ impl System {
         }
     }
 
-    /// True for the two that run the program with PVM's calls.
+    /// True for the systems that run the program with PVM calls.
     pub(crate) fn is_pvm(self) -> bool {
         matches!(self, System::Pvm | System::Sempa)
     }
 }
 
-/// What could not be measured.
+/// A measurement that failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Trouble {
-    /// On which system.
     pub(crate) system: System,
-    /// What, and why not.
+    /// The measurement and the reason of the failure.
     pub(crate) text: String,
 }
 
@@ -53,21 +49,19 @@ impl Serialize for Trouble {
     }
 }
 
-/// The times of one run of a program, in microseconds.
+/// Summary of the times of one program run, in microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Sample {
-    /// How many times were taken.
+    /// Number of measured times.
     pub(crate) count: u64,
-    /// Their median.
     pub(crate) median_us: f64,
-    /// What 99 of 100 do not exceed.
     pub(crate) p99_us: f64,
-    /// The shortest.
+    /// The shortest measured time.
     pub(crate) least_us: f64,
 }
 
 impl Sample {
-    /// A single time.
+    /// Creates the summary of a single time.
     pub(crate) fn one(us: f64) -> Sample {
         Sample {
             count: 1,
@@ -78,13 +72,13 @@ impl Sample {
     }
 }
 
-/// All that one run of a program says: name of a time to its sample.
+/// All summaries of one program run, by name.
 pub(crate) type Samples = BTreeMap<String, Sample>;
 
-/// Reads the lines `sample NAME COUNT MEDIAN P99 LEAST` of a program's output.
+/// Parses the lines `sample NAME COUNT MEDIAN P99 LEAST` of a program's output.
 ///
 /// # Errors
-/// There is none, or one is not well-formed.
+/// Fails if there is no such line or one is malformed.
 pub(crate) fn read(output: &str) -> Result<Samples> {
     let mut all = Samples::new();
     for line in output.lines() {
@@ -113,7 +107,8 @@ pub(crate) fn read(output: &str) -> Result<Samples> {
     Ok(all)
 }
 
-/// The repetitions of one time made into one: the medians of the medians, of the p99 and of the shortest.
+/// Combines repetitions of a time: takes the median of the medians, of the p99 values and of the
+/// shortest times.
 pub(crate) fn of_repetitions(all: &[Samples], name: &str) -> Option<Sample> {
     let own: Vec<Sample> = all
         .iter()
@@ -129,7 +124,7 @@ pub(crate) fn of_repetitions(all: &[Samples], name: &str) -> Option<Sample> {
     })
 }
 
-/// The least and the greatest of the medians of a time, if the greatest is more than so many times the least.
+/// Returns the smallest and the largest median of a time if they differ by more than `factor`.
 pub(crate) fn apart(all: &[Samples], name: &str, factor: f64) -> Option<(f64, f64)> {
     let medians = || {
         all.iter()
@@ -143,7 +138,7 @@ pub(crate) fn apart(all: &[Samples], name: &str, factor: f64) -> Option<(f64, f6
     (most > factor * least).then_some((least, most))
 }
 
-/// The middle one; of an even number the mean of the two in the middle.
+/// Returns the median; for an even number of values, the mean of the two in the middle.
 pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
@@ -159,8 +154,9 @@ pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
 mod tests {
     use super::*;
 
+    /// Sample lines are parsed, others are not.
     #[test]
-    fn samples_are_read_and_other_lines_are_not() {
+    fn only_sample_lines_are_parsed() {
         let all = read("libpvm: hello\nsample rtt 3 1.5 2.5 1.0\nend\n").expect("one sample");
         assert_eq!(
             all["rtt"],
@@ -175,8 +171,9 @@ mod tests {
         assert!(read("sample rtt 3 x 2.5 1.0\n").is_err());
     }
 
+    /// Repetitions are combined to their median.
     #[test]
-    fn repetitions_are_told_by_their_median() {
+    fn repetitions_combine_to_median() {
         let one = |us| Samples::from([("rtt".to_string(), Sample::one(us))]);
         let all = of_repetitions(&[one(1.0), one(100.0), one(2.0)], "rtt").expect("three");
         assert_eq!((all.median_us, all.count), (2.0, 3));
@@ -184,8 +181,9 @@ mod tests {
         assert_eq!(median(vec![1.0, 3.0]), Some(2.0));
     }
 
+    /// Medians that differ much are reported.
     #[test]
-    fn repetitions_far_apart_are_told_with_their_ends() {
+    fn large_spread_is_reported() {
         let one = |us| Samples::from([("rtt".to_string(), Sample::one(us))]);
         let all = [one(169.0), one(400.0), one(170.0)];
         assert_eq!(apart(&all, "rtt", 1.5), Some((169.0, 400.0)));

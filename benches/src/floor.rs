@@ -1,4 +1,5 @@
-//! What the machine and its kernel can do without any message-passing library: the floor under the table's figures.
+//! Measures what the machine and its kernel achieve without a message-passing library: the lower
+//! bound for the times in the table.
 
 use crate::figures::{Sample, of_repetitions, read};
 use crate::rows::Unit;
@@ -10,16 +11,16 @@ use serde::Serialize;
 use std::process::Stdio;
 use std::time::Duration;
 
-/// What `--only` calls it.
+/// Name that selects this part with `--only`.
 pub(crate) const NAME: &str = "floor";
 /// Repetitions of each figure.
 const REPETITIONS: usize = 3;
-/// Time for one run.
+/// Time limit for one run.
 const RUN_TIME: Duration = Duration::from_secs(60);
 
 const MIB: f64 = 1_048_576.0;
 
-/// One figure: what it is, how it is told, the program's words, its rounds.
+/// Title, unit, arguments of the program, and rounds of a figure.
 type Figure = (&'static str, Unit, &'static [&'static str], usize);
 
 const FIGURES: [Figure; 11] = [
@@ -91,23 +92,21 @@ const FIGURES: [Figure; 11] = [
     ),
 ];
 
-/// A figure, measured.
+/// Result of one figure of the floor.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Line {
-    /// What it is.
     pub(crate) title: &'static str,
-    /// Name of the unit.
     pub(crate) unit: &'static str,
-    /// In this unit.
+    /// The result, in `unit`.
     pub(crate) value: f64,
-    /// The times behind it.
+    /// The times from which `value` is computed.
     pub(crate) time: Sample,
 }
 
 /// Measures all figures.
 ///
 /// # Errors
-/// No testbed can be made, or the program fails.
+/// Fails if no testbed can be created or the program fails.
 pub(crate) fn measure(quick: bool) -> Result<Vec<Line>> {
     if let Some(lack) = needs::lacks() {
         bail!("bench peers: {lack}");
@@ -128,7 +127,7 @@ fn one(bed: &Testbed, (title, unit, words, rounds): &Figure, quick: bool) -> Res
     for _ in 0..REPETITIONS {
         let mut serve = bed.host(2).command(&program);
         serve.arg("serve");
-        // It ends with its only client.
+        // The server exits when its only client disconnects.
         let server = (words[0] == "tcp")
             .then(|| Running::start(serve, Stdio::null()))
             .transpose()?;

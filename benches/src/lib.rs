@@ -1,11 +1,17 @@
-//! Benchmarks. `benches/wire.rs` and its neighbours measure single layers without any I/O (`cargo xtask bench micro`, which
-//! compares them with what was saved by this library). The rest of it is `cargo xtask bench peers`: the running system beside
-//! PVM 3.4.6, Open MPI and MPICH, in one run on one machine; `cargo xtask bench rm`: with and without the resource manager;
-//! `cargo xtask bench balance`: a farm that is balanced beside one that is not; `cargo xtask bench migrate`: tasks that are
-//! moved, beside bare CRIU; `cargo xtask bench owners --sizes`: tasks that leave for an owner; `cargo xtask bench soak`: tasks that talk and are moved hundreds of times, and what that
-//! leaves behind; and it keeps what `cargo xtask bench decide` and `cargo xtask bench sim` find.
+//! Benchmarks behind `cargo xtask bench`. They report figures and prove nothing about correctness,
+//! because a loaded machine is slow without a defect.
 //!
-//! It measures and tells; it judges nothing that a test could rest on, because a loaded machine is slow without a defect.
+//! | command | measures |
+//! | --- | --- |
+//! | `bench micro` | single layers without I/O (`benches/*.rs`), compared with saved figures |
+//! | `bench peers` | the running system, PVM 3.4.6, Open MPI and MPICH, in one run on one machine |
+//! | `bench rm` | the same operations with and without the resource manager |
+//! | `bench balance` | a task farm with and without load balancing |
+//! | `bench migrate` | migrations by Sempa and by bare CRIU |
+//! | `bench owners --sizes` | evictions of tasks when an owner logs in |
+//! | `bench soak` | hundreds of migrations of communicating tasks, and the resources they leak |
+//!
+//! The library also stores the results of `bench decide` and `bench sim`.
 
 mod balanced;
 mod curves;
@@ -37,7 +43,7 @@ pub use moved::{Migrate, migrated};
 pub use soak::{Soak, soaked};
 pub use virtual_time::{decided, simulated};
 
-/// Debian packages that the systems come from.
+/// Debian packages of the measured systems.
 pub const PACKAGES: [&str; 7] = [
     "pvm",
     "pvm-dev",
@@ -48,29 +54,30 @@ pub const PACKAGES: [&str; 7] = [
     "netpipe-pvm",
 ];
 
-/// Repetitions of a whole run and of a quick one.
+/// Repetitions in a full run and in a quick one.
 const REPETITIONS: usize = 5;
 const REPETITIONS_QUICK: usize = 2;
 
-/// What to measure, and how long.
+/// Settings of `bench peers`.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Where our programs are installed.
+    /// Folder in which our programs are installed.
     pub prefix: PathBuf,
-    /// They were built for this run, from these sources.
+    /// True if the programs were built from these sources for this run.
     pub own_build: bool,
-    /// Fewer repetitions and rounds.
+    /// Reduces repetitions and rounds.
     pub quick: bool,
-    /// Names of rows and curves, a `*` at the end for any; none: all.
+    /// Names of the rows and curves to measure; a final `*` matches any suffix. If empty, all are
+    /// measured.
     pub only: Vec<String>,
-    /// Repetitions, if not the usual number.
+    /// Number of repetitions in place of the default.
     pub repetitions: Option<usize>,
     /// Folder for JSON and plots.
     pub results: PathBuf,
 }
 
 impl Settings {
-    /// The command that measures the same again.
+    /// Returns the command that repeats this measurement.
     fn words(&self) -> String {
         let mut words = "cargo xtask bench peers".to_string();
         if self.quick {
@@ -86,11 +93,11 @@ impl Settings {
     }
 }
 
-/// Measures, prints the table, writes the results. True if every measurement of ours worked, whether fast or not; what
-/// another system cannot do is told.
+/// Measures, prints the table and writes the results. Returns true if all measurements of our
+/// system worked, whether fast or slow. Failures of other systems are only reported.
 ///
 /// # Errors
-/// A system cannot be started, or the results cannot be written.
+/// Fails if a system cannot be started or the results cannot be written.
 pub fn peers(settings: &Settings) -> Result<bool> {
     let only = &settings.only;
     let chosen = rows::chosen(only);
@@ -116,7 +123,7 @@ pub fn peers(settings: &Settings) -> Result<bool> {
         .with_context(|| settings.results.display().to_string())?;
     let machine = machine::Machine::describe(settings.own_build, repetitions, settings.quick);
     let mut report = report::Report::new(machine, settings.words());
-    // Written after each part: who interrupts a long run keeps what it had.
+    // Results are written after each part, so that an interrupted run keeps them.
     report.add_rows(
         &chosen,
         systems::measure(&settings.prefix, &chosen, repetitions, settings.quick)?,

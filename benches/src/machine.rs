@@ -1,4 +1,4 @@
-//! The machine on which something was measured, and what else it was doing.
+//! Describes the machine and its load during a measurement.
 
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -6,12 +6,12 @@ use std::fs;
 use std::process::Command;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The kernel's average number of runnable processes over one, five and fifteen minutes.
+/// Load averages of the kernel over one, five and fifteen minutes.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Load(String);
 
 impl Load {
-    /// Of this moment.
+    /// Reads the present load.
     fn now() -> Load {
         let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
         Load(
@@ -23,33 +23,32 @@ impl Load {
     }
 }
 
-/// What a reader of the results has to know of the machine and the run.
+/// Facts about the machine and the run that readers of the results need.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Machine {
-    /// Seconds since 1970.
+    /// Start of the run, in seconds since the Unix epoch.
     pub(crate) at: u64,
-    /// The processor's own name.
+    /// The model name of the processor.
     pub(crate) processor: String,
-    /// Cores that a program may use.
+    /// Number of processors that the program may use.
     pub(crate) cores: usize,
-    /// Gigabytes of memory.
     pub(crate) memory_gb: u64,
     /// Release of the kernel.
     pub(crate) kernel: String,
-    /// Name to version.
+    /// Versions by package name.
     pub(crate) versions: BTreeMap<String, String>,
-    /// Load before the first and after the last measurement; the measurement itself is part of the latter.
+    /// Load before the first measurement.
     pub(crate) load_before: Load,
-    /// See above.
+    /// Load after the last measurement, which is part of it.
     pub(crate) load_after: Load,
     /// Repetitions of each measurement.
     pub(crate) repetitions: usize,
-    /// Fewer rounds than usual.
+    /// True if the run used fewer rounds.
     pub(crate) quick: bool,
 }
 
 impl Machine {
-    /// Looks at this machine.
+    /// Collects the facts about this machine.
     pub(crate) fn describe(own_build: bool, repetitions: usize, quick: bool) -> Machine {
         let field = |file: &str, name: &str| {
             let text = fs::read_to_string(file).unwrap_or_default();
@@ -88,12 +87,12 @@ impl Machine {
         }
     }
 
-    /// Notes the load once more.
+    /// Sets `load_after` to the present load.
     pub(crate) fn look_again(&mut self) {
         self.load_after = Load::now();
     }
 
-    /// Lines for people.
+    /// Formats the facts as text.
     pub(crate) fn text(&self) -> String {
         let versions: Vec<String> = self
             .versions
@@ -120,7 +119,7 @@ fn debian(name: &str) -> String {
     first_line(Command::new("dpkg-query").args(["-W", "-f", "${Version}", name]))
 }
 
-/// Our version; for what was built for this run also the state of the sources.
+/// Returns our version, with the state of the sources if the programs were built for this run.
 fn ours(own_build: bool) -> String {
     if !own_build {
         return format!("{} (as installed)", env!("CARGO_PKG_VERSION"));

@@ -1,5 +1,8 @@
-//! `cargo xtask bench rm`: what the resource manager costs. Two virtual machines of ours, one with it and one without, are up
-//! at the same time and take turns, so that a busy minute hurts both alike. SEMPA's authors measured the same for theirs.
+//! `cargo xtask bench rm`: measures the overhead of the resource manager.
+//!
+//! Two of our virtual machines, one with it and one without, are up at the same time and run in
+//! turn, so that other load on the machine affects both alike. The authors of SEMPA published the
+//! same measurements for their resource manager.
 
 use crate::figures::{Samples, median, of_repetitions, read};
 use crate::machine::Machine;
@@ -14,28 +17,28 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-/// Time for one run of the program.
+/// Time limit for one run of the program.
 const RUN_TIME: Duration = Duration::from_secs(120);
-/// Time for the daemon of a host that was deleted to be gone.
+/// Time limit for the daemon of a deleted host to exit.
 const GONE_TIME: Duration = Duration::from_secs(30);
-/// Repetitions of each row. With nine, two virtual machines that are alike differ by a tenth.
+/// Repetitions of each row. With nine, two identical virtual machines differ by a tenth.
 const REPETITIONS: usize = 61;
 const REPETITIONS_QUICK: usize = 3;
-/// The resource manager's share that we allow ourselves, in percent.
+/// Largest accepted overhead of the resource manager, in percent.
 const SHARE_MAX: f64 = 10.0;
 
-/// Something that is measured.
+/// One row of the table.
 struct Row {
     what: &'static str,
-    /// Words for the program.
+    /// Arguments of the program.
     words: &'static [&'static str],
-    /// Name of the time.
+    /// Name of the measured time.
     sample: &'static str,
-    /// A second host is there.
+    /// True to run with a second host.
     two_hosts: bool,
-    /// What SEMPA's resource manager added, as its authors say.
+    /// Overhead that SEMPA's authors published for their resource manager.
     sempa: &'static str,
-    /// Its share has to be below [`SHARE_MAX`].
+    /// True if the overhead must be below [`SHARE_MAX`].
     judged: bool,
 }
 
@@ -96,7 +99,8 @@ const ROWS: [Row; 8] = [
         sempa: "-",
         judged: true,
     },
-    // The resource manager has to be asked: it gives places beforehand to who has spawned twice.
+    // The resource manager must be asked here: it leases placements in advance only to tasks that
+    // have spawned twice.
     Row {
         what: "a program's first spawn, the call",
         words: &["spawn", "tasks=1", "rounds=1", "warm=0"],
@@ -107,14 +111,14 @@ const ROWS: [Row; 8] = [
     },
 ];
 
-/// A row as measured, in milliseconds.
+/// A measured row, in milliseconds.
 #[derive(Clone, Debug, Serialize)]
 struct Measured {
     what: &'static str,
     without_ms: f64,
     with_ms: f64,
-    /// What the resource manager adds, in percent: the median of what it added to each repetition, both sides of which
-    /// were measured one right after the other.
+    /// Overhead of the resource manager in percent: the median of the overheads of the repetitions.
+    /// Both sides of a repetition are measured directly one after the other.
     share_percent: f64,
     sempa: &'static str,
     judged: bool,
@@ -126,7 +130,7 @@ struct Results {
     rows: Vec<Measured>,
 }
 
-/// One virtual machine.
+/// A running virtual machine, with or without resource manager.
 struct Side<'a> {
     bed: &'a Testbed,
     vm: Vm<'a>,
@@ -169,11 +173,11 @@ impl<'a> Side<'a> {
     }
 }
 
-/// Measures with and without resource manager, prints a table, writes it and JSON to `results`. True if all of it is
-/// below the share that we allow ourselves.
+/// Measures with and without the resource manager, prints a table and writes it and JSON to
+/// `results`. Returns true if every overhead with a goal is below the accepted maximum.
 ///
 /// # Errors
-/// A virtual machine cannot be started, a run fails, or the results cannot be written.
+/// Fails if a virtual machine cannot be started, a run fails, or the results cannot be written.
 pub fn managed(prefix: &Path, own_build: bool, quick: bool, results: &Path) -> Result<bool> {
     if let Some(lack) = needs::lacks() {
         bail!("bench rm: {lack}");
@@ -219,7 +223,7 @@ pub fn managed(prefix: &Path, own_build: bool, quick: bool, results: &Path) -> R
     Ok(good)
 }
 
-/// All rows of one stage, each by both sides in turn.
+/// Measures the rows with this number of hosts, on both sides in turn.
 fn take_turns(sides: &[Side<'_>; 2], two_hosts: bool, repetitions: usize) -> Result<Vec<Measured>> {
     let chosen: Vec<&Row> = ROWS
         .iter()
@@ -235,7 +239,8 @@ fn take_turns(sides: &[Side<'_>; 2], two_hosts: bool, repetitions: usize) -> Res
                 "bench rm: {} ({repetition} of {repetitions})",
                 words.join(" ")
             );
-            // The other way round every second time: who comes first may find a colder machine.
+            // Every second repetition reverses the order, because the first side may find cold
+            // caches.
             let order = if repetition % 2 == 0 { [1, 0] } else { [0, 1] };
             for side in order {
                 taken[side].push(sides[side].once(words)?);
@@ -269,7 +274,8 @@ fn take_turns(sides: &[Side<'_>; 2], two_hosts: bool, repetitions: usize) -> Res
     Ok(rows)
 }
 
-/// The median of what the second side needs more than the first one in the same repetition, in percent.
+/// Returns the median overhead of the second side over the first in the same repetition, in
+/// percent.
 fn share(taken: &[Vec<Samples>; 2], name: &str) -> Option<f64> {
     let ratios = taken[0]
         .iter()

@@ -1,5 +1,7 @@
-//! `cargo xtask bench micro`: what single layers cost, beside what they cost when somebody saved it. Machines differ, and so
-//! do hours of one, so every time is told in units of a fixed amount of work that was measured in the same run.
+//! `cargo xtask bench micro`: compares the costs of single layers with saved figures.
+//!
+//! Speed differs between machines and over time, so every time is expressed in units of a fixed
+//! amount of work measured in the same run.
 
 use crate::machine::Machine;
 use anyhow::{Context, Result, bail};
@@ -8,28 +10,29 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-/// The benchmark that is the same on all machines.
+/// The benchmark of the fixed amount of work.
 const CALIBRATION: &str = "calibrate/a_fixed_amount_of_work";
-/// Benchmarks of the daemon's forwarding, and the one among them that may allocate, as often as is said there.
+/// Prefix of the benchmarks of the daemon's forwarding path.
 const FORWARDING: &str = "forward/";
-/// What streams hand over lies in pieces of memory that many frames share: fewer allocations than one for so many frames.
+/// Part of the names of benchmarks whose frames share pieces of memory, and the number of frames
+/// per allocation that is allowed for them.
 const QUEUED: &str = "queued";
 const FRAMES_PER_ALLOCATION: f64 = 8.0;
-/// A large frame that comes from the network lies in memory of its own.
+/// Benchmark of a large frame from the network, which has an allocation of its own.
 const LARGE: &str = "unqueued_from_another_host/61440";
-/// The file with what was saved.
+/// File with the saved figures.
 const FILE: &str = "micro.json";
 
-/// What is to be done with the figures of a run.
+/// How the figures of a run are evaluated.
 #[derive(Clone, Debug)]
 pub struct Micro<'a> {
-    /// The folder with what was saved before.
+    /// Folder with the saved figures.
     pub results: &'a Path,
-    /// These figures are to be what later runs are compared with.
+    /// Saves these figures as the new baseline.
     pub save: bool,
-    /// What is slower than before is an error.
+    /// Treats a slowdown as an error.
     pub strict: bool,
-    /// A change by less than this share is none.
+    /// Relative change below which a figure counts as unchanged.
     pub share: f64,
 }
 
@@ -38,37 +41,37 @@ pub struct Micro<'a> {
 struct Told {
     /// Median of each benchmark in nanoseconds.
     medians: BTreeMap<String, f64>,
-    /// Allocations of one round, in the mean, where there are any.
+    /// Mean allocations per round, for benchmarks that allocate.
     allocations: BTreeMap<String, f64>,
 }
 
-/// What is kept of a run.
+/// Saved figures of a run.
 #[derive(Debug, Serialize, Deserialize)]
 struct Saved {
-    /// Where it was measured, for people.
+    /// Description of the machine, for readers only.
     machine: serde_json::Value,
     /// Nanoseconds of the fixed amount of work.
     calibration_ns: f64,
-    /// Nanoseconds of each benchmark, its median.
+    /// Median nanoseconds of each benchmark.
     medians_ns: BTreeMap<String, f64>,
 }
 
-/// A benchmark that takes another share of the fixed amount of work than before.
+/// A benchmark whose time relative to the fixed amount of work has changed.
 #[derive(Debug, PartialEq)]
 struct Change {
     name: String,
-    /// How many times as long as before.
+    /// New relative time divided by the old one.
     factor: f64,
     before_ns: f64,
     now_ns: f64,
 }
 
 impl Micro<'_> {
-    /// Looks at what the benchmarks have printed: compares it with what was saved, and saves it if it is to. False if the
-    /// forwarding path allocates, or if something is slower and that is an error.
+    /// Compares the printed figures with the saved ones, and saves them if requested. Returns false
+    /// if the forwarding path allocates, or if a benchmark is slower and `strict` is set.
     ///
     /// # Errors
-    /// The output is not understood, or a file cannot be read or written.
+    /// Fails if the output cannot be parsed or a file cannot be read or written.
     pub fn judge(&self, printed: &str) -> Result<bool> {
         let told = read(printed)?;
         let file = self.results.join(FILE);
@@ -114,7 +117,7 @@ impl Micro<'_> {
     }
 }
 
-/// What is wrong with the allocations of the forwarding path.
+/// Returns errors about allocations in the forwarding path.
 fn allocating(told: &Told) -> Vec<String> {
     let mut complaints = Vec::new();
     for (name, count) in &told.allocations {
@@ -141,7 +144,7 @@ fn allocating(told: &Told) -> Vec<String> {
     complaints
 }
 
-/// What takes longer or shorter than before, by more than this share; what has changed most comes first.
+/// Returns the benchmarks that changed by more than the tolerance, the largest change first.
 fn changes(before: &Saved, now: &Saved, share: f64) -> Vec<Change> {
     let mut all: Vec<Change> = now
         .medians_ns
@@ -163,7 +166,7 @@ fn changes(before: &Saved, now: &Saved, share: f64) -> Vec<Change> {
     all
 }
 
-/// The comparison for people.
+/// Formats the comparison as text.
 fn comparison(before: &Saved, now: &Saved, share: f64) -> String {
     let changes = changes(before, now, share);
     let slower = changes.iter().filter(|change| change.factor > 1.0).count();
@@ -196,11 +199,12 @@ fn comparison(before: &Saved, now: &Saved, share: f64) -> String {
     text
 }
 
-/// Reads the tables that the benchmarks print: a line per benchmark, indented by its place in the tree, with the median in
-/// the third column; behind it lines that count its allocations, with the mean in the fourth.
+/// Parses the tables that the benchmarks print. A benchmark has one line, indented by its level in
+/// the tree, with the median in the third column. Lines after it count allocations, with the mean
+/// in the fourth column.
 ///
 /// # Errors
-/// There is no benchmark in it.
+/// Fails if there is no benchmark in the output.
 fn read(printed: &str) -> Result<Told> {
     let mut told = Told::default();
     let mut path: Vec<String> = Vec::new();
@@ -241,7 +245,7 @@ fn read(printed: &str) -> Result<Told> {
     Ok(told)
 }
 
-/// A time such as `48.15 ns`.
+/// Parses a time such as `48.15 ns`.
 fn nanoseconds(cell: &str) -> Option<f64> {
     let (number, unit) = cell.split_once(' ')?;
     let factor = match unit {
@@ -292,8 +296,9 @@ forward                       fastest       │ slowest       │ median        
         }
     }
 
+    /// Medians and allocations are parsed with the full names of their benchmarks.
     #[test]
-    fn medians_and_allocations_are_read_with_the_place_of_their_benchmark() {
+    fn tables_parse_with_full_names() {
         let told = read(PRINTED).expect("a table");
         let medians: Vec<(&str, f64)> = told
             .medians
@@ -315,8 +320,9 @@ forward                       fastest       │ slowest       │ median        
         assert!(read("nothing\n").is_err());
     }
 
+    /// An allocation per frame in the state machine is an error; one for many queued frames is not.
     #[test]
-    fn an_allocation_of_the_state_machine_is_an_error_and_one_for_many_queued_frames_is_not() {
+    fn forwarding_must_not_allocate_per_frame() {
         let told = read(PRINTED).expect("a table");
         let complaints = allocating(&told);
         assert_eq!(complaints.len(), 1, "{complaints:?}");
@@ -336,8 +342,9 @@ forward                       fastest       │ slowest       │ median        
         );
     }
 
+    /// A slower machine is no regression; a slower layer is one.
     #[test]
-    fn a_slower_machine_is_no_regression_and_a_slower_layer_is_one() {
+    fn times_are_relative_to_machine() {
         let before = saved(
             100.0,
             &[("a", 10.0), ("b", 10.0), ("c", 10.0), ("gone", 1.0)],

@@ -1,8 +1,16 @@
-//! `cargo xtask bench migrate`: how long a task stands still while it is moved, by its own clock, beside the same process
-//! moved by bare CRIU: dumped to memory, its images copied, restored; beside the same process moved by bare CRIU so that its
-//! memory follows it; beside the same task where memory follows tasks and none goes ahead; and beside the same task where all
-//! memory goes with the images. All are there at the same time and take turns, so that a busy minute of the machine hurts them
-//! alike.
+//! `cargo xtask bench migrate`: measures how long a task is frozen during a migration, by its own
+//! clock.
+//!
+//! Five ways of migration are compared:
+//!
+//! - bare CRIU, stop-and-copy: the process is dumped to memory, the images are copied and restored;
+//! - bare CRIU, post-copy;
+//! - our system with pre-copy and post-copy;
+//! - our system without pre-copy;
+//! - our system without post-copy: all memory is sent with the images.
+//!
+//! All of them are up at the same time and run in turn, so that other load on the machine affects
+//! all alike.
 
 mod bare;
 
@@ -21,26 +29,26 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// MiB that the tasks hold.
+/// Memory of the tasks in MiB.
 const SIZES: [u32; 4] = [16, 128, 512, 2048];
-/// Those of a quick run.
+/// The same in a quick run.
 const SIZES_QUICK: [u32; 2] = [16, 128];
-/// Repetitions, and those of large tasks and of a quick run.
+/// Repetitions, and those for large tasks and quick runs.
 const REPETITIONS: usize = 7;
 const REPETITIONS_FEW: usize = 3;
-/// From here on a task is large.
+/// Size from which a task counts as large.
 const LARGE_MIB: u32 = 1024;
-/// The goal: so much longer than bare CRIU at most.
+/// Goal: largest difference of our freeze time to that of bare CRIU.
 const GOAL_MS: f64 = 30.0;
-/// Time for one step of either side.
+/// Time limit for one step.
 const STEP_TIME: Duration = Duration::from_secs(120);
-/// What keeps memory from going ahead of tasks.
+/// Environment variable that disables pre-copy.
 const NOT_AHEAD: (&str, &str) = ("SEMPA_PRE_COPY", "never");
-/// What keeps memory from following tasks.
+/// Environment variable that disables post-copy.
 const AT_ONCE: (&str, &str) = ("SEMPA_POST_COPY", "never");
-/// What limits what moves send, in bytes per second.
+/// Environment variable that limits the rate of migrations, in bytes per second.
 const RATE: &str = "SEMPA_MOVE_RATE";
-/// Who moves tasks.
+/// The compared ways of migration.
 const SIDES: [&str; 5] = [
     "bare CRIU",
     "bare CRIU, memory follows",
@@ -48,54 +56,54 @@ const SIDES: [&str; 5] = [
     "ours, nothing ahead",
     "ours, at once",
 ];
-/// Where bare CRIU has its images on its hosts: memory, as that of the daemons.
+/// Folder for the images of bare CRIU on its hosts. It is in memory, as that of the daemons.
 const IMAGES: &str = "/tmp/bare";
 
-/// How to measure.
+/// Settings of `bench migrate`.
 #[derive(Clone, Debug)]
 pub struct Migrate {
-    /// Where our programs are installed.
+    /// Folder in which our programs are installed.
     pub prefix: PathBuf,
-    /// They were built for this run, from these sources.
+    /// True if the programs were built from these sources for this run.
     pub own_build: bool,
-    /// Small tasks, few times.
+    /// Uses small tasks and few repetitions.
     pub quick: bool,
-    /// MiB that the tasks hold; none: the usual ones.
+    /// Memory of the tasks in MiB. If empty, the defaults are used.
     pub sizes: Vec<u32>,
-    /// Repetitions, if not the usual number.
+    /// Number of repetitions in place of the default.
     pub repetitions: Option<usize>,
-    /// Bytes per second that our moves may send, if limited.
+    /// Limit of the rate of our migrations, in bytes per second.
     pub rate: Option<u64>,
     /// Folder for table, JSON and plot.
     pub results: PathBuf,
 }
 
-/// One move.
+/// Result of one migration.
 #[derive(Clone, Debug, Serialize)]
 struct Once {
-    /// For so long the task did not run, by its own clock.
+    /// Time during which the task did not run, by its own clock.
     freeze_ms: f64,
-    /// From the command until it ran again.
+    /// From the command until the task ran again.
     total_ms: f64,
-    /// From the command until nothing of it was missing.
+    /// From the command until all memory had arrived.
     arrived_ms: f64,
-    /// Of the images.
+    /// Size of the images.
     bytes: u64,
-    /// What the steps took, in their order, up to the one that ends when the task runs.
+    /// Duration of each step in order, up to the one that ends when the task runs.
     steps: Vec<(String, f64)>,
 }
 
-/// All moves of tasks of one size.
+/// All migrations of tasks of one size.
 #[derive(Clone, Debug, Default, Serialize)]
 struct Size {
     mib: u32,
     bare: Vec<Once>,
-    /// Bare CRIU, the memory after the process.
+    /// Migrations by bare CRIU with post-copy.
     bare_follows: Vec<Once>,
     ours: Vec<Once>,
-    /// Ours, nothing of the memory goes ahead.
+    /// Migrations by our system without pre-copy.
     not_ahead: Vec<Once>,
-    /// Ours, the memory with the images.
+    /// Migrations by our system without post-copy.
     at_once: Vec<Once>,
 }
 
@@ -103,16 +111,18 @@ struct Size {
 struct Results {
     machine: Machine,
     goal_ms: f64,
-    /// Bytes per second that our moves might send.
+    /// Limit of the rate of our migrations, in bytes per second.
     #[serde(skip_serializing_if = "Option::is_none")]
     rate: Option<u64>,
     sizes: Vec<Size>,
 }
 
-/// Measures, prints a table, writes it, JSON and a plot after each size. True if the medians meet the goal.
+/// Measures, prints a table, and writes it, JSON and a plot after each size. Returns true if the
+/// medians meet the goal.
 ///
 /// # Errors
-/// Hosts cannot be made, a move fails, memory is not what it was, or the results cannot be written.
+/// Fails if hosts cannot be created, a migration fails, memory has changed, or the results cannot
+/// be written.
 pub fn migrated(how: &Migrate) -> Result<bool> {
     if let Some(lack) = needs::lacks() {
         bail!("bench migrate: {lack}");
@@ -172,7 +182,7 @@ pub fn migrated(how: &Migrate) -> Result<bool> {
     Ok(good)
 }
 
-/// A virtual machine of two hosts that has the program.
+/// Starts a virtual machine of two hosts and installs the program.
 fn started<'a>(bed: &'a Testbed, env: &[(&str, &str)]) -> Result<Vm<'a>> {
     let env = env
         .iter()
@@ -190,7 +200,8 @@ fn started<'a>(bed: &'a Testbed, env: &[(&str, &str)]) -> Result<Vm<'a>> {
     Ok(vm)
 }
 
-/// On these: ours, with bare CRIU's hosts beside it; ours with nothing ahead; ours with all memory at once.
+/// Measures one size. `vms` are ours with the hosts for bare CRIU, ours without pre-copy, and ours
+/// without post-copy.
 fn one_size(vms: &[Vm<'_>], engine: &Path, mib: u32, times: usize) -> Result<Size> {
     let mut bare = Bare::start(&vms[0], engine, mib)?;
     let mut followed = Followed::start(&vms[0], engine, mib)?;
@@ -217,7 +228,7 @@ fn one_size(vms: &[Vm<'_>], engine: &Path, mib: u32, times: usize) -> Result<Siz
                 "bench migrate: {mib} MiB, {}: {:.0} ms",
                 SIDES[side], once.freeze_ms
             );
-            // The first one on each side finds everything cold.
+            // The first run on each side is not counted, because caches are cold.
             if number > 0 {
                 all.push(once);
             }
@@ -229,7 +240,7 @@ fn one_size(vms: &[Vm<'_>], engine: &Path, mib: u32, times: usize) -> Result<Siz
     Ok(size)
 }
 
-/// Microseconds since 1970, as the program tells them.
+/// Returns the microseconds since the Unix epoch, the clock of the program `memory`.
 pub(crate) fn now_us() -> i64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
@@ -240,12 +251,12 @@ pub(crate) fn ms(from: i64, to: i64) -> f64 {
     (to - from) as f64 / 1e3
 }
 
-/// What a process of the program `memory` notes.
+/// The file in which the program `memory` records its gaps.
 #[derive(Debug)]
 pub(crate) struct Notes(pub(crate) PathBuf);
 
 impl Notes {
-    /// Waits until its memory is filled; its number as it sees it itself.
+    /// Waits until the program's memory is filled. Returns its process id as it sees it.
     pub(crate) fn ready(&self) -> Result<i64> {
         eventually(STEP_TIME, || {
             let ready = self.pairs("ready")?.first().copied();
@@ -255,7 +266,7 @@ impl Notes {
         })
     }
 
-    /// The numbers of lines that begin with this word.
+    /// Returns the two numbers in each line that begins with this word.
     fn pairs(&self, word: &str) -> Result<Vec<(i64, i64)>, String> {
         let text = fs::read_to_string(&self.0).unwrap_or_default();
         if text.lines().any(|line| line.starts_with("bad")) {
@@ -268,12 +279,12 @@ impl Notes {
         Ok(text.lines().filter_map(pair).collect())
     }
 
-    /// Waits until it runs again: the gap in its time that has this moment in it.
+    /// Waits for the gap in the program's time that contains this moment.
     fn gap(&self, at: i64) -> Result<(i64, i64)> {
         eventually(STEP_TIME, || self.gap_at(at))
     }
 
-    /// The same, if it runs already.
+    /// Returns that gap if it is recorded already.
     pub(crate) fn gap_at(&self, at: i64) -> Result<(i64, i64), String> {
         let found = self
             .pairs("gap")?
@@ -283,12 +294,12 @@ impl Notes {
     }
 }
 
-/// A task of the virtual machine.
+/// A task of our virtual machine.
 struct Ours<'a> {
     vm: &'a Vm<'a>,
     tid: String,
     notes: Notes,
-    /// Number of the last entry of the event log that was looked at.
+    /// Number of the last event log entry that was read.
     seen: u64,
 }
 
@@ -367,7 +378,7 @@ impl<'a> Ours<'a> {
     }
 }
 
-/// What the steps took that ended then. What comes after the last but one ends when the task runs.
+/// Returns the duration of each step from their end times. The last step ends when the task runs.
 fn spans(begin: i64, steps: &[(String, i64)], until: i64) -> Vec<(String, f64)> {
     let mut before = begin;
     let last = steps.len().saturating_sub(1);
@@ -384,7 +395,7 @@ fn middle(all: &[Once], of: &dyn Fn(&Once) -> f64) -> f64 {
     median(all.iter().map(of).collect()).unwrap_or(f64::NAN)
 }
 
-/// The table, and whether the goal is met.
+/// Returns the table, and whether the goal is met.
 fn table(sizes: &[Size]) -> (String, bool) {
     let mut text = format!(
         "{:>6} {:>6} {:>10} {:>10} {:>8} {:>8} {:>12} {:>12} {:>14} {:>15} {:>9} {:>10}\n",
@@ -448,7 +459,7 @@ fn table(sizes: &[Size]) -> (String, bool) {
     (text, good)
 }
 
-/// Two ways whose memory comes later, or does so in part.
+/// Compares two ways of migration whose memory arrives partly after the task runs.
 fn side_by_side(what: &str, sizes: &[Size], two: impl Fn(&Size) -> [&Vec<Once>; 2]) -> String {
     let mut text = format!(
         "\n{what}:\n{:>6} {:>16} {:>22} {:>22} {:>24}\n",
@@ -580,8 +591,9 @@ fn write(folder: &Path, results: &Results, text: &str) -> Result<()> {
 mod tests {
     use super::*;
 
+    /// Steps are shown by their durations, and the last one ends when the task runs.
     #[test]
-    fn steps_are_told_by_what_each_took_and_the_last_ends_when_the_task_runs() {
+    fn step_durations_end_when_task_runs() {
         let steps = [("dump", 3_000), ("restore", 7_000), ("run", 8_000)]
             .map(|(name, at)| (name.to_string(), at));
         let spans: Vec<f64> = spans(1_000, &steps, 9_000)
@@ -591,8 +603,9 @@ mod tests {
         assert_eq!(spans, [2.0, 4.0, 2.0]);
     }
 
+    /// The goal applies to the medians.
     #[test]
-    fn the_goal_is_met_by_the_medians() {
+    fn goal_applies_to_medians() {
         let once = |freeze_ms| Once {
             freeze_ms,
             total_ms: freeze_ms,
@@ -614,8 +627,9 @@ mod tests {
         assert!(!table(&[size([90.0, 131.0, 900.0])]).1);
     }
 
+    /// The post-copy table compares the medians of bare CRIU and our system.
     #[test]
-    fn what_follows_by_bare_criu_stands_beside_ours_by_its_medians() {
+    fn post_copy_table_compares_medians() {
         let once = |by: f64| {
             let steps = vec![("dump".to_string(), by)];
             Once {

@@ -1,4 +1,4 @@
-//! Debian's NPpvm, unchanged: a receiver and a sender on one host.
+//! Runs Debian's unmodified NPpvm: a receiver and a sender on one host.
 
 use crate::figures::System;
 use crate::systems::Peers;
@@ -7,18 +7,18 @@ use sempa_tests::run::{Running, must, run};
 use std::process::Stdio;
 use std::time::Duration;
 
-/// Time for its whole course.
+/// Time limit for a whole run.
 const COURSE_TIME: Duration = Duration::from_secs(240);
-/// Time for the receiver to enrol.
+/// Time limit for the receiver to enroll.
 const ENROL_TIME: Duration = Duration::from_secs(60);
-/// The largest message in bytes; it goes up to there by itself.
+/// Largest message in bytes. NPpvm chooses the sizes up to it.
 const SIZE_MAX: &str = "16777216";
 const SIZE_MAX_QUICK: &str = "65536";
 
-/// (bytes, microseconds of one way) for each size that it chose.
+/// Runs NPpvm once. Returns (bytes, one-way microseconds) for each size that it chose.
 ///
 /// # Errors
-/// It does not run to its end, or says nothing.
+/// Fails if a program fails or prints no times.
 pub(crate) fn course(peers: &Peers, system: System, quick: bool) -> Result<Vec<(f64, f64)>> {
     let words = [
         "-u",
@@ -29,7 +29,7 @@ pub(crate) fn course(peers: &Peers, system: System, quick: bool) -> Result<Vec<(
     let mut receiver = peers.command(system, "/usr/bin/NPpvm");
     receiver.args(words);
     let receiver = Running::start(receiver, Stdio::null())?;
-    // The sender looks for the receiver among the tasks, once.
+    // The sender searches the task list for the receiver only once.
     let mut enrolled = peers.program(system);
     enrolled.args(["await", "tasks=1"]);
     must(enrolled, ENROL_TIME).context("waiting for the receiver")?;
@@ -44,7 +44,7 @@ pub(crate) fn course(peers: &Peers, system: System, quick: bool) -> Result<Vec<(
     Ok(points)
 }
 
-/// Lines such as `  3:       4 bytes   2000 times -->      0.62 Mbps in      49.10 usec`.
+/// Parses lines such as `  3:       4 bytes   2000 times -->      0.62 Mbps in      49.10 usec`.
 fn read(output: &str) -> Vec<(f64, f64)> {
     let point = |line: &str| {
         let (_, rest) = line.split_once(':')?;
@@ -66,8 +66,9 @@ fn read(output: &str) -> Vec<(f64, f64)> {
 mod tests {
     use super::*;
 
+    /// Lines with sizes and times are parsed, others are not.
     #[test]
-    fn sizes_and_times_are_read_and_other_lines_are_not() {
+    fn only_lines_with_times_are_parsed() {
         let out = "Send and receive buffers\nNow starting the main loop\n  0:       1 bytes  13 times -->      0.20 Mbps in      38.00 usec\n";
         assert_eq!(read(out), [(1.0, 38.0)]);
     }

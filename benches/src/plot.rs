@@ -1,34 +1,33 @@
-//! Curves, and their pictures as SVG: both axes logarithmic where what matters are factors, else even and from nothing.
+//! Draws line charts as SVG: with two logarithmic axes where factors matter, otherwise with linear
+//! axes from zero.
 
 use serde::Serialize;
 use std::fmt::Write;
 
-/// One line of a picture.
+/// One line of a chart.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Series {
-    /// Its name in the legend.
+    /// The name in the legend.
     pub(crate) name: String,
-    /// (x, y), both above 0 where the axes are logarithmic.
+    /// (x, y) pairs. Both are positive if the axes are logarithmic.
     pub(crate) points: Vec<(f64, f64)>,
-    /// The same of what 99 of 100 do not exceed, where that is known.
+    /// The same for the 99th percentile, where it is known.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) p99: Vec<(f64, f64)>,
 }
 
-/// A picture.
+/// A line chart with its labels.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Chart {
-    /// Its file's name.
+    /// File name without extension.
     pub(crate) name: String,
-    /// What it shows.
     pub(crate) title: String,
-    /// What the axes mean.
+    /// Label of the x axis.
     pub(crate) x: String,
-    /// See above.
+    /// Label of the y axis.
     pub(crate) y: String,
-    /// What y tells is a rate and not a time.
+    /// True if y is a rate, false if it is a time.
     pub(crate) more_is_better: bool,
-    /// The lines.
     pub(crate) series: Vec<Series>,
 }
 
@@ -38,33 +37,34 @@ const LEFT: f64 = 76.0;
 const RIGHT: f64 = 210.0;
 const TOP: f64 = 44.0;
 const BOTTOM: f64 = 56.0;
-/// Colours that people with any kind of sight tell apart.
+/// Colors that people with color vision deficiency can distinguish.
 const COLOURS: [&str; 8] = [
     "#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a00",
 ];
 
-/// How values are laid along an axis.
+/// Scale of an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Scale {
-    /// Equal factors are equally far apart.
+    /// Logarithmic: equal factors have equal distances.
     Factors,
-    /// Equal differences are.
+    /// Linear: equal differences have equal distances.
     Even,
 }
 
-/// An axis from `low` to `high`: powers of ten around all values, or from nothing to a round number above the greatest.
+/// An axis from `low` to `high`: between the powers of ten that enclose all values, or from zero to
+/// a round number above the largest.
 struct Axis {
     scale: Scale,
-    /// On a scale of factors logarithms of what they stand for.
+    /// On a logarithmic scale these are base-10 logarithms.
     low: f64,
     high: f64,
-    /// Between two lines.
+    /// Distance of two grid lines.
     step: f64,
     from: f64,
     to: f64,
 }
 
-/// Lines across an axis of an even scale at most.
+/// Maximum number of grid lines on a linear scale.
 const LINES_MAX: f64 = 8.0;
 
 impl Axis {
@@ -123,12 +123,13 @@ impl Axis {
 }
 
 impl Chart {
-    /// The picture with logarithmic axes, or nothing if no line has a point.
+    /// Draws the chart with logarithmic axes. Returns `None` if no line has a point.
     pub(crate) fn svg(&self) -> Option<String> {
         self.picture(Scale::Factors, true)
     }
 
-    /// The same with even axes. Lines have many points: they are not marked.
+    /// Draws the chart with linear axes and without point markers, because its lines have many
+    /// points.
     pub(crate) fn even_svg(&self) -> Option<String> {
         self.picture(Scale::Even, false)
     }
@@ -225,7 +226,7 @@ impl std::fmt::Display for Bold<'_> {
     }
 }
 
-/// Text in XML.
+/// Escapes text for XML.
 fn safe(words: &str) -> String {
     words
         .replace('&', "&amp;")
@@ -248,7 +249,7 @@ fn stroke(svg: &mut String, from: (f64, f64), to: (f64, f64)) {
     );
 }
 
-/// A round number for people.
+/// Formats a tick value with a unit prefix.
 fn amount(value: f64) -> String {
     for (unit, name) in [(1e9, "G"), (1e6, "M"), (1e3, "k")] {
         if value >= unit {
@@ -278,8 +279,9 @@ mod tests {
         }
     }
 
+    /// Points lie between the axes, and larger values lie further right and up.
     #[test]
-    fn points_lie_between_the_axes_and_grow_to_the_right_and_upwards() {
+    fn points_lie_inside_axes() {
         let svg = chart(vec![(8.0, 0.3), (1e6, 200.0)])
             .svg()
             .expect("two points");
@@ -302,8 +304,9 @@ mod tests {
         assert!(svg.contains("a &amp; b") && !svg.contains("a & b"));
     }
 
+    /// A single point is drawn; a chart without points is not.
     #[test]
-    fn a_single_point_is_drawn_and_none_is_no_picture() {
+    fn empty_chart_is_not_drawn() {
         assert!(
             chart(vec![(10.0, 10.0)])
                 .svg()
@@ -313,8 +316,9 @@ mod tests {
         assert!(chart(Vec::new()).svg().is_none());
     }
 
+    /// Linear axes begin at zero and end at a round number.
     #[test]
-    fn even_axes_begin_at_nothing_and_end_at_a_round_number() {
+    fn linear_axes_span_zero_to_round_number() {
         let axis = |most: f64| Axis::over(Scale::Even, [most / 3.0, most].into_iter(), 0.0, 100.0);
         for (most, high, lines) in [
             (814.0, 1000.0, 6),
@@ -338,8 +342,9 @@ mod tests {
         );
     }
 
+    /// Powers of ten are written with unit prefixes.
     #[test]
-    fn powers_of_ten_are_short() {
+    fn tick_labels_use_prefixes() {
         assert_eq!(
             [0.1, 1.0, 100.0, 1e3, 1e7].map(amount),
             ["0.1", "1", "100", "1k", "10M"]

@@ -1,4 +1,4 @@
-//! The table for people and the file for programs.
+//! Writes the results of `bench peers` as a table and as JSON.
 
 use crate::curves::Curves;
 use crate::figures::{Sample, Samples, System, Trouble, apart, of_repetitions};
@@ -13,27 +13,29 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-/// Characters that the table shows of what went wrong.
+/// Characters of a failure that the table shows.
 const TROUBLE_SHOWN: usize = 240;
 
-/// Repetitions whose medians are further apart than by this factor are told with both ends.
+/// A row whose repetitions have medians that differ by more than this factor is listed with both
+/// extremes.
 const FAR_APART: f64 = 1.5;
 
-/// One row, measured.
+/// Result of one row of the table.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Line {
     name: &'static str,
     title: &'static str,
     unit: &'static str,
-    /// In the row's unit.
+    /// Results by system, in the row's unit.
     values: BTreeMap<&'static str, f64>,
-    /// Times of the same, summed up over the repetitions.
+    /// Times by system, combined over the repetitions.
     times: BTreeMap<&'static str, Sample>,
-    /// How many times faster ours is than PVM 3.4.6.
+    /// PVM's time divided by ours.
     speed_to_pvm: Option<f64>,
-    /// The same to Open MPI, where it has the row.
+    /// The time of Open MPI divided by ours, if it has the row.
     speed_to_mpi: Option<f64>,
-    /// The least and the greatest median of the repetitions in the row's unit, where they are far apart.
+    /// Smallest and largest median of the repetitions by system, in the row's unit, if they differ
+    /// much.
     spread: BTreeMap<&'static str, (f64, f64)>,
     goal: String,
     met: Option<bool>,
@@ -41,13 +43,13 @@ pub(crate) struct Line {
     cells: Vec<String>,
 }
 
-/// All that was found.
+/// All results of a run.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Report {
     machine: Machine,
     repeat_with: String,
     rows: Vec<Line>,
-    /// Every repetition, by the words of the measurement and the system.
+    /// Every repetition, by the arguments of the measurement and the system.
     repetitions: BTreeMap<String, BTreeMap<&'static str, Vec<Samples>>>,
     curves: Vec<Chart>,
     floor: Vec<floor::Line>,
@@ -55,7 +57,7 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    /// Of this machine, without any figure yet; `repeat_with` is the command that measures the same again.
+    /// Creates an empty report. `repeat_with` is the command that repeats the measurement.
     pub(crate) fn new(machine: Machine, repeat_with: String) -> Report {
         Report {
             machine,
@@ -68,7 +70,7 @@ impl Report {
         }
     }
 
-    /// The rows of these measurements.
+    /// Adds the rows of these measurements.
     pub(crate) fn add_rows(&mut self, chosen: &[Measurement], measured: Measured) {
         for (one, given) in chosen.iter().zip(&measured) {
             let what = one.words.join(" ");
@@ -89,26 +91,25 @@ impl Report {
         self.machine.look_again();
     }
 
-    /// More curves.
     pub(crate) fn add_curves(&mut self, curves: Curves) {
         self.curves.extend(curves.charts);
         self.troubles.extend(curves.troubles);
         self.machine.look_again();
     }
 
-    /// What the bare machine can do.
     pub(crate) fn add_floor(&mut self, floor: Vec<floor::Line>) {
         self.floor = floor;
     }
 
-    /// True if something of ours could not be measured. Other systems have limits that we cannot lift.
+    /// True if a measurement of our system failed. Failures of other systems do not count, because
+    /// we cannot fix them.
     pub(crate) fn is_ours_in_trouble(&self) -> bool {
         self.troubles
             .iter()
             .any(|trouble| trouble.system == System::Sempa)
     }
 
-    /// The table of the rows.
+    /// Formats the rows as a table.
     fn table(&self) -> String {
         let names = System::ALL.map(System::name);
         let head = [
@@ -144,7 +145,7 @@ impl Report {
         text
     }
 
-    /// All for people: table, curves, floor, machine, troubles.
+    /// Formats the whole report as text: table, curves, floor, machine, failures.
     pub(crate) fn text(&self) -> String {
         let mut text = if self.rows.is_empty() {
             String::new()
@@ -176,7 +177,7 @@ impl Report {
         text.push_str(&self.machine.text());
         text.push_str(&format!("repeat with: {}\n", self.repeat_with));
         for trouble in &self.troubles {
-            // The whole of it is in the file for programs.
+            // The JSON file contains the whole text.
             let words: Vec<&str> = trouble
                 .text
                 .lines()
@@ -189,7 +190,7 @@ impl Report {
         text
     }
 
-    /// Rows whose repetitions are far apart: their median says little then.
+    /// Lists rows whose repetitions differ much: their median is not reliable.
     fn spread_text(&self) -> String {
         let mut text = String::new();
         for line in &self.rows {
@@ -211,10 +212,10 @@ impl Report {
         if text.is_empty() { text } else { head + &text }
     }
 
-    /// Writes `peers.json`, `peers.txt` and a picture per curve.
+    /// Writes `peers.json`, `peers.txt` and a chart per curve.
     ///
     /// # Errors
-    /// The folder cannot be written.
+    /// Fails if the folder cannot be written.
     pub(crate) fn write(&self, folder: &Path) -> Result<()> {
         let name = |plain: &str| plain.to_string();
         let mut files = vec![
@@ -234,7 +235,7 @@ impl Report {
     }
 }
 
-/// The points of a curve, a line each for people.
+/// Formats the points of a curve as text, one line per series.
 fn curve_text(chart: &Chart) -> String {
     let mut text = format!("\n{} ({}: {})\n", chart.title, chart.x, chart.y);
     for series in &chart.series {
@@ -361,7 +362,7 @@ fn cell(row: &Row, time: &Sample) -> String {
     value
 }
 
-/// Three digits that count.
+/// Formats a number with about three significant digits.
 fn digits(value: f64) -> String {
     match value {
         v if v >= 100.0 => format!("{v:.0}"),
@@ -387,7 +388,8 @@ fn goal_text(row: &Row) -> String {
     parts.join(", ")
 }
 
-/// Whether our time (all in microseconds) is what it should be; `None` without a goal or without what it is compared with.
+/// Returns whether our time meets the goal; all times are in microseconds. `None` if there is no
+/// goal or a time to compare with is missing.
 fn met(row: &Row, own: f64, pvm: Option<f64>, beside: Option<f64>) -> Option<bool> {
     let Goal {
         bound,
@@ -443,8 +445,9 @@ mod tests {
         Report::new(Machine::describe(false, 1, false), String::new())
     }
 
+    /// A time must not exceed its goal, and a rate must not fall below it.
     #[test]
-    fn a_time_must_not_exceed_its_goal_and_a_rate_not_fall_below() {
+    fn goals_bound_times_above_and_rates_below() {
         let goal = Goal {
             bound: Some(2.0),
             ..Goal::default()
@@ -458,8 +461,9 @@ mod tests {
         );
     }
 
+    /// A goal relative to a missing time gives no verdict.
     #[test]
-    fn what_is_compared_with_something_that_is_not_there_is_not_judged() {
+    fn missing_comparison_gives_no_verdict() {
         let goal = Goal {
             of_pvm: Some(1.0),
             ..Goal::default()
@@ -475,8 +479,9 @@ mod tests {
         );
     }
 
+    /// Curves compare the same route at the same point.
     #[test]
-    fn curves_tell_the_speed_of_the_same_route_at_the_same_point() {
+    fn curves_compare_same_route_and_point() {
         let series = |name: &str, y| Series {
             name: name.to_string(),
             points: vec![(8.0, y)],
@@ -515,8 +520,9 @@ mod tests {
         assert!(chart(true).contains("Sempa, direct            8: 10.0 (20.0)"));
     }
 
+    /// The speed is relative to PVM and to Open MPI.
     #[test]
-    fn the_speed_is_told_relative_to_pvm() {
+    fn speed_is_relative_to_pvm() {
         let line = line_of(&[(System::Pvm, given(30.0)), (System::Sempa, given(10.0))]);
         assert_eq!(line.speed_to_pvm, Some(3.0));
         assert_eq!(
@@ -527,8 +533,9 @@ mod tests {
         assert_eq!((line.speed_to_pvm, line.speed_to_mpi), (None, Some(0.5)));
     }
 
+    /// Repetitions that differ much are reported for each system.
     #[test]
-    fn repetitions_that_are_far_apart_are_told_of_each_system() {
+    fn spread_is_reported_per_system() {
         let mut two = given(169.0);
         two.repetitions.extend(given(400.0).repetitions);
         let line = line_of(&[(System::Pvm, given(30.0)), (System::Sempa, two)]);
@@ -544,8 +551,9 @@ mod tests {
         );
     }
 
+    /// Only failures of our system make the command fail.
     #[test]
-    fn only_what_ours_cannot_do_fails_the_command() {
+    fn only_our_failures_fail_the_command() {
         let with = |system| {
             let mut report = report();
             let given = vec![(

@@ -1,33 +1,29 @@
-//! What is measured and what should come out: the rows of the table.
+//! The rows of the table: what is measured, and the goals for our system.
 
-/// Where a measurement takes place.
+/// The virtual machine on which a measurement runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Stage {
-    /// A virtual machine of one host.
     OneHost,
-    /// A virtual machine of two hosts.
     TwoHosts,
-    /// One host, ours with its resource manager.
+    /// One host; ours with its resource manager.
     Managed,
 }
 
-/// How a time is told.
+/// Unit in which a time is shown.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Unit {
-    /// Microseconds.
     Micros,
-    /// Milliseconds.
     Millis,
-    /// Messages per second, in millions, of a time per message.
+    /// Millions of messages per second, from the time per message.
     Millions,
-    /// Of a round trip of so many bytes each way.
+    /// Gigabytes per second, from the time of a round trip with this many bytes in each direction.
     GigabytesThereAndBack(f64),
-    /// Of one message of so many bytes.
+    /// Megabytes per second, from the time of one message with this many bytes.
     Megabytes(f64),
 }
 
 impl Unit {
-    /// A time in this unit.
+    /// Converts microseconds to this unit.
     pub(crate) fn of(self, us: f64) -> f64 {
         match self {
             Unit::Micros => us,
@@ -38,7 +34,7 @@ impl Unit {
         }
     }
 
-    /// Its name.
+    /// Returns the unit's symbol.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Unit::Micros => "us",
@@ -49,20 +45,21 @@ impl Unit {
         }
     }
 
-    /// True for times: the p99 says something beside the median.
+    /// True for times. The table also shows their p99.
     pub(crate) fn is_time(self) -> bool {
         matches!(self, Unit::Micros | Unit::Millis)
     }
 }
 
-/// What ours has to reach.
+/// Goals for our system. `None` means no goal.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Goal {
-    /// In the row's unit: a time not above, a rate not below.
+    /// In the row's unit: upper bound of a time, lower bound of a rate.
     pub(crate) bound: Option<f64>,
-    /// Our time is at most so many times PVM's.
+    /// Upper bound of the ratio of our time to PVM's.
     pub(crate) of_pvm: Option<f64>,
-    /// Our time is at most so many times another of ours in the same run.
+    /// Upper bound of the ratio of our time to another of our times in the same run, and that one's
+    /// name.
     pub(crate) of_own: Option<(f64, &'static str)>,
 }
 
@@ -84,46 +81,41 @@ const AS_PVM: Goal = Goal {
     ..NO_GOAL
 };
 
-/// One line of the table.
+/// One row of the table.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Row {
-    /// What `--only` calls it.
+    /// Name that selects the row with `--only`.
     pub(crate) name: &'static str,
-    /// What it is.
     pub(crate) title: &'static str,
-    /// The time it is made of.
+    /// Name of the sample from which the row is computed.
     pub(crate) sample: &'static str,
-    /// How it is told.
     pub(crate) unit: Unit,
-    /// What it should be.
     pub(crate) goal: Goal,
 }
 
-/// What happens between the start and the end of a measurement.
+/// How a measurement is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// The program runs once.
+    /// Runs the program once.
     Program,
-    /// The program adds hosts; a bare login is measured beside it and what was added has to be gone before the next.
+    /// The program adds hosts. Bare ssh logins are measured as well, and the added hosts must be
+    /// gone before the next measurement.
     Login,
 }
 
-/// One call of the measuring program per system and repetition; it may give several rows.
+/// One run of the measuring program per system and repetition. It may produce several rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Measurement {
-    /// What it runs on.
     pub(crate) stage: Stage,
-    /// What it is.
     pub(crate) kind: Kind,
-    /// Words for the program.
+    /// Arguments of the program.
     pub(crate) words: &'static [&'static str],
-    /// Samples of one run.
+    /// Number of samples per run.
     pub(crate) rounds: usize,
-    /// How many processes an MPI program has for the same; 0: MPI has no such thing.
+    /// Number of processes of the MPI program. 0 if MPI has no such operation.
     pub(crate) mpi_ranks: usize,
-    /// More processes than cores: MPI has to be told to yield.
+    /// True if there are more processes than cores: MPI must be configured to yield.
     pub(crate) crowded: bool,
-    /// What it gives.
     pub(crate) rows: &'static [Row],
 }
 
@@ -558,7 +550,7 @@ pub(crate) const ALL: &[Measurement] = &[
     here(&["packing", "batch=1000"], 300, 0, PACKING),
 ];
 
-/// Packing and unpacking with PVM's calls: what the two libraries do alone.
+/// Packing and unpacking with PVM's calls, which involves only the libraries.
 const PACKING: &[Row] = &[
     row(
         "pack-byte",
@@ -646,7 +638,7 @@ const PACKING: &[Row] = &[
     ),
 ];
 
-/// The names of all rows.
+/// Returns the names of all rows.
 pub(crate) fn names() -> Vec<&'static str> {
     ALL.iter()
         .flat_map(|one| one.rows)
@@ -654,7 +646,7 @@ pub(crate) fn names() -> Vec<&'static str> {
         .collect()
 }
 
-/// True if one of the words means this name; a word may end in `*`.
+/// True if one of the patterns matches the name. A pattern may end in `*`.
 pub(crate) fn is_meant(name: &str, words: &[String]) -> bool {
     words.iter().any(|word| match word.strip_suffix('*') {
         Some(start) => name.starts_with(start),
@@ -662,7 +654,7 @@ pub(crate) fn is_meant(name: &str, words: &[String]) -> bool {
     })
 }
 
-/// The measurements that give one of the named rows; no names: all.
+/// Returns the measurements that produce one of the named rows. No names select all.
 pub(crate) fn chosen(only: &[String]) -> Vec<Measurement> {
     let is_chosen =
         |one: &&Measurement| only.is_empty() || one.rows.iter().any(|row| is_meant(row.name, only));
@@ -673,8 +665,9 @@ pub(crate) fn chosen(only: &[String]) -> Vec<Measurement> {
 mod tests {
     use super::*;
 
+    /// Row names are unique and select their own row.
     #[test]
-    fn names_are_unique_and_choose_their_own_row() {
+    fn row_names_are_unique() {
         let all = names();
         for name in &all {
             assert_eq!(
@@ -690,8 +683,9 @@ mod tests {
         assert!(chosen(&["nothing".to_string()]).is_empty());
     }
 
+    /// Shorter times give larger rates.
     #[test]
-    fn rates_grow_when_times_shrink() {
+    fn rates_are_inverse_to_times() {
         assert_eq!(Unit::Millions.of(0.5), 2.0);
         assert_eq!(Unit::Megabytes(1e6).of(1e4), 100.0);
         assert_eq!(Unit::GigabytesThereAndBack(1e6).of(1e3), 2.0);

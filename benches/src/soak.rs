@@ -1,5 +1,7 @@
-//! `cargo xtask bench soak`: tasks that talk without a pause are moved hundreds of times. Every message is accounted for, and
-//! what the virtual machine occupies is looked at again and again: a line through what was seen says what moves leave behind.
+//! `cargo xtask bench soak`: migrates communicating tasks hundreds of times.
+//!
+//! Every message is checked. The resources of the virtual machine are sampled regularly; a
+//! regression line through the samples shows which resources migrations leak.
 
 use crate::machine::Machine;
 use anyhow::{Context, Result, bail, ensure};
@@ -21,20 +23,23 @@ use std::time::{Duration, Instant};
 struct Plan {
     name: &'static str,
     tasks: usize,
-    /// Each task talks to so many on either side; 0: to all.
+    /// Number of neighbors on each side that a task communicates with; 0 means all tasks.
     reach: usize,
     hosts: usize,
-    /// Every task is moved so often before anything counts: what its first move makes, and what it shared with others of its
-    /// program until then, is there once.
+    /// Migrations of each task before the measurement. They bring one-time costs forward:
+    /// structures created by a first migration, and memory that a task shared with others of its
+    /// program.
     run_in: usize,
-    /// Tasks give the memory of large messages back at once: the C library of so many would need hours to have its fill.
+    /// Tasks return the memory of large messages at once. Otherwise the C library's caches of many
+    /// tasks would need hours to fill.
     gives_back: bool,
-    /// (moves at the same time, how often), in this order, as often as `times` says.
+    /// (concurrent migrations, repetitions), executed in this order. The next field says how often
+    /// the whole list is executed.
     rounds: &'static [(usize, usize)],
     times: usize,
-    /// So often there is a look at what is occupied.
+    /// Migrations between two samples of the resources.
     look_every: usize,
-    /// A job beside it is written to the store so often.
+    /// Checkpoint interval of a job that runs at the same time.
     checkpoints: Option<&'static str>,
 }
 
@@ -64,44 +69,46 @@ const LONG: Plan = Plan {
     checkpoints: Some("1s"),
 };
 
-/// So many short tasks run one after the other before anything else: then the event log and the resource manager's decisions are
-/// full, as they are where a virtual machine has been used for long, and a move puts its entries in the place of others.
+/// Short tasks that run first, and how many of them at a time. They fill the event log and the
+/// resource manager's decisions, as on a virtual machine with long use, so that migrations replace
+/// entries instead of adding some.
 const SHORT_TASKS: usize = 22_000;
 const SHORT_TASKS_AT_ONCE: usize = 40;
-/// For all of them.
+/// Time limit for all of them.
 const SHORT_TASKS_TIME: Duration = Duration::from_secs(600);
-/// Before each look no task is moved for so long: daemons give memory back every five seconds.
+/// Pause without migrations before each sample, because daemons return memory every five seconds.
 const SETTLE: Duration = Duration::from_secs(6);
-/// A look takes the least of what it sees so often, so long apart: what messages and checkpoints under way need for a moment is not
-/// left behind.
+/// Readings per sample, and their interval. A sample takes the minimum of its readings, so that
+/// temporary needs of messages and checkpoints do not count.
 const GLANCES: u32 = 13;
 const BETWEEN_GLANCES: Duration = Duration::from_millis(500);
-/// Before so much of the moves has passed nothing counts: what is made once and kept is there then.
+/// Part of the migrations before which samples are not counted, because structures that are created
+/// once and kept may still grow.
 const WARM_UP: f64 = 0.3;
-/// A figure is flat if the line through it rises, over all moves that count, by no more than it deviates from the line
-/// (three times), or by this part of its mean.
+/// A figure is flat if its line rises, over all counted migrations, by at most `FLAT_PART` of its
+/// mean or by at most `DEVIATIONS` standard deviations from the line.
 const FLAT_PART: f64 = 0.02;
 const DEVIATIONS: f64 = 3.0;
 
-/// What is kept on purpose until there is so much of it, and is judged by that.
+/// Figures that grow on purpose up to a limit, with the limit.
 const KEPT: [(&str, u64); 1] = [(RECORDS, RECORDS_KIB_MAX)];
 
-/// How to measure.
+/// Settings of `bench soak`.
 #[derive(Clone, Debug)]
 pub struct Soak {
-    /// Where our programs are installed.
+    /// Folder in which our programs are installed.
     pub prefix: PathBuf,
-    /// They were built for this run, from these sources.
+    /// True if the programs were built from these sources for this run.
     pub own_build: bool,
-    /// A tenth of the moves.
+    /// Runs a tenth of the migrations.
     pub quick: bool,
-    /// Only these parts, by name; the others are taken from the results that are there.
+    /// Runs only the parts with these names and keeps the stored results of the others.
     pub only: Vec<String>,
     /// Folder for table and JSON.
     pub results: PathBuf,
 }
 
-/// What was occupied after so many moves.
+/// A sample of the resources after this many migrations.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Look {
     moves: usize,
@@ -109,19 +116,19 @@ struct Look {
     figures: Vec<(String, u64)>,
 }
 
-/// A line through one figure.
+/// The regression line through one figure.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Trend {
     figure: String,
-    /// When nothing counted yet, and in the end.
+    /// First and last counted values.
     first: u64,
     last: u64,
     mean: f64,
-    /// What the line rises by for 100 moves.
+    /// Slope of the line per 100 migrations.
     per_100_moves: f64,
-    /// Mean distance from the line.
+    /// Standard deviation from the line.
     deviation: f64,
-    /// Or, if it is of [`KEPT`], under its limit.
+    /// True if the figure is flat or, if listed in [`KEPT`], below its limit.
     flat: bool,
 }
 
@@ -138,7 +145,7 @@ struct Part {
     doubled: u64,
     disordered: u64,
     damaged: u64,
-    /// Entries of the event log for 100 moves; it keeps 65,536.
+    /// Entries in the event log per 100 migrations. The log keeps 65,536.
     events_per_100_moves: f64,
     checkpoints: usize,
     trends: Vec<Trend>,
@@ -151,11 +158,12 @@ struct Results {
     parts: Vec<Part>,
 }
 
-/// Measures, prints a table, writes it and JSON after each part. True if every message came once, every move succeeded and
-/// nothing grew.
+/// Measures, prints a table, and writes it and JSON after each part. Returns true if every message
+/// arrived exactly once, every migration succeeded, and no figure grew.
 ///
 /// # Errors
-/// Hosts cannot be made, the tasks do not talk, or the results cannot be written.
+/// Fails if hosts cannot be created, the tasks do not communicate, or the results cannot be
+/// written.
 pub fn soaked(how: &Soak) -> Result<bool> {
     if let Some(lack) = needs::lacks() {
         bail!("bench soak: {lack}");
@@ -201,7 +209,7 @@ fn is_meant(plan: &Plan, only: &[String]) -> bool {
     only.is_empty() || only.iter().any(|name| name == plan.name)
 }
 
-/// The parts that were measured before and stay, if only some are measured.
+/// Reads the stored parts, if only some parts are measured.
 fn parts_of(file: &Path, how: &Soak) -> Result<Vec<Part>> {
     #[derive(Deserialize)]
     struct Before {
@@ -227,7 +235,7 @@ fn quick(plan: Plan) -> Plan {
 }
 
 fn one_part(how: &Soak, plan: &Plan) -> Result<Part> {
-    // They would grow up to that for longer than the run.
+    // With the default size the logs would grow for longer than the run.
     let short_logs = ("PVMDLOGMAX", "3500");
     let bed = Testbed::with_env(plan.hosts, Some(&how.prefix), &[short_logs])?;
     let env = vec![(short_logs.0.to_string(), short_logs.1.to_string())];
@@ -259,7 +267,8 @@ fn one_part(how: &Soak, plan: &Plan) -> Result<Part> {
     Ok(measured)
 }
 
-/// Short tasks until the event log and the resource manager's decisions have thrown their first entries away.
+/// Runs short tasks until the event log and the resource manager's decisions have discarded their
+/// first entries.
 fn fill_records(vm: &Vm<'_>) -> Result<()> {
     let mut command = vm.command(vm.bed().host(1), vm.program("brief")?);
     command.args([SHORT_TASKS, SHORT_TASKS_AT_ONCE].map(|number| number.to_string()));
@@ -277,7 +286,8 @@ fn fill_records(vm: &Vm<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A job beside the tasks that are moved, with checkpoints again and again. It ends with the virtual machine.
+/// Starts a job with periodic checkpoints in addition to the migrating tasks. It ends with the
+/// virtual machine.
 fn checkpointed_job(vm: &Vm<'_>, every: &str) -> Result<String> {
     vm.program("ring_job")?;
     let folder = vm.home().join("ring");
@@ -369,7 +379,7 @@ fn tell(plan: &Plan, look: Option<&Look>) {
     );
 }
 
-/// The number of the newest entry of the event log, which is not older than this one.
+/// Returns the number of the newest entry in the event log, which is at least `known`.
 fn last_event(vm: &Vm<'_>, known: u64) -> Result<u64> {
     Ok(vm
         .events_from(known)?
@@ -395,7 +405,7 @@ fn look(vm: &Vm<'_>, moves: usize, begin: Instant) -> Look {
     }
 }
 
-/// A line through each figure, after the warm-up.
+/// Computes the regression line of each figure after the warm-up.
 fn trends(looks: &[Look], moves: usize) -> Vec<Trend> {
     let warm = moves as f64 * WARM_UP;
     let counted: Vec<&Look> = looks
@@ -442,7 +452,7 @@ fn limit_of(figure: &str) -> Option<u64> {
         .map(|(_, limit)| *limit)
 }
 
-/// The line with the least squares of distances.
+/// A least-squares regression line.
 struct Line {
     mean: f64,
     slope: f64,
@@ -452,7 +462,7 @@ struct Line {
 impl Line {
     fn through(points: &[(f64, f64)]) -> Line {
         let count = points.len() as f64;
-        // Divided at the end: the mean of equal numbers is that number.
+        // Divides at the end, so that the mean of equal numbers is exactly that number.
         let (x, y) = points
             .iter()
             .fold((0.0, 0.0), |(x, y), point| (x + point.0, y + point.1));
@@ -478,7 +488,7 @@ impl Line {
     }
 }
 
-/// The table, and whether nothing was lost and nothing grew.
+/// Returns the table, and whether no message was lost and no figure grew.
 fn table(parts: &[Part]) -> (String, bool) {
     let (mut text, mut good) = (String::new(), true);
     for part in parts {
@@ -543,8 +553,9 @@ mod tests {
         (1..=20).map(look).collect()
     }
 
+    /// A figure that rises with the migrations grows; one that oscillates is flat.
     #[test]
-    fn what_rises_with_the_moves_grows_and_what_goes_up_and_down_is_flat() {
+    fn steady_rise_is_growth_and_oscillation_is_flat() {
         let grows = &trends(&looks(|i| 1000 + 5 * i as u64), 200)[0];
         assert!(
             !grows.flat && (grows.per_100_moves - 50.0).abs() < 1e-6,
@@ -556,8 +567,9 @@ mod tests {
         assert!(still.flat && still.deviation == 0.0, "{still:?}");
     }
 
+    /// A figure that is kept on purpose may rise to its limit.
     #[test]
-    fn what_is_kept_on_purpose_may_rise_up_to_its_limit_and_no_further() {
+    fn bounded_figure_may_rise_to_limit() {
         let of_records = |value: fn(usize) -> u64| {
             let mut looks = looks(value);
             looks
@@ -569,8 +581,9 @@ mod tests {
         assert!(!of_records(|i| RECORDS_KIB_MAX - 19 + i as u64));
     }
 
+    /// A rise during the warm-up does not count.
     #[test]
-    fn what_rises_before_the_warm_up_is_over_does_not_count() {
+    fn rise_during_warm_up_does_not_count() {
         let warm = &trends(&looks(|i| 100 * (i as u64).min(6)), 200)[0];
         assert!(warm.flat && warm.mean == 600.0, "{warm:?}");
     }

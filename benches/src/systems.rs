@@ -1,5 +1,6 @@
-//! The systems under measurement: each PVM with hosts of its own in a testbed, the MPIs on the hosts of one of them. All are
-//! there at the same time, and their runs take turns, so that a busy minute of the machine hurts all alike.
+//! Runs the measured systems. Each PVM has its own testbed; the MPIs run on the hosts of Debian's
+//! PVM. All of them are up at the same time and their runs alternate, so that other load on the
+//! machine affects all alike.
 
 use crate::figures::{Sample, Samples, System, read};
 use crate::rows::{Kind, Measurement, Stage};
@@ -13,42 +14,44 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Time for one run of one program.
+/// Time limit for one run of one program.
 const RUN_TIME: Duration = Duration::from_secs(120);
-/// Time for one compilation on a loaded machine.
+/// Time limit for a compilation on a loaded machine.
 const COMPILE_TIME: Duration = Duration::from_secs(120);
-/// Time for the daemons of hosts that were deleted to be gone.
+/// Time limit for the daemons of deleted hosts to exit.
 const GONE_TIME: Duration = Duration::from_secs(30);
-/// Hosts of each testbed.
+/// Number of hosts in each testbed.
 const HOSTS: usize = 4;
-/// Rounds of a quick run are so many times fewer.
+/// Divisor of the rounds in a quick run.
 const QUICK: usize = 5;
-/// Words for an ssh that agrees on its keys as the one does that our daemon calls.
+/// Options that make ssh use the key exchange that our daemon requests from it.
 const BY_X25519: [&str; 2] = ["-o", "KexAlgorithms=^curve25519-sha256"];
-/// MPICH polls without ever yielding; where it has fewer cores than processes a round takes a time slice of the kernel.
+/// Divisor of MPICH's rounds if it has more processes than cores. MPICH polls without yielding, so
+/// each round takes a time slice of the kernel.
 const MPICH_CROWDED: usize = 100;
 
-/// What one system gave for one measurement: a sample set per repetition, or why there is none.
+/// Result of one system for one measurement.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Given {
-    /// One per repetition that worked.
+    /// Samples of each successful repetition.
     pub(crate) repetitions: Vec<Samples>,
-    /// Why one did not.
+    /// Reason of the first failed repetition.
     pub(crate) trouble: Option<String>,
 }
 
-/// Per measurement, in the order asked for, what each system gave.
+/// Results of each measurement by system, in the requested order.
 pub(crate) type Measured = Vec<Vec<(System, Given)>>;
 
-/// The folder of the C programs.
+/// Returns the folder of the C programs.
 fn sources() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("peers")
 }
 
-/// Runs all measurements on all systems.
+/// Runs the measurements on all systems.
 ///
 /// # Errors
-/// No testbed can be made, a program does not compile, or a virtual machine does not start.
+/// Fails if no testbed can be created, a program does not compile, or a virtual machine does not
+/// start.
 pub(crate) fn measure(
     prefix: &Path,
     chosen: &[Measurement],
@@ -77,10 +80,10 @@ pub(crate) fn measure(
     Ok(measured)
 }
 
-/// Testbeds for PVM and for ours, with the programs in place.
+/// Creates a testbed for PVM and one for our system, with the programs installed.
 ///
 /// # Errors
-/// None can be made here, or a program does not compile.
+/// Fails if none can be created here or a program does not compile.
 pub(crate) fn new_beds(prefix: &Path, hosts: usize) -> Result<(Testbed, Testbed)> {
     if let Some(lack) = needs::lacks() {
         bail!("bench peers: {lack}");
@@ -95,16 +98,16 @@ pub(crate) fn new_beds(prefix: &Path, hosts: usize) -> Result<(Testbed, Testbed)
 }
 
 fn compile(bed: &Testbed) -> Result<()> {
-    // With Debian's header in both testbeds: what is compared is one program.
+    // Both testbeds compile with Debian's header, so that the same program is compared.
     compile_one(bed, "gcc", "peers", Some("-lpvm3"))?;
     compile_one(bed, "mpicc.openmpi", "twin", None)?;
     compile_one(bed, "mpicc.mpich", "twin", None)
 }
 
-/// Compiles one of the C programs and puts it where spawn looks.
+/// Compiles one of the C programs into the folder that spawn searches.
 ///
 /// # Errors
-/// The compiler's words.
+/// Fails with the compiler's output.
 pub(crate) fn compile_one(
     bed: &Testbed,
     compiler: &str,
@@ -132,20 +135,19 @@ fn program_of(compiler: &str, source: &str) -> String {
     }
 }
 
-/// One call of the measuring program.
+/// One run of the measuring program.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Call<'a> {
-    /// Its words.
     pub(crate) words: &'a [String],
-    /// Processes of an MPI program that does the same.
+    /// Number of processes of the corresponding MPI program.
     pub(crate) ranks: usize,
-    /// More of them than cores.
+    /// True if there are more processes than cores.
     pub(crate) crowded: bool,
-    /// On two hosts.
+    /// True to use two hosts.
     pub(crate) apart: bool,
 }
 
-/// Both virtual machines, up.
+/// Both running virtual machines.
 pub(crate) struct Peers<'a> {
     theirs: &'a Testbed,
     ours: &'a Testbed,
@@ -154,10 +156,10 @@ pub(crate) struct Peers<'a> {
 }
 
 impl<'a> Peers<'a> {
-    /// Starts both.
+    /// Starts both virtual machines.
     ///
     /// # Errors
-    /// One does not come up.
+    /// Fails if one does not start.
     pub(crate) fn start(theirs: &'a Testbed, ours: &'a Testbed, stage: Stage) -> Result<Peers<'a>> {
         let rm = (stage == Stage::Managed).then(|| "pvm-rm".to_string());
         let settings = Settings {
@@ -183,16 +185,16 @@ impl<'a> Peers<'a> {
         Ok(peers)
     }
 
-    /// Ends both.
+    /// Halts both virtual machines.
     ///
     /// # Errors
-    /// Something is left.
+    /// Fails if something of them remains.
     pub(crate) fn halt(self) -> Result<()> {
         self.sempa.halt()?;
         self.pvm.halt()
     }
 
-    /// All systems, one after the other, and again.
+    /// Runs a measurement on all systems in turn, as often as `repetitions` says.
     fn take_turns(
         &self,
         one: &Measurement,
@@ -210,7 +212,8 @@ impl<'a> Peers<'a> {
                 "bench peers: {} ({repetition} of {repetitions})",
                 one.words.join(" ")
             );
-            // The other way round every second time: who comes first may find a colder machine.
+            // Every second repetition reverses the order, because the first system may find cold
+            // caches.
             if repetition % 2 == 0 {
                 all.reverse();
             }
@@ -257,14 +260,14 @@ impl<'a> Peers<'a> {
     /// Runs the measuring program of a system once.
     ///
     /// # Errors
-    /// It fails, does not end, or says nothing to measure by.
+    /// Fails if the program fails, does not end, or prints no samples.
     pub(crate) fn run(&self, system: System, call: &Call) -> Result<Samples> {
         let mut command = if system.is_pvm() {
             self.program(system)
         } else {
             self.mpi(system, call)?
         };
-        // The launcher of an MPI has placed its processes already.
+        // The MPI launcher has already placed its processes, so `host=` does not apply.
         command.args(
             call.words
                 .iter()
@@ -274,7 +277,7 @@ impl<'a> Peers<'a> {
         read(&done.out)
     }
 
-    /// The measuring program as a command-line task on h1.
+    /// Returns the command for the measuring program as a task on h1.
     pub(crate) fn program(&self, system: System) -> Command {
         self.command(
             system,
@@ -282,7 +285,7 @@ impl<'a> Peers<'a> {
         )
     }
 
-    /// A program as a command-line task on h1.
+    /// Returns the command for a program as a task on h1.
     pub(crate) fn command(&self, system: System, program: impl AsRef<Path>) -> Command {
         let host = self.bed(system).host(1);
         if system == System::Pvm {
@@ -300,7 +303,8 @@ impl<'a> Peers<'a> {
         }
     }
 
-    /// The launcher of an MPI with its words, on h1 of PVM's testbed, where no library of ours is in the way.
+    /// Returns the command for an MPI launcher on h1 of PVM's testbed, where none of our libraries
+    /// is installed.
     fn mpi(&self, system: System, call: &Call) -> Result<Command> {
         let bed = self.theirs;
         let shell = self.pvm.remote_shell();
@@ -350,7 +354,8 @@ impl<'a> Peers<'a> {
                         "ssh",
                     ]);
                     command.arg("-launcher-exec").arg(shell);
-                    // Its transport takes hosts that share a kernel for one, and then finds no memory that they share.
+                    // Its transport treats hosts that share a kernel as one host, and then fails
+                    // because they share no memory.
                     command.args([
                         "-genv",
                         "UCX_TLS",
@@ -377,7 +382,7 @@ impl<'a> Peers<'a> {
         Ok(command)
     }
 
-    /// Hosts are added and deleted again; beside it a bare login on one of them.
+    /// Adds hosts and deletes them again, and also measures bare ssh logins to them.
     fn login(&self, system: System, one: &Measurement) -> Result<Samples> {
         let bed = self.bed(system);
         let all: Vec<&str> = one
@@ -386,7 +391,7 @@ impl<'a> Peers<'a> {
             .filter_map(|word| word.strip_prefix("host="))
             .flat_map(|l| l.split(','))
             .collect();
-        // As ssh is by itself, and with the agreement that our daemon has it prefer.
+        // Measures ssh with its defaults, and with the key exchange that our daemon requests.
         let mut bare = Samples::new();
         for (name, hosts) in [("ssh", &all[..1]), ("ssh_all", &all[..])] {
             bare.insert(name.to_string(), Sample::one(bare_logins(bed, hosts, &[])?));
@@ -408,7 +413,7 @@ impl<'a> Peers<'a> {
     }
 }
 
-/// How long `ssh HOST true` takes on h1 for all these hosts at the same time, in microseconds.
+/// Returns the microseconds that concurrent `ssh HOST true` commands to all these hosts take.
 fn bare_logins(bed: &Testbed, hosts: &[&str], options: &[&str]) -> Result<f64> {
     let login = |host: &str| {
         let mut command = bed.host(1).command("ssh");

@@ -1,5 +1,6 @@
-//! `cargo xtask bench sim` and `cargo xtask bench decide`: what programs of the resource manager's own have found (`rm/benches`)
-//! is put beside the machine's description, drawn and kept. Nothing here is measured with a clock but decisions.
+//! `cargo xtask bench sim` and `cargo xtask bench decide`: stores and draws the results of the
+//! resource manager's own programs (`rm/benches`), together with a description of the machine. Only
+//! the decisions are measured in real time; everything else is simulated.
 
 use crate::machine::Machine;
 use crate::plot::{Chart, Series};
@@ -10,7 +11,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-/// Of the simulation's results what is drawn.
+/// The parts of the simulation's results that are drawn.
 #[derive(Deserialize)]
 struct Simulated {
     week: Week,
@@ -47,7 +48,8 @@ struct Kept<'a> {
     results: Value,
 }
 
-/// Keeps what a program has said (`text`) and written (`json`), under a name.
+/// Stores the output (`text`) and the results (`json`) of a program under a name. Returns the
+/// results.
 fn keep(name: &str, text: &str, json: &Path, machine: &Machine, results: &Path) -> Result<Value> {
     let found = fs::read(json).with_context(|| json.display().to_string())?;
     let found: Value =
@@ -66,20 +68,20 @@ fn keep(name: &str, text: &str, json: &Path, machine: &Machine, results: &Path) 
     Ok(found)
 }
 
-/// What decisions cost, as `rm/benches/decide.rs` has found.
+/// Stores the cost of decisions as measured by `rm/benches/decide.rs`.
 ///
 /// # Errors
-/// The file is not there, or the results cannot be written.
+/// Fails if the file is missing or the results cannot be written.
 pub fn decided(text: &str, json: &Path, results: &Path) -> Result<()> {
     let machine = Machine::describe(true, 1, false);
     let text = format!("{}{text}", machine.text());
     keep("decide", &text, json, &machine, results).map(drop)
 }
 
-/// What came of a week and some days, as `rm/benches/sim.rs` has found; the pictures are drawn of it.
+/// Stores and draws the results of `rm/benches/sim.rs`: a simulated week and some days.
 ///
 /// # Errors
-/// The file is not there or is none of it, or the results cannot be written.
+/// Fails if the file is missing or malformed, or if the results cannot be written.
 pub fn simulated(text: &str, json: &Path, results: &Path) -> Result<()> {
     let machine = Machine::describe(true, 1, false);
     let found = keep("sim", text, json, &machine, results)?;
@@ -199,8 +201,9 @@ fn charts(found: &Simulated) -> [Chart; 4] {
 mod tests {
     use super::*;
 
+    /// Results of a simulation are stored and drawn.
     #[test]
-    fn what_was_simulated_is_kept_and_drawn() {
+    fn simulation_is_stored_and_drawn() {
         let spread = serde_json::json!({ "hundredths": [0.0, 0.02, 0.04] });
         let pair = serde_json::json!({ "waits_s": [[0.0, 60.0], [5.0, 66.0]] });
         let found = serde_json::json!({

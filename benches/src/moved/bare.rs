@@ -1,5 +1,5 @@
-//! The task's program without a virtual machine, on hosts of its own, moved by nothing but CRIU: all of it at once
-//! ([`Bare`]), or at first only what it needs to run, with its memory after it ([`Followed`]).
+//! Migrates the task's program with CRIU alone, without a virtual machine, on hosts of its own: by
+//! stop-and-copy ([`Bare`]) or by post-copy ([`Followed`]).
 
 use super::{IMAGES, Notes, Once, STEP_TIME, ms, now_us};
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
@@ -12,23 +12,25 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
 
-/// The host of bare CRIU, and the one to which memory follows from there or back.
+/// Indexes of the host for stop-and-copy, and of the second host for post-copy, which migrates
+/// between the two.
 pub(super) const APART: [usize; 2] = [3, 4];
-/// The port at which the source hands out memory.
+/// Port on which the source serves memory pages.
 const PORT: &str = "7000";
-/// Numbers of processes whose memory follows are above this: free on either host, because nobody counts as far as that.
+/// Process ids of post-copy processes are above this: free on both hosts, because no other process
+/// gets such an id.
 const NUMBERS_FROM: u32 = 30_000;
-/// How large a pipe may be at most, on this whole machine.
+/// Machine-wide limit of the size of a pipe.
 const PIPE_LIMIT: &str = "/proc/sys/fs/pipe-max-size";
-/// CRIU holds memory that is to follow in pipes that large.
+/// Size of the pipes in which CRIU holds memory for post-copy.
 const PIPE_BYTES: u64 = 16 << 20;
 
-/// A process and who waits for it.
+/// A process, and the program that waits for it.
 struct Alone {
     notes: Notes,
-    /// The process, or the engine that has restored it and waits for it.
+    /// The process, or the CRIU that restored it and waits for it.
     running: Running,
-    /// Its number on its host.
+    /// Process id on its host.
     pid: i64,
 }
 
@@ -46,7 +48,7 @@ impl Alone {
         })
     }
 
-    /// Ends it. If that is not reached, it ends with its host.
+    /// Kills the process. If this is not reached, the process ends with its host.
     fn end(self, host: &Host) -> Result<()> {
         let mut kill = host.command("kill");
         kill.args(["-9", &self.pid.to_string()]);
@@ -55,7 +57,7 @@ impl Alone {
     }
 }
 
-/// A command of the engine on a host.
+/// Returns a CRIU command on a host.
 fn criu(host: &Host, engine: &Path, word: &str, images: &Path) -> Command {
     let mut command = host.command(engine);
     command
@@ -66,19 +68,19 @@ fn criu(host: &Host, engine: &Path, word: &str, images: &Path) -> Command {
     command
 }
 
-/// The name of a command's log.
+/// Returns the name of a command's log file.
 fn log_of(word: &str) -> String {
     format!("{word}.log")
 }
 
-/// The size of all files of a folder.
+/// Returns the total size of the files in a folder.
 fn bytes(folder: &Path) -> Result<u64> {
     fs::read_dir(folder)?
         .map(|entry| Ok(entry?.metadata()?.len()))
         .sum()
 }
 
-/// What a command of the engine says of its trouble. That it may not raise a limit is none.
+/// Returns the errors in the log of a CRIU command, except the harmless one about RLIMIT_NOFILE.
 fn errors(images: &Path, word: &str) -> String {
     let log = fs::read_to_string(images.join(log_of(word))).unwrap_or_default();
     let lines = log
@@ -87,7 +89,7 @@ fn errors(images: &Path, word: &str) -> String {
     lines.map(|line| format!("\ncriu {word}: {line}")).collect()
 }
 
-/// Dumped to memory, copied, restored on the same host.
+/// Stop-and-copy: dumps to memory, copies, and restores on the same host.
 pub(super) struct Bare<'a> {
     host: &'a Host,
     engine: PathBuf,
@@ -119,7 +121,8 @@ impl<'a> Bare<'a> {
         copy.arg("-r").arg(&from).arg(&to);
         must(copy, STEP_TIME)?;
         let copied = now_us();
-        // Its number has to be free: whoever waited for the process has ended with it.
+        // The restored process needs the same process id. It is free, because the program that
+        // waited for the process has ended too.
         let restore = Running::start(criu(self.host, &self.engine, "restore", &to), Stdio::null())?;
         std::mem::replace(&mut self.process.running, restore).finish(STEP_TIME)?;
         let gap = self.process.notes.gap(dumped);
@@ -149,20 +152,21 @@ impl<'a> Bare<'a> {
     }
 }
 
-/// Restored on another host from images without its memory, which a daemon of the engine fetches from the source meanwhile
-/// (lazy pages). Source and copy are there at the same time, under the same number: that needs two hosts.
+/// Post-copy: restores on another host from images without memory, while a CRIU daemon (lazy-pages)
+/// fetches the memory from the source. Source and copy exist at the same time under the same
+/// process id, which requires two hosts.
 pub(super) struct Followed<'a> {
     bed: &'a Testbed,
     engine: PathBuf,
     process: Alone,
-    /// The numbers of its host and of the other one.
+    /// Indexes of the process's host and of the other one.
     at: usize,
     other: usize,
-    /// Put back when this is dropped.
+    /// Restored when this is dropped.
     _limit: PipeLimit,
 }
 
-/// What the engine does in such a move, all at the same time.
+/// The CRIU processes of a post-copy migration, which run at the same time.
 struct Parts {
     dump: Running,
     pages: Running,
@@ -173,7 +177,8 @@ impl<'a> Followed<'a> {
     pub(super) fn start(vm: &Vm<'a>, engine: &Path, mib: u32) -> Result<Followed<'a>> {
         let limit = PipeLimit::raise()?;
         let (bed, [other, at]) = (vm.bed(), APART);
-        // Bare CRIU's process is on the other host, and every command there takes a number.
+        // Every command on the other host consumes a process id, so the ids of this process start
+        // much higher.
         let next = format!("echo {NUMBERS_FROM} > /proc/sys/kernel/ns_last_pid");
         bed.host(at)
             .shell(&next, STEP_TIME)?
@@ -241,7 +246,7 @@ impl<'a> Followed<'a> {
         let bytes = bytes(&to.path(IMAGES))?;
         let restore = parts.arrived()?;
         let arrived = now_us().max(until);
-        // The source is gone, and with it whoever waited for it.
+        // The source has exited, and with it the program that waited for it.
         std::mem::replace(&mut self.process.running, restore).finish(STEP_TIME)?;
         self.process.notes.pairs("gap").map_err(Error::msg)?;
         let steps = [
@@ -270,7 +275,7 @@ impl<'a> Followed<'a> {
 }
 
 impl Parts {
-    /// Waits until the process runs again, or one of these has failed: then it never will.
+    /// Waits until the process runs again. Fails if one of the CRIU processes fails before.
     fn gap(&mut self, notes: &Notes, at: i64) -> Result<(i64, i64)> {
         eventually(STEP_TIME, || {
             for (part, word) in [
@@ -293,7 +298,8 @@ impl Parts {
         .map_err(Error::msg)
     }
 
-    /// Waits until nothing is missing: nobody has memory to fetch or to hand out any more. Who restored the process, and waits for it.
+    /// Waits until all memory has been transferred. Returns the CRIU that restored the process and
+    /// waits for it.
     fn arrived(self) -> Result<Running> {
         self.pages
             .finish(STEP_TIME)?
@@ -303,8 +309,10 @@ impl Parts {
     }
 }
 
-/// Starts a command of the engine that goes on for long, and waits until it says that others can turn to it. For that it gets a
-/// pipe in the place of its input, of which it has no need: whoever enters a host hands on these three, whatever else is open.
+/// Starts a long-running CRIU command and waits until it reports that it is ready.
+///
+/// The status pipe takes the place of standard input, which CRIU does not need: entering a host
+/// passes on only the three standard descriptors.
 fn ready(mut command: Command) -> Result<Running> {
     command.args(["--status-fd", "0"]);
     let (mut word, its_end) = std::io::pipe()?;
@@ -321,10 +329,10 @@ fn ready(mut command: Command) -> Result<Running> {
     }
 }
 
-/// Pipes as large as the engine wants them. Without CAP_SYS_RESOURCE it gets none above the limit of the machine, does not look
-/// at the answer, and hands out memory until the pipe is full.
+/// Raises the machine's pipe size limit to what CRIU needs. Without CAP_SYS_RESOURCE CRIU cannot
+/// exceed the limit; it ignores the error and fills the pipe until it blocks.
 struct PipeLimit {
-    /// What it was, if it was less.
+    /// The previous limit, if it was lower.
     before: Option<String>,
 }
 
@@ -348,7 +356,7 @@ impl PipeLimit {
 
 impl Drop for PipeLimit {
     fn drop(&mut self) {
-        // It is only a limit: where it cannot be put back, nobody is worse off.
+        // An error does not matter: a higher limit harms no process.
         let _ = self
             .before
             .take()
