@@ -2,8 +2,7 @@
 //! the next one.
 
 use checkpoint::again::Again;
-use checkpoint::criu::SentAhead;
-use checkpoint::engine::Cancel;
+use checkpoint::engine::{Cancel, SentPages};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::fd::OwnedFd;
@@ -18,7 +17,7 @@ pub(crate) struct Attempt {
     /// With post-copy: the socket on which the memory will be requested.
     pub(crate) asked_on: Option<Arc<OwnedFd>>,
     /// What was already sent on this socket by pre-copy.
-    pub(crate) sent: Option<Arc<SentAhead>>,
+    pub(crate) sent: Option<Arc<SentPages>>,
     pub(crate) begun: Instant,
     pub(crate) is_first: bool,
     /// Delays before further attempts.
@@ -30,7 +29,7 @@ impl Attempt {
     pub(crate) fn first(
         dir: PathBuf,
         asked_on: Option<Arc<OwnedFd>>,
-        sent: Option<Arc<SentAhead>>,
+        sent: Option<Arc<SentPages>>,
     ) -> Attempt {
         Attempt {
             dir,

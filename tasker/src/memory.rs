@@ -7,8 +7,7 @@ use crate::supervisor::Supervisor;
 use crate::target::Stage;
 use crate::task::{Phase, Task};
 use crate::workers::Outcome;
-use checkpoint::criu::Store;
-use checkpoint::engine::{Cancel, Limits, Memory, Missing, Serving, Whole};
+use checkpoint::engine::{Cancel, Limits, Missing, ReceivedPages, ServedMemory, Serving, Whole};
 use nix::sys::socket::{Shutdown, shutdown};
 use sempa_proto::migration::{Failure, TaskFacts};
 use sempa_proto::tasker::FromTasker;
@@ -90,7 +89,7 @@ pub(crate) struct Following {
     pub(crate) possible: Result<(), String>,
     /// When it failed last.
     failed: Option<Instant>,
-    going: BTreeMap<MigrationId, Memory>,
+    going: BTreeMap<MigrationId, ServedMemory>,
     coming: BTreeMap<MigrationId, Coming>,
 }
 
@@ -149,7 +148,7 @@ impl Following {
 
     /// Nobody gets any more; for the end of the tasker.
     pub(crate) fn withhold_all(&self) {
-        self.going.values().for_each(Memory::withhold);
+        self.going.values().for_each(ServedMemory::withhold);
     }
 }
 
@@ -259,7 +258,7 @@ impl Supervisor {
                     .map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
                 (stream, store)
             }
-            None => (connect(way)?, Store::empty()),
+            None => (connect(way)?, ReceivedPages::empty()),
         };
         let arriving = engine.start_arrival(dir, stream, store)?;
         let (limits, pid, whole) = (limits()?, arriving.engine_pid(), arriving.whole());

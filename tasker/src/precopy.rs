@@ -6,7 +6,8 @@ use crate::moves::resident_bytes;
 use crate::supervisor::Supervisor;
 use crate::task::Phase;
 use crate::workers::Outcome;
-use checkpoint::criu::{Hurry, SentAhead, Store};
+use checkpoint::criu::acknowledge_pre_copy;
+use checkpoint::engine::{PreCopyStop, ReceivedPages, SentPages};
 use sempa_proto::migration::{Failure, TaskFacts};
 use sempa_proto::tasker::FromTasker;
 use sempa_proto::{MigrationId, Tid};
@@ -35,9 +36,9 @@ const ALLOWED_PER_GIB: Duration = Duration::from_secs(300);
 struct Going {
     tid: Tid,
     stream: Arc<OwnedFd>,
-    hurry: Hurry,
+    hurry: PreCopyStop,
     /// All of it is at the target.
-    sent: Option<Arc<SentAhead>>,
+    sent: Option<Arc<SentPages>>,
 }
 
 /// What comes ahead to here.
@@ -45,7 +46,7 @@ struct Going {
 struct Coming {
     stream: Arc<OwnedFd>,
     /// All of it.
-    store: Option<Store>,
+    store: Option<ReceivedPages>,
 }
 
 /// Memory that goes ahead, from here and to here. There are no more than workers, and tasks that are to leave or to come.
@@ -95,7 +96,7 @@ impl PreCopies {
     pub(crate) fn take_sent(
         &mut self,
         migration: MigrationId,
-    ) -> Option<(Arc<OwnedFd>, Arc<SentAhead>)> {
+    ) -> Option<(Arc<OwnedFd>, Arc<SentPages>)> {
         let going = self.going.remove(&migration)?;
         Some((going.stream, going.sent?))
     }
@@ -107,7 +108,7 @@ impl PreCopies {
     pub(crate) fn take_store(
         &mut self,
         migration: MigrationId,
-    ) -> Result<Option<(Arc<OwnedFd>, Store)>, Failure> {
+    ) -> Result<Option<(Arc<OwnedFd>, ReceivedPages)>, Failure> {
         let Some(Coming { stream, store }) = self.coming.remove(&migration) else {
             return Ok(None);
         };
@@ -122,13 +123,13 @@ impl PreCopies {
         self.going
             .values()
             .filter(|going| going.tid == tid)
-            .for_each(|going| going.hurry.up());
+            .for_each(|going| going.hurry.request());
     }
 
     /// Nothing goes ahead of this task any more, and what has is of no use.
     pub(crate) fn end_going(&mut self, migration: MigrationId) {
         if let Some(going) = self.going.remove(&migration) {
-            going.hurry.up();
+            going.hurry.request();
             shut(&going.stream);
         }
     }
@@ -168,7 +169,7 @@ impl PreCopies {
     /// Everything ends; for the end of the tasker.
     pub(crate) fn end_all(&mut self) {
         for going in self.going.values() {
-            going.hurry.up();
+            going.hurry.request();
             shut(&going.stream);
         }
         self.coming.values().for_each(|coming| shut(&coming.stream));
@@ -201,15 +202,15 @@ impl Supervisor {
         let engine = self.moves.engine.clone().ok_or_else(|| self.broken())?;
         let processes = task.crowd().pids();
         let gib = resident_bytes(&processes) >> 30;
-        let hurry = Hurry::at(Instant::now() + ALLOWED_BASE + ALLOWED_PER_GIB * gib as u32);
+        let hurry = PreCopyStop::at(Instant::now() + ALLOWED_BASE + ALLOWED_PER_GIB * gib as u32);
         let hurry = if self.moves.pre_copies.always() {
             hurry
         } else {
-            hurry.where_faster_than(FAST)
+            hurry.or_above_rate(FAST)
         };
         // One that stands still changes nothing: what is not sent now is not sent any sooner later.
         if !task.hold.is_free() {
-            hurry.up();
+            hurry.request();
         }
         let stream = Arc::new(connect(way)?);
         let work = {
@@ -237,7 +238,7 @@ impl Supervisor {
     pub(crate) fn pre_copied(
         &mut self,
         migration: MigrationId,
-        result: Result<SentAhead, Failure>,
+        result: Result<SentPages, Failure>,
     ) {
         // It was ended meanwhile.
         let Some(going) = self.moves.pre_copies.going.get_mut(&migration) else {
@@ -297,13 +298,17 @@ impl Supervisor {
     }
 
     /// All memory that goes ahead has come, or will not. The source hears of it only when it is known here, because it goes on then.
-    pub(crate) fn pre_copy_came(&mut self, migration: MigrationId, result: Result<Store, Failure>) {
+    pub(crate) fn pre_copy_came(
+        &mut self,
+        migration: MigrationId,
+        result: Result<ReceivedPages, Failure>,
+    ) {
         let Some(coming) = self.moves.pre_copies.coming.get_mut(&migration) else {
             return result.map_or((), give_back);
         };
         let kept = result.and_then(|store| {
             let unheard = |e| Failure::Io(format!("the source does not listen: {e}"));
-            store.acknowledge(&coming.stream).map_err(unheard)?;
+            acknowledge_pre_copy(&store, &coming.stream).map_err(unheard)?;
             Ok(store)
         });
         match kept {
@@ -320,7 +325,7 @@ impl Supervisor {
 }
 
 /// That takes a moment for gigabytes, in which nobody would be told to stand still.
-fn give_back(store: Store) {
+fn give_back(store: ReceivedPages) {
     // Without a thread it is given back here.
     let _ = std::thread::Builder::new()
         .name("gives back".into())
@@ -361,7 +366,7 @@ mod tests {
         let mut all = PreCopies::from(None);
         assert!(all.take_store(ONE).expect("nothing was to come").is_none());
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
-        let (stream, store) = (Arc::new(OwnedFd::from(ours)), Some(Store::empty()));
+        let (stream, store) = (Arc::new(OwnedFd::from(ours)), Some(ReceivedPages::empty()));
         all.coming.insert(ONE, Coming { stream, store });
         assert!(all.lose_coming(ONE));
         assert!(matches!(all.take_store(ONE), Err(Failure::Images(_))));
@@ -375,7 +380,7 @@ mod tests {
     fn nothing_goes_ahead_of_a_task_that_has_ended() {
         let mut all = PreCopies::from(None);
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
-        let (tid, hurry) = (Tid::from_raw(0x40001), Hurry::at(Instant::now()));
+        let (tid, hurry) = (Tid::from_raw(0x40001), PreCopyStop::at(Instant::now()));
         all.going.insert(
             ONE,
             Going {

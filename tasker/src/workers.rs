@@ -6,8 +6,7 @@
 
 use crate::files::Made;
 use crate::verdict::For;
-use checkpoint::criu::{SentAhead, Store};
-use checkpoint::engine::{Cancel, Held, Missing, Serving};
+use checkpoint::engine::{Cancel, Held, Missing, ReceivedPages, SentPages, Serving};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
 use sempa_proto::tasker::DumpReport;
@@ -34,13 +33,13 @@ pub(crate) enum Outcome {
     PreCopied {
         migration: MigrationId,
         /// What has been sent to the target.
-        result: Result<SentAhead, Failure>,
+        result: Result<SentPages, Failure>,
     },
     /// Receiving pre-copied memory has ended, at the target.
     PreCopyCame {
         migration: MigrationId,
         /// The received memory.
-        result: Result<Store, Failure>,
+        result: Result<ReceivedPages, Failure>,
     },
     /// Serving the memory of a dumped task has ended.
     Served {

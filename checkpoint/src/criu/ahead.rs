@@ -16,11 +16,11 @@ mod patience;
 
 pub(super) use carry::{Carrying, start};
 
-use super::precopy::Store;
 use super::words::{
     ADD, CHANGED, CLOSE, CLOSE_ALL_THE_SAME, FLAGS_SHIFT, Form, GET, GET_CHANGED, Head, PARTING,
     PRESENT,
 };
+use crate::engine::ReceivedPages;
 use coming::Coming;
 use missing::{Missing, Process};
 use std::collections::{BTreeMap, VecDeque};
@@ -97,7 +97,7 @@ struct Ahead {
     now: Instant,
     processes: BTreeMap<u64, Process>,
     /// What came before the task was dumped.
-    store: Store,
+    store: ReceivedPages,
     /// Known from the first question.
     form: Option<Form>,
     /// What CRIU says passes as it is.
@@ -124,7 +124,7 @@ struct Ahead {
 }
 
 impl Ahead {
-    fn new(missing: Missing, store: Store, page: u64, now: Instant) -> Ahead {
+    fn new(missing: Missing, store: ReceivedPages, page: u64, now: Instant) -> Ahead {
         Ahead {
             page,
             now,
@@ -343,7 +343,7 @@ impl Ahead {
             return Ok(false);
         };
         self.store
-            .had(head.process, head.address, bytes as u64 / self.page);
+            .mark_delivered(head.process, head.address, bytes as u64 / self.page);
         if let From::ItsOwn(Some(bytes)) = done.from {
             self.put_by(bytes);
         }

@@ -5,19 +5,17 @@
 //! until all memory has come or the processes are dead.
 
 use super::ahead::{self, Carrying};
-use super::precopy::Store;
 use super::process::{Program, own};
-use crate::engine::{Arriving, Limits, Missing, Whole};
+use super::uffd_keeper::UffdKeeper;
+use crate::engine::{Arriving, Limits, Missing, ReceivedPages, Whole};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
-use nix::sys::stat::fstat;
 use sempa_proto::migration::Failure;
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -34,30 +32,13 @@ const BYTES_MAX: usize = 4;
 /// Until the one that fetches listens it is looked for this often.
 const LOOK_PAUSE: Duration = Duration::from_millis(1);
 
-/// Copies of the descriptors, whatever becomes of the thread through which they pass.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Kept(Arc<Mutex<Vec<OwnedFd>>>);
-
-impl Kept {
-    fn all(&self) -> MutexGuard<'_, Vec<OwnedFd>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// CRIU has closed the one with this inode: its process has all its memory, or is no more. Until this copy is closed as well
-    /// the process would wait for somebody to hear of what it does with it.
-    pub(super) fn drop_one(&self, inode: u64) {
-        self.all()
-            .retain(|fd| fstat(fd).is_ok_and(|of| of.st_ino != inode));
-    }
-}
-
 /// Memory on its way to here.
 pub(super) struct Arrival {
     program: Program,
     /// Passes descriptors on until the restore is over.
     passing: JoinHandle<()>,
     /// Those that have passed.
-    kept: Kept,
+    kept: UffdKeeper,
     /// Asks before it is asked.
     carrying: Carrying,
     whole: Whole,
@@ -69,7 +50,7 @@ impl Arrival {
         criu: &Path,
         dir: &Path,
         ask_on: OwnedFd,
-        store: Store,
+        store: ReceivedPages,
     ) -> Result<Arrival, Failure> {
         let io = |what: &str, e: io::Error| {
             Failure::Io(format!(
@@ -83,7 +64,7 @@ impl Arrival {
         // The path itself may be longer than that of a socket can be.
         let listener =
             UnixListener::bind(in_folder(&folder, Path::new(SOCKET))).map_err(|e| io(SOCKET, e))?;
-        let kept = Kept::default();
+        let kept = UffdKeeper::default();
         let (carrying, asks, whole) = ahead::start(dir, ask_on, store, kept.clone())?;
         let number = asks.stream().to_string();
         let (images, work) = (dir.as_os_str(), theirs.as_os_str());
@@ -153,7 +134,7 @@ impl Arriving for Arrival {
             (ended, _) => ended,
         };
         ended.map_err(|why| {
-            let kept = std::mem::take(&mut *self.kept.all());
+            let kept = self.kept.take();
             (carried.and(passed).err().unwrap_or(why), Missing(kept))
         })
     }
@@ -165,7 +146,7 @@ fn in_folder(folder: &File, name: &Path) -> PathBuf {
 }
 
 /// Lets the restore talk with the one that fetches, until either has ended, and keeps the descriptors that pass.
-fn pass_on(folder: &File, listener: &UnixListener, ended: &OwnedFd, kept: &Kept) {
+fn pass_on(folder: &File, listener: &UnixListener, ended: &OwnedFd, kept: &UffdKeeper) {
     let Some(fetches) = connect(folder, ended) else {
         return;
     };
@@ -199,7 +180,7 @@ fn connect(folder: &File, ended: &OwnedFd) -> Option<UnixStream> {
 }
 
 /// Passes on what there is, with its descriptors; false at the end of the stream.
-fn pass(from: &UnixStream, to: &UnixStream, kept: &Kept) -> io::Result<bool> {
+fn pass(from: &UnixStream, to: &UnixStream, kept: &UffdKeeper) -> io::Result<bool> {
     let mut bytes = [0; BYTES_MAX];
     let mut room = nix::cmsg_space!([RawFd; DESCRIPTORS_MAX]);
     let mut parts = [IoSliceMut::new(&mut bytes)];
@@ -227,7 +208,7 @@ fn pass(from: &UnixStream, to: &UnixStream, kept: &Kept) -> io::Result<bool> {
         &rights[..]
     };
     // First: what is closed here may be the last copy.
-    kept.all().extend(came);
+    kept.keep(came);
     sendmsg::<()>(
         to.as_raw_fd(),
         &[IoSlice::new(&bytes[..length])],

@@ -3,7 +3,8 @@
 //!
 //! Looked at are the files that nearly every task has. Pages have no form; their number is in the maps.
 
-use super::images::{Fields, INVENTORY, MAP, Pages, entries, first, page_size, wrong};
+use super::images::{Fields, INVENTORY, MAP, Pages, entries, first, wrong};
+use crate::engine::pages::page_size;
 use sempa_proto::migration::Failure;
 use std::collections::BTreeSet;
 use std::fs;

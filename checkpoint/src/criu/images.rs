@@ -3,7 +3,7 @@
 //! An image is its kind, four or eight bytes, and entries: a length of four bytes and a protobuf message of as many. What the
 //! fields mean is in `images/*.proto` of CRIU's sources.
 
-use nix::unistd::{SysconfVar, sysconf};
+use crate::engine::pages::page_size;
 use protobuf::well_known_types::empty::Empty;
 use protobuf::{Message, UnknownValueRef};
 use sempa_proto::migration::Failure;
@@ -208,13 +208,6 @@ fn varint(out: &mut Vec<u8>, mut number: u64) {
         number >>= 7;
     }
     out.push(number as u8);
-}
-
-pub(super) fn page_size() -> u64 {
-    let known = sysconf(SysconfVar::PAGE_SIZE).ok().flatten();
-    known
-        .and_then(|bytes| u64::try_from(bytes).ok())
-        .expect("the system has pages of some size")
 }
 
 pub(super) fn wrong(name: &str, what: &str) -> Failure {

@@ -22,17 +22,18 @@ mod ptrace;
 mod relay;
 mod rescue;
 mod serving;
+mod uffd_keeper;
 mod withheld;
 mod words;
 
 pub use notes::KernelNotes;
 pub use owner::belong_to;
 pub use pinned::Pinned;
-pub use precopy::{Hurry, SentAhead, Store};
-pub(crate) use serving::Order;
+pub use precopy::acknowledge as acknowledge_pre_copy;
 
 use crate::engine::{
-    Arriving, Checking, DumpJob, Dumping, Engine, Held, Limits, RestoreJob, Restoring, Serving,
+    Arriving, Checking, DumpJob, Dumping, Engine, Held, Limits, PreCopyStop, ReceivedPages,
+    RestoreJob, Restoring, SentPages, Serving,
 };
 use nix::fcntl::{FallocateFlags, fallocate};
 use process::{Program, Swrk, Word};
@@ -229,20 +230,20 @@ impl Engine for Criu {
         &self,
         processes: &[i32],
         stream: &OwnedFd,
-        hurry: &Hurry,
-    ) -> Result<SentAhead, Failure> {
-        precopy::send(processes, stream, hurry)
+        stop: &PreCopyStop,
+    ) -> Result<SentPages, Failure> {
+        precopy::send(processes, stream, stop)
     }
 
-    fn take_ahead(&self, stream: &OwnedFd, bytes_max: u64) -> Result<Store, Failure> {
-        precopy::take(stream, bytes_max)
+    fn take_ahead(&self, stream: &OwnedFd, bytes_max: u64) -> Result<ReceivedPages, Failure> {
+        precopy::receive(stream, bytes_max)
     }
 
     fn start_arrival(
         &self,
         dir: &Path,
         ask_on: OwnedFd,
-        ahead: Store,
+        ahead: ReceivedPages,
     ) -> Result<Box<dyn Arriving>, Failure> {
         Ok(Box::new(arrival::Arrival::start(
             &self.program,
@@ -286,7 +287,7 @@ struct Dump {
     /// The memory that is not written, and where it will be asked for.
     follows: Option<(Withheld, Arc<OwnedFd>)>,
     /// What the other host has of it already.
-    sent: Option<Arc<SentAhead>>,
+    sent: Option<Arc<SentPages>>,
 }
 
 impl Dump {

@@ -102,8 +102,8 @@ pub(super) fn present(
 
 #[cfg(test)]
 mod tests {
-    use super::super::images::page_size;
     use super::*;
+    use crate::engine::pages::page_size;
 
     #[test]
     fn pages_that_were_written_are_found_and_no_others() {

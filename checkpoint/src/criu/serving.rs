@@ -6,7 +6,6 @@
 //! that one is told to have it stay. When the last page was handed out, or nobody wants them any more, it is let go: it goes
 //! on standing still if it was not killed, and is gone if it was; likewise if we end, however that comes.
 
-use super::precopy::{BLOCK_PAGES, SentAhead};
 use super::process::{hurry_thread, wait_for};
 use super::ptrace::Attached;
 use super::withheld::Withheld;
@@ -14,8 +13,8 @@ use super::words::{
     ADD, CHANGED, CLOSE, CLOSE_ALL_THE_SAME, FLAGS_SHIFT, Form, GET, GET_CHANGED, Head, PRESENT,
     marks_bytes,
 };
-use crate::criu::images::page_size;
-use crate::engine::{Limits, Memory, Serving};
+use crate::engine::pages::{BLOCK_PAGES, page_size};
+use crate::engine::{Limits, SentPages, ServedMemory, Serving, TracerOrder};
 use nix::errno::Errno;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
@@ -37,18 +36,9 @@ const QUESTIONS_BYTES: usize = 4 << 10;
 /// Orders that wait for the tracer; each is waited for.
 const ORDERS_MAX: usize = 4;
 
-/// An order to the tracer.
-#[derive(Debug)]
-pub(crate) enum Order {
-    /// Processes that are killed from now on stay. The answer says that it is so.
-    Stay(SyncSender<()>),
-    /// Let go of them.
-    End,
-}
-
 /// The memory of a dumped task that waits to be asked for.
 pub(super) struct Serve {
-    memory: Memory,
+    memory: ServedMemory,
     tracer: Option<JoinHandle<()>>,
     handing: Option<JoinHandle<Result<(), Failure>>>,
     /// Readable when nothing is handed out any more.
@@ -64,7 +54,7 @@ impl Serve {
     pub(super) fn start(
         withheld: Withheld,
         asked_on: Arc<OwnedFd>,
-        sent: Option<Arc<SentAhead>>,
+        sent: Option<Arc<SentPages>>,
     ) -> Result<Serve, Failure> {
         let io = |what: &str, e: io::Error| {
             Failure::Engine(format!("its memory cannot be handed out: {what}: {e}"))
@@ -76,7 +66,7 @@ impl Serve {
             .name("keeper".into())
             .spawn(move || trace(&pids, &begun, &to_tracer))
             .map_err(|e| io("no thread", e))?;
-        let memory = Memory {
+        let memory = ServedMemory {
             asked_on: asked_on.clone(),
             orders,
         };
@@ -118,7 +108,7 @@ impl Serve {
         });
         if let Some(tracer) = self.tracer.take() {
             // It may have ended by itself: without the processes.
-            let _ = self.memory.orders.send(Order::End);
+            let _ = self.memory.orders.send(TracerOrder::Detach);
             tracer.join().expect("the tracer does not panic");
         }
         handed
@@ -126,7 +116,7 @@ impl Serve {
 }
 
 impl Serving for Serve {
-    fn memory(&self) -> Memory {
+    fn memory(&self) -> ServedMemory {
         self.memory.clone()
     }
 
@@ -145,7 +135,7 @@ impl Drop for Serve {
 }
 
 /// Holds these processes until it is told to let go. `begun` hears whether that can be done.
-fn trace(pids: &[i32], begun: &SyncSender<io::Result<()>>, orders: &Receiver<Order>) {
+fn trace(pids: &[i32], begun: &SyncSender<io::Result<()>>, orders: &Receiver<TracerOrder>) {
     let attached: io::Result<Vec<Attached>> = pids.iter().map(|pid| Attached::to(*pid)).collect();
     let attached = match attached {
         Ok(attached) => attached,
@@ -154,7 +144,7 @@ fn trace(pids: &[i32], begun: &SyncSender<io::Result<()>>, orders: &Receiver<Ord
     if begun.send(Ok(())).is_err() {
         return;
     }
-    while let Ok(Order::Stay(answer)) = orders.recv() {
+    while let Ok(TracerOrder::KeepKilled(answer)) = orders.recv() {
         // One that has ended meanwhile has nothing to keep, which whoever asks for it learns.
         attached
             .iter()
@@ -167,7 +157,7 @@ fn trace(pids: &[i32], begun: &SyncSender<io::Result<()>>, orders: &Receiver<Ord
 fn hand_out(
     mut stream: &UnixStream,
     withheld: &Withheld,
-    sent: Option<&SentAhead>,
+    sent: Option<&SentPages>,
 ) -> Result<(), Failure> {
     let failed =
         |what: &str| Failure::Engine(format!("its memory is not handed out any more: {what}"));
@@ -263,7 +253,7 @@ fn answer(
 /// Answers one question with what is not any more what was sent ahead.
 fn answer_changed(
     mut stream: &UnixStream,
-    (withheld, sent): (&Withheld, &SentAhead),
+    (withheld, sent): (&Withheld, &SentPages),
     form: Form,
     asked: &Head,
     room: &mut Vec<u8>,
@@ -350,10 +340,9 @@ fn read_readable(pid: i32, address: u64, into: &mut [u8]) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::precopy::{Hurry, send, take};
-    use super::super::withheld::Withheld;
+    use super::super::precopy::{acknowledge, receive, send};
     use super::*;
-    use crate::engine::Cancel;
+    use crate::engine::{Cancel, PreCopyStop};
     use nix::sys::signal::{Signal, kill};
     use std::process::{Child, Command, Stdio};
     use std::time::{Duration, Instant};
@@ -470,13 +459,13 @@ mod tests {
             let taking = scope.spawn({
                 let stream = OwnedFd::from(stream.try_clone().expect("a descriptor"));
                 move || {
-                    take(&stream, u64::MAX).inspect(|store| {
-                        store.acknowledge(&stream).expect("it listens");
+                    receive(&stream, u64::MAX).inspect(|store| {
+                        acknowledge(store, &stream).expect("it listens");
                     })
                 }
             });
-            let sent =
-                send(&[pid], &target, &Hurry::at(Instant::now() + SOON)).expect("it is taken");
+            let sent = send(&[pid], &target, &PreCopyStop::at(Instant::now() + SOON))
+                .expect("it is taken");
             taking.join().expect("no panic").expect("all comes");
             sent
         });

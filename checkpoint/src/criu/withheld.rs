@@ -6,8 +6,9 @@
 //! looks for pages, and behind the dump it is noted in the images that it is to be asked for. From where, is
 //! [`super::serving`]'s affair.
 
-use super::images::{note_missing, page_size, pages_of};
+use super::images::{note_missing, pages_of};
 use super::pagemap::{Wanted, present};
+use crate::engine::pages::page_size;
 use crate::status::Status;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use sempa_proto::migration::Failure;

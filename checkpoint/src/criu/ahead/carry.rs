@@ -1,11 +1,11 @@
 //! The thread that stands between CRIU and the other host.
 
-use super::super::arrival::Kept;
-use super::super::images::page_size;
 use super::super::process::hurry_thread;
+use super::super::uffd_keeper::UffdKeeper;
 use super::patience::{Asking, Closed};
-use super::{Ahead, Missing, Store, write_from};
-use crate::engine::Whole;
+use super::{Ahead, Missing, write_from};
+use crate::engine::pages::page_size;
+use crate::engine::{ReceivedPages, Whole};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use sempa_proto::migration::Failure;
 use std::io::{self, Read, Write};
@@ -32,8 +32,8 @@ pub(in super::super) type Carrying = JoinHandle<Result<bool, Failure>>;
 pub(in super::super) fn start(
     dir: &Path,
     other: OwnedFd,
-    store: Store,
-    copies: Kept,
+    store: ReceivedPages,
+    copies: UffdKeeper,
 ) -> Result<(Carrying, Asking, Whole), Failure> {
     let io = |e: io::Error| Failure::Io(format!("cannot fetch memory ahead: {e}"));
     let (ours, stream) = UnixStream::pair().map_err(io)?;
@@ -68,7 +68,7 @@ fn carry(
     mut ahead: Ahead,
     mut engine: UnixStream,
     mut other: &UnixStream,
-    (closed, copies): (Closed, Kept),
+    (closed, copies): (Closed, UffdKeeper),
     whole: &Whole,
 ) -> Result<bool, String> {
     let mut questions = [0; QUESTIONS_BYTES];
@@ -77,7 +77,7 @@ fn carry(
         let [asks, answers] = ready(&mut ahead, &engine, other, closes.as_ref());
         ahead.tell_time(Instant::now());
         match closes.as_ref().map(Closed::inodes) {
-            Some(Some(inodes)) => inodes.into_iter().for_each(|inode| copies.drop_one(inode)),
+            Some(Some(inodes)) => inodes.into_iter().for_each(|inode| copies.close(inode)),
             Some(None) => closes = None,
             None => {}
         }

@@ -1,6 +1,7 @@
 //! Which memory is missing, and how far CRIU has come in asking for it.
 
-use super::super::images::{MAP, Pages, entries, page_size};
+use super::super::images::{MAP, Pages, entries};
+use crate::engine::pages::page_size;
 use sempa_proto::migration::Failure;
 use std::collections::BTreeMap;
 use std::path::Path;

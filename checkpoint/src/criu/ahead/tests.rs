@@ -1,7 +1,7 @@
 //! CRIU and the other host as they are known to behave, with what stands between them.
 
-use super::super::precopy::BLOCK_PAGES;
 use super::*;
+use crate::engine::pages::BLOCK_PAGES;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
@@ -35,8 +35,8 @@ fn before(process: u64, address: u64) -> Before {
 }
 
 /// What came before of this memory.
-fn store(missing: &BTreeMap<u64, BTreeMap<u64, u64>>) -> Store {
-    let mut store = Store::new(PAGE);
+fn store(missing: &BTreeMap<u64, BTreeMap<u64, u64>>) -> ReceivedPages {
+    let mut store = ReceivedPages::with_page_size(PAGE);
     let stretches = missing
         .iter()
         .flat_map(|(process, stretches)| stretches.iter().map(|stretch| (*process, stretch)));
@@ -54,7 +54,9 @@ fn store(missing: &BTreeMap<u64, BTreeMap<u64, u64>>) -> Store {
             },
         );
         if before(process, address) != Before::Nothing {
-            store.put(process, address, &was).expect("there is memory");
+            store
+                .insert(process, address, &was)
+                .expect("there is memory");
         }
     }
     store
@@ -267,12 +269,17 @@ struct Pair {
 
 impl Pair {
     fn new(missing: &BTreeMap<u64, BTreeMap<u64, u64>>, form: Form, pages_max: u64) -> Pair {
-        Pair::with(missing, Store::new(PAGE), form, pages_max)
+        Pair::with(
+            missing,
+            ReceivedPages::with_page_size(PAGE),
+            form,
+            pages_max,
+        )
     }
 
     fn with(
         missing: &BTreeMap<u64, BTreeMap<u64, u64>>,
-        store: Store,
+        store: ReceivedPages,
         form: Form,
         pages_max: u64,
     ) -> Pair {
@@ -405,7 +412,7 @@ proptest! {
     ) {
         let missing = (1..).zip(lengths.iter().map(|lengths| stretches(lengths, 7 * PAGE))).collect();
         let form = if long { Form::Long } else { Form::Short };
-        let store = if came_before { store(&missing) } else { Store::new(PAGE) };
+        let store = if came_before { store(&missing) } else { ReceivedPages::with_page_size(PAGE) };
         let mut pair = Pair::with(&missing, store, form, pages_max);
         pair.room = room;
         for step in steps {
@@ -496,7 +503,12 @@ fn what_is_not_understood_passes_as_it_is() {
         }),
     ] {
         let missing = BTreeMap::from([(1, stretches(&[(0, 40)], 64))]);
-        let mut ahead = Ahead::new(Missing(missing), Store::new(PAGE), PAGE, Instant::now());
+        let mut ahead = Ahead::new(
+            Missing(missing),
+            ReceivedPages::with_page_size(PAGE),
+            PAGE,
+            Instant::now(),
+        );
         for _ in 0..2 {
             ahead.engine_says(words);
             assert_eq!(std::mem::take(ahead.questions()), words);
@@ -542,7 +554,7 @@ fn an_answer_to_something_that_was_not_asked_is_an_error() {
     ] {
         let mut ahead = Ahead::new(
             Missing(missing.clone()),
-            Store::new(PAGE),
+            ReceivedPages::with_page_size(PAGE),
             PAGE,
             Instant::now(),
         );
@@ -599,7 +611,7 @@ fn an_answer_of_changed_pages_that_does_not_fit_is_an_error() {
         command: CHANGED,
         ..asked
     };
-    let ask = |store: Store, answer: Head| {
+    let ask = |store: ReceivedPages, answer: Head| {
         let mut ahead = Ahead::new(Missing(missing.clone()), store, PAGE, Instant::now());
         ahead.engine_says(&Form::Long.write(&asked));
         let first = Form::Long.read(ahead.questions());
@@ -630,5 +642,5 @@ fn an_answer_of_changed_pages_that_does_not_fit_is_an_error() {
     ] {
         ask(store(&missing), wrong).expect_err("it was not asked that");
     }
-    ask(Store::new(PAGE), whole).expect_err("nothing came before");
+    ask(ReceivedPages::with_page_size(PAGE), whole).expect_err("nothing came before");
 }

@@ -1,25 +1,20 @@
 //! At the source: reads a task's memory while it runs, and sends it ahead.
 
-use super::super::images::page_size;
 use super::super::pagemap::Wanted;
 use super::super::process::{come_late, hurry_thread};
 use super::super::withheld;
 use super::super::words::{AHEAD, ALL_AHEAD, Form, Head};
-use super::{BLOCK_PAGES, place};
+use crate::engine::pages::{BLOCK_PAGES, page_size};
+use crate::engine::{PreCopyStop, SentPages};
 use sempa_proto::migration::Failure;
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Bytes of a page's hash. Two pages whose first bytes of BLAKE3 are the same are taken for the same.
-const HASH_BYTES: usize = 16;
 /// Times that all memory is gone through: what was written meanwhile is sent again each time.
 const ROUNDS_MAX: u32 = 4;
 /// So few pages may be left for later.
@@ -32,119 +27,6 @@ const SILENCE_MAX: Duration = Duration::from_secs(60);
 const BUFFERED_BYTES: u64 = 16 << 20;
 /// It is seen by so many after them, again and again.
 const JUDGED_BYTES: u64 = 32 << 20;
-
-type Hash = [u8; HASH_BYTES];
-
-/// Has the memory that is going ahead stop where it is: the task is to leave now, or to stand still.
-#[derive(Clone, Debug)]
-pub struct Hurry {
-    is_up: Arc<AtomicBool>,
-    at: Instant,
-    fast: Option<u64>,
-}
-
-impl Hurry {
-    /// From this moment on, unless it is before.
-    pub fn at(at: Instant) -> Hurry {
-        Hurry {
-            is_up: Arc::default(),
-            at,
-            fast: None,
-        }
-    }
-
-    /// Also on a way on which memory passes faster than so many bytes per second.
-    #[must_use]
-    pub fn where_faster_than(self, bytes_per_second: u64) -> Hurry {
-        Hurry {
-            fast: Some(bytes_per_second),
-            ..self
-        }
-    }
-
-    /// From now on, for good.
-    pub fn up(&self) {
-        self.is_up.store(true, Ordering::Relaxed);
-    }
-
-    fn is_up(&self) -> bool {
-        self.is_up.load(Ordering::Relaxed) || Instant::now() >= self.at
-    }
-}
-
-/// The hashes of pages that follow each other and begin where such a block begins.
-#[derive(Debug)]
-struct Block {
-    sent: u128,
-    hashes: Box<[Hash]>,
-}
-
-/// What the target has of a task's memory.
-#[derive(Debug, Default)]
-pub struct SentAhead {
-    page: u64,
-    /// By process and block.
-    blocks: BTreeMap<(u64, u64), Block>,
-    /// Different ones.
-    pages: u64,
-    /// All that were sent.
-    bytes: u64,
-}
-
-impl SentAhead {
-    fn new(page: u64) -> SentAhead {
-        SentAhead {
-            page,
-            ..SentAhead::default()
-        }
-    }
-
-    /// Bytes that were sent, those of pages that were sent again among them.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// True if the target has this page as it is now.
-    pub(in super::super) fn has(&self, process: u64, address: u64, content: &[u8]) -> bool {
-        let (block, number) = place(address, self.page);
-        let block = self.blocks.get(&(process, block));
-        block.is_some_and(|block| {
-            block.sent & (1 << number) != 0 && block.hashes[number] == hash(content)
-        })
-    }
-
-    /// True if this page has to be sent now; then it counts as sent. No more than so many different ones are.
-    fn is_new(&mut self, process: u64, address: u64, content: &[u8], pages_max: u64) -> bool {
-        let (number_of_block, number) = place(address, self.page);
-        let key = (process, number_of_block);
-        let was_sent = self
-            .blocks
-            .get(&key)
-            .is_some_and(|block| block.sent & (1 << number) != 0);
-        if !was_sent && self.pages >= pages_max {
-            return false;
-        }
-        let block = self.blocks.entry(key).or_insert_with(|| Block {
-            sent: 0,
-            hashes: vec![Hash::default(); BLOCK_PAGES as usize].into(),
-        });
-        let hash = hash(content);
-        if was_sent && block.hashes[number] == hash {
-            return false;
-        }
-        (block.sent, block.hashes[number]) = (block.sent | 1 << number, hash);
-        self.pages += u64::from(!was_sent);
-        self.bytes += content.len() as u64;
-        true
-    }
-}
-
-fn hash(content: &[u8]) -> Hash {
-    *blake3::hash(content)
-        .as_bytes()
-        .first_chunk()
-        .expect("it has more bytes")
-}
 
 /// A process of the task.
 struct Subject {
@@ -183,8 +65,8 @@ impl Subject {
 pub(in super::super) fn send(
     processes: &[i32],
     stream: &OwnedFd,
-    hurry: &Hurry,
-) -> Result<SentAhead, Failure> {
+    stop: &PreCopyStop,
+) -> Result<SentPages, Failure> {
     come_late();
     let failed = |e: io::Error| Failure::Io(format!("its memory cannot go ahead: {e}"));
     let mut stream = UnixStream::from(stream.try_clone().map_err(failed)?);
@@ -197,11 +79,11 @@ pub(in super::super) fn send(
         .iter()
         .filter_map(|pid| Subject::of(*pid))
         .collect();
-    let (sent, pace) = (SentAhead::new(page_size()), Pace::new(Instant::now()));
+    let (sent, pace) = (SentPages::new(page_size()), Pace::new(Instant::now()));
     let mut sender = Sender {
         sent,
         stream: &stream,
-        hurry,
+        stop,
         room: Vec::new(),
         pages_max,
         pace,
@@ -212,7 +94,7 @@ pub(in super::super) fn send(
     hurry_thread();
     let end = Head {
         command: ALL_AHEAD,
-        pages: sent.pages,
+        pages: sent.pages(),
         address: 0,
         process: 0,
     };
@@ -284,9 +166,9 @@ impl Pace {
 }
 
 struct Sender<'a> {
-    sent: SentAhead,
+    sent: SentPages,
     stream: &'a UnixStream,
-    hurry: &'a Hurry,
+    stop: &'a PreCopyStop,
     room: Vec<u8>,
     pages_max: u64,
     pace: Pace,
@@ -296,17 +178,17 @@ impl Sender<'_> {
     fn rounds(&mut self, subjects: &[Subject]) -> io::Result<()> {
         let mut before = u64::MAX;
         for _ in 0..ROUNDS_MAX {
-            let begun = self.sent.bytes;
+            let begun = self.sent.bytes();
             for subject in subjects {
-                if !self.hurry.is_up() {
+                if !self.stop.is_due() {
                     subject
                         .pages()
                         .into_iter()
                         .try_for_each(|stretch| self.stretch(subject, stretch))?;
                 }
             }
-            let pages = (self.sent.bytes - begun) / self.sent.page;
-            if self.hurry.is_up() || pages <= ENOUGH_PAGES || pages > before / WORTH_WHILE {
+            let pages = (self.sent.bytes() - begun) / self.sent.page_size();
+            if self.stop.is_due() || pages <= ENOUGH_PAGES || pages > before / WORTH_WHILE {
                 break;
             }
             before = pages;
@@ -315,10 +197,10 @@ impl Sender<'_> {
     }
 
     fn stretch(&mut self, subject: &Subject, (start, end): (u64, u64)) -> io::Result<()> {
-        let page = self.sent.page;
+        let page = self.sent.page_size();
         let block_bytes = BLOCK_PAGES * page;
         let mut at = start;
-        while at < end && !self.hurry.is_up() {
+        while at < end && !self.stop.is_due() {
             let until = end.min((at / block_bytes + 1) * block_bytes);
             self.room.resize((until - at) as usize, 0);
             // What it has given back meanwhile is passed over.
@@ -331,12 +213,12 @@ impl Sender<'_> {
 
     /// Sends what is new of so many pages that were read, all of one block.
     fn block(&mut self, process: u64, address: u64, pages: usize) -> io::Result<()> {
-        let page = self.sent.page as usize;
+        let page = self.sent.page_size() as usize;
         let mut run: Range<usize> = 0..0;
         for number in 0..=pages {
             let content = (number < pages).then(|| &self.room[number * page..(number + 1) * page]);
             let at = address + (number * page) as u64;
-            if content.is_some_and(|content| self.sent.is_new(process, at, content, self.pages_max))
+            if content.is_some_and(|content| self.sent.record(process, at, content, self.pages_max))
             {
                 run = if run.is_empty() {
                     number..number + 1
@@ -356,11 +238,8 @@ impl Sender<'_> {
                 self.stream
                     .write_all(&self.room[run.start * page..run.end * page])?;
                 let rate = self.pace.passed((run.len() * page) as u64, Instant::now());
-                if rate
-                    .zip(self.hurry.fast)
-                    .is_some_and(|(rate, fast)| rate > fast)
-                {
-                    self.hurry.up();
+                if let Some(rate) = rate {
+                    self.stop.observe_rate(rate);
                 }
                 run = 0..0;
             }
@@ -371,7 +250,7 @@ impl Sender<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::store;
+    use super::super::{acknowledge, receive};
     use super::*;
     use std::sync::mpsc::channel;
 
@@ -385,16 +264,8 @@ mod tests {
         (memory, first)
     }
 
-    fn later() -> Hurry {
-        Hurry::at(Instant::now() + Duration::from_secs(600))
-    }
-
-    #[test]
-    fn who_has_no_time_left_is_in_a_hurry() {
-        let hurry = later();
-        assert!(!hurry.is_up() && Hurry::at(Instant::now()).is_up());
-        hurry.clone().up();
-        assert!(hurry.is_up());
+    fn later() -> PreCopyStop {
+        PreCopyStop::at(Instant::now() + Duration::from_secs(600))
     }
 
     #[test]
@@ -407,15 +278,15 @@ mod tests {
         let number = withheld::number(pid).expect("it is there");
         let (tell, told) = channel();
         let taking = std::thread::spawn(move || {
-            let store = store::take(&theirs, u64::MAX).expect("all comes");
-            store.acknowledge(&theirs).expect("it listens");
+            let store = receive(&theirs, u64::MAX).expect("all comes");
+            acknowledge(&store, &theirs).expect("it listens");
             told.recv().expect("it is told");
             store
         });
         let sent = send(&[pid], &ours, &later()).expect("it is taken");
         tell.send(()).expect("it waits");
         let store = taking.join().expect("no panic");
-        assert_eq!(store.bytes(), sent.pages * page);
+        assert_eq!(store.bytes(), sent.pages() * page);
         let begin = (first - memory.as_ptr() as u64) as usize;
         let content = |memory: &[u8], at: usize| {
             memory[begin + at * page as usize..][..page as usize].to_vec()
@@ -444,12 +315,12 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
         let (ours, theirs) = (OwnedFd::from(ours), OwnedFd::from(theirs));
         let taking = std::thread::spawn(move || {
-            let store = store::take(&theirs, 0).expect("nothing comes");
-            store.acknowledge(&theirs).map(|()| store.bytes())
+            let store = receive(&theirs, 0).expect("nothing comes");
+            acknowledge(&store, &theirs).map(|()| store.bytes())
         });
-        let hurry = later();
-        hurry.up();
-        let sent = send(&[std::process::id() as i32], &ours, &hurry).expect("it is taken");
+        let stop = later();
+        stop.request();
+        let sent = send(&[std::process::id() as i32], &ours, &stop).expect("it is taken");
         assert_eq!(
             (
                 sent.bytes(),
@@ -488,13 +359,13 @@ mod tests {
             let (ours, theirs) = (OwnedFd::from(ours), OwnedFd::from(theirs));
             let (memory, _) = own(200 << 20 >> 12);
             let taking = std::thread::spawn(move || {
-                let store = store::take(&theirs, u64::MAX).expect("all comes");
-                store.acknowledge(&theirs).expect("it listens");
+                let store = receive(&theirs, u64::MAX).expect("all comes");
+                acknowledge(&store, &theirs).expect("it listens");
             });
             let sent = send(
                 &[std::process::id() as i32],
                 &ours,
-                &later().where_faster_than(fast),
+                &later().or_above_rate(fast),
             )
             .expect("it is taken");
             taking.join().expect("no panic");
@@ -513,16 +384,5 @@ mod tests {
         drop(theirs);
         let sent = send(&[std::process::id() as i32], &ours.into(), &later());
         assert!(matches!(sent, Err(Failure::Io(why)) if why.contains("go ahead")));
-    }
-
-    #[test]
-    fn no_more_pages_are_sent_than_there_were_and_none_twice() {
-        let mut sent = SentAhead::new(4);
-        let is_new: Vec<bool> = [(0, 1), (4, 1), (0, 1), (0, 2), (8, 1)]
-            .map(|(at, byte)| sent.is_new(1, at, &[byte; 4], 2))
-            .to_vec();
-        assert_eq!(is_new, [true, true, false, true, false]);
-        assert_eq!((sent.pages, sent.bytes()), (2, 12));
-        assert!(sent.has(1, 0, &[2; 4]) && !sent.has(1, 0, &[1; 4]) && !sent.has(1, 8, &[1; 4]));
     }
 }

@@ -9,19 +9,26 @@
 //! [`Serving`], which has it, and beside the restore there is an [`Arriving`], which asks for it. Of such a task memory may go
 //! ahead while it still runs at the source (pre-copy): [`Engine::send_ahead`] there and [`Engine::take_ahead`] at the other end.
 
-use crate::criu::{Hurry, Order, SentAhead, Store};
+pub(crate) mod pages;
+mod received_pages;
+mod sent_pages;
+mod served_memory;
+
+pub use received_pages::ReceivedPages;
+pub use sent_pages::{PreCopyStop, SentPages};
+pub use served_memory::ServedMemory;
+pub(crate) use served_memory::TracerOrder;
+
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use nix::sys::socket::{Shutdown, shutdown};
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::DumpReport;
 use std::io;
 use std::net;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
 /// Ends a running engine call from another thread. All clones are one handle; firing is for good.
@@ -78,7 +85,7 @@ pub struct DumpJob {
     /// A connected stream on which the other host will ask for memory; `None`: all of it goes into the directory.
     pub asked_on: Option<OwnedFd>,
     /// What was sent ahead on that stream.
-    pub sent: Option<Arc<SentAhead>>,
+    pub sent: Option<Arc<SentPages>>,
 }
 
 /// What a task's images refer to outside themselves, as it was where they were written.
@@ -143,15 +150,15 @@ pub trait Engine: Send + Sync {
         &self,
         processes: &[i32],
         stream: &OwnedFd,
-        hurry: &Hurry,
-    ) -> Result<SentAhead, Failure>;
+        stop: &PreCopyStop,
+    ) -> Result<SentPages, Failure>;
 
-    /// Takes memory that comes ahead on a connected stream: no more than so many bytes. [`Store::acknowledge`] answers. Blocks until
+    /// Takes memory that comes ahead on a connected stream: no more than so many bytes. The caller must answer when all has come. Blocks until
     /// all is here; shutting the stream down ends it.
     ///
     /// # Errors
     /// It did not come, or something else.
-    fn take_ahead(&self, stream: &OwnedFd, bytes_max: u64) -> Result<Store, Failure>;
+    fn take_ahead(&self, stream: &OwnedFd, bytes_max: u64) -> Result<ReceivedPages, Failure>;
 
     /// Starts what asks for the memory of the task whose images are in this directory, on a connected stream, on which this has come
     /// ahead. To be called before the restore is started.
@@ -162,7 +169,7 @@ pub trait Engine: Send + Sync {
         &self,
         dir: &Path,
         ask_on: OwnedFd,
-        ahead: Store,
+        ahead: ReceivedPages,
     ) -> Result<Box<dyn Arriving>, Failure>;
 }
 
@@ -197,7 +204,7 @@ pub trait Dumping: Send {
 /// The memory of a dumped task, on the host that it leaves. The task is still there, and stopped.
 pub trait Serving: Send {
     /// For other threads.
-    fn memory(&self) -> Memory;
+    fn memory(&self) -> ServedMemory;
 
     /// Hands out what is asked for until the other end closes its stream. When this returns the task stands still as before, or
     /// is gone if it was killed.
@@ -205,31 +212,6 @@ pub trait Serving: Send {
     /// # Errors
     /// It could not be handed out. Only the other end knows whether it has got everything.
     fn finish(self: Box<Self>, limits: &Limits) -> Result<(), Failure>;
-}
-
-/// What other threads can do with the memory of a dumped task.
-#[derive(Clone, Debug)]
-pub struct Memory {
-    pub(crate) asked_on: Arc<OwnedFd>,
-    pub(crate) orders: SyncSender<Order>,
-}
-
-impl Memory {
-    /// Nobody gets any more of it: the task is let go, and stands still as it did.
-    pub fn withhold(&self) {
-        // It may have ended already.
-        let _ = shutdown(self.asked_on.as_raw_fd(), Shutdown::Both);
-    }
-
-    /// The task is about to be killed, and its memory outlives it: none of its processes does anything any more then, but they are
-    /// gone only when nobody wants more of it.
-    pub fn outlive(&self) {
-        let (answer, answered) = sync_channel(1);
-        if self.orders.send(Order::Stay(answer)).is_ok() {
-            // An error: it has just been let go.
-            let _ = answered.recv();
-        }
-    }
 }
 
 /// The memory of a restored task, on its way.

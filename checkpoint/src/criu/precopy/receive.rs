@@ -1,0 +1,131 @@
+//! At the target: what has come ahead.
+
+use super::super::words::{AHEAD, ALL_AHEAD, Form, Head};
+use crate::engine::ReceivedPages;
+use crate::engine::pages::BLOCK_PAGES;
+use sempa_proto::migration::Failure;
+use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+
+/// Says a number of pages to the source.
+fn say(stream: &mut UnixStream, pages: u64) -> io::Result<()> {
+    stream.write_all(&Form::Long.write(&Head {
+        command: ALL_AHEAD,
+        pages,
+        address: 0,
+        process: 0,
+    }))
+}
+
+/// Tells the source that all pages which it has sent ahead on this stream are here.
+///
+/// # Errors
+/// The source does not read from the stream any more.
+pub fn acknowledge(received: &ReceivedPages, stream: &OwnedFd) -> io::Result<()> {
+    say(&mut UnixStream::from(stream.try_clone()?), received.pages())
+}
+
+/// Takes what comes ahead on this stream until all of it is here: no more than this, which the source is told.
+///
+/// # Errors
+/// The stream ended before, something else came than pages, or more of them, or there is no memory for them.
+pub(in super::super) fn receive(
+    stream: &OwnedFd,
+    bytes_max: u64,
+) -> Result<ReceivedPages, Failure> {
+    let failed =
+        |what: String| Failure::Images(format!("memory that is to go ahead does not come: {what}"));
+    let mut stream = UnixStream::from(stream.try_clone().map_err(|e| failed(e.to_string()))?);
+    let mut store = ReceivedPages::empty();
+    let mut content = vec![0; (BLOCK_PAGES * store.page_size()) as usize];
+    say(&mut stream, bytes_max / store.page_size()).map_err(|e| failed(e.to_string()))?;
+    loop {
+        let mut head = [0; Form::Long.bytes()];
+        stream
+            .read_exact(&mut head)
+            .map_err(|e| failed(e.to_string()))?;
+        let Head {
+            command,
+            pages,
+            address,
+            process,
+        } = Form::Long.read(&head);
+        match command {
+            ALL_AHEAD => return Ok(store),
+            AHEAD => {
+                let length = store.bytes_within_block(address, pages);
+                let length =
+                    length.ok_or_else(|| failed(format!("{pages} pages at {address:#x}")))?;
+                stream
+                    .read_exact(&mut content[..length])
+                    .map_err(|e| failed(e.to_string()))?;
+                store
+                    .insert(process, address, &content[..length])
+                    .map_err(|e| failed(e.to_string()))?;
+            }
+            other => return Err(failed(format!("the source says {other:#x}"))),
+        }
+        if store.bytes() > bytes_max {
+            return Err(failed(format!(
+                "there is more of it than {bytes_max} bytes, which it was told"
+            )));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::pages::page_size;
+
+    #[test]
+    fn whoever_sends_something_else_or_too_much_is_told_from_who_sends_pages() {
+        let page = page_size();
+        let say = |words: &[(u32, u64, u64)], bytes_max| {
+            let (mut theirs, ours) = UnixStream::pair().expect("descriptors");
+            for (command, pages, address) in words {
+                let head = Head {
+                    command: *command,
+                    pages: *pages,
+                    address: *address,
+                    process: 7,
+                };
+                theirs
+                    .write_all(&Form::Long.write(&head))
+                    .expect("there is room");
+                theirs
+                    .write_all(&vec![
+                        5;
+                        if *command == AHEAD {
+                            (pages.min(&2) * page) as usize
+                        } else {
+                            0
+                        }
+                    ])
+                    .expect("room");
+            }
+            theirs
+                .shutdown(std::net::Shutdown::Write)
+                .expect("it is open");
+            receive(&ours.into(), bytes_max).map(|store| store.bytes())
+        };
+        let good = [(AHEAD, 2, 0), (AHEAD, 1, page), (ALL_AHEAD, 0, 0)];
+        assert_eq!(say(&good, 2 * page), Ok(2 * page));
+        assert!(
+            matches!(say(&good, page), Err(Failure::Images(why)) if why.contains("more of it"))
+        );
+        for bad in [
+            &good[..2],
+            &[(AHEAD, 1, 5)],
+            &[(AHEAD, 1 << 60, 0)],
+            &[(7, 1, 0)],
+            &[],
+        ] {
+            assert!(
+                matches!(say(bad, 9 * page), Err(Failure::Images(_))),
+                "{bad:?}"
+            );
+        }
+    }
+}

@@ -1,0 +1,36 @@
+//! Copies of a restored task's userfaultfd descriptors.
+//!
+//! When the last descriptor of a userfaultfd is closed the kernel resolves all missing pages with
+//! zeros. The copies keep the userfaultfds open while the thread through which the descriptors pass
+//! may end, or CRIU may be killed.
+
+use nix::sys::stat::fstat;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The copies. All clones share them.
+#[derive(Clone, Debug, Default)]
+pub(super) struct UffdKeeper(Arc<Mutex<Vec<OwnedFd>>>);
+
+impl UffdKeeper {
+    fn with<T>(&self, change: impl FnOnce(&mut Vec<OwnedFd>) -> T) -> T {
+        change(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Keeps further copies.
+    pub(super) fn keep(&self, copies: Vec<OwnedFd>) {
+        self.with(|kept| kept.extend(copies));
+    }
+
+    /// Closes the copy with this inode, because CRIU has closed its descriptor: its process has all
+    /// memory, or is dead. While a copy is open the process would block at its next event, which
+    /// nobody reads.
+    pub(super) fn close(&self, inode: u64) {
+        self.with(|kept| kept.retain(|fd| fstat(fd).is_ok_and(|of| of.st_ino != inode)));
+    }
+
+    /// Removes and returns all copies.
+    pub(super) fn take(&self) -> Vec<OwnedFd> {
+        self.with(std::mem::take)
+    }
+}
