@@ -1,7 +1,9 @@
-//! What an open descriptor means for a move. Pure: the caller has read /proc/PID/fd and fdinfo.
+//! What an open descriptor means for a migration. [`descriptor`] reads /proc/PID/fd and fdinfo; [`judge`] is pure.
 
 use super::maps::{SHARED_MEMORY_FOLDER, posix_memory};
 use sempa_proto::task;
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 /// The mark of a connection of the task's library, as fdinfo prints it.
@@ -33,7 +35,7 @@ const CARRIED_ANON: [&str; 7] = [
 
 /// What kind of file it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+enum Kind {
     /// An ordinary file of this many bytes.
     Regular(u64),
     /// A directory.
@@ -53,17 +55,17 @@ pub(super) enum Kind {
 
 /// An open descriptor.
 #[derive(Clone, Debug)]
-pub(super) struct Descriptor<'a> {
+struct Descriptor<'a> {
     /// Where /proc/PID/fd/N leads.
-    pub(super) link: &'a Path,
+    link: &'a Path,
     /// Text of /proc/PID/fdinfo/N.
-    pub(super) info: &'a str,
+    info: &'a str,
     /// What it is.
-    pub(super) kind: Kind,
+    kind: Kind,
     /// Number of names that the file has.
-    pub(super) names: u64,
+    names: u64,
     /// Type of its file system.
-    pub(super) magic: i64,
+    magic: i64,
 }
 
 /// What it means.
@@ -93,8 +95,46 @@ pub(super) enum Meaning {
     Lost(String),
 }
 
+/// Reads one descriptor of a process from its entry `path` in /proc/PID/fd and judges it.
+///
+/// # Errors
+/// The descriptor was closed meanwhile.
+pub(super) fn descriptor(pid: i32, path: &Path, number: &str) -> io::Result<Meaning> {
+    let link = std::fs::read_link(path)?;
+    let info = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}"))?;
+    if !link.is_absolute() {
+        // Pipes, sockets and the like need no further look, and cannot block one.
+        return Ok(judge(&Descriptor {
+            link: &link,
+            info: &info,
+            kind: Kind::Other,
+            names: 1,
+            magic: 0,
+        }));
+    }
+    let meta = std::fs::metadata(path)?;
+    let kind = match meta.file_type() {
+        t if t.is_file() => Kind::Regular(meta.len()),
+        t if t.is_dir() => Kind::Directory,
+        t if t.is_fifo() => Kind::Fifo,
+        t if t.is_char_device() => Kind::Character {
+            major: libc::major(meta.rdev()).into(),
+            minor: libc::minor(meta.rdev()).into(),
+        },
+        _ => Kind::Other,
+    };
+    let magic = nix::sys::statfs::statfs(path)?.filesystem_type().0;
+    Ok(judge(&Descriptor {
+        link: &link,
+        info: &info,
+        kind,
+        names: meta.nlink(),
+        magic,
+    }))
+}
+
 /// Judges one descriptor.
-pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
+fn judge(fd: &Descriptor<'_>) -> Meaning {
     let text = fd.link.to_string_lossy();
     if let Some(inode) = text
         .strip_prefix("socket:[")

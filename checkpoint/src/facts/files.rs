@@ -1,7 +1,6 @@
 //! Regular files that a task has open: what is to become of them when it moves, as its variable says, and where they are to go.
 
-use super::descriptors::Meaning;
-use super::inspect::descriptor;
+use super::descriptors::{Meaning, descriptor};
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 use sempa_proto::migration::Refusal;

@@ -35,7 +35,7 @@ impl Host for ThisHost {
     }
 
     fn memory_available_bytes(&self) -> u64 {
-        memory_available_bytes()
+        room::memory_available_bytes()
     }
 
     fn memory_promised_bytes(&self) -> u64 {
@@ -91,21 +91,6 @@ fn features(cpuinfo: &str) -> Vec<String> {
     features
 }
 
-/// Bytes of memory that this host can spare, and the control groups around this process allow.
-pub fn memory_available_bytes() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let machine = memory_available(&text).unwrap_or(0);
-    room::memory().map_or(machine, |left| left.min(machine))
-}
-
-fn memory_available(meminfo: &str) -> Option<u64> {
-    let line = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
-    Some(kib * 1024)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -114,11 +99,6 @@ mod tests {
     fn proc_is_read_as_it_is_written() {
         let cpuinfo = "processor\t: 0\nflags\t\t: sse2 fma avx2 fma\nbugs\t\t: none\nprocessor\t: 1\nflags\t\t: sse2\n";
         assert_eq!(features(cpuinfo), ["avx2", "fma", "sse2"]);
-        assert_eq!(
-            memory_available("MemTotal:  10 kB\nMemAvailable:    3 kB\n"),
-            Some(3072)
-        );
-        assert_eq!(memory_available(""), None);
     }
 
     #[test]

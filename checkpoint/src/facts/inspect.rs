@@ -1,6 +1,6 @@
 //! Looks at a living task through /proc: its facts, or the first thing about it that does not survive a move.
 
-use super::descriptors::{Descriptor, Kind, Meaning, is_of_library, is_written, judge};
+use super::descriptors::{Meaning, descriptor, is_of_library, is_written};
 use super::files::{CARRIED_BYTES_MAX, CARRIED_FILES_MAX, Policy, is_own};
 use super::hash::HashCache;
 use super::{host, kernel, maps, sockets, strangers, sysv};
@@ -8,7 +8,7 @@ use crate::status::Status;
 use sempa_proto::migration::{FileFact, FileMatch, Refusal, TaskFacts};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -528,40 +528,6 @@ pub fn has_library_sockets(pid: i32) -> bool {
         Some(is_of_library(&link, &info))
     };
     dir.filter_map(is_one).any(|is_one| is_one)
-}
-
-pub(super) fn descriptor(pid: i32, path: &Path, number: &str) -> io::Result<Meaning> {
-    let link = std::fs::read_link(path)?;
-    let info = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}"))?;
-    if !link.is_absolute() {
-        // Pipes, sockets and the like need no further look, and cannot block one.
-        return Ok(judge(&Descriptor {
-            link: &link,
-            info: &info,
-            kind: Kind::Other,
-            names: 1,
-            magic: 0,
-        }));
-    }
-    let meta = std::fs::metadata(path)?;
-    let kind = match meta.file_type() {
-        t if t.is_file() => Kind::Regular(meta.len()),
-        t if t.is_dir() => Kind::Directory,
-        t if t.is_fifo() => Kind::Fifo,
-        t if t.is_char_device() => Kind::Character {
-            major: libc::major(meta.rdev()).into(),
-            minor: libc::minor(meta.rdev()).into(),
-        },
-        _ => Kind::Other,
-    };
-    let magic = nix::sys::statfs::statfs(path)?.filesystem_type().0;
-    Ok(judge(&Descriptor {
-        link: &link,
-        info: &info,
-        kind,
-        names: meta.nlink(),
-        magic,
-    }))
 }
 
 fn connections(root: i32, findings: &Findings) -> Result<(), Refusal> {

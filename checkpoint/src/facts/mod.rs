@@ -20,7 +20,8 @@ mod sysv;
 pub use compare::{Found, Host, MEMORY_SLACK_BYTES, compare};
 pub use files::{CARRIED_BYTES_MAX, CARRIED_FILES_MAX, OpenFile, files_to_carry, folder_of};
 pub use hash::{HASHES_MAX, HashCache};
-pub use host::{ThisHost, memory_available_bytes};
+pub use host::ThisHost;
 pub use inspect::{
     NAMED_BYTES_MAX, Subject, has_library_sockets, inspect, learn, resident_bytes, written_files,
 };
+pub use room::memory_available_bytes;

@@ -1,7 +1,6 @@
 //! What the control groups around this process leave of memory and of process numbers, and what room there is for files.
 
 use super::compare::MEMORY_SLACK_BYTES;
-use super::host;
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 use nix::sys::statvfs::statvfs;
 use sempa_proto::cgroup::{folder, mount_point};
@@ -33,8 +32,23 @@ const THREADS: Files = Files {
     given_up: None,
 };
 
+/// Bytes of memory that this host can spare, and the control groups around this process allow.
+pub fn memory_available_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let machine = memory_available(&text).unwrap_or(0);
+    memory().map_or(machine, |left| left.min(machine))
+}
+
+fn memory_available(meminfo: &str) -> Option<u64> {
+    let line = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some(kib * 1024)
+}
+
 /// Bytes of memory that the groups of this process leave, the tightest one; `None`: none limits it.
-pub(super) fn memory() -> Option<u64> {
+fn memory() -> Option<u64> {
     tightest([(None, &MEMORY_V2), (Some("memory"), &MEMORY_V1)])
 }
 
@@ -50,7 +64,7 @@ pub(super) fn threads() -> Option<u64> {
 pub(crate) fn in_folder(folder: &Path) -> io::Result<u64> {
     let free = free_bytes(folder)?;
     match statfs(folder)?.filesystem_type() == TMPFS_MAGIC {
-        true => Ok(free.min(host::memory_available_bytes().saturating_sub(MEMORY_SLACK_BYTES))),
+        true => Ok(free.min(memory_available_bytes().saturating_sub(MEMORY_SLACK_BYTES))),
         false => Ok(free),
     }
 }
@@ -138,5 +152,15 @@ mod tests {
         assert_eq!(least_left(&inner, &root, &THREADS), Some(0));
         write(&inner, "memory.limit_in_bytes", "9223372036854771712\n");
         assert_eq!(left(&inner, &MEMORY_V1), None);
+    }
+
+    /// MemAvailable is found in /proc/meminfo and converted from KiB.
+    #[test]
+    fn available_memory_is_read_from_meminfo() {
+        assert_eq!(
+            memory_available("MemTotal:  10 kB\nMemAvailable:    3 kB\n"),
+            Some(3072)
+        );
+        assert_eq!(memory_available(""), None);
     }
 }
