@@ -1,4 +1,8 @@
-//! The one place that decides about moves: which step comes next, when a move is off, when it is committed.
+//! Coordinates all migrations: decides the next step of each, whether it is aborted, and when it is
+//! committed.
+//!
+//! [`Step`] lists the steps. The steps up to the restore have deadlines, but not the time in the
+//! queue. The commit and the later steps end when they are done or a host is lost.
 
 use super::turns::{Standing, turns};
 use sempa_proto::engine::Engine;
@@ -12,108 +16,108 @@ use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
 
-/// Moves under way at one time; more are refused.
+/// Limit of migrations in progress. Further ones are refused.
 pub const MOVES_OPEN_MAX: usize = 64;
-/// Time for the steps that do not depend on the size of the task.
+/// Timeout of the steps that do not depend on the size of the task.
 const STEP_TIME: Micros = Micros::from_secs(10);
-/// Time for each gigabyte of memory on top, in the steps that do.
+/// Additional timeout for each GiB of memory, in the steps that depend on it.
 const TIME_PER_GIB: Micros = Micros::from_secs(60);
-/// Nobody stands still while memory goes ahead, a part of it more than once: it may take so many times as long.
+/// Factor of the timeout for pre-copy. The task runs meanwhile, and some memory is sent more than
+/// once.
 const PRE_COPY_TIMES: u64 = 10;
-/// After a lost source its copy is dead: its daemon ended by its own, shorter lease, and its tasker with it. This is the
-/// margin for killing.
+/// Time after the loss of a source until its copy is considered dead. Its daemon has exited at the
+/// end of its own, shorter lease, and its tasker with it; this margin is for killing the task.
 const FENCE_TIME: Micros = Micros::from_secs(2);
 
-/// What the coordinator asks its daemon to do.
+/// An instruction to the coordinator's daemon.
 #[derive(Clone, Debug, PartialEq)]
 pub enum CoordinatorOutput {
-    /// Send this order to one end.
+    /// Send this order to the source or the target.
     Order {
-        /// The end.
         host: HostId,
-        /// The move it belongs to.
         of: Move,
-        /// The order.
         order: Order,
     },
-    /// Write the commit record durably, then call [`Coordinator::recorded`].
+    /// Write the location record durably, then call [`Coordinator::recorded`]. It commits the
+    /// migration to `to`; with `to` equal to `from` it takes a commit back, and no call is needed.
     Record(Move),
-    /// Make the new location known to every daemon under a new epoch; when all that live have acknowledged it, call
-    /// [`Coordinator::located`].
+    /// Announce the location `to` to every daemon under a new epoch. When all living daemons have
+    /// acknowledged it, call [`Coordinator::located`].
     Locate(Move),
-    /// Put this into the event log.
     Event(EventKind),
-    /// Answer an end that passed on what somebody wants, in order with the orders to that end.
+    /// Answer an end that has forwarded a suspend request. The answer must not overtake the orders
+    /// to that end.
     SuspendDecided {
-        /// The end.
         host: HostId,
-        /// The move that it named.
+        /// The migration that it named.
         migration: MigrationId,
-        /// Its number for it.
+        /// Its id of the request.
         id: RequestId,
-        /// For whom the task stands still now; `None`: that is not for this end to pass on any more, because the move is over, or
-        /// the task's place is the other one.
+        /// The suspensions in force; `None` if this end was not entitled to forward the request,
+        /// because the migration is over or the other end is authoritative.
         suspended: Option<Holds>,
     },
-    /// The move has ended.
     Ended {
-        /// The move.
         id: MigrationId,
-        /// How.
         result: Result<MoveReport, MoveError>,
     },
 }
 
 impl CoordinatorOutput {
-    /// The task and the step that begins with this; with all others an end of the move begins.
+    /// Returns the task and the step that starts with this output. All other steps start at the
+    /// source or the target.
     pub fn begins(&self) -> Option<(Tid, Step)> {
         match self {
-            // One that is taken back goes to where the task is.
+            // A record that takes a commit back starts no step.
             CoordinatorOutput::Record(of) if of.to != of.from => Some((of.tid, Step::Commit)),
             _ => None,
         }
     }
 }
 
-/// One move under way.
+/// A migration in progress.
 #[derive(Debug)]
 struct Ongoing {
     of: Move,
-    /// The step that has to end next.
+    /// The step that must complete next.
     step: Step,
     deadline: Option<Micros>,
-    /// Time for a step that depends on the size of the task.
+    /// Timeout of the steps that depend on the size of the task.
     sized: Micros,
     token: PathBuf,
-    /// By which way it goes, when the target has chosen.
+    /// The engine, once the target has chosen it; CRIU before.
     engine: Engine,
     bytes: u64,
-    /// When it was told to leave, and how long memory went ahead from then on.
+    /// When the source was ordered to let the task depart, and the duration of the pre-copy since
+    /// then.
     leaves_at: Option<Micros>,
     went_ahead: Micros,
     stopped_at: Option<Micros>,
-    /// How long it stood still.
+    /// Time for which the task was stopped.
     frozen: Micros,
-    /// Most of its memory does not go with the images; before the target has said so: it could be so.
+    /// Post-copy is used. Before the target's verdict: the source supports it.
     memory_follows: bool,
-    /// If so, a part of it goes ahead.
+    /// Pre-copy precedes the dump.
     pre_copies: bool,
-    /// When a lost source may be taken for dead.
+    /// When the copy on a lost source is considered dead.
     fenced_at: Option<Micros>,
-    /// The record is on disk and daemons are being told.
+    /// The record is on disk, and the daemons are being notified.
     locating: bool,
-    /// For whom the task stands still. It is known here, because whichever end is lost, the other one goes on by it.
+    /// Suspensions of the task. The coordinator keeps them because either host may be lost, and the
+    /// other one continues with them.
     suspended: Holds,
-    /// The target has passed on what somebody wants: what the source says later may be older than that.
+    /// The target has forwarded a suspend request. Requests from the source may be older, so they
+    /// are refused from now on.
     target_spoke: bool,
-    /// The task's resident memory, once it is known.
+    /// Resident memory of the task in bytes, once the source has reported it.
     resident: Option<u64>,
-    /// It has been looked at, and waits for its turn to leave since then.
+    /// Set while the inspected task is queued: since when, and its facts.
     waits: Option<(Micros, TaskFacts)>,
 }
 
 impl Ongoing {
-    /// Where it stands among those that leave its host; `None` when it has left.
+    /// Returns its state in the queue of its source host; `None` if it no longer occupies the
+    /// host's link.
     fn standing(&self) -> Option<Standing> {
         match (self.resident, &self.waits) {
             (None, _) => Some(Standing::Unknown),
@@ -126,22 +130,23 @@ impl Ongoing {
                     stands,
                 })
             }
-            // No images leave the host.
+            // Other engines than CRIU send no images.
             (Some(_), None) if self.engine != Engine::Criu => None,
-            // On the link as what follows later, and nobody stands still for it.
+            // Pre-copy uses the link like post-copy memory: paused tasks do not wait for it.
             (Some(bytes), None) if self.step == Step::PreCopy => Some(Standing::Follows { bytes }),
             (Some(bytes), None) if self.step <= Step::Transfer => Some(Standing::Leaves { bytes }),
-            // What else is to be done is done elsewhere, unless its memory is still here.
+            // The remaining steps do not use the source's link, except for post-copy memory.
             (Some(bytes), None) => self.memory_follows.then_some(Standing::Follows { bytes }),
         }
     }
 
-    /// How long a step may take.
+    /// Returns the timeout of a step.
     fn allowed(&self, step: Step) -> Micros {
         match (step, self.engine.asks()) {
             (Step::PreCopy, _) => Micros(self.sized.0 * PRE_COPY_TIMES),
             (Step::Dump | Step::Transfer | Step::Restore, _) => self.sized,
-            // The program is asked, and its host says when it has not done so in its time.
+            // The program is asked to exit. Its host reports if it has not done so within `wait`
+            // seconds.
             (Step::Quiesce | Step::Stop, Some((_, wait))) => {
                 STEP_TIME + Micros::from_secs(wait.into())
             }
@@ -150,33 +155,33 @@ impl Ongoing {
     }
 }
 
-/// All moves of the virtual machine. Lives on the master.
+/// All migrations of the virtual machine. Runs on the master.
 #[derive(Debug, Default)]
 pub struct Coordinator {
     moves: BTreeMap<MigrationId, Ongoing>,
     last: MigrationId,
     out: VecDeque<CoordinatorOutput>,
-    /// When somebody's turn may come although nothing happens.
+    /// When the queues must be examined again although nothing has happened.
     turns_at: Option<Micros>,
 }
 
 impl Coordinator {
-    /// A coordinator without moves.
     pub fn new() -> Coordinator {
         Coordinator::default()
     }
 
-    /// Moves under way.
+    /// Returns the number of migrations in progress.
     pub fn open(&self) -> usize {
         self.moves.len()
     }
 
-    /// The move of this task that is under way.
+    /// Returns the migration of this task that is in progress.
     pub fn of_task(&self, tid: Tid) -> Option<&Move> {
         self.moves.values().map(|m| &m.of).find(|m| m.tid == tid)
     }
 
-    /// True if this task has left this host and its memory has not.
+    /// True if the migration of this task away from this host has reached the commit, and some of
+    /// its memory is still there (post-copy).
     pub fn has_memory_on(&self, tid: Tid, host: HostId) -> bool {
         let lacks = |m: &Ongoing| {
             m.of.tid == tid && m.of.from == host && m.memory_follows && m.step >= Step::Commit
@@ -184,7 +189,7 @@ impl Coordinator {
         self.moves.values().any(lacks)
     }
 
-    /// When [`Coordinator::wake`] is wanted, if at all.
+    /// Returns when [`Coordinator::wake`] must be called, if at all.
     pub fn next_wakeup(&self) -> Option<Micros> {
         let moves = self
             .moves
@@ -193,21 +198,21 @@ impl Coordinator {
         moves.chain(self.turns_at).min()
     }
 
-    /// The next thing to do.
+    /// Returns the next output to execute.
     pub fn poll(&mut self) -> Option<CoordinatorOutput> {
         self.out.pop_front()
     }
 
-    /// A number that nobody has had.
+    /// Returns a migration id that was never used.
     pub fn next_id(&mut self) -> MigrationId {
         self.last = self.last.next();
         self.last
     }
 
-    /// Begins a move. The caller has looked the hosts up.
+    /// Starts a migration. The caller has resolved the hosts.
     ///
     /// # Errors
-    /// A typed refusal; nothing was started.
+    /// The migration is refused; nothing was started.
     pub fn begin(
         &mut self,
         now: Micros,
@@ -262,7 +267,8 @@ impl Coordinator {
         Ok(self.last)
     }
 
-    /// Takes a report of one end. Reports that do not fit are ignored: they belong to a move that is off.
+    /// Handles a report of one end. Reports that do not match the current step belong to an aborted
+    /// migration and are ignored.
     pub fn report(&mut self, now: Micros, host: HostId, id: MigrationId, report: Report) {
         let Some(m) = self.moves.get(&id) else { return };
         let step = report.step();
@@ -278,8 +284,10 @@ impl Coordinator {
         };
         if let Report::Failed { step, why } = report {
             if host == m.of.from && m.step == Step::KillSource {
-                // It has been told to yield, and says when its copy is gone: by this, if it was gone before. Whatever else has
-                // failed there, for instance the word that the target has everything, leaves the copy as it is.
+                // The source was ordered to release the task. This report means that its copy had
+                // exited before. Other failures at the source, for example a missing
+                // acknowledgement of the transfer, do not mean that the copy is gone; `SourceGone`
+                // follows.
                 if (step, why) == (Step::KillSource, Failure::TaskEnded) {
                     self.let_run(id, Usage::default());
                 }
@@ -357,8 +365,8 @@ impl Coordinator {
                 m.went_ahead = now.since(m.leaves_at.unwrap_or(now));
                 Step::Quiesce
             }
-            // The two ends report on different ways: what one says may overtake what the other said before, and
-            // implies it.
+            // Source and target report over different connections. A report may overtake an earlier
+            // one of the other end, and implies it.
             Report::Quiesced if m.step >= Step::PreCopy => Step::Stop,
             Report::Stopped if m.step >= Step::PreCopy => {
                 m.stopped_at.get_or_insert(now);
@@ -389,7 +397,7 @@ impl Coordinator {
         self.advance(now, id, step, next);
     }
 
-    /// `done` has ended; wait for `next` unless something later is waited for already.
+    /// Completes the step `done` and waits for `next`, unless a later step is awaited already.
     fn advance(&mut self, now: Micros, id: MigrationId, done: Step, next: Step) {
         let m = self.moves.get_mut(&id).expect("the caller found it");
         if next > m.step {
@@ -402,7 +410,7 @@ impl Coordinator {
         self.log_step(id, done);
     }
 
-    /// Tasks whose turn it is leave their hosts.
+    /// Lets queued tasks depart as far as the limits of their hosts permit.
     fn take_turns(&mut self, now: Micros) {
         let hosts: BTreeSet<HostId> = self
             .moves
@@ -461,7 +469,7 @@ impl Coordinator {
             }));
     }
 
-    /// The commit record is on disk, or could not be written.
+    /// Handles the result of [`CoordinatorOutput::Record`].
     pub fn recorded(&mut self, id: MigrationId, result: Result<(), Failure>) {
         let Some(m) = self.moves.get_mut(&id).filter(|m| m.step == Step::Commit) else {
             return;
@@ -475,7 +483,7 @@ impl Coordinator {
         }
     }
 
-    /// Every living daemon knows the new location.
+    /// Handles that every living daemon has acknowledged the new location.
     pub fn located(&mut self, now: Micros, id: MigrationId) {
         let Some(m) = self
             .moves
@@ -492,6 +500,7 @@ impl Coordinator {
         }
     }
 
+    /// Orders the target to run its copy. The source's copy is gone.
     fn let_run(&mut self, id: MigrationId, used: Usage) {
         let Some(m) = self.moves.get_mut(&id) else {
             return;
@@ -507,8 +516,10 @@ impl Coordinator {
         self.order(of.to, &of, Order::Run(parting));
     }
 
-    /// Somebody has told one end that the task is to be suspended, or to go on. From the source's inspection on, each end
-    /// passes that on before it says that it is done, and carries out what is decided here.
+    /// Handles a suspend or resume request that one end has forwarded.
+    ///
+    /// From the inspection on, each end forwards such requests before it acknowledges them, and
+    /// applies the result.
     pub fn suspend(
         &mut self,
         host: HostId,
@@ -538,7 +549,8 @@ impl Coordinator {
         });
     }
 
-    /// A host has left or was lost. Its tasks are dead; what that means for other tasks is the daemon's business.
+    /// Handles that a host has left or was lost. Its tasks are dead; the daemon handles the
+    /// consequences for other tasks.
     pub fn host_lost(&mut self, now: Micros, host: HostId) {
         let concerned: Vec<MigrationId> = self
             .moves
@@ -551,7 +563,7 @@ impl Coordinator {
             if m.of.from == host && matches!(m.step, Step::Commit | Step::KillSource) {
                 m.fenced_at = Some(now + FENCE_TIME);
             } else if m.of.from == host && m.step >= Step::Run {
-                // The source has done its part, or the target misses what it has not done.
+                // The source has finished, or the target itself reports the memory that is missing.
             } else {
                 let step = m.step;
                 self.end_failed(id, step, Failure::HostLost(host));
@@ -560,7 +572,7 @@ impl Coordinator {
         self.take_turns(now);
     }
 
-    /// Calls a move off, if it is not committed yet.
+    /// Cancels a migration that is not committed yet.
     pub fn call_off(&mut self, id: MigrationId, why: &str) {
         if let Some(m) = self.moves.get(&id).filter(|m| m.step < Step::Commit) {
             let step = m.step;
@@ -568,9 +580,12 @@ impl Coordinator {
         }
     }
 
-    /// Calls the moves of these tasks off if all that they do is to wait for their turn to leave a host that is being emptied; none
-    /// of them if any does more. True if they were called off: something else is done with these tasks first, as with one that cannot
-    /// begin to move for that.
+    /// Cancels the migrations of these tasks so that their job can be checkpointed first, and
+    /// returns true.
+    ///
+    /// Does nothing and returns false unless every migration of these tasks is queued for departure
+    /// from a host that is being drained. The cancelled ones fail with [`Refusal::AlreadyMoving`],
+    /// like a migration that cannot start because of a checkpoint.
     pub fn give_way(&mut self, tids: &BTreeSet<Tid>) -> bool {
         let theirs: Vec<&Ongoing> = self
             .moves
@@ -588,7 +603,7 @@ impl Coordinator {
         true
     }
 
-    /// The time of [`Coordinator::next_wakeup`] has come.
+    /// Handles the time that [`Coordinator::next_wakeup`] has returned.
     pub fn wake(&mut self, now: Micros) {
         let ids: Vec<MigrationId> = self.moves.keys().copied().collect();
         for id in ids {
@@ -603,6 +618,7 @@ impl Coordinator {
         self.take_turns(now);
     }
 
+    /// Ends a migration as successful.
     fn end_moved(&mut self, now: Micros, id: MigrationId) {
         let Some(m) = self.moves.remove(&id) else {
             return;
@@ -659,14 +675,16 @@ impl Coordinator {
         });
     }
 
-    /// As long as the source has not been told to yield, both ends learn that the move is off, and a commit that was begun
-    /// is taken back; after that there is no way back.
+    /// Ends a migration as failed.
+    ///
+    /// Until the source is ordered to release the task, both ends are ordered to abort, and a
+    /// commit that has begun is taken back. After that there is no way back.
     fn end_failed(&mut self, id: MigrationId, step: Step, why: Failure) {
         let Some(m) = self.moves.remove(&id) else {
             return;
         };
         if self.moves.values().any(|other| other.waits.is_some()) {
-            // It may be somebody's turn now.
+            // A queued task may be able to depart: request an immediate wake-up.
             self.turns_at = Some(Micros(0));
         }
         if m.step <= Step::Commit {
@@ -754,7 +772,7 @@ mod tests {
         )
     }
 
-    /// How moves have ended.
+    /// Returns the results of all migrations that have ended.
     fn ended(coordinator: &mut Coordinator) -> Vec<(MigrationId, Result<MoveReport, MoveError>)> {
         let end = |output| match output {
             CoordinatorOutput::Ended { id, result } => Some((id, result)),
@@ -765,8 +783,9 @@ mod tests {
             .collect()
     }
 
+    /// With 64 migrations in progress another one is refused until one has ended.
     #[test]
-    fn of_65_moves_at_a_time_the_last_is_refused_until_one_has_ended() {
+    fn migrations_beyond_the_limit_are_refused() {
         let mut coordinator = Coordinator::new();
         let begin = |coordinator: &mut Coordinator, number| begin(coordinator, number, 2, 3);
         let all: Vec<MigrationId> = (1..=64)
@@ -791,8 +810,10 @@ mod tests {
         );
     }
 
+    /// The loss of source or target before the commit fails the migration with the lost host as the
+    /// reason. Other migrations continue.
     #[test]
-    fn a_move_that_loses_one_of_its_hosts_before_it_is_committed_fails_with_that_host_and_others_go_on()
+    fn lost_host_fails_its_migrations_only()
      {
         for lost in [2, 3] {
             let mut coordinator = Coordinator::new();

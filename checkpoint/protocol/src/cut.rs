@@ -1,79 +1,80 @@
-//! Checkpoints of jobs: all tasks of a job stand still at one moment, are written, and go on, each as soon as it is written.
+//! Snapshots of jobs: all tasks of a job are paused at the same time and dumped. Each task resumes
+//! as soon as it is dumped. The result is a checkpoint.
 //!
 //! ```text
-//! cutter            host of each task             the master's store
-//!  Inspect  ------>  facts                         room for the set
-//!  Stand    ------>  whoever writes its own checkpoint does, and ends
-//!  Stand    ------>  the others quiesce, and are stopped
-//!  (all stand still: has the job spawned anything meanwhile?)
-//!  Write    ------>  dump, or copy what it has written; let it go on, or start it again; send --> kept
-//!  (all are kept)  ----------------------------> sealed: from now on the set is there
+//! coordinator            host of each task                      the master's store
+//!
+//! 1 Inspect  --------->  report facts                           reserve space
+//! 2 Pause    --------->  programs that write their own
+//!                       checkpoint do so and exit
+//! 3 Pause    --------->  all other tasks quiesce and stop
+//! 4 (all are paused: count the tasks of the job again)
+//! 5 Dump     --------->  dump, or copy the state files;
+//!                       resume or restart; upload  --------->  store the images
+//! 6 (all are stored)  -------------------------------------->  seal: the checkpoint exists
 //! ```
 //!
-//! Links number what tasks of the job say to each other and keep it until it has arrived, so tasks that stand still at the
-//! same moment are a consistent cut, whatever is on its way between them. A process that has ended stands still, too: what it
-//! had said and nobody has acknowledged its daemon keeps. That may take it long, so the others run until it has. Tasks outside
-//! the job go on all the time.
+//! **Consistency.** Links number the messages between tasks and keep each one until it has arrived.
+//! Tasks that are paused at the same moment therefore form a consistent cut, whatever is in transit
+//! between them. A process that has exited counts as paused: its daemon keeps the messages that
+//! were not acknowledged. Because writing its own checkpoint may take a program long, the other
+//! tasks run until then. Step 4 detects tasks that the job has spawned meanwhile.
 //!
-//! Whatever fails before the end, each task goes on and nothing of the set is left.
+//! Tasks outside the job are never paused. If a step fails before the seal, every task continues
+//! and nothing of the checkpoint remains.
 
 use sempa_proto::checkpoint::CutFailure;
 use sempa_proto::migration::{Cause, Failure, Move, Order, Report, Step, TaskFacts};
 use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
-/// Time for the steps that do not depend on the size of the tasks.
+/// Timeout of the steps that do not depend on the size of the tasks.
 const STEP_TIME: Micros = Micros::from_secs(15);
-/// Time for all to stand still, and to get the answers to what they have asked for: the first one stands all that time.
+/// Timeout for pausing all tasks, including the replies to their requests. The first paused task
+/// waits all that time.
 const STAND_TIME: Micros = Micros::from_secs(5);
-/// Time for each gigabyte of all tasks together on top, for writing, sending and keeping.
+/// Additional timeout for each GiB of all tasks together, to dump, upload and store.
 const TIME_PER_GIB: Micros = Micros::from_secs(90);
 
-/// Number of one attempt.
+/// Number of one snapshot of a job.
 pub type CutId = u64;
 
-/// What the cutter asks its daemon to do.
+/// An instruction to the coordinator's daemon.
 #[derive(Clone, Debug, PartialEq)]
 pub enum CutOutput {
-    /// Send this order to the task's host.
+    /// Send this order to the host of a task.
     Order {
-        /// The host.
         host: HostId,
-        /// The task's part.
+        /// The task's part of the snapshot.
         of: Move,
-        /// The order.
         order: Order,
     },
-    /// Ask all hosts for the tasks of the job, then call [`Cuts::counted`].
+    /// Ask all hosts for the tasks of the job, then call [`Cuts::counted`] or
+    /// [`Cuts::not_counted`].
     Count(CutId),
-    /// Take the images of this part from its host.
+    /// Accept the images of this task from its host, then call [`Cuts::received`].
     Expect(Move),
-    /// They are here: put them into the store, then call [`Cuts::kept`].
+    /// The images are at the master: add them to the store, then call [`Cuts::kept`].
     Keep {
-        /// The attempt.
         cut: CutId,
-        /// The part.
         of: Move,
     },
-    /// All parts are in the store: seal the set, then call [`Cuts::sealed`].
+    /// The images of all tasks are in the store: seal the checkpoint, then call [`Cuts::sealed`].
     Seal {
-        /// The attempt.
         cut: CutId,
-        /// Each task, where it ran, and what it is.
+        /// Each task, its host, and its facts.
         parts: Vec<(Tid, HostId, TaskFacts)>,
     },
-    /// Remove what there is of it here: in the store, and of these parts.
+    /// Remove everything of the snapshot: in the store, and images of these tasks that are on the
+    /// way.
     Abandon {
-        /// The attempt.
         cut: CutId,
-        /// Its parts.
         parts: Vec<MigrationId>,
     },
-    /// It has ended: how long the tasks stood still, or why there is no checkpoint.
+    /// The snapshot has ended.
     Ended {
-        /// The attempt.
         cut: CutId,
-        /// How.
+        /// The time for which tasks were paused, or the reason of the failure.
         result: Result<Micros, CutFailure>,
     },
 }
@@ -81,7 +82,7 @@ pub enum CutOutput {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Stage {
     Inspecting,
-    /// Those that write their own checkpoints do so, and end.
+    /// The tasks that write their own checkpoints do so and exit.
     Ending,
     Standing,
     Counting,
@@ -89,7 +90,7 @@ enum Stage {
     Sealing,
 }
 
-/// How far one task has got.
+/// Progress of one task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Progress {
     Begun,
@@ -107,7 +108,8 @@ struct Part {
 }
 
 impl Part {
-    /// The seconds that it has to write its own checkpoint, if it does.
+    /// Returns the seconds that the program has to write its own checkpoint; `None` if CRIU dumps
+    /// it.
     fn writes_itself(&self) -> Option<u32> {
         self.facts
             .anew()
@@ -119,18 +121,18 @@ impl Part {
 #[derive(Debug)]
 struct Cut {
     stage: Stage,
-    /// The store has room for it.
+    /// The store has reserved space.
     has_room: bool,
     parts: BTreeMap<MigrationId, Part>,
     deadline: Micros,
     allowed: Micros,
-    /// When the first task stood still, and when the last one was written.
+    /// When the first task was paused, and when the last one was dumped.
     still: Option<Micros>,
     written: Option<Micros>,
 }
 
 impl Cut {
-    /// All tasks are to be written in the time that follows from how much that is.
+    /// Sets the timeout for dumping and storing, which depends on the size of all tasks together.
     fn allow_for_bytes(&mut self) {
         let bytes = self.parts.values().fold(0, |sum: u64, part| {
             sum.saturating_add(part.facts.resident_bytes)
@@ -139,7 +141,7 @@ impl Cut {
     }
 }
 
-/// All checkpoints under way. Lives on the master.
+/// All snapshots in progress. Runs on the master.
 #[derive(Debug, Default)]
 pub struct Cuts {
     open: BTreeMap<CutId, Cut>,
@@ -148,12 +150,12 @@ pub struct Cuts {
 }
 
 impl Cuts {
-    /// The next thing to do.
+    /// Returns the next output to execute.
     pub fn poll(&mut self) -> Option<CutOutput> {
         self.out.pop_front()
     }
 
-    /// When [`Cuts::wake`] is wanted, if at all.
+    /// Returns when [`Cuts::wake`] must be called, if at all.
     pub fn next_wakeup(&self) -> Option<Micros> {
         self.open
             .values()
@@ -162,7 +164,7 @@ impl Cuts {
             .min()
     }
 
-    /// The attempt that this part belongs to.
+    /// Returns the snapshot to which this part belongs.
     pub fn of_part(&self, id: MigrationId) -> Option<CutId> {
         self.open
             .iter()
@@ -170,13 +172,15 @@ impl Cuts {
             .map(|(number, _)| *number)
     }
 
-    /// The part of this task that is under way and has it stand still, or will.
+    /// Returns the part of this task in a snapshot in progress. It will pause the task, pauses it,
+    /// or has resumed it.
     pub fn of_task(&self, tid: Tid) -> Option<&Move> {
         let parts = self.open.values().flat_map(|cut| cut.parts.values());
         parts.map(|part| &part.of).find(|of| of.tid == tid)
     }
 
-    /// The part of this task that keeps it where it is, until its images are written, and the attempt that it belongs to.
+    /// Returns the snapshot, and its part, that binds this task to its host. A task is bound until
+    /// it is dumped.
     pub fn keeps(&self, tid: Tid) -> Option<(CutId, MigrationId)> {
         let parts = self
             .open
@@ -189,7 +193,8 @@ impl Cuts {
             .next()
     }
 
-    /// A task of it has to leave its host now: all go on, and the checkpoint may be tried again.
+    /// Aborts a snapshot because one of its tasks must leave its host now. All tasks continue, and
+    /// the caller may retry.
     pub fn give_way(&mut self, number: CutId, tid: Tid, why: String) {
         self.fail(
             number,
@@ -201,12 +206,12 @@ impl Cuts {
         );
     }
 
-    /// True while this attempt is under way.
+    /// True while this snapshot is in progress.
     pub fn is_open(&self, cut: CutId) -> bool {
         self.open.contains_key(&cut)
     }
 
-    /// Begins a checkpoint of these tasks, each with its host and a number of its own.
+    /// Starts a snapshot of these tasks, each with an unused id and its host.
     pub fn begin(&mut self, now: Micros, tasks: &[(MigrationId, Tid, HostId)]) -> CutId {
         self.last += 1;
         let part = |&(id, tid, host): &(MigrationId, Tid, HostId)| {
@@ -243,7 +248,8 @@ impl Cuts {
         self.last
     }
 
-    /// Takes a report of a task's host. What does not fit belongs to an attempt that is over.
+    /// Handles a report of a task's host. Reports that do not match belong to a snapshot that has
+    /// ended.
     pub fn report(&mut self, now: Micros, host: HostId, id: MigrationId, report: Report) {
         let Some(number) = self.of_part(id) else {
             return;
@@ -267,7 +273,7 @@ impl Cuts {
                 part.progress = Progress::Written;
                 cut.written = Some(now);
                 if part.writes_itself().is_some() {
-                    // Until then nobody knew how much that is.
+                    // The size of a program's own checkpoint is known only when it is written.
                     part.facts.resident_bytes = bytes;
                     let before = cut.allowed;
                     cut.allow_for_bytes();
@@ -282,7 +288,7 @@ impl Cuts {
         self.step(now, number);
     }
 
-    /// The images of a part are at the master, or did not arrive.
+    /// Handles that the images of a task are at the master, or did not arrive.
     pub fn received(&mut self, id: MigrationId, result: Result<(), Failure>) {
         let Some(cut) = self.of_part(id) else { return };
         let Some(part) = self.open.get(&cut).and_then(|open| open.parts.get(&id)) else {
@@ -302,7 +308,7 @@ impl Cuts {
         }
     }
 
-    /// A part is in the store, or the store did not take it.
+    /// Handles that the images of a task are in the store, or could not be stored.
     pub fn kept(&mut self, now: Micros, id: MigrationId, result: Result<(), String>) {
         let Some(number) = self.of_part(id) else {
             return;
@@ -320,8 +326,11 @@ impl Cuts {
         }
     }
 
-    /// While all tasks stood still, the job had these; these requests were open by which they wait for others; and these tasks of
-    /// it have ended since its last checkpoint.
+    /// Handles the second count, which took place while all tasks were paused.
+    ///
+    /// - `tasks`: the tasks of the job.
+    /// - `open`: the requests of each task with which it waits for other tasks.
+    /// - `ended`: tasks of the job that have ended since its last checkpoint.
     pub fn counted(
         &mut self,
         now: Micros,
@@ -347,7 +356,8 @@ impl Cuts {
                 && open.get(&part.of.tid).is_some_and(|of| !of.is_empty())
         };
         if let Some(tid) = cut.parts.values().find(meets).map(|part| part.of.tid) {
-            // Its next process would not come to the meeting again, and the others would wait for it.
+            // Its restarted program would not join the barrier again, and the others would wait
+            // forever.
             let why = Failure::Engine(
                 "it has ended while it waited for others, in a barrier for example".into(),
             );
@@ -362,7 +372,8 @@ impl Cuts {
         }
         cut.allow_for_bytes();
         (cut.stage, cut.deadline) = (Stage::Writing, now + cut.allowed);
-        // Expected first: a host may be faster than we are.
+        // Expect the images before ordering the dumps: a host may send them before this function
+        // returns.
         let parts: Vec<Move> = cut.parts.values().map(|part| part.of.clone()).collect();
         self.out.extend(parts.into_iter().map(CutOutput::Expect));
         let writes = cut.parts.values().map(|part| {
@@ -380,7 +391,7 @@ impl Cuts {
         self.out.extend(writes);
     }
 
-    /// What the job has could not be found out, or is more than a set takes.
+    /// Handles that the second count failed, or found more than a checkpoint can hold.
     pub fn not_counted(&mut self, number: CutId, why: CutFailure) {
         if self
             .open
@@ -391,7 +402,7 @@ impl Cuts {
         }
     }
 
-    /// The set is sealed, or could not be.
+    /// Handles that the checkpoint is sealed, or could not be.
     pub fn sealed(&mut self, number: CutId, result: Result<(), String>) {
         let Some(cut) = self
             .open
@@ -417,7 +428,7 @@ impl Cuts {
         }
     }
 
-    /// The store has room for the set, or does not take it. Nothing is stopped before that is known.
+    /// Handles that the store has reserved space, or has none. No task is paused before.
     pub fn room(&mut self, now: Micros, number: CutId, result: Result<(), String>) {
         match result {
             Ok(()) => {
@@ -430,9 +441,9 @@ impl Cuts {
         }
     }
 
-    /// A host has left or was lost.
+    /// Handles that a host has left or was lost.
     pub fn host_lost(&mut self, host: HostId) {
-        // What is kept is kept, wherever it came from.
+        // Images in the store do not depend on the host that they came from.
         let concerned = |cut: &Cut| {
             cut.parts
                 .values()
@@ -449,9 +460,9 @@ impl Cuts {
         }
     }
 
-    /// The time of [`Cuts::next_wakeup`] has come.
+    /// Handles the time that [`Cuts::next_wakeup`] has returned.
     pub fn wake(&mut self, now: Micros) {
-        // What is being sealed becomes a set or does not: nothing is waited for but the disk.
+        // Sealing has no deadline: it waits only for the disk, and either succeeds or fails.
         let late = self
             .open
             .iter()
@@ -462,7 +473,7 @@ impl Cuts {
         }
     }
 
-    /// Goes on when all tasks have got as far as this stage wants.
+    /// Enters the next stage when all tasks have reached the progress that it requires.
     fn step(&mut self, now: Micros, number: CutId) {
         let Some(cut) = self.open.get_mut(&number) else {
             return;
@@ -483,7 +494,8 @@ impl Cuts {
                     .filter_map(Part::writes_itself)
                     .max()
                     .unwrap_or_default();
-                // Its library says before where its conversations stand.
+                // Before the program is asked to exit, its library reports the state of its links;
+                // that takes part of this time.
                 cut.allowed = STAND_TIME + STAND_TIME + Micros::from_secs(longest.into());
                 (cut.stage, cut.deadline) = (Stage::Ending, now + cut.allowed);
                 self.order(number, &Order::Stand, |part| part.writes_itself().is_some());
@@ -523,7 +535,7 @@ impl Cuts {
             .extend(cut.parts.values().filter(|part| whom(part)).map(to));
     }
 
-    /// It is off: all tasks go on, those that have been written already do.
+    /// Aborts a snapshot: all tasks continue. Those that are dumped already do.
     fn fail(&mut self, number: CutId, why: CutFailure) {
         self.order(number, &Order::GoOn, |_| true);
         let Some(cut) = self.open.remove(&number) else {
@@ -544,8 +556,10 @@ impl Cuts {
 mod tests {
     use super::*;
 
+    /// A snapshot that loses the host of one of its tasks fails with that host as the reason. Other
+    /// snapshots continue.
     #[test]
-    fn a_checkpoint_that_loses_the_host_of_one_of_its_tasks_fails_with_that_host_and_others_go_on()
+    fn lost_host_fails_its_snapshots_only()
     {
         let host = |index| HostId::new(index).expect("an index");
         let task = |index, number| Tid::task(host(index), number).expect("a task");

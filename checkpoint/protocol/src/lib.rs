@@ -1,42 +1,65 @@
-//! The migration protocol as three state machines: [`Coordinator`] on the master, [`Source`] and [`Target`] at the ends.
+//! The migration protocol as pure state machines: [`Coordinator`] on the master, [`Source`] and
+//! [`Target`] on the two hosts.
+//!
+//! The machines do no I/O. The daemon (`pvmd`) feeds them with events and executes their outputs in
+//! order.
 //!
 //! ```text
-//! coordinator       source                        target
-//!  Inspect  ------>  facts
-//!  Prepare  ------------------------------------>  verdict, room made, nothing frozen so far
-//!  Leave    ------>  (pre-copy) -----------------> keep what comes ahead
-//!                    quiesce, stop, dump, send --> verify, restore, hold before the first instruction
-//!  (record, make the new location known: the commit)
-//!  Yield    ------>  kill and reap, hand over
-//!  Run      ------------------------------------>  let it run, wake the library
-//!                                                  (all memory is there)
+//! coordinator                  source                         target
+//!
+//! 1 Inspect  --------------->  report facts
+//! 2 (queue: the smallest tasks of a host depart first)
+//! 3 Prepare  ---------------------------------------------->  verdict; reserve memory
+//! 4 Depart   --------------->  pre-copy  ------------------>  keep the pages
+//!                             quiesce, stop, dump, send  ->  verify, restore,
+//!                                                            hold before the first instruction
+//! 5 commit: record the new location, announce it to all daemons
+//! 6 Release  --------------->  kill and reap, forward items
+//! 7 Run      ---------------------------------------------->  run, wake the library
+//! 8                                                           all memory has arrived
 //! ```
 //!
-//! Between Inspect and Prepare a task waits for its turn, if others are leaving the same host: the smallest go first.
+//! The task is not disturbed before step 4. Pre-copy takes place only for large tasks with
+//! post-copy.
 //!
-//! Up to the commit any failure ends in `Resume` at the source and `Discard` at the target: the task goes on where it
-//! was. The target never lets the copy run without `Run`, and `Run` is only given when the source's copy is gone (or its
-//! host is, whose tasker kills its tasks when it loses its daemon, and whose daemon ends when it loses the master). So at
-//! every instant at most one copy may run.
+//! # Failures
 //!
-//! After `Yield` there is no way back: when the target fails then, the task has ended, and the target's daemon says so as
-//! for any task that ends. The tasker carries out its orders for one task in order; an order to continue or discard
-//! overtakes a dump or restore that is under way and ends it.
+//! - **Before `Release` is sent**, every failure aborts the migration: a source that was ordered to
+//!   let the task depart gets `Resume`, a target that was ordered to prepare gets `Discard`, and a
+//!   commit that has begun is taken back. The task continues at the source.
+//! - **After `Release`** there is no way back. If the target fails, the task has ended, and the
+//!   target's daemon reports its exit like that of any task.
+//! - **At most one copy may run at any instant.** The target never runs its copy without `Run`. The
+//!   coordinator sends `Run` only when the source's copy is gone, or when the source's host is lost
+//!   and the fence timeout has passed. On a lost host the copy is dead: a daemon that loses the
+//!   master exits, and a tasker that loses its daemon kills its tasks.
+//! - The tasker executes the orders for one task in sequence. An order to continue or to discard
+//!   overtakes a running dump or restore and aborts it.
 //!
-//! Memory may follow the task (post-copy): if both ends can, the images lack most of it, the source's engine keeps it when the
-//! copy there is killed, and the target asks for it from the restore on. Until all of it is there a lost source, or a lost way to
-//! it, is the end of the task; the target kills it before it could go on without. To make that time short a large task's memory goes
-//! ahead while it still runs (pre-copy), unless it is an owner who wants it away: he does not wait for that. The way on which it
-//! goes is the one on which the target asks for the rest. If it fails the move is off, before anything has come of it.
+//! # Post-copy and pre-copy
 //!
-//! Whether the task is suspended the coordinator knows: the source says so with its facts, and from then on either end passes on
-//! what somebody wants before it says that it is done. `Run` and `Resume` bring what has come of it. So a task that is
-//! suspended runs nowhere, whichever end is lost, and whenever.
+//! With post-copy the images lack most of the memory. The source's engine keeps it when the copy
+//! there is killed, and the target requests it from the restore on. After `Release` and until all
+//! memory has arrived, losing the source or the connection to it ends the task: the target kills it
+//! before it can continue without its memory.
 //!
-//! Checkpoints of jobs ([`Cuts`]) and their restarts ([`Restarts`]) use the same two ends: a source that lets its task go on
-//! when the images are written, and a target.
+//! Pre-copy shortens that period: it sends memory of a large task while the task still runs at the
+//! source, over the stream on which the target later requests the rest. It is skipped if the task
+//! is suspended, or if its host's owner waits for it to depart. A failed pre-copy aborts the
+//! migration before the task was stopped.
 //!
-//! The machines do no I/O. The daemon feeds them and carries out their outputs in order; see `pvmd`.
+//! # Suspension
+//!
+//! The coordinator decides whether the task is suspended. The source reports the suspensions with
+//! the facts; from then on both ends forward each suspend request to the coordinator before they
+//! acknowledge it. `Run` and `Resume` carry the result. So a suspended task runs on neither host,
+//! whichever host is lost at any time.
+//!
+//! # Checkpoints
+//!
+//! Snapshots of jobs ([`Cuts`]) and restarts from checkpoints ([`Restarts`]) use the same two ends:
+//! a snapshot uses a source that resumes its task when the images are written, and a restart uses a
+//! target.
 
 mod coordinator;
 mod cut;

@@ -1,16 +1,17 @@
-//! The tasks of a checkpoint started again, all or none.
+//! Restarts of all tasks of a checkpoint, or of none.
 //!
 //! ```text
-//! restarter         host of each task
-//!  Prepare  ------>  verdict, room made; another host is asked where one refuses
-//!  (images unpacked from the store and sent)
-//!                    verify, restore, hold before the first instruction
-//!  (all are held: their places are made known)
-//!  Run      ------>  let them run, wake their libraries
+//! coordinator            host of each task
+//!
+//! 1 Prepare  --------->  verdict; reserve memory (a host that refuses is replaced by the next one)
+//! 2 (unpack the images from the store and send them)
+//!                       verify, restore, hold before the first instruction
+//! 3 (all are held: announce their locations to all daemons)
+//! 4 Run      --------->  run, wake the libraries
 //! ```
 //!
-//! Each host does what it does as the target of a move ([`super::Target`]). Nothing runs before all can: whatever fails until
-//! then, all that was built is thrown away.
+//! Each host acts as the target of a migration ([`super::Target`]). No task runs before all are
+//! restored. If a step fails before the order to run, everything that was restored is discarded.
 
 use sempa_proto::checkpoint::RestartFailure;
 use sempa_proto::migration::{
@@ -20,51 +21,45 @@ use sempa_proto::suspend::Holds;
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
-/// Time for the steps that do not depend on the size of the tasks.
+/// Timeout of the steps that do not depend on the size of the tasks.
 const STEP_TIME: Micros = Micros::from_secs(15);
-/// Time for each gigabyte of all tasks together on top, for unpacking, sending and restoring.
+/// Additional timeout for each GiB of all tasks together, to unpack, send and restore.
 const TIME_PER_GIB: Micros = Micros::from_secs(90);
 
-/// Number of one attempt.
+/// Number of one restart of a job.
 pub type RestartId = u64;
 
-/// One task to start.
+/// A task to restart.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
-    /// The task.
     pub tid: Tid,
-    /// What it is.
     pub facts: TaskFacts,
-    /// Hosts to ask, the best first.
+    /// Hosts that may take it, the best first.
     pub hosts: Vec<HostId>,
 }
 
-/// What the restarter asks its daemon to do.
+/// An instruction to the coordinator's daemon.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RestartOutput {
-    /// Send this order to a task's host.
+    /// Send this order to the host of a task.
     Order {
-        /// The host.
         host: HostId,
-        /// The task's part.
+        /// The task's part of the restart.
         of: Move,
-        /// The order.
         order: Order,
     },
-    /// Unpack this part and send it to its host.
+    /// Unpack the images of this task and send them to its host. On failure call
+    /// [`Restarts::not_sent`].
     Send {
-        /// The attempt.
         restart: RestartId,
-        /// The part.
         of: Move,
     },
-    /// Make the place of this task known to every daemon, then call [`Restarts::located`].
+    /// Announce the location of this task to every daemon, then call [`Restarts::located`].
     Locate(Move),
-    /// It has ended.
+    /// The restart has ended.
     Ended {
-        /// The attempt.
         restart: RestartId,
-        /// Where each task runs, or why none does.
+        /// The host of each task, or why none of them runs.
         result: Result<Vec<(Tid, HostId)>, RestartFailure>,
     },
 }
@@ -83,7 +78,7 @@ struct Part {
     of: Move,
     progress: Progress,
     facts: TaskFacts,
-    /// Hosts to ask when this one refuses.
+    /// Hosts to try if this one refuses.
     others: VecDeque<HostId>,
 }
 
@@ -104,7 +99,7 @@ struct Restarting {
     allowed: Micros,
 }
 
-/// All restarts under way. Lives on the master.
+/// All restarts in progress. Runs on the master.
 #[derive(Debug, Default)]
 pub struct Restarts {
     open: BTreeMap<RestartId, Restarting>,
@@ -113,17 +108,17 @@ pub struct Restarts {
 }
 
 impl Restarts {
-    /// The next thing to do.
+    /// Returns the next output to execute.
     pub fn poll(&mut self) -> Option<RestartOutput> {
         self.out.pop_front()
     }
 
-    /// When [`Restarts::wake`] is wanted, if at all.
+    /// Returns when [`Restarts::wake`] must be called, if at all.
     pub fn next_wakeup(&self) -> Option<Micros> {
         self.open.values().map(|open| open.deadline).min()
     }
 
-    /// The attempt that this part belongs to.
+    /// Returns the restart to which this part belongs.
     pub fn of_part(&self, id: MigrationId) -> Option<RestartId> {
         self.open
             .iter()
@@ -131,7 +126,7 @@ impl Restarts {
             .map(|(number, _)| *number)
     }
 
-    /// True while this task is being started again.
+    /// True while this task is being restarted.
     pub fn has(&self, tid: Tid) -> bool {
         self.open
             .values()
@@ -139,7 +134,7 @@ impl Restarts {
             .any(|part| part.of.tid == tid)
     }
 
-    /// Begins to start these tasks on the timeline that they have in common. `id` gives out numbers.
+    /// Starts to restart these tasks together. `id` generates ids.
     pub fn begin(
         &mut self,
         now: Micros,
@@ -184,7 +179,8 @@ impl Restarts {
         self.last
     }
 
-    /// Takes a report of a task's host. `id` gives out numbers, for another host that is asked.
+    /// Handles a report of a task's host. `id` generates an id in case that another host must be
+    /// tried.
     pub fn report(
         &mut self,
         now: Micros,
@@ -237,7 +233,7 @@ impl Restarts {
         self.step(now, number);
     }
 
-    /// A host does not take a task: the next one is asked, under a number of its own.
+    /// Handles that a host refuses a task: tries the next one under a new id, or fails.
     fn refused(&mut self, number: RestartId, of_part: MigrationId, why: Failure, id: MigrationId) {
         let Some(open) = self.open.get_mut(&number) else {
             return;
@@ -271,7 +267,7 @@ impl Restarts {
         }
     }
 
-    /// A part could not be unpacked or sent.
+    /// Handles that the images of a task could not be unpacked or sent.
     pub fn not_sent(&mut self, of_part: MigrationId, why: Failure) {
         let Some(number) = self.of_part(of_part) else {
             return;
@@ -294,7 +290,7 @@ impl Restarts {
         }
     }
 
-    /// Every living daemon knows the place of this task.
+    /// Handles that every living daemon has acknowledged the location of this task.
     pub fn located(&mut self, now: Micros, of_part: MigrationId) {
         let Some(number) = self.of_part(of_part) else {
             return;
@@ -309,7 +305,7 @@ impl Restarts {
         }
     }
 
-    /// A host has left or was lost.
+    /// Handles that a host has left or was lost.
     pub fn host_lost(&mut self, host: HostId) {
         let concerned = |open: &Restarting| open.parts.values().any(|part| part.of.to == host);
         let lost: Vec<RestartId> = self
@@ -323,7 +319,7 @@ impl Restarts {
         }
     }
 
-    /// The time of [`Restarts::next_wakeup`] has come.
+    /// Handles the time that [`Restarts::next_wakeup`] has returned.
     pub fn wake(&mut self, now: Micros) {
         let late = self.open.iter().filter(|(_, open)| open.deadline <= now);
         let late: Vec<(RestartId, Micros)> =
@@ -333,6 +329,7 @@ impl Restarts {
         }
     }
 
+    /// Enters the next stage when all tasks have reached the progress that it requires.
     fn step(&mut self, now: Micros, number: RestartId) {
         let Some(open) = self.open.get_mut(&number) else {
             return;
@@ -384,13 +381,14 @@ impl Restarts {
         }
     }
 
-    /// All that was built is thrown away. What was told to run already has to be ended by whoever asked for it.
+    /// Fails a restart and discards everything that was restored. If tasks were ordered to run
+    /// already, the caller must end them.
     fn fail(&mut self, number: RestartId, why: RestartFailure) {
         let Some(open) = self.open.remove(&number) else {
             return;
         };
         for Part { of, progress, .. } in open.parts.into_values() {
-            // Once all were told to run, none of them can be taken back.
+            // After the order to run a target cannot discard its task.
             if open.stage < Stage::Running && progress >= Progress::Asked {
                 self.out.push_back(RestartOutput::Order {
                     host: of.to,
@@ -427,8 +425,10 @@ fn prepare(part: &Part, timeline: &Timeline) -> RestartOutput {
 mod tests {
     use super::*;
 
+    /// A restart that loses the host of one of its tasks fails with that host as the reason. Other
+    /// restarts continue.
     #[test]
-    fn a_restart_that_loses_the_host_of_one_of_its_tasks_fails_with_that_host_and_others_go_on() {
+    fn lost_host_fails_its_restarts_only() {
         let host = |index| HostId::new(index).expect("an index");
         let mut restarts = Restarts::default();
         let mut ids = (1..).map(MigrationId);

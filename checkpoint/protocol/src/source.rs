@@ -1,4 +1,19 @@
-//! The end that a task leaves.
+//! The source of a migration: the host that the task leaves.
+//!
+//! The same machine pauses and dumps a task for a snapshot of its job. The task then stays: its
+//! images go to the master, and it resumes as soon as they are written.
+//!
+//! The phases in order:
+//!
+//! - Migration by CRIU: inspect, pre-copy (optional), quiesce, stop, dump, send, kill.
+//! - Migration by restarting the program: inspect, await the exit, send, release.
+//! - Snapshot by CRIU: inspect, quiesce, stop, await the replies to the task's requests, wait until
+//!   the whole job is paused, await the last replies, dump, resume, await the library's connection.
+//! - Snapshot of a program that writes its own checkpoint: inspect, await the exit, wait until the
+//!   whole job is paused, await the last replies, copy the state files, restart, await the
+//!   library's connection.
+//! - After an abort: resume the task if it may be stopped, await the library's connection if it may
+//!   be quiesced.
 
 use sempa_proto::engine::Engine;
 use sempa_proto::migration::{
@@ -10,124 +25,124 @@ use sempa_proto::{RequestId, Tid};
 use std::collections::VecDeque;
 use std::path::PathBuf;
 
-/// What the source knows of a task that is to move.
+/// The result of inspecting a task for a migration.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Inspected {
-    /// What it is and holds.
     pub facts: TaskFacts,
-    /// For whom it stands still.
     pub suspended: Holds,
-    /// Its memory could follow it, and that would be worth while.
+    /// Post-copy pays off for this task and is possible as far as the source is concerned.
     pub memory_can_follow: bool,
-    /// A part of it could go ahead, and that would be worth while.
+    /// The task is large enough for pre-copy.
     pub can_pre_copy: bool,
 }
 
-/// What happens at the source.
+/// An event at the source.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SourceEvent {
-    /// The coordinator's order.
+    /// An order of the coordinator.
     Order(Order),
-    /// The answer to [`SourceOutput::Inspect`]: the tasker's, or the daemon's own refusal.
+    /// The result of [`SourceOutput::Inspect`]: from the tasker, or a refusal of the daemon itself.
     Inspected(Result<Inspected, Refusal>),
-    /// The tasker's answer to [`SourceOutput::PreCopy`].
+    /// The result of [`SourceOutput::PreCopy`]: the bytes sent.
     PreCopied(Result<u64, Failure>),
-    /// The library has let go and its socket is closed.
+    /// The library has quiesced, and its socket is closed.
     Quiesced,
-    /// The tasker's answer to [`SourceOutput::Stop`].
+    /// The result of [`SourceOutput::Stop`] or [`SourceOutput::End`].
     Stopped(Result<(), Failure>),
-    /// The tasker's answer to [`SourceOutput::Dump`], or that to [`SourceOutput::Collect`]; or that to [`SourceOutput::Close`] when
-    /// the task has to take something in before it can be written.
+    /// The result of [`SourceOutput::Dump`] or [`SourceOutput::Collect`]. An error may also answer
+    /// [`SourceOutput::Close`]: the task must receive something first before it can be dumped.
     Dumped(Result<DumpReport, Failure>),
     /// The images are at the target, or could not be sent.
     Sent(Result<(), Failure>),
-    /// The tasker's answer to [`SourceOutput::Continue`].
+    /// The tasker has executed [`SourceOutput::Continue`].
     Continued,
-    /// Nothing that the task has asked for is open any more ([`SourceOutput::Settle`]).
+    /// The wait of [`SourceOutput::Settle`] or [`SourceOutput::Close`] is over.
     Settled,
-    /// The library has connected again.
+    /// The library has reconnected.
     Reconnected,
-    /// The tasker's answer to [`SourceOutput::KillMoved`]: what it had used.
+    /// The tasker has executed [`SourceOutput::KillMoved`]; the resources that the task had used.
     Gone(Usage),
-    /// The task ended by itself or was killed.
+    /// The task has exited or was killed.
     Ended,
 }
 
-/// What the source's daemon has to do.
+/// An instruction to the source's daemon.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SourceOutput {
-    /// Report to the coordinator.
     Report(Report),
-    /// Ask the tasker what the task is.
+    /// Request the task's facts from the tasker.
     Inspect,
-    /// Open the way on which the target will ask for memory.
+    /// Open the stream on which the target will request memory.
     LendMemory,
-    /// Have the tasker send memory of the running task ahead, on that way.
+    /// Request the tasker to send memory of the running task on that stream.
     PreCopy,
-    /// What went ahead is of no use any more.
+    /// Discard the pre-copied memory: the migration is aborted.
     EndPreCopy,
-    /// From now on keep everything that comes for the task, in order.
+    /// From now on buffer, in order, everything that arrives for the task.
     Hold,
-    /// Tell the library to let go; it is to look for a token here (the daemon adds its own path) or at this path.
+    /// Request the library to quiesce. It then looks for a token file at the path that the daemon
+    /// adds, and at this path.
     Quiesce {
-        /// The target's token; none when the task goes on here in any case.
+        /// Path of the token at the target; `None` for a snapshot, after which the task always
+        /// resumes here.
         token: Option<PathBuf>,
     },
-    /// For a checkpoint: say [`SourceEvent::Settled`] when everything that the task has asked for is answered, but for what
-    /// it can ask again.
+    /// Snapshot: send [`SourceEvent::Settled`] when all requests of the task are answered, except
+    /// for those that it can repeat.
     Settle,
-    /// For a checkpoint: say [`SourceEvent::Settled`] when of what the task has asked for nothing is open but these, and keep
-    /// what is known of the task at that moment.
+    /// Snapshot: send [`SourceEvent::Settled`] when no requests of the task are open except for
+    /// these, and save the daemon's state of the task at that moment.
     Close {
-        /// Requests by which it waits for others.
+        /// Requests with which the task waits for other tasks.
         open: Vec<RequestId>,
-        /// Tasks whose ends are to be known here before.
+        /// Tasks whose exits must be known here first.
         ended: Vec<Tid>,
     },
-    /// For a checkpoint: copy the files into which the program has written its state to where images are; they are the task's
-    /// images. [`SourceEvent::Dumped`] is the answer.
+    /// Snapshot: copy the program's state files to the image directory; they are the images of the
+    /// task. [`SourceEvent::Dumped`] is the answer.
     Collect,
-    /// For a checkpoint: put what is known of the task beside the images and bring them to the master; the directory is
-    /// the daemon's from now on.
+    /// Snapshot: add the saved state of the task to the images and upload them to the master. The
+    /// daemon owns the directory from now on.
     Deposit,
-    /// Have the program asked to end, so that it can be started again; [`SourceEvent::Stopped`] tells that it has ended, and
-    /// that all that it has said is with its peers' daemons.
+    /// Ask the program to exit, so that it can be restarted. [`SourceEvent::Stopped`] reports that
+    /// it has exited and that the daemons of its peers have all its messages.
     End {
-        /// By which way.
         engine: Engine,
     },
-    /// Have the tasker stop the task.
+    /// Request the tasker to stop the task.
     Stop,
-    /// Have the tasker dump the task.
+    /// Request the tasker to dump the task.
     Dump {
-        /// Most of its memory stays, and is handed out when the target asks for it.
+        /// Post-copy: most memory is not in the images; it is served when the target requests it.
         memory_follows: bool,
     },
-    /// Begin to send the images to the target while they are being written. What of them is there when the dump fails is of no
-    /// use.
+    /// Start to send the images to the target while they are being written. If the dump fails, the
+    /// target discards what it has received.
     SendAhead,
-    /// Send the images to the target, or what of them was not sent ahead: they are complete.
+    /// The images are complete: send the rest of them to the target.
     SendImages,
-    /// Send the task's record to the target: all that is left of a task whose process has ended.
+    /// Send the task's record to the target. Nothing else remains of a task whose process has
+    /// exited.
     SendRecord,
-    /// Have the tasker let the task go on.
+    /// Request the tasker to resume the task.
     Continue,
-    /// Write the token that brings the library back to this daemon.
+    /// Write the token that makes the library reconnect to this daemon.
     WakeHere,
-    /// Hand over what was kept, in order, and stop keeping.
+    /// Deliver the buffered items in order and stop buffering.
     Release,
-    /// Have the tasker kill and reap the stopped task.
+    /// Request the tasker to kill and reap the stopped task.
     KillMoved,
-    /// The task lives at the target: send what was kept there, with an end mark, and the task's record.
+    /// The task now belongs to the target: send it the buffered items, an end mark, and the task's
+    /// record.
     HandOver,
-    /// Stop sending and delete the images here.
+    /// Stop sending and delete the images.
     DropImages,
-    /// Nothing is left to do: forget the move.
+    /// Nothing remains to be done: forget the migration.
     Done,
 }
 
 impl SourceOutput {
-    /// The step that begins with this.
+    /// Returns the step that starts with this output.
     pub fn begins(&self) -> Option<Step> {
         match self {
             SourceOutput::Inspect => Some(Step::Inspect),
@@ -142,55 +157,53 @@ impl SourceOutput {
     }
 }
 
-/// Where the source stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Inspecting,
     Ready,
-    /// Memory goes ahead; the task runs as ever.
+    /// Memory is being sent while the task runs.
     PreCopying,
     Quiescing,
     Stopping,
-    /// It was asked to end, and is to be started again.
+    /// The program was asked to exit, to be restarted.
     Ending,
-    /// For a checkpoint: it stands still, and what it has asked for is being answered.
+    /// Snapshot: the task is stopped, and its open requests are being answered.
     Settling,
-    /// For a checkpoint: it stands still, or its process has ended and the next one has not begun.
+    /// Snapshot: the task is stopped, or its process has exited and was not restarted yet.
     Standing,
-    /// For a checkpoint: all tasks of the job stand still, and the last answers come in.
+    /// Snapshot: all tasks of the job are stopped, and the last replies arrive.
     Closing,
     Dumping,
     Sending,
-    /// The move is off; the tasker is letting the task go on.
+    /// The migration was aborted or the snapshot is dumped; the tasker is resuming the task.
     Continuing,
-    /// The move is off; waiting for the library to come back.
+    /// The task runs; waiting for its library to reconnect.
     Waking,
     Killing,
     Done,
 }
 
-/// One move as its source sees it.
+/// One migration at its source, or one task of a snapshot.
 #[derive(Debug)]
 pub struct Source {
     of: Move,
     state: State,
-    /// The task does not leave: its images are for a checkpoint.
+    /// A snapshot: the task stays here.
     keeps: bool,
-    /// For a checkpoint: by which way the task is written.
+    /// Snapshot: the engine that writes the images.
     engine: Engine,
-    /// The images are deposited.
+    /// The images belong to the upload.
     deposited: bool,
-    /// Most of the memory does not go with the images.
     memory_follows: bool,
-    /// Memory goes or went ahead.
+    /// Pre-copy precedes the dump.
     pre_copies: bool,
-    /// Where the target will wake it, until its library knows.
+    /// Path of the token at the target, until it is passed to the library.
     token: PathBuf,
     out: VecDeque<SourceOutput>,
 }
 
 impl Source {
-    /// The coordinator's first order, [`Order::Inspect`], has come.
+    /// Starts a migration or a snapshot with the order [`Order::Inspect`].
     pub fn new(of: Move) -> Source {
         let out = VecDeque::from([SourceOutput::Inspect]);
         let keeps = of.cause == Cause::Checkpoint;
@@ -208,12 +221,12 @@ impl Source {
         }
     }
 
-    /// The move.
     pub fn of(&self) -> &Move {
         &self.of
     }
 
-    /// True from the order to let go until the task is back or gone: everything for it has to be kept.
+    /// True while everything for the task must be buffered: from the quiesce request, or the
+    /// request to exit, until the task is back or gone.
     pub fn holds(&self) -> bool {
         !matches!(
             self.state,
@@ -221,12 +234,13 @@ impl Source {
         )
     }
 
-    /// True from the order to leave until the task is back or gone.
+    /// True from the order to depart until the task is back or gone.
     pub fn leaves(&self) -> bool {
         self.holds() || self.state == State::PreCopying
     }
 
-    /// True while the coordinator decides whether the task is suspended: from the report on it until the task is back or gone.
+    /// True while the coordinator decides whether the task is suspended: from the inspection's
+    /// report until the task is back or gone.
     pub fn is_decided_elsewhere(&self) -> bool {
         use State as S;
         !self.keeps
@@ -243,22 +257,23 @@ impl Source {
             )
     }
 
-    /// True while the task was asked to end, to begin again.
+    /// True while the program is asked to exit, to be restarted.
     pub fn is_ending(&self) -> bool {
         self.state == State::Ending
     }
 
-    /// True while the task stays and its library has not come back.
+    /// True while the task stays here and its library has not reconnected.
     pub fn is_waking(&self) -> bool {
         self.state == State::Waking
     }
 
-    /// The next thing to do.
+    /// Returns the next output to execute.
     pub fn poll(&mut self) -> Option<SourceOutput> {
         self.out.pop_front()
     }
 
-    /// Takes an event. What does not fit the state belongs to a step that was given up and is ignored.
+    /// Handles an event. Events that do not match the state belong to an aborted step and are
+    /// ignored.
     pub fn handle(&mut self, event: SourceEvent) {
         use SourceOutput as O;
         match (self.state, event) {
@@ -355,7 +370,7 @@ impl Source {
         }
     }
 
-    /// Up to the moment at which the task is to let go.
+    /// Handles the events that precede the quiesce.
     fn begin(&mut self, event: SourceEvent) {
         use SourceOutput as O;
         match (self.state, event) {
@@ -435,7 +450,8 @@ impl Source {
         );
     }
 
-    /// Reports a failure and waits for the coordinator to call the move off: it may be telling the target already.
+    /// Reports a failure and waits for the coordinator to abort the migration. It may already be
+    /// sending orders to the target.
     fn failed(&mut self, step: Step, why: Failure) {
         self.out
             .push_back(SourceOutput::Report(Report::Failed { step, why }));
@@ -447,8 +463,8 @@ impl Source {
         match self.state {
             State::Inspecting | State::Ready => self.go(State::Done, [O::Done]),
             State::PreCopying => self.go(State::Done, [O::DropImages, O::Done]),
-            // The library may still be letting go: it finds the token as soon as it looks for it. The way on which memory went
-            // ahead is all that there is of images.
+            // A library that is still quiescing finds the token as soon as it looks for it. No
+            // images exist, except for the stream of the pre-copy.
             State::Quiescing => {
                 self.out.extend(self.pre_copies.then_some(O::DropImages));
                 self.go(State::Waking, [O::WakeHere]);
@@ -467,7 +483,7 @@ impl Source {
         }
     }
 
-    /// Also when nobody has to be told any more: it does no harm then.
+    /// Requests to discard the pre-copied memory. Harmless if it was discarded already.
     fn end_pre_copy(&mut self) {
         let takes_back = self.pre_copies && !matches!(self.state, State::Killing | State::Done);
         self.out
@@ -478,7 +494,7 @@ impl Source {
         use SourceOutput as O;
         self.end_pre_copy();
         match self.state {
-            // Its end is what was wanted; Gone tells it.
+            // The exit was intended; [`SourceEvent::Gone`] reports it.
             State::Killing | State::Done => {}
             State::Continuing | State::Waking => {
                 self.out.extend((!self.deposited).then_some(O::DropImages));
@@ -507,7 +523,7 @@ impl Source {
         }
     }
 
-    /// The step that is under way.
+    /// Returns the step in progress.
     fn step(&self) -> Step {
         match self.state {
             State::Inspecting => Step::Inspect,

@@ -1,4 +1,9 @@
-//! The end that a task moves to.
+//! The target of a migration: the host that receives the task.
+//!
+//! The phases in order: give the verdict, receive the images, restore, hold the task until the
+//! order to run, run, and await the rest of the memory (post-copy). A failure or `Discard` discards
+//! everything. A restart from a checkpoint uses the same machine; its images come from the master's
+//! store.
 
 use sempa_proto::engine::Engine;
 use sempa_proto::migration::{
@@ -7,61 +12,62 @@ use sempa_proto::migration::{
 use std::collections::VecDeque;
 use std::path::PathBuf;
 
-/// What happens at the target.
+/// An event at the target.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TargetEvent {
-    /// The coordinator's order.
+    /// An order of the coordinator.
     Order(Order),
-    /// The answer to [`TargetOutput::Prepare`].
+    /// The result of [`TargetOutput::Prepare`].
     Prepared {
-        /// Empty: it would take the task.
+        /// Empty if the target accepts the task.
         verdict: Verdict,
-        /// Memory can follow a task to here.
+        /// This host supports post-copy.
         memory_can_follow: bool,
-        /// The way by which the task is to come.
+        /// The engine for this migration.
         engine: Engine,
     },
-    /// What came ahead is gone, with the tasker that had it, or does not come.
+    /// The pre-copied memory is lost together with its tasker, or pre-copy has failed.
     PreCopyLost(Failure),
-    /// The images, or the record that takes their place, are here and their hashes are right, or not.
+    /// All images, or the record in their place, have arrived and are verified; their size. Or they
+    /// have not.
     Received(Result<u64, Failure>),
-    /// The tasker's answer to [`TargetOutput::Restore`].
+    /// The result of [`TargetOutput::Restore`].
     Restored(Result<(), Failure>),
-    /// The tasker's answer to [`TargetOutput::Run`].
+    /// The result of [`TargetOutput::Run`].
     Ran(Result<(), Failure>),
-    /// All memory of the task is here, or some of it will not come and the task was killed.
+    /// All memory of the task has arrived; or some of it will not arrive, and the task was killed.
     Arrived(Result<(), Failure>),
-    /// The tasker's answer to [`TargetOutput::Discard`].
+    /// The tasker has executed [`TargetOutput::Discard`].
     Discarded,
 }
 
-/// What the target's daemon has to do.
+/// An instruction to the target's daemon.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TargetOutput {
-    /// Report to the coordinator.
     Report(Report),
-    /// Ask the tasker for a verdict on such a task.
+    /// Request a verdict on this task.
     Prepare(TaskFacts),
-    /// Have the tasker keep the memory that comes ahead, once images are expected.
+    /// Request the tasker to keep the memory that pre-copy sends. Follows
+    /// [`TargetOutput::ExpectImages`].
     TakePreCopy,
-    /// Accept the images of this move from the source.
+    /// Accept the images of this migration from the source.
     ExpectImages,
-    /// Have the tasker rebuild the task, or start its program anew, up to the point where nothing of it runs yet.
+    /// Request the tasker to rebuild the task, or to restart its program, up to the point where
+    /// none of its code runs yet.
     Restore,
-    /// The task is ours from now on; have the tasker let it run.
+    /// The task belongs to this host from now on: request the tasker to run it.
     Run(Parting),
-    /// Write the token that brings the library to this daemon.
+    /// Write the token that makes the library connect to this daemon.
     WakeHere,
-    /// Have the tasker throw away what there is.
+    /// Request the tasker to discard everything of this migration.
     Discard,
-    /// Delete the images here.
     DropImages,
-    /// Nothing is left to do: forget the move.
+    /// Nothing remains to be done: forget the migration.
     Done,
 }
 
 impl TargetOutput {
-    /// The step that begins with this.
+    /// Returns the step that starts with this output.
     pub fn begins(&self) -> Option<Step> {
         match self {
             TargetOutput::Prepare(_) => Some(Step::Prepare),
@@ -73,7 +79,6 @@ impl TargetOutput {
     }
 }
 
-/// Where the target stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Judging,
@@ -81,28 +86,28 @@ enum State {
     Restoring,
     Holding,
     Starting,
-    /// It runs, and its memory follows.
+    /// The task runs, and its memory may be incomplete (post-copy).
     Arriving,
     Discarding,
     Done,
 }
 
-/// One move as its target sees it.
+/// One migration at its target.
 #[derive(Debug)]
 pub struct Target {
     of: Move,
-    /// Where the token will be written.
+    /// Path of the token file that will wake the library.
     token: PathBuf,
-    /// The source could let the memory follow; from the verdict on: it will.
+    /// Post-copy is used. Before the verdict: the source supports it.
     memory_follows: bool,
-    /// If it does, a part of it goes ahead.
+    /// Pre-copy precedes the images.
     pre_copies: bool,
     state: State,
     out: VecDeque<TargetOutput>,
 }
 
 impl Target {
-    /// The coordinator's order [`Order::Prepare`] has come.
+    /// Starts a migration or a restart with the order [`Order::Prepare`].
     pub fn new(
         of: Move,
         facts: TaskFacts,
@@ -124,32 +129,32 @@ impl Target {
         }
     }
 
-    /// The move.
     pub fn of(&self) -> &Move {
         &self.of
     }
 
-    /// True while the task is to be rebuilt, or is being rebuilt.
+    /// True from the arrival of the images until the task is restored.
     pub fn is_restoring(&self) -> bool {
         self.state == State::Restoring
     }
 
-    /// True while it was ordered to run, and does not yet.
+    /// True while the order to run is being executed.
     pub fn is_starting(&self) -> bool {
         self.state == State::Starting
     }
 
-    /// True if most of the memory does not come with the images. Known from [`TargetOutput::ExpectImages`] on.
+    /// True if post-copy is used. Final from [`TargetOutput::ExpectImages`] on.
     pub fn memory_follows(&self) -> bool {
         self.memory_follows
     }
 
-    /// The next thing to do.
+    /// Returns the next output to execute.
     pub fn poll(&mut self) -> Option<TargetOutput> {
         self.out.pop_front()
     }
 
-    /// Takes an event. What does not fit the state belongs to a step that was given up and is ignored.
+    /// Handles an event. Events that do not match the state belong to an aborted step and are
+    /// ignored.
     pub fn handle(&mut self, event: TargetEvent) {
         use TargetOutput as O;
         match (self.state, event) {
@@ -171,11 +176,12 @@ impl Target {
                     memory_follows,
                     engine,
                 });
-                // What comes from the store has images in any case.
+                // A restart from the store always has images.
                 let has_images = engine == Engine::Criu || self.of.cause == Cause::Restart;
                 match (refuses, has_images) {
                     (true, _) => self.go(State::Done, [report, O::Discard, O::Done]),
-                    // Expect first: the source may be faster than our answer is.
+                    // Expect the images before the report is sent: the source may start to send
+                    // immediately afterwards.
                     (false, true) => {
                         let takes = self.pre_copies.then_some(O::TakePreCopy);
                         self.go(
@@ -226,7 +232,7 @@ impl Target {
                 };
                 self.go(State::Discarding, [O::Report(report), O::Discard]);
             }
-            // An engine that is being ended may still write there before.
+            // Delete the images last: an engine that is being aborted may still write them.
             (State::Discarding, TargetEvent::Discarded) => {
                 self.go(State::Done, [O::DropImages, O::Done])
             }

@@ -1,45 +1,55 @@
-//! Which tasks of a host leave it first when several are to leave. They share its link, so the smallest go first: as many as
-//! can have gone at any time, and nobody waits for a large one who would be through in a moment. Memory that follows its task
-//! is on the link as long as images are; but no task that stands still anyway waits for it. Pure.
+//! The queue of tasks that wait to depart from one host. Pure.
+//!
+//! The tasks share the host's link, so the smallest depart first and most tasks are gone at any
+//! time. A task occupies a slot until its images have arrived; with post-copy, until all its memory
+//! has.
+//!
+//! A task may depart while
+//!
+//! - fewer than [`LEAVE_AT_ONCE_MAX`] tasks of at most its size occupy slots, so that larger ones
+//!   do not delay it, and
+//! - fewer than [`LEAVE_AT_ONCE_WITH_SMALLER_MAX`] tasks in all occupy slots.
+//!
+//! Memory of post-copy occupies the link as well, but for a paused task it does not count.
 
 use sempa_proto::{Micros, MigrationId};
 
-/// Tasks that leave one host at a time.
+/// Limit of the tasks that depart from one host at a time, not counting larger ones than the next.
 pub const LEAVE_AT_ONCE_MAX: usize = 4;
-/// The same with smaller ones that have come while larger ones were already leaving.
+/// Limit of all tasks that depart from one host at a time.
 pub const LEAVE_AT_ONCE_WITH_SMALLER_MAX: usize = 8;
-/// Whoever is to leave waits this long at most until it is known how large the others are.
+/// Longest time that a task waits until the sizes of the others are known.
 pub const GATHER_TIME: Micros = Micros::from_millis(50);
 
-/// A move away from the host, as far as this is concerned.
+/// The state of one migration away from the host, as far as the queue needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Standing {
-    /// How large the task is has not been said.
+    /// The source has not reported the size of the task.
     Unknown,
-    /// It waits since then.
+    /// The task is queued.
     Waits {
-        /// Which.
         id: MigrationId,
-        /// Its resident memory.
+        /// Resident memory of the task.
         bytes: u64,
-        /// Since when.
+        /// When it was queued.
         since: Micros,
-        /// The owner of its host is there, so it stands still until it has left.
+        /// The task is paused until it has departed, because its host's owner is present.
         stands: bool,
     },
-    /// It is leaving.
+    /// The images are being sent.
     Leaves {
-        /// Its resident memory.
+        /// Resident memory of the task.
         bytes: u64,
     },
-    /// It has left, and its memory has not.
+    /// The task has departed, and its memory is being sent (post-copy).
     Follows {
-        /// Its memory.
+        /// Resident memory of the task.
         bytes: u64,
     },
 }
 
-/// Those of one host whose turn it is now, the smallest first; and when to look again although nothing has happened.
+/// Returns the queued migrations of one host that may depart now, the smallest first; and when to
+/// call again although nothing has happened.
 pub(super) fn turns(now: Micros, all: &[Standing]) -> (Vec<MigrationId>, Option<Micros>) {
     let (mut leaving, mut following, mut waiting) = (Vec::new(), Vec::new(), Vec::new());
     for one in all {
@@ -95,8 +105,9 @@ mod tests {
         turns(NOW, all).0.into_iter().map(|id| id.0).collect()
     }
 
+    /// The smallest tasks depart first, four at a time.
     #[test]
-    fn the_smallest_go_first_and_four_at_a_time() {
+    fn smallest_four_depart_first() {
         assert_eq!(go(&[]), [0; 0]);
         assert_eq!(go(&[waits(1, 90)]), [1]);
         assert_eq!(
@@ -116,8 +127,10 @@ mod tests {
         );
     }
 
+    /// Smaller tasks depart in addition to four larger ones that already depart, up to the second
+    /// limit.
     #[test]
-    fn larger_ones_that_are_leaving_already_do_not_keep_smaller_ones_here() {
+    fn small_tasks_need_no_slot_of_large_ones() {
         let large = [Standing::Leaves { bytes: 1 << 30 }; 4];
         let small: Vec<Standing> = (1..=6).map(|id| waits(id, 1 << 20)).collect();
         assert_eq!(go(&[&large[..], &small].concat()), [1, 2, 3, 4]);
@@ -130,8 +143,9 @@ mod tests {
         );
     }
 
+    /// Memory of post-copy occupies slots for running tasks, but not for paused ones.
     #[test]
-    fn who_runs_waits_for_memory_that_is_on_the_link_and_who_stands_still_does_not() {
+    fn only_running_tasks_wait_for_post_copy() {
         let stands = |id, bytes| Standing::Waits {
             id: MigrationId(id),
             bytes,
@@ -168,8 +182,9 @@ mod tests {
         );
     }
 
+    /// While the size of a task is unknown, the others wait for it, at most for the gather time.
     #[test]
-    fn for_a_moment_it_is_waited_until_all_have_said_how_large_they_are() {
+    fn admission_waits_for_unknown_sizes() {
         let all = [Standing::Unknown, waits(1, 90), waits(2, 10)];
         assert_eq!(turns(NOW, &all), (vec![], Some(NOW + GATHER_TIME)));
         assert_eq!(

@@ -1,5 +1,8 @@
-//! The migration protocol under faults: one task, two hosts, a coordinator, and everything that can go wrong at random
-//! times. The two copies are modelled; the three machines are the real ones.
+//! The migration protocol under faults: one task, two hosts, a coordinator, and failures at random
+//! times.
+//!
+//! The two copies of the task, the daemons and the network are simulated; the three state machines
+//! are the real ones.
 
 #[path = "../../../libpvm/proto/tests/dice/mod.rs"]
 mod dice;
@@ -27,7 +30,7 @@ enum Copy {
     Dead,
 }
 
-/// What travels or is being worked on.
+/// A simulated event: a message in transit, or the completion of work.
 #[derive(Debug)]
 enum Item {
     Order(HostId, sempa_proto::migration::Move, Order),
@@ -39,42 +42,43 @@ enum Item {
     LostSeen(HostId),
     Lose(HostId),
     EndTask,
-    /// Somebody wants the task suspended, or to go on.
+    /// A user requests to suspend (true) or resume the task.
     Ask(bool),
     PassedOn(HostId, MigrationId, Asked),
     Decided(Option<Holds>, Asked),
 }
 
-/// What was asked for, and the how manieth it was.
+/// A suspend request and its number, counted from 1. True: suspend.
 type Asked = (bool, usize);
 
 #[derive(Default)]
 struct Faults {
     step_fails_percent: u64,
     stalls_percent: u64,
-    /// Of a hundred transfers, so many come to their end without the source hearing of it, which takes it for a failure some
-    /// time later.
+    /// Percentage of image transfers that complete without the source being notified. The source
+    /// reports a failure some time later.
     unheard_percent: u64,
     lose: Option<(HostId, u64)>,
     end_task: Option<u64>,
     refuse: bool,
-    /// The memory follows the task, as far as the steps of that do not fail.
+    /// Post-copy is used, unless a step of it fails.
     memory_follows: bool,
-    /// And a part of it goes ahead.
+    /// Pre-copy is used, too.
     pre_copies: bool,
-    /// When somebody asks for the task to be suspended, or to go on.
+    /// Times of suspend requests (true) and resume requests.
     asks: Vec<(u64, bool)>,
 }
 
 struct World {
     dice: Dice,
-    /// The way that the target chooses: every third time the task is asked to end, and is started again.
+    /// The engine that the target chooses. For every third seed the program is asked to exit and
+    /// restarted.
     engine: Engine,
     faults: Faults,
     now: Micros,
     queue: BTreeMap<(Micros, u64), Item>,
     serial: u64,
-    /// Last arrival per channel, so that channels keep their order.
+    /// Last arrival per channel, because channels preserve the order.
     channel: HashMap<(u16, u16), Micros>,
     coordinator: Coordinator,
     source: Option<Source>,
@@ -82,25 +86,26 @@ struct World {
     copies: (Copy, Copy),
     lost: Vec<HostId>,
     held: bool,
-    /// For memory.
+    /// The source has opened the memory stream.
     way_is_open: bool,
     takes_pre_copy: bool,
     pre_copy_ended: bool,
-    /// What the source had of ways and images.
+    /// The source has deleted its images and closed its streams.
     dropped: bool,
     handed_over: bool,
     located_at: HostId,
     ended: Option<Result<MoveReport, MoveError>>,
-    /// What the log was told of the move's end: the task's memory, how long it stood still, and when all memory was there.
+    /// Values of the final event: resident memory, time stopped, and time until all memory had
+    /// arrived.
     logged: Option<(u64, Micros, Micros)>,
-    /// For whom the copies stand still, as their daemons know it.
+    /// Suspensions of the two copies, as known to their daemons.
     holds: (Holds, Holds),
     target_runs: bool,
-    /// What was asked for so far.
+    /// The suspend requests so far.
     orders: Vec<bool>,
-    /// What was asked for last, if whoever asked was told that it is done.
+    /// The last request, if it was acknowledged to the requester.
     told: Option<Asked>,
-    /// The host whose answer is waited for.
+    /// The host whose acknowledgement is awaited.
     waits_for: Option<HostId>,
 }
 
@@ -198,7 +203,7 @@ impl World {
         self.push(at, item);
     }
 
-    /// The answer of a tasker: good, bad, or never.
+    /// Schedules the answer of a tasker: success, failure, or none.
     fn worker<T>(&mut self, good: T, wrap: impl Fn(Result<T, Failure>) -> Item) {
         if self.dice.roll(100) < self.faults.stalls_percent {
             return;
@@ -262,7 +267,7 @@ impl World {
                     self.holds.0 = suspended;
                 }
                 if self.source.is_none() && order == Order::Yield {
-                    // It is in no move any more, because it has ended.
+                    // The migration is over at the source, because the task has exited.
                     let report = Report::Failed {
                         step: Step::KillSource,
                         why: Failure::TaskEnded,
@@ -314,7 +319,8 @@ impl World {
         }
     }
 
-    /// Somebody asks the daemon where the task is, and never before the answer to what was asked before.
+    /// Sends a suspend request to the daemon of the host where the task is, after the previous one
+    /// was acknowledged.
     fn ask(&mut self, suspend: bool) {
         if self.waits_for.is_some_and(|at| !self.lost.contains(&at)) {
             return self.push(self.now + Micros(1000), Item::Ask(suspend));
@@ -363,7 +369,7 @@ impl World {
     }
 
     fn source_event(&mut self, event: SourceEvent) {
-        // What the world did while the answer was on its way.
+        // Update the simulated copy to the time of the answer.
         match &event {
             SourceEvent::Stopped(Ok(())) if self.copies.0 == Copy::Running => {
                 self.copies.0 = Copy::Stopped
@@ -571,7 +577,7 @@ impl World {
             TargetOutput::Run(_) => {
                 self.soon(Item::Target(TargetEvent::Ran(Ok(()))));
                 if self.target.as_ref().is_some_and(Target::memory_follows) {
-                    // That has no time in which it has to be over: it comes, or does not.
+                    // This step has no deadline, so the answer must not be lost.
                     let stalls = std::mem::take(&mut self.faults.stalls_percent);
                     self.worker((), |r| Item::Target(TargetEvent::Arrived(r)));
                     self.faults.stalls_percent = stalls;
@@ -583,8 +589,9 @@ impl World {
         }
     }
 
+    /// Checks the invariant that at most one copy is alive when the target's copy runs.
     fn check(&self) {
-        // A copy that stands still is alive: it could go on.
+        // A stopped copy counts as alive: it could continue.
         assert!(
             self.copies.1 != Copy::Running || self.copies.0 == Copy::Dead,
             "two live copies: {:?}",
@@ -593,15 +600,17 @@ impl World {
     }
 }
 
-/// The memory of the task that moves.
+/// Resident memory of the task.
 const RESIDENT: u64 = 2 << 30;
 
+/// Simulates one migration until nothing happens any more.
 fn settle(seed: u64, faults: Faults) -> World {
     World::new(seed, faults).run()
 }
 
+/// Without faults the task migrates, and the source transfers everything to the target.
 #[test]
-fn without_faults_the_task_moves_and_everything_is_handed_over() {
+fn migration_without_faults_succeeds() {
     for seed in 1..500 {
         let world = settle(seed, Faults::default());
         assert!(
@@ -618,8 +627,10 @@ fn without_faults_the_task_moves_and_everything_is_handed_over() {
     }
 }
 
+/// The final event reports the resident memory, the time stopped, and the time until all memory had
+/// arrived.
 #[test]
-fn the_log_tells_how_much_memory_moved_and_when_all_of_it_was_there() {
+fn event_reports_memory_and_transfer_time() {
     let mut later = 0;
     for seed in 1..200 {
         for memory_follows in [false, true] {
@@ -632,7 +643,7 @@ fn the_log_tells_how_much_memory_moved_and_when_all_of_it_was_there() {
             );
             let (resident, frozen, whole) = world.logged.expect("it has moved");
             match (world.engine, memory_follows) {
-                // It may all be there by the time the task runs.
+                // All memory may have arrived by the time the task runs.
                 (Engine::Criu, true) => {
                     assert!(resident == RESIDENT && whole >= frozen, "seed {seed}");
                     later += u32::from(whole > frozen);
@@ -640,7 +651,7 @@ fn the_log_tells_how_much_memory_moved_and_when_all_of_it_was_there() {
                 (Engine::Criu, false) => {
                     assert!(resident == RESIDENT && whole == frozen, "seed {seed}")
                 }
-                // Its program took along what it needs.
+                // A program that is restarted sends no memory.
                 _ => assert_eq!(resident, 0, "seed {seed}"),
             }
         }
@@ -651,8 +662,9 @@ fn the_log_tells_how_much_memory_moved_and_when_all_of_it_was_there() {
     );
 }
 
+/// A task that the source refuses to migrate keeps running there.
 #[test]
-fn a_refused_task_is_not_touched() {
+fn refused_task_keeps_running() {
     let world = settle(
         7,
         Faults {
@@ -668,8 +680,9 @@ fn a_refused_task_is_not_touched() {
     assert_eq!(world.copies, (Copy::Running, Copy::None));
 }
 
+/// If any step fails or stalls, exactly one copy of the task runs afterwards.
 #[test]
-fn whatever_step_fails_or_stalls_the_task_goes_on_exactly_once() {
+fn failed_step_leaves_exactly_one_running_copy() {
     let mut failures = 0;
     for seed in 1..20_000 {
         let world = settle(
@@ -703,8 +716,10 @@ fn whatever_step_fails_or_stalls_the_task_goes_on_exactly_once() {
     assert!(failures > 1000, "the faults must bite: {failures}");
 }
 
+/// If any step fails or stalls, or the target is lost, pre-copied memory is either used by the
+/// target or discarded.
 #[test]
-fn memory_that_goes_ahead_is_the_target_s_or_nobody_s_whatever_step_fails_or_stalls() {
+fn failed_migration_discards_pre_copied_memory() {
     let (mut moved, mut stayed) = (0, 0);
     for seed in 1..20_000 {
         let lose = (seed % 4 == 0).then(|| (host(3), Dice(seed * 35 + 1).roll(60_000)));
@@ -728,13 +743,13 @@ fn memory_that_goes_ahead_is_the_target_s_or_nobody_s_whatever_step_fails_or_sta
                     "seed {seed}: the time for which memory went ahead counts"
                 );
                 assert!(!world.pre_copy_ended, "seed {seed}");
-                // It may have been lost later.
+                // The target may have been lost afterwards.
                 assert!(
                     world.copies == (Copy::Dead, Copy::Running) || !world.lost.is_empty(),
                     "seed {seed}"
                 );
             }
-            // From then on the memory outlives the source's copy.
+            // From this step on the memory outlives the source's copy.
             Some(Err(error)) if error.step >= Step::KillSource => {}
             Some(Err(_)) => {
                 assert!(!world.held, "seed {seed}: messages are kept for ever");
@@ -762,8 +777,10 @@ fn memory_that_goes_ahead_is_the_target_s_or_nobody_s_whatever_step_fails_or_sta
     assert!(moved > 1000 && stayed > 1000, "{moved} {stayed}");
 }
 
+/// With post-copy the task continues in one copy if all memory arrives. If some is lost it ends,
+/// and the migration fails in the step Arrive.
 #[test]
-fn a_task_whose_memory_follows_goes_on_once_if_all_of_it_comes_and_else_ends_and_the_move_says_why()
+fn lost_post_copy_memory_ends_the_task()
 {
     let (mut moved, mut died, mut stayed) = (0, 0, 0);
     for seed in 1..30_000 {
@@ -806,8 +823,10 @@ fn a_task_whose_memory_follows_goes_on_once_if_all_of_it_comes_and_else_ends_and
     );
 }
 
+/// If the source is not notified that the transfer is complete, its copy is still dead before the
+/// target's copy runs.
 #[test]
-fn a_source_that_misses_the_last_word_of_the_transfer_is_dead_before_the_target_runs() {
+fn unacknowledged_transfer_leaves_one_copy() {
     let (mut moved, mut stayed) = (0, 0);
     for seed in 1..20_000 {
         let world = settle(
@@ -835,8 +854,10 @@ fn a_source_that_misses_the_last_word_of_the_transfer_is_dead_before_the_target_
     assert!(moved > 1000 && stayed > 1000, "{moved} {stayed}");
 }
 
+/// The loss of a host leaves at most one copy. The loss of the target before the source has
+/// released the task does not end the task.
 #[test]
-fn a_lost_host_leaves_at_most_one_copy_and_a_lost_target_never_costs_the_task_before_the_source_yields()
+fn lost_host_leaves_at_most_one_copy()
  {
     for seed in 1..20_000 {
         let lost = host(2 + (seed % 2) as u16);
@@ -864,8 +885,9 @@ fn a_lost_host_leaves_at_most_one_copy_and_a_lost_target_never_costs_the_task_be
     }
 }
 
+/// A task that is killed during its migration ends, unless the migration was already committed.
 #[test]
-fn a_task_that_is_killed_during_its_move_ends_unless_the_move_was_committed_already() {
+fn killed_task_ends_unless_committed() {
     for seed in 1..10_000 {
         let at = Dice(seed * 91 + 3).roll(60_000);
         let world = settle(
@@ -889,8 +911,10 @@ fn a_task_that_is_killed_during_its_move_ends_unless_the_move_was_committed_alre
     }
 }
 
+/// The surviving copy is suspended exactly if the last acknowledged request says so, whichever host
+/// is lost.
 #[test]
-fn the_copy_that_goes_on_stands_still_exactly_if_who_asked_last_was_told_so_whichever_host_is_lost()
+fn surviving_copy_obeys_last_suspend_request()
 {
     let (mut at_target, mut back, mut source_lost) = (0, 0, 0);
     for seed in 1..40_000 {

@@ -1,4 +1,5 @@
-//! Several tasks leave their hosts at once: in which order, and how many at a time.
+//! The queue of tasks that depart from one host: their order, and the number that departs at a
+//! time.
 
 use checkpoint_protocol::{
     Coordinator, CoordinatorOutput, GATHER_TIME, LEAVE_AT_ONCE_MAX, LEAVE_AT_ONCE_WITH_SMALLER_MAX,
@@ -19,21 +20,21 @@ fn host(index: u16) -> HostId {
     HostId::new(index).expect("an index")
 }
 
-/// Moves away from the second host, and how far each has got by what the coordinator has ordered.
+/// Migrations away from the second host, and their progress according to the coordinator's orders.
 #[derive(Default)]
 struct World {
     coordinator: Coordinator,
     now: Micros,
     sizes: BTreeMap<MigrationId, u64>,
-    /// The targets say so.
+    /// The targets choose post-copy.
     memory_follows: bool,
-    /// A part of it goes ahead, but where an owner waits.
+    /// The sources support pre-copy.
     pre_copies: bool,
-    /// In the order in which they were let go.
+    /// Sizes in MiB of the tasks that were admitted, in this order.
     gone: Vec<u64>,
     leaving: BTreeMap<MigrationId, u64>,
     ended: BTreeMap<MigrationId, bool>,
-    /// That have ended, as the log says.
+    /// Completed steps according to the events.
     steps: Vec<(MigrationId, Step)>,
 }
 
@@ -110,7 +111,7 @@ impl World {
         );
     }
 
-    /// The target would take it, in this way.
+    /// Reports that the target accepts the task by this engine.
     fn prepared(&mut self, id: MigrationId, engine: Engine) {
         let (verdict, token, memory_follows) = (Vec::new(), PathBuf::new(), self.memory_follows);
         self.report(
@@ -125,7 +126,7 @@ impl World {
         );
     }
 
-    /// Its images have arrived.
+    /// Reports that the images have arrived.
     fn received(&mut self, id: MigrationId) {
         self.prepared(id, Engine::Criu);
         self.report(id, 2, Report::Stopped);
@@ -139,13 +140,13 @@ impl World {
         );
     }
 
-    /// What is left of its way.
+    /// Reports all remaining steps.
     fn arrives(&mut self, id: MigrationId) {
         self.runs(id);
         self.report(id, 3, Report::Arrived);
     }
 
-    /// It runs at the target; its memory may follow.
+    /// Reports the steps until the task runs at the target; its memory may still be incomplete.
     fn runs(&mut self, id: MigrationId) {
         self.report(id, 3, Report::Restored);
         self.coordinator.recorded(id, Ok(()));
@@ -165,8 +166,9 @@ impl World {
     }
 }
 
+/// Of many tasks of one host the smallest depart first, a few at a time.
 #[test]
-fn of_many_tasks_that_leave_a_host_the_smallest_go_first_and_a_few_at_a_time() {
+fn smallest_tasks_depart_first() {
     let mut world = World::default();
     let sizes = [900, 3, 700, 1, 50, 2, 40, 30];
     let all: Vec<MigrationId> = (1..)
@@ -199,8 +201,10 @@ fn of_many_tasks_that_leave_a_host_the_smallest_go_first_and_a_few_at_a_time() {
     assert_eq!(world.ended.len(), 4);
 }
 
+/// A task waits for the unknown size of another one at most for the gather time, and not at all if
+/// it is alone.
 #[test]
-fn nobody_waits_long_for_a_task_about_which_nothing_is_known() {
+fn unknown_size_delays_admission_briefly() {
     let mut world = World::default();
     let (_mute, known) = (world.begin(1, 5), world.begin(2, 7));
     world.inspected(known);
@@ -219,8 +223,9 @@ fn nobody_waits_long_for_a_task_about_which_nothing_is_known() {
     );
 }
 
+/// Programs that write their own checkpoints occupy no slot.
 #[test]
-fn nobody_waits_for_programs_that_write_their_own_checkpoints() {
+fn restarted_programs_occupy_no_slot() {
     let mut world = World::default();
     for number in 1..=2 * LEAVE_AT_ONCE_MAX as i32 {
         let id = world.begin(number, 1);
@@ -232,8 +237,10 @@ fn nobody_waits_for_programs_that_write_their_own_checkpoints() {
     assert_eq!(world.gone.last(), Some(&4096));
 }
 
+/// Memory of post-copy occupies a slot, but a task that is paused for an owner does not wait for
+/// it.
 #[test]
-fn memory_that_follows_its_task_has_a_turn_too_and_nobody_stands_still_for_it() {
+fn paused_task_ignores_post_copy_slots() {
     let mut world = World {
         memory_follows: true,
         ..World::default()
@@ -278,8 +285,10 @@ fn memory_that_follows_its_task_has_a_turn_too_and_nobody_stands_still_for_it() 
     assert_eq!(world.gone.last(), Some(&200));
 }
 
+/// Pre-copy occupies a slot like post-copy. A task that departs for an owner neither waits for that
+/// of others nor is pre-copied.
 #[test]
-fn memory_that_goes_ahead_has_a_turn_too_and_an_owner_waits_neither_for_that_nor_for_his_own() {
+fn eviction_skips_pre_copy() {
     let mut world = World {
         memory_follows: true,
         pre_copies: true,
@@ -325,8 +334,9 @@ fn memory_that_goes_ahead_has_a_turn_too_and_an_owner_waits_neither_for_that_nor
     assert_eq!(steps(&world), first);
 }
 
+/// Small tasks do not wait for large ones that already depart, up to the second limit.
 #[test]
-fn small_tasks_do_not_wait_for_large_ones_that_are_leaving_already() {
+fn small_tasks_do_not_wait_for_large_ones() {
     let mut world = World::default();
     for number in 1..=LEAVE_AT_ONCE_MAX as i32 {
         let id = world.begin(number, 4096);
@@ -343,8 +353,9 @@ fn small_tasks_do_not_wait_for_large_ones_that_are_leaving_already() {
     assert_eq!(world.gone[LEAVE_AT_ONCE_MAX..], [1; 4]);
 }
 
+/// The loss of source or target fails the queued migrations as well.
 #[test]
-fn a_task_whose_turn_never_comes_because_its_hosts_are_lost_is_told() {
+fn lost_host_fails_queued_migrations() {
     for lost in [2, 3] {
         let mut world = World::default();
         let all: Vec<MigrationId> = (1..=9).map(|number| world.begin(number, 9)).collect();
@@ -359,8 +370,9 @@ fn a_task_whose_turn_never_comes_because_its_hosts_are_lost_is_told() {
     }
 }
 
+/// A cancelled migration frees its slot for the next one in the queue.
 #[test]
-fn a_move_that_is_called_off_makes_room_for_the_next() {
+fn cancelled_migration_frees_its_slot() {
     let mut world = World::default();
     let all: Vec<MigrationId> = (1..=5).map(|number| world.begin(number, 9)).collect();
     all.iter().for_each(|id| world.inspected(*id));
@@ -375,10 +387,10 @@ fn a_move_that_is_called_off_makes_room_for_the_next() {
 }
 
 proptest! {
-    /// Whatever is begun, fails, is mute or arrives in whatever order: never too many leave at once, nobody goes before
-    /// somebody smaller who waits, and all come to an end.
+    /// Migrations start, fail, stall or complete in a random order. Never do too many tasks depart
+    /// at a time, no task is admitted before a smaller one in the queue, and every migration ends.
     #[test]
-    fn all_get_their_turn_and_never_too_many_have_it(steps in proptest::collection::vec((0..6_u8, any::<u16>()), 1..300)) {
+    fn every_migration_ends_within_the_limits(steps in proptest::collection::vec((0..6_u8, any::<u16>()), 1..300)) {
         let (mut world, mut open, mut number) = (World::default(), Vec::<MigrationId>::new(), 0);
         let mut inspected = BTreeMap::<MigrationId, bool>::new();
         for (step, dice) in steps {
@@ -420,7 +432,7 @@ proptest! {
                 prop_assert!(*last <= waits, "{last} went before {waits}");
             }
         }
-        // Those of which nothing was heard come to their deadlines, and so do those that do not go on.
+        // Migrations without reports end at their deadlines.
         for _ in 0..1000 {
             if !world.wake() {
                 break;
@@ -430,8 +442,10 @@ proptest! {
     }
 }
 
+/// Only migrations that are queued for departure from a drained host are cancelled for a
+/// checkpoint.
 #[test]
-fn only_a_task_that_waits_for_its_turn_to_leave_a_drained_host_gives_way_to_a_checkpoint() {
+fn only_queued_drain_migrations_are_cancelled() {
     let mut world = World::default();
     let by = HostId::MASTER.tid();
     let of = |numbers: &[i32]| {
