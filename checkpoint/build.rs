@@ -1,4 +1,4 @@
-//! Compiles the libraries that are loaded into CRIU; they travel inside this crate.
+//! Compiles the two libraries that are loaded into CRIU. They are embedded into this crate.
 
 use std::env;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ fn main() {
         .extra_warnings(true)
         .get_compiler();
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
-    for name in ["relay", "patience"] {
+    for name in ["relay", "uffd_batching"] {
         let source = format!("csrc/{name}.c");
         println!("cargo:rerun-if-changed={source}");
         let status = compiler

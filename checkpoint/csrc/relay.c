@@ -1,13 +1,16 @@
-/* Loaded into CRIU: hands what CRIU asks of a traced thread to the process that started it.
+/* Loaded into `criu swrk` for a dump. Relays CRIU's ptrace requests, and hides memory from CRIU.
  *
- * Only the thread that traces another one may ask anything of it, and when a tracer is killed at the wrong moment the
- * kernel hands the traced thread a signal that it does not survive. So CRIU is not the tracer: whoever started it is, and
- * puts right what a killed CRIU leaves behind. Whatever belongs to threads that are not meant is done here as always.
+ * Relay: only the thread that traces another one may send requests for it. If a tracer is killed at
+ * the wrong moment, the kernel delivers a trap to the traced thread, which kills it. So CRIU is not
+ * the tracer: the program that has started CRIU traces the task, and cleans up after a CRIU that
+ * was killed. Requests for other threads are executed here as usual.
  *
- * One question, one answer, over the packet socket whose number is in SEMPA_RELAY; both are the structures below, with
- * the memory that the request reads or writes after them.
+ * Each request has one reply, over the packet socket whose number is in SEMPA_RELAY. Both are the
+ * structures below, followed by the memory that the request reads or writes.
  *
- * Beside that it keeps memory from CRIU's eyes that follows the task. */
+ * Hiding: memory that is transferred after the dump is removed from the results of PAGEMAP_SCAN, so
+ * that CRIU finds no pages there.
+ */
 #define _GNU_SOURCE
 #ifdef __x86_64__
 #include <asm/prctl.h>
@@ -33,72 +36,82 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-/* Bytes that one request moves at most; the largest are filters, at 32 KiB, and vector registers. */
+/* Maximum number of bytes that one request transfers. The largest are seccomp filters (32 KiB) and
+ * vector registers.
+ */
 #define MEMORY_MAX (64 << 10)
-/* The kernel's limit of a filter, whose length a request does not say: 4096 instructions. */
+/* Maximum size of a seccomp filter (4096 instructions): the request does not contain the length. */
 #define FILTER_BYTES (4096 * 8)
-/* In place of an error number: not one of the threads that are meant. */
-#define NOT_MEANT (-1)
-/* Requests and words that the C library's headers lack. */
+/* Error number for a thread that does not belong to the dumped task. */
+#define NOT_DUMPED (-1)
+/* Requests and codes that may be missing in the headers of the C library. */
 #define SHADOW_STACK_STATUS 0x5005
 #define GET_SYSCALL_INFO 0x420e
 #define GET_RSEQ_CONFIGURATION 0x420f
 #define SET_SYSCALL_USER_DISPATCH 0x4210
 #define GET_SYSCALL_USER_DISPATCH 0x4211
-/* Not a request of the kernel's: wait for the thread. `address` has the options. */
+/* Not a request of the kernel: wait for the thread. `address` has the options. */
 #define WAIT 0xffffffffffffffffULL
-/* What happens to the memory behind `data`. */
-enum { BY_VECTOR = 1, /* It is found through a vector, whose length is set to what was written. */
-       READ = 2,      /* The kernel reads it: it follows the question. */
-       WRITTEN = 4,   /* The kernel writes it: it follows the answer. */
-       EXCHANGED = 8, /* Not a matter of memory: this request has `data` where others have `address`. */
+/* Use of the memory that `data` points to. */
+enum {
+    /* It is passed through an iovec, whose length is set to the number of bytes written. */
+    BY_VECTOR = 1,
+    /* The kernel reads it: it follows the request. */
+    READ = 2,
+    /* The kernel writes it: it follows the reply. */
+    WRITTEN = 4,
+    /* Not about memory: `data` and `address` are in swapped positions. */
+    SWAPPED = 8,
 };
 
-struct question {
+struct request_message {
     uint64_t request;
     int64_t pid;
     uint64_t address;
     uint64_t data;
-    /* Bytes behind `address`, which follow, and behind `data`. 0: it is a plain value. */
+    /* Number of bytes at `address`, which follow, and at `data`. 0: a plain value. */
     uint32_t address_bytes;
     uint32_t data_bytes;
     uint32_t flags;
     uint32_t unused;
 };
 
-struct answer {
+struct reply_message {
     int64_t result;
     int32_t error;
-    /* Wait status. */
     int32_t status;
-    /* Bytes for `data`, which follow. */
+    /* Number of bytes for `data`, which follow. */
     uint64_t data_bytes;
 };
 
-/* One thread of CRIU traces; these are its alone. */
-static char sent[sizeof(struct question) + MEMORY_MAX];
-static char received[sizeof(struct answer) + MEMORY_MAX];
+/* Only one thread of CRIU traces, so these buffers need no lock. */
+static char sent[sizeof(struct request_message) + MEMORY_MAX];
+static char received[sizeof(struct reply_message) + MEMORY_MAX];
 
-/* The socket, or -1 where everything is as always: without a socket, and in children of CRIU. */
-static int relay(void)
+/* Returns the socket, or -1 if requests are executed here: without SEMPA_RELAY, and in CRIU's child
+ * processes.
+ */
+static int relay_socket(void)
 {
     const char *number = getenv("SEMPA_RELAY");
     return number && getpid() == getpgrp() ? atoi(number) : -1;
 }
 
-/* Sends the question with the memory that it refers to, and takes the answer. 0 if the socket is of no use, or if the
- * thread is not meant. */
-static int ask(int socket, const struct question *question, const void *address, const void *data, struct answer *answer)
+/* Sends a request with the memory that it refers to, and receives the reply. Returns 0 if the
+ * socket has failed or the thread does not belong to the dumped task.
+ */
+static int exchange(int socket, const struct request_message *request_message, const void *address,
+                    const void *data, struct reply_message *reply_message)
 {
-    size_t data_sent = question->flags & READ ? question->data_bytes : 0;
-    size_t length = sizeof *question + question->address_bytes + data_sent;
+    size_t data_sent = request_message->flags & READ ? request_message->data_bytes : 0;
+    size_t length = sizeof *request_message + request_message->address_bytes + data_sent;
     ssize_t got;
 
-    if (length > sizeof sent || question->data_bytes > MEMORY_MAX)
+    if (length > sizeof sent || request_message->data_bytes > MEMORY_MAX)
         return 0;
-    memcpy(sent, question, sizeof *question);
-    if (question->address_bytes)
-        memcpy(sent + sizeof *question, address, question->address_bytes);
+    memcpy(sent, request_message, sizeof *request_message);
+    if (request_message->address_bytes)
+        memcpy(sent + sizeof *request_message, address, request_message->address_bytes);
     if (data_sent)
         memcpy(sent + length - data_sent, data, data_sent);
     do
@@ -109,113 +122,115 @@ static int ask(int socket, const struct question *question, const void *address,
     do
         got = recv(socket, received, sizeof received, 0);
     while (got < 0 && errno == EINTR);
-    if (got < (ssize_t)sizeof *answer)
+    if (got < (ssize_t)sizeof *reply_message)
         return 0;
-    memcpy(answer, received, sizeof *answer);
-    return answer->data_bytes == (size_t)got - sizeof *answer && answer->data_bytes <= question->data_bytes &&
-           answer->error != NOT_MEANT;
+    memcpy(reply_message, received, sizeof *reply_message);
+    return reply_message->data_bytes == (size_t)got - sizeof *reply_message && reply_message->data_bytes <= request_message->data_bytes &&
+           reply_message->error != NOT_DUMPED;
 }
 
-/* Says how much memory `address` and `data` of a request point to, and which way it goes. */
-static void measure(struct question *question, void *address, void *data)
+/* Sets the length of the memory that `address` and `data` point to, and whether it is read or
+ * written.
+ */
+static void describe_memory(struct request_message *request_message, void *address, void *data)
 {
-    question->flags = WRITTEN;
-    switch (question->request) {
+    request_message->flags = WRITTEN;
+    switch (request_message->request) {
     case PTRACE_PEEKTEXT:
     case PTRACE_PEEKDATA:
     case PTRACE_PEEKUSER:
     case PTRACE_GETEVENTMSG:
-        question->data_bytes = sizeof(long);
+        request_message->data_bytes = sizeof(long);
         break;
 #ifdef __x86_64__
     case PTRACE_SETREGS:
-        question->flags = READ; /* fall through */
+        request_message->flags = READ; /* fall through */
     case PTRACE_GETREGS:
-        question->data_bytes = sizeof(struct user_regs_struct);
+        request_message->data_bytes = sizeof(struct user_regs_struct);
         break;
     case PTRACE_SETFPREGS:
     case PTRACE_SETFPXREGS:
-        question->flags = READ; /* fall through */
+        request_message->flags = READ; /* fall through */
     case PTRACE_GETFPREGS:
     case PTRACE_GETFPXREGS:
-        question->data_bytes = sizeof(struct user_fpregs_struct);
+        request_message->data_bytes = sizeof(struct user_fpregs_struct);
         break;
 #endif
     case PTRACE_SETREGSET:
-        question->flags = READ; /* fall through */
+        request_message->flags = READ; /* fall through */
     case PTRACE_GETREGSET:
-        question->flags |= BY_VECTOR;
-        question->data_bytes = ((struct iovec *)data)->iov_len;
+        request_message->flags |= BY_VECTOR;
+        request_message->data_bytes = ((struct iovec *)data)->iov_len;
         break;
     case PTRACE_SETSIGINFO:
-        question->flags = READ; /* fall through */
+        request_message->flags = READ; /* fall through */
     case PTRACE_GETSIGINFO:
-        question->data_bytes = sizeof(siginfo_t);
+        request_message->data_bytes = sizeof(siginfo_t);
         break;
     case PTRACE_PEEKSIGINFO:
-        question->address_bytes = sizeof(struct __ptrace_peeksiginfo_args);
-        question->data_bytes = ((struct __ptrace_peeksiginfo_args *)address)->nr * sizeof(siginfo_t);
+        request_message->address_bytes = sizeof(struct __ptrace_peeksiginfo_args);
+        request_message->data_bytes = ((struct __ptrace_peeksiginfo_args *)address)->nr * sizeof(siginfo_t);
         break;
     case PTRACE_SECCOMP_GET_FILTER:
-        question->data_bytes = data ? FILTER_BYTES : 0;
+        request_message->data_bytes = data ? FILTER_BYTES : 0;
         break;
     case PTRACE_SECCOMP_GET_METADATA:
-        question->flags = READ | WRITTEN;
-        question->data_bytes = question->address;
+        request_message->flags = READ | WRITTEN;
+        request_message->data_bytes = request_message->address;
         break;
     case PTRACE_SETSIGMASK:
     case SET_SYSCALL_USER_DISPATCH:
-        question->flags = READ; /* fall through */
+        request_message->flags = READ; /* fall through */
     case PTRACE_GETSIGMASK:
     case GET_SYSCALL_INFO:
     case GET_RSEQ_CONFIGURATION:
     case GET_SYSCALL_USER_DISPATCH:
-        question->data_bytes = question->address;
+        request_message->data_bytes = request_message->address;
         break;
     default:
-        question->flags = 0;
+        request_message->flags = 0;
     }
 }
 
 #ifdef __x86_64__
-/* What belongs to the architecture: `data` says what is asked, `address` is a value or takes one. */
-static void measure_arch(struct question *question)
+/* PTRACE_ARCH_PRCTL: `data` is the code, `address` is a value or a pointer to one. */
+static void describe_arch_prctl(struct request_message *request_message)
 {
-    uint64_t what = question->data;
+    uint64_t what = request_message->data;
 
-    question->data = question->address;
-    question->address = what;
-    question->flags = EXCHANGED;
+    request_message->data = request_message->address;
+    request_message->address = what;
+    request_message->flags = SWAPPED;
     if (what == ARCH_GET_FS || what == ARCH_GET_GS || what == SHADOW_STACK_STATUS) {
-        question->flags |= WRITTEN;
-        question->data_bytes = sizeof(uint64_t);
+        request_message->flags |= WRITTEN;
+        request_message->data_bytes = sizeof(uint64_t);
     }
 }
 #endif
 
-/* Returns 1 if the request was carried out elsewhere. */
-static int traced(int socket, long request, pid_t pid, void *address, void *data, long *result)
+/* Returns 1 if the request was executed by the relay. */
+static int relay_request(int socket, long request, pid_t pid, void *address, void *data, long *result)
 {
-    struct question question = { .request = request, .pid = pid, .address = (uintptr_t)address, .data = (uintptr_t)data };
-    struct answer answer;
+    struct request_message request_message = { .request = request, .pid = pid, .address = (uintptr_t)address, .data = (uintptr_t)data };
+    struct reply_message reply_message;
 
-    measure(&question, address, data);
+    describe_memory(&request_message, address, data);
 #ifdef __x86_64__
     if (request == PTRACE_ARCH_PRCTL) {
-        measure_arch(&question);
+        describe_arch_prctl(&request_message);
         data = address;
     }
 #endif
-    struct iovec *vector = question.flags & BY_VECTOR ? data : NULL;
+    struct iovec *vector = request_message.flags & BY_VECTOR ? data : NULL;
     void *memory = vector ? vector->iov_base : data;
-    if (!ask(socket, &question, address, memory, &answer))
+    if (!exchange(socket, &request_message, address, memory, &reply_message))
         return 0;
-    if (answer.data_bytes)
-        memcpy(memory, received + sizeof answer, answer.data_bytes);
-    if (vector && !answer.error && question.flags & WRITTEN)
-        vector->iov_len = answer.data_bytes;
-    errno = answer.error;
-    *result = answer.error ? -1 : answer.result;
+    if (reply_message.data_bytes)
+        memcpy(memory, received + sizeof reply_message, reply_message.data_bytes);
+    if (vector && !reply_message.error && request_message.flags & WRITTEN)
+        vector->iov_len = reply_message.data_bytes;
+    errno = reply_message.error;
+    *result = reply_message.error ? -1 : reply_message.result;
     return 1;
 }
 
@@ -231,10 +246,10 @@ __attribute__((visibility("default"))) long ptrace(enum __ptrace_request request
     /* The kernel stores a word that it peeks at; the C library returns it. */
     long word = 0, result;
     int peeks = request == PTRACE_PEEKTEXT || request == PTRACE_PEEKDATA || request == PTRACE_PEEKUSER;
-    int socket = relay();
+    int socket = relay_socket();
     if (peeks)
         data = &word;
-    if (socket < 0 || !traced(socket, request, pid, address, data, &result))
+    if (socket < 0 || !relay_request(socket, request, pid, address, data, &result))
         result = syscall(SYS_ptrace, request, pid, address, data);
     if (!peeks || result < 0)
         return result;
@@ -244,26 +259,26 @@ __attribute__((visibility("default"))) long ptrace(enum __ptrace_request request
 
 __attribute__((visibility("default"))) pid_t wait4(pid_t pid, int *status, int options, struct rusage *usage)
 {
-    struct question question = { .request = WAIT, .pid = pid, .address = (uint32_t)options };
-    struct answer answer;
-    int socket = relay();
+    struct request_message request_message = { .request = WAIT, .pid = pid, .address = (uint32_t)options };
+    struct reply_message reply_message;
+    int socket = relay_socket();
 
     do {
-        /* Whoever waits for anybody waits for children of CRIU too. */
+        /* A wait for any process includes CRIU's own children. */
         if (socket >= 0 && pid == -1) {
             pid_t child = syscall(SYS_wait4, pid, status, options | WNOHANG, usage);
             if (child > 0)
                 return child;
         }
-        if (socket < 0 || !ask(socket, &question, NULL, NULL, &answer))
+        if (socket < 0 || !exchange(socket, &request_message, NULL, NULL, &reply_message))
             return syscall(SYS_wait4, pid, status, options, usage);
-    } while (pid == -1 && !answer.error && !answer.result && !(options & WNOHANG));
+    } while (pid == -1 && !reply_message.error && !reply_message.result && !(options & WNOHANG));
     if (usage)
         memset(usage, 0, sizeof *usage);
-    if (status && answer.result > 0)
-        *status = answer.status;
-    errno = answer.error;
-    return answer.error ? -1 : answer.result;
+    if (status && reply_message.result > 0)
+        *status = reply_message.status;
+    errno = reply_message.error;
+    return reply_message.error ? -1 : reply_message.result;
 }
 
 __attribute__((visibility("default"))) pid_t waitpid(pid_t pid, int *status, int options)
@@ -271,42 +286,45 @@ __attribute__((visibility("default"))) pid_t waitpid(pid_t pid, int *status, int
     return wait4(pid, status, options, NULL);
 }
 
-/* A stretch of the memory of a process that CRIU is not to find, because it follows the task. */
-struct stretch {
+/* A range of a process's memory that is hidden from CRIU. */
+struct hidden_range {
     uint64_t pid, start, end;
 };
 
-/* What the kernel is asked, and answers: PAGEMAP_SCAN with a struct pm_scan_arg and struct page_region, which the headers of older
- * systems lack. */
+/* The argument of PAGEMAP_SCAN (struct pm_scan_arg) and its results (struct page_region), which are
+ * missing in older headers.
+ */
 struct scan {
-    uint64_t size, flags, start, end, walk_end, found, found_max, pages_max, inverted, all_of, any_of, told;
+    uint64_t size, flags, start, end, walk_end, regions, regions_max, pages_max, inverted, all_of, any_of, returned;
 };
 struct region {
     uint64_t start, end, categories;
 };
-#define SCAN _IOWR('f', 16, struct scan)
+#define PAGEMAP_SCAN_REQUEST _IOWR('f', 16, struct scan)
 
-/* All stretches, by processes and addresses in their order, from the file whose number is in SEMPA_WITHHELD. */
-static const struct stretch *withheld(size_t *count)
+/* Returns all hidden ranges, sorted by process and address, from the file whose number is in
+ * SEMPA_WITHHELD.
+ */
+static const struct hidden_range *hidden_ranges(size_t *count)
 {
-    static const struct stretch *all;
-    static size_t known;
+    static const struct hidden_range *ranges;
+    static size_t ranges_count;
     const char *number = getenv("SEMPA_WITHHELD");
     struct stat file;
 
-    if (!all && number && fstat(atoi(number), &file) == 0 && file.st_size > 0) {
+    if (!ranges && number && fstat(atoi(number), &file) == 0 && file.st_size > 0) {
         void *memory = mmap(NULL, file.st_size, PROT_READ, MAP_SHARED, atoi(number), 0);
         if (memory != MAP_FAILED) {
-            all = memory;
-            known = file.st_size / sizeof *all;
+            ranges = memory;
+            ranges_count = file.st_size / sizeof *ranges;
         }
     }
-    *count = known;
-    return all;
+    *count = ranges_count;
+    return ranges;
 }
 
-/* The process of a file /proc/PID/pagemap; 0 if it is another one. */
-static uint64_t process_of(int descriptor)
+/* Returns the PID of a descriptor of /proc/PID/pagemap, or 0 for any other file. */
+static uint64_t pid_of_pagemap(int descriptor)
 {
     char link[64], path[64];
     unsigned long pid = 0;
@@ -320,37 +338,38 @@ static uint64_t process_of(int descriptor)
     return sscanf(path, "/proc/%lu/pagemap%n", &pid, &end) == 1 && end == length ? pid : 0;
 }
 
-/* Looks for pages around what is withheld. Returns how many regions were found, as the kernel does. */
-static int scan_around(int (*original)(int, unsigned long, ...), int descriptor, struct scan *scan, uint64_t pid)
+/* Scans the memory between the hidden ranges. Returns the number of regions found, like the kernel.
+ */
+static int scan_visible(int (*original)(int, unsigned long, ...), int descriptor, struct scan *scan, uint64_t pid)
 {
     size_t count;
-    const struct stretch *all = withheld(&count), *next = all;
+    const struct hidden_range *ranges = hidden_ranges(&count), *next = ranges;
     struct scan part = *scan;
     uint64_t at = scan->start;
-    int found = 0;
+    int regions = 0;
 
     while (at < scan->end) {
-        while (next < all + count && (next->pid != pid || next->end <= at))
+        while (next < ranges + count && (next->pid != pid || next->end <= at))
             next++;
-        int here = next < all + count;
+        int here = next < ranges + count;
         if (here && next->start <= at) {
             at = next->end;
             continue;
         }
         part.start = at;
         part.end = here && next->start < scan->end ? next->start : scan->end;
-        part.found = scan->found + found * sizeof(struct region);
-        part.found_max = scan->found_max - found;
-        int more = original(descriptor, SCAN, &part);
+        part.regions = scan->regions + regions * sizeof(struct region);
+        part.regions_max = scan->regions_max - regions;
+        int more = original(descriptor, PAGEMAP_SCAN_REQUEST, &part);
         if (more < 0)
             return more;
-        found += more;
+        regions += more;
         at = part.walk_end;
-        if (part.walk_end < part.end || (uint64_t)found == scan->found_max)
+        if (part.walk_end < part.end || (uint64_t)regions == scan->regions_max)
             break;
     }
     scan->walk_end = at < scan->end ? at : scan->end;
-    return found;
+    return regions;
 }
 
 __attribute__((visibility("default"))) int ioctl(int descriptor, unsigned long request, ...)
@@ -365,13 +384,13 @@ __attribute__((visibility("default"))) int ioctl(int descriptor, unsigned long r
 
     if (!original)
         original = (int (*)(int, unsigned long, ...))dlsym(RTLD_NEXT, "ioctl");
-    if (request == SCAN && withheld(&count) && ((struct scan *)argument)->pages_max == 0)
-        pid = process_of(descriptor);
-    return pid ? scan_around(original, descriptor, argument, pid) : original(descriptor, request, argument);
+    if (request == PAGEMAP_SCAN_REQUEST && hidden_ranges(&count) && ((struct scan *)argument)->pages_max == 0)
+        pid = pid_of_pagemap(descriptor);
+    return pid ? scan_visible(original, descriptor, argument, pid) : original(descriptor, request, argument);
 }
 
-/* Says that it is here, to whoever wants to know whether it would be. */
-__attribute__((constructor)) static void loaded(void)
+/* Reports that the library was loaded, if SEMPA_LOADED has the number of a descriptor. */
+__attribute__((constructor)) static void report_loaded(void)
 {
     const char *number = getenv("SEMPA_LOADED");
 

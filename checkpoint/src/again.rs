@@ -1,16 +1,20 @@
-//! When a dump is begun again that met another one on its way: after pauses that grow and that chance spreads, so that
-//! those who cross do not cross for ever, and in all no longer than [`CROSSING_WITHIN`].
+//! Delays between the attempts of a dump that collides with other dumps in the same working
+//! directory.
+//!
+//! The delays grow exponentially and are random, so that colliding dumps do not collide again and
+//! again. Retrying ends after [`CROSSING_WITHIN`].
 
 use sempa_proto::Micros;
 
-/// The first pause is shorter than this; each further one may be twice as long.
+/// Bound of the first delay. Each further bound is twice the previous one.
 const PAUSE_FIRST_MAX: Micros = Micros::from_millis(8);
-/// No pause is longer.
+/// Bound of all delays.
 const PAUSE_MAX: Micros = Micros::from_millis(500);
-/// A dump that still crosses others so long after its first attempt has failed. Well within what a move allows for its dump.
+/// Time from the first attempt after which a dump that still collides fails. Well below the dump
+/// timeout of a migration.
 pub const CROSSING_WITHIN: Micros = Micros::from_secs(30);
 
-/// The attempts of one dump.
+/// The retry state of one dump.
 #[derive(Clone, Copy, Debug)]
 pub struct Again {
     pause_max: Micros,
@@ -25,8 +29,8 @@ impl Default for Again {
 }
 
 impl Again {
-    /// How long to wait before the next attempt, `spent` after the beginning of the first; `None`: no longer. `roll` is any
-    /// random number.
+    /// Returns the delay before the next attempt, `spent` after the first one started; `None` if
+    /// the dump must not be retried. `roll` is any random number.
     pub fn pause(&mut self, spent: Micros, roll: u64) -> Option<Micros> {
         let left = CROSSING_WITHIN.since(spent);
         let pause = Micros(1 + roll % self.pause_max.0).min(left);
@@ -50,9 +54,10 @@ mod tests {
         }
     }
 
-    /// Dumps that begin at the same moment in one directory. Each attempt takes `start` until the engine wants the
-    /// directory, and then has it for `hold`; whoever comes meanwhile has crossed it. How many attempts each took until it
-    /// had the directory to itself; panics when one gives up.
+    /// Simulates dumps that start at the same moment in one directory. Each attempt takes `start`
+    /// until the engine needs the directory, and then occupies it for `hold`; attempts that need it
+    /// meanwhile collide and are retried. Returns the number of attempts of each dump. Panics when
+    /// one gives up.
     fn attempts(dumps: usize, start: Micros, hold: Micros, seed: u64) -> Vec<u32> {
         let mut dice = Dice(seed);
         let mut waiting: Vec<(Micros, usize, Again, u32)> = (0..dumps)
@@ -76,8 +81,9 @@ mod tests {
         taken
     }
 
+    /// Two dumps that start together both succeed within eight attempts.
     #[test]
-    fn two_that_cross_do_not_cross_for_ever() {
+    fn two_dumps_collide_at_most_eight_times() {
         for seed in 1..200 {
             let taken = attempts(2, Micros::from_millis(30), Micros::from_millis(1), seed);
             assert!(
@@ -87,8 +93,10 @@ mod tests {
         }
     }
 
+    /// As many dumps as may run at a time all succeed, also if each occupies the directory for 100
+    /// ms.
     #[test]
-    fn as_many_as_may_move_at_once_all_get_their_turn_also_on_a_slow_machine() {
+    fn all_64_concurrent_dumps_succeed() {
         for hold in [1, 10, 100] {
             for seed in 1..20 {
                 let taken = attempts(64, Micros::from_millis(30), Micros::from_millis(hold), seed);
@@ -98,8 +106,9 @@ mod tests {
         }
     }
 
+    /// The delays double up to their bound, and the last one ends with the retry time.
     #[test]
-    fn pauses_grow_up_to_their_limit_and_end_with_the_time() {
+    fn delays_grow_to_limit_and_end_in_time() {
         let mut again = Again::default();
         let longest: Vec<u64> = (0..9)
             .map_while(|_| again.pause(Micros(0), u64::MAX - u64::MAX % again.pause_max.0 - 1))

@@ -1,8 +1,12 @@
-//! Notes of the files that are put where they belong before the task to which they belong runs. They lie beside the images of a
-//! move, and go when it runs. If its tasker is killed before that, whoever finds them removes the files.
+//! Journal of the files that are copied to the target before their task runs there.
 //!
-//! A file gets its name when its content and its note are there. What has no name yet lies beside it under one that nobody else
-//! uses, noted before; so what is removed was never somebody else's.
+//! The journal is a file next to the image directory of a migration. It exists until the task runs.
+//! If the tasker is killed before that, the process that finds the journal removes the copied
+//! files.
+//!
+//! Each file is created under a temporary name that no other program uses, which is recorded
+//! before. It gets its final name only after its content is complete and the final name is
+//! recorded. So only files that this migration has created are removed.
 
 use crate::facts::folder_of;
 use nix::errno::Errno;
@@ -17,24 +21,24 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// In front of the name of the directory of the images.
+/// Prefix of the journal's name; the name of the image directory follows.
 const NAME: &str = "carried-";
-/// Notes that are read at most, in bytes: more than all files of one task can need.
+/// Largest size of a journal that is read; more than the files of one task can need.
 const NOTES_BYTES_MAX: u64 = 32 << 20;
-/// The length in front of a note.
+/// Size of the length field before each entry.
 const HEAD_BYTES: usize = 4;
 
-/// A file.
+/// A file of the journal.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Note {
-    /// Being made under a name that nobody else uses.
+    /// Being created, under a temporary name.
     Nameless(PathBuf),
-    /// Where it belongs, with device and inode number.
+    /// Final name, with device and inode number.
     Named(PathBuf, u64, u64),
 }
 
 impl Note {
-    /// Removes the file, unless another one is there.
+    /// Removes the file, unless another file has its name.
     fn undo(&self) {
         let (Note::Nameless(path) | Note::Named(path, ..)) = self;
         let Ok((folder, name)) = folder_of(path) else {
@@ -43,7 +47,7 @@ impl Note {
         let there = fstatat(&folder, name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW);
         let is_ours = match self {
             Note::Nameless(_) => there.is_ok(),
-            // Somebody may have put another one in its place.
+            // Another program may have replaced the file.
             Note::Named(_, device, inode) => {
                 there.is_ok_and(|is| (is.st_dev, is.st_ino) == (*device, *inode))
             }
@@ -54,7 +58,7 @@ impl Note {
     }
 }
 
-/// The notes of one move. Dropping them removes the files and then the notes.
+/// The journal of one migration. Dropping it removes the files, then the journal.
 #[derive(Debug)]
 pub struct Notes {
     path: PathBuf,
@@ -63,10 +67,11 @@ pub struct Notes {
 }
 
 impl Notes {
-    /// None yet, beside this directory of images. What is left there of another try is undone.
+    /// Creates an empty journal next to this image directory. An existing one is of a previous
+    /// attempt; its files are removed.
     ///
     /// # Errors
-    /// They cannot be written.
+    /// The journal cannot be written.
     pub fn beside(images: &Path) -> io::Result<Notes> {
         let name = images.file_name().ok_or(ErrorKind::InvalidInput)?;
         let mut own = OsString::from(NAME);
@@ -85,10 +90,10 @@ impl Notes {
         })
     }
 
-    /// Notes a file before it is there.
+    /// Records a file that is about to be created.
     ///
     /// # Errors
-    /// It cannot be written: then the file may not be made.
+    /// The entry cannot be written. Then the file must not be created.
     pub fn add(&mut self, note: Note) -> io::Result<()> {
         let body = postcard::to_allocvec(&note).map_err(io::Error::other)?;
         let head = u32::try_from(body.len())
@@ -99,7 +104,7 @@ impl Notes {
         Ok(())
     }
 
-    /// The task runs: they are its own.
+    /// Keeps the files: the task runs and owns them. The journal is removed.
     pub fn keep(mut self) {
         self.all.clear();
     }
@@ -112,7 +117,7 @@ impl Drop for Notes {
     }
 }
 
-/// Gives a file its name in a folder, if nothing has it; false if something has.
+/// Renames a file within a directory; returns false if another file has the name.
 ///
 /// # Errors
 /// The file system refuses.
@@ -124,7 +129,7 @@ pub fn name_it(folder: impl AsFd, nameless: &OsStr, name: &OsStr) -> io::Result<
             Ok(true)
         }
         Err(Errno::EEXIST) => Ok(false),
-        // Not all file systems have links.
+        // Some file systems do not support hard links.
         Err(Errno::EPERM | Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::EMLINK) => {
             match renameat2(
                 folder,
@@ -142,7 +147,8 @@ pub fn name_it(folder: impl AsFd, nameless: &OsStr, name: &OsStr) -> io::Result<
     }
 }
 
-/// Undoes what all notes in a directory say: those who wrote them are gone, and the tasks do not run.
+/// Removes the files of all journals in a directory. Their writers are gone, and the tasks do not
+/// run.
 pub fn undo_all(dir: &Path) {
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
         if entry.file_name().to_string_lossy().starts_with(NAME) {
@@ -158,14 +164,14 @@ fn undo(path: &Path) {
         .open(path);
     let mut bytes = Vec::new();
     if let Ok(file) = open {
-        // What cannot be read is not there.
+        // The part that could be read is used.
         let _ = file.take(NOTES_BYTES_MAX).read_to_end(&mut bytes);
     }
     read(&bytes).iter().rev().for_each(Note::undo);
     let _ = std::fs::remove_file(path);
 }
 
-/// All whole notes; the last one may have been cut off.
+/// Returns all complete entries. The last one may be truncated.
 fn read(mut bytes: &[u8]) -> Vec<Note> {
     let mut all = Vec::new();
     while let Some((head, rest)) = bytes.split_first_chunk::<HEAD_BYTES>() {
@@ -192,8 +198,10 @@ mod tests {
         Note::Named(path.into(), meta.dev(), meta.ino())
     }
 
+    /// Undoing a journal removes the recorded files and the journal, but no file that has replaced
+    /// one of them.
     #[test]
-    fn what_is_noted_is_undone_by_whoever_finds_the_notes_and_nothing_else_is() {
+    fn undo_removes_exactly_the_recorded_files() {
         let dir = tempfile::tempdir().expect("dir");
         let real = dir.path().canonicalize().expect("there");
         let file = |name: &str| {
@@ -216,7 +224,7 @@ mod tests {
             .expect("noted");
         std::fs::rename(&replaced, real.join("elsewhere")).expect("renamed");
         std::fs::write(&replaced, "somebody else's").expect("written");
-        // As if it had been killed in the middle of a note.
+        // A truncated entry, as a killed tasker leaves it.
         notes.file.write_all(&[200, 0, 0, 0, 1]).expect("written");
         std::mem::forget(notes);
         undo_all(&real);
@@ -228,8 +236,9 @@ mod tests {
         );
     }
 
+    /// Dropping a journal removes its files; keeping them removes the journal only.
     #[test]
-    fn files_go_with_their_notes_unless_they_are_kept() {
+    fn dropping_journal_removes_files_unless_kept() {
         let dir = tempfile::tempdir().expect("dir");
         let real = dir.path().canonicalize().expect("there");
         for keep in [false, true] {
@@ -246,8 +255,9 @@ mod tests {
         }
     }
 
+    /// A file never takes the name of an existing file.
     #[test]
-    fn a_name_that_is_taken_is_not_taken_away() {
+    fn existing_name_is_not_replaced() {
         let dir = tempfile::tempdir().expect("dir");
         let folder = File::open(dir.path()).expect("open");
         std::fs::write(dir.path().join("new"), "new").expect("written");

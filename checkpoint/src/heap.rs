@@ -1,27 +1,31 @@
-//! What moves leave behind in the allocator: images and messages under way are of many sizes, and a process that has passed on
-//! many of them would keep several times what it needs.
+//! Settings of the memory allocator of the daemons and the tasker. Images and messages in transit
+//! have many different sizes; with the default settings a process that has forwarded many of them
+//! would keep several times the memory that it needs.
 #![allow(unsafe_code)] // mallopt and malloc_trim have no safe form
 
-/// Has the allocator keep what is freed in so many places. With its usual number, eight for each processor, a daemon that had
-/// passed on some hundred images held 130 MB. Threads share them, and [`give_back_freed`] reaches the end of the first one only.
+/// Limits the number of arenas, in which the allocator keeps freed memory and which threads share.
+///
+/// By default there are eight for each processor; a daemon that had forwarded some hundred images
+/// kept 130 MB. [`give_back_freed`] trims the top of the first arena only.
 pub fn keep_in_places(count: i32) {
     set(libc::M_ARENA_MAX, count);
 }
 
-/// Has the allocator keep up to so much that is freed, and serve larger buffers from that: a process under load would get them
-/// from the kernel, page by page and zeroed, and give them back, many times a second.
+/// Makes the allocator keep up to this amount of freed memory and serve larger buffers from it.
+/// Otherwise a process under load would obtain them from the kernel, page by page and zeroed, and
+/// return them, many times a second.
 pub fn keep_freed(bytes: i32) {
     set(libc::M_MMAP_THRESHOLD, bytes);
     set(libc::M_TRIM_THRESHOLD, bytes);
 }
 
-/// Gives the kernel back what the allocator keeps, also between what is in use.
+/// Returns the freed memory to the kernel, including pages between allocations.
 pub fn give_back_freed() {
-    // SAFETY: the call takes a number; the allocator works under its own locks.
+    // SAFETY: the call takes a number; the allocator uses its own locks.
     unsafe { libc::malloc_trim(0) };
 }
 
 fn set(setting: libc::c_int, value: libc::c_int) {
-    // SAFETY: the call changes a number in the allocator, under its own lock.
+    // SAFETY: the call changes a number in the allocator, under the allocator's lock.
     unsafe { libc::mallopt(setting, value) };
 }

@@ -1,15 +1,16 @@
-//! Moving and checkpointing of tasks: the protocol (pure), and the engines that dump and restore processes.
+//! Migration and checkpointing of tasks on one host: inspecting, dumping and restoring processes,
+//! and storing checkpoints. The protocol between the hosts is the crate `checkpoint_protocol`.
 //!
-//! * [`again`]: when a dump that met another one is begun again.
-//! * [`carried`]: files that came with a task that does not run yet.
-//! * [`engine`]: the contract of whatever dumps and restores processes.
-//! * [`criu`]: the engine that works for any process.
-//! * [`facts`]: what a task is and holds, and whether a host can take it.
-//! * [`heap`]: what moves leave behind in the allocator.
-//! * [`rights`]: what a process may do, given up.
-//! * [`state`]: what a program has written that checkpoints itself.
-//! * [`status`]: what the kernel tells of a process.
-//! * [`store`]: where the checkpoints of jobs are kept.
+//! * [`again`]: delays between attempts of a dump that collided with another one.
+//! * [`carried`]: journal of files that were copied to the target for a task that does not run yet.
+//! * [`engine`]: the interface of dump engines.
+//! * [`criu`]: the engine for any process.
+//! * [`facts`]: properties and resources of a task, and the verdict of a host on them.
+//! * [`heap`]: settings of the memory allocator.
+//! * [`rights`]: dropping of capabilities.
+//! * [`state`]: state files of programs that write their own checkpoints.
+//! * [`status`]: `/proc/PID/status`.
+//! * [`store`]: the store for checkpoints of jobs.
 
 pub mod again;
 pub mod carried;

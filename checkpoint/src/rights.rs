@@ -1,7 +1,9 @@
-//! Capabilities of this process. A program that was started by root has all of them, and uses a few.
+//! Drops capabilities of this process. A program that root has started has all of them and uses a
+//! few.
 //!
-//! Only what a process may do itself is given up: its bounding and inheritable sets stay as they are. What it starts as root
-//! (tasks, the engine, a remote shell) has by the kernel's rules what it would have had anyway.
+//! Only the process's own capabilities are dropped. Its bounding and inheritable sets are
+//! unchanged, so a program that it starts as root (a task, the engine, a remote shell) gets by the
+//! kernel's rules the capabilities that it would have had anyway.
 #![allow(unsafe_code)] // capget and capset have no safe form
 
 use std::io;
@@ -11,47 +13,47 @@ use std::io;
 pub struct Capability(u8);
 
 impl Capability {
-    /// Files may be given to others.
+    /// Change the owner of files.
     pub const CHOWN: Capability = Capability(0);
-    /// Permissions of files do not count.
+    /// Bypass the permissions of files.
     pub const DAC_OVERRIDE: Capability = Capability(1);
-    /// The same for reading, also through a descriptor of a folder.
+    /// Bypass the permissions of files for reading, including opens by file handle.
     pub const DAC_READ_SEARCH: Capability = Capability(2);
-    /// Files of others may be treated as one's own.
+    /// Bypass checks for the owner of a file.
     pub const FOWNER: Capability = Capability(3);
-    /// Special bits of files stay when they are changed.
+    /// Keep set-user-ID and set-group-ID bits when a file is modified.
     pub const FSETID: Capability = Capability(4);
-    /// Processes of others may be signalled.
+    /// Send signals to processes of other users.
     pub const KILL: Capability = Capability(5);
-    /// Another group may be taken.
+    /// Change the group IDs of the process.
     pub const SETGID: Capability = Capability(6);
-    /// Another user may be taken.
+    /// Change the user IDs of the process.
     pub const SETUID: Capability = Capability(7);
-    /// Ports below 1024.
+    /// Bind to ports below 1024.
     pub const NET_BIND_SERVICE: Capability = Capability(10);
-    /// Processes of others may be traced.
+    /// Trace processes of other users.
     pub const SYS_PTRACE: Capability = Capability(19);
-    /// Namespaces and mounts.
+    /// Create namespaces and mounts, among others.
     pub const SYS_ADMIN: Capability = Capability(21);
-    /// Better priorities.
+    /// Raise the priority of processes.
     pub const SYS_NICE: Capability = Capability(23);
-    /// Limits may be raised.
+    /// Raise resource limits above their hard limits.
     pub const SYS_RESOURCE: Capability = Capability(24);
-    /// Processes may be made as they were elsewhere.
+    /// Restore processes with their previous PIDs, among others.
     pub const CHECKPOINT_RESTORE: Capability = Capability(40);
 
-    /// A set that has it, as `/proc/PID/status` shows sets.
+    /// Returns the set that contains only this capability, in the format of `/proc/PID/status`.
     pub fn bit(self) -> u64 {
         1 << self.0
     }
 }
 
-/// A set of all of these.
+/// Returns the set of these capabilities.
 pub fn set(all: &[Capability]) -> u64 {
     all.iter().fold(0, |set, one| set | one.bit())
 }
 
-/// The kernel's form of a set: effective, permitted and inheritable, the lower halves first.
+/// One half of the kernel's capability sets; the half with the low bits comes first.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Half {
@@ -66,25 +68,26 @@ struct Header {
     pid: i32,
 }
 
-/// Sets of two halves.
+/// Version 3 of the interface: each set has two halves.
 const VERSION: u32 = 0x2008_0522;
 
 fn header() -> Header {
-    // The calling thread.
+    // PID 0 means the calling thread.
     Header {
         version: VERSION,
         pid: 0,
     }
 }
 
-/// Takes all capabilities from the calling thread but those of this set that it has. Threads that it starts have the same; so
-/// this comes before there are others.
+/// Drops all capabilities of the calling thread that are not in this set. Threads that it starts
+/// later inherit the result, so call this before other threads exist.
 ///
 /// # Errors
-/// The kernel did not do it.
+/// The kernel refused.
 pub fn keep_only(set: u64) -> io::Result<()> {
     let (mut header, mut halves) = (header(), [Half::default(); 2]);
-    // SAFETY: both point to what capget(2) reads and writes in this version.
+    // SAFETY: both pointers refer to the structures that capget(2) reads and writes in this
+    // version.
     let done = unsafe { libc::syscall(libc::SYS_capget, &raw mut header, halves.as_mut_ptr()) };
     if done != 0 {
         return Err(io::Error::last_os_error());
@@ -93,8 +96,8 @@ pub fn keep_only(set: u64) -> io::Result<()> {
         half.permitted &= kept;
         half.effective &= kept;
     }
-    // SAFETY: both point to what capset(2) reads in this version, and it writes nothing but the version of the header if it does
-    // not know that one.
+    // SAFETY: both pointers refer to the structures that capset(2) reads in this version. It writes
+    // only the version in the header, if it does not support it.
     let done = unsafe { libc::syscall(libc::SYS_capset, &raw mut header, halves.as_ptr()) };
     if done == 0 {
         Ok(())
@@ -108,11 +111,13 @@ mod tests {
     use super::*;
     use crate::status::Status;
 
+    /// Capabilities that are not kept are gone for this thread, but a program that it starts as
+    /// root has them.
     #[test]
-    fn what_is_not_kept_is_gone_for_this_thread_and_what_it_starts_as_root_has_it_again() {
-        // A thread of its own: the others keep what they have.
+    fn dropped_capabilities_return_for_root_children() {
+        // In a new thread: the other threads keep their capabilities.
         let seen = std::thread::spawn(|| {
-            // SAFETY: a plain system call.
+            // SAFETY: gettid takes no arguments and cannot fail.
             let thread = unsafe { libc::gettid() };
             let before = Status::of(thread).expect("it runs");
             let kept = set(&[Capability::KILL, Capability::SYS_PTRACE]);

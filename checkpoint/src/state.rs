@@ -1,9 +1,14 @@
-//! The files into which a program has written its own checkpoint. They take the place of images: copied beside each other, under
-//! numbers, with a list that says which of them were there; and put back under their names before the program is started again.
+//! State files: files into which a program has written its own checkpoint. They replace the images
+//! of a task.
 //!
-//! Nothing of what is there goes before everything that takes its place is there, too: the copies lie beside the files under names
-//! of their own ([`crate::carried`]) until they get theirs. A file that was not there when the checkpoint was made is not there
-//! afterwards.
+//! - [`collect`] copies them into the image directory, numbered, with a list that says which of
+//!   them existed.
+//! - [`stage`] copies them back, next to their destinations under temporary names that a journal
+//!   records ([`crate::carried`]).
+//! - [`Staged::name`] gives all of them their final names before the program is restarted, and
+//!   deletes files that did not exist at the checkpoint.
+//!
+//! No existing file is replaced before the copies of all files are complete.
 
 use crate::carried::{Note, Notes};
 use crate::facts::room;
@@ -15,14 +20,14 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
 use thiserror::Error;
 
-/// Name of the list.
+/// Name of the list; the copies have this name with a number.
 const LIST: &str = "sempa-state";
-/// Bytes of it at most.
+/// Largest size of the list.
 const LIST_BYTES_MAX: u64 = 1 << 20;
-/// What is kept of a file's mode: who may do what, and no more.
+/// Bits of a file's mode that are kept: the permissions only.
 const MODE_BITS: u32 = 0o777;
 
-/// What went wrong with which file.
+/// A failed operation on a file.
 #[derive(Debug, Error)]
 #[error("cannot {act} {}: {why}", .path.display())]
 pub struct StateError {
@@ -31,7 +36,7 @@ pub struct StateError {
     why: io::Error,
 }
 
-/// For an act on a file.
+/// Returns a function that converts the error of this operation.
 fn failed<'a>(act: &'static str, path: &'a Path) -> impl FnOnce(io::Error) -> StateError + 'a {
     move |why| StateError {
         act,
@@ -40,17 +45,19 @@ fn failed<'a>(act: &'static str, path: &'a Path) -> impl FnOnce(io::Error) -> St
     }
 }
 
-/// One of the files; what is not there has no mode.
+/// A file of the list. One that did not exist has no mode.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Entry {
     mode: Option<u32>,
     bytes: u64,
 }
 
+/// Returns the path of a copy in the image directory.
 fn copy_of(images: &Path, number: usize) -> PathBuf {
     images.join(format!("{LIST}-{number}"))
 }
 
+/// Creates a file that must not exist yet.
 fn made(path: &Path) -> io::Result<File> {
     OpenOptions::new()
         .write(true)
@@ -59,7 +66,8 @@ fn made(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// A plain file, or none. What else there is under this name is refused, and not followed or waited for.
+/// Opens a regular file; `None` if there is none. Other kinds of files are refused; symbolic links
+/// are not followed, and the open never blocks.
 fn plain(path: &Path) -> io::Result<Option<File>> {
     let opened = OpenOptions::new()
         .read(true)
@@ -76,11 +84,11 @@ fn plain(path: &Path) -> io::Result<Option<File>> {
     }
 }
 
-/// Copies these files, relative to `dir` unless they begin with a slash, into a directory of images, which is there and empty.
-/// Answers how many were there, and their bytes.
+/// Copies these files into an empty image directory. Relative paths start at `dir`. Returns the
+/// number of files that exist, and their bytes.
 ///
 /// # Errors
-/// One is no regular file, or cannot be read, or there is no room for it.
+/// One is not a regular file or cannot be read, or there is not enough space for them.
 pub fn collect(
     files: &[PathBuf],
     dir: &Path,
@@ -117,11 +125,12 @@ pub fn collect(
     Ok((count, sum))
 }
 
-/// Room for files on their way into images, of which several tasks may need some at the same time.
+/// Space that is reserved for files that are being copied into images. Several tasks may need some
+/// at the same time.
 #[derive(Debug, Default)]
 pub struct Room(Mutex<u64>);
 
-/// Bytes of a [`Room`] that are somebody's until this is dropped.
+/// Reserved bytes of a [`Room`]. Dropping it frees them.
 #[derive(Debug)]
 struct Promised<'a>(&'a Room, u64);
 
@@ -130,19 +139,22 @@ impl Room {
         self.0.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Refuses files that would fill the file system of the images, or, where that is memory, take what others need. Better before
-    /// anything is copied: a host without memory ends processes that have no part in this.
+    /// Reserves space for these files.
+    ///
+    /// Refuses files that would fill the file system of the images or, if that is in memory, would
+    /// use memory that other processes need. This happens before anything is copied: a host without
+    /// memory kills unrelated processes.
     fn promise(
         &self,
         files: &[PathBuf],
         dir: &Path,
         images: &Path,
     ) -> Result<Promised<'_>, StateError> {
-        // What cannot be looked at is said when it is to be copied.
+        // Files that cannot be read are reported when they are copied.
         let length = |file: &PathBuf| Some(plain(&dir.join(file)).ok()??.metadata().ok()?.len());
         let need = files.iter().filter_map(length).fold(0, u64::saturating_add);
         let mut promised = self.lock();
-        // Of what others copy just now a part is counted twice.
+        // Files that are being copied are partly counted twice.
         let have = room::in_folder(images)
             .map_err(failed("look for room in", images))?
             .saturating_sub(*promised);
@@ -164,20 +176,23 @@ impl Drop for Promised<'_> {
     }
 }
 
-/// Files that are where they belong, but for their names. Dropping it removes them.
+/// Files next to their destinations under temporary names. Dropping it removes them.
 #[derive(Debug)]
 pub struct Staged {
-    /// Where each belongs, and where it is; nowhere if it is not to be there.
+    /// The destination of each file and its temporary path; `None` if the file must not exist.
     files: Vec<(PathBuf, Option<PathBuf>)>,
     notes: Notes,
 }
 
-/// Copies what [`collect`] has put into a directory of images to where these files belong, relative to `dir` unless they begin
-/// with a slash. There have to be as many as were collected.
+/// Copies the files of [`collect`] from the image directory to temporary names next to their
+/// destinations. Relative paths start at `dir`. `files` must have as many entries as were
+/// collected.
 ///
 /// # Errors
-/// It is not what [`collect`] has made, a folder is not there, what is there under such a name is no regular file, or there is
-/// no room.
+/// - The image directory does not contain what [`collect`] writes.
+/// - A directory is missing.
+/// - An existing file at a destination is not a regular file, or belongs to another user.
+/// - There is not enough space.
 pub fn stage(files: &[PathBuf], dir: &Path, images: &Path) -> Result<Staged, StateError> {
     let list = read_list(files.len(), images)?;
     let notes = Notes::beside(images).map_err(failed("note files beside", images))?;
@@ -228,9 +243,9 @@ fn read_list(files: usize, images: &Path) -> Result<Vec<Entry>, StateError> {
     read().map_err(failed("read", &path))
 }
 
-/// Where a file lies until it has its name, beside the place where it belongs.
+/// Returns the temporary path of a file, in the same directory as the destination.
 fn nameless(path: &Path, number: usize, images: &Path) -> io::Result<PathBuf> {
-    // Notes are about real names.
+    // The journal needs paths without symbolic links.
     let folder = path
         .parent()
         .ok_or(ErrorKind::InvalidInput)?
@@ -242,7 +257,7 @@ fn nameless(path: &Path, number: usize, images: &Path) -> io::Result<PathBuf> {
     Ok(folder.join(format!(".sempa-{unique}-{number}-{}", std::process::id())))
 }
 
-/// Copies one file there, with these bits of its mode and so many bytes.
+/// Copies one file to its temporary name, with this mode, and checks its length.
 fn put(
     copy: &Path,
     nameless: &Path,
@@ -262,10 +277,10 @@ fn put(
 }
 
 impl Staged {
-    /// Gives all of them their names, and removes what was not there.
+    /// Gives all files their final names, and deletes those that did not exist at the checkpoint.
     ///
     /// # Errors
-    /// The file system refuses. Some may have their names then.
+    /// The file system refuses. Some files may have their final names then.
     pub fn name(self) -> Result<(), StateError> {
         for (path, nameless) in &self.files {
             let done = match nameless {
@@ -287,7 +302,7 @@ mod tests {
     use super::*;
     use std::fs;
 
-    /// A working directory, and one for images.
+    /// Returns a working directory and an image directory.
     fn scratch() -> (tempfile::TempDir, PathBuf, PathBuf) {
         let scratch = tempfile::tempdir().expect("a directory");
         let real = scratch.path().canonicalize().expect("there");
@@ -310,8 +325,10 @@ mod tests {
         all
     }
 
+    /// Files get back their content and mode, and a file that did not exist when they were
+    /// collected is deleted.
     #[test]
-    fn files_are_as_they_were_and_what_was_not_there_is_not() {
+    fn staging_restores_the_collected_state() {
         let (_scratch, work, images) = scratch();
         let other = images.with_file_name("other");
         let files = [PathBuf::from("state"), other.clone(), "later".into()];
@@ -351,8 +368,10 @@ mod tests {
         );
     }
 
+    /// Staging that is dropped, undone by its journal, or fails leaves all existing files
+    /// unchanged.
     #[test]
-    fn what_is_given_up_leaves_everything_as_it_is() {
+    fn abandoned_staging_changes_nothing() {
         let (_scratch, work, images) = scratch();
         let files = [PathBuf::from("state"), "later".into()];
         fs::write(work.join("state"), "one").expect("written");
@@ -362,11 +381,11 @@ mod tests {
         assert_eq!(names(&work).len(), 3);
         drop(staged);
         assert_eq!(names(&work), ["later", "state"]);
-        // Also by whoever finds the notes.
+        // Undoing the journal has the same effect as dropping.
         std::mem::forget(stage(&files, &work, &images).expect("staged"));
         crate::carried::undo_all(images.parent().expect("a folder"));
         assert_eq!(names(&work), ["later", "state"]);
-        // One of them has no place.
+        // The directory of one file is missing.
         let far = [PathBuf::from("state"), "nowhere/later".into()];
         fs::remove_file(images.join("sempa-state")).expect("removed");
         fs::remove_file(images.join("sempa-state-0")).expect("removed");
@@ -384,12 +403,14 @@ mod tests {
         assert_eq!(names(&work), ["later", "state"]);
     }
 
+    /// Files that need more space than is left, or than is left unreserved, are refused before any
+    /// is copied.
     #[test]
-    fn files_for_which_there_is_no_room_on_their_way_are_refused_before_any_is_copied() {
+    fn collecting_without_space_copies_nothing() {
         let (_scratch, work, images) = scratch();
         let files = ["small", "large"].map(PathBuf::from);
         fs::write(work.join("small"), "here").expect("written");
-        // All of it a hole.
+        // A sparse file, which uses no space.
         File::create(work.join("large"))
             .and_then(|file| file.set_len(15 << 40))
             .expect("it takes no room");
@@ -419,8 +440,9 @@ mod tests {
         assert_eq!(*room.lock(), 0, "nothing is promised to anybody any more");
     }
 
+    /// Symbolic links and directories are neither collected nor replaced.
     #[test]
-    fn what_is_no_regular_file_is_neither_kept_nor_replaced() {
+    fn other_than_regular_files_are_refused() {
         let (_scratch, work, images) = scratch();
         let files = [PathBuf::from("state")];
         std::os::unix::fs::symlink("/etc/hostname", work.join("state")).expect("linked");

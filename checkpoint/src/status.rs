@@ -1,18 +1,18 @@
-//! What the kernel tells of a process or a thread in `/proc/PID/status`.
+//! Reads `/proc/PID/status` of a process or thread.
 
-/// A snapshot of it.
+/// A copy of the file's text.
 #[derive(Clone, Debug)]
 pub struct Status(String);
 
 impl Status {
-    /// Of a process or thread by its number, while it exists.
+    /// Reads the status of the process or thread with this number; `None` if it does not exist.
     pub fn of(id: i32) -> Option<Status> {
         std::fs::read_to_string(format!("/proc/{id}/status"))
             .ok()
             .map(Status)
     }
 
-    /// What a line says that begins with this name and a colon.
+    /// Returns the value of the field with this name.
     pub fn field(&self, name: &str) -> Option<&str> {
         self.0
             .lines()
@@ -20,13 +20,13 @@ impl Status {
             .map(str::trim)
     }
 
-    /// A field that is one number, or begins with one.
+    /// Returns the number at the beginning of a field.
     pub fn number<T: std::str::FromStr>(&self, name: &str) -> Option<T> {
         self.field(name)?.split_whitespace().next()?.parse().ok()
     }
 
-    /// Memory that the process has, in bytes: what is resident, and what is swapped out, which comes along as well. None of a
-    /// process that has given it up.
+    /// Returns the memory of the process in bytes: resident, and swapped out, which is dumped as
+    /// well. `None` for a process that has released its memory while exiting.
     pub fn memory_bytes(&self) -> Option<u64> {
         let kib = self
             .number::<u64>("VmRSS")?
@@ -34,12 +34,12 @@ impl Status {
         Some(kib.saturating_mul(1024))
     }
 
-    /// A set of capabilities (`CapEff`, …): bit 0 is the one with number 0.
+    /// Returns a set of capabilities (`CapEff`, …): bit 0 is capability 0.
     pub fn capabilities(&self, name: &str) -> u64 {
         self.signals(name)
     }
 
-    /// A set of signals (`SigPnd`, `SigBlk`, …): bit 0 is signal 1.
+    /// Returns a set of signals (`SigPnd`, `SigBlk`, …): bit 0 is signal 1.
     pub fn signals(&self, name: &str) -> u64 {
         self.field(name)
             .and_then(|hex| u64::from_str_radix(hex, 16).ok())
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_are_found_by_their_whole_name() {
+    fn fields_are_found_by_full_name() {
         let status = Status(
             "Name:\tSigPnd: x\nTgid:\t12\nUid:\t1\t2\t3\t4\nVmRSS:\t  344 kB\nSigPnd:\t0000000000000010\n".into(),
         );
@@ -76,8 +76,9 @@ mod tests {
         );
     }
 
+    /// Swapped-out memory counts as memory of the process.
     #[test]
-    fn what_is_swapped_out_is_memory_that_a_process_has() {
+    fn swapped_memory_counts() {
         let of = |text: &str| Status(text.into()).memory_bytes();
         assert_eq!(
             of("VmRSS:\t  344 kB\nVmSwap:\t 2097152 kB\n"),
@@ -92,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_found_while_it_exists() {
+    fn status_exists_for_running_process() {
         let own = Status::of(std::process::id() as i32).expect("it runs");
         assert_eq!(
             own.number::<u32>("PPid"),

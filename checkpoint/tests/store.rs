@@ -1,4 +1,4 @@
-//! The store of checkpoints as its users see it.
+//! The checkpoint store through its public interface.
 
 use checkpoint::store::{ENDED_KEPT, Limits, SetId, SetInfo, Store, StoreError};
 use proptest::prelude::*;
@@ -15,9 +15,10 @@ use std::time::Duration;
 const JOB: Tid = Tid::from_raw(0x40001);
 const TASK: Tid = Tid::from_raw(0x80001);
 const OTHER_JOB: Tid = Tid::from_raw(0x40002);
-/// Where a process of these tests finds its scratch directory; it is not set in the tests themselves.
+/// Environment variable with the scratch directory of a child process of these tests. Unset in the
+/// tests themselves.
 const CHILD: &str = "STORE_TEST_CHILD";
-/// How long a process may take for a step.
+/// Longest time that a child process may take for a step.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 type Files = BTreeMap<String, Vec<u8>>;
@@ -37,14 +38,14 @@ impl Scratch {
         open(self.0.path(), limits)
     }
 
-    /// A directory with these files.
+    /// Creates a directory with these files.
     fn images(&self, name: &str, files: &Files) -> PathBuf {
         let dir = self.at(name);
         write(&dir, files);
         dir
     }
 
-    /// A complete set of one task.
+    /// Writes a complete checkpoint of one task.
     fn set(&self, store: &Store, job: Tid, second: u64, files: &Files) -> SetInfo {
         let dir = self.images("images-of-a-set", files);
         let draft = store.begin(job, Micros::from_secs(second)).expect("begun");
@@ -125,7 +126,7 @@ fn noise(bytes: usize) -> Vec<u8> {
     .collect()
 }
 
-/// Pieces of a file: zeros or not, around the lengths of blocks and chunks.
+/// Content of a file: pieces of zeros or noise, with lengths around those of blocks and chunks.
 fn any_content() -> impl Strategy<Value = Vec<u8>> {
     let length = prop_oneof![
         0usize..20_000,
@@ -148,7 +149,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 32, ..ProptestConfig::default() })]
 
     #[test]
-    fn the_files_that_go_in_come_out(parts in prop::collection::btree_map(1i32..9, any_files(), 0..4), meta: Vec<u8>) {
+    fn unpacked_files_equal_added_files(parts in prop::collection::btree_map(1i32..9, any_files(), 0..4), meta: Vec<u8>) {
         let scratch = Scratch::new();
         let store = scratch.store(Limits::default());
         let draft = store.begin(JOB, Micros(1_700_000_000_123_456)).expect("begun");
@@ -171,7 +172,7 @@ proptest! {
     }
 
     #[test]
-    fn a_byte_that_changed_anywhere_is_noticed(files in any_files(), part: bool, at: prop::sample::Index, flip in 1u8..) {
+    fn changed_byte_is_detected(files in any_files(), part: bool, at: prop::sample::Index, flip in 1u8..) {
         let scratch = Scratch::new();
         let store = scratch.store(Limits::default());
         let info = scratch.set(&store, JOB, 1, &files);
@@ -184,7 +185,7 @@ proptest! {
     }
 }
 
-/// True for the refusal of what is not as it was made.
+/// True if the error says that a file was changed.
 fn distrusted(why: &StoreError) -> bool {
     matches!(
         why,
@@ -193,7 +194,7 @@ fn distrusted(why: &StoreError) -> bool {
 }
 
 #[test]
-fn every_single_byte_of_a_small_set_counts() {
+fn every_byte_of_a_checkpoint_is_protected() {
     let scratch = Scratch::new();
     let store = scratch.store(Limits::default());
     let info = scratch.set(&store, JOB, 1, &small());
@@ -233,8 +234,9 @@ fn every_single_byte_of_a_small_set_counts() {
     }
 }
 
+/// Files of one checkpoint are refused in another one, and so is a renamed checkpoint.
 #[test]
-fn files_of_one_set_are_refused_in_another_one_and_so_is_a_set_of_another_name() {
+fn swapped_files_and_renamed_checkpoints_are_refused() {
     let scratch = Scratch::new();
     let store = scratch.store(Limits::default());
     let images = scratch.images("images", &small());
@@ -265,7 +267,7 @@ fn files_of_one_set_are_refused_in_another_one_and_so_is_a_set_of_another_name()
             small()
         );
     }
-    // An older state as the newest one.
+    // Attack: an older state under a newer name.
     let newest: SetId = "t40001-20991231T235959-1".parse().expect("a name");
     fs::rename(
         scratch.at("store").join(one.to_string()),
@@ -276,14 +278,15 @@ fn files_of_one_set_are_refused_in_another_one_and_so_is_a_set_of_another_name()
     let (sets, unreadable) = store.list().expect("listed");
     assert_eq!((sets.len(), unreadable.len()), (1, 1));
     assert_eq!(unreadable[0].0, newest.to_string());
-    // It takes no part in what is swept, and can be removed.
+    // It is not swept, but can be removed.
     assert!(store.sweep(|_| false).expect("swept").removed.is_empty());
     store.remove(&newest).expect("removed");
     assert!(store.list().expect("listed").1.is_empty());
 }
 
+/// Without its key a store cannot be read; with it the store can be copied elsewhere.
 #[test]
-fn without_its_key_a_store_is_of_no_use_and_with_it_it_can_be_moved() {
+fn store_is_readable_only_with_its_key() {
     let scratch = Scratch::new();
     let store = scratch.store(Limits::default());
     let secret = noise(50_000);
@@ -322,8 +325,9 @@ fn without_its_key_a_store_is_of_no_use_and_with_it_it_can_be_moved() {
     );
 }
 
+/// Directory and key file are created for this user alone, and refused if other users have access.
 #[test]
-fn directory_and_key_are_made_for_the_user_alone_and_refused_if_they_are_not() {
+fn directory_and_key_must_be_private() {
     let scratch = Scratch::new();
     let (dir, key) = (scratch.at("a/store"), scratch.at("b/key"));
     let open = || Store::open(&dir, &key, Limits::default());
@@ -364,7 +368,7 @@ fn directory_and_key_are_made_for_the_user_alone_and_refused_if_they_are_not() {
         Store::open(&scratch.at("file"), &key, Limits::default()),
         Err(StoreError::Place { .. })
     ));
-    // Only root can give something away, and then it is refused.
+    // Only root can change the owner; the changed owner is refused.
     if std::os::unix::fs::chown(&key, Some(12345), None).is_ok() {
         assert!(
             matches!(open(), Err(StoreError::Key { why, .. }) if why.contains("belongs to user 12345"))
@@ -377,8 +381,9 @@ fn directory_and_key_are_made_for_the_user_alone_and_refused_if_they_are_not() {
     }
 }
 
+/// Only regular files are accepted as images, and a refused task leaves the draft unchanged.
 #[test]
-fn only_plain_files_are_images_and_a_refused_task_leaves_the_draft_as_it_was() {
+fn other_than_regular_files_are_refused() {
     let scratch = Scratch::new();
     let store = scratch.store(Limits::default());
     let good = scratch.images("good", &small());
@@ -419,7 +424,7 @@ fn only_plain_files_are_images_and_a_refused_task_leaves_the_draft_as_it_was() {
 }
 
 #[test]
-fn what_is_there_is_never_unpacked_over() {
+fn existing_directory_is_not_overwritten() {
     let scratch = Scratch::new();
     let store = scratch.store(Limits::default());
     let info = scratch.set(&store, JOB, 1, &small());
@@ -437,8 +442,9 @@ fn what_is_there_is_never_unpacked_over() {
     assert!(!scratch.at("new").exists());
 }
 
+/// Zeros use space neither in the store nor in unpacked files.
 #[test]
-fn zeros_cost_nothing_in_the_store_nor_where_they_are_unpacked() {
+fn zeros_use_no_space() {
     let scratch = Scratch::new();
     let store = scratch.store(Limits::default());
     let mut memory = vec![0; 48 << 20];
@@ -456,7 +462,7 @@ fn zeros_cost_nothing_in_the_store_nor_where_they_are_unpacked() {
 }
 
 #[test]
-fn several_threads_add_tasks_at_once() {
+fn threads_add_tasks_concurrently() {
     let scratch = Scratch::new();
     let store = scratch.store(Limits::default());
     let tasks: Vec<Tid> = (1..=8)
@@ -488,8 +494,9 @@ fn several_threads_add_tasks_at_once() {
     }
 }
 
+/// Limits are kept by removing the oldest checkpoints, but never the newest one of a job.
 #[test]
-fn limits_are_kept_by_removing_the_oldest_but_never_the_newest_of_a_job() {
+fn oldest_go_first_but_never_newest_of_a_job() {
     let scratch = Scratch::new();
     let store = scratch.store(Limits {
         sets_max: 3,
@@ -532,7 +539,7 @@ fn limits_are_kept_by_removing_the_oldest_but_never_the_newest_of_a_job() {
         tight.begin(JOB, Micros(0)),
         Err(StoreError::NoPlace { sets: 1, .. })
     ));
-    // Another virtual machine's job of the same number is another job.
+    // The same job number in another virtual machine is another job.
     let pair = scratch.store(Limits {
         sets_max: 2,
         ..Limits::default()
@@ -544,8 +551,9 @@ fn limits_are_kept_by_removing_the_oldest_but_never_the_newest_of_a_job() {
     ));
 }
 
+/// A checkpoint that is larger than the space that the other jobs leave is refused.
 #[test]
-fn a_set_that_is_larger_than_what_the_others_leave_is_refused() {
+fn too_large_checkpoint_is_refused() {
     let scratch = Scratch::new();
     let store = scratch.store(Limits {
         bytes_max: 100_000,
@@ -572,7 +580,7 @@ fn a_set_that_is_larger_than_what_the_others_leave_is_refused() {
             &scratch.images("ten", &files(&[("pages-1.img", &noise(10_000))])),
         )
         .expect("added");
-    // Both would be too much together.
+    // Both together exceed the limit.
     let rival = store.begin(TASK, Micros(0)).expect("begun");
     rival
         .add(
@@ -589,7 +597,7 @@ fn a_set_that_is_larger_than_what_the_others_leave_is_refused() {
 }
 
 #[test]
-fn a_set_that_is_read_is_not_removed() {
+fn open_checkpoint_is_not_removed() {
     let scratch = Scratch::new();
     let store = scratch.store(Limits {
         sets_max: 1,
@@ -614,8 +622,9 @@ fn a_set_that_is_read_is_not_removed() {
     assert_eq!(store.list().expect("listed").0, []);
 }
 
+/// A store that is full of checkpoints of ended jobs accepts a new checkpoint.
 #[test]
-fn a_store_that_is_full_of_jobs_that_have_ended_takes_another_one() {
+fn ended_jobs_make_way_for_new_checkpoints() {
     let scratch = Scratch::new();
     let limits = Limits {
         sets_max: 3,
@@ -660,8 +669,9 @@ fn a_store_that_is_full_of_jobs_that_have_ended_takes_another_one() {
     assert_eq!(left, [sets[0].id, sets[2].id, made.id]);
 }
 
+/// Checkpoints of an ended job are removed after the retention time, unless the job was restarted.
 #[test]
-fn sets_of_a_job_that_has_ended_go_after_their_time_unless_it_was_started_again() {
+fn checkpoints_of_ended_jobs_expire() {
     let scratch = Scratch::new();
     let store = scratch.store(Limits::default()).of_vm("vm");
     let ended = Micros::from_secs(1000);
@@ -705,7 +715,7 @@ fn sets_of_a_job_that_has_ended_go_after_their_time_unless_it_was_started_again(
 }
 
 #[test]
-fn what_is_not_wholly_said_about_the_end_of_a_job_is_not_said() {
+fn invalid_end_mark_is_ignored() {
     let scratch = Scratch::new();
     let store = scratch.store(Limits::default());
     let set = scratch.set(&store, JOB, 100, &small());
@@ -731,7 +741,7 @@ fn what_is_not_wholly_said_about_the_end_of_a_job_is_not_said() {
 }
 
 #[test]
-fn what_is_no_set_is_left_alone_and_named() {
+fn foreign_files_are_reported_and_kept() {
     let scratch = Scratch::new();
     let store = scratch.store(Limits::default());
     fs::write(scratch.at("store/notes"), "mine").expect("written");
@@ -750,7 +760,8 @@ fn what_is_no_set_is_left_alone_and_named() {
     assert!(scratch.at("store/notes").exists());
 }
 
-/// A process that makes sets until it is killed, and says each step; it is no test by itself.
+/// Not a test by itself: the child process writes checkpoints and prints each step until it is
+/// killed.
 #[test]
 fn child_that_makes_sets() {
     let Some(scratch) = std::env::var_os(CHILD).map(PathBuf::from) else {
@@ -778,7 +789,7 @@ fn child_that_makes_sets() {
     }
 }
 
-/// Starts such a process; its steps as it says them.
+/// Starts a child process and returns it with the channel of its steps.
 fn start_child(scratch: &Scratch) -> (Child, Receiver<String>) {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command
@@ -801,7 +812,7 @@ fn start_child(scratch: &Scratch) -> (Child, Receiver<String>) {
     (child, said)
 }
 
-/// Kills a process when it has said so many steps.
+/// Kills a child process after this number of steps.
 fn kill_after(steps: usize, (mut child, said): (Child, Receiver<String>)) {
     let all = (0..steps).try_for_each(|_| said.recv_timeout(PATIENCE).map(drop));
     child.kill().expect("killed");
@@ -809,12 +820,13 @@ fn kill_after(steps: usize, (mut child, said): (Child, Receiver<String>)) {
     all.expect("it went on");
 }
 
+/// Processes that use one store at the same time and are killed leave complete checkpoints only.
 #[test]
-fn processes_that_use_one_store_at_once_and_are_killed_leave_complete_sets_only() {
+fn killed_writers_leave_complete_checkpoints() {
     let scratch = Scratch::new();
     let content = files(&[("pages-1.img", &noise(2 << 20)), ("core.img", b"registers")]);
     scratch.images("images", &content);
-    // From the first step on to somewhere in the third round.
+    // From the first step to the middle of the third round.
     for steps in 1..=12 {
         let (one, other) = (start_child(&scratch), start_child(&scratch));
         kill_after(steps, one);
@@ -849,7 +861,7 @@ fn read_names(dir: &Path) -> Vec<String> {
         .collect()
 }
 
-/// Another store, with a key of its own.
+/// Opens another store, with its own key.
 fn second(scratch: &Scratch, limits: Limits) -> Store {
     let place = scratch.at("elsewhere");
     Store::open(&place.join("store"), &place.join("keys/key"), limits).expect("opened")
@@ -866,8 +878,9 @@ fn copy(from: &Store, to: &Store, id: &SetId) -> Result<SetInfo, StoreError> {
     draft.finish(set.meta())
 }
 
+/// A copy of a checkpoint equals the original and is read with the key of its own store.
 #[test]
-fn a_copy_of_a_set_is_the_set_and_is_read_with_the_key_of_its_own_store() {
+fn copy_equals_original_under_its_own_key() {
     let scratch = Scratch::new();
     fs::create_dir(scratch.at("elsewhere")).expect("made");
     let (store, other) = (
@@ -897,7 +910,7 @@ fn a_copy_of_a_set_is_the_set_and_is_read_with_the_key_of_its_own_store() {
         matches!(again, StoreError::There(id) if id == info.id),
         "{again}"
     );
-    // Whoever takes the file of the first store for that of the second has another key.
+    // A file of the first store has another key in the second one.
     let file = |place: &str| {
         scratch
             .at(place)
@@ -912,8 +925,9 @@ fn a_copy_of_a_set_is_the_set_and_is_read_with_the_key_of_its_own_store() {
     assert!(scratch.unpack(&store, &info.id, JOB).is_ok());
 }
 
+/// A copy that is interrupted or exceeds the limits leaves nothing.
 #[test]
-fn a_copy_that_breaks_off_or_has_no_room_leaves_nothing() {
+fn failed_copy_leaves_nothing() {
     let scratch = Scratch::new();
     fs::create_dir(scratch.at("elsewhere")).expect("made");
     let limits = Limits {
@@ -955,7 +969,7 @@ fn a_copy_that_breaks_off_or_has_no_room_leaves_nothing() {
         copy(&store, &other, &large.id),
         Err(StoreError::NoPlace { .. })
     ));
-    // One that says that it is shorter than it is.
+    // A copy that is larger than announced.
     let set = store.open_set(&large.id).expect("there");
     let draft = other
         .begin_copy(large.id, large.made, 1)
@@ -972,7 +986,7 @@ fn a_copy_that_breaks_off_or_has_no_room_leaves_nothing() {
 }
 
 #[test]
-fn nothing_of_a_changed_set_gets_into_a_copy_that_can_be_seen() {
+fn changed_original_gives_no_copy() {
     let scratch = Scratch::new();
     fs::create_dir(scratch.at("elsewhere")).expect("made");
     let (store, other) = (

@@ -1,13 +1,24 @@
-//! Memory that is fetched before CRIU asks for it.
+//! A proxy between `criu lazy-pages` and the source, which requests memory before CRIU does.
 //!
-//! CRIU asks for one stretch of memory at a time, and for short ones again whenever the task has needed a page that was not there; each
-//! question is a way to the other host and back. This stands between the two: it answers from pieces that it has fetched
-//! already, and keeps some on their way. It asks for nothing but what the images say is missing: the other end, which hands
-//! out what it has in pipes, gives up at any other question.
+//! `criu lazy-pages` has two kinds of requests (PS_IOV_GET):
 //!
-//! The words are those of CRIU's page server: a head, and behind that of an answer the pages. Questions are answered in their order, on
-//! either side. What is not understood passes as it is, and from then on everything does. Where pages have come before the
-//! task was dumped ([`super::precopy`]) the other host is asked which of them have changed, and CRIU gets what comes of that.
+//! - The background transfer goes through each process's missing memory from low to high addresses,
+//!   one range at a time. After every page fault it starts again with short ranges.
+//! - For a page fault of the task it requests a single page.
+//!
+//! Without the proxy each request takes a round trip between the hosts. The proxy splits the range
+//! ahead of the background transfer into chunks and keeps some of them in flight, so that most of
+//! CRIU's requests are answered at once.
+//!
+//! Rules:
+//!
+//! - Only pages that the images mark as lazy are requested. The source treats any other request as
+//!   a protocol error.
+//! - On either side, requests are answered in their order.
+//! - If pages were pre-copied ([`super::precopy`]), the source is asked which of them have changed,
+//!   and CRIU receives the merged pages.
+//! - After the first message that is not a page request (in particular PS_IOV_CLOSE), all bytes
+//!   pass unchanged in both directions.
 
 mod carry;
 mod coming;
@@ -27,43 +38,49 @@ use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, IoSlice, Write};
 use std::time::{Duration, Instant};
 
-/// Pages that are asked for at once, beforehand: from few, if that takes long, to many.
+/// Minimum and maximum size of a chunk. The size starts at the minimum and adapts to the round-trip
+/// time.
 const PIECE_PAGES_MIN: u64 = 16;
 const PIECE_PAGES_MAX: u64 = 128;
-/// Pieces that are under way beforehand, and one more if CRIU waits for it. A page that the task needs now comes behind them.
+/// Maximum number of chunks in flight, plus one if CRIU waits for it. Low, because the request for
+/// a page fault queues after them.
 const UNDER_WAY_MAX: usize = 2;
-/// So long a piece may take, and so soon it has to be here for larger ones.
+/// Bounds of the round-trip time for adapting the chunk size: above the first the size is halved,
+/// below the second it is doubled.
 const SLOW: Duration = Duration::from_millis(25);
 const QUICK: Duration = Duration::from_millis(10);
-/// Pieces of one process that are under way or kept beforehand.
+/// Maximum number of chunks of one process that are in flight or in memory ahead of CRIU's
+/// requests.
 const AHEAD_MAX: usize = 4;
-/// Pieces of all processes together, apart from those that CRIU has asked for.
+/// Maximum number of chunks of all processes, not counting those that CRIU has requested.
 const PIECES_MAX: usize = 32;
-/// Questions of CRIU that wait for an answer; more stay where they are. There are no more than threads that wait for a page.
+/// Maximum number of unanswered requests of CRIU; further ones remain in the socket. Only as many
+/// page faults can be pending as the task has threads.
 const WANTED_MAX: usize = 65_536;
-/// Room that is kept for more pieces.
+/// Maximum number of unused buffers that are kept for further chunks.
 const SPARE_MAX: usize = 8;
-/// Bytes that pass as they are, at once.
+/// Maximum number of bytes that are forwarded unchanged at once.
 const PLAIN_BYTES: usize = 64 << 10;
 
-/// Where the answer to a question of CRIU comes from.
+/// Where the reply to a request of CRIU comes from.
 #[derive(Debug)]
 enum From {
     Pieces,
-    /// The same question was put to the other host.
+    /// The same request was sent to the source. Contains the pages once they have arrived.
     ItsOwn(Option<Vec<u8>>),
 }
 
-/// A question of CRIU.
+/// An unanswered request of CRIU.
 #[derive(Debug)]
 struct Wanted {
     head: Head,
-    /// It goes through memory from one end to the other, and does not come from a need of the task.
+    /// True for the background transfer, false for a page fault.
     in_turn: bool,
     from: From,
 }
 
-/// What CRIU has asked for in turn, as far as it has not been asked of the other host.
+/// A range that the background transfer has requested and that is not yet requested from the
+/// source.
 #[derive(Clone, Copy, Debug)]
 struct Turn {
     process: u64,
@@ -71,7 +88,7 @@ struct Turn {
     end: u64,
 }
 
-/// A question to the other host.
+/// A request to the source that is not answered yet.
 #[derive(Debug)]
 struct Asked {
     process: u64,
@@ -79,42 +96,42 @@ struct Asked {
     pages: u64,
     is_piece: bool,
     at: Instant,
-    /// What came before of these pages: only changed ones are asked for.
+    /// The pre-copied pages of the range. Only changed pages are requested.
     known: Option<Vec<u8>>,
 }
 
 #[derive(Debug)]
 struct Piece {
     end: u64,
-    /// None: it is on its way.
+    /// `None` while the chunk is in flight.
     bytes: Option<Vec<u8>>,
 }
 
-/// What stands between CRIU and the other host.
+/// State of the proxy.
 #[derive(Debug)]
 struct Ahead {
     page: u64,
     now: Instant,
     processes: BTreeMap<u64, Process>,
-    /// What came before the task was dumped.
+    /// Pages that were pre-copied.
     store: ReceivedPages,
-    /// Known from the first question.
+    /// Known from CRIU's first request.
     form: Option<Form>,
-    /// What CRIU says passes as it is.
+    /// What CRIU sends is forwarded unchanged.
     is_plain: bool,
-    /// Once it has said that it has everything: bytes of the answer to that.
+    /// After CRIU has sent PS_IOV_CLOSE: number of bytes of the reply that the source has sent.
     parting: Option<usize>,
     heard: Vec<u8>,
     wanted: VecDeque<Wanted>,
-    /// Bytes of the answer to the first of these that CRIU has taken.
+    /// Number of bytes of the reply to the first pending request that CRIU has accepted.
     taken: usize,
-    /// CRIU does not take more just now.
+    /// CRIU's socket buffer is full.
     is_blocked: bool,
     turns: VecDeque<Turn>,
     asked: VecDeque<Asked>,
-    /// By process and address.
+    /// Keyed by process and start address.
     pieces: BTreeMap<(u64, u64), Piece>,
-    /// Pages of the next one.
+    /// Size of the next chunk.
     piece_pages: u64,
     coming: Coming,
     spare: Vec<Vec<u8>>,
@@ -149,47 +166,48 @@ impl Ahead {
         }
     }
 
-    /// Before anything else is done.
+    /// Sets the current time. Must be called before any other step.
     fn tell_time(&mut self, now: Instant) {
         self.now = now;
     }
 
-    /// Whether CRIU has said something else than what it needs, as it does before it ends well; or misses nothing.
+    /// True if CRIU has sent something other than a page request, as it does before it exits
+    /// successfully, or if no memory is missing.
     fn has_taken_leave(&self) -> bool {
         self.is_plain || self.processes.is_empty()
     }
 
-    /// Whether CRIU has said that it has everything.
+    /// True if CRIU has reported that it has all memory (PS_IOV_CLOSE).
     fn has_all(&self) -> bool {
         self.parting.is_some()
     }
 
-    /// What CRIU has not got of the answer to that.
+    /// Returns the part of the reply to PS_IOV_CLOSE that has not arrived from the source.
     fn rest_of_parting(&self) -> &'static [u8] {
         &PARTING[self.parting.unwrap_or(0).min(PARTING.len())..]
     }
 
-    /// Whether it has all of that: there is nothing left to be done.
+    /// True if CRIU has received the whole reply to PS_IOV_CLOSE, so that the proxy may end.
     fn has_parted(&self) -> bool {
         self.has_all() && self.rest_of_parting().is_empty() && self.plain.is_empty()
     }
 
-    /// Whether it takes more from CRIU now.
+    /// True if more requests of CRIU may be read.
     fn takes_questions(&self) -> bool {
         self.wanted.len() < WANTED_MAX
     }
 
-    /// Whether it takes more from the other host now.
+    /// True if more data of the source may be read.
     fn takes_answers(&self) -> bool {
         self.plain.len() < PLAIN_BYTES
     }
 
-    /// Whether there is more for CRIU than it takes.
+    /// True if there is more data for CRIU than it accepts.
     fn is_blocked(&self) -> bool {
         self.is_blocked
     }
 
-    /// What the other host is to be told; what it has taken is to be removed.
+    /// Returns the bytes to be sent to the source. The caller removes those that were sent.
     fn questions(&mut self) -> &mut Vec<u8> {
         &mut self.to_other
     }
@@ -217,14 +235,15 @@ impl Ahead {
             if self.wanted.is_empty() && is_leave(&self.heard) {
                 self.parting.get_or_insert(0);
             }
-            // Answers come in the order of questions.
+            // Replies must follow the order of the requests, so all pending ranges are requested
+            // first.
             while self.ask_in_turn() {}
             self.to_other.append(&mut self.heard);
         }
         self.fetch_ahead();
     }
 
-    /// The form in which something is asked for that is missing.
+    /// Detects the header layout by a request for a missing page.
     fn recognise(&self) -> Option<Form> {
         let misses = |process, address| {
             self.processes
@@ -265,12 +284,12 @@ impl Ahead {
             .saturating_add(head.pages.saturating_mul(self.page))
     }
 
-    /// True if all of this is in pieces that are here or on their way.
+    /// True if the whole range is in chunks that are in memory or in flight.
     fn covered(&self, process: u64, address: u64, end: u64) -> bool {
         self.uncovered(process, address, end).is_none()
     }
 
-    /// The first address of these that is in no piece.
+    /// Returns the first address of the range that is in no chunk.
     fn uncovered(&self, process: u64, mut address: u64, end: u64) -> Option<u64> {
         while address < end {
             match self.piece_at(process, address) {
@@ -286,7 +305,7 @@ impl Ahead {
         (of == process && address < piece.end).then_some((start, piece))
     }
 
-    /// Writes what CRIU can be answered now, as far as it takes that.
+    /// Writes the replies that are available, as far as CRIU accepts them.
     fn answer(&mut self, out: &mut impl Write) -> io::Result<()> {
         self.is_blocked = false;
         while self.answer_first(out)? {}
@@ -297,7 +316,7 @@ impl Ahead {
         Ok(())
     }
 
-    /// True if there may be more to answer.
+    /// Answers the first pending request. True if more may be answered.
     fn answer_first(&mut self, out: &mut impl Write) -> io::Result<bool> {
         let (Some(form), Some(first)) = (self.form, self.wanted.front()) else {
             return Ok(false);
@@ -353,8 +372,9 @@ impl Ahead {
         Ok(true)
     }
 
-    /// CRIU's first question is not to be answered from the pieces that there are: what comes here has not been asked for so far, or
-    /// was in a piece that has turned out shorter.
+    /// Requests what the first pending request of CRIU lacks at address `at`: the page was not
+    /// requested from the source yet, or the source's reply for its chunk was shorter than
+    /// requested.
     fn ask_after_all(&mut self, head: &Head, in_turn: bool, at: u64) {
         if !in_turn {
             let from = self.ask_for_itself(head);
@@ -372,7 +392,7 @@ impl Ahead {
         }
     }
 
-    /// What lies before this address was asked for, or is not needed any more.
+    /// Drops the chunks before this address, which the background transfer has passed.
     fn forget_before(&mut self, process: u64, address: u64) {
         let behind = self.pieces.range((process, 0)..(process, address));
         let behind = behind.filter(|(_, piece)| piece.bytes.is_some() && piece.end <= address);
@@ -390,7 +410,7 @@ impl Ahead {
         }
     }
 
-    // ---- the other host's side
+    // ---- The source's side
 
     fn ask(&mut self, process: u64, address: u64, pages: u64, is_piece: bool) {
         let Some(form) = self.form else { return };
@@ -423,7 +443,7 @@ impl Ahead {
         From::ItsOwn(None)
     }
 
-    /// Asks for a piece of what CRIU has asked for in turn. False if there is none.
+    /// Requests the next chunk of the pending background ranges. False if there is none.
     fn ask_in_turn(&mut self) -> bool {
         while let Some(Turn {
             process,
@@ -447,7 +467,7 @@ impl Ahead {
         false
     }
 
-    /// Asks for a piece that begins here, where none is; its end.
+    /// Requests a chunk that begins at an address that is in no chunk. Returns the chunk's end.
     fn ask_piece(&mut self, process: u64, address: u64) -> Option<u64> {
         let (_, end) = self.processes.get(&process)?.misses(address)?;
         let end = end.min(address + self.piece_pages * self.page);
@@ -463,7 +483,7 @@ impl Ahead {
         Some(end)
     }
 
-    /// Keeps pieces on their way: first those that CRIU waits for.
+    /// Keeps chunks in flight, those that CRIU waits for first.
     fn fetch_ahead(&mut self) {
         while self.asked.len() <= UNDER_WAY_MAX && self.ask_in_turn() {}
         if self.is_plain {
@@ -497,12 +517,12 @@ impl Ahead {
         }
     }
 
-    /// True if what comes from the other host passes as it is.
+    /// True if data from the source is forwarded unchanged.
     fn comes_plain(&self) -> bool {
         self.asked.is_empty() && (self.is_plain || self.form.is_none())
     }
 
-    /// Where the next bytes of the other host go.
+    /// Returns the buffer for the next bytes from the source.
     fn room(&mut self) -> &mut [u8] {
         if self.comes_plain() {
             self.plain_room.resize(PLAIN_BYTES, 0);
@@ -511,10 +531,10 @@ impl Ahead {
         self.coming.room(self.form.map_or(0, Form::bytes))
     }
 
-    /// So many bytes were put there.
+    /// Processes bytes that were read into this buffer.
     ///
     /// # Errors
-    /// The other host says something else than it was asked.
+    /// The source has sent something other than the expected reply.
     fn came(&mut self, bytes: usize) -> Result<(), String> {
         if self.comes_plain() {
             self.plain.extend(&self.plain_room[..bytes]);
@@ -602,7 +622,7 @@ impl Ahead {
     }
 }
 
-/// Whether these are the words by which CRIU ends well.
+/// True if this is the message that CRIU sends before it exits successfully.
 fn is_leave(words: &[u8]) -> bool {
     let command = words
         .first_chunk()
@@ -610,7 +630,8 @@ fn is_leave(words: &[u8]) -> bool {
     matches!(command, Some(CLOSE | CLOSE_ALL_THE_SAME))
 }
 
-/// Writes of these, one behind the other, what is behind so many bytes; how many bytes more were taken.
+/// Writes the concatenation of `parts` from byte `skipped` on. Returns the number of bytes that
+/// were accepted.
 fn write_parts(out: &mut impl Write, parts: &[&[u8]], skipped: usize) -> io::Result<usize> {
     let mut slices: Vec<IoSlice<'_>> = parts.iter().map(|part| IoSlice::new(part)).collect();
     let mut left = &mut slices[..];
@@ -631,7 +652,7 @@ fn write_parts(out: &mut impl Write, parts: &[&[u8]], skipped: usize) -> io::Res
     Ok(taken)
 }
 
-/// Writes these bytes, and removes what was taken of them. True if that is all.
+/// Writes these bytes and removes those that were accepted. True if nothing remains.
 fn write_from(out: &mut impl Write, bytes: &mut Vec<u8>) -> io::Result<bool> {
     let taken = write_parts(out, &[bytes], 0)?;
     bytes.drain(..taken);

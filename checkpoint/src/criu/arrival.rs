@@ -1,8 +1,13 @@
-//! A CRIU that fetches the memory of a restored task while the task runs already.
+//! Runs `criu lazy-pages`, which fetches the memory of a restored task while the task already runs.
 //!
-//! The restored processes hand it the descriptors by which the kernel tells of missing memory (userfaultfd). When the last
-//! descriptor is closed the kernel takes all that is missing for zeros; so they pass through here, and copies of them stay
-//! until all memory has come or the processes are dead.
+//! CRIU's restore passes the userfaultfd of each restored process to `criu lazy-pages` over a Unix
+//! socket. When the last descriptor of a userfaultfd is closed, for example because `criu
+//! lazy-pages` was killed, the kernel fills all missing pages with zeros and the task computes
+//! wrong results.
+//!
+//! A thread therefore stands between the two. It copies each descriptor that passes
+//! ([`UffdKeeper`]); the copies stay open until all memory has arrived or the processes are dead.
+//! The requests of `criu lazy-pages` for pages pass through [`super::ahead`].
 
 use super::ahead::{self, Carrying};
 use super::process::{Program, own};
@@ -19,27 +24,29 @@ use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Where CRIU connects with the descriptors of what it restores, in its working directory.
+/// Name of the socket on which CRIU's restore connects to `criu lazy-pages`, in the working
+/// directory of each. The restore's is the image directory.
 const SOCKET: &str = "lazy-pages.socket";
-/// Working directory of the CRIU that fetches, in that of the images.
+/// Working directory of `criu lazy-pages`, a subdirectory of the image directory.
 const OWN_DIR: &str = "arriving";
 const LOG: &str = "arriving.log";
-/// Descriptors in one message; CRIU sends one.
+/// Maximum number of descriptors in one message. CRIU sends one.
 const DESCRIPTORS_MAX: usize = 4;
-/// Bytes that are passed on at once: no more than CRIU's numbers have. A descriptor has to come with the byte that it was sent with,
-/// and more room would take that in together with the number in front of it.
+/// Bytes that are forwarded at once: the size of a PID, which CRIU sends before each descriptor. A
+/// descriptor must be forwarded with the byte that carried it; a longer read would return that byte
+/// together with the PID.
 const BYTES_MAX: usize = 4;
-/// Until the one that fetches listens it is looked for this often.
+/// Interval of attempts to connect to `criu lazy-pages` until it listens.
 const LOOK_PAUSE: Duration = Duration::from_millis(1);
 
-/// Memory on its way to here.
+/// A running fetch of a restored task's memory.
 pub(super) struct Arrival {
     program: Program,
-    /// Passes descriptors on until the restore is over.
+    /// Forwards descriptors until the restore has ended.
     passing: JoinHandle<()>,
-    /// Those that have passed.
+    /// Copies of the forwarded descriptors.
     kept: UffdKeeper,
-    /// Asks before it is asked.
+    /// Prefetches pages.
     carrying: Carrying,
     whole: Whole,
     log: PathBuf,
@@ -61,7 +68,7 @@ impl Arrival {
         let theirs = dir.join(OWN_DIR);
         std::fs::create_dir(&theirs).map_err(|e| io(OWN_DIR, e))?;
         let folder = File::open(dir).map_err(|e| io("its directory", e))?;
-        // The path itself may be longer than that of a socket can be.
+        // The path of the directory may be longer than a socket address allows.
         let listener =
             UnixListener::bind(in_folder(&folder, Path::new(SOCKET))).map_err(|e| io(SOCKET, e))?;
         let kept = UffdKeeper::default();
@@ -126,7 +133,7 @@ impl Arriving for Arrival {
             .join()
             .unwrap_or_else(|_| Err(broken("fetches memory ahead")));
         let ended = match (ended, &carried) {
-            // Whatever meets it now, nothing is missing.
+            // CRIU's failure has no consequences: it already has all memory.
             (Err(_), Ok(true)) if self.whole.is_so() => Ok(()),
             (Ok(()), Ok(false)) => Err(Failure::Engine(
                 "it ended as if all memory were there, and it is not".into(),
@@ -140,12 +147,13 @@ impl Arriving for Arrival {
     }
 }
 
-/// A path that is short enough for a socket, as long as the directory is open.
+/// Returns a path below an open directory that is short enough for a socket address.
 fn in_folder(folder: &File, name: &Path) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd())).join(name)
 }
 
-/// Lets the restore talk with the one that fetches, until either has ended, and keeps the descriptors that pass.
+/// Forwards messages between the restore and `criu lazy-pages` until either has ended. Keeps copies
+/// of the descriptors.
 fn pass_on(folder: &File, listener: &UnixListener, ended: &OwnedFd, kept: &UffdKeeper) {
     let Some(fetches) = connect(folder, ended) else {
         return;
@@ -165,7 +173,7 @@ fn pass_on(folder: &File, listener: &UnixListener, ended: &OwnedFd, kept: &UffdK
     }
 }
 
-/// Connects to the one that fetches as soon as it listens.
+/// Connects to `criu lazy-pages` as soon as it listens. Returns `None` if it has exited.
 fn connect(folder: &File, ended: &OwnedFd) -> Option<UnixStream> {
     let path = in_folder(folder, &Path::new(OWN_DIR).join(SOCKET));
     loop {
@@ -179,7 +187,7 @@ fn connect(folder: &File, ended: &OwnedFd) -> Option<UnixStream> {
     }
 }
 
-/// Passes on what there is, with its descriptors; false at the end of the stream.
+/// Forwards what can be read now, with its descriptors. Returns false at the end of the stream.
 fn pass(from: &UnixStream, to: &UnixStream, kept: &UffdKeeper) -> io::Result<bool> {
     let mut bytes = [0; BYTES_MAX];
     let mut room = nix::cmsg_space!([RawFd; DESCRIPTORS_MAX]);
@@ -207,7 +215,8 @@ fn pass(from: &UnixStream, to: &UnixStream, kept: &UffdKeeper) -> io::Result<boo
     } else {
         &rights[..]
     };
-    // First: what is closed here may be the last copy.
+    // Kept before they are sent: if sending fails, dropping them here could close the last
+    // descriptor of a userfaultfd.
     kept.keep(came);
     sendmsg::<()>(
         to.as_raw_fd(),
@@ -219,7 +228,7 @@ fn pass(from: &UnixStream, to: &UnixStream, kept: &UffdKeeper) -> io::Result<boo
     Ok(true)
 }
 
-/// Waits until one of them has something; false when the one that fetches has ended.
+/// Waits until one of the streams is readable. Returns false if `criu lazy-pages` has exited.
 fn ready(streams: &[BorrowedFd<'_>], ended: &OwnedFd) -> bool {
     loop {
         let all = streams.iter().copied().chain([ended.as_fd()]);

@@ -1,7 +1,9 @@
-//! Whether images are whole, as far as that can be seen without the engine: it may say so and be wrong, because a disk was full or
-//! somebody has touched them, and of a checkpoint nobody would know before it is needed.
+//! Checks images for completeness, as far as this is possible without the engine.
 //!
-//! Looked at are the files that nearly every task has. Pages have no form; their number is in the maps.
+//! CRIU may report success although a disk was full, or someone may change the files later; for a
+//! checkpoint this would be noticed only when it is needed. Checked are the files that nearly every
+//! task has. The content of pages has no structure; only their number is checked against the
+//! pagemaps.
 
 use super::images::{Fields, INVENTORY, MAP, Pages, entries, first, wrong};
 use crate::engine::pages::page_size;
@@ -10,7 +12,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-/// Images that consist of entries to their end.
+/// Images that consist of entries up to the end of the file.
 const OF_ENTRIES: [&str; 12] = [
     "core-",
     "fdinfo-",
@@ -27,26 +29,27 @@ const OF_ENTRIES: [&str; 12] = [
 ];
 const TREE: &str = "pstree.img";
 const CORE: &str = "core-";
-/// There is no task without these.
+/// Images that every task has.
 const ALWAYS: [&str; 3] = [INVENTORY, "files.img", TREE];
-/// A process that has not been waited for, but has ended, has none of these; every other one has all, by its number.
+/// Images that every process has except a zombie, which has none of them. The PID follows the
+/// prefix.
 const OF_LIVING: [&str; 4] = ["ids-", "mm-", "pagemap-", "fs-"];
-/// Of `pstree_entry`.
+/// Field numbers of `pstree_entry`.
 const TREE_PID: u32 = 1;
 const TREE_THREADS: u32 = 5;
-/// Of `pagemap_head`.
+/// Field number of `pagemap_head`.
 const MAP_PAGES_ID: u32 = 1;
 
-/// The images of a directory.
+/// The images in a directory.
 struct Images<'a> {
     dir: &'a Path,
     names: BTreeSet<String>,
 }
 
-/// Looks at all images of a directory.
+/// Checks all images in a directory.
 ///
 /// # Errors
-/// The first one that is not whole, and what is wrong with it.
+/// The name of the first damaged image and what is wrong with it.
 pub(super) fn check(dir: &Path) -> Result<(), Failure> {
     let unreadable = |e| Failure::Io(format!("cannot read {}: {e}", dir.display()));
     let mut names = BTreeSet::new();
@@ -80,7 +83,8 @@ impl Images<'_> {
         }
     }
 
-    /// Each process has its images, or has ended; and there are none of others.
+    /// Checks that each process has its images or is a zombie, and that there are no images of
+    /// other processes.
     fn check_tree(&self, tree: &[Fields]) -> Result<(), Failure> {
         let mut cores = BTreeSet::new();
         for process in tree {
@@ -106,7 +110,7 @@ impl Images<'_> {
         }
     }
 
-    /// There are as many pages as this map says.
+    /// Checks that the file of pages has as many pages as this pagemap says.
     fn check_pages(&self, name: &str, map: &[Fields]) -> Result<(), Failure> {
         let Some((head, maps)) = map.split_first() else {
             return Err(wrong(name, "is empty"));
@@ -120,7 +124,7 @@ impl Images<'_> {
             .fold(0_u64, u64::saturating_add);
         let file = format!("pages-{id}.img");
         let wanted = pages.saturating_mul(page_size());
-        // Where there are none, there need be no file.
+        // Without pages there may be no file.
         let found = fs::metadata(self.dir.join(&file)).map_or(0, |meta| meta.len());
         match found == wanted {
             true => Ok(()),
@@ -137,7 +141,7 @@ mod tests {
     use super::super::images::{KIND, KIND_OF_INVENTORY};
     use super::*;
 
-    /// An entry of fields that are numbers, each smaller than 128.
+    /// Encodes an entry from number, value pairs below 128.
     fn entry(fields: &[(u8, u8)]) -> Vec<u8> {
         let message: Vec<u8> = fields
             .iter()
@@ -150,7 +154,8 @@ mod tests {
         [&[7; KIND][..], &entries.concat()].concat()
     }
 
-    /// Two processes, one of them with two threads, and one that has ended.
+    /// Writes images of a process with one thread, a process with two threads, and a zombie.
+    /// Returns the file names.
     fn whole() -> (tempfile::TempDir, Vec<&'static str>) {
         let dir = tempfile::tempdir().expect("a directory");
         let page = page_size() as usize;
@@ -213,13 +218,14 @@ mod tests {
     }
 
     #[test]
-    fn images_that_are_whole_are_good() {
+    fn complete_images_are_accepted() {
         let (dir, _) = whole();
         assert_eq!(check(dir.path()), Ok(()));
     }
 
+    /// Every image that is truncated, extended or missing is named in the error.
     #[test]
-    fn whichever_image_is_cut_or_missing_it_is_named() {
+    fn damaged_image_is_named() {
         let (dir, names) = whole();
         for name in names.iter().filter(|name| **name != "pipes-data.img") {
             let path = dir.path().join(name);
@@ -236,7 +242,7 @@ mod tests {
             fails("longer");
             fs::remove_file(&path).expect("removed");
             match *name {
-                // Nobody speaks of it but its map.
+                // No image other than the pagemap itself refers to it.
                 "pagemap-shmem-5.img" => assert_eq!(check(dir.path()), Ok(())),
                 _ => fails("missing"),
             }

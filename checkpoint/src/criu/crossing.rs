@@ -1,8 +1,15 @@
-//! Dumps that cross each other. To see the numbers inside a process-id namespace CRIU lets the task itself make a directory
-//! of a fixed name in its working directory, mount a proc file system there for a moment, and remove both. Two tasks with
-//! one working directory that are dumped at the same moment disturb each other. So dumps of one tasker take [`Turn`]s; others, as of
-//! another host that shares the directory, may still cross, and trying again helps. If CRIU and the task
-//! are both killed within that moment the directory stays, and nothing could be dumped there ever after.
+//! Serializes dumps of tasks that have the same working directory.
+//!
+//! To see PIDs inside the task's PID namespace, CRIU lets the task itself create the directory
+//! `proc.crtools` in its working directory, mount a proc file system there, and remove both
+//! immediately. Two tasks with the same working directory that are dumped at the same time disturb
+//! each other.
+//!
+//! - Dumps of one tasker take a [`Turn`], a lock per working directory.
+//! - Dumps by others, for example on another host that shares the directory, may still collide.
+//!   Then CRIU fails with one of [`SIGNS`], and a retry helps.
+//! - If CRIU and the task are both killed at this moment, the directory remains and would make
+//!   every further dump fail. [`may_try_again`] removes it.
 
 use nix::mount::{MntFlags, umount2};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, InotifyEvent};
@@ -15,24 +22,26 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Name of the directory.
+/// Name of the directory that CRIU creates.
 const MOUNT_POINT: &str = "proc.crtools";
-/// What CRIU says when the directory is there already, or was taken away while it was about to use it or to put it away.
+/// Errors in CRIU's log if the directory exists already (EEXIST), or was removed before the mount
+/// (ENOENT) or before the unmount (EINVAL).
 const SIGNS: [&str; 3] = [
     "Can't create a directory (-17)",
     "mount failed (-2)",
     "Can't detach mount proc.crtools: -22",
 ];
-/// A living one exists for less than a millisecond; one of this age was left behind.
+/// Age from which the directory counts as left behind. In a running dump it exists for less than a
+/// millisecond.
 const LEFT_BEHIND_AGE: Duration = Duration::from_secs(2);
 
-/// So long a turn keeps others waiting. Mostly it takes milliseconds; CRIU writes memory that does not follow in the middle of it, and there are
-/// dumps that hang.
+/// Maximum time for which a lock excludes others. It usually lasts milliseconds, but CRIU dumps
+/// memory in the middle of it, and a dump may hang.
 const TURN_MAX: Duration = Duration::from_millis(500);
-/// So long a turn is waited for, whoever has had it meanwhile.
+/// Maximum time to wait for the lock, however often others take it meanwhile.
 pub(super) const WAIT_MAX: Duration = Duration::from_secs(2);
 
-/// Since when somebody has his turn in a working directory, by device and inode.
+/// The locked working directories, by device and inode, with the time of locking.
 static TAKEN: Mutex<BTreeMap<(u64, u64), Instant>> = Mutex::new(BTreeMap::new());
 
 fn taken() -> MutexGuard<'static, BTreeMap<(u64, u64), Instant>> {
@@ -44,15 +53,16 @@ fn taken() -> MutexGuard<'static, BTreeMap<(u64, u64), Instant>> {
 pub(super) struct Place {
     root: i32,
     id: (u64, u64),
-    /// How often the directory will be made there.
+    /// How many times CRIU will create the directory.
     visits: usize,
 }
 
 impl Place {
-    /// That of the first process of a task. `None`: the system does not say which it is.
+    /// Returns the working directory of a task's root process. `None` if it cannot be determined.
     pub(super) fn of(root: i32) -> Option<Place> {
         let about = std::fs::metadata(cwd(root)).ok()?;
-        // As CRIU 4.1 and 4.2 were seen to do it: once at first, and once for the control groups of each thread of this process.
+        // Observed with CRIU 4.1 and 4.2: once at the beginning, and once for the control groups of
+        // each thread of the root process.
         let threads = std::fs::read_dir(format!("/proc/{root}/task")).map_or(1, Iterator::count);
         Some(Place {
             root,
@@ -61,7 +71,7 @@ impl Place {
         })
     }
 
-    /// `None`: another one has it, since less than [`TURN_MAX`].
+    /// Locks the directory. `None` if another dump locked it less than [`TURN_MAX`] ago.
     pub(super) fn take_turn(&self, now: Instant) -> Option<Turn> {
         {
             let mut taken = taken();
@@ -76,7 +86,7 @@ impl Place {
             seen.add_watch(cwd(self.root).as_str(), AddWatchFlags::IN_DELETE)
                 .is_ok()
         };
-        // Unwatched it ends with the dump.
+        // Without the watch the lock lasts until the dump has ended.
         Some(Turn {
             id: self.id,
             since: now,
@@ -86,23 +96,24 @@ impl Place {
     }
 }
 
-/// The turn of one dump. It is over when CRIU has made its visits, or when this is dropped.
+/// The lock of one dump. It ends when CRIU has created the directory for the last time, or when it
+/// is dropped.
 #[derive(Debug)]
 pub(super) struct Turn {
     id: (u64, u64),
     since: Instant,
     seen: Option<Inotify>,
-    /// Visits that are still to come.
+    /// How many more times CRIU will create the directory.
     expected: usize,
 }
 
 impl Turn {
-    /// Readable when it may be over.
+    /// Returns a descriptor that is readable when [`is_over`](Self::is_over) may have changed.
     pub(super) fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.seen.as_ref().map(AsFd::as_fd)
     }
 
-    /// True once CRIU needs the directory no more, or what it does there is not to be seen.
+    /// True if CRIU no longer needs the directory, or if its accesses cannot be observed.
     pub(super) fn is_over(&mut self) -> bool {
         let events = self
             .seen
@@ -122,7 +133,7 @@ impl Turn {
 impl Drop for Turn {
     fn drop(&mut self) {
         let mut taken = taken();
-        // It may have taken too long, and be another one's now.
+        // After a timeout the lock may belong to another dump.
         if taken.get(&self.id) == Some(&self.since) {
             taken.remove(&self.id);
         }
@@ -133,6 +144,8 @@ fn cwd(pid: i32) -> String {
     format!("/proc/{pid}/cwd")
 }
 
+/// True if a dump failed because of another one in the same directory. Then also removes a
+/// directory that was left behind.
 pub(super) fn may_try_again(root: i32, failure: &Failure) -> bool {
     let Failure::Engine(why) = failure else {
         return false;
@@ -151,10 +164,11 @@ fn clear(path: &Path) {
         .is_ok_and(|mounts| mounts.lines().any(|m| m.split(' ').nth(1) == path.to_str()));
     let old = changed.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > LEFT_BEHIND_AGE));
     if in_mount {
-        // Times inside a mounted proc say nothing. Whoever is using it has it open already or tries again.
+        // Times inside a mounted proc file system mean nothing. A dump that uses it has it open
+        // already, or retries.
         let _ = umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW);
     } else if old {
-        // Fails if it is not empty; then it is not what we take it for.
+        // Fails if it is not empty; then it was not created by CRIU.
         let _ = std::fs::remove_dir(path);
     }
 }
@@ -164,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_crossing_dumps_are_tried_again() {
+    fn only_colliding_dumps_are_retried() {
         let again = |why: &str| may_try_again(i32::MAX, &Failure::Engine(why.into()));
         assert!(again(
             "Error (criu/pie/parasite.c:634): Can't create a directory (-17)"
@@ -179,7 +193,7 @@ mod tests {
         assert!(!may_try_again(i32::MAX, &Failure::Killed { signal: 9 }));
     }
 
-    /// A process with this working directory.
+    /// Starts a process in this working directory.
     fn process_in(dir: &Path) -> (std::process::Child, Place) {
         let child = std::process::Command::new("sleep")
             .arg("1000")
@@ -190,9 +204,10 @@ mod tests {
         (child, place)
     }
 
+    /// A dump gets the lock when the previous one has made its last visit to the directory, or
+    /// after a timeout.
     #[test]
-    fn of_dumps_in_one_working_directory_the_next_has_its_turn_when_the_one_before_has_made_its_visits()
-     {
+    fn dumps_in_one_directory_take_turns() {
         let (here, elsewhere) = (
             tempfile::tempdir().expect("dir"),
             tempfile::tempdir().expect("dir"),
@@ -238,8 +253,9 @@ mod tests {
         }
     }
 
+    /// A directory that was created a moment ago is not removed.
     #[test]
-    fn a_young_directory_is_left_alone_and_a_full_one_too() {
+    fn recent_directory_is_kept() {
         let dir = std::env::temp_dir().join(format!("sempa-crossing-{}", std::process::id()));
         std::fs::create_dir_all(dir.join(MOUNT_POINT)).expect("dir");
         clear(&dir.join(MOUNT_POINT));

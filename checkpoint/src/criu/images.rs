@@ -1,7 +1,8 @@
-//! Reads CRIU's images as far as that can be done without CRIU.
+//! Reads CRIU's images, and adds lazy pages to them.
 //!
-//! An image is its kind, four or eight bytes, and entries: a length of four bytes and a protobuf message of as many. What the
-//! fields mean is in `images/*.proto` of CRIU's sources.
+//! An image is a magic number of four or eight bytes, followed by entries. An entry is a length of
+//! four bytes and a protobuf message of that length. The fields are described in `images/*.proto`
+//! of CRIU's sources.
 
 use crate::engine::pages::page_size;
 use protobuf::well_known_types::empty::Empty;
@@ -11,32 +12,33 @@ use std::fs;
 use std::path::Path;
 
 pub(super) const INVENTORY: &str = "inventory.img";
-/// Begin of the names of maps of pages.
+/// Prefix of the names of pagemaps.
 pub(super) const MAP: &str = "pagemap-";
-/// The kind of the inventory has four bytes, that of others eight.
+/// Length of the magic number: eight bytes, in the inventory four.
 pub(super) const KIND: usize = 8;
 pub(super) const KIND_OF_INVENTORY: usize = 4;
-/// Of `pagemap_entry`: where; pages, as they were counted before version 4 and since; in an earlier image; what they are.
+/// Field numbers of `pagemap_entry`: address; number of pages until CRIU 4; true if the pages are
+/// in a parent image; flags; number of pages since CRIU 4.
 const MAP_ADDRESS: u32 = 1;
 const MAP_PAGES_BEFORE: u32 = 2;
 const MAP_IN_PARENT: u32 = 3;
 const MAP_FLAGS: u32 = 4;
 const MAP_PAGES: u32 = 5;
-/// A flag: these pages come when they are asked for.
+/// PE_LAZY: the pages are transferred on request.
 const LAZY: u64 = 1 << 1;
-/// A flag: these pages are in the file.
+/// PE_PRESENT: the pages are in the file of pages.
 const PRESENT: u64 = 1 << 2;
 
-/// Pages of an entry of missing memory: as many as CRIU puts into one.
+/// Maximum number of pages of one lazy entry, as in CRIU.
 const PORTION_PAGES: u64 = 512;
 
-/// Fields of an entry that are numbers.
+/// The varint fields of an entry: field number and value.
 pub(super) type Fields = Vec<(u32, u64)>;
 
-/// The fields that are numbers, of each entry.
+/// Returns the varint fields of each entry of an image.
 ///
 /// # Errors
-/// It cannot be read, or is not whole.
+/// The image cannot be read or is truncated.
 pub(super) fn entries(dir: &Path, name: &str) -> Result<Vec<Fields>, Failure> {
     Ok(parse(&read(dir, name)?, name)?
         .into_iter()
@@ -48,7 +50,7 @@ fn read(dir: &Path, name: &str) -> Result<Vec<u8>, Failure> {
     fs::read(dir.join(name)).map_err(|e| Failure::Io(format!("cannot read {name}: {e}")))
 }
 
-/// The entries of an image: their fields that are numbers, and they themselves with their length in front.
+/// Returns the entries of an image: their varint fields, and their bytes including the length.
 fn parse<'a>(file: &'a [u8], name: &str) -> Result<Vec<(Fields, &'a [u8])>, Failure> {
     let short = || {
         wrong(
@@ -82,12 +84,12 @@ pub(super) fn first(fields: &Fields, wanted: u32) -> Option<u64> {
         .map(|(_, number)| *number)
 }
 
-/// The fields of a message that are numbers.
+/// Returns the varint fields of a message.
 ///
 /// # Errors
-/// It is none.
+/// The bytes are not a message.
 pub(super) fn numbers(entry: &[u8]) -> protobuf::Result<Fields> {
-    // What a message without fields does not know is all that there is.
+    // `Empty` knows no fields, so all fields of the message are unknown fields of it.
     let message = Empty::parse_from_bytes(entry)?;
     let number = |(field, value)| match value {
         UnknownValueRef::Varint(number) => Some((field, number)),
@@ -101,20 +103,21 @@ pub(super) fn numbers(entry: &[u8]) -> protobuf::Result<Fields> {
         .collect())
 }
 
-/// Pages that follow each other, of a map of pages.
+/// A run of pages in a pagemap.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pages {
-    /// Where they were in the task.
+    /// Address in the task's memory.
     pub(super) address: u64,
     pub(super) number: u64,
-    /// They are in the file.
+    /// The pages are in the file of pages.
     pub(super) present: bool,
-    /// They are not, and come when they are asked for.
+    /// The pages are lazy: not in the file, but transferred on request.
     pub(super) missing: bool,
 }
 
 impl Pages {
-    /// What an entry of a map says; its first one is about the whole map.
+    /// Decodes an entry of a pagemap. The first entry of a pagemap is a header and must not be
+    /// passed.
     pub(super) fn of(entry: &Fields) -> Pages {
         let flags = first(entry, MAP_FLAGS);
         let before = first(entry, MAP_PAGES_BEFORE).unwrap_or_default();
@@ -131,10 +134,10 @@ impl Pages {
     }
 }
 
-/// What the map of pages of a process says that is in the images by this number.
+/// Returns the pagemap of the process with this PID in the images.
 ///
 /// # Errors
-/// It cannot be read, or is not whole.
+/// It cannot be read or is truncated.
 pub(super) fn pages_of(dir: &Path, number: u64) -> Result<Vec<Pages>, Failure> {
     Ok(entries(dir, &map_name(number))?
         .iter()
@@ -143,10 +146,11 @@ pub(super) fn pages_of(dir: &Path, number: u64) -> Result<Vec<Pages>, Failure> {
         .collect())
 }
 
-/// Notes in the map of a process that the pages in these stretches, of which it says nothing, come when they are asked for.
+/// Adds entries for lazy pages to the pagemap of a process. The pagemap must not mention these
+/// pages.
 ///
 /// # Errors
-/// The map cannot be read or written, or is not whole.
+/// The pagemap cannot be read or written, or is truncated.
 pub(super) fn note_missing(
     dir: &Path,
     number: u64,
@@ -176,7 +180,7 @@ fn map_name(number: u64) -> String {
     format!("{MAP}{number}.img")
 }
 
-/// A stretch in portions as CRIU makes them: address, pages.
+/// Splits a range into portions for lazy entries: address and number of pages.
 fn portions((start, end): (u64, u64)) -> impl Iterator<Item = (u64, u64)> {
     let bytes = PORTION_PAGES * page_size();
     let first = std::iter::successors(Some(start), move |at| at.checked_add(bytes));
@@ -185,7 +189,8 @@ fn portions((start, end): (u64, u64)) -> impl Iterator<Item = (u64, u64)> {
         .map(move |at| (at, (end - at).min(bytes) / page_size()))
 }
 
-/// An entry of a map. The number of pages is said in both manners.
+/// Encodes a pagemap entry for lazy pages. The number of pages is written for CRIU before and since
+/// version 4.
 fn missing_entry(address: u64, pages: u64) -> Vec<u8> {
     let fields = [
         (MAP_ADDRESS, address),
@@ -201,7 +206,7 @@ fn missing_entry(address: u64, pages: u64) -> Vec<u8> {
     [&(message.len() as u32).to_le_bytes()[..], &message].concat()
 }
 
-/// Writes a number as protobuf does: seven bits a byte, the lowest first.
+/// Encodes a protobuf varint: seven bits per byte, the lowest first.
 fn varint(out: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
         out.push(number as u8 | 0x80);
@@ -218,8 +223,9 @@ pub(super) fn wrong(name: &str, what: &str) -> Failure {
 mod tests {
     use super::*;
 
+    /// Lazy pages are inserted in portions between the existing entries and can be read again.
     #[test]
-    fn missing_memory_is_noted_between_what_is_known_in_portions_and_read_again() {
+    fn lazy_pages_are_merged_into_pagemap() {
         let (dir, page) = (tempfile::tempdir().expect("a directory"), page_size());
         let entry = |fields: &[(u32, u64)]| {
             let mut message = Vec::new();

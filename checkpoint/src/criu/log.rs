@@ -1,27 +1,27 @@
-//! Finds the one line of CRIU's log that says why it failed.
+//! Finds the line of CRIU's log that explains a failure.
 
 use sempa_proto::text::cut;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;
 
-/// Most of a log that is looked through, in bytes; logs at this level are far smaller.
+/// Maximum number of bytes of a log that are searched. Logs at this level are far smaller.
 const LOG_BYTES_MAX: u64 = 64 << 20;
-/// Longest line that is passed on, in bytes.
+/// Maximum length of a line in messages, in bytes.
 const LINE_BYTES_MAX: usize = 400;
 
-/// How a line of a log ends.
+/// How a line of the log ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
-    /// As it was written.
+    /// With a line break.
     Whole,
-    /// With the log.
+    /// With the end of the log.
     OfLog,
-    /// In the middle, and another line follows at once: there was no room for the rest, and then there was some again.
+    /// In the middle, followed by another line: the disk was full, and later had space again.
     Gap,
 }
 
-/// The first line of a log that tells of an error, without its time stamp, and how it ends; not the noise about resource
-/// limits, which also appears when all goes well.
+/// Returns the first line that contains an error, without its time stamp, and how it ends. Skips
+/// errors about resource limits, which also appear in successful runs.
 fn first_error(log: impl BufRead) -> Option<(String, End)> {
     let mut log = log.take(LOG_BYTES_MAX);
     let mut line = Vec::new();
@@ -49,7 +49,7 @@ fn first_error(log: impl BufRead) -> Option<(String, End)> {
     None
 }
 
-/// Where a time stamp like `(00.060959)` begins, with which each line of a log does.
+/// Returns the position of a time stamp like `(00.060959)`, which begins each line of a log.
 fn time_stamp(text: &str) -> Option<usize> {
     let is_stamp = |rest: &str| {
         let inner = rest
@@ -67,8 +67,8 @@ fn time_stamp(text: &str) -> Option<usize> {
         .find(|at| is_stamp(&text[*at..]))
 }
 
-/// What keeps a log from being written to the end of its line, if it still does: one page is more than is left in its last
-/// one.
+/// Returns the error that prevents writing to the log, if it persists. One page does not fit into
+/// the free part of the log's last block.
 fn what_cuts(log: &Path) -> Option<io::Error> {
     const PAGE: [u8; 4096] = [b'\n'; 4096];
     std::fs::OpenOptions::new()
@@ -78,13 +78,13 @@ fn what_cuts(log: &Path) -> Option<io::Error> {
         .err()
 }
 
-/// The first error in a log. A log that ends in the middle of the line was cut by its disk, whose own word comes then.
+/// Returns the first error in a log. If the line is truncated, the error of the disk is appended.
 fn error_in(log: &Path) -> Option<String> {
     let (line, end) = first_error(BufReader::new(std::fs::File::open(log).ok()?))?;
     let why = match end {
         End::Whole => None,
         End::OfLog => what_cuts(log),
-        // Nothing else cuts what is written to a file, and goes by.
+        // Only a full disk, for a while, truncates a write to a file.
         End::Gap => Some(io::Error::from_raw_os_error(libc::ENOSPC)),
     };
     Some(why.map_or_else(
@@ -93,7 +93,7 @@ fn error_in(log: &Path) -> Option<String> {
     ))
 }
 
-/// Why an engine failed, from its log, or else from the first line of its standard error.
+/// Returns why an engine failed, from its log or else from the first line of its standard error.
 pub(super) fn reason(log: &Path, stderr: &Path) -> Option<String> {
     error_in(log).or_else(|| {
         let stderr = std::fs::File::open(stderr).ok()?;
@@ -114,8 +114,9 @@ fn shorten(line: &str) -> String {
 mod tests {
     use super::*;
 
+    /// The reason is the first error that is not about resource limits.
     #[test]
-    fn the_reason_is_the_first_error_that_is_not_noise() {
+    fn rlimit_errors_are_skipped() {
         let log = "(00.000001) Version: 4.2.1\n\
                    (00.000100) Error (criu/util.c:1): rlimit: Can't setup RLIMIT_NOFILE for self\n\
                    (00.010000)      2: Error (criu/sk-unix.c:9): External socket is used\n\
@@ -128,8 +129,9 @@ mod tests {
         assert_eq!(first_error("(00.1) all is well\n".as_bytes()), None);
     }
 
+    /// A line that is truncated by the end of the log differs from a complete one.
     #[test]
-    fn a_line_that_ends_with_its_log_is_told_from_a_whole_one() {
+    fn truncated_last_line_is_recognized() {
         let log = "(00.000100) Error (criu/page-xfer.c:263): No space left on de";
         assert_eq!(
             first_error(log.as_bytes()).map(|(_, end)| end),
@@ -141,8 +143,9 @@ mod tests {
         );
     }
 
+    /// A truncated line that is followed by another line is explained by a full disk.
     #[test]
-    fn a_line_that_was_cut_and_has_another_one_behind_it_is_told_as_cut_by_a_full_disk() {
+    fn line_cut_in_the_middle_means_full_disk() {
         let log = tempfile::NamedTempFile::new().expect("a file");
         let text = "(00.060958) Error (criu/page-xfer.c:26(00.060959) ----------------------------------------\n";
         std::fs::write(log.path(), text).expect("written");
@@ -165,8 +168,9 @@ mod tests {
         }
     }
 
+    /// The error of the disk is found only while the disk is full.
     #[test]
-    fn a_disk_that_takes_nothing_more_says_why() {
+    fn full_disk_is_named_as_the_cause() {
         let why = what_cuts(Path::new("/dev/full")).expect("it is always full");
         assert!(why.to_string().contains("No space left on device"), "{why}");
         let free = tempfile::NamedTempFile::new().expect("a file");

@@ -1,9 +1,27 @@
-//! CRIU as the dump engine: it writes any stopped process tree and builds it again, with nothing to be linked in.
+//! CRIU as the dump engine. It dumps and restores any process tree; programs need not link
+//! anything.
 //!
-//! One `criu swrk` process per request, spoken to over a socket pair with the message types of `rust-criu`. CRIU runs in
-//! a process group of its own and is killed, group and all, at a deadline or when the call is called off. The options are
-//! those of a tested recipe: the source stays stopped, nothing is locked in the network, the process-id namespace
-//! is outside the image, the restored root is a child of the caller.
+//! Each dump or restore is one `criu swrk` process (RPC mode), driven over a socket pair with the
+//! messages of `rust-criu`. It runs in its own process group; the whole group is killed at a
+//! deadline or when the call is canceled. The options (see `options`):
+//!
+//! - the source stays stopped after the dump (`leave_stopped`),
+//! - the network is not locked (`network_lock: SKIP`),
+//! - the PID namespace is external,
+//! - the restored root is a child of the caller (`rst_sibling`).
+//!
+//! CRIU itself is unmodified, but must be linked dynamically: two libraries of this crate are
+//! loaded into it by `LD_PRELOAD`.
+//!
+//! | problem of CRIU | solution here |
+//! | --- | --- |
+//! | A CRIU that is killed during a dump leaves a trap that kills the task | `ptrace_relay`: a thread of the tasker is the tracer; `trap_cleanup` restores registers and code |
+//! | Dumps of tasks with the same working directory disturb each other | `dump_lock`: one dump at a time per directory |
+//! | For a lazy dump the stopped task splices its pages into pipes, which takes time | `lazy_pages_filter` hides these pages from CRIU; `page_server` reads them from the stopped processes |
+//! | `criu lazy-pages` requests one range at a time | `prefetch`: a proxy requests pages before CRIU does |
+//! | `criu lazy-pages` loses requests when the task unmaps memory or forks | `uffd_batching.c`: events are read only when no request is open |
+//! | Missing pages become zeros when `criu lazy-pages` dies | `uffd_keeper`: copies of the userfaultfd descriptors |
+//! | CRIU may report success although its images are truncated | `image_check` |
 
 mod ahead;
 mod arrival;
@@ -48,34 +66,34 @@ use std::sync::Arc;
 use std::time::Duration;
 use withheld::Withheld;
 
-/// Where CRIU is looked for after the variable and before PATH.
+/// Paths where CRIU is looked for, after SEMPA_CRIU and before PATH.
 const USUAL_PLACES: [&str; 2] = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"];
-/// How to get a working engine.
+/// Advice in error messages: how to get a working engine.
 pub const HOW_TO_GET: &str = "get one with `cargo xtask criu`, which is found within five minutes, or start the daemon with \
      SEMPA_CRIU set to the path of a working criu";
 
-/// How long a dump that is called off may take to end by itself before it is killed.
+/// Time that a canceled dump may take to end regularly before it is killed.
 const CALLED_OFF_GRACE: Duration = Duration::from_secs(2);
 
 const DUMP_LOG: &str = "dump.log";
 const RESTORE_LOG: &str = "restore.log";
 const CHECK_LOG: &str = "check.log";
-/// What the engine wrote on its standard error before its log was open.
+/// Name of the file that receives CRIU's standard error, which it uses until its log is open.
 const STDERR: &str = "criu.stderr";
-/// A file that is there for a moment, to see what the file system can do.
+/// Name of a temporary file that tests whether the file system can punch holes.
 const HOLE: &str = "hole";
 
-/// CRIU at a certain path.
+/// An installed CRIU program.
 #[derive(Clone, Debug)]
 pub struct Criu {
     program: PathBuf,
 }
 
 impl Criu {
-    /// Finds the program: SEMPA_CRIU, the usual places, PATH. `env` looks a variable up.
+    /// Finds the program: SEMPA_CRIU, the default paths, PATH. `env` looks up a variable.
     ///
     /// # Errors
-    /// One sentence: where it was looked for and how to get it.
+    /// One sentence for users: where CRIU was looked for and how to get it.
     pub fn locate(env: impl Fn(&str) -> Option<OsString>) -> Result<Criu, String> {
         if let Some(set) = env("SEMPA_CRIU").filter(|v| !v.is_empty()) {
             let program = PathBuf::from(set);
@@ -104,11 +122,12 @@ impl Criu {
             })
     }
 
-    /// The program.
     pub fn program(&self) -> &Path {
         &self.program
     }
 
+    /// Starts a `criu swrk` process for one request. `request` encodes the request for the number
+    /// of the image directory's descriptor.
     fn start(
         &self,
         dir: &Path,
@@ -149,7 +168,8 @@ impl Engine for Criu {
     }
 
     fn start_dump(&self, job: DumpJob) -> Result<Box<dyn Dumping>, Failure> {
-        // Without these two a dump is as good, only an engine that is killed may harm the task.
+        // Both are optional: without them the dump is equally good, but an engine that is killed
+        // may damage the task.
         let before = rescue::Snapshot::take(&job.processes).ok();
         let (relay, ends) = relay::Relay::start(job.pid, &job.processes).ok().unzip();
         let mut inherit = ends
@@ -219,7 +239,8 @@ impl Engine for Criu {
 
     fn start_restore(&self, job: RestoreJob) -> Result<Box<dyn Restoring>, Failure> {
         let inherit = [&job.pid_namespace, &job.output];
-        // The task then never needs its memory twice: images in memory turn into the task, page by page.
+        // With hole punching, images in a memory file system and the restored task never need twice
+        // the memory: CRIU frees each page of the image after reading it.
         let uses_up = can_shrink(&job.dir);
         let request = |images| options::restore(&job, images, RESTORE_LOG, uses_up);
         let swrk = self.start(&job.dir, RESTORE_LOG, &inherit, &[], request)?;
@@ -257,7 +278,7 @@ impl Engine for Criu {
 struct Check {
     program: Program,
     log: PathBuf,
-    /// Has a byte when the program has loaded a library of ours, and no more writers when it has ended.
+    /// Receives one byte when CRIU has loaded our library; end of file when CRIU has exited.
     loaded: PipeReader,
 }
 
@@ -278,20 +299,21 @@ impl Checking for Check {
 }
 
 struct Dump {
-    // Dropped, and ended, in this order.
+    // Field order matters: CRIU must have ended before the relay is dropped.
     swrk: Swrk,
     relay: Option<relay::Relay>,
     dir: PathBuf,
-    /// What the task was like before.
+    /// State of the task before the dump, to undo CRIU's changes.
     before: Option<rescue::Snapshot>,
-    /// The memory that is not written, and where it will be asked for.
+    /// With post-copy: the memory that is not in the images, and the stream on which the target
+    /// will request it.
     follows: Option<(Withheld, Arc<OwnedFd>)>,
-    /// What the other host has of it already.
+    /// Pages that the target already has.
     sent: Option<Arc<SentPages>>,
 }
 
 impl Dump {
-    /// Waits for the end of the engine, and looks at what it has written.
+    /// Waits until CRIU has exited, then completes and checks the images.
     fn wait_for_images(&mut self, limits: &Limits) -> Result<(), Failure> {
         self.swrk.finish(limits)?;
         if let Some((withheld, _)) = &self.follows {
@@ -314,13 +336,14 @@ impl Dumping for Dump {
         if done.is_err() {
             self.swrk.kill();
         }
-        // Whatever it left in the task's way is gone, and the task stands still, when this returns.
+        // When this returns, everything that CRIU left pending for the task is removed and the task
+        // is stopped.
         drop(self.relay.take());
         if let (Err(why), Some(before)) = (&done, &self.before) {
             before.put_back_if(why);
         }
         done?;
-        // The logs are of use only when something failed; the images travel without them.
+        // The logs matter only after a failure. The images are transferred without them.
         for log in [DUMP_LOG, STDERR] {
             let _ = std::fs::remove_file(self.dir.join(log));
         }
@@ -335,7 +358,8 @@ impl Dumping for Dump {
     }
 }
 
-/// Whether parts of files in a directory can be given back to the file system. The engine takes a failure there for its own.
+/// True if parts of files in this directory can be freed (`FALLOC_FL_PUNCH_HOLE`). CRIU treats a
+/// failure to do so as its own failure.
 fn can_shrink(dir: &Path) -> bool {
     let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
     let path = dir.join(HOLE);
@@ -344,7 +368,7 @@ fn can_shrink(dir: &Path) -> bool {
     shrinks
 }
 
-/// Counts the files of a directory.
+/// Returns number and size of the files in a directory.
 fn measure(dir: &Path) -> std::io::Result<DumpReport> {
     let mut report = DumpReport::default();
     for entry in std::fs::read_dir(dir)? {
@@ -403,7 +427,8 @@ impl Held for HeldTask {
     }
 
     fn refuse(mut self: Box<Self>) {
-        // What it built lies in a namespace whose init the caller kills; nothing has to be asked of the engine.
+        // The caller kills the init of the namespace that contains what CRIU has built, so CRIU
+        // need not clean up.
         self.swrk.kill();
     }
 }
@@ -412,8 +437,10 @@ impl Held for HeldTask {
 mod tests {
     use super::*;
 
+    /// SEMPA_CRIU has precedence over other paths, and a wrong path in it is an error that names
+    /// it.
     #[test]
-    fn the_variable_comes_first_and_a_wrong_one_is_told() {
+    fn sempa_criu_has_precedence() {
         let found = Criu::locate(|name| (name == "SEMPA_CRIU").then(|| "/bin/true".into()))
             .expect("it is a file");
         assert_eq!(found.program(), Path::new("/bin/true"));
@@ -425,17 +452,20 @@ mod tests {
         );
     }
 
+    /// Testing for hole punching leaves no file behind.
     #[test]
-    fn whether_files_can_shrink_is_found_out_and_leaves_nothing() {
+    fn hole_test_leaves_no_file() {
         let dir = tempfile::tempdir().expect("a directory");
-        // The kernel's own answer is as good as the other; a directory that is not there has none.
+        // Whether holes are supported depends on the file system under test. A directory that does
+        // not exist never supports them.
         can_shrink(dir.path());
         assert_eq!(std::fs::read_dir(dir.path()).expect("readable").count(), 0);
         assert!(!can_shrink(&dir.path().join("none")));
     }
 
+    /// Probing a program that is not CRIU fails with its path and an advice.
     #[test]
-    fn an_engine_that_does_not_work_says_so() {
+    fn probe_explains_broken_programs() {
         for program in ["/bin/false", "/etc/passwd", "/bin/echo"] {
             let why = Criu {
                 program: program.into(),

@@ -1,19 +1,20 @@
-//! The file in which CRIU notes what the kernel can do. It is CRIU's own and any user of CRIU on the host may have made
-//! it, but a virtual machine must not leave it behind where it was not before.
+//! The file in which CRIU caches the features of the kernel (kdat). It belongs to CRIU, and any
+//! user of CRIU on the host may have created it. A virtual machine must not leave it on a host
+//! where it did not exist before.
 
 use std::path::PathBuf;
 
-/// Where CRIU puts its notes when `/run` is in memory.
+/// Path of the file if `/run` is a memory file system.
 const PATH: &str = "/run/criu.kdat";
 
-/// Removes the notes when dropped, if they were not there when it was made.
+/// Removes the file when dropped, unless it existed when this value was created.
 #[derive(Debug)]
 pub struct KernelNotes {
     ours: Option<PathBuf>,
 }
 
 impl KernelNotes {
-    /// Looks whether the notes are there.
+    /// Checks whether the file exists.
     pub fn look() -> KernelNotes {
         KernelNotes::at(PathBuf::from(PATH))
     }
@@ -28,7 +29,7 @@ impl KernelNotes {
 impl Drop for KernelNotes {
     fn drop(&mut self) {
         if let Some(path) = &self.ours {
-            // Not there, or not ours to remove: either way nothing of ours is left.
+            // Fails if the file does not exist, or if it belongs to another user.
             let _ = std::fs::remove_file(path);
         }
     }
@@ -38,8 +39,9 @@ impl Drop for KernelNotes {
 mod tests {
     use super::*;
 
+    /// A file that was created later is removed; one that existed before is kept.
     #[test]
-    fn notes_that_were_there_before_stay_and_new_ones_go() {
+    fn existing_file_is_kept() {
         let path = std::env::temp_dir().join(format!("criu-notes-{}", std::process::id()));
         let notes = KernelNotes::at(path.clone());
         std::fs::write(&path, "x").expect("writable");

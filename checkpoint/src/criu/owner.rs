@@ -1,4 +1,5 @@
-//! As which users the processes in images would run. Whoever restores them runs what is in them: with the rights that they name.
+//! Checks as which users the processes in images would run. A restore gives them the credentials
+//! that the images contain.
 
 use super::images::{KIND, first, wrong};
 use protobuf::well_known_types::empty::Empty;
@@ -8,23 +9,23 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::Path;
 
-/// Names of the images that say it: one of each thread.
+/// Prefix and suffix of the images with credentials: one for each thread.
 const CORE: (&str, &str) = ("core-", ".img");
-/// Longest entry of these that is read, in bytes; real ones have some thousand.
+/// Maximum length of an entry, in bytes. Real ones have some thousand.
 const ENTRY_BYTES_MAX: u64 = 1 << 20;
-/// Of `core_entry`: what is common to all kinds of processors.
+/// Field number in `core_entry`: the part that is independent of the architecture.
 const CORE_THREAD: u32 = 5;
-/// Of `thread_core_entry`.
+/// Field number in `thread_core_entry`.
 const THREAD_CREDENTIALS: u32 = 10;
-/// Of `creds_entry`: real, effective, saved user, and that for files.
+/// Field numbers in `creds_entry`: real, effective, saved and file system user.
 const USERS: [u32; 4] = [1, 3, 5, 7];
 const EFFECTIVE: u32 = 3;
 
-/// Whether all processes in a directory of images belong to this user, who restores them. Root may have processes with other users'
-/// numbers as well, as long as they have root's rights.
+/// Checks that all processes in a directory of images belong to `user`, who restores them. For root
+/// only the effective user is checked: processes of root may have other user ids as well.
 ///
 /// # Errors
-/// One is another user's, or an image cannot be read.
+/// A process belongs to another user, or an image cannot be read.
 pub fn belong_to(dir: &Path, user: u32) -> Result<(), Failure> {
     let unreadable = |e| Failure::Io(format!("cannot read {}: {e}", dir.display()));
     for entry in fs::read_dir(dir).map_err(unreadable)? {
@@ -37,7 +38,7 @@ pub fn belong_to(dir: &Path, user: u32) -> Result<(), Failure> {
             continue;
         }
         let which = if user == 0 { &[EFFECTIVE][..] } else { &USERS };
-        // A process that has ended has no rights.
+        // A zombie has no credentials.
         for found in users_in(&dir.join(&name), &name)?
             .iter()
             .filter(|(field, _)| which.contains(field))
@@ -55,7 +56,7 @@ pub fn belong_to(dir: &Path, user: u32) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The users of a thread, by the numbers of their fields.
+/// Returns the user ids of a thread, by field number.
 fn users_in(path: &Path, name: &str) -> Result<Vec<(u32, u64)>, Failure> {
     let file = File::open(path).map_err(|e| Failure::Io(format!("cannot read {name}: {e}")))?;
     let mut bytes = Vec::new();
@@ -75,7 +76,7 @@ fn users_in(path: &Path, name: &str) -> Result<Vec<(u32, u64)>, Failure> {
         return Err(wrong(name, "does not say whose it is"));
     };
     let numbers = super::images::numbers(&credentials).map_err(damaged)?;
-    // What is left out of a message is nought, and of what is said twice each has to be right.
+    // An absent field means 0. If a field occurs more than once, every value must be right.
     let left_out = USERS
         .iter()
         .filter(|field| first(&numbers, **field).is_none())
@@ -83,7 +84,8 @@ fn users_in(path: &Path, name: &str) -> Result<Vec<(u32, u64)>, Failure> {
     Ok(numbers.iter().copied().chain(left_out).collect())
 }
 
-/// A message within a message; several are put together, as all readers of the format do.
+/// Returns an embedded message. If the field occurs more than once, the parts are concatenated, as
+/// protobuf merges them.
 fn part(message: &[u8], wanted: u32) -> protobuf::Result<Option<Vec<u8>>> {
     let message = Empty::parse_from_bytes(message)?;
     let fields = message.special_fields.unknown_fields().iter();
@@ -99,16 +101,17 @@ fn part(message: &[u8], wanted: u32) -> protobuf::Result<Option<Vec<u8>>> {
 mod tests {
     use super::*;
 
-    /// A field that is a number below 2^14, or a message.
+    /// Encodes a number below 2^14 as a field.
     fn number(field: u8, value: u64) -> Vec<u8> {
         vec![field << 3, (value & 0x7f | 0x80) as u8, (value >> 7) as u8]
     }
 
+    /// Encodes an embedded message as a field.
     fn message(field: u8, body: &[u8]) -> Vec<u8> {
         [&[field << 3 | 2, body.len() as u8][..], body].concat()
     }
 
-    /// The image of a thread of these users.
+    /// Encodes the image of a thread with these user ids.
     fn core(users: [u64; 4]) -> Vec<u8> {
         let fields = [
             (1, users[0]),
@@ -150,8 +153,9 @@ mod tests {
         }]))
     }
 
+    /// A single thread of another user is found, in each of the four user ids.
     #[test]
-    fn a_thread_of_another_user_among_those_of_the_right_one_is_found() {
+    fn thread_of_other_user_is_refused() {
         assert_eq!(judged(&[core([1000; 4]), core([1000; 4])], 1000), Ok(()));
         assert_eq!(
             judged(&[core([1000; 4]), core([1001; 4])], 1000),
@@ -171,8 +175,9 @@ mod tests {
         assert_eq!(judged(&[core([0, 1000, 0, 0])], 0), other(1000, 0));
     }
 
+    /// A zombie is accepted. Truncated images and images without credentials are refused.
     #[test]
-    fn a_process_that_has_ended_is_nobodys_and_what_is_cut_or_says_nothing_is_refused() {
+    fn truncated_credentials_are_refused() {
         assert_eq!(judged(&[image(&number(1, 5))], 1000), Ok(()));
         let says_nothing = image(&message(5, &number(3, 0)));
         assert!(matches!(
@@ -191,11 +196,12 @@ mod tests {
         }
     }
 
+    /// If a field occurs twice, a wrong value in either place is found.
     #[test]
-    fn what_is_said_twice_counts_as_the_engine_reads_it() {
+    fn repeated_credentials_are_all_checked() {
         let credentials =
             |user: u64| message(10, &[1, 3, 5, 7].map(|field| number(field, user)).concat());
-        // The engine takes the later one of two numbers.
+        // CRIU uses the later one of two values.
         let twice = image(&message(5, &[credentials(1000), credentials(0)].concat()));
         assert!(judged(&[twice], 1000).is_err());
         let apart = image(&[message(5, &credentials(1000)), message(5, &credentials(0))].concat());

@@ -1,11 +1,12 @@
-//! Which pages of a process are there: one call of the kernel (PAGEMAP_SCAN, since Linux 6.7) for a whole stretch of memory.
+//! Finds the populated pages of a process by the ioctl PAGEMAP_SCAN (since Linux 6.7), which
+//! handles a whole range of memory in one call.
 #![allow(unsafe_code)] // The call has no safe interface.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 
-/// What is wanted, and how far it went; `struct pm_scan_arg` of linux/fs.h.
+/// Arguments and progress of the call: `struct pm_scan_arg` of linux/fs.h.
 #[repr(C)]
 #[derive(Debug, Default)]
 struct Scan {
@@ -23,7 +24,7 @@ struct Scan {
     told: u64,
 }
 
-/// Pages that are alike and follow each other; `struct page_region`.
+/// Adjacent pages of the same categories: `struct page_region` of linux/fs.h.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 struct Region {
@@ -32,29 +33,31 @@ struct Region {
     categories: u64,
 }
 
-/// The call: it reads and writes a structure of this size, and is number 16 of the calls 'f'.
+/// The request code: `_IOWR('f', 16, struct pm_scan_arg)`.
 const SCAN: libc::c_ulong =
     3 << 30 | (size_of::<Scan>() as libc::c_ulong) << 16 | (b'f' as libc::c_ulong) << 8 | 16;
 const PRESENT: u64 = 1 << 3;
 const SWAPPED: u64 = 1 << 4;
-/// The page of zeros that all processes have in common, where memory was read and never written.
+/// The shared page of zeros, which is mapped where memory was read but never written
+/// (PAGE_IS_PFNZERO).
 const ZERO: u64 = 1 << 5;
-/// Regions that are told at once.
+/// Maximum number of regions that one call returns.
 const REGIONS: usize = 512;
 
-/// Which pages are wanted.
+/// Selects pages to find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wanted {
-    /// All that the process has written.
+    /// All pages that the process has written, including swapped-out ones.
     All,
-    /// But for those that are swapped out.
+    /// Without swapped-out pages.
     InMemory,
 }
 
-/// Where pages of this process lie between two addresses: from, to.
+/// Returns the ranges of populated pages of a process between two addresses, as (start, end). `map`
+/// is the process's `/proc/PID/pagemap`.
 ///
 /// # Errors
-/// The process is gone, or the kernel does not know the call (ENOTTY).
+/// The process has exited, or the kernel does not know the call (ENOTTY).
 pub(super) fn present(
     map: &File,
     (start, end): (u64, u64),
@@ -78,12 +81,13 @@ pub(super) fn present(
             inverted: ZERO,
             all_of: ZERO,
             any_of,
-            // Of no page that is found: so neighbours are one region whether they are swapped or not.
+            // No categories are returned, so adjacent pages form one region whether they are
+            // swapped out or not.
             told: ZERO,
             ..Scan::default()
         };
-        // SAFETY: the kernel reads and writes `scan`, whose size it is told, and writes no more than `found_max` regions
-        // behind `found`; both live until the call is over.
+        // SAFETY: the kernel reads and writes `scan`, whose size it is given, and writes at most
+        // `found_max` regions at `found`. Both live until the call returns.
         let regions = unsafe { libc::ioctl(map.as_raw_fd(), SCAN, &raw mut scan) };
         let regions = usize::try_from(regions).map_err(|_| io::Error::last_os_error())?;
         for region in found.iter().take(regions) {
@@ -105,15 +109,16 @@ mod tests {
     use super::*;
     use crate::engine::pages::page_size;
 
+    /// Exactly the written pages are found, in as few ranges as possible.
     #[test]
-    fn pages_that_were_written_are_found_and_no_others() {
+    fn only_written_pages_are_found() {
         let (page, pages) = (page_size() as usize, 3000);
         let memory = fresh(page * pages);
         let start = memory.as_ptr() as u64;
         for number in (0..pages).filter(|number| number % 2 == 0 || *number > 2900) {
             memory[number * page] = 1;
         }
-        // Read, and so the page of zeros.
+        // This page was only read, so it is the shared page of zeros.
         assert_eq!(std::hint::black_box(&*memory)[page], 0);
         let own = File::open("/proc/self/pagemap").expect("everybody may read his own");
         let all = (start, start + (page * pages) as u64);
@@ -139,9 +144,10 @@ mod tests {
         assert_eq!(found.len(), 1451);
     }
 
-    /// Memory of small pages that nobody has touched.
+    /// Allocates untouched memory without huge pages.
     fn fresh(bytes: usize) -> &'static mut [u8] {
-        // SAFETY: fresh memory of this length that nobody else knows, for as long as the process lives.
+        // SAFETY: the memory is newly mapped with this length, has no other reference, and is never
+        // unmapped.
         unsafe {
             let (read_write, own) = (
                 libc::PROT_READ | libc::PROT_WRITE,

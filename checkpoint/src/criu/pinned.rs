@@ -1,7 +1,8 @@
-//! Threads of stopped processes that stay where they are while others of their process run: a library lets go of what leads out of a
-//! process, and the program does not come to run for it.
+//! Freezes single threads of a process, so that the library's threads can quiesce while the
+//! program's threads do not run.
 //!
-//! The kernel stops whole processes and whole control groups. Single threads it keeps only for a tracer.
+//! The kernel stops only whole processes (signals) or whole control groups (freezer). A single
+//! thread can be held only by a tracer.
 
 use super::ptrace;
 use super::relay;
@@ -10,28 +11,32 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel}
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How long it may take to take hold of all of them. One that is just about to become another program can take for ever.
+/// Timeout for attaching to all threads. A thread in the middle of an exec may never stop.
 const BEGIN_ALLOWED: Duration = Duration::from_millis(20);
-/// How often somebody looks whether one has ended: what is traced nobody else can reap.
+/// Interval of checks whether a frozen thread has exited: only its tracer sees that, and its parent
+/// cannot reap it meanwhile.
 const LOOK: Duration = Duration::from_millis(5);
-/// How long they may take to come to the stop from which they are let go: others wait for that. The kernel lets go of the rest when
-/// their tracer has ended.
+/// Timeout for the threads to reach a stop from which they can be detached; the caller waits for
+/// this. The kernel detaches the others when the tracer has ended.
 const END_ALLOWED: Duration = Duration::from_millis(10);
 
-/// Threads that do not run. Dropping it lets them go: those of stopped or frozen processes then stand still like these.
+/// Frozen threads. Dropping it releases them. Threads of processes that are stopped or frozen by
+/// then remain so.
 #[derive(Debug)]
 pub struct Pinned {
-    /// Nothing is ever said: its end is.
+    /// Closing this channel orders the tracer to detach. No message is ever sent.
     over: Option<Sender<()>>,
-    /// Traces them; only it can let them go. `None` if it was not through in time, and ends by itself.
+    /// The tracer; only it can detach. `None` if it did not attach in time; it then ends without
+    /// being joined.
     tracer: Option<JoinHandle<()>>,
 }
 
 impl Pinned {
-    /// Takes hold of these threads, best of processes that stand still. One that cannot be traced will run with the others.
+    /// Freezes these threads, preferably of stopped processes. A thread that cannot be traced will
+    /// run with the others.
     ///
     /// # Errors
-    /// There is no thread to trace them. Nothing is pinned.
+    /// No thread is available for tracing. Nothing is frozen.
     pub fn threads(tids: Vec<i32>) -> io::Result<Pinned> {
         let ((over, until), (begins, begun)) = (channel(), channel());
         let tracer = std::thread::Builder::new()
@@ -56,16 +61,16 @@ impl Drop for Pinned {
 
 fn pin(mut tids: Vec<i32>, begins: &Sender<()>, until: &Receiver<()>) {
     super::process::hurry_thread();
-    // Who asked may have given up by the time that it is through with one of them.
+    // The caller may have given up while a thread was attached.
     let is_over = || until.try_recv() == Err(TryRecvError::Disconnected);
-    // Fails for one that has ended, and where others trace.
+    // Fails for threads that have exited or have another tracer.
     tids.retain(|tid| {
         !is_over()
             && ptrace::seize(*tid)
                 .and_then(|()| ptrace::interrupt(*tid))
                 .is_ok()
     });
-    // Who asked may have waited long enough.
+    // Fails if the caller has stopped waiting.
     let _ = begins.send(());
     let has_ended = |tid: &i32| {
         !matches!(
@@ -74,7 +79,8 @@ fn pin(mut tids: Vec<i32>, begins: &Sender<()>, until: &Receiver<()>) {
         )
     };
     while until.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
-        // Then all of them are let go: whoever waits for its end is not to wait for the others.
+        // Then all threads are detached, so that the parent of the exited one need not wait for the
+        // others.
         if tids.iter().any(has_ended) {
             break;
         }
@@ -93,7 +99,7 @@ mod tests {
 
     const SOON: Duration = Duration::from_secs(20);
 
-    /// A process that computes, and is stopped.
+    /// Starts a process that computes, and stops it.
     fn stopped() -> Child {
         let child = Command::new("sh")
             .args(["-c", "while :; do :; done"])
@@ -126,8 +132,9 @@ mod tests {
         child.wait().expect("it ends");
     }
 
+    /// A frozen thread does not run when its process is continued, and runs after its release.
     #[test]
-    fn a_pinned_thread_does_not_run_when_its_process_is_continued_and_does_when_it_is_let_go() {
+    fn frozen_thread_runs_only_after_release() {
         let child = stopped();
         let pinned = Pinned::threads(vec![child.id() as i32]).expect("a thread");
         tell(&child, Signal::SIGCONT);
@@ -139,8 +146,9 @@ mod tests {
         end(child);
     }
 
+    /// A frozen thread whose process was stopped again remains stopped after its release.
     #[test]
-    fn a_pinned_thread_of_a_process_that_was_stopped_again_stays_stopped() {
+    fn released_thread_of_stopped_process_stays_put() {
         let child = stopped();
         for _ in 0..50 {
             let pinned = Pinned::threads(vec![child.id() as i32]).expect("a thread");
@@ -153,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pinned_process_can_be_killed_and_reaped() {
+    fn frozen_process_can_be_killed_and_reaped() {
         let mut child = stopped();
         let _pinned = Pinned::threads(vec![child.id() as i32]).expect("a thread");
         child.kill().expect("it is there");
@@ -163,8 +171,9 @@ mod tests {
         );
     }
 
+    /// Threads that have exited or have another tracer are skipped.
     #[test]
-    fn whoever_has_ended_or_is_traced_by_others_is_left_out() {
+    fn exited_and_traced_threads_are_skipped() {
         let child = stopped();
         let tid = child.id() as i32;
         let first = Pinned::threads(vec![tid]).expect("a thread");

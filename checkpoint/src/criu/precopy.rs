@@ -1,13 +1,19 @@
-//! Memory that goes ahead of its task (pre-copy).
+//! Pre-copy: memory that is sent to the target while the task still runs.
 //!
-//! While the task still runs its pages are sent to the target ([`send`]), which keeps them ([`ReceivedPages`]). When it stands still
-//! and is dumped, what is missing at the target is asked for as ever, but the source answers with those pages only whose content
-//! is another one than that which it has sent ([`SentPages`]), told by a cryptographic hash of each page.
+//! 1. While the task runs, the source reads its pages and sends them to the target ([`send()`]),
+//!    which keeps them ([`ReceivedPages`]). The source stores a cryptographic hash of each sent
+//!    page ([`SentPages`]).
+//! 2. When the task is stopped and dumped, the target requests its missing memory as in any
+//!    post-copy migration. The source answers only with the pages whose hash has changed.
 //!
-//! So nothing depends on the kernel's telling which pages were written since: CRIU could use nothing but the marks of soft-dirty
-//! tracking, which many kernels are built without, and the other way (write protection by userfaultfd) has to be set up
-//! inside of each process, may be in the program's own use, and costs the program two microseconds for each page. What is not
-//! known to be the same is sent again, so a page that was read in the middle of a write does no harm.
+//! The hashes replace the kernel's write tracking:
+//!
+//! - CRIU's own pre-dump uses soft-dirty bits, which many kernels are built without.
+//! - Write protection by userfaultfd would have to be set up inside each process. The program may
+//!   use it itself, and it costs the program two microseconds for each page.
+//!
+//! A page that is read in the middle of a write is harmless: its hash differs later, so it is sent
+//! again.
 
 mod receive;
 mod send;

@@ -1,5 +1,7 @@
-//! One `criu swrk` process: started in its own process group, spoken to over a packet socket, never waited for without a
-//! deadline, killed with its whole group.
+//! Processes of CRIU: [`Swrk`] for requests over a socket, [`Program`] for command lines.
+//!
+//! Each runs in its own process group, which is killed as a whole. It is never waited for without a
+//! deadline.
 #![allow(unsafe_code)] // What a child does between fork and exec has no safe interface.
 
 use super::{STDERR, log, options};
@@ -20,50 +22,52 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// Longest answer, in bytes; real ones have a few hundred.
+/// Maximum length of a reply, in bytes. Real ones have a few hundred.
 const ANSWER_BYTES_MAX: usize = 64 << 10;
-/// The kernel's highest ordinary priority.
+/// The highest priority of ordinary scheduling.
 const HURRY_NICE: i32 = -20;
-/// Of what nobody waits for. Not the very last: whoever gets no processor may have locks of the kernel.
+/// Nice value for work that nothing waits for. Not the lowest priority, because a thread without
+/// CPU time may hold locks of the kernel.
 const LATE_NICE: i32 = 10;
-/// How long `criu --version` may take.
+/// Timeout for `criu --version`.
 const VERSION_ALLOWED: Duration = Duration::from_secs(5);
 
-/// What CRIU says.
+/// A message from CRIU.
 #[derive(Debug)]
 pub(super) enum Word {
-    /// It waits for an acknowledgement at this point.
+    /// CRIU waits for an acknowledgement at this point.
     Notify {
         /// Name of the point.
         script: String,
-        /// The restored root, where the point has one; else 0.
+        /// PID of the restored root at points that have one, otherwise 0.
         pid: i32,
     },
     /// The request was carried out.
     Done,
 }
 
-/// A running CRIU. If it is dropped before its end it is killed and reaped.
+/// A running `criu swrk`. Dropping it kills and reaps it.
 pub(super) struct Swrk {
     child: Child,
     pidfd: OwnedFd,
     socket: OwnedFd,
-    /// CRIU opens the directory through its caller's descriptor; it has to stay open here.
+    /// CRIU opens the directory through this process's descriptor, which must therefore remain
+    /// open.
     _images: File,
     log: PathBuf,
     stderr: PathBuf,
-    /// When the current call began.
+    /// Start of the current call.
     since: Instant,
-    /// What it may still take when it is called off, before it is killed.
+    /// Time that CRIU may take to exit after a cancellation, before it is killed.
     grace: Duration,
-    /// When it was called off.
+    /// Time of the cancellation.
     called_off: Option<Instant>,
     reaped: bool,
 }
 
 impl Swrk {
-    /// Starts CRIU and hands it the request. `inherit` and `images` keep their numbers in it; no other descriptor is
-    /// inherited.
+    /// Starts CRIU and sends it the request. It inherits `inherit` and `images` with the same
+    /// numbers, and no other descriptor.
     pub(super) fn start(
         program: &Path,
         dir: &Path,
@@ -95,7 +99,8 @@ impl Swrk {
             .stderr(errors)
             .process_group(0);
         command.envs(variables.iter().map(|(name, value)| (name, value)));
-        // SAFETY: the closure makes bare system calls on numbers that it owns; it neither allocates nor locks.
+        // SAFETY: the closure makes only system calls on descriptors that it owns; it neither
+        // allocates nor locks.
         unsafe { command.pre_exec(move || prepare_child(&keep)) };
         let (child, pidfd) =
             spawn(&mut command).map_err(|e| failed(&program.display().to_string(), &e))?;
@@ -116,28 +121,29 @@ impl Swrk {
         Ok(swrk)
     }
 
-    /// Gives it priority over everything ordinary, so that it does not stand still while it holds the task's strings.
+    /// Raises CRIU's priority above all ordinary processes, so that it does not wait for CPU time
+    /// while it has the task seized.
     pub(super) fn hurry(&self) {
-        // SAFETY: no memory is involved. Without the right to do so it goes on as it is.
+        // SAFETY: no memory is involved. Without the privilege the priority remains as it is.
         unsafe { libc::setpriority(libc::PRIO_PGRP, self.child.id(), HURRY_NICE) };
     }
 
-    /// Being called off gives it so long to end by itself; then it is killed.
+    /// Sets the time that CRIU may take to exit after a cancellation, before it is killed.
     pub(super) fn end_by_itself_within(&mut self, grace: Duration) {
         self.grace = grace;
     }
 
-    /// Its process number, which is also that of its group.
+    /// Returns CRIU's PID, which is also its process group.
     pub(super) fn pid(&self) -> i32 {
         self.child.id() as i32
     }
 
-    /// A new call begins: its time counts from now.
+    /// Starts a new call, with a new timeout.
     pub(super) fn begin(&mut self) {
         self.since = Instant::now();
     }
 
-    /// Waits for the next word. After an error the process is dead and reaped.
+    /// Waits for the next message. After an error the process is dead and reaped.
     pub(super) fn hear(&mut self, limits: &Limits) -> Result<Word, Failure> {
         let heard = self.hear_or_fail(limits);
         if heard.is_err() {
@@ -164,7 +170,7 @@ impl Swrk {
                 pid: notify.pid(),
             });
         }
-        // Its error text is also set when all went well; only this field counts.
+        // The error text may be set in case of success, too; only this field counts.
         match answer.success() {
             true => Ok(Word::Done),
             false => {
@@ -173,7 +179,8 @@ impl Swrk {
         }
     }
 
-    /// Answers a notification. If it cannot be sent the process is ending, which the next [`hear`](Self::hear) tells.
+    /// Replies to a notification. If it cannot be sent CRIU is exiting, which the next
+    /// [`hear`](Self::hear) reports.
     pub(super) fn answer(&mut self, success: bool) {
         let _ = send(
             self.socket.as_raw_fd(),
@@ -182,7 +189,7 @@ impl Swrk {
         );
     }
 
-    /// Agrees to everything that it says from now on, until its end.
+    /// Acknowledges all further notifications until CRIU has exited.
     pub(super) fn finish(&mut self, limits: &Limits) -> Result<(), Failure> {
         while let Word::Notify { .. } = self.hear(limits)? {
             self.answer(true);
@@ -190,33 +197,34 @@ impl Swrk {
         self.end(limits)
     }
 
-    /// Waits for its end after [`Word::Done`].
+    /// Waits for the exit after [`Word::Done`].
     pub(super) fn end(&mut self, limits: &Limits) -> Result<(), Failure> {
         let ended = self.wait(limits, false);
         if ended.is_err() {
             self.kill();
             return ended;
         }
-        // What it says at its very end does not count: the work was reported as done.
+        // The exit status does not count: CRIU has reported success.
         self.reap()
             .map_err(|e| Failure::Engine(format!("cannot wait for the engine: {e}")))?;
         self.called_off.map_or(Ok(()), |_| Err(called_off()))
     }
 
-    /// Kills the whole group and reaps.
+    /// Kills the process group and reaps CRIU.
     pub(super) fn kill(&mut self) {
         if !self.reaped {
             let _ = self.reap();
         }
     }
 
-    /// Ends whoever is left of the group, then the process itself. If it had ended already its status stays what it was.
+    /// Kills the rest of the process group, then CRIU itself. If CRIU has exited already its status
+    /// is kept.
     fn reap(&mut self) -> io::Result<ExitStatus> {
         self.reaped = true;
         reap_group(&mut self.child)
     }
 
-    /// Waits until it has ended or (if asked) said something.
+    /// Waits until CRIU has exited or, with `or_word`, has sent a message.
     fn wait(&mut self, limits: &Limits, or_word: bool) -> Result<(), Failure> {
         loop {
             let mut until = self.since + limits.allowed;
@@ -258,7 +266,7 @@ impl Swrk {
         }
     }
 
-    /// The socket is closed or the process has ended without an answer: why.
+    /// Returns why CRIU closed the socket or exited without a reply.
     fn died(&mut self, limits: &Limits) -> Failure {
         if let Err(failure) = self.wait(limits, false) {
             return failure;
@@ -283,15 +291,15 @@ impl Drop for Swrk {
     }
 }
 
-/// Gives the calling thread the same priority.
+/// Raises the priority of the calling thread above all ordinary threads.
 pub(super) fn hurry_thread() {
-    // SAFETY: no memory is involved. Without the right to do so it goes on as it is.
+    // SAFETY: no memory is involved. Without the privilege the priority remains as it is.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, HURRY_NICE) };
 }
 
-/// Puts the calling thread behind others.
+/// Lowers the priority of the calling thread.
 pub(super) fn come_late() {
-    // SAFETY: no memory is involved. Everybody may do that.
+    // SAFETY: no memory is involved. Lowering needs no privilege.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, LATE_NICE) };
 }
 
@@ -299,10 +307,10 @@ fn called_off() -> Failure {
     Failure::CalledOff("the move was given up".into())
 }
 
-/// What the child does before it becomes CRIU: nobody else may read the images, it dies with its parent, no signal is
-/// blocked, and it has these descriptors and no others.
+/// Runs in the child before it executes CRIU: images are readable by their owner only, the child
+/// dies with its parent, no signal is blocked, and only the descriptors in `keep` are inherited.
 fn prepare_child(keep: &[RawFd]) -> io::Result<()> {
-    // SAFETY: bare system calls; the signal set and the limit are local values.
+    // SAFETY: only system calls; the signal set and the limit are local values.
     unsafe {
         libc::umask(0o077);
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
@@ -310,7 +318,7 @@ fn prepare_child(keep: &[RawFd]) -> io::Result<()> {
         libc::sigemptyset(&raw mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
         libc::signal(libc::SIGPIPE, libc::SIG_DFL);
-        // It needs two for each megabyte of memory that it hands out later.
+        // CRIU needs two descriptors for each megabyte of memory that it transfers lazily.
         let mut files = std::mem::zeroed::<libc::rlimit>();
         if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut files) == 0 {
             files.rlim_cur = files.rlim_max;
@@ -331,7 +339,7 @@ fn prepare_child(keep: &[RawFd]) -> io::Result<()> {
     Ok(())
 }
 
-/// A child, and the descriptor by which its end is seen. Without that there is no child either.
+/// Starts a child and opens its pidfd. If that fails the child is killed.
 fn spawn(command: &mut Command) -> io::Result<(Child, OwnedFd)> {
     let mut child = command.spawn()?;
     match pidfd_of(&child) {
@@ -350,17 +358,18 @@ fn pidfd_of(child: &Child) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just made this descriptor (close-on-exec) for us.
+    // SAFETY: the kernel has just created this descriptor (close-on-exec) for this process.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
 }
 
-/// Takes over a descriptor that came in a message.
+/// Takes ownership of a descriptor that was received in a message.
 pub(super) fn own(descriptor: RawFd) -> OwnedFd {
-    // SAFETY: the kernel has just made this descriptor for us, and nobody else has its number.
+    // SAFETY: the kernel has just created this descriptor for this process, and nothing else knows
+    // its number.
     unsafe { OwnedFd::from_raw_fd(descriptor) }
 }
 
-/// A CRIU that does one thing, as its arguments say, and ends. If it is dropped before its end it is killed and reaped.
+/// A CRIU that executes its command line and exits. Dropping it kills and reaps it.
 pub(super) struct Program {
     child: Child,
     pidfd: OwnedFd,
@@ -368,7 +377,8 @@ pub(super) struct Program {
 }
 
 impl Program {
-    /// Starts it. What it says on its standard error goes into `dir`. It inherits these descriptors, and no others.
+    /// Starts CRIU. Its standard error goes to a file in `dir`. It inherits the descriptors
+    /// `inherit`, and no others.
     pub(super) fn start<'a>(
         criu: &Path,
         arguments: impl Iterator<Item = &'a OsStr>,
@@ -399,20 +409,21 @@ impl Program {
         })
     }
 
-    /// Its process number, which is also that of its group.
+    /// Returns CRIU's PID, which is also its process group.
     pub(super) fn pid(&self) -> i32 {
         self.child.id() as i32
     }
 
-    /// Readable when it has ended.
+    /// Returns a descriptor that is readable when CRIU has exited.
     ///
     /// # Errors
-    /// When there is no descriptor left.
+    /// No file descriptor is available.
     pub(super) fn end_seen(&self) -> io::Result<OwnedFd> {
         self.pidfd.try_clone()
     }
 
-    /// Waits for its end, and kills it where that has to be. `log` is its own.
+    /// Waits for the exit, and kills CRIU at the deadline or on cancellation. `log` is CRIU's log
+    /// file.
     pub(super) fn finish(&mut self, limits: &Limits, log: &Path) -> Result<(), Failure> {
         let why = wait_for(&self.pidfd, limits, "the engine").err();
         let status = self
@@ -431,7 +442,8 @@ impl Program {
         }
     }
 
-    /// Ends whoever is left of the group, then the process itself. If it had ended already its status stays what it was.
+    /// Kills the rest of the process group, then CRIU itself. If CRIU has exited already its status
+    /// is kept.
     fn reap(&mut self) -> io::Result<ExitStatus> {
         self.reaped = true;
         reap_group(&mut self.child)
@@ -441,16 +453,16 @@ impl Program {
 impl Drop for Program {
     fn drop(&mut self) {
         if !self.reaped {
-            // Nobody is left to be told of anything.
+            // The error cannot be reported to anyone.
             let _ = self.reap();
         }
     }
 }
 
-/// Waits until this is readable. `what` it means, for who is told that it cannot be waited for.
+/// Waits until `readable` is readable. `what` describes it in error messages.
 ///
 /// # Errors
-/// It took too long, or was called off.
+/// The timeout has expired, or the call was canceled.
 pub(super) fn wait_for(readable: impl AsFd, limits: &Limits, what: &str) -> Result<(), Failure> {
     let until = Instant::now() + limits.allowed;
     loop {
@@ -474,9 +486,9 @@ pub(super) fn wait_for(readable: impl AsFd, limits: &Limits, what: &str) -> Resu
     }
 }
 
-/// Kills the process group of a child that leads it, and reaps the child.
+/// Kills the process group that this child leads, and reaps the child.
 fn reap_group(child: &mut Child) -> io::Result<ExitStatus> {
-    // The group cannot be somebody else's: its leader is not reaped yet.
+    // The group id cannot have been reused, because its leader is not reaped yet.
     let _ = nix::sys::signal::killpg(
         nix::unistd::Pid::from_raw(child.id() as i32),
         nix::sys::signal::SIGKILL,
@@ -484,7 +496,7 @@ fn reap_group(child: &mut Child) -> io::Result<ExitStatus> {
     child.wait()
 }
 
-/// Runs `criu --version`.
+/// Runs `criu --version` and returns the version.
 pub(super) fn version(program: &Path) -> Result<String, String> {
     let mut command = Command::new(program);
     command

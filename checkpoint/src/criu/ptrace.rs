@@ -1,25 +1,24 @@
-//! What is asked of a traced thread: thin names over the kernel's call.
+//! Requests to traced threads: a thin layer over the system call.
 #![allow(unsafe_code)] // ptrace has no safe interface.
 
 use nix::errno::Errno;
 use std::io;
 use std::time::{Duration, Instant};
 
-/// Room for the general registers of any architecture, in bytes.
+/// Size of a buffer for the general registers of any architecture, in bytes.
 const GENERAL_BYTES: usize = 1024;
-/// Room for the floating-point and vector registers, in bytes.
+/// Size of a buffer for the floating-point and vector registers, in bytes.
 const VECTOR_BYTES: usize = 32 << 10;
-/// How long a stopped thread may take to report to us.
+/// Timeout for a stopped thread to report its stop to a new tracer.
 const ATTACH_ALLOWED: Duration = Duration::from_millis(500);
-/// What the kernel calls a stop that a tracer asked for, or that of a whole stopped process.
+/// PTRACE_EVENT_STOP: a stop by PTRACE_INTERRUPT, or the group stop of a stopped process.
 const EVENT_STOP: i32 = 128;
 
-/// Which registers.
+/// A set of registers.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Registers {
-    /// The general ones, with the instruction pointer.
+    /// The general registers, including the instruction pointer.
     General,
-    /// Floating point and vectors.
     Vector,
 }
 
@@ -42,13 +41,14 @@ impl Registers {
     }
 }
 
-/// A thread that we trace while it stands still. Letting go leaves it stopped, as its process is.
+/// A traced thread of a stopped process. Dropping it detaches; the thread remains stopped with its
+/// process.
 pub(super) struct Attached {
     tid: i32,
 }
 
 impl Attached {
-    /// Begins to trace a thread of a stopped process.
+    /// Attaches to a thread of a stopped process.
     pub(super) fn to(tid: i32) -> io::Result<Attached> {
         seize(tid)?;
         let attached = Attached { tid };
@@ -64,7 +64,7 @@ impl Attached {
         }
     }
 
-    /// Reads registers, as the kernel lays them out.
+    /// Reads registers in the kernel's layout.
     pub(super) fn registers(&self, which: Registers) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0u8; which.bytes()];
         let mut area = libc::iovec {
@@ -82,7 +82,6 @@ impl Attached {
         Ok(bytes)
     }
 
-    /// Sets registers.
     pub(super) fn set_registers(&self, which: Registers, registers: &[u8]) -> io::Result<()> {
         let mut bytes = registers.to_vec();
         let mut area = libc::iovec {
@@ -97,7 +96,7 @@ impl Attached {
         )
     }
 
-    /// The signals that it blocks, signal 1 in the lowest bit.
+    /// Returns the blocked signals; signal 1 is the lowest bit.
     pub(super) fn blocked(&self) -> io::Result<u64> {
         let mut mask = 0u64;
         ask(
@@ -109,10 +108,11 @@ impl Attached {
         Ok(mask)
     }
 
-    /// Takes out the breakpoint that a tracer may have left in the processor's own registers.
+    /// Removes the hardware breakpoint that a tracer may have left in the debug registers.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn clear_breakpoint(&self) -> io::Result<()> {
-        /// Where the register that switches breakpoints on lies in the kernel's `struct user`.
+        /// Offset of the debug register that enables breakpoints (DR7) in the kernel's `struct
+        /// user`.
         const CONTROL_AT: usize =
             std::mem::offset_of!(libc::user, u_debugreg) + 7 * size_of::<u64>();
         ask(
@@ -123,10 +123,10 @@ impl Attached {
         )
     }
 
-    /// Takes out the breakpoint that a tracer may have left in the processor's own registers.
+    /// Removes the hardware breakpoint that a tracer may have left in the debug registers.
     #[cfg(target_arch = "aarch64")]
     pub(super) fn clear_breakpoint(&self) -> io::Result<()> {
-        /// Number of that set of registers; one breakpoint: eight bytes about all of them, sixteen of its own.
+        /// NT_ARM_HW_BREAK with one breakpoint: 8 bytes of header, 16 bytes for the breakpoint.
         const SET: usize = 0x402;
         const BYTES: usize = 24;
         let mut bytes = [0u8; BYTES];
@@ -142,14 +142,13 @@ impl Attached {
         )
     }
 
-    /// When it is killed from now on it stands still on its way out, with its memory, until it is let go. Nothing else makes
-    /// it go on, and nothing makes it do anything of its own.
+    /// Makes the thread stop at PTRACE_EVENT_EXIT when it is killed. There it keeps its memory and
+    /// executes nothing until it is detached.
     pub(super) fn stay_at_its_end(&self) -> io::Result<()> {
         let options = std::ptr::without_provenance_mut(libc::PTRACE_O_TRACEEXIT as usize);
         ask(libc::PTRACE_SETOPTIONS, self.tid, 0, options)
     }
 
-    /// Sets the signals that it blocks.
     pub(super) fn set_blocked(&self, mut mask: u64) -> io::Result<()> {
         ask(
             libc::PTRACE_SETSIGMASK,
@@ -162,27 +161,27 @@ impl Attached {
 
 impl Drop for Attached {
     fn drop(&mut self) {
-        // Fails only if it has ended.
+        // Fails only if the thread has exited.
         let _ = let_go(self.tid, 0);
     }
 }
 
-/// Begins to trace a thread, which goes on with what it does.
+/// Starts to trace a thread, which continues to run.
 pub(super) fn seize(tid: i32) -> io::Result<()> {
     ask(libc::PTRACE_SEIZE, tid, 0, std::ptr::null_mut())
 }
 
-/// Asks a traced thread to stand still.
+/// Requests a traced thread to stop.
 pub(super) fn interrupt(tid: i32) -> io::Result<()> {
     ask(libc::PTRACE_INTERRUPT, tid, 0, std::ptr::null_mut())
 }
 
-/// Lets a thread that stands still run on under its tracer, without the signal that it stopped for.
+/// Continues a stopped thread under its tracer and suppresses the signal that it stopped for.
 pub(super) fn go_on(tid: i32) -> io::Result<()> {
     ask(libc::PTRACE_CONT, tid, 0, std::ptr::null_mut())
 }
 
-/// Ends the tracing of a thread that stands still and hands it a signal (0: none).
+/// Detaches from a stopped thread and delivers a signal to it (0: none).
 pub(super) fn let_go(tid: i32, signal: i32) -> io::Result<()> {
     ask(
         libc::PTRACE_DETACH,
@@ -192,23 +191,23 @@ pub(super) fn let_go(tid: i32, signal: i32) -> io::Result<()> {
     )
 }
 
-/// Why a traced thread stands still.
+/// Why a traced thread has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Cause {
-    /// It was asked to, or its whole process is stopped.
+    /// It was interrupted by the tracer, or its process is stopped.
     Asked,
-    /// The kernel says so by SIGTRAP: a trap instruction, the end of a system call.
+    /// SIGTRAP from the kernel: a trap instruction or the end of a system call.
     Trap,
-    /// A signal from somebody is about to reach it.
+    /// A signal from another process is about to be delivered.
     Signal(i32),
 }
 
-/// Why a traced thread stands still.
+/// Returns why a traced thread has stopped.
 ///
 /// # Errors
-/// ESRCH: it does not stand still, or has ended.
+/// ESRCH: the thread is not stopped, or has exited.
 pub(super) fn cause(tid: i32) -> io::Result<Cause> {
-    // SAFETY: all zero is a valid siginfo.
+    // SAFETY: all zeros is a valid `siginfo_t`.
     let mut info = unsafe { std::mem::zeroed::<libc::siginfo_t>() };
     ask(libc::PTRACE_GETSIGINFO, tid, 0, (&raw mut info).cast())?;
     Ok(match (info.si_signo, info.si_code) {
@@ -218,19 +217,18 @@ pub(super) fn cause(tid: i32) -> io::Result<Cause> {
     })
 }
 
-/// What a child or traced thread has to say.
+/// An event of a child or traced thread, with its wait status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum News {
-    /// It stands still; its wait status.
     Stopped(i32),
-    /// It has ended; its wait status.
     Ended(i32),
 }
 
-/// What there is to hear of a traced thread. A stop is thereby heard; its end is left to whoever reaps it.
+/// Returns the next event of a traced thread. A stop is consumed; an exit is left for the parent to
+/// reap.
 ///
 /// # Errors
-/// ECHILD: it is neither traced by us nor our child.
+/// ECHILD: the thread is neither traced by the caller nor its child.
 pub(super) fn hear(tid: i32) -> io::Result<Option<News>> {
     match wait(tid, libc::WEXITED | libc::WNOWAIT)? {
         Some((libc::CLD_EXITED, status)) => return Ok(Some(News::Ended((status & 0xff) << 8))),
@@ -241,14 +239,16 @@ pub(super) fn hear(tid: i32) -> io::Result<Option<News>> {
     Ok(take_stop(tid)?.map(News::Stopped))
 }
 
-/// Hears that the traced thread stands still: its wait status, or `None` if it does not or was heard already.
+/// Consumes a stop of a traced thread and returns its wait status. `None` if it is running or the
+/// stop was consumed already.
 fn take_stop(tid: i32) -> io::Result<Option<i32>> {
     Ok(wait(tid, libc::WSTOPPED)?.map(|(_, status)| status << 8 | 0x7f))
 }
 
-/// Waits without blocking: code and status.
+/// Calls `waitid` without blocking and returns the code and status.
 fn wait(tid: i32, flags: libc::c_int) -> io::Result<Option<(libc::c_int, libc::c_int)>> {
-    // SAFETY: all zero is a valid siginfo; the kernel fills it through a valid pointer, and what is read is always there.
+    // SAFETY: all zeros is a valid `siginfo_t`; the kernel fills it through a valid pointer, and
+    // the fields that are read are always present.
     let (result, pid, code, status) = unsafe {
         let mut info = std::mem::zeroed::<libc::siginfo_t>();
         let flags = flags | libc::WNOHANG | libc::__WALL;
@@ -263,25 +263,26 @@ fn wait(tid: i32, flags: libc::c_int) -> io::Result<Option<(libc::c_int, libc::c
 }
 
 fn ask(request: libc::c_uint, tid: i32, address: usize, data: *mut libc::c_void) -> io::Result<()> {
-    // SAFETY: every caller passes, for its request, null, a plain value where the request takes one, or a pointer to a
-    // live local of the size that the request writes or reads.
+    // SAFETY: for its request every caller passes null, a plain value, or a pointer to a live local
+    // of the size that the request reads or writes.
     match unsafe { libc::ptrace(request, tid, address, data) } {
         -1 => Err(io::Error::last_os_error()),
         _ => Ok(()),
     }
 }
 
-/// The request for a filter of system calls; its result counts instructions of eight bytes.
+/// PTRACE_SECCOMP_GET_FILTER. Its result is a number of instructions of eight bytes.
 pub(super) const GET_FILTER: u64 = 0x420c;
-/// Bytes that one request reads or writes at most.
+/// Maximum number of bytes that one request reads or writes.
 pub(super) const MEMORY_MAX: usize = 64 << 10;
 
-/// Memory for a request that somebody else words: always [`MEMORY_MAX`] bytes, aligned for whatever the kernel keeps there.
+/// Memory for a relayed request. It always has [`MEMORY_MAX`] bytes and is aligned for all
+/// structures of the kernel.
 #[derive(Debug)]
 pub(super) struct Memory(Vec<u64>);
 
 impl Memory {
-    /// Zeros, but for the beginning.
+    /// Creates memory that begins with these bytes. The rest is zero.
     pub(super) fn beginning_with(begin: &[u8]) -> Memory {
         let mut words = vec![0u64; MEMORY_MAX / 8];
         for (word, bytes) in words.iter_mut().zip(begin.chunks(8)) {
@@ -292,7 +293,7 @@ impl Memory {
         Memory(words)
     }
 
-    /// The first bytes of it.
+    /// Returns the first `length` bytes.
     pub(super) fn bytes(&self, length: usize) -> Vec<u8> {
         self.0
             .iter()
@@ -306,26 +307,26 @@ impl Memory {
     }
 }
 
-/// A request in somebody else's words.
+/// A request of another process, relayed by [`super::relay`].
 #[derive(Debug)]
 pub(super) struct Foreign {
-    /// Its number.
+    /// Number of the ptrace request.
     pub(super) request: u64,
-    /// A plain value, or what lies there.
+    /// A plain value, or the memory that the argument points to.
     pub(super) address: Result<u64, Memory>,
-    /// A plain value, or what lies there.
+    /// A plain value, or the memory that the argument points to.
     pub(super) data: Result<u64, Memory>,
-    /// The data is found through a vector of this length.
+    /// The data is passed through an iovec of this length.
     pub(super) vector: Option<usize>,
-    /// This request takes its data where others take their address.
+    /// The request has address and data in swapped positions.
     pub(super) exchanged: bool,
 }
 
 impl Foreign {
-    /// Carries it out: the result, and the length of the vector afterwards.
+    /// Executes the request on a thread. Returns the result and the length of the iovec afterwards.
     ///
     /// # Errors
-    /// What the kernel answers; EIO for a request whose use of memory is not known.
+    /// The error of the kernel, or EIO for a request whose use of memory is unknown.
     pub(super) fn carry_out(&mut self, tid: i32) -> io::Result<(i64, usize)> {
         if !self.is_sound() {
             return Err(Errno::EIO.into());
@@ -350,8 +351,8 @@ impl Foreign {
         } else {
             (address, data)
         };
-        // SAFETY: as `is_sound` has seen, where the request takes memory it gets as much as it can use, which lives until
-        // the call is over.
+        // SAFETY: `is_sound` has checked that each pointer argument refers to as much memory as the
+        // request can use. The memory lives until the call has returned.
         let result = unsafe { libc::syscall(libc::SYS_ptrace, self.request, tid, address, data) };
         match result {
             -1 => Err(io::Error::last_os_error()),
@@ -359,7 +360,7 @@ impl Foreign {
         }
     }
 
-    /// True if the kernel will touch no memory but what the request brings along.
+    /// True if the kernel will access only memory that comes with the request.
     fn is_sound(&self) -> bool {
         const PEEK_TEXT: u64 = libc::PTRACE_PEEKTEXT as u64;
         const PEEK_USER: u64 = libc::PTRACE_PEEKUSER as u64;
@@ -380,15 +381,18 @@ impl Foreign {
         const PEEK_SIGNALS: u64 = libc::PTRACE_PEEKSIGINFO as u64;
         const GET_MASK: u64 = libc::PTRACE_GETSIGMASK as u64;
         const SET_MASK: u64 = libc::PTRACE_SETSIGMASK as u64;
-        // Filter metadata, information on a system call, restartable sequences, dispatch of system calls.
+        // PTRACE_SECCOMP_GET_METADATA, PTRACE_GET_SYSCALL_INFO, PTRACE_GET_RSEQ_CONFIGURATION, and
+        // the two requests for the dispatch of system calls.
         const LATER: std::ops::RangeInclusive<u64> = GET_FILTER + 1..=0x4211;
-        // Only the machine that has them knows these numbers: general, floating-point and vector registers.
+        // PTRACE_GETREGS to PTRACE_SETFPXREGS of x86-64: general, floating-point and vector
+        // registers.
         const REGISTERS: [u64; 6] = [12, 13, 14, 15, 18, 19];
-        // What belongs to this architecture: it is told which memory or value by the other argument.
+        // PTRACE_ARCH_PRCTL: the other argument selects the value or memory.
         const ARCH: u64 = 30;
         let has_memory = self.data.is_err();
         if cfg!(target_arch = "x86_64") && self.request == ARCH {
-            // Where the thread's own data is, and the state of its shadow stack: to be read, else to be set.
+            // Codes for the base addresses of thread-local storage and for the shadow stack: the
+            // first list reads, the second sets.
             const READ: [u64; 3] = [0x1003, 0x1004, 0x5005];
             const SET: [u64; 6] = [0x1001, 0x1002, 0x5001, 0x5002, 0x5003, 0x5004];
             let known = if has_memory {
@@ -432,7 +436,7 @@ impl Foreign {
     }
 }
 
-/// What is wanted of a queue of signals (first, flags, how many) fits into [`MEMORY_MAX`].
+/// True if the requested signals (offset, flags, count) fit into [`MEMORY_MAX`].
 fn signals_fit(wanted: &[u8]) -> bool {
     let count = wanted
         .get(12..16)

@@ -1,10 +1,16 @@
-//! Traces the task on CRIU's behalf, so that the tracer outlives a CRIU that is killed.
+//! Traces the task on behalf of CRIU, so that the tracer survives when CRIU is killed.
 //!
-//! When a tracer dies while the task has just run into the trap that ends a system call made for CRIU, the kernel hands
-//! that trap to the task, which does not survive it. Nobody else can take it back: only the tracer may. So the tracer is
-//! a thread of ours. A small library in CRIU ([`LIBRARY`]) sends each request here, where it is carried out; when CRIU
-//! has ended in whatever way, what it still traced is brought to a stop, its traps are dropped, and it is let go.
-//! A CRIU that does not load the library (one that is linked statically) traces by itself.
+//! CRIU makes the task execute system calls, each of which ends in a trap. If the tracer dies at
+//! that moment, the kernel delivers the trap (SIGTRAP) to the task, which kills it. Only the tracer
+//! can take the trap back. Therefore the tracer is a thread of this program:
+//!
+//! 1. A small library that is loaded into CRIU ([`LIBRARY`], `csrc/relay.c`) sends each ptrace
+//!    request and each wait over a packet socket.
+//! 2. The tracer executes it and sends the result.
+//! 3. When CRIU has ended for any reason, the tracer stops the threads that are still traced,
+//!    removes their traps and detaches.
+//!
+//! A statically linked CRIU does not load the library and traces for itself.
 
 use super::crossing::{self, Turn};
 use super::ptrace::{self, Cause, Foreign, MEMORY_MAX, Memory, News};
@@ -23,41 +29,40 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// What CRIU loads.
+/// The library that CRIU loads.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/relay.so"));
-/// In place of a request: wait for a thread.
+/// Request number of a wait for a thread, in place of a ptrace request.
 const WAIT: u64 = u64::MAX;
-/// In place of an error number: the thread is none of the task's.
+/// Error number for a thread that does not belong to the dumped task.
 const NOT_MEANT: i32 = -1;
 const BY_VECTOR: u32 = 1;
 const READ: u32 = 2;
 const WRITTEN: u32 = 4;
 const EXCHANGED: u32 = 8;
-/// Bytes of a question before the memory that comes with it.
+/// Length of a request without the memory that follows it.
 const QUESTION_BYTES: usize = 48;
-/// Rounds in which a thread that is waited for is looked at without a pause; most stop within microseconds.
+/// Number of polls for a thread's event without a pause. Most threads stop within microseconds.
 const ROUNDS_WITHOUT_PAUSE: u32 = 100;
-/// The pause after that, in milliseconds.
+/// Pause between polls after that, in milliseconds.
 const PAUSE_MS: u8 = 1;
-/// How long a thread may take to stand still when CRIU is gone.
+/// Timeout for a thread to stop after CRIU has ended.
 const SETTLE_ALLOWED: Duration = Duration::from_secs(2);
 
-/// What CRIU gets.
+/// What CRIU inherits.
 #[derive(Debug)]
 pub(super) struct Ends {
-    /// Where the library sends its questions.
+    /// The library sends its requests here.
     socket: OwnedFd,
-    /// The library.
     library: OwnedFd,
 }
 
 impl Ends {
-    /// The descriptors, which have to keep their numbers in CRIU.
+    /// Returns the descriptors that CRIU must inherit with the same numbers.
     pub(super) fn descriptors(&self) -> [&OwnedFd; 2] {
         [&self.socket, &self.library]
     }
 
-    /// What CRIU's environment has to say.
+    /// Returns the environment variables for CRIU.
     pub(super) fn variables(&self) -> Vec<(&'static str, String)> {
         vec![
             preload(&self.library),
@@ -66,19 +71,21 @@ impl Ends {
     }
 }
 
-/// The thread that traces. Dropping it ends all tracing; by then CRIU must have ended.
+/// The tracer thread. Dropping it ends all tracing; CRIU must have ended before.
 #[derive(Debug)]
 pub(super) struct Relay {
     socket: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What CRIU's environment says of memory that it is not to see: the library reads it from this file.
+/// Returns the environment variable that tells the library the file with the list of memory areas
+/// to hide from CRIU.
 pub(super) fn withheld(list: &OwnedFd) -> (&'static str, String) {
     ("SEMPA_WITHHELD", list.as_raw_fd().to_string())
 }
 
-/// What the environment of a CRIU says that is to tell on this descriptor, by a byte, that it has loaded the library.
+/// Returns the environment variables that make the library report that it was loaded: it writes a
+/// byte to `tells`.
 pub(super) fn tells_of_loading(library: &OwnedFd, tells: &OwnedFd) -> [(&'static str, String); 2] {
     [
         preload(library),
@@ -93,10 +100,10 @@ fn preload(library: &OwnedFd) -> (&'static str, String) {
     )
 }
 
-/// The library, in memory.
+/// Returns the library as a file in memory.
 ///
 /// # Errors
-/// There is no descriptor, or no room.
+/// No file descriptor or memory is available.
 pub(super) fn library() -> io::Result<OwnedFd> {
     let library = memfd_create(c"sempa-relay", MFdFlags::MFD_CLOEXEC)?;
     File::from(library.try_clone()?).write_all(LIBRARY)?;
@@ -104,10 +111,10 @@ pub(super) fn library() -> io::Result<OwnedFd> {
 }
 
 impl Relay {
-    /// Starts a thread that will trace these processes, of which this is the root.
+    /// Starts a thread that will trace these processes, whose root is `root`.
     ///
     /// # Errors
-    /// When a descriptor or a thread cannot be had.
+    /// No file descriptor or thread is available.
     pub(super) fn start(root: i32, processes: &[i32]) -> io::Result<(Relay, Ends)> {
         let library = library()?;
         let (ours, theirs) = socketpair(
@@ -136,7 +143,7 @@ impl Relay {
 
 impl Drop for Relay {
     fn drop(&mut self) {
-        // The thread may have seen the end already.
+        // The thread may have ended already.
         let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Both);
         if let Some(thread) = self.thread.take() {
             thread.join().expect("the tracer does not panic");
@@ -144,7 +151,7 @@ impl Drop for Relay {
     }
 }
 
-/// A request as the library sends it.
+/// A request of the library.
 #[derive(Debug)]
 struct Question {
     request: u64,
@@ -154,7 +161,7 @@ struct Question {
     address_bytes: usize,
     data_bytes: usize,
     flags: u32,
-    /// The memory that comes with it.
+    /// The memory that follows the request.
     memory: Vec<u8>,
 }
 
@@ -183,7 +190,7 @@ impl Question {
         fits.then_some(question)
     }
 
-    /// The same for the kernel.
+    /// Converts the request for execution.
     fn foreign(&self) -> Foreign {
         let (address, data) = self.memory.split_at(self.address_bytes);
         let memory = |bytes: usize, value: u64, begin: &[u8]| match bytes {
@@ -201,7 +208,7 @@ impl Question {
     }
 }
 
-/// What goes back.
+/// A reply to the library.
 #[derive(Debug, Default)]
 struct Answer {
     result: i64,
@@ -240,7 +247,8 @@ struct Tracer {
     root: i32,
     processes: Vec<i32>,
     traced: BTreeSet<i32>,
-    /// From the moment the root is seized until CRIU needs nothing of its working directory any more.
+    /// The lock of the working directory: from the seizing of the root until CRIU no longer needs
+    /// the directory.
     turn: Option<Turn>,
 }
 
@@ -280,7 +288,7 @@ impl Tracer {
                 break;
             }
         }
-        // CRIU is gone: what it left running is stopped.
+        // CRIU has ended. The threads that it left running are stopped.
         settle(
             &self.traced.into_iter().collect::<Vec<i32>>(),
             SETTLE_ALLOWED,
@@ -331,11 +339,12 @@ impl Tracer {
         }
     }
 
-    /// While it is the task's turn others wait for its end. So that is not to be missed.
+    /// Waits for the next request. Meanwhile observes the end of the lock, because other dumps wait
+    /// for it.
     fn wait_for_question(&mut self) {
         while let Some(seen) = self.turn.as_ref().and_then(Turn::fd) {
             let mut fds = [self.socket.as_fd(), seen].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
-            // Who is disturbed looks once more.
+            // After an interruption the events are checked as well.
             let _ = poll(&mut fds, PollTimeout::NONE);
             let asked = fds[0].any().unwrap_or(true);
             self.turn.take_if(|turn| turn.is_over());
@@ -345,7 +354,7 @@ impl Tracer {
         }
     }
 
-    /// Waits until no other dump is at work in the task's working directory.
+    /// Waits until no other dump uses the task's working directory.
     fn wait_for_turn(&mut self) {
         if self.turn.is_some() {
             return;
@@ -363,9 +372,12 @@ impl Tracer {
         }
     }
 
-    /// A thread that was traced a moment ago, for notes of its registers, comes back to its stop only when it gets a processor.
-    /// CRIU tells what it has seized to halt, lets go on what it then finds stopped, and waits for it to halt; but the order
-    /// that meets the thread on its way to its stop is used up by that stop. Then it would run, and CRIU wait, for ever.
+    /// Waits until a thread has returned to its group stop. It was just traced to record its
+    /// registers ([`super::rescue`]), and returns to the stop only when it gets CPU time.
+    ///
+    /// CRIU seizes and interrupts a thread, continues it if it finds a group stop, and then waits
+    /// for the stop of the interrupt. If the interrupt arrives while the thread is on its way to
+    /// the group stop, that stop consumes it: the thread would run, and CRIU would wait for ever.
     fn wait_until_it_stands(&self, tid: i32) {
         let until = Instant::now() + SETTLE_ALLOWED;
         for round in 0u32.. {
@@ -375,7 +387,7 @@ impl Tracer {
         }
     }
 
-    /// True for threads of the processes that are dumped.
+    /// True for threads of the dumped processes.
     fn is_meant(&self, tid: i32) -> bool {
         self.processes.contains(&tid)
             || self
@@ -384,7 +396,8 @@ impl Tracer {
                 .any(|pid| std::path::Path::new(&format!("/proc/{pid}/task/{tid}")).exists())
     }
 
-    /// Waits for one thread, or a short while for any (-1): whoever asks for any may wait for others besides.
+    /// Waits for one thread. For any thread (-1) it waits only briefly, because CRIU may also wait
+    /// for its own children; the library then repeats the request.
     fn wait(&mut self, tid: i32, options: i32) -> Answer {
         let wanted: Vec<i32> = match tid {
             -1 => self.traced.iter().copied().collect(),
@@ -423,7 +436,7 @@ impl Tracer {
         Answer::default()
     }
 
-    /// A moment. True if CRIU is gone.
+    /// Pauses between polls. Returns true if CRIU has ended.
     fn pause(&self, round: u32) -> bool {
         if round < ROUNDS_WITHOUT_PAUSE {
             std::thread::yield_now();
@@ -434,10 +447,10 @@ impl Tracer {
     }
 }
 
-/// Stops these traced threads and lets go of them; they may take so long to stand still.
+/// Stops these traced threads and detaches from them. `allowed` is the time for a thread to stop.
 pub(super) fn settle(tids: &[i32], allowed: Duration) {
     for &tid in tids {
-        // Fails only if it has ended; likewise below.
+        // Fails only if the thread has exited.
         let _ = ptrace::interrupt(tid);
     }
     let until = Instant::now() + allowed;
@@ -448,20 +461,21 @@ pub(super) fn settle(tids: &[i32], allowed: Duration) {
     }
 }
 
-/// Lets go of a thread if it stands still. True if nothing is left to do.
+/// Detaches from a thread if it is stopped. True if nothing remains to be done.
 fn settled(tid: i32) -> bool {
     match ptrace::cause(tid) {
-        // The trap is behind the stop that we asked for: it has to come out before the thread is let go.
+        // A trap is pending after the requested stop. It must be consumed before the thread is
+        // detached.
         Ok(Cause::Asked) if has_trap_pending(tid) => ptrace::go_on(tid).is_err(),
         Ok(Cause::Asked | Cause::Trap) => ptrace::let_go(tid, 0).is_ok(),
-        // Somebody's signal is still the thread's own.
+        // The signal is from another process and must be delivered.
         Ok(Cause::Signal(signal)) => ptrace::let_go(tid, signal).is_ok(),
-        // It runs, or has ended.
+        // The thread is running or has exited.
         Err(_) => !matches!(ptrace::hear(tid), Ok(None | Some(News::Stopped(_)))),
     }
 }
 
-/// True for a thread whose process is stopped and that has nothing to do before it stands still; also for one that has ended.
+/// True for a thread that has completed its group stop, and for one that has exited.
 fn stands(tid: i32) -> bool {
     Status::of(tid).is_none_or(|status| {
         status
@@ -470,7 +484,7 @@ fn stands(tid: i32) -> bool {
     })
 }
 
-/// True if SIGTRAP waits for this very thread and is not blocked.
+/// True if an unblocked SIGTRAP is pending for this thread.
 fn has_trap_pending(tid: i32) -> bool {
     let waits = |status: Status| {
         status.signals("SigPnd") & !status.signals("SigBlk") & (1 << (libc::SIGTRAP - 1)) != 0
@@ -484,7 +498,7 @@ mod tests {
     use super::*;
     use std::process::{Child, Command};
 
-    /// Time for anything that is waited for.
+    /// Timeout for anything that a test waits for.
     const SOON: Duration = Duration::from_secs(20);
 
     fn wait<T>(what: &str, look: impl Fn() -> Option<T>) -> T {
@@ -498,7 +512,7 @@ mod tests {
         }
     }
 
-    /// A process of this `sleep` that stands still.
+    /// Starts this `sleep` command and stops it.
     fn stopped(sleep: &mut Command) -> Child {
         let child = sleep.arg("1000").spawn().expect("it starts");
         let pid = child.id() as i32;
@@ -508,7 +522,7 @@ mod tests {
         child
     }
 
-    /// A request with nothing to it, as the library sends it.
+    /// Encodes a request without memory, as the library does.
     fn packet(request: libc::c_uint, pid: i32) -> Vec<u8> {
         let mut packet = u64::from(request).to_ne_bytes().to_vec();
         packet.extend(i64::from(pid).to_ne_bytes());
@@ -516,8 +530,9 @@ mod tests {
         packet
     }
 
+    /// A thread whose registers were just recorded stops whenever CRIU waits for its stop.
     #[test]
-    fn a_thread_of_which_notes_were_taken_a_moment_ago_halts_whenever_criu_waits_for_it() {
+    fn recently_traced_thread_stops_for_criu() {
         let mut child = stopped(&mut Command::new("sleep"));
         let pid = child.id() as i32;
         let (ours, _theirs) = socketpair(
@@ -539,7 +554,7 @@ mod tests {
         };
         for _ in 0..200 {
             Snapshot::take(&[pid]).expect("it stands still");
-            // In CRIU's order.
+            // These are CRIU's steps in their order.
             ask(libc::PTRACE_SEIZE);
             ask(libc::PTRACE_INTERRUPT);
             if wait("it halts", halts) == libc::SIGSTOP {
@@ -553,12 +568,13 @@ mod tests {
         child.wait().expect("it ends");
     }
 
+    /// The directory lock ends after the last visit even without requests, and when CRIU has ended.
     #[test]
-    fn a_turn_ends_with_the_visits_while_nothing_is_asked_and_when_criu_is_gone() {
+    fn directory_lock_ends_without_requests() {
         let dir = tempfile::tempdir().expect("dir");
         let mut child = stopped(Command::new("sleep").current_dir(dir.path()));
         let pid = child.id() as i32;
-        // By this clock no turn has ever taken long.
+        // By this clock no lock has timed out.
         let (place, then) = (
             crossing::Place::of(pid).expect("it is there"),
             Instant::now(),

@@ -1,10 +1,13 @@
-//! Puts a task back as it was when CRIU was killed in the middle of a dump.
+//! Restores a task after CRIU was killed during a dump.
 //!
-//! CRIU makes the task carry out system calls for it: it changes registers, blocks signals, writes an instruction or two
-//! over the beginning of a piece of code, and sets a breakpoint in the processor's own registers. Killed at the wrong
-//! moment it leaves that behind, and the task would die of a trap as soon as it goes on. So what it may change is noted
-//! while the task stands still before the dump, and put back if CRIU ends without having done so itself. That the task
-//! still stands still by then, and no trap is on its way to it, is the business of [`relay`](super::relay).
+//! CRIU makes the task execute system calls. For this it changes registers, blocks signals,
+//! overwrites an instruction or two at the beginning of a code mapping, and sets a hardware
+//! breakpoint. If CRIU is killed at the wrong moment, the task would die of a trap as soon as it
+//! continues. Therefore the state that CRIU may change is recorded while the task is stopped before
+//! the dump, and restored if CRIU ends without doing so.
+//!
+//! That the task is still stopped then and has no pending trap is ensured by
+//! [`relay`](super::relay).
 
 use super::ptrace::{Attached, Registers};
 use sempa_proto::migration::Failure;
@@ -13,22 +16,25 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-/// Bytes noted at the beginning of each piece of code; CRIU overwrites at most a word or two there.
+/// Number of bytes recorded at the beginning of each code mapping. CRIU overwrites at most a word
+/// or two there.
 const CODE_BYTES: usize = 32;
-/// Every signal but SIGKILL and SIGSTOP, which cannot be: what CRIU blocks while it works.
+/// The signal mask while CRIU works: all signals except SIGKILL and SIGSTOP, which cannot be
+/// blocked.
 const ALL_BLOCKED: u64 = !(1 << 8 | 1 << 18);
-/// SIGTRAP, which the kernel takes out of the blocked ones when it has a trap to report.
+/// SIGTRAP, which the kernel unblocks when it forces a trap.
 const TRAP: u64 = 1 << 4;
-/// Threads noted at most; a task with more goes without this safety.
+/// Maximum number of threads that are recorded. A task with more threads is dumped without this
+/// protection.
 const THREADS_MAX: usize = 4096;
 
-/// Where the instruction pointer lies among the general registers, in bytes.
+/// Offset of the instruction pointer in the general registers, in bytes.
 #[cfg(target_arch = "x86_64")]
 const POINTER_AT: usize = 16 * 8;
 #[cfg(target_arch = "aarch64")]
 const POINTER_AT: usize = 32 * 8;
 
-/// What a stopped task was like.
+/// The recorded state of a stopped task.
 #[derive(Debug)]
 pub(super) struct Snapshot {
     processes: Vec<Process>,
@@ -51,10 +57,10 @@ struct Thread {
 }
 
 impl Snapshot {
-    /// Notes the state of these stopped processes.
+    /// Records the state of these stopped processes.
     ///
     /// # Errors
-    /// When a thread cannot be looked at; nothing was changed.
+    /// A thread cannot be traced. Nothing has changed.
     pub(super) fn take(pids: &[i32]) -> io::Result<Snapshot> {
         let mut threads_left = THREADS_MAX;
         let processes = pids
@@ -64,7 +70,7 @@ impl Snapshot {
         Ok(Snapshot { processes })
     }
 
-    /// Puts back what differs if the engine did not end by itself, and so has not done that.
+    /// Restores the state if the engine was killed, and so has not done it.
     pub(super) fn put_back_if(&self, why: &Failure) {
         if matches!(
             why,
@@ -74,7 +80,7 @@ impl Snapshot {
         }
     }
 
-    /// Puts back what differs. Processes that have ended are passed over.
+    /// Restores what differs from the recorded state. Processes that have exited are skipped.
     pub(super) fn put_back(&self) {
         for process in &self.processes {
             process.put_back();
@@ -88,7 +94,7 @@ impl Process {
         let (mut mappings, mut code) = (Vec::new(), Vec::new());
         for (range, executable) in read_mappings(pid)? {
             let mut bytes = vec![0; CODE_BYTES];
-            // The old system call page of the kernel cannot be read, and nobody can write there.
+            // The kernel's vsyscall page cannot be read, and nothing can write to it.
             if executable && memory.read_exact_at(&mut bytes, range.start).is_ok() {
                 code.push((range.start, bytes));
             }
@@ -143,13 +149,15 @@ impl Process {
             else {
                 continue;
             };
-            // Fails only if the thread was killed meanwhile; likewise below.
+            // Fails only if the thread was killed meanwhile.
             let _ = attached.clear_breakpoint();
             let place = pointer(&now).map_or(Place::OwnCode, |at| self.place(at));
-            // Only where CRIU left it: a thread that is back in its own code may have gone on from there already.
+            // Registers are restored only at places where CRIU leaves a thread: a thread in its own
+            // code may have continued from there already.
             let caught = match place {
                 Place::Overwritten => true,
-                // CRIU's code in the main thread notices the loss and cleans up after itself; in others it does not.
+                // CRIU's code in the main thread notices the loss of CRIU and cleans up; in other
+                // threads it does not.
                 Place::Foreign => thread.tid != self.pid,
                 Place::OwnCode => false,
             };
@@ -177,14 +185,14 @@ impl Process {
     }
 }
 
-/// Where an instruction pointer is.
+/// The location of an instruction pointer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
-    /// Where CRIU overwrites code.
+    /// In code that CRIU overwrites.
     Overwritten,
-    /// In memory that the process did not have before: CRIU's own code.
+    /// In memory that was not mapped before the dump: CRIU's parasite code.
     Foreign,
-    /// Anywhere else.
+    /// In the task's own code.
     OwnCode,
 }
 
@@ -196,7 +204,7 @@ fn tids(pid: i32) -> io::Result<Vec<i32>> {
         .collect())
 }
 
-/// Address ranges of a process, and whether there is code in them.
+/// Returns the mappings of a process, and whether they are executable.
 fn read_mappings(pid: i32) -> io::Result<Vec<(Range<u64>, bool)>> {
     let maps = std::fs::read(format!("/proc/{pid}/maps"))?;
     let maps = String::from_utf8_lossy(&maps);
@@ -224,8 +232,9 @@ mod tests {
     use std::process::Command;
     use std::time::{Duration, Instant};
 
+    /// Overwritten code, registers and the signal mask of a stopped process are restored.
     #[test]
-    fn what_was_changed_in_a_stopped_process_is_put_back() {
+    fn changed_process_is_restored() {
         let mut child = Command::new("sleep")
             .arg("1000")
             .spawn()
@@ -243,7 +252,7 @@ mod tests {
                 std::thread::yield_now();
             }
         };
-        // Begun, and asleep in its one system call.
+        // The process has started and sleeps in its only system call.
         wait(&|| {
             std::fs::read_to_string(format!("/proc/{pid}/syscall"))
                 .is_ok_and(|s| s.starts_with(|c: char| c.is_ascii_digit()))

@@ -1,10 +1,17 @@
-//! Hands out the memory that a dump has left with the task's processes, also when these have been killed.
+//! Serves the memory that a dump has left in the task's processes, even after they have been
+//! killed.
 //!
-//! A process that is killed gives its memory back on its way out. Its tracer can have it stand still just before that, for as
-//! long as the tracer likes: it will never again do anything of its own, nothing can make it, and its memory is there to
-//! be read. So from the dump on the first thread of each process that keeps memory has a tracer, and before it is killed
-//! that one is told to have it stay. When the last page was handed out, or nobody wants them any more, it is let go: it goes
-//! on standing still if it was not killed, and is gone if it was; likewise if we end, however that comes.
+//! The kernel frees the memory of a killed process when the process exits. A tracer can stop the
+//! process just before, at PTRACE_EVENT_EXIT. There it executes nothing, only its tracer can make
+//! it continue, and its memory is still readable. Therefore:
+//!
+//! 1. From the dump on, a thread of ours traces the first thread of each process that has served
+//!    memory.
+//! 2. Before the processes are killed the tracer sets PTRACE_O_TRACEEXIT
+//!    ([`TracerOrder::KeepKilled`]).
+//! 3. When the last page was served, or no page is needed any more, the tracer detaches. A killed
+//!    process then exits; any other process remains stopped. The kernel does the same if this
+//!    program ends for any reason.
 
 use super::process::{hurry_thread, wait_for};
 use super::ptrace::Attached;
@@ -29,28 +36,28 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-/// Bytes that are read of a process, and written, at once.
+/// Maximum number of bytes that are read from a process and written to the stream at once.
 const PIECE_BYTES: u64 = 1 << 20;
-/// Questions that are read at once, in bytes.
+/// Maximum number of bytes of requests that are read at once.
 const QUESTIONS_BYTES: usize = 4 << 10;
-/// Orders that wait for the tracer; each is waited for.
+/// Capacity of the queue of orders to the tracer. Senders wait for each order to be carried out.
 const ORDERS_MAX: usize = 4;
 
-/// The memory of a dumped task that waits to be asked for.
+/// A page server for the memory of a dumped task.
 pub(super) struct Serve {
     memory: ServedMemory,
     tracer: Option<JoinHandle<()>>,
     handing: Option<JoinHandle<Result<(), Failure>>>,
-    /// Readable when nothing is handed out any more.
+    /// Readable when serving has ended.
     over: Arc<EventFd>,
 }
 
 impl Serve {
-    /// Takes hold of the processes, and hands out what they keep to whoever asks on this stream, who may have got a part of it
-    /// before.
+    /// Attaches to the processes and starts to serve their memory on the stream `asked_on`. `sent`
+    /// records the pages that the target already has.
     ///
     /// # Errors
-    /// One of them cannot be traced, or there is no thread. They stand still as before.
+    /// A process cannot be traced, or no thread is available. The processes remain stopped.
     pub(super) fn start(
         withheld: Withheld,
         asked_on: Arc<OwnedFd>,
@@ -90,7 +97,8 @@ impl Serve {
             .spawn(move || {
                 hurry_thread();
                 let done = hand_out(&stream, &withheld, sent.as_deref());
-                // The other end is told also when it has asked for what is not there. Only a full counter can fail.
+                // The shutdown also notifies a target that requested a page that is not served. The
+                // write fails only if the counter is full.
                 let _ = stream.shutdown(std::net::Shutdown::Both);
                 let _ = over.write(1);
                 done
@@ -99,7 +107,7 @@ impl Serve {
         Ok(serve)
     }
 
-    /// Nothing is handed out any more, and the processes are let go, when this returns.
+    /// Stops serving and detaches from the processes. Returns the result of serving.
     fn end(&mut self) -> Result<(), Failure> {
         self.memory.withhold();
         let broken = || Failure::Engine("the thread that hands memory out has panicked".into());
@@ -107,7 +115,7 @@ impl Serve {
             handing.join().unwrap_or_else(|_| Err(broken()))
         });
         if let Some(tracer) = self.tracer.take() {
-            // It may have ended by itself: without the processes.
+            // The tracer has already ended if it could not attach.
             let _ = self.memory.orders.send(TracerOrder::Detach);
             tracer.join().expect("the tracer does not panic");
         }
@@ -129,12 +137,13 @@ impl Serving for Serve {
 
 impl Drop for Serve {
     fn drop(&mut self) {
-        // After a regular end nothing is left to do, and otherwise nobody waits for more.
+        // After `finish` this does nothing. Otherwise no one waits for the result.
         let _ = self.end();
     }
 }
 
-/// Holds these processes until it is told to let go. `begun` hears whether that can be done.
+/// Traces these processes until it is ordered to detach. Sends to `begun` whether they could be
+/// attached.
 fn trace(pids: &[i32], begun: &SyncSender<io::Result<()>>, orders: &Receiver<TracerOrder>) {
     let attached: io::Result<Vec<Attached>> = pids.iter().map(|pid| Attached::to(*pid)).collect();
     let attached = match attached {
@@ -145,7 +154,8 @@ fn trace(pids: &[i32], begun: &SyncSender<io::Result<()>>, orders: &Receiver<Tra
         return;
     }
     while let Ok(TracerOrder::KeepKilled(answer)) = orders.recv() {
-        // One that has ended meanwhile has nothing to keep, which whoever asks for it learns.
+        // Fails for a process that has exited meanwhile. It has no memory left; a request for its
+        // pages will fail.
         attached
             .iter()
             .for_each(|process| drop(process.stay_at_its_end()));
@@ -153,7 +163,7 @@ fn trace(pids: &[i32], begun: &SyncSender<io::Result<()>>, orders: &Receiver<Tra
     }
 }
 
-/// Answers until the other end has what it wants, or has closed its stream.
+/// Answers requests until the target reports the end or closes the stream.
 fn hand_out(
     mut stream: &UnixStream,
     withheld: &Withheld,
@@ -168,7 +178,7 @@ fn hand_out(
             Ok(0) => return Ok(()),
             Ok(length) => heard.extend_from_slice(&bytes[..length]),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            // It was shut down; likewise below.
+            // The stream was shut down. A write fails for the same reason.
             Err(_) => return Ok(()),
         }
         while let Some(command) = heard
@@ -213,7 +223,7 @@ fn hand_out(
     }
 }
 
-/// The other end does not listen any more.
+/// True if the target has closed the stream.
 fn is_closed(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -221,7 +231,7 @@ fn is_closed(error: &io::Error) -> bool {
     )
 }
 
-/// Answers one question whole.
+/// Sends all requested pages.
 fn answer(
     mut stream: &UnixStream,
     withheld: &Withheld,
@@ -231,7 +241,7 @@ fn answer(
 ) -> io::Result<()> {
     let end = end_of(asked)?;
     let mut at = asked.address;
-    // The head and the first piece go together.
+    // The header and the first piece are sent by one write.
     room.clear();
     room.extend(form.write(&Head {
         command: PRESENT << FLAGS_SHIFT | ADD,
@@ -250,7 +260,7 @@ fn answer(
     Ok(())
 }
 
-/// Answers one question with what is not any more what was sent ahead.
+/// Sends those of the requested pages whose content has changed since the pre-copy.
 fn answer_changed(
     mut stream: &UnixStream,
     (withheld, sent): (&Withheld, &SentPages),
@@ -301,13 +311,14 @@ fn end_of(asked: &Head) -> io::Result<u64> {
         .ok_or(io::ErrorKind::InvalidInput.into())
 }
 
-/// Who keeps this address, and until where.
+/// Returns the PID of the process that has the page at this address, and the end of the range of
+/// served pages.
 fn missing_at(withheld: &Withheld, process: u64, at: u64) -> io::Result<(i32, u64)> {
     let not_missing = || io::Error::other(format!("nothing is missing at {at:#x}"));
     withheld.stretch(process, at).ok_or_else(not_missing)
 }
 
-/// Reads all of this of a process, also what it must not read itself.
+/// Reads all of this memory, including areas without read permission.
 fn read_memory(pid: i32, address: u64, into: &mut [u8]) -> io::Result<()> {
     match read_readable(pid, address, into) {
         Err(e) if e.raw_os_error() == Some(libc::EFAULT) => {
@@ -347,10 +358,11 @@ mod tests {
     use std::process::{Child, Command, Stdio};
     use std::time::{Duration, Instant};
 
-    /// Time for anything that is waited for.
+    /// Timeout for anything that a test waits for.
     const SOON: Duration = Duration::from_secs(60);
 
-    /// A process with memory of its own that says where it is, and is stopped.
+    /// Starts a process with a known pattern in its memory and stops it. Returns it with the
+    /// pattern's address.
     fn holder() -> (Child, u64) {
         let code = "import ctypes, time\nheld = ctypes.create_string_buffer(bytes(range(256)) * 16384)\n\
                     print(ctypes.addressof(held), flush=True)\ntime.sleep(1000)";
@@ -408,8 +420,10 @@ mod tests {
         }
     }
 
+    /// The memory of a killed process is served until the target has everything; then the process
+    /// exits.
     #[test]
-    fn memory_of_a_process_that_was_killed_is_handed_out_and_gone_with_the_last_page() {
+    fn memory_of_killed_process_is_served() {
         let (mut child, address) = holder();
         let pid = child.id();
         let withheld = Withheld::of(&[pid as i32]).expect("it is there");
@@ -429,7 +443,7 @@ mod tests {
             "while it stands still"
         );
         serve.memory().outlive();
-        // Twice: who is on its way out does not hear of more.
+        // Twice, because a second signal must not release a process at its exit stop.
         for _ in 0..2 {
             child.kill().expect("it is there");
             wait_for("it stays", || state(pid) == Some('t'));
@@ -448,8 +462,9 @@ mod tests {
         assert!(!child.wait().expect("it ends").success());
     }
 
+    /// After a pre-copy, only pages that have changed since are sent.
     #[test]
-    fn of_memory_that_was_sent_ahead_only_what_has_changed_is_handed_out() {
+    fn only_pages_changed_since_pre_copy_are_sent() {
         let (mut child, address) = holder();
         let pid = child.id() as i32;
         let first = address.next_multiple_of(page_size());
@@ -514,8 +529,9 @@ mod tests {
         child.wait().expect("it ends");
     }
 
+    /// A process whose memory is not served any more remains stopped and can be continued.
     #[test]
-    fn a_process_whose_memory_nobody_wants_stands_still_as_before() {
+    fn process_without_server_remains_stopped() {
         let (mut child, _) = holder();
         let pid = child.id();
         let (stream, asked_on) = pair();
@@ -539,8 +555,9 @@ mod tests {
         child.wait().expect("it ends");
     }
 
+    /// A request for pages that are not served is an error and gets no reply.
     #[test]
-    fn who_asks_for_what_is_not_missing_gets_nothing_and_is_told() {
+    fn request_for_other_pages_is_an_error() {
         let (mut child, address) = holder();
         let withheld = Withheld::of(&[child.id() as i32]).expect("it is there");
         let (number, page) = (withheld.processes[0].number, address & !(page_size() - 1));
@@ -575,8 +592,9 @@ mod tests {
         child.wait().expect("it ends");
     }
 
+    /// A page server ends when it is canceled.
     #[test]
-    fn a_transfer_that_is_called_off_ends() {
+    fn canceled_server_ends() {
         let (_stream, asked_on) = pair();
         let serve =
             Serve::start(Withheld::default(), asked_on, None).expect("nothing is to be traced");

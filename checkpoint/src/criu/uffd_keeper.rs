@@ -1,8 +1,8 @@
 //! Copies of a restored task's userfaultfd descriptors.
 //!
-//! When the last descriptor of a userfaultfd is closed the kernel resolves all missing pages with
-//! zeros. The copies keep the userfaultfds open while the thread through which the descriptors pass
-//! may end, or CRIU may be killed.
+//! When the last descriptor of a userfaultfd is closed, the kernel fills all pages that are still
+//! missing with zeros. The copies keep the userfaultfds open even if CRIU is killed or the thread
+//! that passes the descriptors on has ended.
 
 use nix::sys::stat::fstat;
 use std::os::fd::OwnedFd;
@@ -22,9 +22,9 @@ impl UffdKeeper {
         self.with(|kept| kept.extend(copies));
     }
 
-    /// Closes the copy with this inode, because CRIU has closed its descriptor: its process has all
-    /// memory, or is dead. While a copy is open the process would block at its next event, which
-    /// nobody reads.
+    /// Closes the copy with this inode, because CRIU has closed its descriptor: the process has all
+    /// its memory, or is dead. While a copy is open the process would block at its next event,
+    /// because no program reads the event.
     pub(super) fn close(&self, inode: u64) {
         self.with(|kept| kept.retain(|fd| fstat(fd).is_ok_and(|of| of.st_ino != inode)));
     }

@@ -1,10 +1,16 @@
-//! Memory that CRIU does not write, because it follows the task.
+//! Hides memory from CRIU that is transferred after the dump (post-copy).
 //!
-//! CRIU's own way is to have the task put page after page into pipes while it stands still, which takes the longer the more there
-//! is. So what is to follow is told before the dump: each process's own memory, all that CRIU itself would let follow, because
-//! where a part of a mapping comes later CRIU asks for all of it. A library in CRIU ([`super::relay`]) keeps it from its eyes when it
-//! looks for pages, and behind the dump it is noted in the images that it is to be asked for. From where, is
-//! [`super::serving`]'s affair.
+//! CRIU's own lazy dump lets the stopped task splice its pages into pipes, which takes longer the
+//! more memory there is. This module avoids that:
+//!
+//! 1. Before the dump it chooses the hidden areas: all private anonymous memory, which is what CRIU
+//!    itself would treat as lazy. They are always whole mappings, because CRIU requests the whole
+//!    of a mapping of which any part is lazy.
+//! 2. During the dump a library in CRIU ([`super::relay`]) removes these areas from the results of
+//!    PAGEMAP_SCAN, so CRIU finds no pages there.
+//! 3. After the dump the hidden pages are added to the images as lazy (PE_LAZY).
+//!
+//! The pages are served by [`super::serving`].
 
 use super::images::{note_missing, pages_of};
 use super::pagemap::{Wanted, present};
@@ -17,44 +23,45 @@ use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
-/// Mappings that the kernel gives to each process.
+/// Names of the mappings that the kernel creates in each process.
 const OF_THE_KERNEL: [&str; 4] = ["[vdso]", "[vvar]", "[vvar_vclock]", "[vsyscall]"];
-/// Of `VmFlags` in smaps: locked, and of huge pages that are reserved. CRIU lets neither follow.
+/// `VmFlags` in smaps of mappings that CRIU never treats as lazy: locked memory, and reserved huge
+/// pages.
 const NEVER_FOLLOW: [&str; 2] = ["lo", "ht"];
 
-/// What one process keeps for later.
+/// The hidden memory of one process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Kept {
-    /// Its number here.
+    /// PID in our PID namespace.
     pub(super) pid: i32,
-    /// Its number in its own namespace, by which the images know it.
+    /// PID in the task's PID namespace, as in the images.
     pub(super) number: u64,
-    /// What CRIU is not to see: from, to.
+    /// The areas that CRIU must not see, as (start, end).
     areas: Vec<(u64, u64)>,
-    /// Where pages are in it.
+    /// The ranges of populated pages in these areas.
     pub(super) pages: Vec<(u64, u64)>,
 }
 
-/// What the processes of a task keep for later. None of them may run from now on.
+/// The hidden memory of a task. Its processes must remain stopped.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Withheld {
     pub(super) processes: Vec<Kept>,
 }
 
-/// Whether the kernel tells what has to be known.
+/// Checks that the kernel has PAGEMAP_SCAN.
 ///
 /// # Errors
-/// Its answer.
+/// The error of the system call.
 pub(super) fn possible() -> io::Result<()> {
     let map = File::open("/proc/self/pagemap")?;
     present(&map, (page_size(), 2 * page_size()), Wanted::All).map(drop)
 }
 
 impl Withheld {
-    /// Chooses what follows of these processes, which stand still.
+    /// Chooses the hidden memory of these processes, which must be stopped.
     ///
     /// # Errors
-    /// The kernel does not tell, or one of them is gone.
+    /// A process has exited, or the kernel does not support PAGEMAP_SCAN.
     pub(super) fn of(processes: &[i32]) -> io::Result<Withheld> {
         let kept = processes
             .iter()
@@ -67,10 +74,11 @@ impl Withheld {
         })
     }
 
-    /// What CRIU is not to see, as the library reads it: process, from, to, in their order.
+    /// Returns a memory file that lists the hidden areas for the library in CRIU, as triples of
+    /// PID, start and end, sorted.
     ///
     /// # Errors
-    /// There is no descriptor.
+    /// No file descriptor or memory is available.
     pub(super) fn list(&self) -> io::Result<OwnedFd> {
         let list = memfd_create(c"sempa-withheld", MFdFlags::MFD_CLOEXEC)?;
         let of = |kept: &Kept| -> Vec<[u64; 3]> {
@@ -90,10 +98,10 @@ impl Withheld {
         Ok(list)
     }
 
-    /// Notes in the images in this directory what is to be asked for.
+    /// Adds the hidden pages to the images in this directory as lazy pages.
     ///
     /// # Errors
-    /// They are not whole, or CRIU has written what it was not to see.
+    /// An image is damaged, or CRIU has dumped hidden memory.
     pub(super) fn note_in(&self, dir: &Path) -> Result<(), Failure> {
         for kept in &self.processes {
             for written in pages_of(dir, kept.number)? {
@@ -115,12 +123,13 @@ impl Withheld {
         Ok(())
     }
 
-    /// True if this page is kept by the process of this number in the images.
+    /// True if this page is hidden memory of the process with this PID in the images.
     pub(super) fn has(&self, number: u64, address: u64) -> bool {
         self.stretch(number, address).is_some()
     }
 
-    /// The process that keeps this address, by its number here, and the end of the stretch.
+    /// Returns the process that has this hidden page, by its PID in our namespace, and the end of
+    /// the range of pages.
     pub(super) fn stretch(&self, number: u64, address: u64) -> Option<(i32, u64)> {
         let kept = self.processes.iter().find(|kept| kept.number == number)?;
         let behind = kept.pages.partition_point(|(start, _)| *start <= address);
@@ -130,11 +139,11 @@ impl Withheld {
 }
 
 impl Kept {
-    /// `None`: all of it is written.
+    /// Returns `None` if the process has no memory to hide.
     fn of(pid: i32) -> io::Result<Option<Kept>> {
         let number = number(pid).ok_or_else(gone)?;
         let areas = own_areas(pid)?;
-        // One that has ended has no memory, and says nothing of it.
+        // A zombie has no memory; its `pagemap` cannot be read.
         if areas.is_empty() {
             return Ok(None);
         }
@@ -152,7 +161,7 @@ fn gone() -> io::Error {
     io::Error::from(io::ErrorKind::NotFound)
 }
 
-/// The number of a process in its own namespace. `None`: it is gone.
+/// Returns the PID of a process in its own PID namespace. `None` if it has exited.
 pub(super) fn number(pid: i32) -> Option<u64> {
     Status::of(pid)?
         .field("NSpid")?
@@ -162,10 +171,10 @@ pub(super) fn number(pid: i32) -> Option<u64> {
         .ok()
 }
 
-/// A process's own memory that can follow it.
+/// Returns the areas of a process's memory that can be transferred after the dump.
 ///
 /// # Errors
-/// It is gone, or the kernel does not tell.
+/// The process has exited, or its mappings cannot be read.
 pub(super) fn own_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
     let status = Status::of(pid).ok_or_else(gone)?;
     let some = |name| {
@@ -173,7 +182,8 @@ pub(super) fn own_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
             .number::<u64>(name)
             .is_some_and(|kilobytes| kilobytes > 0)
     };
-    // To tell the flags of mappings the kernel looks at every page, so it is not asked where none can have these.
+    // For `smaps` the kernel visits every page. It is read only if the process may have locked
+    // memory or huge pages.
     let file = if some("VmLck") || some("HugetlbPages") {
         "smaps"
     } else {
@@ -184,7 +194,7 @@ pub(super) fn own_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
     ))?))
 }
 
-/// Where pages are in these areas.
+/// Returns the ranges of populated pages in these areas.
 ///
 /// # Errors
 /// As for [`own_areas`].
@@ -197,7 +207,7 @@ pub(super) fn pages(pid: i32, areas: &[(u64, u64)], wanted: Wanted) -> io::Resul
     Ok(pages)
 }
 
-/// The process's own memory that can follow, in /proc/PID/maps or smaps.
+/// Parses `/proc/PID/maps` or `smaps` and returns the private anonymous areas that can be lazy.
 fn areas(maps: &str) -> Vec<(u64, u64)> {
     let mut areas = Vec::new();
     let mut is_last = false;
@@ -220,7 +230,7 @@ fn areas(maps: &str) -> Vec<(u64, u64)> {
     areas
 }
 
-/// A line that begins a mapping: from, to, what is said of it.
+/// Parses the line that begins a mapping into start, end, and the rest of the line.
 fn mapping(line: &str) -> Option<(u64, u64, &str)> {
     let (range, rest) = line.split_once(' ')?;
     let (start, end) = range.split_once('-')?;
@@ -228,9 +238,9 @@ fn mapping(line: &str) -> Option<(u64, u64, &str)> {
     Some((number(start)?, number(end)?, rest))
 }
 
-/// True for private memory of no file, by what is behind the addresses.
+/// True for private anonymous memory. `rest` is the line of `maps` after the addresses.
 fn is_own(rest: &str) -> bool {
-    // perms offset device inode name
+    // `rest` has the fields: permissions, offset, device, inode, name.
     let mut fields = rest.split_whitespace();
     let (perms, inode) = (fields.next().unwrap_or_default(), fields.nth(2));
     let name = fields.next().unwrap_or_default();
@@ -256,8 +266,9 @@ mod tests {
 7fffc000-7fffe000 r-xp 00000000 00:00 0                          [vdso]
 ";
 
+    /// Only private memory without a file is hidden; kernel mappings are not.
     #[test]
-    fn what_follows_is_the_processs_own() {
+    fn private_anonymous_memory_is_hidden() {
         let starts: Vec<u64> = areas(MAPS).iter().map(|(start, _)| *start).collect();
         assert_eq!(
             starts,
@@ -272,8 +283,9 @@ mod tests {
         );
     }
 
+    /// Locked memory and reserved huge pages are not hidden.
     #[test]
-    fn what_is_locked_or_of_reserved_huge_pages_does_not_follow() {
+    fn locked_and_huge_memory_is_dumped() {
         let smaps = "\
 7f200000-7f300000 rw-p 00000000 00:00 0 \nSize: 1024 kB\nVmFlags: rd wr mr mw me lo ac\n\
 7f300000-7f400000 rw-p 00000000 00:00 0 \nVmFlags: rd wr mr mw me ac\n\
@@ -282,8 +294,9 @@ mod tests {
         assert_eq!(areas(smaps), [(0x7f30_0000, 0x7f40_0000)]);
     }
 
+    /// A range is found by any address in it, and by no other.
     #[test]
-    fn stretches_are_found_by_any_of_their_addresses() {
+    fn ranges_are_found_by_any_address() {
         let kept = Kept {
             pid: 77,
             number: 2,
@@ -309,8 +322,9 @@ mod tests {
         assert!(!withheld.has(3, 0x1000));
     }
 
+    /// A buffer of this process is found as memory that can be hidden.
     #[test]
-    fn a_processs_own_memory_is_found_where_it_is() {
+    fn own_buffer_is_hidden_memory() {
         let memory = vec![7_u8; 4 << 20];
         let own = Withheld::of(&[std::process::id() as i32]).expect("it is there");
         let (start, end) = (

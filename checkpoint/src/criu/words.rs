@@ -1,29 +1,40 @@
-//! The words in which CRIU asks for memory and hands it out (those of its page server): a head, and behind that of an answer the pages.
+//! The wire format of CRIU's page server (`page-xfer.c`), with four commands of our own for
+//! pre-copy.
+//!
+//! A request is a header (`struct page_server_iov`). A reply is a header followed by the pages. All
+//! numbers are in host byte order.
 
-/// Commands, in the lower half of a head's first number. In its upper half are the flags of the pages.
+/// The commands PS_IOV_GET and PS_IOV_ADD_F. They occupy the lower half of the header's first
+/// field; the upper half has the flags of the pages.
 pub(super) const GET: u32 = 7;
 pub(super) const ADD: u32 = 6;
-/// Ours, and not known to CRIU. While a task runs: pages, which go ahead ([`super::precopy`]); and how many: before all else the target
-/// says how many it takes, the source how many it has sent when no more come, and the target that it has them.
+/// Commands of a pre-copy, unknown to CRIU ([`super::precopy`]). [`AHEAD`] is followed by pages.
+/// [`ALL_AHEAD`] has a page count: first from the target, the number of pages that it accepts; then
+/// from the source, the number that it has sent, as the end of the pre-copy; last from the target,
+/// the number that it has received.
 pub(super) const AHEAD: u32 = 0x5e01;
 pub(super) const ALL_AHEAD: u32 = 0x5e02;
-/// Later: those of these pages are wanted that are not any more what went ahead. In front of the pages of the answer is a bit for
-/// each of the question, the lowest of a byte first: it comes.
+/// Commands after a pre-copy. [`GET_CHANGED`] requests those pages of a range whose content differs
+/// from what was pre-copied. The reply [`CHANGED`] has a bitmap of the range (lowest bit of each
+/// byte first), followed by the pages whose bit is set.
 pub(super) const GET_CHANGED: u32 = 0x5e03;
 pub(super) const CHANGED: u32 = 0x5e04;
-/// Nothing more will be asked; a number of four bytes is the answer. The second is for a stream that others hold open.
+/// PS_IOV_CLOSE and PS_IOV_FORCE_CLOSE: no more requests follow. The reply is a status of four
+/// bytes. CRIU sends the second on a socket that it has inherited, because its caller may hold that
+/// socket open.
 pub(super) const CLOSE: u32 = 0x1023;
 pub(super) const CLOSE_ALL_THE_SAME: u32 = 0x1024;
 pub(super) const PARTING: [u8; 4] = [0; 4];
 pub(super) const FLAGS_SHIFT: u32 = 16;
 pub(super) const PRESENT: u32 = 1 << 2;
 
-/// How a head is laid out: four bytes of command; pages; the address, and the process by its number, of eight bytes each.
+/// The layout of a header. Fields: command (4 bytes), number of pages, address (8 bytes), process
+/// (8 bytes).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Form {
-    /// Pages are counted in four bytes.
+    /// The number of pages has 4 bytes.
     Short,
-    /// In eight, behind four without a meaning; since CRIU 4.2.
+    /// Since CRIU 4.2: the number of pages has 8 bytes, after 4 bytes of padding.
     Long,
 }
 
@@ -37,7 +48,8 @@ impl Form {
         }
     }
 
-    /// The form of a first question, which asks for something that is missing: `misses` knows, of a process, what.
+    /// Detects the layout from a first request. The right layout is the one in which the request is
+    /// for a missing page; `misses` tells that for a process and an address.
     pub(super) fn of_question(heard: &[u8], misses: impl Fn(u64, u64) -> bool) -> Option<Form> {
         [Form::Long, Form::Short].into_iter().find(|form| {
             let head = (heard.len() >= form.bytes()).then(|| form.read(heard));
@@ -77,16 +89,17 @@ impl Form {
     }
 }
 
-/// Bytes of the bits in front of changed pages.
+/// Returns the length of the bitmap of a [`CHANGED`] reply.
 pub(super) fn marks_bytes(pages: u64) -> usize {
     pages.div_ceil(8) as usize
 }
 
-/// Of a question, or of an answer.
+/// Header of a request or reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Head {
     pub(super) command: u32,
     pub(super) pages: u64,
     pub(super) address: u64,
+    /// PID in the task's PID namespace.
     pub(super) process: u64,
 }

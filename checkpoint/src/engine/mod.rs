@@ -1,13 +1,23 @@
-//! The contract of a dump engine: what writes a stopped process tree into a directory and builds it again elsewhere.
+//! The interface of a dump engine, which writes a stopped process tree into a directory (dump) and
+//! rebuilds it on another host (restore).
 //!
-//! CRIU is the engine that dumps any process. A program that is started again instead, by its own checkpoint or as it began,
-//! leaves no images, so it needs nothing of this. Starting is apart from driving: `start_*` makes the engine's process and returns at once, so that one
-//! thread can be the parent of everything; the rest may block, in any thread, but never past its deadline or beyond the
-//! firing of its [`Cancel`].
+//! CRIU ([`crate::criu`]) implements it for any process. Programs that are restarted instead, from
+//! their own checkpoint or from the beginning, leave no images and need no engine.
 //!
-//! Most of a task's memory may follow when the task goes on elsewhere already (post-copy): then a dump ends with a
-//! [`Serving`], which has it, and beside the restore there is an [`Arriving`], which asks for it. Of such a task memory may go
-//! ahead while it still runs at the source (pre-copy): [`Engine::send_ahead`] there and [`Engine::take_ahead`] at the other end.
+//! Every operation has two parts:
+//!
+//! - `start_*` creates the engine's process and returns immediately, so that one thread can be the
+//!   parent of all processes.
+//! - The other methods may block, on any thread, but never past their deadline or after their
+//!   [`Cancel`] has fired.
+//!
+//! Memory may be transferred outside the images:
+//!
+//! - Post-copy: most memory is transferred after the task has resumed at the target. The dump then
+//!   ends with a [`Serving`], which serves the memory at the source. At the target an [`Arriving`]
+//!   requests it while the restore runs.
+//! - Pre-copy: with post-copy, memory may also be sent while the task still runs at the source, by
+//!   [`Engine::send_ahead`] at the source and [`Engine::take_ahead`] at the target.
 
 pub(crate) mod pages;
 mod received_pages;
@@ -31,17 +41,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Ends a running engine call from another thread. All clones are one handle; firing is for good.
+/// Aborts a running engine call from another thread. All clones share one state; firing cannot be
+/// undone.
 #[derive(Clone, Debug)]
 pub struct Cancel {
     fired: Arc<EventFd>,
 }
 
 impl Cancel {
-    /// A handle that has not fired.
+    /// Creates a handle that has not fired.
     ///
     /// # Errors
-    /// When there is no descriptor left.
+    /// No file descriptor is available.
     pub fn new() -> io::Result<Cancel> {
         Ok(Cancel {
             fired: Arc::new(EventFd::from_flags(
@@ -50,102 +61,108 @@ impl Cancel {
         })
     }
 
-    /// Fires. The call ends as soon as its engine process is dead and reaped.
+    /// Aborts the calls. They return once the engine's process is dead and reaped.
     pub fn fire(&self) {
-        // Only a full counter can fail, and then it has fired already.
+        // A write fails only if the counter is full; then the handle has fired already.
         let _ = self.fired.write(1);
     }
 
-    /// Readable once fired.
+    /// Returns a descriptor that is readable once the handle has fired.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fired.as_fd()
     }
 }
 
-/// How long a call may take and how it is called off.
+/// Limits of a blocking call.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// After this the engine is killed and the call fails with [`Failure::Deadline`].
+    /// When this has passed the engine is killed and the call fails with [`Failure::Deadline`].
     pub allowed: Duration,
     /// When this fires the engine is killed and the call fails with [`Failure::CalledOff`].
     pub cancel: Cancel,
 }
 
-/// A stopped task to be written.
+/// What to dump: a stopped task.
 #[derive(Debug)]
 pub struct DumpJob {
-    /// The root of the process tree, as the caller sees it. It and its descendants are stopped and stay so.
+    /// Root of the process tree, in the caller's PID namespace. It and its descendants are stopped
+    /// and remain stopped.
     pub pid: i32,
-    /// All processes of the tree, the root included.
+    /// All processes of the tree, including the root.
     pub processes: Vec<i32>,
-    /// Existing directory, accessible to its owner only. The images and nothing else go there.
+    /// An existing directory that only its owner can access. It receives the images and must
+    /// contain nothing else.
     pub dir: PathBuf,
-    /// Inode number of the process-id namespace that the task lives in and that is not part of the image.
+    /// Inode number of the task's PID namespace, which is not part of the images.
     pub pid_namespace: u64,
-    /// A connected stream on which the other host will ask for memory; `None`: all of it goes into the directory.
+    /// With post-copy: a connected stream on which the target will request memory. `None`: the
+    /// images contain all memory.
     pub asked_on: Option<OwnedFd>,
-    /// What was sent ahead on that stream.
+    /// Pages that pre-copy has sent on that stream.
     pub sent: Option<Arc<SentPages>>,
 }
 
-/// What a task's images refer to outside themselves, as it was where they were written.
+/// Resources outside the images that they refer to, as identified at the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Outside {
-    /// Inode number of the pipe that took its output.
+    /// Inode number of the pipe that received the task's output.
     pub output_pipe: u64,
 }
 
-/// A task to be built again.
+/// What to restore.
 #[derive(Debug)]
 pub struct RestoreJob {
-    /// Where the images are.
     pub dir: PathBuf,
-    /// What they refer to.
+    /// External resources of the images in `dir`.
     pub outside: Outside,
-    /// The empty process-id namespace to build it in.
+    /// The empty PID namespace that receives the task.
     pub pid_namespace: OwnedFd,
-    /// The writing end of the pipe that is to take its output.
+    /// Write end of the pipe that will receive the task's output.
     pub output: OwnedFd,
-    /// Its memory comes later; an [`Arriving`] for this directory was started before.
+    /// With post-copy. An [`Arriving`] for this directory must have been started before.
     pub memory_follows: bool,
 }
 
-/// A dump engine. See the module for who may block.
+/// A dump engine.
 pub trait Engine: Send + Sync {
-    /// Runs the engine to see that it is there and starts; its version. Whether it works is known only from a real dump.
+    /// Runs the engine to find out whether it starts, and returns its version. Only a dump shows
+    /// whether it works.
     ///
     /// # Errors
-    /// One sentence: what is missing and how to get it.
+    /// One sentence for users: what is missing and how to get it.
     fn probe(&self) -> Result<String, String>;
 
-    /// Starts the engine to see whether the memory of a task can follow the task on this host. `dir`: for what it says.
+    /// Starts the engine to find out whether this host supports post-copy. The engine writes its
+    /// messages into `dir`.
     ///
     /// # Errors
-    /// The engine's process could not be made.
+    /// The engine's process could not be created.
     fn start_check(&self, dir: &Path) -> Result<Box<dyn Checking>, Failure>;
 
     /// Starts a dump.
     ///
     /// # Errors
-    /// The engine's process could not be made; the task is untouched.
+    /// The engine's process could not be created. The task is unchanged.
     fn start_dump(&self, job: DumpJob) -> Result<Box<dyn Dumping>, Failure>;
 
-    /// True if a dump of the task with this root failed only because of another dump at the same moment, so that the
-    /// same dump may well succeed if it is started again. Clears away what an engine that was killed left in the way.
+    /// True if a dump failed only because another dump ran at the same moment, so that a retry may
+    /// succeed. `root` is the root process of the task. Also removes what a killed engine left
+    /// behind and what would make every retry fail.
     fn may_try_again(&self, root: i32, failure: &Failure) -> bool;
 
-    /// Starts a restore. The restored task's root becomes a child of the calling process. The images are good for this one
-    /// restore only: it may use them up.
+    /// Starts a restore. The root of the restored task becomes a child of the calling process. The
+    /// restore may consume the images, so they can be restored only once.
     ///
     /// # Errors
-    /// The engine's process could not be made; nothing of the task exists.
+    /// The engine's process could not be created. Nothing of the task exists.
     fn start_restore(&self, job: RestoreJob) -> Result<Box<dyn Restoring>, Failure>;
 
-    /// Sends the memory of these running processes ahead on a connected stream, until little is left that they change, or there is a
-    /// hurry. Blocks as long as the other end takes what comes; shutting the stream down ends it.
+    /// Pre-copies the memory of these running processes on a connected stream. Ends when a round
+    /// finds few changed pages, or when `stop` requires it. Blocks as long as the target accepts
+    /// data; shutting the stream down ends the call.
     ///
     /// # Errors
-    /// It did not arrive. The processes are as they were.
+    /// The target has not received the memory. The processes are unchanged.
     fn send_ahead(
         &self,
         processes: &[i32],
@@ -153,18 +170,20 @@ pub trait Engine: Send + Sync {
         stop: &PreCopyStop,
     ) -> Result<SentPages, Failure>;
 
-    /// Takes memory that comes ahead on a connected stream: no more than so many bytes. The caller must answer when all has come. Blocks until
-    /// all is here; shutting the stream down ends it.
+    /// Receives pre-copied memory on a connected stream, at most `bytes_max` bytes. Blocks until
+    /// all of it has arrived; shutting the stream down ends the call. The source waits for an
+    /// acknowledgement, which the caller must send ([`crate::criu::acknowledge_pre_copy`]).
     ///
     /// # Errors
-    /// It did not come, or something else.
+    /// The memory did not arrive, or the source violated the protocol.
     fn take_ahead(&self, stream: &OwnedFd, bytes_max: u64) -> Result<ReceivedPages, Failure>;
 
-    /// Starts what asks for the memory of the task whose images are in this directory, on a connected stream, on which this has come
-    /// ahead. To be called before the restore is started.
+    /// Starts the process that requests the memory of a task on the connected stream `ask_on`.
+    /// `dir` contains the images, `ahead` the pages that were pre-copied. Must be called before the
+    /// restore is started.
     ///
     /// # Errors
-    /// The engine's process could not be made.
+    /// The engine's process could not be created.
     fn start_arrival(
         &self,
         dir: &Path,
@@ -173,74 +192,82 @@ pub trait Engine: Send + Sync {
     ) -> Result<Box<dyn Arriving>, Failure>;
 }
 
-/// A look at what the kernel can do.
+/// A running check of the kernel's support for post-copy.
 pub trait Checking: Send {
-    /// The engine's process: a child of the caller that only [`finish`](Self::finish) may wait for.
+    /// Returns the PID of the engine's process, a child of the caller. Only
+    /// [`finish`](Self::finish) may wait for it.
     fn engine_pid(&self) -> i32;
 
-    /// Waits for the answer. The engine's process is reaped when this returns.
+    /// Waits for the result. When this returns the engine's process has been reaped.
     ///
     /// # Errors
-    /// It cannot, or nobody knows.
+    /// The kernel does not support post-copy, or the check failed.
     fn finish(self: Box<Self>, limits: &Limits) -> Result<(), Failure>;
 }
 
-/// A dump under way.
+/// A running dump.
 pub trait Dumping: Send {
-    /// The engine's process: a child of the caller that only [`finish`](Self::finish) may wait for.
+    /// Returns the PID of the engine's process, a child of the caller. Only
+    /// [`finish`](Self::finish) may wait for it.
     fn engine_pid(&self) -> i32;
 
-    /// Waits until the images are complete. The engine's process is reaped when this returns; what is not in the images has the
-    /// [`Serving`]. A dump that is called off may be given a moment to end by itself, because that is safer for the task.
+    /// Waits until the images are complete. When this returns the engine's process has been reaped.
+    /// The [`Serving`] has the memory that is not in the images. A canceled dump may get a grace
+    /// period to end regularly, because that is safer for the task than killing the engine.
     ///
     /// # Errors
-    /// The task still exists and is still stopped, if it has not ended by itself.
+    /// The dump failed. The task still exists and is still stopped, unless it has exited.
     fn finish(
         self: Box<Self>,
         limits: &Limits,
     ) -> Result<(DumpReport, Option<Box<dyn Serving>>), Failure>;
 }
 
-/// The memory of a dumped task, on the host that it leaves. The task is still there, and stopped.
+/// The memory of a dumped task at the source of a post-copy migration. The task still exists and is
+/// stopped.
 pub trait Serving: Send {
-    /// For other threads.
+    /// Returns a handle for other threads.
     fn memory(&self) -> ServedMemory;
 
-    /// Hands out what is asked for until the other end closes its stream. When this returns the task stands still as before, or
-    /// is gone if it was killed.
+    /// Serves page requests until the target closes its stream. When this returns the task is
+    /// stopped as before, or gone if it was killed.
     ///
     /// # Errors
-    /// It could not be handed out. Only the other end knows whether it has got everything.
+    /// Memory could not be served. Only the target knows whether it has received everything.
     fn finish(self: Box<Self>, limits: &Limits) -> Result<(), Failure>;
 }
 
-/// The memory of a restored task, on its way.
+/// The memory of a restored task that is being fetched from the source.
 pub trait Arriving: Send {
-    /// The engine's process: a child of the caller that only [`finish`](Self::finish) may wait for.
+    /// Returns the PID of the engine's process, a child of the caller. Only
+    /// [`finish`](Self::finish) may wait for it.
     fn engine_pid(&self) -> i32;
 
-    /// Tells, meanwhile, whether all memory is here.
+    /// Returns a handle that tells while the fetch runs whether all memory has arrived.
     fn whole(&self) -> Whole;
 
-    /// Waits until all memory is here. The engine's process is reaped when this returns.
+    /// Waits until all memory has arrived. When this returns the engine's process has been reaped.
     ///
     /// # Errors
-    /// Some of it is missing and will not come. The task must not run any more: kill its processes, then drop what comes with
-    /// the reason. Until then they stand still where they need what is missing; after it they would find zeros there.
+    /// Some memory is missing and will not arrive. The caller must kill the processes first and
+    /// drop [`Missing`] afterwards: as long as it exists the processes block when they access a
+    /// missing page; without it they would read zeros.
     fn finish(self: Box<Self>, limits: &Limits) -> Result<(), (Failure, Missing)>;
 }
 
-/// Whether all memory of a task is here: the engine has said so, and may not have ended, because it gets no processor or stands still.
-/// All clones are one.
+/// Tells whether all memory of a task has arrived. All clones share one state.
+///
+/// The engine reports this before it exits, which may take long if it gets no CPU time or is
+/// stopped.
 #[derive(Clone, Debug)]
 pub struct Whole {
     is: Arc<AtomicBool>,
-    /// To the host that hands it out.
+    /// The stream to the source.
     way: Arc<UnixStream>,
 }
 
 impl Whole {
-    /// It is not, and comes by this.
+    /// Creates the state "not complete" for memory that arrives on this stream.
     pub(crate) fn new(way: Arc<UnixStream>) -> Whole {
         Whole {
             is: Arc::default(),
@@ -252,11 +279,12 @@ impl Whole {
         self.is.store(true, Ordering::Release);
     }
 
-    /// The other host will say no more. True if nothing is missing: then the engine waits for it no longer, and ends well.
+    /// Handles that the source will send nothing more. Returns true if no memory is missing; then
+    /// the stream is closed, so that the engine stops waiting and succeeds.
     pub fn without_more(&self) -> bool {
         let is = self.is_so();
         if is {
-            // The other end may have done so.
+            // The source may have closed the stream already.
             let _ = self.way.shutdown(net::Shutdown::Both);
         }
         is
@@ -267,35 +295,40 @@ impl Whole {
     }
 }
 
-/// What keeps processes from finding zeros where their memory has not arrived.
+/// Descriptors that make processes block, instead of reading zeros, where their memory has not
+/// arrived.
 #[derive(Debug)]
 pub struct Missing(
     #[expect(dead_code, reason = "held for its being open")] pub(crate) Vec<OwnedFd>,
 );
 
-/// A restore under way.
+/// A running restore.
 pub trait Restoring: Send {
-    /// The engine's process: a child of the caller that only these calls may wait for.
+    /// Returns the PID of the engine's process, a child of the caller. Only the other methods of
+    /// this trait may wait for it.
     fn engine_pid(&self) -> i32;
 
-    /// Waits until the task is rebuilt and nothing of it runs yet.
+    /// Waits until the task is rebuilt. None of its code runs yet.
     ///
     /// # Errors
-    /// The engine's process is dead and reaped. Parts of the task may be left in the namespace: kill its init.
+    /// The engine's process is dead and reaped. Parts of the task may remain in its PID namespace:
+    /// kill the namespace's init.
     fn hold(self: Box<Self>, limits: &Limits) -> Result<Box<dyn Held>, Failure>;
 }
 
-/// A task that is rebuilt and held before its first instruction.
+/// A restored task that is held before its first instruction.
 pub trait Held: Send {
-    /// The task's root, as the caller sees it.
+    /// Returns the PID of the task's root, in the caller's PID namespace.
     fn pid(&self) -> i32;
 
-    /// Acknowledges: the task is let go, stopped as it was when it was dumped.
+    /// Completes the restore: the engine detaches, and the task is stopped as it was when it was
+    /// dumped.
     ///
     /// # Errors
-    /// As for [`Restoring::hold`]; the task may have run if the engine died late.
+    /// As for [`Restoring::hold`]; if the engine died late the task may have run.
     fn release(self: Box<Self>, limits: &Limits) -> Result<(), Failure>;
 
-    /// Refuses: the engine removes what it built and ends, or is killed at once. Never blocks long.
+    /// Aborts the restore: the engine is killed, or removes what it has built and exits. Does not
+    /// block for long.
     fn refuse(self: Box<Self>);
 }

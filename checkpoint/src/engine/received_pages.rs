@@ -1,4 +1,6 @@
 //! The target's side of a pre-copy: the pages that have arrived, in memory.
+//!
+//! A process is identified by its PID in the task's PID namespace, as in CRIU's images.
 
 use super::pages::{
     BLOCK_PAGES, BlockRange, block_and_index, page_bits, page_size, split_by_block,
@@ -30,11 +32,11 @@ struct Block {
 pub struct ReceivedPages {
     page_size: u64,
     file: Option<File>,
-    /// By process and block number.
+    /// Keyed by process and block number.
     blocks: BTreeMap<(u64, u64), Block>,
-    /// Pages that are kept.
+    /// Number of pages in memory.
     pages: u64,
-    /// Slots of the file that were ever used.
+    /// Number of slots of the file that have been assigned.
     slots: u64,
 }
 
@@ -58,12 +60,12 @@ impl ReceivedPages {
         self.page_size
     }
 
-    /// Pages that are kept.
+    /// Returns the number of pages in memory.
     pub(crate) fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Bytes that are kept.
+    /// Returns the number of bytes in memory.
     pub fn bytes(&self) -> u64 {
         self.pages * self.page_size
     }

@@ -1,5 +1,7 @@
 //! The source's side of a pre-copy: the record of the pages that were sent, and the condition that
 //! ends the pre-copy early.
+//!
+//! A process is identified by its PID in the task's PID namespace, as in CRIU's images.
 
 use super::pages::{BLOCK_PAGES, block_and_index};
 use std::collections::BTreeMap;
@@ -13,14 +15,15 @@ const HASH_BYTES: usize = 16;
 
 type Hash = [u8; HASH_BYTES];
 
-/// Ends a pre-copy early: on request, at a deadline, or on a link that is fast enough to do without.
+/// Ends a pre-copy early: on request, at a deadline, or on a link so fast that pre-copy does not
+/// pay off.
 ///
 /// All clones share one request.
 #[derive(Clone, Debug)]
 pub struct PreCopyStop {
     requested: Arc<AtomicBool>,
     deadline: Instant,
-    /// In bytes per second.
+    /// Limit in bytes per second.
     rate_max: Option<u64>,
 }
 
@@ -65,7 +68,7 @@ impl PreCopyStop {
 #[derive(Debug)]
 struct Block {
     sent: u128,
-    /// One for each page of the block.
+    /// One hash for each page of the block.
     hashes: Box<[Hash]>,
 }
 
@@ -73,7 +76,7 @@ struct Block {
 #[derive(Debug, Default)]
 pub struct SentPages {
     page_size: u64,
-    /// By process and block number.
+    /// Keyed by process and block number.
     blocks: BTreeMap<(u64, u64), Block>,
     /// Distinct pages that were sent.
     pages: u64,
@@ -112,8 +115,9 @@ impl SentPages {
         })
     }
 
-    /// Returns true if this page must be sent, and records it as sent: the target does not have this
-    /// content yet. A further page beyond `pages_max` distinct ones is never sent.
+    /// Records that a page is sent with this content. Returns false if the page must not be sent:
+    /// the target already has this content, or the page would be a new one beyond `pages_max`
+    /// distinct pages.
     pub(crate) fn record(
         &mut self,
         process: u64,

@@ -8,16 +8,16 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 /// An order to the thread that traces the dumped processes.
 #[derive(Debug)]
 pub(crate) enum TracerOrder {
-    /// From now on a killed process keeps its memory. The reply confirms this.
+    /// From now on a killed process keeps its memory. The reply confirms the order.
     KeepKilled(SyncSender<()>),
     /// Detach from all processes and end.
     Detach,
 }
 
-/// The memory of a dumped task, for other threads than the one that serves it.
+/// A handle for other threads than the one that serves the memory of a dumped task.
 #[derive(Clone, Debug)]
 pub struct ServedMemory {
-    /// On this stream the target requests pages.
+    /// The stream on which the target requests pages.
     pub(crate) asked_on: Arc<OwnedFd>,
     pub(crate) orders: SyncSender<TracerOrder>,
 }

@@ -1,51 +1,50 @@
-//! The target's verdict: a pure function of the task's facts and what a host says about itself.
+//! The target's verdict: a pure function of the task's facts and the properties of a host.
 
 use sempa_proto::migration::{FileFact, FileMatch, Refusal, TaskFacts, Verdict};
 use std::io;
 use std::path::Path;
 
-/// Memory that has to stay free beside the task, in bytes.
+/// Memory in bytes that must stay free in addition to the task.
 pub const MEMORY_SLACK_BYTES: u64 = 32 << 20;
 
-/// What lies at a path.
+/// A file found at a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// Length in bytes.
     pub bytes: u64,
-    /// True for a directory.
     pub is_directory: bool,
 }
 
-/// What a verdict has to know of the host that gives it.
+/// Properties of a host on which its verdict depends.
 pub trait Host {
-    /// Processor features, as /proc/cpuinfo names them.
+    /// Processor features, as named in /proc/cpuinfo.
     fn cpu_features(&self) -> Vec<String>;
-    /// What the kernel can do, as a task's facts name it.
+    /// Kernel features, as named in [`TaskFacts::kernel_features`].
     fn kernel_features(&self) -> Vec<String>;
-    /// Release of the kernel.
+    /// Kernel release, for messages.
     fn kernel(&self) -> String;
-    /// Threads that new processes can have; `None` when nothing limits them.
+    /// Number of further threads that may be created; `None` if unlimited.
     fn threads_available(&self) -> Option<u64>;
-    /// Memory that new processes can get without swapping, in bytes.
+    /// Memory in bytes that new processes can get without swapping.
     fn memory_available_bytes(&self) -> u64;
-    /// Bytes of these that tasks need which were accepted and are not all here yet.
+    /// Part of it that is reserved for accepted tasks whose memory has not completely arrived.
     fn memory_promised_bytes(&self) -> u64;
-    /// What lies at this path.
+    /// Returns the file at this path.
     ///
     /// # Errors
-    /// What the system says, mostly that there is nothing.
+    /// The system's error; mostly that no file exists.
     fn look(&self, path: &Path) -> io::Result<Found>;
-    /// BLAKE3 of a file's content, in hexadecimal digits.
+    /// Returns the BLAKE3 hash of a file's content in hexadecimal digits.
     ///
     /// # Errors
-    /// When it cannot be read.
+    /// The file cannot be read.
     fn hash(&self, path: &Path) -> io::Result<String>;
-    /// Why no file could be made under this path for a task of this user, if so.
+    /// Returns why no file could be created at this path for a task of this user; `None` if it
+    /// could.
     fn may_not_make(&self, path: &Path, uid: u32) -> Option<String>;
 }
 
-/// Would this host take such a task? All reasons against it; empty means yes. Whether the host has an engine is not asked
-/// here.
+/// Returns all reasons why this host cannot take a task with these facts; empty if it can. Does not
+/// check whether the host has an engine.
 pub fn compare(facts: &TaskFacts, here: &dyn Host) -> Verdict {
     let mut verdict = Verdict::new();
     let lacks = |wanted: &[String], has: &[String]| -> Vec<String> {
@@ -55,12 +54,13 @@ pub fn compare(facts: &TaskFacts, here: &dyn Host) -> Verdict {
             .cloned()
             .collect()
     };
-    // The C library chooses its routines by processor at the start; a missing feature would be a crash later.
+    // The C library selects its routines by processor features when the program starts. A missing
+    // feature would crash the program later.
     let missing = lacks(&facts.cpu_features, &here.cpu_features());
     if !missing.is_empty() {
         verdict.push(Refusal::CpuFeatures { missing });
     }
-    // Likewise what it has found the kernel to do.
+    // Programs also use kernel features that they have found once.
     let missing = lacks(&facts.kernel_features, &here.kernel_features());
     if !missing.is_empty() {
         verdict.push(Refusal::KernelFeatures {
@@ -246,8 +246,9 @@ mod tests {
         }
     }
 
+    /// A host that has everything accepts the task, although its kernel has another release.
     #[test]
-    fn a_host_with_everything_takes_the_task_whatever_its_kernels_release() {
+    fn sufficient_host_accepts_any_kernel_release() {
         assert_eq!(compare(&facts(), &host()), []);
         assert_eq!(
             compare(
@@ -261,8 +262,9 @@ mod tests {
         );
     }
 
+    /// Missing processor and kernel features, memory and threads are all reported together.
     #[test]
-    fn a_lesser_processor_or_kernel_and_too_little_room_are_refused_at_once() {
+    fn lacking_host_reports_all_reasons() {
         let here = Fake {
             features: "sse2",
             calls: "openat2 rseq",
@@ -288,8 +290,9 @@ mod tests {
         assert_eq!(compare(&facts(), &here), expected);
     }
 
+    /// Memory that is reserved for other tasks is not available.
     #[test]
-    fn memory_that_was_promised_to_others_is_not_free() {
+    fn reserved_memory_is_not_available() {
         let room = (100 << 20) + MEMORY_SLACK_BYTES;
         let with = |promised| compare(&facts(), &Fake { promised, ..host() });
         assert_eq!(with((1 << 30) - room), []);
@@ -317,8 +320,10 @@ mod tests {
         );
     }
 
+    /// A file that is copied to the target may be missing there if it can be created, but an
+    /// existing one must match.
     #[test]
-    fn a_file_that_is_carried_along_may_be_missing_but_is_never_another_one() {
+    fn copied_file_may_be_missing_but_not_different() {
         let with = |path: &str, bytes, must| TaskFacts {
             files: vec![fact(path, bytes, must)],
             ..facts()
@@ -364,8 +369,9 @@ mod tests {
         );
     }
 
+    /// Every file that is missing or different on the target is listed.
     #[test]
-    fn every_file_that_is_missing_or_differs_is_named() {
+    fn missing_and_different_files_are_listed() {
         let mut here = host();
         here.files.insert(
             "/bin/prog",

@@ -1,4 +1,5 @@
-//! What an open descriptor means for a migration. [`descriptor`] reads /proc/PID/fd and fdinfo; [`judge`] is pure.
+//! Determines what an open descriptor means for a migration. [`descriptor`] reads /proc/PID/fd and
+//! fdinfo; [`judge`] is pure.
 
 use super::maps::{SHARED_MEMORY_FOLDER, posix_memory};
 use sempa_proto::task;
@@ -6,23 +7,23 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// The mark of a connection of the task's library, as fdinfo prints it.
+/// The flag that marks connections of the task's library, as fdinfo prints it.
 const LIBRARY_SOCKET_FLAG: u32 = task::LIBRARY_SOCKET_FLAG.cast_unsigned();
 /// `O_ACCMODE`, `O_WRONLY` and `O_APPEND` as fdinfo prints them.
 const ACCESS_MODE: u32 = 0o3;
 const WRITE_ONLY: u32 = 0o1;
 const APPEND: u32 = 0o2000;
-/// `O_DIRECT`, which on a pipe means that it keeps the bounds of what was written.
+/// `O_DIRECT`. On a pipe it selects packet mode, which preserves the bounds of writes.
 const PACKETS: u32 = libc::O_DIRECT.cast_unsigned();
 
-/// File systems (statfs(2)) whose files are not files of a disk.
+/// Types (statfs(2)) of file systems whose files are not stored on a disk.
 const PROC_MAGIC: i64 = 0x9fa0;
 const SYSFS_MAGIC: i64 = 0x6265_6572;
 const MQUEUE_MAGIC: i64 = 0x1980_0202;
 const SECRETMEM_MAGIC: i64 = 0x5345_434d;
 const CGROUP2_MAGIC: i64 = 0x6367_7270;
 
-/// Anonymous inodes that the engine can carry.
+/// Anonymous inodes that the engine can migrate.
 const CARRIED_ANON: [&str; 7] = [
     "[eventfd]",
     "[eventpoll]",
@@ -33,69 +34,63 @@ const CARRIED_ANON: [&str; 7] = [
     "[pidfd]",
 ];
 
-/// What kind of file it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// An ordinary file of this many bytes.
+    /// A regular file of this many bytes.
     Regular(u64),
-    /// A directory.
     Directory,
-    /// A named pipe.
     Fifo,
-    /// A character device.
     Character {
-        /// Its class.
         major: u64,
-        /// Its number.
         minor: u64,
     },
-    /// Anything else.
     Other,
 }
 
-/// An open descriptor.
+/// The properties of a descriptor that determine its meaning.
 #[derive(Clone, Debug)]
 struct Descriptor<'a> {
-    /// Where /proc/PID/fd/N leads.
+    /// Target of the link /proc/PID/fd/N.
     link: &'a Path,
-    /// Text of /proc/PID/fdinfo/N.
+    /// The text of /proc/PID/fdinfo/N.
     info: &'a str,
-    /// What it is.
     kind: Kind,
-    /// Number of names that the file has.
+    /// Number of hard links to the file.
     names: u64,
     /// Type of its file system.
     magic: i64,
 }
 
-/// What it means.
+/// The meaning of a descriptor for a migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Meaning {
-    /// It travels with the task.
+    /// The engine migrates it.
     Travels,
-    /// A socket with this inode number: see [`super::sockets`].
+    /// A socket with this inode number (see [`super::sockets`]).
     Socket(u64),
-    /// One that the task's library closes before the dump.
+    /// A socket, with this inode number, that the task's library closes before the dump.
     Library(u64),
-    /// A file that has to be there in this length.
+    /// A file that must exist at the target with this length.
     SameLength(PathBuf, u64),
-    /// A file that the task may write to until it stands still: it has to be there, and no shorter than it is now.
+    /// A file that the task may write until it is stopped. It must exist at the target and be at
+    /// least as long as at the source.
     Grows(PathBuf),
-    /// A file that has to be there.
+    /// A file that must exist at the target.
     Exists(PathBuf),
-    /// A named pipe that has to be there, and that nobody else may have open.
+    /// A named pipe that must exist at the target, and that no other process may have open.
     NamedPipe(PathBuf),
-    /// A directory that has to be there.
+    /// A directory that must exist at the target.
     Directory(PathBuf),
-    /// The task's end of a pseudo terminal with this number.
+    /// The slave end of the pseudo terminal with this number.
     Terminal(u64),
-    /// The controlling end of a pseudo terminal with this number.
+    /// The master end of the pseudo terminal with this number.
     TerminalMaster(u64),
-    /// It does not survive; what it is.
+    /// It cannot be migrated; its description.
     Lost(String),
 }
 
-/// Reads one descriptor of a process from its entry `path` in /proc/PID/fd and judges it.
+/// Reads one descriptor of a process and determines its meaning. `path` is its entry in
+/// /proc/PID/fd.
 ///
 /// # Errors
 /// The descriptor was closed meanwhile.
@@ -103,7 +98,8 @@ pub(super) fn descriptor(pid: i32, path: &Path, number: &str) -> io::Result<Mean
     let link = std::fs::read_link(path)?;
     let info = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}"))?;
     if !link.is_absolute() {
-        // Pipes, sockets and the like need no further look, and cannot block one.
+        // Pipes, sockets and anonymous inodes need no metadata. Reading it never blocks for the
+        // other files.
         return Ok(judge(&Descriptor {
             link: &link,
             info: &info,
@@ -133,7 +129,7 @@ pub(super) fn descriptor(pid: i32, path: &Path, number: &str) -> io::Result<Mean
     }))
 }
 
-/// Judges one descriptor.
+/// Determines the meaning of one descriptor.
 fn judge(fd: &Descriptor<'_>) -> Meaning {
     let text = fd.link.to_string_lossy();
     if let Some(inode) = text
@@ -154,7 +150,7 @@ fn judge(fd: &Descriptor<'_>) -> Meaning {
         };
     }
     if number(fd.info, "eventfd-semaphore:") == Some(1) {
-        // The engine would make an ordinary one of it without a word.
+        // The engine would silently restore it as an ordinary eventfd.
         return Meaning::Lost("an eventfd that is a semaphore".into());
     }
     if let Some(name) = text.strip_prefix("anon_inode:") {
@@ -168,7 +164,7 @@ fn judge(fd: &Descriptor<'_>) -> Meaning {
     match fd.magic {
         MQUEUE_MAGIC => return Meaning::Lost(format!("the POSIX message queue {text}")),
         SECRETMEM_MAGIC => return Meaning::Lost("secret memory (memfd_secret)".into()),
-        // Its number is another one after the move, and this one may be somebody else's there.
+        // The process has another PID after the migration, and another process may have this one.
         PROC_MAGIC if names_process(fd.link) => {
             return Meaning::Lost(format!("the file {text}, which is about a process"));
         }
@@ -193,7 +189,8 @@ fn judge(fd: &Descriptor<'_>) -> Meaning {
         Kind::Directory => Meaning::Directory(fd.link.into()),
         Kind::Fifo => Meaning::NamedPipe(fd.link.into()),
         Kind::Character { major, minor } => device(fd, major, minor),
-        // The engine checks the length of all files but those that are only appended to; but when it does so all stand still.
+        // The engine checks the lengths of all files that are not open for appending only; at that
+        // time all processes are stopped.
         Kind::Regular(_) if flags(fd.info) & (ACCESS_MODE | APPEND) == WRITE_ONLY | APPEND => {
             Meaning::Exists(fd.link.into())
         }
@@ -214,12 +211,12 @@ fn is_marked(info: &str) -> bool {
     flags(info) & LIBRARY_SOCKET_FLAG != 0
 }
 
-/// True if fdinfo says that the descriptor is open for writing.
+/// True if the descriptor is open for writing, according to its fdinfo.
 pub(super) fn is_written(info: &str) -> bool {
     flags(info) & ACCESS_MODE != 0
 }
 
-/// True for what lies in the folder of a process under /proc.
+/// True for files in the directory of a process in /proc.
 fn names_process(path: &Path) -> bool {
     let folder = path
         .strip_prefix("/proc")
@@ -282,8 +279,10 @@ mod tests {
         })
     }
 
+    /// Files open for reading need the same length at the target; files open for writing may grow
+    /// or need only exist.
     #[test]
-    fn files_need_their_length_unless_the_task_writes_to_them() {
+    fn read_files_need_equal_length_and_written_do_not() {
         let file = |info: &str| judge_as("/d/f", info, Kind::Regular(5), 1, 0xef53);
         assert_eq!(
             file("pos:\t0\nflags:\t0100000\n"),
@@ -322,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_engine_cannot_carry_is_named() {
+    fn unsupported_descriptors_are_described() {
         let lost = |link: &str, kind, magic| match judge_as(link, "", kind, 1, magic) {
             Meaning::Lost(what) => what,
             other => panic!("{link}: {other:?}"),
@@ -378,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn what_travels_is_let_through() {
+    fn supported_descriptors_are_accepted() {
         for link in [
             "pipe:[5]",
             "anon_inode:[eventfd]",

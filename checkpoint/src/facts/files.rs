@@ -1,4 +1,5 @@
-//! Regular files that a task has open: what is to become of them when it moves, as its variable says, and where they are to go.
+//! Regular files that a task has open: whether they are copied when it migrates, as selected by
+//! `SEMPA_FILES`, and where they can be created.
 
 use super::descriptors::{Meaning, descriptor};
 use nix::fcntl::{OFlag, openat};
@@ -11,32 +12,33 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
-/// The variable in the environment of a task.
+/// The selecting variable in the environment of a task.
 const VARIABLE: &[u8] = b"SEMPA_FILES=";
-/// Bytes of files that are carried along with one task at most.
+/// Largest total size of the files that are copied with one task.
 pub const CARRIED_BYTES_MAX: u64 = 1 << 30;
-/// Files that are, at most.
+/// Largest number of files that are copied with one task.
 pub const CARRIED_FILES_MAX: usize = 1024;
 
-/// What becomes of open files.
+/// The treatment of open files in a migration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Policy {
-    /// They have to be at the target.
+    /// They must exist at the target.
     #[default]
     Shared,
-    /// Those of the task's user are carried along where they are not.
+    /// Files of the task's user are copied to a target that lacks them.
     Copy,
-    /// A task with open files does not move.
+    /// A task with open files does not migrate.
     Refuse,
 }
 
 impl Policy {
-    /// What the task with this root process was started with.
+    /// Returns the policy with which the task of this root process was started.
     ///
     /// # Errors
-    /// The variable says nothing that is known.
+    /// The variable has an unknown value.
     pub(super) fn of(root: i32) -> Result<Policy, Refusal> {
-        // Of one that has ended, or whose main thread has, the kernel tells nothing; the rest of the look says so.
+        // The environment of a process that has exited, or whose main thread has, cannot be read.
+        // Such a process is refused by other checks.
         let environment = std::fs::read(format!("/proc/{root}/environ")).unwrap_or_default();
         Policy::read(&environment)
     }
@@ -58,25 +60,22 @@ impl Policy {
     }
 }
 
-/// An open file that is carried along.
+/// An open file that is copied.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenFile {
-    /// Its name.
     pub path: PathBuf,
-    /// Where it can be opened whatever has become of its name.
+    /// Path in /proc/PID/fd, which opens the file even if its name was removed.
     pub through: PathBuf,
-    /// Permission bits.
     pub mode: u32,
-    /// Its group.
     pub gid: u32,
 }
 
-/// True for a file of the user as whom tasks run here.
+/// True for a regular file of the user that tasks run as on this host.
 pub(super) fn is_own(meta: &std::fs::Metadata) -> bool {
     meta.is_file() && meta.uid() == nix::unistd::geteuid().as_raw()
 }
 
-/// What is carried along with the task of this root process and these processes, which stand still.
+/// Returns the files that are copied with the task of these stopped processes.
 pub fn files_to_carry(root: i32, processes: &[i32]) -> Vec<OpenFile> {
     let mut files = BTreeMap::new();
     if Policy::of(root) != Ok(Policy::Copy) {
@@ -111,11 +110,12 @@ pub fn files_to_carry(root: i32, processes: &[i32]) -> Vec<OpenFile> {
     files.into_values().collect()
 }
 
-/// The folder of a file, reached without following any link, and the file's name in it. Names that processes have open have no
-/// links in them, so one that is here leads somewhere else.
+/// Opens the directory of a file without following symbolic links, and returns it with the file's
+/// name. The names of open files contain no symbolic links, so one that exists here would lead to
+/// another file.
 ///
 /// # Errors
-/// It is not there, or there is a link on the way.
+/// The directory does not exist, or a component of the path is a symbolic link.
 pub fn folder_of(path: &Path) -> io::Result<(OwnedFd, OsString)> {
     let wrong = || io::Error::from(io::ErrorKind::InvalidInput);
     let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_RDONLY;
@@ -137,7 +137,7 @@ pub fn folder_of(path: &Path) -> io::Result<(OwnedFd, OsString)> {
     Ok((at, OsStr::to_os_string(name)))
 }
 
-/// Why no file could be made there for a task of this user, if so.
+/// Returns why no file can be created at this path for a task of this user; `None` if it can.
 pub(super) fn may_not_make(path: &Path, uid: u32) -> Option<String> {
     use std::os::fd::AsRawFd;
     let own = nix::unistd::geteuid().as_raw();
@@ -158,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_becomes_of_files_is_said_in_the_environment() {
+    fn file_policy_is_read_from_environment() {
         let read = |environment: &str| Policy::read(environment.as_bytes());
         assert_eq!(read(""), Ok(Policy::Shared));
         assert_eq!(read("A=1\0SEMPA_FILES=\0"), Ok(Policy::Shared));
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_is_reached_only_without_links() {
+    fn symbolic_links_to_directory_are_refused() {
         let dir = tempfile::tempdir().expect("dir");
         let real = dir.path().canonicalize().expect("there");
         std::fs::create_dir(real.join("folder")).expect("made");

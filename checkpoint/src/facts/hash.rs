@@ -1,4 +1,4 @@
-//! BLAKE3 of files, remembered as long as the file looks the same.
+//! Cache of BLAKE3 hashes of files. An entry is valid while the file's metadata is unchanged.
 
 use std::collections::HashMap;
 use std::fs::{File, Metadata};
@@ -7,24 +7,25 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-/// Files remembered; when there are more, all are forgotten and hashed again as needed.
+/// Largest number of entries. When it is exceeded the cache is emptied.
 pub const HASHES_MAX: usize = 4096;
 
-/// Device, inode, length, and the times of change of content and of anything in nanoseconds. The first can be set back by anybody
-/// who may write the file, and is by programs that unpack or copy; the second only by the kernel.
+/// Device, inode, length, and the modification and status change times in nanoseconds. The
+/// modification time can be set back by any process that may write the file, as programs do that
+/// unpack or copy files; the status change time is set only by the kernel.
 type Key = (u64, u64, u64, i128, i128);
 
-/// The memory. Shared between threads; a file is hashed without holding the lock.
+/// The cache. Shared between threads; files are hashed without holding the lock.
 #[derive(Debug, Default)]
 pub struct HashCache {
     known: Mutex<HashMap<Key, String>>,
 }
 
 impl HashCache {
-    /// The hash of a file's content, in hexadecimal digits.
+    /// Returns the hash of a file's content in hexadecimal digits.
     ///
     /// # Errors
-    /// When the file cannot be read.
+    /// The file cannot be read.
     pub fn hash(&self, path: &Path) -> io::Result<String> {
         let mut file = File::open(path)?;
         let key = key(&file.metadata()?);
@@ -47,7 +48,7 @@ impl HashCache {
         Ok(hash)
     }
 
-    /// True if nobody has to read this file to know its hash.
+    /// True if the hash of this file is in the cache.
     pub fn knows(&self, path: &Path) -> bool {
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         path.metadata()
@@ -71,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_changed_file_has_another_hash() {
+    fn changed_file_is_hashed_again() {
         let cache = HashCache::default();
         let path = std::env::temp_dir().join(format!("sempa-hash-{}", std::process::id()));
         std::fs::write(&path, "one").expect("write");
@@ -84,8 +85,9 @@ mod tests {
         assert!(cache.hash(&path).is_err());
     }
 
+    /// A changed file is hashed again, although its length and modification time are unchanged.
     #[test]
-    fn a_changed_file_that_says_it_is_as_old_as_before_has_another_hash() {
+    fn preserved_mtime_does_not_hide_change() {
         let (cache, dir) = (HashCache::default(), tempfile::tempdir().expect("dir"));
         let path = dir.path().join("library");
         std::fs::write(&path, "one").expect("write");
@@ -95,7 +97,7 @@ mod tests {
             before.modified().expect("a time"),
         );
         let changed = |meta: &std::fs::Metadata| (meta.ctime(), meta.ctime_nsec());
-        // The kernel's clock for files may not have gone on yet.
+        // The timestamps of the file system may be too coarse to have changed yet.
         loop {
             std::fs::write(&path, "two").expect("write");
             File::options()

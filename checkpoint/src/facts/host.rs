@@ -1,4 +1,4 @@
-//! The machine that this process runs on, as far as a verdict has to know it.
+//! The properties of this host on which its verdicts depend.
 
 use super::compare::{Found, Host};
 use super::hash::HashCache;
@@ -7,7 +7,6 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-/// This machine.
 #[derive(Clone, Debug)]
 pub struct ThisHost {
     hashes: Arc<HashCache>,
@@ -15,7 +14,7 @@ pub struct ThisHost {
 }
 
 impl ThisHost {
-    /// `hashes` remembers what was hashed before; so many bytes of its memory were `promised` to tasks on their way here.
+    /// `promised` are the bytes of memory that are reserved for tasks that are migrating here.
     pub fn new(hashes: Arc<HashCache>, promised: u64) -> ThisHost {
         ThisHost { hashes, promised }
     }
@@ -63,13 +62,13 @@ impl Host for ThisHost {
     }
 }
 
-/// Features of this machine's processor, sorted.
+/// Returns the features of this host's processor, sorted.
 pub(super) fn cpu_features() -> Vec<String> {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     features(&text)
 }
 
-/// Release of this machine's kernel.
+/// Returns the release of this host's kernel.
 pub(super) fn release() -> String {
     std::fs::read_to_string("/proc/sys/kernel/osrelease")
         .unwrap_or_default()
@@ -77,7 +76,7 @@ pub(super) fn release() -> String {
         .to_string()
 }
 
-/// The first processor's features; "flags" on x86, "Features" on ARM.
+/// Returns the features of the first processor: "flags" on x86, "Features" on ARM.
 fn features(cpuinfo: &str) -> Vec<String> {
     let line = cpuinfo
         .lines()
@@ -96,13 +95,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn proc_is_read_as_it_is_written() {
+    fn processor_features_are_parsed() {
         let cpuinfo = "processor\t: 0\nflags\t\t: sse2 fma avx2 fma\nbugs\t\t: none\nprocessor\t: 1\nflags\t\t: sse2\n";
         assert_eq!(features(cpuinfo), ["avx2", "fma", "sse2"]);
     }
 
     #[test]
-    fn this_machine_can_be_read() {
+    fn own_properties_are_readable() {
         let host = ThisHost::new(Arc::default(), 0);
         assert!(host.memory_available_bytes() > 0);
         assert!(

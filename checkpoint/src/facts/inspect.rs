@@ -1,4 +1,5 @@
-//! Looks at a living task through /proc: its facts, or the first thing about it that does not survive a move.
+//! Inspects a running task through /proc. The result is its facts, or the first property that
+//! prevents a migration.
 
 use super::descriptors::{Meaning, descriptor, is_of_library, is_written};
 use super::files::{CARRIED_BYTES_MAX, CARRIED_FILES_MAX, Policy, is_own};
@@ -12,7 +13,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Namespaces that a task has to share with its tasker, with what to call one of its own.
+/// Namespaces that a task must share with its tasker, with the description of a different one.
 const SHARED_NAMESPACES: [(&str, &str); 5] = [
     ("mnt", "a mount namespace of its own"),
     ("net", "a network namespace of its own"),
@@ -21,31 +22,30 @@ const SHARED_NAMESPACES: [(&str, &str); 5] = [
     ("user", "a user namespace of its own"),
 ];
 
-/// A task to be looked at.
+/// The processes of a task to inspect.
 #[derive(Clone, Debug)]
 pub struct Subject {
-    /// Its root process.
     pub root: i32,
-    /// All its processes, the root included.
+    /// All processes, including the root.
     pub processes: Vec<i32>,
 }
 
-/// Bytes by which a target is told of files: with the rest of what is said of a task, and with what the target may have
-/// against each of them, they fit into a frame.
+/// Largest size of the file list that is sent to a target. Together with the other facts, and with
+/// the target's refusal of each file, it fits into a frame.
 pub const NAMED_BYTES_MAX: u64 = 32 << 20;
-/// What is said of a file beside its path takes so much at most.
+/// Bound of the size of an entry in the list, without its path.
 const NAMED_BYTES_EACH: u64 = 256;
 
-/// What was found in all processes together.
+/// The results of all processes together.
 #[derive(Clone, Default)]
 struct Findings {
-    /// What is to become of open files.
+    /// The treatment of open files.
     policy: Policy,
     files: BTreeMap<PathBuf, (u64, Need)>,
-    /// Bytes by which they are named.
+    /// Size of the file list.
     named: u64,
     sockets: BTreeSet<u64>,
-    /// Those that the library closes.
+    /// Sockets that the library closes before the dump.
     library: BTreeSet<u64>,
     terminals: BTreeSet<u64>,
     masters: BTreeSet<u64>,
@@ -53,7 +53,7 @@ struct Findings {
     pipes: BTreeMap<(u64, u64), PathBuf>,
 }
 
-/// How much of a file the task needs; a later one includes the earlier ones.
+/// What the task needs of a file. Each value includes the previous ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Need {
     Directory,
@@ -83,10 +83,10 @@ impl Findings {
         Ok(())
     }
 
-    /// It has a file open that is reached through this.
+    /// Adds a file that the task has open. `through` is its path in /proc/PID/fd.
     fn open_file(&mut self, path: &Path, through: &Path, need: Need) -> Result<(), Refusal> {
         let Ok(meta) = std::fs::metadata(through) else {
-            // Closed meanwhile.
+            // The file was closed meanwhile.
             return Ok(());
         };
         let is_program = self
@@ -104,7 +104,7 @@ impl Findings {
         self.need(path, meta.len(), need)
     }
 
-    /// What would have to be carried along must not be too much.
+    /// Refuses the task if the files to copy exceed the limits.
     fn measure(&self) -> Result<(), Refusal> {
         let carried = |need: &Need| {
             matches!(
@@ -135,11 +135,11 @@ fn holds(what: impl Into<String>) -> Refusal {
     Refusal::Holds { what: what.into() }
 }
 
-/// Looks at a task; `engine` is the version of the engine that would dump it. The task is not disturbed; what it does
-/// meanwhile may be missed.
+/// Inspects a task without disturbing it. Changes during the inspection may be missed. `engine` is
+/// the version of the engine that would dump the task.
 ///
 /// # Errors
-/// Why it cannot move at all: what it holds, or that it has ended.
+/// The reason why the task cannot migrate at all: a resource, or its exit.
 pub fn inspect(
     subject: &Subject,
     engine: String,
@@ -193,11 +193,11 @@ pub fn inspect(
     })
 }
 
-/// What is larger is no library as a rule but data, which nobody reads in vain.
+/// Largest size of a file that is hashed in advance. Larger ones are mostly data, not libraries.
 const LEARNED_BYTES_MAX: u64 = 128 << 20;
 
-/// Hashes the program and the libraries of a process, so that whoever looks at its task later need not wait until a disk has read
-/// them. What cannot be read is told then.
+/// Hashes the program and the libraries of a process in advance, so that a later inspection need
+/// not wait for the disk. Read errors are ignored here; the inspection reports them.
 pub fn learn(pid: i32, hashes: &HashCache) {
     let Ok(text) = std::fs::read(format!("/proc/{pid}/maps")) else {
         return;
@@ -215,16 +215,18 @@ pub fn learn(pid: i32, hashes: &HashCache) {
     }
 }
 
-/// Memory of a process in bytes, resident or swapped out, while it exists.
+/// Returns the memory of a process in bytes, resident or swapped out; `None` if it does not exist.
 pub fn resident_bytes(pid: i32) -> Option<u64> {
     Status::of(pid)?.memory_bytes()
 }
 
-/// How often a process that is just ending is looked at, a millisecond apart, before what was seen of it counts.
+/// Number of attempts to inspect a process that seems to be exiting, one millisecond apart.
 const LOOKS: u32 = 100;
 
-/// Looks at one process. Any but the root may end meanwhile: from its first step out, when it gives up its memory, until it
-/// waits to be reaped it has no directory and no namespaces any more, which says nothing about the task.
+/// Inspects one process, repeatedly while it is exiting.
+///
+/// Any process except the root may exit meanwhile. From the moment it releases its memory until it
+/// is reaped, it has no directories and no namespaces, which must not count against the task.
 fn look_until_settled(pid: i32, root: i32, findings: &mut Findings) -> Result<(), Refusal> {
     let gives_up = || std::fs::read_link(format!("/proc/{pid}/exe")).is_err();
     let mut result = Ok(());
@@ -244,10 +246,13 @@ fn look_until_settled(pid: i32, root: i32, findings: &mut Findings) -> Result<()
     result
 }
 
-/// The engine takes a process tree. Whoever is in the namespace but not in the tree would stay behind. While processes end, a
-/// parent may be gone that was named a moment before: what counts is what is seen twice.
+/// Checks that all processes belong to the tree of the root, because the engine dumps a process
+/// tree. Other processes in the namespace would be left behind.
+///
+/// While processes exit, a parent may be gone that was read before. Only a result that is found
+/// twice counts.
 fn family(subject: &Subject) -> Result<(), Refusal> {
-    // Of one that is being reaped the kernel names none.
+    // The kernel reports parent 0 for a process that is being reaped.
     let parent = |pid: i32| {
         Status::of(pid)?
             .number::<i32>("PPid")
@@ -308,14 +313,14 @@ fn look_at(pid: i32, root: i32, findings: &mut Findings) -> Result<(), Refusal> 
         .and_then(|status| status.field("State"))
         .is_some_and(|state| state.starts_with(['Z', 'X']))
     {
-        // It waits to be reaped, if no thread of it goes on.
+        // A zombie waits to be reaped, unless other threads still run.
         return if threads.len() > 1 {
             Err(holds("a main thread that has ended before the others"))
         } else {
             Ok(())
         };
     }
-    // Our own threads trace for a moment, too.
+    // Threads of this process trace the task for short times, too.
     let is_ours = |tracer: &str| Path::new("/proc/self/task").join(tracer).exists();
     let traces = |tracer: &str| tracer != "0" && !is_ours(tracer);
     if threads
@@ -340,7 +345,8 @@ fn look_at(pid: i32, root: i32, findings: &mut Findings) -> Result<(), Refusal> 
     descriptors(pid, findings)
 }
 
-/// What the engine needs the process, or itself, to have the right to. Where we have none ourselves nothing is asked here.
+/// Checks the capabilities that the engine needs in the process, or that this process needs.
+/// Capabilities that this process lacks are not checked in the task.
 fn rights(status: Option<&Status>) -> Result<(), Refusal> {
     const MAY_MOUNT: u64 = 1 << 21;
     const MAY_LIMIT: u64 = 1 << 24;
@@ -356,14 +362,15 @@ fn rights(status: Option<&Status>) -> Result<(), Refusal> {
             .map(String::from)
             .collect()
     };
-    // It makes the process mount something for a moment.
+    // The engine makes the process mount a file system for a moment.
     if may(&own, MAY_MOUNT) && !may(status, MAY_MOUNT) {
         let uid = ids(status, "Uid").get(1).cloned().unwrap_or_default();
         return Err(holds(format!(
             "a process without root's rights (its user is {uid}), in which the engine cannot work"
         )));
     }
-    // It asks for the limits of the process, which the kernel tells only to equals without a further right.
+    // The engine reads the resource limits of the process. The kernel permits this only for equal
+    // IDs, or with CAP_SYS_RESOURCE.
     let differs = |name| {
         ids(status, name)
             .iter()
@@ -381,7 +388,7 @@ fn rights(status: Option<&Status>) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Numbers of the threads of a process.
+/// Returns the thread IDs of a process.
 fn threads(pid: i32) -> Vec<i32> {
     let dir = std::fs::read_dir(format!("/proc/{pid}/task"))
         .into_iter()
@@ -400,7 +407,7 @@ fn namespaces(pid: i32, root: i32) -> Result<(), Refusal> {
     {
         return Err(holds(*what));
     }
-    // That of the task is not the tasker's; its processes have to be in it, and so have their children.
+    // The task has its own PID namespace; its processes and their children must be in it.
     let task = link(&root, "pid");
     if ["pid", "pid_for_children"]
         .iter()
@@ -411,7 +418,7 @@ fn namespaces(pid: i32, root: i32) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// The engine needs to make a directory there for a moment.
+/// Checks that the engine can create a temporary directory in the working directory.
 fn working_directory(cwd: &Path, pid: i32) -> Result<(), Refusal> {
     let through = format!("/proc/{pid}/cwd");
     let writable = nix::unistd::access(through.as_str(), nix::unistd::AccessFlags::W_OK);
@@ -452,7 +459,7 @@ fn mappings(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
 fn descriptors(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
     let dir = std::fs::read_dir(format!("/proc/{pid}/fd")).map_err(|_| Refusal::NoSuchTask)?;
     for entry in dir.flatten() {
-        // A descriptor may be closed while we look; then it does not matter.
+        // A descriptor that was closed meanwhile does not matter.
         let Ok(meaning) = descriptor(pid, &entry.path(), &entry.file_name().to_string_lossy())
         else {
             continue;
@@ -468,7 +475,7 @@ fn descriptors(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
             Meaning::Exists(path) => findings.open_file(&path, &entry.path(), Need::Exists)?,
             Meaning::NamedPipe(path) => {
                 findings.need(&path, 0, Need::Exists)?;
-                // One that was closed meanwhile does not matter.
+                // A pipe that was closed meanwhile does not matter.
                 findings
                     .pipes
                     .extend(strangers::identity(&entry.path()).map(|id| (id, path)));
@@ -482,7 +489,8 @@ fn descriptors(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// The regular files with a name that these processes, which stand still, have open for writing, and their lengths in bytes.
+/// Returns the regular files that these stopped processes have open for writing, with their lengths
+/// in bytes. Files without a name are skipped.
 pub fn written_files(processes: &[i32]) -> Vec<(PathBuf, u64)> {
     let mut files = BTreeMap::new();
     for pid in processes {
@@ -496,7 +504,7 @@ pub fn written_files(processes: &[i32]) -> Vec<(PathBuf, u64)> {
             };
             let info =
                 std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", number.to_string_lossy()));
-            // Of what is no file a look at its length might block, and a file without a name travels.
+            // Metadata of other kinds of files might block. Files without a name are in the images.
             if !link.is_absolute() || !info.is_ok_and(|info| is_written(&info)) {
                 continue;
             }
@@ -511,8 +519,8 @@ pub fn written_files(processes: &[i32]) -> Vec<(PathBuf, u64)> {
     files.into_iter().collect()
 }
 
-/// True if a process has connections of a task's library open. One in which the library has let go has none; nor has a forked
-/// child of it that has got as far as its own program.
+/// True if a process has connections of a task's library open. It has none if its library is
+/// quiesced, or if it is a forked child that has executed another program.
 pub fn has_library_sockets(pid: i32) -> bool {
     let dir = std::fs::read_dir(format!("/proc/{pid}/fd"))
         .into_iter()
@@ -534,7 +542,8 @@ fn connections(root: i32, findings: &Findings) -> Result<(), Refusal> {
     if findings.sockets.is_empty() && findings.library.len() < 2 {
         return Ok(());
     }
-    // Without the kernel's list the engine itself would find what is wrong, at the dump.
+    // If the kernel does not provide the list, the engine finds foreign connections during the
+    // dump.
     let unix = sockets::unix_table().unwrap_or_default();
     if let Some(what) = sockets::foreign_unix(&findings.sockets, &unix) {
         return Err(holds(what));
@@ -592,8 +601,9 @@ mod tests {
     use std::process::{Child, Command, Stdio};
     use std::sync::Arc;
 
+    /// A task whose file list exceeds the limit is refused; many files with short paths fit.
     #[test]
-    fn a_task_with_more_files_than_a_target_can_be_told_of_is_refused() {
+    fn too_long_file_list_is_refused() {
         let mut findings = Findings::default();
         let long = "x".repeat(4000);
         let path = |n: u64| PathBuf::from(format!("/{n}/{long}"));
@@ -618,7 +628,7 @@ mod tests {
         });
     }
 
-    /// What is found of so many files of so many bytes each that are to be carried along.
+    /// Returns findings with `files` files of `bytes` bytes each that must be copied.
     fn carried(files: usize, bytes: u64) -> Findings {
         let mut findings = Findings::default();
         let needs = [
@@ -634,8 +644,9 @@ mod tests {
         findings
     }
 
+    /// A task may have 1 GiB and 1024 files to copy, but not more.
     #[test]
-    fn a_task_moves_with_files_of_a_gibibyte_and_with_1024_of_them_and_not_with_more() {
+    fn copied_files_are_limited() {
         let refused = |files, bytes| {
             Err(Refusal::FilesTooLarge {
                 files,
@@ -657,8 +668,9 @@ mod tests {
         );
     }
 
+    /// Files that must exist at the target may be large.
     #[test]
-    fn files_that_have_to_be_at_the_target_may_be_many_and_large() {
+    fn files_not_copied_are_unlimited() {
         let mut findings = carried(1024, 1 << 20);
         let stay = [
             Need::Directory,
@@ -673,7 +685,7 @@ mod tests {
                 .expect("there is room");
         }
         assert_eq!(findings.measure(), Ok(()));
-        // What a process maps as its program as well is not carried either.
+        // A file that is also mapped as a program is not copied.
         let mut findings = carried(1, 1 << 40);
         findings
             .need(Path::new("/data/0"), 1 << 40, Need::Content)
@@ -681,7 +693,7 @@ mod tests {
         assert_eq!(findings.measure(), Ok(()));
     }
 
-    /// A child that is ended with the test.
+    /// A child process that is killed at the end of the test.
     struct Running(Child);
 
     impl Drop for Running {
@@ -698,7 +710,7 @@ mod tests {
             .spawn()
             .expect("it starts");
         let root = child.id() as i32;
-        // The caller hears of the start before the new program is mapped.
+        // The start is reported before the new program is mapped.
         let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
         while !std::fs::read_to_string(format!("/proc/{root}/maps"))
             .is_ok_and(|maps| maps.contains("libc"))
@@ -715,8 +727,9 @@ mod tests {
         )
     }
 
+    /// A plain program is accepted by the host on which it runs.
     #[test]
-    fn a_plain_program_can_be_taken_by_the_host_it_runs_on() {
+    fn own_host_accepts_plain_program() {
         let place = std::env::temp_dir().canonicalize().expect("there");
         let (_child, subject) = sleeping(
             Command::new("sleep")
@@ -745,7 +758,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_to_somebody_else_is_refused_by_name() {
+    fn foreign_socket_is_refused() {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("pair");
         let stdin = std::os::fd::OwnedFd::from(theirs);
         let (_child, subject) = sleeping(Command::new("sleep").arg("1000").stdin(stdin));
@@ -757,8 +770,9 @@ mod tests {
         drop(ours);
     }
 
+    /// Children that exit during the inspection do not prevent a migration.
     #[test]
-    fn children_that_end_while_they_are_looked_at_are_in_nobodys_way() {
+    fn exiting_children_do_not_prevent_migration() {
         let forks = "while :; do (:); done";
         let place = std::env::temp_dir().canonicalize().expect("there");
         let mut shell = Command::new("sh");
@@ -787,7 +801,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_outside_the_tree_is_refused() {
+    fn process_outside_the_tree_is_refused() {
         let (child, mut subject) = sleeping(Command::new("sleep").arg("1000").stdin(Stdio::null()));
         subject.processes.push(std::process::id() as i32);
         let refused = inspect(&subject, "1".into(), &HashCache::default());

@@ -1,10 +1,10 @@
-//! What the kernel can do, found by asking it: release numbers say little, because distributions carry new things back and
-//! build others out.
+//! Kernel features, found by calling the kernel. Its release number says little, because
+//! distributions backport features and build without others.
 #![allow(unsafe_code)] // a system call whose existence is in question has no wrapper
 
 use std::ffi::{CStr, c_long};
 
-/// A system call that not every kernel has, with arguments by which one that exists does nothing.
+/// A system call that some kernels lack, with arguments for which it does nothing.
 struct Probe {
     name: &'static str,
     number: c_long,
@@ -19,11 +19,11 @@ const fn probe(name: &'static str, number: c_long, arguments: [c_long; 6]) -> Pr
     }
 }
 
-/// No descriptor, no flag, no process.
+/// An invalid descriptor, flag or process.
 const NONE: c_long = -1;
 
-/// From Linux 5.1 on all architectures give a new system call the same number; those that follow have no name in the C library's
-/// header everywhere.
+/// Since Linux 5.1 new system calls have the same number on all architectures. Some C libraries
+/// have no names for these.
 const FUTEX_WAKE: c_long = 454;
 const FUTEX_WAIT: c_long = 455;
 const MSEAL: c_long = 462;
@@ -33,8 +33,9 @@ const FUTEX_WAITV: c_long = 449;
 const PROCESS_MADVISE: c_long = 440;
 const EPOLL_PWAIT2: c_long = 441;
 
-/// What a C library or a program looks for at its start and uses ever after. Each call is refused for its arguments: no such
-/// descriptor, flags that nobody defines, a structure of no bytes, an address that nobody may have.
+/// System calls that C libraries and programs probe once and then use. The kernel rejects each call
+/// because of its arguments: an invalid descriptor, undefined flags, a structure of size 0, or an
+/// invalid address.
 const PROBES: [Probe; 20] = [
     probe("cachestat", CACHESTAT, [NONE, 0, 0, NONE, 0, 0]),
     probe("clone3", libc::SYS_clone3, [0, 0, 0, 0, 0, 0]),
@@ -70,10 +71,10 @@ const PROBES: [Probe; 20] = [
     probe("statx", libc::SYS_statx, [NONE, 0, NONE, NONE, 0, 0]),
 ];
 
-/// Moved tasks get a time namespace, in which their clock goes on where it was.
+/// Migrated tasks get a time namespace, which continues their clock.
 const TIME_NAMESPACE: (&str, &CStr) = ("time-namespaces", c"/proc/self/ns/time");
 
-/// The names of what this kernel can do, sorted.
+/// Returns the names of this kernel's features, sorted.
 pub(super) fn features() -> Vec<String> {
     let calls = PROBES
         .iter()
@@ -88,8 +89,8 @@ pub(super) fn features() -> Vec<String> {
 
 fn exists(probe: &Probe) -> bool {
     let [a, b, c, d, e, f] = probe.arguments;
-    // SAFETY: with these arguments none of the calls reads or writes memory, opens anything or changes the process: see
-    // `PROBES`.
+    // SAFETY: with these arguments none of the calls reads or writes memory, opens anything or
+    // changes the process; see `PROBES`.
     let refused = unsafe { libc::syscall(probe.number, a, b, c, d, e, f) } < 0;
     !(refused && nix::Error::last() == nix::Error::ENOSYS)
 }
@@ -99,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn calls_that_every_kernel_has_are_found_and_one_that_none_has_is_not() {
+    fn only_existing_calls_are_found() {
         let found = features();
         assert!(
             ["getrandom", "memfd_create", "statx"]
@@ -112,11 +113,12 @@ mod tests {
     }
 
     #[test]
-    fn asking_changes_nothing() {
+    fn probing_leaves_no_descriptors() {
         let descriptors = || std::fs::read_dir("/proc/self/fd").expect("there").count();
         let before = descriptors();
         assert_eq!(features(), features());
-        // Other tests of this process may have opened something meanwhile: looked at until it is as before.
+        // Other tests in this process may have opened descriptors meanwhile. Wait until they are
+        // closed.
         let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
         while descriptors() > before {
             assert!(std::time::Instant::now() < until, "something stayed open");

@@ -1,19 +1,20 @@
-//! The memory map of a process (proc_pid_maps(5)): which files it needs, and what no engine can carry.
+//! The memory map of a process (proc_pid_maps(5)): the files that it needs, and mappings that no
+//! engine can migrate.
 
 use std::path::PathBuf;
 
-/// What a line of the map means for a move.
+/// The meaning of one line of the map for a migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Mapped {
-    /// A file whose content the process may read at any time without a descriptor.
+    /// A private file mapping: the process may read the content at any time, without a descriptor.
     Private(PathBuf),
-    /// A file that is mapped shared: it changes under the process as others write it.
+    /// A shared file mapping: the content changes when other processes write the file.
     Shared(PathBuf),
-    /// Something that does not survive.
+    /// A mapping that cannot be migrated; its description.
     Lost(String),
 }
 
-/// Mappings that are neither memory nor a plain file, by the beginning of their name.
+/// Mappings that cannot be migrated, by the prefix of their name, with their descriptions.
 const LOST: [(&str, &str); 5] = [
     ("/SYSV", "System V shared memory"),
     ("anon_inode:[io_uring]", "an io_uring ring"),
@@ -22,21 +23,22 @@ const LOST: [(&str, &str); 5] = [
     ("anon_inode:", "a mapping that no engine can carry"),
 ];
 
-/// Where named POSIX shared memory and semaphores are: in the memory of one host.
+/// Directory of named POSIX shared memory and semaphores, which exist in the memory of one host.
 pub(super) const SHARED_MEMORY_FOLDER: &str = "/dev/shm/";
 
-/// What to call one that still has its name. A file of the same name and length on another host would be another memory.
+/// Describes POSIX shared memory that still has its name. A file with the same name and length on
+/// another host would be other memory.
 pub(super) fn posix_memory(path: &str) -> String {
     format!("POSIX shared memory ({path}), which is in the memory of this host")
 }
 
-/// Reads the lines of /proc/PID/maps.
+/// Parses the text of /proc/PID/maps.
 pub(super) fn read(maps: &str) -> Vec<Mapped> {
     maps.lines().filter_map(line).collect()
 }
 
 fn line(line: &str) -> Option<Mapped> {
-    // address perms offset device inode path; the path may hold spaces.
+    // Format: address perms offset device inode path. The path may contain spaces.
     let mut rest = line;
     let mut fields = [""; 5];
     for field in &mut fields {
@@ -48,7 +50,8 @@ fn line(line: &str) -> Option<Mapped> {
     if let Some((_, what)) = LOST.iter().find(|(start, _)| path.starts_with(start)) {
         return Some(Mapped::Lost((*what).to_string()));
     }
-    // A deleted file, a memfd and a shared anonymous mapping all end so; their content travels in the images.
+    // The names of deleted files, memfds and shared anonymous mappings end like this. The images
+    // contain their content.
     if !path.starts_with('/') || path.ends_with(" (deleted)") {
         return None;
     }
@@ -71,8 +74,9 @@ fn line(line: &str) -> Option<Mapped> {
 mod tests {
     use super::*;
 
+    /// Files and mappings that cannot be migrated are found; anonymous memory is skipped.
     #[test]
-    fn files_are_found_and_what_cannot_move_is_named() {
+    fn map_lines_are_classified() {
         let maps = "\
 5566f000-5567f000 r-xp 00000000 fe:01 1234                       /usr/bin/a program
 5567f000-55680000 rw-p 00010000 fe:01 1234                       /usr/bin/a program

@@ -1,8 +1,12 @@
-//! What a task is and holds, and whether a host can take it: all that is checked before anything is frozen.
+//! Properties and resources of a task, and the verdict of a host on them: all checks that precede
+//! the pause of a task.
 //!
-//! [`inspect`] reads a living task from /proc and refuses by name what no engine can carry; [`compare`] is a pure
-//! function from a task's facts and a [`Host`] to a verdict. Neither changes anything. They look for what is known to
-//! fail; what they do not know of is found by the dump itself, which leaves the task unharmed.
+//! - [`inspect`] reads a running task from /proc. It refuses a task with a resource that no engine
+//!   can migrate, and names it.
+//! - [`compare`] is a pure function from a task's facts and a [`Host`] to a verdict.
+//!
+//! Neither changes anything. They find the known reasons for a failure; others are found by the
+//! dump, which leaves the task unharmed.
 
 mod compare;
 mod descriptors;

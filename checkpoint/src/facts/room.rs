@@ -1,4 +1,5 @@
-//! What the control groups around this process leave of memory and of process numbers, and what room there is for files.
+//! Memory, processes and disk space that are available on this host, including the limits of the
+//! control groups of this process.
 
 use super::compare::MEMORY_SLACK_BYTES;
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
@@ -8,11 +9,12 @@ use std::fs::read_to_string;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Names of the files of a controller in one version of control groups.
+/// The files of a controller in one version of control groups.
 struct Files {
     limit: &'static str,
     used: &'static str,
-    /// A field of `memory.stat` that counts as free: what the kernel gives up when somebody needs it.
+    /// Field of `memory.stat` with memory that the kernel reclaims when it is needed; it counts as
+    /// free.
     given_up: Option<&'static str>,
 }
 
@@ -32,7 +34,8 @@ const THREADS: Files = Files {
     given_up: None,
 };
 
-/// Bytes of memory that this host can spare, and the control groups around this process allow.
+/// Returns the bytes of memory that are available on this host and within the control groups of
+/// this process.
 pub fn memory_available_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let machine = memory_available(&text).unwrap_or(0);
@@ -47,20 +50,23 @@ fn memory_available(meminfo: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// Bytes of memory that the groups of this process leave, the tightest one; `None`: none limits it.
+/// Returns the bytes of memory that the control groups of this process leave; `None` if they set no
+/// limit.
 fn memory() -> Option<u64> {
     tightest([(None, &MEMORY_V2), (Some("memory"), &MEMORY_V1)])
 }
 
-/// Processes and threads, likewise.
+/// Returns the number of processes and threads that the control groups leave; `None` if they set no
+/// limit.
 pub(super) fn threads() -> Option<u64> {
     tightest([(None, &THREADS), (Some("pids"), &THREADS)])
 }
 
-/// Bytes that may be written in a folder: what its file system has, and, where that is memory, no more than this host can spare.
+/// Returns the bytes that may be written in a directory: the free space of its file system and, if
+/// that is in memory, at most the available memory of the host.
 ///
 /// # Errors
-/// The folder cannot be looked at.
+/// The directory cannot be accessed.
 pub(crate) fn in_folder(folder: &Path) -> io::Result<u64> {
     let free = free_bytes(folder)?;
     match statfs(folder)?.filesystem_type() == TMPFS_MAGIC {
@@ -69,17 +75,18 @@ pub(crate) fn in_folder(folder: &Path) -> io::Result<u64> {
     }
 }
 
-/// Bytes that the file system of a folder has for an ordinary user.
+/// Returns the free space of a directory's file system for ordinary users, in bytes.
 ///
 /// # Errors
-/// The folder cannot be looked at.
+/// The directory cannot be accessed.
 pub(crate) fn free_bytes(folder: &Path) -> io::Result<u64> {
     let stat = statvfs(folder)?;
-    // Their types differ between machines.
+    // The types of the fields depend on the architecture.
     #[allow(clippy::useless_conversion)]
     Ok(u64::from(stat.blocks_available()).saturating_mul(u64::from(stat.fragment_size())))
 }
 
+/// Returns the smallest remainder of all groups of this process in both versions.
 fn tightest(hierarchies: [(Option<&str>, &Files); 2]) -> Option<u64> {
     let (mounts, groups) = (
         std::fs::read("/proc/self/mountinfo").ok()?,
@@ -92,7 +99,8 @@ fn tightest(hierarchies: [(Option<&str>, &Files); 2]) -> Option<u64> {
     hierarchies.into_iter().filter_map(least).min()
 }
 
-/// What the group in this folder and those around it leave, up to where the hierarchy is mounted.
+/// Returns the smallest remainder of this group and its ancestors, up to the mount point of the
+/// hierarchy.
 fn least_left(place: &Path, root: &Path, files: &Files) -> Option<u64> {
     let around: Vec<PathBuf> = place
         .ancestors()
@@ -102,7 +110,7 @@ fn least_left(place: &Path, root: &Path, files: &Files) -> Option<u64> {
     around.iter().filter_map(|group| left(group, files)).min()
 }
 
-/// What one group leaves.
+/// Returns what one group leaves; `None` if it sets no limit.
 fn left(group: &Path, files: &Files) -> Option<u64> {
     let number = |name: &str| {
         read_to_string(group.join(name))
@@ -111,7 +119,7 @@ fn left(group: &Path, files: &Files) -> Option<u64> {
             .parse::<u64>()
             .ok()
     };
-    // "max" is no number; version 1 says nearly all that fits into one.
+    // "max" is not a number. Version 1 reports a number close to 2^63 instead.
     let limit = number(files.limit).filter(|limit| *limit < 1 << 60)?;
     let given_up = files.given_up.and_then(|field| {
         let text = read_to_string(group.join("memory.stat")).ok()?;
@@ -129,8 +137,9 @@ fn left(group: &Path, files: &Files) -> Option<u64> {
 mod tests {
     use super::*;
 
+    /// The group that leaves least determines the result, and reclaimable memory counts as free.
     #[test]
-    fn the_tightest_group_counts_and_what_the_kernel_gives_up_is_free() {
+    fn smallest_group_limit_counts_minus_reclaimable() {
         let dir = tempfile::tempdir().expect("a directory");
         let (root, inner) = (dir.path().join("root"), dir.path().join("root/inner"));
         std::fs::create_dir_all(&inner).expect("made");

@@ -1,5 +1,6 @@
-//! Which of a task's sockets lead to somebody outside it. Those do not survive a move, except the connections of its library,
-//! which closes them before the dump; their mark is looked at before (`descriptors`).
+//! Finds sockets of a task that are connected to other processes, which cannot be migrated. The
+//! connections of the task's library are exempt (see `descriptors`): it closes them before the
+//! dump.
 
 use nix::sys::socket::{
     AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket,
@@ -8,22 +9,23 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::AsRawFd;
 
-/// Bytes of one answer of the kernel.
+/// Buffer size for one netlink reply.
 const ANSWER_BYTES: usize = 64 << 10;
 
-/// A Unix socket of this machine.
+/// A Unix socket of this host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct UnixSocket {
-    /// Inode number of what it is connected to.
+    /// Inode number of the connected socket.
     pub(super) peer: Option<u64>,
-    /// Its name, if it has one; accepted sockets have that of the socket that accepted them.
+    /// Its address, if bound. Accepted sockets have that of the listening socket.
     pub(super) name: Option<String>,
 }
 
 /// All Unix sockets of this network namespace, by inode number.
 pub(super) type UnixTable = BTreeMap<u64, UnixSocket>;
 
-/// The first Unix socket of the task (by inode numbers) that is connected to somebody outside, in words.
+/// Describes the first Unix socket of the task that is connected to another process. `own` are the
+/// inode numbers of the task's sockets.
 pub(super) fn foreign_unix(own: &BTreeSet<u64>, table: &UnixTable) -> Option<String> {
     let outside = own
         .iter()
@@ -38,7 +40,8 @@ pub(super) fn foreign_unix(own: &BTreeSet<u64>, table: &UnixTable) -> Option<Str
     ))
 }
 
-/// How many of the library's connections lead to a daemon: each task has one. Direct routes are not in this table.
+/// Returns the number of the library's connections to a daemon; each task has one. Direct routes
+/// are not in this table.
 pub(super) fn daemon_connections(library: &BTreeSet<u64>, table: &UnixTable) -> usize {
     library
         .iter()
@@ -46,8 +49,8 @@ pub(super) fn daemon_connections(library: &BTreeSet<u64>, table: &UnixTable) -> 
         .count()
 }
 
-/// The first TCP connection of the task in the text of /proc/PID/net/tcp or tcp6, in words. Listening and unconnected
-/// sockets travel.
+/// Describes the first TCP connection of the task in the text of /proc/PID/net/tcp or tcp6.
+/// Listening and unconnected sockets can be migrated.
 pub(super) fn tcp_connection(own: &BTreeSet<u64>, table: &str) -> Option<String> {
     const CLOSED: &str = "07";
     const LISTENING: &str = "0A";
@@ -59,7 +62,8 @@ pub(super) fn tcp_connection(own: &BTreeSet<u64>, table: &str) -> Option<String>
     })
 }
 
-/// An address as the kernel prints it (words of host byte order in hexadecimal, colon, port).
+/// Converts an address from the kernel's format: 32-bit words in host byte order as hexadecimal
+/// digits, colon, port.
 fn address(text: &str) -> String {
     let parsed = text.split_once(':').and_then(|(host, port)| {
         let port = u16::from_str_radix(port, 16).ok()?;
@@ -81,10 +85,10 @@ fn address(text: &str) -> String {
     parsed.unwrap_or_else(|| text.to_string())
 }
 
-/// Asks the kernel for all Unix sockets (sock_diag(7)).
+/// Reads all Unix sockets from the kernel (sock_diag(7)).
 ///
 /// # Errors
-/// When the kernel has no such interface; the engine would need it too.
+/// The kernel does not have this interface, which the engine needs, too.
 pub(super) fn unix_table() -> io::Result<UnixTable> {
     let asked = socket(
         AddressFamily::Netlink,
@@ -103,7 +107,7 @@ pub(super) fn unix_table() -> io::Result<UnixTable> {
     }
 }
 
-/// A dump request: netlink header, then `struct unix_diag_req`.
+/// Returns a dump request: a netlink header and a `struct unix_diag_req`.
 fn request() -> Vec<u8> {
     const SOCK_DIAG_BY_FAMILY: u16 = 20;
     const REQUEST_AND_DUMP: u16 = 0x301;
@@ -121,7 +125,7 @@ fn request() -> Vec<u8> {
     request
 }
 
-/// Takes the messages of one answer into the table; true when it was the last.
+/// Adds the messages of one reply to the table. Returns true after the last one.
 fn take_answer(mut bytes: &[u8], table: &mut UnixTable) -> io::Result<bool> {
     const HEAD: usize = 16;
     while let (Some(length), Some(kind)) = (u32_at(bytes, 0), u16_at(bytes, 4)) {
@@ -142,7 +146,7 @@ fn take_answer(mut bytes: &[u8], table: &mut UnixTable) -> io::Result<bool> {
     Ok(false)
 }
 
-/// One `struct unix_diag_msg` with its attributes.
+/// Adds one `struct unix_diag_msg` with its attributes.
 fn take_socket(message: &[u8], table: &mut UnixTable) {
     const HEAD: usize = 16;
     const NAME: u16 = 0;
@@ -202,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_within_are_fine() {
+    fn connections_inside_the_task_are_permitted() {
         let table = UnixTable::from([
             (1, connected(2)),
             (2, connected(1)),
@@ -234,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn tcp_connections_are_told_from_listening_sockets() {
+    fn listening_sockets_are_no_connections() {
         let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n\
             0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 50 1 x\n\
             1: 0100007F:1F91 0A00000A:0050 01 00000000:00000000 00:00000000 00000000     0        0 51 1 x\n";
@@ -244,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_tells_peers_and_names() {
+    fn kernel_reports_peers_and_names() {
         let dir = std::env::temp_dir().join(format!("sempa-sockets-{}", std::process::id()));
         std::fs::create_dir_all(&dir).expect("dir");
         let path = dir.join("listens.sock");

@@ -1,16 +1,18 @@
-//! Who else has a named pipe open. A move would take one end away, and the other would never hear of it.
+//! Finds processes outside a task that have one of its named pipes open. A migration would remove
+//! the task's end without the other process noticing.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Device and inode number of what lies there, following links.
+/// Returns device and inode number of a file, following symbolic links.
 pub(super) fn identity(path: &Path) -> Option<(u64, u64)> {
     let meta = std::fs::metadata(path).ok()?;
     Some((meta.dev(), meta.ino()))
 }
 
-/// The first of these pipes that a process other than these has open, as far as we may look into processes.
+/// Returns the first of these pipes that a process other than `own` has open. Processes that cannot
+/// be inspected are skipped.
 pub(super) fn pipe_elsewhere(
     pipes: &BTreeMap<(u64, u64), PathBuf>,
     own: &[i32],
@@ -28,7 +30,7 @@ pub(super) fn pipe_elsewhere(
 fn open_in(pid: i32, pipes: &BTreeMap<(u64, u64), PathBuf>) -> Option<PathBuf> {
     let open = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
     open.flatten().find_map(|entry| {
-        // Only what has a path is looked at further: other files could make one wait.
+        // Only descriptors with a path are inspected further: metadata of other files may block.
         let is_path = std::fs::read_link(entry.path()).is_ok_and(|link| link.is_absolute());
         let found = if is_path {
             identity(&entry.path())
@@ -45,7 +47,7 @@ mod tests {
     use std::os::unix::fs::OpenOptionsExt;
 
     #[test]
-    fn a_pipe_that_somebody_else_has_open_is_found() {
+    fn pipe_open_in_other_process_is_found() {
         let dir = tempfile::tempdir().expect("dir");
         let path = dir.path().join("fifo");
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("fifo");

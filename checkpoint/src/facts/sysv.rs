@@ -1,14 +1,17 @@
-//! System V semaphores, message queues and shared memory (sysvipc(7)). They belong to a host and not to a process, and a
-//! process holds nothing open: a task that uses them would find none after a move, or those of somebody else. The kernel
-//! remembers who made or used one last, and that is what is looked at.
+//! Detects the use of System V semaphores, message queues and shared memory (sysvipc(7)).
+//!
+//! These objects belong to a host, not to a process. After a migration a task would find none, or
+//! those of other programs. Processes hold no descriptors for them, but the kernel records which
+//! process created or used each one last.
 #![allow(unsafe_code)] // One call, which has no wrapper.
 
 use std::collections::BTreeSet;
 
-/// Semaphores that are looked at, at most; a set may have thousands.
+/// Largest number of semaphores that are checked; one set may have thousands.
 const SEMAPHORES_MAX: usize = 16_384;
 
-/// What one of these processes was the last to make or use, in words.
+/// Returns a description of an object that one of these processes was the last to create or use;
+/// `None` if there is none.
 pub(super) fn used_by(processes: &[i32]) -> Option<String> {
     let own: BTreeSet<i32> = processes.iter().copied().collect();
     let read =
@@ -35,7 +38,7 @@ pub(super) fn used_by(processes: &[i32]) -> Option<String> {
     is_used.then(|| "System V semaphores".into())
 }
 
-/// These columns of a table with a line of headings.
+/// Returns these columns of a table whose first line contains the column names.
 fn rows(table: &str, columns: &[&str]) -> Vec<Vec<Option<i32>>> {
     let mut lines = table
         .lines()
@@ -50,9 +53,10 @@ fn rows(table: &str, columns: &[&str]) -> Vec<Vec<Option<i32>>> {
         .collect()
 }
 
-/// The process that was the last to change a semaphore; `None` if nobody was, or we may not know.
+/// Returns the process that was the last to change a semaphore; `None` if none was, or if access is
+/// denied.
 fn last_user(set: i32, number: i32) -> Option<i32> {
-    // SAFETY: GETPID takes no further argument and touches no memory of ours.
+    // SAFETY: GETPID takes no further argument and accesses no memory of this process.
     let pid = unsafe { libc::semctl(set, number, libc::GETPID) };
     (pid > 0).then_some(pid)
 }
@@ -62,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_are_found_by_their_headings() {
+    fn columns_are_found_by_name() {
         let table = "       key      msqid perms lspid lrpid\n         0          7   600    41     0\n  5 8\n";
         assert_eq!(
             rows(table, &["msqid", "lspid"]),
@@ -73,8 +77,8 @@ mod tests {
     }
 
     #[test]
-    fn the_last_user_of_a_semaphore_is_found() {
-        // SAFETY: a new set of one semaphore, changed and removed; no memory but `change` is touched.
+    fn last_user_of_semaphore_is_found() {
+        // SAFETY: semget creates a new set of one semaphore and accesses no memory.
         let set = unsafe { libc::semget(libc::IPC_PRIVATE, 1, 0o600) };
         if set < 0 {
             return;
@@ -86,10 +90,10 @@ mod tests {
             sem_op: 1,
             sem_flg: 0,
         };
-        // SAFETY: as above.
+        // SAFETY: `change` lives during the call, and 1 is the number of its elements.
         let changed = unsafe { libc::semop(set, &raw mut change, 1) };
         let (after, found) = (last_user(set, 0), used_by(&[own]));
-        // SAFETY: as above.
+        // SAFETY: IPC_RMID takes no further argument and accesses no memory.
         unsafe { libc::semctl(set, 0, libc::IPC_RMID) };
         assert_eq!((before, changed, after), (None, 0, Some(own)));
         assert_eq!(found.as_deref(), Some("System V semaphores"));

@@ -1,5 +1,6 @@
-//! A set while it is made. Nobody sees it before it is complete: it lies in a directory of another name, locked by its maker
-//! for as long as that lives, and gets its name when everything in it is on the disk.
+//! A checkpoint while it is written. It is invisible until it is complete: its directory has
+//! another name and is locked by the writing process. It gets the final name when all its content
+//! is on the disk.
 
 use super::error::{Act, StoreError, failed, io};
 use super::id::SetId;
@@ -19,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A set that is being made. It is removed when this is dropped before it is finished.
+/// A checkpoint that is being written. Dropping it before it is finished removes it.
 pub struct Draft {
     shared: Arc<Shared>,
     vm: String,
@@ -27,17 +28,17 @@ pub struct Draft {
     made: Micros,
     dir: PathBuf,
     lock: Flock<File>,
-    /// Bytes that the set may have.
+    /// Bytes that the checkpoint may have.
     room: u64,
     /// Bytes that it has.
     used: AtomicU64,
-    /// `None`: it is being added.
+    /// `None` while the part is being added.
     parts: Mutex<BTreeMap<Tid, Option<Part>>>,
     finished: bool,
 }
 
 impl Draft {
-    /// Makes an empty one.
+    /// Creates an empty draft.
     pub(super) fn begin(
         shared: Arc<Shared>,
         vm: String,
@@ -49,7 +50,8 @@ impl Draft {
         })
     }
 
-    /// Makes an empty one for what another store has under this name, begun then and of so many bytes there.
+    /// Creates an empty draft for the copy of a checkpoint of another store with this name, start
+    /// time and size.
     pub(super) fn copy(
         shared: Arc<Shared>,
         vm: String,
@@ -64,7 +66,8 @@ impl Draft {
         })
     }
 
-    /// Makes an empty one for a set of this job, begun then, that may have so many bytes; `name` chooses a name that is not there.
+    /// Creates an empty draft for a checkpoint of this job that was started at `made` and has at
+    /// least `needed` bytes. `name` gets the existing names and chooses a new one.
     fn make(
         shared: Arc<Shared>,
         vm: String,
@@ -81,7 +84,8 @@ impl Draft {
         let lock = match make_lock(&shared, &dir) {
             Ok(lock) => lock,
             Err(e) => {
-                // The first error counts; what is left goes when the store is opened next.
+                // The first error is reported. What remains is removed when the store is opened
+                // next.
                 let _ = shared.disk.remove_tree(&dir);
                 return Err(io(act, &dir)(e));
             }
@@ -101,17 +105,17 @@ impl Draft {
         })
     }
 
-    /// The name that the set will have.
+    /// Returns the name that the checkpoint will have.
     pub fn id(&self) -> SetId {
         self.id
     }
 
-    /// Seals the images of a task, which are all files of a directory, into the set. The directory must hold plain files only
-    /// and not change meanwhile. Tasks may be added from several threads at the same time. When this returns the part is
-    /// on the disk.
+    /// Adds the images of a task: all files of a directory, which must contain regular files only
+    /// and must not change meanwhile. On return the part is on the disk. Several threads may add
+    /// tasks at the same time.
     ///
     /// # Errors
-    /// Nothing of this task is kept. The others stay, and it can be tried again.
+    /// Nothing of this task is kept. The other tasks are unaffected, and the call may be repeated.
     pub fn add(&self, tid: Tid, images: &Path) -> Result<PartInfo, StoreError> {
         self.add_part(tid, |path, charged| {
             let images = Images::of(images)?;
@@ -121,11 +125,11 @@ impl Draft {
         })
     }
 
-    /// Seals what another store has of a task into the set: `pour` hands on what [`Set::pour`](super::Set::pour) gave there. The
-    /// images have so many bytes when they are unpacked.
+    /// Adds the images of a task from another store. `pour` passes on the stream of
+    /// [`Set::pour`](super::Set::pour). `images_bytes` is the size of the unpacked images.
     ///
     /// # Errors
-    /// As [`Draft::add`]; also what `pour` says.
+    /// As [`Draft::add`], or `pour` failed.
     pub fn add_copy(
         &self,
         tid: Tid,
@@ -140,7 +144,7 @@ impl Draft {
         })
     }
 
-    /// Adds what `seal` makes: a file of this path, for which it has counted so many bytes.
+    /// Adds a part: `seal` writes the file at the given path and counts its bytes.
     fn add_part(
         &self,
         tid: Tid,
@@ -152,7 +156,8 @@ impl Draft {
         let part = seal(&path, &charged);
         if part.is_err() {
             self.used.fetch_sub(charged.get(), Ordering::Relaxed);
-            // The first error counts; a file that stays nevertheless makes that nothing can be added in its place.
+            // The first error is reported. If the file cannot be removed, the task cannot be added
+            // again.
             let _ = self.shared.disk.remove_file(&path);
         }
         let mut parts = self.parts();
@@ -169,12 +174,12 @@ impl Draft {
         }
     }
 
-    /// Completes the set: with all that was added, and with what the caller wants to find in it. Then it is on the disk and
-    /// visible. It may be above the limits of the store together with those that it makes superfluous; see
-    /// [`Store::sweep`](super::Store::sweep).
+    /// Completes the checkpoint with the added tasks and the description of the caller. On return
+    /// it is on the disk and visible. Until [`Store::sweep`](super::Store::sweep) has removed old
+    /// checkpoints the limits of the store may be exceeded.
     ///
     /// # Errors
-    /// The set is removed.
+    /// The checkpoint is removed.
     pub fn finish(mut self, meta: &[u8]) -> Result<SetInfo, StoreError> {
         let act = Act::Finish;
         if meta.len() > META_BYTES_MAX {
@@ -206,7 +211,7 @@ impl Draft {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Nobody else adds this task.
+    /// Reserves the entry of this task, so that it is not added twice.
     fn reserve(&self, tid: Tid) -> Result<(), StoreError> {
         let mut parts = self.parts();
         if parts.contains_key(&tid) {
@@ -225,7 +230,7 @@ impl Draft {
         Ok(())
     }
 
-    /// Counts bytes, unless that would be too many.
+    /// Counts bytes. Returns false, and counts nothing, if the checkpoint would become too large.
     fn charge(&self, bytes: u64) -> bool {
         let enough = |used: u64| used.checked_add(bytes).filter(|used| *used <= self.room);
         self.used
@@ -233,7 +238,8 @@ impl Draft {
             .is_ok()
     }
 
-    /// Seals what `pour` puts, the stream of images of so many bytes.
+    /// Encrypts the stream that `pour` writes into a part file. `images_bytes` is the size of the
+    /// unpacked images.
     fn seal_part(
         &self,
         tid: Tid,
@@ -277,7 +283,7 @@ impl Draft {
         })
     }
 
-    /// Writes the manifest and brings all names to the disk; its bytes.
+    /// Writes the manifest and flushes everything to the disk. Returns the size of the manifest.
     fn write_manifest(&self, manifest: &Manifest) -> Result<u64, StoreError> {
         let (disk, path) = (&self.shared.disk, self.dir.join(MANIFEST));
         let wrong = |e: std_io::Error| failed(Act::Finish, &path, e, None);
@@ -291,14 +297,14 @@ impl Draft {
         Ok(sealed.bytes)
     }
 
-    /// Gives the directory its name, if the limits can still be kept.
+    /// Gives the directory its final name, unless the limits can no longer be kept.
     fn publish(&mut self, info: &SetInfo) -> Result<(), StoreError> {
         let (act, shared) = (Act::Finish, &self.shared);
         let _locked = shared.lock(act)?;
-        // Others may have finished sets since this one was begun.
+        // Others may have finished checkpoints since this one was started.
         shared.room(act, &self.vm, self.id.job(), info.bytes)?;
         let place = shared.set_dir(self.id);
-        // From now on it may be read, and for that nobody may have it alone.
+        // From now on readers may open the checkpoint, so the lock must be shared.
         self.lock
             .relock(FlockArg::LockSharedNonblock)
             .map_err(|e| io(act, &place)(e.into()))?;
@@ -307,7 +313,8 @@ impl Draft {
             .rename(&self.dir, &place)
             .map_err(io(act, &place))?;
         if let Err(e) = shared.disk.sync_dir(&shared.dir) {
-            // It is complete; if it cannot be made invisible first it is not taken to pieces where it can be seen.
+            // The checkpoint is complete. It must not be deleted while it is visible; if it cannot
+            // be hidden, it stays.
             match shared.retire(act, &place, self.id) {
                 Ok(gone) => self.dir = gone,
                 Err(_) => self.finished = true,
@@ -322,7 +329,7 @@ impl Draft {
 impl Drop for Draft {
     fn drop(&mut self) {
         if !self.finished {
-            // What stays nevertheless is no set, and goes when the store is opened or swept next.
+            // What remains is invisible, and is removed when the store is opened or swept next.
             let _ = self.shared.disk.remove_tree(&self.dir);
         }
     }
@@ -337,7 +344,7 @@ impl fmt::Debug for Draft {
     }
 }
 
-/// Makes and takes the lock of a new draft.
+/// Creates and takes the lock of a new draft.
 fn make_lock(shared: &Shared, dir: &Path) -> std_io::Result<Flock<File>> {
     let file = shared.disk.make_file(&dir.join(LOCK))?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| errno.into())

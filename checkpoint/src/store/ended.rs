@@ -1,5 +1,6 @@
-//! Jobs that have ended for good: a small file in each of their sets says when. It is not sealed: whoever could write it could
-//! as well remove the set.
+//! The mark of a job that has ended for good: a small file in each of its checkpoints with the time
+//! of the end. It is not encrypted, because a process that could write it could also remove the
+//! checkpoint.
 
 use super::disk::Disk;
 use super::error::{Act, StoreError, io};
@@ -9,12 +10,13 @@ use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-/// The file.
+/// Name of the file.
 const ENDED: &str = "ended";
-/// A longer one was not written here.
+/// Largest size of a valid file: 20 digits and a newline.
 const BYTES_MAX: u64 = 21;
 
-/// When the job of the set in this directory ended, if it did. What cannot be read was not said: then the set stays.
+/// Returns when the job of the checkpoint in this directory ended. An unreadable file counts as
+/// missing, so that the checkpoint stays.
 pub(super) fn read(dir: &Path) -> Option<Micros> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = OpenOptions::new()
@@ -24,11 +26,11 @@ pub(super) fn read(dir: &Path) -> Option<Micros> {
         .ok()?;
     let mut text = String::new();
     file.take(BYTES_MAX + 1).read_to_string(&mut text).ok()?;
-    // Without its end it may be the beginning of another number.
+    // Without the final newline the number may be truncated.
     text.strip_suffix('\n')?.parse().ok().map(Micros)
 }
 
-/// Says it, or takes it back.
+/// Writes the mark, or removes it.
 pub(super) fn write(disk: &Disk, dir: &Path, ended: Option<Micros>) -> Result<(), StoreError> {
     if ended.is_some() && read(dir).is_some() {
         return Ok(());

@@ -1,4 +1,5 @@
-//! Why the store did not do what it was asked for, what that means for what is in it, and what can be done.
+//! Errors of the store. Each message says what failed, what that means for the content of the
+//! store, and what can be done.
 
 use super::id::SetId;
 use crate::facts::room::free_bytes;
@@ -8,28 +9,19 @@ use std::io;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// What was being done.
+/// The operation that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Act {
-    /// The store was opened.
     Open,
-    /// A set was begun.
     Begin,
-    /// Images were added to a set.
     Add,
-    /// A set was finished.
     Finish,
-    /// The sets were looked at.
     List,
-    /// A set was read.
     Read,
-    /// Images were unpacked.
     Unpack,
-    /// A set was removed.
     Remove,
-    /// Superfluous sets were removed.
     Sweep,
-    /// It was noted that a job has ended, or has not.
+    /// Recording that a job has ended, or has been restarted.
     Mark,
 }
 
@@ -49,7 +41,7 @@ impl Act {
         }
     }
 
-    /// What a failure has left behind.
+    /// Returns what the failure means for the content of the store.
     fn means(self) -> &'static str {
         match self {
             Act::Open => "no set was read or changed",
@@ -74,57 +66,49 @@ impl fmt::Display for Act {
     }
 }
 
-/// Why the store did not do what it was asked for.
 #[derive(Debug, Error)]
 pub enum StoreError {
-    /// The directory is not fit for a store.
+    /// The directory cannot be used as a store.
     #[error(
         "cannot keep checkpoints in {path}: {why}; nothing was read or written. Name a directory that is yours alone \
          (mode 0700), or one that is not there yet"
     )]
     Place {
-        /// The directory.
         path: PathBuf,
-        /// What is wrong with it.
         why: String,
     },
-    /// The key file is not fit.
+    /// The key file cannot be used.
     #[error(
         "cannot use the key file {path}: {why}; nothing was read or written. It has to be a file of 32 bytes that only \
          you can read (mode 0600), outside the store; where there is none, one is made"
     )]
     Key {
-        /// The file.
         path: PathBuf,
-        /// What is wrong with it.
         why: String,
     },
-    /// The system refused something.
+    /// The system reported an error.
     #[error("{act}: {path}: {source}; {means}", means = act.means())]
     Io {
-        /// What was being done.
         act: Act,
-        /// To which file or directory.
+        /// The file or directory that the operation accessed.
         path: PathBuf,
-        /// What the system said.
         source: io::Error,
     },
-    /// The disk, or what this user may have of it, is full.
+    /// The disk, or the quota of this user, is full.
     #[error(
         "{act}: {path}: the disk is full{room}; {means}. Make room there, or remove sets that are not needed",
         room = room(*missing, *free), means = act.means()
     )]
     Full {
-        /// What was being done.
         act: Act,
-        /// Which file was being written.
+        /// The file that was being written.
         path: PathBuf,
-        /// Bytes that were still to be written at most, where that is known.
+        /// Largest number of bytes that were still to be written, if known.
         missing: Option<u64>,
-        /// Bytes that are free there, where that is known.
+        /// Free bytes of the file system, if known.
         free: Option<u64>,
     },
-    /// The limits leave no place for another set, because of what may not be removed.
+    /// The limits do not permit another checkpoint, because the existing ones may not be removed.
     #[error(
         "{act}: in {dir} the newest sets of other jobs, which are not removed by themselves, are {sets} with {bytes} bytes, \
          this one needs {needed} bytes at least, and the limits are {sets_max} sets and {bytes_max} bytes; {means}. Remove \
@@ -132,22 +116,19 @@ pub enum StoreError {
         means = act.means()
     )]
     NoPlace {
-        /// What was being done.
         act: Act,
-        /// The store.
+        /// The directory of the store.
         dir: PathBuf,
-        /// What the set has, or 1 where that is not known.
+        /// Size of the checkpoint; 1 if not known.
         needed: u64,
-        /// The other jobs' newest sets.
+        /// Number of the newest checkpoints of other jobs.
         sets: usize,
-        /// Their bytes.
+        /// Total size of these checkpoints.
         bytes: u64,
-        /// The limit of sets.
         sets_max: usize,
-        /// The limit of bytes.
         bytes_max: u64,
     },
-    /// The set grows beyond what the limits leave for it.
+    /// The checkpoint exceeds the size that the limits permit.
     #[error(
         "cannot add {tid} to a set of checkpoints: the set has more than the {bytes_max} bytes that the limits of the store \
          leave for it beside the newest sets of other jobs; nothing of this task was kept, and the sets that are \
@@ -156,95 +137,87 @@ pub enum StoreError {
     TooLarge {
         /// The task that was being added.
         tid: Tid,
-        /// What the set may have.
+        /// Largest size of the checkpoint.
         bytes_max: u64,
     },
-    /// There is something among the images that is no image.
+    /// The image directory contains a file that is not a regular file, or is too large.
     #[error(
         "cannot add the images in {path} to a set of checkpoints: {why}; nothing of this task was kept"
     )]
     Images {
         /// The directory, or the file in it.
         path: PathBuf,
-        /// What is wrong.
         why: String,
     },
-    /// A task was added that is in the set.
+    /// The task is already in the checkpoint.
     #[error(
         "cannot add {0} to a set of checkpoints: it is in it already, and what is in it stays as it is"
     )]
     Twice(Tid),
-    /// More than a set may have.
+    /// A limit of a checkpoint is exceeded.
     #[error("{act}: {what} are {count}, and at most {max} are possible; {means}", means = act.means())]
     TooMany {
-        /// What was being done.
         act: Act,
-        /// Of what there are too many.
+        /// The limited quantity, in words.
         what: &'static str,
-        /// How many.
         count: u64,
-        /// How many are possible.
         max: u64,
     },
-    /// There is no such set.
+    /// The checkpoint does not exist.
     #[error(
         "there is no complete set of checkpoints {0}: it was removed, or never finished; nothing was changed"
     )]
     NoSet(SetId),
-    /// A copy was to be made of a set that is here.
+    /// The checkpoint to copy exists in this store.
     #[error(
         "the set of checkpoints {0} is in this store already: it is the store that the set was made in, or has a copy of it; nothing \
          was changed"
     )]
     There(SetId),
-    /// The set has no such task.
+    /// The checkpoint has no such task.
     #[error("the set of checkpoints {id} has no task {tid}; nothing was unpacked")]
     NoPart {
-        /// The set.
         id: SetId,
-        /// The task.
         tid: Tid,
     },
-    /// Something in the store that is no set.
+    /// A file in the store that is not a checkpoint.
     #[error(
         "{0} is in the checkpoint store and is not the name of a set; it is left alone. Move it elsewhere"
     )]
     Stranger(PathBuf),
-    /// Sealed with another key.
+    /// A file that was encrypted with another key.
     #[error(
         "{path} was sealed with another key than that in {key}, so it can neither be read nor be trusted; nothing of it was \
          used. Bring the key file of the store in which it was made"
     )]
     OtherKey {
-        /// What was to be read.
+        /// The file that was being read.
         path: PathBuf,
-        /// Our key file.
+        /// The key file of this store.
         key: PathBuf,
     },
-    /// Not what was written.
+    /// A file that was changed.
     #[error(
         "{path} is not as it was written: {why}. It is refused, for a changed checkpoint could run anything, and nothing \
          of it was used. Go back to another set, and remove this one"
     )]
     Changed {
-        /// The file.
         path: PathBuf,
-        /// How that was noticed.
+        /// How the change was detected.
         why: String,
     },
-    /// Somebody reads the set.
+    /// The checkpoint is open for reading.
     #[error(
         "the set of checkpoints {0} is being read, so it was not removed; try again when that has ended"
     )]
     InUse(SetId),
-    /// Another process keeps the store locked.
+    /// Another process holds the lock of the store.
     #[error("{act}: another process has kept {dir} locked for {seconds} s; {means}", means = act.means())]
     Busy {
-        /// What was being done.
         act: Act,
-        /// The store.
+        /// The directory of the store.
         dir: PathBuf,
-        /// How long it was waited.
+        /// How long this process waited.
         seconds: u64,
     },
 }
@@ -262,12 +235,13 @@ fn room(missing: Option<u64>, free: Option<u64>) -> String {
     }
 }
 
-/// Makes an error of what the system said.
+/// Returns a function that converts an error of the system.
 pub(super) fn io(act: Act, path: &Path) -> impl FnOnce(io::Error) -> StoreError {
     move |source| failed(act, path, source, None)
 }
 
-/// The same where it is known how much was still to be written.
+/// Converts an error of the system. `missing` is the number of bytes that were still to be written,
+/// if known.
 pub(super) fn failed(act: Act, path: &Path, source: io::Error, missing: Option<u64>) -> StoreError {
     if !matches!(
         source.kind(),
@@ -279,7 +253,7 @@ pub(super) fn failed(act: Act, path: &Path, source: io::Error, missing: Option<u
             source,
         };
     }
-    // The file itself may be gone; the file system is that of its directory.
+    // The file may not exist any more; its directory is on the same file system.
     let free = path.parent().and_then(|dir| free_bytes(dir).ok());
     StoreError::Full {
         act,

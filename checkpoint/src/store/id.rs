@@ -1,18 +1,20 @@
-//! Names of sets. A name is also the name of a directory, so it is made of few safe characters and is read back only in
-//! exactly the form in which it is written.
+//! Names of checkpoints. A name is also the name of a directory, so it consists of a few safe
+//! characters, and only its canonical form is accepted.
 
 use sempa_proto::{Micros, Tid};
 use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
 
-/// The last second that has four digits for its year.
+/// The last second whose year has four digits.
 const SECOND_MAX: u64 = 253_402_300_799;
 const DAY_SECONDS: u64 = 86_400;
 
-/// The name of a set: the job, when it was begun (UTC), and a number that tells those of one second apart, for example
-/// `t40001-20261122T141503-1`. The order is the order of age. Sets of one job have rising names even when the clock is
-/// set back; then the time in the name is not the time of the clock.
+/// The name of a checkpoint: the job, the start time (UTC), and a number that distinguishes
+/// checkpoints of one second, for example `t40001-20261122T141503-1`.
+///
+/// Names are ordered by age. The names of one job increase even if the clock is set back; then the
+/// time in the name is not that of the clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SetId {
     second: u64,
@@ -20,18 +22,18 @@ pub struct SetId {
     job: Tid,
 }
 
-/// A text that is not the name of a set.
+/// A text that is not the name of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{0:?} is not the name of a set of checkpoints; those look like t40001-20261122T141503-1")]
 pub struct NotASetId(pub String);
 
 impl SetId {
-    /// The job.
     pub fn job(&self) -> Tid {
         self.job
     }
 
-    /// A name for a new set of this job that is younger than those that are there.
+    /// Returns a name for a new checkpoint of this job that is greater than the existing names of
+    /// the job.
     pub(super) fn after(there: impl Iterator<Item = SetId>, job: Tid, now: Micros) -> SetId {
         let second = (now.0 / 1_000_000).min(SECOND_MAX);
         let newest = there.filter(|id| id.job == job).max();
@@ -67,7 +69,8 @@ impl FromStr for SetId {
     type Err = NotASetId;
 
     fn from_str(text: &str) -> Result<SetId, NotASetId> {
-        // Only what would be written in the same way: no signs, no leading zeros, no 31st of February.
+        // Accepts only the text that would be written: no signs, no leading zeros, no 31st of
+        // February.
         parse(text)
             .filter(|id| id.to_string() == text)
             .ok_or_else(|| NotASetId(text.chars().take(64).collect()))
@@ -89,8 +92,8 @@ fn parse(text: &str) -> Option<SetId> {
     })
 }
 
-/// Year, month and day of a number of days since 1970, in the calendar that counts years from March on, so that the day
-/// that some years have more is their last one.
+/// Converts the number of days since 1970 to year, month and day. In the computation years begin in
+/// March, so that the leap day is the last day of its year.
 fn date(days: u64) -> (u64, u64, u64) {
     let days = days + 719_468;
     let (era, day_of_era) = (days / 146_097, days % 146_097);
@@ -102,7 +105,8 @@ fn date(days: u64) -> (u64, u64, u64) {
     (era * 400 + year + u64::from(month <= 2), month, day)
 }
 
-/// The other way round; what is no date gives a wrong number or none.
+/// Converts a date to the number of days since 1970. An invalid date gives a wrong number or
+/// `None`.
 fn days(year: u64, month: u64, day: u64) -> Option<u64> {
     let year = if month <= 2 {
         year.checked_sub(1)?
@@ -126,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_says_job_and_time() {
+    fn name_contains_job_and_time() {
         assert_eq!(first(1_795_356_903).to_string(), "t40001-20261122T141503-1");
         assert_eq!(first(0).to_string(), "t40001-19700101T000000-1");
         assert_eq!(first(951_782_400).to_string(), "t40001-20000229T000000-1");
@@ -137,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn every_name_is_read_as_it_was_written() {
+    fn names_survive_formatting_and_parsing() {
         for second in (0..SECOND_MAX).step_by(86_399 * 7 + 1) {
             let id = first(second);
             assert_eq!(id.to_string().parse(), Ok(id));
@@ -145,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_is_not_exactly_a_name_is_refused() {
+    fn non_canonical_names_are_refused() {
         for text in [
             "",
             ".",
@@ -177,8 +181,9 @@ mod tests {
         }
     }
 
+    /// Later names of a job are greater even if the clock is set back.
     #[test]
-    fn later_names_of_a_job_are_younger_even_when_the_clock_is_set_back() {
+    fn names_of_a_job_increase_despite_clock_changes() {
         let mut there = Vec::new();
         for second in [1000, 1000, 1000, 2000, 500, 2000, 2001] {
             let id = SetId::after(there.iter().copied(), JOB, Micros::from_secs(second));

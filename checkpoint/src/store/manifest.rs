@@ -1,5 +1,6 @@
-//! The manifest of a set: what the set is, its parts with their hashes, and what its maker wanted to say. It is written last
-//! and sealed like the parts, and a directory without it is no set.
+//! The manifest of a checkpoint: its virtual machine and start time, its parts with their hashes,
+//! and the description of its writer. It is written last and encrypted like the parts. A directory
+//! without a manifest is not a checkpoint.
 
 use super::error::{Act, StoreError, io};
 use super::id::SetId;
@@ -12,16 +13,17 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// Tasks of one set at most.
+/// Largest number of tasks of one checkpoint.
 pub const PARTS_MAX: usize = 65_536;
-/// Bytes that the maker of a set may say about it at most.
+/// Largest size of the writer's description.
 pub const META_BYTES_MAX: usize = 64 << 20;
-/// Bytes of the name of a virtual machine at most.
+/// Largest length of the name of a virtual machine.
 pub const VM_BYTES_MAX: usize = 256;
-/// A longer one is not read: what the maker said, 64 bytes for each part, and room for the rest.
+/// Largest size of a manifest that is read: the description, 64 bytes for each part, and 1 MiB for
+/// the rest.
 const MANIFEST_BYTES_MAX: u64 = (META_BYTES_MAX + PARTS_MAX * 64 + (1 << 20)) as u64;
 
-/// One part: a sealed file.
+/// A part: the encrypted file with the images of one task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Part {
     pub(super) tid: Tid,
@@ -40,18 +42,19 @@ impl Part {
     }
 }
 
-/// What a manifest says.
+/// The content of the manifest file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Manifest {
     pub(super) vm: String,
     pub(super) made: Micros,
-    /// Sorted by task.
+    /// Sorted by task ID.
     pub(super) parts: Vec<Part>,
     pub(super) meta: Vec<u8>,
 }
 
 impl Manifest {
-    /// What is told of the set, when its sealed manifest has so many bytes.
+    /// Returns the information about the checkpoint. `manifest_bytes` is the size of the encrypted
+    /// manifest.
     pub(super) fn info(&self, id: SetId, manifest_bytes: u64) -> SetInfo {
         let parts: Vec<PartInfo> = self.parts.iter().map(Part::info).collect();
         let bytes = parts
@@ -68,7 +71,7 @@ impl Manifest {
         }
     }
 
-    /// Seals it.
+    /// Encrypts the manifest and passes the result to `write`.
     pub(super) fn seal(
         &self,
         secret: &Secret,
@@ -82,12 +85,12 @@ impl Manifest {
     }
 }
 
-/// The name of the file of a part.
+/// Returns the name of a part's file.
 pub(super) fn part_name(tid: Tid) -> String {
     tid.to_string()
 }
 
-/// Says of which file something is broken.
+/// Adds the file to the reason why it cannot be decrypted.
 pub(super) fn broken(act: Act, path: &Path, secret: &Secret, why: Broken) -> StoreError {
     let path = path.to_path_buf();
     match why {
@@ -100,7 +103,7 @@ pub(super) fn broken(act: Act, path: &Path, secret: &Secret, why: Broken) -> Sto
     }
 }
 
-/// Opens a file of a set and tells its length.
+/// Opens a file of a checkpoint and returns its length.
 pub(super) fn open_file(act: Act, path: &Path) -> Result<(File, u64), StoreError> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let changed = |why: &str| StoreError::Changed {
@@ -123,8 +126,8 @@ pub(super) fn open_file(act: Act, path: &Path) -> Result<(File, u64), StoreError
     Ok((file, meta.len()))
 }
 
-/// Reads and verifies the manifest of the set in this directory, and looks whether all of its parts are there: it, and its
-/// sealed bytes.
+/// Reads and verifies the manifest of the checkpoint in this directory, and checks that all parts
+/// exist with the right lengths. Returns the manifest and its encrypted size.
 pub(super) fn read(
     act: Act,
     dir: &Path,
@@ -208,7 +211,8 @@ mod tests {
         }
     }
 
-    /// Seals this content rightly and reads it as a manifest, in a directory with the part of task 1.
+    /// Encrypts this content correctly and reads it as a manifest, in a directory with the part of
+    /// task 1.
     fn as_read(content: &[u8]) -> Result<Manifest, StoreError> {
         let secret = Secret::new([1; KEY_BYTES], Path::new("key")).expect("a key");
         let id = SetId::after(std::iter::empty(), JOB, Micros(0));
@@ -228,8 +232,9 @@ mod tests {
         Ok(manifest)
     }
 
+    /// A manifest that is encrypted correctly but malformed is refused.
     #[test]
-    fn a_manifest_that_is_sealed_rightly_and_makes_no_sense_is_refused_as_well() {
+    fn malformed_manifests_are_refused() {
         let bytes = |manifest: &Manifest| postcard::to_allocvec(manifest).expect("written");
         let good = manifest(vec![part(1)]);
         assert_eq!(as_read(&bytes(&good)).expect("read"), good);

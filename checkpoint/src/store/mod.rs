@@ -1,15 +1,25 @@
-//! The store of job checkpoints: a directory with sets, each of which holds the images of the tasks of one job as they were
-//! at one moment. A set is complete or it cannot be seen. All that is in it is sealed with the key of the store, because
-//! images of memory are secret, and because whoever could change them could run anything where they are restored.
+//! The store for checkpoints of jobs: a directory with one subdirectory for each checkpoint, which
+//! contains the images of all tasks of one job at one moment.
 //!
-//! The store knows nothing of what a set means: its maker puts a description in, and finds it again. Calls block on the
-//! disk. Several processes may use one store at once.
+//! - A checkpoint is complete, or it is invisible.
+//! - All content is encrypted and authenticated with the key of the store. Memory images are
+//!   secret, and a process that could change them could execute any code where they are restored.
+//! - The store does not interpret checkpoints: the writer adds a description, which the reader gets
+//!   back.
+//! - Calls block on the disk. Several processes may use one store at the same time.
 //!
-//! * `id`: names of sets.
-//! * `seal`: sealed files. `part`: the images of a task as what is sealed. `manifest`: what a set is.
-//! * `draft`: a set while it is made. `set`: a set while it is read. `sweep`: which sets are superfluous. `ended`: whose job is
-//!   over.
-//! * `place`: directory and key file. `shared`: what lies in the directory, and its lock. `disk`: every change of it.
+//! | module | content |
+//! | --- | --- |
+//! | `id` | names of checkpoints |
+//! | `seal` | encrypted files |
+//! | `part` | the images of a task as one stream, which is encrypted |
+//! | `manifest` | the description of a checkpoint and its parts |
+//! | `draft`, `set` | a checkpoint while it is written, and while it is read |
+//! | `sweep` | selection of the checkpoints to remove |
+//! | `ended` | marks for jobs that have ended |
+//! | `place` | the store's directory and key file |
+//! | `shared` | the entries of the directory, and its lock |
+//! | `disk` | all changes on the disk |
 
 mod disk;
 mod draft;
@@ -43,30 +53,31 @@ use std::path::Path;
 use std::sync::Arc;
 use sweep::{Total, superfluous};
 
-/// Sets of a store unless somebody wants otherwise.
+/// Default limit of the number of checkpoints.
 pub const SETS_MAX: usize = 64;
-/// Bytes of a store unless somebody wants otherwise.
+/// Default limit of the size of a store.
 pub const BYTES_MAX: u64 = 64 << 30;
 
-/// The sets of a job that has ended for good go this long after its end, if their room is not needed before.
+/// Time after the final end of a job until its checkpoints are removed, unless their space is
+/// needed earlier.
 pub const ENDED_KEPT: Micros = Micros::from_secs(24 * 3600);
 
-/// The file whose lock is that of the store, and in a set that of the set.
+/// Name of the lock file, in the store and in each checkpoint.
 const LOCK: &str = "lock";
-/// The manifest of a set.
+/// Name of a checkpoint's manifest.
 const MANIFEST: &str = "manifest";
-/// In front of the name of a set that is being made.
+/// Prefix of the directory of a checkpoint that is being written.
 const DRAFT: &str = ".draft-";
-/// In front of the name of a set that is being deleted.
+/// Prefix of the directory of a checkpoint that is being deleted.
 const GONE: &str = ".gone-";
 
-/// How much a store may hold. A set is complete before those that it makes superfluous go, so the disk has to have room for
-/// one set more.
+/// Limits of a store. A new checkpoint is completed before old ones are removed, so the disk must
+/// have space for one more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Complete sets.
+    /// Number of complete checkpoints.
     pub sets_max: usize,
-    /// Bytes of all complete sets on the disk.
+    /// Bytes of all complete checkpoints on the disk.
     pub bytes_max: u64,
 }
 
@@ -79,37 +90,34 @@ impl Default for Limits {
     }
 }
 
-/// A complete set.
+/// A complete checkpoint, as listed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SetInfo {
-    /// Its name.
     pub id: SetId,
     /// The virtual machine that made it; see [`Store::of_vm`].
     pub vm: String,
-    /// The job.
     pub job: Tid,
-    /// When it was begun, since 1970.
+    /// When it was started, since 1970.
     pub made: Micros,
-    /// Bytes on the disk, with the manifest.
+    /// Bytes on the disk, including the manifest.
     pub bytes: u64,
-    /// Its tasks, sorted.
+    /// Its tasks, sorted by ID.
     pub parts: Vec<PartInfo>,
     /// When its job ended for good, if it did; see [`Store::mark`].
     pub ended: Option<Micros>,
 }
 
-/// A task in a set.
+/// A task in a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PartInfo {
-    /// The task.
     pub tid: Tid,
     /// Bytes on the disk.
     pub bytes: u64,
-    /// Bytes of its images when they are unpacked. Zeros are not stored, so there may be many more of these.
+    /// Bytes of its images when they are unpacked. Zeros are not stored, so this may be much more.
     pub images_bytes: u64,
 }
 
-/// A store. All clones are one handle.
+/// A store. All clones share one state.
 #[derive(Clone)]
 pub struct Store {
     shared: Arc<Shared>,
@@ -117,11 +125,12 @@ pub struct Store {
 }
 
 impl Store {
-    /// Opens a store and removes what a process that died left unfinished in it. Directory and key file are made if they are
-    /// not there.
+    /// Opens a store and removes the unfinished work of processes that have died. Creates the
+    /// directory and the key file if they do not exist.
     ///
     /// # Errors
-    /// When the directory or the key file could be read or written by others, or belong to somebody else, among others.
+    /// The directory or the key file belongs to another user, or other users could read or write
+    /// it, among others.
     pub fn open(dir: &Path, key_file: &Path, limits: Limits) -> Result<Store, StoreError> {
         Store::open_on(Disk::new(), dir, key_file, limits)
     }
@@ -151,8 +160,9 @@ impl Store {
         })
     }
 
-    /// The same store for a virtual machine of this name. Virtual machines number their jobs each for itself: jobs of the same
-    /// number are one job only if this is the same as well. At most [`VM_BYTES_MAX`] bytes of it are used.
+    /// Returns the same store for the virtual machine of this name. Virtual machines number their
+    /// jobs independently: equal numbers denote one job only within one virtual machine. At most
+    /// [`VM_BYTES_MAX`] bytes of the name are used.
     #[must_use]
     pub fn of_vm(&self, vm: &str) -> Store {
         let whole = (0..=VM_BYTES_MAX.min(vm.len()))
@@ -164,45 +174,51 @@ impl Store {
         }
     }
 
-    /// Begins a set. `now` is the time since 1970.
+    /// Starts a checkpoint. `now` is the time since 1970.
     ///
     /// # Errors
-    /// [`StoreError::NoPlace`] when the limits could not be kept with this set, even if all that may be removed were: the
-    /// newest set of each other job that has not ended for good stays.
+    /// [`StoreError::NoPlace`] if the limits could not be kept with this checkpoint, even after
+    /// removing everything that may be removed. The newest checkpoint of each other job stays
+    /// unless the job has ended for good.
     pub fn begin(&self, job: Tid, now: Micros) -> Result<Draft, StoreError> {
         Draft::begin(Arc::clone(&self.shared), self.vm.clone(), job, now)
     }
 
-    /// Begins a copy of a set of another store: of the same name, begun then (since 1970), of so many bytes there. It is sealed
-    /// with the key of this store.
+    /// Starts a copy of a checkpoint of another store. The copy has the same name and is encrypted
+    /// with the key of this store. `made` is the start time of the original (since 1970), `bytes`
+    /// its size.
     ///
     /// # Errors
-    /// [`StoreError::There`] when there is a set of this name; and as [`Store::begin`].
+    /// [`StoreError::There`] if this store has a checkpoint of this name; otherwise as
+    /// [`Store::begin`].
     pub fn begin_copy(&self, id: SetId, made: Micros, bytes: u64) -> Result<Draft, StoreError> {
         Draft::copy(Arc::clone(&self.shared), self.vm.clone(), id, (made, bytes))
     }
 
-    /// All complete sets, of all virtual machines, oldest first; and what is there but cannot be read, with why. The parts
-    /// are there and have their lengths; whether they are as they were written is known when they are unpacked.
+    /// Returns all complete checkpoints of all virtual machines, oldest first, and the unreadable
+    /// entries with the reasons.
+    ///
+    /// The parts of each checkpoint exist and have the right lengths; their content is verified
+    /// when they are unpacked.
     ///
     /// # Errors
-    /// When the directory cannot be read.
+    /// The directory cannot be read.
     pub fn list(&self) -> Result<(Vec<SetInfo>, Unreadable), StoreError> {
         self.shared.read_all(Act::List)
     }
 
-    /// Opens a complete set and verifies what it says of itself.
+    /// Opens a complete checkpoint and verifies its manifest.
     ///
     /// # Errors
-    /// When it is not there or not as it was made.
+    /// It does not exist, or it was changed.
     pub fn open_set(&self, id: &SetId) -> Result<Set, StoreError> {
         Set::open(Arc::clone(&self.shared), *id)
     }
 
-    /// Removes a set, also one that cannot be read.
+    /// Removes a checkpoint, even an unreadable one.
     ///
     /// # Errors
-    /// [`StoreError::InUse`] while somebody has it open.
+    /// [`StoreError::InUse`] while it is open for reading.
     pub fn remove(&self, id: &SetId) -> Result<(), StoreError> {
         let act = Act::Remove;
         let gone = {
@@ -212,17 +228,17 @@ impl Store {
         self.shared.delete(act, &[gone])
     }
 
-    /// True for a set that was made by the virtual machine of this name.
+    /// True if the virtual machine of this handle made the checkpoint.
     pub fn is_own(&self, set: &SetInfo) -> bool {
         set.vm == self.vm
     }
 
-    /// The jobs of these sets have ended for good, so that nobody is likely to want their sets: all those that the same virtual
-    /// machine has made of the same job. Or they have not, because one of them was started again: then this is taken back.
-    /// Sets that are no more are passed over.
+    /// Records when the jobs of these checkpoints ended for good, or with `None` that they have
+    /// been restarted. Applies to all checkpoints that the same virtual machine has made of the
+    /// same job. Checkpoints that do not exist are skipped.
     ///
     /// # Errors
-    /// Those that could not be written stay for longer.
+    /// Checkpoints whose mark could not be written stay longer.
     pub fn mark(&self, of: &[SetId], ended: Option<Micros>) -> Result<(), StoreError> {
         let (act, shared) = (Act::Mark, &self.shared);
         let _locked = shared.lock(act)?;
@@ -240,20 +256,26 @@ impl Store {
             .fold(Ok(()), Result::and)
     }
 
-    /// Removes the sets of jobs that ended for good [`ENDED_KEPT`] ago, and then as [`Store::sweep`] does.
+    /// Removes the checkpoints of jobs that ended for good [`ENDED_KEPT`] ago, then those that
+    /// [`Store::sweep`] removes.
     ///
     /// # Errors
-    /// What was not removed stays as it was.
+    /// Checkpoints that were not removed are unchanged.
     pub fn tidy(&self, now: Micros, keep: impl Fn(&SetInfo) -> bool) -> Result<Swept, StoreError> {
         self.remove_superfluous(Some(now), keep)
     }
 
-    /// Removes sets until the limits are kept: first those of jobs that have ended for good, the one that ended first first,
-    /// and then the oldest, but not the newest one of a job, none that is open, and none that the caller keeps; and what a
-    /// process that died left unfinished. Sets that cannot be read neither count nor go.
+    /// Removes checkpoints until the limits are kept, and the unfinished work of processes that
+    /// have died.
+    ///
+    /// - First to go are those of jobs that have ended for good, in the order of these ends; then
+    ///   the oldest.
+    /// - Never removed are the newest checkpoint of a job that has not ended, checkpoints that are
+    ///   open, and those for which `keep` returns true.
+    /// - Unreadable checkpoints neither count nor are removed.
     ///
     /// # Errors
-    /// What was not removed stays as it was.
+    /// Checkpoints that were not removed are unchanged.
     pub fn sweep(&self, keep: impl Fn(&SetInfo) -> bool) -> Result<Swept, StoreError> {
         self.remove_superfluous(None, keep)
     }
@@ -272,7 +294,7 @@ impl Store {
         for set in superfluous(&sets, keep) {
             let is_old = |ended| now.is_some_and(|now: Micros| now.since(ended) >= ENDED_KEPT);
             if total.over(&shared.limits) == (0, 0) && !set.ended.is_some_and(is_old) {
-                // Those that ended long ago come first.
+                // Expired checkpoints come first, so no other one has expired.
                 break;
             }
             match shared.retire_set(act, set.id) {

@@ -1,5 +1,7 @@
-//! The images of a task as one stream of bytes, which is what is sealed: for each file its name and length, then its bytes;
-//! at the end the counts. Blocks of zeros are only counted.
+//! Converts the images of a task to one stream of bytes, which is then encrypted.
+//!
+//! The stream contains for each file its name, length and content, and at the end the counts. Runs
+//! of zero blocks are only counted.
 
 use super::error::{Act, StoreError, failed};
 use super::seal::{Broken, Opener};
@@ -10,30 +12,30 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// Files of one task at most.
+/// Largest number of files of one task.
 pub const FILES_MAX: usize = 65_536;
-/// Bytes of the images of one task at most.
+/// Largest size of the images of one task.
 pub const IMAGES_BYTES_MAX: u64 = 1 << 42;
-/// Bytes of a file name at most (NAME_MAX).
+/// Largest length of a file name (NAME_MAX).
 const NAME_BYTES_MAX: usize = 255;
-/// Bytes that are read at once.
+/// Bytes that are read at a time.
 const PIECE_BYTES: usize = 1 << 20;
-/// A block that is looked at for zeros: a page of memory.
+/// Zeros are detected in blocks of one memory page.
 const BLOCK_BYTES: usize = 4096;
 const BLOCK_OF_ZEROS: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
 
-/// What comes next in the stream.
+/// Tags of the records in the stream.
 const END: u8 = 0;
 const FILE: u8 = 1;
 const DATA: u8 = 2;
 const ZEROS: u8 = 3;
 
-/// The files of a directory, as they are before any is read.
+/// The files of a directory, listed before any is read.
 #[derive(Debug)]
 pub(super) struct Images {
     dir: PathBuf,
     files: Vec<(OsString, u64)>,
-    /// Bytes of all of them.
+    /// Bytes of all files.
     pub(super) bytes: u64,
 }
 
@@ -48,7 +50,7 @@ fn unreadable(path: &Path) -> impl FnOnce(io::Error) -> StoreError {
     move |e| refused(path, format!("it cannot be read: {e}"))
 }
 
-/// The length of a plain file.
+/// Returns the length of a regular file; refuses other kinds.
 fn plain(path: &Path, meta: &Metadata) -> Result<u64, StoreError> {
     match meta.file_type() {
         kind if kind.is_file() => Ok(meta.len()),
@@ -68,7 +70,7 @@ fn plain(path: &Path, meta: &Metadata) -> Result<u64, StoreError> {
 }
 
 impl Images {
-    /// Looks at a directory. It must hold plain files only.
+    /// Lists a directory, which must contain regular files only.
     pub(super) fn of(dir: &Path) -> Result<Images, StoreError> {
         if !dir.symlink_metadata().map_err(unreadable(dir))?.is_dir() {
             return Err(refused(dir, "it is no directory"));
@@ -97,7 +99,7 @@ impl Images {
         Ok(images)
     }
 
-    /// Puts all of them into the stream. `target` is where it goes, for errors.
+    /// Writes all files to the stream. `target` is the destination, for errors.
     pub(super) fn pour(
         &self,
         target: &Path,
@@ -157,9 +159,9 @@ impl Images {
     }
 }
 
-/// Opens a file that was a plain one of this length a moment ago.
+/// Opens a file that had this length when it was listed.
 fn open_image(path: &Path, bytes: u64) -> Result<File, StoreError> {
-    // Whatever was put there meanwhile is neither followed nor waited for.
+    // The file may have been replaced: symbolic links are not followed, and the open never blocks.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = OpenOptions::new()
         .read(true)
@@ -175,7 +177,7 @@ fn open_image(path: &Path, bytes: u64) -> Result<File, StoreError> {
     Ok(file)
 }
 
-/// A piece of a file in runs of blocks that are all zeros, or not.
+/// Splits a piece of a file into runs of blocks that are all zeros (true) or not.
 fn runs(piece: &[u8]) -> impl Iterator<Item = (bool, &[u8])> {
     let zeros = |block: &[u8]| block == &BLOCK_OF_ZEROS[..block.len()];
     let mut rest = piece;
@@ -191,12 +193,13 @@ fn runs(piece: &[u8]) -> impl Iterator<Item = (bool, &[u8])> {
     })
 }
 
-/// Why a stream was not unpacked.
+/// The reason why a stream was not unpacked.
 #[derive(Debug)]
 pub(super) enum Stopped {
-    /// The stream is no good.
+    /// The stream is damaged.
     Broken(Broken),
-    /// A file could not be written; and how many bytes of all files were written before.
+    /// A file could not be written. The last field is the number of bytes of all files that were
+    /// written before.
     Write(PathBuf, io::Error, u64),
 }
 
@@ -210,8 +213,8 @@ fn changed(why: impl Into<String>) -> Stopped {
     Stopped::Broken(Broken::Changed(why.into()))
 }
 
-/// Writes the files of a stream into an empty directory; the bytes of all of them. The caller removes what is there when
-/// this fails.
+/// Writes the files of a stream into an empty directory and returns their bytes. On an error the
+/// caller removes the directory.
 pub(super) fn unpack<R: Read>(stream: &mut Opener<R>, to: &Path) -> Result<u64, Stopped> {
     let (mut files, mut all) = (0usize, 0u64);
     loop {
@@ -250,7 +253,7 @@ fn number<R: Read, const N: usize>(stream: &mut Opener<R>) -> Result<[u8; N], Br
     Ok(bytes)
 }
 
-/// Writes one file, after so many bytes of other ones; its bytes.
+/// Writes one file and returns its bytes. `before` is the number of bytes of the previous files.
 fn unpack_file<R: Read>(stream: &mut Opener<R>, to: &Path, before: u64) -> Result<u64, Stopped> {
     let length = usize::from(u16::from_le_bytes(number(stream)?));
     if length > NAME_BYTES_MAX {
@@ -287,7 +290,8 @@ fn unpack_file<R: Read>(stream: &mut Opener<R>, to: &Path, before: u64) -> Resul
             return Err(changed("the pieces of a file are not as long as the file"));
         }
         if kind == ZEROS {
-            // A hole: it reads as zeros. No run is longer than the file, so the sum fits.
+            // A hole, which reads as zeros. A run is never longer than its file, so the position
+            // cannot overflow.
             file.seek(SeekFrom::Current(run as i64))
                 .map_err(|e| stopped(e, left))?;
         } else {
@@ -316,7 +320,7 @@ fn new_file(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// A name that leads nowhere else.
+/// Returns the name unless it contains a path.
 fn plain_name(name: &[u8]) -> Option<OsString> {
     let plain = !name.is_empty()
         && !name.contains(&b'/')
@@ -335,7 +339,7 @@ mod tests {
 
     const JOB: Tid = Tid::from_raw(0x40001);
 
-    /// Unpacks a stream that was sealed with the right key.
+    /// Unpacks a stream after encrypting it with the right key.
     fn unpacked(stream: &[u8], to: &Path) -> Result<u64, Stopped> {
         let secret = Secret::new([1; KEY_BYTES], Path::new("key")).expect("a key");
         let what = What::Part(SetId::after(std::iter::empty(), JOB, Micros(0)), JOB);
@@ -377,8 +381,9 @@ mod tests {
         [&[END][..], &files.to_le_bytes(), &bytes.to_le_bytes()].concat()
     }
 
+    /// A stream that is encrypted correctly but malformed is refused.
     #[test]
-    fn a_stream_that_is_sealed_rightly_and_makes_no_sense_is_refused_as_well() {
+    fn malformed_streams_are_refused() {
         let long = vec![b'n'; NAME_BYTES_MAX + 1];
         let streams = [
             vec![],
@@ -419,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn two_files_of_one_name_are_not_written_over_each_other() {
+    fn duplicate_names_are_refused() {
         let dir = tempfile::tempdir().expect("a directory");
         let stream = [
             file(b"a", 1, &data(b"x")),
@@ -433,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_of_zeros_are_found_by_blocks() {
+    fn zero_runs_are_found_by_blocks() {
         let block = |byte: u8| vec![byte; BLOCK_BYTES];
         let piece = [block(0), block(0), block(1), block(0), vec![0; 5]].concat();
         let found: Vec<(bool, usize)> = runs(&piece)

@@ -1,4 +1,5 @@
-//! Where a store lies: its directory and its key file. Both belong to the user alone, or there is no store.
+//! Opens or creates the directory and the key file of a store. Both must belong to this user and be
+//! inaccessible to others.
 
 use super::disk::Disk;
 use super::error::{Act, StoreError, io};
@@ -8,7 +9,7 @@ use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// What is wrong with the owner or the mode of something that has to be ours alone.
+/// Returns the reason if a file belongs to another user or other users have access.
 fn not_ours_alone(meta: &Metadata) -> Option<String> {
     let me = nix::unistd::geteuid().as_raw();
     if meta.uid() != me {
@@ -21,7 +22,7 @@ fn not_ours_alone(meta: &Metadata) -> Option<String> {
     (mode & 0o077 != 0).then(|| format!("others can read or write it (mode {mode:04o})"))
 }
 
-/// The directory, made if it was not there; its real path.
+/// Returns the real path of the directory; creates it if it does not exist.
 pub(super) fn directory(dir: &Path) -> Result<PathBuf, StoreError> {
     let bad = |why: String| StoreError::Place {
         path: dir.to_path_buf(),
@@ -40,7 +41,7 @@ pub(super) fn directory(dir: &Path) -> Result<PathBuf, StoreError> {
     }
 }
 
-/// The key, made if there was none. `store` is the real path of the directory.
+/// Reads the key file; creates it if it does not exist. `store` is the real path of the directory.
 pub(super) fn secret(path: &Path, store: &Path, disk: &Disk) -> Result<Secret, StoreError> {
     let bad = |why: String| StoreError::Key {
         path: path.to_path_buf(),
@@ -101,8 +102,8 @@ fn open(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// Makes a key file that is whole from the moment on when it has its name. If somebody else makes one at the same time,
-/// the first one stays.
+/// Creates a key file, which has its name only when it is complete. If several processes do so at
+/// the same time, the first one wins.
 fn make(path: &Path, parent: &Path, disk: &Disk) -> io::Result<()> {
     let key = random::<KEY_BYTES>()?;
     let mut name = path

@@ -1,11 +1,16 @@
-//! Sealed files: what is in them can be neither read nor changed by whoever lacks the key.
+//! Encrypted files: without the key their content can be neither read nor changed.
 //!
-//! A sealed file is a head (mark and version, name of the key, salt) and chunks of 1 MiB, each encrypted with AES-256-GCM.
-//! The key of a file is derived from the store's key and the salt, which is random for each file (HKDF-SHA256), so
-//! chunks are simply counted in the nonce. The nonce also says which chunk is the last one, so that a file that was cut is
-//! noticed; and each chunk is bound to the head and to what the file is: which set, which task. This is the construction
-//! STREAM (Hoang, Reyhanitabar, Rogaway, Vizár 2015). A file is read chunk by chunk, and no byte is given out that was not
-//! sealed with the key at this place; whether the end is there as well is known at the end.
+//! A file consists of a head (magic and version, key identifier, salt) and chunks of 1 MiB, each
+//! encrypted with AES-256-GCM.
+//!
+//! - The key of a file is derived (HKDF-SHA256) from the key of the store and a random salt. So the
+//!   nonce of a chunk can be its number.
+//! - The nonce also marks the last chunk, so that a truncated file is detected.
+//! - Each chunk is bound to the head and to the role of the file: which checkpoint, which task.
+//!
+//! This is the STREAM construction (Hoang, Reyhanitabar, Rogaway, Vizár 2015). A file is decrypted
+//! chunk by chunk. Every byte that is returned is authentic at its place; that the file is complete
+//! is known only at the end.
 
 use super::id::SetId;
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, MAX_TAG_LEN, NONCE_LEN, Nonce, UnboundKey};
@@ -16,11 +21,11 @@ use std::fmt;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// Bytes in a chunk; the last one may have fewer.
+/// Size of a chunk; the last one may be smaller.
 pub(super) const CHUNK_BYTES: usize = 1 << 20;
-/// Bytes of the key of a store.
+/// Size of the key of a store.
 pub(super) const KEY_BYTES: usize = 32;
-/// First bytes of a sealed file; the last one is the version of all that the store writes.
+/// Magic number of an encrypted file. The last byte is the version of the store's formats.
 const MARK: [u8; 8] = *b"sempack\x01";
 const NAME_BYTES: usize = 16;
 const SALT_BYTES: usize = 32;
@@ -30,12 +35,12 @@ const HEAD_BYTES: usize = MARK.len() + NAME_BYTES + SALT_BYTES;
 pub(super) struct Secret {
     key: [u8; KEY_BYTES],
     name: [u8; NAME_BYTES],
-    /// Where it came from, to be told when it does not fit.
+    /// Path of the key file, for errors.
     pub(super) path: PathBuf,
 }
 
 impl Secret {
-    /// The key from this file.
+    /// Derives the identifier of a key, which was read from this file.
     pub(super) fn new(key: [u8; KEY_BYTES], path: &Path) -> io::Result<Secret> {
         let mut name = [0; NAME_BYTES];
         let derived = Salt::new(HKDF_SHA256, &MARK).extract(&key);
@@ -77,7 +82,7 @@ fn unspecified(_: ring::error::Unspecified) -> io::Error {
     io::Error::other("the cryptographic library failed")
 }
 
-/// Random bytes from the kernel.
+/// Returns random bytes from the kernel.
 pub(super) fn random<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     SystemRandom::new()
@@ -86,17 +91,16 @@ pub(super) fn random<const N: usize>() -> io::Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// What a sealed file is. One that is found in the place of another one does not open.
+/// The role of an encrypted file. A file that replaces one of another role cannot be decrypted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum What {
-    /// The manifest of a set.
     Manifest(SetId),
-    /// The images of a task in a set.
+    /// The images of a task in a checkpoint.
     Part(SetId, Tid),
 }
 
 impl What {
-    /// The head, and what the file is: all that a chunk is bound to beside its place.
+    /// Returns the associated data of all chunks: the head and the role.
     fn bind(self, head: &[u8; HEAD_BYTES]) -> Vec<u8> {
         let (kind, id, tid) = match self {
             What::Manifest(id) => (1, id, Tid::NONE),
@@ -110,7 +114,7 @@ impl What {
     }
 }
 
-/// The nonce of a chunk: its number, and whether it is the last one.
+/// Returns the nonce of a chunk: its number, and whether it is the last one.
 fn nonce(number: u64, last: bool) -> Nonce {
     let mut nonce = [0; NONCE_LEN];
     nonce[0] = u8::from(last);
@@ -118,16 +122,16 @@ fn nonce(number: u64, last: bool) -> Nonce {
     Nonce::assume_unique_for_key(nonce)
 }
 
-/// A sealed file as it was written.
+/// The result of encrypting a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sealed {
-    /// Its length.
+    /// Length of the file.
     pub(super) bytes: u64,
-    /// The hash of it.
+    /// Hash of the encrypted file.
     pub(super) blake3: [u8; 32],
 }
 
-/// Seals what is put into it and hands it on in pieces.
+/// Encrypts a stream and passes the result to `write`, in pieces.
 pub(super) struct Sealer<F> {
     write: F,
     key: LessSafeKey,
@@ -139,7 +143,7 @@ pub(super) struct Sealer<F> {
 }
 
 impl<F: FnMut(&[u8]) -> io::Result<()>> Sealer<F> {
-    /// Begins a file; `write` gets its bytes.
+    /// Starts a file; `write` gets its bytes.
     pub(super) fn new(secret: &Secret, what: What, write: F) -> io::Result<Sealer<F>> {
         let mut head = [0; HEAD_BYTES];
         head[..MARK.len()].copy_from_slice(&MARK);
@@ -159,7 +163,7 @@ impl<F: FnMut(&[u8]) -> io::Result<()>> Sealer<F> {
         Ok(sealer)
     }
 
-    /// More of the content.
+    /// Appends to the content.
     pub(super) fn put(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             if self.chunk.len() == CHUNK_BYTES {
@@ -172,7 +176,7 @@ impl<F: FnMut(&[u8]) -> io::Result<()>> Sealer<F> {
         Ok(())
     }
 
-    /// That was all of it.
+    /// Encrypts the last chunk; returns length and hash of the file.
     pub(super) fn end(mut self) -> io::Result<Sealed> {
         self.seal(true)?;
         Ok(Sealed {
@@ -201,14 +205,13 @@ impl<F: FnMut(&[u8]) -> io::Result<()>> Sealer<F> {
     }
 }
 
-/// Why a sealed file does not open.
+/// The reason why a file cannot be decrypted.
 #[derive(Debug)]
 pub(super) enum Broken {
-    /// It cannot be read.
     Io(io::Error),
-    /// It was sealed with another key.
+    /// It was encrypted with another key.
     OtherKey,
-    /// It is not what was sealed.
+    /// It is not what was encrypted; how that was detected.
     Changed(String),
 }
 
@@ -218,22 +221,22 @@ impl From<io::Error> for Broken {
     }
 }
 
-/// Opens a sealed file.
+/// Decrypts a file chunk by chunk.
 pub(super) struct Opener<R> {
     input: R,
-    /// Bytes of the file that were not read yet.
+    /// Bytes of the file that have not been read.
     left: u64,
     key: LessSafeKey,
     bound: Vec<u8>,
     chunk: Vec<u8>,
-    /// What of the chunk was not given out yet.
+    /// The part of the chunk that has not been returned.
     fresh: std::ops::Range<usize>,
     number: u64,
     hasher: blake3::Hasher,
 }
 
 impl<R: Read> Opener<R> {
-    /// Begins to read a file of `bytes` bytes.
+    /// Starts to read a file of `bytes` bytes.
     pub(super) fn new(
         secret: &Secret,
         what: What,
@@ -270,7 +273,7 @@ impl<R: Read> Opener<R> {
         })
     }
 
-    /// The next bytes of the content, at most `max`; none at the end.
+    /// Returns the next bytes of the content, at most `max`; empty at the end.
     pub(super) fn next(&mut self, max: usize) -> Result<&[u8], Broken> {
         if self.fresh.is_empty() && !self.at_end() {
             self.open()?;
@@ -280,7 +283,7 @@ impl<R: Read> Opener<R> {
         Ok(&self.chunk[now])
     }
 
-    /// The next bytes, exactly as many as there is room for.
+    /// Fills the buffer with the next bytes.
     pub(super) fn fill(&mut self, mut room: &mut [u8]) -> Result<(), Broken> {
         while !room.is_empty() {
             let bytes = self.next(room.len())?;
@@ -294,7 +297,8 @@ impl<R: Read> Opener<R> {
         Ok(())
     }
 
-    /// The file has ended and all was given out: its hash.
+    /// Checks that the file has ended and everything was returned. Returns the hash of the
+    /// encrypted file.
     pub(super) fn end(mut self) -> Result<[u8; 32], Broken> {
         if !self.next(1)?.is_empty() {
             return Err(Broken::Changed(
@@ -304,7 +308,7 @@ impl<R: Read> Opener<R> {
         Ok(*self.hasher.finalize().as_bytes())
     }
 
-    /// The last chunk was read; each file has at least one.
+    /// True if the last chunk was read; each file has at least one.
     fn at_end(&self) -> bool {
         self.left == 0 && self.number > 0
     }
@@ -395,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sealed_opens_at_every_length_around_whole_chunks() {
+    fn all_lengths_around_chunk_bounds_decrypt() {
         for bytes in [
             0,
             1,
@@ -417,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_in_the_place_of_another_one_does_not_open() {
+    fn file_of_another_role_is_refused() {
         let other = Tid::from_raw(0x40002);
         let places = [
             What::Manifest(id(1)),
@@ -435,14 +439,14 @@ mod tests {
     }
 
     #[test]
-    fn another_key_is_told_from_a_change() {
+    fn other_key_is_distinguished_from_change() {
         let what = What::Manifest(id(1));
         let mut file = seal(&secret(1), what, b"content");
         assert!(matches!(
             open(&secret(2), what, &file),
             Err(Broken::OtherKey)
         ));
-        // Somebody without the key who writes its name on it.
+        // An attacker without the key writes the identifier of the key into the file.
         file[MARK.len()..][..NAME_BYTES].copy_from_slice(&secret(2).name);
         assert!(matches!(
             open(&secret(2), what, &file),
@@ -451,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_cannot_be_cut_exchanged_repeated_or_added() {
+    fn chunks_cannot_be_removed_swapped_repeated_or_added() {
         let what = What::Part(id(1), JOB);
         let file = seal(&secret(1), what, &content(3 * CHUNK_BYTES));
         let (head, chunks) = file.split_at(HEAD_BYTES);
@@ -499,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_content_is_never_sealed_in_the_same_way() {
+    fn equal_content_encrypts_differently() {
         let what = What::Manifest(id(1));
         let (one, other) = (
             seal(&secret(1), what, b"content"),

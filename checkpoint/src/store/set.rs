@@ -1,4 +1,4 @@
-//! A complete set, open for reading.
+//! A complete checkpoint that is open for reading.
 
 use super::SetInfo;
 use super::ended;
@@ -17,7 +17,8 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A complete set whose manifest is verified. As long as this lives nobody removes the set.
+/// A complete checkpoint whose manifest is verified. While this exists the checkpoint is not
+/// removed.
 pub struct Set {
     shared: Arc<Shared>,
     dir: PathBuf,
@@ -31,11 +32,12 @@ impl Set {
         let act = Act::Read;
         let dir = shared.set_dir(id);
         let lock = lock_set(&dir, FlockArg::LockSharedNonblock).map_err(|errno| match errno {
-            // Being removed.
+            // It is being removed.
             Errno::EWOULDBLOCK | Errno::ENOENT => StoreError::NoSet(id),
             _ => io(act, &dir)(errno.into()),
         })?;
-        // Whoever removes sets has them alone; but it may have done so before this lock.
+        // A remover locks the checkpoint exclusively, but may have done so before this lock was
+        // taken.
         if !is_there(&dir) {
             return Err(StoreError::NoSet(id));
         }
@@ -53,21 +55,20 @@ impl Set {
         })
     }
 
-    /// What the set is.
     pub fn info(&self) -> &SetInfo {
         &self.info
     }
 
-    /// What its maker wanted to find in it.
+    /// Returns the description that the writer has added.
     pub fn meta(&self) -> &[u8] {
         &self.manifest.meta
     }
 
-    /// Unpacks the images of a task into a new directory (mode 0700, files 0600); the bytes of the images. They are what was
-    /// added, every byte, when this returns.
+    /// Unpacks the images of a task into a new directory (mode 0700, files 0600) and returns their
+    /// bytes. On success they equal the images that were added.
     ///
     /// # Errors
-    /// The directory is not there, or it was there before and is as it was.
+    /// The directory does not exist afterwards. If it existed before, it is unchanged.
     pub fn unpack(&self, tid: Tid, to: &Path) -> Result<u64, StoreError> {
         let part = self.part(tid)?;
         DirBuilder::new()
@@ -76,17 +77,18 @@ impl Set {
             .map_err(io(Act::Unpack, to))?;
         let unpacked = self.unpack_part(part, to);
         if unpacked.is_err() {
-            // The first error counts, and says what is wrong with the disk if anything is.
+            // The first error is reported; it also explains a failure to remove.
             let _ = std::fs::remove_dir_all(to);
         }
         unpacked
     }
 
-    /// Hands on what the set has of a task, unsealed, in pieces: the stream that [`Draft::add_copy`](super::Draft::add_copy) takes. It
-    /// is what was added, every byte, if this returns well, and nothing else before.
+    /// Passes the decrypted stream of a task to `put`, in pieces, for
+    /// [`Draft::add_copy`](super::Draft::add_copy). Each piece is authenticated before it is
+    /// passed; only success means that the stream is complete and unchanged.
     ///
     /// # Errors
-    /// The set is not as it was made, or what `put` says.
+    /// The checkpoint was changed, or `put` failed.
     pub fn pour(
         &self,
         tid: Tid,
@@ -132,7 +134,7 @@ impl Set {
         })
     }
 
-    /// Reads a part, all of it, and verifies that it is the one that was added.
+    /// Reads a part completely and verifies that it is the one that was added.
     fn read_part<T>(
         &self,
         act: Act,

@@ -1,7 +1,7 @@
-//! What all handles of a store have in common: its directory, what lies in it, and its lock.
+//! The state that all handles of a store share: its directory, the entries in it, and its lock.
 //!
-//! The lock of the store is held by whoever gives a directory in it a name or takes one away, and never for long: contents
-//! are written before and deleted afterwards.
+//! The lock of the store is held while a directory in it is renamed, and only for a short time:
+//! content is written before and deleted afterwards.
 
 use super::disk::Disk;
 use super::error::{Act, StoreError, io};
@@ -19,26 +19,26 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// How long the lock of the store is waited for.
+/// Longest time to wait for the lock of the store.
 const LOCK_WAIT_MAX: Duration = Duration::from_secs(30);
-/// Pause between attempts.
+/// Interval between attempts to take the lock.
 const LOCK_PAUSE: Duration = Duration::from_millis(5);
 
-/// Sets that are there but cannot be read, by their names, with why.
+/// Names of the unreadable entries, with the reasons.
 pub type Unreadable = Vec<(String, StoreError)>;
 
 pub(super) struct Shared {
-    /// Its real path.
+    /// Real path of the store.
     pub(super) dir: PathBuf,
     pub(super) secret: Secret,
     pub(super) limits: Limits,
     pub(super) disk: Disk,
 }
 
-/// What lies in a store, by its names.
+/// The entries of a store, by the prefix of their names.
 #[derive(Debug, Default)]
 pub(super) struct Entries {
-    /// Oldest first.
+    /// Sorted, oldest checkpoint first.
     pub(super) sets: Vec<SetId>,
     pub(super) drafts: Vec<SetId>,
     pub(super) gone: Vec<SetId>,
@@ -80,7 +80,7 @@ impl Shared {
         }
     }
 
-    /// What lies in the store.
+    /// Reads the entries of the store.
     pub(super) fn entries(&self, act: Act) -> Result<Entries, StoreError> {
         let mut entries = Entries::default();
         for entry in self.dir.read_dir().map_err(io(act, &self.dir))? {
@@ -107,7 +107,7 @@ impl Shared {
         Ok(entries)
     }
 
-    /// Reads all sets, oldest first, and says which cannot be read.
+    /// Reads all checkpoints, oldest first, and returns the unreadable entries as well.
     pub(super) fn read_all(&self, act: Act) -> Result<(Vec<SetInfo>, Unreadable), StoreError> {
         let entries = self.entries(act)?;
         let stranger = |name: String| (name.clone(), StoreError::Stranger(self.dir.join(name)));
@@ -122,7 +122,7 @@ impl Shared {
                         ..manifest.info(id, bytes)
                     });
                 }
-                // Removed at this moment.
+                // It was removed meanwhile.
                 Err(_) if !is_there(&dir) => {}
                 Err(why) => unreadable.push((id.to_string(), why)),
             }
@@ -130,8 +130,11 @@ impl Shared {
         Ok((sets, unreadable))
     }
 
-    /// Bytes that a new set of this job may have, if it may have these: the limits are kept with it, once the sets that it
-    /// makes superfluous have gone.
+    /// Returns the bytes that a new checkpoint of this job may have, so that the limits are kept
+    /// after all removable checkpoints are removed.
+    ///
+    /// # Errors
+    /// That is less than `needed`, or the number of checkpoints is exceeded.
     pub(super) fn room(
         &self,
         act: Act,
@@ -160,7 +163,8 @@ impl Shared {
         Ok(room)
     }
 
-    /// Makes a directory invisible; it is deleted later, without the lock of the store, which is held here.
+    /// Hides a directory by renaming it. It must be deleted later, without the lock of the store,
+    /// which is held here.
     pub(super) fn retire(&self, act: Act, dir: &Path, id: SetId) -> Result<PathBuf, StoreError> {
         let gone = self.gone_dir(id);
         self.disk.remove_tree(&gone).map_err(io(act, &gone))?;
@@ -168,7 +172,7 @@ impl Shared {
         Ok(gone)
     }
 
-    /// Makes a set invisible for good, if nobody reads it. The lock of the store is held.
+    /// Hides a checkpoint durably, if no reader has it open. The lock of the store is held.
     pub(super) fn retire_set(&self, act: Act, id: SetId) -> Result<PathBuf, StoreError> {
         let dir = self.set_dir(id);
         let _alone = match lock_set(&dir, FlockArg::LockExclusiveNonblock) {
@@ -178,13 +182,14 @@ impl Shared {
             Err(errno) => return Err(io(act, &dir)(errno.into())),
         };
         let gone = self.retire(act, &dir, id)?;
-        // Or a crash of the machine could bring it back without its files.
+        // Otherwise a crash of the machine could restore the name without the files.
         self.disk.sync_dir(&self.dir).map_err(io(act, &self.dir))?;
         Ok(gone)
     }
 
-    /// Makes drafts invisible that no living process has, and adds what an earlier deletion left. The lock of the store is
-    /// held, so no draft is just between being made and being locked.
+    /// Hides drafts whose writers are dead, and returns all hidden directories, including those of
+    /// earlier deletions. The lock of the store is held, so no draft is between its creation and
+    /// its lock.
     pub(super) fn abandoned(&self, act: Act) -> Result<Vec<PathBuf>, StoreError> {
         let entries = self.entries(act)?;
         let mut gone: Vec<PathBuf> = entries
@@ -202,7 +207,7 @@ impl Shared {
                 Err(e) => return Err(io(act, &dir)(e)),
             };
             match living {
-                // Its maker may just be removing it.
+                // Its writer may be removing it.
                 None if is_there(&dir) => gone.push(self.retire(act, &dir, id)?),
                 None | Some(Errno::EWOULDBLOCK) => {}
                 Some(errno) => return Err(io(act, &dir)(errno.into())),
@@ -211,14 +216,14 @@ impl Shared {
         Ok(gone)
     }
 
-    /// Deletes what was made invisible.
+    /// Deletes directories that were hidden before.
     pub(super) fn delete(&self, act: Act, gone: &[PathBuf]) -> Result<(), StoreError> {
         gone.iter()
             .try_for_each(|dir| self.disk.remove_tree(dir).map_err(io(act, dir)))
     }
 }
 
-/// True unless it is sure that nothing is there.
+/// True unless the path certainly does not exist.
 pub(super) fn is_there(path: &Path) -> bool {
     !matches!(path.symlink_metadata(), Err(e) if e.kind() == ErrorKind::NotFound)
 }
@@ -236,7 +241,8 @@ pub(super) fn open_lock(path: &Path, create: bool) -> std::io::Result<File> {
     options.open(path)
 }
 
-/// Locks a set as long as the result lives. The file for it may not have come along when a set was copied.
+/// Locks a checkpoint until the result is dropped. Creates the lock file if it is missing, as it
+/// may be after the checkpoint was copied.
 pub(super) fn lock_set(dir: &Path, how: FlockArg) -> Result<Flock<File>, Errno> {
     let errno = |e: std::io::Error| Errno::from_raw(e.raw_os_error().unwrap_or(libc::EIO));
     let file = open_lock(&dir.join(LOCK), true).map_err(errno)?;

@@ -1,22 +1,22 @@
-//! Which sets are superfluous. Pure.
+//! Selects the checkpoints that may be removed. Pure.
 
 use super::id::SetId;
 use super::{Limits, SetInfo};
 use sempa_proto::Tid;
 use std::collections::HashMap;
 
-/// What a sweep did.
+/// The result of a sweep.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Swept {
-    /// The sets that were removed, oldest first.
+    /// The removed checkpoints, in the order of removal.
     pub removed: Vec<SetInfo>,
-    /// Sets that are still above the limit, because none of what is left may be removed.
+    /// Checkpoints above the limit of the store that may not be removed.
     pub sets_over: usize,
-    /// Bytes that are, likewise.
+    /// Bytes above the limit of the store that may not be removed.
     pub bytes_over: u64,
 }
 
-/// A number of sets and their bytes.
+/// A number of checkpoints and their bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Total {
     pub(super) sets: usize,
@@ -32,7 +32,7 @@ impl Total {
         sets.into_iter().fold(Total::default(), add)
     }
 
-    /// Sets and bytes above the limits.
+    /// Returns the checkpoints and bytes above the limits.
     pub(super) fn over(self, limits: &Limits) -> (usize, u64) {
         (
             self.sets.saturating_sub(limits.sets_max),
@@ -41,7 +41,7 @@ impl Total {
     }
 }
 
-/// The newest set of each job. Virtual machines number their jobs each for itself.
+/// Returns the newest checkpoint of each job. Virtual machines number their jobs independently.
 fn newest(sets: &[SetInfo]) -> HashMap<(&str, Tid), SetId> {
     let mut newest: HashMap<(&str, Tid), SetId> = HashMap::new();
     for set in sets {
@@ -51,8 +51,9 @@ fn newest(sets: &[SetInfo]) -> HashMap<(&str, Tid), SetId> {
     newest
 }
 
-/// The sets that may be removed: those of jobs that have ended for good, the one that ended first first; then the others, oldest
-/// first, but not the newest one of a job; and none that the caller keeps.
+/// Returns the checkpoints that may be removed, in the order of removal: first those of jobs that
+/// have ended for good, in the order of these ends; then the others, oldest first. Excluded are the
+/// newest checkpoint of each job that has not ended, and those for which `keep` returns true.
 pub(super) fn superfluous(sets: &[SetInfo], keep: impl Fn(&SetInfo) -> bool) -> Vec<&SetInfo> {
     let newest = newest(sets);
     let is_newest = |set: &SetInfo| newest.get(&(set.vm.as_str(), set.job)) == Some(&set.id);
@@ -62,8 +63,8 @@ pub(super) fn superfluous(sets: &[SetInfo], keep: impl Fn(&SetInfo) -> bool) -> 
     superfluous
 }
 
-/// What stays when there is a newer set of this job and all that may be removed is: the newest sets of the other jobs that have
-/// not ended for good.
+/// Returns what remains if this job gets a new checkpoint and everything is removed that may be:
+/// the newest checkpoints of the other jobs that have not ended for good.
 pub(super) fn others(sets: &[SetInfo], vm: &str, job: Tid) -> Total {
     let newest = newest(sets);
     let is_newest = |set: &&SetInfo| {
@@ -95,8 +96,10 @@ mod tests {
         }
     }
 
+    /// The newest checkpoint of a job is never removable, and of the others the oldest are removed
+    /// first.
     #[test]
-    fn the_newest_set_of_a_job_is_never_superfluous_and_the_oldest_go_first() {
+    fn newest_checkpoint_of_a_job_is_never_removable() {
         let sets = [
             set("a", 2, 9, 1),
             set("a", 1, 5, 1),
@@ -116,8 +119,9 @@ mod tests {
         );
     }
 
+    /// Checkpoints of ended jobs are removed first, beginning with the job that ended first.
     #[test]
-    fn sets_of_jobs_that_have_ended_go_first_and_those_of_the_job_that_ended_first_before_all() {
+    fn ended_jobs_are_removed_first() {
         let ended = |set: SetInfo, second| SetInfo {
             ended: Some(Micros::from_secs(second)),
             ..set
@@ -146,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_of_the_same_number_in_two_virtual_machines_are_two_jobs() {
+    fn equal_job_numbers_of_two_vms_are_two_jobs() {
         let sets = [set("a", 1, 3, 10), set("b", 1, 5, 7)];
         assert!(superfluous(&sets, |_| false).is_empty());
         assert_eq!(
@@ -156,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_beside_a_job_is_the_newest_set_of_each_other_one() {
+    fn newest_checkpoint_of_each_other_job_remains() {
         let sets = [
             set("a", 1, 3, 1),
             set("a", 1, 4, 2),

@@ -1,4 +1,4 @@
-//! What the disk can do to a store: the world ends before any step, or the disk is full there.
+//! The store under faults of the disk: a crash, or a full disk, at every step.
 
 use super::disk::{Disk, Step, Watch};
 use super::*;
@@ -11,18 +11,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 const JOB: Tid = Tid::from_raw(0x40001);
 const TASK: Tid = Tid::from_raw(0x80001);
 
-/// What happens at a step.
+/// The fault at a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
-    /// The process dies: nothing is done any more.
+    /// The process dies; no further step is made.
     Death,
     /// The process dies in the middle of a write.
     TornWrite,
-    /// The disk is full at this step, and only there: what is removed makes room.
+    /// The disk is full at this step only. Steps that remove files succeed.
     Full,
 }
 
-/// Counts the steps and lets fate strike.
+/// Counts the steps and injects the fault.
 struct Fates {
     strike: Option<(usize, Fate)>,
     steps: Mutex<Vec<String>>,
@@ -87,7 +87,7 @@ impl Watch for Fates {
     }
 }
 
-/// A directory with images to be stored, and room for a store.
+/// A scratch directory with images, and space for a store.
 struct Scratch(tempfile::TempDir);
 
 impl Scratch {
@@ -115,7 +115,7 @@ impl Scratch {
         draft.finish(b"meta")
     }
 
-    /// Names in the store.
+    /// Returns the names of the entries in the store.
     fn names(&self) -> BTreeSet<String> {
         let entries = self.at("store").read_dir().expect("readable");
         entries
@@ -129,7 +129,8 @@ impl Scratch {
             .collect()
     }
 
-    /// All that can be seen is complete; the seconds in which it was made.
+    /// Verifies that all visible checkpoints are complete, and returns their start times in
+    /// seconds.
     fn verify(&self, store: &Store) -> Vec<u64> {
         let (sets, unreadable) = store.list().expect("listed");
         assert!(unreadable.is_empty(), "{unreadable:?}");
@@ -152,15 +153,14 @@ impl Scratch {
     }
 }
 
-/// More than one chunk, with zeros in it.
+/// Returns the content of more than one chunk, including zeros.
 fn content() -> Vec<u8> {
     let mut content: Vec<u8> = (0..(1 << 20) + 9000).map(|i| (i % 251) as u8).collect();
     content[8192..40_000].fill(0);
     content
 }
 
-/// Two sets are made and the older one is swept away, with something happening at each step. The steps of all that, when
-/// nothing happens.
+/// Writes two checkpoints and removes the older one, with a fault at one step.
 fn story(scratch: &Scratch, fates: &Arc<Fates>) -> Result<(), StoreError> {
     let limits = Limits {
         sets_max: 1,
@@ -177,6 +177,7 @@ fn story(scratch: &Scratch, fates: &Arc<Fates>) -> Result<(), StoreError> {
     Ok(())
 }
 
+/// Returns the steps of the scenario without a fault.
 fn whole_story() -> Vec<String> {
     let (scratch, fates) = (Scratch::new(), Fates::new(None));
     story(&scratch, &fates).expect("nothing happens");
@@ -191,8 +192,10 @@ fn whole_story() -> Vec<String> {
     fates.steps()
 }
 
+/// A process that dies at any step leaves complete checkpoints, and nothing else after the next
+/// opening.
 #[test]
-fn a_process_that_dies_at_any_step_leaves_complete_sets_and_nothing_else() {
+fn crash_at_any_step_leaves_complete_checkpoints() {
     let steps = whole_story();
     for fate in [Fate::Death, Fate::TornWrite] {
         let mut seen = BTreeSet::new();
@@ -213,7 +216,7 @@ fn a_process_that_dies_at_any_step_leaves_complete_sets_and_nothing_else() {
                 scratch.names()
             );
             seen.insert(sets);
-            // And the store goes on.
+            // The store must still be usable.
             scratch.make(&store, 3).expect("made");
             assert_eq!(scratch.verify(&store).last(), Some(&3), "{step}");
         }
@@ -221,8 +224,9 @@ fn a_process_that_dies_at_any_step_leaves_complete_sets_and_nothing_else() {
     }
 }
 
+/// A full disk at any step leaves the complete checkpoints and nothing else.
 #[test]
-fn a_full_disk_at_any_step_leaves_what_was_complete_and_nothing_else() {
+fn full_disk_at_any_step_leaves_complete_checkpoints() {
     let steps = whole_story();
     let mut full = 0;
     for (at, step) in steps.iter().enumerate() {
@@ -239,7 +243,7 @@ fn a_full_disk_at_any_step_leaves_what_was_complete_and_nothing_else() {
         };
         assert!(free.is_some(), "{step}");
         assert_eq!(missing.is_some(), *act == Act::Add, "{step}");
-        // Without opening it again, which would clear it.
+        // Before the store is opened again, which would clean up.
         let names = if scratch.at("store").is_dir() {
             scratch.names()
         } else {
@@ -269,8 +273,10 @@ fn a_full_disk_at_any_step_leaves_what_was_complete_and_nothing_else() {
     assert!(full > 20, "{full}");
 }
 
+/// A checkpoint gets its name after all its content is on the disk, and loses it durably before
+/// files are deleted.
 #[test]
-fn a_set_gets_its_name_when_all_of_it_is_on_the_disk() {
+fn checkpoint_is_durable_before_it_is_named() {
     let steps = whole_story();
     let at = |step: &str| {
         steps
@@ -309,7 +315,7 @@ fn a_set_gets_its_name_when_all_of_it_is_on_the_disk() {
 }
 
 #[test]
-fn a_draft_that_is_dropped_leaves_nothing() {
+fn dropped_draft_leaves_nothing() {
     let scratch = Scratch::new();
     let store = scratch
         .open(Disk::new(), Limits::default())
@@ -322,7 +328,7 @@ fn a_draft_that_is_dropped_leaves_nothing() {
 }
 
 #[test]
-fn a_draft_of_a_living_process_is_not_cleared_away() {
+fn draft_of_living_process_is_kept() {
     let scratch = Scratch::new();
     let store = scratch
         .open(Disk::new(), Limits::default())

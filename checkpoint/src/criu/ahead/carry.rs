@@ -1,4 +1,4 @@
-//! The thread that stands between CRIU and the other host.
+//! The thread that runs the proxy between `criu lazy-pages` and the source.
 
 use super::super::process::hurry_thread;
 use super::super::uffd_keeper::UffdKeeper;
@@ -17,18 +17,22 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// Bytes of questions that are read at once.
+/// Size of the buffer for CRIU's requests.
 const QUESTIONS_BYTES: usize = 4 << 10;
 
-/// Ends when CRIU has all memory and the answer to saying so, when it has closed its end, or when the other host's is closed: whether
-/// CRIU had taken its leave, or has missed nothing; why, if the end is due to what either has said or the images.
+/// The proxy's thread. It ends when CRIU has all memory and the reply to its PS_IOV_CLOSE, when
+/// CRIU closes its end, or when the source closes the stream.
+///
+/// Returns true if CRIU was done or no memory was missing, false if CRIU still lacks memory. An
+/// error means that the source has violated the protocol, or that the images are damaged.
 pub(in super::super) type Carrying = JoinHandle<Result<bool, Failure>>;
 
-/// Stands between CRIU and the other host for the task whose images are in this directory, of which this has come before. Of
-/// descriptors that CRIU has closed the copies are closed, too.
+/// Starts the proxy for the task whose images are in `dir`. `other` is the stream to the source,
+/// `store` the pre-copied memory. When CRIU closes a userfaultfd, its copy in `copies` is closed as
+/// well.
 ///
 /// # Errors
-/// There is no descriptor or thread.
+/// No file descriptor or thread is available.
 pub(in super::super) fn start(
     dir: &Path,
     other: OwnedFd,
@@ -38,7 +42,7 @@ pub(in super::super) fn start(
     let io = |e: io::Error| Failure::Io(format!("cannot fetch memory ahead: {e}"));
     let (ours, stream) = UnixStream::pair().map_err(io)?;
     let other = Arc::new(UnixStream::from(other));
-    // Neither may keep the other one waiting.
+    // Nonblocking, so that neither side delays the other.
     ours.set_nonblocking(true)
         .and_then(|()| other.set_nonblocking(true))
         .map_err(io)?;
@@ -49,7 +53,7 @@ pub(in super::super) fn start(
     let dir = dir.to_path_buf();
     let carrying = thread.spawn(move || {
         hurry_thread();
-        // What CRIU asks meanwhile waits.
+        // CRIU's requests wait in the socket meanwhile.
         let ahead = Ahead::new(
             Missing::in_images(&dir)?,
             store,
@@ -57,7 +61,7 @@ pub(in super::super) fn start(
             Instant::now(),
         );
         let carried = carry(ahead, ours, &other, (closed, copies), &told);
-        // Others have it open.
+        // A shutdown, because other handles have the stream open.
         let _ = other.shutdown(Shutdown::Both);
         carried.map_err(Failure::Engine)
     });
@@ -94,7 +98,8 @@ fn carry(
         if answers {
             match heard(other.read(ahead.room())) {
                 Some(0) if ahead.has_all() => {
-                    // Nothing is missing but this word, which it waits for. It has room for four bytes, or has gone.
+                    // Only the reply to PS_IOV_CLOSE is missing, and CRIU waits for it. The socket
+                    // has room for four bytes, or CRIU has exited.
                     let _ = engine.write(ahead.rest_of_parting());
                     return Ok(true);
                 }
@@ -107,17 +112,18 @@ fn carry(
             .answer(&mut engine)
             .and_then(|()| write_from(&mut other, ahead.questions()));
         if done.is_err() {
-            // Whoever does not listen any more has gone; the other one learns of it by the end of its stream.
+            // One side has closed its stream. The other side notices by the end of its own stream.
             return Ok(ahead.has_taken_leave());
         }
-        // It may be long until CRIU gets a processor for its end: neither host is kept waiting for that.
+        // CRIU may need long until it gets CPU time to exit. Neither host waits for that.
         if ahead.has_parted() {
             return Ok(true);
         }
     }
 }
 
-/// Bytes that were read, 0 at the end of a stream.
+/// Returns the number of bytes read, 0 at the end of the stream or after an error, `None` if
+/// nothing can be read now.
 fn heard(read: io::Result<usize>) -> Option<usize> {
     match read {
         Err(e)
@@ -132,8 +138,8 @@ fn heard(read: io::Result<usize>) -> Option<usize> {
     }
 }
 
-/// Waits until CRIU asks, the other host answers, either takes more, or CRIU has closed something: whether the first two have
-/// something.
+/// Waits until CRIU or the source can be read, either accepts more data, or CRIU has closed a
+/// userfaultfd. Returns whether CRIU and the source can be read.
 fn ready(
     ahead: &mut Ahead,
     engine: &UnixStream,
@@ -151,7 +157,7 @@ fn ready(
         PollFd::new(other.as_fd(), of_other),
     ];
     fds.extend(closes.map(|closes| PollFd::new(closes.as_fd(), PollFlags::POLLIN)));
-    // Without news it looks again.
+    // If `poll` fails the caller tries again.
     let _ = poll(&mut fds, PollTimeout::NONE);
     let reads = PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR;
     [0, 1].map(|which: usize| {

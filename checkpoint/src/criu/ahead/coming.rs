@@ -1,4 +1,4 @@
-//! An answer of the other host, as far as it is here.
+//! Reads a reply of the source in parts.
 
 use super::super::words::{Form, Head, marks_bytes};
 use std::collections::VecDeque;
@@ -10,7 +10,8 @@ pub(super) enum Coming {
         bytes: [u8; Form::BYTES_MAX],
         have: usize,
     },
-    /// Which pages of these come.
+    /// The bitmap of a reply with changed pages. It tells which of `pages` pages follow; `known`
+    /// has the pre-copied content of all of them.
     Marks {
         known: Vec<u8>,
         pages: u64,
@@ -19,7 +20,7 @@ pub(super) enum Coming {
     },
     Body {
         bytes: Vec<u8>,
-        /// Where what comes goes.
+        /// The unfilled parts of `bytes`, in order.
         rest: VecDeque<Range<usize>>,
     },
 }
@@ -34,7 +35,7 @@ impl Default for Coming {
 }
 
 impl Coming {
-    /// Where the next bytes go, if a head has so many.
+    /// Returns the buffer for the next bytes. `head_bytes` is the size of a header.
     pub(super) fn room(&mut self, head_bytes: usize) -> &mut [u8] {
         match self {
             Coming::Head { bytes, have } => &mut bytes[*have..head_bytes],
@@ -43,7 +44,7 @@ impl Coming {
         }
     }
 
-    /// So many bytes were put there.
+    /// Processes bytes that were read into this buffer.
     pub(super) fn came(&mut self, bytes: usize) {
         match self {
             Coming::Head { have, .. } | Coming::Marks { have, .. } => *have += bytes,
@@ -58,7 +59,7 @@ impl Coming {
         }
     }
 
-    /// The head, if all of it is here, and what follows is not known yet.
+    /// Returns the complete header, until the caller has decided what to expect after it.
     pub(super) fn head(&self, form: Form) -> Option<Head> {
         match self {
             Coming::Head { bytes, have } if *have == form.bytes() => Some(form.read(bytes)),
@@ -66,13 +67,13 @@ impl Coming {
         }
     }
 
-    /// So many pages follow, all of them.
+    /// Expects the content of all pages of `body`.
     pub(super) fn expect_all(&mut self, body: Vec<u8>) {
         let rest = std::iter::once(0..body.len()).collect();
         *self = Coming::Body { bytes: body, rest };
     }
 
-    /// What has changed of these pages follows, behind what tells which they are.
+    /// Expects a bitmap and then the changed ones of these pages.
     pub(super) fn expect_marks(&mut self, known: Vec<u8>, pages: u64) {
         *self = Coming::Marks {
             known,
@@ -82,10 +83,10 @@ impl Coming {
         };
     }
 
-    /// Once all marks are here it is known which pages follow.
+    /// Once the bitmap is complete, prepares to read the pages whose bits are set.
     ///
     /// # Errors
-    /// There are marks of more pages.
+    /// The bitmap has bits beyond the requested pages.
     pub(super) fn look_at_marks(&mut self, page: u64) -> Result<(), String> {
         let Coming::Marks {
             known,
@@ -121,7 +122,7 @@ impl Coming {
         Ok(())
     }
 
-    /// The pages, if all of them are here. Another head comes next.
+    /// Returns the pages if all of them have arrived. The next reply follows.
     pub(super) fn body(&mut self) -> Option<Vec<u8>> {
         match self {
             Coming::Body { bytes, rest } if rest.is_empty() => {
@@ -148,8 +149,9 @@ mod tests {
         }
     }
 
+    /// Changed pages replace the pre-copied content of exactly those pages.
     #[test]
-    fn changed_pages_come_into_the_places_of_those_that_were_known() {
+    fn changed_pages_replace_known_pages() {
         let mut coming = Coming::default();
         coming.expect_marks(vec![1; 40], 10);
         put(&mut coming, &[0b1000_0110, 0b10]);
@@ -166,8 +168,9 @@ mod tests {
         assert!(matches!(coming, Coming::Head { have: 0, .. }));
     }
 
+    /// An empty bitmap completes the reply; bits beyond the requested pages are an error.
     #[test]
-    fn where_nothing_has_changed_nothing_follows_and_marks_of_no_page_are_an_error() {
+    fn bits_beyond_the_range_are_an_error() {
         let mut coming = Coming::default();
         coming.expect_marks(vec![1; 12], 3);
         put(&mut coming, &[0]);

@@ -1,4 +1,5 @@
-//! Which memory is missing, and how far CRIU has come in asking for it.
+//! The missing memory of a restored task, and the progress of CRIU's background transfer through
+//! it.
 
 use super::super::images::{MAP, Pages, entries};
 use crate::engine::pages::page_size;
@@ -6,18 +7,20 @@ use sempa_proto::migration::Failure;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Needs of one process that are remembered because CRIU has not come so far yet.
+/// Maximum number of page-fault requests of one process that are remembered until the background
+/// transfer has passed them.
 const OUT_OF_TURN_MAX: usize = 65_536;
 
-/// The memory that all processes of a task miss: by their numbers, stretches from one address to another.
+/// The missing memory of all processes of a task: by PID in the images, ranges from start to end
+/// address.
 #[derive(Debug, Default)]
 pub(super) struct Missing(pub(super) BTreeMap<u64, BTreeMap<u64, u64>>);
 
 impl Missing {
-    /// As the images in this directory say.
+    /// Reads the missing memory from the images in this directory.
     ///
     /// # Errors
-    /// One of them is not whole.
+    /// An image is damaged or cannot be read.
     pub(super) fn in_images(dir: &Path) -> Result<Missing, Failure> {
         let unreadable = |e| Failure::Io(format!("cannot read {}: {e}", dir.display()));
         let mut missing = Missing::default();
@@ -27,7 +30,7 @@ impl Missing {
             let number = name
                 .strip_prefix(MAP)
                 .and_then(|rest| rest.strip_suffix(".img"));
-            // Memory that processes share is not left behind; its maps have other names.
+            // Shared memory is never lazy; its pagemaps have other names.
             let Some(process) = number.and_then(|number| number.parse().ok()) else {
                 continue;
             };
@@ -66,26 +69,28 @@ impl Missing {
     }
 }
 
-/// The memory that a process misses.
+/// The missing memory of one process.
 #[derive(Debug)]
 pub(super) struct Process {
     stretches: BTreeMap<u64, u64>,
-    /// The first page that CRIU has not asked for. It goes from low addresses to high ones.
+    /// The first missing page that CRIU has not requested. The background transfer goes from low to
+    /// high addresses.
     front: Option<u64>,
-    /// It does so already.
+    /// True once the background transfer has started.
     has_begun: bool,
-    /// What it has asked for behind that, because the task needed it.
+    /// Page-fault requests that the background transfer has not reached yet, from start to end
+    /// address.
     out_of_turn: BTreeMap<u64, u64>,
 }
 
 impl Process {
-    /// The stretch of missing memory in which this address is.
+    /// Returns the range of missing memory that contains this address.
     pub(super) fn misses(&self, address: u64) -> Option<(u64, u64)> {
         let (&start, &end) = self.stretches.range(..=address).next_back()?;
         (address < end).then_some((start, end))
     }
 
-    /// True if all of this is missing.
+    /// True if all of this range is missing.
     pub(super) fn misses_all(&self, mut address: u64, end: u64) -> bool {
         while address < end {
             match self.misses(address) {
@@ -96,7 +101,7 @@ impl Process {
         true
     }
 
-    /// The first missing address from here on.
+    /// Returns the first missing address that is not below `address`.
     pub(super) fn missing_from(&self, address: u64) -> Option<u64> {
         match self.misses(address) {
             Some(_) => Some(address),
@@ -108,7 +113,9 @@ impl Process {
         }
     }
 
-    /// CRIU asks for this. True if it is its turn, or more than a task needs at once: then it goes on from there.
+    /// Records a request of CRIU. Returns true if it belongs to the background transfer, which then
+    /// continues at `end`: the request begins at the expected page, or is longer than the single
+    /// page of a page fault.
     pub(super) fn turn(&mut self, address: u64, end: u64, page: u64) -> bool {
         if self.front != Some(address) && end - address <= page {
             if self.out_of_turn.len() < OUT_OF_TURN_MAX {
@@ -128,7 +135,7 @@ impl Process {
         true
     }
 
-    /// From where on it will ask, if it has begun to.
+    /// Returns where the background transfer continues, if it has started.
     pub(super) fn next(&self) -> Option<u64> {
         self.front.filter(|_| self.has_begun)
     }

@@ -1,4 +1,5 @@
-//! What has a CRIU that fetches memory wait for its answers before it hears of anything else (`csrc/patience.c`).
+//! The connection of `criu lazy-pages` to the proxy, with a library that makes CRIU read the
+//! replies to its requests before other events (`csrc/uffd_batching.c`).
 
 use nix::errno::Errno;
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -8,24 +9,26 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-/// What CRIU loads. One that does not (because it is linked statically) can lose track of what it has asked for, if the task gives
-/// memory back or forks just then, and of processes that have all their memory.
-const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/patience.so"));
+/// The library. A statically linked CRIU does not load it. Such a CRIU may lose requests if the
+/// task unmaps memory or forks at that moment, and does not finish with processes that have all
+/// their memory.
+const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/uffd_batching.so"));
 
-/// What CRIU gets.
+/// What `criu lazy-pages` inherits.
 #[derive(Debug)]
 pub(in super::super) struct Asking {
-    /// On which it asks.
+    /// CRIU requests pages on this stream.
     stream: UnixStream,
-    /// On which the library says what it has closed.
+    /// The library reports closed userfaultfds on this socket.
     closed: OwnedFd,
     library: File,
 }
 
 impl Asking {
-    /// For a CRIU that asks on this stream; and where it is heard what its library says.
+    /// Creates the connection for requests on this stream, and the receiver of the library's
+    /// reports.
     pub(super) fn new(stream: UnixStream) -> io::Result<(Asking, Closed)> {
-        let mut library = File::from(memfd_create(c"sempa-patience", MFdFlags::MFD_CLOEXEC)?);
+        let mut library = File::from(memfd_create(c"sempa-uffd-batching", MFdFlags::MFD_CLOEXEC)?);
         library.write_all(LIBRARY)?;
         let (ours, closed) = socketpair(
             AddressFamily::Unix,
@@ -43,7 +46,7 @@ impl Asking {
         ))
     }
 
-    /// The descriptors, which have to keep their numbers in CRIU.
+    /// Returns the descriptors that CRIU must inherit with the same numbers.
     pub(in super::super) fn descriptors(&self) -> [BorrowedFd<'_>; 3] {
         [
             self.stream.as_fd(),
@@ -52,12 +55,12 @@ impl Asking {
         ]
     }
 
-    /// The number of the stream.
+    /// Returns the number of the stream's descriptor.
     pub(in super::super) fn stream(&self) -> i32 {
         self.stream.as_raw_fd()
     }
 
-    /// What CRIU's environment has to say.
+    /// Returns the environment variables for CRIU.
     pub(in super::super) fn variables(&self) -> [(&'static str, String); 3] {
         [
             (
@@ -70,7 +73,7 @@ impl Asking {
     }
 }
 
-/// Hears which of the descriptors that tell of missing memory CRIU has closed.
+/// Receives reports of userfaultfds that CRIU has closed.
 #[derive(Debug)]
 pub(super) struct Closed(OwnedFd);
 
@@ -81,7 +84,8 @@ impl AsFd for Closed {
 }
 
 impl Closed {
-    /// The inodes of those closed since; `None` if no more will be.
+    /// Returns the inodes of the userfaultfds that were closed since the last call; `None` if CRIU
+    /// has ended.
     pub(super) fn inodes(&self) -> Option<Vec<u64>> {
         let mut inodes = Vec::new();
         loop {

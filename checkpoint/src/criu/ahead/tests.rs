@@ -1,4 +1,4 @@
-//! CRIU and the other host as they are known to behave, with what stands between them.
+//! Tests of the proxy between models of `criu lazy-pages` and the source.
 
 use super::*;
 use crate::engine::pages::BLOCK_PAGES;
@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 
 const PAGE: u64 = 16;
 
-/// Each page is its own: its process and address.
+/// Returns the content of a page: its process and address, so all pages differ.
 fn content(process: u64, address: u64) -> [u8; PAGE as usize] {
     [process.to_ne_bytes(), address.to_ne_bytes()]
         .concat()
@@ -15,7 +15,7 @@ fn content(process: u64, address: u64) -> [u8; PAGE as usize] {
         .expect("two numbers")
 }
 
-/// What has come of a page before: nothing, the page as it is, or as it was.
+/// The pre-copied state of a page: none, its current content, or older content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Before {
     Nothing,
@@ -23,7 +23,7 @@ enum Before {
     Older,
 }
 
-/// Of each page something else.
+/// Distributes these states over the pages.
 fn before(process: u64, address: u64) -> Before {
     [
         Before::Same,
@@ -34,7 +34,7 @@ fn before(process: u64, address: u64) -> Before {
     ][((address / PAGE * 7 + process) % 5) as usize]
 }
 
-/// What came before of this memory.
+/// Returns the pre-copied pages of this memory.
 fn store(missing: &BTreeMap<u64, BTreeMap<u64, u64>>) -> ReceivedPages {
     let mut store = ReceivedPages::with_page_size(PAGE);
     let stretches = missing
@@ -62,11 +62,12 @@ fn store(missing: &BTreeMap<u64, BTreeMap<u64, u64>>) -> ReceivedPages {
     store
 }
 
-/// The other end: it gives up at whatever is not missing, and never answers over the end of a stretch.
+/// A model of the source. It panics if a page is requested that is not missing, and never answers
+/// beyond the end of a range.
 struct Source {
     missing: BTreeMap<u64, BTreeMap<u64, u64>>,
     form: Form,
-    /// It answers with so many pages at most.
+    /// Maximum number of pages in a reply.
     pages_max: u64,
     asked: Vec<Head>,
     says: VecDeque<u8>,
@@ -132,13 +133,13 @@ impl Source {
     }
 }
 
-/// CRIU: it goes through what is missing from low addresses to high ones, one question of a process at a time, and asks for single
-/// pages meanwhile.
+/// A model of CRIU: a background transfer from low to high addresses, with one open request for
+/// each process, and requests for single pages meanwhile.
 struct Engine {
     form: Form,
-    /// By process: pages that nobody has asked for.
+    /// Pages of each process that were not requested yet.
     left: BTreeMap<u64, BTreeSet<u64>>,
-    /// Questions without an answer, in their order.
+    /// Unanswered requests in their order.
     open: VecDeque<Head>,
     heard: Vec<u8>,
     pages_at_once: u64,
@@ -182,7 +183,7 @@ impl Engine {
         self.form.write(&head)
     }
 
-    /// The next question of its own accord.
+    /// Returns the next request of the background transfer.
     fn in_turn(&mut self, process: u64) -> Option<Vec<u8>> {
         let is_open = self
             .open
@@ -197,7 +198,7 @@ impl Engine {
         Some(self.ask(process, first, pages))
     }
 
-    /// The task needs one of the pages that are left.
+    /// Returns the request for a page fault.
     fn need(&mut self, process: u64, which: usize) -> Option<Vec<u8>> {
         let left = &self.left[&process];
         let address = *left.iter().nth(which % left.len().max(1))?;
@@ -236,7 +237,7 @@ impl Engine {
     }
 }
 
-/// CRIU's socket.
+/// A model of CRIU's socket.
 struct Socket {
     bytes: Vec<u8>,
     room: usize,
@@ -263,7 +264,7 @@ struct Pair {
     ahead: Ahead,
     engine: Engine,
     source: Source,
-    /// Bytes that CRIU takes at once.
+    /// Maximum number of bytes that CRIU accepts at once.
     room: usize,
 }
 
@@ -307,7 +308,7 @@ impl Pair {
         }
     }
 
-    /// So many bytes of what the source says arrive, each time a little later.
+    /// Delivers this number of bytes from the source to the proxy, and advances the clock.
     fn arrives(&mut self, bytes: usize) {
         self.ahead
             .tell_time(self.ahead.now + Duration::from_micros(bytes as u64 % 20_000));
@@ -348,7 +349,7 @@ impl Pair {
         assert!(pieces <= UNDER_WAY_MAX + 1);
     }
 
-    /// Until CRIU has everything, and says so.
+    /// Runs until CRIU has everything and has sent PS_IOV_CLOSE.
     fn finish(&mut self) {
         let processes: Vec<u64> = self.engine.left.keys().copied().collect();
         while self.engine.left.values().any(|left| !left.is_empty()) || !self.engine.open.is_empty()
@@ -401,8 +402,10 @@ fn happens() -> impl Strategy<Value = Happens> {
 }
 
 proptest! {
+    /// CRIU receives each page exactly once, in the order of its requests, for any sequence of
+    /// steps.
     #[test]
-    fn whatever_criu_asks_it_gets_each_page_once_in_the_order_of_its_questions(
+    fn engine_gets_each_page_once_in_order(
         lengths in prop::collection::vec(prop::collection::vec((0..3u64, 1..300u64), 1..6), 3),
         long in any::<bool>(),
         pages_max in prop_oneof![3 => Just(u64::MAX), 1 => 1..80u64],
@@ -434,8 +437,9 @@ proptest! {
     }
 }
 
+/// Background requests are answered at once, even while page faults interrupt them.
 #[test]
-fn what_is_asked_in_turn_is_there_before_it_is_asked_also_while_the_task_needs_pages() {
+fn background_requests_are_answered_at_once() {
     let missing = BTreeMap::from([(1, stretches(&[(0, 4000)], 64))]);
     let mut pair = Pair::new(&missing, Form::Long, u64::MAX);
     let words = pair.engine.in_turn(1);
@@ -444,7 +448,7 @@ fn what_is_asked_in_turn_is_there_before_it_is_asked_also_while_the_task_needs_p
     let mut waits = 0;
     for round in 0.. {
         if round % 3 == 0 {
-            // Behind what is on its way.
+            // A page fault in memory beyond the chunks in flight.
             let words = pair.engine.need(1, 1000);
             pair.engine_says(words);
             pair.arrives(usize::MAX);
@@ -462,8 +466,9 @@ fn what_is_asked_in_turn_is_there_before_it_is_asked_also_while_the_task_needs_p
     assert_eq!(waits, 0);
 }
 
+/// Long background requests of many processes are requested from the source only once.
 #[test]
-fn what_is_asked_in_turn_is_fetched_once_however_much_it_is() {
+fn long_background_requests_are_fetched_once() {
     let missing = (1..=20)
         .map(|process| (process, stretches(&[(0, 3000)], 64)))
         .collect();
@@ -474,8 +479,9 @@ fn what_is_asked_in_turn_is_fetched_once_however_much_it_is() {
     assert_eq!(asked, 20 * 3000);
 }
 
+/// Before the background transfer has started, only pages of page faults are requested.
 #[test]
-fn nothing_is_fetched_before_criu_goes_through_memory_but_what_a_task_needs() {
+fn no_prefetch_before_background_transfer() {
     let missing = BTreeMap::from([(1, stretches(&[(0, 4000)], 64))]);
     let mut pair = Pair::new(&missing, Form::Long, u64::MAX);
     for _ in 0..5 {
@@ -490,8 +496,9 @@ fn nothing_is_fetched_before_criu_goes_through_memory_but_what_a_task_needs() {
     );
 }
 
+/// Messages that are not requests for missing pages pass unchanged in both directions.
 #[test]
-fn what_is_not_understood_passes_as_it_is() {
+fn unknown_messages_pass_unchanged() {
     for words in [
         &b"anything"[..],
         &[7; 100],
@@ -522,8 +529,9 @@ fn what_is_not_understood_passes_as_it_is() {
     }
 }
 
+/// A reply that does not fit the request is an error.
 #[test]
-fn an_answer_to_something_that_was_not_asked_is_an_error() {
+fn unexpected_reply_is_an_error() {
     let missing = BTreeMap::from([(1, stretches(&[(0, 40)], 64))]);
     let asked = Head {
         command: GET,
@@ -566,8 +574,9 @@ fn an_answer_to_something_that_was_not_asked_is_an_error() {
     }
 }
 
+/// After a pre-copy only changed pages are requested, and pre-copied memory is freed after use.
 #[test]
-fn of_what_came_before_only_changed_pages_come_again() {
+fn only_changed_pages_are_transferred_again() {
     let missing = BTreeMap::from([(1, stretches(&[(0, 4000)], 0))]);
     let mut pair = Pair::with(&missing, store(&missing), Form::Long, u64::MAX);
     let said = |pair: &Pair| {
@@ -598,8 +607,9 @@ fn of_what_came_before_only_changed_pages_come_again() {
     assert_eq!(pair.engine.got.len(), 4000);
 }
 
+/// A reply to a request for changed pages that does not fit the request is an error.
 #[test]
-fn an_answer_of_changed_pages_that_does_not_fit_is_an_error() {
+fn unexpected_changed_reply_is_an_error() {
     let missing = BTreeMap::from([(1, stretches(&[(0, 40)], 0))]);
     let asked = Head {
         command: GET,

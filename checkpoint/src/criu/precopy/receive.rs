@@ -1,4 +1,4 @@
-//! At the target: what has come ahead.
+//! The target of a pre-copy: receives pages and keeps them until the restored task needs them.
 
 use super::super::words::{AHEAD, ALL_AHEAD, Form, Head};
 use crate::engine::ReceivedPages;
@@ -8,7 +8,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
-/// Says a number of pages to the source.
+/// Sends a page count to the source.
 fn say(stream: &mut UnixStream, pages: u64) -> io::Result<()> {
     stream.write_all(&Form::Long.write(&Head {
         command: ALL_AHEAD,
@@ -18,7 +18,7 @@ fn say(stream: &mut UnixStream, pages: u64) -> io::Result<()> {
     }))
 }
 
-/// Tells the source that all pages which it has sent ahead on this stream are here.
+/// Confirms to the source that all pages that were pre-copied on this stream have arrived.
 ///
 /// # Errors
 /// The source does not read from the stream any more.
@@ -26,10 +26,11 @@ pub fn acknowledge(received: &ReceivedPages, stream: &OwnedFd) -> io::Result<()>
     say(&mut UnixStream::from(stream.try_clone()?), received.pages())
 }
 
-/// Takes what comes ahead on this stream until all of it is here: no more than this, which the source is told.
+/// Receives pre-copied pages on this stream until the source reports the end. First sends the
+/// source the limit, `bytes_max` in pages.
 ///
 /// # Errors
-/// The stream ended before, something else came than pages, or more of them, or there is no memory for them.
+/// The stream ended early, the source violated the protocol or the limit, or memory is exhausted.
 pub(in super::super) fn receive(
     stream: &OwnedFd,
     bytes_max: u64,
@@ -79,8 +80,9 @@ mod tests {
     use super::*;
     use crate::engine::pages::page_size;
 
+    /// Sources that violate the protocol or exceed the limit are refused.
     #[test]
-    fn whoever_sends_something_else_or_too_much_is_told_from_who_sends_pages() {
+    fn malformed_pre_copies_are_refused() {
         let page = page_size();
         let say = |words: &[(u32, u64, u64)], bytes_max| {
             let (mut theirs, ours) = UnixStream::pair().expect("descriptors");

@@ -1,4 +1,4 @@
-//! At the source: reads a task's memory while it runs, and sends it ahead.
+//! The source of a pre-copy: reads the memory of a running task and sends it.
 
 use super::super::pagemap::Wanted;
 use super::super::process::{come_late, hurry_thread};
@@ -15,29 +15,32 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-/// Times that all memory is gone through: what was written meanwhile is sent again each time.
+/// Maximum number of rounds over all memory. Each round sends the pages that were written since the
+/// round before.
 const ROUNDS_MAX: u32 = 4;
-/// So few pages may be left for later.
+/// Pre-copy ends after a round that sent at most this number of pages.
 const ENOUGH_PAGES: u64 = 1024;
-/// A round that sends more than one in so many of what the one before has sent is the last: the task writes too fast.
+/// Pre-copy ends after a round that sent more pages than those of the round before divided by this:
+/// the task writes too fast.
 const WORTH_WHILE: u64 = 2;
-/// How long the other end may take nothing, or say nothing.
+/// Timeout for the target to accept data or to reply.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
-/// How fast a way is cannot be seen by the first bytes: buffers on the way take them.
+/// Bytes at the beginning that are not measured, because buffers on the path take them at any rate.
 const BUFFERED_BYTES: u64 = 16 << 20;
-/// It is seen by so many after them, again and again.
+/// Bytes per rate measurement. Measurements follow each other without a gap.
 const JUDGED_BYTES: u64 = 32 << 20;
 
-/// A process of the task.
+/// A process of the task that is being read.
 struct Subject {
     pid: i32,
     number: u64,
-    /// That of this program for good: should the process end or begin another program, nothing is read any more.
+    /// `/proc/PID/mem`, which remains bound to the current address space: after an exit or exec,
+    /// reads return nothing.
     memory: File,
 }
 
 impl Subject {
-    /// `None`: it is gone.
+    /// Opens a process. `None` if it no longer exists.
     fn of(pid: i32) -> Option<Subject> {
         let number = withheld::number(pid)?;
         let memory = File::open(format!("/proc/{pid}/mem")).ok()?;
@@ -48,7 +51,8 @@ impl Subject {
         })
     }
 
-    /// Where pages are in its own memory. A process that is gone has none. What is swapped out stays there until it has to follow.
+    /// Returns the populated ranges of the process's private memory; none if it no longer exists.
+    /// Swapped-out pages are left to the post-copy.
     fn pages(&self) -> Vec<(u64, u64)> {
         let pages = |areas: Vec<_>| withheld::pages(self.pid, &areas, Wanted::InMemory);
         withheld::own_areas(self.pid)
@@ -57,11 +61,12 @@ impl Subject {
     }
 }
 
-/// Sends the memory of these processes, which run, on this stream, and what of it they have written since, again; what was sent. No
-/// more pages than the other end takes. To be called by a thread of its own: it comes behind others from then on, until all is sent.
+/// Pre-copies the memory of these running processes on this stream, and again the pages that they
+/// have written meanwhile. Sends at most as many pages as the target accepts. Must be called on a
+/// thread of its own, because it lowers the priority of the thread until all pages are sent.
 ///
 /// # Errors
-/// The other end has not taken all of it.
+/// The target has not received all of it.
 pub(in super::super) fn send(
     processes: &[i32],
     stream: &OwnedFd,
@@ -90,7 +95,7 @@ pub(in super::super) fn send(
     };
     sender.rounds(&subjects).map_err(failed)?;
     let sent = sender.sent;
-    // Who is to leave waits for the rest of this.
+    // From here on the migration waits for this thread.
     hurry_thread();
     let end = Head {
         command: ALL_AHEAD,
@@ -107,7 +112,8 @@ pub(in super::super) fn send(
     Ok(sent)
 }
 
-/// A word of the other end: before all else how many pages it takes, and in the end how many it has.
+/// Receives a page count from the target: at the beginning the number of pages that it accepts, at
+/// the end the number that it has received.
 fn heard(stream: &mut UnixStream) -> Result<Head, Failure> {
     let mut word = [0; Form::Long.bytes()];
     let failed = |e: io::Error| {
@@ -126,10 +132,11 @@ fn heard(stream: &mut UnixStream) -> Result<Head, Failure> {
     }
 }
 
-/// How fast memory passes, with what it takes to read it: of a way that is faster than this it cannot be seen how fast it is.
+/// Measures the transfer rate, including the time for reading the pages. A link that is faster than
+/// this thread appears as fast as the thread.
 #[derive(Debug)]
 struct Pace {
-    /// What has to pass yet before it is judged.
+    /// Bytes left before the measurement starts.
     before: u64,
     bytes: u64,
     since: Instant,
@@ -144,7 +151,7 @@ impl Pace {
         }
     }
 
-    /// So many more bytes have passed. Bytes per second, when there were enough to say that.
+    /// Counts sent bytes. Returns the rate in bytes per second when a measurement is complete.
     fn passed(&mut self, bytes: u64, now: Instant) -> Option<u64> {
         if self.before > 0 {
             (self.before, self.since) = (self.before.saturating_sub(bytes), now);
@@ -203,7 +210,7 @@ impl Sender<'_> {
         while at < end && !self.stop.is_due() {
             let until = end.min((at / block_bytes + 1) * block_bytes);
             self.room.resize((until - at) as usize, 0);
-            // What it has given back meanwhile is passed over.
+            // Pages that the process has unmapped meanwhile are skipped.
             let read = subject.memory.read_at(&mut self.room, at).unwrap_or(0) as u64;
             self.block(subject.number, at, (read / page) as usize)?;
             at = until;
@@ -211,7 +218,7 @@ impl Sender<'_> {
         Ok(())
     }
 
-    /// Sends what is new of so many pages that were read, all of one block.
+    /// Sends the new pages among those that were just read, which belong to one block.
     fn block(&mut self, process: u64, address: u64, pages: usize) -> io::Result<()> {
         let page = self.sent.page_size() as usize;
         let mut run: Range<usize> = 0..0;
@@ -254,7 +261,7 @@ mod tests {
     use super::*;
     use std::sync::mpsc::channel;
 
-    /// Memory of this process, and what says where it is.
+    /// Allocates memory of this process. Returns it with the address of its first whole page.
     fn own(pages: usize) -> (Vec<u8>, u64) {
         let page = page_size() as usize;
         let memory: Vec<u8> = (0..(pages + 1) * page)
@@ -268,8 +275,9 @@ mod tests {
         PreCopyStop::at(Instant::now() + Duration::from_secs(600))
     }
 
+    /// The target has all sent pages, and the source recognizes a page that was written since.
     #[test]
-    fn what_was_sent_ahead_is_here_and_what_was_written_since_is_known() {
+    fn later_writes_make_sent_pages_outdated() {
         let page = page_size();
         let (mut memory, first) = own(300);
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
@@ -310,8 +318,9 @@ mod tests {
         );
     }
 
+    /// A pre-copy that is stopped at once sends nothing and is still acknowledged.
     #[test]
-    fn who_is_in_a_hurry_sends_no_more_and_is_answered_all_the_same() {
+    fn stopped_pre_copy_is_acknowledged() {
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
         let (ours, theirs) = (OwnedFd::from(ours), OwnedFd::from(theirs));
         let taking = std::thread::spawn(move || {
@@ -330,8 +339,9 @@ mod tests {
         );
     }
 
+    /// The rate is measured repeatedly, but only after the buffers on the path are full.
     #[test]
-    fn a_way_is_fast_by_what_passes_when_what_is_on_it_has_filled_up() {
+    fn rate_is_measured_after_buffers_are_full() {
         let (mib, second) = (1 << 20, Duration::from_secs(1));
         let mut now = Instant::now();
         let mut pace = Pace::new(now);
@@ -352,8 +362,9 @@ mod tests {
         );
     }
 
+    /// A pre-copy stops above its rate limit and continues below it.
     #[test]
-    fn memory_stops_going_ahead_on_a_fast_way_and_does_not_on_another() {
+    fn pre_copy_stops_on_a_fast_link() {
         let sent_where = |fast| {
             let (ours, theirs) = UnixStream::pair().expect("descriptors");
             let (ours, theirs) = (OwnedFd::from(ours), OwnedFd::from(theirs));
@@ -377,8 +388,10 @@ mod tests {
         assert!(sent_where(u64::MAX) > 200 << 20);
     }
 
+    /// A process that does not exist has no memory, and a target that has closed the stream is an
+    /// error.
     #[test]
-    fn whoever_is_not_there_has_no_memory_and_a_target_that_is_gone_is_an_error() {
+    fn closed_stream_is_an_error() {
         assert!(Subject::of(i32::MAX).is_none());
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
         drop(theirs);
